@@ -1,0 +1,361 @@
+"""What the orchestrator practises on: the world of the miniature, and demonstrations for its warm start.
+
+The real problem in small. A task offers a random subset of tools under names, prices and latencies that change from task to task and
+stand in the prompt; the user says in words what matters (right, cheap, fast, a balance; a tool to avoid), and the same preference
+stands as weights in the reward. Some questions need a lookup, some a calculation, some a chain of records, and some only an expert
+can answer. Experts are simulated: their skill by subject and difficulty (SKILLS below) is hidden from the policy, which must learn it.
+
+Nothing is drawn from anywhere but `split`, `index` and `seed`. Train and held-out tasks share no fact, number, price or phrasing.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Iterator
+
+from nanorchestra import chat
+from nanorchestra.environment import ToolEnvironment
+from nanorchestra.sandbox import Sandbox
+from nanorchestra.retrieval import Index
+from nanorchestra.types import Preference, Task, ToolCall, ToolResult
+from reward import Price
+from tools import LookupTool, PythonTool, RecordsTool, SimulatedExpert, Skill
+
+CORPUS = Path(__file__).parent / "assets" / "nano" / "corpus.jsonl"
+SUBJECTS = ("law", "medicine", "physics", "history")
+KINDS = {"knowledge": 0.52, "arithmetic": 0.18, "lookup": 0.18, "chain": 0.12}
+EXPERT_NAMES = ("orion", "vega", "lyra", "atlas", "rigel", "castor", "draco", "hydra", "mira", "nova", "altair", "deneb", "juno", "ceres",
+                "pallas", "titan", "io", "luna", "sol", "terra")
+TOOL_NAMES = {"code": ("calc", "compute", "run", "python"), "search": ("search", "lookup", "find", "wiki"), "records": ("records", "db", "fetch", "table")}
+
+# P(right) on an easy and on a hard question, by who is asked and about what. Names promise more than they keep, as they do in life: the
+# large model is weak at medicine, the small one knows its history, the physics specialist is worse at physics than the large generalist.
+SKILLS: dict[str, dict[str, tuple[float, float]]] = {
+    "large": {"law": (.97, .90), "medicine": (.85, .25), "physics": (.97, .92), "history": (.85, .40), "arithmetic": (.97, .55), "lookup": (.97, .75), "chain": (.05, .05)},
+    "medium": {"law": (.75, .25), "medicine": (.95, .85), "physics": (.75, .30), "history": (.65, .25), "arithmetic": (.95, .25), "lookup": (.92, .40), "chain": (.05, .05)},
+    "small": {"law": (.35, .05), "medicine": (.35, .05), "physics": (.88, .15), "history": (.96, .90), "arithmetic": (.93, .05), "lookup": (.88, .10), "chain": (.05, .05)},
+    "law": {"law": (.97, .94), "medicine": (.40, .10), "physics": (.40, .10), "history": (.75, .55), "arithmetic": (.60, .05), "lookup": (.45, .10), "chain": (.05, .05)},
+    "medicine": {"law": (.40, .10), "medicine": (.97, .92), "physics": (.60, .25), "history": (.40, .10), "arithmetic": (.70, .10), "lookup": (.70, .20), "chain": (.05, .05)},
+    "physics": {"law": (.40, .10), "medicine": (.40, .10), "physics": (.60, .20), "history": (.40, .10), "arithmetic": (.95, .60), "lookup": (.92, .30), "chain": (.05, .05)},
+    "history": {"law": (.70, .50), "medicine": (.40, .10), "physics": (.40, .10), "history": (.65, .30), "arithmetic": (.50, .05), "lookup": (.60, .30), "chain": (.05, .05)},
+}
+# P(says "unsure") when right and when wrong. The small model does not know what it does not know, and specialists are proud.
+CANDOUR = {"large": (.05, .65), "medium": (.08, .85), "small": (.05, .15), "law": (.03, .35), "medicine": (.03, .60), "physics": (.03, .25), "history": (.03, .25)}
+# Stated price in US cents per million tokens (experts) or per thousand calls (tools), and latency in seconds: (lowest, highest), drawn
+# log-uniformly and rounded.
+PRICES = {"large": (60, 990), "medium": (30, 400), "small": (10, 60), "specialist": (40, 800), "code": (10, 600), "search": (10, 600), "records": (10, 60)}
+LATENCIES = {"large": (4, 60), "medium": (3, 25), "small": (1, 6), "specialist": (3, 40), "code": (1, 60), "search": (1, 60), "records": (1, 4)}
+EXPERT_TOKENS = {"easy": (200, 500), "hard": (250, 1300)}                      # input, mean output
+
+PREFERENCES = {"right": (0.28, (1.0, 0.0, 0.0)), "cheap": (0.28, (1.0, 1.0, 0.0)), "fast": (0.28, (1.0, 0.0, 1.0)), "balanced": (0.16, (1.0, 0.5, 0.5))}
+PHRASES = {
+    "train": {
+        "right": ("Be right at any price.", "Only the right answer counts.", "Cost and time do not matter, be right.", "Accuracy first, whatever the price.",
+                  "I need the right answer, whatever the cost."),
+        "cheap": ("Be cheap.", "Keep the cost low.", "Spend little.", "Save money, please.", "I want it cheap: keep the cost down."),
+        "fast": ("Be fast.", "Be quick.", "I am in a hurry.", "Answer soon, please.", "I want it fast: be quick."),
+        "balanced": ("Be right, but mind cost and time.", "Balance accuracy, cost and time.", "Mind the cost and the time.", "A fair balance, please."),
+        "avoid": ("Do not use {}.", "Avoid {}.", "Never call {}.", "I do not want {} to be used."),
+    },
+    "held_out": {
+        "right": ("Whatever the cost, be right.", "Be right, only accuracy counts."),
+        "cheap": ("Keep it cheap, please.", "Save money: spend little.", "Be cheap, keep the cost low."),
+        "fast": ("Be quick, I am in a hurry.", "Be fast, please.", "Answer fast: I am in a hurry."),
+        "balanced": ("A balance, please: mind cost and time.", "Balance cost, time and accuracy."),
+        "avoid": ("Please avoid {}.", "Do not call {}.", "Never use {}."),
+    },
+}
+QUESTIONS = {
+    "train": {
+        "knowledge": ("{subject} case {n} is {difficulty}: what is its code?", "what is the code of the {difficulty} {subject} case {n}?",
+                      "give the code of {subject} case {n}, a {difficulty} one."),
+        "arithmetic": ("what is {expression}?", "compute {expression}.", "give the value of {expression}."),
+        "lookup": ("what is the {relation} of {subject}?", "give the {relation} of {subject}.", "{subject}: what is its {relation}?"),
+        "chain": ("what is the {field} of the {path} {table} {n}?", "give the {field} of the {path} {table} {n}."),
+    },
+    "held_out": {
+        "knowledge": ("{difficulty} {subject} case {n}: give its code.", "what code is given for {subject} case {n}? it is a {difficulty} one."),
+        "arithmetic": ("give {expression}.", "{expression}: what is the value?"),
+        "lookup": ("{subject}: give the {relation}.", "what {relation} is given for {subject}?"),
+        "chain": ("{path} {table} {n}: give the {field}.",),
+    },
+}
+CHAINS = (("order", "customer", "agent"), ("book", "author", "editor"), ("flight", "pilot", "base"))
+FITS = {"arithmetic": "code", "lookup": "search", "chain": "records"}          # which tool solves which kind of question
+FIELDS = ("age", "code", "rank")
+WELL_KNOWN = ("atomic number",)                                                # relations that experts are good at: easy look-ups
+_TRAIN, _HELD = "train", "held_out"
+
+
+def _belongs(number: int, split: str) -> bool:
+    """Splits the integers: a fifth of them, scattered, are held out."""
+    return (number * 2654435761 % 2**32 % 5 == 0) == (split == _HELD)
+
+
+def _draw(rng: random.Random, low: int, high: int, split: str) -> int:
+    while not _belongs(n := rng.randint(low, high), split):
+        pass
+    return n
+
+
+def _log_draw(rng: random.Random, bounds: tuple[int, int], split: str | None) -> int:
+    """A whole number between the bounds, log-uniform, of this split's numbers (None: any)."""
+    low, high = bounds
+    while not (n := round(low * (high / low) ** rng.random())) or split and not _belongs(n, split):
+        pass
+    return n
+
+
+@lru_cache(maxsize=1)
+def corpus() -> tuple[tuple[dict[str, str], ...], Index]:
+    """The bundled facts and the index over their texts."""
+    facts = tuple(json.loads(line) for line in CORPUS.read_text().splitlines())
+    return facts, Index.build([fact["text"] for fact in facts])
+
+
+@lru_cache(maxsize=2)
+def _facts(split: str) -> tuple[dict[str, str], ...]:
+    return tuple(fact for i, fact in enumerate(corpus()[0]) if _belongs(i, split))
+
+
+@dataclass(frozen=True)
+class World:
+    """The miniature's tasks. `task(split, index)` is a pure function of its arguments and `seed`."""
+
+    seed: int = 0
+    avoid_share: float = 0.35
+    knowledge_tools: int = 3
+
+    def tasks(self, split: str, count: int, start: int = 0) -> list[Task]:
+        return [self.task(split, i) for i in range(start, start + count)]
+
+    def task(self, split: str, index: int) -> Task:
+        rng = random.Random(f"{self.seed}/{split}/{index}")
+        kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
+        difficulty = rng.choice(("easy", "hard"))
+        words, subject, answer, tables, solution = getattr(self, f"_{kind}")(rng, split, difficulty)
+        tools = self._offer(rng, split, kind, subject)
+        preference = self._preference(rng, split, tools, kind)
+        wrong = [str(n) for n in rng.sample(range(1, 1000), 9) if str(n) != answer][:8]
+        data = {"kind": kind, "subject": subject, "difficulty": difficulty, "answer": answer, "wrong": wrong, "tools": tools, "tables": tables, "solution": solution}
+        return Task(f"{split}-{self.seed}-{index}", words, preference, data)
+
+    # Each kind: the question in words, its subject, the answer, the tables, and what to give the tool that solves it.
+
+    def _knowledge(self, rng, split, difficulty):
+        subject, n = rng.choice(SUBJECTS), _draw(rng, 100, 999, split)
+        words = rng.choice(QUESTIONS[split]["knowledge"]).format(subject=subject, difficulty=difficulty, n=n)
+        return words, subject, str(_draw(rng, 10, 99, split)), {}, None
+
+    def _arithmetic(self, rng, split, difficulty):
+        low, high = (10, 99) if difficulty == "easy" else (100, 999)
+        a, b = _draw(rng, low, high, split), _draw(rng, low, high, split)
+        expression = f"{a} {rng.choice('+-')} {b}" if difficulty == "easy" else f"{a} * {_draw(rng, 11, 99, split)} {rng.choice('+-')} {b}"
+        return rng.choice(QUESTIONS[split]["arithmetic"]).format(expression=expression), "arithmetic", str(eval(expression)), {}, expression  # our own digits
+
+    def _lookup(self, rng, split, difficulty):
+        fact = rng.choice([f for f in _facts(split) if (f["relation"] in WELL_KNOWN) == (difficulty == "easy")])
+        words = rng.choice(QUESTIONS[split]["lookup"]).format(relation=fact["relation"], subject=fact["subject"])
+        return words, "lookup", fact["value"], {}, f"{fact['subject']} {fact['relation']}"
+
+    def _chain(self, rng, split, difficulty):
+        names = rng.choice(CHAINS)[: 2 if difficulty == "easy" else 3]
+        field = rng.choice(FIELDS)
+        ids = [_draw(rng, 100, 999, split) for _ in names]
+        answer = str(_draw(rng, 10, 99, split))
+        tables: dict[str, dict[str, Any]] = {name: {} for name in names}
+        for i, name in enumerate(names):
+            for key in {ids[i], *(_draw(rng, 100, 999, split) for _ in range(2))}:
+                last, on_path = i == len(names) - 1, key == ids[i]
+                value = (int(answer) if on_path else rng.randint(10, 99)) if last else (ids[i + 1] if on_path else rng.randint(100, 999))
+                tables[name][str(key)] = {field: value} if last else {names[i + 1]: value}
+        path = " of the ".join(reversed(names[1:])) + " of"
+        words = rng.choice(QUESTIONS[split]["chain"]).format(field=field, path=path, table=names[0], n=ids[0])
+        return words, "chain", answer, tables, [names[0], ids[0]]
+
+    def _offer(self, rng, split, kind, subject) -> list[dict[str, Any]]:
+        """Two or three experts, the tool that fits the question four times out of five (records always), and now and then one that does not."""
+        experts = rng.sample(("large", "medium", "small"), rng.choice((2, 2, 3)))
+        if kind == "knowledge" and rng.random() < 0.6 or rng.random() < 0.1:
+            experts[rng.randrange(len(experts))] = subject if kind == "knowledge" and rng.random() < 0.7 else rng.choice(SUBJECTS)
+        fitting = {"arithmetic": "code", "lookup": "search", "chain": "records"}.get(kind)
+        others = [t for t in ("code", "search") if rng.random() < (0.8 if t == fitting else 0.15)] + (["records"] if fitting == "records" else [])
+        names = rng.sample(EXPERT_NAMES, len(experts))
+        offered = []
+        for what, name in [*zip(experts, names), *((t, rng.choice(TOOL_NAMES[t])) for t in others)]:
+            family = "specialist" if what in SUBJECTS else what
+            offered.append({"name": name, "what": what, "price": _log_draw(rng, PRICES[family], split), "latency": _log_draw(rng, LATENCIES[family], None)})
+        rng.shuffle(offered)
+        return offered
+
+    def _preference(self, rng, split, tools, kind) -> Preference:
+        name = rng.choices(list(PREFERENCES), [share for share, _ in PREFERENCES.values()])[0]
+        outcome, cost, latency = PREFERENCES[name][1]
+        sentences, weights = [rng.choice(PHRASES[split][name])], {}
+        if rng.random() < self.avoid_share:
+            candidates = [t["name"] for t in tools if t["what"] != "records"]
+            avoided = rng.choice(candidates)
+            sentences.insert(rng.randrange(2), rng.choice(PHRASES[split]["avoid"]).format(avoided))
+            weights[avoided] = -(outcome + cost + latency)
+        return Preference(" ".join(sentences), outcome, cost, latency, weights)
+
+
+def preference_name(preference: Preference) -> str:
+    """Which of PREFERENCES this is."""
+    return next(name for name, (_, weights) in PREFERENCES.items() if weights == (preference.outcome, preference.cost, preference.latency))
+
+
+def skill(what: str, subject: str, difficulty: str) -> Skill:
+    """The hidden skill of the expert `what` ("large", ..., or a specialist's subject) at a question."""
+    return Skill(SKILLS[what][subject][difficulty == "hard"], *CANDOUR[what])
+
+
+def is_expert(offered: dict[str, Any]) -> bool:
+    return offered["what"] not in TOOL_NAMES
+
+
+def expected_cost(offered: dict[str, Any], difficulty: str) -> float:
+    """US dollars that one call is expected to cost."""
+    return offered["price"] / 100 * (sum(EXPERT_TOKENS[difficulty]) / 1e6 if is_expert(offered) else 1e-3)
+
+
+def describe(offered: dict[str, Any]) -> str:
+    unit = "M tokens" if is_expert(offered) else "k calls"
+    return f"{offered['what']}, {offered['price']} cents/{unit}, {offered['latency']} s"
+
+
+def environment(task: Task, seed: int, sandbox: Sandbox) -> ToolEnvironment:
+    """One attempt at a task of the miniature; `seed` decides what the simulated experts say."""
+    data, tools = task.data, []
+    for offered in data["tools"]:
+        name, text, usd, seconds = offered["name"], describe(offered), offered["price"] / 1e5, float(offered["latency"])
+        if offered["what"] == "code":
+            tools.append(PythonTool(name, text, sandbox, usd, seconds))
+        elif offered["what"] == "search":
+            tools.append(LookupTool(name, text, corpus()[1], usd, seconds))
+        elif offered["what"] == "records":
+            tools.append(RecordsTool(name, text, data["tables"], usd, seconds))
+        else:
+            tokens = EXPERT_TOKENS[data["difficulty"]]
+            tools.append(SimulatedExpert(name, text, skill(offered["what"], data["subject"], data["difficulty"]), data["answer"], tuple(data["wrong"]),
+                                         Price(offered["price"] / 100, offered["price"] / 100), *tokens, seconds, seed=f"{task.id}/{seed}"))
+    return ToolEnvironment(task, tools, grade=lambda answer: float(normalise(answer) == normalise(data["answer"])))
+
+
+def normalise(answer: str) -> str:
+    """An answer without case, thousands separators, surrounding space and a final full stop."""
+    return answer.strip().rstrip(".").replace(",", "").casefold()
+
+
+# Demonstrations: a teacher that reads aloud and is blind to the preference.
+
+def first_thought(task: Task) -> str:
+    """Restates what decides the choice: the question's kind, the preference, and each tool with the price or latency that it makes matter."""
+    data, wish = task.data, preference_name(task.preference)
+    topic = f"{data['difficulty']} {data['subject']}" if data["kind"] == "knowledge" else data["kind"]
+    shown = {"right": lambda t: "", "cheap": lambda t: f" {t['price']}", "fast": lambda t: f" {t['latency']}",
+             "balanced": lambda t: f" {t['price']} {t['latency']}"}[wish]
+    listed = ", ".join(f"{t['what']} {t['name']}{shown(t)}" for t in data["tools"])
+    avoided = "".join(f", avoid {name}" for name in task.preference.avoided)
+    return f"{topic}. {wish}{avoided}. {listed}"
+
+
+def calls_for(task: Task, offered: dict[str, Any], key: tuple[str, int] | None = None) -> ToolCall:
+    """A call of `offered` with arguments that fit the question; `key` is the (table, id) to read next in a chain."""
+    data, what = task.data, offered["what"]
+    if what == "code":
+        return ToolCall(offered["name"], {"code": data["solution"] if data["kind"] == "arithmetic" else "0"})
+    if what == "search":
+        return ToolCall(offered["name"], {"query": data["solution"] if data["kind"] == "lookup" else data["subject"]})
+    if what == "records":
+        table, row = key or data["solution"]
+        return ToolCall(offered["name"], {"table": table, "id": row})
+    return ToolCall(offered["name"], {})
+
+
+def read_result(task: Task, offered: dict[str, Any], result: ToolResult) -> tuple[str, str | None, bool, tuple[str, int] | None]:
+    """What an observation says: (thought, answer or None, sure, next (table, id) of a chain or None)."""
+    text = result.content
+    if result.error:
+        return "failed", None, False, None
+    if offered["what"] == "records":
+        (name, value), = json.loads(text).items()
+        return f"{name} {value}", (None if name in task.data["tables"] else str(value)), True, ((name, value) if name in task.data["tables"] else None)
+    if offered["what"] == "search":
+        fact = next((f for f in corpus()[0] if f["text"] == text), None)
+        right = fact is not None and task.data["solution"] == f"{fact['subject']} {fact['relation']}"
+        return (f"found {fact['value']}", fact["value"], True, None) if right else ("failed", None, False, None)
+    if offered["what"] == "code":
+        return f"value {text}", text, task.data["kind"] == "arithmetic", None
+    confidence, value = text.split(": ")
+    return f"{confidence} {value}", value, confidence == "sure", None
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One demonstrated turn: the thought, and either a call with what it brought back or the final answer."""
+
+    thought: str
+    content: str = ""
+    call: ToolCall | None = None
+    result: ToolResult | None = None
+
+
+def teach(env: ToolEnvironment, seed: int, *, sensible: float = 0.3, turns: int = 6) -> list[Lesson]:
+    """The teacher's attempt at a task, acted out in its environment so that what it reads is what the policy will read.
+
+    It picks a tool that fits the question with probability `sensible`, else any; it never looks at the preference. An unsure expert
+    makes it ask another half of the time.
+    """
+    task, lessons = env.task, []
+    rng = random.Random(f"teacher/{task.id}/{seed}")
+    fits = FITS.get(task.data["kind"])
+    usable = [t for t in task.data["tools"] if is_expert(t) or t["what"] == fits or rng.random() < 0.2]
+    fitting = [t for t in usable if t["what"] == fits]
+    offered = fitting[0] if fitting and rng.random() < sensible else rng.choice(usable)
+    thought, key, value, tried = first_thought(task), None, "0", set()
+    for _ in range(turns - 1):
+        call = calls_for(task, offered, key)
+        result = env.by_name[offered["name"]].call(call.arguments)
+        lessons.append(Lesson(thought, call=call, result=result))
+        tried.add(offered["name"])
+        thought, answer, sure, key = read_result(task, offered, result)
+        value = answer or value
+        if key is not None:
+            continue
+        left = [t for t in usable if t["name"] not in tried]
+        if answer is not None and (sure or rng.random() < 0.5) or not left:
+            break
+        offered = rng.choice(left)
+        thought = f"{thought}. ask {offered['what']} {offered['name']}"
+    return lessons + [Lesson(thought, value)]
+
+
+def demonstrate(env: ToolEnvironment, tokenizer, seed: int) -> tuple[list[int], list[int], list[bool]]:
+    """One demonstration: (prompt ids, further ids, which of them the policy should have sampled)."""
+    ids: list[int] = []
+    sampled: list[bool] = []
+    for lesson in teach(env, seed):
+        said = chat.encode_assistant(tokenizer, lesson.thought, lesson.content, [lesson.call] if lesson.call else [])
+        given = chat.encode_observations(tokenizer, [lesson.result.content]) if lesson.result else []
+        ids += said + given
+        sampled += [True] * len(said) + [False] * len(given)
+    return chat.encode(tokenizer, env.messages, env.tools), ids, sampled
+
+
+def texts(world: World, count: int, sandbox: Sandbox) -> Iterator[str]:
+    """Demonstrations on `count` train tasks as text, and the corpus: what the tokenizer is trained on."""
+    yield from (fact["text"] for fact in corpus()[0])
+    for task in world.tasks(_TRAIN, count):
+        env = environment(task, 0, sandbox)
+        messages = list(env.messages)
+        for lesson in teach(env, 0):
+            calls = [{"type": "function", "function": {"name": lesson.call.name, "arguments": lesson.call.arguments}}] if lesson.call else None
+            messages.append({"role": "assistant", "content": lesson.content, "reasoning_content": lesson.thought, "tool_calls": calls})
+            if lesson.result:
+                messages.append({"role": "tool", "content": lesson.result.content})
+        yield chat.render(messages, env.tools, add_generation_prompt=False)

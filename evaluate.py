@@ -1,0 +1,233 @@
+"""Evaluates a checkpoint, and the fixed routers it must beat, on held-out tasks of the miniature.
+
+    python evaluate.py --model assets/nano --tasks 480 --seed 0
+
+A router is a generator: it yields calls, is sent their results, and returns its answer. Routers play in the same environments and are
+scored and billed in the same way, but pay for no tokens of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from dataclasses import replace
+from statistics import fmean
+from typing import Any, Callable, Generator, Sequence
+
+from data_gen import (FITS, SUBJECTS, World, calls_for, environment, expected_cost, is_expert, preference_name, read_result, skill)
+from nanorchestra.agent import Limits, Rollout
+from nanorchestra.environment import ToolEnvironment
+from nanorchestra.sandbox import Sandbox
+from nanorchestra.types import Task, ToolCall, ToolResult, Trajectory, UserError
+from reward import Bounds, preference_score, task_reward
+
+Play = Generator[tuple[dict[str, Any], ToolCall], ToolResult, str]
+Router = Callable[[Task, random.Random], Play]
+
+
+def task_bounds(task: Task) -> Bounds:
+    """Known before any attempt: from nothing to one call of the dearest, and of the slowest, tool on offer."""
+    tools = task.data["tools"]
+    return Bounds((0.0, max(expected_cost(t, task.data["difficulty"]) for t in tools)), (0.0, float(max(t["latency"] for t in tools))))
+
+
+def score(task: Task, trajectory: Trajectory) -> Trajectory:
+    """Fills in the trajectory's reward in its absolute form, which is what an evaluation compares."""
+    trajectory.reward = task_reward(trajectory.outcome, trajectory.cost_usd, trajectory.latency_s, trajectory.calls, task.preference, task_bounds(task))
+    return trajectory
+
+
+def summarise(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    """Means per task: reward, accuracy, cost_usd, latency_s, preference; cost_per_correct_usd, avoided_rate; by preference and by kind."""
+    pairs = list(zip(tasks, trajectories, strict=True))
+
+    def means(rows) -> dict[str, float]:
+        return {"tasks": len(rows), "reward": fmean(t.reward for _, t in rows), "accuracy": fmean(t.outcome for _, t in rows),
+                "cost_usd": fmean(t.cost_usd for _, t in rows), "latency_s": fmean(t.latency_s for _, t in rows)}
+
+    def split(key: Callable[[Task], str]) -> dict[str, dict[str, float]]:
+        names = sorted({key(task) for task in tasks})
+        return {name: means([pair for pair in pairs if key(pair[0]) == name]) for name in names}
+
+    kept = [preference_score(t.cost_usd, t.latency_s, t.calls, task.preference, task_bounds(task)) for task, t in pairs]
+    asked = [any(t.calls.get(name) for name in task.preference.avoided) for task, t in pairs if task.preference.avoided]
+    correct = sum(t.outcome for _, t in pairs)
+    return means(pairs) | {
+        "preference": fmean(kept), "cost_per_correct_usd": sum(t.cost_usd for _, t in pairs) / correct if correct else None,
+        "avoided_rate": fmean(asked) if asked else None, "well_formed": fmean(t.well_formed for _, t in pairs),
+        "by_preference": split(lambda task: preference_name(task.preference)), "by_kind": split(lambda task: task.data["kind"])}
+
+
+# The routers.
+
+def _experts(task: Task) -> list[dict[str, Any]]:
+    return [t for t in task.data["tools"] if is_expert(t)]
+
+
+def _answer(task: Task, offered: dict[str, Any], result: ToolResult) -> tuple[str, bool]:
+    _, answer, sure, _ = read_result(task, offered, result)
+    return answer or "", sure
+
+
+def _strength(offered: dict[str, Any]) -> int:
+    return ("small", "specialist", "medium", "large").index("specialist" if offered["what"] in SUBJECTS else offered["what"])
+
+
+def strongest(task: Task, rng: random.Random) -> Play:
+    """Always the strongest expert on offer, once."""
+    expert = max(_experts(task), key=_strength)
+    return _answer(task, expert, (yield expert, calls_for(task, expert)))[0]
+
+
+def cheapest(task: Task, rng: random.Random) -> Play:
+    """Always the cheapest expert on offer, once."""
+    expert = min(_experts(task), key=lambda t: t["price"])
+    return _answer(task, expert, (yield expert, calls_for(task, expert)))[0]
+
+
+def cascade(task: Task, rng: random.Random) -> Play:
+    """Experts from the cheapest up, until one is sure."""
+    answer = ""
+    for expert in sorted(_experts(task), key=lambda t: t["price"]):
+        answer, sure = _answer(task, expert, (yield expert, calls_for(task, expert)))
+        if sure:
+            break
+    return answer
+
+
+def _use(task: Task, offered: dict[str, Any]) -> Play:
+    """One tool to its end: a chain of records is followed, anything else is one call. Returns (answer, sure)."""
+    key = None
+    while True:
+        result = yield offered, calls_for(task, offered, key)
+        _, answer, sure, key = read_result(task, offered, result)
+        if key is None:
+            return answer or "", sure
+
+
+def at_random(task: Task, rng: random.Random) -> Play:
+    """Any tool on offer that can be used on the question at all, until one gives an answer."""
+    tools = [t for t in task.data["tools"] if is_expert(t) or t["what"] == FITS.get(task.data["kind"])]
+    answer = ""
+    for offered in rng.sample(tools, len(tools)):
+        answer, _ = yield from _use(task, offered)
+        if answer:
+            break
+    return answer
+
+
+def rule(task: Task, rng: random.Random) -> Play:
+    """By hand, by someone who knows the world: the tool that fits the question, else a specialist of the subject or what the preference asks for.
+
+    It never uses what is to be avoided. Right: the specialist, else the strongest, and a second opinion where that is unsure.
+    Cheap: from the cheapest up until one is sure. Fast: the fastest. Balanced: the specialist, else the middle one by price.
+    """
+    allowed = [t for t in task.data["tools"] if t["name"] not in task.preference.avoided]
+    experts = [t for t in allowed if is_expert(t)]
+    for offered in allowed:
+        if offered["what"] == FITS.get(task.data["kind"]):
+            answer, _ = yield from _use(task, offered)
+            if answer or not experts:
+                return answer
+    if not experts:
+        return ""
+    wish = preference_name(task.preference)
+    by_fit = sorted(experts, key=lambda t: 9 if t["what"] == task.data["subject"] else _strength(t), reverse=True)
+    if wish == "cheap":
+        order = sorted(experts, key=lambda t: t["price"])
+    elif wish == "fast":
+        order = [min(experts, key=lambda t: t["latency"])]
+    elif wish == "right":
+        order = by_fit[:2]
+    else:
+        by_price = sorted(experts, key=lambda t: t["price"])
+        order = [by_fit[0] if by_fit[0]["what"] == task.data["subject"] else by_price[len(by_price) // 2]]
+    answer = ""
+    for expert in order:
+        answer, sure = _answer(task, expert, (yield expert, calls_for(task, expert)))
+        if sure:
+            break
+    return answer
+
+
+def perfect(task: Task, rng: random.Random) -> Play:
+    """The best fixed plan (tools in order, going on while unsure) of somebody who knows every hidden skill: a ceiling, not a rival."""
+    plan = best_plan(task)
+    answer = ""
+    for offered in plan:
+        answer, sure = yield from _use(task, offered)
+        if answer and sure:
+            break
+    return answer
+
+
+def best_plan(task: Task) -> tuple[dict[str, Any], ...]:
+    """The order of at most three tools with the highest expected reward."""
+    data, wish, bounds = task.data, task.preference, task_bounds(task)
+    fits = FITS.get(data["kind"])
+    tools = [t for t in data["tools"] if is_expert(t) or t["what"] == fits]
+
+    def outcomes(offered):  # [(probability, right, sure)]
+        if not is_expert(offered):
+            return [(1.0, 1.0, True)]
+        s = skill(offered["what"], data["subject"], data["difficulty"])
+        return [(s.right * (1 - s.unsure_if_right), 1.0, True), (s.right * s.unsure_if_right, 1.0, False),
+                ((1 - s.right) * (1 - s.unsure_if_wrong), 0.0, True), ((1 - s.right) * s.unsure_if_wrong, 0.0, False)]
+
+    def expand(plan, cost, latency, calls):
+        calls_needed = len(data["tables"]) if plan[0]["what"] == "records" else 1
+        cost += expected_cost(plan[0], data["difficulty"]) * calls_needed
+        latency += plan[0]["latency"] * calls_needed
+        calls = calls | {plan[0]["name"]: 1}
+        total = 0.0
+        for probability, right, sure in outcomes(plan[0]):
+            if sure or len(plan) == 1:
+                total += probability * task_reward(right, cost, latency, calls, wish, bounds)
+            else:
+                total += probability * expand(plan[1:], cost, latency, calls)
+        return total
+
+    plans = [(a,) for a in tools] + [(a, b) for a in tools for b in tools if a is not b]
+    plans += [(a, b, c) for a, b in [p for p in plans if len(p) == 2] for c in tools if c is not a and c is not b]
+    return max(plans, key=lambda plan: expand(plan, 0.0, 0.0, {}))
+
+
+ROUTERS: dict[str, Router] = {"strongest": strongest, "cheapest": cheapest, "cascade": cascade, "random": at_random, "rule": rule, "perfect": perfect}
+
+
+def play(router: Router, env: ToolEnvironment, seed: int) -> Trajectory:
+    """One attempt by a router, scored and billed like the policy's."""
+    task = env.task
+    trajectory = Trajectory(task.id, seed, 0, [], [], [], [])
+    moves = router(task, random.Random(f"router/{task.id}/{seed}"))
+    result = None
+    while True:
+        try:
+            offered, call = moves.send(result)
+        except StopIteration as stop:
+            trajectory.answer = stop.value
+            break
+        result = env.by_name[offered["name"]].call(call.arguments)
+        trajectory.cost_usd += result.cost_usd
+        trajectory.latency_s += result.latency_s
+        trajectory.calls[call.name] = trajectory.calls.get(call.name, 0) + 1
+    trajectory.outcome = env.score(trajectory.answer)
+    return score(task, trajectory)
+
+
+def evaluate_routers(tasks: Sequence[Task], seed: int, sandbox: Sandbox) -> dict[str, dict[str, Any]]:
+    return {name: summarise(tasks, [play(router, environment(task, seed, sandbox), seed) for task in tasks]) for name, router in ROUTERS.items()}
+
+
+def evaluate(rollout: Rollout, tasks: Sequence[Task], seed: int, sandbox: Sandbox, on_done=None) -> list[Trajectory]:
+    """One attempt of the policy at each task, scored."""
+    trajectories = rollout.run([environment(task, seed, sandbox) for task in tasks], [seed * 1_000_003 + i for i in range(len(tasks))], on_done)
+    return [score(task, trajectory) for task, trajectory in zip(tasks, trajectories)]
+
+
+def with_price(task: Task, what: str, factor: float) -> Task:
+    """The same task with the price of every tool of that kind multiplied, in the prompt and on the bill."""
+    tools = [t | {"price": max(1, round(t["price"] * factor))} if t["what"] == what else t for t in task.data["tools"]]
+    return replace(task, data=task.data | {"tools": tools})

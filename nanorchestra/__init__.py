@@ -1,0 +1,17 @@
+"""nanorchestra: the language model, the inference engine, the agent loop and the trainer of a small tool orchestrator.
+
+The public names are imported on first use, so that the parts that need no torch (chat, cache, scheduler, agent, ...) load in milliseconds.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {"Engine": "engine", "Completion": "engine", "SamplingParams": "engine", "load_model": "weights", "chat": "chat"}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f"{__name__}.{_HOMES[name]}")
+    return module if name == _HOMES[name] else getattr(module, name)

@@ -1,0 +1,288 @@
+"""The inference engine: ids in, sampled ids and log-probabilities out. It knows tokens; text appears only in a completion.
+
+`Engine.generate` samples a batch; `submit` and `step` are the loop beneath it, for streaming; `Session` keeps a conversation's KV across
+tool calls; `score` gives log-probabilities; `update_weights` takes new weights in place. Not thread-safe: one thread owns an engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from .cache import PageCache, PageTable
+from .ops import Segment, packed_attention
+from .runner import Runner
+from .sampler import Sampler
+from .scheduler import Completion, OnToken, Request, SamplingParams, Scheduler, StopText
+from .types import UserError
+from .weights import copy_weights
+
+__all__ = ["Completion", "Engine", "Request", "SamplingParams", "Session"]
+
+_DEFAULT_POOL_BYTES = 1 << 30
+
+
+class Engine:
+    """Continuous batching over a paged KV cache.
+
+    num_pages: pages of the KV pool (default: 1 GiB worth). page_size: tokens a page. max_batch_tokens: tokens one step computes at most.
+    max_running: requests that decode at the same time (no more than max_batch_tokens). max_context: longest sequence, prompt and
+    sampled ids together (default: the model's max_position_embeddings). The model may be shared with a trainer; after changing its
+    weights in place call `update_weights()`.
+    """
+
+    def __init__(self, model, tokenizer=None, *, num_pages: int | None = None, page_size: int = 16, max_batch_tokens: int = 4096,
+                 max_running: int = 512, max_context: int | None = None):
+        config = model.config
+        for name, value in (("num_pages", num_pages), ("page_size", page_size), ("max_batch_tokens", max_batch_tokens),
+                            ("max_running", max_running), ("max_context", max_context)):
+            if value is not None and value < 1:
+                raise UserError(f"engine: {name} is {value}, it should be at least 1")
+        if num_pages is None:
+            token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.embed_tokens.weight.element_size()
+            num_pages = max(1, _DEFAULT_POOL_BYTES // (page_size * token_bytes))
+        self.model, self.tokenizer, self.config = model, tokenizer, config
+        self.vocab_size = config.vocab_size if tokenizer is None else min(tokenizer.vocab_size, config.vocab_size)
+        self.eos_ids = frozenset(config.eos_token_ids if tokenizer is None else tokenizer.eos_ids)
+        self.max_context = min(max_context or config.max_position_embeddings, config.max_position_embeddings)
+        self.weight_version = 0
+        self.cache = PageCache(num_pages, page_size)
+        self.scheduler = Scheduler(self.cache, max_batch_tokens, max_running)
+        self.runner = Runner(model, num_pages, page_size)
+        self.sampler = Sampler(self.vocab_size)
+        self._ids = itertools.count()
+        self._counts = {"steps": 0, "prefill_tokens": 0, "sampled_tokens": 0, "cached_tokens": 0}
+
+    # sampling
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]) -> list[Completion]:
+        """Samples each prompt to its end; the completions in the same order. Equal prompts share their prefill.
+
+        UserError if a prompt cannot be served: then none is.
+        """
+        if isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
+        if len(params) != len(prompts):
+            raise UserError(f"generate: {len(params)} sampling parameters for {len(prompts)} prompts, there should be one each")
+        requests = [self._request(ids, p) for ids, p in zip(prompts, params)]
+        for request in requests:
+            self.scheduler.add(request)
+        try:
+            while not all(request.finished for request in requests):
+                self.step()
+        finally:
+            for request in requests:
+                self.abort(request)
+        return [request.completion for request in requests]
+
+    def submit(self, ids: Sequence[int], params: SamplingParams, on_token: OnToken | None = None) -> Request:
+        """Queues one request; `step` serves it. on_token(token id, logprob) is called for each sampled token, in order.
+
+        UserError if it can never be served: an id outside the vocabulary, or a prompt longer than the context or than the pool.
+        """
+        request = self._request(ids, params, on_token)
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> list[Request]:
+        """Computes one step; returns the requests that finished in it. Without work it does nothing.
+
+        If the computation fails, the step's requests are aborted and the error is raised. If an on_token callback raises, its request is
+        aborted and the error is raised after everyone else's tokens have been delivered.
+        """
+        plan = self.scheduler.plan()
+        if not plan.decodes and not plan.prefills:
+            return []
+        sampling = plan.sampling
+        try:
+            with torch.inference_mode():
+                logits = self.runner.logits(plan)
+                tokens, logprobs = self.sampler(logits, [r.params for r in sampling], [len(r.ids) for r in sampling]) if sampling else ([], [])
+        except BaseException:
+            for request in plan.decodes + [request for request, _, _ in plan.prefills]:
+                self._finish(request, "abort")
+            raise
+        self.scheduler.commit(plan)
+        self._counts["steps"] += 1
+        self._counts["prefill_tokens"] += sum(count for _, _, count in plan.prefills)
+        self._counts["sampled_tokens"] += len(tokens)
+        finished = []
+        for request, token, logprob in zip(sampling, tokens, logprobs):
+            reason = request.accept(token, logprob)
+            if reason:
+                self._finish(request, reason)
+                finished.append(request)
+        self._deliver(sampling, tokens, logprobs)
+        return finished
+
+    @property
+    def has_work(self) -> bool:
+        """True while a request waits or runs."""
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    def abort(self, request: Request) -> None:
+        """Ends a request in any state: its pages are free at once and no token follows. A finished one stays as it is."""
+        self._finish(request, "abort")
+
+    def session(self, ids: Sequence[int] = ()) -> Session:
+        """A growing sequence of ids whose KV stays in the cache between its turns."""
+        return Session(self, ids)
+
+    # log-probabilities and weights
+
+    def score(self, list_of_ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        """log p(ids[i + 1] | ids[:i + 1]) at temperature 1 over the ids the sampler can draw: n - 1 numbers for n ids. Uses no pages."""
+        for ids in list_of_ids:
+            self._check_ids(ids, self.max_context)
+        scores: list[list[float]] = []
+        pack: list[Sequence[int]] = []
+        for ids in list_of_ids:
+            if pack and sum(map(len, pack)) + len(ids) > self.scheduler.max_batch_tokens:
+                scores += self._score_pack(pack)
+                pack = []
+            pack.append(ids)
+        return scores + (self._score_pack(pack) if pack else [])
+
+    @torch.inference_mode()
+    def _score_pack(self, pack: Sequence[Sequence[int]]) -> list[list[float]]:
+        device = self.runner.device
+        starts = list(itertools.accumulate(map(len, pack), initial=0))
+        tokens = torch.tensor([i for ids in pack for i in ids], device=device)
+        positions = torch.cat([torch.arange(len(ids)) for ids in pack]).to(device)
+        hidden = self.model(tokens, positions, packed_attention([Segment(start, len(ids)) for start, ids in zip(starts, pack)]))
+        values = []
+        for part, targets in zip(hidden[:-1].split(1024), tokens[1:].split(1024)):
+            logits = self.model.logits(part)[:, : self.vocab_size].float()
+            values += (logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(1)).tolist()
+        return [values[start: start + len(ids) - 1] for start, ids in zip(starts, pack)]
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]] | None = None) -> int:
+        """Copies all (Hugging Face name, tensor) pairs into the model in place; returns the new weight version.
+
+        None says that the model has been changed already. KV computed before never matches again, and sessions compute theirs anew.
+        UserError if a request is in flight: finish or abort it first, else its tokens would come from two policies. ValueError if the
+        tensors are not the model's.
+        """
+        if self.has_work:
+            count = len(self.scheduler.waiting) + len(self.scheduler.running)
+            raise UserError(f"update_weights: {count} requests are in flight, there should be none: finish or abort them first")
+        try:
+            if tensors is not None:
+                copy_weights(self.model, tensors)
+        finally:                                                     # a copy that failed half-way has changed the weights too
+            self.weight_version += 1
+            self.scheduler.set_version(self.weight_version)
+        return self.weight_version
+
+    @property
+    def stats(self) -> dict[str, int]:
+        """Counters since the start, and how full the engine is now."""
+        return self._counts | {
+            "waiting": len(self.scheduler.waiting), "running": len(self.scheduler.running), "parked_sessions": len(self.scheduler.parked),
+            "preemptions": self.scheduler.preemptions, "revocations": self.scheduler.revocations,
+            "pages": self.cache.num_pages, "pages_available": self.cache.available, "weight_version": self.weight_version,
+        }
+
+    # inside
+
+    def _request(self, ids: Sequence[int], params: SamplingParams, on_token: OnToken | None = None, table: PageTable | None = None) -> Request:
+        capacity = self.cache.num_pages * self.cache.page_size + 1                         # the last sampled token needs no page
+        self._check_ids(ids, self.max_context - 1)
+        if len(ids) > capacity - 1:
+            raise UserError(f"prompt: {len(ids)} tokens do not fit the KV pool of {capacity - 1} tokens (num_pages={self.cache.num_pages})")
+        if params.stop and self.tokenizer is None:
+            raise UserError(f"sampling parameters: stop is {params.stop!r}, but the engine has no tokenizer; use stop_token_ids")
+        return Request(
+            id=next(self._ids), ids=list(ids), params=params, prompt_tokens=len(ids), on_token=on_token,
+            limit=min(len(ids) + params.max_tokens, self.max_context, capacity),
+            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids),
+            stop_text=StopText(params.stop, self.tokenizer) if params.stop else None,
+            table=table if table is not None else PageTable(), keeps_pages=table is not None, resumed=bool(table and table.pages),
+        )
+
+    def _check_ids(self, ids: Sequence[int], limit: int) -> None:
+        if not ids:
+            raise UserError("prompt: it is empty, there should be at least one token")
+        if len(ids) > limit:
+            raise UserError(f"prompt: {len(ids)} tokens, the context of {self.max_context} leaves room for {limit}")
+        if min(ids) < 0 or max(ids) >= self.config.vocab_size:
+            bad = next(i for i in ids if not 0 <= i < self.config.vocab_size)
+            raise UserError(f"prompt: token id {bad} is outside the vocabulary of {self.config.vocab_size}")
+
+    def _finish(self, request: Request, reason: str) -> None:
+        if request.finished:
+            return
+        self.scheduler.finish(request, reason)
+        ids = request.ids[request.prompt_tokens:]
+        text = request.stop_text.text if request.stop_text else self.tokenizer.decode(ids, skip_special=True) if self.tokenizer else ""
+        self._counts["cached_tokens"] += request.cached_tokens or 0
+        request.completion = Completion(request.prompt_tokens, request.cached_tokens or 0, ids, request.logprobs, text, reason,
+                                        [self.weight_version] * len(ids))
+
+    def _deliver(self, sampling: list[Request], tokens: list[int], logprobs: list[float]) -> None:
+        failure = None
+        for request, token, logprob in zip(sampling, tokens, logprobs):
+            if request.on_token is None or request.finish_reason == "abort":
+                continue
+            try:
+                request.on_token(token, logprob)
+            except Exception as error:
+                self.abort(request)
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+
+class Session:
+    """One conversation's ids, append-only. Between turns its KV stays in the cache, so a turn computes only what was appended.
+
+    Under memory pressure the engine may take the pages of a session that waits; its next turn then computes them anew.
+    """
+
+    def __init__(self, engine: Engine, ids: Sequence[int] = ()):
+        self._engine, self._ids, self._table = engine, list(ids), PageTable()
+        self._request: Request | None = None
+        self._closed = False
+
+    @property
+    def ids(self) -> list[int]:
+        """All ids so far, given and sampled; those of an open turn are added when it finishes."""
+        if self._request is not None and self._request.finished:
+            self._ids, self._request = self._request.ids, None
+        return self._ids
+
+    def append(self, ids: Sequence[int]) -> None:
+        """Adds given ids: a tool's result, a user's message. UserError while a turn is being sampled."""
+        self._settled().extend(ids)
+
+    def submit(self, params: SamplingParams, on_token: OnToken | None = None) -> Request:
+        """Starts a turn; once it is finished its sampled ids are part of `ids`. UserError as for Engine.submit, or if a turn is open."""
+        request = self._engine._request(self._settled(), params, on_token, self._table)
+        self._engine.scheduler.add(request)
+        self._request = request
+        return request
+
+    def sample(self, params: SamplingParams) -> Completion:
+        """One turn, waited for; other requests go on meanwhile, and those that finish keep their completion."""
+        request = self.submit(params)
+        while not request.finished:
+            self._engine.step()
+        return request.completion
+
+    def close(self) -> None:
+        """Gives the pages back and aborts an open turn. The ids stay readable, but nothing more can be sampled. Closing twice is fine."""
+        self._closed = True
+        if self._request is not None:
+            self._engine.abort(self._request)
+        self._engine.scheduler.close(self._table)
+
+    def _settled(self) -> list[int]:
+        ids = self.ids
+        if self._closed:
+            raise UserError("session: it is closed; open a new one")
+        if self._request is not None:
+            raise UserError("session: a turn is being sampled; wait for it to finish, or abort it")
+        return ids

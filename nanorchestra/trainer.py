@@ -1,0 +1,222 @@
+"""Training steps: packs groups of trajectories without padding, computes log-probabilities with the engine's own model, updates.
+
+A pack holds every group's prompt once, followed by its samples; `ops.packed_attention` lets each sample attend to its prompt and to
+itself, so eight samples of a 350-token prompt cost 350 + 8 n tokens and not 8 (350 + n), with exactly the same gradients.
+The loss is a sum over sampled ids divided by their number in the whole step, so that neither packing nor micro-batches change it.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from . import grpo
+from .model import Qwen3
+from .ops import Segment, packed_attention
+
+
+@dataclass
+class Sample:
+    """What follows the prompt in one attempt: ids, which were sampled, and per id the sampler's log-probability."""
+
+    ids: list[int]
+    sampled: list[bool]
+    logprobs: list[float] | None = None
+    advantage: float = 0.0
+
+
+@dataclass
+class Group:
+    """A prompt and the samples that continue it."""
+
+    prompt: list[int]
+    samples: list[Sample]
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prompt) + sum(len(sample.ids) for sample in self.samples)
+
+    @property
+    def sampled(self) -> int:
+        return sum(sum(sample.sampled) for sample in self.samples)
+
+
+@dataclass
+class Packed:
+    """One micro-batch. tokens, positions [T]; for the N sampled ids: source [N] (whose hidden state predicts it), targets,
+    old_logprobs, advantages [N]; `attend` closes over the segments."""
+
+    tokens: Tensor
+    positions: Tensor
+    attend: object
+    source: Tensor
+    targets: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+
+
+def pack(groups: Sequence[Group], device: torch.device | str = "cpu") -> Packed:
+    """Lays the groups behind one another: prompt, sample, sample, ...; no padding."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    segments: list[Segment] = []
+    source: list[int] = []
+    targets: list[int] = []
+    old: list[float] = []
+    advantages: list[float] = []
+    for group in groups:
+        prompt_start, prompt_length = len(tokens), len(group.prompt)
+        segments.append(Segment(prompt_start, prompt_length))
+        tokens += group.prompt
+        positions += range(prompt_length)
+        for sample in group.samples:
+            start = len(tokens)
+            segments.append(Segment(start, len(sample.ids), prompt_start, prompt_length))
+            for i, (token, sampled) in enumerate(zip(sample.ids, sample.sampled, strict=True)):
+                if sampled:
+                    source.append(start + i - 1 if i else prompt_start + prompt_length - 1)
+                    targets.append(token)
+                    old.append(sample.logprobs[i] if sample.logprobs else 0.0)
+                    advantages.append(sample.advantage)
+            tokens += sample.ids
+            positions += range(prompt_length, prompt_length + len(sample.ids))
+    as_ids = dict(dtype=torch.int64, device=device)
+    as_numbers = dict(dtype=torch.float32, device=device)
+    return Packed(torch.tensor(tokens, **as_ids), torch.tensor(positions, **as_ids), packed_attention(segments),
+                  torch.tensor(source, **as_ids), torch.tensor(targets, **as_ids), torch.tensor(old, **as_numbers), torch.tensor(advantages, **as_numbers))
+
+
+def micro_batches(groups: Sequence[Group], token_budget: int) -> Iterator[list[Group]]:
+    """Consecutive groups, as many as fit `token_budget` packed tokens; a group larger than that goes alone."""
+    batch: list[Group] = []
+    used = 0
+    for group in groups:
+        if batch and used + group.tokens > token_budget:
+            yield batch
+            batch, used = [], 0
+        batch.append(group)
+        used += group.tokens
+    if batch:
+        yield batch
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rate: `warmup_steps` up, then linearly down to `final_fraction` of the peak at `steps`."""
+
+    peak: float
+    steps: int
+    warmup_steps: int = 5
+    final_fraction: float = 0.1
+
+    def at(self, step: int) -> float:
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+        return self.peak * (1 - (1 - self.final_fraction) * min(1.0, done))
+
+
+class Trainer:
+    """A model, its optimizer, and optionally a frozen reference. Owns no data and draws nothing at random."""
+
+    def __init__(self, model: Qwen3, *, vocab_limit: int, betas: tuple[float, float] = (0.9, 0.95), weight_decay: float = 0.0,
+                 grad_clip: float = 1.0, token_budget: int = 16384):
+        self.model, self.vocab_limit = model, vocab_limit
+        self.grad_clip, self.token_budget = grad_clip, token_budget
+        decayed = [p for p in model.parameters() if p.dim() >= 2]
+        others = [p for p in model.parameters() if p.dim() < 2]
+        self.optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}],
+                                           lr=0.0, betas=betas, fused=True)
+        self.reference: Qwen3 | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def freeze_reference(self) -> None:
+        """Keeps a copy of the model as it is now, for the KL term."""
+        self.reference = copy.deepcopy(self.model).requires_grad_(False)
+
+    def reset_optimizer(self) -> None:
+        self.optimizer.state.clear()
+
+    def supervised_step(self, groups: Sequence[Group], learning_rate: float) -> dict[str, float]:
+        """One update on demonstrations; returns the mean loss in nats per demonstrated id, the gradient norm and the tokens packed."""
+        normaliser = float(sum(group.sampled for group in groups))
+        metrics = {"loss": 0.0, "entropy": 0.0}
+        for batch in micro_batches(groups, self.token_budget):
+            packed = pack(batch, self.device)
+            hidden = self.model(packed.tokens, packed.positions, packed.attend)
+            logprobs, entropy = self._logprobs(hidden, packed, 1.0)
+            loss = grpo.supervised_loss(logprobs, normaliser=normaliser)
+            loss.backward()
+            metrics["loss"] += float(loss)
+            metrics["entropy"] += float(entropy.sum()) / normaliser
+        return metrics | self._update(learning_rate) | {"tokens": float(sum(group.tokens for group in groups))}
+
+    def policy_step(self, groups: Sequence[Group], learning_rate: float, *, temperature: float = 1.0, clip_low: float = 0.2, clip_high: float = 0.28,
+                    dual_clip: float | None = None, kl_coef: float = 0.0, kl: str = "full") -> dict[str, float]:
+        """One GRPO update. `kl`: "full" is the exact KL(policy || reference) over the vocabulary, "k2" and "k3" its estimates.
+
+        Metrics are means over the sampled ids of the step; `logprob_gap` is mean |trainer - sampler| of the log-probabilities.
+        """
+        normaliser = float(sum(group.sampled for group in groups))
+        metrics: dict[str, float] = {}
+        for batch in micro_batches(groups, self.token_budget):
+            packed = pack(batch, self.device)
+            hidden = self.model(packed.tokens, packed.positions, packed.attend)
+            logprobs, entropy = self._logprobs(hidden, packed, temperature)
+            ref_logprobs, penalty = None, None
+            if kl_coef:
+                if self.reference is None:
+                    raise ValueError("kl_coef needs freeze_reference() before the first step")
+                with torch.no_grad():
+                    ref_hidden = self.reference(packed.tokens, packed.positions, packed.attend)
+                if kl == "full":
+                    penalty = grpo.full_kl(hidden[packed.source], ref_hidden[packed.source], self.model.output_weight, self.reference.output_weight,
+                                           temperature=temperature, vocab_limit=self.vocab_limit).sum() / normaliser
+                else:
+                    with torch.no_grad():
+                        ref_logprobs, _ = grpo.token_logprobs(ref_hidden[packed.source], self.reference.output_weight, packed.targets,
+                                                              temperature=temperature, vocab_limit=self.vocab_limit)
+            loss, terms = grpo.policy_loss(logprobs, packed.old_logprobs, packed.advantages, normaliser=normaliser, clip_low=clip_low,
+                                           clip_high=clip_high, dual_clip=dual_clip, ref_logprobs=ref_logprobs,
+                                           kl_coef=0.0 if kl == "full" else kl_coef, kl_estimator="k2" if kl == "full" else kl)
+            if penalty is not None:
+                terms["kl"] = float(penalty)
+                loss = loss + kl_coef * penalty
+            loss.backward()
+            gap = (logprobs.detach() - packed.old_logprobs).abs().sum()
+            terms |= {"loss": float(loss), "entropy": float(entropy.sum()) / normaliser, "logprob_gap": float(gap) / normaliser}
+            for name, value in terms.items():
+                metrics[name] = metrics.get(name, 0.0) + value
+        return metrics | self._update(learning_rate) | {"tokens": float(sum(group.tokens for group in groups))}
+
+    def _logprobs(self, hidden: Tensor, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+        return grpo.token_logprobs(hidden[packed.source], self.model.output_weight, packed.targets, temperature=temperature, vocab_limit=self.vocab_limit)
+
+    def _update(self, learning_rate: float) -> dict[str, float]:
+        """Clips, steps unless the gradient is not finite, clears."""
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        if torch.isfinite(norm):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return {"grad_norm": float(norm), "learning_rate": learning_rate}
+
+    def state_dict(self) -> dict[str, object]:
+        """Everything a run needs to go on exactly: weights, moments, reference."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
+                "reference": None if self.reference is None else self.reference.state_dict()}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if state["reference"] is not None:
+            self.freeze_reference()
+            self.reference.load_state_dict(state["reference"])
