@@ -45,9 +45,9 @@ SKILLS: dict[str, dict[str, tuple[float, float]]] = {
 }
 # P(says "unsure") when right and when wrong. The small model does not know what it does not know, and specialists are proud.
 CANDOUR = {"large": (.05, .65), "medium": (.08, .85), "small": (.05, .15), "law": (.03, .35), "medicine": (.03, .60), "physics": (.03, .25), "history": (.03, .25)}
-# Stated price in US cents per million tokens (experts) or per thousand calls (tools), and latency in seconds: (lowest, highest), drawn
+# Stated price in US dollars per million tokens (experts) or per thousand calls (tools), and latency in seconds: (lowest, highest), drawn
 # log-uniformly and rounded.
-PRICES = {"large": (60, 990), "medium": (30, 400), "small": (10, 60), "specialist": (40, 800), "code": (10, 600), "search": (10, 600), "records": (10, 60)}
+PRICES = {"large": (6, 99), "medium": (3, 40), "small": (1, 6), "specialist": (4, 80), "code": (1, 60), "search": (1, 60), "records": (1, 6)}
 LATENCIES = {"large": (4, 60), "medium": (3, 25), "small": (1, 6), "specialist": (3, 40), "code": (1, 60), "search": (1, 60), "records": (1, 4)}
 EXPERT_TOKENS = {"easy": (200, 500), "hard": (250, 1300)}                      # input, mean output
 
@@ -74,13 +74,13 @@ QUESTIONS = {
         "knowledge": ("{subject} case {n} is {difficulty}: what is its code?", "what is the code of the {difficulty} {subject} case {n}?",
                       "give the code of {subject} case {n}, a {difficulty} one."),
         "arithmetic": ("what is {expression}?", "compute {expression}.", "give the value of {expression}."),
-        "lookup": ("what is the {relation} of {subject}?", "give the {relation} of {subject}.", "{subject}: what is its {relation}?"),
+        "lookup": ("what is the {relation} of {subject}?", "give the {relation} of {subject}.", "what is given as the {relation} of {subject}?"),
         "chain": ("what is the {field} of the {path} {table} {n}?", "give the {field} of the {path} {table} {n}."),
     },
     "held_out": {
         "knowledge": ("{difficulty} {subject} case {n}: give its code.", "what code is given for {subject} case {n}? it is a {difficulty} one."),
         "arithmetic": ("give {expression}.", "{expression}: what is the value?"),
-        "lookup": ("{subject}: give the {relation}.", "what {relation} is given for {subject}?"),
+        "lookup": ("the {relation} of {subject}, what is it?", "give me this: the {relation} of {subject}."),
         "chain": ("{path} {table} {n}: give the {field}.",),
     },
 }
@@ -92,8 +92,8 @@ _TRAIN, _HELD = "train", "held_out"
 
 
 def _belongs(number: int, split: str) -> bool:
-    """Splits the integers: a fifth of them, scattered, are held out."""
-    return (number * 2654435761 % 2**32 % 5 == 0) == (split == _HELD)
+    """Splits the integers: those that end in 3 or 8 are held out."""
+    return (number % 5 == 3) == (split == _HELD)
 
 
 def _draw(rng: random.Random, low: int, high: int, split: str) -> int:
@@ -160,7 +160,7 @@ class World:
     def _lookup(self, rng, split, difficulty):
         fact = rng.choice([f for f in _facts(split) if (f["relation"] in WELL_KNOWN) == (difficulty == "easy")])
         words = rng.choice(QUESTIONS[split]["lookup"]).format(relation=fact["relation"], subject=fact["subject"])
-        return words, "lookup", fact["value"], {}, f"{fact['subject']} {fact['relation']}"
+        return words, "lookup", fact["value"], {}, f"{fact['relation']} of {fact['subject']}"
 
     def _chain(self, rng, split, difficulty):
         names = rng.choice(CHAINS)[: 2 if difficulty == "easy" else 3]
@@ -220,19 +220,19 @@ def is_expert(offered: dict[str, Any]) -> bool:
 
 def expected_cost(offered: dict[str, Any], difficulty: str) -> float:
     """US dollars that one call is expected to cost."""
-    return offered["price"] / 100 * (sum(EXPERT_TOKENS[difficulty]) / 1e6 if is_expert(offered) else 1e-3)
+    return offered["price"] * (sum(EXPERT_TOKENS[difficulty]) / 1e6 if is_expert(offered) else 1e-3)
 
 
 def describe(offered: dict[str, Any]) -> str:
-    unit = "M tokens" if is_expert(offered) else "k calls"
-    return f"{offered['what']}, {offered['price']} cents/{unit}, {offered['latency']} s"
+    """What stands in the prompt: "medium $15/M 18s", a price per million tokens; tools charge per thousand calls, "code $3/k 2s"."""
+    return f"{offered['what']} ${offered['price']}/{'M' if is_expert(offered) else 'k'} {offered['latency']}s"
 
 
 def environment(task: Task, seed: int, sandbox: Sandbox) -> ToolEnvironment:
     """One attempt at a task of the miniature; `seed` decides what the simulated experts say."""
     data, tools = task.data, []
     for offered in data["tools"]:
-        name, text, usd, seconds = offered["name"], describe(offered), offered["price"] / 1e5, float(offered["latency"])
+        name, text, usd, seconds = offered["name"], describe(offered), offered["price"] / 1e3, float(offered["latency"])
         if offered["what"] == "code":
             tools.append(PythonTool(name, text, sandbox, usd, seconds))
         elif offered["what"] == "search":
@@ -242,7 +242,7 @@ def environment(task: Task, seed: int, sandbox: Sandbox) -> ToolEnvironment:
         else:
             tokens = EXPERT_TOKENS[data["difficulty"]]
             tools.append(SimulatedExpert(name, text, skill(offered["what"], data["subject"], data["difficulty"]), data["answer"], tuple(data["wrong"]),
-                                         Price(offered["price"] / 100, offered["price"] / 100), *tokens, seconds, seed=f"{task.id}/{seed}"))
+                                         Price(offered["price"], offered["price"]), *tokens, seconds, seed=f"{task.id}/{seed}"))
     return ToolEnvironment(task, tools, grade=lambda answer: float(normalise(answer) == normalise(data["answer"])))
 
 
@@ -254,14 +254,12 @@ def normalise(answer: str) -> str:
 # Demonstrations: a teacher that reads aloud and is blind to the preference.
 
 def first_thought(task: Task) -> str:
-    """Restates what decides the choice: the question's kind, the preference, and each tool with the price or latency that it makes matter."""
-    data, wish = task.data, preference_name(task.preference)
+    """Reads the prompt aloud before the choice: the question's kind, the wish, what to avoid, and every tool as it is described."""
+    data = task.data
     topic = f"{data['difficulty']} {data['subject']}" if data["kind"] == "knowledge" else data["kind"]
-    shown = {"right": lambda t: "", "cheap": lambda t: f" {t['price']}", "fast": lambda t: f" {t['latency']}",
-             "balanced": lambda t: f" {t['price']} {t['latency']}"}[wish]
-    listed = ", ".join(f"{t['what']} {t['name']}{shown(t)}" for t in data["tools"])
     avoided = "".join(f", avoid {name}" for name in task.preference.avoided)
-    return f"{topic}. {wish}{avoided}. {listed}"
+    listed = ", ".join(f"{t['name']} {describe(t)}" for t in data["tools"])
+    return f"{topic}. {preference_name(task.preference)}{avoided}. {listed}"
 
 
 def calls_for(task: Task, offered: dict[str, Any], key: tuple[str, int] | None = None) -> ToolCall:
@@ -287,7 +285,7 @@ def read_result(task: Task, offered: dict[str, Any], result: ToolResult) -> tupl
         return f"{name} {value}", (None if name in task.data["tables"] else str(value)), True, ((name, value) if name in task.data["tables"] else None)
     if offered["what"] == "search":
         fact = next((f for f in corpus()[0] if f["text"] == text), None)
-        right = fact is not None and task.data["solution"] == f"{fact['subject']} {fact['relation']}"
+        right = fact is not None and task.data["solution"] == f"{fact['relation']} of {fact['subject']}"
         return (f"found {fact['value']}", fact["value"], True, None) if right else ("failed", None, False, None)
     if offered["what"] == "code":
         return f"value {text}", text, task.data["kind"] == "arithmetic", None
@@ -319,6 +317,7 @@ def teach(env: ToolEnvironment, seed: int, *, sensible: float = 0.3, turns: int 
     offered = fitting[0] if fitting and rng.random() < sensible else rng.choice(usable)
     thought, key, value, tried = first_thought(task), None, "0", set()
     for _ in range(turns - 1):
+        thought = f"{thought}. ask {offered['what']} {offered['name']}"
         call = calls_for(task, offered, key)
         result = env.by_name[offered["name"]].call(call.arguments)
         lessons.append(Lesson(thought, call=call, result=result))
@@ -331,7 +330,6 @@ def teach(env: ToolEnvironment, seed: int, *, sensible: float = 0.3, turns: int 
         if answer is not None and (sure or rng.random() < 0.5) or not left:
             break
         offered = rng.choice(left)
-        thought = f"{thought}. ask {offered['what']} {offered['name']}"
     return lessons + [Lesson(thought, value)]
 
 

@@ -231,3 +231,14 @@ def with_price(task: Task, what: str, factor: float) -> Task:
     """The same task with the price of every tool of that kind multiplied, in the prompt and on the bill."""
     tools = [t | {"price": max(1, round(t["price"] * factor))} if t["what"] == what else t for t in task.data["tools"]]
     return replace(task, data=task.data | {"tools": tools})
+
+
+def price_probe(rollout: Rollout, tasks: Sequence[Task], seed: int, sandbox: Sandbox, count: int = 60) -> dict[str, float]:
+    """How often the large expert is asked in cheap and balanced tasks that offer it, at a tenth of its price, as it is, and at ten times."""
+    probed = [t for t in tasks if any(o["what"] == "large" and o["name"] not in t.preference.avoided for o in t.data["tools"]) and t.preference.cost > 0]
+    shares = {}
+    for label, factor in (("tenth", 0.1), ("same", 1.0), ("tenfold", 10.0)):
+        changed = [with_price(task, "large", factor) for task in probed[:count]]
+        names = [next(o["name"] for o in task.data["tools"] if o["what"] == "large") for task in changed]
+        shares[label] = fmean(t.calls.get(name, 0) > 0 for name, t in zip(names, evaluate(rollout, changed, seed, sandbox)))
+    return shares

@@ -1,8 +1,8 @@
-"""Attention over the KV pages for one step of the engine, in plain PyTorch: the CPU's path, and any device's where no kernel is used.
+"""Attention over the KV pages in plain PyTorch: the CPU's path, and any device's where no kernel is used.
 
 The keys of a query are split in two: the leading pages it shares with other rows of the step (samples of one prompt), which are read
 once for all of them, and the rest, its own. Either part is computed in blocks, padded batches of rows of similar length, and the two
-partial softmaxes are merged by their log-sum-exp. All index tensors are built once a step and serve every layer.
+partial softmaxes are merged by their log-sum-exp. Index tensors are built once a step at most, and serve every layer.
 """
 
 from __future__ import annotations
@@ -13,20 +13,18 @@ from typing import Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-
-from .ops import store_kv
 
 TILE = 64                      # a longer chunk is cut into rows of so many queries
 GROUP = 8                      # rows that read one copy of shared pages; a larger group is split, so that padding stays small
-BLOCK_FLOATS = 1 << 19         # size of a block's scores or gathered keys: small enough to stay in cache
+BLOCK_FLOATS = 1 << 20         # a block's scores, or its keys: small enough to stay in cache
+COPY_BYTES = 1 << 28           # the largest copy of keys and values that DecodeAttention makes
 
 
 @dataclass(frozen=True)
 class Rows:
     """R runs of consecutive queries. Row i has counts[i] queries (1..TILE) at positions starts[i].. of the sequence whose pages are
-    tables[i], and they are rows firsts[i].. of the step's q. The arrays are int64 [R]."""
+    tables[i], and they are rows firsts[i].. of q. The arrays are int64 [R]."""
 
     tables: list[list[int]]
     starts: np.ndarray
@@ -35,20 +33,6 @@ class Rows:
 
 
 Groups = list[tuple[list[int], int]]      # (row indices, number of leading pages they share)
-
-
-@dataclass(frozen=True)
-class _Block:
-    """B rows of Q queries, each row against n pages. Its partial results go to the slots from `slot` on, B * Q of them.
-
-    queries int64 [B * Q] indexes q; pages int64 [B * n]; mask is added to the scores: fp32 [B, 1 or Q * H / Hkv, n * page_size] or None.
-    """
-
-    slot: int
-    rows: int
-    queries: Tensor
-    pages: Tensor
-    mask: Tensor | None
 
 
 class Scratch:
@@ -91,60 +75,66 @@ def _common(a: list[int], b: list[int]) -> int:
     return n
 
 
-def _fill(lists: list[list[int]], lengths: np.ndarray) -> np.ndarray:
-    """Lists of the given lengths as one int64 matrix, the ends padded with 0."""
-    matrix = np.zeros((len(lists), int(lengths.max())), np.int64)
+def _fill(lists: list[list[int]], lengths: np.ndarray, spare: int = 0) -> np.ndarray:
+    """Lists of the given lengths as one int64 matrix, the ends padded with 0, and `spare` columns more."""
+    matrix = np.zeros((len(lists), int(lengths.max()) + spare), np.int64)
     matrix[np.arange(matrix.shape[1]) < lengths[:, None]] = np.fromiter(chain.from_iterable(lists), np.int64, int(lengths.sum()))
     return matrix
 
 
-class PagedAttention:
-    """attend(layer, q, k, v) for one step: q [T, H, D], k and v [T, Hkv, D] -> [T, H, D].
+def _hide(hidden: np.ndarray) -> np.ndarray:
+    return np.where(hidden, np.float32(-np.inf), np.float32(0))
 
-    k_cache and v_cache are [layers, pages, page_size, Hkv, D]; slots int64 [T] is where this step's keys and values are stored. The first
-    tokens of q belong to `rows`, those after them to `fresh`: chunks (lengths) that begin a sequence and need nothing from the cache.
-    `groups` says which rows share how many leading pages; shared pages lie wholly before each member's first query.
+
+@dataclass
+class _Block:
+    """B rows of Q queries, each row against n pages. Its partial results go to the slots from `slot` on, B * Q of them.
+
+    queries [B * Q] are rows of q; pages [B * n]; mask is added to the scores: [B, 1 or Q * H / Hkv, n * page_size], or None.
     """
 
-    def __init__(self, k_cache: Tensor, v_cache: Tensor, slots: np.ndarray, rows: Rows, groups: Groups, fresh: list[int], heads: int,
-                 scratch: Scratch):
-        self.k_cache, self.v_cache, self.fresh, self.heads, self.scratch = k_cache, v_cache, fresh, heads, scratch
+    slot: int
+    rows: int
+    queries: Tensor
+    pages: Tensor
+    mask: Tensor | None
+
+
+class PagedAttention:
+    """What the queries of `rows` attend to, layer by layer: q [T, H, D] -> [T, H, D], once their own keys are in the pages.
+
+    k_cache and v_cache are [layers, pages, page_size, Hkv, D]. `groups` says which rows share how many leading pages, which must lie
+    wholly before each member's first query. A row's own pages are padded by `spare` more.
+    """
+
+    def __init__(self, k_cache: Tensor, v_cache: Tensor, rows: Rows, groups: Groups, heads: int, scratch: Scratch, spare: int = 0):
+        self.k_cache, self.v_cache, self.heads, self.scratch, self.spare = k_cache, v_cache, heads, scratch, spare
         _, _, self.page_size, self.kv_heads, self.head_dim = k_cache.shape
-        self.device = k_cache.device
-        self.slots = self._tensor(slots)
         self.blocks: list[_Block] = []
         self.slot_count = 0
-        self.row_tokens = int(rows.counts.sum())
-        if self.row_tokens:
-            self._plan(rows, groups)
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
-
-    # building blocks
+        self.own_slot, self.shared_slot = (np.full(int(rows.counts.sum()), -1) for _ in range(2))  # by query; -1: none
+        self.skipped = np.zeros(len(rows.tables), np.int64)                                        # by row: its shared pages
+        self._plan(rows, groups)
+        self._aim(np.arange(len(self.own_slot)))
 
     def _plan(self, rows: Rows, groups: Groups) -> None:
-        own_slot, shared_slot = np.zeros(self.row_tokens, np.int64), np.full(self.row_tokens, -1)
         widths = 1 << np.ceil(np.log2(rows.counts)).astype(np.int64)
-        skipped = np.zeros(len(rows.tables), np.int64)
         members, shared = [], []
         for indices, pages in groups:
             if len(indices) > 1 and pages:
-                skipped[indices] = pages
+                self.skipped[indices] = pages
                 for i in range(0, len(indices), GROUP):
                     members.append(indices[i: i + GROUP])
                     shared.append(pages)
-        used = -(-(rows.starts + rows.counts) // self.page_size) - skipped
-        for part in self._cut(widths, used):
-            self._add_own(rows, part, int(widths[part[0]]), skipped[part], used[part], own_slot)
+        used = -(-(rows.starts + rows.counts) // self.page_size) - self.skipped
+        for part in self._cut(widths, used + self.spare):
+            self._add_own(rows, part, int(widths[part[0]]), used[part])
+        self.own_blocks = len(self.blocks)
         if members:
             shared = np.array(shared)
-            width = widths[[indices[0] for indices in members]]
+            width = np.array([widths[indices].max() for indices in members])
             for part in self._cut(width * GROUP, shared):
-                self._add_shared(rows, [members[i] for i in part], int(width[part[0]]), shared[part], shared_slot)
-        self.any_shared = bool(members)
-        shared_slot[shared_slot < 0] = self.slot_count                                             # the slot after the last: nothing
-        self.own_slot, self.shared_slot = self._tensor(own_slot), self._tensor(shared_slot)
+                self._add_shared(rows, [members[i] for i in part], int(width[part[0]]), shared[part])
 
     def _cut(self, queries: np.ndarray, pages: np.ndarray) -> list[np.ndarray]:
         """Indices of the rows of each block: equal numbers of queries, similar numbers of pages, and no more than fit."""
@@ -159,21 +149,21 @@ class PagedAttention:
                 start = stop
         return parts
 
-    def _add_own(self, rows: Rows, part: np.ndarray, width: int, skipped: np.ndarray, used: np.ndarray, slot_of: np.ndarray) -> None:
-        """The rows in `part` against their own pages, causally: used[i] pages each, after the skipped[i] shared ones."""
+    def _add_own(self, rows: Rows, part: np.ndarray, width: int, used: np.ndarray) -> None:
+        """The rows in `part` against their own pages, causally: used[i] pages each, after the shared ones."""
         starts, counts, firsts = (x[part, None] for x in (rows.starts, rows.counts, rows.firsts))
+        skipped = self.skipped[part]
         bounds = zip(part.tolist(), skipped.tolist(), (skipped + used).tolist())
-        pages = _fill([rows.tables[i][a:b] for i, a, b in bounds], used)
+        pages = _fill([rows.tables[i][a:b] for i, a, b in bounds], used, self.spare)
         column = np.arange(width)
         offsets = np.minimum(column, counts - 1)                                                   # [B, Q]; a padding query repeats the last
         last_visible = starts - skipped[:, None] * self.page_size + offsets
-        hidden = np.arange(pages.shape[1] * self.page_size) > last_visible[:, :, None]             # [B, Q, keys]
-        mask = np.where(hidden, np.float32(-np.inf), np.float32(0))
+        mask = _hide(np.arange(pages.shape[1] * self.page_size) > last_visible[:, :, None])        # [B, Q, keys]
         if width > 1:
             mask = mask.repeat(self.heads // self.kv_heads, axis=1)
-        self._append(firsts + offsets, column < counts, pages, mask, slot_of)
+        self._append(firsts + offsets, column < counts, pages, mask, self.own_slot)
 
-    def _add_shared(self, rows: Rows, groups: list[list[int]], width: int, shared: np.ndarray, slot_of: np.ndarray) -> None:
+    def _add_shared(self, rows: Rows, groups: list[list[int]], width: int, shared: np.ndarray) -> None:
         """Groups of rows against their shared[g] pages: every query sees every key."""
         sizes = np.array([len(indices) for indices in groups])
         members = _fill(groups, sizes)                                                             # [G, most]
@@ -183,9 +173,8 @@ class PagedAttention:
         real = (np.arange(members.shape[1]) < sizes[:, None])[:, :, None] & (column < counts)      # [G, most, Q]
         mask = None
         if shared.min() < shared.max():
-            hidden = np.arange(pages.shape[1] * self.page_size) >= shared[:, None, None] * self.page_size
-            mask = np.where(hidden, np.float32(-np.inf), np.float32(0))
-        self._append(firsts + np.minimum(column, counts - 1), real, pages, mask, slot_of)
+            mask = _hide(np.arange(pages.shape[1] * self.page_size) >= shared[:, None, None] * self.page_size)
+        self._append(firsts + np.minimum(column, counts - 1), real, pages, mask, self.shared_slot)
 
     def _append(self, queries: np.ndarray, real: np.ndarray, pages: np.ndarray, mask: np.ndarray | None, slot_of: np.ndarray) -> None:
         slot_of[queries[real]] = self.slot_count + np.flatnonzero(real)
@@ -193,42 +182,37 @@ class PagedAttention:
                                   None if mask is None else self._tensor(mask)))
         self.slot_count += queries.size
 
-    # computing
+    def _aim(self, queries: np.ndarray) -> None:
+        """The results are wanted for these queries, in this order."""
+        own, shared = self.own_slot[queries], self.shared_slot[queries]
+        self._any_shared = bool((shared >= 0).any())
+        self._own, self._shared = self._tensor(own), self._tensor(np.where(shared < 0, self.slot_count, shared))  # beyond the last: nothing
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k_cache, v_cache = self.k_cache[layer], self.v_cache[layer]
-        store_kv(k, v, k_cache, v_cache, self.slots)
-        parts = [self._paged(q, k_cache, v_cache)] if self.row_tokens else []
-        if self.fresh:
-            for one_q, one_k, one_v in zip(*(x[self.row_tokens:].split(self.fresh) for x in (q, k, v))):
-                heads_first = (x.transpose(0, 1)[None] for x in (one_q, one_k, one_v))
-                parts.append(F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)[0].transpose(0, 1))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.k_cache.device)
 
-    def _paged(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """q [T, H, D] -> [row_tokens, H, D]. Partial results lie as [Hkv, slots, H / Hkv(, D)], the last slot empty."""
+    def __call__(self, layer: int, q: Tensor) -> Tensor:
+        """Partial results lie as [Hkv, slots, H / Hkv(, D)]; the last slot is empty."""
         fold, dim, slots = self.heads // self.kv_heads, self.head_dim, self.slot_count + 1
         out = self.scratch("out", torch.float32, self.kv_heads, slots, fold, dim)
         lse = self.scratch("lse", torch.float32, self.kv_heads, slots, fold)
         out[:, -1], lse[:, -1] = 0.0, -torch.inf
-        for block in self.blocks:
-            self._partial(block, q, k_cache, v_cache, out, lse)
-        merged = out.index_select(1, self.own_slot)
-        if self.any_shared:
-            shared = out.index_select(1, self.shared_slot)
-            own_lse, shared_lse = lse.index_select(1, self.own_slot), lse.index_select(1, self.shared_slot)
-            merged.lerp_(shared, torch.sigmoid(shared_lse - own_lse)[..., None])
-        return merged.transpose(0, 1).reshape(self.row_tokens, self.heads, dim).to(q.dtype)
+        scaled = q.float() * dim**-0.5
+        for index, block in enumerate(self.blocks):
+            self._attend_block(block, scaled, *self._keys(layer, index), out, lse)
+        merged = out.index_select(1, self._own)
+        if self._any_shared:
+            difference = lse.index_select(1, self._shared) - lse.index_select(1, self._own)
+            merged.lerp_(out.index_select(1, self._shared), torch.sigmoid_(difference)[..., None])
+        return merged.transpose(0, 1).reshape(-1, self.heads, dim).to(q.dtype)
 
-    def _partial(self, block: _Block, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor) -> None:
-        """One block: for each of its queries and heads the attention over the block's keys, and the log of its softmax's denominator."""
-        fold, dim, rows = self.heads // self.kv_heads, self.head_dim, block.rows
-        count = block.queries.shape[0]
+    def _attend_block(self, block: _Block, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor) -> None:
+        """For each of the block's queries and heads: the attention over its keys, and the log of the softmax's denominator."""
+        count, fold, dim = block.queries.shape[0], self.heads // self.kv_heads, self.head_dim
         mine = slice(block.slot, block.slot + count)
-        query = (q * dim**-0.5).index_select(0, block.queries).view(count, self.kv_heads, fold, dim).transpose(0, 1).float()
-        query = query.reshape(self.kv_heads, rows, -1, dim)                                        # [Hkv, B, Q * fold, D]
-        keys, values = (self._gather(name, cache, block) for name, cache in (("k", k_cache), ("v", v_cache)))
-        shape = (self.kv_heads, rows, query.shape[2], keys.shape[1])
+        query = q.index_select(0, block.queries).view(count, self.kv_heads, fold, dim).transpose(0, 1)
+        query = query.reshape(self.kv_heads, block.rows, -1, dim)                                  # [Hkv, B, Q * fold, D]
+        shape = (*query.shape[:3], keys.shape[1])
         scores, weights = (self.scratch(name, torch.float32, *shape) for name in ("scores", "weights"))
         for head in range(self.kv_heads):
             transposed = keys[:, :, head].transpose(1, 2)
@@ -240,11 +224,76 @@ class PagedAttention:
         # the largest weight is 1 / denominator: the fused softmax is faster than exponentials and sums apart
         torch.sub(scores.amax(3), weights.amax(3).log_(), out=lse[:, mine].view(shape[:3]))
         for head in range(self.kv_heads):
-            torch.bmm(weights[head], values[:, :, head], out=out[head, mine].view(rows, -1, dim))
+            torch.bmm(weights[head], values[:, :, head], out=out[head, mine].view(block.rows, -1, dim))
 
-    def _gather(self, name: str, cache: Tensor, block: _Block) -> Tensor:
-        """The block's pages side by side: [B, keys, Hkv, D], fp32."""
-        flat = cache.flatten(1)
-        gathered = self.scratch(name, cache.dtype, block.pages.shape[0], flat.shape[1])
-        torch.index_select(flat, 0, block.pages, out=gathered)
-        return gathered.view(block.rows, -1, self.kv_heads, self.head_dim).float()
+    def _keys(self, layer: int, index: int) -> tuple[Tensor, ...]:
+        """Block `index`'s pages side by side, keys and values, fp32 [B, n * page_size, Hkv, D]."""
+        block = self.blocks[index]
+        gathered = []
+        for name, cache in (("k", self.k_cache[layer]), ("v", self.v_cache[layer])):
+            pages = self.scratch(name, cache.dtype, block.pages.shape[0], *cache.shape[1:])
+            torch.index_select(cache, 0, block.pages, out=pages)
+            gathered.append(pages.view(block.rows, -1, *cache.shape[2:]).float())
+        return tuple(gathered)
+
+
+class DecodeAttention(PagedAttention):
+    """PagedAttention for rows of one query each, which goes on from step to step on one copy of their keys and values.
+
+    The copy lies block by block, with room for at least page_size more positions a row, and each step adds one position to each row: a
+    step costs no gathering of pages. Rows may drop out; a new row, or a full one, needs a new batch (`follow` says so).
+    """
+
+    def __init__(self, k_cache: Tensor, v_cache: Tensor, rows: Rows, groups: Groups, heads: int, scratch: Scratch):
+        super().__init__(k_cache, v_cache, rows, groups, heads, scratch, spare=1)
+        self._members = [block.queries.numpy(force=True) for block in self.blocks]
+        ends = np.cumsum([block.pages.shape[0] for block in self.blocks]).tolist()
+        self._parts = [slice(start, end) for start, end in pairwise([0] + ends)]                   # each block's pages in the copy
+        shape = (k_cache.shape[0], ends[-1], *k_cache.shape[2:])
+        self.copied = 2 * int(np.prod(shape)) * k_cache.element_size() <= COPY_BYTES
+        if self.copied:
+            self._copy(rows, shape)
+
+    def _copy(self, rows: Rows, shape: tuple[int, ...]) -> None:
+        self._k, self._v = (self.scratch(name, self.k_cache.dtype, *shape) for name in ("copied k", "copied v"))
+        pages = torch.cat([block.pages for block in self.blocks])
+        for layer in range(shape[0]):
+            for cache, copy in ((self.k_cache, self._k), (self.v_cache, self._v)):
+                torch.index_select(cache[layer], 0, pages, out=copy[layer])
+        own = self.blocks[: self.own_blocks]
+        self._mask = torch.cat([block.mask.view(-1) for block in own])                             # own blocks come first: as in the copy
+        self._newest, self._room = np.zeros((2, len(rows.tables)), np.int64)                       # by row: where its newest key lies
+        for block, part, members in zip(own, self._parts, self._members):
+            size = block.pages.shape[0] // block.rows * self.page_size
+            length = rows.starts[members] + 1 - self.skipped[members] * self.page_size
+            begin = part.start * self.page_size + np.arange(block.rows) * size
+            block.mask = self._mask[begin[0]: begin[0] + block.rows * size].view(block.rows, 1, size)
+            self._newest[members], self._room[members] = begin + length - 1, size - length
+        self._where = self._tensor(self._newest)
+
+    def follow(self, rows: np.ndarray) -> bool:
+        """On to the next step: these rows (indices) have one position more, in this order in q. False if a new batch is needed."""
+        if not self.copied or 8 * len(rows) < 7 * len(self._room) or self._room[rows].min() < 1:
+            return False
+        self._room[rows] -= 1
+        self._newest[rows] += 1
+        self._where = self._tensor(self._newest[rows])
+        self._mask[self._where] = 0.0
+        index = np.zeros(len(self._room), np.int64)                                                # who has dropped out reads any query
+        index[rows] = np.arange(len(rows))
+        for block, members in zip(self.blocks, self._members):
+            block.queries = self._tensor(index[members])
+        self._aim(rows)
+        return True
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """The step's keys and values [rows, Hkv, D], for the copy."""
+        if self.copied:
+            self._k[layer].flatten(0, 1).index_copy_(0, self._where, k)
+            self._v[layer].flatten(0, 1).index_copy_(0, self._where, v)
+
+    def _keys(self, layer: int, index: int) -> tuple[Tensor, ...]:
+        if not self.copied:
+            return super()._keys(layer, index)
+        rows, part = self.blocks[index].rows, self._parts[index]
+        return tuple(copy[layer, part].view(rows, -1, self.kv_heads, self.head_dim).float() for copy in (self._k, self._v))

@@ -6,6 +6,7 @@ Reading and writing checkpoints is in weights.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,7 +63,7 @@ class ModelConfig:
             "hidden_act": "silu",
             "max_position_embeddings": self.max_position_embeddings,
             "rope_theta": self.rope_theta,
-            "rope_scaling": self.rope_scaling,
+            "rope_scaling": dict(self.rope_scaling) if self.rope_scaling else None,
             "rms_norm_eps": self.rms_norm_eps,
             "tie_word_embeddings": self.tie_word_embeddings,
             "attention_bias": self.attention_bias,
@@ -92,12 +93,13 @@ class _ConfigReader:
             raise self.refuse(field, value, "a positive integer")
         return value
 
-    def number(self, data: Mapping[str, Any], field: str, default: float | None = None) -> float:
-        value = data.get(field)
+    def number(self, field: str, default: float | None = None, within: str = "") -> float:
+        """A positive number; `within` names the object that holds the field."""
+        value = (self.data[within] if within else self.data).get(field)
         if value is None:
             value = default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise self.refuse(field, value, "a positive number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise self.refuse(f"{within}.{field}" if within else field, value, "a positive number")
         return value
 
     def boolean(self, field: str) -> bool:
@@ -137,11 +139,11 @@ class _ConfigReader:
             max_position_embeddings=max_position,
             rope_theta=theta,
             rope_scaling=scaling,
-            rms_norm_eps=self.number(self.data, "rms_norm_eps", 1e-6),
+            rms_norm_eps=self.number("rms_norm_eps", 1e-6),
             tie_word_embeddings=self.boolean("tie_word_embeddings"),
             attention_bias=self.boolean("attention_bias"),
             eos_token_ids=eos_ids(self.data.get("eos_token_id"), self.source),
-            initializer_range=self.number(self.data, "initializer_range", 0.02),
+            initializer_range=self.number("initializer_range", 0.02),
         )
 
     def check_sliding_window(self, layers: int) -> None:
@@ -154,28 +156,27 @@ class _ConfigReader:
             raise self.refuse("use_sliding_window", True, "false (sliding windows are not supported)")
 
     def rope(self, max_position: int) -> tuple[float, dict[str, Any] | None]:
-        field = "rope_scaling" if self.data.get("rope_scaling") else "rope_parameters"
-        rope = self.data.get(field) or {}
+        within = "rope_scaling" if self.data.get("rope_scaling") else "rope_parameters"
+        rope = self.data.get(within) or {}
         if not isinstance(rope, Mapping):
-            raise self.refuse(field, rope, "an object or null")
-        theta = float(self.number(rope if rope.get("rope_theta") is not None else self.data, "rope_theta", 10_000.0))
+            raise self.refuse(within, rope, "an object or null")
+        theta = self.number("rope_theta", 10_000.0, within if rope.get("rope_theta") is not None else "")
+        rotated = rope.get("partial_rotary_factor", self.data.get("partial_rotary_factor", 1.0))
+        if rotated != 1.0:
+            raise self.refuse("partial_rotary_factor", rotated, "1.0, the only one supported")
         kind = rope.get("rope_type", rope.get("type", "default"))
-        if rope.get("partial_rotary_factor", self.data.get("partial_rotary_factor", 1.0)) != 1.0:
-            raise self.refuse("partial_rotary_factor", rope.get("partial_rotary_factor", self.data.get("partial_rotary_factor")), "1.0")
         if kind == "default":
-            return theta, None
+            return float(theta), None
         if kind != "yarn":
-            raise self.refuse(f"{field}.rope_type", kind, "'default' or 'yarn'")
-        scaling: dict[str, Any] = {"rope_type": "yarn"}
-        original = self.number(rope, "original_max_position_embeddings", max_position)
-        scaling["factor"] = self.number(rope, "factor", max_position / original)
-        scaling["original_max_position_embeddings"] = original
+            raise self.refuse(f"{within}.rope_type", kind, "'default' or 'yarn'")
+        original = self.number("original_max_position_embeddings", max_position, within)
+        scaling = {"rope_type": "yarn", "factor": self.number("factor", max_position / original, within), "original_max_position_embeddings": original}
         for name in ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
             if rope.get(name) is not None:
-                scaling[name] = self.number(rope, name)
+                scaling[name] = self.number(name, None, within)
         if "truncate" in rope:
             scaling["truncate"] = bool(rope["truncate"])
-        return theta, scaling
+        return float(theta), scaling
 
 
 def eos_ids(value: Any, source: str) -> tuple[int, ...]:
@@ -297,11 +298,11 @@ _BIG = ModelConfig(
 
 PRESETS: dict[str, ModelConfig] = {
     "nano": ModelConfig(
-        vocab_size=1024,
-        hidden_size=192,
+        vocab_size=1280,
+        hidden_size=256,
         intermediate_size=512,
-        num_hidden_layers=3,
-        num_attention_heads=6,
+        num_hidden_layers=2,
+        num_attention_heads=8,
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=2048,

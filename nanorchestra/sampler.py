@@ -99,6 +99,6 @@ def _draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _invert(cumulative: Tensor, target: Tensor) -> Tensor:
-    """The first index whose cumulative weight exceeds the target; rounding cannot lead past the last index with weight."""
-    inside = torch.minimum(target, cumulative[:, -1] * (1 - 1e-12))
+    """The first index whose cumulative weight exceeds the target. Rounding leads to no index without weight: the target is kept inside."""
+    inside = torch.minimum(target.clamp(min=0.0), cumulative[:, -1] * (1 - 1e-12))
     return torch.searchsorted(cumulative, inside[:, None], right=True)[:, 0].clamp_(max=cumulative.shape[1] - 1)

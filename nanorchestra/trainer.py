@@ -123,15 +123,27 @@ class Schedule:
 class Trainer:
     """A model, its optimizer, and optionally a frozen reference. Owns no data and draws nothing at random."""
 
-    def __init__(self, model: Qwen3, *, vocab_limit: int, betas: tuple[float, float] = (0.9, 0.95), weight_decay: float = 0.0,
-                 grad_clip: float = 1.0, token_budget: int = 16384):
+    def __init__(self, model: Qwen3, *, vocab_limit: int, optimizer: str = "adamw", betas: tuple[float, float] = (0.9, 0.95),
+                 weight_decay: float = 0.0, grad_clip: float = 1.0, token_budget: int = 16384):
         self.model, self.vocab_limit = model, vocab_limit
-        self.grad_clip, self.token_budget = grad_clip, token_budget
-        decayed = [p for p in model.parameters() if p.dim() >= 2]
-        others = [p for p in model.parameters() if p.dim() < 2]
-        self.optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}],
-                                           lr=0.0, betas=betas, fused=True)
+        self.betas, self.weight_decay, self.grad_clip, self.token_budget = betas, weight_decay, grad_clip, token_budget
         self.reference: Qwen3 | None = None
+        self.new_optimizer(optimizer)
+
+    def new_optimizer(self, kind: str) -> None:
+        """Forgets all moments. "adamw"; or "muon": Muon (Jordan 2024) for the matrices of the blocks, AdamW for everything else.
+
+        Muon's updates are scaled to the RMS of AdamW's (Liu et al. 2025, arXiv 2502.16982), so that one learning rate serves both.
+        """
+        matrices = [p for p in self.model.layers.parameters() if p.dim() == 2] if kind == "muon" else []
+        taken = {id(p) for p in matrices}
+        others = [p for p in self.model.parameters() if id(p) not in taken]
+        self.optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(
+            [{"params": [p for p in others if p.dim() >= 2], "weight_decay": self.weight_decay}, {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0}],
+            lr=0.0, betas=self.betas, fused=True)]
+        if matrices:
+            self.optimizers.append(torch.optim.Muon(matrices, lr=0.0, weight_decay=self.weight_decay, adjust_lr_fn="match_rms_adamw"))
+        self.optimizer_kind = kind
 
     @property
     def device(self) -> torch.device:
@@ -140,9 +152,6 @@ class Trainer:
     def freeze_reference(self) -> None:
         """Keeps a copy of the model as it is now, for the KL term."""
         self.reference = copy.deepcopy(self.model).requires_grad_(False)
-
-    def reset_optimizer(self) -> None:
-        self.optimizer.state.clear()
 
     def supervised_step(self, groups: Sequence[Group], learning_rate: float) -> dict[str, float]:
         """One update on demonstrations; returns the mean loss in nats per demonstrated id, the gradient norm and the tokens packed."""
@@ -154,7 +163,7 @@ class Trainer:
             logprobs, entropy = self._logprobs(hidden, packed, 1.0)
             loss = grpo.supervised_loss(logprobs, normaliser=normaliser)
             loss.backward()
-            metrics["loss"] += float(loss)
+            metrics["loss"] += loss.item()
             metrics["entropy"] += float(entropy.sum()) / normaliser
         return metrics | self._update(learning_rate) | {"tokens": float(sum(group.tokens for group in groups))}
 
@@ -187,11 +196,11 @@ class Trainer:
                                            clip_high=clip_high, dual_clip=dual_clip, ref_logprobs=ref_logprobs,
                                            kl_coef=0.0 if kl == "full" else kl_coef, kl_estimator="k2" if kl == "full" else kl)
             if penalty is not None:
-                terms["kl"] = float(penalty)
+                terms["kl"] = penalty.item()
                 loss = loss + kl_coef * penalty
             loss.backward()
             gap = (logprobs.detach() - packed.old_logprobs).abs().sum()
-            terms |= {"loss": float(loss), "entropy": float(entropy.sum()) / normaliser, "logprob_gap": float(gap) / normaliser}
+            terms |= {"loss": loss.item(), "entropy": float(entropy.sum()) / normaliser, "logprob_gap": float(gap) / normaliser}
             for name, value in terms.items():
                 metrics[name] = metrics.get(name, 0.0) + value
         return metrics | self._update(learning_rate) | {"tokens": float(sum(group.tokens for group in groups))}
@@ -202,21 +211,24 @@ class Trainer:
     def _update(self, learning_rate: float) -> dict[str, float]:
         """Clips, steps unless the gradient is not finite, clears."""
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        if torch.isfinite(norm):
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return {"grad_norm": float(norm), "learning_rate": learning_rate}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+            if torch.isfinite(norm):
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return {"grad_norm": norm.item(), "learning_rate": learning_rate}
 
     def state_dict(self) -> dict[str, object]:
         """Everything a run needs to go on exactly: weights, moments, reference."""
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer_kind, "moments": [o.state_dict() for o in self.optimizers],
                 "reference": None if self.reference is None else self.reference.state_dict()}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.new_optimizer(state["optimizer"])
+        for optimizer, moments in zip(self.optimizers, state["moments"], strict=True):
+            optimizer.load_state_dict(moments)
         if state["reference"] is not None:
             self.freeze_reference()
             self.reference.load_state_dict(state["reference"])

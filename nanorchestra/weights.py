@@ -53,7 +53,10 @@ def load_model(path: str | Path, device: str = "cpu", dtype: str = "float32") ->
         return model, None
     from nanorchestra.tokenizer import Tokenizer
 
-    return model, Tokenizer.from_dir(path)
+    tokenizer = Tokenizer.from_dir(path)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise UserError(f"{path / 'tokenizer.json'}: ids up to {tokenizer.vocab_size - 1}, but config.json says vocab_size = {config.vocab_size}")
+    return model, tokenizer
 
 
 def _empty_model(config: ModelConfig) -> Qwen3:
@@ -167,6 +170,8 @@ def save_checkpoint(
     """
     path = Path(path).resolve()
     dtype = dtype or model.embed_tokens.weight.dtype
+    if dtype not in _STORED:
+        raise ValueError(f"a checkpoint is {', '.join(DTYPES)}; not {dtype}")
     aside, previous = path.with_name(f".{path.name}.partial"), path.with_name(f".{path.name}.previous")
     _check_replaceable(path)
     try:

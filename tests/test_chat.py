@@ -19,11 +19,14 @@ ADDED = (*SPECIAL_TOKENS, *TEXT_TOKENS)
 QUICK = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 PIECES = st.sampled_from([*ADDED, "\n", "\n\n", " ", "  ", "ok", "é", "'s", "<tool_response>\nx\n</tool_response>", '{"a": 1}', "12"])
 TEXTS = st.lists(st.one_of(PIECES, st.text(max_size=5)), max_size=6).map("".join)
-PLAIN = st.lists(st.sampled_from(["\n", "\n\n", " ", "  ", "\r\n", "ok", " the", "é", "e\u0301", "'s", "!", "12", "{", "<", "|"]), max_size=8).map("".join)
+PLAIN_PIECES = st.sampled_from(["\n", "\n\n", " ", "  ", "\r\n", "ok", " the", "é", "e\u0301", "'s", "!", "12", "{", "<", "|"])
+PLAIN = st.lists(PLAIN_PIECES, max_size=8).map("".join)
+THINKING = st.sampled_from([None, True, False])
 NAMES = st.sampled_from(["search", "expert_1", "run"])
-JSON = st.recursive(st.none() | st.booleans() | st.integers() | TEXTS, lambda v: st.lists(v, max_size=2) | st.dictionaries(TEXTS, v, max_size=2), max_leaves=4)
+LEAVES = st.none() | st.booleans() | st.integers() | TEXTS
+JSON = st.recursive(LEAVES, lambda value: st.lists(value, max_size=2) | st.dictionaries(TEXTS, value, max_size=2), max_leaves=4)
 ARGUMENTS = st.dictionaries(TEXTS, JSON, max_size=3)
-TOOL = {"type": "function", "function": {"name": "search", "description": "find <b> & é", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {"type": "function", "function": {"name": "search", "description": "find <b> & é", "parameters": {"type": "object"}}}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +36,8 @@ def tokenizer() -> Tokenizer:
 
 def messages_of(texts) -> st.SearchStrategy:
     """Conversations of any shape, with `texts` as their text."""
-    call = st.builds(lambda name, arguments: {"function": {"name": name, "arguments": arguments}}, NAMES, st.dictionaries(texts, texts, max_size=2))
+    function = st.fixed_dictionaries({"name": NAMES, "arguments": st.dictionaries(texts, texts, max_size=2)})
+    call = st.fixed_dictionaries({"function": function})
     assistant = st.fixed_dictionaries(
         {"role": st.just("assistant"), "content": texts}, optional={"reasoning_content": texts, "tool_calls": st.lists(call, max_size=2)}
     )
@@ -65,7 +69,7 @@ def test_ids_are_those_of_the_rendered_text(conversations, tokenizer):
 
 
 @QUICK
-@given(messages=messages_of(PLAIN), tools=st.sampled_from([None, [TOOL]]), prompt=st.booleans(), thinking=st.sampled_from([None, True, False]))
+@given(messages=messages_of(PLAIN), tools=st.sampled_from([None, [TOOL]]), prompt=st.booleans(), thinking=THINKING)
 def test_ids_are_those_of_the_rendered_text_for_any_text_without_markers(tokenizer, messages, tools, prompt, thinking):
     """Text and template meet inside one BPE word ("\\n" + "\\n ok"), so they must be encoded together."""
     ids = chat.encode(tokenizer, messages, tools, prompt, thinking)
@@ -103,7 +107,8 @@ def test_ids_spell_the_rendered_prompt(tokenizer, messages, thinking):
 
 def test_history_tags_written_by_the_template_are_ids_and_quoted_ones_are_text(tokenizer):
     call = {"name": "search", "arguments": {"q": "what does </tool_call> mean"}}
-    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "<think>\nhm <think> hm\n</think>\n\nsee", "tool_calls": [call]}]
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "<think>\nhm <think> hm\n</think>\n\nsee"}]
+    messages[-1]["tool_calls"] = [call]
     ids = chat.encode(tokenizer, messages, add_generation_prompt=False)
     start, end, think, close, call, call_end = (tokenizer.token_id(t) for t in ADDED[1:3] + TEXT_TOKENS[-2:] + TEXT_TOKENS[:2])
     assert markers_of(tokenizer, ids) == [start, end, start, think, close, call, call_end, end]
@@ -157,7 +162,7 @@ def test_bad_messages_name_the_field(messages, message):
 
 
 @QUICK
-@given(reasoning=PLAIN, content=PLAIN, arguments=st.dictionaries(PLAIN, PLAIN, max_size=2), observations=st.lists(PLAIN, min_size=1, max_size=3))
+@given(PLAIN, PLAIN, st.dictionaries(PLAIN, PLAIN, max_size=2), st.lists(PLAIN, min_size=1, max_size=3))
 def test_a_session_that_grows_by_ids_is_the_prompt_of_the_same_conversation(tokenizer, reasoning, content, arguments, observations):
     """prompt + what was sampled + observations == the prompt rendered afresh, inside one tool chain with its reasoning kept."""
     reasoning, content = "r" + reasoning, content.lstrip("\n")
@@ -173,7 +178,8 @@ def test_a_session_that_grows_by_ids_is_the_prompt_of_the_same_conversation(toke
 
 def test_without_thinking_the_empty_block_is_in_every_generation_prompt_and_not_sampled(tokenizer):
     """Every way to open a turn ends alike, so that a policy sees one and the same prompt."""
-    for thinking, end in ((False, "<|im_start|>assistant\n<think>\n\n</think>\n\n"), (None, "<|im_start|>assistant\n"), (True, "<|im_start|>assistant\n")):
+    prompt = "<|im_start|>assistant\n"
+    for thinking, end in ((False, prompt + "<think>\n\n</think>\n\n"), (None, prompt), (True, prompt)):
         openings = [chat.encode(tokenizer, [{"role": "user", "content": "q"}], enable_thinking=thinking)]
         openings += [chat.encode_user(tokenizer, "q", thinking), chat.encode_observations(tokenizer, ["o"], thinking)]
         assert all(tokenizer.decode(ids).endswith("<|im_end|>\n" + end) for ids in openings)
@@ -197,13 +203,10 @@ def test_what_an_ideal_policy_writes_is_read_back(tokenizer, content, reasoning,
     assert turn.reasoning == (tokenizer.decode(tokenizer.encode(reasoning.strip("\n"))) if thinking else "")
 
 
-BROKEN = st.lists(
-    st.sampled_from(
-        ["<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>", '{"name": "f", "arguments": {"q": "', '"}}', "\n", "\n\n", "{", "}", '"', "\\"]
-        + ["\\\\", '\\"', "text", " ", "<", "</tool", "_call>", "<thi", '{"name": "g"}', '{"name": "g", "arguments": "{}"}', "[", "é"]
-    ),
-    max_size=14,
-).map("".join)
+TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>", "<", "</tool", "_call>", "<thi"]
+OBJECTS = ['{"name": "f", "arguments": {"q": "', '"}}', '{"name": "g"}', '{"name": "g", "arguments": "{}"}', "{", "}", '"', "["]
+OTHERS = ["\n", "\n\n", "\\", "\\\\", '\\"', "text", " ", "é"]
+BROKEN = st.lists(st.sampled_from([*TAGS, *OBJECTS, *OTHERS]), max_size=14).map("".join)
 
 
 def joined(deltas, kind) -> str:
@@ -211,7 +214,7 @@ def joined(deltas, kind) -> str:
 
 
 @settings(QUICK, max_examples=500)
-@given(text=BROKEN, cuts=st.lists(st.integers(0, 200), max_size=6), thinking=st.sampled_from([None, True, False]))
+@given(text=BROKEN, cuts=st.lists(st.integers(0, 200), max_size=6), thinking=THINKING)
 def test_every_split_of_any_text_gives_the_same_turn_and_deltas_that_add_up(text, cuts, thinking):
     whole = chat.parse(None, text, thinking)
     edges = sorted({0, len(text), *(c % (len(text) + 1) for c in cuts)})
@@ -292,13 +295,14 @@ def test_prose_around_calls_is_content_on_lines_of_its_own():
         ("", "", {}, "call is not valid JSON: Expecting value at column 1"),
         ('{"name": "f"}}', "f", {}, "unexpected '}' between the JSON object and </tool_call>"),
         ('{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}", "", {}, "call is not valid JSON: Exceeds the limit"),
-        ('{"name": "f", "arguments": ' + '{"a":' * 99999 + "1" + "}" * 99999 + "}", "", {}, "call is not valid JSON: maximum recursion depth"),
+        ('{"name":' * 99999 + "1" + "}" * 99999, "", {}, "call is not valid JSON: maximum recursion depth"),
     ],
 )
 def test_a_bad_call_says_what_is_wrong_and_spoils_nothing_after_it(text, name, arguments, error):
     parsed = turn(f"<tool_call>\n{text}\n</tool_call>\n{CALL}\nend")
     first, second = parsed.calls
-    assert (first.name, first.arguments) == (name, arguments) and (first.error or "").startswith(error or "") and bool(first.error) == bool(error)
+    assert (first.name, first.arguments) == (name, arguments)
+    assert first.error.startswith(error) if error else first.error is None
     assert second == call("f", q=1) and parsed.content == "end" and not parsed.truncated and parsed.well_formed == (error is None)
 
 
@@ -346,7 +350,8 @@ def test_the_object_scan_agrees_with_json_at_once_and_letter_by_letter(value, ta
 
 def test_parsing_stays_linear_in_what_a_broken_policy_writes():
     """Degenerate loops are what early training samples; each of these is some 60,000 characters."""
-    for text in ("<tool_call>{</tool_call>", '<tool_call>{"</tool_call>', '<tool_call>{\\"</tool_call>', "<", "<tool_call>", "\n", '{"', "<think>"):
+    loops = ["<tool_call>" + text + "</tool_call>" for text in ("{", '{"', '{\\"', "")]
+    for text in (*loops, "<", "<tool_call>", "\n", '{"', "<think>"):
         began = time.perf_counter()
         turn(text * (60000 // len(text)), thinking=False)
         assert time.perf_counter() - began < 0.5, text

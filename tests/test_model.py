@@ -1,5 +1,7 @@
 """The decoder against transformers' Qwen3ForCausalLM on random weights, and the reading of config.json."""
 
+import copy
+
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -17,7 +19,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 CONFIGS = {
     "tied": TINY,
     "untied": TINY | dict(tie_word_embeddings=False),
-    "head_dim 128, hidden 1024": TINY | dict(hidden_size=1024, intermediate_size=512, num_attention_heads=16, num_key_value_heads=8, head_dim=128),
+    "head_dim 128, hidden 1024": TINY | dict(hidden_size=1024, intermediate_size=256, num_hidden_layers=1, head_dim=128),
     "odd vocabulary, as many kv heads as heads": TINY | dict(vocab_size=331, num_key_value_heads=4),
     "attention bias, one kv head": TINY | dict(attention_bias=True, num_key_value_heads=1, tie_word_embeddings=False),
     "yarn": TINY | dict(rope_scaling=YARN),
@@ -28,12 +30,13 @@ CONFIGS = {
 
 
 def random_transformers_model(fields: dict, seed: int = 0) -> Qwen3ForCausalLM:
-    """No weight keeps a value that would hide its absence: norms differ from 1, biases from 0."""
-    model = Qwen3ForCausalLM(Qwen3Config(**fields, use_cache=True, bos_token_id=None, eos_token_id=None)).eval()
+    """No weight keeps a value that would hide its absence: norms differ from 1, biases from 0, layers outweigh the embeddings."""
+    model = Qwen3ForCausalLM(Qwen3Config(**copy.deepcopy(fields), use_cache=True, bos_token_id=None, eos_token_id=None)).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.1, generator=generator)
+            spread = 2 * parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.1
+            parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, spread, generator=generator)
     return model
 
 
@@ -41,8 +44,7 @@ def ours(model: Qwen3, ids: torch.Tensor) -> torch.Tensor:
     return model.logits(model(ids, torch.arange(len(ids)), packed_attention([Segment(0, len(ids))])))
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["", "sharded"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name, sharded", [*((name, False) for name in CONFIGS), ("tied", True), ("untied", True)])
 @torch.no_grad()
 def test_logits_and_greedy_continuations_are_those_of_transformers(name, sharded, tmp_path):
     reference = random_transformers_model(CONFIGS[name])
@@ -63,12 +65,21 @@ def test_logits_and_greedy_continuations_are_those_of_transformers(name, sharded
 
 
 @torch.no_grad()
-def test_bf16_follows_the_rounding_of_transformers(tmp_path):
-    reference = random_transformers_model(TINY).bfloat16()
-    reference.save_pretrained(tmp_path)
+def test_bf16_rounds_where_transformers_rounds(tmp_path):
+    """With the same attention arithmetic, nearly every bf16 logit is the same bit for bit; a cast in another place moves most of them."""
+    random_transformers_model(TINY).bfloat16().save_pretrained(tmp_path)
+    reference = Qwen3ForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager")
     model, _ = load_model(tmp_path, dtype="bfloat16")
     ids = torch.randint(0, 320, (40,), generator=torch.Generator().manual_seed(1))
-    assert (ours(model, ids) - reference(ids[None]).logits[0]).abs().max() <= 2**-6 * ours(model, ids).abs().max()
+
+    def eager(layer, q, k, v):
+        q, k, v = q.transpose(0, 1), k.repeat_interleave(2, 1).transpose(0, 1), v.repeat_interleave(2, 1).transpose(0, 1)
+        scores = q @ k.transpose(1, 2) * 0.25 + torch.full((40, 40), torch.finfo(q.dtype).min, dtype=q.dtype).triu(1)
+        return (scores.float().softmax(-1).to(q.dtype) @ v).transpose(0, 1)
+
+    logits = model.logits(model(ids, torch.arange(40), eager))
+    assert (logits == reference(ids[None]).logits[0]).float().mean() > 0.95
+
     cast = load_model(tmp_path)[0].to(torch.bfloat16)  # casting afterwards leaves the rotary frequencies in fp32
     assert torch.equal(ours(cast, ids), ours(model, ids))
 
@@ -95,7 +106,7 @@ def test_positions_are_the_callers():
 @pytest.mark.parametrize("scaling", [None, YARN, CONFIGS["yarn, every key"]["rope_scaling"], YARN | {"factor": 40.0, "original_max_position_embeddings": 4096}])
 def test_rotary_frequencies_are_those_of_transformers(scaling):
     fields = TINY | dict(rope_scaling=scaling, head_dim=128, rope_theta=1e6)
-    embedding = Qwen3ForCausalLM(Qwen3Config(**fields)).model.rotary_emb
+    embedding = Qwen3ForCausalLM(Qwen3Config(**copy.deepcopy(fields))).model.rotary_emb
     frequencies, factor = rope_frequencies(128, 1e6, scaling, TINY["max_position_embeddings"])
     assert torch.equal(frequencies, embedding.inv_freq)
     assert factor == embedding.attention_scaling

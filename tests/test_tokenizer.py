@@ -11,11 +11,13 @@ from nanorchestra import tokenizer as module
 from nanorchestra.tokenizer import SPECIAL_TOKENS, TEXT_TOKENS, IncrementalDecoder, Tokenizer, main, train_bpe
 from nanorchestra.types import UserError
 
-CORPUS = ["The cheapest expert answers the question.\n\nIt's 12 cents, they'll say: 東京, naïve, {\"name\": \"search\"}.\r\n" * 3, "  the  end\n" * 3]
+LINE = "The cheapest expert answers the question.\n\nIt's 12 cents, they'll say: 東京, naïve, {\"name\": \"search\"}.\r\n"
+CORPUS = [LINE * 3, "  the  end\n" * 3]
 ADDED = (*SPECIAL_TOKENS, *TEXT_TOKENS)
 QUICK = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 # Text as users and tools write it, seasoned with what is likely to go wrong: markers, broken markers, combining marks, line breaks.
-PIECES = st.sampled_from([*ADDED, "<|im_", "end|>", "</", "think>", "e\u0301", "\u0301", "🙂", "東", "\r\n", "\n\n", "  ", "'ll", " the", "7", "\x00"])
+ODD = ["<|im_", "end|>", "</", "think>", "e\u0301", "\u0301", "🙂", "東", "\r\n", "\n\n", "  ", "'ll", " the", "7", "\x00"]
+PIECES = st.sampled_from([*ADDED, *ODD])
 TEXTS = st.lists(st.one_of(PIECES, st.text(max_size=8)), max_size=12).map("".join)
 
 
@@ -129,7 +131,8 @@ def test_saved_tokenizer_is_the_same_after_loading(tokenizer, saved):
     loaded = Tokenizer.from_dir(saved)
     text = CORPUS[0] + "<think>"
     assert loaded.encode(text, special=True) == tokenizer.encode(text, special=True)
-    assert loaded.vocab_size == tokenizer.vocab_size and sorted(p.name for p in saved.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+    assert loaded.vocab_size == tokenizer.vocab_size
+    assert sorted(file.name for file in saved.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
 
 
 def test_save_keeps_the_configuration_and_template_of_the_checkpoint_it_came_from(saved, tmp_path):

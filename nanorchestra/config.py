@@ -1,0 +1,201 @@
+"""Configuration: one frozen dataclass a section, read from TOML, overridden by `--section.key value`, checked, written back resolved."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Sequence
+
+from .types import UserError
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    name: str = "nano"
+    root: str = "runs"
+    seed: int = 0
+    device: str = "auto"                 # auto, cpu or cuda
+    dtype: str = "auto"                  # auto (float32 on cpu, bfloat16 on cuda), float32, bfloat16
+    threads: int = 0                     # CPU threads of torch; 0: as many as there are cores
+    checkpoint_every: int = 10           # steps
+    keep_checkpoints: int = 2
+    record_groups: int = 1               # groups a step whose trajectories are written in full
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    path: str = ""                       # a Hugging Face directory to start from; empty: the preset with random weights
+    preset: str = "nano"
+    vocab_size: int = 1280               # of the tokenizer that is trained when there is no path
+    tokenizer_tasks: int = 600           # demonstrations it is trained on
+
+
+@dataclass(frozen=True)
+class WorldSection:
+    avoid_share: float = 0.35            # of the tasks in which the user forbids a tool
+
+
+@dataclass(frozen=True)
+class WarmStartSection:
+    steps: int = 280
+    prompts: int = 12                    # tasks a step
+    samples: int = 2                     # demonstrations a task
+    optimizer: str = "muon"              # adamw or muon
+    learning_rate: float = 4e-3
+    warmup_steps: int = 20
+
+
+@dataclass(frozen=True)
+class GrpoSection:
+    steps: int = 100
+    prompts: int = 16                    # groups a step
+    group_size: int = 8
+    optimizer: str = "adamw"             # adamw or muon
+    learning_rate: float = 3e-4
+    warmup_steps: int = 5
+    final_fraction: float = 0.1          # of the learning rate, at the last step
+    bounds: str = "group"                # extrema of the reward: group (the paper) or task (known from the task's price list)
+    normalise_std: bool = True
+    min_std: float = 0.01                # groups whose rewards spread less are left out
+    advantage_clip: float = 3.0
+    drop_invalid_format: bool = False    # true: as published; false: bad format is pushed down by its reward of 0
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    kl_coef: float = 0.0
+    kl: str = "full"                     # full, k2 or k3
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+    token_budget: int = 16384            # packed tokens of a micro-batch
+
+
+@dataclass(frozen=True)
+class RolloutSection:
+    temperature: float = 1.0
+    turns: int = 50
+    turn_tokens: int = 160
+    context_tokens: int = 1024
+    page_size: int = 16
+    pages: int = 0                       # 0: as many as the rollout of a step can need
+    max_batch_tokens: int = 4096
+    lockstep: bool = True                # no engine step while a tool runs: the run is a pure function of its seed
+
+
+@dataclass(frozen=True)
+class EvaluationSection:
+    tasks: int = 480
+    temperature: float = 0.0
+
+
+@dataclass(frozen=True)
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelSection = field(default_factory=ModelSection)
+    world: WorldSection = field(default_factory=WorldSection)
+    warm_start: WarmStartSection = field(default_factory=WarmStartSection)
+    grpo: GrpoSection = field(default_factory=GrpoSection)
+    rollout: RolloutSection = field(default_factory=RolloutSection)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+
+
+_CHOICES = {("run", "device"): ("auto", "cpu", "cuda"), ("run", "dtype"): ("auto", "float32", "bfloat16"), ("grpo", "bounds"): ("group", "task"), ("grpo", "kl"): ("full", "k2", "k3"),
+            ("warm_start", "optimizer"): ("adamw", "muon"), ("grpo", "optimizer"): ("adamw", "muon")}
+_POSITIVE = {("run", "checkpoint_every"), ("run", "keep_checkpoints"), ("model", "vocab_size"), ("model", "tokenizer_tasks"), ("warm_start", "prompts"), ("warm_start", "samples"),
+             ("grpo", "prompts"), ("grpo", "token_budget"), ("rollout", "turns"), ("rollout", "turn_tokens"), ("rollout", "context_tokens"),
+             ("rollout", "page_size"), ("rollout", "max_batch_tokens"), ("rollout", "temperature"), ("evaluation", "tasks")}
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """The config of a TOML file (None: the defaults) with overrides ["--section.key", "value", ...]. UserError on anything unknown."""
+    values: dict[str, dict[str, Any]] = {}
+    if path is not None:
+        try:
+            values = tomllib.loads(Path(path).read_text())
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror}); give a TOML file such as configs/nano.toml") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise UserError(f"{path}: not TOML ({error})") from None
+    config = _apply(Config(), values, str(path))
+    return _apply(config, _parse(overrides, config), "command line")
+
+
+def _parse(overrides: Sequence[str], config: Config) -> dict[str, dict[str, Any]]:
+    values: dict[str, dict[str, Any]] = {}
+    words = list(overrides)
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        if not name.startswith("--") or name.count(".") != 1:
+            raise UserError(f"command line: {word!r} is not understood; an override is --section.key value, for instance --grpo.steps 50")
+        if not equals:
+            if not words:
+                raise UserError(f"command line: {name} has no value")
+            value = words.pop(0)
+        section, key = name[2:].split(".")
+        kind = _fields(getattr(config, section, None)).get(key)
+        if kind is not str:
+            try:
+                value = json.loads(value)
+            except ValueError:
+                pass                                        # left as text: _apply says what would be right
+        values.setdefault(section, {})[key] = value
+    return values
+
+
+def _fields(section: Any) -> dict[str, type]:
+    return typing.get_type_hints(type(section)) if dataclasses.is_dataclass(section) else {}
+
+
+def _apply(config: Config, values: dict[str, Any], source: str) -> Config:
+    for section, entries in values.items():
+        if section not in _fields(config):
+            raise UserError(f"{source}: unknown section [{section}]; the sections are {', '.join(_fields(config))}")
+        if not isinstance(entries, dict):
+            raise UserError(f"{source}: [{section}] must be a table of settings, not {entries!r}")
+        current = getattr(config, section)
+        hints = _fields(current)
+        for key, value in entries.items():
+            if key not in hints:
+                raise UserError(f"{source}: unknown key {section}.{key}; [{section}] has {', '.join(hints)}")
+            kind = hints[key]
+            if kind is float and isinstance(value, int) and not isinstance(value, bool):
+                value = entries[key] = float(value)
+            if type(value) is not kind:
+                raise UserError(f"{source}: {section}.{key} is {value!r}; it must be a {_NAMES[kind]}")
+            _check(source, section, key, value)
+        config = dataclasses.replace(config, **{section: dataclasses.replace(current, **entries)})
+    if config.grpo.group_size < 2:
+        raise UserError(f"{source}: grpo.group_size is {config.grpo.group_size}; a group compares at least 2 attempts")
+    if config.rollout.turn_tokens >= config.rollout.context_tokens:
+        raise UserError(f"{source}: rollout.turn_tokens is {config.rollout.turn_tokens}; it must be below rollout.context_tokens ({config.rollout.context_tokens})")
+    return config
+
+
+_NAMES = {int: "whole number", float: "number", str: "text", bool: "boolean (true or false)"}
+
+
+def _check(source: str, section: str, key: str, value: Any) -> None:
+    where = (section, key)
+    if where in _CHOICES and value not in _CHOICES[where]:
+        raise UserError(f"{source}: {section}.{key} is {value!r}; it must be one of {', '.join(_CHOICES[where])}")
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if value < 0 or value != value or value == float("inf"):
+            raise UserError(f"{source}: {section}.{key} is {value}; it must be a finite number, 0 or more")
+        if where in _POSITIVE and value == 0:
+            raise UserError(f"{source}: {section}.{key} is 0; it must be above 0")
+    if key.endswith("_share") and value > 1:
+        raise UserError(f"{source}: {section}.{key} is {value}; it must lie in 0..1")
+
+
+def to_toml(config: Config) -> str:
+    """Every value, resolved, as TOML that load_config reads back to an equal config."""
+    lines = []
+    for section in dataclasses.fields(config):
+        lines.append(f"[{section.name}]")
+        for name, value in dataclasses.asdict(getattr(config, section.name)).items():
+            lines.append(f"{name} = {json.dumps(value)}")
+        lines.append("")
+    return "\n".join(lines)

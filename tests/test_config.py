@@ -1,0 +1,54 @@
+"""Configuration: overrides, and one clear line for whatever is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanorchestra.config import Config, load_config, to_toml
+from nanorchestra.types import UserError
+
+
+def test_a_config_is_written_resolved_and_read_back(tmp_path):
+    config = load_config("configs/nano.toml", ["--grpo.steps", "7", "--run.name=x", "--grpo.learning_rate", "1"])
+    assert (config.grpo.steps, config.run.name, config.grpo.learning_rate) == (7, "x", 1.0)
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    assert load_config(tmp_path / "config.toml") == config
+
+
+@pytest.mark.parametrize("overrides, words", [
+    (["--grpo.stepz", "7"], ["unknown key grpo.stepz", "steps"]),
+    (["--grp.steps", "7"], ["unknown section [grp]", "warm_start"]),
+    (["--grpo.steps", "many"], ["grpo.steps is 'many'", "whole number"]),
+    (["--grpo.steps", "1.5"], ["grpo.steps is 1.5", "whole number"]),
+    (["--grpo.steps", "-1"], ["grpo.steps is -1", "0 or more"]),
+    (["--grpo.steps"], ["--grpo.steps has no value"]),
+    (["steps", "1"], ["'steps' is not understood", "--section.key value"]),
+    (["--grpo.bounds", "none"], ["grpo.bounds is 'none'", "group, task"]),
+    (["--grpo.group_size", "1"], ["at least 2"]),
+    (["--rollout.turn_tokens", "4096"], ["below rollout.context_tokens"]),
+    (["--world.avoid_share", "1.5"], ["0..1"]),
+    (["--grpo.normalise_std", "1"], ["boolean"]),
+    (["--rollout.temperature", "0"], ["above 0"]),
+])
+def test_what_is_wrong_is_named_in_one_line(overrides, words):
+    with pytest.raises(UserError) as error:
+        load_config(None, overrides)
+    assert "\n" not in str(error.value)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_bad_file_is_named(tmp_path):
+    with pytest.raises(UserError, match="cannot be read"):
+        load_config(tmp_path / "none.toml")
+    bad = tmp_path / "bad.toml"
+    bad.write_text("[grpo\n")
+    with pytest.raises(UserError, match="bad.toml: not TOML"):
+        load_config(bad)
+    bad.write_text("[grpo]\nsteppes = 3\n")
+    with pytest.raises(UserError, match="bad.toml: unknown key grpo.steppes"):
+        load_config(bad)
+
+
+def test_defaults_are_valid():
+    assert load_config(None) == Config()

@@ -1,0 +1,143 @@
+"""The world of the miniature: reproducible, solvable, and nothing shared between train and held-out tasks."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+
+import data_gen
+from data_gen import PHRASES, QUESTIONS, World, corpus, demonstrate, describe, environment, preference_name, skill, teach
+from evaluate import ROUTERS, best_plan, evaluate_routers, play, task_bounds, with_price
+from nanorchestra.types import ToolCall
+
+COUNT = 400
+
+
+@pytest.fixture(scope="module")
+def tasks():
+    return {split: World(0).tasks(split, COUNT) for split in ("train", "held_out")}
+
+
+def test_a_task_is_a_function_of_seed_split_and_index():
+    assert World(3).task("train", 17) == World(3).task("train", 17)
+    assert World(3).task("train", 17) != World(4).task("train", 17)
+    assert World(3).tasks("train", 5, start=10)[2] == World(3).task("train", 12)
+
+
+def test_train_and_held_out_share_no_number_price_fact_or_phrase(tasks):
+    def numbers(split):
+        found = set()
+        for task in tasks[split]:
+            if task.data["kind"] != "lookup":
+                found |= {int(n) for n in re.findall(r"\d+", task.question)}
+        return found
+
+    def prices(split):
+        return {t["price"] for task in tasks[split] for t in task.data["tools"]}
+
+    def facts(split):
+        return {(task.data["solution"]) for task in tasks[split] if task.data["kind"] == "lookup"}
+
+    assert numbers("train") and not numbers("train") & numbers("held_out")
+    assert prices("held_out") and not prices("train") & prices("held_out")
+    assert facts("held_out") and not facts("train") & facts("held_out")
+    for name, phrases in PHRASES["train"].items():
+        assert not set(phrases) & set(PHRASES["held_out"][name])
+    for name, templates in QUESTIONS["train"].items():
+        assert not set(templates) & set(QUESTIONS["held_out"][name])
+
+
+def test_the_words_of_the_preference_say_what_its_weights_say(tasks):
+    for task in tasks["train"]:
+        name, words = preference_name(task.preference), task.preference.text
+        stated = [key for key in ("right", "cheap", "fast", "balanced") if any(phrase in words for phrase in PHRASES["train"][key])]
+        assert name in stated
+        for avoided in task.preference.avoided:
+            assert avoided in words and avoided in {t["name"] for t in task.data["tools"]}
+
+
+def test_names_differ_within_a_task_and_prices_and_latencies_stand_in_the_prompt(tasks, sandbox):
+    for task in tasks["held_out"][:100]:
+        names = [t["name"] for t in task.data["tools"]]
+        assert len(set(names)) == len(names)
+        schemas = environment(task, 0, sandbox).tools
+        for offered, schema in zip(task.data["tools"], schemas):
+            assert schema["function"]["name"] == offered["name"]
+            assert f"${offered['price']}/" in schema["function"]["description"] and f"{offered['latency']}s" in schema["function"]["description"]
+
+
+@pytest.mark.parametrize("kind", ["arithmetic", "lookup", "chain"])
+def test_the_fitting_tool_gives_the_gold_answer(kind, tasks, sandbox):
+    from evaluate import _use
+    solved = 0
+    for task in tasks["train"] + tasks["held_out"]:
+        fits = [t for t in task.data["tools"] if t["what"] == data_gen.FITS.get(task.data["kind"])]
+        if task.data["kind"] != kind or not fits:
+            continue
+        env, answer = environment(task, 0, sandbox), []
+
+        def router(task, rng, offered=fits[0]):
+            answer.append((yield from _use(task, offered))[0])
+            return answer[0]
+
+        assert play(router, env, 0).outcome == 1.0, (task.question, answer, task.data["answer"])
+        solved += 1
+    assert solved > 10
+
+
+def test_experts_err_at_random_as_often_as_their_skill_says(sandbox):
+    task = next(t for t in World(0).tasks("train", 200) if t.data["kind"] == "knowledge" and any(x["what"] == "large" for x in t.data["tools"]))
+    offered = next(t for t in task.data["tools"] if t["what"] == "large")
+    expected = skill("large", task.data["subject"], task.data["difficulty"]).right
+    answers = [environment(task, seed, sandbox).by_name[offered["name"]].call({}).content.split(": ")[1] for seed in range(400)]
+    assert abs(sum(a == task.data["answer"] for a in answers) / 400 - expected) < 0.1
+    first = environment(task, 5, sandbox).by_name[offered["name"]]
+    assert first.call({}).content == first.call({}).content                      # asked again in one attempt it says the same
+
+
+def test_an_answer_is_compared_without_case_separators_and_full_stop(sandbox):
+    task = World(0).task("train", 0)
+    env, gold = environment(task, 0, sandbox), task.data["answer"]
+    assert env.score(f" {gold}. ") == 1.0 and env.score("") == 0.0 and env.score(gold + "1") == 0.0
+
+
+def test_the_teacher_is_blind_to_the_preference(sandbox):
+    """The same task under another wish is taught with the same calls."""
+    import dataclasses
+    from nanorchestra.types import Preference
+    for task in World(0).tasks("train", 30):
+        other = dataclasses.replace(task, preference=Preference("Be cheap.", 1.0, 1.0, 0.0))
+        assert [l.call for l in teach(environment(task, 1, sandbox), 1)] == [l.call for l in teach(environment(other, 1, sandbox), 1)]
+
+
+def test_demonstrations_mask_what_tools_said(nano_tokenizer, sandbox):
+    for task in World(0).tasks("train", 20):
+        prompt, ids, sampled = demonstrate(environment(task, 0, sandbox), nano_tokenizer, 0)
+        text = nano_tokenizer.decode([i for i, s in zip(ids, sampled) if s])
+        assert "tool_response" not in text and text.endswith("<|im_end|>") and len(ids) == len(sampled)
+        assert nano_tokenizer.decode([i for i, s in zip(ids, sampled) if not s]).count("<tool_response>") == text.count("<tool_call>")
+
+
+def test_routers_are_billed_for_every_call_and_perfect_play_is_the_ceiling(sandbox):
+    tasks = World(1).tasks("held_out", 300)
+    summary = evaluate_routers(tasks, 0, sandbox)
+    assert max(summary, key=lambda name: summary[name]["reward"]) == "perfect"
+    assert summary["rule"]["avoided_rate"] == 0.0 < summary["strongest"]["avoided_rate"]
+    assert summary["cheapest"]["cost_usd"] < summary["cascade"]["cost_usd"] < summary["strongest"]["cost_usd"]
+
+
+def test_a_changed_price_is_charged(sandbox):
+    task = next(t for t in World(0).tasks("train", 50) if any(x["what"] == "small" for x in t.data["tools"]))
+    dearer = with_price(task, "small", 10)
+    name = next(x["name"] for x in task.data["tools"] if x["what"] == "small")
+    before, after = (environment(t, 0, sandbox).by_name[name].call({}).cost_usd for t in (task, dearer))
+    assert after == pytest.approx(10 * before)
+    assert task_bounds(dearer).cost_usd[1] >= task_bounds(task).cost_usd[1]
+
+
+def test_the_best_plan_never_uses_what_is_to_be_avoided():
+    for task in World(0).tasks("train", 200):
+        if task.preference.avoided and len(task.data["tools"]) > 2:
+            assert not {t["name"] for t in best_plan(task)[:1]} & set(task.preference.avoided)
