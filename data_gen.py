@@ -27,7 +27,7 @@ from tools import LookupTool, PythonTool, RecordsTool, SimulatedExpert, Skill
 
 CORPUS = Path(__file__).parent / "assets" / "nano" / "corpus.jsonl"
 SUBJECTS = ("law", "medicine", "physics", "history")
-KINDS = {"knowledge": 0.52, "arithmetic": 0.18, "lookup": 0.18, "chain": 0.12}
+KINDS = {"knowledge": 0.42, "arithmetic": 0.20, "lookup": 0.22, "chain": 0.16}
 EXPERT_NAMES = ("orion", "vega", "lyra", "atlas", "rigel", "castor", "draco", "hydra", "mira", "nova", "altair", "deneb", "juno", "ceres",
                 "pallas", "titan", "io", "luna", "sol", "terra")
 TOOL_NAMES = {"code": ("calc", "compute", "run", "python"), "search": ("search", "lookup", "find", "wiki"), "records": ("records", "db", "fetch", "table")}
@@ -55,14 +55,18 @@ PREFERENCES = {"right": (0.28, (1.0, 0.0, 0.0)), "cheap": (0.28, (1.0, 1.0, 0.0)
 PHRASES = {
     "train": {
         "right": ("Be right at any price.", "Only the right answer counts.", "Cost and time do not matter, be right.", "Accuracy first, whatever the price.",
-                  "I need the right answer, whatever the cost."),
-        "cheap": ("Be cheap.", "Keep the cost low.", "Spend little.", "Save money, please.", "I want it cheap: keep the cost down."),
-        "fast": ("Be fast.", "Be quick.", "I am in a hurry.", "Answer soon, please.", "I want it fast: be quick."),
-        "balanced": ("Be right, but mind cost and time.", "Balance accuracy, cost and time.", "Mind the cost and the time.", "A fair balance, please."),
-        "avoid": ("Do not use {}.", "Avoid {}.", "Never call {}.", "I do not want {} to be used."),
+                  "I need the right answer, whatever the cost.", "Be right.", "Take your time and be right.", "Spend what you need, but be right.",
+                  "Whatever it costs, I want accuracy.", "The right answer matters, not the time.", "Accuracy is all I want."),
+        "cheap": ("Be cheap.", "Keep the cost low.", "Spend little.", "Save money, please.", "I want it cheap: keep the cost down.", "Take your time, but be cheap.",
+                  "Cheap matters, not the time.", "It must be cheap.", "Spend as little as you can.", "Low cost is all I want.", "Save my money: be cheap."),
+        "fast": ("Be fast.", "Be quick.", "I am in a hurry.", "Answer soon, please.", "I want it fast: be quick.", "Fast matters, not the cost.",
+                 "Whatever it costs, be fast.", "It must be quick.", "Answer as fast as you can.", "Time is all I mind: be quick.", "I am in a hurry: be fast, please."),
+        "balanced": ("Mind cost and time.", "Balance accuracy, cost and time.", "Mind the cost and the time.", "A fair balance, please.", "Find a balance.",
+                     "I want a balance of cost and time.", "Mind both, time and cost.", "Please balance it all.", "A balance is all I want."),
+        "avoid": ("Do not use {}.", "Avoid {}.", "Never call {}.", "I do not want {} to be used.", "Do not ask {}.", "Leave {} out.", "No {}, please."),
     },
     "held_out": {
-        "right": ("Whatever the cost, be right.", "Be right, only accuracy counts."),
+        "right": ("Whatever the cost, be right.", "Be right, only accuracy counts.", "I want the right answer."),
         "cheap": ("Keep it cheap, please.", "Save money: spend little.", "Be cheap, keep the cost low."),
         "fast": ("Be quick, I am in a hurry.", "Be fast, please.", "Answer fast: I am in a hurry."),
         "balanced": ("A balance, please: mind cost and time.", "Balance cost, time and accuracy."),
@@ -72,8 +76,9 @@ PHRASES = {
 QUESTIONS = {
     "train": {
         "knowledge": ("{subject} case {n} is {difficulty}: what is its code?", "what is the code of the {difficulty} {subject} case {n}?",
-                      "give the code of {subject} case {n}, a {difficulty} one."),
-        "arithmetic": ("what is {expression}?", "compute {expression}.", "give the value of {expression}."),
+                      "give the code of {subject} case {n}, a {difficulty} one.", "{difficulty} {subject} case {n}: what is the code?",
+                      "what is given as the code of {subject} case {n}? it is {difficulty}."),
+        "arithmetic": ("what is {expression}?", "compute {expression}.", "give the value of {expression}.", "{expression}: give it."),
         "lookup": ("what is the {relation} of {subject}?", "give the {relation} of {subject}.", "what is given as the {relation} of {subject}?"),
         "chain": ("what is the {field} of the {path} {table} {n}?", "give the {field} of the {path} {table} {n}."),
     },
@@ -92,8 +97,8 @@ _TRAIN, _HELD = "train", "held_out"
 
 
 def _belongs(number: int, split: str) -> bool:
-    """Splits the integers: those that end in 3 or 8 are held out."""
-    return (number % 5 == 3) == (split == _HELD)
+    """Splits the integers: about a fifth of them, scattered (2, 7, 14, 19, 21, ...), are held out."""
+    return (number * 2654435761 % 2**32 // 2**16 % 5 == 0) == (split == _HELD)
 
 
 def _draw(rng: random.Random, low: int, high: int, split: str) -> int:
@@ -178,12 +183,14 @@ class World:
         return words, "chain", answer, tables, [names[0], ids[0]]
 
     def _offer(self, rng, split, kind, subject) -> list[dict[str, Any]]:
-        """Two or three experts, the tool that fits the question four times out of five (records always), and now and then one that does not."""
-        experts = rng.sample(("large", "medium", "small"), rng.choice((2, 2, 3)))
-        if kind == "knowledge" and rng.random() < 0.6 or rng.random() < 0.1:
-            experts[rng.randrange(len(experts))] = subject if kind == "knowledge" and rng.random() < 0.7 else rng.choice(SUBJECTS)
-        fitting = {"arithmetic": "code", "lookup": "search", "chain": "records"}.get(kind)
-        others = [t for t in ("code", "search") if rng.random() < (0.8 if t == fitting else 0.15)] + (["records"] if fitting == "records" else [])
+        """The large and the small model, often a third expert; the tool that fits the question four times out of five (records
+        always), and now and then one that does not."""
+        experts = ["large", "small"]
+        if rng.random() < 0.6:
+            specialist = kind == "knowledge" and rng.random() < 0.6 or rng.random() < 0.2
+            experts.append("medium" if not specialist else subject if kind == "knowledge" and rng.random() < 0.7 else rng.choice(SUBJECTS))
+        fitting = FITS.get(kind)
+        others = [t for t in ("code", "search") if rng.random() < (0.8 if t == fitting else 0.1)] + (["records"] if fitting == "records" else [])
         names = rng.sample(EXPERT_NAMES, len(experts))
         offered = []
         for what, name in [*zip(experts, names), *((t, rng.choice(TOOL_NAMES[t])) for t in others)]:
@@ -224,8 +231,8 @@ def expected_cost(offered: dict[str, Any], difficulty: str) -> float:
 
 
 def describe(offered: dict[str, Any]) -> str:
-    """What stands in the prompt: "medium $15/M 18s", a price per million tokens; tools charge per thousand calls, "code $3/k 2s"."""
-    return f"{offered['what']} ${offered['price']}/{'M' if is_expert(offered) else 'k'} {offered['latency']}s"
+    """What stands in the prompt: "medium vega $15/M 18s", a price per million tokens; tools charge per thousand calls, "code run $3/k 2s"."""
+    return f"{offered['what']} {offered['name']} ${offered['price']}/{'M' if is_expert(offered) else 'k'} {offered['latency']}s"
 
 
 def environment(task: Task, seed: int, sandbox: Sandbox) -> ToolEnvironment:
@@ -254,11 +261,13 @@ def normalise(answer: str) -> str:
 # Demonstrations: a teacher that reads aloud and is blind to the preference.
 
 def first_thought(task: Task) -> str:
-    """Reads the prompt aloud before the choice: the question's kind, the wish, what to avoid, and every tool as it is described."""
-    data = task.data
+    """Reads aloud what decides the choice: what is asked, the wish, what to avoid, and every tool as it is described."""
+    data, solution = task.data, task.data["solution"]
     topic = f"{data['difficulty']} {data['subject']}" if data["kind"] == "knowledge" else data["kind"]
+    if solution:
+        topic += f" {solution}" if isinstance(solution, str) else f" {solution[0]} {solution[1]}"
     avoided = "".join(f", avoid {name}" for name in task.preference.avoided)
-    listed = ", ".join(f"{t['name']} {describe(t)}" for t in data["tools"])
+    listed = ", ".join(describe(t) for t in data["tools"])
     return f"{topic}. {preference_name(task.preference)}{avoided}. {listed}"
 
 
@@ -303,7 +312,7 @@ class Lesson:
     result: ToolResult | None = None
 
 
-def teach(env: ToolEnvironment, seed: int, *, sensible: float = 0.3, turns: int = 6) -> list[Lesson]:
+def teach(env: ToolEnvironment, seed: int, *, sensible: float = 0.5, turns: int = 6) -> list[Lesson]:
     """The teacher's attempt at a task, acted out in its environment so that what it reads is what the policy will read.
 
     It picks a tool that fits the question with probability `sensible`, else any; it never looks at the preference. An unsure expert

@@ -1,6 +1,6 @@
 """Evaluates a checkpoint, and the fixed routers it must beat, on held-out tasks of the miniature.
 
-    python evaluate.py --model assets/nano --tasks 480 --seed 0
+    python evaluate.py --model assets/nano --tasks 480 --seed 0 [--json FILE]
 
 A router is a generator: it yields calls, is sent their results, and returns its answer. Routers play in the same environments and are
 scored and billed in the same way, but pay for no tokens of their own.
@@ -10,19 +10,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
-from typing import Any, Callable, Generator, Sequence
+from typing import Any, Callable, Generator, NoReturn, Sequence
+
+from tqdm import tqdm
 
 from data_gen import (FITS, SUBJECTS, World, calls_for, environment, expected_cost, is_expert, preference_name, read_result, skill)
 from nanorchestra.agent import Limits, Rollout
 from nanorchestra.environment import ToolEnvironment
+from nanorchestra.metrics import number, table, write_whole
 from nanorchestra.sandbox import Sandbox
 from nanorchestra.types import Task, ToolCall, ToolResult, Trajectory, UserError
 from reward import Bounds, preference_score, task_reward
 
+NANO = Path(__file__).parent / "assets" / "nano"             # the bundled checkpoint
 Play = Generator[tuple[dict[str, Any], ToolCall], ToolResult, str]
 Router = Callable[[Task, random.Random], Play]
 
@@ -236,9 +242,82 @@ def with_price(task: Task, what: str, factor: float) -> Task:
 def price_probe(rollout: Rollout, tasks: Sequence[Task], seed: int, sandbox: Sandbox, count: int = 60) -> dict[str, float]:
     """How often the large expert is asked in cheap and balanced tasks that offer it, at a tenth of its price, as it is, and at ten times."""
     probed = [t for t in tasks if any(o["what"] == "large" and o["name"] not in t.preference.avoided for o in t.data["tools"]) and t.preference.cost > 0]
-    shares = {}
+    shares: dict[str, float] = {}
+    if not probed:
+        return shares
     for label, factor in (("tenth", 0.1), ("same", 1.0), ("tenfold", 10.0)):
         changed = [with_price(task, "large", factor) for task in probed[:count]]
         names = [next(o["name"] for o in task.data["tools"] if o["what"] == "large") for task in changed]
         shares[label] = fmean(t.calls.get(name, 0) > 0 for name, t in zip(names, evaluate(rollout, changed, seed, sandbox)))
     return shares
+
+
+# The command line.
+
+def load_policy(path: Path) -> tuple[Any, Any]:
+    """The model and tokenizer of a checkpoint: in bfloat16 on the GPU if there is one, else in float32 on the CPU. UserError."""
+    import torch
+
+    from nanorchestra import load_model
+
+    if path == NANO and not (path / "config.json").exists():
+        raise UserError(f"{path}: no checkpoint here yet; make one with `python train.py` and give --model runs/nano/model, or copy that model's files here")
+    model, tokenizer = load_model(path, **({"device": "cuda", "dtype": "bfloat16"} if torch.cuda.is_available() else {}))
+    if tokenizer is None:
+        raise UserError(f"{path}: no tokenizer.json; the checkpoint's tokenizer must lie beside its weights")
+    return model, tokenizer
+
+
+def load_rollout(path: Path) -> Rollout:
+    """A greedy rollout of a checkpoint with the limits under which a run of train.py evaluates by default."""
+    from nanorchestra import Engine, SamplingParams
+    from nanorchestra.config import RolloutSection
+
+    limits, rows = RolloutSection(), 128
+    model, tokenizer = load_policy(path)
+    context = min(limits.context_tokens, model.config.max_position_embeddings)
+    engine = Engine(model, tokenizer, num_pages=rows * -(-context // limits.page_size), page_size=limits.page_size, max_running=rows, max_context=context)
+    return Rollout(engine, tokenizer, lambda seed, budget: SamplingParams(max_tokens=budget, temperature=0.0, seed=seed),
+                   Limits(limits.turns, limits.turn_tokens, context))
+
+
+def refuse_arguments(message: str) -> NoReturn:
+    """For ArgumentParser.error: one line instead of the usage."""
+    raise UserError(f"{message} (--help shows the usage)")
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="evaluate.py", description="Evaluates a checkpoint and the fixed routers on the same held-out tasks of the miniature.")
+    parser.add_argument("--model", type=Path, default=NANO, metavar="PATH", help="a checkpoint directory in Hugging Face layout (default: the bundled nano)")
+    parser.add_argument("--tasks", type=int, default=480, metavar="N", help="held-out tasks (default: 480)")
+    parser.add_argument("--seed", type=int, default=0, help="of the tasks and of the simulated experts (default: 0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all the figures there too")
+    parser.error = refuse_arguments
+    try:
+        options = parser.parse_args(arguments)
+        if options.tasks < 1:
+            raise UserError(f"--tasks is {options.tasks}; it must be at least 1")
+        if options.json and (options.json.is_dir() or not os.access(options.json.parent, os.W_OK)):
+            raise UserError(f"--json {options.json}: cannot be written; give a file in a directory that exists and can be written")
+        rollout, tasks = load_rollout(options.model), World(options.seed).tasks("held_out", options.tasks)
+        with Sandbox() as sandbox:
+            with tqdm(total=len(tasks), desc="held-out tasks", unit="task", dynamic_ncols=True) as bar:
+                scores = summarise(tasks, evaluate(rollout, tasks, options.seed, sandbox, on_done=lambda _: bar.update()))
+            scores["price_x10"] = price_probe(rollout, tasks, options.seed, sandbox)
+            routers = evaluate_routers(tasks, options.seed, sandbox)
+        print(table({"held_out": {"routers": {str(options.model): scores} | routers}}))
+        spent = ", ".join(f"{wish} ${number(means['cost_usd'])}" for wish, means in scores["by_preference"].items())
+        print(f"cost per task, by what is asked for: {spent}")
+        print("asks the large expert at a tenth of its price, as it is, at ten times: " + ", ".join(f"{share:.0%}" for share in scores["price_x10"].values()))
+        if options.json:
+            write_whole(options.json, (json.dumps({"model": str(options.model), "seed": options.seed, "tasks": len(tasks), "policy": scores, "routers": routers}, indent=2) + "\n").encode())
+        return 0
+    except UserError as error:
+        print(f"evaluate.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -103,13 +103,13 @@ class _Block:
 class PagedAttention:
     """What the queries of `rows` attend to, layer by layer: q [T, H, D] -> [T, H, D], once their own keys are in the pages.
 
-    k_cache and v_cache are [layers, pages, page_size, Hkv, D]. `groups` says which rows share how many leading pages, which must lie
+    k_cache and v_cache are [layers, pages, Hkv, page_size, D]. `groups` says which rows share how many leading pages, which must lie
     wholly before each member's first query. A row's own pages are padded by `spare` more.
     """
 
     def __init__(self, k_cache: Tensor, v_cache: Tensor, rows: Rows, groups: Groups, heads: int, scratch: Scratch, spare: int = 0):
         self.k_cache, self.v_cache, self.heads, self.scratch, self.spare = k_cache, v_cache, heads, scratch, spare
-        _, _, self.page_size, self.kv_heads, self.head_dim = k_cache.shape
+        _, _, self.kv_heads, self.page_size, self.head_dim = k_cache.shape
         self.blocks: list[_Block] = []
         self.slot_count = 0
         self.own_slot, self.shared_slot = (np.full(int(rows.counts.sum()), -1) for _ in range(2))  # by query; -1: none
@@ -212,10 +212,10 @@ class PagedAttention:
         mine = slice(block.slot, block.slot + count)
         query = q.index_select(0, block.queries).view(count, self.kv_heads, fold, dim).transpose(0, 1)
         query = query.reshape(self.kv_heads, block.rows, -1, dim)                                  # [Hkv, B, Q * fold, D]
-        shape = (*query.shape[:3], keys.shape[1])
+        shape = (*query.shape[:3], keys.shape[2])
         scores, weights = (self.scratch(name, torch.float32, *shape) for name in ("scores", "weights"))
         for head in range(self.kv_heads):
-            transposed = keys[:, :, head].transpose(1, 2)
+            transposed = keys[head].transpose(1, 2)
             if block.mask is None:
                 torch.bmm(query[head], transposed, out=scores[head])
             else:
@@ -224,17 +224,21 @@ class PagedAttention:
         # the largest weight is 1 / denominator: the fused softmax is faster than exponentials and sums apart
         torch.sub(scores.amax(3), weights.amax(3).log_(), out=lse[:, mine].view(shape[:3]))
         for head in range(self.kv_heads):
-            torch.bmm(weights[head], values[:, :, head], out=out[head, mine].view(block.rows, -1, dim))
+            torch.bmm(weights[head], values[head], out=out[head, mine].view(block.rows, -1, dim))
 
     def _keys(self, layer: int, index: int) -> tuple[Tensor, ...]:
-        """Block `index`'s pages side by side, keys and values, fp32 [B, n * page_size, Hkv, D]."""
+        """Block `index`'s pages side by side, keys and values, fp32 [Hkv, B, n * page_size, D]."""
         block = self.blocks[index]
-        gathered = []
-        for name, cache in (("k", self.k_cache[layer]), ("v", self.v_cache[layer])):
-            pages = self.scratch(name, cache.dtype, block.pages.shape[0], *cache.shape[1:])
-            torch.index_select(cache, 0, block.pages, out=pages)
-            gathered.append(pages.view(block.rows, -1, *cache.shape[2:]).float())
-        return tuple(gathered)
+        shape = (self.kv_heads, block.pages.shape[0], self.page_size, self.head_dim)
+        buffers = (self.scratch(name, self.k_cache.dtype, *shape) for name in ("k", "v"))
+        return tuple(self._gather(cache[layer], block.pages, buffer).view(self.kv_heads, block.rows, -1, self.head_dim).float()
+                     for cache, buffer in zip((self.k_cache, self.v_cache), buffers))
+
+    def _gather(self, cache: Tensor, pages: Tensor, out: Tensor) -> Tensor:
+        """cache [pages, Hkv, page_size, D], pages [n] -> out [Hkv, n, page_size, D]."""
+        heads = torch.arange(self.kv_heads, device=pages.device)[:, None]
+        torch.index_select(cache.flatten(0, 1), 0, (pages * self.kv_heads + heads).view(-1), out=out.flatten(0, 1))
+        return out
 
 
 class DecodeAttention(PagedAttention):
@@ -249,7 +253,7 @@ class DecodeAttention(PagedAttention):
         self._members = [block.queries.numpy(force=True) for block in self.blocks]
         ends = np.cumsum([block.pages.shape[0] for block in self.blocks]).tolist()
         self._parts = [slice(start, end) for start, end in pairwise([0] + ends)]                   # each block's pages in the copy
-        shape = (k_cache.shape[0], ends[-1], *k_cache.shape[2:])
+        shape = (k_cache.shape[0], self.kv_heads, ends[-1], self.page_size, self.head_dim)
         self.copied = 2 * int(np.prod(shape)) * k_cache.element_size() <= COPY_BYTES
         if self.copied:
             self._copy(rows, shape)
@@ -258,8 +262,8 @@ class DecodeAttention(PagedAttention):
         self._k, self._v = (self.scratch(name, self.k_cache.dtype, *shape) for name in ("copied k", "copied v"))
         pages = torch.cat([block.pages for block in self.blocks])
         for layer in range(shape[0]):
-            for cache, copy in ((self.k_cache, self._k), (self.v_cache, self._v)):
-                torch.index_select(cache[layer], 0, pages, out=copy[layer])
+            self._gather(self.k_cache[layer], pages, self._k[layer])
+            self._gather(self.v_cache[layer], pages, self._v[layer])
         own = self.blocks[: self.own_blocks]
         self._mask = torch.cat([block.mask.view(-1) for block in own])                             # own blocks come first: as in the copy
         self._newest, self._room = np.zeros((2, len(rows.tables)), np.int64)                       # by row: where its newest key lies
@@ -289,11 +293,11 @@ class DecodeAttention(PagedAttention):
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """The step's keys and values [rows, Hkv, D], for the copy."""
         if self.copied:
-            self._k[layer].flatten(0, 1).index_copy_(0, self._where, k)
-            self._v[layer].flatten(0, 1).index_copy_(0, self._where, v)
+            self._k[layer].flatten(1, 2).index_copy_(1, self._where, k.transpose(0, 1))
+            self._v[layer].flatten(1, 2).index_copy_(1, self._where, v.transpose(0, 1))
 
     def _keys(self, layer: int, index: int) -> tuple[Tensor, ...]:
         if not self.copied:
             return super()._keys(layer, index)
         rows, part = self.blocks[index].rows, self._parts[index]
-        return tuple(copy[layer, part].view(rows, -1, self.kv_heads, self.head_dim).float() for copy in (self._k, self._v))
+        return tuple(copy[layer, :, part].flatten(1, 2).unflatten(1, (rows, -1)).float() for copy in (self._k, self._v))

@@ -41,9 +41,9 @@ class WorldSection:
 
 @dataclass(frozen=True)
 class WarmStartSection:
-    steps: int = 280
-    prompts: int = 12                    # tasks a step
-    samples: int = 2                     # demonstrations a task
+    steps: int = 240
+    prompts: int = 16                    # tasks a step
+    samples: int = 1                     # demonstrations a task
     optimizer: str = "muon"              # adamw or muon
     learning_rate: float = 4e-3
     warmup_steps: int = 20

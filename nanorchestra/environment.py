@@ -7,6 +7,8 @@ loop: what it throws becomes an error observation, and a failure that is not the
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from dataclasses import replace
 from typing import Any, Callable, Protocol, Sequence
 
@@ -89,7 +91,7 @@ class ToolEnvironment:
         if problem is not None:
             return ToolResult(f"Error: {call.name}: {problem}", error=True)
         try:
-            result = await asyncio.to_thread(tool.call, call.arguments) if tool.blocking else tool.call(call.arguments)
+            result = await _in_thread(tool.call, call.arguments) if tool.blocking else tool.call(call.arguments)
         except Exception as error:  # whatever a tool throws must reach the policy as an observation, never the loop
             return ToolResult(f"Error: {call.name} failed: {type(error).__name__}: {error}", error=True, infrastructure=True)
         if len(result.content) > MAX_OBSERVATION_CHARS:
@@ -98,3 +100,22 @@ class ToolEnvironment:
 
     def score(self, answer: str) -> float:
         return self._grade(answer)
+
+
+async def _in_thread(call: Callable[[dict[str, Any]], ToolResult], arguments: dict[str, Any]) -> ToolResult:
+    """asyncio.to_thread, but on a daemon thread: who stops an attempt (Ctrl-C) need not wait for the slowest endpoint, nor does the exit."""
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
+
+    def settle(setter: Callable[[Any], None], value: Any) -> None:
+        with contextlib.suppress(RuntimeError):                                # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(lambda: future.done() or setter(value))
+
+    def work() -> None:
+        try:
+            settle(future.set_result, call(arguments))
+        except Exception as error:
+            settle(future.set_exception, error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return await future

@@ -237,17 +237,24 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True).transpose(1, 2)
 
 
-# Paged attention: what the engine computes, in plain form. k_cache and v_cache are [pages, page_size, Hkv, D].
+# Paged attention: what the engine computes, in plain form. k_cache and v_cache are [pages, Hkv, page_size, D]: what a head reads of a
+# page lies together.
 
 
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """Writes k and v [T, Hkv, D] at `slots` int64 [T], where slot = page * page_size + offset."""
-    k_cache.flatten(0, 1).index_copy_(0, slots, k)
-    v_cache.flatten(0, 1).index_copy_(0, slots, v)
+def cache_rows(slots: Tensor, kv_heads: int, page_size: int) -> Tensor:
+    """slots int64 [T], where slot = page * page_size + offset -> int64 [T, Hkv]: the rows of a cache, seen as [rows, D], that they are."""
+    heads = torch.arange(kv_heads, device=slots.device)
+    return ((slots // page_size)[:, None] * kv_heads + heads) * page_size + (slots % page_size)[:, None]
+
+
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor) -> None:
+    """Writes k and v [T, Hkv, D] into the caches at `rows` int64 [T, Hkv], from `cache_rows`."""
+    for new, cache in ((k, k_cache), (v, v_cache)):
+        cache.view(-1, cache.shape[-1]).index_copy_(0, rows.flatten(), new.flatten(0, 1))
 
 
 def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, length: int) -> Tensor:
     """One sequence's last T positions against all its `length` positions: q [T, H, D], block_table int64 [pages] -> [T, H, D]."""
-    k, v = (cache[block_table].flatten(0, 1)[:length] for cache in (k_cache, v_cache))     # [length, Hkv, D]
+    k, v = (cache[block_table].transpose(1, 2).flatten(0, 1)[:length] for cache in (k_cache, v_cache))  # [length, Hkv, D]
     mask = torch.ones(q.shape[0], length, dtype=torch.bool, device=q.device).tril(length - q.shape[0])
     return _attention(q[None], k[None], v[None], mask)[0]

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attention import TILE, DecodeAttention, PagedAttention, Rows, Scratch, group_by_prefix
-from .ops import store_kv
+from .ops import cache_rows, store_kv
 from .scheduler import Plan, Request
 
 
 class Runner:
-    """Owns the KV pages: k_cache and v_cache [layers, num_pages, page_size, Hkv, D], in the model's dtype and on its device.
+    """Owns the KV pages: k_cache and v_cache [layers, num_pages, Hkv, page_size, D], in the model's dtype and on its device.
 
     The tokens of a step stand in this order: decodes, then chunks that extend a sequence, then fresh chunks, which begin one.
     """
@@ -23,17 +23,16 @@ class Runner:
         config, weight = model.config, model.embed_tokens.weight
         self.heads, self.device = config.num_attention_heads, weight.device
         self._decode_scratch, self._scratch = Scratch(weight.device), Scratch(weight.device)
-        shape = (config.num_hidden_layers, num_pages, page_size, config.num_key_value_heads, config.head_dim)
-        self.k_cache = torch.zeros(shape, dtype=weight.dtype, device=self.device)
-        self.v_cache = torch.zeros(shape, dtype=weight.dtype, device=self.device)
+        shape = (config.num_hidden_layers, num_pages, config.num_key_value_heads, page_size, config.head_dim)
+        self.k_cache, self.v_cache = (torch.zeros(shape, dtype=weight.dtype, device=self.device) for _ in range(2))
         self._decoding: dict[Request, int] = {}                      # who decoded in the last step -> row of self._batch
         self._batch: DecodeAttention | None = None
 
     def logits(self, plan: Plan) -> Tensor:
         """Runs the step; logits [len(plan.sampling), vocab] in that order."""
         extending, fresh = ([chunk for chunk in plan.prefills if bool(chunk[1]) is begun] for begun in (True, False))
-        tokens, positions, slots, ends = self._inputs(plan.decodes, extending + fresh)
-        attend = self._attend(self._decode_batch(plan.decodes), len(plan.decodes), extending, [count for _, _, count in fresh], slots)
+        tokens, positions, rows, ends = self._inputs(plan.decodes, extending + fresh)
+        attend = self._attend(self._decode_batch(plan.decodes), len(plan.decodes), extending, [count for _, _, count in fresh], rows)
         hidden = self.model(tokens, positions, attend)
         if plan.prefills:
             wanted = list(range(len(plan.decodes))) + [ends[request] for request in plan.sampling[len(plan.decodes):]]
@@ -42,13 +41,13 @@ class Runner:
 
     def erase(self, plan: Plan) -> None:
         """Zeroes what a failed step may have written: a NaN left in a page would spoil whoever reads past his end of it."""
-        _, _, slots, _ = self._inputs(plan.decodes, plan.prefills)
+        _, _, rows, _ = self._inputs(plan.decodes, plan.prefills)
         for cache in (self.k_cache, self.v_cache):
-            cache.flatten(1, 2).index_fill_(1, slots, 0)
+            cache.view(len(cache), -1, cache.shape[-1]).index_fill_(1, rows.flatten(), 0)
         self._decoding, self._batch = {}, None
 
     def _inputs(self, decodes: list[Request], chunks: list[tuple[Request, int, int]]) -> tuple[Tensor, Tensor, Tensor, dict[Request, int]]:
-        """Tokens, positions and slots, int64 [T], and each chunk's last index in them."""
+        """Tokens and positions int64 [T], where their keys go int64 [T, Hkv] (`cache_rows`), and each chunk's last index."""
         size = self.page_size
         newest = [len(request.ids) - 1 for request in decodes]
         tokens = [request.ids[-1] for request in decodes]
@@ -62,15 +61,16 @@ class Runner:
             slots.append(pages[span // size - start // size] * size + span % size)
             tokens += request.ids[start: start + count]
             ends[request] = len(tokens) - 1
-        return torch.tensor(tokens, device=self.device), self._tensor(np.concatenate(positions)), self._tensor(np.concatenate(slots)), ends
+        rows = cache_rows(self._tensor(np.concatenate(slots)), self.k_cache.shape[2], size)
+        return torch.tensor(tokens, device=self.device), self._tensor(np.concatenate(positions)), rows, ends
 
-    def _attend(self, batch: DecodeAttention | None, decoding: int, extending: list[tuple[Request, int, int]], fresh: list[int], slots: Tensor):
+    def _attend(self, batch: DecodeAttention | None, decoding: int, extending: list[tuple[Request, int, int]], fresh: list[int], rows: Tensor):
         """attend(layer, q, k, v) for the model: stores the step's keys and values, then each kind of token attends in its way."""
         extension = self._extension(extending) if extending else None
         extended = decoding + sum(count for _, _, count in extending)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            store_kv(k, v, self.k_cache[layer], self.v_cache[layer], slots)
+            store_kv(k, v, self.k_cache[layer], self.v_cache[layer], rows)
             parts = []
             if batch is not None:
                 batch.store(layer, k[:decoding], v[:decoding])
