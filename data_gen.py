@@ -27,6 +27,7 @@ from tools import LookupTool, PythonTool, RecordsTool, SimulatedExpert, Skill
 
 CORPUS = Path(__file__).parent / "assets" / "nano" / "corpus.jsonl"
 SUBJECTS = ("law", "medicine", "physics", "history")
+LESSONS = {"knowledge": 0.20, "arithmetic": 0.30, "lookup": 0.35, "chain": 0.15}   # of the demonstrations: copying arguments is what takes longest
 KINDS = {"knowledge": 0.42, "arithmetic": 0.20, "lookup": 0.22, "chain": 0.16}
 EXPERT_NAMES = ("orion", "vega", "lyra", "atlas", "rigel", "castor", "draco", "hydra", "mira", "nova", "altair", "deneb", "juno", "ceres",
                 "pallas", "titan", "io", "luna", "sol", "terra")
@@ -133,14 +134,15 @@ class World:
 
     seed: int = 0
     avoid_share: float = 0.35
-    knowledge_tools: int = 3
+    lessons: bool = False                # true: the mixture of kinds for demonstrations
 
     def tasks(self, split: str, count: int, start: int = 0) -> list[Task]:
         return [self.task(split, i) for i in range(start, start + count)]
 
     def task(self, split: str, index: int) -> Task:
         rng = random.Random(f"{self.seed}/{split}/{index}")
-        kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
+        kinds = LESSONS if self.lessons else KINDS
+        kind = rng.choices(list(kinds), list(kinds.values()))[0]
         difficulty = rng.choice(("easy", "hard"))
         words, subject, answer, tables, solution = getattr(self, f"_{kind}")(rng, split, difficulty)
         tools = self._offer(rng, split, kind, subject)
@@ -261,11 +263,9 @@ def normalise(answer: str) -> str:
 # Demonstrations: a teacher that reads aloud and is blind to the preference.
 
 def first_thought(task: Task) -> str:
-    """Reads aloud what decides the choice: what is asked, the wish, what to avoid, and every tool as it is described."""
-    data, solution = task.data, task.data["solution"]
+    """Reads aloud what decides the choice: the kind of question, the wish, what to avoid, and every tool as it is described."""
+    data = task.data
     topic = f"{data['difficulty']} {data['subject']}" if data["kind"] == "knowledge" else data["kind"]
-    if solution:
-        topic += f" {solution}" if isinstance(solution, str) else f" {solution[0]} {solution[1]}"
     avoided = "".join(f", avoid {name}" for name in task.preference.avoided)
     listed = ", ".join(describe(t) for t in data["tools"])
     return f"{topic}. {preference_name(task.preference)}{avoided}. {listed}"
@@ -312,7 +312,7 @@ class Lesson:
     result: ToolResult | None = None
 
 
-def teach(env: ToolEnvironment, seed: int, *, sensible: float = 0.5, turns: int = 6) -> list[Lesson]:
+def teach(env: ToolEnvironment, seed: int, *, sensible: float = 0.7, turns: int = 6) -> list[Lesson]:
     """The teacher's attempt at a task, acted out in its environment so that what it reads is what the policy will read.
 
     It picks a tool that fits the question with probability `sensible`, else any; it never looks at the preference. An unsure expert

@@ -184,7 +184,7 @@ class Repl:
             raise UserError(f"prompt: {tokens} tokens with its tools; the context is {context} and leaves room for {context - 1}, make it shorter")
         seed, self.attempts = self.seed + self.attempts, self.attempts + 1
         last, = self.rollout.run([env], [seed], on_event=Stream(self.console, self.tokenizer))
-        why = {"turn_limit": f"the limit of {self.rollout.limits.turns} turns is reached", "token_limit": f"the context of {context} tokens is full",
+        why = {"turn_limit": f"the turn limit of {self.rollout.limits.turns} is reached", "token_limit": f"the context of {context} tokens is full",
                "infrastructure": "a tool failed, through no fault of the orchestrator", "answered": "it said nothing"}[last.status]
         if not last.answer:
             self.console.say("answer", f"none: {why}")

@@ -66,6 +66,7 @@ class Training:
     def __init__(self, config: Config, run: Run, sandbox: Sandbox):
         self.config, self.run, self.sandbox = config, run, sandbox
         self.world = World(config.run.seed, config.world.avoid_share)
+        self.lessons = World(config.run.seed, config.world.avoid_share, lessons=True)
         model, self.tokenizer = self._model()
         settings, rollout = config.grpo, config.rollout
         self.trainer = Trainer(model, vocab_limit=self.tokenizer.vocab_size, optimizer=config.warm_start.optimizer, weight_decay=settings.weight_decay, grad_clip=settings.grad_clip,
@@ -91,7 +92,7 @@ class Training:
             raise UserError(f"model.preset is {section.preset!r}; it must be one of {', '.join(PRESETS)}")
         saved = self.run.path / "tokenizer"
         if not saved.exists():
-            train_bpe(texts(self.world, section.tokenizer_tasks, self.sandbox), section.vocab_size).save(saved)
+            train_bpe(texts(self.lessons, section.tokenizer_tasks, self.sandbox), section.vocab_size).save(saved)
         tokenizer = Tokenizer.from_dir(saved)
         shape = dataclasses.replace(PRESETS[section.preset], vocab_size=-(-tokenizer.vocab_size // 64) * 64, eos_token_ids=tuple(tokenizer.eos_ids))
         model = Qwen3(shape)
@@ -108,7 +109,7 @@ class Training:
         while self.step < section.steps:
             start = time.monotonic()
             groups = []
-            for task in self.world.tasks("train", section.prompts, start=self.step * section.prompts):
+            for task in self.lessons.tasks("train", section.prompts, start=self.step * section.prompts):
                 samples = []
                 for seed in range(section.samples):
                     prompt, ids, sampled = demonstrate(environment(task, seed, self.sandbox), self.tokenizer, seed)
@@ -285,7 +286,9 @@ class Training:
                 self.trainer.freeze_reference()
             self.phase, self.step = "grpo", 0
             self.save()
-            self.report()
+            write_report(self.run.path)
+            if stop.asked:
+                return False
         self.engine.update_weights(named_hf_tensors(self.trainer.model))
         if not self.grpo(stop):
             return False
@@ -298,12 +301,9 @@ class Training:
                    "parameters": sum(p.numel() for p in self.trainer.model.parameters()),
                    "held_out": {"tasks": len(tasks), "before": self.before, "after": after, "routers": routers}}
         self.run.write_json("summary.json", summary)
-        self.report()
+        write_report(self.run.path)
         print(table(summary))
         return True
-
-    def report(self) -> None:
-        self.report_path = write_report(self.run.path)
 
 
 class _Scored:
@@ -336,7 +336,7 @@ def main(arguments: list[str]) -> int:
         else:
             config = load_config(known.config or DEFAULT_CONFIG, overrides)
             run = Run.create(Path(config.run.root) / config.run.name, to_toml(config))
-        torch.set_num_threads(config.run.threads or os.cpu_count() or 1)
+        torch.set_num_threads(config.run.threads or len(os.sched_getaffinity(0)))
         stop = Stop()
         with Sandbox() as sandbox:
             training = Training(config, run, sandbox)

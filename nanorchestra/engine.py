@@ -102,8 +102,11 @@ class Engine:
                 logits = self.runner.logits(plan)
                 tokens, logprobs = self.sampler(logits, [r.params for r in sampling], [len(r.ids) for r in sampling]) if sampling else ([], [])
         except BaseException:
-            for request in plan.decodes + [request for request, _, _ in plan.prefills]:
-                self._finish(request, "abort")
+            try:
+                self.runner.erase(plan)
+            finally:
+                for request in plan.decodes + [request for request, _, _ in plan.prefills]:
+                    self._finish(request, "abort")
             raise
         self.scheduler.commit(plan)
         self._counts["steps"] += 1
@@ -134,7 +137,8 @@ class Engine:
     # log-probabilities and weights
 
     def score(self, list_of_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-        """log p(ids[i + 1] | ids[:i + 1]) at temperature 1 over the ids the sampler can draw: n - 1 numbers for n ids. Uses no pages."""
+        """log p(ids[i + 1] | ids[:i + 1]) at temperature 1 over the ids the sampler can draw (minus infinity for others): n - 1 numbers for
+        n ids. Uses no pages. UserError for an empty list, an id outside the vocabulary, or more ids than the context holds."""
         for ids in list_of_ids:
             self._check_ids(ids, self.max_context)
         scores: list[list[float]] = []
@@ -155,7 +159,8 @@ class Engine:
         hidden = self.model(tokens, positions, packed_attention([Segment(start, len(ids)) for start, ids in zip(starts, pack)]))
         values = []
         for part, targets in zip(hidden[:-1].split(1024), tokens[1:].split(1024)):
-            logits = self.model.logits(part)[:, : self.vocab_size].float()
+            logits = self.model.logits(part).float()
+            logits[:, self.vocab_size:] = -torch.inf
             values += (logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(1)).tolist()
         return [values[start: start + len(ids) - 1] for start, ids in zip(starts, pack)]
 

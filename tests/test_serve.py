@@ -184,7 +184,7 @@ def test_each_thing_is_shown_when_it_happens_and_not_later(talk):
     assert any(s.endswith("a b") for s in seen)                                # in the middle of the thought
     during_the_call = next(s for s in seen if s.rstrip().endswith("spy {}"))
     assert "think" in during_the_call and "observed" not in during_the_call
-    assert [s for s in seen if s.rstrip().endswith("d")] and "observed" in out() and "right" not in out()
+    assert "observed" in out() and "right" not in out() and "wrong" not in out()   # nobody knows whether it is
 
 
 def test_colours_on_a_terminal_only(talk, monkeypatch):
@@ -214,7 +214,7 @@ def test_a_broken_call_and_a_missing_answer_are_told(talk):
     assert "call   {oops}" in out() and "no tool named 'nobody'" in out() and "answer none: it said nothing" in out()
     repl, out = talk(think("t", "orion"), max_turns=1)
     repl.handle(LAW)
-    assert "answer none: the limit of 1 turns is reached" in out()
+    assert "answer none: the turn limit of 1 is reached" in out()
     repl, out = talk("<think>\nendless")
     repl.handle(LAW)
     assert "answer none: the context of 2048 tokens is full" in out()
@@ -280,7 +280,7 @@ def test_trace_shows_every_id_once_as_sampled_or_given(talk):
     spans = [(*map(int, part[1].split(":")), part[2].startswith("sampled")) for part in parts]
     assert [sampled for start, end, sampled in spans for _ in range(start, end)] == last.sampled
     shown = [int(i) for line in out()[before:].splitlines() if line[:4] in ("  | ", "  + ") and line[4:].replace(" ", "").isdigit() for i in line[4:].split()]
-    assert [i for i in shown if i != 57] == [i for i in last.ids if i != 57]
+    assert shown == last.ids
     assert f"{sum(last.sampled)} ids sampled" in out() and "call orion: $0.0" in out() and "1 call, 2 turns" in out()
 
 
@@ -327,12 +327,12 @@ def test_ctrl_c_stops_the_answer_and_the_next_question_is_answered(talk, monkeyp
     assert repl.last.answer == "57"
 
 
-@pytest.mark.parametrize("own_loop", [False, True])
-def test_ctrl_c_does_not_wait_for_a_slow_tool(talk, monkeypatch, own_loop):
+@pytest.mark.parametrize("go_on", [False, True])
+def test_ctrl_c_does_not_wait_for_a_slow_tool(talk, monkeypatch, go_on):
     tool = HttpExpert("slow", "", "", "", Price(0, 0))
     tool.call = lambda arguments: os.kill(os.getpid(), signal.SIGINT) or time.sleep(1.5) or ToolResult("late")
     repl, out = talk(think("t", "slow"), think("t", content="57"), tools=[tool])
-    type_lines(monkeypatch, "anything", *(["again"] if own_loop else []))      # the late result must not disturb the next answer
+    type_lines(monkeypatch, "anything", *(["again"] if go_on else []))      # the late result must not disturb the next answer
     start = time.monotonic()
     assert serve.interact(repl) == 0 and time.monotonic() - start < 1
     assert "[stopped]" in out() and "late" not in out()
@@ -387,10 +387,10 @@ def test_a_real_checkpoint_in_a_real_process(tmp_path, nano_model, nano_tokenize
     from dataclasses import replace
 
     from nanorchestra.weights import save_checkpoint
-    nano_model.config = replace(nano_model.config, max_position_embeddings=512)
+    nano_model.config = replace(nano_model.config, max_position_embeddings=1024)
     save_checkpoint(nano_model, nano_tokenizer, tmp_path / "m")
     serve_py = Path(serve.__file__)
     done = subprocess.run([sys.executable, str(serve_py), "--model", str(tmp_path / "m"), "--ask", LAW], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 1 and "none: the context of 512 tokens is full" in done.stdout and "cost   $" in done.stdout and done.stderr.count("\n") == 1
+    assert done.returncode == 1 and "none: the context of 1024 tokens is full" in done.stdout and "cost   $" in done.stdout and done.stderr.count("\n") == 1
     done = subprocess.run([sys.executable, str(serve_py), "--model", str(tmp_path / "m")], input=b"\xff\xfe hi\n2 + 2\n/tools\n", capture_output=True)
     assert done.returncode == 2 and b"Traceback" not in done.stderr and b"orion" in done.stdout

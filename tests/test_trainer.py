@@ -68,7 +68,7 @@ def test_given_ids_have_no_part_in_the_loss(nano_model):
     """Changing what follows the last sampled id, or an advantage of nothing, changes nothing."""
     group = make_groups(2, groups=1, samples=1)
     sample = group[0].samples[0]
-    sample.sampled[-3:] = [False] * 3
+    sample.ids, sample.logprobs, sample.sampled = [9] * 8, [-1.0] * 8, [True] * 5 + [False] * 3
     before = gradients(nano_model, group)
     sample.ids[-3:] = [5, 6, 7]
     after = gradients(nano_model, group)

@@ -1,0 +1,46 @@
+"""The command line of evaluate.py: one line for a mistake, a table that compares the checkpoint with the routers, the same figures as JSON."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+import evaluate
+from nanorchestra.types import Trajectory, UserError
+
+
+def oracle(environments, seeds, on_done=None):
+    """A policy that knows the answer and spends nothing."""
+    return [Trajectory(env.task.id, seed, 0, [], [], [], [], answer=env.task.data["answer"], outcome=1.0) for env, seed in zip(environments, seeds)]
+
+
+@pytest.fixture
+def with_oracle(monkeypatch):
+    monkeypatch.setattr(evaluate, "load_rollout", lambda path: SimpleNamespace(run=oracle))
+
+
+def test_a_table_and_the_same_figures_as_json(with_oracle, tmp_path, capsys):
+    assert evaluate.main(["--model", "my/model", "--tasks", "30", "--seed", "4", "--json", str(tmp_path / "figures.json")]) == 0
+    lines = {line.split("  ")[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert " 100.0 " in lines["my/model"] and "hand-written rule" in lines and "always the cheapest" in lines
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert (figures["seed"], figures["tasks"], figures["policy"]["accuracy"], figures["policy"]["reward"]) == (4, 30, 1.0, 1.0)
+    assert set(figures["routers"]) == set(evaluate.ROUTERS) and figures["routers"]["rule"]["reward"] < 1
+
+
+@pytest.mark.parametrize("arguments, says", [
+    (["--tasks", "0"], "--tasks is 0"), (["--tasks", "many"], "--tasks"), (["--json", "/no/such/place/f.json"], "/no/such/place/f.json: cannot be written"),
+    (["--json", "/tmp"], "/tmp: cannot be written"), (["--model", "/no/model"], "/no/model"), (["extra"], "extra")])
+def test_a_mistake_is_one_line_and_status_2(arguments, says, capsys):
+    assert evaluate.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("evaluate.py: ") and says in err and err.count("\n") == 1 and out == ""
+
+
+def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path, nano_model):
+    from nanorchestra.weights import save_checkpoint
+    save_checkpoint(nano_model, None, tmp_path / "m")
+    with pytest.raises(UserError, match="no tokenizer.json"):
+        evaluate.load_policy(tmp_path / "m")
