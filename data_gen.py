@@ -52,7 +52,9 @@ PRICES = {"large": (6, 99), "medium": (3, 40), "small": (1, 6), "specialist": (4
 LATENCIES = {"large": (4, 60), "medium": (3, 25), "small": (1, 6), "specialist": (3, 40), "code": (1, 60), "search": (1, 60), "records": (1, 4)}
 EXPERT_TOKENS = {"easy": (200, 500), "hard": (250, 1300)}                      # input, mean output
 
-PREFERENCES = {"right": (0.28, (1.0, 0.0, 0.0)), "cheap": (0.28, (1.0, 1.0, 0.0)), "fast": (0.28, (1.0, 0.0, 1.0)), "balanced": (0.16, (1.0, 0.5, 0.5))}
+# Name -> (share of the tasks, weights of outcome, cost and latency). Chosen so that always asking the strongest and always asking the
+# cheapest expert earn about the same: where one blind choice is clearly best, a policy settles on it and never learns to read the wish.
+PREFERENCES = {"right": (0.25, (1.0, 0.0, 0.0)), "cheap": (0.29, (0.5, 1.0, 0.0)), "fast": (0.29, (0.5, 0.0, 1.0)), "balanced": (0.17, (0.6, 0.6, 0.6))}
 PHRASES = {
     "train": {
         "right": ("Be right at any price.", "Only the right answer counts.", "Cost and time do not matter, be right.", "Accuracy first, whatever the price.",

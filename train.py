@@ -336,6 +336,7 @@ def main(arguments: list[str]) -> int:
         else:
             config = load_config(known.config or DEFAULT_CONFIG, overrides)
             run = Run.create(Path(config.run.root) / config.run.name, to_toml(config))
+        run.lock()
         torch.set_num_threads(config.run.threads or len(os.sched_getaffinity(0)))
         stop = Stop()
         with Sandbox() as sandbox:

@@ -6,6 +6,7 @@ neither torch nor matplotlib; `report.py` draws from what is recorded here.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -64,6 +65,14 @@ class Run:
             reason = "holds no config.toml" if path.is_dir() else "is not a directory" if path.exists() else "does not exist"
             raise UserError(f"{path}: {reason}; give the directory of a run, such as runs/NAME")
         return cls(path)
+
+    def lock(self) -> None:
+        """Makes this process the run's only writer until it ends, however it ends. UserError if another process is."""
+        self._files["lock"] = file = (self.path / ".lock").open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"{self.path}: another process is training this run; wait for it or stop it first") from None
 
     def append(self, name: str, row: dict[str, Any]) -> None:
         """Adds one JSON line to the log `name` ("metrics" or "trajectories") and hands it to the operating system at once.

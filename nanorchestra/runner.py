@@ -11,70 +11,73 @@ from .attention import TILE, DecodeAttention, PagedAttention, Rows, Scratch, gro
 from .ops import cache_rows, store_kv
 from .scheduler import Plan, Request
 
+BATCHES = 4                    # at most so many decode batches: newcomers form one of their own rather than have all copied anew
+
 
 class Runner:
     """Owns the KV pages: k_cache and v_cache [layers, num_pages, Hkv, page_size, D], in the model's dtype and on its device.
 
-    The tokens of a step stand in this order: decodes, then chunks that extend a sequence, then fresh chunks, which begin one.
+    The tokens of a step stand in this order: decodes, batch by batch, then chunks that extend a sequence, then those that begin one.
     """
 
     def __init__(self, model, num_pages: int, page_size: int):
         self.model, self.page_size = model, page_size
         config, weight = model.config, model.embed_tokens.weight
         self.heads, self.device = config.num_attention_heads, weight.device
-        self._decode_scratch, self._scratch = Scratch(weight.device), Scratch(weight.device)
+        self._scratch = Scratch(weight.device)
         shape = (config.num_hidden_layers, num_pages, config.num_key_value_heads, page_size, config.head_dim)
         self.k_cache, self.v_cache = (torch.zeros(shape, dtype=weight.dtype, device=self.device) for _ in range(2))
-        self._decoding: dict[Request, int] = {}                      # who decoded in the last step -> row of self._batch
-        self._batch: DecodeAttention | None = None
+        self._batches = [_Batch(Scratch(weight.device)) for _ in range(BATCHES)]
 
     def logits(self, plan: Plan) -> Tensor:
         """Runs the step; logits [len(plan.sampling), vocab] in that order."""
         extending, fresh = ([chunk for chunk in plan.prefills if bool(chunk[1]) is begun] for begun in (True, False))
-        tokens, positions, rows, ends = self._inputs(plan.decodes, extending + fresh)
-        attend = self._attend(self._decode_batch(plan.decodes), len(plan.decodes), extending, [count for _, _, count in fresh], rows)
-        hidden = self.model(tokens, positions, attend)
-        if plan.prefills:
-            wanted = list(range(len(plan.decodes))) + [ends[request] for request in plan.sampling[len(plan.decodes):]]
-            hidden = hidden[torch.tensor(wanted, dtype=torch.int64, device=self.device)]
-        return self.model.logits(hidden)
+        batches = self._decode_batches(plan.decodes)
+        decodes = [request for batch in batches for request in batch.rows]
+        tokens, positions, rows, place = self._inputs(decodes, extending + fresh)
+        hidden = self.model(tokens, positions, self._attend(batches, extending, [count for _, _, count in fresh], rows))
+        wanted = torch.tensor([place[request] for request in plan.sampling], dtype=torch.int64, device=self.device)
+        return self.model.logits(hidden.index_select(0, wanted))
 
     def erase(self, plan: Plan) -> None:
         """Zeroes what a failed step may have written: a NaN left in a page would spoil whoever reads past his end of it."""
         _, _, rows, _ = self._inputs(plan.decodes, plan.prefills)
         for cache in (self.k_cache, self.v_cache):
             cache.view(len(cache), -1, cache.shape[-1]).index_fill_(1, rows.flatten(), 0)
-        self._decoding, self._batch = {}, None
+        for batch in self._batches:
+            batch.rows = {}
 
     def _inputs(self, decodes: list[Request], chunks: list[tuple[Request, int, int]]) -> tuple[Tensor, Tensor, Tensor, dict[Request, int]]:
-        """Tokens and positions int64 [T], where their keys go int64 [T, Hkv] (`cache_rows`), and each chunk's last index."""
+        """Tokens and positions int64 [T], where their keys go int64 [T, Hkv] (`cache_rows`), and each request's last index."""
         size = self.page_size
         newest = [len(request.ids) - 1 for request in decodes]
         tokens = [request.ids[-1] for request in decodes]
         positions = [np.array(newest, np.int64)]
         slots = [np.array([request.table.pages[n // size] * size + n % size for request, n in zip(decodes, newest)], np.int64)]
-        ends = {}
+        place = {request: i for i, request in enumerate(decodes)}
         for request, start, count in chunks:
             span = np.arange(start, start + count)
             pages = np.array(request.table.pages[start // size: (start + count - 1) // size + 1], np.int64)
             positions.append(span)
             slots.append(pages[span // size - start // size] * size + span % size)
             tokens += request.ids[start: start + count]
-            ends[request] = len(tokens) - 1
+            place[request] = len(tokens) - 1
         rows = cache_rows(self._tensor(np.concatenate(slots)), self.k_cache.shape[2], size)
-        return torch.tensor(tokens, device=self.device), self._tensor(np.concatenate(positions)), rows, ends
+        return torch.tensor(tokens, device=self.device), self._tensor(np.concatenate(positions)), rows, place
 
-    def _attend(self, batch: DecodeAttention | None, decoding: int, extending: list[tuple[Request, int, int]], fresh: list[int], rows: Tensor):
+    def _attend(self, batches: list[_Batch], extending: list[tuple[Request, int, int]], fresh: list[int], rows: Tensor):
         """attend(layer, q, k, v) for the model: stores the step's keys and values, then each kind of token attends in its way."""
         extension = self._extension(extending) if extending else None
+        sizes = [len(batch.rows) for batch in batches]
+        decoding = sum(sizes)
         extended = decoding + sum(count for _, _, count in extending)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             store_kv(k, v, self.k_cache[layer], self.v_cache[layer], rows)
             parts = []
-            if batch is not None:
-                batch.store(layer, k[:decoding], v[:decoding])
-                parts.append(batch(layer, q[:decoding]))
+            for batch, one_q, one_k, one_v in zip(batches, *(x[:decoding].split(sizes) for x in (q, k, v))) if batches else ():
+                batch.attention.store(layer, one_k, one_v)
+                parts.append(batch.attention(layer, one_q))
             if extension is not None:
                 parts.append(extension(layer, q[decoding:extended]))
             for chunk in zip(*(x[extended:].split(fresh) for x in (q, k, v))) if fresh else ():
@@ -97,23 +100,50 @@ class Runner:
         groups = group_by_prefix([table[: start // self.page_size] for table, start in zip(tables, starts)])
         return PagedAttention(self.k_cache, self.v_cache, rows, groups, self.heads, self._scratch)
 
-    def _decode_batch(self, decodes: list[Request]) -> DecodeAttention | None:
-        """The last step's batch if it can go on: nobody is new, few have left. Whoever stops decoding is forgotten at once, because he may
-        come back with other pages."""
-        before = self._decoding
-        if decodes and self._batch is not None and all(request in before for request in decodes):
-            self._decoding = {request: before[request] for request in decodes}
-            if self._batch.follow(np.fromiter(self._decoding.values(), np.int64, len(decodes))):
-                return self._batch
-        self._decoding = {request: row for row, request in enumerate(decodes)}
-        self._batch = None
-        if decodes:
-            tables = [request.table.pages for request in decodes]
-            starts = np.array([len(request.ids) - 1 for request in decodes])
-            rows = Rows(tables, starts, np.ones(len(decodes), np.int64), np.arange(len(decodes)))
-            groups = group_by_prefix([table[: start // self.page_size] for table, start in zip(tables, starts.tolist())])
-            self._batch = DecodeAttention(self.k_cache, self.v_cache, rows, groups, self.heads, self._decode_scratch)
-        return self._batch
+    def _decode_batches(self, decodes: list[Request]) -> list[_Batch]:
+        """The decode batches of this step: those of the last one that can go on, and one of everybody else, or of all if they are many.
+
+        Whoever has stopped decoding is forgotten at once, because he may come back with other pages.
+        """
+        wanted = set(decodes)
+        kept = [batch for batch in self._batches if batch.follow(wanted)]
+        loose = [request for request in decodes if request in wanted]
+        if loose:
+            if len(kept) == BATCHES or 2 * len(loose) > len(decodes):
+                kept, loose = [], decodes
+            unused = next(batch for batch in self._batches if batch not in kept)
+            unused.start(loose, self.k_cache, self.v_cache, self.heads)
+            kept.append(unused)
+        for batch in self._batches:
+            if batch not in kept:
+                batch.rows = {}
+        return kept
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
+
+
+class _Batch:
+    """Requests that decode together: `rows` maps each to its row of `attention`, in the order of their queries. Empty: not in use."""
+
+    def __init__(self, scratch: Scratch):
+        self.scratch, self.rows = scratch, {}
+        self.attention: DecodeAttention | None = None
+
+    def follow(self, wanted: set[Request]) -> bool:
+        """On to the next step with those of its requests that are in `wanted`, and takes them out of it; False if it cannot go on."""
+        self.rows = {request: row for request, row in self.rows.items() if request in wanted}
+        if not self.rows or not self.attention.follow(np.fromiter(self.rows.values(), np.int64, len(self.rows))):
+            return False
+        wanted.difference_update(self.rows)
+        return True
+
+    def start(self, requests: list[Request], k_cache: Tensor, v_cache: Tensor, heads: int) -> None:
+        """A new batch of these requests, in this order."""
+        self.rows = {request: row for row, request in enumerate(requests)}
+        tables = [request.table.pages for request in requests]
+        starts = np.array([len(request.ids) - 1 for request in requests])
+        rows = Rows(tables, starts, np.ones(len(requests), np.int64), np.arange(len(requests)))
+        size = k_cache.shape[3]
+        groups = group_by_prefix([table[: start // size] for table, start in zip(tables, starts.tolist())])
+        self.attention = DecodeAttention(k_cache, v_cache, rows, groups, heads, self.scratch)

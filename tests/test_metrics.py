@@ -333,3 +333,12 @@ def synthetic_summary():
                "random": scores(0.45, 0.0036, 3.0, 0.35), "rule": scores(0.68, 0.0031, 2.7, 0.5)}  # fmt: skip
     held_out = {"tasks": 480, "before": scores(0.52, 0.0034, 3.6, 0.41), "after": scores(0.783, 0.0021, 2.2, 0.66), "routers": routers}
     return {"seconds": 431.0, "steps": 60, "seed": 7, "parameters": 2_104_320, "peak_memory_mb": 1480, "held_out": held_out}
+
+
+def test_a_run_has_one_writer(tmp_path):
+    run = Run.create(tmp_path / "r", "")
+    run.lock()
+    with pytest.raises(UserError, match="another process"):
+        Run.open(tmp_path / "r").lock()
+    run.close()
+    Run.open(tmp_path / "r").lock()
