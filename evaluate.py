@@ -260,7 +260,7 @@ def load_policy(path: Path) -> tuple[Any, Any]:
 
     from nanorchestra import load_model
 
-    if path == NANO and not (path / "config.json").exists():
+    if path.resolve() == NANO.resolve() and not (path / "config.json").exists():
         raise UserError(f"{path}: no checkpoint here yet; make one with `python train.py` and give --model runs/nano/model, or copy that model's files here")
     model, tokenizer = load_model(path, **({"device": "cuda", "dtype": "bfloat16"} if torch.cuda.is_available() else {}))
     if tokenizer is None:
@@ -305,10 +305,11 @@ def main(arguments: Sequence[str]) -> int:
                 scores = summarise(tasks, evaluate(rollout, tasks, options.seed, sandbox, on_done=lambda _: bar.update()))
             scores["price_x10"] = price_probe(rollout, tasks, options.seed, sandbox)
             routers = evaluate_routers(tasks, options.seed, sandbox)
-        print(table({"held_out": {"routers": {str(options.model): scores} | routers}}))
+        print(table({"held_out": {"routers": {min(str(options.model), os.path.relpath(options.model), key=len): scores} | routers}}))
         spent = ", ".join(f"{wish} ${number(means['cost_usd'])}" for wish, means in scores["by_preference"].items())
         print(f"cost per task, by what is asked for: {spent}")
-        print("asks the large expert at a tenth of its price, as it is, at ten times: " + ", ".join(f"{share:.0%}" for share in scores["price_x10"].values()))
+        if scores["price_x10"]:
+            print("asks the large expert at a tenth of its price, as it is, at ten times: " + ", ".join(f"{share:.0%}" for share in scores["price_x10"].values()))
         if options.json:
             write_whole(options.json, (json.dumps({"model": str(options.model), "seed": options.seed, "tasks": len(tasks), "policy": scores, "routers": routers}, indent=2) + "\n").encode())
         return 0

@@ -298,7 +298,7 @@ def main(arguments: list[str]) -> int:
             tools = load_tools(options.tools, "", sandbox) if options.tools else None
             engine, tokenizer = open_engine(options.model)
             notice = ("nano knows only its miniature world (/help says what to ask); its experts are simulated, prices and latencies virtual."
-                      if tools is None else "The bundled nano knows only its miniature world, not the tools of --tools: expect little." if options.model == NANO else "")
+                      if tools is None else "The bundled nano knows only its miniature world, not the tools of --tools: expect little." if options.model.resolve() == NANO.resolve() else "")
             if notice:
                 print(notice, file=sys.stdout if sys.stdout.isatty() else sys.stderr)
             repl = Repl(engine, tokenizer, sandbox, console, seed=options.seed, temperature=options.temperature, max_turns=options.max_turns, tools=tools)

@@ -105,7 +105,7 @@ class Training:
         """Supervised steps on the teacher's demonstrations. False if asked to stop."""
         section = self.config.warm_start
         schedule = Schedule(section.learning_rate, section.steps, section.warmup_steps)
-        bar = tqdm(total=section.steps, initial=self.step, desc="warm start", unit="step", dynamic_ncols=True)
+        bar = tqdm(total=section.steps, initial=self.step, desc="warm start", unit="step", dynamic_ncols=True, disable=None)
         while self.step < section.steps:
             start = time.monotonic()
             groups = []
@@ -120,6 +120,8 @@ class Training:
             self.step += 1
             self.run.append("metrics", {"phase": "warm_start", "step": self.step, **_plain(metrics), "tokens_per_s": metrics["tokens"] / seconds, "seconds": seconds})
             bar.set_postfix_str(f"loss {metrics['loss']:.3f}, {metrics['tokens'] / seconds:,.0f} tokens/s")
+            if self.step % 20 == 0:
+                tqdm.write(f"warm start step {self.step:4d}/{section.steps}  loss {metrics['loss']:.3f}  {metrics['tokens'] / seconds:,.0f} tokens/s")
             bar.update()
             if not self._checkpoint_and_go_on(stop):
                 bar.close()
@@ -132,7 +134,7 @@ class Training:
         section = self.config.grpo
         schedule = Schedule(section.learning_rate, section.steps, section.warmup_steps, section.final_fraction)
         rollout = self._rollout(self.config.rollout.temperature)
-        bar = tqdm(total=section.steps, initial=self.step, desc="GRPO", unit="step", dynamic_ncols=True)
+        bar = tqdm(total=section.steps, initial=self.step, desc="GRPO", unit="step", dynamic_ncols=True, disable=None)
         while self.step < section.steps:
             start = time.monotonic()
             first = (self.config.warm_start.steps * self.config.warm_start.prompts) + self.step * section.prompts
@@ -216,7 +218,7 @@ class Training:
         tasks = self.world.tasks("held_out", section.tasks)
         self.engine.update_weights(named_hf_tensors(self.trainer.model))
         rollout = self._rollout(section.temperature).rollout
-        with tqdm(total=len(tasks), desc=f"held-out tasks, {name}", unit="task", dynamic_ncols=True) as bar:
+        with tqdm(total=len(tasks), desc=f"held-out tasks, {name}", unit="task", dynamic_ncols=True, disable=None) as bar:
             trajectories = evaluate(rollout, tasks, self.config.run.seed, self.sandbox, on_done=lambda _: bar.update())
         for task, trajectory in list(zip(tasks, trajectories)):
             self._record(name, task, trajectory)

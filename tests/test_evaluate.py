@@ -30,6 +30,12 @@ def test_a_table_and_the_same_figures_as_json(with_oracle, tmp_path, capsys):
     assert set(figures["routers"]) == set(evaluate.ROUTERS) and figures["routers"]["rule"]["reward"] < 1
 
 
+def test_one_task_is_enough(with_oracle, capsys):
+    """Where no task offers the large expert at a price that matters, there is nothing to probe."""
+    for seed in range(6):
+        assert evaluate.main(["--model", "my/model", "--tasks", "1", "--seed", str(seed)]) == 0
+
+
 @pytest.mark.parametrize("arguments, says", [
     (["--tasks", "0"], "--tasks is 0"), (["--tasks", "many"], "--tasks"), (["--json", "/no/such/place/f.json"], "/no/such/place/f.json: cannot be written"),
     (["--json", "/tmp"], "/tmp: cannot be written"), (["--model", "/no/model"], "/no/model"), (["extra"], "extra")])

@@ -12,6 +12,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -215,6 +216,9 @@ def test_a_broken_call_and_a_missing_answer_are_told(talk):
     repl, out = talk(think("t", "orion"), max_turns=1)
     repl.handle(LAW)
     assert "answer none: the turn limit of 1 is reached" in out()
+    repl, out = talk(think("t", content="less than 5 <tool"))
+    repl.handle(LAW)
+    assert repl.last.answer in out() and repl.last.answer.endswith("<tool")     # what may have been the start of a tag is shown too
     repl, out = talk("<think>\nendless")
     repl.handle(LAW)
     assert "answer none: the context of 2048 tokens is full" in out()
@@ -316,26 +320,32 @@ def type_lines(monkeypatch, *lines):
     monkeypatch.setattr("builtins.input", prompt)
 
 
-def test_ctrl_c_stops_the_answer_and_the_next_question_is_answered(talk, monkeypatch):
-    repl, out = talk(think("this will be stopped", "orion"), think("t", content="57"))
+def test_ctrl_c_stops_the_answer_and_the_next_question_is_answered(talk, monkeypatch, capsys):
+    repl, out = talk(think("t", content="1"), think("this will be stopped", "orion"), think("t", content="57"))
     steps = itertools.count(1)
-    repl.engine.on_step = lambda: next(steps) == 4 and os.kill(os.getpid(), signal.SIGINT)
-    type_lines(monkeypatch, LAW, "/trace", LAW)
+    repl.engine.on_step = lambda: repl.attempts == 2 and next(steps) == 4 and os.kill(os.getpid(), signal.SIGINT)
+    type_lines(monkeypatch, LAW, LAW, "/trace", LAW)
     assert serve.interact(repl) == 0
-    shown = out()
-    assert "[stopped]" in shown and "orion" not in shown.split("[stopped]")[0] and "answer 57" in shown.split("[stopped]")[1]
-    assert repl.last.answer == "57"
+    before, after = out().split("[stopped]")
+    assert "answer 1" in before and "orion" not in before and "answer 57" in after
+    assert capsys.readouterr().err == "/trace: there is no finished answer yet\n"
 
 
 @pytest.mark.parametrize("go_on", [False, True])
-def test_ctrl_c_does_not_wait_for_a_slow_tool(talk, monkeypatch, go_on):
+def test_ctrl_c_does_not_wait_for_a_slow_tool_nor_trip_over_its_late_result(talk, monkeypatch, go_on):
+    late, failures = threading.Event(), []
+    monkeypatch.setattr(threading, "excepthook", failures.append)
     tool = HttpExpert("slow", "", "", "", Price(0, 0))
-    tool.call = lambda arguments: os.kill(os.getpid(), signal.SIGINT) or time.sleep(1.5) or ToolResult("late")
+    tool.call = lambda arguments: os.kill(os.getpid(), signal.SIGINT) or late.wait(5) or ToolResult("late")
     repl, out = talk(think("t", "slow"), think("t", content="57"), tools=[tool])
-    type_lines(monkeypatch, "anything", *(["again"] if go_on else []))      # the late result must not disturb the next answer
+    type_lines(monkeypatch, "anything", *(["again"] if go_on else []))
     start = time.monotonic()
-    assert serve.interact(repl) == 0 and time.monotonic() - start < 1
-    assert "[stopped]" in out() and "late" not in out()
+    assert serve.interact(repl) == 0 and time.monotonic() - start < 2
+    late.set()
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and thread.daemon:
+            thread.join(1)
+    assert "[stopped]" in out() and "late" not in out() and not failures and ("answer 57" in out()) == go_on
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt(), EOFError(), "/quit"])
