@@ -336,7 +336,7 @@ def test_ctrl_c_does_not_wait_for_a_slow_tool_nor_trip_over_its_late_result(talk
     late, failures = threading.Event(), []
     monkeypatch.setattr(threading, "excepthook", failures.append)
     tool = HttpExpert("slow", "", "", "", Price(0, 0))
-    tool.call = lambda arguments: os.kill(os.getpid(), signal.SIGINT) or late.wait(5) or ToolResult("late")
+    tool.call = lambda arguments: (os.kill(os.getpid(), signal.SIGINT), late.wait(5), ToolResult("late"))[-1]
     repl, out = talk(think("t", "slow"), think("t", content="57"), tools=[tool])
     type_lines(monkeypatch, "anything", *(["again"] if go_on else []))
     start = time.monotonic()
