@@ -57,7 +57,6 @@ KNOWLEDGE = re.compile(rf"\b({'|'.join(SUBJECTS)}) case (\d{{1,9}})\b")
 CHAIN = re.compile(r"\b((?:\w+ of )+)(\w+) (\d{1,9})\b")
 WISHES = (("balanced", "balanc"), ("right", "right|correct|accura|any price"), ("cheap", "cheap|low|spend|money"), ("fast", "fast|quick|hurry|soon"),
           ("balanced", "cost.*time|time.*cost|mind"), ("cheap", "cost|price"), ("fast", "time"))
-PHRASED = {words.casefold(): name for split in PHRASES.values() for name in PREFERENCES for words in split[name]}
 NOT = r"\b(?:avoid|never|not|don't|without|leave|no)(?: \w+){0,3}? "           # what stands before the name of a tool to avoid
 
 
@@ -73,7 +72,7 @@ def miniature_task(question: str, wish: str) -> Task:
 
 def preference(wish: str, names: Iterable[str]) -> Preference:
     """The user's words with the weights that they come to, by key words. They only decide the reward that is shown."""
-    name = PHRASED.get(wish.casefold()) or next((name for name, words in WISHES if re.search(rf"\b(?:{words})", wish, re.IGNORECASE)), "balanced")
+    name = next((name for name, words in WISHES if re.search(rf"\b(?:{words})", wish, re.IGNORECASE)), "balanced")
     weights = PREFERENCES[name][1]
     return Preference(wish, *weights, {n: -sum(weights) for n in names if re.search(rf"{NOT}{re.escape(n)}\b", wish, re.IGNORECASE)})
 
@@ -107,12 +106,11 @@ def _arithmetic(question: str) -> dict[str, Any] | None:
 
 def _lookup(question: str) -> dict[str, Any] | None:
     said = _words(question)
-    facts = [(f"{fact['relation']} of {fact['subject']}", fact) for fact in corpus()[0]]
-    found = [(len(phrase), i) for i, (phrase, _) in enumerate(facts) if re.search(rf"(?<![\w-]){re.escape(_words(phrase))}(?![\w-])", said)]
-    if not found:
-        return None
-    phrase, fact = facts[max(found)[1]]                                        # the longest: Guinea is not Equatorial Guinea
-    return {"kind": "lookup", "subject": "lookup", "difficulty": "easy" if fact["relation"] in WELL_KNOWN else "hard", "answer": fact["value"], "solution": phrase}
+    for fact in corpus()[0]:
+        phrase = f"{fact['relation']} of {fact['subject']}"
+        if re.search(rf"\b{re.escape(_words(phrase))}(?![\w-])", said):       # Guinea is not Guinea-Bissau
+            return {"kind": "lookup", "subject": "lookup", "difficulty": "easy" if fact["relation"] in WELL_KNOWN else "hard", "answer": fact["value"], "solution": phrase}
+    return None
 
 
 def _chain(question: str) -> dict[str, Any] | None:
@@ -297,8 +295,10 @@ def main(arguments: list[str]) -> int:
         with Sandbox() as sandbox:
             tools = load_tools(options.tools, "", sandbox) if options.tools else None
             engine, tokenizer = open_engine(options.model)
-            notice = ("nano knows only its miniature world (/help says what to ask); its experts are simulated, prices and latencies virtual."
-                      if tools is None else "The bundled nano knows only its miniature world, not the tools of --tools: expect little." if options.model.resolve() == NANO.resolve() else "")
+            if tools is None:
+                notice = "nano knows only its miniature world (/help says what to ask); its experts are simulated, prices and latencies virtual."
+            else:
+                notice = "The bundled nano knows only its miniature world, not the tools of --tools: expect little." if options.model.resolve() == NANO.resolve() else ""
             if notice:
                 print(notice, file=sys.stdout if sys.stdout.isatty() else sys.stderr)
             repl = Repl(engine, tokenizer, sandbox, console, seed=options.seed, temperature=options.temperature, max_turns=options.max_turns, tools=tools)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import os
 import random
 import signal
@@ -107,7 +108,7 @@ def test_every_question_of_the_world_is_recognised_for_what_it_is(split):
 
 @pytest.mark.parametrize("typed", ["what is the capital of France?", "hi", "2", "2 ** 9", "2 / 2 + 1", "-5 + 3", "__import__('os') + 1", "(2 + 3) * 4",
                                    "law case", "tax case 372 is hard: what is its code?", "what is the age of the order 512?", "what is 1.5 + 2?",
-                                   "what is the age of the order of the agent 512?", "what is the atomic number of goldfish?", f"{'9' * 5000} + 1"])
+                                   "what is the age of the order of the agent 512?", "what is the atomic number of goldfish?", "what is the calling code of guinea-x?", f"{'9' * 5000} + 1"])
 def test_what_is_outside_the_world_is_refused_in_one_line_that_says_what_can_be_asked(typed):
     with pytest.raises(UserError, match="outside the miniature's world.*law case 372") as refused:
         serve.miniature_task(typed, "")
@@ -129,6 +130,7 @@ def test_the_wording_may_differ_from_the_worlds():
 def test_experts_know_the_made_up_code_as_well_as_their_skill_says(sandbox):
     task = serve.miniature_task(LAW, "")
     assert task.data["answer"] == serve.miniature_task(LAW, "other wishes").data["answer"] not in task.data["wrong"]
+    assert "records" not in [tool["name"] for tool in task.data["tools"]]      # as in the world: only where there are tables
     says = [environment(task, seed, sandbox).by_name["orion"].call({}).content.split(": ")[1] for seed in range(200)]
     assert abs(says.count(task.data["answer"]) / 200 - skill("large", "law", "hard").right) < 0.08
 
@@ -138,8 +140,8 @@ def test_records_lead_to_the_answer_and_agree_between_questions(sandbox):
     records = environment(asked, 0, sandbox).by_name["records"]
     table, key = asked.data["solution"]
     for following in ("customer", "agent", "age"):
-        row = records.call({"table": table, "id": key}).content
-        table, key = following, int(row.split(": ")[1].rstrip("}"))
+        (table, key), = json.loads(records.call({"table": table, "id": key}).content).items()
+        assert table == following
     assert str(key) == asked.data["answer"]
     shorter = serve.miniature_task("customer of the order 512: give the rank.", "")
     assert shorter.data["tables"]["order"] == asked.data["tables"]["order"]
