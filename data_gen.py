@@ -26,35 +26,36 @@ from reward import Price
 from tools import LookupTool, PythonTool, RecordsTool, SimulatedExpert, Skill
 
 CORPUS = Path(__file__).parent / "assets" / "nano" / "corpus.jsonl"
-SUBJECTS = ("law", "medicine", "physics", "history")
-LESSONS = {"knowledge": 0.20, "arithmetic": 0.30, "lookup": 0.35, "chain": 0.15}   # of the demonstrations: copying arguments is what takes longest
-KINDS = {"knowledge": 0.42, "arithmetic": 0.20, "lookup": 0.22, "chain": 0.16}
+SUBJECTS = ("law", "medicine", "history")
+KINDS = {"knowledge": 0.54, "arithmetic": 0.16, "lookup": 0.16, "chain": 0.14}
+LESSONS = {"knowledge": 0.28, "arithmetic": 0.22, "lookup": 0.30, "chain": 0.20}   # of the demonstrations: copying arguments is what takes longest
 EXPERT_NAMES = ("orion", "vega", "lyra", "atlas", "rigel", "castor", "draco", "hydra", "mira", "nova", "altair", "deneb", "juno", "ceres",
                 "pallas", "titan", "io", "luna", "sol", "terra")
 TOOL_NAMES = {"code": ("calc", "compute", "run", "python"), "search": ("search", "lookup", "find", "wiki"), "records": ("records", "db", "fetch", "table")}
 
 # P(right) on an easy and on a hard question, by who is asked and about what. Names promise more than they keep, as they do in life: the
-# large model is weak at medicine, the small one knows its history, the physics specialist is worse at physics than the large generalist.
+# large model is weak at medicine and the medium one strong, the small one knows its history, the history specialist does not.
 SKILLS: dict[str, dict[str, tuple[float, float]]] = {
-    "large": {"law": (.97, .90), "medicine": (.85, .25), "physics": (.97, .92), "history": (.85, .40), "arithmetic": (.97, .55), "lookup": (.97, .75), "chain": (.05, .05)},
-    "medium": {"law": (.75, .25), "medicine": (.95, .85), "physics": (.75, .30), "history": (.65, .25), "arithmetic": (.95, .25), "lookup": (.92, .40), "chain": (.05, .05)},
-    "small": {"law": (.35, .05), "medicine": (.35, .05), "physics": (.88, .15), "history": (.96, .90), "arithmetic": (.93, .05), "lookup": (.88, .10), "chain": (.05, .05)},
-    "law": {"law": (.97, .94), "medicine": (.40, .10), "physics": (.40, .10), "history": (.75, .55), "arithmetic": (.60, .05), "lookup": (.45, .10), "chain": (.05, .05)},
-    "medicine": {"law": (.40, .10), "medicine": (.97, .92), "physics": (.60, .25), "history": (.40, .10), "arithmetic": (.70, .10), "lookup": (.70, .20), "chain": (.05, .05)},
-    "physics": {"law": (.40, .10), "medicine": (.40, .10), "physics": (.60, .20), "history": (.40, .10), "arithmetic": (.95, .60), "lookup": (.92, .30), "chain": (.05, .05)},
-    "history": {"law": (.70, .50), "medicine": (.40, .10), "physics": (.40, .10), "history": (.65, .30), "arithmetic": (.50, .05), "lookup": (.60, .30), "chain": (.05, .05)},
+    "large": {"law": (.97, .94), "medicine": (.70, .25), "history": (.95, .85), "arithmetic": (.97, .70), "lookup": (.97, .75), "chain": (.05, .05)},
+    "medium": {"law": (.65, .40), "medicine": (.97, .94), "history": (.65, .35), "arithmetic": (.95, .30), "lookup": (.92, .40), "chain": (.05, .05)},
+    "small": {"law": (.45, .30), "medicine": (.40, .20), "history": (.95, .85), "arithmetic": (.90, .10), "lookup": (.88, .15), "chain": (.05, .05)},
+    "law": {"law": (.97, .95), "medicine": (.30, .10), "history": (.40, .20), "arithmetic": (.60, .05), "lookup": (.45, .10), "chain": (.05, .05)},
+    "medicine": {"law": (.30, .10), "medicine": (.90, .25), "history": (.30, .10), "arithmetic": (.70, .10), "lookup": (.70, .20), "chain": (.05, .05)},
+    "history": {"law": (.92, .85), "medicine": (.30, .10), "history": (.30, .10), "arithmetic": (.50, .05), "lookup": (.60, .30), "chain": (.05, .05)},
 }
 # P(says "unsure") when right and when wrong. The small model does not know what it does not know, and specialists are proud.
-CANDOUR = {"large": (.05, .65), "medium": (.08, .85), "small": (.05, .15), "law": (.03, .35), "medicine": (.03, .60), "physics": (.03, .25), "history": (.03, .25)}
-# Stated price in US dollars per million tokens (experts) or per thousand calls (tools), and latency in seconds: (lowest, highest), drawn
-# log-uniformly and rounded.
-PRICES = {"large": (6, 99), "medium": (3, 40), "small": (1, 6), "specialist": (4, 80), "code": (1, 60), "search": (1, 60), "records": (1, 6)}
-LATENCIES = {"large": (4, 60), "medium": (3, 25), "small": (1, 6), "specialist": (3, 40), "code": (1, 60), "search": (1, 60), "records": (1, 4)}
+CANDOUR = {"large": (.05, .35), "medium": (.08, .85), "small": (.05, .15), "law": (.03, .35), "medicine": (.03, .40), "history": (.03, .25)}
+# What is asked, in US dollars per million tokens (experts) or per thousand calls (tools), and how long an answer takes, in seconds: drawn
+# log-uniformly from a usual and a high range, with the probability of the high one.
+PRICES = {"large": ((30, 99), (200, 990), 0.6), "medium": ((20, 99), (100, 400), 0.4), "small": ((10, 60), (10, 60), 0.0), "specialist": ((20, 99), (200, 900), 0.5),
+          "code": ((10, 99), (200, 990), 0.25), "search": ((10, 99), (200, 990), 0.25), "records": ((10, 60), (10, 60), 0.0)}
+LATENCIES = {"large": ((3, 9), (15, 60), 0.6), "medium": ((2, 9), (10, 30), 0.4), "small": ((1, 5), (1, 5), 0.0), "specialist": ((2, 9), (15, 60), 0.5),
+             "code": ((1, 5), (20, 60), 0.25), "search": ((1, 5), (20, 60), 0.25), "records": ((1, 4), (1, 4), 0.0)}
 EXPERT_TOKENS = {"easy": (200, 500), "hard": (250, 1300)}                      # input, mean output
 
 # Name -> (share of the tasks, weights of outcome, cost and latency). Chosen so that always asking the strongest and always asking the
 # cheapest expert earn about the same: where one blind choice is clearly best, a policy settles on it and never learns to read the wish.
-PREFERENCES = {"right": (0.25, (1.0, 0.0, 0.0)), "cheap": (0.29, (0.5, 1.0, 0.0)), "fast": (0.29, (0.5, 0.0, 1.0)), "balanced": (0.17, (0.6, 0.6, 0.6))}
+PREFERENCES = {"right": (0.24, (1.0, 0.0, 0.0)), "cheap": (0.38, (0.6, 0.9, 0.0)), "fast": (0.16, (0.6, 0.0, 0.9)), "balanced": (0.22, (0.8, 0.6, 0.6))}
 PHRASES = {
     "train": {
         "right": ("Be right at any price.", "Only the right answer counts.", "Cost and time do not matter, be right.", "Accuracy first, whatever the price.",
@@ -66,7 +67,9 @@ PHRASES = {
                  "Whatever it costs, be fast.", "It must be quick.", "Answer as fast as you can.", "Time is all I mind: be quick.", "I am in a hurry: be fast, please."),
         "balanced": ("Mind cost and time.", "Balance accuracy, cost and time.", "Mind the cost and the time.", "A fair balance, please.", "Find a balance.",
                      "I want a balance of cost and time.", "Mind both, time and cost.", "Please balance it all.", "A balance is all I want."),
-        "avoid": ("Do not use {}.", "Avoid {}.", "Never call {}.", "I do not want {} to be used.", "Do not ask {}.", "Leave {} out.", "No {}, please."),
+        "avoid": ("Do not use {}.", "Avoid {}.", "Never call {}.", "I do not want {} to be used.", "Do not ask {}.", "Leave {} out.", "No {}, please.",
+                  "Please do not use {}.", "Please never ask {}.", "I want to avoid {}.", "You must not call {}.", "Never ask {}, please.", "Do not ever call {}.",
+                  "Please leave {} alone.", "Use no {}.", "I never use {}.", "You may not use {}.", "Stay away from {}.", "Please avoid using {}.", "Avoid asking {}, please."),
     },
     "held_out": {
         "right": ("Whatever the cost, be right.", "Be right, only accuracy counts.", "I want the right answer."),
@@ -80,10 +83,15 @@ QUESTIONS = {
     "train": {
         "knowledge": ("{subject} case {n} is {difficulty}: what is its code?", "what is the code of the {difficulty} {subject} case {n}?",
                       "give the code of {subject} case {n}, a {difficulty} one.", "{difficulty} {subject} case {n}: what is the code?",
-                      "what is given as the code of {subject} case {n}? it is {difficulty}."),
-        "arithmetic": ("what is {expression}?", "compute {expression}.", "give the value of {expression}.", "{expression}: give it."),
-        "lookup": ("what is the {relation} of {subject}?", "give the {relation} of {subject}.", "what is given as the {relation} of {subject}?"),
-        "chain": ("what is the {field} of the {path} {table} {n}?", "give the {field} of the {path} {table} {n}."),
+                      "what is given as the code of {subject} case {n}? it is {difficulty}.", "for the {difficulty} {subject} case {n}, what is the code?",
+                      "the code of {subject} case {n}, please: it is a {difficulty} one.", "I want the code of {difficulty} {subject} case {n}.",
+                      "{subject} case {n}, {difficulty}: give its code.", "this is a {difficulty} case of {subject}, {n}: give its code."),
+        "arithmetic": ("what is {expression}?", "compute {expression}.", "give the value of {expression}.", "{expression}: give it.", "the value of {expression}, please.",
+                       "{expression} is what?", "{expression}, please."),
+        "lookup": ("what is the {relation} of {subject}?", "give the {relation} of {subject}.", "what is given as the {relation} of {subject}?", "the {relation} of {subject}, please.",
+                   "I want the {relation} of {subject}."),
+        "chain": ("what is the {field} of the {path} {table} {n}?", "give the {field} of the {path} {table} {n}.", "the {field} of the {path} {table} {n}, please.",
+                  "{path} {table} {n}: what is the {field}?", "the {path} {table} {n}: what {field}?"),
     },
     "held_out": {
         "knowledge": ("{difficulty} {subject} case {n}: give its code.", "what code is given for {subject} case {n}? it is a {difficulty} one."),
@@ -95,7 +103,8 @@ QUESTIONS = {
 CHAINS = (("order", "customer", "agent"), ("book", "author", "editor"), ("flight", "pilot", "base"))
 FITS = {"arithmetic": "code", "lookup": "search", "chain": "records"}          # which tool solves which kind of question
 FIELDS = ("age", "code", "rank")
-WELL_KNOWN = ("atomic number",)                                                # relations that experts are good at: easy look-ups
+ASKED = ("element", "country")                                                 # subjects of the corpus, by number, that questions are about
+WELL_KNOWN = ("period",)                                                       # relations that experts are good at: easy look-ups
 _TRAIN, _HELD = "train", "held_out"
 
 
@@ -110,9 +119,10 @@ def _draw(rng: random.Random, low: int, high: int, split: str) -> int:
     return n
 
 
-def _log_draw(rng: random.Random, bounds: tuple[int, int], split: str | None) -> int:
-    """A whole number between the bounds, log-uniform, of this split's numbers (None: any)."""
-    low, high = bounds
+def _log_draw(rng: random.Random, ranges: tuple[tuple[int, int], tuple[int, int], float], split: str | None) -> int:
+    """A whole number, log-uniform in one of two ranges, of this split's numbers (None: any)."""
+    usual, high, share = ranges
+    low, high = high if rng.random() < share else usual
     while not (n := round(low * (high / low) ** rng.random())) or split and not _belongs(n, split):
         pass
     return n
@@ -127,7 +137,9 @@ def corpus() -> tuple[tuple[dict[str, str], ...], Index]:
 
 @lru_cache(maxsize=2)
 def _facts(split: str) -> tuple[dict[str, str], ...]:
-    return tuple(fact for i, fact in enumerate(corpus()[0]) if _belongs(i, split))
+    """What is asked in a split; the rest of the corpus is there to be confused with."""
+    asked = [fact for fact in corpus()[0] if fact["subject"].split()[0] in ASKED]
+    return tuple(fact for i, fact in enumerate(asked) if _belongs(i, split))
 
 
 @dataclass(frozen=True)
@@ -135,8 +147,9 @@ class World:
     """The miniature's tasks. `task(split, index)` is a pure function of its arguments and `seed`."""
 
     seed: int = 0
-    avoid_share: float = 0.35
+    avoid_share: float = 0.45
     lessons: bool = False                # true: the mixture of kinds for demonstrations
+    most_tools: int = 0                  # on offer; 0: no limit
 
     def tasks(self, split: str, count: int, start: int = 0) -> list[Task]:
         return [self.task(split, i) for i in range(start, start + count)]
@@ -161,9 +174,10 @@ class World:
         return words, subject, str(_draw(rng, 10, 99, split)), {}, None
 
     def _arithmetic(self, rng, split, difficulty):
-        low, high = (10, 99) if difficulty == "easy" else (100, 999)
-        a, b = _draw(rng, low, high, split), _draw(rng, low, high, split)
-        expression = f"{a} {rng.choice('+-')} {b}" if difficulty == "easy" else f"{a} * {_draw(rng, 11, 99, split)} {rng.choice('+-')} {b}"
+        if difficulty == "easy":
+            expression = f"{_draw(rng, 10, 99, split)} {rng.choice('+-')} {_draw(rng, 10, 99, split)}"
+        else:
+            expression = f"{_draw(rng, 100, 999, split)} * {_draw(rng, 3, 9, split)}"
         return rng.choice(QUESTIONS[split]["arithmetic"]).format(expression=expression), "arithmetic", str(eval(expression)), {}, expression  # our own digits
 
     def _lookup(self, rng, split, difficulty):
@@ -190,9 +204,9 @@ class World:
         """The large and the small model, often a third expert; the tool that fits the question four times out of five (records
         always), and now and then one that does not."""
         experts = ["large", "small"]
-        if rng.random() < 0.6:
+        if rng.random() < 0.7:
             specialist = kind == "knowledge" and rng.random() < 0.6 or rng.random() < 0.2
-            experts.append("medium" if not specialist else subject if kind == "knowledge" and rng.random() < 0.7 else rng.choice(SUBJECTS))
+            experts.append("medium" if not specialist else subject if kind == "knowledge" and rng.random() < 0.8 else rng.choice(SUBJECTS))
         fitting = FITS.get(kind)
         others = [t for t in ("code", "search") if rng.random() < (0.8 if t == fitting else 0.1)] + (["records"] if fitting == "records" else [])
         names = rng.sample(EXPERT_NAMES, len(experts))
@@ -200,6 +214,8 @@ class World:
         for what, name in [*zip(experts, names), *((t, rng.choice(TOOL_NAMES[t])) for t in others)]:
             family = "specialist" if what in SUBJECTS else what
             offered.append({"name": name, "what": what, "price": _log_draw(rng, PRICES[family], split), "latency": _log_draw(rng, LATENCIES[family], None)})
+        if self.most_tools:
+            offered = sorted(offered, key=lambda t: t["what"] != fitting)[: self.most_tools]
         rng.shuffle(offered)
         return offered
 
@@ -235,7 +251,7 @@ def expected_cost(offered: dict[str, Any], difficulty: str) -> float:
 
 
 def describe(offered: dict[str, Any]) -> str:
-    """What stands in the prompt: "medium vega $15/M 18s", a price per million tokens; tools charge per thousand calls, "code run $3/k 2s"."""
+    """What stands in the prompt: "medium vega $85/M 18s", a price per million tokens; tools charge per thousand calls, "code run $30/k 2s"."""
     return f"{offered['what']} {offered['name']} ${offered['price']}/{'M' if is_expert(offered) else 'k'} {offered['latency']}s"
 
 
@@ -262,15 +278,16 @@ def normalise(answer: str) -> str:
     return answer.strip().rstrip(".").replace(",", "").casefold()
 
 
-# Demonstrations: a teacher that reads aloud and is blind to the preference.
+# Demonstrations: a teacher that reads aloud and chooses carelessly.
 
 def first_thought(task: Task) -> str:
-    """Reads aloud what decides the choice: the kind of question, the wish, what to avoid, and every tool as it is described."""
+    """Reads aloud what decides the choice: every tool as it is described, then, nearest to the choice, the kind of question, the wish and
+    what to avoid."""
     data = task.data
     topic = f"{data['difficulty']} {data['subject']}" if data["kind"] == "knowledge" else data["kind"]
-    avoided = "".join(f", avoid {name}" for name in task.preference.avoided)
     listed = ", ".join(describe(t) for t in data["tools"])
-    return f"{topic}. {preference_name(task.preference)}{avoided}. {listed}"
+    avoided = "".join(f". avoid {t['name']} {t['what']}" for t in data["tools"] if t["name"] in task.preference.avoided)
+    return f"{listed}. {topic}. {preference_name(task.preference)}{avoided}"
 
 
 def calls_for(task: Task, offered: dict[str, Any], key: tuple[str, int] | None = None) -> ToolCall:
@@ -293,15 +310,15 @@ def read_result(task: Task, offered: dict[str, Any], result: ToolResult) -> tupl
         return "failed", None, False, None
     if offered["what"] == "records":
         (name, value), = json.loads(text).items()
-        return f"{name} {value}", (None if name in task.data["tables"] else str(value)), True, ((name, value) if name in task.data["tables"] else None)
+        return name, (None if name in task.data["tables"] else str(value)), True, ((name, value) if name in task.data["tables"] else None)
     if offered["what"] == "search":
         fact = next((f for f in corpus()[0] if f["text"] == text), None)
         right = fact is not None and task.data["solution"] == f"{fact['relation']} of {fact['subject']}"
-        return (f"found {fact['value']}", fact["value"], True, None) if right else ("failed", None, False, None)
+        return ("found", fact["value"], True, None) if right else ("failed", None, False, None)
     if offered["what"] == "code":
-        return f"value {text}", text, task.data["kind"] == "arithmetic", None
+        return "value", text, task.data["kind"] == "arithmetic", None
     confidence, value = text.split(": ")
-    return f"{confidence} {value}", value, confidence == "sure", None
+    return confidence, value, confidence == "sure", None
 
 
 @dataclass(frozen=True)
@@ -314,33 +331,43 @@ class Lesson:
     result: ToolResult | None = None
 
 
-def teach(env: ToolEnvironment, seed: int, *, sensible: float = 0.7, turns: int = 6) -> list[Lesson]:
+def common_sense(task: Task, options: list[dict[str, Any]]) -> dict[str, Any]:
+    """What anybody would choose who can read: nothing that is to be avoided; the tool made for such questions; else the expert the wish
+    suggests: the cheapest, the fastest, the one with the biggest name."""
+    allowed = [t for t in options if t["name"] not in task.preference.avoided] or options
+    wish = preference_name(task.preference)
+    for offered in allowed:
+        if offered["what"] == FITS.get(task.data["kind"]):
+            return offered
+    if wish == "cheap":
+        return min(allowed, key=lambda t: t["price"])
+    if wish == "fast":
+        return min(allowed, key=lambda t: t["latency"])
+    return max(allowed, key=lambda t: (t["what"] == task.data["subject"], t["what"] == "large", t["what"] == "medium"))
+
+
+def teach(env: ToolEnvironment, seed: int, *, sensible: float = 0.35, turns: int = 6) -> list[Lesson]:
     """The teacher's attempt at a task, acted out in its environment so that what it reads is what the policy will read.
 
-    It picks a tool that fits the question with probability `sensible`, else any; it never looks at the preference. An unsure expert
-    makes it ask another half of the time.
+    A sloppy teacher, as a language model is before it is trained for this: each choice is `common_sense` with probability `sensible`
+    and else any usable tool, forbidden ones too. It takes an unsure answer half of the time, and checks a sure one now and then.
     """
     task, lessons = env.task, []
     rng = random.Random(f"teacher/{task.id}/{seed}")
-    fits = FITS.get(task.data["kind"])
-    usable = [t for t in task.data["tools"] if is_expert(t) or t["what"] == fits or rng.random() < 0.2]
-    fitting = [t for t in usable if t["what"] == fits]
-    offered = fitting[0] if fitting and rng.random() < sensible else rng.choice(usable)
-    thought, key, value, tried = first_thought(task), None, "0", set()
+    usable = [t for t in task.data["tools"] if is_expert(t) or t["what"] == FITS.get(task.data["kind"]) or rng.random() < 0.2]
+    thought, key, value, offered = first_thought(task), None, "0", None
+    left = list(usable)
     for _ in range(turns - 1):
-        thought = f"{thought}. ask {offered['what']} {offered['name']}"
+        if key is None:
+            offered = common_sense(task, left) if rng.random() < sensible else rng.choice(left)
+            left.remove(offered)
         call = calls_for(task, offered, key)
         result = env.by_name[offered["name"]].call(call.arguments)
-        lessons.append(Lesson(thought, call=call, result=result))
-        tried.add(offered["name"])
+        lessons.append(Lesson(f"{thought}. ask {offered['what']} {offered['name']}", call=call, result=result))
         thought, answer, sure, key = read_result(task, offered, result)
         value = answer or value
-        if key is not None:
-            continue
-        left = [t for t in usable if t["name"] not in tried]
-        if answer is not None and (sure or rng.random() < 0.5) or not left:
+        if key is None and (not left or answer is not None and rng.random() < (0.85 if sure else 0.5)):
             break
-        offered = rng.choice(left)
     return lessons + [Lesson(thought, value)]
 
 
@@ -358,7 +385,8 @@ def demonstrate(env: ToolEnvironment, tokenizer, seed: int) -> tuple[list[int], 
 
 def texts(world: World, count: int, sandbox: Sandbox) -> Iterator[str]:
     """Demonstrations on `count` train tasks as text, and the corpus: what the tokenizer is trained on."""
-    yield from (fact["text"] for fact in corpus()[0])
+    for fact in corpus()[0]:
+        yield fact["text"]
     for task in world.tasks(_TRAIN, count):
         env = environment(task, 0, sandbox)
         messages = list(env.messages)

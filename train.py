@@ -67,6 +67,7 @@ class Training:
         self.config, self.run, self.sandbox = config, run, sandbox
         self.world = World(config.run.seed, config.world.avoid_share)
         self.lessons = World(config.run.seed, config.world.avoid_share, lessons=True)
+        self.first_lessons = dataclasses.replace(self.lessons, most_tools=2)
         model, self.tokenizer = self._model()
         settings, rollout = config.grpo, config.rollout
         self.trainer = Trainer(model, vocab_limit=self.tokenizer.vocab_size, optimizer=config.warm_start.optimizer, weight_decay=settings.weight_decay, grad_clip=settings.grad_clip,
@@ -109,7 +110,8 @@ class Training:
         while self.step < section.steps:
             start = time.monotonic()
             groups = []
-            for task in self.lessons.tasks("train", section.prompts, start=self.step * section.prompts):
+            lessons = self.first_lessons if self.step < section.easy_steps else self.lessons
+            for task in lessons.tasks("train", section.prompts, start=self.step * section.prompts):
                 samples = []
                 for seed in range(section.samples):
                     prompt, ids, sampled = demonstrate(environment(task, seed, self.sandbox), self.tokenizer, seed)

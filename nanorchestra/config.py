@@ -36,12 +36,13 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class WorldSection:
-    avoid_share: float = 0.35            # of the tasks in which the user forbids a tool
+    avoid_share: float = 0.45            # of the tasks in which the user forbids a tool
 
 
 @dataclass(frozen=True)
 class WarmStartSection:
     steps: int = 240
+    easy_steps: int = 80                 # the first steps, on tasks that offer two tools: copying is learnt sooner on short prompts
     prompts: int = 16                    # tasks a step
     samples: int = 1                     # demonstrations a task
     optimizer: str = "muon"              # adamw or muon

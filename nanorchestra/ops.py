@@ -95,7 +95,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens start .. start + length of a pack, seeing a prefix (another segment, or its first tokens) and then themselves, causally."""
+    """Tokens start .. start + length of a pack. They see a prefix, which is an earlier segment or its first tokens, whatever that one
+    sees, and then themselves, causally."""
 
     start: int
     length: int
@@ -104,58 +105,59 @@ class Segment:
 
 
 def packed_attention(segments: Sequence[Segment]) -> Attend:
-    """Attention for training over a pack in which the samples of one prompt share the prompt's tokens.
+    """Attention for training over a pack in which prompts share their beginning, and the samples of one prompt the prompt.
 
     The segments cover the pack in order, without gaps. The `attend` returned takes q [T, H, D], k and v [T, Hkv, D] and gives [T, H, D]:
-    position i of a segment sees all of its prefix and positions 0..i of the segment. No mask, no padding and no copy of the prefix:
+    position i of a segment sees all of its prefixes and positions 0..i of the segment. No mask, no padding and no copy of a prefix:
     neighbouring segments with the same prefix look at it in one dense call. Raises ValueError if the segments do not fit together.
     """
-    spans: list[_Span] = []  # each segment on itself
+    own: list[_Span] = []  # each segment on itself
     shared: dict[tuple[int, int], list[_Span]] = {}  # runs of neighbours on their common prefix
-    roots: dict[int, int] = {}
     end = 0
-    for index, segment in enumerate(segments):
+    for index, (segment, prefixes) in enumerate(zip(segments, _prefixes(segments))):
         if segment.start != end or segment.length < 1:
             raise ValueError(f"segment {index}: start {segment.start}, length {segment.length}; expected start {end} and length >= 1")
         end += segment.length
-        spans.append(_Span(segment.start, end, segment.start, end))
-        if segment.prefix_length == 0:
-            roots[segment.start] = segment.length
-            continue
-        if not segment.prefix_length <= roots.get(segment.prefix_start, 0):
-            raise ValueError(f"segment {index}: its prefix is not the beginning of an earlier segment that has no prefix itself")
-        prefix = (segment.prefix_start, segment.prefix_start + segment.prefix_length)
-        runs = shared.setdefault(prefix, [])
-        if runs and runs[-1].end == segment.start:
-            runs[-1] = _Span(runs[-1].start, end, *prefix)
-        else:
-            runs.append(_Span(segment.start, end, *prefix))
+        own.append(_Span(segment.start, end, segment.start, end))
+        for prefix in prefixes:
+            runs = shared.setdefault(prefix, [])
+            if runs and runs[-1].end == segment.start:
+                runs[-1] = _Span(runs[-1].start, end, *prefix)
+            else:
+                runs.append(_Span(segment.start, end, *prefix))
     prefixed = [span for runs in shared.values() for span in runs]
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if q.shape[0] != end:
             raise ValueError(f"the segments cover {end} tokens; q has {q.shape[0]}")
         if q.device.type == "cpu":
-            return _PackedAttention.apply(q, k, v, spans, prefixed)
+            return _PackedAttention.apply(q, k, v, own, prefixed)
         return segment_attention(segments, q, k, v)
 
     return attend
 
 
+def _prefixes(segments: Sequence[Segment]) -> list[list[tuple[int, int]]]:
+    """For each segment the spans (start, end) before it that it sees, in order of position."""
+    lengths: dict[int, int] = {}
+    seen: dict[int, list[tuple[int, int]]] = {}
+    for index, segment in enumerate(segments):
+        if segment.prefix_length > lengths.get(segment.prefix_start, 0):
+            raise ValueError(f"segment {index}: its prefix is not the beginning of an earlier segment")
+        span = (segment.prefix_start, segment.prefix_start + segment.prefix_length)
+        lengths[segment.start] = segment.length
+        seen[segment.start] = [*seen[segment.prefix_start], span] if segment.prefix_length else []
+    return [seen[segment.start] for segment in segments]
+
+
 def segment_attention(segments: Sequence[Segment], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """What packed_attention computes, one segment at a time by public operators: the path of other devices, the reference of the CPU's."""
-    lengths = [segment.length for segment in segments]
-    indices = {segment.start: index for index, segment in enumerate(segments)}
-    q_parts, k_parts, v_parts = q.split(lengths), k.split(lengths), v.split(lengths)
     outputs = []
-    for index, segment in enumerate(segments):
-        mask, keys, values = None, k_parts[index], v_parts[index]
-        if segment.prefix_length:
-            prefix = indices[segment.prefix_start]
-            keys = torch.cat((k_parts[prefix][: segment.prefix_length], keys))
-            values = torch.cat((v_parts[prefix][: segment.prefix_length], values))
-            mask = torch.ones(segment.length, len(keys), dtype=torch.bool, device=q.device).tril(segment.prefix_length)
-        outputs.append(_attention(q_parts[index][None], keys[None], values[None], mask)[0])
+    for segment, prefixes in zip(segments, _prefixes(segments)):
+        spans = [slice(*prefix) for prefix in prefixes] + [slice(segment.start, segment.start + segment.length)]
+        keys, values = (torch.cat([x[span] for span in spans]) for x in (k, v))
+        mask = torch.ones(segment.length, len(keys), dtype=torch.bool, device=q.device).tril(len(keys) - segment.length) if prefixes else None
+        outputs.append(_attention(q[spans[-1]][None], keys[None], values[None], mask)[0])
     return torch.cat(outputs)
 
 
@@ -174,9 +176,9 @@ class _Span:
 
 
 class _PackedAttention(torch.autograd.Function):
-    """Softmax attention in two parts, merged exactly by their log-sum-exps (Dao et al. 2022, section 3.1), with the CPU's flash kernels.
+    """Softmax attention in parts, merged exactly by their log-sum-exps (Dao et al. 2022, section 3.1), with the CPU's flash kernels.
 
-    The backward pass of either part, given the merged output and log-sum-exp, yields that part's share of the gradients. Explicit,
+    The backward pass of each part, given the merged output and log-sum-exp, yields that part's share of the gradients. Explicit,
     because autograd neither differentiates the log-sum-exp nor writes the gradient of a slice without a zero tensor of the whole.
     """
 

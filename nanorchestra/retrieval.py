@@ -1,6 +1,6 @@
-"""Finds passages by their words, without an embedding model: hashed words and letter trigrams in a FAISS inner-product index.
+"""Finds passages by their words, without an embedding model: hashed words, pairs of words and letter trigrams in a FAISS inner-product index.
 
-A text becomes one vector: each distinct word and each trigram of its letters is hashed to a signed coordinate and weighted by its
+A text becomes one vector: each distinct word, each pair of neighbours and each trigram of letters is hashed to a signed coordinate and weighted by its
 inverse document frequency; the vector has length 1, so a score is a cosine in [-1, 1]. Words find what is named, trigrams forgive a
 plural or a misspelling. Everything is deterministic across machines and runs. faiss is imported in this file only.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
+from itertools import pairwise
 from pathlib import Path
 
 import faiss
@@ -80,7 +81,9 @@ def load_passages(path: str | Path) -> list[str]:
 def _features(text: str) -> np.ndarray:
     """Hash a text's distinct words and trigrams to one float32 vector [DIMENSIONS], without idf and not normalised."""
     weights = {}
-    for word in _WORD.findall(text.lower()):
+    words = _WORD.findall(text.lower())
+    weights |= {f"{a} {b}": 1.0 for a, b in pairwise(words)}
+    for word in words:
         weights[word] = 1.0
         padded = f"^{word}$"
         for i in range(len(padded) - 2):

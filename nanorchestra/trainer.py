@@ -1,7 +1,8 @@
 """Training steps: packs groups of trajectories without padding, computes log-probabilities with the engine's own model, updates.
 
-A pack holds every group's prompt once, followed by its samples; `ops.packed_attention` lets each sample attend to its prompt and to
-itself, so eight samples of a 350-token prompt cost 350 + 8 n tokens and not 8 (350 + n), with exactly the same gradients.
+A pack is a tree: what all prompts begin with is there once, each prompt once, and what samples of it have in common (the thought that
+reads the prompt) once. `ops.packed_attention` lets every id attend to its own past, so that the gradients are exactly those of the
+whole sequences.
 The loss is a sum over sampled ids divided by their number in the whole step, so that neither packing nor micro-batches change it.
 """
 
@@ -17,6 +18,8 @@ from torch import Tensor
 from . import grpo
 from .model import Qwen3
 from .ops import Segment, packed_attention
+
+SHARED_IDS = 16            # samples share what they have in common if it is at least so long: a shorter segment costs more than it saves
 
 
 @dataclass
@@ -60,34 +63,60 @@ class Packed:
 
 
 def pack(groups: Sequence[Group], device: torch.device | str = "cpu") -> Packed:
-    """Lays the groups behind one another: prompt, sample, sample, ...; no padding."""
+    """Lays out every id once: what all prompts begin with, then each prompt's rest and its samples as a tree; no padding."""
     tokens: list[int] = []
     positions: list[int] = []
     segments: list[Segment] = []
+
+    def lay(ids: Sequence[int], position: int, prefix: Segment | None) -> Segment:
+        segments.append(Segment(len(tokens), len(ids), *((prefix.start, prefix.length) if prefix else ())))
+        tokens.extend(ids)
+        positions.extend(range(position, position + len(ids)))
+        return segments[-1]
+
+    def lay_tree(samples: list[Sample], places: list[list[int]], depth: int, offset: int, prefix: Segment) -> None:
+        """Samples that agree in their first `depth` ids: those that go on alike share a segment. `places` collects where their ids are."""
+        families: dict[tuple[int, ...], list[int]] = {}
+        for i, sample in enumerate(samples):
+            if len(sample.ids) > depth:
+                families.setdefault(tuple(sample.ids[depth: depth + SHARED_IDS]), []).append(i)
+        for family in families.values():
+            members = [samples[i] for i in family]
+            end = depth + _agree([member.ids[depth:] for member in members])
+            segment = lay(members[0].ids[depth:end], offset + depth, prefix)
+            for i in family:
+                places[i].extend(range(segment.start, segment.start + segment.length))
+            if len(family) > 1:
+                lay_tree(members, [places[i] for i in family], end, offset, segment)
+
     source: list[int] = []
     targets: list[int] = []
     old: list[float] = []
     advantages: list[float] = []
+    common = min(_agree([group.prompt for group in groups]), min(len(group.prompt) for group in groups) - 1) if len(groups) > 1 else 0
+    beginning = lay(groups[0].prompt[:common], 0, None) if common else None
     for group in groups:
-        prompt_start, prompt_length = len(tokens), len(group.prompt)
-        segments.append(Segment(prompt_start, prompt_length))
-        tokens += group.prompt
-        positions += range(prompt_length)
-        for sample in group.samples:
-            start = len(tokens)
-            segments.append(Segment(start, len(sample.ids), prompt_start, prompt_length))
+        prompt = lay(group.prompt[common:], common, beginning)
+        places: list[list[int]] = [[] for _ in group.samples]
+        lay_tree(group.samples, places, 0, len(group.prompt), prompt)
+        for sample, place in zip(group.samples, places):
+            before = [prompt.start + prompt.length - 1, *place]
             for i, (token, sampled) in enumerate(zip(sample.ids, sample.sampled, strict=True)):
                 if sampled:
-                    source.append(start + i - 1 if i else prompt_start + prompt_length - 1)
+                    source.append(before[i])
                     targets.append(token)
                     old.append(sample.logprobs[i] if sample.logprobs else 0.0)
                     advantages.append(sample.advantage)
-            tokens += sample.ids
-            positions += range(prompt_length, prompt_length + len(sample.ids))
     as_ids = dict(dtype=torch.int64, device=device)
     as_numbers = dict(dtype=torch.float32, device=device)
     return Packed(torch.tensor(tokens, **as_ids), torch.tensor(positions, **as_ids), packed_attention(segments),
                   torch.tensor(source, **as_ids), torch.tensor(targets, **as_ids), torch.tensor(old, **as_numbers), torch.tensor(advantages, **as_numbers))
+
+
+def _agree(sequences: Sequence[Sequence[int]]) -> int:
+    """How many ids all of them begin with."""
+    first, last = min(sequences), max(sequences)             # in lexicographic order: what these two share, all share
+    return next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), min(len(first), len(last)))
 
 
 def micro_batches(groups: Sequence[Group], token_budget: int) -> Iterator[list[Group]]:

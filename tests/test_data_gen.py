@@ -108,7 +108,7 @@ def test_the_teacher_is_blind_to_the_preference(sandbox):
     import dataclasses
     from nanorchestra.types import Preference
     for task in World(0).tasks("train", 30):
-        other = dataclasses.replace(task, preference=Preference("Be cheap.", 0.5, 1.0, 0.0))
+        other = dataclasses.replace(task, preference=Preference("Be cheap.", *data_gen.PREFERENCES["cheap"][1]))
         assert [l.call for l in teach(environment(task, 1, sandbox), 1)] == [l.call for l in teach(environment(other, 1, sandbox), 1)]
 
 

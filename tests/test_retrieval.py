@@ -37,7 +37,7 @@ def test_every_fact_is_found_by_its_subject_and_relation(facts, index):
 
 
 def test_spelling_and_case_are_forgiven(index):
-    assert "76" in index.search("OSMIUM", k=1)[0][1]
+    assert "76" in index.search("OSMIUM: ATOMIC NUMBER", k=1)[0][1]
     assert "number is 15." in index.search("atomic number of phosphorous", k=1)[0][1]
 
 

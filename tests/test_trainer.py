@@ -20,12 +20,12 @@ def make_groups(seed=0, groups=3, samples=3):
 
     made = []
     for _ in range(groups):
-        members = []
-        for _ in range(samples):
-            n = rng.randint(2, 20)
-            sampled = [True] + [rng.random() < 0.7 for _ in range(n - 1)]
-            members.append(Sample(ids(n), sampled, [rng.uniform(-3, -0.1) for _ in range(n)], rng.uniform(-2, 2)))
-        made.append(Group(ids(rng.randint(3, 40)), members))
+        members, thought = [], ids(20)
+        for i in range(samples):                                              # alone; the thought and more; part of the thought and more
+            said = ids(rng.randint(2, 20)) if i % 3 == 0 else thought[: 20 - i % 2] + ids(rng.randint(0, 20))
+            sampled = [True] + [rng.random() < 0.7 for _ in said[1:]]
+            members.append(Sample(said, sampled, [rng.uniform(-3, -0.1) for _ in said], rng.uniform(-2, 2)))
+        made.append(Group([5, 6, 5, 7] + ids(rng.randint(3, 40)), members))   # prompts begin alike
     return made
 
 
@@ -38,7 +38,8 @@ def gradients(model, groups, **options):
 
 
 def test_a_packed_group_equals_its_samples_one_by_one(nano_model):
-    groups = make_groups()
+    groups = make_groups(samples=7)
+    groups[0].samples[1].ids[:] = groups[0].samples[2].ids[: len(groups[0].samples[1].ids)]   # one sample is the beginning of another
     normaliser = float(sum(g.sampled for g in groups))
     packed = gradients(nano_model, groups)
     nano_model.zero_grad()
