@@ -268,16 +268,16 @@ def load_policy(path: Path) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def load_rollout(path: Path) -> Rollout:
-    """A greedy rollout of a checkpoint with the limits under which a run of train.py evaluates by default."""
+def load_rollout(path: Path, temperature: float) -> Rollout:
+    """A rollout of a checkpoint with the limits under which the miniature's run of train.py evaluates."""
     from nanorchestra import Engine, SamplingParams
-    from nanorchestra.config import RolloutSection
+    from nanorchestra.config import load_config
 
-    limits, rows = RolloutSection(), 128
+    limits, rows = load_config(Path(__file__).parent / "configs" / "nano.toml").rollout, 128
     model, tokenizer = load_policy(path)
     context = min(limits.context_tokens, model.config.max_position_embeddings)
     engine = Engine(model, tokenizer, num_pages=rows * -(-context // limits.page_size), page_size=limits.page_size, max_running=rows, max_context=context)
-    return Rollout(engine, tokenizer, lambda seed, budget: SamplingParams(max_tokens=budget, temperature=0.0, seed=seed),
+    return Rollout(engine, tokenizer, lambda seed, budget: SamplingParams(max_tokens=budget, temperature=temperature, seed=seed),
                    Limits(limits.turns, limits.turn_tokens, context))
 
 
@@ -290,6 +290,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="evaluate.py", description="Evaluates a checkpoint and the fixed routers on the same held-out tasks of the miniature.")
     parser.add_argument("--model", type=Path, default=NANO, metavar="PATH", help="a checkpoint directory in Hugging Face layout (default: the bundled nano)")
     parser.add_argument("--tasks", type=int, default=480, metavar="N", help="held-out tasks (default: 480)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the sampling; 0 is greedy (default: 1, as in training)")
     parser.add_argument("--seed", type=int, default=0, help="of the tasks and of the simulated experts (default: 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all the figures there too")
     parser.error = refuse_arguments
@@ -297,9 +298,11 @@ def main(arguments: Sequence[str]) -> int:
         options = parser.parse_args(arguments)
         if options.tasks < 1:
             raise UserError(f"--tasks is {options.tasks}; it must be at least 1")
+        if not 0 <= options.temperature < float("inf"):
+            raise UserError(f"--temperature is {options.temperature}; it must be a finite number, 0 or more")
         if options.json and (options.json.is_dir() or not os.access(options.json.parent, os.W_OK)):
             raise UserError(f"--json {options.json}: cannot be written; give a file in a directory that exists and can be written")
-        rollout, tasks = load_rollout(options.model), World(options.seed).tasks("held_out", options.tasks)
+        rollout, tasks = load_rollout(options.model, options.temperature), World(options.seed).tasks("held_out", options.tasks)
         with Sandbox() as sandbox:
             with tqdm(total=len(tasks), desc="held-out tasks", unit="task", dynamic_ncols=True) as bar:
                 scores = summarise(tasks, evaluate(rollout, tasks, options.seed, sandbox, on_done=lambda _: bar.update()))

@@ -88,7 +88,7 @@ class RolloutSection:
 @dataclass(frozen=True)
 class EvaluationSection:
     tasks: int = 480
-    temperature: float = 0.0
+    temperature: float = 1.0             # as in training; 0 is greedy
 
 
 @dataclass(frozen=True)
