@@ -350,12 +350,15 @@ def teach(env: ToolEnvironment, seed: int, *, sensible: float = 0.35, turns: int
     """The teacher's attempt at a task, acted out in its environment so that what it reads is what the policy will read.
 
     A sloppy teacher, as a language model is before it is trained for this: each choice is `common_sense` with probability `sensible`
-    and else any usable tool, forbidden ones too. It takes an unsure answer half of the time, and checks a sure one now and then.
+    and else any usable tool; what is forbidden it remembers half of the time. It takes an unsure answer half of the time, and checks a
+    sure one now and then.
     """
     task, lessons = env.task, []
     rng = random.Random(f"teacher/{task.id}/{seed}")
     usable = [t for t in task.data["tools"] if is_expert(t) or t["what"] == FITS.get(task.data["kind"]) or rng.random() < 0.2]
     thought, key, value, offered = first_thought(task), None, "0", None
+    if rng.random() < 0.5:
+        usable = [t for t in usable if t["name"] not in task.preference.avoided] or usable
     left = list(usable)
     for _ in range(turns - 1):
         if key is None:

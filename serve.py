@@ -33,9 +33,9 @@ from tools import HttpExpert, load_tools
 
 MAX_CONTEXT, PAGE = 16_384, 16                     # tokens of one conversation at most, and of one KV page
 LINE_UP = [{"name": name, "what": what, "price": price, "latency": latency} for name, what, price, latency in (
-    ("orion", "large", 30, 20), ("vega", "medium", 10, 9), ("lyra", "small", 2, 2), ("calc", "code", 6, 4), ("search", "search", 6, 4), ("records", "records", 2, 2))]
-EXAMPLES = ("law case 372 is hard: what is its code?", "what is 417 * 26 - 119?", "what is the atomic number of gold?",
-            "what is the age of the agent of the customer of the order 512?")
+    ("orion", "large", 300, 25), ("vega", "medium", 85, 8), ("lyra", "small", 25, 2), ("calc", "code", 30, 3), ("search", "search", 35, 3), ("records", "records", 20, 2))]
+EXAMPLES = ("law case 372 is hard: what is its code?", "what is 417 * 6?", "what is the mass of element 79?",
+            "what is the age of the agent of the customer of order 512?")
 HELP = f"""nano can be asked four kinds of questions (subjects: {', '.join(SUBJECTS)}; chains: {'; '.join(' > '.join(chain) for chain in CHAINS)}):
 {chr(10).join('  ' + example for example in EXAMPLES)}
 Each question stands for itself. Codes of cases and records are made up (always the same for the same case); the corpus is real.
