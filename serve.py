@@ -53,11 +53,12 @@ commands:
 EXPRESSION = r"(\d{1,9}(?:\s*[+*-]\s*\d{1,9}){1,7})"
 ARITHMETIC = [re.compile(re.escape(words.rstrip(".?")).replace(r"\{expression\}", EXPRESSION) + r"[\s.?!=]*", re.IGNORECASE) for words in (
     "{expression}", "what's {expression}", "how much is {expression}", "calculate {expression}", *(words for split in QUESTIONS.values() for words in split["arithmetic"]))]
-KNOWLEDGE = re.compile(rf"\b({'|'.join(SUBJECTS)}) case (\d{{1,9}})\b")
+SUBJECT = "|".join(SUBJECTS)
+KNOWLEDGE = re.compile(rf"\b(?:({SUBJECT}) case|case of ({SUBJECT}),) (\d{{1,9}})\b")
 CHAIN = re.compile(r"\b((?:\w+ of )+)(\w+) (\d{1,9})\b")
 WISHES = (("balanced", "balanc"), ("right", "right|correct|accura|any price"), ("cheap", "cheap|low|spend|money"), ("fast", "fast|quick|hurry|soon"),
           ("balanced", "cost.*time|time.*cost|mind"), ("cheap", "cost|price"), ("fast", "time"))
-NOT = r"\b(?:avoid|never|not|don't|without|leave|no)(?: \w+){0,3}? "           # what stands before the name of a tool to avoid
+NOT = r"\b(?:avoid|away|never|not|don't|without|leave|no)(?: \w+){0,3}? "           # what stands before the name of a tool to avoid
 
 
 def miniature_task(question: str, wish: str) -> Task:
@@ -90,7 +91,7 @@ def _made_up(what: str, low: int, high: int) -> str:
 def _knowledge(question: str) -> dict[str, Any] | None:
     if not (match := KNOWLEDGE.search(_words(question))):
         return None
-    subject, n = match[1], int(match[2])
+    subject, n = match[1] or match[2], int(match[3])
     difficulty = "hard" if re.search(r"\bhard\b", question, re.IGNORECASE) else "easy"
     return {"kind": "knowledge", "subject": subject, "difficulty": difficulty, "answer": _made_up(f"{subject} case {n}", 10, 99)}
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from data_gen import World, demonstrate, environment, texts
+from data_gen import World, demonstrate, describe, environment, texts
 from evaluate import evaluate, evaluate_routers, price_probe, score, summarise, task_bounds
 from nanorchestra import Engine, SamplingParams, load_model
 from nanorchestra.agent import Limits, PolicyPrice, Rollout
@@ -78,6 +78,7 @@ class Training:
         self.engine = Engine(engine_model, self.tokenizer, num_pages=pages, page_size=rollout.page_size, max_batch_tokens=rollout.max_batch_tokens,
                              max_running=rows, max_context=rollout.context_tokens)
         self.phase, self.step, self.before, self.seconds = "warm_start", 0, None, 0.0
+        self.easy = True                                                          # the warm start is still on tasks with two tools
         self.started = time.monotonic()
 
     def _model(self) -> tuple[Qwen3, Tokenizer]:
@@ -110,7 +111,7 @@ class Training:
         while self.step < section.steps:
             start = time.monotonic()
             groups = []
-            lessons = self.first_lessons if self.step < section.easy_steps else self.lessons
+            lessons = self.first_lessons if self.easy else self.lessons
             for task in lessons.tasks("train", section.prompts, start=self.step * section.prompts):
                 samples = []
                 for seed in range(section.samples):
@@ -120,6 +121,7 @@ class Training:
             metrics = self.trainer.supervised_step(groups, schedule.at(self.step))
             seconds = time.monotonic() - start
             self.step += 1
+            self.easy = self.easy and metrics["loss"] > section.easy_loss and self.step < section.easy_steps
             self.run.append("metrics", {"phase": "warm_start", "step": self.step, **_plain(metrics), "tokens_per_s": metrics["tokens"] / seconds, "seconds": seconds})
             bar.set_postfix_str(f"loss {metrics['loss']:.3f}, {metrics['tokens'] / seconds:,.0f} tokens/s")
             if self.step % 20 == 0:
@@ -231,7 +233,7 @@ class Training:
     def _record(self, phase: str, task: Task, trajectory: Trajectory) -> None:
         row = dataclasses.asdict(trajectory) | {
             "step": self.step, "phase": phase, "question": task.question, "preference_text": task.preference.text, "kind": task.data["kind"],
-            "tools": [{"name": t["name"], "kind": t["what"], "description": f"{t['price']} cents, {t['latency']} s"} for t in task.data["tools"]], "text": []}
+            "tools": [{"name": t["name"], "kind": t["what"], "description": describe(t)} for t in task.data["tools"]], "text": []}
         for turn in trajectory.turns:
             row["text"].append({"role": "assistant", "text": self.tokenizer.decode(trajectory.ids[turn.start:turn.end], skip_special=True)})
             row["text"] += [{"role": "tool", "text": result.content} for result in turn.results]
@@ -247,7 +249,7 @@ class Training:
         """A checkpoint aside, then renamed; the oldest beyond `keep_checkpoints` go."""
         folder = self.run.path / "checkpoints"
         folder.mkdir(exist_ok=True)
-        state = {"phase": self.phase, "step": self.step, "before": self.before, "seconds": self._elapsed(), "offsets": self.run.offsets(),
+        state = {"phase": self.phase, "step": self.step, "before": self.before, "seconds": self._elapsed(), "offsets": self.run.offsets(), "easy": self.easy,
                  "trainer": self.trainer.state_dict()}
         order = 0 if self.phase == "warm_start" else 1
         final = folder / f"{order}-{self.phase}-{self.step:06d}.pt"
@@ -269,6 +271,7 @@ class Training:
                 print(f"{path}: damaged ({type(error).__name__}); trying the one before", file=sys.stderr)
                 continue
             self.phase, self.step, self.before, self.seconds = state["phase"], state["step"], state["before"], state["seconds"]
+            self.easy = state["easy"]
             self.trainer.load_state_dict(state["trainer"])
             self.run.truncate(state["offsets"])
             print(f"resuming {self.run.path} at {self.phase} step {self.step}")

@@ -42,7 +42,8 @@ class WorldSection:
 @dataclass(frozen=True)
 class WarmStartSection:
     steps: int = 240
-    easy_steps: int = 80                 # the first steps, on tasks that offer two tools: copying is learnt sooner on short prompts
+    easy_steps: int = 160                # at most so many first steps are on tasks that offer two tools, where copying is learnt sooner,
+    easy_loss: float = 0.3               # and no more after a step with a loss below this
     prompts: int = 16                    # tasks a step
     samples: int = 1                     # demonstrations a task
     optimizer: str = "muon"              # adamw or muon

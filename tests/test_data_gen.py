@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from statistics import fmean
 
 import pytest
 
@@ -71,7 +72,7 @@ def test_names_differ_within_a_task_and_prices_and_latencies_stand_in_the_prompt
 @pytest.mark.parametrize("kind", ["arithmetic", "lookup", "chain"])
 def test_the_fitting_tool_gives_the_gold_answer(kind, tasks, sandbox):
     from evaluate import _use
-    solved = 0
+    outcomes = []
     for task in tasks["train"] + tasks["held_out"]:
         fits = [t for t in task.data["tools"] if t["what"] == data_gen.FITS.get(task.data["kind"])]
         if task.data["kind"] != kind or not fits:
@@ -82,9 +83,9 @@ def test_the_fitting_tool_gives_the_gold_answer(kind, tasks, sandbox):
             answer.append((yield from _use(task, offered))[0])
             return answer[0]
 
-        assert play(router, env, 0).outcome == 1.0, (task.question, answer, task.data["answer"])
-        solved += 1
-    assert solved > 10
+        outcomes.append(play(router, env, 0).outcome)
+        assert outcomes[-1] == 1.0 or kind == "lookup", (task.question, answer, task.data["answer"])
+    assert len(outcomes) > 10 and fmean(outcomes) > 0.93                         # search finds another passage now and then
 
 
 def test_experts_err_at_random_as_often_as_their_skill_says(sandbox):
@@ -103,13 +104,25 @@ def test_an_answer_is_compared_without_case_separators_and_full_stop(sandbox):
     assert env.score(f" {gold}. ") == 1.0 and env.score("") == 0.0 and env.score(gold + "1") == 0.0
 
 
-def test_the_teacher_is_blind_to_the_preference(sandbox):
-    """The same task under another wish is taught with the same calls."""
-    import dataclasses
-    from nanorchestra.types import Preference
-    for task in World(0).tasks("train", 30):
-        other = dataclasses.replace(task, preference=Preference("Be cheap.", *data_gen.PREFERENCES["cheap"][1]))
-        assert [l.call for l in teach(environment(task, 1, sandbox), 1)] == [l.call for l in teach(environment(other, 1, sandbox), 1)]
+def test_the_teacher_is_careless_not_blind(sandbox):
+    """It calls what is forbidden now and then, and asks the cheapest expert more often if that is wished, but not always."""
+    forbidden, cheapest = [], {"cheap": [], "right": []}
+    for task in World(0).tasks("train", 500):
+        name = teach(environment(task, 1, sandbox), 1)[0].call.name
+        if task.preference.avoided:
+            forbidden.append(name in task.preference.avoided)
+        elif task.data["kind"] == "knowledge" and preference_name(task.preference) in cheapest:
+            price = min(t["price"] for t in task.data["tools"])
+            cheapest[preference_name(task.preference)].append(name == next(t["name"] for t in task.data["tools"] if t["price"] == price))
+    assert 0.03 < fmean(forbidden) < 0.25
+    assert fmean(cheapest["right"]) + 0.1 < fmean(cheapest["cheap"]) < 0.9
+
+
+def test_first_lessons_offer_two_tools_and_keep_the_one_that_fits():
+    world = World(0, lessons=True, most_tools=2)
+    for task in world.tasks("train", 200):
+        offered = [t["what"] for t in task.data["tools"]]
+        assert len(offered) <= 2 and (task.data["kind"] != "chain" or "records" in offered)
 
 
 def test_demonstrations_mask_what_tools_said(nano_tokenizer, sandbox):

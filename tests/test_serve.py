@@ -136,14 +136,14 @@ def test_experts_know_the_made_up_code_as_well_as_their_skill_says(sandbox):
 
 
 def test_records_lead_to_the_answer_and_agree_between_questions(sandbox):
-    asked = serve.miniature_task("what is the age of the agent of the customer of the order 512?", "")
+    asked = serve.miniature_task("what is the age of the agent of the customer of order 512?", "")
     records = environment(asked, 0, sandbox).by_name["records"]
     table, key = asked.data["solution"]
     for following in ("customer", "agent", "age"):
         (table, key), = json.loads(records.call({"table": table, "id": key}).content).items()
         assert table == following
     assert str(key) == asked.data["answer"]
-    shorter = serve.miniature_task("customer of the order 512: give the rank.", "")
+    shorter = serve.miniature_task("customer of order 512: give the rank.", "")
     assert shorter.data["tables"]["order"] == asked.data["tables"]["order"]
 
 
