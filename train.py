@@ -106,7 +106,7 @@ class Training:
     def warm_start(self, stop: Stop) -> bool:
         """Supervised steps on the teacher's demonstrations. False if asked to stop."""
         section = self.config.warm_start
-        schedule = Schedule(section.learning_rate, section.steps, section.warmup_steps)
+        schedule = Schedule(section.learning_rate, section.steps, section.warmup_steps, hold=section.hold)
         bar = tqdm(total=section.steps, initial=self.step, desc="warm start", unit="step", dynamic_ncols=True, disable=None)
         while self.step < section.steps:
             start = time.monotonic()

@@ -49,6 +49,7 @@ class WarmStartSection:
     optimizer: str = "muon"              # adamw or muon
     learning_rate: float = 4e-3
     warmup_steps: int = 20
+    hold: float = 0.5                    # of the steps are at the full learning rate: copying appears suddenly, and sometimes late
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ def _check(source: str, section: str, key: str, value: Any) -> None:
             raise UserError(f"{source}: {section}.{key} is {value}; it must be a finite number, 0 or more")
         if where in _POSITIVE and value == 0:
             raise UserError(f"{source}: {section}.{key} is 0; it must be above 0")
-    if key.endswith("_share") and value > 1:
+    if (key.endswith(("_share", "_fraction")) or key == "hold") and value > 1:
         raise UserError(f"{source}: {section}.{key} is {value}; it must lie in 0..1")
 
 

@@ -135,17 +135,19 @@ def micro_batches(groups: Sequence[Group], token_budget: int) -> Iterator[list[G
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rate: `warmup_steps` up, then linearly down to `final_fraction` of the peak at `steps`."""
+    """Learning rate: `warmup_steps` up, at its peak for the first `hold` of the steps, then linearly down to `final_fraction` of it."""
 
     peak: float
     steps: int
     warmup_steps: int = 5
     final_fraction: float = 0.1
+    hold: float = 0.0
 
     def at(self, step: int) -> float:
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
-        done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+        start = max(self.warmup_steps, self.hold * self.steps)
+        done = max(0.0, step - start) / max(1.0, self.steps - start)
         return self.peak * (1 - (1 - self.final_fraction) * min(1.0, done))
 
 

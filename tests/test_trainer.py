@@ -136,3 +136,5 @@ def test_the_kl_to_the_reference_is_zero_at_the_reference_and_pulls_back(nano_mo
 def test_schedule():
     schedule = Schedule(1.0, steps=100, warmup_steps=10, final_fraction=0.1)
     assert schedule.at(0) == 0.1 and schedule.at(9) == 1.0 and schedule.at(100) == pytest.approx(0.1) and schedule.at(55) == pytest.approx(0.55)
+    held = Schedule(1.0, steps=100, warmup_steps=10, final_fraction=0.2, hold=0.5)
+    assert held.at(9) == held.at(30) == held.at(50) == 1.0 and held.at(75) == pytest.approx(0.6) and held.at(100) == pytest.approx(0.2)
