@@ -86,8 +86,8 @@ QUESTIONS = {
                       "what is given as the code of {subject} case {n}? it is {difficulty}.", "for the {difficulty} {subject} case {n}, what is the code?",
                       "the code of {subject} case {n}, please: it is a {difficulty} one.", "I want the code of {difficulty} {subject} case {n}.",
                       "{subject} case {n}, {difficulty}: give its code.", "this is a {difficulty} case of {subject}, {n}: give its code."),
-        "arithmetic": ("what is {expression}?", "compute {expression}.", "give the value of {expression}.", "{expression}: give it.", "the value of {expression}, please.",
-                       "{expression} is what?", "{expression}, please."),
+        "arithmetic": ("what is the value of {expression}?", "give the value of {expression}.", "the value of {expression}, please.", "compute the value of {expression}.",
+                       "I want the value of {expression}."),
         "lookup": ("what is the {relation} of {subject}?", "give the {relation} of {subject}.", "what is given as the {relation} of {subject}?", "the {relation} of {subject}, please.",
                    "I want the {relation} of {subject}."),
         "chain": ("what is the {field} of the {path} {table} {n}?", "give the {field} of the {path} {table} {n}.", "the {field} of the {path} {table} {n}, please.",
@@ -95,7 +95,7 @@ QUESTIONS = {
     },
     "held_out": {
         "knowledge": ("{difficulty} {subject} case {n}: give its code.", "what code is given for {subject} case {n}? it is a {difficulty} one."),
-        "arithmetic": ("give {expression}.", "{expression}: what is the value?"),
+        "arithmetic": ("the value of {expression}, what is it?", "give me this: the value of {expression}."),
         "lookup": ("the {relation} of {subject}, what is it?", "give me this: the {relation} of {subject}."),
         "chain": ("{path} {table} {n}: give the {field}.",),
     },
@@ -310,15 +310,15 @@ def read_result(task: Task, offered: dict[str, Any], result: ToolResult) -> tupl
         return "failed", None, False, None
     if offered["what"] == "records":
         (name, value), = json.loads(text).items()
-        return name, (None if name in task.data["tables"] else str(value)), True, ((name, value) if name in task.data["tables"] else None)
+        return f"{name} {value}", (None if name in task.data["tables"] else str(value)), True, ((name, value) if name in task.data["tables"] else None)
     if offered["what"] == "search":
         fact = next((f for f in corpus()[0] if f["text"] == text), None)
         right = fact is not None and task.data["solution"] == f"{fact['relation']} of {fact['subject']}"
-        return ("found", fact["value"], True, None) if right else ("failed", None, False, None)
+        return (f"found {fact['value']}", fact["value"], True, None) if right else ("failed", None, False, None)
     if offered["what"] == "code":
-        return "value", text, task.data["kind"] == "arithmetic", None
+        return f"value {text}", text, task.data["kind"] == "arithmetic", None
     confidence, value = text.split(": ")
-    return confidence, value, confidence == "sure", None
+    return f"{confidence} {value}", value, confidence == "sure", None
 
 
 @dataclass(frozen=True)
