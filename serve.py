@@ -34,7 +34,7 @@ from tools import HttpExpert, load_tools
 MAX_CONTEXT, PAGE = 16_384, 16                     # tokens of one conversation at most, and of one KV page
 LINE_UP = [{"name": name, "what": what, "price": price, "latency": latency} for name, what, price, latency in (
     ("orion", "large", 300, 25), ("vega", "medium", 85, 8), ("lyra", "small", 25, 2), ("calc", "code", 30, 3), ("search", "search", 35, 3), ("records", "records", 20, 2))]
-EXAMPLES = ("law case 372 is hard: what is its code?", "what is 417 * 6?", "what is the mass of element 79?",
+EXAMPLES = ("law case 372 is hard: what is its code?", "what is the value of 417 * 6?", "what is the mass of element 79?",
             "what is the age of the agent of the customer of order 512?")
 HELP = f"""nano can be asked four kinds of questions (subjects: {', '.join(SUBJECTS)}; chains: {'; '.join(' > '.join(chain) for chain in CHAINS)}):
 {chr(10).join('  ' + example for example in EXAMPLES)}
@@ -52,7 +52,7 @@ commands:
 
 EXPRESSION = r"(\d{1,9}(?:\s*[+*-]\s*\d{1,9}){1,7})"
 ARITHMETIC = [re.compile(re.escape(words.rstrip(".?")).replace(r"\{expression\}", EXPRESSION) + r"[\s.?!=]*", re.IGNORECASE) for words in (
-    "{expression}", "what's {expression}", "how much is {expression}", "calculate {expression}", *(words for split in QUESTIONS.values() for words in split["arithmetic"]))]
+    "{expression}", "what is {expression}", "what's {expression}", "how much is {expression}", "calculate {expression}", *(words for split in QUESTIONS.values() for words in split["arithmetic"]))]
 SUBJECT = "|".join(SUBJECTS)
 KNOWLEDGE = re.compile(rf"\b(?:({SUBJECT}) case|case of ({SUBJECT}),) (\d{{1,9}})\b")
 CHAIN = re.compile(r"\b((?:\w+ of )+)(\w+) (\d{1,9})\b")
