@@ -69,14 +69,14 @@ PHRASES = {
                      "I want a balance of cost and time.", "Mind both, time and cost.", "Please balance it all.", "A balance is all I want."),
         "avoid": ("Do not use {}.", "Avoid {}.", "Never call {}.", "I do not want {} to be used.", "Do not ask {}.", "Leave {} out.", "No {}, please.",
                   "Please do not use {}.", "Please never ask {}.", "I want to avoid {}.", "You must not call {}.", "Never ask {}, please.", "Do not ever call {}.",
-                  "Please leave {} alone.", "Use no {}.", "I never use {}.", "You may not use {}.", "Stay away from {}.", "Please avoid using {}.", "Avoid asking {}, please."),
+                  "Please leave {} alone.", "Use no {}.", "I never use {}.", "You may not use {}.", "Stay away from {}.", "Please avoid {}.", "Avoid asking {}, please."),
     },
     "held_out": {
         "right": ("Whatever the cost, be right.", "Be right, only accuracy counts.", "I want the right answer."),
         "cheap": ("Keep it cheap, please.", "Save money: spend little.", "Be cheap, keep the cost low."),
         "fast": ("Be quick, I am in a hurry.", "Be fast, please.", "Answer fast: I am in a hurry."),
         "balanced": ("A balance, please: mind cost and time.", "Balance cost, time and accuracy."),
-        "avoid": ("Please avoid {}.", "Do not call {}.", "Never use {}."),
+        "avoid": ("Do not call {}.", "Never use {}.", "You must not ask {}, please."),
     },
 }
 QUESTIONS = {
