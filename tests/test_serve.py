@@ -172,7 +172,7 @@ def test_thought_call_result_answer_and_price_come_in_order(talk):
     repl.handle(LAW)
     lines = out().splitlines()
     assert [line.split()[0] for line in lines] == ["task", "think", "call", "result", "think", "answer", "cost"]
-    assert "hard law" in lines[0] and lines[2].split()[1:] == ["orion", "{}"] and "(orion: $0.0" in lines[3] and lines[5].split() == ["answer", "57"]
+    assert "hard law" in lines[0] and lines[2].split()[1:] == ["orion", "{}"] and "(orion: $0." in lines[3] and lines[5].split() == ["answer", "57"]
     assert f"${repl.last.cost_usd:.4f}" in lines[6] and f"{repl.last.latency_s:.1f} s, 1 call, 2 turns; " in lines[6] and "reward" in lines[6]
     assert "\033" not in out()
 
@@ -287,7 +287,7 @@ def test_trace_shows_every_id_once_as_sampled_or_given(talk):
     assert [sampled for start, end, sampled in spans for _ in range(start, end)] == last.sampled
     shown = [int(i) for line in out()[before:].splitlines() if line[:4] in ("  | ", "  + ") and line[4:].replace(" ", "").isdigit() for i in line[4:].split()]
     assert shown == last.ids
-    assert f"{sum(last.sampled)} ids sampled" in out() and "call orion: $0.0" in out() and "1 call, 2 turns" in out()
+    assert f"{sum(last.sampled)} ids sampled" in out() and "call orion: $0." in out() and "1 call, 2 turns" in out()
 
 
 def test_tools_help_example_and_unknown_commands(talk):
