@@ -173,7 +173,7 @@ def test_thought_call_result_answer_and_price_come_in_order(talk):
     lines = out().splitlines()
     assert [line.split()[0] for line in lines] == ["task", "think", "call", "result", "think", "answer", "cost"]
     assert "hard law" in lines[0] and lines[2].split()[1:] == ["orion", "{}"] and "(orion: $0." in lines[3] and lines[5].split() == ["answer", "57"]
-    assert f"${repl.last.cost_usd:.4f}" in lines[6] and f"{repl.last.latency_s:.1f} s, 1 call, 2 turns; " in lines[6] and "reward" in lines[6]
+    assert f"${repl.last.cost_usd:.3f}" in lines[6] and f"{repl.last.latency_s:.1f} s, 1 call, 2 turns; " in lines[6] and "reward" in lines[6]
     assert "\033" not in out()
 
 
