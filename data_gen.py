@@ -161,7 +161,7 @@ class World:
         difficulty = rng.choice(("easy", "hard"))
         words, subject, answer, tables, solution = getattr(self, f"_{kind}")(rng, split, difficulty)
         tools = self._offer(rng, split, kind, subject)
-        preference = self._preference(rng, split, tools, kind)
+        preference = self._preference(rng, split, tools)
         wrong = [str(n) for n in rng.sample(range(1, 1000), 9) if str(n) != answer][:8]
         data = {"kind": kind, "subject": subject, "difficulty": difficulty, "answer": answer, "wrong": wrong, "tools": tools, "tables": tables, "solution": solution}
         return Task(f"{split}-{self.seed}-{index}", words, preference, data)
@@ -219,7 +219,7 @@ class World:
         rng.shuffle(offered)
         return offered
 
-    def _preference(self, rng, split, tools, kind) -> Preference:
+    def _preference(self, rng, split, tools) -> Preference:
         name = rng.choices(list(PREFERENCES), [share for share, _ in PREFERENCES.values()])[0]
         outcome, cost, latency = PREFERENCES[name][1]
         sentences, weights = [rng.choice(PHRASES[split][name])], {}
@@ -388,8 +388,7 @@ def demonstrate(env: ToolEnvironment, tokenizer, seed: int) -> tuple[list[int], 
 
 def texts(world: World, count: int, sandbox: Sandbox) -> Iterator[str]:
     """Demonstrations on `count` train tasks as text, and the corpus: what the tokenizer is trained on."""
-    for fact in corpus()[0]:
-        yield fact["text"]
+    yield from (fact["text"] for fact in corpus()[0])
     for task in world.tasks(_TRAIN, count):
         env = environment(task, 0, sandbox)
         messages = list(env.messages)

@@ -58,7 +58,7 @@ KNOWLEDGE = re.compile(rf"\b(?:({SUBJECT}) case|case of ({SUBJECT}),) (\d{{1,9}}
 CHAIN = re.compile(r"\b((?:\w+ of )+)(\w+) (\d{1,9})\b")
 WISHES = (("balanced", "balanc"), ("right", "right|correct|accura|any price"), ("cheap", "cheap|low|spend|money"), ("fast", "fast|quick|hurry|soon"),
           ("balanced", "cost.*time|time.*cost|mind"), ("cheap", "cost|price"), ("fast", "time"))
-NOT = r"\b(?:avoid|away|never|not|don't|without|leave|no)(?: \w+){0,3}? "           # what stands before the name of a tool to avoid
+NOT = r"\b(?:avoid|away|never|not|don't|without|leave|no)(?: \w+){0,3}? "      # what stands before the name of a tool to avoid
 
 
 def miniature_task(question: str, wish: str) -> Task:

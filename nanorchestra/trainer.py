@@ -75,7 +75,8 @@ def pack(groups: Sequence[Group], device: torch.device | str = "cpu") -> Packed:
         return segments[-1]
 
     def lay_tree(samples: list[Sample], places: list[list[int]], depth: int, offset: int, prefix: Segment) -> None:
-        """Samples that agree in their first `depth` ids: those that go on alike share a segment. `places` collects where their ids are."""
+        """Lays the rest of samples that agree in their first `depth` ids; those that go on alike share a segment. `offset` is the position
+        of their first id, after the prompt; `places[i]` collects where in the pack the ids of sample i are."""
         families: dict[tuple[int, ...], list[int]] = {}
         for i, sample in enumerate(samples):
             if len(sample.ids) > depth:
@@ -93,7 +94,8 @@ def pack(groups: Sequence[Group], device: torch.device | str = "cpu") -> Packed:
     targets: list[int] = []
     old: list[float] = []
     advantages: list[float] = []
-    common = min(_agree([group.prompt for group in groups]), min(len(group.prompt) for group in groups) - 1) if len(groups) > 1 else 0
+    prompts = [group.prompt for group in groups]
+    common = min(_agree(prompts), min(map(len, prompts)) - 1) if len(prompts) > 1 else 0        # each keeps an id of its own
     beginning = lay(groups[0].prompt[:common], 0, None) if common else None
     for group in groups:
         prompt = lay(group.prompt[common:], common, beginning)
