@@ -51,6 +51,7 @@ PRICES = {"large": ((30, 99), (200, 990), 0.6), "medium": ((20, 99), (100, 400),
           "code": ((10, 99), (200, 990), 0.25), "search": ((10, 99), (200, 990), 0.25), "records": ((10, 60), (10, 60), 0.0)}
 LATENCIES = {"large": ((3, 9), (15, 60), 0.6), "medium": ((2, 9), (10, 30), 0.4), "small": ((1, 5), (1, 5), 0.0), "specialist": ((2, 9), (15, 60), 0.5),
              "code": ((1, 5), (20, 60), 0.25), "search": ((1, 5), (20, 60), 0.25), "records": ((1, 4), (1, 4), 0.0)}
+DEAR, SLOW = 100, 10                                                           # from which price and latency on a thought says so
 EXPERT_TOKENS = {"easy": (200, 500), "hard": (250, 1300)}                      # input, mean output
 
 # Name -> (share of the tasks, weights of outcome, cost and latency). Chosen so that always asking the strongest and always asking the
@@ -224,10 +225,9 @@ class World:
         outcome, cost, latency = PREFERENCES[name][1]
         sentences, weights = [rng.choice(PHRASES[split][name])], {}
         if rng.random() < self.avoid_share:
-            candidates = [t["name"] for t in tools if t["what"] != "records"]
-            avoided = rng.choice(candidates)
-            sentences.insert(rng.randrange(2), rng.choice(PHRASES[split]["avoid"]).format(avoided))
-            weights[avoided] = -(outcome + cost + latency)
+            avoided = rng.choice([t for t in tools if t["what"] != "records"])
+            sentences.insert(rng.randrange(2), rng.choice(PHRASES[split]["avoid"]).format(title(avoided)))
+            weights[avoided["name"]] = -(outcome + cost + latency)
         return Preference(" ".join(sentences), outcome, cost, latency, weights)
 
 
@@ -250,9 +250,14 @@ def expected_cost(offered: dict[str, Any], difficulty: str) -> float:
     return offered["price"] * (sum(EXPERT_TOKENS[difficulty]) / 1e6 if is_expert(offered) else 1e-3)
 
 
+def title(offered: dict[str, Any]) -> str:
+    """What users and thoughts call it: "medium vega"."""
+    return f"{offered['what']} {offered['name']}"
+
+
 def describe(offered: dict[str, Any]) -> str:
     """What stands in the prompt: "medium vega $85/M 18s", a price per million tokens; tools charge per thousand calls, "code run $30/k 2s"."""
-    return f"{offered['what']} {offered['name']} ${offered['price']}/{'M' if is_expert(offered) else 'k'} {offered['latency']}s"
+    return f"{title(offered)} ${offered['price']}/{'M' if is_expert(offered) else 'k'} {offered['latency']}s"
 
 
 def environment(task: Task, seed: int, sandbox: Sandbox) -> ToolEnvironment:
@@ -280,14 +285,27 @@ def normalise(answer: str) -> str:
 
 # Demonstrations: a teacher that reads aloud and chooses carelessly.
 
-def first_thought(task: Task) -> str:
-    """Reads aloud what decides the choice: every tool as it is described, then, nearest to the choice, the kind of question, the wish and
+def read_aloud(task: Task) -> str:
+    """Every tool as it is described, and whether it is dear or slow."""
+    return ", ".join(describe(t) + " dear" * (t["price"] >= DEAR) + " slow" * (t["latency"] >= SLOW) for t in task.data["tools"])
+
+
+def consider(task: Task) -> str:
+    """What decides a choice, said right before it: the kind of question, the wish, the tools that are dear or slow if that matters, and
     what to avoid."""
-    data = task.data
+    data, wish = task.data, task.preference
     topic = f"{data['difficulty']} {data['subject']}" if data["kind"] == "knowledge" else data["kind"]
-    listed = ", ".join(describe(t) for t in data["tools"])
-    avoided = "".join(f". avoid {t['name']} {t['what']}" for t in data["tools"] if t["name"] in task.preference.avoided)
-    return f"{listed}. {topic}. {preference_name(task.preference)}{avoided}"
+    dear = " ".join(t["what"] for t in data["tools"] if t["price"] >= DEAR) or "none"
+    slow = " ".join(t["what"] for t in data["tools"] if t["latency"] >= SLOW) or "none"
+    noted = f", dear {dear}" * (wish.cost > 0) + f", slow {slow}" * (wish.latency > 0)
+    avoided = "".join(f". avoid {title(t)}" for t in data["tools"] if t["name"] in wish.avoided)
+    return f"{topic}. {preference_name(wish)}{noted}{avoided}"
+
+
+def find(task: Task, offered: dict[str, Any]) -> str:
+    """The choice by kind, then the kinds in the order of the prompt as far as that one, with its name: "Small: large, medium, small io"."""
+    tools = task.data["tools"]
+    return f"{offered['what'].capitalize()}: " + ", ".join([t["what"] for t in tools[: tools.index(offered)]] + [title(offered)])
 
 
 def calls_for(task: Task, offered: dict[str, Any], key: tuple[str, int] | None = None) -> ToolCall:
@@ -332,41 +350,41 @@ class Lesson:
 
 
 def common_sense(task: Task, options: list[dict[str, Any]]) -> dict[str, Any]:
-    """What anybody would choose who can read: nothing that is to be avoided; the tool made for such questions; else the expert the wish
-    suggests: the cheapest, the fastest, the one with the biggest name."""
-    allowed = [t for t in options if t["name"] not in task.preference.avoided] or options
+    """What anybody would choose who can read: the tool made for such questions; else the expert the wish suggests: the cheapest, the
+    fastest, the one with the biggest name."""
     wish = preference_name(task.preference)
-    for offered in allowed:
+    for offered in options:
         if offered["what"] == FITS.get(task.data["kind"]):
             return offered
     if wish == "cheap":
-        return min(allowed, key=lambda t: t["price"])
+        return min(options, key=lambda t: t["price"])
     if wish == "fast":
-        return min(allowed, key=lambda t: t["latency"])
-    return max(allowed, key=lambda t: (t["what"] == task.data["subject"], t["what"] == "large", t["what"] == "medium"))
+        return min(options, key=lambda t: t["latency"])
+    return max(options, key=lambda t: (t["what"] == task.data["subject"], t["what"] == "large", t["what"] == "medium"))
 
 
-def teach(env: ToolEnvironment, seed: int, *, sensible: float = 0.35, turns: int = 6) -> list[Lesson]:
+def teach(env: ToolEnvironment, seed: int, *, sensible: float = 0.5, heedful: float = 0.6, turns: int = 6) -> list[Lesson]:
     """The teacher's attempt at a task, acted out in its environment so that what it reads is what the policy will read.
 
-    A sloppy teacher, as a language model is before it is trained for this: each choice is `common_sense` with probability `sensible`
-    and else any usable tool; what is forbidden it remembers half of the time. It takes an unsure answer half of the time, and checks a
-    sure one now and then.
+    A sloppy teacher, as a language model is before it is trained for this: each choice is `common_sense` with probability `sensible`,
+    and else any usable tool. What is forbidden it leaves alone with probability `heedful`. It takes an unsure answer half of the time,
+    and checks a sure one now and then.
     """
     task, lessons = env.task, []
     rng = random.Random(f"teacher/{task.id}/{seed}")
     usable = [t for t in task.data["tools"] if is_expert(t) or t["what"] == FITS.get(task.data["kind"]) or rng.random() < 0.2]
-    thought, key, value, offered = first_thought(task), None, "0", None
-    if rng.random() < 0.5:
+    if rng.random() < heedful:
         usable = [t for t in usable if t["name"] not in task.preference.avoided] or usable
+    thought, key, value, offered = read_aloud(task), None, "0", None
     left = list(usable)
     for _ in range(turns - 1):
         if key is None:
             offered = common_sense(task, left) if rng.random() < sensible else rng.choice(left)
             left.remove(offered)
+            thought += f". {consider(task)}"
         call = calls_for(task, offered, key)
         result = env.by_name[offered["name"]].call(call.arguments)
-        lessons.append(Lesson(f"{thought}. ask {offered['what']} {offered['name']}", call=call, result=result))
+        lessons.append(Lesson(f"{thought}. {find(task, offered)}", call=call, result=result))
         thought, answer, sure, key = read_result(task, offered, result)
         value = answer or value
         if key is None and (not left or answer is not None and rng.random() < (0.85 if sure else 0.5)):

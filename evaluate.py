@@ -239,7 +239,7 @@ def with_price(task: Task, what: str, factor: float) -> Task:
     return replace(task, data=task.data | {"tools": tools})
 
 
-def price_probe(rollout: Rollout, tasks: Sequence[Task], seed: int, sandbox: Sandbox, count: int = 60) -> dict[str, float]:
+def price_probe(rollout: Rollout, tasks: Sequence[Task], seed: int, sandbox: Sandbox, count: int = 120) -> dict[str, float]:
     """How often the large expert is asked in cheap and balanced tasks that offer it, at a tenth of its price, as it is, and at ten times."""
     probed = [t for t in tasks if any(o["what"] == "large" and o["name"] not in t.preference.avoided for o in t.data["tools"]) and t.preference.cost > 0]
     shares: dict[str, float] = {}

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any, Callable, Iterable, Sequence
 
-from data_gen import CHAINS, FIELDS, PHRASES, PREFERENCES, QUESTIONS, SUBJECTS, WELL_KNOWN, World, corpus, environment, is_expert, preference_name
+from data_gen import CHAINS, FIELDS, PHRASES, PREFERENCES, QUESTIONS, SUBJECTS, WELL_KNOWN, World, corpus, environment, is_expert, preference_name, title
 from evaluate import NANO, load_policy, refuse_arguments, score
 from nanorchestra import Engine, SamplingParams, chat
 from nanorchestra.agent import Limits, PolicyPrice, Rollout
@@ -40,7 +40,7 @@ HELP = f"""nano can be asked four kinds of questions (subjects: {', '.join(SUBJE
 {chr(10).join('  ' + example for example in EXAMPLES)}
 Each question stands for itself. Codes of cases and records are made up (always the same for the same case); the corpus is real.
 commands:
-  /prefer TEXT   what matters to you: be right, be cheap, be fast, a balance; avoid NAME. Without TEXT: what it is now
+  /prefer TEXT   what matters to you: be right, be cheap, be fast, a balance; avoid a tool by its name. Without TEXT: what it is now
   /tools         what it may call, with prices and latencies
   /example       draws a held-out task of the miniature, with its own tools and preference, and runs it
   /trace         the last answer's ids and text, sampled and given, its turns, cost and latency
@@ -68,7 +68,14 @@ def miniature_task(question: str, wish: str) -> Task:
         raise UserError(f"outside the miniature's world: {question[:60]!r}; ask for example {EXAMPLES[0]!r}, {EXAMPLES[1]!r}, {EXAMPLES[2]!r} or {EXAMPLES[3]!r}")
     wrong = [str(n) for n in random.Random(question).sample(range(1, 1000), 9) if str(n) != found["answer"]][:8]
     tools = [t for t in LINE_UP if t["what"] != "records" or found["kind"] == "chain"]     # as in the world: no records without tables
-    return Task(f"asked/{question}", question, preference(wish, [t["name"] for t in tools]), {"tables": {}, "solution": None, "wrong": wrong, "tools": tools} | found)
+    return Task(f"asked/{question}", question, preference(spell_out(wish), [t["name"] for t in tools]), {"tables": {}, "solution": None, "wrong": wrong, "tools": tools} | found)
+
+
+def spell_out(wish: str) -> str:
+    """The wish with LINE_UP's names as the miniature's users say them, the kind in front: "avoid vega" -> "avoid medium vega"."""
+    for offered in LINE_UP:
+        wish = re.sub(rf"\b(?:{offered['what']} )?{offered['name']}\b", title(offered), wish, flags=re.IGNORECASE)
+    return wish
 
 
 def preference(wish: str, names: Iterable[str]) -> Preference:

@@ -164,6 +164,11 @@ def test_wishes_in_other_words_are_read_by_key_words(wish, name):
     assert serve.preference("ask orion, it does not matter, not vega", ["orion", "vega"]).avoided == ("vega",)
 
 
+def test_a_tool_is_named_in_the_prompt_as_the_worlds_users_do():
+    assert serve.spell_out("Be fast; avoid Vega, not large orion, nor vegan lyra.") == "Be fast; avoid medium vega, not large orion, nor vegan small lyra."
+    assert serve.miniature_task(LAW, "Avoid orion.").preference.text == "Avoid large orion."
+
+
 # --- what is shown -------------------------------------------------------------------------------------------------------------------
 
 
@@ -254,7 +259,7 @@ def test_a_preference_stands_in_the_prompt_until_reset(talk, nano_tokenizer):
     repl.handle("/prefer be cheap and avoid orion")
     assert "'Be cheap and avoid orion.', scored as cheap, avoid orion" in out()
     repl.handle(LAW)
-    assert f"{LAW} Be cheap and avoid orion.<|im_end|>" in nano_tokenizer.decode(repl.last.ids) and "(cheap)" in out()
+    assert f"{LAW} Be cheap and avoid large orion.<|im_end|>" in nano_tokenizer.decode(repl.last.ids) and "(cheap)" in out()
     repl.handle("/reset")
     repl.handle(LAW)
     assert "Be cheap" not in nano_tokenizer.decode(repl.last.ids) and "(balanced)" in out()
