@@ -216,7 +216,7 @@ class World:
             family = "specialist" if what in SUBJECTS else what
             offered.append({"name": name, "what": what, "price": _log_draw(rng, PRICES[family], split), "latency": _log_draw(rng, LATENCIES[family], None)})
         if self.most_tools:
-            offered = sorted(offered, key=lambda t: t["what"] != fitting)[: self.most_tools]
+            offered = sorted(offered, key=lambda t: t["what"] != fitting)[: self.most_tools]       # experts stand before tools
         rng.shuffle(offered)
         return offered
 
@@ -224,8 +224,9 @@ class World:
         name = rng.choices(list(PREFERENCES), [share for share, _ in PREFERENCES.values()])[0]
         outcome, cost, latency = PREFERENCES[name][1]
         sentences, weights = [rng.choice(PHRASES[split][name])], {}
-        if rng.random() < self.avoid_share:
-            avoided = rng.choice([t for t in tools if t["what"] != "records"])
+        dispensable = [t for t in tools if t["what"] != "records"]
+        if dispensable and rng.random() < self.avoid_share:
+            avoided = rng.choice(dispensable)
             sentences.insert(rng.randrange(2), rng.choice(PHRASES[split]["avoid"]).format(title(avoided)))
             weights[avoided["name"]] = -(outcome + cost + latency)
         return Preference(" ".join(sentences), outcome, cost, latency, weights)

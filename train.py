@@ -42,6 +42,7 @@ from nanorchestra.weights import named_hf_tensors, save_checkpoint
 from reward import POLICY, PRICES, group_rewards, preference_score
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "nano.toml"
+FEW_TOOLS = 2               # lessons of the warm start offer warm_start.first_tools at first, then one more, up to so many; then as many as a task has
 
 
 class Stop:
@@ -67,10 +68,10 @@ class Training:
         self.config, self.run, self.sandbox = config, run, sandbox
         self.world = World(config.run.seed, config.world.avoid_share)
         self.lessons = World(config.run.seed, config.world.avoid_share, lessons=True)
-        self.first_lessons = dataclasses.replace(self.lessons, most_tools=2)
         model, self.tokenizer = self._model()
         settings, rollout = config.grpo, config.rollout
-        self.trainer = Trainer(model, vocab_limit=self.tokenizer.vocab_size, optimizer=config.warm_start.optimizer, weight_decay=settings.weight_decay, grad_clip=settings.grad_clip,
+        self.trainer = Trainer(model, vocab_limit=self.tokenizer.vocab_size, optimizer=config.warm_start.optimizer,
+                               embedding_rate=config.warm_start.embedding_rate, weight_decay=settings.weight_decay, grad_clip=settings.grad_clip,
                                token_budget=settings.token_budget)
         engine_model = Qwen3(model.config).to(model.embed_tokens.weight)          # the engine's own copy, updated in place after each step
         rows = max(settings.prompts * settings.group_size, 1)
@@ -78,7 +79,7 @@ class Training:
         self.engine = Engine(engine_model, self.tokenizer, num_pages=pages, page_size=rollout.page_size, max_batch_tokens=rollout.max_batch_tokens,
                              max_running=rows, max_context=rollout.context_tokens)
         self.phase, self.step, self.before, self.seconds = "warm_start", 0, None, 0.0
-        self.easy = True                                                          # the warm start is still on tasks with two tools
+        self.few_tools, self.few_since = config.warm_start.first_tools, 0         # how many the lessons of the warm start offer, and since which step
         self.started = time.monotonic()
 
     def _model(self) -> tuple[Qwen3, Tokenizer]:
@@ -111,7 +112,7 @@ class Training:
         while self.step < section.steps:
             start = time.monotonic()
             groups = []
-            lessons = self.first_lessons if self.easy else self.lessons
+            lessons = dataclasses.replace(self.lessons, most_tools=self.few_tools if self.few_tools <= FEW_TOOLS else 0)
             for task in lessons.tasks("train", section.prompts, start=self.step * section.prompts):
                 samples = []
                 for seed in range(section.samples):
@@ -121,7 +122,8 @@ class Training:
             metrics = self.trainer.supervised_step(groups, schedule.at(self.step))
             seconds = time.monotonic() - start
             self.step += 1
-            self.easy = self.easy and metrics["loss"] > section.easy_loss and self.step < section.easy_steps
+            if self.few_tools <= FEW_TOOLS and (metrics["loss"] < section.few_loss or self.step - self.few_since >= section.few_steps):
+                self.few_tools, self.few_since = self.few_tools + 1, self.step
             self.run.append("metrics", {"phase": "warm_start", "step": self.step, **_plain(metrics), "tokens_per_s": metrics["tokens"] / seconds, "seconds": seconds})
             bar.set_postfix_str(f"loss {metrics['loss']:.3f}, {metrics['tokens'] / seconds:,.0f} tokens/s")
             if self.step % 20 == 0:
@@ -249,8 +251,8 @@ class Training:
         """A checkpoint aside, then renamed; the oldest beyond `keep_checkpoints` go."""
         folder = self.run.path / "checkpoints"
         folder.mkdir(exist_ok=True)
-        state = {"phase": self.phase, "step": self.step, "before": self.before, "seconds": self._elapsed(), "offsets": self.run.offsets(), "easy": self.easy,
-                 "trainer": self.trainer.state_dict()}
+        state = {"phase": self.phase, "step": self.step, "before": self.before, "seconds": self._elapsed(), "offsets": self.run.offsets(),
+                 "few_tools": (self.few_tools, self.few_since), "trainer": self.trainer.state_dict()}
         order = 0 if self.phase == "warm_start" else 1
         final = folder / f"{order}-{self.phase}-{self.step:06d}.pt"
         aside = final.with_suffix(".part")
@@ -271,7 +273,7 @@ class Training:
                 print(f"{path}: damaged ({type(error).__name__}); trying the one before", file=sys.stderr)
                 continue
             self.phase, self.step, self.before, self.seconds = state["phase"], state["step"], state["before"], state["seconds"]
-            self.easy = state["easy"]
+            self.few_tools, self.few_since = state["few_tools"]
             self.trainer.load_state_dict(state["trainer"])
             self.run.truncate(state["offsets"])
             print(f"resuming {self.run.path} at {self.phase} step {self.step}")

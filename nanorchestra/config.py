@@ -42,12 +42,14 @@ class WorldSection:
 @dataclass(frozen=True)
 class WarmStartSection:
     steps: int = 240
-    easy_steps: int = 160                # at most so many first steps are on tasks that offer two tools, where copying is learnt sooner,
-    easy_loss: float = 0.3               # and no more after a step with a loss below this
+    first_tools: int = 1                 # on offer in the first lessons, then one more, up to two, then all: copying is learnt far sooner so
+    few_steps: int = 60                  # that a number of tools lasts at most,
+    few_loss: float = 0.2                # or until a step has a loss below this
     prompts: int = 16                    # tasks a step
     samples: int = 1                     # demonstrations a task
     optimizer: str = "muon"              # adamw or muon
     learning_rate: float = 4e-3
+    embedding_rate: float = 0.25         # of the learning rate, for embeddings: what is copied must not move faster than the heads that copy it
     warmup_steps: int = 20
     hold: float = 0.5                    # of the steps are at the full learning rate: copying appears suddenly, and sometimes late
 
@@ -106,7 +108,7 @@ class Config:
 
 _CHOICES = {("run", "device"): ("auto", "cpu", "cuda"), ("run", "dtype"): ("auto", "float32", "bfloat16"), ("grpo", "bounds"): ("group", "task"), ("grpo", "kl"): ("full", "k2", "k3"),
             ("warm_start", "optimizer"): ("adamw", "muon"), ("grpo", "optimizer"): ("adamw", "muon")}
-_POSITIVE = {("run", "checkpoint_every"), ("run", "keep_checkpoints"), ("model", "vocab_size"), ("model", "tokenizer_tasks"), ("warm_start", "prompts"), ("warm_start", "samples"),
+_POSITIVE = {("run", "checkpoint_every"), ("run", "keep_checkpoints"), ("model", "vocab_size"), ("model", "tokenizer_tasks"), ("warm_start", "first_tools"), ("warm_start", "prompts"), ("warm_start", "samples"),
              ("grpo", "prompts"), ("grpo", "token_budget"), ("rollout", "turns"), ("rollout", "turn_tokens"), ("rollout", "context_tokens"),
              ("rollout", "page_size"), ("rollout", "max_batch_tokens"), ("rollout", "temperature"), ("evaluation", "tasks")}
 

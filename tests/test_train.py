@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SMALL = ["--run.threads", "1", "--run.checkpoint_every", "2", "--model.vocab_size", "700", "--model.tokenizer_tasks", "40", "--warm_start.steps", "4",
+SMALL = ["--run.threads", "1", "--run.checkpoint_every", "2", "--model.vocab_size", "700", "--model.tokenizer_tasks", "40", "--warm_start.steps", "4", "--warm_start.few_steps", "1",
          "--warm_start.prompts", "3", "--grpo.steps", "5", "--grpo.prompts", "2", "--grpo.group_size", "4", "--grpo.min_std", "0",
          "--evaluation.tasks", "6", "--rollout.turns", "2", "--rollout.turn_tokens", "24", "--rollout.context_tokens", "640"]
 
