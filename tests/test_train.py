@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SMALL = ["--run.threads", "1", "--run.checkpoint_every", "2", "--model.vocab_size", "700", "--model.tokenizer_tasks", "40", "--warm_start.steps", "4", "--warm_start.few_steps", "1",
+SMALL = ["--run.threads", "1", "--run.checkpoint_every", "2", "--model.vocab_size", "700", "--model.tokenizer_tasks", "40", "--warm_start.steps", "5", "--warm_start.few_steps", "2",
          "--warm_start.prompts", "3", "--grpo.steps", "5", "--grpo.prompts", "2", "--grpo.group_size", "4", "--grpo.min_std", "0",
          "--evaluation.tasks", "6", "--rollout.turns", "2", "--rollout.turn_tokens", "24", "--rollout.context_tokens", "640"]
 
@@ -59,12 +59,12 @@ def test_a_run_leaves_what_the_readme_promises(straight):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_stopped_in_the_middle_of_grpo_and_resumed_it_ends_the_same(straight, tmp_path, how):
+@pytest.mark.parametrize("phase, how", [("warm_start", signal.SIGKILL), ("grpo", signal.SIGKILL), ("grpo", signal.SIGINT)])
+def test_stopped_in_the_middle_and_resumed_it_ends_the_same(straight, tmp_path, phase, how):
     process = train(*SMALL, "--run.root", tmp_path, "--run.name", "cut", wait=False)
     log = tmp_path / "cut" / "metrics.jsonl"
     deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and not (log.exists() and any('"grpo"' in line and '"step": 3' in line for line in log.read_text().splitlines())):
+    while time.monotonic() < deadline and not (log.exists() and any(f'"{phase}"' in line and '"step": 3' in line for line in log.read_text().splitlines())):
         assert process.poll() is None, process.stdout.read()
         time.sleep(0.02)
     process.send_signal(how)
