@@ -364,7 +364,7 @@ def common_sense(task: Task, options: list[dict[str, Any]]) -> dict[str, Any]:
     return max(options, key=lambda t: (t["what"] == task.data["subject"], t["what"] == "large", t["what"] == "medium"))
 
 
-def teach(env: ToolEnvironment, seed: int, *, sensible: float = 0.5, heedful: float = 0.6, turns: int = 6) -> list[Lesson]:
+def teach(env: ToolEnvironment, seed: int, *, sensible: float = 0.6, heedful: float = 0.8, turns: int = 6) -> list[Lesson]:
     """The teacher's attempt at a task, acted out in its environment so that what it reads is what the policy will read.
 
     A sloppy teacher, as a language model is before it is trained for this: each choice is `common_sense` with probability `sensible`,
@@ -393,11 +393,11 @@ def teach(env: ToolEnvironment, seed: int, *, sensible: float = 0.5, heedful: fl
     return lessons + [Lesson(thought, value)]
 
 
-def demonstrate(env: ToolEnvironment, tokenizer, seed: int) -> tuple[list[int], list[int], list[bool]]:
-    """One demonstration: (prompt ids, further ids, which of them the policy should have sampled)."""
+def demonstrate(env: ToolEnvironment, tokenizer, seed: int, **habits: float) -> tuple[list[int], list[int], list[bool]]:
+    """One demonstration by a teacher of these habits: (prompt ids, further ids, which of them the policy should have sampled)."""
     ids: list[int] = []
     sampled: list[bool] = []
-    for lesson in teach(env, seed):
+    for lesson in teach(env, seed, **habits):
         said = chat.encode_assistant(tokenizer, lesson.thought, lesson.content, [lesson.call] if lesson.call else [])
         given = chat.encode_observations(tokenizer, [lesson.result.content]) if lesson.result else []
         ids += said + given
@@ -405,13 +405,13 @@ def demonstrate(env: ToolEnvironment, tokenizer, seed: int) -> tuple[list[int], 
     return chat.encode(tokenizer, env.messages, env.tools), ids, sampled
 
 
-def texts(world: World, count: int, sandbox: Sandbox) -> Iterator[str]:
+def texts(world: World, count: int, sandbox: Sandbox, **habits: float) -> Iterator[str]:
     """Demonstrations on `count` train tasks as text, and the corpus: what the tokenizer is trained on."""
     yield from (fact["text"] for fact in corpus()[0])
     for task in world.tasks(_TRAIN, count):
         env = environment(task, 0, sandbox)
         messages = list(env.messages)
-        for lesson in teach(env, 0):
+        for lesson in teach(env, 0, **habits):
             calls = [{"type": "function", "function": {"name": lesson.call.name, "arguments": lesson.call.arguments}}] if lesson.call else None
             messages.append({"role": "assistant", "content": lesson.content, "reasoning_content": lesson.thought, "tool_calls": calls})
             if lesson.result:

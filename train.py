@@ -68,6 +68,7 @@ class Training:
         self.config, self.run, self.sandbox = config, run, sandbox
         self.world = World(config.run.seed, config.world.avoid_share)
         self.lessons = World(config.run.seed, config.world.avoid_share, lessons=True)
+        self.habits = {"sensible": config.warm_start.sensible, "heedful": config.warm_start.heedful}
         model, self.tokenizer = self._model()
         settings, rollout = config.grpo, config.rollout
         self.trainer = Trainer(model, vocab_limit=self.tokenizer.vocab_size, optimizer=config.warm_start.optimizer,
@@ -95,7 +96,7 @@ class Training:
             raise UserError(f"model.preset is {section.preset!r}; it must be one of {', '.join(PRESETS)}")
         saved = self.run.path / "tokenizer"
         if not saved.exists():
-            train_bpe(texts(self.lessons, section.tokenizer_tasks, self.sandbox), section.vocab_size).save(saved)
+            train_bpe(texts(self.lessons, section.tokenizer_tasks, self.sandbox, **self.habits), section.vocab_size).save(saved)
         tokenizer = Tokenizer.from_dir(saved)
         shape = dataclasses.replace(PRESETS[section.preset], vocab_size=-(-tokenizer.vocab_size // 64) * 64, eos_token_ids=tuple(tokenizer.eos_ids))
         model = Qwen3(shape)
@@ -116,7 +117,7 @@ class Training:
             for task in lessons.tasks("train", section.prompts, start=self.step * section.prompts):
                 samples = []
                 for seed in range(section.samples):
-                    prompt, ids, sampled = demonstrate(environment(task, seed, self.sandbox), self.tokenizer, seed)
+                    prompt, ids, sampled = demonstrate(environment(task, seed, self.sandbox), self.tokenizer, seed, **self.habits)
                     samples.append(Sample(ids, sampled))
                 groups.append(Group(prompt, samples))
             metrics = self.trainer.supervised_step(groups, schedule.at(self.step))

@@ -42,6 +42,8 @@ class WorldSection:
 @dataclass(frozen=True)
 class WarmStartSection:
     steps: int = 240
+    sensible: float = 0.6                # probability that the teacher chooses with common sense,
+    heedful: float = 0.8                 # and that it leaves alone what is forbidden
     first_tools: int = 1                 # on offer in the first lessons, then one more, up to two, then all: copying is learnt far sooner so
     few_steps: int = 60                  # that a number of tools lasts at most,
     few_loss: float = 0.2                # or until a step has a loss below this
@@ -191,7 +193,7 @@ def _check(source: str, section: str, key: str, value: Any) -> None:
             raise UserError(f"{source}: {section}.{key} is {value}; it must be a finite number, 0 or more")
         if where in _POSITIVE and value == 0:
             raise UserError(f"{source}: {section}.{key} is 0; it must be above 0")
-    if (key.endswith(("_share", "_fraction")) or key == "hold") and value > 1:
+    if (key.endswith(("_share", "_fraction")) or key in ("hold", "sensible", "heedful")) and value > 1:
         raise UserError(f"{source}: {section}.{key} is {value}; it must lie in 0..1")
 
 
