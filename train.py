@@ -42,7 +42,7 @@ from nanorchestra.weights import named_hf_tensors, save_checkpoint
 from reward import POLICY, PRICES, group_rewards, preference_score
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "nano.toml"
-FEW_TOOLS = 2               # lessons of the warm start offer warm_start.first_tools at first, then one more, up to so many; then as many as a task has
+FEW_TOOLS = 2               # lessons of the warm start begin with warm_start.first_tools and go up to so many; then they offer all that a task has
 
 
 class Stop:
