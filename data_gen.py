@@ -15,7 +15,7 @@ import random
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any, Iterator, Sequence
 
 from nanorchestra import chat
 from nanorchestra.environment import ToolEnvironment
@@ -38,25 +38,25 @@ TOOL_NAMES = {"code": ("calc", "compute", "run", "python"), "search": ("search",
 SKILLS: dict[str, dict[str, tuple[float, float]]] = {
     "large": {"law": (.97, .94), "medicine": (.70, .25), "history": (.95, .85), "arithmetic": (.97, .70), "lookup": (.97, .75), "chain": (.05, .05)},
     "medium": {"law": (.65, .40), "medicine": (.97, .94), "history": (.65, .35), "arithmetic": (.95, .30), "lookup": (.92, .40), "chain": (.05, .05)},
-    "small": {"law": (.45, .30), "medicine": (.40, .20), "history": (.95, .85), "arithmetic": (.90, .10), "lookup": (.88, .15), "chain": (.05, .05)},
+    "small": {"law": (.80, .55), "medicine": (.55, .35), "history": (.95, .85), "arithmetic": (.90, .20), "lookup": (.88, .15), "chain": (.05, .05)},
     "law": {"law": (.97, .95), "medicine": (.30, .10), "history": (.40, .20), "arithmetic": (.60, .05), "lookup": (.45, .10), "chain": (.05, .05)},
     "medicine": {"law": (.30, .10), "medicine": (.90, .25), "history": (.30, .10), "arithmetic": (.70, .10), "lookup": (.70, .20), "chain": (.05, .05)},
     "history": {"law": (.92, .85), "medicine": (.30, .10), "history": (.30, .10), "arithmetic": (.50, .05), "lookup": (.60, .30), "chain": (.05, .05)},
 }
 # P(says "unsure") when right and when wrong. The small model does not know what it does not know, and specialists are proud.
 CANDOUR = {"large": (.05, .35), "medium": (.08, .85), "small": (.05, .15), "law": (.03, .35), "medicine": (.03, .40), "history": (.03, .25)}
-# What is asked, in US dollars per million tokens (experts) or per thousand calls (tools), and how long an answer takes, in seconds: drawn
-# log-uniformly from a usual and a high range, with the probability of the high one.
-PRICES = {"large": ((30, 99), (200, 990), 0.6), "medium": ((20, 99), (100, 400), 0.4), "small": ((10, 60), (10, 60), 0.0), "specialist": ((20, 99), (200, 900), 0.5),
-          "code": ((10, 99), (200, 990), 0.25), "search": ((10, 99), (200, 990), 0.25), "records": ((10, 60), (10, 60), 0.0)}
-LATENCIES = {"large": ((3, 9), (15, 60), 0.6), "medium": ((2, 9), (10, 30), 0.4), "small": ((1, 5), (1, 5), 0.0), "specialist": ((2, 9), (15, 60), 0.5),
-             "code": ((1, 5), (20, 60), 0.25), "search": ((1, 5), (20, 60), 0.25), "records": ((1, 4), (1, 4), 0.0)}
-DEAR, SLOW = 100, 10                                                           # from which price and latency on a thought says so
+# Prices per million tokens (experts) or per thousand calls (tools), in US cents, or, with the probability that stands last, in whole
+# dollars; how long an answer takes, in seconds or in whole minutes. Drawn log-uniformly. Whoever reads the unit knows what is dear or slow.
+PRICES = {"large": ((20, 99), (2, 9), 0.5), "medium": ((20, 99), (2, 9), 0.4), "small": ((10, 60), (2, 9), 0.3), "specialist": ((20, 99), (2, 9), 0.4),
+          "code": ((10, 99), (2, 9), 0.25), "search": ((10, 99), (2, 9), 0.25), "records": ((10, 60), (2, 9), 0.0)}
+LATENCIES = {"large": ((2, 9), (1, 3), 0.5), "medium": ((2, 9), (1, 3), 0.4), "small": ((1, 6), (1, 3), 0.3), "specialist": ((2, 9), (1, 3), 0.4),
+             "code": ((1, 5), (1, 3), 0.25), "search": ((1, 5), (1, 3), 0.25), "records": ((1, 4), (1, 3), 0.0)}
+DEAR, SLOW = 100, 60                                                           # cents and seconds from which a thought says so
 EXPERT_TOKENS = {"easy": (200, 500), "hard": (250, 1300)}                      # input, mean output
 
 # Name -> (share of the tasks, weights of outcome, cost and latency). Chosen so that always asking the strongest and always asking the
 # cheapest expert earn about the same: where one blind choice is clearly best, a policy settles on it and never learns to read the wish.
-PREFERENCES = {"right": (0.24, (1.0, 0.0, 0.0)), "cheap": (0.38, (0.6, 0.9, 0.0)), "fast": (0.16, (0.6, 0.0, 0.9)), "balanced": (0.22, (0.8, 0.6, 0.6))}
+PREFERENCES = {"right": (0.24, (1.0, 0.0, 0.0)), "cheap": (0.38, (0.5, 1.0, 0.0)), "fast": (0.16, (0.5, 0.0, 1.0)), "balanced": (0.22, (0.7, 0.7, 0.7))}
 PHRASES = {
     "train": {
         "right": ("Be right at any price.", "Only the right answer counts.", "Cost and time do not matter, be right.", "Accuracy first, whatever the price.",
@@ -120,13 +120,13 @@ def _draw(rng: random.Random, low: int, high: int, split: str) -> int:
     return n
 
 
-def _log_draw(rng: random.Random, ranges: tuple[tuple[int, int], tuple[int, int], float], split: str | None) -> int:
-    """A whole number, log-uniform in one of two ranges, of this split's numbers (None: any)."""
+def _log_draw(rng: random.Random, ranges: tuple[tuple[int, int], tuple[int, int], float], unit: int, split: str | None) -> int:
+    """A whole number of the first range or, with the probability given, of the second times `unit`: of this split's numbers (None: any)."""
     usual, high, share = ranges
-    low, high = high if rng.random() < share else usual
+    (low, high), unit = (high, unit) if rng.random() < share else (usual, 1)
     while not (n := round(low * (high / low) ** rng.random())) or split and not _belongs(n, split):
         pass
-    return n
+    return n * unit
 
 
 @lru_cache(maxsize=1)
@@ -214,7 +214,7 @@ class World:
         offered = []
         for what, name in [*zip(experts, names), *((t, rng.choice(TOOL_NAMES[t])) for t in others)]:
             family = "specialist" if what in SUBJECTS else what
-            offered.append({"name": name, "what": what, "price": _log_draw(rng, PRICES[family], split), "latency": _log_draw(rng, LATENCIES[family], None)})
+            offered.append({"name": name, "what": what, "price": _log_draw(rng, PRICES[family], 100, split), "latency": _log_draw(rng, LATENCIES[family], 60, None)})
         if self.most_tools:
             offered = sorted(offered, key=lambda t: t["what"] != fitting)[: self.most_tools]       # experts stand before tools
         rng.shuffle(offered)
@@ -248,7 +248,7 @@ def is_expert(offered: dict[str, Any]) -> bool:
 
 def expected_cost(offered: dict[str, Any], difficulty: str) -> float:
     """US dollars that one call is expected to cost."""
-    return offered["price"] * (sum(EXPERT_TOKENS[difficulty]) / 1e6 if is_expert(offered) else 1e-3)
+    return offered["price"] / 100 * (sum(EXPERT_TOKENS[difficulty]) / 1e6 if is_expert(offered) else 1e-3)
 
 
 def title(offered: dict[str, Any]) -> str:
@@ -257,15 +257,17 @@ def title(offered: dict[str, Any]) -> str:
 
 
 def describe(offered: dict[str, Any]) -> str:
-    """What stands in the prompt: "medium vega $85/M 18s", a price per million tokens; tools charge per thousand calls, "code run $30/k 2s"."""
-    return f"{title(offered)} ${offered['price']}/{'M' if is_expert(offered) else 'k'} {offered['latency']}s"
+    """What stands in the prompt: "medium vega 85c/M 8s", a price per million tokens; tools charge per thousand calls, "code run $3/k 2min"."""
+    price, latency = offered["price"], offered["latency"]
+    money = f"{price}c" if price < DEAR else f"${price // 100}"
+    return f"{title(offered)} {money}/{'M' if is_expert(offered) else 'k'} " + (f"{latency}s" if latency < SLOW else f"{latency // 60}min")
 
 
 def environment(task: Task, seed: int, sandbox: Sandbox) -> ToolEnvironment:
     """One attempt at a task of the miniature; `seed` decides what the simulated experts say."""
     data, tools = task.data, []
     for offered in data["tools"]:
-        name, text, usd, seconds = offered["name"], describe(offered), offered["price"] / 1e3, float(offered["latency"])
+        name, text, usd, seconds = offered["name"], describe(offered), offered["price"] / 1e5, float(offered["latency"])
         if offered["what"] == "code":
             tools.append(PythonTool(name, text, sandbox, usd, seconds))
         elif offered["what"] == "search":
@@ -275,7 +277,7 @@ def environment(task: Task, seed: int, sandbox: Sandbox) -> ToolEnvironment:
         else:
             tokens = EXPERT_TOKENS[data["difficulty"]]
             tools.append(SimulatedExpert(name, text, skill(offered["what"], data["subject"], data["difficulty"]), data["answer"], tuple(data["wrong"]),
-                                         Price(offered["price"], offered["price"]), *tokens, seconds, seed=f"{task.id}/{seed}"))
+                                         Price(offered["price"] / 100, offered["price"] / 100), *tokens, seconds, seed=f"{task.id}/{seed}"))
     return ToolEnvironment(task, tools, grade=lambda answer: float(normalise(answer) == normalise(data["answer"])))
 
 
@@ -286,21 +288,14 @@ def normalise(answer: str) -> str:
 
 # Demonstrations: a teacher that reads aloud and chooses carelessly.
 
-def read_aloud(task: Task) -> str:
-    """Every tool as it is described, and whether it is dear or slow."""
-    return ", ".join(describe(t) + " dear" * (t["price"] >= DEAR) + " slow" * (t["latency"] >= SLOW) for t in task.data["tools"])
-
-
-def consider(task: Task) -> str:
-    """What decides a choice, said right before it: the kind of question, the wish, the tools that are dear or slow if that matters, and
-    what to avoid."""
-    data, wish = task.data, task.preference
+def consider(task: Task, asked: Sequence[str] = ()) -> str:
+    """What decides a choice, said right before it: the kind of question, the wish, what to avoid; and the tools by kind, whether each is
+    dear or slow, and whether it is among the names `asked` already."""
+    data = task.data
     topic = f"{data['difficulty']} {data['subject']}" if data["kind"] == "knowledge" else data["kind"]
-    dear = " ".join(t["what"] for t in data["tools"] if t["price"] >= DEAR) or "none"
-    slow = " ".join(t["what"] for t in data["tools"] if t["latency"] >= SLOW) or "none"
-    noted = f", dear {dear}" * (wish.cost > 0) + f", slow {slow}" * (wish.latency > 0)
-    avoided = "".join(f". avoid {title(t)}" for t in data["tools"] if t["name"] in wish.avoided)
-    return f"{topic}. {preference_name(wish)}{noted}{avoided}"
+    avoided = "".join(f", avoid {t['what']}" for t in data["tools"] if t["name"] in task.preference.avoided)
+    listed = ", ".join(t["what"] + " dear" * (t["price"] >= DEAR) + " slow" * (t["latency"] >= SLOW) + " asked" * (t["name"] in asked) for t in data["tools"])
+    return f"{topic}. {preference_name(task.preference)}{avoided}. {listed}"
 
 
 def find(task: Task, offered: dict[str, Any]) -> str:
@@ -369,28 +364,27 @@ def teach(env: ToolEnvironment, seed: int, *, sensible: float = 0.6, heedful: fl
 
     A sloppy teacher, as a language model is before it is trained for this: each choice is `common_sense` with probability `sensible`,
     and else any usable tool. What is forbidden it leaves alone with probability `heedful`. It takes an unsure answer half of the time,
-    and checks a sure one now and then.
+    and checks a sure one three times in ten.
     """
     task, lessons = env.task, []
     rng = random.Random(f"teacher/{task.id}/{seed}")
     usable = [t for t in task.data["tools"] if is_expert(t) or t["what"] == FITS.get(task.data["kind"]) or rng.random() < 0.2]
     if rng.random() < heedful:
         usable = [t for t in usable if t["name"] not in task.preference.avoided] or usable
-    thought, key, value, offered = read_aloud(task), None, "0", None
-    left = list(usable)
+    said, key, value, offered, left = [], None, "0", None, list(usable)
     for _ in range(turns - 1):
         if key is None:
+            said.append(consider(task, [t["name"] for t in usable if t not in left]))
             offered = common_sense(task, left) if rng.random() < sensible else rng.choice(left)
             left.remove(offered)
-            thought += f". {consider(task)}"
         call = calls_for(task, offered, key)
         result = env.by_name[offered["name"]].call(call.arguments)
-        lessons.append(Lesson(f"{thought}. {find(task, offered)}", call=call, result=result))
+        lessons.append(Lesson(". ".join([*said, find(task, offered)]), call=call, result=result))
         thought, answer, sure, key = read_result(task, offered, result)
-        value = answer or value
-        if key is None and (not left or answer is not None and rng.random() < (0.85 if sure else 0.5)):
+        said, value = [thought], answer or value
+        if key is None and (not left or answer is not None and rng.random() < (0.7 if sure else 0.5)):
             break
-    return lessons + [Lesson(thought, value)]
+    return lessons + [Lesson(said[0], value)]
 
 
 def demonstrate(env: ToolEnvironment, tokenizer, seed: int, **habits: float) -> tuple[list[int], list[int], list[bool]]:

@@ -234,8 +234,13 @@ def evaluate(rollout: Rollout, tasks: Sequence[Task], seed: int, sandbox: Sandbo
 
 
 def with_price(task: Task, what: str, factor: float) -> Task:
-    """The same task with the price of every tool of that kind multiplied, in the prompt and on the bill."""
-    tools = [t | {"price": max(1, round(t["price"] * factor))} if t["what"] == what else t for t in task.data["tools"]]
+    """The same task with the price of every tool of that kind multiplied, in the prompt and on the bill; to whole cents below a dollar, else
+    to whole dollars."""
+    def change(cents: int) -> int:
+        cents = max(1, round(cents * factor))
+        return cents if cents < 100 else round(cents, -2)
+
+    tools = [t | {"price": change(t["price"])} if t["what"] == what else t for t in task.data["tools"]]
     return replace(task, data=task.data | {"tools": tools})
 
 

@@ -33,7 +33,7 @@ from tools import HttpExpert, load_tools
 
 MAX_CONTEXT, PAGE = 16_384, 16                     # tokens of one conversation at most, and of one KV page
 LINE_UP = [{"name": name, "what": what, "price": price, "latency": latency} for name, what, price, latency in (
-    ("records", "records", 20, 2), ("search", "search", 35, 3), ("calc", "code", 30, 3), ("orion", "large", 300, 25), ("vega", "medium", 85, 8), ("lyra", "small", 25, 2))]
+    ("records", "records", 20, 2), ("search", "search", 35, 3), ("calc", "code", 30, 3), ("orion", "large", 300, 60), ("vega", "medium", 85, 8), ("lyra", "small", 25, 2))]
 EXAMPLES = ("law case 372 is hard: what is its code?", "what is the value of 417 * 6?", "what is the mass of element 79?",
             "what is the age of the agent of the customer of order 512?")
 HELP = f"""nano can be asked four kinds of questions (subjects: {', '.join(SUBJECTS)}; chains: {'; '.join(' > '.join(chain) for chain in CHAINS)}):

@@ -10,6 +10,7 @@ Everything drawn at random is a function of (run.seed, step, place), so a step c
 from __future__ import annotations
 
 import argparse
+import ctypes
 import dataclasses
 import os
 import random
@@ -72,8 +73,7 @@ class Training:
         model, self.tokenizer = self._model()
         settings, rollout = config.grpo, config.rollout
         self.trainer = Trainer(model, vocab_limit=self.tokenizer.vocab_size, optimizer=config.warm_start.optimizer,
-                               embedding_rate=config.warm_start.embedding_rate, weight_decay=settings.weight_decay, grad_clip=settings.grad_clip,
-                               token_budget=settings.token_budget)
+                               weight_decay=settings.weight_decay, grad_clip=settings.grad_clip, token_budget=settings.token_budget)
         engine_model = Qwen3(model.config).to(model.embed_tokens.weight)          # the engine's own copy, updated in place after each step
         rows = max(settings.prompts * settings.group_size, 1)
         pages = rollout.pages or rows * -(-rollout.context_tokens // rollout.page_size) + 64
@@ -113,17 +113,18 @@ class Training:
         while self.step < section.steps:
             start = time.monotonic()
             groups = []
-            lessons = dataclasses.replace(self.lessons, most_tools=self.few_tools if self.few_tools <= FEW_TOOLS else 0)
+            few = self.few_tools <= FEW_TOOLS
+            lessons = dataclasses.replace(self.lessons, most_tools=self.few_tools if few else 0)
             for task in lessons.tasks("train", section.prompts, start=self.step * section.prompts):
                 samples = []
-                for seed in range(section.samples):
+                for seed in range(1 if few else section.samples):
                     prompt, ids, sampled = demonstrate(environment(task, seed, self.sandbox), self.tokenizer, seed, **self.habits)
                     samples.append(Sample(ids, sampled))
                 groups.append(Group(prompt, samples))
             metrics = self.trainer.supervised_step(groups, schedule.at(self.step))
             seconds = time.monotonic() - start
             self.step += 1
-            if self.few_tools <= FEW_TOOLS and (metrics["loss"] < section.few_loss or self.step - self.few_since >= section.few_steps):
+            if few and (metrics["loss"] < section.few_loss or self.step - self.few_since >= section.few_steps):
                 self.few_tools, self.few_since = self.few_tools + 1, self.step
             self.run.append("metrics", {"phase": "warm_start", "step": self.step, **_plain(metrics), "tokens_per_s": metrics["tokens"] / seconds, "seconds": seconds})
             bar.set_postfix_str(f"loss {metrics['loss']:.3f}, {metrics['tokens'] / seconds:,.0f} tokens/s")
@@ -316,6 +317,15 @@ class Training:
         return True
 
 
+def keep_freed_memory() -> None:
+    """Lets glibc keep what is freed. By default it returns every large buffer to the system, and a step on the CPU, which frees and allocates
+    the same sizes all the time, spends a tenth of its time on fresh pages. Elsewhere than on glibc it does nothing."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:
+        mallopt(-3, 32 << 20)                    # M_MMAP_THRESHOLD, at its maximum
+        mallopt(-1, 2**31 - 1)                   # M_TRIM_THRESHOLD
+
+
 class _Scored:
     """A rollout whose trajectories carry their absolute reward."""
 
@@ -347,6 +357,7 @@ def main(arguments: list[str]) -> int:
             config = load_config(known.config or DEFAULT_CONFIG, overrides)
             run = Run.create(Path(config.run.root) / config.run.name, to_toml(config))
         run.lock()
+        keep_freed_memory()
         torch.set_num_threads(config.run.threads or len(os.sched_getaffinity(0)))
         stop = Stop()
         with Sandbox() as sandbox:

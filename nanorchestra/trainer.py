@@ -156,26 +156,23 @@ class Schedule:
 class Trainer:
     """A model, its optimizer, and optionally a frozen reference. Owns no data and draws nothing at random."""
 
-    def __init__(self, model: Qwen3, *, vocab_limit: int, optimizer: str = "adamw", embedding_rate: float = 1.0, betas: tuple[float, float] = (0.9, 0.95),
+    def __init__(self, model: Qwen3, *, vocab_limit: int, optimizer: str = "adamw", betas: tuple[float, float] = (0.9, 0.95),
                  weight_decay: float = 0.0, grad_clip: float = 1.0, token_budget: int = 16384):
         self.model, self.vocab_limit = model, vocab_limit
         self.betas, self.weight_decay, self.grad_clip, self.token_budget = betas, weight_decay, grad_clip, token_budget
         self.reference: Qwen3 | None = None
-        self.new_optimizer(optimizer, embedding_rate)
+        self.new_optimizer(optimizer)
 
-    def new_optimizer(self, kind: str, embedding_rate: float = 1.0) -> None:
+    def new_optimizer(self, kind: str) -> None:
         """Forgets all moments. "adamw"; or "muon": Muon (Jordan 2024) for the matrices of the blocks, AdamW for everything else.
 
-        Muon's updates are scaled to the RMS of AdamW's (Liu et al. 2025, arXiv 2502.16982), so that one learning rate serves both;
-        embeddings (and lm_head) learn at `embedding_rate` times that.
+        Muon's updates are scaled to the RMS of AdamW's (Liu et al. 2025, arXiv 2502.16982), so that one learning rate serves both.
         """
         matrices = [p for p in self.model.layers.parameters() if p.dim() == 2] if kind == "muon" else []
         taken = {id(p) for p in matrices}
         others = [p for p in self.model.parameters() if id(p) not in taken]
-        embeddings = {id(self.model.embed_tokens.weight), id(self.model.output_weight)}
         self.optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(
-            [{"params": [p for p in others if id(p) in embeddings], "weight_decay": self.weight_decay, "rate": embedding_rate},
-             {"params": [p for p in others if p.dim() >= 2 and id(p) not in embeddings], "weight_decay": self.weight_decay},
+            [{"params": [p for p in others if p.dim() >= 2], "weight_decay": self.weight_decay},
              {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0}],
             lr=0.0, betas=self.betas, fused=True)]
         if matrices:
@@ -250,7 +247,7 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate * group.get("rate", 1.0)
+                group["lr"] = learning_rate
             if torch.isfinite(norm):
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)

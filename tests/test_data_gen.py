@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 
 import data_gen
-from data_gen import PHRASES, QUESTIONS, World, consider, corpus, demonstrate, describe, environment, find, preference_name, read_aloud, skill, teach, title
+from data_gen import PHRASES, PREFERENCES, QUESTIONS, World, consider, corpus, demonstrate, describe, environment, find, preference_name, skill, teach, title
 from evaluate import ROUTERS, best_plan, evaluate_routers, play, task_bounds, with_price
 from nanorchestra.types import Preference, Task, ToolCall
 
@@ -66,7 +66,13 @@ def test_names_differ_within_a_task_and_prices_and_latencies_stand_in_the_prompt
         schemas = environment(task, 0, sandbox).tools
         for offered, schema in zip(task.data["tools"], schemas):
             assert schema["function"]["name"] == offered["name"]
-            assert f"${offered['price']}/" in schema["function"]["description"] and f"{offered['latency']}s" in schema["function"]["description"]
+            assert schema["function"]["description"] == describe(offered)
+
+
+def test_what_is_dear_is_quoted_in_dollars_and_what_is_slow_in_minutes():
+    vega = {"name": "vega", "what": "medium", "price": 85, "latency": 8}
+    assert describe(vega) == "medium vega 85c/M 8s"
+    assert describe(vega | {"price": 300, "latency": 120, "what": "code"}) == "code vega $3/k 2min"
 
 
 @pytest.mark.parametrize("kind", ["arithmetic", "lookup", "chain"])
@@ -118,19 +124,13 @@ def test_the_teacher_is_careless_not_blind(sandbox):
     assert fmean(cheapest["right"]) + 0.2 < fmean(cheapest["cheap"]) < 0.9
 
 
-def test_a_thought_reads_the_prompt_notes_what_is_dear_and_walks_to_the_chosen_tool():
-    tools = [{"name": "vega", "what": "medium", "price": 85, "latency": 18}, {"name": "run", "what": "code", "price": 300, "latency": 2},
-             {"name": "lyra", "what": "large", "price": 200, "latency": 9}]
-    data = {"kind": "knowledge", "subject": "law", "difficulty": "hard", "tools": tools}
-    listed = "medium vega $85/M 18s slow, code run $300/k 2s dear, large lyra $200/M 9s dear"
-    for weights, avoided, said in (((1.0, 0.0, 0.0), {}, "right"), ((0.6, 0.9, 0.0), {"lyra": -1.5}, "cheap, dear code large. avoid large lyra"),
-                                   ((0.6, 0.0, 0.9), {}, "fast, slow medium"), ((0.8, 0.6, 0.6), {}, "balanced, dear code large, slow medium")):
-        task = Task("t", "?", Preference("?", *weights, avoided), data)
-        assert read_aloud(task) == listed and consider(task) == f"hard law. {said}"
-    cheap = [t | {"price": 20, "latency": 3} for t in tools]
-    task = Task("t", "?", Preference("?", 0.8, 0.6, 0.6), data | {"tools": cheap})
-    assert consider(task) == "hard law. balanced, dear none, slow none"
-    assert find(task, cheap[0]) == "Medium: medium vega" and find(task, cheap[2]) == "Large: medium, code, large lyra"
+def test_a_thought_weighs_what_decides_and_walks_to_the_chosen_tool():
+    tools = [{"name": "vega", "what": "medium", "price": 85, "latency": 60}, {"name": "run", "what": "code", "price": 300, "latency": 2},
+             {"name": "lyra", "what": "large", "price": 900, "latency": 120}]
+    task = Task("t", "?", Preference("?", *PREFERENCES["cheap"][1], {"lyra": -1.5}), {"kind": "knowledge", "subject": "law", "difficulty": "hard", "tools": tools})
+    assert consider(task) == "hard law. cheap, avoid large. medium slow, code dear, large dear slow"
+    assert consider(task, ["vega"]) == "hard law. cheap, avoid large. medium slow asked, code dear, large dear slow"
+    assert find(task, tools[0]) == "Medium: medium vega" and find(task, tools[2]) == "Large: medium, code, large lyra"
 
 
 @pytest.mark.parametrize("count", [1, 2])

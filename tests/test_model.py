@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nanorchestra.model import PRESETS, ModelConfig, Qwen3
-from nanorchestra.ops import Segment, packed_attention, rope_frequencies
+from nanorchestra.ops import Segment, packed_attention, rope_frequencies, segment_attention
 from nanorchestra.types import UserError
 from nanorchestra.weights import load_model
 
@@ -113,6 +113,24 @@ def test_rotary_frequencies_are_those_of_transformers(scaling, theta):
     frequencies, factor = rope_frequencies(128, theta, scaling, TINY["max_position_embeddings"])
     assert torch.equal(frequencies, embedding.inv_freq)
     assert factor == embedding.attention_scaling
+
+
+def test_some_heads_start_by_looking_back():
+    model = Qwen3(PRESETS["nano"])
+    model.init_weights(0)
+    tokens, scores = torch.randint(0, 1280, (100,), generator=torch.Generator().manual_seed(0)), {}
+
+    def attend(layer, q, k, v):
+        scores[layer] = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(4, 1)) / q.shape[-1] ** 0.5
+        return segment_attention([Segment(0, len(q))], q, k, v)
+
+    with torch.no_grad():
+        model(tokens, torch.arange(300, 400), attend)
+    weights = scores[0].masked_fill(torch.ones(100, 100).triu(1).bool(), -torch.inf).softmax(-1)[:, 50:]
+    for head in range(4):
+        back = weights[head].gather(1, torch.arange(50, 100)[:, None] - torch.arange(8))      # [query, offset]
+        assert back.mean(0).argmax() == head + 1 and back.mean(0).max() > 0.4
+    assert weights[4:].max(-1).values.mean() < 0.3
 
 
 def test_initial_weights_depend_on_the_seed_only():
