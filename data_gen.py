@@ -288,14 +288,24 @@ def normalise(answer: str) -> str:
 
 # Demonstrations: a teacher that reads aloud and chooses carelessly.
 
+def objections(task: Task, offered: dict[str, Any], asked: Sequence[str] = ()) -> list[str]:
+    """What speaks against a tool: dear or slow if the wish minds, banned, asked already (its name is in `asked`)."""
+    wish = task.preference
+    reasons = {"dear": wish.cost > 0 and offered["price"] >= DEAR, "slow": wish.latency > 0 and offered["latency"] >= SLOW,
+               "banned": offered["name"] in wish.avoided, "asked": offered["name"] in asked}
+    return [reason for reason, holds in reasons.items() if holds]
+
+
 def consider(task: Task, asked: Sequence[str] = ()) -> str:
-    """What decides a choice, said right before it: the kind of question, the wish, what to avoid; and the tools by kind, whether each is
-    dear or slow, and whether it is among the names `asked` already."""
-    data = task.data
+    """What decides a choice, said right before it: the kind of question, the wish, what to avoid; the tools by kind, each with what speaks
+    against it; and those that nothing speaks against."""
+    data, wish = task.data, task.preference
     topic = f"{data['difficulty']} {data['subject']}" if data["kind"] == "knowledge" else data["kind"]
-    avoided = "".join(f", avoid {t['what']}" for t in data["tools"] if t["name"] in task.preference.avoided)
-    listed = ", ".join(t["what"] + " dear" * (t["price"] >= DEAR) + " slow" * (t["latency"] >= SLOW) + " asked" * (t["name"] in asked) for t in data["tools"])
-    return f"{topic}. {preference_name(task.preference)}{avoided}. {listed}"
+    avoided = "".join(f", avoid {t['what']}" for t in data["tools"] if t["name"] in wish.avoided)
+    against = {t["what"]: objections(task, t, asked) for t in data["tools"]}
+    listed = ", ".join(" ".join([what, *reasons]) for what, reasons in against.items())
+    left = " ".join(what for what, reasons in against.items() if not reasons) or "none"
+    return f"{topic}. {preference_name(wish)}{avoided}. {listed}. left {left}"
 
 
 def find(task: Task, offered: dict[str, Any]) -> str:
@@ -345,18 +355,16 @@ class Lesson:
     result: ToolResult | None = None
 
 
-def common_sense(task: Task, options: list[dict[str, Any]]) -> dict[str, Any]:
-    """What anybody would choose who can read: the tool made for such questions; else the expert the wish suggests: the cheapest, the
-    fastest, the one with the biggest name."""
-    wish = preference_name(task.preference)
-    for offered in options:
-        if offered["what"] == FITS.get(task.data["kind"]):
-            return offered
-    if wish == "cheap":
-        return min(options, key=lambda t: t["price"])
-    if wish == "fast":
-        return min(options, key=lambda t: t["latency"])
-    return max(options, key=lambda t: (t["what"] == task.data["subject"], t["what"] == "large", t["what"] == "medium"))
+def common_sense(task: Task, options: list[dict[str, Any]], rng: random.Random) -> dict[str, Any]:
+    """What anybody would choose who can read, among the tools that nothing speaks against: the tool made for such questions; else who is to
+    be right at any price takes the specialist or the biggest name, and who is not takes any of them."""
+    options = [t for t in options if not objections(task, t)] or options
+    fitting = [t for t in options if t["what"] == FITS.get(task.data["kind"])]
+    if fitting:
+        return fitting[0]
+    if preference_name(task.preference) == "right":
+        return max(options, key=lambda t: (t["what"] == task.data["subject"], t["what"] == "large", t["what"] == "medium"))
+    return rng.choice(options)
 
 
 def teach(env: ToolEnvironment, seed: int, *, sensible: float = 0.6, heedful: float = 0.8, turns: int = 6) -> list[Lesson]:
@@ -375,7 +383,7 @@ def teach(env: ToolEnvironment, seed: int, *, sensible: float = 0.6, heedful: fl
     for _ in range(turns - 1):
         if key is None:
             said.append(consider(task, [t["name"] for t in usable if t not in left]))
-            offered = common_sense(task, left) if rng.random() < sensible else rng.choice(left)
+            offered = common_sense(task, left, rng) if rng.random() < sensible else rng.choice(left)
             left.remove(offered)
         call = calls_for(task, offered, key)
         result = env.by_name[offered["name"]].call(call.arguments)

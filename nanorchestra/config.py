@@ -42,13 +42,13 @@ class WorldSection:
 @dataclass(frozen=True)
 class WarmStartSection:
     steps: int = 240
-    sensible: float = 0.6                # probability that the teacher chooses with common sense,
+    sensible: float = 0.8                # probability that the teacher chooses with common sense,
     heedful: float = 0.7                 # and that it leaves alone what is forbidden
     first_tools: int = 1                 # on offer in the first lessons; then one more, up to two; then all
     few_steps: int = 120                 # so many steps at most with each of these numbers of tools,
-    few_loss: float = 0.06               # fewer after a step with a loss below this
+    few_loss: float = 0.12               # fewer after a step with a loss below this
     prompts: int = 16                    # tasks a step
-    samples: int = 3                     # demonstrations a task, once all tools are on offer: what differs are the choices
+    samples: int = 2                     # demonstrations a task, once all tools are on offer: what differs are the choices
     optimizer: str = "muon"              # adamw or muon
     learning_rate: float = 4e-3
     warmup_steps: int = 20

@@ -127,9 +127,12 @@ def test_the_teacher_is_careless_not_blind(sandbox):
 def test_a_thought_weighs_what_decides_and_walks_to_the_chosen_tool():
     tools = [{"name": "vega", "what": "medium", "price": 85, "latency": 60}, {"name": "run", "what": "code", "price": 300, "latency": 2},
              {"name": "lyra", "what": "large", "price": 900, "latency": 120}]
-    task = Task("t", "?", Preference("?", *PREFERENCES["cheap"][1], {"lyra": -1.5}), {"kind": "knowledge", "subject": "law", "difficulty": "hard", "tools": tools})
-    assert consider(task) == "hard law. cheap, avoid large. medium slow, code dear, large dear slow"
-    assert consider(task, ["vega"]) == "hard law. cheap, avoid large. medium slow asked, code dear, large dear slow"
+    data = {"kind": "knowledge", "subject": "law", "difficulty": "hard", "tools": tools}
+    for wish, listed in (("right", "medium, code, large banned. left medium code"), ("cheap", "medium, code dear, large dear banned. left medium"),
+                         ("fast", "medium slow, code, large slow banned. left code"), ("balanced", "medium slow, code dear, large dear slow banned. left none")):
+        task = Task("t", "?", Preference("?", *PREFERENCES[wish][1], {"lyra": -1.5}), data)
+        assert consider(task) == f"hard law. {wish}, avoid large. {listed}"
+    assert consider(task, ["vega"]) == "hard law. balanced, avoid large. medium slow asked, code dear, large dear slow banned. left none"
     assert find(task, tools[0]) == "Medium: medium vega" and find(task, tools[2]) == "Large: medium, code, large lyra"
 
 
