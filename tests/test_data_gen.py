@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from statistics import fmean
 
 import pytest
@@ -161,13 +162,16 @@ def test_routers_are_billed_for_every_call_and_perfect_play_is_the_ceiling(sandb
     assert summary["cheapest"]["cost_usd"] < summary["cascade"]["cost_usd"] < summary["strongest"]["cost_usd"]
 
 
-def test_a_changed_price_is_charged(sandbox):
+def test_a_changed_price_stands_in_the_prompt_and_is_charged(sandbox):
     task = next(t for t in World(0).tasks("train", 50) if any(x["what"] == "small" for x in t.data["tools"]))
-    dearer = with_price(task, "small", 10)
     name = next(x["name"] for x in task.data["tools"] if x["what"] == "small")
-    before, after = (environment(t, 0, sandbox).by_name[name].call({}).cost_usd for t in (task, dearer))
-    assert after == pytest.approx(10 * before)
-    assert task_bounds(dearer).cost_usd[1] >= task_bounds(task).cost_usd[1]
+    tools = [t | {"price": 47} if t["name"] == name else t for t in task.data["tools"]]
+    task = replace(task, data=task.data | {"tools": tools})
+    for factor, price, words in ((0.1, 5, " 5c/M"), (1, 47, " 47c/M"), (10, 500, " $5/M")):       # 4.70 dollars: a quote has whole ones
+        changed = environment(with_price(task, "small", factor), 0, sandbox).by_name[name]
+        assert words in changed.description
+        assert changed.call({}).cost_usd == pytest.approx(environment(task, 0, sandbox).by_name[name].call({}).cost_usd * price / 47)
+    assert task_bounds(with_price(task, "small", 100)).cost_usd[1] > task_bounds(task).cost_usd[1]
 
 
 def test_the_best_plan_never_uses_what_is_to_be_avoided():
