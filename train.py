@@ -117,7 +117,7 @@ class Training:
             lessons = dataclasses.replace(self.lessons, most_tools=self.few_tools if few else 0)
             for task in lessons.tasks("train", section.prompts, start=self.step * section.prompts):
                 samples = []
-                for seed in range(1 if few else section.samples):
+                for seed in range(section.samples):
                     prompt, ids, sampled = demonstrate(environment(task, seed, self.sandbox), self.tokenizer, seed, **self.habits)
                     samples.append(Sample(ids, sampled))
                 groups.append(Group(prompt, samples))

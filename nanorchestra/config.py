@@ -48,7 +48,7 @@ class WarmStartSection:
     few_steps: int = 120                 # so many steps at most with each of these numbers of tools,
     few_loss: float = 0.12               # fewer after a step with a loss below this
     prompts: int = 16                    # tasks a step
-    samples: int = 2                     # demonstrations a task, once all tools are on offer: what differs are the choices
+    samples: int = 1                     # demonstrations a task
     optimizer: str = "muon"              # adamw or muon
     learning_rate: float = 4e-3
     warmup_steps: int = 20
