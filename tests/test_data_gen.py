@@ -10,7 +10,7 @@ from statistics import fmean
 import pytest
 
 import data_gen
-from data_gen import PHRASES, PREFERENCES, QUESTIONS, World, consider, corpus, demonstrate, describe, environment, find, preference_name, skill, teach, title
+from data_gen import PHRASES, PREFERENCES, QUESTIONS, World, common_sense, consider, corpus, demonstrate, describe, environment, find, preference_name, skill, teach, title
 from evaluate import ROUTERS, best_plan, evaluate_routers, play, task_bounds, with_price
 from nanorchestra.types import Preference, Task, ToolCall
 
@@ -135,6 +135,19 @@ def test_a_thought_weighs_what_decides_and_walks_to_the_chosen_tool():
         assert consider(task) == f"hard law. {wish}, avoid large. {listed}"
     assert consider(task, ["vega"]) == "hard law. balanced, avoid large. medium slow asked, code dear, large dear slow banned. left none"
     assert find(task, tools[0]) == "Medium: medium vega" and find(task, tools[2]) == "Large: medium, code, large lyra"
+
+
+def test_common_sense_takes_a_tool_that_nothing_speaks_against():
+    def chosen(kind, wish, avoided=(), price=30):
+        tools = [{"name": "run", "what": "code", "price": price, "latency": 2}, {"name": "io", "what": "small", "price": 20, "latency": 2},
+                 {"name": "sol", "what": "large", "price": 900, "latency": 2}]
+        task = Task("t", "?", Preference("?", *PREFERENCES[wish][1], {name: -1.0 for name in avoided}), {"kind": kind, "subject": "law", "tools": tools})
+        usable = [t for t in tools if t["what"] != "code" or kind == "arithmetic"]
+        return {common_sense(task, usable, random.Random(seed))["name"] for seed in range(20)}
+
+    assert chosen("arithmetic", "cheap") == {"run"} and chosen("arithmetic", "cheap", price=300) == {"io"} == chosen("arithmetic", "cheap", ["run"])
+    assert chosen("knowledge", "right") == {"sol"} and chosen("knowledge", "right", ["sol"]) == {"io"}
+    assert chosen("knowledge", "cheap") == {"io"} and chosen("knowledge", "fast") == {"io", "sol"} == chosen("knowledge", "fast", ["io", "sol"])
 
 
 @pytest.mark.parametrize("count", [1, 2])
