@@ -33,7 +33,7 @@ from tools import HttpExpert, load_tools
 
 MAX_CONTEXT, PAGE = 16_384, 16                     # tokens of one conversation at most, and of one KV page
 LINE_UP = [{"name": name, "what": what, "price": price, "latency": latency} for name, what, price, latency in (
-    ("records", "records", 20, 2), ("search", "search", 35, 3), ("calc", "code", 30, 3), ("orion", "large", 300, 60), ("vega", "medium", 85, 8), ("lyra", "small", 25, 2))]
+    ("orion", "large", 300, 60), ("calc", "code", 30, 3), ("search", "search", 35, 3), ("records", "records", 20, 2), ("lyra", "small", 25, 2))]
 EXAMPLES = ("law case 372 is hard: what is its code?", "what is the value of 417 * 6?", "what is the mass of element 79?",
             "what is the age of the agent of the customer of order 512?")
 HELP = f"""nano can be asked four kinds of questions (subjects: {', '.join(SUBJECTS)}; chains: {'; '.join(' > '.join(chain) for chain in CHAINS)}):
@@ -67,12 +67,12 @@ def miniature_task(question: str, wish: str) -> Task:
     if found is None:
         raise UserError(f"outside the miniature's world: {question[:60]!r}; ask for example {EXAMPLES[0]!r}, {EXAMPLES[1]!r}, {EXAMPLES[2]!r} or {EXAMPLES[3]!r}")
     wrong = [str(n) for n in random.Random(question).sample(range(1, 1000), 9) if str(n) != found["answer"]][:8]
-    tools = [t for t in LINE_UP if t["what"] != "records" or found["kind"] == "chain"]     # as in the world: no records without tables
+    tools = [t for t in LINE_UP if is_expert(t) or (t["what"] == "records") == (found["kind"] == "chain")]     # as in the world: no records without tables
     return Task(f"asked/{question}", question, preference(spell_out(wish), [t["name"] for t in tools]), {"tables": {}, "solution": None, "wrong": wrong, "tools": tools} | found)
 
 
 def spell_out(wish: str) -> str:
-    """The wish with LINE_UP's names as the miniature's users say them, the kind in front: "avoid vega" -> "avoid medium vega"."""
+    """The wish with LINE_UP's names as the miniature's users say them, the kind in front: "avoid lyra" -> "avoid small lyra"."""
     for offered in LINE_UP:
         wish = re.sub(rf"\b(?:{offered['what']} )?{offered['name']}\b", title(offered), wish, flags=re.IGNORECASE)
     return wish
@@ -213,7 +213,7 @@ class Repl:
     def show_tools(self, _: str) -> None:
         if self.tools is None:
             lines = [*_offer(LINE_UP), "  Experts are simulated; prices are charged to a virtual account and latencies pass on a virtual clock.",
-                     "  records is offered with questions about records only."]
+                     "  records is offered with questions about records, calc and search with all others."]
         else:
             prices = [f"${t.price.input_per_million:g} in, ${t.price.output_per_million:g} out per million tokens" if isinstance(t, HttpExpert)
                       else f"${t.usd_per_call:g} per call" for t in self.tools]

@@ -165,7 +165,7 @@ def test_wishes_in_other_words_are_read_by_key_words(wish, name):
 
 
 def test_a_tool_is_named_in_the_prompt_as_the_worlds_users_do():
-    assert serve.spell_out("Be fast; avoid Vega, not large orion, nor vegan lyra.") == "Be fast; avoid medium vega, not large orion, nor vegan small lyra."
+    assert serve.spell_out("Be fast; avoid Lyra, not large orion, nor lyrical calc.") == "Be fast; avoid small lyra, not large orion, nor lyrical code calc."
     assert serve.miniature_task(LAW, "Avoid orion.").preference.text == "Avoid large orion."
 
 
@@ -266,7 +266,7 @@ def test_a_preference_stands_in_the_prompt_until_reset(talk, nano_tokenizer):
 
 
 def test_reset_and_seed_make_a_conversation_repeat_itself(talk):
-    script = [think("t", "vega"), think("t", content="57")]
+    script = [think("t", "lyra"), think("t", content="57")]
     (one, first), (other, second) = talk(*script * 12, seed=5), talk(*script * 6, seed=5)
     for repl in (one, other):
         for _ in range(6):
