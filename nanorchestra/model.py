@@ -325,7 +325,7 @@ _BIG = ModelConfig(
 
 PRESETS: dict[str, ModelConfig] = {
     "nano": ModelConfig(
-        vocab_size=1280,
+        vocab_size=896,
         hidden_size=256,
         intermediate_size=512,
         num_hidden_layers=2,

@@ -118,7 +118,7 @@ def test_rotary_frequencies_are_those_of_transformers(scaling, theta):
 def test_some_heads_start_by_looking_back():
     model = Qwen3(PRESETS["nano"])
     model.init_weights(0)
-    tokens, scores = torch.randint(0, 1280, (100,), generator=torch.Generator().manual_seed(0)), {}
+    tokens, scores = torch.randint(0, 896, (100,), generator=torch.Generator().manual_seed(0)), {}
 
     def attend(layer, q, k, v):
         scores[layer] = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(4, 1)) / q.shape[-1] ** 0.5
