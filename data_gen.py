@@ -304,7 +304,7 @@ def consider(task: Task, asked: Sequence[str] = ()) -> str:
     avoided = "".join(f", avoid {t['what']}" for t in data["tools"] if t["name"] in wish.avoided)
     against = {t["what"]: objections(task, t, asked) for t in data["tools"]}
     listed = ", ".join(" ".join([what, *reasons]) for what, reasons in against.items())
-    left = " ".join(what.capitalize() for what, reasons in against.items() if not reasons) or "none"
+    left = " ".join(what for what, reasons in against.items() if not reasons) or "none"
     return f"{topic}. {preference_name(wish)}{avoided}. {listed}. left {left}"
 
 

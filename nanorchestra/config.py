@@ -46,7 +46,7 @@ class WarmStartSection:
     heedful: float = 0.7                 # and that it leaves alone what is forbidden
     first_tools: int = 1                 # on offer in the first lessons; then one more, up to two; then all
     few_steps: int = 120                 # so many steps at most with each of these numbers of tools,
-    few_loss: float = 0.07               # fewer after a step with a loss below this
+    few_loss: float = 0.12               # fewer after a step with a loss below this
     prompts: int = 16                    # tasks a step
     samples: int = 1                     # demonstrations a task
     optimizer: str = "muon"              # adamw or muon

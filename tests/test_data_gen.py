@@ -129,8 +129,8 @@ def test_a_thought_weighs_what_decides_and_walks_to_the_chosen_tool():
     tools = [{"name": "vega", "what": "medium", "price": 85, "latency": 60}, {"name": "run", "what": "code", "price": 300, "latency": 2},
              {"name": "lyra", "what": "large", "price": 900, "latency": 120}]
     data = {"kind": "knowledge", "subject": "law", "difficulty": "hard", "tools": tools}
-    for wish, listed in (("right", "medium, code, large banned. left Medium Code"), ("cheap", "medium, code dear, large dear banned. left Medium"),
-                         ("fast", "medium slow, code, large slow banned. left Code"), ("balanced", "medium slow, code dear, large dear slow banned. left none")):
+    for wish, listed in (("right", "medium, code, large banned. left medium code"), ("cheap", "medium, code dear, large dear banned. left medium"),
+                         ("fast", "medium slow, code, large slow banned. left code"), ("balanced", "medium slow, code dear, large dear slow banned. left none")):
         task = Task("t", "?", Preference("?", *PREFERENCES[wish][1], {"lyra": -1.5}), data)
         assert consider(task) == f"hard law. {wish}, avoid large. {listed}"
     assert consider(task, ["vega"]) == "hard law. balanced, avoid large. medium slow asked, code dear, large dear slow banned. left none"
