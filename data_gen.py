@@ -289,9 +289,10 @@ def normalise(answer: str) -> str:
 # Demonstrations: a teacher that reads aloud and chooses carelessly.
 
 def objections(task: Task, offered: dict[str, Any], asked: Sequence[str] = ()) -> list[str]:
-    """What speaks against a tool: dear or slow if the wish minds, banned, asked already (its name is in `asked`)."""
-    wish = task.preference
-    reasons = {"dear": wish.cost > 0 and offered["price"] >= DEAR, "slow": wish.latency > 0 and offered["latency"] >= SLOW,
+    """What speaks against a tool: dear or slow, if it is an expert and the wish minds (the tool made for a question is worth its price);
+    banned; asked already (its name is in `asked`)."""
+    wish, expert = task.preference, is_expert(offered)
+    reasons = {"dear": expert and wish.cost > 0 and offered["price"] >= DEAR, "slow": expert and wish.latency > 0 and offered["latency"] >= SLOW,
                "banned": offered["name"] in wish.avoided, "asked": offered["name"] in asked}
     return [reason for reason, holds in reasons.items() if holds]
 
@@ -367,18 +368,20 @@ def common_sense(task: Task, options: list[dict[str, Any]], rng: random.Random) 
     return rng.choice(options)
 
 
-def teach(env: ToolEnvironment, seed: int, *, sensible: float = 0.6, heedful: float = 0.8, turns: int = 6) -> list[Lesson]:
+def teach(env: ToolEnvironment, seed: int, *, sensible: float = 0.8, heedful: float = 0.7, quits: float = 0.15, turns: int = 6) -> list[Lesson]:
     """The teacher's attempt at a task, acted out in its environment so that what it reads is what the policy will read.
 
     A sloppy teacher, as a language model is before it is trained for this: each choice is `common_sense` with probability `sensible`,
-    and else any usable tool. What is forbidden it leaves alone with probability `heedful`. It takes an unsure answer half of the time,
-    and checks a sure one three times in ten.
+    and else any usable tool. What is forbidden it leaves alone with probability `heedful`. With probability `quits` it gives up
+    without asking anybody. It takes an unsure answer half of the time, and checks a sure one three times in ten.
     """
     task, lessons = env.task, []
     rng = random.Random(f"teacher/{task.id}/{seed}")
     usable = [t for t in task.data["tools"] if is_expert(t) or t["what"] == FITS.get(task.data["kind"]) or rng.random() < 0.2]
     if rng.random() < heedful:
         usable = [t for t in usable if t["name"] not in task.preference.avoided] or usable
+    if rng.random() < quits:
+        return [Lesson(f"{consider(task)}. Quit", "unknown")]
     said, key, value, offered, left = [], None, "0", None, list(usable)
     for _ in range(turns - 1):
         if key is None:

@@ -69,7 +69,7 @@ class Training:
         self.config, self.run, self.sandbox = config, run, sandbox
         self.world = World(config.run.seed, config.world.avoid_share)
         self.lessons = World(config.run.seed, config.world.avoid_share, lessons=True)
-        self.habits = {"sensible": config.warm_start.sensible, "heedful": config.warm_start.heedful}
+        self.habits = {"sensible": config.warm_start.sensible, "heedful": config.warm_start.heedful, "quits": config.warm_start.quits}
         model, self.tokenizer = self._model()
         settings, rollout = config.grpo, config.rollout
         self.trainer = Trainer(model, vocab_limit=self.tokenizer.vocab_size, optimizer=config.warm_start.optimizer,

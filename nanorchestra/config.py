@@ -43,7 +43,8 @@ class WorldSection:
 class WarmStartSection:
     steps: int = 240
     sensible: float = 0.8                # probability that the teacher chooses with common sense,
-    heedful: float = 0.7                 # and that it leaves alone what is forbidden
+    heedful: float = 0.7                 # that it leaves alone what is forbidden,
+    quits: float = 0.15                  # and that it gives up without asking anybody
     first_tools: int = 1                 # on offer in the first lessons; then one more, up to two; then all
     few_steps: int = 120                 # so many steps at most with each of these numbers of tools,
     few_loss: float = 0.12               # fewer after a step with a loss below this
@@ -192,7 +193,7 @@ def _check(source: str, section: str, key: str, value: Any) -> None:
             raise UserError(f"{source}: {section}.{key} is {value}; it must be a finite number, 0 or more")
         if where in _POSITIVE and value == 0:
             raise UserError(f"{source}: {section}.{key} is 0; it must be above 0")
-    if (key.endswith(("_share", "_fraction")) or key in ("hold", "sensible", "heedful")) and value > 1:
+    if (key.endswith(("_share", "_fraction")) or key in ("hold", "sensible", "heedful", "quits")) and value > 1:
         raise UserError(f"{source}: {section}.{key} is {value}; it must lie in 0..1")
 
 
