@@ -286,7 +286,7 @@ def normalise(answer: str) -> str:
     return answer.strip().rstrip(".").replace(",", "").casefold()
 
 
-# Demonstrations: a teacher that reads aloud and chooses carelessly.
+# Demonstrations: a teacher that weighs what the prompt says and chooses carelessly.
 
 def objections(task: Task, offered: dict[str, Any], asked: Sequence[str] = ()) -> list[str]:
     """What speaks against a tool: dear or slow, if it is an expert and the wish minds (the tool made for a question is worth its price);
