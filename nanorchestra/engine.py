@@ -7,16 +7,19 @@ tool calls; `score` gives log-probabilities; `update_weights` takes new weights 
 from __future__ import annotations
 
 import itertools
+from functools import cached_property
 from typing import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from .cache import PageCache, PageTable
+from .guide import ToolCallGrammar
 from .ops import Segment, packed_attention
 from .runner import Runner
-from .sampler import Sampler
-from .scheduler import Completion, OnToken, Request, SamplingParams, Scheduler, StopText
+from .sampler import Draw, Sampler
+from .request import Completion, OnToken, Request, SamplingParams, StopText
+from .scheduler import Scheduler
 from .types import UserError
 from .weights import copy_weights
 
@@ -54,6 +57,7 @@ class Engine:
         self.runner = Runner(model, num_pages, page_size)
         self.sampler = Sampler(self.vocab_size)
         self._ids = itertools.count()
+        self._asleep = False
         self._counts = {"steps": 0, "prefill_tokens": 0, "sampled_tokens": 0, "cached_tokens": 0}
 
     # sampling
@@ -93,6 +97,8 @@ class Engine:
         If the computation fails, the step's requests are aborted and the error is raised. If an on_token callback raises, its request is
         aborted and the error is raised after everyone else's tokens have been delivered.
         """
+        if self._asleep:
+            raise UserError("engine: it sleeps, its KV memory is lent; call wake() before the next step")
         plan = self.scheduler.plan()
         if not plan.decodes and not plan.prefills:
             return []
@@ -100,25 +106,27 @@ class Engine:
         try:
             with torch.inference_mode():
                 logits = self.runner.logits(plan)
-                tokens, logprobs = self.sampler(logits, [r.params for r in sampling], [len(r.ids) for r in sampling]) if sampling else ([], [])
+                draws = self._draw(logits, sampling) if sampling else []
         except BaseException:
             try:
                 self.runner.erase(plan)
             finally:
-                for request in plan.decodes + [request for request, _, _ in plan.prefills]:
+                for request in plan.requests:
                     self._finish(request, "abort")
             raise
         self.scheduler.commit(plan)
         self._counts["steps"] += 1
         self._counts["prefill_tokens"] += sum(count for _, _, count in plan.prefills)
-        self._counts["sampled_tokens"] += len(tokens)
+        self._counts["sampled_tokens"] += len(draws)
         finished = []
-        for request, token, logprob in zip(sampling, tokens, logprobs):
-            reason = request.accept(token, logprob)
+        for request, draw in zip(sampling, draws):
+            reason = request.accept(draw.token, draw.logprob, self.weight_version)
+            if request.params.top_logprobs:
+                request.top_logprobs.append(draw.top_logprobs)
             if reason:
                 self._finish(request, reason)
                 finished.append(request)
-        self._deliver(sampling, tokens, logprobs)
+        self._deliver(sampling, draws)
         return finished
 
     @property
@@ -164,23 +172,43 @@ class Engine:
             values += (logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(1)).tolist()
         return [values[start: start + len(ids) - 1] for start, ids in zip(starts, pack)]
 
-    def update_weights(self, tensors: Iterable[tuple[str, Tensor]] | None = None) -> int:
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]] | None = None, inflight: str = "refuse") -> int:
         """Copies all (Hugging Face name, tensor) pairs into the model in place; returns the new weight version.
 
-        None says that the model has been changed already. KV computed before never matches again, and sessions compute theirs anew.
-        UserError if a request is in flight: finish or abort it first, else its tokens would come from two policies. ValueError if the
-        tensors are not the model's.
+        None says that the model has been changed already. KV computed before never matches again. `inflight` says what becomes of
+        requests that wait or run. "refuse": UserError if there are any, since their tokens would come from two policies. "abort": they end
+        with what they have. "recompute": they go on by the new weights, on KV computed anew. "keep": they and the sessions go on by the new
+        weights on the KV they have (Piché et al. 2025, arXiv 2509.19128). Each token's version is recorded. ValueError if the tensors are
+        not the model's.
         """
-        if self.has_work:
-            count = len(self.scheduler.waiting) + len(self.scheduler.running)
-            raise UserError(f"update_weights: {count} requests are in flight, there should be none: finish or abort them first")
+        requests = self.scheduler.waiting + self.scheduler.running
+        if inflight not in ("refuse", "abort", "recompute", "keep"):
+            raise UserError(f"update_weights: inflight is {inflight!r}, it should be refuse, abort, recompute or keep")
+        if requests and inflight == "refuse":
+            raise UserError(f"update_weights: {len(requests)} requests are in flight, there should be none: finish or abort them first, or say "
+                            "inflight='abort', 'recompute' or 'keep'")
+        for request in requests if inflight == "abort" else ():
+            self.abort(request)
         try:
             if tensors is not None:
                 copy_weights(self.model, tensors)
         finally:                                                     # a copy that failed half-way has changed the weights too
             self.weight_version += 1
-            self.scheduler.set_version(self.weight_version)
+            self.scheduler.set_version(self.weight_version, keep=inflight == "keep")
         return self.weight_version
+
+    def sleep(self) -> None:
+        """Gives the memory of the KV pool back, to a trainer say, until `wake`. Requests and sessions stay, and compute their KV anew then;
+        meanwhile requests are taken, and `score` and `update_weights` work, but `step` is a UserError. Sleeping twice is fine."""
+        self._asleep = True
+        self.scheduler.set_version(self.weight_version)
+        self.runner.sleep()
+
+    def wake(self) -> None:
+        """Takes the KV pool's memory again. If there is too little, the error is torch's and the engine still sleeps."""
+        if self._asleep:
+            self.runner.wake()
+            self._asleep = False
 
     @property
     def stats(self) -> dict[str, int]:
@@ -193,20 +221,28 @@ class Engine:
 
     # inside
 
-    def _request(self, ids: Sequence[int], params: SamplingParams, on_token: OnToken | None = None, table: PageTable | None = None) -> Request:
+    def _request(self, ids: Sequence[int], params: SamplingParams, on_token: OnToken | None = None, table: PageTable | None = None,
+                 session: int = -1) -> Request:
         capacity = self.cache.num_pages * self.cache.page_size + 1                         # the last sampled token needs no page
         self._check_ids(ids, self.max_context - 1)
         if len(ids) > capacity - 1:
             raise UserError(f"prompt: {len(ids)} tokens do not fit the KV pool of {capacity - 1} tokens (num_pages={self.cache.num_pages})")
-        if params.stop and self.tokenizer is None:
-            raise UserError(f"sampling parameters: stop is {params.stop!r}, but the engine has no tokenizer; use stop_token_ids")
+        for name in ("stop", "tools"):
+            if getattr(params, name) and self.tokenizer is None:
+                raise UserError(f"sampling parameters: {name} is {getattr(params, name)!r}, but the engine has no tokenizer")
+        grammar = self._grammar if params.tools else None
         return Request(
             id=next(self._ids), ids=list(ids), params=params, prompt_tokens=len(ids), on_token=on_token,
             limit=min(len(ids) + params.max_tokens, self.max_context, capacity),
             stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids),
             stop_text=StopText(params.stop, self.tokenizer) if params.stop else None,
-            table=table if table is not None else PageTable(), keeps_pages=table is not None, resumed=bool(table and table.pages),
+            table=table if table is not None else PageTable(), keeps_pages=table is not None, resumed=bool(table and table.pages), session=session,
+            grammar=grammar, grammar_state=grammar.start(params.tools, params.enable_thinking) if grammar else None,
         )
+
+    @cached_property
+    def _grammar(self) -> ToolCallGrammar:
+        return ToolCallGrammar(self.tokenizer)
 
     def _check_ids(self, ids: Sequence[int], limit: int) -> None:
         if not ids:
@@ -225,15 +261,21 @@ class Engine:
         text = request.stop_text.text if request.stop_text else self.tokenizer.decode(ids, skip_special=True) if self.tokenizer else ""
         self._counts["cached_tokens"] += request.cached_tokens or 0
         request.completion = Completion(request.prompt_tokens, request.cached_tokens or 0, ids, request.logprobs, text, reason,
-                                        [self.weight_version] * len(ids))
+                                        request.weight_versions, request.top_logprobs)
 
-    def _deliver(self, sampling: list[Request], tokens: list[int], logprobs: list[float]) -> None:
+    def _draw(self, logits: Tensor, sampling: list[Request]) -> list[Draw]:
+        allowed = None
+        if any(request.grammar for request in sampling):
+            allowed = [request.grammar.allowed(request.grammar_state) if request.grammar else None for request in sampling]
+        return self.sampler(logits, [r.params for r in sampling], [len(r.ids) for r in sampling], allowed)
+
+    def _deliver(self, sampling: list[Request], draws: list[Draw]) -> None:
         failure = None
-        for request, token, logprob in zip(sampling, tokens, logprobs):
+        for request, draw in zip(sampling, draws):
             if request.on_token is None or request.finish_reason == "abort":
                 continue
             try:
-                request.on_token(token, logprob)
+                request.on_token(draw.token, draw.logprob)
             except Exception as error:
                 self.abort(request)
                 failure = failure or error
@@ -250,6 +292,7 @@ class Session:
     def __init__(self, engine: Engine, ids: Sequence[int] = ()):
         self._engine, self._ids, self._table = engine, list(ids), PageTable()
         self._request: Request | None = None
+        self._first = -1                                             # the id of its first request: its age
         self._closed = False
 
     @property
@@ -265,10 +308,18 @@ class Session:
 
     def submit(self, params: SamplingParams, on_token: OnToken | None = None) -> Request:
         """Starts a turn; once it is finished its sampled ids are part of `ids`. UserError as for Engine.submit, or if a turn is open."""
-        request = self._engine._request(self._settled(), params, on_token, self._table)
+        request = self._engine._request(self._settled(), params, on_token, self._table, self._first)
         self._engine.scheduler.add(request)
+        self._first = request.session
         self._request = request
         return request
+
+    def fork(self) -> Session:
+        """Another session that goes on from here; the KV so far is shared, and a page is copied when one of them writes into it."""
+        other = Session(self._engine, self._settled())
+        other._first = next(self._engine._ids)
+        self._engine.scheduler.fork(self._table, other._table, other._first)
+        return other
 
     def sample(self, params: SamplingParams) -> Completion:
         """One turn, waited for; other requests go on meanwhile, and those that finish keep their completion."""

@@ -38,11 +38,13 @@ class ModelConfig:
     attention_bias: bool = False
     eos_token_ids: tuple[int, ...] = ()
     initializer_range: float = 0.02
+    awq_group_size: int | None = None  # input columns that share a scale in an AWQ 4-bit checkpoint; None for full-precision weights
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any], source: str = "config.json") -> "ModelConfig":
         """From the contents of a HF config.json, in the `rope_theta`/`rope_scaling` form or the newer `rope_parameters` one.
 
+        Of quantised checkpoints, AWQ's with 4 bits in the "gemm" layout are taken.
         Raises UserError, naming `source`, for a field that is missing, malformed, or asks for something this decoder does not do.
         """
         return _ConfigReader(data, source).read()
@@ -118,7 +120,6 @@ class _ConfigReader:
         if self.data.get("model_type") != "qwen3":
             raise self.refuse("model_type", self.data.get("model_type"), "'qwen3' (a dense Qwen3 decoder)")
         self.only("hidden_act", "silu", "silu")
-        self.only("quantization_config", None, None)
         layers, heads = self.integer("num_hidden_layers"), self.integer("num_attention_heads")
         kv_heads, head_dim = self.integer("num_key_value_heads", heads), self.integer("head_dim", 128)
         if heads % kv_heads:
@@ -144,7 +145,28 @@ class _ConfigReader:
             attention_bias=self.boolean("attention_bias"),
             eos_token_ids=eos_ids(self.data.get("eos_token_id"), self.source),
             initializer_range=self.number("initializer_range", 0.02),
+            awq_group_size=self.awq_group_size(),
         )
+
+    def awq_group_size(self) -> int | None:
+        data = self.data.get("quantization_config")
+        if data is None:
+            return None
+        if not isinstance(data, Mapping):
+            raise self.refuse("quantization_config", data, "an object or null")
+        group = data.get("group_size", 128)
+        checks = {
+            "quant_method": (data.get("quant_method") == "awq", "'awq', the only one supported"),
+            "bits": (data.get("bits") == 4, "4, the only one supported"),
+            "version": (str(data.get("version", "gemm")).lower() == "gemm", "'gemm', the only one supported"),
+            "group_size": (isinstance(group, int) and group > 0 and group % 32 == 0, "a positive multiple of 32"),
+            # either way the zero points stand in the checkpoint, and are read from there
+            "zero_point": (isinstance(data.get("zero_point", True), bool), "true or false"),
+        }
+        for field, (right, expected) in checks.items():
+            if not right:
+                raise self.refuse(f"quantization_config.{field}", data.get(field), expected)
+        return group
 
     def check_sliding_window(self, layers: int) -> None:
         kinds = self.data.get("layer_types") or []
@@ -230,7 +252,10 @@ class Block(nn.Module):
 
 
 class Qwen3(nn.Module):
-    """The decoder. Invariant: tied models have no lm_head; `output_weight` is the [vocab, hidden] matrix of the logits either way."""
+    """The decoder. Invariant: tied models have no lm_head; `output_weight` is the [vocab, hidden] matrix of the logits either way.
+
+    The linear layers may be quantise.QuantisedLinear instead; an lm_head of that kind has `logits`, but no `output_weight`.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -305,7 +330,7 @@ class Qwen3(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden] -> [T, vocab]."""
-        return F.linear(hidden, self.output_weight)
+        return F.linear(hidden, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(hidden)
 
     def _frequencies_on(self, device: torch.device) -> Tensor:
         if device not in self._rope_frequencies:

@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attention import TILE, DecodeAttention, PagedAttention, Rows, Scratch, group_by_prefix
+from .invariant import by_tiles, forward
 from .ops import cache_rows, store_kv
-from .scheduler import Plan, Request
+from .request import Request
+from .scheduler import Plan
 
 BATCHES = 4                    # at most so many decode batches: newcomers form one of their own rather than have all copied anew
 
@@ -18,26 +20,59 @@ class Runner:
     """Owns the KV pages: k_cache and v_cache [layers, num_pages, Hkv, page_size, D], in the model's dtype and on its device.
 
     The tokens of a step stand in this order: decodes, batch by batch, then chunks that extend a sequence, then those that begin one.
+    invariant: the logits have the same bits whatever else the step computes, at a price (invariant.py).
     """
 
-    def __init__(self, model, num_pages: int, page_size: int):
-        self.model, self.page_size = model, page_size
+    def __init__(self, model, num_pages: int, page_size: int, invariant: bool = False):
+        self.model, self.page_size, self.invariant = model, page_size, invariant
         config, weight = model.config, model.embed_tokens.weight
         self.heads, self.device = config.num_attention_heads, weight.device
-        self._scratch = Scratch(weight.device)
+        self._scratch = Scratch(self.device)
         shape = (config.num_hidden_layers, num_pages, config.num_key_value_heads, page_size, config.head_dim)
         self.k_cache, self.v_cache = (torch.zeros(shape, dtype=weight.dtype, device=self.device) for _ in range(2))
-        self._batches = [_Batch(Scratch(weight.device)) for _ in range(BATCHES)]
+        self._batches = [_Batch(Scratch(self.device)) for _ in range(BATCHES)]
 
     def logits(self, plan: Plan) -> Tensor:
         """Runs the step; logits [len(plan.sampling), vocab] in that order."""
+        self._copy_pages(plan.copies)
+        hidden, place = self._hidden_invariant(plan) if self.invariant else self._hidden(plan)
+        place |= {request: place[leader] for request, leader in plan.forks}
+        wanted = torch.tensor([place[request] for request in plan.sampling], dtype=torch.int64, device=self.device)
+        hidden = hidden.index_select(0, wanted)
+        return by_tiles(self.model.logits, hidden) if self.invariant else self.model.logits(hidden)
+
+    def _hidden(self, plan: Plan) -> tuple[Tensor, dict[Request, int]]:
+        """The step's hidden states [T, hidden], and where among them each request's last one is."""
         extending, fresh = ([chunk for chunk in plan.prefills if bool(chunk[1]) is begun] for begun in (True, False))
         batches = self._decode_batches(plan.decodes)
         decodes = [request for batch in batches for request in batch.rows]
         tokens, positions, rows, place = self._inputs(decodes, extending + fresh)
-        hidden = self.model(tokens, positions, self._attend(batches, extending, [count for _, _, count in fresh], rows))
-        wanted = torch.tensor([place[request] for request in plan.sampling], dtype=torch.int64, device=self.device)
-        return self.model.logits(hidden.index_select(0, wanted))
+        return self.model(tokens, positions, self._attend(batches, extending, [count for _, _, count in fresh], rows)), place
+
+    def _hidden_invariant(self, plan: Plan) -> tuple[Tensor, dict[Request, int]]:
+        tokens, positions, rows, place = self._inputs(plan.decodes, plan.prefills)
+        runs = [(request, len(request.ids) - 1, 1) for request in plan.decodes] + plan.prefills
+        runs = [(request.table.pages, start, count) for request, start, count in runs]
+        return forward(self.model, tokens, positions, runs, rows, self.k_cache, self.v_cache), place
+
+    def _copy_pages(self, copies: dict[int, int]) -> None:
+        """copies: page -> the page it is a copy of. All are read before any is written, since pages may have changed hands."""
+        if copies:
+            to, source = (torch.tensor(list(pages), device=self.device) for pages in (copies.keys(), copies.values()))
+            for cache in (self.k_cache, self.v_cache):
+                cache.index_copy_(1, to, cache.index_select(1, source))
+
+    def sleep(self) -> None:
+        """Gives the memory of the pages and of everything kept from step to step back; the tensors stay, without storage."""
+        for cache in (self.k_cache, self.v_cache):
+            cache.untyped_storage().resize_(0)
+        self._scratch, self._batches = Scratch(self.device), [_Batch(Scratch(self.device)) for _ in range(BATCHES)]
+
+    def wake(self) -> None:
+        """Takes memory for the pages again, zeroed: a NaN left there would spoil whoever reads past his end of a page."""
+        for cache in (self.k_cache, self.v_cache):
+            cache.untyped_storage().resize_(cache.numel() * cache.element_size())
+            cache.zero_()
 
     def erase(self, plan: Plan) -> None:
         """Zeroes what a failed step may have written: a NaN left in a page would spoil whoever reads past his end of it."""

@@ -1,4 +1,4 @@
-"""Draws the next token of each row, and says with what log-probability. Temperature, top-k, top-p and greedy rows mix in one batch.
+"""Draws the next token of each row, and says with what log-probability. Rows with any parameters, greedy ones too, mix in one batch.
 
 The noise is one uniform number a row, a hash of (seed, absolute position): the same request draws the same token whatever its
 neighbours, after preemption and after a restart. The token is found by inverting the cumulative distribution in two steps, over blocks
@@ -7,15 +7,23 @@ of the vocabulary and then within one block, in float64, so that nothing of size
 
 from __future__ import annotations
 
-from typing import Sequence
+from typing import NamedTuple, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .scheduler import SamplingParams
+from .request import SamplingParams
 
 BLOCK = 64
+
+
+class Draw(NamedTuple):
+    """A drawn token, its log-probability under the distribution it was drawn from (greedy: at temperature 1), and the most probable ids."""
+
+    token: int
+    logprob: float
+    top_logprobs: list[tuple[int, float]]
 
 
 class Sampler:
@@ -25,34 +33,45 @@ class Sampler:
         self.vocab_size = vocab_size
         self._scratch = torch.empty(0)
 
-    def __call__(self, logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> tuple[list[int], list[float]]:
-        """logits [R, >= vocab_size], positions [R]: the index each drawn token will have in its sequence.
-
-        Returns the tokens and their log-probabilities under the distribution they were drawn from (greedy: at temperature 1).
-        FloatingPointError if a row's logits are not finite.
+    def __call__(self, logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int],
+                 allowed: Sequence[np.ndarray | None] | None = None) -> list[Draw]:
+        """logits [R, >= vocab_size], positions [R]: the index each drawn token will have in its sequence; allowed: for each row the ids that
+        may be drawn, bool [vocab_size], or None for all. FloatingPointError if a row's logits are not finite.
         """
         logits = logits[:, : self.vocab_size]
         device = logits.device
         temperature = np.array([p.temperature for p in params], np.float32)
-        top_p, top_k = np.array([p.top_p for p in params]), np.array([p.top_k for p in params])
+        top_p, top_k, min_p = (np.array([getattr(p, name) for p in params]) for name in ("top_p", "top_k", "min_p"))
         greedy = temperature < 1e-5
         temperature[greedy] = 1.0
         scaled = self._padded(len(params), device)                                         # [R, blocks * BLOCK], fp32
         torch.mul(logits, torch.from_numpy(1.0 / temperature).to(device)[:, None], out=scaled[:, : self.vocab_size])
+        for row, mask in enumerate(allowed or ()):
+            if mask is not None:
+                scaled[row, : self.vocab_size].masked_fill_(torch.from_numpy(~mask[: self.vocab_size]).to(device), -torch.inf)
         weights = scaled.softmax(1)
-        cut = ~greedy & ((top_p < 1.0) | (top_k > 0) & (top_k < self.vocab_size))
+        cut = ~greedy & ((top_p < 1.0) | (top_k > 0) & (top_k < self.vocab_size) | (min_p > 0))
         if cut.any():
             index = torch.from_numpy(np.flatnonzero(cut)).to(device)
-            weights[index] = _truncate(weights[index], top_k[cut], top_p[cut])
+            weights[index] = _truncate(weights[index], top_k[cut], top_p[cut], min_p[cut])
         uniform = torch.from_numpy(uniforms([p.seed for p in params], positions)).to(device)
         tokens, total = _draw(weights.view(len(params), -1, BLOCK), uniform)
         if greedy.any():
             index = torch.from_numpy(np.flatnonzero(greedy)).to(device)
-            tokens[index] = logits[index].argmax(1)
+            tokens[index] = scaled[index].argmax(1)
         logprobs = weights.gather(1, tokens[:, None])[:, 0].double().div_(total).log_()
         if not torch.isfinite(logprobs).all():
             raise FloatingPointError("the model's logits are not finite: a weight is NaN or infinite, or an activation overflowed")
-        return tokens.tolist(), logprobs.tolist()
+        tops = self._tops(weights, total, [p.top_logprobs for p in params])
+        return [Draw(*row) for row in zip(tokens.tolist(), logprobs.tolist(), tops)]
+
+    def _tops(self, weights: Tensor, total: Tensor, counts: list[int]) -> list[list[tuple[int, float]]]:
+        """For each row its counts[r] most probable ids, as far as they can be drawn, the lowest id first among equals."""
+        if not any(counts):
+            return [[] for _ in counts]
+        ordered, ids = weights.sort(dim=1, descending=True, stable=True)
+        rows = zip(ids.tolist(), ordered.double().div_(total[:, None]).log_().tolist(), counts)
+        return [[(token, value) for token, value in zip(ids[:n], values[:n]) if value > float("-inf")] for ids, values, n in rows]
 
     def _padded(self, rows: int, device: torch.device) -> Tensor:
         """Memory that is kept from step to step; behind the vocabulary it is filled to whole blocks with logits of minus infinity."""
@@ -75,15 +94,16 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def _truncate(weights: Tensor, top_k: np.ndarray, top_p: np.ndarray) -> Tensor:
-    """weights [R, V]: zero outside the top_k[r] largest (0: all), then outside the fewest of mass top_p[r] (Holtzman et al. 2020)."""
+def _truncate(weights: Tensor, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray) -> Tensor:
+    """weights [R, V]: zero outside the top_k[r] largest (0: all), then outside the fewest of mass top_p[r] (Holtzman et al. 2020), then
+    below the share min_p[r] of the largest (Nguyen et al. 2024)."""
     width, device = weights.shape[1], weights.device
-    top_k = torch.from_numpy(np.where(top_k > 0, top_k, width)).to(device)[:, None]
-    top_p = torch.from_numpy(top_p).to(device)[:, None]
+    top_k, top_p, min_p = (torch.from_numpy(x).to(device)[:, None] for x in (np.where(top_k > 0, top_k, width), top_p, min_p))
     ordered, order = weights.sort(dim=1, descending=True, stable=True)
     ordered[torch.arange(width, device=device) >= top_k] = 0.0
     below = ordered.double().cumsum(1)
     ordered[(below - ordered >= top_p * below[:, -1:]) & (top_p < 1)] = 0.0                # the first always stays: nothing is above it
+    ordered[ordered < min_p * ordered[:, :1]] = 0.0
     return torch.zeros_like(weights).scatter_(1, order, ordered)
 
 

@@ -6,9 +6,9 @@ import json
 import os
 from typing import Any
 
-from . import chat
 from .metrics import number
-from .tokenizer import IncrementalDecoder, Tokenizer
+from .stream import TurnStream
+from .tokenizer import Tokenizer
 from .types import ParsedTurn, Trajectory, Turn
 
 SHOWN_CHARS = 1000                                                              # of one observation
@@ -57,22 +57,20 @@ class Stream:
         {"token": self._token, "turn": self._turn, "results": self._results}[kind](payload)
 
     def _begin(self) -> None:
-        self._decoder, self._parser, self._calls = IncrementalDecoder(self.tokenizer), chat.StreamParser(), 0
+        self._turn_stream, self._calls = TurnStream(self.tokenizer), 0
 
     def _token(self, token: int) -> None:
-        if token not in self.tokenizer.eos_ids:
-            self._show(self._parser.feed(self._decoder.feed(token)))
+        self._show(self._turn_stream.feed(token))
 
     def _turn(self, turn: ParsedTurn) -> None:
-        self._show(self._parser.feed(self._decoder.flush()))
-        self._parser.finish()
-        self._show(self._parser.last_deltas)
+        deltas, _ = self._turn_stream.finish()
+        self._show(deltas)
         self._begin()
 
     def _show(self, deltas: list[tuple[str, str]]) -> None:
         for kind, text in deltas:
             if kind == "tool_call":
-                call = self._parser.calls[self._calls]
+                call = self._turn_stream.calls[self._calls]
                 self._calls += 1
                 text = call.raw if call.error else f"{call.name} {json.dumps(call.arguments, ensure_ascii=False)}"
                 self.console.end()

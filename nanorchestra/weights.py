@@ -1,8 +1,9 @@
 """Checkpoints in Hugging Face layout, in and out: config.json, generation_config.json and single or sharded safetensors.
 
 The model keeps q, k, v and gate, up as one matrix each; here, and only here, they have their HF names, as row ranges of the fused
-parameters, so that loading and updating copy in place. Loading touches one shard at a time, saving one tensor at a time. A save is
-written aside and renamed: a reader, or a run killed half-way, finds the old checkpoint or the new one.
+parameters, so that loading and updating copy in place. Loading touches one shard at a time, saving one tensor at a time. A quantised
+model (quantise.py) is filled the same way, each tensor rounded as it comes. A save is written aside and renamed: a reader, or a run
+killed half-way, finds the old checkpoint or the new one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanorchestra.model import ModelConfig, Qwen3, eos_ids
+from nanorchestra.quantise import MODES, QuantisedLinear, Slot, is_quantised, linears, quantise_model, replace_linear
 from nanorchestra.types import UserError
 
 if TYPE_CHECKING:
@@ -30,20 +32,32 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
-def load_model(path: str | Path, device: str = "cpu", dtype: str = "float32") -> tuple[Qwen3, Tokenizer | None]:
+def load_model(
+    path: str | Path, device: str = "cpu", dtype: str = "float32", quantise: str | None = None, build: Callable[[ModelConfig], Qwen3] = Qwen3
+) -> tuple[Qwen3, Tokenizer | None]:
     """The model of a checkpoint directory on `device` in `dtype`, and its tokenizer, or None if the directory has no tokenizer.json.
 
     The end-of-sequence ids in model.config are those of generation_config.json if it names any. A backbone saved without its output
-    matrix (an embedding model) comes with the output tied to the embeddings. Raises UserError for anything wrong with the directory.
+    matrix (an embedding model) comes with the output tied to the embeddings. `quantise`, "int8" or "int4", rounds the matrices as they are
+    read; those of an AWQ checkpoint keep its 4 bits without being asked. `build` makes the model, a rank's part of one say (parallel.py).
+    Raises UserError for anything wrong with the directory.
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype = {dtype!r}: expected one of {', '.join(DTYPES)}")
+    if quantise is not None and quantise not in MODES:
+        raise UserError(f"quantise = {quantise!r}: expected one of {', '.join(MODES)}")
     path = Path(path)
     config = read_config(path)
     names = _locate(path)
     if "lm_head.weight" not in names and "embed_tokens.weight" in names:
         config = replace(config, tie_word_embeddings=True)
-    model = _empty_model(config).to(DTYPES[dtype])
+    model = _empty_model(config, build).to(DTYPES[dtype])
+    if config.awq_group_size is not None:
+        if quantise:
+            raise UserError(f"{path}: quantise = {quantise!r}: the checkpoint is quantised already (AWQ, 4 bits); expected no quantise")
+        _make_room_for_awq(model, path, {_hf_name(stored) for stored in names})
+    elif quantise:
+        quantise_model(model, quantise)
     try:
         model.to_empty(device=device)
     except (RuntimeError, AssertionError) as error:  # torch's ways to say that there is no such device
@@ -59,10 +73,22 @@ def load_model(path: str | Path, device: str = "cpu", dtype: str = "float32") ->
     return model, tokenizer
 
 
-def _empty_model(config: ModelConfig) -> Qwen3:
+def _empty_model(config: ModelConfig, build: Callable[[ModelConfig], Qwen3] = Qwen3) -> Qwen3:
     """Shapes without memory."""
     with torch.device("meta"):
-        return Qwen3(config)
+        return build(config)
+
+
+def _make_room_for_awq(model: Qwen3, path: Path, names: Collection[str]) -> None:
+    """Quantise, still without memory, the matrices that the checkpoint holds in 4 bits: publishers leave the lm_head or others whole."""
+    for name, linear in linears(model):
+        parts = [part for part, _ in hf_parts(model.config, f"{name}.weight", linear.weight)]
+        packed = [part for part in parts if part.replace(".weight", ".qweight") in names]
+        if packed and packed != parts:
+            whole = next(part for part in parts if part not in packed)
+            raise UserError(f"{path}: {packed[0]} is in 4 bits and {whole} is not: expected both or neither, for they are one matrix here")
+        if packed:
+            replace_linear(model, name, 4, model.config.awq_group_size)
 
 
 def read_config(path: str | Path) -> ModelConfig:
@@ -79,61 +105,83 @@ def read_config(path: str | Path) -> ModelConfig:
 
 
 def load_weights(model: Qwen3, path: str | Path) -> None:
-    """Copy a checkpoint's tensors into the model, casting to the model's dtype and device.
+    """Copy a checkpoint's tensors into the model, casting to the model's dtype and device, or rounding to its bits where it is quantised.
 
     Every name, shape and dtype is checked before the first tensor is copied. Raises UserError for a tensor that is missing, unexpected
     or of the wrong shape, and for a missing or unreadable shard.
     """
     path = Path(path)
-    targets = dict(named_hf_tensors(model))
+    located = {stored: (_hf_name(stored), file) for stored, file in _locate(path).items()}
+    slots = hf_slots(model, {name for name, _ in located.values()})
     shards: dict[Path, list[tuple[str, str]]] = {}  # file -> [(stored name, HF name)]
     found = set()
-    for stored, file in _locate(path).items():
-        name = stored if stored.startswith(("model.", "lm_head.")) else f"model.{stored}"
-        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and name not in targets):
+    for stored, (name, file) in located.items():
+        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and name not in slots):
             continue  # computed here; a copy of the embeddings
-        if name not in targets:
+        if name not in slots:
             raise UserError(f"{file}: unexpected tensor {stored}: a Qwen3 of this config.json has no such parameter")
         shards.setdefault(file, []).append((stored, name))
         found.add(name)
-    missing = [name for name in targets if name not in found]
+    missing = [name for name in slots if name not in found]
     if missing:
-        raise UserError(f"{path}: missing tensor {missing[0]} of shape {list(targets[missing[0]].shape)} ({len(missing)} missing in all)")
+        raise UserError(f"{path}: missing tensor {missing[0]} of shape {slots[missing[0]].shape} ({len(missing)} missing in all)")
 
     for file, names in shards.items():
         with _open_shard(file) as shard:
             for stored, name in names:
-                _check_stored(file, stored, shard, targets[name])
+                _check_stored(file, stored, shard, slots[name])
     with torch.no_grad():
         for file, names in shards.items():
             with _open_shard(file) as shard:
                 for stored, name in names:
-                    targets[name].copy_(shard.get_tensor(stored))
+                    slots[name].write(shard.get_tensor(stored))
 
 
 def copy_weights(model: Qwen3, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Overwrite all of the model's weights in place from (HF name, tensor) pairs of any float dtype and device.
+    """Overwrite all of the model's weights in place from (HF name, tensor) pairs of any float dtype and device; a quantised model rounds
+    them again to its own bits and groups.
 
     Raises ValueError for a name or shape that is not the model's, and if some parameter was not among the pairs.
     """
-    targets = dict(named_hf_tensors(model))
-    missing = set(targets)
+    slots = hf_slots(model)
+    missing = set(slots)
     with torch.no_grad():
         for name, tensor in tensors:
-            if name == "lm_head.weight" and name not in targets:
+            if name == "lm_head.weight" and name not in slots:
                 continue  # tied: the same matrix arrives as the embeddings
-            if name not in targets:
+            if name not in slots:
                 raise ValueError(f"the model has no parameter {name}")
-            if tensor.shape != targets[name].shape:
-                raise ValueError(f"{name} has shape {list(tensor.shape)}; expected {list(targets[name].shape)}")
-            targets[name].copy_(tensor)
+            if list(tensor.shape) != slots[name].shape:
+                raise ValueError(f"{name} has shape {list(tensor.shape)}; expected {slots[name].shape}")
+            slots[name].write(tensor)
             missing.discard(name)
     if missing:
         raise ValueError(f"no new value for {sorted(missing)[0]} ({len(missing)} parameters in all)")
 
 
+def hf_slots(model: Qwen3, stored: Collection[str] = ()) -> dict[str, Slot]:
+    """Where each HF tensor goes. Parts of a quantised matrix come as AWQ's tensors where `stored` names them, else in full precision."""
+    slots = {name: Slot(list(view.shape), False, view.copy_) for name, view in _views(model)}
+    for name, module in linears(model, QuantisedLinear):
+        for part, rows in hf_parts(model.config, f"{name}.weight", torch.arange(module.out_features)):
+            part = part.removesuffix("weight")
+            for kind, slot in module.slots(slice(int(rows[0]), int(rows[-1]) + 1), f"{part}qweight" in stored).items():
+                slots[part + kind] = slot
+    part_of = getattr(model, "part_of", None)  # a rank's part of a model (parallel.py) takes its part of each tensor
+    return slots if part_of is None else {name: part_of(name, slot) for name, slot in slots.items()}
+
+
 def named_hf_tensors(model: Qwen3) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, tensor) of every parameter, without gradient; the tensors are views: writing to them writes to the model."""
+    """(HF name, tensor) of every parameter, without gradient; the tensors are views: writing to them writes to the model.
+
+    Raises UserError for a quantised model, whose matrices are no such tensors.
+    """
+    if is_quantised(model):
+        raise UserError("the model is quantised, which cannot be saved or trained: expected full-precision weights, loaded without quantise")
+    return _views(model)
+
+
+def _views(model: Qwen3) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
         yield from hf_parts(model.config, name, parameter.detach())
 
@@ -168,6 +216,7 @@ def save_checkpoint(
     passes a generator that gathers one at a time. An existing checkpoint at `path` is replaced as a whole, after the new one is on disk;
     UserError if `path` holds anything that is not a checkpoint's, or cannot be written.
     """
+    tensors = named_hf_tensors(model) if tensors is None else tensors
     path = Path(path).resolve()
     dtype = dtype or model.embed_tokens.weight.dtype
     if dtype not in _STORED:
@@ -182,7 +231,7 @@ def save_checkpoint(
         _write_json(aside / "config.json", model.config.to_hf() | {"dtype": str(dtype).removeprefix("torch.")})
         if model.config.eos_token_ids:
             _write_json(aside / "generation_config.json", {"eos_token_id": list(model.config.eos_token_ids)})
-        _write_shards(aside, model.config, named_hf_tensors(model) if tensors is None else tensors, dtype, max_shard_bytes)
+        _write_shards(aside, model.config, tensors, dtype, max_shard_bytes)
         if tokenizer is not None:
             tokenizer.save(aside)
         for file in (*aside.iterdir(), aside):
@@ -271,6 +320,11 @@ def _locate(path: Path) -> dict[str, Path]:
         return {name: path / SINGLE for name in shard.keys()}
 
 
+def _hf_name(stored: str) -> str:
+    """A backbone saved alone has no `model.` before its names."""
+    return stored if stored.startswith(("model.", "lm_head.")) else f"model.{stored}"
+
+
 def _open_shard(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt", device="cpu")
@@ -278,15 +332,16 @@ def _open_shard(file: Path) -> Any:
         raise UserError(f"{file}: not a readable safetensors file ({error}); the download may be incomplete") from error
 
 
-def _check_stored(file: Path, stored: str, shard: Any, target: Tensor) -> None:
+def _check_stored(file: Path, stored: str, shard: Any, slot: Slot) -> None:
     try:
         entry = shard.get_slice(stored)
     except SafetensorError as error:
         raise UserError(f"{file}: missing tensor {stored}, which the index places in this shard") from error
-    if entry.get_shape() != list(target.shape):
-        raise UserError(f"{file}: {stored} has shape {entry.get_shape()}; config.json asks for {list(target.shape)}")
-    if entry.get_dtype() not in _STORED.values():
-        raise UserError(f"{file}: {stored} has dtype {entry.get_dtype()}; expected one of {', '.join(_STORED.values())}")
+    if entry.get_shape() != slot.shape:
+        raise UserError(f"{file}: {stored} has shape {entry.get_shape()}; config.json asks for {slot.shape}")
+    dtypes = ("I32",) if slot.integer else _STORED.values()
+    if entry.get_dtype() not in dtypes:
+        raise UserError(f"{file}: {stored} has dtype {entry.get_dtype()}; expected one of {', '.join(dtypes)}")
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -5,24 +5,51 @@ from __future__ import annotations
 import itertools
 
 from nanorchestra.cache import PageCache, PageTable
-from nanorchestra.scheduler import Plan, Request, SamplingParams, Scheduler
+from nanorchestra.request import Request, SamplingParams
+from nanorchestra.scheduler import Plan, Scheduler
 
 
 class FakePool:
-    """Holds, for each slot, what its keys and values depend on: the weight version and all ids up to and including its own."""
+    """Holds, for each slot, what its keys and values depend on: the weight versions of, and all ids at, the positions up to its own.
+
+    `versions` has for each table its root and the version of each of its positions, as they should be.
+    """
 
     def __init__(self, cache: PageCache):
-        self.cache, self.slots = cache, {}
+        self.cache, self.slots, self.versions = cache, {}, {}
+
+    def copy(self, copies: dict[int, int]) -> None:
+        old = dict(self.slots)
+        for page, source in copies.items():
+            for offset in range(self.cache.page_size):
+                self.slots[page, offset] = old.get((source, offset))
 
     def write(self, table: PageTable, ids: list[int], start: int, count: int) -> None:
+        root, versions = self.versions.get(table, (None, []))
+        if root != table.root:
+            versions = [self.cache.version] * start                   # found in the cache, and so by these weights
+        versions = (versions + [self.cache.version] * start)[:start] + [self.cache.version] * count
+        self.versions[table] = (table.root, versions)
         for p in range(start, start + count):
-            self.slots[table.pages[p // self.cache.page_size], p % self.cache.page_size] = (self.cache.version, tuple(ids[: p + 1]))
+            self.slots[table.pages[p // self.cache.page_size], p % self.cache.page_size] = (tuple(versions[: p + 1]), tuple(ids[: p + 1]))
+
+    def remember(self, tables) -> None:
+        """New weights are to come, and these tables keep what they have."""
+        for table in tables:
+            if table.root == self.cache.root:
+                self.versions[table] = (table.root, [self.cache.version] * table.written)
+
+    def fork(self, table: PageTable, other: PageTable) -> None:
+        root, versions = self.versions.get(table, (None, []))
+        self.versions[other] = (root, list(versions))
 
     def assert_reads(self, table: PageTable, ids: list[int], length: int) -> None:
         """What is read through the table is the sequence's own history: no stale weights, nobody else's tokens."""
+        versions = [self.cache.version] * length if table.root == self.cache.root or not length else self.versions[table][1]
         for p in range(length):
             stored = self.slots.get((table.pages[p // self.cache.page_size], p % self.cache.page_size))
-            assert stored == (self.cache.version, tuple(ids[: p + 1])), f"position {p} holds {stored}, not its history {ids[: p + 1]}"
+            expected = (tuple(versions[: p + 1]), tuple(ids[: p + 1]))
+            assert stored == expected, f"position {p} holds {stored}, not its history {expected}"
 
 
 def policy(ids: list[int]) -> int:
@@ -65,11 +92,16 @@ class World:
         chunks = [(r, len(r.ids) - 1, 1) for r in plan.decodes] + plan.prefills
         assert sum(count for _, _, count in chunks) <= self.scheduler.max_batch_tokens, "the step is larger than its budget"
         assert len({r.id for r, _, _ in chunks}) == len(chunks), "a request is in a step twice"
+        assert not {r for r, _ in plan.forks} & {r for r, _, _ in chunks}, "a fork computes too"
+        self.pool.copy(plan.copies)
         for request, start, count in chunks:
             assert count > 0 and start == request.table.written, "a chunk does not begin where the KV ends"
             self.pool.write(request.table, request.ids, start, count)
         for request, start, count in chunks:
             self.pool.assert_reads(request.table, request.ids, start + count)
+        for request, leader in plan.forks:
+            self.pool.fork(leader.table, request.table)
+            self.pool.assert_reads(request.table, request.ids, len(request.ids))
         self.scheduler.commit(plan)
         for request in plan.sampling:
             reason = request.accept(policy(request.ids), 0.0)

@@ -174,10 +174,26 @@ class CacheMachine(RuleBasedStateMachine):
         if not self.cache.grow(table, len(ids)):
             assert (table.pages, self.cache.available) == before
             return
+        assert self.cache.writable(table, len(ids))
+        self.pool.copy(self.cache.copies)
+        self.cache.copies = {}
         count = min(chunk, len(ids) - table.written)
         self.pool.write(table, ids, table.written, count)
         self.cache.commit(table, ids, table.written + count)
-        self.committed |= {tuple(ids[:n]) for n in range(2, table.written + 1, 2)}
+        if table.root == self.cache.root:
+            self.committed |= {tuple(ids[:n]) for n in range(2, table.written + 1, 2)}
+
+    @rule(target=sequences, key=sequences)
+    def fork(self, key):
+        if key not in self.live:
+            return multiple()
+        table, ids = self.live[key]
+        other = PageTable()
+        self.cache.fork(table, other, table.written)
+        self.pool.fork(table, other)
+        self.live[self.next] = (other, list(ids))
+        self.next += 1
+        return self.next - 1
 
     @rule(key=consumes(sequences))
     def release(self, key):
@@ -185,14 +201,17 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.release(self.live.pop(key)[0])
 
     @precondition(lambda self: self.next % 5 == 4)
-    @rule(target=sequences)
-    def new_weights(self):
-        for table, _ in self.live.values():
-            self.cache.release(table)
-        self.live.clear()
+    @rule(keep=st.booleans())
+    def new_weights(self, keep):
+        if not keep:
+            for table, _ in self.live.values():
+                self.cache.release(table)
+            self.live.clear()
         self.committed.clear()
+        self.pool.remember(table for table, _ in self.live.values())
         self.cache.set_version(self.cache.version + 1)
-        return multiple()
+        for table, _ in self.live.values():
+            self.cache.detach(table)
 
     @invariant()
     def sound(self):

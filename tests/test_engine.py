@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from nanorchestra import chat
 from nanorchestra.engine import Engine, SamplingParams
 from nanorchestra.model import ModelConfig, Qwen3
 from nanorchestra.ops import Segment, packed_attention
@@ -45,7 +46,7 @@ def naive_sample(model: Qwen3, prompt: list[int], params: SamplingParams, stop_i
     """Token by token with a full forward each time; the noise is the sampler's."""
     ids, sampler = list(prompt), Sampler(VOCAB)
     while len(ids) < len(prompt) + params.max_tokens:
-        ids += sampler(naive_logits(model, ids)[-1:], [params], [len(ids)])[0]
+        ids += [draw.token for draw in sampler(naive_logits(model, ids)[-1:], [params], [len(ids)])]
         if ids[-1] in stop_ids:
             break
     return ids[len(prompt):]
@@ -127,8 +128,8 @@ def test_truncated_sampling_reports_the_truncated_distribution(model):
 def test_a_group_is_prefilled_once(model):
     engine, prompt = Engine(model, num_pages=300), list(range(90))    # five pages and ten tokens
     completions = engine.generate([prompt] * 8, [SamplingParams(max_tokens=5, seed=i) for i in range(8)])
-    assert engine.stats["prefill_tokens"] == 90 + 7 * 10
-    assert [c.cached_tokens for c in completions] == [0] + [80] * 7
+    assert engine.stats["prefill_tokens"] == 90
+    assert [c.cached_tokens for c in completions] == [0] + [90] * 7
     assert len({tuple(c.token_ids) for c in completions}) == 8
     again = engine.generate([prompt], SamplingParams(max_tokens=5, seed=3))[0]
     assert again.cached_tokens == 80 and again.token_ids == completions[3].token_ids
@@ -268,13 +269,101 @@ def test_new_weights_take_effect_and_old_pages_never_match(model):
     assert_no_leak(engine)
 
 
-def test_weights_are_not_changed_under_a_request(model):
+def test_weights_are_not_changed_under_a_request_unless_it_is_said_what_becomes_of_it(model):
     engine = Engine(model, num_pages=60)
     request = engine.submit([1, 2], GREEDY)
     with pytest.raises(UserError, match="1 requests are in flight"):
         engine.update_weights()
-    engine.abort(request)
-    engine.update_weights()
+    with pytest.raises(UserError, match="inflight is 'wait'"):
+        engine.update_weights(inflight="wait")
+    engine.step()
+    engine.update_weights(inflight="abort")
+    assert request.completion.finish_reason == "abort" and request.completion.weight_versions == [0]
+    assert_no_leak(engine)
+
+
+@pytest.mark.parametrize("inflight", ["recompute", "keep"])
+def test_requests_go_on_under_new_weights(inflight):
+    """A running group, one request that waits, a session that is parked: each token is that of the weights of its version."""
+    old, new = make_model(0), make_model(1)
+    engine, prompt = Engine(make_model(0), num_pages=60, max_running=4), list(range(40))
+    parked = engine.session(prompt)
+    history = parked.sample(GREEDY).token_ids
+    requests = [engine.submit(prompt, SamplingParams(max_tokens=12, seed=i)) for i in range(5)]
+    for _ in range(4):
+        engine.step()
+    engine.update_weights(named_hf_tensors(new), inflight=inflight)
+    engine.scheduler.check()
+    late = engine.submit(prompt, SamplingParams(max_tokens=12, seed=9))
+    while engine.has_work:
+        engine.step()
+    assert late.completion.token_ids == naive_sample(new, prompt, late.params)
+    assert [r.completion.weight_versions for r in requests] == [[0] * 4 + [1] * 8] * 4 + [[1] * 12]
+    for request in requests:
+        ids, versions = request.completion.token_ids, request.completion.weight_versions
+        before = versions.count(0)
+        assert ids[:before] == naive_sample(old, prompt, request.params)[:before]
+        rest = SamplingParams(max_tokens=12 - before, seed=request.params.seed)
+        recomputed = naive_sample(new, prompt + ids[:before], rest)
+        if inflight == "recompute" or not before:
+            assert ids[before:] == recomputed
+        else:                                                         # the prompt's KV is the old weights': the text is neither's alone
+            assert ids[before:] != recomputed
+    answer = parked.sample(GREEDY)
+    assert answer.cached_tokens == (len(prompt + history) - 1 if inflight == "keep" else 32)
+    if inflight == "recompute":
+        assert answer.token_ids == naive_sample(new, prompt + history, GREEDY)
+    parked.close()
+    assert_no_leak(engine)
+
+
+def test_the_kv_memory_can_be_lent(model):
+    engine, prompt = Engine(model, num_pages=60), list(range(40))
+    session = engine.session(prompt)
+    history = prompt + session.sample(GREEDY).token_ids
+    running = engine.submit(prompt, GREEDY)
+    engine.step()
+    engine.sleep()
+    engine.sleep()
+    assert engine.runner.k_cache.untyped_storage().nbytes() == 0
+    with pytest.raises(UserError, match="it sleeps"):
+        engine.step()
+    assert len(engine.score([prompt])[0]) == 39
+    waiting = engine.submit(prompt + [1], GREEDY)
+    engine.wake()
+    while engine.has_work:
+        engine.step()
+    assert running.completion.token_ids == naive_sample(model, prompt, GREEDY)
+    assert waiting.completion.token_ids == naive_sample(model, prompt + [1], GREEDY)
+    assert session.sample(GREEDY).token_ids == naive_sample(model, history, GREEDY)
+    session.close()
+    assert_no_leak(engine)
+
+
+def test_a_session_can_be_forked(model):
+    engine, prompt = Engine(model, num_pages=60), list(range(37))
+    trunk = engine.session(prompt)
+    history = prompt + trunk.sample(GREEDY).token_ids
+    branches = [trunk, trunk.fork(), trunk.fork()]
+    before = engine.stats["prefill_tokens"]
+    for i, branch in enumerate(branches):
+        branch.append([i, i])
+    requests = [branch.submit(GREEDY) for branch in branches]
+    while engine.has_work:
+        engine.step()
+        engine.scheduler.check()
+    assert engine.stats["prefill_tokens"] - before == 3 * 3
+    for i, request in enumerate(requests):
+        assert request.completion.token_ids == naive_sample(model, history + [i, i], GREEDY)
+    for branch in branches:
+        branch.close()
+    assert_no_leak(engine)
+
+
+def test_the_most_probable_ids_are_reported_if_asked_for(model):
+    completion = Engine(model, num_pages=60).generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0, top_logprobs=3))[0]
+    assert [top[0] for top in completion.top_logprobs] == list(zip(completion.token_ids, completion.logprobs))
+    assert [len(top) for top in completion.top_logprobs] == [3] * 4
 
 
 def test_tokens_are_streamed_in_order_and_none_follows_an_abort(model):
@@ -396,3 +485,31 @@ def test_storm(model, seed):
         if request.completion.finish_reason != "abort":
             limit = SamplingParams(max_tokens=min(params.max_tokens, 105 - len(prompt)), seed=params.seed)
             assert request.completion.token_ids == naive_sample(model, prompt, limit)
+
+
+def test_tool_calls_can_be_held_to_valid_json_and_known_names(nano_model, nano_tokenizer):
+    """A model that knows no JSON, and opens a call whenever it may, on pages that are taken from it now and then."""
+    engine, begin = Engine(nano_model, nano_tokenizer, num_pages=70), nano_tokenizer.token_id("<tool_call>")
+    logits = engine.runner.logits
+
+    def eager(plan):
+        out = logits(plan)
+        for row, request in zip(out, plan.sampling):
+            if request.grammar is not None and not request.grammar_state.in_call and begin not in request.ids:
+                row[begin] = 1e3
+            row[[nano_tokenizer.bytes_of(i) in (b'"', b"}") for i in range(engine.vocab_size)] + [False] * (len(row) - engine.vocab_size)] += 4.0
+        return out
+
+    engine.runner.logits = eager
+    names = ("calc", "search", "sea")
+    params = [SamplingParams(max_tokens=120, seed=i, tools=names, enable_thinking=False, stop_token_ids=(nano_tokenizer.tool_call_end,)) for i in range(12)]
+    completions = engine.generate([[5, 6, 7]] * 12, params)
+    ended = [chat.parse(nano_tokenizer, c.token_ids, enable_thinking=False) for c in completions if c.finish_reason == "stop"]
+    assert len(ended) > 6
+    for turn in ended:
+        assert len(turn.calls) == 1 and not turn.calls[0].error and turn.calls[0].name in names
+    free = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=20, seed=1))[0]
+    assert free.token_ids != completions[1].token_ids[:20]
+    with pytest.raises(UserError, match="tools is .* no tokenizer"):
+        Engine(nano_model).submit([1], SamplingParams(tools=("a",)))
+    assert_no_leak(engine)

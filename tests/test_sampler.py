@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanorchestra.sampler import Sampler, uniforms
-from nanorchestra.scheduler import SamplingParams
+from nanorchestra.request import SamplingParams
 
 VOCAB = 150                                                           # not a multiple of the sampler's block
 
@@ -17,11 +17,12 @@ VOCAB = 150                                                           # not a mu
 def draws(logits: torch.Tensor, params: dict, count: int, vocab: int | None = None) -> tuple[list[int], list[float]]:
     """`count` draws from one row of logits: seed 0 at positions 0..count-1."""
     sampler = Sampler(vocab or len(logits))
-    return sampler(logits.expand(count, -1), [SamplingParams(**params)] * count, list(range(count)))
+    drawn = sampler(logits.expand(count, -1), [SamplingParams(**params)] * count, list(range(count)))
+    return [draw.token for draw in drawn], [draw.logprob for draw in drawn]
 
 
-def kept(logits: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0) -> torch.Tensor:
-    """The distribution by its definition: temperature, then top-k, then top-p, float64."""
+def kept(logits: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> torch.Tensor:
+    """The distribution by its definition: temperature, then top-k, top-p and min-p, float64."""
     p = torch.softmax(logits.double() / temperature, 0)
     order = p.argsort(descending=True, stable=True)
     if top_k:
@@ -31,11 +32,13 @@ def kept(logits: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0) -> torch.Ten
         if p[i] > 0 and before < top_p * p.sum():
             chosen[i] = p[i]
         before += p[i].item()
+    chosen[chosen < min_p * p.max()] = 0
     return chosen / chosen.sum()
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 0.5}, {"temperature": 2.0}, {"top_k": 5}, {"top_p": 0.7},
-                                    {"temperature": 1.5, "top_k": 12, "top_p": 0.8}])  # fmt: skip
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.5}, {"temperature": 2.0}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1},
+                                    {"temperature": 1.5, "top_k": 12, "top_p": 0.8},
+                                    {"temperature": 1.5, "top_k": 12, "top_p": 0.95, "min_p": 0.2}])  # fmt: skip
 def test_draws_follow_the_distribution_they_are_said_to_come_from(params):
     torch.manual_seed(0)
     logits, n = 2 * torch.randn(16), 20_000
@@ -71,19 +74,19 @@ def test_a_draw_does_not_depend_on_the_other_rows():
     torch.manual_seed(2)
     logits, sampler = torch.randn(24, VOCAB), Sampler(VOCAB)
     params = [SamplingParams(seed=i, temperature=[0.0, 0.7, 1.0][i % 3], top_k=[0, 9][i % 2], top_p=[1.0, 0.5][i // 2 % 2]) for i in range(24)]
-    tokens, logprobs = sampler(logits, params, list(range(100, 124)))
+    drawn = sampler(logits, params, list(range(100, 124)))
     for i in range(24):
-        alone = Sampler(VOCAB)(logits[i: i + 1], [params[i]], [100 + i])
-        assert alone[0] == [tokens[i]] and alone[1][0] == pytest.approx(logprobs[i], abs=1e-6)
+        alone, = Sampler(VOCAB)(logits[i: i + 1], [params[i]], [100 + i])
+        assert alone.token == drawn[i].token and alone.logprob == pytest.approx(drawn[i].logprob, abs=1e-6)
     order = list(reversed(range(24)))
-    assert sampler(logits[order], [params[i] for i in order], [100 + i for i in order])[0] == tokens[::-1]
+    assert [draw.token for draw in sampler(logits[order], [params[i] for i in order], [100 + i for i in order])] == [draw.token for draw in drawn[::-1]]
 
 
 def test_greedy_is_the_argmax_with_the_lowest_id_on_ties_and_logprob_at_temperature_one():
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0]])
     for temperature in (0.0, 1e-6):
-        tokens, logprobs = Sampler(4)(logits, [SamplingParams(temperature=temperature, top_k=1)], [0])
-        assert tokens == [1] and logprobs[0] == pytest.approx(logits.log_softmax(1)[0, 1].item(), abs=1e-6)
+        draw, = Sampler(4)(logits, [SamplingParams(temperature=temperature, top_k=1)], [0])
+        assert draw.token == 1 and draw.logprob == pytest.approx(logits.log_softmax(1)[0, 1].item(), abs=1e-6)
 
 
 def test_ids_beyond_the_tokenizer_are_neither_drawn_nor_normalised_over():
@@ -123,6 +126,31 @@ def test_logits_that_are_not_finite_are_an_error(bad):
 
 def test_half_precision_logits_are_sampled_in_single_precision():
     logits = torch.randn(3, VOCAB).bfloat16()
-    tokens, logprobs = Sampler(VOCAB)(logits, [SamplingParams(seed=i) for i in range(3)], [0, 0, 0])
-    expected = logits.float().log_softmax(1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-    assert np.allclose(logprobs, expected.numpy(), atol=1e-5)
+    drawn = Sampler(VOCAB)(logits, [SamplingParams(seed=i) for i in range(3)], [0, 0, 0])
+    expected = logits.float().log_softmax(1).gather(1, torch.tensor([draw.token for draw in drawn])[:, None])[:, 0]
+    assert np.allclose([draw.logprob for draw in drawn], expected.numpy(), atol=1e-5)
+
+
+def test_the_most_probable_ids_are_those_of_the_distribution_drawn_from():
+    torch.manual_seed(4)
+    logits = torch.randn(3, 80)
+    params = [SamplingParams(top_logprobs=5), SamplingParams(top_logprobs=20, top_k=4, temperature=0.5), SamplingParams()]
+    drawn = Sampler(70)(logits, params, [0, 0, 0])
+    for draw, row, expected in zip(drawn, logits, (kept(logits[0, :70]), kept(logits[1, :70], 0.5, 4))):
+        values, ids = expected.log().sort(descending=True)
+        assert [i for i, _ in draw.top_logprobs] == ids[: len(draw.top_logprobs)].tolist()
+        assert np.allclose([value for _, value in draw.top_logprobs], values[: len(draw.top_logprobs)].numpy(), atol=1e-5)
+    assert [len(draw.top_logprobs) for draw in drawn] == [5, 4, 0]
+
+
+def test_only_allowed_ids_are_drawn_and_normalised_over():
+    mask = np.zeros(VOCAB, bool)
+    mask[[3, 140]] = True
+    logits = torch.zeros(60, VOCAB)
+    logits[:, 7] = 9.0
+    params = [SamplingParams(seed=i, temperature=float(i % 3 > 0), top_k=i % 2) for i in range(60)]
+    drawn = Sampler(VOCAB)(logits, params, range(60), [mask if i % 4 else None for i in range(60)])
+    for i, draw in enumerate(drawn):
+        if i % 4:
+            assert draw.token in (3, 140) and draw.logprob == pytest.approx(0.0 if params[i].top_k and params[i].temperature else -math.log(2), abs=1e-6)
+    assert drawn[0].token == 7 and {draw.token for i, draw in enumerate(drawn) if i % 4} == {3, 140}

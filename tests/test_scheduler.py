@@ -7,7 +7,7 @@ import random
 import pytest
 
 from nanorchestra.cache import PageTable
-from nanorchestra.scheduler import SamplingParams, StopText
+from nanorchestra.request import SamplingParams, StopText
 from nanorchestra.types import UserError
 from paged_world import World, reference
 
@@ -37,8 +37,8 @@ def test_a_group_is_prefilled_once():
     prompt = list(range(22))                                          # five pages of 4 and two tokens
     requests = [world.submit(prompt) for _ in range(8)]
     world.run()
-    assert world.prefilled == 22 + 7 * 2
-    assert [r.cached_tokens for r in requests] == [0] + [20] * 7
+    assert world.prefilled == 22
+    assert [r.cached_tokens for r in requests] == [0] + [22] * 7
     assert_correct(world, *requests)
 
 
@@ -46,8 +46,42 @@ def test_a_group_whose_prompt_takes_many_steps_is_prefilled_once():
     world = World(num_pages=64, max_batch_tokens=8)
     requests = [world.submit(list(range(41)), max_tokens=1) for _ in range(4)]
     world.run()
-    assert world.computed == 41 + 3 * 1
+    assert world.computed == 41
     assert_correct(world, *requests)
+
+
+def test_forks_write_into_copies_and_the_last_one_into_the_original():
+    world = World(num_pages=64, max_batch_tokens=64)
+    requests = [world.submit([1, 2, 3, 4, 5, 6]) for _ in range(3)]
+    world.step()
+    assert len({tuple(r.table.pages) for r in requests}) == 1
+    last = requests[0].table.pages[1]
+    plan = world.step()
+    assert list(plan.copies.values()) == [last] * 2 and requests[2].table.pages[1] == last
+    world.run()
+    assert_correct(world, *requests)
+
+
+def test_a_follower_whose_leader_is_aborted_computes_for_himself():
+    world = World(num_pages=64, max_batch_tokens=8)
+    leader, follower = world.submit(list(range(30))), world.submit(list(range(30)))
+    world.step()
+    assert follower in world.scheduler.waiting
+    world.finish(leader, "abort")
+    world.run()
+    assert follower.cached_tokens == 8
+    assert_correct(world, follower)
+
+
+def test_a_prompt_that_came_after_new_weights_does_not_follow_one_with_older_kv():
+    world = World(num_pages=64, max_batch_tokens=8)
+    world.submit(list(range(30)))
+    world.step()
+    world.scheduler.set_version(1, keep=True)
+    late = world.submit(list(range(30)))
+    world.run()
+    assert late.cached_tokens == 0
+    assert_correct(world, *world.requests)
 
 
 def test_a_shared_beginning_is_prefilled_once_too():
@@ -62,8 +96,9 @@ def test_who_is_held_does_not_block_others():
     world = World(num_pages=64, max_batch_tokens=16)
     first, held, other = world.submit(list(range(30))), world.submit(list(range(30))), world.submit([7] * 9)
     world.step()
+    assert held in world.scheduler.waiting
     world.step()
-    assert [i for i, _, _ in world.log[1][1]] == [first.id, other.id] and held in world.scheduler.waiting
+    assert [i for i, _, _ in world.log[1][1]] == [first.id, other.id] and held.cached_tokens == 30
     world.run()
     assert_correct(world, first, held, other)
 
@@ -189,8 +224,15 @@ def test_storm(seed):
                 session["open"] = world.submit(session["ids"], rng.randrange(1, 6), session["table"])
         elif kind < 0.42 and world.scheduler.running + world.scheduler.waiting:
             world.finish(rng.choice(world.scheduler.running + world.scheduler.waiting), "abort")
-        elif kind < 0.44 and not world.has_work:
-            world.scheduler.set_version(world.cache.version + 1)
+        elif kind < 0.45:
+            world.pool.remember([r.table for r in world.scheduler.running] + list(world.scheduler.parked))
+            world.scheduler.set_version(world.cache.version + 1, keep=rng.random() < 0.5)
+        elif kind < 0.5:
+            session = rng.choice(sessions)
+            if session["open"] is None and len(sessions) < 8:
+                sessions.append({"table": PageTable(), "ids": list(session["ids"]), "open": None})
+                world.scheduler.fork(session["table"], sessions[-1]["table"], rng.randrange(1000))
+                world.pool.fork(session["table"], sessions[-1]["table"])
         else:
             world.step()
         world.scheduler.check()
