@@ -257,10 +257,12 @@ def title(offered: dict[str, Any]) -> str:
 
 
 def describe(offered: dict[str, Any]) -> str:
-    """What stands in the prompt: "medium vega 85c/M 8s", a price per million tokens; tools charge per thousand calls, "code run $3/k 2min"."""
+    """What stands in the prompt: "8s expert medium vega 85c/M", a price per million tokens; tools charge per thousand calls, "2min tool code run
+    $3/k". The kind is written as in a thought, and its unit of time and of money stand at fixed distances, for a small model to find."""
     price, latency = offered["price"], offered["latency"]
     money = f"{price}c" if price < DEAR else f"${price // 100}"
-    return f"{title(offered)} {money}/{'M' if is_expert(offered) else 'k'} " + (f"{latency}s" if latency < SLOW else f"{latency // 60}min")
+    duration = f"{latency}s" if latency < SLOW else f"{latency // 60}min"
+    return f"{duration} expert {title(offered)} {money}/M" if is_expert(offered) else f"{duration} tool {title(offered)} {money}/k"
 
 
 def environment(task: Task, seed: int, sandbox: Sandbox) -> ToolEnvironment:

@@ -72,8 +72,8 @@ def test_names_differ_within_a_task_and_prices_and_latencies_stand_in_the_prompt
 
 def test_what_is_dear_is_quoted_in_dollars_and_what_is_slow_in_minutes():
     vega = {"name": "vega", "what": "medium", "price": 85, "latency": 8}
-    assert describe(vega) == "medium vega 85c/M 8s"
-    assert describe(vega | {"price": 300, "latency": 120, "what": "code"}) == "code vega $3/k 2min"
+    assert describe(vega) == "8s expert medium vega 85c/M"
+    assert describe(vega | {"price": 300, "latency": 120, "what": "code"}) == "2min tool code vega $3/k"
 
 
 @pytest.mark.parametrize("kind", ["arithmetic", "lookup", "chain"])
