@@ -513,3 +513,19 @@ def test_tool_calls_can_be_held_to_valid_json_and_known_names(nano_model, nano_t
     with pytest.raises(UserError, match="tools is .* no tokenizer"):
         Engine(nano_model).submit([1], SamplingParams(tools=("a",)))
     assert_no_leak(engine)
+
+
+def test_no_token_follows_an_abort_by_a_neighbour_in_the_same_step(model):
+    engine, seen = Engine(model, num_pages=60), []
+    victim = None
+
+    def on_token(token, logprob):
+        if len(engine.scheduler.running) == 2 and len(victim.ids) == 6:
+            engine.abort(victim)
+
+    engine.submit([3, 4], GREEDY, on_token)
+    victim = engine.submit([3, 4, 5], GREEDY, lambda token, logprob: seen.append(token))
+    while engine.has_work:
+        engine.step()
+    assert victim.completion.finish_reason == "abort" and len(victim.completion.token_ids) == 3 and len(seen) == 2
+    assert_no_leak(engine)
