@@ -259,27 +259,28 @@ def price_probe(rollout: Rollout, tasks: Sequence[Task], seed: int, sandbox: San
 
 # The command line.
 
-def load_policy(path: Path) -> tuple[Any, Any]:
-    """The model and tokenizer of a checkpoint: in bfloat16 on the GPU if there is one, else in float32 on the CPU. UserError."""
+def load_policy(path: Path, quantise: str | None = None) -> tuple[Any, Any]:
+    """The model and tokenizer of a checkpoint: in bfloat16 on the GPU if there is one, else in float32 on the CPU; `quantise`: its linear
+    layers in "int8" or "int4". UserError."""
     import torch
 
     from nanorchestra import load_model
 
     if path.resolve() == NANO.resolve() and not (path / "config.json").exists():
         raise UserError(f"{path}: no checkpoint here yet; make one with `python train.py` and give --model runs/nano/model, or copy that model's files here")
-    model, tokenizer = load_model(path, **({"device": "cuda", "dtype": "bfloat16"} if torch.cuda.is_available() else {}))
+    model, tokenizer = load_model(path, quantise=quantise, **({"device": "cuda", "dtype": "bfloat16"} if torch.cuda.is_available() else {}))
     if tokenizer is None:
         raise UserError(f"{path}: no tokenizer.json; the checkpoint's tokenizer must lie beside its weights")
     return model, tokenizer
 
 
-def load_rollout(path: Path, temperature: float) -> Rollout:
+def load_rollout(path: Path, temperature: float, quantise: str | None = None) -> Rollout:
     """A rollout of a checkpoint with the limits under which the miniature's run of train.py evaluates."""
     from nanorchestra import Engine, SamplingParams
     from nanorchestra.config import load_config
 
     limits, rows = load_config(Path(__file__).parent / "configs" / "nano.toml").rollout, 128
-    model, tokenizer = load_policy(path)
+    model, tokenizer = load_policy(path, quantise)
     context = min(limits.context_tokens, model.config.max_position_embeddings)
     engine = Engine(model, tokenizer, num_pages=rows * -(-context // limits.page_size), page_size=limits.page_size, max_running=rows, max_context=context)
     return Rollout(engine, tokenizer, lambda seed, budget: SamplingParams(max_tokens=budget, temperature=temperature, seed=seed),
@@ -297,6 +298,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--tasks", type=int, default=480, metavar="N", help="held-out tasks (default: 480)")
     parser.add_argument("--temperature", type=float, default=1.0, help="of the sampling; 0 is greedy (default: 1, as in training)")
     parser.add_argument("--seed", type=int, default=0, help="of the tasks and of the simulated experts (default: 0)")
+    parser.add_argument("--quantise", choices=("int8", "int4"), help="round the linear layers while loading")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all the figures there too")
     parser.error = refuse_arguments
     try:
@@ -307,7 +309,7 @@ def main(arguments: Sequence[str]) -> int:
             raise UserError(f"--temperature is {options.temperature}; it must be a finite number, 0 or more")
         if options.json and (options.json.is_dir() or not os.access(options.json.parent, os.W_OK)):
             raise UserError(f"--json {options.json}: cannot be written; give a file in a directory that exists and can be written")
-        rollout, tasks = load_rollout(options.model, options.temperature), World(options.seed).tasks("held_out", options.tasks)
+        rollout, tasks = load_rollout(options.model, options.temperature, options.quantise), World(options.seed).tasks("held_out", options.tasks)
         with Sandbox() as sandbox:
             with tqdm(total=len(tasks), desc="held-out tasks", unit="task", dynamic_ncols=True) as bar:
                 scores = summarise(tasks, evaluate(rollout, tasks, options.seed, sandbox, on_done=lambda _: bar.update()))

@@ -276,9 +276,9 @@ def answer_all(repl: Repl, lines: Iterable[str], echo: bool) -> int:
     return status or int(repl.attempts > 0 and not (repl.last and repl.last.answer))
 
 
-def open_engine(path: Path) -> tuple[Engine, Tokenizer]:
+def open_engine(path: Path, quantise: str | None = None) -> tuple[Engine, Tokenizer]:
     """An engine for one conversation at a time."""
-    model, tokenizer = load_policy(path)
+    model, tokenizer = load_policy(path, quantise)
     context = min(model.config.max_position_embeddings, MAX_CONTEXT)
     return Engine(model, tokenizer, num_pages=-(-context // PAGE) + 1, page_size=PAGE, max_running=1, max_context=context), tokenizer
 
@@ -291,6 +291,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the sampling and of the simulated experts (default: 0)")
     parser.add_argument("--temperature", type=float, default=0.0, help="of the sampling (default: 0, greedy)")
     parser.add_argument("--max-turns", type=int, default=50, metavar="N", help="turns an answer may take (default: 50)")
+    parser.add_argument("--quantise", choices=("int8", "int4"), help="round the linear layers while loading, to fit a smaller card")
     parser.error = refuse_arguments
     console = Console(sys.stdout)
     try:
@@ -302,7 +303,7 @@ def main(arguments: list[str]) -> int:
         SamplingParams(temperature=options.temperature)                        # says now what is wrong with it
         with Sandbox() as sandbox:
             tools = load_tools(options.tools, "", sandbox) if options.tools else None
-            engine, tokenizer = open_engine(options.model)
+            engine, tokenizer = open_engine(options.model, options.quantise)
             if tools is None:
                 notice = "nano knows only its miniature world (/help says what to ask); its experts are simulated, prices and latencies virtual."
             else:

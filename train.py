@@ -34,6 +34,7 @@ from nanorchestra.config import Config, load_config, to_toml
 from nanorchestra.grpo import group_advantages
 from nanorchestra.metrics import Run, table
 from nanorchestra.model import PRESETS, Qwen3
+from nanorchestra.quantise import is_quantised
 from nanorchestra.report import write_report
 from nanorchestra.sandbox import Sandbox
 from nanorchestra.tokenizer import Tokenizer, train_bpe
@@ -91,6 +92,8 @@ class Training:
             model, tokenizer = load_model(section.path, device=device, dtype=dtype)
             if tokenizer is None:
                 raise UserError(f"{section.path}: no tokenizer.json; training needs the checkpoint's tokenizer beside its weights")
+            if is_quantised(model):
+                raise UserError(f"{section.path}: the checkpoint is quantised; training needs one in full precision")
             return model, tokenizer
         if section.preset not in PRESETS:
             raise UserError(f"model.preset is {section.preset!r}; it must be one of {', '.join(PRESETS)}")

@@ -15,7 +15,7 @@ import random
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Callable
@@ -70,7 +70,7 @@ class Bench:
     def __init__(self, preset: str, device: torch.device, dtype: torch.dtype, rounds: int):
         self.device, self.rounds, self.rng = device, rounds, random.Random(0)
         with torch.device(device):
-            self.model = Qwen3(PRESETS[preset]).to(dtype)
+            self.model = Qwen3(replace(PRESETS[preset], max_position_embeddings=40960)).to(dtype)
         self.model.init_weights(0)
         self.config, self.costs = self.model.config, Costs.of(self.model.config)
         self.ceiling = Ceiling(device, dtype)

@@ -85,7 +85,7 @@ def talk(nano_tokenizer, sandbox):
 def command_line(talk, nano_tokenizer, monkeypatch, capsys):
     """command_line(arguments, script, typed=...) -> (exit status, stdout, stderr) of serve.main without a terminal."""
     def run(*arguments, script=(), typed=""):
-        monkeypatch.setattr(serve, "open_engine", lambda path: (Scripted(nano_tokenizer, script), nano_tokenizer))
+        monkeypatch.setattr(serve, "open_engine", lambda path, quantise: (Scripted(nano_tokenizer, script), nano_tokenizer))
         monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
         status = serve.main(list(arguments))
         return status, *capsys.readouterr()
