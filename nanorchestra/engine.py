@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .cache import PageCache, PageTable
 from .guide import ToolCallGrammar
+from .invariant import forward_whole
 from .ops import Segment, packed_attention
 from .runner import Runner
 from .sampler import Draw, Sampler
@@ -33,12 +34,13 @@ class Engine:
 
     num_pages: pages of the KV pool (default: 1 GiB worth). page_size: tokens a page. max_batch_tokens: tokens one step computes at most.
     max_running: requests that decode at the same time (no more than max_batch_tokens). max_context: longest sequence, prompt and
-    sampled ids together (default: the model's max_position_embeddings). The model may be shared with a trainer; after changing its
-    weights in place call `update_weights()`.
+    sampled ids together (default: the model's max_position_embeddings). invariant: a request's tokens and log-probabilities, and those of
+    `score`, have the same bits whatever else is computed, at a price (invariant.py). The model may be shared with a trainer; after
+    changing its weights in place call `update_weights()`.
     """
 
     def __init__(self, model, tokenizer=None, *, num_pages: int | None = None, page_size: int = 16, max_batch_tokens: int = 4096,
-                 max_running: int = 512, max_context: int | None = None):
+                 max_running: int = 512, max_context: int | None = None, invariant: bool = False):
         config = model.config
         for name, value in (("num_pages", num_pages), ("page_size", page_size), ("max_batch_tokens", max_batch_tokens),
                             ("max_running", max_running), ("max_context", max_context)):
@@ -54,7 +56,7 @@ class Engine:
         self.weight_version = 0
         self.cache = PageCache(num_pages, page_size)
         self.scheduler = Scheduler(self.cache, max_batch_tokens, max_running)
-        self.runner = Runner(model, num_pages, page_size)
+        self.runner = Runner(model, num_pages, page_size, invariant)
         self.sampler = Sampler(self.vocab_size)
         self._ids = itertools.count()
         self._asleep = False
@@ -163,13 +165,14 @@ class Engine:
         device = self.runner.device
         starts = list(itertools.accumulate(map(len, pack), initial=0))
         tokens = torch.tensor([i for ids in pack for i in ids], device=device)
-        positions = torch.cat([torch.arange(len(ids)) for ids in pack]).to(device)
-        hidden = self.model(tokens, positions, packed_attention([Segment(start, len(ids)) for start, ids in zip(starts, pack)]))
+        if self.runner.invariant:
+            hidden = forward_whole(self.model, pack)
+        else:
+            positions = torch.cat([torch.arange(len(ids)) for ids in pack]).to(device)
+            hidden = self.model(tokens, positions, packed_attention([Segment(start, len(ids)) for start, ids in zip(starts, pack)]))
         values = []
         for part, targets in zip(hidden[:-1].split(1024), tokens[1:].split(1024)):
-            logits = self.model.logits(part).float()
-            logits[:, self.vocab_size:] = -torch.inf
-            values += (logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(1)).tolist()
+            values += self.sampler.score(self.runner.output(part), targets)
         return [values[start: start + len(ids) - 1] for start, ids in zip(starts, pack)]
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]] | None = None, inflight: str = "refuse") -> int:

@@ -38,7 +38,10 @@ class Runner:
         hidden, place = self._hidden_invariant(plan) if self.invariant else self._hidden(plan)
         place |= {request: place[leader] for request, leader in plan.forks}
         wanted = torch.tensor([place[request] for request in plan.sampling], dtype=torch.int64, device=self.device)
-        hidden = hidden.index_select(0, wanted)
+        return self.output(hidden.index_select(0, wanted))
+
+    def output(self, hidden: Tensor) -> Tensor:
+        """hidden [T, hidden] -> logits [T, vocab]."""
         return by_tiles(self.model.logits, hidden) if self.invariant else self.model.logits(hidden)
 
     def _hidden(self, plan: Plan) -> tuple[Tensor, dict[Request, int]]:

@@ -65,6 +65,17 @@ class Sampler:
         tops = self._tops(weights, total, [p.top_logprobs for p in params])
         return [Draw(*row) for row in zip(tokens.tolist(), logprobs.tolist(), tops)]
 
+    def score(self, logits: Tensor, targets: Tensor) -> list[float]:
+        """log-probabilities of the ids targets int64 [R] at temperature 1: the bits that a draw of them reports. Minus infinity for ids beyond
+        the tokenizer's."""
+        scaled = self._padded(len(targets), logits.device)
+        scaled[:, : self.vocab_size] = logits[:, : self.vocab_size]
+        weights, inside = scaled.softmax(1), targets.clamp(max=self.vocab_size - 1)[:, None]
+        drawn = weights.gather(1, inside)[:, 0].double().div_(_total(weights.unflatten(1, (-1, BLOCK)))).log_()
+        tiny = (scaled.gather(1, inside)[:, 0] - scaled.logsumexp(1)).double()                 # what fp32 has no softmax for
+        values = torch.where(drawn > -80, drawn, tiny)
+        return values.masked_fill_(targets >= self.vocab_size, -torch.inf).tolist()
+
     def _tops(self, weights: Tensor, total: Tensor, counts: list[int]) -> list[list[tuple[int, float]]]:
         """For each row its counts[r] most probable ids, as far as they can be drawn, the lowest id first among equals."""
         if not any(counts):
@@ -116,6 +127,11 @@ def _draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     within = weights.gather(1, block[:, None, None].expand(-1, 1, weights.shape[2]))[:, 0].double().cumsum(1)
     rest = uniform * total - (upto - sums).gather(1, block[:, None])[:, 0]
     return block * weights.shape[2] + _invert(within, rest), total
+
+
+def _total(weights: Tensor) -> Tensor:
+    """The sum of weights [R, blocks, BLOCK] as `_draw` takes it, float64 [R]."""
+    return weights.sum(2).double().cumsum(1)[:, -1]
 
 
 def _invert(cumulative: Tensor, target: Tensor) -> Tensor:
