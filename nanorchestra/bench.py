@@ -1,9 +1,9 @@
 """How fast the engine is, beside transformers and beside what the machine could do: `python -m nanorchestra.bench [--json PATH]`.
 
-On a CPU it runs the nano shape in float32: samples in groups beside transformers' `generate`, a tool loop beside prefilling every turn
-anew, and the cost of the invariant mode. On a GPU it runs Qwen3-8B in bf16 with random weights. Rounds alternate, medians are reported,
-and every speed stands beside its ceiling: the bytes and FLOPs of the work at the machine's own measured rates. Last comes the scheduler
-alone on a virtual clock (simulate.py).
+Samples in groups beside transformers' `generate`, a tool loop beside prefilling every turn anew, decoding and prefill alone, the cost of
+the invariant mode: on a GPU with Qwen3-8B in bf16, on a CPU in float32 with a model of 28M parameters, whose time goes into arithmetic, and
+with nano, whose time goes into Python. Weights are random. Rounds alternate, medians are reported, and every speed stands beside its
+ceiling: the bytes and FLOPs of the work at the machine's own measured rates. Last comes the scheduler on a virtual clock (simulate.py).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from .simulate import Costs
 from .weights import save_checkpoint
 
 PEAK_M = 512                   # rows of the matrix product that measures the FLOP/s
+SHAPES = PRESETS | {"28M": replace(PRESETS["nano"], vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=8, head_dim=64)}
 
 
 class Ceiling:
@@ -67,10 +68,10 @@ def seconds(work: Callable[[], Any], device: torch.device) -> float:
 class Bench:
     """One model, and the workloads to run it on. Every method returns a dictionary of figures for the table and the JSON."""
 
-    def __init__(self, preset: str, device: torch.device, dtype: torch.dtype, rounds: int):
+    def __init__(self, shape: str, device: torch.device, dtype: torch.dtype, rounds: int):
         self.device, self.rounds, self.rng = device, rounds, random.Random(0)
         with torch.device(device):
-            self.model = Qwen3(replace(PRESETS[preset], max_position_embeddings=40960)).to(dtype)
+            self.model = Qwen3(replace(SHAPES[shape], max_position_embeddings=40960)).to(dtype)
         self.model.init_weights(0)
         self.config, self.costs = self.model.config, Costs.of(self.model.config)
         self.ceiling = Ceiling(device, dtype)
@@ -88,8 +89,9 @@ class Bench:
         times = [[seconds(work, self.device) for work in works] for _ in range(self.rounds + 1)][1:]
         return [median(column) for column in zip(*times)]
 
-    def group_sampling(self, prompts: int = 8, samples: int = 8, prompt: int = 300, sampled: int = 64) -> dict[str, float]:
-        """Samples in groups, prefill included, beside transformers and beside the invariant mode."""
+    def group_sampling(self, sampled: int, prompts: int = 8, samples: int = 8, prompt: int = 300) -> dict[str, float]:
+        """Samples in groups, prefill included, beside transformers and beside the invariant mode. The fewer tokens are sampled, the more of
+        the work is the prompts, which are computed once a group here and once a sample there."""
         texts = [self.ids(prompt) for _ in range(prompts)]
         params = [SamplingParams(max_tokens=sampled, ignore_eos=True, seed=seed) for _ in texts for seed in range(samples)]
 
@@ -184,27 +186,38 @@ def simulations(scale: float) -> dict[str, dict[str, float]]:
     return results
 
 
+def run(bench: Bench, cuda: bool) -> dict[str, Any]:
+    """All workloads of one model, printed as they are measured."""
+    parameters = sum(p.numel() for p in bench.model.parameters())
+    print(f"\n{parameters / 1e6:,.1f}M parameters; ceilings measured here: copy {bench.ceiling.bandwidth / 1e9:,.1f} GB/s, matrix product "
+          f"{bench.ceiling.flops / 1e9:,.0f} GFLOP/s")
+    works: dict[str, Callable[[], dict[str, float]]] = {
+        "group_sampling": lambda: bench.group_sampling(24), "group_sampling_64": lambda: bench.group_sampling(64), "tool_loop": bench.tool_loop}
+    works |= {f"decode_{batch}": lambda batch=batch: bench.decode(batch) for batch in ((1, 32, 128) if cuda else (1, 64))}
+    works["prefill"] = lambda: bench.prefill(8192 if cuda else 1024)
+    figures: dict[str, Any] = {"parameters": parameters, "bandwidth": bench.ceiling.bandwidth, "flops": bench.ceiling.flops}
+    for name, work in tqdm(works.items(), desc="workloads", disable=None, leave=False):
+        figures[name] = work()
+        tqdm.write(f"  {name}: " + ", ".join(f"{key} {value:,.2f}" if value < 100 else f"{key} {value:,.0f}" for key, value in figures[name].items()))
+    return figures
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m nanorchestra.bench", description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="where to write all figures")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each work (default: 5)")
+    parser.add_argument("--rounds", type=int, default=3, help="timed rounds of each work (default: 3)")
     parser.add_argument("--scale", type=float, default=1.0, help="size of the simulated workloads (default: 1)")
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     cuda = torch.cuda.is_available()
-    device, dtype, preset = (torch.device("cuda"), torch.bfloat16, "qwen3-8b") if cuda else (torch.device("cpu"), torch.float32, "nano")
-    machine = torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {options.threads} threads"
-    print(f"{preset}, {str(dtype)[6:]}, {machine}, torch {torch.__version__}")
-    bench = Bench(preset, device, dtype, options.rounds)
-    print(f"ceilings measured here: copy {bench.ceiling.bandwidth / 1e9:,.1f} GB/s, matrix product {bench.ceiling.flops / 1e9:,.0f} GFLOP/s")
-    figures: dict[str, Any] = {"machine": machine, "torch": torch.__version__, "model": preset, "bandwidth": bench.ceiling.bandwidth, "flops": bench.ceiling.flops}
-    works: dict[str, Callable[[], dict[str, float]]] = {"group_sampling": bench.group_sampling, "tool_loop": bench.tool_loop}
-    works |= {f"decode_{batch}": lambda batch=batch: bench.decode(batch) for batch in ((1, 32, 128) if cuda else (1, 64))}
-    works["prefill"] = lambda: bench.prefill(8192 if cuda else 1024)
-    for name, work in works.items():
-        figures[name] = work()
-        print(f"{name:16}" + "  ".join(f"{key} {value:,.2f}" if value < 100 else f"{key} {value:,.0f}" for key, value in figures[name].items()))
+    device, dtype = (torch.device("cuda"), torch.bfloat16) if cuda else (torch.device("cpu"), torch.float32)
+    machine = torch.cuda.get_device_name() if cuda else f"{platform.processor() or platform.machine()}, {options.threads} threads"
+    print(f"{machine}, {str(dtype)[6:]}, torch {torch.__version__}")
+    figures: dict[str, Any] = {"machine": machine, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+    for shape in ("qwen3-8b",) if cuda else ("28M", "nano"):
+        measured = run(Bench(shape, device, dtype, options.rounds), cuda)
+        figures |= measured if shape != "nano" else {"nano": measured}
     figures["simulation"] = simulations(options.scale)
     for name, result in figures["simulation"].items():
         print(f"{name:16}makespan {result['makespan']:.1f} s, no schedule below {result['bound']:.1f} s: ratio {result['ratio_to_bound']:.3f}; "
