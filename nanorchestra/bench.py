@@ -81,8 +81,7 @@ class Bench:
 
     def engine(self, tokens: int, **options: Any) -> Engine:
         """An engine with nothing cached and room for so many tokens."""
-        page_size = 64 if self.device.type == "cuda" else 16
-        return Engine(self.model, page_size=page_size, num_pages=tokens // page_size + 64, **options)
+        return Engine(self.model, num_pages=tokens // (64 if self.device.type == "cuda" else 16) + 64, **options)
 
     def alternate(self, *works: Callable[[], Any]) -> list[float]:
         """Median seconds of each, run in turn; the first round warms up."""

@@ -32,20 +32,22 @@ _DEFAULT_POOL_BYTES = 1 << 30
 class Engine:
     """Continuous batching over a paged KV cache.
 
-    num_pages: pages of the KV pool (default: 1 GiB worth). page_size: tokens a page. max_batch_tokens: tokens one step computes at most.
-    max_running: requests that decode at the same time (no more than max_batch_tokens). max_context: longest sequence, prompt and
-    sampled ids together (default: the model's max_position_embeddings). invariant: a request's tokens and log-probabilities, and those of
-    `score`, have the same bits whatever else is computed, at a price (invariant.py). The model may be shared with a trainer; after
-    changing its weights in place call `update_weights()`.
+    num_pages: pages of the KV pool (default: 1 GiB worth). page_size: tokens a page (default: 16 on a CPU, 64 on a GPU). max_batch_tokens:
+    tokens one step computes at most. max_running: requests that decode at the same time (no more than max_batch_tokens). max_context:
+    longest sequence, prompt and sampled ids together (default: the model's max_position_embeddings). invariant: a request's tokens and
+    log-probabilities, and those of `score`, have the same bits whatever else is computed, at a price (invariant.py). The model may be
+    shared with a trainer; after changing its weights in place call `update_weights()`.
     """
 
-    def __init__(self, model, tokenizer=None, *, num_pages: int | None = None, page_size: int = 16, max_batch_tokens: int = 4096,
+    def __init__(self, model, tokenizer=None, *, num_pages: int | None = None, page_size: int | None = None, max_batch_tokens: int = 4096,
                  max_running: int = 512, max_context: int | None = None, invariant: bool = False):
         config = model.config
         for name, value in (("num_pages", num_pages), ("page_size", page_size), ("max_batch_tokens", max_batch_tokens),
                             ("max_running", max_running), ("max_context", max_context)):
             if value is not None and value < 1:
                 raise UserError(f"engine: {name} is {value}, it should be at least 1")
+        if page_size is None:
+            page_size = 64 if model.embed_tokens.weight.is_cuda else 16
         if num_pages is None:
             token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.embed_tokens.weight.element_size()
             num_pages = max(1, _DEFAULT_POOL_BYTES // (page_size * token_bytes))
