@@ -170,14 +170,18 @@ class _Link:
     def __init__(self, control: Any):
         self.control, self.wire = control, Wire()
         self.failure: BaseException | None = None
+        self._calling = False
 
     def call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         """On rank 0: function(*args), while the others call with the same arguments what has this name in their engine."""
+        if self._calling:                                            # within a call that the others are in as well
+            return function(*args)
         if self.control is None:
             raise self.failure or RuntimeError("the parallel engine is closed")
         with _uninterrupted():
             try:
                 self._send((name, args))
+                self._calling = True
                 return function(*args)
             except BaseException as error:
                 error.add_note(f"All ranks end after this, rank 0 in {LAST_WORDS} seconds. If it is about a connection, another rank says why.")
@@ -186,6 +190,8 @@ class _Link:
                 end.daemon = True
                 end.start()
                 raise
+            finally:
+                self._calling = False
 
     def follow(self, engine: Engine) -> None:
         """On the other ranks: does what rank 0 does until it closes. Ends the process if anything fails."""
