@@ -106,7 +106,7 @@ def test_a_killed_writer_costs_at_most_its_last_line(tmp_path):
     with log.open("ab") as file:
         file.write(b'{"step": 99')  # the worst moment to be killed
     steps = [row["step"] for row in run.rows("metrics")]
-    assert steps == list(range(len(steps))) and len(steps) >= 40
+    assert steps == list(range(len(steps))) and len(steps) >= 39          # of 200,000 bytes; the 40th may be cut
     run.append("metrics", {"step": "next"})
     assert [row["step"] for row in Run.open(run.path).rows("metrics")] == steps + ["next"]
 
