@@ -17,9 +17,9 @@ from .cache import PageCache, PageTable
 from .guide import ToolCallGrammar
 from .invariant import forward_whole
 from .ops import Segment, packed_attention
+from .request import Completion, OnToken, Request, SamplingParams, StopText
 from .runner import Runner
 from .sampler import Draw, Sampler
-from .request import Completion, OnToken, Request, SamplingParams, StopText
 from .scheduler import Scheduler
 from .types import UserError
 from .weights import copy_weights

@@ -3,8 +3,10 @@
 Every step decodes all running requests first and spends what is left of `max_batch_tokens` on prefill, in chunks. Admission is
 optimistic: a request is let in when its present tokens fit, not its future ones. When pages run out, the newest session loses its own,
 whether it runs or waits for a tool, and is computed again later, which is mostly a prefix hit: if instead whoever waited longest gave way,
-more sessions than fit would take turns in computing everything anew. Only a session that has waited for `LEASE` steps goes first. Equal prompts that arrive together are prefilled once: the later ones are held until the first one's last chunk, whose
-logits they sample from too, on pages forked from his. What shares only a beginning is held until those pages can be matched.
+more sessions than fit would take turns in computing everything anew. Only a session that has waited for `LEASE` steps goes first.
+
+Equal prompts that arrive together are prefilled once: the later ones are held until the first one's last chunk, whose logits they sample
+from too, on pages forked from his. What shares only a beginning is held until those pages can be matched.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from dataclasses import dataclass, field
 from .cache import PageCache, PageTable
 from .request import Request
 
-LEASE = 4096                   # steps for which a session that waits for a tool keeps its pages before older ones' needs
+LEASE = 4096                   # steps after which a session that waits for a tool is the first to lose its pages, however old it is
 
 
 @dataclass

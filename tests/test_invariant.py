@@ -13,7 +13,6 @@ from nanorchestra import invariant
 from nanorchestra.engine import Engine, SamplingParams
 from nanorchestra.model import PRESETS, ModelConfig, Qwen3
 from nanorchestra.ops import Segment, apply_rope, packed_attention, rms_norm, rope_frequencies, rope_tables, swiglu
-from nanorchestra.runner import Runner
 
 SHAPES = {
     "nano": PRESETS["nano"],
@@ -32,9 +31,7 @@ def make_model(config: ModelConfig) -> Qwen3:
 
 
 def invariant_engine(model: Qwen3, **settings) -> Engine:
-    engine = Engine(model, **{"num_pages": 400} | settings)
-    engine.runner = Runner(model, engine.cache.num_pages, engine.cache.page_size, invariant=True)
-    return engine
+    return Engine(model, invariant=True, **{"num_pages": 400} | settings)
 
 
 def make_requests(config: ModelConfig) -> list[tuple[list[int], SamplingParams]]:
