@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any, Callable
@@ -208,6 +209,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds of each work (default: 3)")
     parser.add_argument("--scale", type=float, default=1.0, help="size of the simulated workloads (default: 1)")
     options = parser.parse_args(argv)
+    if find_spec("transformers") is None:
+        print("transformers, the peer that is measured alongside, is not installed: pip install -r requirements-dev.txt", file=sys.stderr)
+        return 1
     torch.set_num_threads(options.threads)
     cuda = torch.cuda.is_available()
     device, dtype = (torch.device("cuda"), torch.bfloat16) if cuda else (torch.device("cpu"), torch.float32)

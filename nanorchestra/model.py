@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanorchestra.induction import draft_induction
 from nanorchestra.ops import Attend, apply_rope, rms_norm, rope_frequencies, rope_tables, swiglu
 from nanorchestra.types import UserError
 
@@ -280,7 +281,7 @@ class Qwen3(nn.Module):
 
         The two projections into the residual stream are smaller by sqrt(2 * layers), as in GPT-2 (Radford et al. 2019, section 2.3).
         Two departures let a small model find out sooner how to copy from its prompt. q_norm and k_norm start at 1.3: at 1 no score can
-        pass sqrt(head_dim), which spreads the attention of a small head over hundreds of keys. And some heads start by looking back.
+        pass sqrt(head_dim), which spreads the attention of a small head over hundreds of keys. And induction.py drafts what copying takes.
         """
         generator = torch.Generator("cpu").manual_seed(seed)
         residual = (2 * self.config.num_hidden_layers) ** -0.5
@@ -294,31 +295,7 @@ class Qwen3(nn.Module):
                     scale = residual if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
                     values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
                     parameter.copy_(values.normal_(0.0, self.config.initializer_range * scale, generator=generator))
-            self._look_back(generator)
-
-    def _look_back(self, generator: torch.Generator) -> None:
-        """Lets head d of the first group of the first layer start with its attention d + 1 ids back: to know what stood before a key is
-        the first half of copying by induction (Olsson et al. 2022, arXiv 2209.11895).
-
-        All embeddings get a component in common, as large as the rest of them, which shifts all logits alike. Keys and queries made from it
-        are k and R(-offset) k everywhere, R the rotation of RoPE, so that the score is largest at that offset: three frequencies suffice.
-        """
-        config, attention = self.config, self.layers[0].self_attn
-        direction = F.normalize(torch.randn(config.hidden_size, generator=generator, device="cpu"), dim=0)
-        frequencies = self._rope_frequencies[torch.device("cpu")][:3]
-        count, half = len(frequencies), config.head_dim // 2
-        gain = 2.5 * config.initializer_range * config.head_dim**0.5              # above the noise of the random weights
-
-        def start(row: int, offset: int) -> None:
-            rotated = torch.zeros(config.head_dim, device="cpu")
-            rotated[:count], rotated[half : half + count] = (frequencies * offset).cos(), -(frequencies * offset).sin()
-            weight = attention.qkv_proj.weight
-            weight[row : row + config.head_dim] += (gain * rotated[:, None] * direction).to(weight)
-
-        self.embed_tokens.weight += (config.initializer_range * config.hidden_size**0.5 * direction).to(self.embed_tokens.weight)
-        for head in range(config.num_attention_heads // config.num_key_value_heads):
-            start(head * config.head_dim, head + 1)
-        start(config.num_attention_heads * config.head_dim, 0)                    # the key head that they share
+            draft_induction(self, generator)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """tokens and positions int64 [T] -> hidden states after the final norm [T, hidden]."""

@@ -40,9 +40,10 @@ class SamplingParams:
     enable_thinking: bool | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        for name in ("stop", "tools"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "tools", tuple(self.tools))
         for name, ok, right in (
             ("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an integer of at least 1"),
             ("temperature", _is_number(self.temperature) and 0 <= self.temperature < float("inf"), "a number of at least 0"),

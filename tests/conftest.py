@@ -1,15 +1,34 @@
-"""Shared by the tests: one thread a process (they run side by side), a sandbox, and a tiny tokenizer and model of the miniature."""
+"""Shared by the tests: one thread a process (they run side by side), a sandbox, and a tiny tokenizer and model of the miniature.
+
+Without a GPU the kernels run in Triton's interpreter, which must be chosen before any of them is imported.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import random
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")       # before numpy: the interpreter's small products spend 100 times longer on two threads
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+    import kernel_interpreter  # noqa: F401  (teaches the interpreter bfloat16)
+
+
+@pytest.fixture
+def generator():
+    """Random numbers that differ from run to run; a failing test shows the seed, and KERNEL_SEED repeats it."""
+    seed = int(os.environ.get("KERNEL_SEED", random.SystemRandom().randrange(2**31)))
+    print(f"KERNEL_SEED={seed}")
+    return torch.Generator().manual_seed(seed)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread():
-    import torch
     torch.set_num_threads(1)
 
 

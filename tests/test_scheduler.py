@@ -260,7 +260,7 @@ def test_bad_sampling_parameters_are_refused(field, value):
 
 
 def test_good_sampling_parameters_are_taken():
-    assert SamplingParams(stop="ab").stop == ("ab",) and SamplingParams(stop_token_ids=[1, 2]).stop_token_ids == (1, 2)
+    assert SamplingParams(stop="ab").stop == ("ab",) and SamplingParams(tools="calc").tools == ("calc",) and SamplingParams(stop_token_ids=[1, 2]).stop_token_ids == (1, 2)
     assert SamplingParams(temperature=0).greedy and SamplingParams(temperature=1e-6).greedy and not SamplingParams().greedy
     assert SamplingParams(seed=-(2**70), temperature=2).seed == -(2**70)
 

@@ -1,0 +1,52 @@
+"""Teaches Triton's interpreter bfloat16, which it keeps as raw 16-bit integers and computes with as such (silently wrong).
+
+Casts, dots, and arithmetic on two operands go through fp32 here, rounding to nearest even. Reductions and unary functions do not: a kernel
+turns what it loads into fp32 first, as it should anyway.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+_dot, _cast, _binary = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl, InterpreterBuilder.binary_op
+
+
+def _widened(handle) -> np.ndarray:
+    if handle.dtype.scalar == tl.bfloat16:
+        return (handle.data.astype(np.uint32) << 16).view(np.float32)
+    return handle.data
+
+
+def _rounded(x: np.ndarray) -> np.ndarray:
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(x), np.uint16(0x7FC0), nearest.astype(np.uint16)).astype(np.uint16)
+
+
+def create_dot(self, a, b, accumulator, precision, max_num_imprecise):
+    if tl.bfloat16 in (a.dtype.scalar, b.dtype.scalar):
+        product = np.matmul(_widened(a), _widened(b), dtype=accumulator.data.dtype)
+        return TensorHandle(product + accumulator.data, accumulator.dtype.scalar)
+    return _dot(self, a, b, accumulator, precision, max_num_imprecise)
+
+
+def cast_impl(self, source, dtype):
+    have, want = source.dtype.scalar, dtype.scalar
+    if have == tl.bfloat16:
+        wide = TensorHandle(_widened(source), tl.float32)
+        return wide if want == tl.float32 else _cast(self, wide, dtype)
+    if want == tl.bfloat16:
+        return TensorHandle(_rounded(source.data.astype(np.float32)), tl.bfloat16)
+    return _cast(self, source, dtype)
+
+
+def binary_op(self, left, right, op):
+    if left.dtype.scalar != tl.bfloat16:
+        return _binary(self, left, right, op)
+    result = op(_widened(left), _widened(right))
+    return TensorHandle(result, tl.int1) if result.dtype == np.bool_ else TensorHandle(_rounded(result), tl.bfloat16)
+
+
+InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl, InterpreterBuilder.binary_op = create_dot, cast_impl, binary_op
