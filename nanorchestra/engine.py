@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 from functools import cached_property
-from typing import Iterable, Sequence
+from typing import TYPE_CHECKING, Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,12 +18,15 @@ from .cache import PageCache, PageTable
 from .guide import ToolCallGrammar
 from .invariant import forward_whole
 from .ops import Segment, packed_attention
-from .request import Completion, OnToken, Request, SamplingParams, StopText
+from .request import PENDING, Completion, OnToken, Request, SamplingParams, StopText
 from .runner import Runner
 from .sampler import Draw, Sampler
-from .scheduler import Scheduler
+from .scheduler import Plan, Scheduler
 from .types import UserError
 from .weights import copy_weights
+
+if TYPE_CHECKING:
+    from .gpu import Drawn
 
 __all__ = ["Completion", "Engine", "Request", "SamplingParams", "Session"]
 
@@ -35,19 +39,20 @@ class Engine:
     num_pages: pages of the KV pool (default: 1 GiB worth). page_size: tokens a page (default: 16 on a CPU, 64 on a GPU). max_batch_tokens:
     tokens one step computes at most. max_running: requests that decode at the same time (no more than max_batch_tokens). max_context:
     longest sequence, prompt and sampled ids together (default: the model's max_position_embeddings). invariant: a request's tokens and
-    log-probabilities, and those of `score`, have the same bits whatever else is computed, at a price (invariant.py). The model may be
-    shared with a trainer; after changing its weights in place call `update_weights()`.
+    log-probabilities, and those of `score`, have the same bits whatever else is computed, at a price (invariant.py). kernels: compute by
+    Triton kernels and captured graphs (gpu.py; default: on a GPU, unless invariant). The model may be shared with a trainer; after changing
+    its weights in place call `update_weights()`.
     """
 
     def __init__(self, model, tokenizer=None, *, num_pages: int | None = None, page_size: int | None = None, max_batch_tokens: int = 4096,
-                 max_running: int = 512, max_context: int | None = None, invariant: bool = False):
-        config = model.config
+                 max_running: int = 512, max_context: int | None = None, invariant: bool = False, kernels: bool | None = None):
+        config, on_gpu = model.config, model.embed_tokens.weight.is_cuda
         for name, value in (("num_pages", num_pages), ("page_size", page_size), ("max_batch_tokens", max_batch_tokens),
                             ("max_running", max_running), ("max_context", max_context)):
             if value is not None and value < 1:
                 raise UserError(f"engine: {name} is {value}, it should be at least 1")
         if page_size is None:
-            page_size = 64 if model.embed_tokens.weight.is_cuda else 16
+            page_size = 64 if on_gpu else 16
         if num_pages is None:
             token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.embed_tokens.weight.element_size()
             num_pages = max(1, _DEFAULT_POOL_BYTES // (page_size * token_bytes))
@@ -58,10 +63,15 @@ class Engine:
         self.weight_version = 0
         self.cache = PageCache(num_pages, page_size)
         self.scheduler = Scheduler(self.cache, max_batch_tokens, max_running)
-        self.runner = Runner(model, num_pages, page_size, invariant)
+        if on_gpu and not invariant if kernels is None else kernels:
+            from .gpu import GpuRunner                               # Triton is needed for this alone
+            self.runner: Runner = GpuRunner(model, num_pages, page_size, self.vocab_size, graphs=on_gpu)
+        else:
+            self.runner = Runner(model, num_pages, page_size, invariant)
         self.sampler = Sampler(self.vocab_size)
         self._ids = itertools.count()
         self._asleep = False
+        self._ahead: tuple[Plan, Drawn] | None = None                # a step that is computed before the last one's draws are read
         self._counts = {"steps": 0, "prefill_tokens": 0, "sampled_tokens": 0, "cached_tokens": 0}
 
     # sampling
@@ -103,22 +113,38 @@ class Engine:
         """
         if self._asleep:
             raise UserError("engine: it sleeps, its KV memory is lent; call wake() before the next step")
-        plan = self.scheduler.plan()
+        plan, drawn = self._ahead or (Plan(), None)
+        self._ahead = None
+        plan.decodes = [request for request in plan.decodes if not request.finished]           # some have ended since the step was launched
+        if not plan.decodes:
+            plan, drawn = self.scheduler.plan(), None
         if not plan.decodes and not plan.prefills:
             return []
-        sampling = plan.sampling
+        sampling, looks_ahead = plan.sampling, False
         try:
             with torch.inference_mode():
-                logits = self.runner.logits(plan)
-                draws = self._draw(logits, sampling) if sampling else []
+                if self.runner.fused and sampling:
+                    drawn = drawn or self.runner.launch(plan)
+                    if looks_ahead := self._predictable(plan):
+                        self._look_ahead(plan, drawn)
+                    draws = self.runner.draws(drawn, sampling, self.sampler, self._allowed(sampling))
+                else:
+                    logits = self.runner.logits(plan)
+                    draws = self._draw(logits, sampling) if sampling else []
         except BaseException:
+            if looks_ahead:
+                self._forget_pending(sampling)
+            self._ahead = None
             try:
                 self.runner.erase(plan)
             finally:
                 for request in plan.requests:
                     self._finish(request, "abort")
             raise
-        self.scheduler.commit(plan)
+        if looks_ahead:
+            self._forget_pending(sampling)
+        else:
+            self.scheduler.commit(plan)
         self._counts["steps"] += 1
         self._counts["prefill_tokens"] += sum(count for _, _, count in plan.prefills)
         self._counts["sampled_tokens"] += len(draws)
@@ -132,6 +158,28 @@ class Engine:
                 finished.append(request)
         self._deliver(sampling, draws)
         return finished
+
+    def _predictable(self, plan: Plan) -> bool:
+        """Whether the next step is known before this one's draws are, unless somebody stops: all decode, nobody waits or reaches a limit."""
+        return not plan.prefills and not plan.forks and not self.scheduler.waiting and all(
+            len(request.ids) + 1 < request.limit and request.grammar is None and request.params.plain for request in plan.decodes)
+
+    def _look_ahead(self, plan: Plan, drawn: Drawn) -> None:
+        """Launches the step after `plan`, so that the device works while the host reads what `plan` drew. Who stops in it is left out of the
+        next step's draws; what that step wrote for him lies in pages that are free again. Thrown away, the step is planned anew."""
+        self.scheduler.commit(plan)
+        for request in plan.decodes:
+            request.ids.append(PENDING)
+        ahead = self.scheduler.plan()
+        if ahead.decodes and not ahead.prefills:
+            self._ahead = ahead, self.runner.launch(ahead, drawn)
+        else:                                                        # somebody was preempted, and would begin anew with an id that is not known
+            self.cache.copies = ahead.copies
+
+    def _forget_pending(self, requests: list[Request]) -> None:
+        for request in requests:
+            if request.ids[-1] == PENDING:
+                request.ids.pop()
 
     @property
     def has_work(self) -> bool:
@@ -192,6 +240,7 @@ class Engine:
         if requests and inflight == "refuse":
             raise UserError(f"update_weights: {len(requests)} requests are in flight, there should be none: finish or abort them first, or say "
                             "inflight='abort', 'recompute' or 'keep'")
+        self._ahead = None
         for request in requests if inflight == "abort" else ():
             self.abort(request)
         try:
@@ -205,7 +254,7 @@ class Engine:
     def sleep(self) -> None:
         """Gives the memory of the KV pool back, to a trainer say, until `wake`. Requests and sessions stay, and compute their KV anew then;
         meanwhile requests are taken, and `score` and `update_weights` work, but `step` is a UserError. Sleeping twice is fine."""
-        self._asleep = True
+        self._asleep, self._ahead = True, None
         self.scheduler.set_version(self.weight_version)
         self.runner.sleep()
 
@@ -268,11 +317,11 @@ class Engine:
         request.completion = Completion(request.prompt_tokens, request.cached_tokens or 0, ids, request.logprobs, text, reason,
                                         request.weight_versions, request.top_logprobs)
 
+    def _allowed(self, sampling: list[Request]) -> list[np.ndarray | None]:
+        return [request.grammar.allowed(request.grammar_state) if request.grammar else None for request in sampling]
+
     def _draw(self, logits: Tensor, sampling: list[Request]) -> list[Draw]:
-        allowed = None
-        if any(request.grammar for request in sampling):
-            allowed = [request.grammar.allowed(request.grammar_state) if request.grammar else None for request in sampling]
-        return self.sampler(logits, [r.params for r in sampling], [len(r.ids) for r in sampling], allowed)
+        return self.sampler(logits, [r.params for r in sampling], [len(r.ids) for r in sampling], self._allowed(sampling))
 
     def _deliver(self, sampling: list[Request], draws: list[Draw]) -> None:
         failure = None

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .ops import by_kernel
+
 
 def group_advantages(rewards: Sequence[float], valid: Sequence[bool], *, well_formed: Sequence[bool] | None = None,
                      drop_invalid_format: bool = True, std: bool = True, min_std: float = 1e-3,
@@ -144,6 +146,10 @@ def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperatu
         raise ValueError(f"targets {tuple(targets.shape)} must be [N] for hidden {tuple(hidden.shape)}")
     if targets.numel() and not (0 <= int(targets.min()) and int(targets.max()) < limit):
         raise ValueError(f"targets must lie in 0..{limit - 1}, got {int(targets.min())}..{int(targets.max())}")
+    if by_kernel(hidden):                                            # no logits at all in the forward pass
+        from kernels.logprob import linear_logprob
+        logprobs, entropy = linear_logprob(hidden, weight, targets, temperature=temperature, vocab=limit)
+        return logprobs, entropy.detach()
     return _TokenLogprobs.apply(hidden, weight, targets, temperature, limit, chunk)
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .ops import cache_rows, store_kv
+from .ops import by_kernel, cache_rows, store_kv
 
 TILE = 64                      # tokens of each call of the model
 SPLIT = 64                     # keys of a piece of attention: one split against
@@ -68,13 +68,17 @@ def by_tiles(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 class _SameEverywhere(TorchFunctionMode):
-    """Replaces, within a forward, the function whose result depends on the place of a row.
+    """Replaces, within a forward, the functions whose result depends on the place of a row.
 
-    On a CPU the last few elements of each thread's share of a silu, which may end within a row, come from other instructions than the
-    rest, with other last bits. Its exponential does not have this trouble, and sums and quotients are exactly rounded.
+    On a GPU products are made by a kernel that sums in one order. On a CPU the last few elements of each thread's share of a silu, which
+    may end within a row, come from other instructions than the rest, with other last bits. Its exponential does not have this trouble, and
+    sums and quotients are exactly rounded.
     """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.linear and by_kernel(args[0]):
+            from kernels.gemm import invariant_linear
+            return invariant_linear(*args, **(kwargs or {}))
         if function is F.silu:
             return args[0] / (1 + torch.exp(-args[0]))
         return function(*args, **(kwargs or {}))

@@ -1,6 +1,7 @@
 """The mathematics of a Qwen3 decoder layer as plain functions: normalisation, rotary positions, SwiGLU, attention over a training pack.
 
-Everything here is differentiable PyTorch that runs on any device; shapes stand beside the tensors. Nothing here holds weights.
+Everything here is differentiable and runs on any device: by Triton kernels on a GPU, in plain PyTorch elsewhere. Shapes stand beside the
+tensors. Nothing here holds weights.
 """
 
 from __future__ import annotations
@@ -17,16 +18,28 @@ from torch import Tensor
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q [T, H, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, H, D]
 
 
+def by_kernel(x: Tensor) -> bool:
+    """Whether Triton kernels compute with x: they are imported for that alone."""
+    return x.is_cuda
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019, eq. 4). x [..., N]; weight broadcasts against it.
 
-    The norm is taken in fp32 and rounded to x.dtype before the weight multiplies it, the order in which Qwen3 was trained.
+    The norm is taken in fp32 and rounded to x.dtype before the weight multiplies it, the order in which Qwen3 was trained; the kernel, which
+    takes whole hidden states, rounds once.
     """
+    if weight.dim() == 1 and x.dim() == 2 and by_kernel(x):
+        from kernels.norm import rms_norm_train
+        return rms_norm_train(x, weight, eps)
     return F.rms_norm(x, (x.shape[-1],), None, eps) * weight
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up (Shazeer 2020) for gate_up [T, 2 * F], the gate in the first half -> [T, F]."""
+    if by_kernel(gate_up):
+        from kernels.swiglu import swiglu_train
+        return swiglu_train(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -127,14 +140,30 @@ def packed_attention(segments: Sequence[Segment]) -> Attend:
                 runs.append(_Span(segment.start, end, *prefix))
     prefixed = [span for runs in shared.values() for span in runs]
 
+    plans: dict[torch.dtype, Any] = {}  # for the kernels: made in the first layer, used by all
+
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if q.shape[0] != end:
             raise ValueError(f"the segments cover {end} tokens; q has {q.shape[0]}")
+        if by_kernel(q):
+            from kernels.flash_plan import flash_attention, plan
+            if q.dtype not in plans:
+                plans[q.dtype] = plan(_spans(segments), q.device, q.dtype)
+            return flash_attention(q, k, v, plans[q.dtype])
         if q.device.type == "cpu":
             return _PackedAttention.apply(q, k, v, own, prefixed)
         return segment_attention(segments, q, k, v)
 
     return attend
+
+
+def _spans(segments: Sequence[Segment]) -> list[tuple[int, int, int, int]]:
+    """(first query, last + 1, first key, last + 1): each segment on itself and on each of its prefixes."""
+    spans = []
+    for segment, prefixes in zip(segments, _prefixes(segments)):
+        end = segment.start + segment.length
+        spans += [(segment.start, end, *keys) for keys in [*prefixes, (segment.start, end)]]
+    return spans
 
 
 def _prefixes(segments: Sequence[Segment]) -> list[list[tuple[int, int]]]:
@@ -151,7 +180,7 @@ def _prefixes(segments: Sequence[Segment]) -> list[list[tuple[int, int]]]:
 
 
 def segment_attention(segments: Sequence[Segment], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What packed_attention computes, one segment at a time by public operators: the path of other devices, the reference of the CPU's."""
+    """What packed_attention computes, one segment at a time by public operators: the reference, and the path where there is neither CPU nor GPU."""
     outputs = []
     for segment, prefixes in zip(segments, _prefixes(segments)):
         spans = [slice(*prefix) for prefix in prefixes] + [slice(segment.start, segment.start + segment.length)]

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanorchestra.ops import by_kernel
 from nanorchestra.types import UserError
 
 MODES = ("int8", "int4")
@@ -57,7 +58,10 @@ class QuantisedLinear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """Right on every device; W is held in x.dtype for the length of the product."""
+        """On a GPU by kernels that read W as it is stored, for few rows; else W is held in x.dtype for the length of the product."""
+        if by_kernel(x):
+            from kernels.quantised import quantised_linear
+            return quantised_linear(x, self.values, self.scales, self.zeros, self.group, self.bias)
         return F.linear(x, self.dequantise(x.dtype), self.bias)
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .guide import State, ToolCallGrammar
 
 OnToken = Callable[[int, float], None]
+PENDING = -1                   # stands for an id that has been drawn, but is not known on the host yet
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,11 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature < 1e-5
+
+    @property
+    def plain(self) -> bool:
+        """Whether the draw is from the whole vocabulary, and nothing is asked beside it."""
+        return self.top_p == 1 and not (self.top_k or self.min_p or self.top_logprobs or self.tools)
 
 
 def _is_int(value: Any) -> bool:

@@ -20,8 +20,10 @@ class Runner:
     """Owns the KV pages: k_cache and v_cache [layers, num_pages, Hkv, page_size, D], in the model's dtype and on its device.
 
     The tokens of a step stand in this order: decodes, batch by batch, then chunks that extend a sequence, then those that begin one.
-    invariant: the logits have the same bits whatever else the step computes, at a price (invariant.py).
+    invariant: the logits have the same bits whatever else the step computes, at a price (invariant.py). fused: it can draw, too (gpu.py).
     """
+
+    fused = False
 
     def __init__(self, model, num_pages: int, page_size: int, invariant: bool = False):
         self.model, self.page_size, self.invariant = model, page_size, invariant

@@ -1,0 +1,144 @@
+"""Flash attention for training, forward: out = softmax(q k^T / sqrt(D)) v over the spans of a pack (Dao et al. 2022; Dao 2023).
+
+Grouped-query, exact, without a [T, T] matrix: the softmax is rescaled tile by tile. FLOPs: 4 * H * D a visible pair of query and key. Bytes:
+q and out once, and k and v once a block of queries, which the L2 cache holds for a pack of Qwen3-8B of up to about 10k tokens.
+One program owns a block of queries of one head and visits all its spans (kernels/flash_plan.py): tiles that all its queries see without a mask,
+then those on a span's edges with one. Longest blocks start first. A sequence or tree gives bitwise the same anywhere in any pack.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.common import DTYPES, Config, check, pick, require
+
+CONFIGS: dict[int, Config] = {                           # BLOCK_M is what the work list must be made for
+    80: {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2},
+    89: {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2},
+    90: {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3},
+}
+HEAD_DIMS = (16, 32, 64, 128)
+LOG2E = 1.4426950408889634                               # exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
+
+
+@dataclass(frozen=True)
+class Work:
+    """Blocks of queries (or keys), longest first, and the spans that each visits: kernels/flash_plan.py makes them."""
+
+    items: Tensor                                        # int32 [items, 4]: (first token, last token + 1, first visit, last visit + 1)
+    visits: Tensor                                       # int32 [visits, 4]: spans (start, end, key_start, key_end)
+    block: int                                           # an item has at most so many tokens
+    tokens: int                                          # no span goes beyond
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, work: Work, out: Tensor | None = None, lse: Tensor | None = None,
+                  config: Config | None = None) -> tuple[Tensor, Tensor]:
+    """q [T, H, D], k and v [T, Hkv, D] -> out [T, H, D], and lse fp32 [T, H], the natural logarithm of the sum of
+    exp(score). `work` has blocks of queries; rows that no span covers are not written. `lse`, where given, is a transposed [H, T].
+    """
+    tokens, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    check_inputs(q, k, v, work)
+    out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device) if out is None else out
+    lse = torch.empty((heads, tokens), dtype=torch.float32, device=q.device).T if lse is None else lse
+    check("out", out, (tokens, heads, dim), (q.dtype,), inner=3)
+    check_lse(lse, tokens, heads)
+    if len(work.items):
+        _forward[(len(work.items) * heads,)](q, k, v, out, lse, work.items, work.visits, tokens, H=heads, G=heads // kv_heads, D=dim, UNIT=dim**-0.5 * LOG2E, **pick(CONFIGS, config) | {"BLOCK_M": work.block})
+    return out, lse
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, work: Work) -> None:
+    """ValueError unless the kernels take these shapes, dtypes and strides."""
+    check("q", q, (None, None, None), DTYPES, inner=3)
+    tokens, heads, dim = q.shape
+    require(dim in HEAD_DIMS, f"head_dim {dim} is not supported; expected one of {HEAD_DIMS}")
+    check("k", k, (tokens, None, dim), (q.dtype,), inner=3)
+    check("v", v, tuple(k.shape), (q.dtype,), inner=3)
+    require(k.shape[1] > 0 and heads % k.shape[1] == 0, f"{heads} query heads do not divide among {k.shape[1]} kv heads")
+    require(work.tokens <= tokens, f"the work list covers {work.tokens} tokens; q has {tokens}")
+
+
+def check_lse(lse: Tensor, tokens: int, heads: int) -> None:
+    check("lse", lse, (tokens, heads), (torch.float32,), inner=0)
+    require(lse.T.is_contiguous(), "lse must be the transpose of a contiguous [H, T], which is what the kernels read in one piece")
+
+
+@triton.jit
+def _forward(q, k, v, out, lse, items, visits, tokens, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr,
+             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    item = items + tl.program_id(0) // H * 4
+    head = tl.program_id(0) % H
+    first, last = tl.load(item), tl.load(item + 1)
+    rows = first + tl.arange(0, BLOCK_M)
+    here = rows < last
+    base = (first.to(tl.int64) * H + head) * D
+    tile = tl.arange(0, BLOCK_M)[:, None] * (H * D) + tl.arange(0, D)
+    query = tl.load(q + base + tile, mask=here[:, None], other=0.0)                      # [BLOCK_M, D]
+    k += head // G * D
+    v += head // G * D
+    top = tl.full([BLOCK_M], -1e30, tl.float32)          # the largest score so far, in units of log2(e); finite, for rows with nothing in sight yet
+    mass = tl.zeros([BLOCK_M], tl.float32)               # sum of exp2(score - top)
+    total = tl.zeros([BLOCK_M, D], tl.float32)           # sum of exp2(score - top) * value
+    for visit in range(tl.load(item + 2), tl.load(item + 3)):
+        limit, begin, edge, stop = _visit(visits + visit * 4, rows, first, last, BLOCK_N)
+        top, mass, total = _over_keys(top, mass, total, query, k, v, limit, begin, edge, stop, H // G, UNIT, BLOCK_N, False)
+        top, mass, total = _over_keys(top, mass, total, query, k, v, limit, edge, stop, stop, H // G, UNIT, BLOCK_N, True)
+    total = total / mass[:, None]
+    tl.store(out + base + tile, total.to(out.dtype.element_ty), mask=here[:, None])
+    tl.store(lse + head.to(tl.int64) * tokens + rows, (top + tl.log2(mass)) * 0.6931471805599453, mask=here)
+
+
+@triton.jit
+def _visit(span, rows, first, last, BLOCK_N: tl.constexpr):
+    """How the block of queries first .. last walks a span: each row sees keys below its limit; tiles begin .. edge need no mask, edge .. stop do."""
+    start, end, key_start, key_end = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
+    causal = start == key_start
+    limit = tl.where((rows >= start) & (rows < end), tl.where(causal, rows + 1, key_end), 0)
+    stop = tl.where(causal, tl.minimum(key_end, last), key_end)
+    common = tl.where(causal, first + 1, key_end) - key_start                                      # keys that all rows see, if all are in the span
+    edge = key_start + tl.where((start <= first) & (last <= end), common // BLOCK_N * BLOCK_N, 0)
+    return limit, key_start, edge, stop
+
+
+@triton.jit
+def _over_keys(top, mass, total, query, k, v, limit, begin, end, stop, HEADS: tl.constexpr, UNIT: tl.constexpr, BLOCK_N: tl.constexpr,
+               MASKED: tl.constexpr):
+    """The tiles of keys begin .. end; with a mask, only those below a row's limit count."""
+    D: tl.constexpr = total.shape[1]
+    columns = tl.arange(0, BLOCK_N)
+    tile = columns[:, None] * (HEADS * D) + tl.arange(0, D)
+    for offset in range(0, end - begin, BLOCK_N):
+        key = begin + offset
+        at = key.to(tl.int64) * (HEADS * D)
+        exists = (key + columns < stop)[:, None]
+        keys = tl.load(k + at + tile, mask=exists, other=0.0) if MASKED else tl.load(k + at + tile)              # [BLOCK_N, D]
+        scores = tl.dot(query, keys.T, input_precision="ieee")                                     # [BLOCK_M, BLOCK_N]
+        if MASKED:
+            scores = tl.where((key + columns)[None, :] < limit[:, None], scores * UNIT, -1e30)
+            higher = tl.maximum(top, tl.max(scores, 1))
+            p = tl.exp2(scores - higher[:, None])
+        else:                                            # the same with one multiply-add an element
+            higher = tl.maximum(top, tl.max(scores, 1) * UNIT)
+            p = tl.exp2(scores * UNIT - higher[:, None])
+        shrink = tl.exp2(top - higher)
+        mass = mass * shrink + tl.sum(p, 1)
+        values = tl.load(v + at + tile, mask=exists, other=0.0) if MASKED else tl.load(v + at + tile)
+        total = tl.dot(p.to(values.dtype), values, total * shrink[:, None], input_precision="ieee")
+        top = higher
+    return top, mass, total
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, spans: list) -> tuple[Tensor, Tensor]:
+    """out [T, H, D] and lse [T, H] through a whole [T, T] mask, in the dtype of its arguments."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    seen = torch.zeros(len(q), len(k), dtype=torch.bool, device=q.device)
+    for start, end, key_start, key_end in spans:
+        seen[start:end, key_start:key_end] |= torch.ones(end - start, key_end - key_start, dtype=torch.bool, device=q.device).tril(0 if start == key_start else key_end)
+    scores = (torch.einsum("thd,shd->ths", q, k) * q.shape[-1] ** -0.5).masked_fill(~seen[:, None], float("-inf"))
+    return torch.einsum("ths,shd->thd", scores.softmax(-1), v), scores.logsumexp(-1)
