@@ -116,9 +116,9 @@ def plot(results: list[dict[str, Any]], machine: str, path: Path) -> None:
 def without_gpu(wanted: str) -> int:
     """What can be said without one."""
     from kernels import compile as compiler
+    from kernels.cases import cases, floor
     print("no GPU here, so nothing is measured. What the kernels compile to:\n", flush=True)
     status = compiler.main(["--kernel", wanted])
-    from kernels.cases import cases, floor
     print(f"\nno kernel can be faster on an H200 ({H200['bandwidth'] / 1e12:.1f} TB/s copied, {H200['flops'] / 1e12:.0f} TFLOP/s bf16):\n")
     for case in cases():
         if wanted in case.name:
@@ -134,9 +134,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="where to write all figures")
     parser.add_argument("--plot", type=Path, help="where to draw them (a .png file)")
     options = parser.parse_args(argv)
+    from kernels.cases import cases
+    if not any(options.kernel in case.name for case in cases()):
+        print(f"--kernel {options.kernel}: no such kernel; there are {', '.join(dict.fromkeys(case.kernel for case in cases()))}", file=sys.stderr)
+        return 1
     if not torch.cuda.is_available():
         return without_gpu(options.kernel)
-    from kernels.cases import cases
     machine = torch.cuda.get_device_name()
     limits = ceilings()
     versions = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda, "date": time.strftime("%Y-%m-%d")}

@@ -46,19 +46,20 @@ def check(arch: int, wanted: str) -> list[str]:
         except triton.runtime.errors.OutOfResources as error:
             problems.append(f"sm_{arch} {case.name}: {error}")
         for kernel in driver.compiled:
-            if kernel.name not in marks:
+            name = case.kernel, kernel.name
+            if name not in marks:
                 code = instructions(kernel.cubin)
-                marks[kernel.name] = next((name for name in MATRIX[arch] if name in code), "-"), "wide" if any(load in code for load in WIDE) else "-"
-            tensor, width = marks[kernel.name]
+                marks[name] = next((mark for mark in MATRIX[arch] if mark in code), "-"), "wide" if any(load in code for load in WIDE) else "-"
+            tensor, width = marks[name]
             print(f"sm_{arch}  {case.name:46} {kernel.name:22} {kernel.registers:4} registers  {kernel.stack:4} B spilled  {kernel.shared:7,} B shared  "
                   f"{tensor:6} {width}", flush=True)
             if kernel.stack:
                 problems.append(f"sm_{arch} {case.name}: {kernel.name} spills {kernel.stack} bytes a thread")
-        names = [kernel.name for kernel in driver.compiled]
-        if names and case.flops and all(marks[name][0] == "-" for name in names):
-            problems.append(f"sm_{arch} {case.name}: no tensor core instruction in {', '.join(names)}")
-        if names and not case.flops and all(marks[name][1] == "-" for name in names):
-            problems.append(f"sm_{arch} {case.name}: no wide load in {', '.join(names)}")
+        found = [mark for (kernel, _), mark in marks.items() if kernel == case.kernel]
+        if found and case.flops and all(tensor == "-" for tensor, _ in found):
+            problems.append(f"sm_{arch} {case.name}: no tensor core instruction")
+        if found and not case.flops and all(width == "-" for _, width in found):
+            problems.append(f"sm_{arch} {case.name}: no wide load")
     return problems
 
 

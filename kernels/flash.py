@@ -75,22 +75,34 @@ def _forward(q, k, v, out, lse, items, visits, tokens, H: tl.constexpr, G: tl.co
     item = items + tl.program_id(0) // H * 4
     head = tl.program_id(0) % H
     first, last = tl.load(item), tl.load(item + 1)
-    rows = first + tl.arange(0, BLOCK_M)
+    rows, columns = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     here = rows < last
     base = (first.to(tl.int64) * H + head) * D
     tile = tl.arange(0, BLOCK_M)[:, None] * (H * D) + tl.arange(0, D)
     query = tl.load(q + base + tile, mask=here[:, None], other=0.0)                      # [BLOCK_M, D]
-    k += head // G * D
-    v += head // G * D
-    top = tl.full([BLOCK_M], -1e30, tl.float32)          # the largest score so far, in units of log2(e); finite, for rows with nothing in sight yet
+    kv_tile = columns[:, None] * (H // G * D) + head // G * D + tl.arange(0, D)
+    top = tl.full([BLOCK_M], -1e30, tl.float32)          # the largest score so far, in units of log2(e)
     mass = tl.zeros([BLOCK_M], tl.float32)               # sum of exp2(score - top)
     total = tl.zeros([BLOCK_M, D], tl.float32)           # sum of exp2(score - top) * value
     for visit in range(tl.load(item + 2), tl.load(item + 3)):
         limit, begin, edge, stop = _visit(visits + visit * 4, rows, first, last, BLOCK_N)
-        top, mass, total = _over_keys(top, mass, total, query, k, v, limit, begin, edge, stop, H // G, UNIT, BLOCK_N, False)
-        top, mass, total = _over_keys(top, mass, total, query, k, v, limit, edge, stop, stop, H // G, UNIT, BLOCK_N, True)
-    total = total / mass[:, None]
-    tl.store(out + base + tile, total.to(out.dtype.element_ty), mask=here[:, None])
+        for offset in range(0, stop - begin, BLOCK_N):
+            key = begin + offset
+            at = key.to(tl.int64) * (H // G * D)
+            exists = (key + columns < stop)[:, None]
+            keys = tl.load(k + at + kv_tile, mask=exists, other=0.0)                     # [BLOCK_N, D]
+            scores = tl.dot(query, keys.T, input_precision="ieee")                       # [BLOCK_M, BLOCK_N]
+            if key >= edge:
+                # finite, for rows that see nothing yet; what these gather shrinks to 0 when the first score comes
+                scores = tl.where((key + columns)[None, :] < limit[:, None], scores, -1e9)
+            higher = tl.maximum(top, tl.max(scores, 1) * UNIT)
+            p = tl.exp2(scores * UNIT - higher[:, None])
+            shrink = tl.exp2(top - higher)
+            mass = mass * shrink + tl.sum(p, 1)
+            values = tl.load(v + at + kv_tile, mask=exists, other=0.0)
+            total = tl.dot(p.to(values.dtype), values, total * shrink[:, None], input_precision="ieee")
+            top = higher
+    tl.store(out + base + tile, (total / mass[:, None]).to(out.dtype.element_ty), mask=here[:, None])
     tl.store(lse + head.to(tl.int64) * tokens + rows, (top + tl.log2(mass)) * 0.6931471805599453, mask=here)
 
 
@@ -104,34 +116,6 @@ def _visit(span, rows, first, last, BLOCK_N: tl.constexpr):
     common = tl.where(causal, first + 1, key_end) - key_start                                      # keys that all rows see, if all are in the span
     edge = key_start + tl.where((start <= first) & (last <= end), common // BLOCK_N * BLOCK_N, 0)
     return limit, key_start, edge, stop
-
-
-@triton.jit
-def _over_keys(top, mass, total, query, k, v, limit, begin, end, stop, HEADS: tl.constexpr, UNIT: tl.constexpr, BLOCK_N: tl.constexpr,
-               MASKED: tl.constexpr):
-    """The tiles of keys begin .. end; with a mask, only those below a row's limit count."""
-    D: tl.constexpr = total.shape[1]
-    columns = tl.arange(0, BLOCK_N)
-    tile = columns[:, None] * (HEADS * D) + tl.arange(0, D)
-    for offset in range(0, end - begin, BLOCK_N):
-        key = begin + offset
-        at = key.to(tl.int64) * (HEADS * D)
-        exists = (key + columns < stop)[:, None]
-        keys = tl.load(k + at + tile, mask=exists, other=0.0) if MASKED else tl.load(k + at + tile)              # [BLOCK_N, D]
-        scores = tl.dot(query, keys.T, input_precision="ieee")                                     # [BLOCK_M, BLOCK_N]
-        if MASKED:
-            scores = tl.where((key + columns)[None, :] < limit[:, None], scores * UNIT, -1e30)
-            higher = tl.maximum(top, tl.max(scores, 1))
-            p = tl.exp2(scores - higher[:, None])
-        else:                                            # the same with one multiply-add an element
-            higher = tl.maximum(top, tl.max(scores, 1) * UNIT)
-            p = tl.exp2(scores * UNIT - higher[:, None])
-        shrink = tl.exp2(top - higher)
-        mass = mass * shrink + tl.sum(p, 1)
-        values = tl.load(v + at + tile, mask=exists, other=0.0) if MASKED else tl.load(v + at + tile)
-        total = tl.dot(p.to(values.dtype), values, total * shrink[:, None], input_precision="ieee")
-        top = higher
-    return top, mass, total
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, spans: list) -> tuple[Tensor, Tensor]:

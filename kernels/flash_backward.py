@@ -72,43 +72,30 @@ def _backward_queries(grad, q, k, v, lse, delta, dq, items, visits, tokens, H: t
     item = items + tl.program_id(0) // H * 4
     head = tl.program_id(0) % H
     first, last = tl.load(item), tl.load(item + 1)
-    rows = first + tl.arange(0, BLOCK_M)
+    rows, columns = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     here = rows < last
     base = (first.to(tl.int64) * H + head) * D
     tile = tl.arange(0, BLOCK_M)[:, None] * (H * D) + tl.arange(0, D)
-    query = tl.load(q + base + tile, mask=here[:, None], other=0.0)          # [BLOCK_M, D]
-    grads = tl.load(grad + base + tile, mask=here[:, None], other=0.0)                                                           # [BLOCK_M, D]
+    query = tl.load(q + base + tile, mask=here[:, None], other=0.0)                      # [BLOCK_M, D]
+    grads = tl.load(grad + base + tile, mask=here[:, None], other=0.0)                   # [BLOCK_M, D]
     log_mass = tl.load(lse + head.to(tl.int64) * tokens + rows, mask=here, other=0.0) * 1.4426950408889634
     deltas = tl.load(delta + head.to(tl.int64) * tokens + rows, mask=here, other=0.0)
-    k += head // G * D
-    v += head // G * D
+    kv_tile = columns[:, None] * (H // G * D) + head // G * D + tl.arange(0, D)
     total = tl.zeros([BLOCK_M, D], tl.float32)
-    for visit in range(tl.load(item + 2), tl.load(item + 3)):                                      # as in the forward pass
+    for visit in range(tl.load(item + 2), tl.load(item + 3)):
         limit, begin, edge, stop = _visit(visits + visit * 4, rows, first, last, BLOCK_N)
-        total = _dq_over_keys(total, query, grads, log_mass, deltas, k, v, limit, begin, edge, stop, H // G, UNIT, BLOCK_N, False)
-        total = _dq_over_keys(total, query, grads, log_mass, deltas, k, v, limit, edge, stop, stop, H // G, UNIT, BLOCK_N, True)
-    base = (tl.load(item).to(tl.int64) * H + head) * D   # again: an address kept through the loops would spill
+        for offset in range(0, stop - begin, BLOCK_N):
+            key = begin + offset
+            at = key.to(tl.int64) * (H // G * D)
+            exists = (key + columns < stop)[:, None]
+            keys = tl.load(k + at + kv_tile, mask=exists, other=0.0)                     # [BLOCK_N, D]
+            values = tl.load(v + at + kv_tile, mask=exists, other=0.0)
+            p = tl.exp2(tl.dot(query, keys.T, input_precision="ieee") * UNIT - log_mass[:, None])      # [BLOCK_M, BLOCK_N]
+            if key >= edge:
+                p = tl.where((key + columns)[None, :] < limit[:, None], p, 0.0)
+            ds = p * (tl.dot(grads, values.T, input_precision="ieee") - deltas[:, None])
+            total = tl.dot(ds.to(keys.dtype), keys, total, input_precision="ieee")
     tl.store(dq + base + tile, (total * SCALE).to(dq.dtype.element_ty), mask=here[:, None])
-
-
-@triton.jit
-def _dq_over_keys(total, query, grads, log_mass, deltas, k, v, limit, begin, end, stop, HEADS: tl.constexpr, UNIT: tl.constexpr,
-                  BLOCK_N: tl.constexpr, MASKED: tl.constexpr):
-    D: tl.constexpr = total.shape[1]
-    columns = tl.arange(0, BLOCK_N)
-    tile = columns[:, None] * (HEADS * D) + tl.arange(0, D)
-    for offset in range(0, end - begin, BLOCK_N):
-        key = begin + offset
-        at = key.to(tl.int64) * (HEADS * D)
-        exists = (key + columns < stop)[:, None]
-        keys = tl.load(k + at + tile, mask=exists, other=0.0) if MASKED else tl.load(k + at + tile)              # [BLOCK_N, D]
-        values = tl.load(v + at + tile, mask=exists, other=0.0) if MASKED else tl.load(v + at + tile)
-        p = tl.exp2(tl.dot(query, keys.T, input_precision="ieee") * UNIT - log_mass[:, None])      # [BLOCK_M, BLOCK_N]
-        if MASKED:
-            p = tl.where((key + columns)[None, :] < limit[:, None], p, 0.0)
-        ds = p * (tl.dot(grads, values.T, input_precision="ieee") - deltas[:, None])
-        total = tl.dot(ds.to(keys.dtype), keys, total, input_precision="ieee")
-    return total
 
 
 @triton.jit
@@ -117,12 +104,13 @@ def _backward_keys(grad, q, k, v, lse, delta, dk, dv, items, visits, tokens, H: 
     item = items + tl.program_id(0) // (H // G) * 4
     kv_head = tl.program_id(0) % (H // G)
     first, last = tl.load(item), tl.load(item + 1)
-    keys = first + tl.arange(0, BLOCK_N)
+    keys, lanes = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
     here = (keys < last)[:, None]
     base = (first.to(tl.int64) * (H // G) + kv_head) * D
     tile = tl.arange(0, BLOCK_N)[:, None] * (H // G * D) + tl.arange(0, D)
-    key = tl.load(k + base + tile, mask=here, other=0.0)         # [BLOCK_N, D]
+    key = tl.load(k + base + tile, mask=here, other=0.0)                                 # [BLOCK_N, D]
     value = tl.load(v + base + tile, mask=here, other=0.0)
+    q_tile = lanes[:, None] * (H * D) + tl.arange(0, D)
     total_k, total_v = tl.zeros([BLOCK_N, D], tl.float32), tl.zeros([BLOCK_N, D], tl.float32)
     for visit in range(tl.load(item + 2), tl.load(item + 3)):
         span = visits + visit * 4
@@ -130,41 +118,22 @@ def _backward_keys(grad, q, k, v, lse, delta, dk, dv, items, visits, tokens, H: 
         causal = start == key_start
         needs = tl.where((keys >= key_start) & (keys < key_end), tl.where(causal, keys, start), end)   # the first row that sees a key
         begin = tl.where(causal, start + tl.maximum(first - start, 0) // BLOCK_M * BLOCK_M, start)
-        common = tl.where((key_start <= first) & (last <= key_end), tl.where(causal, last - 1, start), end)   # rows from here on see all keys
-        edge = tl.minimum(begin + tl.cdiv(common - begin, BLOCK_M) * BLOCK_M, end)
-        total_k, total_v = _over_queries(total_k, total_v, key, value, grad, q, lse, delta, tokens, kv_head, needs, begin, edge, end,
-                                         H, G, UNIT, BLOCK_M, True)
-        total_k, total_v = _over_queries(total_k, total_v, key, value, grad, q, lse, delta, tokens, kv_head, needs, edge, end, end,
-                                         H, G, UNIT, BLOCK_M, False)
-    base = (tl.load(item).to(tl.int64) * (H // G) + kv_head) * D
+        edge = tl.where((key_start <= first) & (last <= key_end), tl.where(causal, last - 1, start), end)   # rows from here on see all keys
+        tiles = tl.cdiv(end - begin, BLOCK_M)
+        for index in range(0, G * tiles):                # all heads in one loop, so that the pipeline of loads fills once
+            row, head = begin + index % tiles * BLOCK_M, kv_head * G + index // tiles
+            exists = row + lanes < end
+            q_base = (row.to(tl.int64) * H + head) * D
+            at = head.to(tl.int64) * tokens + row
+            query = tl.load(q + q_base + q_tile, mask=exists[:, None], other=0.0)        # [BLOCK_M, D]
+            grads = tl.load(grad + q_base + q_tile, mask=exists[:, None], other=0.0)
+            log_mass = tl.load(lse + at + lanes, mask=exists, other=float("inf")) * 1.4426950408889634   # p = 0 beyond the span
+            deltas = tl.load(delta + at + lanes, mask=exists, other=0.0)
+            p = tl.exp2(tl.dot(key, query.T, input_precision="ieee") * UNIT - log_mass[None, :])         # [BLOCK_N, BLOCK_M]
+            if row < edge:
+                p = tl.where((row + lanes)[None, :] >= needs[:, None], p, 0.0)
+            total_v = tl.dot(p.to(grads.dtype), grads, total_v, input_precision="ieee")
+            ds = p * (tl.dot(value, grads.T, input_precision="ieee") - deltas[None, :])
+            total_k = tl.dot(ds.to(query.dtype), query, total_k, input_precision="ieee")
     tl.store(dk + base + tile, (total_k * SCALE).to(dk.dtype.element_ty), mask=here)
     tl.store(dv + base + tile, total_v.to(dv.dtype.element_ty), mask=here)
-
-
-@triton.jit
-def _over_queries(total_k, total_v, key, value, grad, q, lse, delta, tokens, kv_head, needs, begin, end, stop, H: tl.constexpr, G: tl.constexpr,
-                  UNIT: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr):
-    """The tiles of queries begin .. end of all G heads, as one loop so that the pipeline of loads fills once."""
-    BLOCK_N: tl.constexpr = total_k.shape[0]
-    D: tl.constexpr = total_k.shape[1]
-    lanes = tl.arange(0, BLOCK_M)
-    tile = lanes[:, None] * (H * D) + tl.arange(0, D)
-    tiles = tl.cdiv(end - begin, BLOCK_M)
-    for index in range(0, G * tiles):
-        row, head = begin + index % tiles * BLOCK_M, kv_head * G + index // tiles
-        exists = row + lanes < stop
-        first = (row.to(tl.int64) * H + head) * D
-        query = tl.load(q + first + tile, mask=exists[:, None], other=0.0)                         # [BLOCK_M, D]
-        grads = tl.load(grad + first + tile, mask=exists[:, None], other=0.0)
-        at = head.to(tl.int64) * tokens + row
-        # - lse / scale and - delta are where the products start from: as vectors along the queries they would take 32 registers a thread
-        log_mass = tl.load(lse + at + lanes, mask=exists, other=float("inf")) * (-1.4426950408889634 / UNIT)    # p = 0 beyond the span
-        scores = tl.dot(key, query.T, tl.broadcast_to(log_mass[None, :], [BLOCK_N, BLOCK_M]), input_precision="ieee")
-        p = tl.exp2(scores * UNIT)                                                                 # [BLOCK_N, BLOCK_M]
-        if MASKED:
-            p = tl.where((row + lanes)[None, :] >= needs[:, None], p, 0.0)
-        total_v = tl.dot(p.to(grads.dtype), grads, total_v, input_precision="ieee")
-        deltas = tl.load(delta + at + lanes, mask=exists, other=0.0)
-        ds = p * tl.dot(value, grads.T, tl.broadcast_to(-deltas[None, :], [BLOCK_N, BLOCK_M]), input_precision="ieee")
-        total_k = tl.dot(ds.to(query.dtype), query, total_k, input_precision="ieee")
-    return total_k, total_v

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import Config, check, pick
+from kernels.common import Config, check, pick, require
 
 CONFIGS: dict[int, Config] = {arch: {"BLOCK": 2048, "num_warps": 4, "num_stages": 1} for arch in (80, 89, 90)}
 CHUNK_BYTES = 512_000_000                                # of a chunk's logits, fp32, and their gradient
@@ -68,7 +68,8 @@ def gradient_of_logits(logits: Tensor, gradient: Tensor, targets: Tensor, entrop
     check("gradient", gradient, (tokens, width), inner=2)
     check("targets", targets, (tokens,), (torch.int64,))
     for name, x in {"entropy": entropy, "logsumexp": logsumexp, "grad_logprobs": grad_logprobs, "grad_entropy": grad_entropy}.items():
-        check(name, x, (tokens,), (torch.float32,))
+        check(name, x, (tokens,), (torch.float32,), inner=0)
+        require(x.is_contiguous(), f"{name} is not contiguous")
     tile = pick(CONFIGS, config)
     _gradient[(tokens, triton.cdiv(width, tile["BLOCK"]))](logits, gradient, targets, entropy, logsumexp, grad_logprobs, grad_entropy,
                                                           1 / temperature, start, width, **tile)

@@ -149,7 +149,7 @@ def packed_attention(segments: Sequence[Segment]) -> Attend:
             from kernels.flash_plan import flash_attention, plan
             if q.dtype not in plans:
                 plans[q.dtype] = plan(_spans(segments), q.device, q.dtype)
-            return flash_attention(q, k, v, plans[q.dtype])
+            return flash_attention(q.contiguous(), k.contiguous(), v.contiguous(), plans[q.dtype])
         if q.device.type == "cpu":
             return _PackedAttention.apply(q, k, v, own, prefixed)
         return segment_attention(segments, q, k, v)

@@ -69,7 +69,8 @@ def test_logits_of_a_trained_model(generator):
 def test_every_target_of_every_chunk(generator):
     hidden, weight, _ = problem(generator, 1, 16, 80, 70)
     targets = torch.arange(70, device=DEVICE)
-    out = logprob_forward(hidden.repeat(70, 1), weight, targets, 1.0, 70, config=SMALL)[0]
+    tile = SMALL | {"BLOCK_T": 128}
+    out = logprob_forward(hidden.repeat(70, 1), weight, targets, 1.0, 70, config=tile)[0]
     assert_exact([out], [(hidden.double() @ weight[:70].double().T).log_softmax(-1)[0]])
     assert abs(out.double().exp().sum().item() - 1) < 1e-5
 
@@ -107,10 +108,10 @@ def test_replaces_the_torch_code_of_the_trainer(generator):
 
 
 def test_a_row_alone_and_twice_is_bitwise_the_same(generator):
-    hidden, weight, targets = problem(generator, 37, 32, 70, 65, torch.bfloat16)
+    hidden, weight, targets = problem(generator, 18, 32, 70, 65, torch.bfloat16)
     run = lambda rows: logprob_forward(hidden[rows], weight, targets[rows], 0.9, 65, config=SMALL)
     together, again = run(slice(None)), run(slice(None))
-    for row in (0, 8, 16, 36):
+    for row in (0, 17):
         for one, all_, twice in zip(run(slice(row, row + 1)), together, again):
             assert torch.equal(one[0], all_[row]) and torch.equal(all_, twice)
 
@@ -176,6 +177,7 @@ def test_no_tokens():
     assert logprobs.shape == entropy.shape == (0,) and hidden.grad.shape == (0, 32) and (weight.grad == 0).all()
 
 
+@pytest.mark.slow
 def test_registration(generator):
     hidden, weight, targets = problem(generator, 3, 16, 20, 18)
     hidden.requires_grad_(), weight.requires_grad_()

@@ -49,18 +49,17 @@ def compare(generator, bits, m, n, k, dtype, group=128, with_bias=True, config=S
 @pytest.mark.parametrize("bits", [8, 4])
 def test_random_shapes(generator, bits, dtype):
     for _ in range(3):
-        m, n, k = (int(torch.randint(1, high, (), generator=generator)) for high in (ROWS + 1, 50, 500))
-        compare(generator, bits, m, n, k if bits == 8 else 128 * (k // 100 + 1), dtype)
+        m, n, k = (int(torch.randint(1, high, (), generator=generator)) for high in (ROWS + 1, 50, 300))
+        compare(generator, bits, m, n, k if bits == 8 else 128 * (k // 60 + 1), dtype)
 
 
-@pytest.mark.parametrize("m, n, k", [(1, 1, 1), (1, 16, 32), (8, 15, 31), (9, 17, 33), (16, 16, 129), (17, 33, 128), (32, 31, 127), (33, 1, 65), (64, 48, 300)])
+@pytest.mark.parametrize("m, n, k", [(1, 1, 1), (1, 16, 32), (8, 15, 31), (9, 17, 33), (16, 16, 129), (17, 33, 128), (32, 31, 127), (33, 1, 65), (64, 48, 200)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_int8_sizes_around_the_tiles(generator, dtype, m, n, k):
     compare(generator, 8, m, n, k, dtype)
 
 
-@pytest.mark.parametrize("group", [32, 64, 128, 256])
-@pytest.mark.parametrize("m, n, groups", [(1, 1, 1), (1, 16, 4), (8, 15, 5), (9, 17, 3), (17, 33, 9), (33, 31, 2), (64, 20, 8)])
+@pytest.mark.parametrize("group, m, n, groups", [(128, 1, 1, 1), (32, 1, 16, 4), (64, 8, 15, 5), (256, 9, 17, 3), (32, 17, 33, 9), (128, 33, 31, 2), (32, 64, 20, 8)])
 def test_int4_sizes_around_the_tiles(generator, group, m, n, groups):
     compare(generator, 4, m, n, groups * group, torch.bfloat16, group)
 
@@ -68,21 +67,21 @@ def test_int4_sizes_around_the_tiles(generator, group, m, n, groups):
 @pytest.mark.parametrize("bits", [8, 4])
 def test_the_tiles_of_the_cards(generator, bits):
     """As they are launched there: without a bias, over all of K or over splits of it, with a tail of N and one of the rows."""
-    for m, k in ((3, 384), (40, 1152)):
-        compare(generator, bits, m, 70, k, torch.bfloat16, with_bias=False, config=quantised.CONFIGS[90])
+    for m, k in ((3, 384), (20, 1152)):
+        compare(generator, bits, m, 40, k, torch.bfloat16, with_bias=False, config=quantised.CONFIGS[90])
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_long_sums_keep_fp32(generator, bits, dtype):
     """Thousands of terms of one sign, over several splits: what is kept in 16 bits on the way stands still."""
-    x = (1 + randn(generator, 2, 4096).abs()).to(dtype)
+    x = (1 + randn(generator, 2, 2048).abs()).to(dtype)
     if bits == 8:
-        values, scales = int8_weights(generator, 16, 4096)
+        values, scales = int8_weights(generator, 16, 2048)
         weights = (values.abs().clamp(max=127), scales)
-        out = int8_linear(x, *weights, config=SMALL)
+        out = int8_linear(x, *weights, config=SMALL | {"BLOCK_K": 128})
     else:
-        values, scales, zeros = int4_weights(generator, 16, 4096)
+        values, scales, zeros = int4_weights(generator, 16, 2048)
         weights = (values, scales, torch.zeros_like(zeros))
         out = int4_linear(x, *weights, config=SMALL)
     assert_close(out, exact(x, reference(*weights)), POINTWISE)
@@ -101,22 +100,22 @@ def test_every_corner_of_a_nibble(generator, nibbles, zero):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits, group", [(8, 384), (4, 128), (4, 32)])
+@pytest.mark.parametrize("bits, group", [(8, 256), (4, 128), (4, 32)])
 def test_agrees_with_the_layer_that_stores_it(generator, bits, group, dtype):
     """W bit for bit, the product within the rounding floor; the product of more than ROWS rows is the layer's own forward, in W of x.dtype."""
-    layer = QuantisedLinear(nn.Linear(384, 50, device=DEVICE), bits, group).requires_grad_(False)
-    layer.write(slice(0, 50), randn(generator, 50, 384, scale=0.05))
+    layer = QuantisedLinear(nn.Linear(256, 20, device=DEVICE), bits, group).requires_grad_(False)
+    layer.write(slice(0, 20), randn(generator, 20, 256, scale=0.05))
     if bits == 4:
         layer.zeros += torch.randint(0, 8, layer.zeros.shape, dtype=torch.uint8, generator=generator).to(DEVICE)
     layer.bias.data = layer.bias.to(dtype)
-    out, weights = poisoned(50, 384, dtype=dtype), (layer.values, layer.scales)
+    out, weights = poisoned(20, 256, dtype=dtype), (layer.values, layer.scales)
     if bits == 8:
         dequantise_int8(*weights, dtype, out)
     else:
         dequantise_int4(*weights, layer.zeros, group, dtype, out)
     assert torch.equal(out, layer.dequantise(dtype))
-    for rows in (3, ROWS, ROWS + 1, 100):
-        x = randn(generator, rows, 384, dtype=dtype)
+    for rows in (3, ROWS, ROWS + 1):
+        x = randn(generator, rows, 256, dtype=dtype)
         got = quantised_linear(x, layer.values, layer.scales, layer.zeros, group, layer.bias)
         if rows > ROWS:
             assert torch.equal(got, layer(x))
@@ -143,21 +142,35 @@ def test_dequantised_int4_sizes(generator, group, k):
 # Bits
 
 
+@pytest.fixture
+def sums_in_order(monkeypatch):
+    """The interpreter's product sums in an order that hangs on the shape of the tile; mma's does not, and here neither does this."""
+    if DEVICE == "cuda":
+        return
+
+    def dot(self, a, b, accumulator, *options):
+        a, b = (operand if operand.dtype != tl.bfloat16 else self.cast_impl(operand, tl.float32) for operand in (a, b))
+        total = accumulator.data.astype(np.float32)
+        for column, row in zip(a.data.T.astype(np.float32), b.data.astype(np.float32)):
+            total += column[:, None] * row
+        return TensorHandle(total, tl.float32)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("k", [128, 640], ids=["one split", "several"])
-def test_a_row_has_the_same_bits_in_any_company(generator, bits, dtype, k):
-    x, bias = randn(generator, ROWS, k, dtype=dtype), randn(generator, 40, dtype=dtype)
-    linear, weights = (int8_linear, int8_weights(generator, 40, k)) if bits == 8 else (int4_linear, int4_weights(generator, 40, k))
-    call = lambda x: linear(x, *weights, bias=bias, config=SMALL)
+@pytest.mark.parametrize("k", [64, 256], ids=["one split", "two"])
+def test_a_row_has_the_same_bits_in_any_company(generator, sums_in_order, bits, dtype, k):
+    x, bias = randn(generator, 34, k, dtype=dtype), randn(generator, 20, dtype=dtype)
+    weights = int8_weights(generator, 20, k) if bits == 8 else (*int4_weights(generator, 20, k, 32), 32)
+    call = lambda x: (int8_linear if bits == 8 else int4_linear)(x, *weights, bias=bias, config=SMALL)
     out = call(x)
     assert torch.equal(out, call(x)), "and twice the same"
-    order = torch.randperm(ROWS, generator=generator).to(DEVICE)
+    order = torch.randperm(34, generator=generator).to(DEVICE)
     assert torch.equal(out[order], call(x[order])), "at any place"
-    for row in (0, 31, 32, 63):
-        assert torch.equal(out[row], call(x[row : row + 1])[0]), "and alone"
-    for rows in (slice(0, 8), slice(5, 14), slice(1, 17), slice(20, 37), slice(3, 36)):
-        assert torch.equal(out[rows], call(x[rows]))
+    for rows in (slice(0, 1), slice(33, 34), slice(5, 14), slice(13, 30)):
+        assert torch.equal(out[rows], call(x[rows])), "and alone, or in smaller company"
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -182,13 +195,14 @@ def test_parts_of_splits_are_all_written(generator, bits, monkeypatch):
 def test_splits_depend_on_the_weights_alone(generator, monkeypatch):
     """Not on the number of rows: or a row's sum would be cut elsewhere."""
     cuts = set()
-    kernel = quantised._int8_kernel
+
     class Recorder:
         def __getitem__(self, grid):
-            return lambda *arguments, **options: (cuts.add((grid[2], arguments[8])), kernel[grid](*arguments, **options))
+            return lambda *arguments, **options: cuts.add((grid[2], arguments[8], options["BLOCK_K"]))
+
     monkeypatch.setattr(quantised, "_int8_kernel", Recorder())
     weights = int8_weights(generator, 40, 700)
-    for m in (1, 8, 16, 17, 64):
+    for m in range(1, ROWS + 1):
         int8_linear(randn(generator, m, 700), *weights, config=SMALL)
     assert len(cuts) == 1 and cuts.pop()[0] > 1
 

@@ -60,7 +60,7 @@ def test_linear(generator, poison, dtype, batch, width, rows, vocab):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("batch, width, vocab", [(1, 1, 1), (5, 200, 63), (5, 200, 64), (5, 200, 65), (40, 200, 200)])
+@pytest.mark.parametrize("batch, width, vocab", [(1, 1, 1), (2, 200, 63), (2, 200, 64), (3, 200, 65), (4, 200, 200)])
 def test_logits(generator, poison, dtype, batch, width, vocab):
     logits = randn(generator, batch, width + 8, dtype=dtype, scale=2.0)[:, :width]                   # rows farther apart than they are wide
     request = requests(generator, batch)
@@ -68,31 +68,47 @@ def test_logits(generator, poison, dtype, batch, width, vocab):
 
 
 def test_of_any_shape_with_the_tiles_it_would_use(generator, poison):
-    batch, vocab = (int(torch.randint(low, high, (), generator=generator)) for low, high in ((1, 65), (1, 300)))
+    batch, vocab = (int(torch.randint(low, high, (), generator=generator)) for low, high in ((1, 8), (1, 300)))
     hidden, weight, request = randn(generator, batch, 32), randn(generator, 300, 32, scale=0.5), requests(generator, batch)
     logits = hidden.double() @ weight.double().T
     linear = sample_linear(hidden, weight, *request, vocab=vocab)
     assert_drawn(linear, logits, request, vocab)
     ready = sample_logits(logits.float(), *request, vocab=vocab)
     assert_drawn(ready, logits, request, vocab)
-    assert (linear[0] == ready[0]).double().mean() > 0.9      # the same noise; a near tie may fall either way
+    assert (linear[0] == ready[0]).sum() >= batch - 1         # the same noise; a near tie may fall either way
+
+
+LOGITS = torch.linspace(-1.5, 1.5, 10)
+
+
+def assert_follows(counts, degree):
+    """Chi-square below its 0.999 quantile for 9 degrees of freedom."""
+    expected = counts.sum() * (LOGITS.double() / degree).softmax(0)
+    assert len(counts) == 10 and counts.sum() == 4000 and ((counts.cpu() - expected) ** 2 / expected).sum() < 27.88
+
+
+def peaked(draws, degree):
+    """One request at positions 0..draws-1; its 10 logits come of 10 rows of a weight of 12, the other two being the most probable."""
+    weight = torch.zeros(12, 16)
+    weight[:, 0] = torch.cat([LOGITS, torch.full((2,), 9.0)])
+    request = torch.full((draws,), 1234), torch.arange(draws), torch.full((draws,), degree)
+    return torch.eye(16)[:1].repeat(draws, 1).to(DEVICE), weight.to(DEVICE), *(x.to(DEVICE) for x in request)
 
 
 @pytest.mark.parametrize("degree", [0.5, 1.0])
 def test_draws_follow_the_distribution(degree):
-    """4,000 positions of one request, 10 ids in two chunks: chi-square below its 0.999 quantile for 9 degrees of freedom."""
-    logits = torch.linspace(-1.5, 1.5, 10, device=DEVICE)
-    draws = 4000
-    rows = [torch.full((draws,), 1234, device=DEVICE), torch.arange(draws, device=DEVICE), torch.full((draws,), degree, device=DEVICE)]
-    counts = torch.zeros(10, dtype=torch.float64, device=DEVICE)
-    weight = torch.zeros(12, 16, device=DEVICE)
-    weight[:, 0] = torch.cat([logits, torch.full((2,), 9.0, device=DEVICE)])
-    for start in range(0, draws, 64):
-        seeds, positions, degrees = (x[start : start + 64] for x in rows)
-        hidden = torch.eye(16, device=DEVICE)[:1].expand(len(seeds), -1).contiguous()
-        counts += sample_linear(hidden, weight, seeds, positions, degrees, vocab=10, config={"BLOCK_V": 8 * 2, "BLOCK_N": 16})[0].bincount(minlength=10)
-    expected = draws * (logits.double() / degree).softmax(0)
-    assert ((counts - expected) ** 2 / expected).sum() < 27.88
+    """4,000 positions; all ids in one chunk, so that its winners are the draws."""
+    hidden, weight, *request = peaked(4000, degree)
+    partials, winners, _, _ = sample._buffers(4000, 12, 16, *request, 10, None)
+    sample._linear[(1,)](hidden, weight, *request, partials, winners, 4000, 10, N=16, BLOCK_B=4096, BLOCK_V=16, BLOCK_N=16)
+    assert_follows(winners[:, 0].bincount(minlength=10), degree)
+
+
+@pytest.mark.slow
+def test_draws_follow_the_distribution_over_several_chunks():
+    hidden, weight, *request = peaked(4000, 0.7)
+    parts = [sample_linear(hidden[i : i + 64], weight, *(x[i : i + 64] for x in request), vocab=10, config={"BLOCK_V": 4}) for i in range(0, 4000, 64)]
+    assert_follows(torch.cat([tokens for tokens, _ in parts]).bincount(minlength=10), 0.7)
 
 
 def test_noise_is_uniform_and_independent():
@@ -108,31 +124,30 @@ def test_noise_is_uniform_and_independent():
 
 def test_noise_of_the_kernel_is_that_of_torch(generator):
     """Over equal logits the draw is the smallest E; its value shows in the score that the kernel keeps."""
-    seeds, positions, _ = requests(generator, 6)
-    ones = torch.ones(6, device=DEVICE)
-    partials, winners, tokens, logprobs = sample._buffers(6, 512, 8, seeds, positions, ones, 512, None)
-    sample._ready[(64, 6)](torch.zeros(6, 512, device=DEVICE), 512, seeds, positions, ones, partials, winners, 6, 512, BLOCK_V=8)
-    exact = noise.reference(seeds, positions, 512).view(6, 64, 8)
+    seeds, positions, ones = *requests(generator, 2)[:2], torch.ones(2, device=DEVICE)
+    partials, winners, _, _ = sample._buffers(2, 256, 32, seeds, positions, ones, 256, None)
+    sample._ready[(8, 2)](torch.zeros(2, 256, device=DEVICE), 256, seeds, positions, ones, partials, winners, 2, 256, BLOCK_V=32)
+    exact = noise.reference(seeds, positions, 256).view(2, 8, 32)
     torch.testing.assert_close(partials[0].double(), -exact.min(-1).values.log(), atol=1e-5, rtol=1e-6)
-    assert torch.equal(winners.long(), exact.argmin(-1) + torch.arange(64, device=DEVICE) * 8)
+    assert torch.equal(winners.long(), exact.argmin(-1) + torch.arange(8, device=DEVICE) * 32)
 
 
-def test_every_part_of_the_key_counts(generator):
+def test_every_part_of_the_key_counts():
     """Draws differ with the position, with its high half, with the seed, and with its high half."""
-    logits = torch.zeros(1, 64, device=DEVICE).expand(40, 64).contiguous()
-    count, warm = torch.arange(40, device=DEVICE), torch.ones(40, device=DEVICE)
+    count = torch.arange(200, device=DEVICE)
     for seeds, positions in ((count * 0, count), (count * 0, count << 32), (count, count * 0), (count << 32, count * 0)):
-        assert len(set(sample_logits(logits, seeds, positions, warm, vocab=64, config=READY)[0].tolist())) > 15
+        draws = noise.reference(seeds, positions, 64).argmin(-1)
+        assert ((draws.bincount(minlength=64) - 200 / 64) ** 2 / (200 / 64)).sum() < 103.5          # the 0.999 quantile for 63 degrees
 
 
 def test_the_same_request_draws_the_same_token_whatever_its_neighbours(generator):
-    hidden, weight, request = randn(generator, 40, 32, dtype=torch.bfloat16), randn(generator, 70, 32, dtype=torch.bfloat16), requests(generator, 40)
-    logits = randn(generator, 40, 70)
+    hidden, weight, request = randn(generator, 20, 32, dtype=torch.bfloat16), randn(generator, 70, 32, dtype=torch.bfloat16), requests(generator, 20)
+    logits = randn(generator, 3, 70)
     linear = lambda rows: sample_linear(hidden[rows], weight, *(x[rows] for x in request), vocab=65, config=SMALL)
-    ready = lambda rows: sample_logits(logits[rows], *(x[rows] for x in request), vocab=65, config=READY)
-    for run in (linear, ready):
+    ready = lambda rows: sample_logits(logits[rows], *(x[:3][rows] for x in request), vocab=65, config=READY)
+    for run, last in ((linear, 19), (ready, 2)):
         together, again = run(slice(None)), run(slice(None))
-        for row in (0, 7, 39):
+        for row in (1, last):
             for one, all_, twice in zip(run(slice(row, row + 1)), together, again):
                 assert torch.equal(one[0], all_[row]) and torch.equal(all_, twice)
 
@@ -162,25 +177,24 @@ def test_ids_beyond_the_vocabulary_are_never_drawn(generator):
 
 def test_forbidden_ids(generator):
     """Whole chunks of minus infinity, as a guide leaves them."""
-    logits = torch.full((12, 300), -math.inf, device=DEVICE)
-    logits[:, [5, 140, 290]] = randn(generator, 12, 3)
-    request = requests(generator, 12)
-    tokens, logprobs = sample_logits(logits, *request, vocab=300, config=READY)
-    assert set(tokens.tolist()) <= {5, 140, 290}
+    logits = torch.full((4, 200), -math.inf, device=DEVICE)
+    logits[:, [5, 140, 190]] = randn(generator, 4, 3)
+    request = requests(generator, 4)
+    tokens, logprobs = sample_logits(logits, *request, vocab=200, config=READY)
+    assert set(tokens.tolist()) <= {5, 140, 190}
     exact = (logits.double() / torch.where(request[2] < 1e-5, 1.0, request[2])[:, None].double()).log_softmax(-1)
     assert (logprobs - exact.gather(1, tokens[:, None])[:, 0]).abs().max() <= EXACT
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_broken_logits_show(bad):
-    """One NaN or infinity, or nothing but minus infinity: the log-probability is NaN, and the token can still be looked up."""
-    logits = torch.zeros(2, 130, device=DEVICE)
-    logits[0, 129:] = bad
-    logits[1] = bad
-    keys = torch.arange(2, device=DEVICE)
-    tokens, logprobs = sample_logits(logits, keys, keys, torch.ones(2, device=DEVICE), vocab=130, config=READY)
-    assert logprobs.isnan().tolist() == [bad != -math.inf, True] and 0 <= tokens.min() and tokens.max() < 130
+@pytest.mark.parametrize("bad, ids", [(math.nan, [129]), (math.nan, range(0, 130, 2)), (math.inf, [129]), (math.inf, range(0, 130, 2)), (-math.inf, range(130))])
+def test_broken_logits_show(bad, ids):
+    """A NaN or an infinity, or nothing but minus infinity: the log-probability is NaN, and the token can still be looked up."""
+    logits = torch.zeros(1, 130, device=DEVICE)
+    logits[0, list(ids)] = bad
+    key = torch.ones(1, dtype=torch.int64, device=DEVICE)
+    token, logprob = sample_logits(logits, key, key, torch.ones(1, device=DEVICE), vocab=130, config=READY)
+    assert logprob.isnan().all() and 0 <= token.item() < 130
 
 
 def test_results_go_where_they_are_wanted(generator):
