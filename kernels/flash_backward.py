@@ -25,7 +25,7 @@ QUERY_CONFIGS: dict[int, Config] = {                     # for dq: BLOCK_M is th
 KEY_CONFIGS: dict[int, Config] = {                       # for dk and dv: BLOCK_N is what the work list must be made for
     80: {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2},
     89: {"BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2},
-    90: {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "num_stages": 2},
+    90: {"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3},
 }
 
 
@@ -127,13 +127,14 @@ def _backward_keys(grad, q, k, v, lse, delta, dk, dv, items, visits, tokens, H: 
             at = head.to(tl.int64) * tokens + row
             query = tl.load(q + q_base + q_tile, mask=exists[:, None], other=0.0)        # [BLOCK_M, D]
             grads = tl.load(grad + q_base + q_tile, mask=exists[:, None], other=0.0)
-            log_mass = tl.load(lse + at + lanes, mask=exists, other=float("inf")) * 1.4426950408889634   # p = 0 beyond the span
+            # - lse / scale and - delta are what the products start from: as vectors along the queries they would take 32 registers
+            log_mass = tl.load(lse + at + lanes, mask=exists, other=float("inf")) * (-1.4426950408889634 / UNIT)   # p = 0 beyond the span
             deltas = tl.load(delta + at + lanes, mask=exists, other=0.0)
-            p = tl.exp2(tl.dot(key, query.T, input_precision="ieee") * UNIT - log_mass[None, :])         # [BLOCK_N, BLOCK_M]
+            p = tl.exp2(tl.dot(key, query.T, tl.broadcast_to(log_mass[None, :], [BLOCK_N, BLOCK_M]), input_precision="ieee") * UNIT)         # [BLOCK_N, BLOCK_M]
             if row < edge:
                 p = tl.where((row + lanes)[None, :] >= needs[:, None], p, 0.0)
             total_v = tl.dot(p.to(grads.dtype), grads, total_v, input_precision="ieee")
-            ds = p * (tl.dot(value, grads.T, input_precision="ieee") - deltas[None, :])
+            ds = p * tl.dot(value, grads.T, tl.broadcast_to(-deltas[None, :], [BLOCK_N, BLOCK_M]), input_precision="ieee")
             total_k = tl.dot(ds.to(query.dtype), query, total_k, input_precision="ieee")
     tl.store(dk + base + tile, (total_k * SCALE).to(dk.dtype.element_ty), mask=here)
     tl.store(dv + base + tile, total_v.to(dv.dtype.element_ty), mask=here)

@@ -58,8 +58,7 @@ def logprob_forward(hidden: Tensor, weight: Tensor, targets: Tensor, temperature
     triton.set_allocator(_scratch)                                                 # context-local: set where it is used
     grid = (triton.cdiv(tokens, tile["BLOCK_T"]) * chunks,)
     _chunk[grid](hidden, weight, targets, partials, chosen, 1 / temperature, tokens, vocab, N=width, **tile)
-    _merge[(triton.cdiv(tokens, BLOCK_ROWS),)](partials, chosen, targets, logprobs, entropy, logsumexp, tokens, vocab, chunks, ROWS=BLOCK_ROWS,
-                                               CHUNKS=triton.next_power_of_2(chunks), num_warps=8)
+    _merge[(triton.cdiv(tokens, BLOCK_ROWS),)](partials, chosen, targets, logprobs, entropy, logsumexp, tokens, vocab, chunks, BLOCK_ROWS, 128)
     return logprobs, entropy, logsumexp
 
 
@@ -78,7 +77,6 @@ def _chunk(hidden_ptr, weight_ptr, targets_ptr, partials_ptr, chosen_ptr, scale,
     logits = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
     for n in range(0, N, BLOCK_N):
         logits = tl.dot(hidden.load([tile * BLOCK_T, n]), weight.load([chunk * BLOCK_V, n]).T, logits, input_precision="ieee")
-
     ids = chunk * BLOCK_V + tl.arange(0, BLOCK_V)
     logits = tl.where(ids[None, :] < vocab, logits * scale, -1e30)                 # finite: 0 * -inf in w would be NaN
     top = tl.max(logits, 1)                                                        # [BLOCK_T]
@@ -98,18 +96,24 @@ def _chunk(hidden_ptr, weight_ptr, targets_ptr, partials_ptr, chosen_ptr, scale,
 
 @triton.jit(do_not_specialize=["tokens"])
 def _merge(partials_ptr, chosen_ptr, targets_ptr, logprobs_ptr, entropy_ptr, logsumexp_ptr, tokens, vocab, chunks, ROWS: tl.constexpr,
-           CHUNKS: tl.constexpr):
+           BLOCK: tl.constexpr):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < tokens
-    chunk = tl.arange(0, CHUNKS)[:, None]
-    here, mask = partials_ptr + chunk.to(tl.int64) * tokens + rows[None, :], (chunk < chunks) & inside[None, :]
+    chunk = tl.arange(0, BLOCK)[:, None]
     plane = chunks.to(tl.int64) * tokens
-    tops = tl.load(here, mask=mask, other=-1e30)                                   # [CHUNKS, ROWS]
-    sums = tl.load(here + plane, mask=mask, other=0.0)
-    top = tl.max(tops, 0)
-    shift = tops - top[None, :]
-    total = tl.sum(sums * tl.exp(shift), 0)
-    weighted = tl.sum((tl.load(here + 2 * plane, mask=mask, other=0.0) + sums * shift) * tl.exp(shift), 0)
+    highest = tl.full([BLOCK, ROWS], -1e30, tl.float32)
+    for start in range(0, chunks, BLOCK):
+        here, mask = partials_ptr + (start + chunk).to(tl.int64) * tokens + rows[None, :], (start + chunk < chunks) & inside[None, :]
+        highest = tl.maximum(highest, tl.load(here, mask=mask, other=-1e30))
+    top = tl.max(highest, 0)                                                       # [ROWS]
+    totals, weights = tl.zeros([BLOCK, ROWS], tl.float32), tl.zeros([BLOCK, ROWS], tl.float32)
+    for start in range(0, chunks, BLOCK):
+        here, mask = partials_ptr + (start + chunk).to(tl.int64) * tokens + rows[None, :], (start + chunk < chunks) & inside[None, :]
+        shift = tl.load(here, mask=mask, other=-1e30) - top[None, :]
+        sums = tl.load(here + plane, mask=mask, other=0.0)
+        totals += sums * tl.exp(shift)
+        weights += (tl.load(here + 2 * plane, mask=mask, other=0.0) + sums * shift) * tl.exp(shift)
+    total, weighted = tl.sum(totals, 0), tl.sum(weights, 0)
     targets = tl.load(targets_ptr + rows, mask=inside, other=-1)
     known = (targets >= 0) & (targets < vocab)
     chosen = tl.where(known, tl.load(chosen_ptr + rows, mask=known, other=0.0), float("-inf"))

@@ -62,8 +62,8 @@ def _linear(x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, gro
     config = pick(CONFIGS, config) | ({} if zeros is None else {"BLOCK_K": group})
     block_n, steps = config["BLOCK_N"], triton.cdiv(k, config["BLOCK_K"])
     split = max(4, triton.cdiv(steps, triton.next_power_of_2(triton.cdiv(PROGRAMS, triton.cdiv(n, 2 * block_n)))))     # steps of K in a split
-    splits, block_m = triton.cdiv(steps, split), max(8, triton.next_power_of_2(m))
-    if m > 16:                                               # x, now the larger part of what is read, is read once for each BLOCK_N outputs
+    splits, block_m = triton.cdiv(steps, split), 8 if m <= 8 else 16
+    if m > 16 and x.dtype != torch.float32:                  # x, now the larger part of what is read, is read once for each BLOCK_N outputs
         block_m, config = 32, config | {"BLOCK_N": 2 * block_n, "num_stages": min(4, config["num_stages"])}
     parts = out if splits == 1 else torch.empty(splits, m, n, dtype=torch.float32, device=x.device)
     kernel, weight = (_int8_kernel, (values, scales)) if zeros is None else (_int4_kernel, (values, scales, zeros))

@@ -90,7 +90,10 @@ def test_a_row_alone_gives_the_same_bits(generator, dtype):
 
 
 def test_many_splits_are_merged_in_blocks(generator):
-    cache = Cache(generator, [16 * 17 + 1], heads=1, kv_heads=1)
+    """The last split is a block of its own, and its one key weighs a quarter of the whole: more than any split before it."""
+    cache = Cache(generator, [16 * 16 + 1], heads=1, kv_heads=1)
+    query = cache.q[0, 0]
+    cache.k[cache.tables[0, 16], 0, 0] = query * (5 * 16**0.5 / query.square().sum())      # its score is 5
     assert_close(cache.attend(config=SMALL | {"SPLIT": 16}), cache.exact(), ATTENTION)
 
 

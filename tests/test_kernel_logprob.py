@@ -119,10 +119,11 @@ def test_a_row_alone_and_twice_is_bitwise_the_same(generator):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 30])
 def test_gradients(generator, poison, monkeypatch, dtype, chunk_bytes):
-    """Of both results at once, over one chunk of the vocabulary and over two, one of them partial."""
+    """Of both results at once, over one chunk of the vocabulary and over two, one of them partial. Many rows of like size: of a gradient that a
+    few numbers make up, chance alone could round all of them badly."""
     monkeypatch.setattr(logprob_backward, "CHUNK_BYTES", chunk_bytes)
-    hidden, weight, targets = problem(generator, 10, 48, 330, 321, dtype)
-    upstream = randn(generator, 10), randn(generator, 10)
+    hidden, weight, targets = problem(generator, 32, 48, 330, 321, dtype, scale=0.2)
+    upstream = [(randn(generator, 32).sign() * (0.75 + 0.5 * torch.rand(32, generator=generator).to(DEVICE))) for _ in range(2)]
     hidden.requires_grad_(), weight.requires_grad_()
     logprobs, entropy = linear_logprob(hidden, weight, targets, temperature=0.7, vocab=321)
     grads = torch.autograd.grad([logprobs, entropy], [hidden, weight], upstream)

@@ -33,7 +33,7 @@ class Chunks(Cache):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("starts, counts", [
-    ([0, 0, 0], [1, 16, 17]), ([0, 0], [15, 33]), ([5, 16, 31], [1, 16, 2]), ([33, 0], [18, 0]), ([47], [31])], ids=str)
+    ([0, 0, 0], [1, 16, 17]), ([0, 0], [15, 33]), ([5, 16, 31], [1, 16, 2]), ([33, 0], [18, 0]), ([47], [31]), ([14, 30], [2, 18])], ids=str)
 def test_chunks_around_tiles_and_pages(generator, dtype, starts, counts):
     chunks = Chunks(generator, starts, counts, dtype)
     assert_close(chunks.attend(), chunks.exact(), ATTENTION)
