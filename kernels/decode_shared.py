@@ -19,8 +19,7 @@ from torch import Tensor
 from kernels.common import Config, check, pick
 
 ROWS = 16
-CONFIGS = {80: {"BLOCK_M": 64, "num_warps": 4, "num_stages": 3}, 89: {"BLOCK_M": 64, "num_warps": 4, "num_stages": 3},
-           90: {"BLOCK_M": 64, "num_warps": 4, "num_stages": 3}}
+CONFIGS = {arch: {"BLOCK_M": 64, "num_warps": 4, "num_stages": 3} for arch in (80, 89, 90)}
 
 
 def shared_splits(q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, groups: Tensor, partial: Tensor, lse: Tensor,

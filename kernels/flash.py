@@ -22,6 +22,7 @@ CONFIGS: dict[int, Config] = {                           # BLOCK_M is what the w
     89: {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2},
     90: {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3},
 }
+FLOAT32: Config = {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2}     # on every card: exact products take no tensor core
 HEAD_DIMS = (16, 32, 64, 128)
 LOG2E = 1.4426950408889634                               # exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
 
@@ -49,8 +50,14 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, work: Work, out: Tensor | Non
     check("out", out, (tokens, heads, dim), (q.dtype,), inner=3)
     check_lse(lse, tokens, heads)
     if len(work.items):
-        _forward[(len(work.items) * heads,)](q, k, v, out, lse, work.items, work.visits, tokens, H=heads, G=heads // kv_heads, D=dim, UNIT=dim**-0.5 * LOG2E, **pick(CONFIGS, config) | {"BLOCK_M": work.block})
+        _forward[(len(work.items) * heads,)](q, k, v, out, lse, work.items, work.visits, tokens, H=heads, G=heads // kv_heads, D=dim,
+                                             UNIT=dim**-0.5 * LOG2E, **settings(CONFIGS, q.dtype, config) | {"BLOCK_M": work.block})
     return out, lse
+
+
+def settings(configs: dict[int, Config], dtype: torch.dtype, override: Config | None = None) -> Config:
+    """The configuration for the card at hand and a dtype."""
+    return pick({arch: FLOAT32 for arch in configs} if dtype == torch.float32 else configs, override)
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, work: Work) -> None:
@@ -61,6 +68,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, work: Work) -> None:
     check("k", k, (tokens, None, dim), (q.dtype,), inner=3)
     check("v", v, tuple(k.shape), (q.dtype,), inner=3)
     require(k.shape[1] > 0 and heads % k.shape[1] == 0, f"{heads} query heads do not divide among {k.shape[1]} kv heads")
+    require(work.items.device == q.device, f"the work list is on {work.items.device}; q is on {q.device}")
     require(work.tokens <= tokens, f"the work list covers {work.tokens} tokens; q has {tokens}")
 
 
@@ -123,6 +131,6 @@ def reference(q: Tensor, k: Tensor, v: Tensor, spans: list) -> tuple[Tensor, Ten
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     seen = torch.zeros(len(q), len(k), dtype=torch.bool, device=q.device)
     for start, end, key_start, key_end in spans:
-        seen[start:end, key_start:key_end] |= torch.ones(end - start, key_end - key_start, dtype=torch.bool, device=q.device).tril(0 if start == key_start else key_end)
+        seen[start:end, key_start:key_end] |= seen.new_ones(end - start, key_end - key_start).tril(0 if start == key_start else key_end)
     scores = (torch.einsum("thd,shd->ths", q, k) * q.shape[-1] ** -0.5).masked_fill(~seen[:, None], float("-inf"))
     return torch.einsum("ths,shd->thd", scores.softmax(-1), v), scores.logsumexp(-1)

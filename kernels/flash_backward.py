@@ -14,17 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import Config, check, pick
-from kernels.flash import LOG2E, Work, _visit, check_inputs, check_lse
+from kernels.common import Config, check
+from kernels.flash import LOG2E, Work, _visit, check_inputs, check_lse, settings
 
-QUERY_CONFIGS: dict[int, Config] = {                     # for dq: BLOCK_M is the forward's, whose work list serves here too
-    80: {"BLOCK_N": 32, "num_warps": 8, "num_stages": 2},
-    89: {"BLOCK_N": 32, "num_warps": 8, "num_stages": 2},
-    90: {"BLOCK_N": 64, "num_warps": 8, "num_stages": 2},
+QUERY_CONFIGS: dict[int, Config] = {                     # for dq: BLOCK_M is what the work list must be made for
+    80: {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2},
+    89: {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2},
+    90: {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2},
 }
 KEY_CONFIGS: dict[int, Config] = {                       # for dk and dv: BLOCK_N is what the work list must be made for
     80: {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2},
-    89: {"BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2},
+    89: {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2},
     90: {"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3},
 }
 
@@ -49,9 +49,9 @@ def flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
     if len(queries.items) and len(keys.items):
         _delta[(triton.cdiv(tokens, 64) * heads,)](grad, out, delta, tokens, heads, dim, 64)
         _backward_queries[(len(queries.items) * heads,)](grad, q, k, v, lse, delta, dq, queries.items, queries.visits, tokens, **shape,
-                                                    **pick(QUERY_CONFIGS, query_config) | {"BLOCK_M": queries.block})
+                                                         **settings(QUERY_CONFIGS, q.dtype, query_config) | {"BLOCK_M": queries.block})
         _backward_keys[(len(keys.items) * k.shape[1],)](grad, q, k, v, lse, delta, dk, dv, keys.items, keys.visits, tokens, **shape,
-                                                   **pick(KEY_CONFIGS, key_config) | {"BLOCK_N": keys.block})
+                                                        **settings(KEY_CONFIGS, q.dtype, key_config) | {"BLOCK_N": keys.block})
     return dq, dk, dv
 
 
@@ -130,7 +130,8 @@ def _backward_keys(grad, q, k, v, lse, delta, dk, dv, items, visits, tokens, H: 
             # - lse / scale and - delta are what the products start from: as vectors along the queries they would take 32 registers
             log_mass = tl.load(lse + at + lanes, mask=exists, other=float("inf")) * (-1.4426950408889634 / UNIT)   # p = 0 beyond the span
             deltas = tl.load(delta + at + lanes, mask=exists, other=0.0)
-            p = tl.exp2(tl.dot(key, query.T, tl.broadcast_to(log_mass[None, :], [BLOCK_N, BLOCK_M]), input_precision="ieee") * UNIT)         # [BLOCK_N, BLOCK_M]
+            scores = tl.dot(key, query.T, tl.broadcast_to(log_mass[None, :], [BLOCK_N, BLOCK_M]), input_precision="ieee")
+            p = tl.exp2(scores * UNIT)                                                   # [BLOCK_N, BLOCK_M]
             if row < edge:
                 p = tl.where((row + lanes)[None, :] >= needs[:, None], p, 0.0)
             total_v = tl.dot(p.to(grads.dtype), grads, total_v, input_precision="ieee")

@@ -17,11 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.common import pick, require
-from kernels.flash import CONFIGS, Work, flash_forward
-from kernels.flash_backward import KEY_CONFIGS, flash_backward
-
-FP32_BLOCK = 32                                          # queries or keys: fp32 takes twice the room, and no tensor core
+from kernels.common import require
+from kernels.flash import CONFIGS, Work, flash_forward, settings
+from kernels.flash_backward import KEY_CONFIGS, QUERY_CONFIGS, flash_backward
 
 
 class Span(NamedTuple):
@@ -39,8 +37,9 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The work of a pack: by blocks of queries for the forward pass and dq, by blocks of keys for dk and dv."""
+    """The work of a pack: by blocks of queries for the forward pass and for dq, by blocks of keys for dk and dv."""
 
+    forward: Work
     queries: Work
     keys: Work
 
@@ -50,9 +49,9 @@ def plan(spans: Iterable[Sequence[int]], device: torch.device | str, dtype: torc
     spans = _checked(spans)
     covered = sum(s.end - s.start for s in spans if s.causal)
     require(covered == max((max(s.end, s.key_end) for s in spans), default=0), "not every token of the pack is in one causal span")
-    wide = dtype == torch.float32
-    return Plan(work_of_queries(spans, block or (FP32_BLOCK if wide else pick(CONFIGS)["BLOCK_M"]), device),
-                work_of_keys(spans, block or (FP32_BLOCK if wide else pick(KEY_CONFIGS)["BLOCK_N"]), device))
+    block_of = lambda configs, name: block or settings(configs, dtype)[name]
+    return Plan(work_of_queries(spans, block_of(CONFIGS, "BLOCK_M"), device), work_of_queries(spans, block_of(QUERY_CONFIGS, "BLOCK_M"), device),
+                work_of_keys(spans, block_of(KEY_CONFIGS, "BLOCK_N"), device))
 
 
 def varlen_spans(cu_seqlens: Sequence[int]) -> list[Span]:
@@ -71,7 +70,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
-        out, lse = flash_forward(q, k, v, plan.queries)
+        out, lse = flash_forward(q, k, v, plan.forward)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan = plan
         return out

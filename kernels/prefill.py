@@ -22,11 +22,7 @@ from kernels.common import Config, check, pick, require
 from kernels.decode import check_cache
 
 ROWS = 128                                               # query rows of a work item, on all cards
-CONFIGS = {
-    80: {"ROWS": ROWS, "BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2},
-    89: {"ROWS": ROWS, "BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2},
-    90: {"ROWS": ROWS, "BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3},
-}
+CONFIGS = {arch: {"ROWS": ROWS, "BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3} for arch in (80, 89, 90)}
 TILE_BYTES = 16384                                       # of K or V: BLOCK_N shrinks where D or the dtype is wide
 
 
