@@ -37,7 +37,7 @@ def check_weights(values: Tensor, scales: Tensor, zeros: Tensor | None, group: i
     if zeros is None:
         check("scales", scales, (n, 1), (torch.float32,), inner=2)
     else:
-        require(group in (32, 64, 128, 256) and k % group == 0, f"{k} columns in groups of {group}; expected 32, 64, 128 or 256, to divide the columns")
+        require(group in (32, 64, 128, 256) and k % group == 0, f"{k} columns in groups of {group}; expected 32, 64, 128 or 256, dividing them")
         check("scales", scales, (n, k // group), (torch.float16,), inner=2)
         check("zeros", zeros, (n, k // group), (torch.uint8,), inner=2)
     return n, k

@@ -37,7 +37,8 @@ def quantised_linear(x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | 
     return torch.mm(x, weight.T) if bias is None else torch.addmm(bias, x, weight.T)
 
 
-def int8_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None, out: Tensor | None = None, config: Config | None = None) -> Tensor:
+def int8_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None, out: Tensor | None = None,
+                config: Config | None = None) -> Tensor:
     """x [M, K], M <= ROWS, values int8 [N, K], scales fp32 [N, 1], bias [N] of x.dtype -> x W^T + bias [M, N]."""
     return _linear(x, values, scales, None, 0, bias, out, config)
 
