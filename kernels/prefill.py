@@ -53,11 +53,12 @@ def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tenso
     check("work", work, (None, 4), (torch.int32,), inner=2)
     chosen = pick(CONFIGS, config)
     block_n = min(chosen["BLOCK_N"], page_size, TILE_BYTES // (dim * q.element_size()))
-    block_m = min(chosen["BLOCK_M"], 16384 // dim) if q.element_size() == 2 else 16          # fp32 products need many registers
+    block_m = min(chosen["BLOCK_M"], 16384 // dim) if q.element_size() == 2 else 16        # fp32 products need many registers
     require(chosen["ROWS"] % block_m == 0, f"ROWS is {chosen['ROWS']}; expected a multiple of BLOCK_M, {block_m}")
+    stages = min(chosen["num_stages"], 3 if dim < 256 else 2)          # three stages of the widest heads are 1 KiB too many for sm_89
     _prefill[(heads, len(work), chosen["ROWS"] // block_m)](
         q, k_cache, v_cache, tables, work, out, q.stride(0), tables.stride(0), H=heads, HKV=kv_heads, D=dim, PAGE=page_size,
-        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=chosen["num_warps"], num_stages=chosen["num_stages"])
+        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=chosen["num_warps"], num_stages=stages)
     return out
 
 

@@ -177,8 +177,9 @@ def test_large_scores(generator):
     """Scores of hundreds overflow exp: only their distance to the largest may be used."""
     q, k, v, grad = inputs(generator, 20)
     data = q * 30, k * 30, v, grad
-    out = run(*data, varlen_spans([0, 20]))[0]
-    assert_close(out, exact(*data, lambda q, k, v: segment_attention([Segment(0, 20)], q, k, v))[0], 200)
+    out, lse = flash_forward(*data[:3], work_of_queries(varlen_spans([0, 20]), BLOCK, DEVICE))
+    want, want_lse = reference(*(x.double() for x in data[:3]), varlen_spans([0, 20]))
+    assert (out - want).abs().max() < 1e-2 and (lse - want_lse).abs().max() < 1e-2     # fp32 scores of thousands have an error of 1e-4
     data = q - 30, k + 3, v, grad                        # all scores far below 0, log-sum-exp about -360
     results = run(*data, varlen_spans([0, 20]))
     assert all(x.isfinite().all() for x in results)

@@ -100,7 +100,8 @@ def test_a_row_alone_is_bitwise_the_row_in_a_batch_and_so_is_a_second_run(genera
 
     def run(rows):
         normed, total = norm.add_rms_norm(x[rows], residual[rows].clone(), weight, EPS, config=SMALL)
-        return norm.rms_norm(x[rows], weight, EPS, config=SMALL), normed, total, *norm.rms_norm_backward(residual[rows], x[rows], weight, EPS, config=SMALL)
+        gradients = norm.rms_norm_backward(residual[rows], x[rows], weight, EPS, config=SMALL)
+        return norm.rms_norm(x[rows], weight, EPS, config=SMALL), normed, total, *gradients
 
     batch = run(slice(0, 7))
     for row in range(7):
@@ -116,9 +117,9 @@ def test_rows_that_lie_apart(generator):
     x, weight = wide[:, 20:60], randn(generator, 40)
     assert torch.equal(norm.rms_norm(x, weight, EPS), norm.rms_norm(x.contiguous(), weight, EPS))
     grad = randn(generator, 3, 40)
-    assert all(torch.equal(a, b) for a, b in zip(norm.rms_norm_backward(grad, x, weight, EPS), norm.rms_norm_backward(grad, x.contiguous(), weight, EPS)))
-    a, b = (norm.add_rms_norm(each, grad.clone(), weight, EPS) for each in (x, x.contiguous()))
-    assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+    apart, together = (
+        (*norm.rms_norm_backward(grad, each, weight, EPS), *norm.add_rms_norm(each, grad.clone(), weight, EPS)) for each in (x, x.contiguous()))
+    assert all(torch.equal(a, b) for a, b in zip(apart, together))
 
 
 def test_a_row_beyond_two_billion_elements(generator):

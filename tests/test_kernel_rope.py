@@ -22,11 +22,12 @@ class Case:
         self.cos, self.sin = angles.cos().float(), angles.sin().float()
         self.k_guarded, self.v_guarded = (poisoned(PAGES + 2, Hkv, PAGE, D, dtype=dtype) for _ in range(2))
         self.k_cache, self.v_cache = self.k_guarded[1:-1], self.v_guarded[1:-1]
-        self.slots = torch.randperm(PAGES * PAGE, generator=generator)[:T].to(DEVICE) if slots is None else torch.tensor(slots, device=DEVICE)
+        self.slots = (torch.randperm(PAGES * PAGE, generator=generator)[:T] if slots is None else torch.tensor(slots)).to(DEVICE)
 
     def run(self, tokens=slice(None), **how):
         return rope.norm_rope_store(
-            self.qkv[tokens], self.q_weight, self.k_weight, self.cos[tokens], self.sin[tokens], self.k_cache, self.v_cache, self.slots[tokens], EPS, **how)
+            self.qkv[tokens], self.q_weight, self.k_weight, self.cos[tokens], self.sin[tokens],
+            self.k_cache, self.v_cache, self.slots[tokens], EPS, **how)
 
     def expected(self):
         return rope.reference(*(x.double() for x in (self.qkv, self.q_weight, self.k_weight, self.cos, self.sin)), self.Hkv, EPS)
@@ -113,7 +114,7 @@ def test_a_slot_and_a_row_beyond_two_billion_elements(generator):
     case.qkv, width = wide, 16 * 2                                               # of a page of two tokens
     storage[:128] = float("nan")
     case.k_cache, case.v_cache = (
-        storage.as_strided((2**26 + 1, 1, 2, 16), (width, width, 16, 1), 2**31 + shift) for shift in (64, 96))     # their last pages are behind wide's
+        storage.as_strided((2**26 + 1, 1, 2, 16), (width, width, 16, 1), 2**31 + shift) for shift in (64, 96))   # the last page is behind wide
     assert_close(case.run(), case.expected()[0], POINTWISE)
     assert_close(case.k_cache[-1, :, 0], exact_k[2], POINTWISE)
     assert torch.equal(case.v_cache[-1, :, 0], exact_v[2].half())

@@ -127,7 +127,7 @@ def test_noise_of_the_kernel_is_that_of_torch(generator):
     """Over equal logits the draw is the smallest E; its value shows in the score that the kernel keeps."""
     seeds, positions, ones = *requests(generator, 2)[:2], torch.ones(2, device=DEVICE)
     partials, winners, _, _ = sample._buffers(2, 256, 32, seeds, positions, ones, 256, None)
-    sample._ready[(8, 2)](torch.zeros(2, 256, device=DEVICE), 256, seeds, positions, ones, partials, winners, 2, 256, BLOCK_V=32)
+    sample._ready[(8, 2)](torch.zeros(2, 256, device=DEVICE), 256, 256, seeds, positions, ones, partials, winners, 2, 256, BLOCK_V=32)
     exact = noise.reference(seeds, positions, 256).view(2, 8, 32)
     torch.testing.assert_close(partials[0].double(), -exact.min(-1).values.log(), atol=1e-5, rtol=1e-6)
     assert torch.equal(winners.long(), exact.argmin(-1) + torch.arange(8, device=DEVICE) * 32)

@@ -64,7 +64,10 @@ def test_the_operators_are_registered_soundly(generator):
 
 def test_a_row_alone_is_bitwise_the_row_in_a_batch_and_so_is_a_second_run(generator):
     gate_up, grad = randn(generator, 5, 74), randn(generator, 5, 37)
-    for run in (lambda rows: swiglu.swiglu(gate_up[rows], config=SMALL), lambda rows: swiglu.swiglu_backward(grad[rows], gate_up[rows], config=SMALL)):
+    for run in (
+        lambda rows: swiglu.swiglu(gate_up[rows], config=SMALL),
+        lambda rows: swiglu.swiglu_backward(grad[rows], gate_up[rows], config=SMALL),
+    ):
         batch = run(slice(0, 5))
         assert all(torch.equal(run(slice(row, row + 1))[0], batch[row]) for row in range(5))
         assert torch.equal(run(slice(0, 5)), batch)
