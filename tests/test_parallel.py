@@ -118,6 +118,8 @@ def test_a_number_of_ranks_that_does_not_divide_the_model_is_refused():
 class TwoRunners:
     """Every call of the one is made on the other too, with what has come over the wire, and must give the same."""
 
+    fused = False
+
     def __init__(self, first, second):
         self.first, self.second, self.sender, self.receiver = first, second, Wire(), Wire()
         self.device = first.device

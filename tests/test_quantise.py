@@ -96,13 +96,13 @@ def test_forward_is_the_product_with_the_weights_rounded_once(dtype, mode):
 # Whole models
 
 
-@pytest.mark.parametrize("mode, tolerance", [("int8", 0.03), ("int4", 0.4)])
+@pytest.mark.parametrize("mode, tolerance", [("int8", 0.06), ("int4", 0.7)])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_logits_stay_close_to_the_full_models(tied, mode, tolerance):
     """Steps of 1/127 and 1/7 of the largest of 128 or more normal weights put a relative noise of about 0.8% and 12% on each matrix.
 
-    In two layers it adds up to 1.4% and 20% of the logits; the tolerance is twice that. A wrong order of nibbles, rows or groups
-    makes the logits independent of the full model's: a relative distance of about 1.4.
+    In two layers whose attention is sharp from the start it adds up to 2% and 40% of the logits at most. A wrong order of nibbles, rows or
+    groups makes the logits independent of the full model's: a relative distance of about 1.4.
     """
     full = a_model(tie_word_embeddings=tied)
     before, after = logits(full), logits(quantised(full, mode))
