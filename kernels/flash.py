@@ -19,10 +19,10 @@ from kernels.common import DTYPES, Config, check, pick, require
 
 CONFIGS: dict[int, Config] = {                           # BLOCK_M is what the work list must be made for
     80: {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2},
-    89: {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2},
+    89: {"BLOCK_M": 128, "BLOCK_N": 32, "num_warps": 8, "num_stages": 3},
     90: {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3},
 }
-FLOAT32: Config = {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2}     # on every card: exact products take no tensor core
+FLOAT32: Config = {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}     # on every card: exact products take no tensor core
 HEAD_DIMS = (16, 32, 64, 128)
 LOG2E = 1.4426950408889634                               # exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
 

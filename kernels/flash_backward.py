@@ -23,7 +23,7 @@ QUERY_CONFIGS: dict[int, Config] = {                     # for dq: BLOCK_M is wh
     90: {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2},
 }
 KEY_CONFIGS: dict[int, Config] = {                       # for dk and dv: BLOCK_N is what the work list must be made for
-    80: {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2},
+    80: {"BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3},
     89: {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2},
     90: {"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3},
 }

@@ -116,7 +116,8 @@ def _linear(hidden, weight, seeds, positions, temperature, partials, winners, ba
 def _ready(logits, stride, width, seeds, positions, temperature, partials, winners, batch, vocab, BLOCK_V: tl.constexpr):
     chunk, row = tl.program_id(0), tl.program_id(1)
     ids = chunk * BLOCK_V + tl.arange(0, BLOCK_V)
-    z = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < width, other=0.0).to(tl.float32)       # by vocab, an odd number, loads would be narrow
+    # masked by the width: by vocab, an odd number, loads would be narrow
+    z = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < width, other=0.0).to(tl.float32)
     _choose(z[None, :], ids, row + tl.arange(0, 1), seeds, positions, temperature, partials, winners, batch, vocab, chunk, tl.num_programs(0))
 
 

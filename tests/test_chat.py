@@ -352,6 +352,6 @@ def test_parsing_stays_linear_in_what_a_broken_policy_writes():
     """Degenerate loops are what early training samples; each of these is some 60,000 characters."""
     loops = ["<tool_call>" + text + "</tool_call>" for text in ("{", '{"', '{\\"', "")]
     for text in (*loops, "<", "<tool_call>", "\n", '{"', "<think>"):
-        began = time.perf_counter()
+        began = time.process_time()
         turn(text * (60000 // len(text)), thinking=False)
-        assert time.perf_counter() - began < 0.5, text
+        assert time.process_time() - began < 2, text      # of this process alone; growing with the square it would take minutes

@@ -132,6 +132,17 @@ def test_gradients(generator, poison, monkeypatch, dtype, chunk_bytes):
     assert (grads[1][321:] == 0).all()
 
 
+def test_dhidden_is_summed_in_fp32_over_the_chunks(generator, monkeypatch):
+    """Rounded after each of eleven chunks, the sum would be off by more than GRADIENT allows."""
+    monkeypatch.setattr(logprob_backward, "CHUNK_BYTES", 1)
+    hidden, weight, targets = problem(generator, 16, 64, 2800, 2800, torch.bfloat16, scale=0.2)
+    upstream, zeros = 0.75 + 0.5 * torch.rand(16, generator=generator).to(DEVICE), torch.zeros(16, device=DEVICE)
+    entropy, logsumexp = torch.zeros(16, device=DEVICE), (hidden.double() @ weight.double().T).logsumexp(-1).float()
+    grad, _ = logprob_backward.logprob_backward(hidden, weight, targets, entropy, logsumexp, upstream, zeros, 1.0, 2800, True, False)
+    exact = logprob_backward.reference(hidden.double(), weight.double(), targets, upstream.double(), zeros.double(), 1.0, 2800)[0]
+    assert_close(grad, exact, GRADIENT)
+
+
 def test_the_formula_of_the_gradient_is_that_of_autograd(generator):
     hidden, weight, targets = (x.double() if x.is_floating_point() else x for x in problem(generator, 6, 16, 30, 25))
     upstream = randn(generator, 6).double(), randn(generator, 6).double()

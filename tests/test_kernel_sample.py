@@ -123,14 +123,16 @@ def test_noise_is_uniform_and_independent():
             assert abs((a * b).mean()) * math.sqrt(a.numel()) < 5
 
 
-def test_noise_of_the_kernel_is_that_of_torch(generator):
-    """Over equal logits the draw is the smallest E; its value shows in the score that the kernel keeps."""
-    seeds, positions, ones = *requests(generator, 2)[:2], torch.ones(2, device=DEVICE)
-    partials, winners, _, _ = sample._buffers(2, 256, 32, seeds, positions, ones, 256, None)
-    sample._ready[(8, 2)](torch.zeros(2, 256, device=DEVICE), 256, 256, seeds, positions, ones, partials, winners, 2, 256, BLOCK_V=32)
-    exact = noise.reference(seeds, positions, 256).view(2, 8, 32)
+@pytest.mark.parametrize("rows, chunks, block", [(2, 4, 32), (1, 1, 2**17)])
+def test_noise_of_the_kernel_is_that_of_torch(generator, rows, chunks, block):
+    """Over equal logits the draw is the smallest E; its value shows in the score that the kernel keeps. Of 131,072, it is about 1e-5."""
+    vocab = chunks * block
+    request = *requests(generator, rows)[:2], torch.ones(rows, device=DEVICE)
+    partials, winners, _, _ = sample._buffers(rows, vocab, block, *request, vocab, None)
+    sample._ready[(chunks, rows)](torch.zeros(rows, vocab, device=DEVICE), vocab, vocab, *request, partials, winners, rows, vocab, BLOCK_V=block)
+    exact = noise.reference(*request[:2], vocab).view(rows, chunks, block)
     torch.testing.assert_close(partials[0].double(), -exact.min(-1).values.log(), atol=1e-5, rtol=1e-6)
-    assert torch.equal(winners.long(), exact.argmin(-1) + torch.arange(8, device=DEVICE) * 32)
+    assert torch.equal(winners.long(), exact.argmin(-1) + torch.arange(chunks, device=DEVICE) * block)
 
 
 def test_every_part_of_the_key_counts():
@@ -197,6 +199,8 @@ def test_broken_logits_show(bad, ids):
     key = torch.ones(1, dtype=torch.int64, device=DEVICE)
     token, logprob = sample_logits(logits, key, key, torch.ones(1, device=DEVICE), vocab=130, config=READY)
     assert logprob.isnan().all() and 0 <= token.item() < 130
+    token, _ = sample_logits(logits[:, :5].fill_(bad), key, key, torch.ones(1, device=DEVICE), vocab=5, config=READY)
+    assert 0 <= token.item() < 5
 
 
 def test_results_go_where_they_are_wanted(generator):
