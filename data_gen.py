@@ -358,10 +358,10 @@ class Lesson:
     result: ToolResult | None = None
 
 
-def common_sense(task: Task, options: list[dict[str, Any]], rng: random.Random) -> dict[str, Any]:
-    """What anybody would choose who can read, among the tools that nothing speaks against: the tool made for such questions; else who is to
-    be right at any price takes the specialist or the biggest name, and who is not takes any of them."""
-    options = [t for t in options if not objections(task, t)] or options
+def common_sense(task: Task, options: list[dict[str, Any]], rng: random.Random, heeds: bool = True) -> dict[str, Any]:
+    """What anybody would choose who can read, among the tools that nothing speaks against (a ban only if it `heeds` bans): the tool made for
+    such questions; else who is to be right at any price takes the specialist or the biggest name, and who is not takes any of them."""
+    options = [t for t in options if not set(objections(task, t)) - (set() if heeds else {"banned"})] or options
     fitting = [t for t in options if t["what"] == FITS.get(task.data["kind"])]
     if fitting:
         return fitting[0]
@@ -374,13 +374,14 @@ def teach(env: ToolEnvironment, seed: int, *, sensible: float = 0.8, heedful: fl
     """The teacher's attempt at a task, acted out in its environment so that what it reads is what the policy will read.
 
     A sloppy teacher, as a language model is before it is trained for this: each choice is `common_sense` with probability `sensible`,
-    and else any usable tool. What is forbidden it leaves alone with probability `heedful`. With probability `quits` it gives up
-    without asking anybody. It takes an unsure answer half of the time, and checks a sure one three times in ten.
+    and else any usable tool. What is forbidden it leaves alone with probability `heedful`, and else notes but does not mind. With
+    probability `quits` it gives up without asking anybody. It takes an unsure answer half of the time, and checks a sure one three times in ten.
     """
     task, lessons = env.task, []
     rng = random.Random(f"teacher/{task.id}/{seed}")
     usable = [t for t in task.data["tools"] if is_expert(t) or t["what"] == FITS.get(task.data["kind"]) or rng.random() < 0.2]
-    if rng.random() < heedful:
+    heeds = rng.random() < heedful
+    if heeds:
         usable = [t for t in usable if t["name"] not in task.preference.avoided] or usable
     if rng.random() < quits:
         return [Lesson(f"{consider(task)}. Quit", "unknown")]
@@ -388,7 +389,7 @@ def teach(env: ToolEnvironment, seed: int, *, sensible: float = 0.8, heedful: fl
     for _ in range(turns - 1):
         if key is None:
             said.append(consider(task, [t["name"] for t in usable if t not in left]))
-            offered = common_sense(task, left, rng) if rng.random() < sensible else rng.choice(left)
+            offered = common_sense(task, left, rng, heeds) if rng.random() < sensible else rng.choice(left)
             left.remove(offered)
         call = calls_for(task, offered, key)
         result = env.by_name[offered["name"]].call(call.arguments)

@@ -126,11 +126,17 @@ def _visit(span, rows, first, last, BLOCK_N: tl.constexpr):
     return limit, key_start, edge, stop
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, spans: list) -> tuple[Tensor, Tensor]:
-    """out [T, H, D] and lse [T, H] through a whole [T, T] mask, in the dtype of its arguments."""
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    seen = torch.zeros(len(q), len(k), dtype=torch.bool, device=q.device)
+def visible(spans: list, tokens: int, device: torch.device) -> Tensor:
+    """The mask that spans amount to: bool [T, T], which key (column) a query (row) sees."""
+    seen = torch.zeros(tokens, tokens, dtype=torch.bool, device=device)
     for start, end, key_start, key_end in spans:
         seen[start:end, key_start:key_end] |= seen.new_ones(end - start, key_end - key_start).tril(0 if start == key_start else key_end)
-    scores = (torch.einsum("thd,shd->ths", q, k) * q.shape[-1] ** -0.5).masked_fill(~seen[:, None], float("-inf"))
+    return seen
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, spans: list) -> tuple[Tensor, Tensor]:
+    """out [T, H, D] and lse [T, H], in the dtype of its arguments."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("thd,shd->ths", q, k) * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(~visible(spans, len(q), q.device)[:, None], float("-inf"))
     return torch.einsum("ths,shd->thd", scores.softmax(-1), v), scores.logsumexp(-1)

@@ -1,10 +1,9 @@
 """Flash attention for training, backward (Dao et al. 2022, algorithm 4), for the spans of a pack.
 
 With p = exp(score - lse), dp = grad v^T and delta = sum(grad * out): dv = p^T grad, ds = p (dp - delta), dq = ds k / sqrt(D), dk = ds^T q / sqrt(D).
-One program owns a block of queries of one head for dq, and a block of keys of one kv head for dk and dv, over all the query heads that read it
-and all spans that do. So every sum stays in registers in a fixed order: no atomics, bitwise repeatable, one rounding, and gradients of
-a shared prefix need no adding up. The price is 7 matrix products a tile in place of 5: 14 * H * D FLOPs a visible pair of query and key.
-p and ds are fp32 until they are rounded to the dtype of the other factor.
+One program owns a block of queries of one head for dq, and a block of keys of one kv head for dk and dv, over all query heads and spans that read
+it. So every sum stays in registers in a fixed order: no atomics, bitwise repeatable, one rounding, and gradients of a shared prefix need no adding
+up. The price is 7 matrix products a tile in place of 5: 14 * H * D FLOPs a visible pair. p and ds are fp32 until they meet their other factor.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common import Config, check
-from kernels.flash import LOG2E, Work, _visit, check_inputs, check_lse, settings
+from kernels.flash import LOG2E, Work, _visit, check_inputs, check_lse, settings, visible
 
 QUERY_CONFIGS: dict[int, Config] = {                     # for dq: BLOCK_M is what the work list must be made for
     80: {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2},
@@ -128,7 +127,7 @@ def _backward_keys(grad, q, k, v, lse, delta, dk, dv, items, visits, tokens, H: 
             query = tl.load(q + q_base + q_tile, mask=exists[:, None], other=0.0)        # [BLOCK_M, D]
             grads = tl.load(grad + q_base + q_tile, mask=exists[:, None], other=0.0)
             # - lse / scale and - delta are what the products start from: as vectors along the queries they would take 32 registers
-            log_mass = tl.load(lse + at + lanes, mask=exists, other=float("inf")) * (-1.4426950408889634 / UNIT)   # p = 0 beyond the span
+            log_mass = tl.load(lse + at + lanes, mask=exists, other=0.0) * (-1.4426950408889634 / UNIT)   # beyond the span grads are 0
             deltas = tl.load(delta + at + lanes, mask=exists, other=0.0)
             scores = tl.dot(key, query.T, tl.broadcast_to(log_mass[None, :], [BLOCK_N, BLOCK_M]), input_precision="ieee")
             p = tl.exp2(scores * UNIT)                                                   # [BLOCK_N, BLOCK_M]
@@ -139,3 +138,13 @@ def _backward_keys(grad, q, k, v, lse, delta, dk, dv, items, visits, tokens, H: 
             total_k = tl.dot(ds.to(query.dtype), query, total_k, input_precision="ieee")
     tl.store(dk + base + tile, (total_k * SCALE).to(dk.dtype.element_ty), mask=here)
     tl.store(dv + base + tile, total_v.to(dv.dtype.element_ty), mask=here)
+
+
+def reference(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spans: list) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv as above, in the dtype of its arguments."""
+    groups, scale = (*k.shape[:2], q.shape[1] // k.shape[1], k.shape[2]), q.shape[-1] ** -0.5
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    p = (torch.einsum("thd,shd->ths", q, k) * scale - lse[..., None]).exp() * visible(spans, len(q), q.device)[:, None]
+    ds = p * (torch.einsum("thd,shd->ths", grad, v) - (grad * out).sum(-1, keepdim=True)) * scale
+    dk, dv = (torch.einsum("ths,thd->shd", *pair).view(groups).sum(2) for pair in ((ds, q), (p, grad)))
+    return torch.einsum("ths,shd->thd", ds, k), dk, dv

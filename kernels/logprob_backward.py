@@ -65,6 +65,7 @@ def gradient_of_logits(logits: Tensor, gradient: Tensor, targets: Tensor, entrop
                        grad_entropy: Tensor, temperature: float, start: int, config: Config | None = None) -> None:
     """logits fp32 [T, ids], not yet divided by the temperature, of the ids from `start` on -> gradient [T, ids], of any dtype."""
     tokens, width = logits.shape
+    check("logits", logits, (tokens, width), (torch.float32,), inner=2)
     check("gradient", gradient, (tokens, width), inner=2)
     check("targets", targets, (tokens,), (torch.int64,))
     for name, x in {"entropy": entropy, "logsumexp": logsumexp, "grad_logprobs": grad_logprobs, "grad_entropy": grad_entropy}.items():
