@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanorchestra.induction import draft_induction
-from nanorchestra.ops import Attend, apply_rope, rms_norm, rope_frequencies, rope_tables, swiglu
+from nanorchestra.ops import Attend, apply_rope, linear, rms_norm, rope_frequencies, rope_tables, swiglu
 from nanorchestra.types import UserError
 
 
@@ -210,6 +209,13 @@ def eos_ids(value: Any, source: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
+class Linear(nn.Linear):
+    """nn.Linear by `ops.linear`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with normalised queries and keys; q, k and v come from one matrix."""
 
@@ -218,8 +224,8 @@ class Attention(nn.Module):
         self.layer, self.eps, self.head_dim = layer, config.rms_norm_eps, config.head_dim
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         rows = (self.heads + 2 * self.kv_heads) * self.head_dim
-        self.qkv_proj = nn.Linear(config.hidden_size, rows, bias=config.attention_bias)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=config.attention_bias)
+        self.qkv_proj = Linear(config.hidden_size, rows, bias=config.attention_bias)
+        self.o_proj = Linear(self.heads * self.head_dim, config.hidden_size, bias=config.attention_bias)
         self.q_norm = nn.Parameter(torch.ones(self.head_dim))
         self.k_norm = nn.Parameter(torch.ones(self.head_dim))
 
@@ -243,8 +249,8 @@ class Block(nn.Module):
         self.input_layernorm = nn.Parameter(torch.ones(config.hidden_size))
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = nn.Parameter(torch.ones(config.hidden_size))
-        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
@@ -264,7 +270,7 @@ class Qwen3(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = nn.Parameter(torch.ones(config.hidden_size))
-        self.lm_head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
         # plain attributes, not buffers: the frequencies stay fp32 when the model is cast
         frequencies, self._rope_factor = rope_frequencies(
             config.head_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings
@@ -307,7 +313,7 @@ class Qwen3(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden] -> [T, vocab]."""
-        return F.linear(hidden, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(hidden)
+        return linear(hidden, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(hidden)
 
     def _frequencies_on(self, device: torch.device) -> Tensor:
         if device not in self._rope_frequencies:

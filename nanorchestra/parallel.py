@@ -31,11 +31,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .engine import Engine
-from .model import ModelConfig, Qwen3
+from .model import Linear, ModelConfig, Qwen3
+from .ops import linear
 from .quantise import Slot
 from .request import Request, SamplingParams
 from .types import UserError
@@ -94,7 +94,7 @@ class ModelPart(Qwen3):
         super().__init__(replace(whole, **{field: getattr(whole, field) // ranks for field in divided}))
         self.rank, self.ranks = rank, ranks
         if self.lm_head is not None:
-            self.lm_head = nn.Linear(whole.hidden_size, whole.vocab_size // ranks, bias=False)
+            self.lm_head = Linear(whole.hidden_size, whole.vocab_size // ranks, bias=False)
 
     def sum_outputs(self) -> None:
         """The two projections into the residual stream give the sum over the ranks from now on. To be called when they are in their place."""
@@ -104,7 +104,7 @@ class ModelPart(Qwen3):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden] -> [T, vocab]: each rank computes its part of the vocabulary, and all get the whole."""
-        part = F.linear(hidden, self.embed_tokens.weight.chunk(self.ranks)[self.rank]) if self.lm_head is None else self.lm_head(hidden)
+        part = linear(hidden, self.embed_tokens.weight.chunk(self.ranks)[self.rank]) if self.lm_head is None else self.lm_head(hidden)
         parts = [torch.empty_like(part) for _ in range(self.ranks)]
         dist.all_gather(parts, part)
         return torch.cat(parts, dim=1)

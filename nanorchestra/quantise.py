@@ -13,10 +13,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanorchestra.ops import by_kernel
+from nanorchestra.ops import by_kernel, linear
 from nanorchestra.types import UserError
 
 MODES = ("int8", "int4")
@@ -62,7 +61,7 @@ class QuantisedLinear(nn.Module):
         if by_kernel(x):
             from kernels.quantised import quantised_linear
             return quantised_linear(x, self.values, self.scales, self.zeros, self.group, self.bias)
-        return F.linear(x, self.dequantise(x.dtype), self.bias)
+        return linear(x, self.dequantise(x.dtype), self.bias)
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """W [out, in] in dtype: computed in fp32 and rounded once."""

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from nanorchestra.model import ModelConfig, Qwen3
-from nanorchestra.ops import Segment, packed_attention, rms_norm, segment_attention
+from nanorchestra.ops import Segment, linear, packed_attention, rms_norm, segment_attention
 
 PACKS = {
     "one sequence": [Segment(0, 37)],
@@ -125,3 +125,21 @@ def test_norm_rounds_before_the_weight():
     exact = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
     assert torch.equal(rms_norm(x, weight, 1e-6), exact.bfloat16() * weight)
     assert not torch.equal(rms_norm(x, weight, 1e-6), F.rms_norm(x, (32,), weight, 1e-6))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 70])
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear_equals_float64(rows, biased):
+    """Values and gradients, of a weight large enough for oneDNN, and the same with gradients as without."""
+    generator = torch.Generator().manual_seed(rows)
+    x, weight, bias, grad = (torch.randn(*shape, generator=generator) for shape in ((rows, 192), (400, 192), (400,), (rows, 400)))
+    bias = bias if biased else None
+    leaves = [t.requires_grad_() for t in (x, weight, bias) if t is not None]
+    out = linear(x, weight, bias)
+    with torch.no_grad():
+        assert torch.equal(linear(x, weight, bias), out)
+    exact_leaves = [t.detach().double().requires_grad_() for t in leaves]
+    exact = F.linear(*exact_leaves)
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-4)
+    for mine, theirs in zip(torch.autograd.grad(out, leaves, grad), torch.autograd.grad(exact, exact_leaves, grad.double())):
+        torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=1e-4)
