@@ -118,7 +118,8 @@ class PagedAttention:
         self._aim(np.arange(len(self.own_slot)))
 
     def _plan(self, rows: Rows, groups: Groups) -> None:
-        widths = 1 << np.ceil(np.log2(rows.counts)).astype(np.int64)
+        units = np.maximum(16, 1 << np.log2(rows.counts).astype(np.int64) >> 2)                    # few different widths, and little padding
+        widths = np.where(rows.counts > 1, -(-rows.counts // units) * units, 1)
         members, shared = [], []
         for indices, pages in groups:
             if len(indices) > 1 and pages:

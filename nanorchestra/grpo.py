@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .ops import by_kernel, linear
+from .ops import by_kernel
 
 
 def group_advantages(rewards: Sequence[float], valid: Sequence[bool], *, well_formed: Sequence[bool] | None = None,
@@ -235,7 +235,7 @@ def _head_backward(ctx, hidden: Tensor, weight: Tensor, grad_logits) -> tuple[Te
     for rows in _chunks(len(hidden), chunk):
         step = grad_logits(rows, _logits(hidden[rows], weight[:limit], temperature)).div_(temperature).to(weight.dtype)
         if grad_hidden is not None:
-            grad_hidden[rows] = linear(step, weight[:limit].T)
+            grad_hidden[rows] = step @ weight[:limit]
         if grad_weight is not None:
             grad_weight[:limit] += _wide_matmul(step.T, hidden[rows])
     return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
@@ -250,8 +250,6 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    if hidden.dtype == weight.dtype == torch.float32:
-        return linear(hidden, weight).div_(temperature)
     return _wide_matmul(hidden, weight.T).div_(temperature)
 
 

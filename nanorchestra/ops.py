@@ -14,10 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-ONEDNN_NUMEL = 1 << 16         # of a weight, from which on a call of oneDNN is worth its overhead of some microseconds
+ONEDNN_ROWS, ONEDNN_NUMEL = 8, 1 << 18                                          # at most so many rows, at least so many numbers in the weight
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q [T, H, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, H, D]
 
 
@@ -29,33 +28,13 @@ def by_kernel(x: Tensor) -> bool:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias: x [T, in], weight [out, in], bias [out] -> [T, out].
 
-    On a CPU in fp32 by oneDNN, where torch takes MKL by default: on cores of AMD it is 1.2 to 3 times as fast, for few rows and for many.
+    A few rows on a CPU are multiplied by oneDNN, which reads a large weight with all threads: MKL, torch's default, takes one and twice
+    the time. Many rows are left to MKL: oneDNN compiles code for every new number of them.
     """
-    if ONEDNN and x.is_cpu and x.dtype == weight.dtype == torch.float32 and weight.numel() >= ONEDNN_NUMEL:
-        differentiable = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-        return _Linear.apply(x, weight, bias) if differentiable else _onednn(x, weight, bias)
+    if len(x) <= ONEDNN_ROWS and ONEDNN and x.is_cpu and x.dtype == weight.dtype == torch.float32 and weight.numel() >= ONEDNN_NUMEL:
+        if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
+            return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
-
-
-def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-
-
-class _Linear(torch.autograd.Function):
-    """`linear` with gradients. Those of the weight, a sum over rows that lie far apart, MKL computes faster."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias):
-        ctx.save_for_backward(x, weight)
-        return _onednn(x, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        grad_x = _onednn(grad, weight.T) if ctx.needs_input_grad[0] else None
-        grad_weight = grad.T @ x if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, grad.sum(0) if ctx.needs_input_grad[2] else None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
