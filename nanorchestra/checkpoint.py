@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -26,6 +27,7 @@ from .metrics import sync_directory, write_whole
 from .types import UserError
 
 NOTES = "notes.json"
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")     # one process is meant to be one
 
 
 class Checkpoints:
