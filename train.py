@@ -33,7 +33,7 @@ import torch
 from tqdm import tqdm
 
 from data_gen import World, demonstrate, describe, environment, texts
-from evaluate import evaluate, evaluate_routers, price_probe, score, summarise, task_bounds
+from evaluate import NANO, evaluate, evaluate_routers, price_probe, score, summarise, task_bounds
 from nanorchestra import Engine, SamplingParams, load_model
 from nanorchestra.agent import Limits, PolicyPrice, Rollout
 from nanorchestra.checkpoint import Checkpoints
@@ -135,10 +135,10 @@ class Training:
             metrics = self.trainer.supervised_step(groups, schedule.at(self.step))
             seconds = time.monotonic() - start
             self.step += 1
-            self._count_skipped(metrics)
             if few and (metrics["loss"] < section.few_loss or self.step - self.few_since >= section.few_steps):
                 self.few_tools, self.few_since = self.few_tools + 1, self.step
             self._append("metrics", {"phase": "warm_start", "step": self.step, **_plain(metrics), "tokens_per_s": metrics["tokens"] / seconds, "seconds": seconds})
+            self._count_skipped(metrics)
             bar.set_postfix_str(f"loss {metrics['loss']:.3f}, {metrics['tokens'] / seconds:,.0f} tokens/s")
             if self.step % 20 == 0 and self.ranks.first:
                 tqdm.write(f"warm start step {self.step:4d}/{section.steps}  loss {metrics['loss']:.3f}  {metrics['tokens'] / seconds:,.0f} tokens/s")
@@ -431,7 +431,7 @@ def open_run(config_file: Path | None, overrides: list[str], resume: Path | None
     config = None
     if resume is None:
         config = load_config(config_file or DEFAULT_CONFIG, overrides)
-        config = scaled_down(config) if dry_run else config
+        config = scaled_down(config, NANO) if dry_run else config
         path = Path(config.run.root) / config.run.name
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and (path / "config.toml").exists():
             resume = path                                    # torchrun has started the same command again after a failure
@@ -478,22 +478,27 @@ def main(arguments: list[str]) -> int:
         ranks.close()
         return 0 if finished or ranks.world > 1 else 130            # torchrun would start again what ends with another code than 0
     except UserError as error:
-        ranks.fail(str(error))
-        if first:
-            print(f"train.py: {error}", file=sys.stderr)
-        return 2
+        return _give_up(ranks, 2, f"train.py: {error}" if first else "", str(error))
     except KeyboardInterrupt:
-        ranks.fail("stopped at once")
-        if first:
-            print("train.py: stopped at once; go on with --resume", file=sys.stderr)
-        return 130
+        return _give_up(ranks, 130, "train.py: stopped at once; go on with --resume" if first else "", "stopped at once")
     except Exception as error:
         if ranks.world == 1:
             raise
-        traceback.print_exc()
-        ranks.fail(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-        print(f"rank {ranks.rank} ends; go on with --resume", file=sys.stderr, flush=True)
-        os._exit(1)                                                 # an orderly exit could wait for a collective that never ends
+        if not isinstance(error, RuntimeError) or "peer" not in str(error):
+            traceback.print_exc()
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return _give_up(ranks, 1, f"rank {ranks.rank} ends ({reason}); if it is about a connection, another rank says why. Go on with --resume", reason)
+
+
+def _give_up(ranks: Ranks, code: int, line: str, reason: str) -> int:
+    """Says why, here and to the other ranks. Among several the process ends at once: an orderly end could wait for a collective that never does."""
+    if line:
+        print(line, file=sys.stderr, flush=True)
+    if ranks.world > 1:
+        ranks.fail(reason)
+        sys.stdout.flush()
+        os._exit(code)
+    return code
 
 
 if __name__ == "__main__":

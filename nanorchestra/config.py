@@ -209,14 +209,14 @@ def _check(source: str, section: str, key: str, value: Any) -> None:
         raise UserError(f"{source}: {section}.{key} is {value}; it must lie in 0..1")
 
 
-def scaled_down(config: Config) -> Config:
-    """The same run in small, for a trial on CPUs: the miniature's model and lengths, two steps of each phase, little evaluation. How it is
-    sharded, checkpointed and optimised stays."""
+def scaled_down(config: Config, model: Path) -> Config:
+    """The same run in small, for a trial on CPUs: the miniature in the directory `model`, its lengths, two steps of each phase, little
+    evaluation. How it is sharded, checkpointed and optimised stays."""
     small = {"run": {"device": "cpu", "dtype": "float32", "name": f"{config.run.name}-dry-run", "threads": 1},
-             "model": {"path": "", "preset": "nano", "tokenizer_tasks": 60},
+             "model": {"path": str(model)},
              "warm_start": {"steps": min(config.warm_start.steps, 2), "prompts": 2},
-             "grpo": {"steps": 2, "prompts": 2, "group_size": 2, "min_std": 0.0, "token_budget": 2048},
-             "rollout": {"turns": 2, "turn_tokens": 32, "context_tokens": 1024, "page_size": 16, "pages": 0, "max_batch_tokens": 1024},
+             "grpo": {"steps": 2, "prompts": 2, "group_size": 4, "min_std": 0.0, "token_budget": 2048},
+             "rollout": {"turns": 2, "turn_tokens": 96, "context_tokens": 1024, "page_size": 16, "pages": 0, "max_batch_tokens": 1024},
              "evaluation": {"tasks": 4}}
     return dataclasses.replace(config, **{name: dataclasses.replace(getattr(config, name), **values) for name, values in small.items()})
 

@@ -159,7 +159,9 @@ class _Watch:
     """
 
     def __init__(self, store: Any, rank: int, world: int):
-        self.rank, self.store = rank, dist.PrefixStore("watch", store.clone())
+        mine = store.clone()                                         # a connection of its own: the main thread may be waiting on the other
+        mine.set_timeout(timedelta(seconds=SILENCE))
+        self.rank, self.store = rank, dist.PrefixStore("watch", mine)
         self.watched = list(range(1, world)) if rank == 0 else [0]
         self._stopped = threading.Event()
         self.store.set(f"beat/{rank}", "0")

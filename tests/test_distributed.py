@@ -5,6 +5,7 @@ Run as a program by the tests, `test_distributed.py FILE`, this file is one rank
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -149,8 +150,10 @@ def one_rank(file: str) -> None:
         import nanorchestra.distributed as distributed
         distributed.BEAT, distributed.SILENCE = 0.2, job["silence"]
     ranks = Ranks.start("cpu", shard=job.get("shard", "all"), sharded=job.get("sharded", False), timeout=120)
+    flat = copy.copy(ranks)                                                   # the same ranks without nodes
+    flat.mesh = torch.distributed.init_device_mesh("cpu", (ranks.world,), mesh_dim_names=("shard",))
     for name, deed, options in job["deeds"]:
-        result = globals()[deed](ranks, **options)
+        result = globals()[deed](flat if options.pop("flat", False) else ranks, **options)
         if ranks.first:
             torch.save(result, Path(file).parent / f"{name}.pt")
     ranks.close()
@@ -214,18 +217,14 @@ def test_two_ranks_do_as_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_nodes_of_two_ranks_with_a_replica_each_do_as_one(tmp_path):
-    results = run(tmp_path, 4, [*VARIANTS[:3], VARIANTS[-1], ["muon", "losses", {"steps": 6}]], local=2, shard="node")
-    for variant in (*VARIANTS[:3], VARIANTS[-1]):
+def test_four_ranks_and_two_nodes_of_two_with_a_replica_each_do_as_one(tmp_path):
+    variants = [*VARIANTS[:3], VARIANTS[-1]]
+    flat = [[f"flat_{name}", deed, options | {"flat": True}] for name, deed, options in variants]
+    results = run(tmp_path, 4, [*variants, *flat, ["muon", "losses", {"steps": 6}]], local=2, shard="node")
+    for variant in variants:
         agree(results[variant[0]], expected(variant), 1e-5)
+        agree(results[f"flat_{variant[0]}"], expected(variant), 1e-5)
     agree(results["muon"], losses(ONE, steps=6), 1e-4)
-
-
-@pytest.mark.slow
-def test_four_ranks_do_as_one(tmp_path):
-    results = run(tmp_path, 4, [VARIANTS[0], VARIANTS[2]])
-    for variant in (VARIANTS[0], VARIANTS[2]):
-        agree(results[variant[0]], expected(variant), 1e-5)
 
 
 @pytest.mark.slow
