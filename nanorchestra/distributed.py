@@ -72,9 +72,10 @@ class Ranks:
         else:
             store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=60)))
             store.set_timeout(limit)
-            ranks._watch = _Watch(store, rank, world)
             dist.init_process_group(backend, store=dist.PrefixStore("groups", store), rank=rank, world_size=world, timeout=limit)
             ranks._control, ranks._background = (dist.new_group(backend="gloo", timeout=limit) for _ in range(2))
+            start = ranks.gather(time.time_ns())[0]                  # torchrun's store outlives a restart, and so would what a rank said before it
+            ranks._watch = _Watch(dist.PrefixStore(f"watch/{start}", store), rank, world)
         nodes = world // per_node if shard == "node" else 1
         shape, names = ((nodes, world // nodes), ("replicate", "shard")) if nodes > 1 else ((world,), ("shard",))
         ranks.mesh = dist.init_device_mesh(device, shape, mesh_dim_names=names)
@@ -161,7 +162,7 @@ class _Watch:
     def __init__(self, store: Any, rank: int, world: int):
         mine = store.clone()                                         # a connection of its own: the main thread may be waiting on the other
         mine.set_timeout(timedelta(seconds=SILENCE))
-        self.rank, self.store = rank, dist.PrefixStore("watch", mine)
+        self.rank, self.store = rank, mine
         self.watched = list(range(1, world)) if rank == 0 else [0]
         self._stopped = threading.Event()
         self.store.set(f"beat/{rank}", "0")
