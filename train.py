@@ -3,8 +3,11 @@
     python train.py                                        the miniature on a CPU (configs/nano.toml)
     python train.py --config FILE --grpo.steps 300 --run.name longer
     python train.py --resume runs/nano                     goes on exactly where a run was stopped or killed
+    torchrun --nproc-per-node 8 train.py --config FILE     the same on several ranks, of one machine or many
+    python train.py --config FILE --dry-run                any run in small, on CPUs
 
-Everything drawn at random is a function of (run.seed, step, place), so a step can be computed again from the weights before it.
+Everything drawn at random is a function of (run.seed, step, place), so a step can be computed again from the weights before it, and it
+does not matter how many ranks share the work. Every rank makes its share of the attempts; all of them then know all trajectories.
 """
 
 from __future__ import annotations
@@ -18,7 +21,10 @@ import resource
 import signal
 import sys
 import time
+import traceback
 from collections import Counter
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -27,10 +33,12 @@ import torch
 from tqdm import tqdm
 
 from data_gen import World, demonstrate, describe, environment, texts
-from evaluate import evaluate, evaluate_routers, price_probe, score, summarise, task_bounds
+from evaluate import NANO, evaluate, evaluate_routers, price_probe, score, summarise, task_bounds
 from nanorchestra import Engine, SamplingParams, load_model
 from nanorchestra.agent import Limits, PolicyPrice, Rollout
-from nanorchestra.config import Config, load_config, to_toml
+from nanorchestra.checkpoint import Checkpoints
+from nanorchestra.config import Config, load_config, scaled_down, to_toml
+from nanorchestra.distributed import Ranks, shard_model
 from nanorchestra.grpo import group_advantages
 from nanorchestra.metrics import Run, table
 from nanorchestra.model import PRESETS, Qwen3
@@ -64,32 +72,36 @@ class Stop:
 
 
 class Training:
-    """One run: its parts, wired. `step` counts the finished steps of `phase`; both, and the weights, are what a checkpoint holds."""
+    """One run: its parts, wired, on this rank. `step` counts the finished steps of `phase`; both, and the weights, are what a checkpoint holds."""
 
-    def __init__(self, config: Config, run: Run, sandbox: Sandbox):
-        self.config, self.run, self.sandbox = config, run, sandbox
+    def __init__(self, config: Config, run: Run, sandbox: Sandbox, ranks: Ranks):
+        self.config, self.run, self.sandbox, self.ranks = config, run, sandbox, ranks
         self.world = World(config.run.seed, config.world.avoid_share)
         self.lessons = World(config.run.seed, config.world.avoid_share, lessons=True)
         self.habits = {"sensible": config.warm_start.sensible, "heedful": config.warm_start.heedful, "quits": config.warm_start.quits}
+        self.dtype = getattr(torch, resolve(config)[1])
         model, self.tokenizer = self._model()
-        settings, rollout = config.grpo, config.rollout
+        settings, rollout, parallel = config.grpo, config.rollout, config.parallel
         self.trainer = Trainer(model, vocab_limit=self.tokenizer.vocab_size, optimizer=config.warm_start.optimizer,
-                               weight_decay=settings.weight_decay, grad_clip=settings.grad_clip, token_budget=settings.token_budget)
-        engine_model = Qwen3(model.config).to(model.embed_tokens.weight)          # the engine's own copy, updated in place after each step
-        rows = max(settings.prompts * settings.group_size, 1)
+                               weight_decay=settings.weight_decay, grad_clip=settings.grad_clip, token_budget=settings.token_budget, ranks=ranks,
+                               dtype=self.dtype, activation_checkpointing=parallel.activation_checkpointing, cpu_offload=parallel.cpu_offload)
+        engine_model = Qwen3(model.config).to(ranks.device, self.dtype)          # the engine's own copy, updated in place after each step
+        rows = max(-(-settings.prompts // ranks.world) * settings.group_size, 1)
         pages = rollout.pages or rows * -(-rollout.context_tokens // rollout.page_size) + 64
         self.engine = Engine(engine_model, self.tokenizer, num_pages=pages, page_size=rollout.page_size, max_batch_tokens=rollout.max_batch_tokens,
                              max_running=rows, max_context=rollout.context_tokens)
+        self.checkpoints = Checkpoints(run.path / "checkpoints", config.run.keep_checkpoints, ranks)
         self.phase, self.step, self.before, self.seconds = "warm_start", 0, None, 0.0
         self.few_tools, self.few_since = config.warm_start.first_tools, 0         # how many the lessons of the warm start offer, and since which step
+        self.skipped = 0                                                          # steps in a row that were left out, not being finite
         self.started = time.monotonic()
 
     def _model(self) -> tuple[Qwen3, Tokenizer]:
-        section, run = self.config.model, self.config.run
-        device = ("cuda" if torch.cuda.is_available() else "cpu") if run.device == "auto" else run.device
-        dtype = ("bfloat16" if device == "cuda" else "float32") if run.dtype == "auto" else run.dtype
+        section, ranks = self.config.model, self.ranks
+        shard = partial(shard_model, ranks=ranks, dtype=self.dtype, cpu_offload=self.config.parallel.cpu_offload)
         if section.path:
-            model, tokenizer = load_model(section.path, device=device, dtype=dtype)
+            device = "cpu" if self.config.parallel.cpu_offload else str(ranks.device)
+            model, tokenizer = load_model(section.path, device=device, dtype="float32", build=lambda shape: shard(Qwen3(shape)))
             if tokenizer is None:
                 raise UserError(f"{section.path}: no tokenizer.json; training needs the checkpoint's tokenizer beside its weights")
             if is_quantised(model):
@@ -98,13 +110,14 @@ class Training:
         if section.preset not in PRESETS:
             raise UserError(f"model.preset is {section.preset!r}; it must be one of {', '.join(PRESETS)}")
         saved = self.run.path / "tokenizer"
-        if not saved.exists():
+        if ranks.first and not saved.exists():
             train_bpe(texts(self.lessons, section.tokenizer_tasks, self.sandbox, **self.habits), section.vocab_size).save(saved)
+        ranks.gather(None)                                                        # the others wait for it
         tokenizer = Tokenizer.from_dir(saved)
         shape = dataclasses.replace(PRESETS[section.preset], vocab_size=-(-tokenizer.vocab_size // 64) * 64, eos_token_ids=tuple(tokenizer.eos_ids))
         model = Qwen3(shape)
-        model.init_weights(run.seed)
-        return model.to(device=device, dtype=getattr(torch, dtype)), tokenizer
+        model.init_weights(self.config.run.seed)
+        return shard(model), tokenizer
 
     # The three phases.
 
@@ -112,26 +125,22 @@ class Training:
         """Supervised steps on the teacher's demonstrations. False if asked to stop."""
         section = self.config.warm_start
         schedule = Schedule(section.learning_rate, section.steps, section.warmup_steps, hold=section.hold)
-        bar = tqdm(total=section.steps, initial=self.step, desc="warm start", unit="step", dynamic_ncols=True, disable=None)
+        bar = self._bar(section.steps, "warm start")
         while self.step < section.steps:
             start = time.monotonic()
-            groups = []
             few = self.few_tools <= FEW_TOOLS
             lessons = dataclasses.replace(self.lessons, most_tools=self.few_tools if few else 0)
-            for task in lessons.tasks("train", section.prompts, start=self.step * section.prompts):
-                samples = []
-                for seed in range(section.samples):
-                    prompt, ids, sampled = demonstrate(environment(task, seed, self.sandbox), self.tokenizer, seed, **self.habits)
-                    samples.append(Sample(ids, sampled))
-                groups.append(Group(prompt, samples))
+            tasks = lessons.tasks("train", section.prompts, start=self.step * section.prompts)
+            groups = self.ranks.map(lambda mine: [self._demonstrations(task) for task in mine], tasks)
             metrics = self.trainer.supervised_step(groups, schedule.at(self.step))
             seconds = time.monotonic() - start
             self.step += 1
             if few and (metrics["loss"] < section.few_loss or self.step - self.few_since >= section.few_steps):
                 self.few_tools, self.few_since = self.few_tools + 1, self.step
-            self.run.append("metrics", {"phase": "warm_start", "step": self.step, **_plain(metrics), "tokens_per_s": metrics["tokens"] / seconds, "seconds": seconds})
+            self._append("metrics", {"phase": "warm_start", "step": self.step, **_plain(metrics), "tokens_per_s": metrics["tokens"] / seconds, "seconds": seconds})
+            self._count_skipped(metrics)
             bar.set_postfix_str(f"loss {metrics['loss']:.3f}, {metrics['tokens'] / seconds:,.0f} tokens/s")
-            if self.step % 20 == 0:
+            if self.step % 20 == 0 and self.ranks.first:
                 tqdm.write(f"warm start step {self.step:4d}/{section.steps}  loss {metrics['loss']:.3f}  {metrics['tokens'] / seconds:,.0f} tokens/s")
             bar.update()
             if not self._checkpoint_and_go_on(stop):
@@ -145,36 +154,81 @@ class Training:
         section = self.config.grpo
         schedule = Schedule(section.learning_rate, section.steps, section.warmup_steps, section.final_fraction)
         rollout = self._rollout(self.config.rollout.temperature)
-        bar = tqdm(total=section.steps, initial=self.step, desc="GRPO", unit="step", dynamic_ncols=True, disable=None)
+        bar = self._bar(section.steps, "GRPO")
         while self.step < section.steps:
             start = time.monotonic()
             first = (self.config.warm_start.steps * self.config.warm_start.prompts) + self.step * section.prompts
             tasks = [task for task in self.world.tasks("train", section.prompts, start=first) for _ in range(section.group_size)]
             seeds = [random.Random(f"{self.config.run.seed}/rollout/{self.step}/{i}").getrandbits(48) for i in range(len(tasks))]
-            trajectories = rollout.run([environment(task, seed, self.sandbox) for task, seed in zip(tasks, seeds)], seeds)
+            self.engine.wake()
+            trajectories, retried = self._attempts(rollout, tasks, seeds)
+            if self.ranks.device.type == "cuda":
+                self.engine.sleep()                                               # its KV memory is the trainer's for a while
             rolled = time.monotonic()
             groups, filtered = self._groups(tasks, trajectories)
             metrics = {}
             if groups:
                 metrics = self.trainer.policy_step(groups, schedule.at(self.step), temperature=self.config.rollout.temperature, clip_low=section.clip_low,
                                                    clip_high=section.clip_high, kl_coef=section.kl_coef, kl=section.kl)
-                self.engine.update_weights(named_hf_tensors(self.trainer.model))
+                self.engine.update_weights(named_hf_tensors(self.trainer.model, self.dtype))
+            elif self.ranks.first:
+                tqdm.write(f"step {self.step + 1}: no group is left to learn from ({', '.join(f'{why} {share:.0%}' for why, share in filtered.items())}); no update")
             done = time.monotonic()
             self.step += 1
             row = {"phase": "grpo", "step": self.step, **self._measure(tasks, trajectories), **_plain(metrics), "filtered": filtered,
                    "tokens_per_s": (sum(len(t.ids) - t.prompt_length for t in trajectories)) / (done - start), "seconds": done - start,
-                   "phase_seconds": {"rollout": rolled - start, "train": done - rolled}}
-            self.run.append("metrics", row)
-            for task, trajectory in list(zip(tasks, trajectories))[: self.config.run.record_groups * section.group_size]:
-                self._record("grpo", task, trajectory)
-            tqdm.write(f"step {self.step:4d}/{section.steps}  reward {row['reward']:.3f}  accuracy {row['accuracy']:.2f}  cost {row['cost_usd'] * 1e3:.2f} m$  "
-                       f"latency {row['latency_s']:.1f} s  preference {row['preference']:.2f}  {row['tokens_per_s']:,.0f} tokens/s")
+                   "phase_seconds": {"rollout": rolled - start, "train": done - rolled}} | ({"retried": retried} if retried else {})
+            self._append("metrics", row)
+            recorded = len(tasks) if "skipped" in metrics else self.config.run.record_groups * section.group_size
+            for task, trajectory in list(zip(tasks, trajectories))[:recorded]:
+                self._record("skipped" if "skipped" in metrics else "grpo", task, trajectory)
+            self._count_skipped(metrics)
+            if self.ranks.first:
+                tqdm.write(f"step {self.step:4d}/{section.steps}  reward {row['reward']:.3f}  accuracy {row['accuracy']:.2f}  cost {row['cost_usd'] * 1e3:.2f} m$  "
+                           f"latency {row['latency_s']:.1f} s  preference {row['preference']:.2f}  {row['tokens_per_s']:,.0f} tokens/s")
             bar.update()
             if not self._checkpoint_and_go_on(stop):
                 bar.close()
                 return False
         bar.close()
         return True
+
+    def _attempts(self, rollout: Rollout, tasks: Sequence[Task], seeds: Sequence[int]) -> tuple[list[Trajectory], int]:
+        """One attempt at each task, made by all ranks; those that the infrastructure failed are made again. Also how many were.
+
+        UserError if too many fail in the end: to learn from what is left would be to learn when tools happen to be up.
+        """
+        def run(places: list[int]) -> list[Trajectory]:
+            return rollout.run([environment(tasks[i], seeds[i], self.sandbox) for i in places], [seeds[i] for i in places])
+
+        trajectories = self.ranks.map(run, range(len(tasks)), self.config.grpo.group_size)
+        retried = 0
+        for again in range(self.config.rollout.retries + 1):
+            failed = [i for i, trajectory in enumerate(trajectories) if trajectory.status == "infrastructure"]
+            if not failed or again == self.config.rollout.retries:
+                break
+            retried += len(failed)
+            for i, trajectory in zip(failed, self.ranks.map(run, failed)):
+                trajectories[i] = trajectory
+        if len(failed) > self.config.rollout.failed_share * len(tasks):
+            said = next((result.content for turn in trajectories[failed[0]].turns for result in turn.results if result.infrastructure), "")
+            raise UserError(f"step {self.step + 1}: {len(failed)} of {len(tasks)} attempts failed for reasons of the infrastructure, again after "
+                            f"{self.config.rollout.retries} retries (rollout.failed_share is {self.config.rollout.failed_share}); the first: {said[:200]}")
+        return trajectories, retried
+
+    def _demonstrations(self, task: Task) -> Group:
+        samples = []
+        for seed in range(self.config.warm_start.samples):
+            prompt, ids, sampled = demonstrate(environment(task, seed, self.sandbox), self.tokenizer, seed, **self.habits)
+            samples.append(Sample(ids, sampled))
+        return Group(prompt, samples)
+
+    def _count_skipped(self, metrics: dict[str, float]) -> None:
+        """UserError after too many steps in a row whose loss or gradient was not finite."""
+        self.skipped = self.skipped + 1 if "skipped" in metrics else 0
+        if self.skipped >= self.config.run.skip_limit:
+            raise UserError(f"{self.phase} step {self.step}: the loss or its gradient is not finite, {self.skipped} steps in a row; "
+                            f"their trajectories are in {self.run.path / 'trajectories.jsonl'}, phase \"skipped\"")
 
     def _groups(self, tasks: list[Task], trajectories: list[Trajectory]) -> tuple[list[Group], dict[str, float]]:
         """Rewards and advantages of each group; the samples that enter the loss, and the share left out for each reason."""
@@ -223,13 +277,22 @@ class Training:
                           PolicyPrice(price.input_per_million, price.output_per_million), lockstep=section.lockstep)
         return _Scored(rollout)
 
+    def _bar(self, steps: int, what: str) -> tqdm:
+        return tqdm(total=steps, initial=self.step, desc=what, unit="step", dynamic_ncols=True, disable=None if self.ranks.first else True)
+
+    def _append(self, log: str, row: dict[str, Any]) -> None:
+        if self.ranks.first:
+            self.run.append(log, row)
+
     def evaluate(self, name: str) -> dict[str, Any]:
         """The held-out summary of the present weights; its trajectories are recorded under the phase `name`."""
         section = self.config.evaluation
         tasks = self.world.tasks("held_out", section.tasks)
-        self.engine.update_weights(named_hf_tensors(self.trainer.model))
-        rollout = self._rollout(section.temperature).rollout
-        with tqdm(total=len(tasks), desc=f"held-out tasks, {name}", unit="task", dynamic_ncols=True, disable=None) as bar:
+        self.engine.wake()
+        self.engine.update_weights(named_hf_tensors(self.trainer.model, self.dtype))
+        rollout = _Divided(self._rollout(section.temperature).rollout, self.ranks)
+        share = -(-len(tasks) // self.ranks.world)
+        with tqdm(total=share, desc=f"held-out tasks, {name}", unit="task", dynamic_ncols=True, disable=None if self.ranks.first else True) as bar:
             trajectories = evaluate(rollout, tasks, self.config.run.seed, self.sandbox, on_done=lambda _: bar.update())
         for task, trajectory in list(zip(tasks, trajectories)):
             self._record(name, task, trajectory)
@@ -238,53 +301,41 @@ class Training:
         return summary
 
     def _record(self, phase: str, task: Task, trajectory: Trajectory) -> None:
+        if not self.ranks.first:
+            return
         row = dataclasses.asdict(trajectory) | {
             "step": self.step, "phase": phase, "question": task.question, "preference_text": task.preference.text, "kind": task.data["kind"],
             "tools": [{"name": t["name"], "kind": t["what"], "description": describe(t)} for t in task.data["tools"]], "text": []}
         for turn in trajectory.turns:
             row["text"].append({"role": "assistant", "text": self.tokenizer.decode(trajectory.ids[turn.start:turn.end], skip_special=True)})
             row["text"] += [{"role": "tool", "text": result.content} for result in turn.results]
-        self.run.append("trajectories", row)
+        self._append("trajectories", row)
 
     def _checkpoint_and_go_on(self, stop: Stop) -> bool:
         section = getattr(self.config, self.phase)
-        if stop.asked or self.step % self.config.run.checkpoint_every == 0 or self.step == section.steps:
+        stopped = self.ranks.any(stop.asked)                                      # whichever rank was asked, all stop after the same step
+        if stopped or self.step % self.config.run.checkpoint_every == 0 or self.step == section.steps:
             self.save()
-        return not stop.asked
+        return not stopped
 
     def save(self) -> None:
-        """A checkpoint aside, then renamed; the oldest beyond `keep_checkpoints` go."""
-        folder = self.run.path / "checkpoints"
-        folder.mkdir(exist_ok=True)
-        state = {"phase": self.phase, "step": self.step, "before": self.before, "seconds": self._elapsed(), "offsets": self.run.offsets(),
-                 "few_tools": (self.few_tools, self.few_since), "trainer": self.trainer.state_dict()}
-        order = 0 if self.phase == "warm_start" else 1
-        final = folder / f"{order}-{self.phase}-{self.step:06d}.pt"
-        aside = final.with_suffix(".part")
-        with open(aside, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, final)
-        for old in sorted(folder.glob("*.pt"))[: -self.config.run.keep_checkpoints]:
-            old.unlink()
+        """Begins a checkpoint of this moment; it is written while training goes on."""
+        notes = {"phase": self.phase, "step": self.step, "before": self.before, "seconds": self._elapsed(), "few_tools": [self.few_tools, self.few_since],
+                 "skipped": self.skipped, "offsets": self.run.offsets() if self.ranks.first else {}, "optimizer": self.trainer.optimizer_kind,
+                 "reference": self.trainer.reference is not None}
+        self.checkpoints.save(f"{0 if self.phase == 'warm_start' else 1}-{self.phase}-{self.step:06d}", self.trainer.tensors(), notes)
 
     def restore(self) -> None:
-        """Goes back to the newest checkpoint that can be read; without one the run starts from its beginning."""
-        for path in sorted((self.run.path / "checkpoints").glob("*.pt"), reverse=True):
-            try:
-                state = torch.load(path, map_location="cpu", weights_only=True)
-            except Exception as error:  # a damaged file, whatever is wrong with it: the one before it is as good
-                print(f"{path}: damaged ({type(error).__name__}); trying the one before", file=sys.stderr)
-                continue
-            self.phase, self.step, self.before, self.seconds = state["phase"], state["step"], state["before"], state["seconds"]
-            self.few_tools, self.few_since = state["few_tools"]
-            self.trainer.load_state_dict(state["trainer"])
-            self.run.truncate(state["offsets"])
-            print(f"resuming {self.run.path} at {self.phase} step {self.step}")
-            return
-        self.run.truncate({"metrics": 0, "trajectories": 0})
-        print(f"resuming {self.run.path} from its beginning: it has no checkpoint yet")
+        """Goes back to the newest checkpoint that can be read; without one the run starts from its beginning. The number of ranks is free."""
+        notes = self.checkpoints.restore(lambda notes: self.trainer.prepare(notes["optimizer"], notes["reference"]))
+        if notes is not None:
+            self.phase, self.step, self.before, self.seconds = notes["phase"], notes["step"], notes["before"], notes["seconds"]
+            self.few_tools, self.few_since = notes["few_tools"]
+            self.skipped = notes["skipped"]
+        if self.ranks.first:
+            self.run.truncate(notes["offsets"] if notes else {"metrics": 0, "trajectories": 0})
+            where = f"at {self.phase} step {self.step}" if notes else "from its beginning: it has no checkpoint yet"
+            print(f"resuming {self.run.path} {where}", flush=True)
 
     def _elapsed(self) -> float:
         return self.seconds + time.monotonic() - self.started
@@ -300,16 +351,33 @@ class Training:
                 self.trainer.freeze_reference()
             self.phase, self.step = "grpo", 0
             self.save()
-            write_report(self.run.path)
-            if stop.asked:
+            if self.ranks.first:
+                write_report(self.run.path)
+            if self.ranks.any(stop.asked):
                 return False
-        self.engine.update_weights(named_hf_tensors(self.trainer.model))
+        self.engine.update_weights(named_hf_tensors(self.trainer.model, self.dtype))
         if not self.grpo(stop):
             return False
         after = self.evaluate("after")
+        self.export(self.run.path / "model")
+        self.checkpoints.wait()
+        if self.ranks.first:
+            self._finish(after)
+        return True
+
+    def export(self, path: Path) -> None:
+        """A directory that transformers loads, written by rank 0, to which the others bring their parts of one matrix after the other."""
+        tensors = named_hf_tensors(self.trainer.model, self.dtype)
+        if self.ranks.first:
+            save_checkpoint(self.trainer.model, self.tokenizer, path, dtype=self.dtype, tensors=tensors)
+        else:
+            for _ in tensors:
+                pass
+
+    def _finish(self, after: dict[str, Any]) -> None:
+        """On rank 0: what the run comes to."""
         tasks = self.world.tasks("held_out", self.config.evaluation.tasks)
         routers = evaluate_routers(tasks, self.config.run.seed, self.sandbox)
-        save_checkpoint(self.trainer.model, self.tokenizer, self.run.path / "model")
         summary = {"seconds": self._elapsed(), "steps": self.step, "seed": self.config.run.seed,
                    "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
                    "parameters": sum(p.numel() for p in self.trainer.model.parameters()),
@@ -317,7 +385,6 @@ class Training:
         self.run.write_json("summary.json", summary)
         write_report(self.run.path)
         print(table(summary))
-        return True
 
 
 def keep_freed_memory() -> None:
@@ -339,46 +406,99 @@ class _Scored:
         return [score(env.task, trajectory) for env, trajectory in zip(environments, self.rollout.run(environments, seeds))]
 
 
+class _Divided:
+    """A rollout whose attempts are divided over the ranks; each gets all trajectories."""
+
+    def __init__(self, rollout: Rollout, ranks: Ranks):
+        self.rollout, self.ranks = rollout, ranks
+
+    def run(self, environments, seeds, on_done=None) -> list[Trajectory]:
+        return self.ranks.map(lambda mine: self.rollout.run([environments[i] for i in mine], [seeds[i] for i in mine], on_done), range(len(environments)))
+
+
 def _plain(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name != "tokens"}
+
+
+def resolve(config: Config) -> tuple[str, str]:
+    """The device and the dtype of computing that run.device and run.dtype stand for on this machine."""
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.run.device == "auto" else config.run.device
+    return device, ("bfloat16" if device == "cuda" else "float32") if config.run.dtype == "auto" else config.run.dtype
+
+
+def open_run(config_file: Path | None, overrides: list[str], resume: Path | None, dry_run: bool) -> tuple[Config, Run, bool]:
+    """The config, the run's directory, made here by rank 0, and whether to go on with what is in it."""
+    config = None
+    if resume is None:
+        config = load_config(config_file or DEFAULT_CONFIG, overrides)
+        config = scaled_down(config, NANO) if dry_run else config
+        path = Path(config.run.root) / config.run.name
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and (path / "config.toml").exists():
+            resume = path                                    # torchrun has started the same command again after a failure
+        elif int(os.environ.get("RANK", 0)) == 0:
+            return config, Run.create(path, to_toml(config)), False
+        else:
+            return config, Run(path), False
+    elif config_file or overrides or dry_run:
+        raise UserError("--resume: goes on with the run's own config.toml; give no --config and no overrides")
+    run = Run.open(resume)
+    if (run.path / "summary.json").exists():
+        raise UserError(f"{run.path}: this run is finished; its summary is in {run.path / 'summary.json'}")
+    return load_config(run.path / "config.toml"), run, True
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Trains a tool orchestrator. Any setting of the config is also an option: --section.key value.")
     parser.add_argument("--config", type=Path, help=f"a TOML file (default: {DEFAULT_CONFIG.name} in configs/)")
     parser.add_argument("--resume", type=Path, metavar="RUN", help="a run directory to go on with")
+    parser.add_argument("--dry-run", action="store_true", help="the run in small, on CPUs: nano's model, two steps, the same sharding and optimizers")
     known, overrides = parser.parse_known_args(arguments)
+    ranks, first = Ranks(), int(os.environ.get("RANK", 0)) == 0
     try:
-        if known.resume:
-            if known.config or overrides:
-                raise UserError("--resume: goes on with the run's own config.toml; give no --config and no overrides")
-            run = Run.open(known.resume)
-            config = load_config(run.path / "config.toml")
-            if (run.path / "summary.json").exists():
-                raise UserError(f"{run.path}: this run is finished; its summary is in {run.path / 'summary.json'}")
-        else:
-            config = load_config(known.config or DEFAULT_CONFIG, overrides)
-            run = Run.create(Path(config.run.root) / config.run.name, to_toml(config))
-        run.lock()
+        config, run, resumed = open_run(known.config, overrides, known.resume, known.dry_run)
+        if first:
+            run.lock()
         keep_freed_memory()
-        torch.set_num_threads(config.run.threads or len(os.sched_getaffinity(0)))
+        torch.set_num_threads(config.run.threads or max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
         stop = Stop()
+        device, dtype = resolve(config)
+        ranks = Ranks.start(device, shard=config.parallel.shard, sharded=device == "cuda" or dtype != "float32", timeout=config.parallel.timeout)
+        first = ranks.first
         with Sandbox() as sandbox:
-            training = Training(config, run, sandbox)
-            if known.resume:
+            training = ranks.together(lambda: Training(config, run, sandbox, ranks))
+            if resumed:
                 training.restore()
-            print(f"writing to {run.path}: config.toml, metrics.jsonl, trajectories.jsonl, report.html, checkpoints/, model/")
-            if not training(stop):
-                print(f"stopped at {training.phase} step {training.step}; go on with: python train.py --resume {run.path}")
-                return 130
-        print(f"report: {run.path / 'report.html'}   model: {run.path / 'model'}   summary: {run.path / 'summary.json'}")
-        return 0
+            if first:
+                print(f"writing to {run.path}: config.toml, metrics.jsonl, trajectories.jsonl, report.html, checkpoints/, model/")
+            finished = training(stop)
+            training.checkpoints.wait()
+        if first:
+            print(f"report: {run.path / 'report.html'}   model: {run.path / 'model'}   summary: {run.path / 'summary.json'}" if finished else
+                  f"stopped at {training.phase} step {training.step}; go on with: python train.py --resume {run.path}", flush=True)
+        ranks.close()
+        return 0 if finished or ranks.world > 1 else 130            # torchrun would start again what ends with another code than 0
     except UserError as error:
-        print(f"train.py: {error}", file=sys.stderr)
-        return 2
+        return _give_up(ranks, 2, f"train.py: {error}" if first else "", str(error))
     except KeyboardInterrupt:
-        print("train.py: stopped at once; go on with --resume", file=sys.stderr)
-        return 130
+        return _give_up(ranks, 130, "train.py: stopped at once; go on with --resume" if first else "", "stopped at once")
+    except Exception as error:
+        if ranks.world == 1:
+            raise
+        if not isinstance(error, RuntimeError) or "peer" not in str(error):
+            traceback.print_exc()
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return _give_up(ranks, 1, f"rank {ranks.rank} ends ({reason}); if it is about a connection, another rank says why. Go on with --resume", reason)
+
+
+def _give_up(ranks: Ranks, code: int, line: str, reason: str) -> int:
+    """Says why, here and to the other ranks. Among several the process ends at once: an orderly end could wait for a collective that never does."""
+    if line:
+        print(line, file=sys.stderr, flush=True)
+    if ranks.world > 1:
+        ranks.fail(reason)
+        sys.stdout.flush()
+        os._exit(code)
+    return code
 
 
 if __name__ == "__main__":

@@ -19,11 +19,20 @@ class RunConfig:
     root: str = "runs"
     seed: int = 0
     device: str = "auto"                 # auto, cpu or cuda
-    dtype: str = "auto"                  # auto (float32 on cpu, bfloat16 on cuda), float32, bfloat16
-    threads: int = 0                     # CPU threads of torch; 0: as many as there are cores
+    dtype: str = "auto"                  # of computing: auto (float32 on cpu, bfloat16 on cuda), float32, bfloat16; the weights trained are float32
+    threads: int = 0                     # CPU threads of torch; 0: as many as there are cores, divided by the ranks of the machine
     checkpoint_every: int = 10           # steps
     keep_checkpoints: int = 2
     record_groups: int = 1               # groups a step whose trajectories are written in full
+    skip_limit: int = 3                  # steps in a row with a loss or gradient that is not finite: so many end the run
+
+
+@dataclass(frozen=True)
+class ParallelSection:
+    shard: str = "all"                   # who holds the weights between them: all ranks, or those of a node (HSDP: each node has a replica)
+    activation_checkpointing: bool = False  # keep a layer's input only, and compute the layer again in the backward
+    cpu_offload: bool = False            # master weights, gradients and moments in host memory; needs a GPU or several ranks
+    timeout: float = 1800.0              # seconds that ranks wait for one another; a rank that dies is missed sooner
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,8 @@ class RolloutSection:
     page_size: int = 16
     pages: int = 0                       # 0: as many as the rollout of a step can need
     max_batch_tokens: int = 4096
+    retries: int = 1                     # attempts that fail for reasons of the infrastructure are made again so many times,
+    failed_share: float = 0.5            # then left out; more than this share of a step's attempts ends the run
     lockstep: bool = True                # no engine step while a tool runs: the run is a pure function of its seed
 
 
@@ -100,6 +111,7 @@ class EvaluationSection:
 @dataclass(frozen=True)
 class Config:
     run: RunConfig = field(default_factory=RunConfig)
+    parallel: ParallelSection = field(default_factory=ParallelSection)
     model: ModelSection = field(default_factory=ModelSection)
     world: WorldSection = field(default_factory=WorldSection)
     warm_start: WarmStartSection = field(default_factory=WarmStartSection)
@@ -108,9 +120,9 @@ class Config:
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
 
 
-_CHOICES = {("run", "device"): ("auto", "cpu", "cuda"), ("run", "dtype"): ("auto", "float32", "bfloat16"), ("grpo", "bounds"): ("group", "task"), ("grpo", "kl"): ("full", "k2", "k3"),
+_CHOICES = {("parallel", "shard"): ("all", "node"), ("run", "device"): ("auto", "cpu", "cuda"), ("run", "dtype"): ("auto", "float32", "bfloat16"), ("grpo", "bounds"): ("group", "task"), ("grpo", "kl"): ("full", "k2", "k3"),
             ("warm_start", "optimizer"): ("adamw", "muon"), ("grpo", "optimizer"): ("adamw", "muon")}
-_POSITIVE = {("run", "checkpoint_every"), ("run", "keep_checkpoints"), ("model", "vocab_size"), ("model", "tokenizer_tasks"), ("warm_start", "first_tools"), ("warm_start", "prompts"), ("warm_start", "samples"),
+_POSITIVE = {("run", "checkpoint_every"), ("run", "keep_checkpoints"), ("run", "skip_limit"), ("parallel", "timeout"), ("model", "vocab_size"), ("model", "tokenizer_tasks"), ("warm_start", "first_tools"), ("warm_start", "prompts"), ("warm_start", "samples"),
              ("grpo", "prompts"), ("grpo", "token_budget"), ("rollout", "turns"), ("rollout", "turn_tokens"), ("rollout", "context_tokens"),
              ("rollout", "page_size"), ("rollout", "max_batch_tokens"), ("rollout", "temperature"), ("evaluation", "tasks")}
 
@@ -195,6 +207,18 @@ def _check(source: str, section: str, key: str, value: Any) -> None:
             raise UserError(f"{source}: {section}.{key} is 0; it must be above 0")
     if (key.endswith(("_share", "_fraction")) or key in ("hold", "sensible", "heedful", "quits")) and value > 1:
         raise UserError(f"{source}: {section}.{key} is {value}; it must lie in 0..1")
+
+
+def scaled_down(config: Config, model: Path) -> Config:
+    """The same run in small, for a trial on CPUs: the miniature in the directory `model`, its lengths, two steps of each phase, little
+    evaluation. How it is sharded, checkpointed and optimised stays."""
+    small = {"run": {"device": "cpu", "dtype": "float32", "name": f"{config.run.name}-dry-run", "threads": 1},
+             "model": {"path": str(model)},
+             "warm_start": {"steps": min(config.warm_start.steps, 2), "prompts": 2},
+             "grpo": {"steps": 2, "prompts": 2, "group_size": 4, "min_std": 0.0, "token_budget": 2048},
+             "rollout": {"turns": 2, "turn_tokens": 96, "context_tokens": 1024, "page_size": 16, "pages": 0, "max_batch_tokens": 1024},
+             "evaluation": {"tasks": 4}}
+    return dataclasses.replace(config, **{name: dataclasses.replace(getattr(config, name), **values) for name, values in small.items()})
 
 
 def to_toml(config: Config) -> str:

@@ -45,7 +45,7 @@ class Run:
             aside.mkdir()
             write_whole(aside / "config.toml", config_text.encode())
             os.rename(aside, path)
-            _sync_directory(path.parent)
+            sync_directory(path.parent)
         except (OSError, UserError) as error:
             shutil.rmtree(aside, ignore_errors=True)
             for parent in missing:  # innermost first; one that is not empty is somebody else's by now
@@ -188,7 +188,7 @@ def write_whole(path: Path, data: bytes) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(aside, path)
-            _sync_directory(path.parent)
+            sync_directory(path.parent)
         except BaseException:
             aside.unlink(missing_ok=True)
             raise
@@ -275,7 +275,8 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
+    """Brings what was renamed in it to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from nanorchestra.induction import draft_induction
 from nanorchestra.ops import Attend, apply_rope, linear, rms_norm, rope_frequencies, rope_tables, swiglu
@@ -246,6 +247,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
+        self.recompute = False  # in training: keep only x for the backward, which computes the layer once more (Chen et al. 2016, arXiv 1604.06174)
         self.input_layernorm = nn.Parameter(torch.ones(config.hidden_size))
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = nn.Parameter(torch.ones(config.hidden_size))
@@ -254,6 +256,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self._forward, x, cos, sin, attend, use_reentrant=False, preserve_rng_state=False)
+        return self._forward(x, cos, sin, attend)
+
+    def _forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         x = x + self.self_attn(rms_norm(x, self.input_layernorm, self.eps), cos, sin, attend)
         return x + self.down_proj(swiglu(self.gate_up_proj(rms_norm(x, self.post_attention_layernorm, self.eps))))
 

@@ -3,20 +3,24 @@
 A pack is a tree: what all prompts begin with is there once, each prompt once, and what samples of it have in common (the thought that
 reads the prompt) once. `ops.packed_attention` lets every id attend to its own past, so that the gradients are exactly those of the
 whole sequences.
-The loss is a sum over sampled ids divided by their number in the whole step, so that neither packing nor micro-batches change it.
+The loss is a sum over sampled ids divided by their number in the whole step, so that neither packing nor micro-batches nor ranks change it.
+All ranks call a step with the same groups; each takes a share of equal cost, and all do the same number of micro-batches.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
-from typing import Iterator, Sequence
+import math
+from dataclasses import dataclass
+from typing import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from . import grpo
+from .distributed import Ranks, is_sharded, local, shard_model
 from .model import Qwen3
+from .muon import Muon
 from .ops import Segment, packed_attention
 
 SHARED_IDS = 16            # samples share what they have in common if it is at least so long: a shorter segment costs more than it saves
@@ -63,7 +67,10 @@ class Packed:
 
 
 def pack(groups: Sequence[Group], device: torch.device | str = "cpu") -> Packed:
-    """Lays out every id once: what all prompts begin with, then each prompt's rest and its samples as a tree; no padding."""
+    """Lays out every id once: what all prompts begin with, then each prompt's rest and its samples as a tree; no padding.
+
+    Without groups it is one id that predicts nothing, for a rank that has no work but must take part in forward and backward.
+    """
     tokens: list[int] = []
     positions: list[int] = []
     segments: list[Segment] = []
@@ -94,6 +101,8 @@ def pack(groups: Sequence[Group], device: torch.device | str = "cpu") -> Packed:
     targets: list[int] = []
     old: list[float] = []
     advantages: list[float] = []
+    if not groups:
+        lay([0], 0, None)
     prompts = [group.prompt for group in groups]
     common = min(_agree(prompts), min(map(len, prompts)) - 1) if len(prompts) > 1 else 0        # each keeps an id of its own
     beginning = lay(groups[0].prompt[:common], 0, None) if common else None
@@ -135,6 +144,34 @@ def micro_batches(groups: Sequence[Group], token_budget: int) -> Iterator[list[G
         yield batch
 
 
+def split_groups(groups: Sequence[Group], limit: float, size: Callable[[Group], float]) -> list[Group]:
+    """The groups in their order, where one whose size is above the limit gives way to its halves, down to single samples.
+
+    The gradient is the same: it is a sum over samples, whose advantages are given.
+    """
+    parts: list[Group] = []
+    for group in groups:
+        if size(group) > limit and len(group.samples) > 1:
+            half = len(group.samples) // 2
+            parts += split_groups([Group(group.prompt, group.samples[:half]), Group(group.prompt, group.samples[half:])], limit, size)
+        else:
+            parts.append(group)
+    return parts
+
+
+def balance(groups: Sequence[Group], ranks: int, cost: Callable[[Group], float]) -> list[list[Group]]:
+    """The groups of each rank, in their order. The dearest is given first, each to whoever has least (Graham 1969: at most 4/3 of the best);
+    one that costs more than a rank's fair share is split."""
+    groups = split_groups(groups, sum(map(cost, groups)) / ranks, cost)
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0.0] * ranks
+    for i in sorted(range(len(groups)), key=lambda i: -cost(groups[i])):
+        rank = loads.index(min(loads))
+        shares[rank].append(i)
+        loads[rank] += cost(groups[i])
+    return [[groups[i] for i in sorted(share)] for share in shares]
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Learning rate: `warmup_steps` up, at its peak for the first `hold` of the steps, then linearly down to `final_fraction` of it."""
@@ -154,20 +191,24 @@ class Schedule:
 
 
 class Trainer:
-    """A model, its optimizer, and optionally a frozen reference. Owns no data and draws nothing at random."""
+    """A model, its optimizer, and optionally a frozen reference, on one rank or sharded over many. Owns no data and draws nothing at random.
+
+    The model is plain, or has been through distributed.shard_model with the same `ranks`. `dtype` is what a sharded reference computes in.
+    """
 
     def __init__(self, model: Qwen3, *, vocab_limit: int, optimizer: str = "adamw", betas: tuple[float, float] = (0.9, 0.95),
-                 weight_decay: float = 0.0, grad_clip: float = 1.0, token_budget: int = 16384):
-        self.model, self.vocab_limit = model, vocab_limit
+                 weight_decay: float = 0.0, grad_clip: float = 1.0, token_budget: int = 16384, ranks: Ranks | None = None,
+                 dtype: torch.dtype = torch.float32, activation_checkpointing: bool = False, cpu_offload: bool = False):
+        self.model, self.vocab_limit, self.ranks = model, vocab_limit, ranks or Ranks(device=model.embed_tokens.weight.device)
         self.betas, self.weight_decay, self.grad_clip, self.token_budget = betas, weight_decay, grad_clip, token_budget
+        self.dtype, self.cpu_offload = dtype, cpu_offload
+        for block in model.layers:
+            block.recompute = activation_checkpointing
         self.reference: Qwen3 | None = None
         self.new_optimizer(optimizer)
 
     def new_optimizer(self, kind: str) -> None:
-        """Forgets all moments. "adamw"; or "muon": Muon (Jordan 2024) for the matrices of the blocks, AdamW for everything else.
-
-        Muon's updates are scaled to the RMS of AdamW's (Liu et al. 2025, arXiv 2502.16982), so that one learning rate serves both.
-        """
+        """Forgets all moments. "adamw"; or "muon": Muon for the matrices of the blocks, AdamW for everything else."""
         matrices = [p for p in self.model.layers.parameters() if p.dim() == 2] if kind == "muon" else []
         taken = {id(p) for p in matrices}
         others = [p for p in self.model.parameters() if id(p) not in taken]
@@ -176,30 +217,63 @@ class Trainer:
              {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0}],
             lr=0.0, betas=self.betas, fused=True)]
         if matrices:
-            self.optimizers.append(torch.optim.Muon(matrices, lr=0.0, weight_decay=self.weight_decay, adjust_lr_fn="match_rms_adamw"))
+            self.optimizers.append(Muon(matrices, weight_decay=self.weight_decay))
         self.optimizer_kind = kind
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return self.ranks.device
 
     def freeze_reference(self) -> None:
         """Keeps a copy of the model as it is now, for the KL term."""
-        self.reference = copy.deepcopy(self.model).requires_grad_(False)
+        if self.ranks.mesh is None:
+            self.reference = copy.deepcopy(self.model).requires_grad_(False)
+            return
+        with torch.device("meta"):
+            reference = shard_model(Qwen3(self.model.config).requires_grad_(False), self.ranks, self.dtype, cpu_offload=self.cpu_offload)
+        self.reference = reference.to_empty(device=self.model.norm.device)
+        with torch.no_grad():
+            for copied, parameter in zip(reference.parameters(), self.model.parameters(), strict=True):
+                local(copied).copy_(local(parameter))
+
+    def _share(self, groups: Sequence[Group]) -> list[list[Group]]:
+        """This rank's micro-batches, as many as every other rank has: the last ones may be empty."""
+        config = self.model.config
+        per_token = sum(p.numel() for p in self.model.layers.parameters() if p.dim() == 2)
+        per_pair = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim      # in the same unit: a multiplication
+
+        def cost(group: Group) -> float:
+            prompt = len(group.prompt)
+            pairs = prompt * prompt / 2 + sum(len(sample.ids) * (prompt + len(sample.ids) / 2) for sample in group.samples)
+            return per_token * group.tokens + per_pair * pairs
+
+        groups = split_groups(groups, self.token_budget, lambda group: group.tokens)
+        shares = [groups] if self.ranks.world == 1 else balance(groups, self.ranks.world, cost)
+        batches = [list(micro_batches(share, self.token_budget)) for share in shares]
+        return batches[self.ranks.rank] + [[]] * (max(map(len, batches)) - len(batches[self.ranks.rank]))
+
+    def _backward(self, loss: Tensor, last: bool) -> None:
+        """FSDP takes the mean over the ranks where the sum is meant. Replicas (HSDP) sum up once, after the last micro-batch of a step."""
+        if self.ranks.mesh is not None:
+            self.model.set_is_last_backward(last)
+            self.model.set_requires_all_reduce(last)
+            loss = loss * self.ranks.world
+        loss.backward()
 
     def supervised_step(self, groups: Sequence[Group], learning_rate: float) -> dict[str, float]:
         """One update on demonstrations; returns the mean loss in nats per demonstrated id, the gradient norm and the tokens packed."""
         normaliser = float(sum(group.sampled for group in groups))
         metrics = {"loss": 0.0, "entropy": 0.0}
-        for batch in micro_batches(groups, self.token_budget):
+        batches = self._share(groups)
+        for i, batch in enumerate(batches):
             packed = pack(batch, self.device)
             hidden = self.model(packed.tokens, packed.positions, packed.attend)
             logprobs, entropy = self._logprobs(hidden, packed, 1.0)
             loss = grpo.supervised_loss(logprobs, normaliser=normaliser)
-            loss.backward()
+            self._backward(loss, last=i == len(batches) - 1)
             metrics["loss"] += loss.item()
             metrics["entropy"] += float(entropy.sum()) / normaliser
-        return metrics | self._update(learning_rate) | {"tokens": float(sum(group.tokens for group in groups))}
+        return self._finish(metrics, learning_rate, groups)
 
     def policy_step(self, groups: Sequence[Group], learning_rate: float, *, temperature: float = 1.0, clip_low: float = 0.2, clip_high: float = 0.28,
                     dual_clip: float | None = None, kl_coef: float = 0.0, kl: str = "full") -> dict[str, float]:
@@ -209,7 +283,8 @@ class Trainer:
         """
         normaliser = float(sum(group.sampled for group in groups))
         metrics: dict[str, float] = {}
-        for batch in micro_batches(groups, self.token_budget):
+        batches = self._share(groups)
+        for i, batch in enumerate(batches):
             packed = pack(batch, self.device)
             hidden = self.model(packed.tokens, packed.positions, packed.attend)
             logprobs, entropy = self._logprobs(hidden, packed, temperature)
@@ -232,37 +307,65 @@ class Trainer:
             if penalty is not None:
                 terms["kl"] = penalty.item()
                 loss = loss + kl_coef * penalty
-            loss.backward()
+            self._backward(loss, last=i == len(batches) - 1)
             gap = (logprobs.detach() - packed.old_logprobs).abs().sum()
             terms |= {"loss": loss.item(), "entropy": float(entropy.sum()) / normaliser, "logprob_gap": float(gap) / normaliser}
             for name, value in terms.items():
                 metrics[name] = metrics.get(name, 0.0) + value
-        return metrics | self._update(learning_rate) | {"tokens": float(sum(group.tokens for group in groups))}
+        return self._finish(metrics, learning_rate, groups)
 
     def _logprobs(self, hidden: Tensor, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
         return grpo.token_logprobs(hidden[packed.source], self.model.output_weight, packed.targets, temperature=temperature, vocab_limit=self.vocab_limit)
 
+    def _finish(self, metrics: dict[str, float], learning_rate: float, groups: Sequence[Group]) -> dict[str, float]:
+        """The update, and the metrics of all ranks. A loss that is not finite leaves everything as it was: "skipped" is 1."""
+        metrics = self.ranks.sum(metrics)
+        if self.reference is not None and self.ranks.mesh is not None:               # no backward has resharded it
+            for module in (self.reference, *self.reference.layers):
+                module.reshard()
+        if math.isfinite(metrics["loss"]):
+            metrics |= self._update(learning_rate)
+        else:
+            metrics |= {"grad_norm": math.nan, "learning_rate": learning_rate, "skipped": 1.0}
+            for optimizer in self.optimizers:
+                optimizer.zero_grad(set_to_none=True)
+        return metrics | {"tokens": float(sum(group.tokens for group in groups))}
+
     def _update(self, learning_rate: float) -> dict[str, float]:
         """Clips, steps unless the gradient is not finite, clears."""
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip)
+        if is_sharded(norm):
+            norm = norm.full_tensor()
+        finite = bool(torch.isfinite(norm))
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
-            if torch.isfinite(norm):
+            if finite:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return {"grad_norm": norm.item(), "learning_rate": learning_rate}
+        return {"grad_norm": norm.item(), "learning_rate": learning_rate} | ({} if finite else {"skipped": 1.0})
 
-    def state_dict(self) -> dict[str, object]:
-        """Everything a run needs to go on exactly: weights, moments, reference."""
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer_kind, "moments": [o.state_dict() for o in self.optimizers],
-                "reference": None if self.reference is None else self.reference.state_dict()}
+    def tensors(self) -> dict[str, Tensor]:
+        """All that a run needs to go on exactly, weights, moments and reference, by name, whatever ranks hold it. Writing to one writes to the
+        trainer's own. Moments that no step has made yet are zero, as the first step would have found them."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        tensors = {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}
+        for optimizer in self.optimizers:
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                state = optimizer.state[p]
+                if not state and isinstance(optimizer, Muon):
+                    state["momentum_buffer"] = torch.zeros_like(p)
+                elif not state:
+                    state |= {"step": torch.zeros((), device=p.device), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                tensors |= {f"optimizer.{names[id(p)]}.{key}": value for key, value in state.items()}
+        if self.reference is not None:
+            tensors |= {f"reference.{name}": p.detach() for name, p in self.reference.named_parameters()}
+        return tensors
 
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.new_optimizer(state["optimizer"])
-        for optimizer, moments in zip(self.optimizers, state["moments"], strict=True):
-            optimizer.load_state_dict(moments)
-        if state["reference"] is not None:
+    def prepare(self, optimizer: str, reference: bool) -> dict[str, Tensor]:
+        """`tensors()` of a trainer with that optimizer, and a reference or none, for a checkpoint to be read into."""
+        self.new_optimizer(optimizer)
+        self.reference = None
+        if reference:
             self.freeze_reference()
-            self.reference.load_state_dict(state["reference"])
+        return self.tensors()

@@ -20,11 +20,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from nanorchestra.distributed import first_row, is_sharded, whole
 from nanorchestra.model import ModelConfig, Qwen3, eos_ids
 from nanorchestra.quantise import MODES, QuantisedLinear, Slot, is_quantised, linears, quantise_model, replace_linear
 from nanorchestra.types import UserError
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
     from nanorchestra.tokenizer import Tokenizer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -161,7 +164,12 @@ def copy_weights(model: Qwen3, tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 def hf_slots(model: Qwen3, stored: Collection[str] = ()) -> dict[str, Slot]:
     """Where each HF tensor goes. Parts of a quantised matrix come as AWQ's tensors where `stored` names them, else in full precision."""
-    slots = {name: Slot(list(view.shape), False, view.copy_) for name, view in _views(model)}
+    slots: dict[str, Slot] = {}
+    for ours, parameter in model.named_parameters():
+        if is_sharded(parameter):
+            slots |= _shard_slots(model.config, ours, parameter)
+        else:
+            slots |= {name: Slot(list(view.shape), False, view.copy_) for name, view in hf_parts(model.config, ours, parameter.detach())}
     for name, module in linears(model, QuantisedLinear):
         for part, rows in hf_parts(model.config, f"{name}.weight", torch.arange(module.out_features)):
             part = part.removesuffix("weight")
@@ -171,19 +179,36 @@ def hf_slots(model: Qwen3, stored: Collection[str] = ()) -> dict[str, Slot]:
     return slots if part_of is None else {name: part_of(name, slot) for name, slot in slots.items()}
 
 
-def named_hf_tensors(model: Qwen3) -> Iterator[tuple[str, Tensor]]:
+def _shard_slots(config: ModelConfig, name: str, parameter: DTensor) -> dict[str, Slot]:
+    """Slots of a parameter of which this rank holds some rows: they take a whole tensor and keep those."""
+    held, first = parameter.detach().to_local(), first_row(parameter)
+
+    def slot(begin: int, end: int) -> Slot:
+        low, high = max(begin, first), min(end, first + len(held))
+
+        def write(tensor: Tensor) -> None:
+            if low < high:
+                held[low - first : high - first].copy_(tensor[low - begin : high - begin])
+
+        return Slot([end - begin, *parameter.shape[1:]], False, write)
+
+    return {part: slot(int(rows[0]), int(rows[-1]) + 1) for part, rows in hf_parts(config, name, torch.arange(len(parameter)))}
+
+
+def named_hf_tensors(model: Qwen3, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """(HF name, tensor) of every parameter, without gradient; the tensors are views: writing to them writes to the model.
 
+    Of a sharded model the whole tensors, gathered one parameter at a time in `dtype`: all ranks iterate alike, and writing to them writes nowhere.
     Raises UserError for a quantised model, whose matrices are no such tensors.
     """
     if is_quantised(model):
         raise UserError("the model is quantised, which cannot be saved or trained: expected full-precision weights, loaded without quantise")
-    return _views(model)
+    return _views(model, dtype)
 
 
-def _views(model: Qwen3) -> Iterator[tuple[str, Tensor]]:
+def _views(model: Qwen3, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
-        yield from hf_parts(model.config, name, parameter.detach())
+        yield from hf_parts(model.config, name, whole(parameter, dtype))
 
 
 def hf_parts(config: ModelConfig, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:

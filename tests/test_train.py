@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -103,8 +104,104 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(straight, tmp_path):
     run = tmp_path / "copy"
     shutil.copytree(straight[0], run)
     (run / "summary.json").unlink()
-    newest = sorted((run / "checkpoints").glob("*.pt"))[-1]
+    newest = next(sorted((run / "checkpoints").iterdir())[-1].glob("*.distcp"))
     newest.write_bytes(newest.read_bytes()[:1000])
     code, out = train("--resume", run)
     assert code == 0 and "damaged" in out
     assert rows(run) == rows(straight[0]) and final(run) == final(straight[0])
+
+
+def test_attempts_that_the_infrastructure_failed_are_made_again_then_left_out_then_end_the_run(monkeypatch):
+    import types
+
+    import train as program
+    from nanorchestra.config import load_config
+    from nanorchestra.distributed import Ranks
+    from nanorchestra.types import Trajectory, UserError
+
+    monkeypatch.setattr(program, "environment", lambda task, seed, sandbox: (task, seed))
+    failures: dict[int, int] = {}
+
+    class Rollout:
+        def run(self, environments, seeds):
+            made = []
+            for task, seed in environments:
+                failures[task] -= 1
+                made.append(Trajectory(str(task), seed, 0, [], [], [], [], status="infrastructure" if failures[task] >= 0 else "answered"))
+            return made
+
+    def attempts(*counts):
+        failures.update(enumerate(counts))
+        house = types.SimpleNamespace(ranks=Ranks(), config=load_config(None, ["--rollout.retries", "2", "--rollout.failed_share", "0.4"]), sandbox=None, step=0)
+        return program.Training._attempts(house, Rollout(), range(len(counts)), [7] * len(counts))
+
+    trajectories, retried = attempts(0, 1, 0, 2, 9)
+    assert [t.status for t in trajectories] == ["answered"] * 4 + ["infrastructure"] and retried == 5
+    assert [t.task_id for t in trajectories] == list("01234")
+    with pytest.raises(UserError, match="3 of 5 attempts failed"):
+        attempts(0, 9, 9, 9, 0)
+
+
+# Several ranks. They start from the bundled model, whose attempts differ in their rewards, so that GRPO has something to do.
+
+REAL = ["--model.path", "assets/nano", "--run.threads", "1", "--run.checkpoint_every", "2", "--warm_start.steps", "1", "--warm_start.prompts", "3",
+        "--grpo.steps", "5", "--grpo.prompts", "3", "--grpo.group_size", "4", "--grpo.bounds", "task", "--grpo.optimizer", "muon", "--grpo.kl_coef", "0.1",
+        "--evaluation.tasks", "3", "--rollout.turns", "2", "--rollout.turn_tokens", "64"]
+
+
+def torchrun(*arguments, nodes=1, node=0, port=0, ranks=2, restarts=0):
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--node-rank={node}", f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1",
+               f"--master-port={port or free_port()}", f"--max-restarts={restarts}", "--monitor-interval=0.2", "train.py", *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_for(process, log, phase, step):
+    deadline = time.monotonic() + 400
+    while time.monotonic() < deadline and not (log.exists() and any(f'"{phase}", "step": {step},' in line for line in log.read_text().splitlines())):
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_one_of_two_ranks_is_killed_or_asked_to_stop_and_the_run_ends_the_same(tmp_path):
+    straight = torchrun(*REAL, "--run.root", tmp_path, "--run.name", "straight")
+    out, _ = straight.communicate(timeout=500)
+    assert straight.returncode == 0, out
+    run = tmp_path / "straight"
+    assert any(row.get("grad_norm", 0) > 0 for row in rows(run) if row["phase"] == "grpo")
+
+    log = tmp_path / "cut" / "metrics.jsonl"
+    cut = torchrun(*REAL, "--run.root", tmp_path, "--run.name", "cut")
+    wait_for(cut, log, "grpo", 2)
+    os.kill(children(cut.pid)[1], signal.SIGTERM)                                         # rank 1 alone is asked
+    out, _ = cut.communicate(timeout=500)
+    assert cut.returncode == 0 and ("stopped at grpo step" in out or (tmp_path / "cut" / "summary.json").exists()), out
+    again = torchrun("--resume", tmp_path / "cut", restarts=1)                            # torchrun starts it again by itself
+    while len(children(again.pid)) < 2:
+        time.sleep(0.02)
+    wait_for(again, log, "grpo", 4)
+    os.kill(children(again.pid)[1], signal.SIGKILL)
+    out, _ = again.communicate(timeout=500)
+    assert again.returncode == 0 and out.count("resuming") == 2, out
+    assert rows(tmp_path / "cut") == rows(run) and final(tmp_path / "cut") == final(run)
+
+
+@pytest.mark.slow
+def test_the_configs_of_big_runs_pass_a_dry_run_on_two_nodes_of_one_rank(tmp_path):
+    for config in ("qwen3-8b", "qwen3-8b-multinode"):
+        port = free_port()
+        nodes = [torchrun("--config", f"configs/{config}.toml", "--dry-run", "--run.root", tmp_path, nodes=2, node=node, port=port, ranks=1) for node in (0, 1)]
+        outs = [node.communicate(timeout=500)[0] for node in nodes]
+        assert all(node.returncode == 0 for node in nodes), outs
+        run = tmp_path / f"{config}-dry-run"
+        assert any(row.get("grad_norm", 0) > 0 for row in rows(run)) and (run / "model" / "model.safetensors").exists()
