@@ -31,7 +31,7 @@ from evaluate import evaluate, evaluate_routers, price_probe, score, summarise, 
 from nanorchestra import Engine, SamplingParams, load_model
 from nanorchestra.agent import Limits, PolicyPrice, Rollout
 from nanorchestra.config import Config, load_config, to_toml
-from nanorchestra.grpo import group_advantages
+from nanorchestra.grpo import group_advantages, moments, over_batch, overlong_punishment, per_objective, turn_shares
 from nanorchestra.metrics import Run, table
 from nanorchestra.model import PRESETS, Qwen3
 from nanorchestra.quantise import is_quantised
@@ -41,7 +41,7 @@ from nanorchestra.tokenizer import Tokenizer, train_bpe
 from nanorchestra.trainer import Group, Sample, Schedule, Trainer
 from nanorchestra.types import Task, Trajectory, UserError
 from nanorchestra.weights import named_hf_tensors, save_checkpoint
-from reward import POLICY, PRICES, group_rewards, preference_score
+from reward import POLICY, PRICES, group_rewards, preference_score, reward_columns
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "nano.toml"
 FEW_TOOLS = 2               # lessons of the warm start begin with warm_start.first_tools and go up to so many; then they offer all that a task has
@@ -148,16 +148,14 @@ class Training:
         bar = tqdm(total=section.steps, initial=self.step, desc="GRPO", unit="step", dynamic_ncols=True, disable=None)
         while self.step < section.steps:
             start = time.monotonic()
-            first = (self.config.warm_start.steps * self.config.warm_start.prompts) + self.step * section.prompts
-            tasks = [task for task in self.world.tasks("train", section.prompts, start=first) for _ in range(section.group_size)]
-            seeds = [random.Random(f"{self.config.run.seed}/rollout/{self.step}/{i}").getrandbits(48) for i in range(len(tasks))]
-            trajectories = rollout.run([environment(task, seed, self.sandbox) for task, seed in zip(tasks, seeds)], seeds)
+            tasks, trajectories, groups, filtered = self._sample(rollout)
             rolled = time.monotonic()
-            groups, filtered = self._groups(tasks, trajectories)
             metrics = {}
             if groups:
                 metrics = self.trainer.policy_step(groups, schedule.at(self.step), temperature=self.config.rollout.temperature, clip_low=section.clip_low,
-                                                   clip_high=section.clip_high, kl_coef=section.kl_coef, kl=section.kl)
+                                                   clip_high=section.clip_high, kl_coef=section.kl_coef, kl=section.kl, dual_clip=section.dual_clip or None,
+                                                   surrogate=section.surrogate, aggregation=section.aggregation, length=self.config.rollout.context_tokens,
+                                                   importance_cap=section.importance_cap or None)
                 self.engine.update_weights(named_hf_tensors(self.trainer.model))
             done = time.monotonic()
             self.step += 1
@@ -168,7 +166,8 @@ class Training:
             for task, trajectory in list(zip(tasks, trajectories))[: self.config.run.record_groups * section.group_size]:
                 self._record("grpo", task, trajectory)
             tqdm.write(f"step {self.step:4d}/{section.steps}  reward {row['reward']:.3f}  accuracy {row['accuracy']:.2f}  cost {row['cost_usd'] * 1e3:.2f} m$  "
-                       f"latency {row['latency_s']:.1f} s  preference {row['preference']:.2f}  {row['tokens_per_s']:,.0f} tokens/s")
+                       f"latency {row['latency_s']:.1f} s  preference {row['preference']:.2f}  {row['tokens_per_s']:,.0f} tokens/s"
+                       + ("" if len(groups) == section.prompts or not section.resample else f"  {len(groups)} of {section.prompts} groups teach"))
             bar.update()
             if not self._checkpoint_and_go_on(stop):
                 bar.close()
@@ -176,25 +175,69 @@ class Training:
         bar.close()
         return True
 
-    def _groups(self, tasks: list[Task], trajectories: list[Trajectory]) -> tuple[list[Group], dict[str, float]]:
-        """Rewards and advantages of each group; the samples that enter the loss, and the share left out for each reason."""
-        section, size = self.config.grpo, self.config.grpo.group_size
-        groups: list[Group] = []
+    def _sample(self, rollout: Any) -> tuple[list[Task], list[Trajectory], list[Group], dict[str, float]]:
+        """The step's attempts, the groups that enter the loss, and the share of attempts left out for each reason. While groups are missing, up to
+        `resample` more rollouts of other tasks (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2); groups beyond the step's size are not used."""
+        section, start = self.config.grpo, self.config.warm_start.steps * self.config.warm_start.prompts
+        tasks, trajectories, groups, reasons = [], [], [], Counter()
+        for again in range(section.resample + 1):
+            if again:                                        # tasks that no step begins with
+                first = start + (section.steps + self.step * section.resample + again - 1) * section.prompts
+                tqdm.write(f"step {self.step + 1}: {len(groups)} of {section.prompts} groups teach; sampling {section.prompts} more ({again} of {section.resample} times)")
+            else:
+                first = start + self.step * section.prompts
+            fresh = [task for task in self.world.tasks("train", section.prompts, start=first) for _ in range(section.group_size)]
+            place = f"{self.step}/{again}" if again else f"{self.step}"
+            seeds = [random.Random(f"{self.config.run.seed}/rollout/{place}/{i}").getrandbits(48) for i in range(len(fresh))]
+            attempts = rollout.run([environment(task, seed, self.sandbox) for task, seed in zip(fresh, seeds)], seeds)
+            more, why = self._groups(fresh, attempts)
+            tasks, trajectories, groups, reasons = tasks + fresh, trajectories + attempts, groups + more, reasons + why
+            if len(groups) >= section.prompts:
+                break
+        return tasks, trajectories, groups[: section.prompts], {reason: count / len(tasks) for reason, count in reasons.items()}
+
+    def _groups(self, tasks: list[Task], trajectories: list[Trajectory]) -> tuple[list[Group], Counter[str]]:
+        """Rewards and advantages of each group; the samples that enter the loss, and how many are left out for each reason."""
+        section, size, limit = self.config.grpo, self.config.grpo.group_size, self.config.rollout.context_tokens
         reasons: Counter[str] = Counter()
+        kept: list[list[Trajectory]] = []
         for start in range(0, len(tasks), size):
             members, task = trajectories[start: start + size], tasks[start]
             valid = [member.status != "infrastructure" for member in members]
-            rewards = [member.reward for member in members] if section.bounds == "task" else group_rewards(members, task.preference, valid)
-            advantages, why = group_advantages(rewards, valid, well_formed=[member.well_formed for member in members], min_std=section.min_std,
-                                               drop_invalid_format=section.drop_invalid_format, std=section.normalise_std, clip=section.advantage_clip)
+            cut = [section.drop_overlong and member.status in ("token_limit", "turn_limit") for member in members]
+            if section.per_objective:
+                columns = reward_columns(members, task.preference, valid, task_bounds(task) if section.bounds == "task" else None)
+                rewards = per_objective(columns, [ok and not long for ok, long in zip(valid, cut)])
+            elif section.bounds == "task":
+                rewards = [member.reward for member in members]
+            else:
+                rewards = group_rewards(members, task.preference, valid)
+            if section.overlong_share:
+                rewards = [reward + (-1.0 if member.status == "token_limit" else overlong_punishment(len(member.ids), limit, round(section.overlong_share * limit)))
+                           for reward, member in zip(rewards, members)]
+            advantages, why = group_advantages(rewards, valid, well_formed=[member.well_formed for member in members], overlong=cut, min_std=section.min_std,
+                                               drop_invalid_format=section.drop_invalid_format, std=section.normalise_std and not section.per_objective,
+                                               leave_one_out=section.leave_one_out, clip=None if section.per_objective else section.advantage_clip)
             for member, advantage in zip(members, advantages):
                 member.advantage = advantage
             reasons.update(reason for reason in why if reason)
-            kept = [member for member, reason in zip(members, why) if reason is None]
-            if kept:
-                p = members[0].prompt_length
-                groups.append(Group(members[0].ids[:p], [Sample(m.ids[p:], m.sampled[p:], m.logprobs[p:], m.advantage) for m in kept]))
-        return groups, {reason: count / len(tasks) for reason, count in reasons.items()}
+            kept.append([member for member, reason in zip(members, why) if reason is None])
+        if section.per_objective:
+            members = [member for group in kept for member in group]
+            over = over_batch([member.advantage for member in members], moments(member.advantage for member in members))
+            for member, advantage in zip(members, over):
+                member.advantage = max(-section.advantage_clip, min(section.advantage_clip, advantage))
+        return [Group(members[0].ids[: members[0].prompt_length], [self._trained(member) for member in members]) for members in kept if members], reasons
+
+    def _trained(self, trajectory: Trajectory) -> Sample:
+        """What enters the loss: all ids after the prompt, with the attempt's advantage or every turn's share of it."""
+        p, advantage = trajectory.prompt_length, trajectory.advantage
+        if self.config.grpo.credit == "turn":
+            spans = [(turn.start - p, turn.end - p) for turn in trajectory.turns]
+            advantage = [0.0] * (len(trajectory.ids) - p)
+            for (start, end), share in zip(spans, turn_shares(trajectory.advantage, [end - start for start, end in spans])):
+                advantage[start:end] = [share] * (end - start)
+        return Sample(trajectory.ids[p:], trajectory.sampled[p:], trajectory.logprobs[p:], advantage)
 
     def _measure(self, tasks: list[Task], trajectories: list[Trajectory]) -> dict[str, Any]:
         """Means over the rollout, rewards in their absolute form; calls by what stands behind the alias."""

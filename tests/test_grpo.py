@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanorchestra.grpo import full_kl, group_advantages, policy_loss, supervised_loss, token_logprobs
+from nanorchestra.grpo import group_advantages, policy_loss, supervised_loss
+from nanorchestra.head import full_kl, token_logprobs
 
 CASES = json.loads((Path(__file__).parent / "data" / "trl_grpo.json").read_text())
 REASONS = {None, "homogeneous", "invalid_format", "infrastructure"}
