@@ -32,6 +32,7 @@ from nanorchestra import Engine, SamplingParams, load_model
 from nanorchestra.agent import Limits, PolicyPrice, Rollout
 from nanorchestra.config import Config, load_config, to_toml
 from nanorchestra.grpo import group_advantages, moments, over_batch, overlong_punishment, per_objective, turn_shares
+from nanorchestra.lora import add_adapters, merge
 from nanorchestra.metrics import Run, table
 from nanorchestra.model import PRESETS, Qwen3
 from nanorchestra.quantise import is_quantised
@@ -73,6 +74,8 @@ class Training:
         self.habits = {"sensible": config.warm_start.sensible, "heedful": config.warm_start.heedful, "quits": config.warm_start.quits}
         model, self.tokenizer = self._model()
         settings, rollout = config.grpo, config.rollout
+        if config.lora.rank:
+            add_adapters(model, config.lora.rank, config.lora.alpha, config.run.seed)
         self.trainer = Trainer(model, vocab_limit=self.tokenizer.vocab_size, optimizer=config.warm_start.optimizer,
                                weight_decay=settings.weight_decay, grad_clip=settings.grad_clip, token_budget=settings.token_budget)
         engine_model = Qwen3(model.config).to(model.embed_tokens.weight)          # the engine's own copy, updated in place after each step
@@ -338,6 +341,8 @@ class Training:
             if not self.warm_start(stop):
                 return False
             self.before = self.evaluate("before")
+            if self.config.lora.rank:                        # what the warm start taught becomes the base, and so the reference
+                merge(self.trainer.model, self.config.run.seed + 1)
             self.trainer.new_optimizer(self.config.grpo.optimizer)
             if self.config.grpo.kl_coef:
                 self.trainer.freeze_reference()
@@ -352,7 +357,7 @@ class Training:
         after = self.evaluate("after")
         tasks = self.world.tasks("held_out", self.config.evaluation.tasks)
         routers = evaluate_routers(tasks, self.config.run.seed, self.sandbox)
-        save_checkpoint(self.trainer.model, self.tokenizer, self.run.path / "model")
+        save_checkpoint(self.trainer.model, self.tokenizer, self.run.path / "model")      # merged
         summary = {"seconds": self._elapsed(), "steps": self.step, "seed": self.config.run.seed,
                    "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
                    "parameters": sum(p.numel() for p in self.trainer.model.parameters()),

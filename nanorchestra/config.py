@@ -91,6 +91,12 @@ class GrpoSection:
 
 
 @dataclass(frozen=True)
+class LoraSection:
+    rank: int = 0                        # of the adapters that are trained instead of the model (lora.py); 0: the model itself
+    alpha: float = 32.0                  # their product is scaled by alpha / rank
+
+
+@dataclass(frozen=True)
 class RolloutSection:
     temperature: float = 1.0
     turns: int = 50
@@ -115,6 +121,7 @@ class Config:
     world: WorldSection = field(default_factory=WorldSection)
     warm_start: WarmStartSection = field(default_factory=WarmStartSection)
     grpo: GrpoSection = field(default_factory=GrpoSection)
+    lora: LoraSection = field(default_factory=LoraSection)
     rollout: RolloutSection = field(default_factory=RolloutSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
 
@@ -138,7 +145,7 @@ _CHOICES = {("grpo", "objective"): tuple(OBJECTIVES), ("grpo", "surrogate"): ("c
             ("run", "device"): ("auto", "cpu", "cuda"), ("run", "dtype"): ("auto", "float32", "bfloat16"), ("grpo", "bounds"): ("group", "task"), ("grpo", "kl"): ("full", "k2", "k3"),
             ("warm_start", "optimizer"): ("adamw", "muon"), ("grpo", "optimizer"): ("adamw", "muon")}
 _POSITIVE = {("run", "checkpoint_every"), ("run", "keep_checkpoints"), ("model", "vocab_size"), ("model", "tokenizer_tasks"), ("warm_start", "first_tools"), ("warm_start", "prompts"), ("warm_start", "samples"),
-             ("grpo", "prompts"), ("grpo", "token_budget"), ("rollout", "turns"), ("rollout", "turn_tokens"), ("rollout", "context_tokens"),
+             ("grpo", "prompts"), ("grpo", "token_budget"), ("lora", "alpha"), ("rollout", "turns"), ("rollout", "turn_tokens"), ("rollout", "context_tokens"),
              ("rollout", "page_size"), ("rollout", "max_batch_tokens"), ("rollout", "temperature"), ("evaluation", "tasks")}
 
 

@@ -15,7 +15,7 @@ from typing import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from . import grpo
+from . import grpo, lora
 from .head import full_kl, token_logprobs
 from .model import Qwen3
 from .ops import Segment, packed_attention
@@ -189,7 +189,7 @@ class Trainer:
                  weight_decay: float = 0.0, grad_clip: float = 1.0, token_budget: int = 16384):
         self.model, self.vocab_limit = model, vocab_limit
         self.betas, self.weight_decay, self.grad_clip, self.token_budget = betas, weight_decay, grad_clip, token_budget
-        self.reference: Qwen3 | None = None
+        self.reference: Qwen3 | lora.Base | None = None
         self.new_optimizer(optimizer)
 
     def new_optimizer(self, kind: str) -> None:
@@ -197,9 +197,9 @@ class Trainer:
 
         Muon's updates are scaled to the RMS of AdamW's (Liu et al. 2025, arXiv 2502.16982), so that one learning rate serves both.
         """
-        matrices = [p for p in self.model.layers.parameters() if p.dim() == 2] if kind == "muon" else []
+        matrices = [p for p in self.model.layers.parameters() if p.dim() == 2 and p.requires_grad] if kind == "muon" else []
         taken = {id(p) for p in matrices}
-        others = [p for p in self.model.parameters() if id(p) not in taken]
+        others = [p for p in self.model.parameters() if p.requires_grad and id(p) not in taken]
         self.optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(
             [{"params": [p for p in others if p.dim() >= 2], "weight_decay": self.weight_decay},
              {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0}],
@@ -213,7 +213,10 @@ class Trainer:
         return next(self.model.parameters()).device
 
     def freeze_reference(self) -> None:
-        """Keeps a copy of the model as it is now, for the KL term."""
+        """Keeps a copy of the model as it is now, for the KL term; of a model with adapters (lora.py), whose base does not change, no copy."""
+        if lora.adapters(self.model):
+            self.reference = lora.Base(self.model)
+            return
         self.reference = copy.deepcopy(self.model).requires_grad_(False)
 
     def supervised_step(self, groups: Sequence[Group], learning_rate: float) -> dict[str, float]:

@@ -172,18 +172,23 @@ def hf_slots(model: Qwen3, stored: Collection[str] = ()) -> dict[str, Slot]:
 
 
 def named_hf_tensors(model: Qwen3) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, tensor) of every parameter, without gradient; the tensors are views: writing to them writes to the model.
+    """(HF name, tensor) of every parameter, without gradient; the tensors are views: writing to them writes to the model. Matrices with an
+    adapter (lora.py) come merged, as copies.
 
     Raises UserError for a quantised model, whose matrices are no such tensors.
     """
     if is_quantised(model):
         raise UserError("the model is quantised, which cannot be saved or trained: expected full-precision weights, loaded without quantise")
-    return _views(model)
+    return _views(model, merged=True)
 
 
-def _views(model: Qwen3) -> Iterator[tuple[str, Tensor]]:
+def _views(model: Qwen3, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
-        yield from hf_parts(model.config, name, parameter.detach())
+        module, _, own = name.rpartition(".")
+        if own in ("lora_a", "lora_b"):
+            continue
+        adapted = merged and own == "weight" and hasattr(model.get_submodule(module), "merged")
+        yield from hf_parts(model.config, name, model.get_submodule(module).merged() if adapted else parameter.detach())
 
 
 def hf_parts(config: ModelConfig, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
