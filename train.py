@@ -35,6 +35,7 @@ from nanorchestra.grpo import group_advantages, moments, over_batch, overlong_pu
 from nanorchestra.lora import add_adapters, merge
 from nanorchestra.metrics import Run, table
 from nanorchestra.model import PRESETS, Qwen3
+from nanorchestra.plan import GB, plan
 from nanorchestra.quantise import is_quantised
 from nanorchestra.report import write_report
 from nanorchestra.sandbox import Sandbox
@@ -46,6 +47,14 @@ from reward import POLICY, PRICES, group_rewards, preference_score, reward_colum
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "nano.toml"
 FEW_TOOLS = 2               # lessons of the warm start begin with warm_start.first_tools and go up to so many; then they offer all that a task has
+
+
+def find_config(named: Path | None) -> Path:
+    """The file, or the one in configs/ that is called so."""
+    if named is None:
+        return DEFAULT_CONFIG
+    inside = DEFAULT_CONFIG.with_name(f"{named}.toml")
+    return inside if not named.exists() and named.name == str(named) and inside.exists() else named
 
 
 class Stop:
@@ -393,10 +402,18 @@ def _plain(metrics: dict[str, float]) -> dict[str, float]:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Trains a tool orchestrator. Any setting of the config is also an option: --section.key value.")
-    parser.add_argument("--config", type=Path, help=f"a TOML file (default: {DEFAULT_CONFIG.name} in configs/)")
+    parser.add_argument("--config", type=Path, help=f"a TOML file, or the name of one in configs/ (default: {DEFAULT_CONFIG.stem})")
     parser.add_argument("--resume", type=Path, metavar="RUN", help="a run directory to go on with")
+    parser.add_argument("--plan", action="store_true", help="print memory by part and time by phase, and what to change if it does not fit; train nothing")
+    parser.add_argument("--gpus", type=int, default=1, help="for --plan: how many")
+    parser.add_argument("--memory", type=float, metavar="GB", help="for --plan: of one GPU (default: as sold)")
+    parser.add_argument("--gpu", default="h100", help="for --plan: h100, h200, a100 or 4090 (default: h100)")
     known, overrides = parser.parse_known_args(arguments)
     try:
+        if known.plan:
+            text, fits = plan(load_config(find_config(known.config), overrides), known.gpus, known.memory and known.memory * GB, known.gpu)
+            print(text)
+            return 0 if fits else 1
         if known.resume:
             if known.config or overrides:
                 raise UserError("--resume: goes on with the run's own config.toml; give no --config and no overrides")
@@ -405,7 +422,7 @@ def main(arguments: list[str]) -> int:
             if (run.path / "summary.json").exists():
                 raise UserError(f"{run.path}: this run is finished; its summary is in {run.path / 'summary.json'}")
         else:
-            config = load_config(known.config or DEFAULT_CONFIG, overrides)
+            config = load_config(find_config(known.config), overrides)
             run = Run.create(Path(config.run.root) / config.run.name, to_toml(config))
         run.lock()
         keep_freed_memory()
