@@ -121,6 +121,21 @@ def group_rewards(members: Sequence[Outcome], preference: Preference, valid: Seq
 
     ValueError: an outcome other than 0 or 1; a cost, latency or count that is negative or not finite; a bad preference.
     """
+    columns = reward_columns(members, preference, valid)
+    scores = [0.0] * len(members)
+    for weight, values in columns:
+        for i, value in enumerate(values):
+            scores[i] += weight * value
+    return scores
+
+
+def reward_columns(members: Sequence[Outcome], preference: Preference, valid: Sequence[bool] | None = None,
+                   bounds: Bounds | None = None) -> list[tuple[float, list[float]]]:
+    """The parts of the rewards, (weight, one value a member) each: outcome, thrift, speed, and every tool the preference names.
+
+    Their weighted sums are `group_rewards`; with `bounds` they are `task_reward` before its floor at 0. A wrong or invalid member has 0
+    everywhere. ValueError as there.
+    """
     _check_preference(preference)
     valid = [True] * len(members) if valid is None else list(valid)
     if len(valid) != len(members):
@@ -129,18 +144,25 @@ def group_rewards(members: Sequence[Outcome], preference: Preference, valid: Seq
     for member in counted:
         _check_attempt(member.outcome, member.cost_usd, member.latency_s, member.calls)
 
-    columns = [(preference.outcome, [m.outcome for m in counted]),
-               (preference.cost, [-m.cost_usd for m in counted]),
-               (preference.latency, [-m.latency_s for m in counted])]
-    for tool, weight in preference.tools.items():
-        columns.append((abs(weight), [math.copysign(1.0, weight) * m.calls.get(tool, 0) for m in counted]))
-
-    scores = [0.0] * len(counted)
+    if bounds is None:
+        columns = [(preference.outcome, [m.outcome for m in counted]),
+                   (preference.cost, [-m.cost_usd for m in counted]),
+                   (preference.latency, [-m.latency_s for m in counted])]
+        for tool, weight in preference.tools.items():
+            columns.append((abs(weight), [math.copysign(1.0, weight) * m.calls.get(tool, 0) for m in counted]))
+        columns = [(weight, _min_max(values)) for weight, values in columns]
+    else:
+        scale = _perfect(preference)
+        columns = [(preference.outcome / scale, [1.0] * len(counted)),
+                   (preference.cost / scale, [_thrift(m.cost_usd, bounds.cost_usd) for m in counted]),
+                   (preference.latency / scale, [_thrift(m.latency_s, bounds.latency_s) for m in counted])]
+        for tool, weight in preference.tools.items():
+            columns.append((weight / scale, [float(m.calls.get(tool, 0) > 0) for m in counted]))
+    spread = []
     for weight, values in columns:
-        for i, value in enumerate(_min_max(values)):
-            scores[i] += weight * value
-    rewards = iter(score if member.outcome == 1 else 0.0 for member, score in zip(counted, scores))
-    return [next(rewards) if ok else 0.0 for ok in valid]
+        paid = iter(value if member.outcome == 1 else 0.0 for value, member in zip(values, counted))
+        spread.append((weight, [next(paid) if ok else 0.0 for ok in valid]))
+    return spread
 
 
 def task_reward(outcome: float, cost_usd: float, latency_s: float, calls: Mapping[str, int], preference: Preference,
@@ -158,9 +180,7 @@ def task_reward(outcome: float, cost_usd: float, latency_s: float, calls: Mappin
     """
     _check_preference(preference)
     _check_attempt(outcome, cost_usd, latency_s, calls)
-    scale = preference.outcome + preference.cost + preference.latency + sum(w for w in preference.tools.values() if w > 0)
-    if scale <= 0:
-        raise ValueError("the preference has no positive weight: nothing can be earned")
+    scale = _perfect(preference)
     if outcome != 1:
         return 0.0
     earned = (preference.outcome + preference.cost * _thrift(cost_usd, bounds.cost_usd)
@@ -183,6 +203,14 @@ def preference_score(cost_usd: float, latency_s: float, calls: Mapping[str, int]
     wishes += [(abs(weight), float((calls.get(tool, 0) > 0) == (weight > 0))) for tool, weight in preference.tools.items()]
     total = sum(weight for weight, _ in wishes)
     return sum(weight * kept for weight, kept in wishes) / total if total > 0 else 1.0
+
+
+def _perfect(preference: Preference) -> float:
+    """What a perfect attempt earns: the sum of the positive weights."""
+    scale = preference.outcome + preference.cost + preference.latency + sum(w for w in preference.tools.values() if w > 0)
+    if scale <= 0:
+        raise ValueError("the preference has no positive weight: nothing can be earned")
+    return scale
 
 
 def _min_max(values: list[float]) -> list[float]:

@@ -24,7 +24,6 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -39,9 +38,11 @@ from nanorchestra.agent import Limits, PolicyPrice, Rollout
 from nanorchestra.checkpoint import Checkpoints
 from nanorchestra.config import Config, load_config, scaled_down, to_toml
 from nanorchestra.distributed import Ranks, shard_model
-from nanorchestra.grpo import group_advantages
+from nanorchestra.grpo import group_advantages, moments, over_batch, overlong_punishment, per_objective, turn_shares
+from nanorchestra.lora import add_adapters, merge, reset as reset_adapters
 from nanorchestra.metrics import Run, table
-from nanorchestra.model import PRESETS, Qwen3
+from nanorchestra.model import PRESETS, ModelConfig, Qwen3
+from nanorchestra.plan import GB, plan
 from nanorchestra.quantise import is_quantised
 from nanorchestra.report import write_report
 from nanorchestra.sandbox import Sandbox
@@ -49,10 +50,18 @@ from nanorchestra.tokenizer import Tokenizer, train_bpe
 from nanorchestra.trainer import Group, Sample, Schedule, Trainer
 from nanorchestra.types import Task, Trajectory, UserError
 from nanorchestra.weights import named_hf_tensors, save_checkpoint
-from reward import POLICY, PRICES, group_rewards, preference_score
+from reward import POLICY, PRICES, group_rewards, preference_score, reward_columns
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "nano.toml"
 FEW_TOOLS = 2               # lessons of the warm start begin with warm_start.first_tools and go up to so many; then they offer all that a task has
+
+
+def find_config(named: Path | None) -> Path:
+    """The file, or the one in configs/ that is called so."""
+    if named is None:
+        return DEFAULT_CONFIG
+    inside = DEFAULT_CONFIG.with_name(f"{named}.toml")
+    return inside if not named.exists() and named.name == str(named) and inside.exists() else named
 
 
 class Stop:
@@ -97,11 +106,20 @@ class Training:
         self.started = time.monotonic()
 
     def _model(self) -> tuple[Qwen3, Tokenizer]:
-        section, ranks = self.config.model, self.ranks
-        shard = partial(shard_model, ranks=ranks, dtype=self.dtype, cpu_offload=self.config.parallel.cpu_offload)
+        section, ranks, adapter = self.config.model, self.ranks, self.config.lora
+
+        def build(shape: ModelConfig, seed: int | None = None) -> Qwen3:
+            model = Qwen3(shape)
+            if seed is not None:
+                model.init_weights(seed)
+            if adapter.rank:
+                add_adapters(model, adapter.rank, adapter.alpha, self.config.run.seed)
+            return shard_model(model, ranks, self.dtype, cpu_offload=self.config.parallel.cpu_offload)
+
         if section.path:
             device = "cpu" if self.config.parallel.cpu_offload else str(ranks.device)
-            model, tokenizer = load_model(section.path, device=device, dtype="float32", build=lambda shape: shard(Qwen3(shape)))
+            model, tokenizer = load_model(section.path, device=device, dtype="float32", build=build)
+            reset_adapters(model, self.config.run.seed)
             if tokenizer is None:
                 raise UserError(f"{section.path}: no tokenizer.json; training needs the checkpoint's tokenizer beside its weights")
             if is_quantised(model):
@@ -115,9 +133,7 @@ class Training:
         ranks.gather(None)                                                        # the others wait for it
         tokenizer = Tokenizer.from_dir(saved)
         shape = dataclasses.replace(PRESETS[section.preset], vocab_size=-(-tokenizer.vocab_size // 64) * 64, eos_token_ids=tuple(tokenizer.eos_ids))
-        model = Qwen3(shape)
-        model.init_weights(self.config.run.seed)
-        return shard(model), tokenizer
+        return build(shape, self.config.run.seed), tokenizer
 
     # The three phases.
 
@@ -157,19 +173,17 @@ class Training:
         bar = self._bar(section.steps, "GRPO")
         while self.step < section.steps:
             start = time.monotonic()
-            first = (self.config.warm_start.steps * self.config.warm_start.prompts) + self.step * section.prompts
-            tasks = [task for task in self.world.tasks("train", section.prompts, start=first) for _ in range(section.group_size)]
-            seeds = [random.Random(f"{self.config.run.seed}/rollout/{self.step}/{i}").getrandbits(48) for i in range(len(tasks))]
             self.engine.wake()
-            trajectories, retried = self._attempts(rollout, tasks, seeds)
+            tasks, trajectories, groups, filtered, retried = self._sample(rollout)
             if self.ranks.device.type == "cuda":
                 self.engine.sleep()                                               # its KV memory is the trainer's for a while
             rolled = time.monotonic()
-            groups, filtered = self._groups(tasks, trajectories)
             metrics = {}
             if groups:
                 metrics = self.trainer.policy_step(groups, schedule.at(self.step), temperature=self.config.rollout.temperature, clip_low=section.clip_low,
-                                                   clip_high=section.clip_high, kl_coef=section.kl_coef, kl=section.kl)
+                                                   clip_high=section.clip_high, kl_coef=section.kl_coef, kl=section.kl, dual_clip=section.dual_clip or None,
+                                                   surrogate=section.surrogate, aggregation=section.aggregation, length=self.config.rollout.context_tokens,
+                                                   importance_cap=section.importance_cap or None)
                 self.engine.update_weights(named_hf_tensors(self.trainer.model, self.dtype))
             elif self.ranks.first:
                 tqdm.write(f"step {self.step + 1}: no group is left to learn from ({', '.join(f'{why} {share:.0%}' for why, share in filtered.items())}); no update")
@@ -185,7 +199,8 @@ class Training:
             self._count_skipped(metrics)
             if self.ranks.first:
                 tqdm.write(f"step {self.step:4d}/{section.steps}  reward {row['reward']:.3f}  accuracy {row['accuracy']:.2f}  cost {row['cost_usd'] * 1e3:.2f} m$  "
-                           f"latency {row['latency_s']:.1f} s  preference {row['preference']:.2f}  {row['tokens_per_s']:,.0f} tokens/s")
+                           f"latency {row['latency_s']:.1f} s  preference {row['preference']:.2f}  {row['tokens_per_s']:,.0f} tokens/s"
+                           + ("" if len(groups) == section.prompts or not section.resample else f"  {len(groups)} of {section.prompts} groups teach"))
             bar.update()
             if not self._checkpoint_and_go_on(stop):
                 bar.close()
@@ -230,25 +245,70 @@ class Training:
             raise UserError(f"{self.phase} step {self.step}: the loss or its gradient is not finite, {self.skipped} steps in a row; "
                             f"their trajectories are in {self.run.path / 'trajectories.jsonl'}, phase \"skipped\"")
 
-    def _groups(self, tasks: list[Task], trajectories: list[Trajectory]) -> tuple[list[Group], dict[str, float]]:
-        """Rewards and advantages of each group; the samples that enter the loss, and the share left out for each reason."""
-        section, size = self.config.grpo, self.config.grpo.group_size
-        groups: list[Group] = []
+    def _sample(self, rollout: Rollout) -> tuple[list[Task], list[Trajectory], list[Group], dict[str, float], int]:
+        """The step's attempts, the groups that enter the loss, the share of attempts left out for each reason, and how many were retried. While groups are missing, up to
+        `resample` more rollouts of other tasks (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2); groups beyond the step's size are not used."""
+        section, start = self.config.grpo, self.config.warm_start.steps * self.config.warm_start.prompts
+        tasks, trajectories, groups, reasons, retried = [], [], [], Counter(), 0
+        for again in range(section.resample + 1):
+            if again:                                        # tasks that no step begins with
+                first = start + (section.steps + self.step * section.resample + again - 1) * section.prompts
+                if self.ranks.first:
+                    tqdm.write(f"step {self.step + 1}: {len(groups)} of {section.prompts} groups teach; sampling {section.prompts} more ({again} of {section.resample} times)")
+            else:
+                first = start + self.step * section.prompts
+            fresh = [task for task in self.world.tasks("train", section.prompts, start=first) for _ in range(section.group_size)]
+            place = f"{self.step}/{again}" if again else f"{self.step}"
+            seeds = [random.Random(f"{self.config.run.seed}/rollout/{place}/{i}").getrandbits(48) for i in range(len(fresh))]
+            attempts, failed = self._attempts(rollout, fresh, seeds)
+            more, why = self._groups(fresh, attempts)
+            tasks, trajectories, groups, reasons, retried = tasks + fresh, trajectories + attempts, groups + more, reasons + why, retried + failed
+            if len(groups) >= section.prompts:
+                break
+        return tasks, trajectories, groups[: section.prompts], {reason: count / len(tasks) for reason, count in reasons.items()}, retried
+
+    def _groups(self, tasks: list[Task], trajectories: list[Trajectory]) -> tuple[list[Group], Counter[str]]:
+        """Rewards and advantages of each group; the samples that enter the loss, and how many are left out for each reason."""
+        section, size, limit = self.config.grpo, self.config.grpo.group_size, self.config.rollout.context_tokens
         reasons: Counter[str] = Counter()
+        kept: list[list[Trajectory]] = []
         for start in range(0, len(tasks), size):
             members, task = trajectories[start: start + size], tasks[start]
             valid = [member.status != "infrastructure" for member in members]
-            rewards = [member.reward for member in members] if section.bounds == "task" else group_rewards(members, task.preference, valid)
-            advantages, why = group_advantages(rewards, valid, well_formed=[member.well_formed for member in members], min_std=section.min_std,
-                                               drop_invalid_format=section.drop_invalid_format, std=section.normalise_std, clip=section.advantage_clip)
+            cut = [section.drop_overlong and member.status in ("token_limit", "turn_limit") for member in members]
+            if section.per_objective:
+                columns = reward_columns(members, task.preference, valid, task_bounds(task) if section.bounds == "task" else None)
+                rewards = per_objective(columns, [ok and not long for ok, long in zip(valid, cut)])
+            elif section.bounds == "task":
+                rewards = [member.reward for member in members]
+            else:
+                rewards = group_rewards(members, task.preference, valid)
+            if section.overlong_share:
+                rewards = [reward + (-1.0 if member.status == "token_limit" else overlong_punishment(len(member.ids), limit, round(section.overlong_share * limit)))
+                           for reward, member in zip(rewards, members)]
+            advantages, why = group_advantages(rewards, valid, well_formed=[member.well_formed for member in members], overlong=cut, min_std=section.min_std,
+                                               drop_invalid_format=section.drop_invalid_format, std=section.normalise_std and not section.per_objective,
+                                               leave_one_out=section.leave_one_out, clip=None if section.per_objective else section.advantage_clip)
             for member, advantage in zip(members, advantages):
                 member.advantage = advantage
             reasons.update(reason for reason in why if reason)
-            kept = [member for member, reason in zip(members, why) if reason is None]
-            if kept:
-                p = members[0].prompt_length
-                groups.append(Group(members[0].ids[:p], [Sample(m.ids[p:], m.sampled[p:], m.logprobs[p:], m.advantage) for m in kept]))
-        return groups, {reason: count / len(tasks) for reason, count in reasons.items()}
+            kept.append([member for member, reason in zip(members, why) if reason is None])
+        if section.per_objective:
+            members = [member for group in kept for member in group]
+            over = over_batch([member.advantage for member in members], moments(member.advantage for member in members))
+            for member, advantage in zip(members, over):
+                member.advantage = max(-section.advantage_clip, min(section.advantage_clip, advantage))
+        return [Group(members[0].ids[: members[0].prompt_length], [self._trained(member) for member in members]) for members in kept if members], reasons
+
+    def _trained(self, trajectory: Trajectory) -> Sample:
+        """What enters the loss: all ids after the prompt, with the attempt's advantage or every turn's share of it."""
+        p, advantage = trajectory.prompt_length, trajectory.advantage
+        if self.config.grpo.credit == "turn":
+            spans = [(turn.start - p, turn.end - p) for turn in trajectory.turns]
+            advantage = [0.0] * (len(trajectory.ids) - p)
+            for (start, end), share in zip(spans, turn_shares(trajectory.advantage, [end - start for start, end in spans])):
+                advantage[start:end] = [share] * (end - start)
+        return Sample(trajectory.ids[p:], trajectory.sampled[p:], trajectory.logprobs[p:], advantage)
 
     def _measure(self, tasks: list[Task], trajectories: list[Trajectory]) -> dict[str, Any]:
         """Means over the rollout, rewards in their absolute form; calls by what stands behind the alias."""
@@ -346,6 +406,8 @@ class Training:
             if not self.warm_start(stop):
                 return False
             self.before = self.evaluate("before")
+            if self.config.lora.rank:                        # what the warm start taught becomes the base, and so the reference
+                merge(self.trainer.model, self.config.run.seed + 1)
             self.trainer.new_optimizer(self.config.grpo.optimizer)
             if self.config.grpo.kl_coef:
                 self.trainer.freeze_reference()
@@ -449,13 +511,21 @@ def open_run(config_file: Path | None, overrides: list[str], resume: Path | None
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Trains a tool orchestrator. Any setting of the config is also an option: --section.key value.")
-    parser.add_argument("--config", type=Path, help=f"a TOML file (default: {DEFAULT_CONFIG.name} in configs/)")
+    parser.add_argument("--config", type=Path, help=f"a TOML file, or the name of one in configs/ (default: {DEFAULT_CONFIG.stem})")
     parser.add_argument("--resume", type=Path, metavar="RUN", help="a run directory to go on with")
     parser.add_argument("--dry-run", action="store_true", help="the run in small, on CPUs: nano's model, two steps, the same sharding and optimizers")
+    parser.add_argument("--plan", action="store_true", help="print memory by part and time by phase, and what to change if it does not fit; train nothing")
+    parser.add_argument("--gpus", type=int, default=1, help="for --plan: how many")
+    parser.add_argument("--memory", type=float, metavar="GB", help="for --plan: of one GPU (default: as sold)")
+    parser.add_argument("--gpu", default="h100", help="for --plan: h100, h200, a100 or 4090 (default: h100)")
     known, overrides = parser.parse_known_args(arguments)
     ranks, first = Ranks(), int(os.environ.get("RANK", 0)) == 0
     try:
-        config, run, resumed = open_run(known.config, overrides, known.resume, known.dry_run)
+        if known.plan:
+            text, fits = plan(load_config(find_config(known.config), overrides), known.gpus, known.memory and known.memory * GB, known.gpu)
+            print(text)
+            return 0 if fits else 1
+        config, run, resumed = open_run(find_config(known.config) if known.config else None, overrides, known.resume, known.dry_run)
         if first:
             run.lock()
         keep_freed_memory()

@@ -74,6 +74,12 @@ class GrpoSection:
     learning_rate: float = 3e-4
     warmup_steps: int = 5
     final_fraction: float = 0.1          # of the learning rate, at the last step
+    objective: str = "grpo"              # one of OBJECTIVES: sets those of the settings below that make it
+    surrogate: str = "clip"              # clip, gspo, cispo or reinforce (grpo.policy_loss)
+    aggregation: str = "token"           # the loss is a mean over ids (token), over attempts (sequence), or attempts times context_tokens (constant)
+    leave_one_out: bool = False          # the baseline is the mean of the others
+    per_objective: bool = False          # normalises outcome, cost, latency and tools each by itself
+    credit: str = "trajectory"           # an attempt's advantage is that of all its ids, or (turn) each turn has the same share of it
     bounds: str = "group"                # extrema of the reward: group (the paper) or task (known from the task's price list)
     normalise_std: bool = True
     min_std: float = 0.01                # groups whose rewards spread less are left out
@@ -81,11 +87,22 @@ class GrpoSection:
     drop_invalid_format: bool = False    # true: as published; false: bad format is pushed down by its reward of 0
     clip_low: float = 0.2
     clip_high: float = 0.28
+    dual_clip: float = 0.0               # bounds the loss where the advantage is negative; 0: no bound
+    importance_cap: float = 0.0          # truncated importance sampling between sampler and trainer; 0: the ratio is to the sampler
+    resample: int = 0                    # further rollouts a step, at most, while groups that teach are missing
+    overlong_share: float = 0.0          # of rollout.context_tokens; within it a reward is lowered, by 1 at its end or if the attempt was cut
+    drop_overlong: bool = False          # attempts cut by a limit are left out
     kl_coef: float = 0.0
     kl: str = "full"                     # full, k2 or k3
     weight_decay: float = 0.0
     grad_clip: float = 1.0
     token_budget: int = 16384            # packed tokens of a micro-batch
+
+
+@dataclass(frozen=True)
+class LoraSection:
+    rank: int = 0                        # of the adapters that are trained instead of the model (lora.py); 0: the model itself
+    alpha: float = 32.0                  # their product is scaled by alpha / rank
 
 
 @dataclass(frozen=True)
@@ -116,14 +133,31 @@ class Config:
     world: WorldSection = field(default_factory=WorldSection)
     warm_start: WarmStartSection = field(default_factory=WarmStartSection)
     grpo: GrpoSection = field(default_factory=GrpoSection)
+    lora: LoraSection = field(default_factory=LoraSection)
     rollout: RolloutSection = field(default_factory=RolloutSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
 
 
-_CHOICES = {("parallel", "shard"): ("all", "node"), ("run", "device"): ("auto", "cpu", "cuda"), ("run", "dtype"): ("auto", "float32", "bfloat16"), ("grpo", "bounds"): ("group", "task"), ("grpo", "kl"): ("full", "k2", "k3"),
+_PLAIN = {"surrogate": "clip", "aggregation": "token", "normalise_std": True, "leave_one_out": False, "per_objective": False, "clip_low": 0.2, "clip_high": 0.28,
+          "dual_clip": 0.0, "resample": 0, "overlong_share": 0.0, "drop_overlong": False}
+# What grpo.objective sets in [grpo]; whatever stands beside it, in the same file or on the same command line, is kept. Papers are in grpo.py.
+OBJECTIVES: dict[str, dict[str, Any]] = {name: _PLAIN | changes for name, changes in {
+    "grpo": {},
+    "toolorchestra": {"dual_clip": 10.0, "bounds": "group", "advantage_clip": 3.0, "min_std": 0.1, "drop_invalid_format": True, "kl": "k2", "kl_coef": 1e-4},
+    "dr_grpo": {"normalise_std": False, "aggregation": "constant"},
+    "dapo": {"resample": 3, "overlong_share": 0.2},
+    "gspo": {"surrogate": "gspo", "aggregation": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0},         # no lower bound, as published; the upper one is ScaleRL's (2510.13786)
+    "rloo": {"surrogate": "reinforce", "leave_one_out": True, "normalise_std": False, "aggregation": "constant"},
+    "gdpo": {"per_objective": True},
+}.items()}
+
+_CHOICES = {("grpo", "objective"): tuple(OBJECTIVES), ("grpo", "surrogate"): ("clip", "gspo", "cispo", "reinforce"),
+            ("grpo", "aggregation"): ("token", "sequence", "constant"), ("grpo", "credit"): ("trajectory", "turn"),
+            ("parallel", "shard"): ("all", "node"), ("run", "device"): ("auto", "cpu", "cuda"), ("run", "dtype"): ("auto", "float32", "bfloat16"), ("grpo", "bounds"): ("group", "task"), ("grpo", "kl"): ("full", "k2", "k3"),
             ("warm_start", "optimizer"): ("adamw", "muon"), ("grpo", "optimizer"): ("adamw", "muon")}
 _POSITIVE = {("run", "checkpoint_every"), ("run", "keep_checkpoints"), ("run", "skip_limit"), ("parallel", "timeout"), ("model", "vocab_size"), ("model", "tokenizer_tasks"), ("warm_start", "first_tools"), ("warm_start", "prompts"), ("warm_start", "samples"),
-             ("grpo", "prompts"), ("grpo", "token_budget"), ("rollout", "turns"), ("rollout", "turn_tokens"), ("rollout", "context_tokens"),
+             ("grpo", "prompts"), ("grpo", "token_budget"), ("lora", "alpha"), ("rollout", "turns"), ("rollout", "turn_tokens"), ("rollout", "context_tokens"),
              ("rollout", "page_size"), ("rollout", "max_batch_tokens"), ("rollout", "temperature"), ("evaluation", "tasks")}
 
 
@@ -176,6 +210,8 @@ def _apply(config: Config, values: dict[str, Any], source: str) -> Config:
             raise UserError(f"{source}: [{section}] must be a table of settings, not {entries!r}")
         current = getattr(config, section)
         hints = _fields(current)
+        if section == "grpo" and isinstance(entries.get("objective"), str):
+            entries = OBJECTIVES.get(entries["objective"], {}) | entries
         for key, value in entries.items():
             if key not in hints:
                 raise UserError(f"{source}: unknown key {section}.{key}; [{section}] has {', '.join(hints)}")
@@ -188,6 +224,13 @@ def _apply(config: Config, values: dict[str, Any], source: str) -> Config:
         config = dataclasses.replace(config, **{section: dataclasses.replace(current, **entries)})
     if config.grpo.group_size < 2:
         raise UserError(f"{source}: grpo.group_size is {config.grpo.group_size}; a group compares at least 2 attempts")
+    grpo = config.grpo
+    if grpo.clip_low > 1:
+        raise UserError(f"{source}: grpo.clip_low is {grpo.clip_low}; it must lie in 0..1: the ratio's lower bound is 1 - clip_low")
+    if grpo.dual_clip and (grpo.surrogate not in ("clip", "gspo") or grpo.dual_clip <= 1 + grpo.clip_high):
+        raise UserError(f"{source}: grpo.dual_clip is {grpo.dual_clip}; it must be 0, or above 1 + grpo.clip_high with grpo.surrogate clip or gspo")
+    if 0 < grpo.importance_cap < 1:
+        raise UserError(f"{source}: grpo.importance_cap is {grpo.importance_cap}; it must be 0 (off) or at least 1, the weight of ids that sampler and trainer agree on")
     if config.rollout.turn_tokens >= config.rollout.context_tokens:
         raise UserError(f"{source}: rollout.turn_tokens is {config.rollout.turn_tokens}; it must be below rollout.context_tokens ({config.rollout.context_tokens})")
     return config

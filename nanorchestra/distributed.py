@@ -252,6 +252,14 @@ def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return like(tensor, tensor.to_local().to(tensor.device_mesh.device_type, dtype)).full_tensor()
 
 
+def fill(tensor: Tensor, value: Tensor) -> None:
+    """Writes all of `value` into a tensor that may be sharded: each rank its part. Plain float dtypes are cast."""
+    with torch.no_grad():
+        held = local(tensor.detach())
+        first = first_row(tensor) if is_sharded(tensor) else 0
+        held.copy_(value[first: first + len(held)])
+
+
 def first_row(tensor: DTensor) -> int:
     """Where this rank's part begins in the first dimension of a tensor that fully_shard has divided: as torch.chunk divides."""
     shards = tensor.device_mesh["shard"]

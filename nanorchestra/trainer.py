@@ -17,8 +17,9 @@ from typing import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from . import grpo
+from . import grpo, lora
 from .distributed import Ranks, is_sharded, local, shard_model
+from .head import full_kl, token_logprobs
 from .model import Qwen3
 from .muon import Muon
 from .ops import Segment, packed_attention
@@ -28,12 +29,21 @@ SHARED_IDS = 16            # samples share what they have in common if it is at 
 
 @dataclass
 class Sample:
-    """What follows the prompt in one attempt: ids, which were sampled, and per id the sampler's log-probability."""
+    """What follows the prompt in one attempt, or in one turn of it: ids, which were sampled, and per id the sampler's log-probability.
+
+    The advantage is one for all ids, or a list with one for each. `trajectory_ids`: the sampled ids of the whole attempt, where that is divided
+    over several samples, as when every turn has a prompt of its own; the loss then still weighs attempts, not samples.
+    """
 
     ids: list[int]
     sampled: list[bool]
     logprobs: list[float] | None = None
-    advantage: float = 0.0
+    advantage: float | list[float] = 0.0
+    trajectory_ids: int | None = None
+
+    @property
+    def count(self) -> int:
+        return sum(self.sampled)
 
 
 @dataclass
@@ -49,13 +59,14 @@ class Group:
 
     @property
     def sampled(self) -> int:
-        return sum(sum(sample.sampled) for sample in self.samples)
+        return sum(sample.count for sample in self.samples)
 
 
 @dataclass
 class Packed:
     """One micro-batch. tokens, positions [T]; for the N sampled ids: source [N] (whose hidden state predicts it), targets,
-    old_logprobs, advantages [N]; `attend` closes over the segments."""
+    old_logprobs, advantages [N], sequences [N] (which sample it is of), trajectory_ids [N] (how many its trajectory has); `attend` closes over
+    the segments."""
 
     tokens: Tensor
     positions: Tensor
@@ -64,6 +75,8 @@ class Packed:
     targets: Tensor
     old_logprobs: Tensor
     advantages: Tensor
+    sequences: Tensor
+    trajectory_ids: Tensor
 
 
 def pack(groups: Sequence[Group], device: torch.device | str = "cpu") -> Packed:
@@ -103,6 +116,9 @@ def pack(groups: Sequence[Group], device: torch.device | str = "cpu") -> Packed:
     advantages: list[float] = []
     if not groups:
         lay([0], 0, None)
+    sequences: list[int] = []
+    trajectory_ids: list[int] = []
+    number = 0
     prompts = [group.prompt for group in groups]
     common = min(_agree(prompts), min(map(len, prompts)) - 1) if len(prompts) > 1 else 0        # each keeps an id of its own
     beginning = lay(groups[0].prompt[:common], 0, None) if common else None
@@ -112,16 +128,21 @@ def pack(groups: Sequence[Group], device: torch.device | str = "cpu") -> Packed:
         lay_tree(group.samples, places, 0, len(group.prompt), prompt)
         for sample, place in zip(group.samples, places):
             before = [prompt.start + prompt.length - 1, *place]
+            count = sample.count
+            sequences += [number] * count
+            trajectory_ids += [sample.trajectory_ids or count] * count
+            number += 1
             for i, (token, sampled) in enumerate(zip(sample.ids, sample.sampled, strict=True)):
                 if sampled:
                     source.append(before[i])
                     targets.append(token)
                     old.append(sample.logprobs[i] if sample.logprobs else 0.0)
-                    advantages.append(sample.advantage)
+                    advantages.append(sample.advantage[i] if isinstance(sample.advantage, list) else sample.advantage)
     as_ids = dict(dtype=torch.int64, device=device)
     as_numbers = dict(dtype=torch.float32, device=device)
     return Packed(torch.tensor(tokens, **as_ids), torch.tensor(positions, **as_ids), packed_attention(segments),
-                  torch.tensor(source, **as_ids), torch.tensor(targets, **as_ids), torch.tensor(old, **as_numbers), torch.tensor(advantages, **as_numbers))
+                  torch.tensor(source, **as_ids), torch.tensor(targets, **as_ids), torch.tensor(old, **as_numbers), torch.tensor(advantages, **as_numbers),
+                  torch.tensor(sequences, **as_ids), torch.tensor(trajectory_ids, **as_ids))
 
 
 def _agree(sequences: Sequence[Sequence[int]]) -> int:
@@ -172,6 +193,14 @@ def balance(groups: Sequence[Group], ranks: int, cost: Callable[[Group], float])
     return [[groups[i] for i in sorted(share)] for share in shares]
 
 
+def step_counts(groups: Sequence[Group], aggregation: str = "token", length: int = 1) -> tuple[float, float]:
+    """The sampled ids, and the loss's normaliser (grpo.normaliser), of these groups; both add up over ranks."""
+    samples = [sample for group in groups for sample in group.samples if sample.count]
+    count = float(sum(sample.count for sample in samples))
+    trajectories = sum(sample.count / (sample.trajectory_ids or sample.count) for sample in samples)
+    return count, {"token": count, "sequence": trajectories, "constant": trajectories * length}[aggregation]
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Learning rate: `warmup_steps` up, at its peak for the first `hold` of the steps, then linearly down to `final_fraction` of it."""
@@ -204,14 +233,14 @@ class Trainer:
         self.dtype, self.cpu_offload = dtype, cpu_offload
         for block in model.layers:
             block.recompute = activation_checkpointing
-        self.reference: Qwen3 | None = None
+        self.reference: Qwen3 | lora.Base | None = None
         self.new_optimizer(optimizer)
 
     def new_optimizer(self, kind: str) -> None:
         """Forgets all moments. "adamw"; or "muon": Muon for the matrices of the blocks, AdamW for everything else."""
-        matrices = [p for p in self.model.layers.parameters() if p.dim() == 2] if kind == "muon" else []
+        matrices = [p for p in self.model.layers.parameters() if p.dim() == 2 and p.requires_grad] if kind == "muon" else []
         taken = {id(p) for p in matrices}
-        others = [p for p in self.model.parameters() if id(p) not in taken]
+        others = [p for p in self.model.parameters() if p.requires_grad and id(p) not in taken]
         self.optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(
             [{"params": [p for p in others if p.dim() >= 2], "weight_decay": self.weight_decay},
              {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0}],
@@ -225,7 +254,10 @@ class Trainer:
         return self.ranks.device
 
     def freeze_reference(self) -> None:
-        """Keeps a copy of the model as it is now, for the KL term."""
+        """Keeps a copy of the model as it is now, for the KL term; of a model with adapters (lora.py), whose base does not change, no copy."""
+        if lora.adapters(self.model):
+            self.reference = lora.Base(self.model)
+            return
         if self.ranks.mesh is None:
             self.reference = copy.deepcopy(self.model).requires_grad_(False)
             return
@@ -276,18 +308,23 @@ class Trainer:
         return self._finish(metrics, learning_rate, groups)
 
     def policy_step(self, groups: Sequence[Group], learning_rate: float, *, temperature: float = 1.0, clip_low: float = 0.2, clip_high: float = 0.28,
-                    dual_clip: float | None = None, kl_coef: float = 0.0, kl: str = "full") -> dict[str, float]:
-        """One GRPO update. `kl`: "full" is the exact KL(policy || reference) over the vocabulary, "k2" and "k3" its estimates.
+                    dual_clip: float | None = None, kl_coef: float = 0.0, kl: str = "full", surrogate: str = "clip", aggregation: str = "token",
+                    length: int = 1, importance_cap: float | None = None) -> dict[str, float]:
+        """One update. `kl`: "full" is the exact KL(policy || reference) over the vocabulary, "k2" and "k3" its estimates; the rest: grpo.py.
 
+        With an `importance_cap` the old log-probabilities are the trainer's own, which with one update a step are the present ones, so that
+        no second pass is needed; the sampler's, with other arithmetic or weights a step old, enter as the truncated weight. Without it they
+        are taken for the old ones, and the clip of the ratio bounds both.
         Metrics are means over the sampled ids of the step; `logprob_gap` is mean |trainer - sampler| of the log-probabilities.
         """
-        normaliser = float(sum(group.sampled for group in groups))
+        count, normaliser = step_counts(groups, aggregation, length)
         metrics: dict[str, float] = {}
         batches = self._share(groups)
         for i, batch in enumerate(batches):
             packed = pack(batch, self.device)
             hidden = self.model(packed.tokens, packed.positions, packed.attend)
             logprobs, entropy = self._logprobs(hidden, packed, temperature)
+            weights = 1.0 / packed.trajectory_ids if aggregation == "sequence" else None
             ref_logprobs, penalty = None, None
             if kl_coef:
                 if self.reference is None:
@@ -295,32 +332,36 @@ class Trainer:
                 with torch.no_grad():
                     ref_hidden = self.reference(packed.tokens, packed.positions, packed.attend)
                 if kl == "full":
-                    penalty = grpo.full_kl(hidden[packed.source], ref_hidden[packed.source], self.model.output_weight, self.reference.output_weight,
-                                           temperature=temperature, vocab_limit=self.vocab_limit).sum() / normaliser
+                    kls = full_kl(hidden[packed.source], ref_hidden[packed.source], self.model.output_weight, self.reference.output_weight,
+                                  temperature=temperature, vocab_limit=self.vocab_limit)
+                    penalty = (kls if weights is None else kls * weights).sum() / normaliser
                 else:
                     with torch.no_grad():
-                        ref_logprobs, _ = grpo.token_logprobs(ref_hidden[packed.source], self.reference.output_weight, packed.targets,
-                                                              temperature=temperature, vocab_limit=self.vocab_limit)
-            loss, terms = grpo.policy_loss(logprobs, packed.old_logprobs, packed.advantages, normaliser=normaliser, clip_low=clip_low,
+                        ref_logprobs, _ = token_logprobs(ref_hidden[packed.source], self.reference.output_weight, packed.targets,
+                                                         temperature=temperature, vocab_limit=self.vocab_limit)
+            old = packed.old_logprobs if importance_cap is None else logprobs.detach()
+            loss, terms = grpo.policy_loss(logprobs, old, packed.advantages, normaliser=normaliser, clip_low=clip_low,
                                            clip_high=clip_high, dual_clip=dual_clip, ref_logprobs=ref_logprobs,
-                                           kl_coef=0.0 if kl == "full" else kl_coef, kl_estimator="k2" if kl == "full" else kl)
+                                           kl_coef=0.0 if kl == "full" else kl_coef, kl_estimator="k2" if kl == "full" else kl, surrogate=surrogate,
+                                           sequences=packed.sequences, weights=weights, importance_cap=importance_cap,
+                                           sampler_logprobs=None if importance_cap is None else packed.old_logprobs, count=count)
             if penalty is not None:
-                terms["kl"] = penalty.item()
+                terms["kl"] = (kls.detach().sum() / count).item()
                 loss = loss + kl_coef * penalty
             self._backward(loss, last=i == len(batches) - 1)
             gap = (logprobs.detach() - packed.old_logprobs).abs().sum()
-            terms |= {"loss": loss.item(), "entropy": float(entropy.sum()) / normaliser, "logprob_gap": float(gap) / normaliser}
+            terms |= {"loss": loss.item(), "entropy": float(entropy.sum()) / count, "logprob_gap": float(gap) / count}
             for name, value in terms.items():
                 metrics[name] = metrics.get(name, 0.0) + value
         return self._finish(metrics, learning_rate, groups)
 
     def _logprobs(self, hidden: Tensor, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
-        return grpo.token_logprobs(hidden[packed.source], self.model.output_weight, packed.targets, temperature=temperature, vocab_limit=self.vocab_limit)
+        return token_logprobs(hidden[packed.source], self.model.output_weight, packed.targets, temperature=temperature, vocab_limit=self.vocab_limit)
 
     def _finish(self, metrics: dict[str, float], learning_rate: float, groups: Sequence[Group]) -> dict[str, float]:
         """The update, and the metrics of all ranks. A loss that is not finite leaves everything as it was: "skipped" is 1."""
         metrics = self.ranks.sum(metrics)
-        if self.reference is not None and self.ranks.mesh is not None:               # no backward has resharded it
+        if isinstance(self.reference, Qwen3) and self.ranks.mesh is not None:        # no backward has resharded it
             for module in (self.reference, *self.reference.layers):
                 module.reshard()
         if math.isfinite(metrics["loss"]):

@@ -166,6 +166,8 @@ def hf_slots(model: Qwen3, stored: Collection[str] = ()) -> dict[str, Slot]:
     """Where each HF tensor goes. Parts of a quantised matrix come as AWQ's tensors where `stored` names them, else in full precision."""
     slots: dict[str, Slot] = {}
     for ours, parameter in model.named_parameters():
+        if ours.endswith((".lora_a", ".lora_b")):
+            continue                                           # no checkpoint's
         if is_sharded(parameter):
             slots |= _shard_slots(model.config, ours, parameter)
         else:
@@ -196,19 +198,27 @@ def _shard_slots(config: ModelConfig, name: str, parameter: DTensor) -> dict[str
 
 
 def named_hf_tensors(model: Qwen3, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, tensor) of every parameter, without gradient; the tensors are views: writing to them writes to the model.
+    """(HF name, tensor) of every parameter, without gradient; the tensors are views: writing to them writes to the model. Matrices with an
+    adapter (lora.py) come merged, as copies.
 
     Of a sharded model the whole tensors, gathered one parameter at a time in `dtype`: all ranks iterate alike, and writing to them writes nowhere.
     Raises UserError for a quantised model, whose matrices are no such tensors.
     """
     if is_quantised(model):
         raise UserError("the model is quantised, which cannot be saved or trained: expected full-precision weights, loaded without quantise")
-    return _views(model, dtype)
+    return _views(model, dtype, merged=True)
 
 
-def _views(model: Qwen3, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+def _views(model: Qwen3, dtype: torch.dtype | None = None, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
-        yield from hf_parts(model.config, name, whole(parameter, dtype))
+        module, _, own = name.rpartition(".")
+        if own in ("lora_a", "lora_b"):
+            continue
+        if merged and own == "weight" and hasattr(adapted := model.get_submodule(module), "merged"):
+            matrix = adapted.merged()
+            yield from hf_parts(model.config, name, matrix if dtype is None else matrix.to(dtype))
+        else:
+            yield from hf_parts(model.config, name, whole(parameter, dtype))
 
 
 def hf_parts(config: ModelConfig, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanorchestra.grpo import full_kl, group_advantages, policy_loss, supervised_loss, token_logprobs
+from nanorchestra.grpo import group_advantages, policy_loss, supervised_loss
+from nanorchestra.head import full_kl, token_logprobs
 
 CASES = json.loads((Path(__file__).parent / "data" / "trl_grpo.json").read_text())
 REASONS = {None, "homogeneous", "invalid_format", "infrastructure"}
@@ -21,19 +22,29 @@ def doubles(values, grad=False):
     return torch.tensor(values, dtype=torch.float64, requires_grad=grad)
 
 
+def options_of(case):
+    """What policy_loss takes beside the numbers, for a case of the fixture."""
+    lengths = torch.tensor(case["lengths"])
+    sequences = torch.arange(len(lengths)).repeat_interleave(lengths)
+    by_sequence = case["loss_type"] == "grpo" and case["normaliser"] == len(lengths)
+    return dict(surrogate="cispo" if case["loss_type"] == "cispo" else "gspo" if case.get("level") == "sequence" else "clip", sequences=sequences,
+                weights=1 / lengths[sequences].double() if by_sequence else None, importance_cap=case.get("importance_cap"),
+                sampler_logprobs=doubles(case["sampler_logprobs"]) if "sampler_logprobs" in case else None)
+
+
 def run_case(case):
     """Our loss and gradient on one TRL case."""
     logprobs = doubles(case["logprobs"], grad=True)
     advantages = doubles(case["advantages"]).repeat_interleave(torch.tensor(case["lengths"]))
     loss, metrics = policy_loss(logprobs, doubles(case["old_logprobs"]), advantages, normaliser=case["normaliser"],
                                 clip_low=case["clip_low"], clip_high=case["clip_high"], dual_clip=case["dual_clip"],
-                                ref_logprobs=doubles(case["ref_logprobs"]), kl_coef=case["beta"], kl_estimator="k3")
+                                ref_logprobs=doubles(case["ref_logprobs"]), kl_coef=case["beta"], kl_estimator="k3", **options_of(case))
     (gradient,) = torch.autograd.grad(loss, logprobs)
     return loss.item(), gradient, metrics
 
 
 def case_name(case):
-    return f"{case['loss_type']}-{case['clip_high']}-{case['dual_clip']}-{case['beta']}"
+    return "-".join(str(case.get(key)) for key in ("loss_type", "level", "clip_high", "dual_clip", "beta", "importance_cap"))
 
 
 # ---- the policy loss ----

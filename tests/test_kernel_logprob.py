@@ -11,7 +11,7 @@ from torch.nn.functional import one_hot
 from kernel_check import DEVICE, DTYPES, GRADIENT, assert_close, randn
 from kernels import logprob, logprob_backward
 from kernels.logprob import linear_logprob, logprob_forward
-from nanorchestra.grpo import token_logprobs
+from nanorchestra.head import token_logprobs
 
 SMALL = {"BLOCK_T": 16, "BLOCK_V": 32, "BLOCK_N": 16, "GROUP": 2}
 EXACT = 2e-5                                                  # nats, absolute
