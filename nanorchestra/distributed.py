@@ -171,7 +171,10 @@ class _Watch:
     def fail(self, reason: str) -> None:
         self._stopped.set()
         with suppress(Exception):                                    # the store may be gone with the rank that had it
-            self.store.set("failed", reason)
+            if self.store.check(["failed"]):                         # what happens here comes of that
+                print(f"rank {self.rank}: before that, {self.store.get('failed').decode()}", file=sys.stderr, flush=True)
+            else:
+                self.store.set("failed", reason)
 
     def stop(self) -> None:
         self._stopped.set()
