@@ -374,11 +374,11 @@ def test_bad_groups_are_refused():
 # ---- memory ----
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes alive at once in tensors made under it. A storage counts from the operator that made it until it is freed."""
+    """The most bytes alive at once in tensors made under it; not those `given`. A storage counts from the operator that made it until it is freed."""
 
-    def __init__(self):
+    def __init__(self, *given):
         super().__init__()
-        self.alive, self.now, self.most = {}, 0, 0
+        self.alive, self.now, self.most = {tensor.untyped_storage()._cdata: 0 for tensor in given}, 0, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -399,8 +399,9 @@ def peak_of_the_loss(monkeypatch, tokens, vocab, width, workspace, whole_kl=Fals
     monkeypatch.setattr(head_module, "WORKSPACE", workspace)
     hidden, weight = torch.randn(tokens, width, requires_grad=True), torch.randn(vocab, width, requires_grad=True)
     targets = torch.randint(vocab, (tokens,))
-    with LiveBytes() as live:
-        value = full_kl(hidden, hidden.detach() * 0.9, weight, weight.detach()) if whole_kl else token_logprobs(hidden, weight, targets)[0]
+    reference = hidden.detach() * 0.9
+    with LiveBytes(hidden, weight, reference, targets) as live:
+        value = full_kl(hidden, reference, weight, weight.detach()) if whole_kl else token_logprobs(hidden, weight, targets)[0]
         gradients = torch.autograd.grad(value.sum(), (hidden, weight))
     assert len(gradients) == 2
     return live.most - 4 * (hidden.numel() + weight.numel())               # without the gradients, which are results
