@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import subprocess
+import sys
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nanorchestra import head as head_module
 from nanorchestra.grpo import group_advantages, policy_loss, supervised_loss
 from nanorchestra.head import full_kl, token_logprobs
 
@@ -365,3 +369,74 @@ def test_bad_groups_are_refused():
             group_advantages([1.0, 0.0], [True, True], **wrong)
     with pytest.raises(ValueError, match="finite"):
         group_advantages([1.0, float("nan")], [True, True])
+
+
+# ---- memory ----
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes alive at once in tensors made under it; not those `given`. A storage counts from the operator that made it until it is freed."""
+
+    def __init__(self, *given):
+        super().__init__()
+        self.alive, self.now, self.most = {tensor.untyped_storage()._cdata: 0 for tensor in given}, 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage._cdata not in self.alive:
+                self.alive[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self._freed, storage._cdata)
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+        return result
+
+    def _freed(self, key):
+        self.now -= self.alive.pop(key, 0)
+
+
+def peak_of_the_loss(monkeypatch, tokens, vocab, width, workspace, whole_kl=False):
+    monkeypatch.setattr(head_module, "WORKSPACE", workspace)
+    hidden, weight = torch.randn(tokens, width, requires_grad=True), torch.randn(vocab, width, requires_grad=True)
+    targets = torch.randint(vocab, (tokens,))
+    reference = hidden.detach() * 0.9
+    with LiveBytes(hidden, weight, reference, targets) as live:
+        value = full_kl(hidden, reference, weight, weight.detach()) if whole_kl else token_logprobs(hidden, weight, targets)[0]
+        gradients = torch.autograd.grad(value.sum(), (hidden, weight))
+    assert len(gradients) == 2
+    return live.most - 4 * (hidden.numel() + weight.numel())               # without the gradients, which are results
+
+
+@pytest.mark.parametrize("whole_kl", [False, True])
+@pytest.mark.parametrize("tokens, vocab", [(512, 9496), (256, 18992)])
+def test_the_loss_holds_its_workspace_and_no_more(monkeypatch, whole_kl, tokens, vocab):
+    """A sixteenth of 8192 ids and a sixteenth of the vocabulary of Qwen3 with a 256th of the workspace; 650 MB is 1.21 times 512 MiB."""
+    workspace = head_module.WORKSPACE // 256
+    assert 0.3 * workspace < peak_of_the_loss(monkeypatch, tokens, vocab, 4, workspace, whole_kl) < 1.21 * workspace
+
+
+def test_a_gradient_wider_than_the_workspace_is_made_in_pieces(monkeypatch):
+    """The product that is added to the gradient of the output matrix is as large as that matrix."""
+    assert peak_of_the_loss(monkeypatch, 64, 4096, 256, 1 << 20) < 1.3 * (1 << 20)
+    torch.manual_seed(0)
+    hidden, weight, targets, *_ = head(count=11, vocab=9, width=5)
+    whole = torch.autograd.grad(token_logprobs(hidden, weight, targets, chunk=11)[0].sum(), (hidden, weight))
+    monkeypatch.setattr(head_module, "WORKSPACE", 200)
+    pieces = torch.autograd.grad(token_logprobs(hidden, weight, targets, chunk=11)[0].sum(), (hidden, weight))
+    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(whole, pieces))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel's own high-water mark is Linux's")
+def test_qwen3s_vocabulary_takes_less_than_650_mb():
+    """By the process's resident memory, in a process of its own. 900 ids are two chunks and a rest; 8192 are twenty."""
+    code = ("import torch; torch.set_num_threads(1)\n"
+            "from nanorchestra.head import token_logprobs\n"
+            "status = lambda name: next(int(l.split()[1]) * 1024 for l in open('/proc/self/status') if l.startswith(name))\n"
+            "h, w = torch.randn(900, 8, requires_grad=True), torch.randn(151936, 8, requires_grad=True)\n"
+            "t = torch.randint(151936, (900,)); token_logprobs(h[:4], w, t[:4])[0].sum().backward()\n"
+            "open('/proc/self/clear_refs', 'w').write('5'); before = status('VmRSS')\n"
+            "token_logprobs(h, w, t)[0].sum().backward(); print(status('VmHWM') - before)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=400, cwd=Path(__file__).parent.parent)
+    print(done.stdout, done.stderr)
+    assert int(done.stdout) < 650e6
