@@ -319,7 +319,8 @@ class Act:
 
 def _about(field: str, value: Any, phrase: int) -> str:
     """A question about a field in words: "how many tables ..." for a count, "what the tables of ... are" for another plural."""
-    plural = field.split()[0].endswith("s") or field.endswith("s") and not field.endswith("ss")
+    head = field.split(" in ")[0].split(" per ")[0]
+    plural = head.endswith("s") and not head.endswith("ss")
     if plural and isinstance(value, int):
         return ("how many {field} {one} has", "the number of {field} of {one}")[phrase % 2]
     return ("what the {field} of {one} " + ("are" if plural else "is"), "the {field} of {one}")[phrase % 2]
