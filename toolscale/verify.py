@@ -23,11 +23,11 @@ FORMAT, ERRS, NOTHING, UNDETERMINED = "not in the task format", "a golden call e
 AMBIGUOUS, LEAK, TOLD, ROWS, UNFAIR, DUPLICATE = ("two different ends satisfy the text", "an identifier that a lookup reveals is in the text", "the answer is in the text",
                                                   "a row breaks the schema or a link", "the golden calls do not score 1", "near duplicate")
 REASONS = (FORMAT, ERRS, NOTHING, UNDETERMINED, AMBIGUOUS, LEAK, TOLD, ROWS, UNFAIR, DUPLICATE)
-LEAST = re.compile(r"\b(cheapest|lowest|smallest|fewest|least|shortest|lightest)\b")
-MOST = re.compile(r"\b(most expensive|dearest|highest|largest|biggest|longest|greatest|heaviest|best rated)\b")
-FIRST = re.compile(r"\b(oldest|earliest|first|soonest)\b")
-LAST = re.compile(r"\b(most recent|latest|newest|last)\b")
-_DATE = re.compile(r"\d{4}-\d\d-\d\d")
+# Words of a superlative, which way they look, and what they look at: money (numbers with cents, or so called), sizes (any number) or times (dates).
+SUPERLATIVES = ((r"\bcheapest\b", float.__lt__, "money"), (r"\b(most expensive|dearest)\b", float.__gt__, "money"), (r"\b(lowest|smallest|fewest|least|shortest|lightest)\b", float.__lt__, "size"),
+                (r"\b(highest|largest|biggest|longest|greatest|heaviest|best rated)\b", float.__gt__, "size"), (r"\b(oldest|earliest|first|soonest)\b", str.__lt__, "time"),
+                (r"\b(most recent|latest|newest|last)\b", str.__gt__, "time"))
+_DATE, _MONEY = re.compile(r"\d{4}-\d\d-\d\d"), re.compile(r"price|cost|fee|fare|total|amount|rate|charge")
 
 
 def task_text(task: dict[str, Any]) -> str:
@@ -118,8 +118,12 @@ def _undetermined(world: World, task: dict[str, Any], calls: list[Call], start: 
         for argument, value in arguments.items():
             if tool["kind"] == "calculate":
                 numbers = {float(n) for n in re.findall(r"\d+(?:\.\d+)?", str(value))}
-                if not all(mentions(text, n) or any(isinstance(v, (int, float)) and v == n for v, *_ in returned) for n in numbers):
-                    return UNDETERMINED
+                for n in numbers:
+                    found = [entry for entry in returned if _is_number(entry[0]) and entry[0] == n]
+                    if not mentions(text, n) and not found:
+                        return UNDETERMINED
+                    if not mentions(text, n) and all(_rivals(entry, spoken) for entry in found):
+                        return AMBIGUOUS
                 continue
             found = [entry for entry in returned if entry[0] == value and type(entry[0]) is type(value)]
             stands = mentions(text, value)
@@ -129,7 +133,7 @@ def _undetermined(world: World, task: dict[str, Any], calls: list[Call], start: 
                 continue
             if not found:
                 return UNDETERMINED
-            if all(rows is not None and _ambiguous(world, name, arguments, argument, entry, spoken, tables) for entry in found for rows in entry[3:]):
+            if all(_would_do(world, name, arguments, argument, entry, spoken, tables) for entry in found):
                 return AMBIGUOUS
         try:
             result = world.call(tables, name, arguments)
@@ -140,18 +144,32 @@ def _undetermined(world: World, task: dict[str, Any], calls: list[Call], start: 
             returned.append(entry)
             if entry[3] is None and isinstance(entry[0], str):
                 spoken["known"].add(entry[0])
+    for info in task["evaluation_criteria"].get("communicate_info") or ():
+        found = [entry for entry in returned if communicated(info, [str(entry[0])])]
+        if found and all(_rivals(entry, spoken) for entry in found):
+            return AMBIGUOUS
     return None
 
 
-def _ambiguous(world: World, name: str, arguments: dict[str, Any], argument: str, entry: tuple, spoken: dict[str, Any], tables: Tables) -> bool:
-    """True if another row of the same list would do as well: the text does not tell it apart, and the call succeeds with it."""
+def _rivals(entry: tuple, spoken: dict[str, Any]) -> list[dict[str, Any]]:
+    """The other rows of the list that a value came in which the text does not tell from its own."""
     value, field, record, rows = entry
     text, known = spoken["text"], spoken["known"]
-    telling = [f for f, v in record.items() if f != field and (isinstance(v, str) and v in known or mentions(text, v))]
-    others = [row for row in rows if row is not record and row.get(field) != value and all(row.get(f) == record[f] for f in telling)]
-    if not others or _extreme(text, record, others):
-        return False
-    for row in others:
+    telling = [f for f, v in record.items() if f != field and (isinstance(v, str) and v in known or (_counted(text, f, v) if _is_number(v) else mentions(text, v)))]
+    others = [row for row in rows or () if row is not record and row.get(field) != value and all(row.get(f) == record[f] for f in telling)]
+    return [] if not others or _extreme(text, record, others) else others
+
+
+def _counted(text: str, field: str, value: float) -> bool:
+    """True if the number stands beside a word of its field's name, as "3 seats" does for `seats`: a bare number may be about something else."""
+    stems = "|".join(re.escape(word.rstrip("s")) for word in field.split("_"))
+    return bool(re.search(rf"(?<![\w.]){value:g}\W{{1,2}}(?:{stems})|(?:{stems})\w*\W{{1,2}}{value:g}(?![\w.]*\d)", text.casefold()))
+
+
+def _would_do(world: World, name: str, arguments: dict[str, Any], argument: str, entry: tuple, spoken: dict[str, Any], tables: Tables) -> bool:
+    """True if the call succeeds with a rival, too."""
+    field = entry[1]
+    for row in _rivals(entry, spoken):
         try:
             world.call({table: dict(held) for table, held in tables.items()}, name, arguments | {argument: row[field]})
             return True
@@ -163,15 +181,15 @@ def _ambiguous(world: World, name: str, arguments: dict[str, Any], argument: str
 def _extreme(text: str, record: dict[str, Any], others: list[dict[str, Any]]) -> bool:
     """True if the text has a superlative for which the record is the only answer in some field: numbers for sizes, dates for times."""
     text = text.casefold()
-    for pattern, better, dates in ((LEAST, float.__lt__, False), (MOST, float.__gt__, False), (FIRST, str.__lt__, True), (LAST, str.__gt__, True)):
-        if not pattern.search(text):
+    for pattern, better, what in SUPERLATIVES:
+        if not re.search(pattern, text):
             continue
         for field, value in record.items():
             rest = [row.get(field) for row in others]
-            if dates and isinstance(value, str) and _DATE.match(value):
-                fits = all(isinstance(v, str) and better(value, v) for v in rest)
+            if what == "time":
+                fits = isinstance(value, str) and _DATE.match(value) and all(isinstance(v, str) and better(value, v) for v in rest)
             else:
-                fits = not dates and _is_number(value) and all(_is_number(v) and better(float(value), float(v)) for v in rest)
+                fits = _is_number(value) and (what == "size" or isinstance(value, float) or _MONEY.search(field)) and all(_is_number(v) and better(float(value), float(v)) for v in rest)
             if fits:
                 return True
     return False
