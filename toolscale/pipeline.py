@@ -60,7 +60,7 @@ def make_batch(domain: str, seed: int, levels: Sequence[int], number: int) -> Pa
 
 def measured(world: World, tasks: list[dict[str, Any]], rejected: Counter[str]) -> Part:
     """A part: the tasks, and how many of them score 1 by their golden calls, by doing nothing, and with one golden argument altered."""
-    part: Part = {"tasks": tasks, "rejected": dict(rejected), "golden": 0, "nothing": 0, "altered": 0, "steps": 0, "seconds": 0.0}
+    part: Part = {"tasks": tasks, "rejected": dict(rejected), "golden": 0, "nothing": 0, "altered": 0, "steps": 0, "seconds": 0.0, "patterns": sorted({pattern(task) for task in tasks})}
     for task in json.loads(json.dumps(tasks)):                                 # as who loads the file will find them
         scorer = Scorer(world, task)
         calls, said = scorer.golden_calls(), task["evaluation_criteria"]["communicate_info"] or []
@@ -83,7 +83,7 @@ def run(domains: dict[str, int], make: Callable[[str, int], Part], out: Path, se
     _resume(parts, settings)
     kept: dict[str, list[dict[str, Any]]] = {domain: [] for domain in domains}
     seen: set[str] = set()
-    totals: Part = {"rejected": Counter(), **dict.fromkeys(("golden", "nothing", "altered", "steps", "seconds", "made"), 0)}
+    totals: Part = {"rejected": Counter(), "patterns": set(), **dict.fromkeys(("golden", "nothing", "altered", "steps", "seconds", "made"), 0)}
     following, barren = dict.fromkeys(domains, 0), dict.fromkeys(domains, 0)
     with tqdm(total=sum(domains.values()), desc="tasks", unit="task", dynamic_ncols=True, disable=None) as bar:
         while True:
@@ -97,6 +97,7 @@ def run(domains: dict[str, int], make: Callable[[str, int], Part], out: Path, se
                 totals["rejected"].update(part["rejected"] | ({DUPLICATE: part["rejected"].get(DUPLICATE, 0) + len(part["tasks"]) - len(new)} if len(new) < len(part["tasks"]) else {}))
                 for figure in ("golden", "nothing", "altered", "steps", "seconds"):
                     totals[figure] += part[figure]
+                totals["patterns"].update(part["patterns"])
                 totals["made"] += len(part["tasks"])
                 barren[domain] = 0 if new else barren[domain] + 1
                 bar.update(min(len(new), max(0, domains[domain] - len(kept[domain]))))
@@ -171,7 +172,7 @@ def figures(tasks: list[dict[str, Any]], totals: Part, worlds: dict[str, World],
              f"thrown away: {sum(thrown.values())}" + "".join(f"\n  {count:6d}  {reason}" for reason, count in sorted(thrown.items(), key=lambda item: -item[1])),
              f"score 1: {100 * totals['golden'] / made:.2f}% by their golden calls, {100 * totals['nothing'] / made:.2f}% by doing nothing, {100 * totals['altered'] / made:.2f}% with one golden argument altered",
              f"replay: {totals['steps'] / max(totals['seconds'], 1e-9):,.0f} environment steps per second of one core",
-             f"distinct tool sequences: {len(set(sequences))}", f"distinct argument patterns: {len({pattern(task) for task in tasks})}",
+             f"distinct tool sequences: {len(set(sequences))}", f"distinct argument patterns: {len(totals['patterns'])}",
              f"tasks whose sequence and wording more than 1% of the others share: {100 * crowded / max(len(tasks), 1):.2f}%",
              "golden calls a task: " + ", ".join(f"{length}: {100 * count / len(tasks):.1f}%" for length, count in sorted(lengths.items())), "share of the golden calls, by tool:"]
     for domain, world in worlds.items():
