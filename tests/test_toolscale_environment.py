@@ -95,7 +95,7 @@ def test_an_expert_takes_over_a_turn(world):
     assert schema["name"] == "call_expert" and schema["parameters"]["properties"]["expert"]["enum"] == ["expert-1", "expert-2", "expert-3"]
     assert "gpt" not in json.dumps(env.tools).casefold()                       # which model it is stays hidden
     called = asyncio.run(env.execute(ToolCall("call_expert", {"expert": "expert-2"})))
-    assert "expert-2 called calculate" in called.content and "6.0" in called.content and (called.cost_usd, called.latency_s, called.output_tokens) == (0.5, 3.0, 20)
+    assert "expert-2 called calculate" in called.content and '"value": 6}' in called.content and (called.cost_usd, called.latency_s, called.output_tokens) == (0.5, 3.0, 20)
     spoke = asyncio.run(env.execute(ToolCall("call_expert", {"expert": "expert-1"})))
     assert "The user: Yes, please." in spoke.content and env.said == ["Shall I go on?"] and env.calls == [("calculate", {"expression": "2 * 3"})]
     assert asyncio.run(env.execute(ToolCall("call_expert", {"expert": "expert-9"}))).error
