@@ -425,3 +425,10 @@ def texts(world: World, count: int, sandbox: Sandbox, **habits: float) -> Iterat
             if lesson.result:
                 messages.append({"role": "tool", "content": lesson.result.content})
         yield chat.render(messages, env.tools, add_generation_prompt=False)
+
+
+if __name__ == "__main__":                                                     # python data_gen.py makes the worlds and tasks of toolscale/
+    import sys
+
+    from toolscale.pipeline import main
+    sys.exit(main(sys.argv[1:]))

@@ -135,6 +135,37 @@ class SimulatedExpert:
         return ToolResult(f"{'unsure' if unsure else 'sure'}: {answer}", cost, seconds, input_tokens=self.input_tokens, output_tokens=output)
 
 
+class EndpointError(Exception):
+    """An endpoint that did not answer, or not as it should, after all attempts."""
+
+
+def chat_completion(base_url: str, body: dict[str, Any], *, key_variable: str = "OPENAI_API_KEY", timeout_s: float = 120.0, attempts: int = 3) -> tuple[dict[str, Any], tuple[int, int]]:
+    """The message of an OpenAI-compatible chat completion and its (input, output) tokens. The key comes from the environment variable `key_variable`.
+
+    A request has `timeout_s` and is tried at most `attempts` times. Raises EndpointError.
+    """
+    headers, problem = {"Authorization": f"Bearer {os.environ.get(key_variable, '')}"}, ""
+    for attempt in range(attempts):
+        if attempt:
+            time.sleep(min(2.0 ** attempt, 10.0))
+        try:
+            reply = requests.post(f"{base_url.rstrip('/')}/chat/completions", json=body, headers=headers, timeout=timeout_s)
+            if reply.status_code in (408, 409, 429) or reply.status_code >= 500:
+                problem = f"HTTP {reply.status_code}"
+                continue
+            reply.raise_for_status()
+            data = reply.json()
+            message, usage = data["choices"][0]["message"], data.get("usage") or {}
+            message.get("content")                                             # an AttributeError here if it is no object
+            return message, (int(usage.get("prompt_tokens", 0)), int(usage.get("completion_tokens", 0)))
+        except (requests.ConnectionError, requests.Timeout) as error:
+            problem = type(error).__name__
+        except (requests.RequestException, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            problem = f"{type(error).__name__}: {error}"
+            break
+    raise EndpointError(problem)
+
+
 @dataclass
 class HttpExpert:
     """An expert behind any OpenAI-compatible endpoint. The key comes from the environment variable `key_variable`, and from nowhere else.
@@ -159,27 +190,12 @@ class HttpExpert:
     def call(self, arguments: dict[str, Any]) -> ToolResult:
         words = arguments.get("task") or self.question
         body = {"model": self.model, "messages": [{"role": "user", "content": words}], "max_tokens": self.max_tokens}
-        headers = {"Authorization": f"Bearer {os.environ.get(self.key_variable, '')}"}
-        start, problem = time.monotonic(), ""
-        for attempt in range(self.attempts):
-            if attempt:
-                time.sleep(min(2.0 ** attempt, 10.0))
-            try:
-                reply = requests.post(f"{self.base_url.rstrip('/')}/chat/completions", json=body, headers=headers, timeout=self.timeout_s)
-                if reply.status_code in (408, 409, 429) or reply.status_code >= 500:
-                    problem = f"HTTP {reply.status_code}"
-                    continue
-                reply.raise_for_status()
-                data = reply.json()
-                text, usage = data["choices"][0]["message"]["content"] or "", data.get("usage") or {}
-                tokens = int(usage.get("prompt_tokens", 0)), int(usage.get("completion_tokens", 0))
-                return ToolResult(text, expert_cost(*tokens, self.price), time.monotonic() - start, False, False, *tokens)
-            except (requests.ConnectionError, requests.Timeout) as error:
-                problem = type(error).__name__
-            except (requests.RequestException, ValueError, KeyError, IndexError, TypeError) as error:
-                problem = f"{type(error).__name__}: {error}"
-                break
-        return ToolResult(f"Error: {self.name} did not answer ({problem})", 0.0, time.monotonic() - start, error=True, infrastructure=True)
+        start = time.monotonic()
+        try:
+            message, tokens = chat_completion(self.base_url, body, key_variable=self.key_variable, timeout_s=self.timeout_s, attempts=self.attempts)
+        except EndpointError as error:
+            return ToolResult(f"Error: {self.name} did not answer ({error})", 0.0, time.monotonic() - start, error=True, infrastructure=True)
+        return ToolResult(message.get("content") or "", expert_cost(*tokens, self.price), time.monotonic() - start, False, False, *tokens)
 
 
 def load_tools(path: str | Path, question: str, sandbox: Sandbox) -> list[Any]:

@@ -113,6 +113,15 @@ class Rollout:
         message = f"Error: at most {self.limits.calls_per_turn} calls in one turn"
         return results + [ToolResult(message, error=True) for _ in refused]
 
+    async def _hear(self, env: Environment, content: str) -> ToolResult | None:
+        """What the user says to a message without a call; for lockstep, a user who thinks is a tool that runs."""
+        self._tools_running += 1
+        try:
+            return await env.reply(content)
+        finally:
+            self._tools_running -= 1
+            self._changed.set()
+
     async def _attempt(self, index: int, env: Environment, seed: int, on_event: Event | None) -> Trajectory:
         emit = on_event or (lambda kind, payload: None)
         prompt = chat.encode(self.tokenizer, env.messages, env.tools, enable_thinking=self.enable_thinking)
@@ -138,8 +147,16 @@ class Rollout:
                     trajectory.status = "token_limit"
                     break
                 if not parsed.calls:
-                    trajectory.answer, trajectory.status = parsed.content, "answered"
-                    break
+                    trajectory.answer = parsed.content
+                    said = await self._hear(env, parsed.content)
+                    if said is None or said.infrastructure:
+                        trajectory.status = "answered" if said is None else "infrastructure"
+                        break
+                    emit("user", said)
+                    given = chat.encode_user(self.tokenizer, said.content, enable_thinking=self.enable_thinking)
+                    session.append(given)
+                    _extend(trajectory, given, None, None)
+                    continue
                 turn.calls = list(parsed.calls)
                 turn.results = await self._execute(env, turn.calls)
                 _account(trajectory, turn)

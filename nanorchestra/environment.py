@@ -33,13 +33,18 @@ class Tool(Protocol):
 
 
 class Environment(Protocol):
-    """One attempt at one task. `tools` are OpenAI function objects; `execute` never raises for what the policy wrote."""
+    """One attempt at one task. `tools` are OpenAI function objects; `execute` never raises for what the policy wrote.
+
+    `reply` is the user's answer to a message without a call; None: the conversation is over, and the message is the answer.
+    """
 
     task: Task
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
 
     async def execute(self, call: ToolCall) -> ToolResult: ...
+
+    async def reply(self, content: str) -> ToolResult | None: ...
 
     def score(self, answer: str) -> float: ...
 
@@ -91,18 +96,21 @@ class ToolEnvironment:
         if problem is not None:
             return ToolResult(f"Error: {call.name}: {problem}", error=True)
         try:
-            result = await _in_thread(tool.call, call.arguments) if tool.blocking else tool.call(call.arguments)
+            result = await in_thread(tool.call, call.arguments) if tool.blocking else tool.call(call.arguments)
         except Exception as error:  # whatever a tool throws must reach the policy as an observation, never the loop
             return ToolResult(f"Error: {call.name} failed: {type(error).__name__}: {error}", error=True, infrastructure=True)
         if len(result.content) > MAX_OBSERVATION_CHARS:
             result = replace(result, content=result.content[:MAX_OBSERVATION_CHARS] + "\n[cut]")
         return result
 
+    async def reply(self, content: str) -> None:
+        """Nobody answers: the first message without a call is the answer."""
+
     def score(self, answer: str) -> float:
         return self._grade(answer)
 
 
-async def _in_thread(call: Callable[[dict[str, Any]], ToolResult], arguments: dict[str, Any]) -> ToolResult:
+async def in_thread(call: Callable[[Any], Any], argument: Any) -> Any:
     """asyncio.to_thread, but on a daemon thread: who stops an attempt (Ctrl-C) need not wait for the slowest endpoint, nor does the exit."""
     loop = asyncio.get_running_loop()
     future = loop.create_future()
@@ -113,7 +121,7 @@ async def _in_thread(call: Callable[[dict[str, Any]], ToolResult], arguments: di
 
     def work() -> None:
         try:
-            settle(future.set_result, call(arguments))
+            settle(future.set_result, call(argument))
         except Exception as error:
             settle(future.set_exception, error)
 
