@@ -34,7 +34,9 @@ Router = Callable[[Task, random.Random], Play]
 
 
 def task_bounds(task: Task) -> Bounds:
-    """Known before any attempt: from nothing to one call of the dearest, and of the slowest, tool on offer."""
+    """Known before any attempt: from nothing to one call of the dearest, and of the slowest, tool on offer; a task may bring its own."""
+    if "bounds" in task.data:
+        return Bounds(*task.data["bounds"])
     tools = task.data["tools"]
     return Bounds((0.0, max(expected_cost(t, task.data["difficulty"]) for t in tools)), (0.0, float(max(t["latency"] for t in tools))))
 
@@ -63,7 +65,7 @@ def summarise(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict
     return means(pairs) | {
         "preference": fmean(kept), "cost_per_correct_usd": sum(t.cost_usd for _, t in pairs) / correct if correct else None,
         "avoided_rate": fmean(asked) if asked else None, "well_formed": fmean(t.well_formed for _, t in pairs),
-        "by_preference": split(lambda task: preference_name(task.preference)), "by_kind": split(lambda task: task.data["kind"])}
+        "by_preference": split(lambda task: task.data.get("wish") or preference_name(task.preference)), "by_kind": split(lambda task: task.data["kind"])}
 
 
 # The routers.
@@ -227,9 +229,9 @@ def evaluate_routers(tasks: Sequence[Task], seed: int, sandbox: Sandbox) -> dict
     return {name: summarise(tasks, [play(router, environment(task, seed, sandbox), seed) for task in tasks]) for name, router in ROUTERS.items()}
 
 
-def evaluate(rollout: Rollout, tasks: Sequence[Task], seed: int, sandbox: Sandbox, on_done=None) -> list[Trajectory]:
-    """One attempt of the policy at each task, scored."""
-    trajectories = rollout.run([environment(task, seed, sandbox) for task in tasks], [seed * 1_000_003 + i for i in range(len(tasks))], on_done)
+def evaluate(rollout: Rollout, tasks: Sequence[Task], seed: int, sandbox: Sandbox, on_done=None, make: Callable[..., Any] = environment) -> list[Trajectory]:
+    """One attempt of the policy at each task, in make(task, seed, sandbox), scored."""
+    trajectories = rollout.run([make(task, seed, sandbox) for task in tasks], [seed * 1_000_003 + i for i in range(len(tasks))], on_done)
     return [score(task, trajectory) for task, trajectory in zip(tasks, trajectories)]
 
 

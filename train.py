@@ -33,11 +33,12 @@ from tqdm import tqdm
 
 from data_gen import World, demonstrate, describe, environment, texts
 from evaluate import NANO, evaluate, evaluate_routers, price_probe, score, summarise, task_bounds
-from nanorchestra import Engine, SamplingParams, load_model
+from nanorchestra import Engine, SamplingParams, chat, load_model
 from nanorchestra.agent import Limits, PolicyPrice, Rollout
 from nanorchestra.checkpoint import Checkpoints
 from nanorchestra.config import Config, load_config, scaled_down, to_toml
 from nanorchestra.distributed import Ranks, shard_model
+from nanorchestra.environment import Environment
 from nanorchestra.grpo import group_advantages, moments, over_batch, overlong_punishment, per_objective, turn_shares
 from nanorchestra.lora import add_adapters, merge, reset as reset_adapters
 from nanorchestra.metrics import Run, table
@@ -51,6 +52,7 @@ from nanorchestra.trainer import Group, Sample, Schedule, Trainer
 from nanorchestra.types import Task, Trajectory, UserError
 from nanorchestra.weights import named_hf_tensors, save_checkpoint
 from reward import POLICY, PRICES, group_rewards, preference_score, reward_columns
+from toolscale import environment as toolscale
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "nano.toml"
 FEW_TOOLS = 2               # lessons of the warm start begin with warm_start.first_tools and go up to so many; then they offer all that a task has
@@ -85,11 +87,14 @@ class Training:
 
     def __init__(self, config: Config, run: Run, sandbox: Sandbox, ranks: Ranks):
         self.config, self.run, self.sandbox, self.ranks = config, run, sandbox, ranks
-        self.world = World(config.run.seed, config.world.avoid_share)
+        self.domains = toolscale.load_world(config.task.world, config.run.seed, config.task.experts) if config.task.world else None
+        self.world = self.domains or World(config.run.seed, config.world.avoid_share)
         self.lessons = World(config.run.seed, config.world.avoid_share, lessons=True)
         self.habits = {"sensible": config.warm_start.sensible, "heedful": config.warm_start.heedful, "quits": config.warm_start.quits}
         self.dtype = getattr(torch, resolve(config)[1])
         model, self.tokenizer = self._model()
+        if self.domains:
+            self._check_room()
         settings, rollout, parallel = config.grpo, config.rollout, config.parallel
         self.trainer = Trainer(model, vocab_limit=self.tokenizer.vocab_size, optimizer=config.warm_start.optimizer,
                                weight_decay=settings.weight_decay, grad_clip=settings.grad_clip, token_budget=settings.token_budget, ranks=ranks,
@@ -129,11 +134,22 @@ class Training:
             raise UserError(f"model.preset is {section.preset!r}; it must be one of {', '.join(PRESETS)}")
         saved = self.run.path / "tokenizer"
         if ranks.first and not saved.exists():
-            train_bpe(texts(self.lessons, section.tokenizer_tasks, self.sandbox, **self.habits), section.vocab_size).save(saved)
+            shown = toolscale.texts(self.domains, section.tokenizer_tasks) if self.domains else texts(self.lessons, section.tokenizer_tasks, self.sandbox, **self.habits)
+            train_bpe(shown, section.vocab_size).save(saved)
         ranks.gather(None)                                                        # the others wait for it
         tokenizer = Tokenizer.from_dir(saved)
-        shape = dataclasses.replace(PRESETS[section.preset], vocab_size=-(-tokenizer.vocab_size // 64) * 64, eos_token_ids=tuple(tokenizer.eos_ids))
+        context = max(PRESETS[section.preset].max_position_embeddings, self.config.rollout.context_tokens)
+        shape = dataclasses.replace(PRESETS[section.preset], max_position_embeddings=context, vocab_size=-(-tokenizer.vocab_size // 64) * 64, eos_token_ids=tuple(tokenizer.eos_ids))
         return build(shape, self.config.run.seed), tokenizer
+
+    def _check_room(self) -> None:
+        """UserError if the prompts of task.world, which hold a policy and a dozen tools, leave no room for a turn."""
+        limits = self.config.rollout
+        prompts = (self.domains.environment(task, 0) for task in self.domains.tasks("train", 20))
+        longest = max(len(chat.encode(self.tokenizer, env.messages, env.tools)) for env in prompts)
+        if longest + limits.turn_tokens > limits.context_tokens:
+            raise UserError(f"{self.config.task.world}: prompts of {longest} tokens; rollout.context_tokens is {limits.context_tokens}, it must be at least "
+                            f"{longest + limits.turn_tokens} for one turn, and more for a conversation")
 
     # The three phases.
 
@@ -145,7 +161,7 @@ class Training:
         while self.step < section.steps:
             start = time.monotonic()
             few = self.few_tools <= FEW_TOOLS
-            lessons = dataclasses.replace(self.lessons, most_tools=self.few_tools if few else 0)
+            lessons = self.domains or dataclasses.replace(self.lessons, most_tools=self.few_tools if few else 0)
             tasks = lessons.tasks("train", section.prompts, start=self.step * section.prompts)
             groups = self.ranks.map(lambda mine: [self._demonstrations(task) for task in mine], tasks)
             metrics = self.trainer.supervised_step(groups, schedule.at(self.step))
@@ -214,7 +230,7 @@ class Training:
         UserError if too many fail in the end: to learn from what is left would be to learn when tools happen to be up.
         """
         def run(places: list[int]) -> list[Trajectory]:
-            return rollout.run([environment(tasks[i], seeds[i], self.sandbox) for i in places], [seeds[i] for i in places])
+            return rollout.run([self._environment(tasks[i], seeds[i], self.sandbox) for i in places], [seeds[i] for i in places])
 
         trajectories = self.ranks.map(run, range(len(tasks)), self.config.grpo.group_size)
         retried = 0
@@ -231,10 +247,14 @@ class Training:
                             f"{self.config.rollout.retries} retries (rollout.failed_share is {self.config.rollout.failed_share}); the first: {said[:200]}")
         return trajectories, retried
 
+    def _environment(self, task: Task, seed: int, sandbox: Sandbox) -> Environment:
+        return self.domains.environment(task, seed) if self.domains else environment(task, seed, sandbox)
+
     def _demonstrations(self, task: Task) -> Group:
         samples = []
         for seed in range(self.config.warm_start.samples):
-            prompt, ids, sampled = demonstrate(environment(task, seed, self.sandbox), self.tokenizer, seed, **self.habits)
+            env = self._environment(task, seed, self.sandbox)
+            prompt, ids, sampled = toolscale.teach(env, self.tokenizer) if self.domains else demonstrate(env, self.tokenizer, seed, **self.habits)
             samples.append(Sample(ids, sampled))
         return Group(prompt, samples)
 
@@ -353,7 +373,7 @@ class Training:
         rollout = _Divided(self._rollout(section.temperature).rollout, self.ranks)
         share = -(-len(tasks) // self.ranks.world)
         with tqdm(total=share, desc=f"held-out tasks, {name}", unit="task", dynamic_ncols=True, disable=None if self.ranks.first else True) as bar:
-            trajectories = evaluate(rollout, tasks, self.config.run.seed, self.sandbox, on_done=lambda _: bar.update())
+            trajectories = evaluate(rollout, tasks, self.config.run.seed, self.sandbox, on_done=lambda _: bar.update(), make=self._environment)
         for task, trajectory in list(zip(tasks, trajectories)):
             self._record(name, task, trajectory)
         summary = summarise(tasks, trajectories)
@@ -365,7 +385,7 @@ class Training:
             return
         row = dataclasses.asdict(trajectory) | {
             "step": self.step, "phase": phase, "question": task.question, "preference_text": task.preference.text, "kind": task.data["kind"],
-            "tools": [{"name": t["name"], "kind": t["what"], "description": describe(t)} for t in task.data["tools"]], "text": []}
+            "tools": [{"name": t["name"], "kind": t["what"], "description": t.get("description") or describe(t)} for t in task.data["tools"]], "text": []}
         for turn in trajectory.turns:
             row["text"].append({"role": "assistant", "text": self.tokenizer.decode(trajectory.ids[turn.start:turn.end], skip_special=True)})
             row["text"] += [{"role": "tool", "text": result.content} for result in turn.results]
@@ -439,7 +459,7 @@ class Training:
     def _finish(self, after: dict[str, Any]) -> None:
         """On rank 0: what the run comes to."""
         tasks = self.world.tasks("held_out", self.config.evaluation.tasks)
-        routers = evaluate_routers(tasks, self.config.run.seed, self.sandbox)
+        routers = {} if self.domains else evaluate_routers(tasks, self.config.run.seed, self.sandbox)
         summary = {"seconds": self._elapsed(), "steps": self.step, "seed": self.config.run.seed,
                    "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
                    "parameters": sum(p.numel() for p in self.trainer.model.parameters()),

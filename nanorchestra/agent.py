@@ -189,5 +189,6 @@ def _account(trajectory: Trajectory, turn: Turn) -> None:
     """Every call is billed; the calls of one turn run side by side, so the turn takes as long as the slowest of them."""
     trajectory.cost_usd += sum(result.cost_usd for result in turn.results)
     trajectory.latency_s += max(result.latency_s for result in turn.results)
-    for call in turn.calls:
-        trajectory.calls[call.name] = trajectory.calls.get(call.name, 0) + 1
+    for call, result in zip(turn.calls, turn.results):
+        name = result.alias or call.name
+        trajectory.calls[name] = trajectory.calls.get(name, 0) + 1

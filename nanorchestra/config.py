@@ -49,6 +49,12 @@ class WorldSection:
 
 
 @dataclass(frozen=True)
+class TaskSection:
+    world: str = ""                      # a directory that data_gen.py wrote; empty: the miniature
+    experts: int = 3                     # that each of its tasks offers, simulated
+
+
+@dataclass(frozen=True)
 class WarmStartSection:
     steps: int = 240
     sensible: float = 0.8                # probability that the teacher chooses with common sense,
@@ -131,6 +137,7 @@ class Config:
     parallel: ParallelSection = field(default_factory=ParallelSection)
     model: ModelSection = field(default_factory=ModelSection)
     world: WorldSection = field(default_factory=WorldSection)
+    task: TaskSection = field(default_factory=TaskSection)
     warm_start: WarmStartSection = field(default_factory=WarmStartSection)
     grpo: GrpoSection = field(default_factory=GrpoSection)
     lora: LoraSection = field(default_factory=LoraSection)

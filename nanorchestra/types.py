@@ -49,6 +49,7 @@ class ToolResult:
     infrastructure: bool = False
     input_tokens: int = 0
     output_tokens: int = 0
+    alias: str = ""                      # who did it, where the call's name does not say: the expert behind call_expert
 
 
 @dataclass(frozen=True)

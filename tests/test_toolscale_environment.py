@@ -241,7 +241,7 @@ def test_a_task_file_with_a_half_written_line_or_a_bad_field_is_refused_and_the_
 
 def test_tau2_directories_go_out_and_come_back(made, tmp_path):
     loaded = load_world(made)
-    world, tasks = loaded.worlds["railway"], loaded.tasks["train"]
+    world, tasks = loaded.worlds["railway"], loaded.splits["train"]
     export_tau2(world, tasks, tmp_path / "railway")
     back, again = import_tau2(tmp_path / "railway")
     assert back.hash(back.tables) == world.hash(world.tables) and back.policy == world.policy

@@ -6,16 +6,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Protocol, Sequence
+from typing import Any, Callable, Iterator, Protocol, Sequence
 
+from nanorchestra import chat
 from nanorchestra.environment import in_thread
 from nanorchestra.types import Preference, Task, ToolCall, ToolResult, UserError
-from reward import Price, expert_cost
+from reward import POLICY, PRICES, Price, expert_cost
 from tools import EndpointError, chat_completion
 
 from . import preferences
@@ -28,6 +30,7 @@ from .world import World
 
 HELD_OUT = 5                                                                   # every fifth task of a file is held out
 EXPERT = "call_expert"
+STEP_TOKENS = 4000, 400                                                        # that an expert reads and writes for a step, for the bounds of a reward
 ROLE = "You serve the user under the policy below. In each turn either write to the user or call a tool, never both.\n\n<policy>\n{policy}\n</policy>"
 HAND_OVER = "\n\nYou may also let an expert do a turn for you with call_expert: what it writes goes to the user, what it calls is done. Experts cost money and time; ask a strong one for hard turns only."
 
@@ -177,28 +180,35 @@ class DomainEnvironment:
             answer = await self.reply(action.content or "One moment, please.")
             infrastructure = answer is not None and answer.infrastructure
             lines.append(f"{alias} wrote to the user: {action.content}\n" + ("The user has ended the conversation." if answer is None else f"The user: {answer.content}"))
-        return ToolResult("\n".join(lines), action.cost_usd, action.latency_s, False, infrastructure, *action.tokens)
+        return ToolResult("\n".join(lines), action.cost_usd, action.latency_s, False, infrastructure, *action.tokens, alias=alias)
 
 
 @dataclass(frozen=True)
 class ToolScaleWorld:
     """The tasks of a directory that data_gen.py wrote, and their worlds, in the style of data_gen.World. `experts`: how many a task offers (0: none)."""
 
-    tasks: dict[str, list[dict[str, Any]]]                                     # split -> tau2 tasks
+    splits: dict[str, list[dict[str, Any]]]                                    # split -> tau2 tasks
     worlds: dict[str, World]
     seed: int = 0
     experts: int = 3
 
+    def tasks(self, split: str, count: int, start: int = 0) -> list[Task]:
+        return [self.task(split, i) for i in range(start, start + count)]
+
     def task(self, split: str, index: int) -> Task:
         """Task `index` of a split ("train", "held_out"), taken round and round; a pure function of its arguments and `seed`."""
-        tau2 = self.tasks[split][index % len(self.tasks[split])]
+        tau2 = self.splits[split][index % len(self.splits[split])]
         rng = random.Random(f"{self.seed}/{split}/{index}/{tau2['id']}")
         offered = preferences.catalogue(rng, split, self.experts) if self.experts else []
         wish = preferences.draw(rng, [expert["alias"] for expert in offered])
         text = preferences.write(wish, rng, split)
         preference = Preference(text, wish.outcome, wish.cost, wish.latency, wish.tools)
         question = ScriptedUser(tau2["user_scenario"]).open()
-        return Task(f"{tau2['id']}/{split}-{index}", question, preference, {"kind": "domain", "domain": tau2["domain"], "task": tau2, "experts": offered})
+        world = self.worlds[tau2["domain"]]
+        tools = [{"name": f["function"]["name"], "what": world.by_name[f["function"]["name"]]["kind"], "description": f["function"]["description"]} for f in world.functions(tau2.get("tools"))]
+        tools += [{"name": expert["alias"], "what": expert["model"], "description": expert["description"]} for expert in offered]
+        return Task(f"{tau2['id']}/{split}-{index}", question, preference,
+                    {"kind": tau2["domain"], "domain": tau2["domain"], "task": tau2, "experts": offered, "tools": tools, "wish": _kind_of(wish), "bounds": _bounds(tau2, offered)})
 
     def environment(self, task: Task, seed: int, *, user: User | None = None, experts: Callable[[dict[str, Any]], Expert] | None = None, judge: Judge | None = None) -> DomainEnvironment:
         """One attempt. Without `user` a scripted one answers; without `experts` (offered -> Expert) they are simulated, from `seed`."""
@@ -208,6 +218,49 @@ class ToolScaleWorld:
             user = ScriptedUser(data["task"]["user_scenario"])
             user.open()
         return DomainEnvironment(self.worlds[data["domain"]], data["task"], task, user, {offered["alias"]: (experts or simulate)(offered) for offered in data["experts"]}, judge)
+
+
+def _kind_of(wish: Preference) -> str:
+    if not wish.cost and not wish.latency:
+        return "right"
+    return "balanced" if wish.cost == wish.latency else "cheap" if wish.cost > wish.latency else "fast"
+
+
+def _bounds(tau2: dict[str, Any], offered: Sequence[dict[str, Any]]) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Dollars and seconds, from nothing to the dearest, and the slowest, expert doing every golden step and the last word."""
+    steps = 1 + len(tau2["evaluation_criteria"].get("actions") or ())
+    prices = [Price(expert["input_per_million"], expert["output_per_million"]) for expert in offered] or [PRICES[POLICY]]
+    return ((0.0, steps * max(expert_cost(*STEP_TOKENS, price) for price in prices)), (0.0, steps * max((expert["latency_s"] for expert in offered), default=0.0)))
+
+
+def teach(env: DomainEnvironment, tokenizer: Any) -> tuple[list[int], list[int], list[bool]]:
+    """The golden calls, one a turn, then what the user wants to know, then answers until the user is content: (prompt ids, further ids, which of
+    them the policy should have sampled). No calls of experts: it shows how the tools are used, not whom to ask."""
+    prompt, ids, sampled = chat.encode(tokenizer, env.messages, env.tools), [], []
+
+    def add(said: list[int], given: list[int]) -> None:
+        ids.extend(said + given)
+        sampled.extend([True] * len(said) + [False] * len(given))
+
+    for name, arguments in env.scorer.golden_calls():
+        call = ToolCall(name, arguments)
+        result = asyncio.run(env.execute(call))
+        add(chat.encode_assistant(tokenizer, "", "", [call]), chat.encode_observations(tokenizer, [result.content]))
+    told = ", ".join(env.scorer.criteria.get("communicate_info") or ())
+    words = f"This is done. {told}".strip()
+    while True:
+        answer = asyncio.run(env.reply(words))
+        add(chat.encode_assistant(tokenizer, "", words, []), chat.encode_user(tokenizer, answer.content) if answer else [])
+        if answer is None:
+            return prompt, ids, sampled
+        words = "Is there anything else?"
+
+
+def texts(world: ToolScaleWorld, count: int) -> Iterator[str]:
+    """The prompts of `count` train tasks: what a tokenizer can be trained on."""
+    for task in world.tasks("train", count):
+        env = world.environment(task, 0)
+        yield chat.render(env.messages, env.tools)
 
 
 def load_world(path: str | Path, seed: int = 0, experts: int = 3) -> ToolScaleWorld:
