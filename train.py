@@ -171,8 +171,10 @@ class Training:
                 metrics = self.trainer.policy_step(groups, schedule.at(self.step), temperature=self.config.rollout.temperature, clip_low=section.clip_low,
                                                    clip_high=section.clip_high, kl_coef=section.kl_coef, kl=section.kl)
                 self.engine.update_weights(named_hf_tensors(self.trainer.model, self.dtype))
-            elif self.ranks.first:
-                tqdm.write(f"step {self.step + 1}: no group is left to learn from ({', '.join(f'{why} {share:.0%}' for why, share in filtered.items())}); no update")
+            else:
+                self.engine.update_weights()                                      # no step finds pages of the one before: a resumed run has none
+                if self.ranks.first:
+                    tqdm.write(f"step {self.step + 1}: no group is left to learn from ({', '.join(f'{why} {share:.0%}' for why, share in filtered.items())}); no update")
             done = time.monotonic()
             self.step += 1
             row = {"phase": "grpo", "step": self.step, **self._measure(tasks, trajectories), **_plain(metrics), "filtered": filtered,
