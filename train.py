@@ -201,8 +201,10 @@ class Training:
                                                    surrogate=section.surrogate, aggregation=section.aggregation, length=self.config.rollout.context_tokens,
                                                    importance_cap=section.importance_cap or None)
                 self.engine.update_weights(named_hf_tensors(self.trainer.model, self.dtype))
-            elif self.ranks.first:
-                tqdm.write(f"step {self.step + 1}: no group is left to learn from ({', '.join(f'{why} {share:.0%}' for why, share in filtered.items())}); no update")
+            else:
+                self.engine.update_weights()                                      # no step finds pages of the one before: a resumed run has none
+                if self.ranks.first:
+                    tqdm.write(f"step {self.step + 1}: no group is left to learn from ({', '.join(f'{why} {share:.0%}' for why, share in filtered.items())}); no update")
             done = time.monotonic()
             self.step += 1
             row = {"phase": "grpo", "step": self.step, **self._measure(tasks, trajectories), **_plain(metrics), "filtered": filtered,

@@ -71,11 +71,12 @@ class Ranks:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
         else:
             store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=60)))
+            # torchrun's store may outlive a restart, and with it what the ranks before it have left there
+            store = dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
             store.set_timeout(limit)
             dist.init_process_group(backend, store=dist.PrefixStore("groups", store), rank=rank, world_size=world, timeout=limit)
             ranks._control, ranks._background = (dist.new_group(backend="gloo", timeout=limit) for _ in range(2))
-            start = ranks.gather(time.time_ns())[0]                  # torchrun's store outlives a restart, and so would what a rank said before it
-            ranks._watch = _Watch(dist.PrefixStore(f"watch/{start}", store), rank, world)
+            ranks._watch = _Watch(dist.PrefixStore("watch", store), rank, world)
         nodes = world // per_node if shard == "node" else 1
         shape, names = ((nodes, world // nodes), ("replicate", "shard")) if nodes > 1 else ((world,), ("shard",))
         ranks.mesh = dist.init_device_mesh(device, shape, mesh_dim_names=names)
