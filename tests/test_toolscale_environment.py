@@ -7,17 +7,21 @@ import copy
 import datetime
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from evaluate import task_bounds
+from nanorchestra import chat
 from nanorchestra.agent import Limits, PolicyPrice, Rollout
 from nanorchestra.types import Preference, ToolCall, UserError
 from reward import Price
 from test_agent import ScriptedEngine
 from tools import EndpointError
 from toolscale import environment, preferences, user
-from toolscale.environment import Action, SimulatedExpert, load_world
+from toolscale.environment import Action, SimulatedExpert, load_world, teach
 from toolscale.formats import export_tau2, import_tau2, load_questions, load_rows, load_tasks, repaired
 from toolscale.pipeline import main
 from toolscale.user import STOP, TRANSFER, LanguageModelUser, ScriptedUser, ended, first_person
@@ -221,6 +225,32 @@ def test_held_out_phrasings_experts_and_prices_never_occur_in_train():
         assert not {e[field] for e in offered["train"]} & {e[field] for e in offered["held_out"]}
     assert len({(e["alias"], e["model"]) for e in offered["train"]}) == 18     # every model has stood behind every alias
     assert all(str(e["input_per_million"]) in e["description"] and e["model"] not in e["description"] for e in offered["train"])
+
+
+def test_demonstrations_are_golden_and_their_ids_are_what_the_loop_would_have_written(made, nano_tokenizer):
+    world = load_world(made)
+    for task in world.tasks("train", 4):
+        env = world.environment(task, 0)
+        prompt, ids, sampled = teach(env, nano_tokenizer)
+        assert env.score("") == 1.0 and env.over and len(ids) == len(sampled)
+        said = nano_tokenizer.decode([i for i, mine in zip(ids, sampled) if mine])
+        assert all(name in said for name, _ in env.scorer.golden_calls())
+        assert prompt == chat.encode(nano_tokenizer, world.environment(task, 0).messages, env.tools)
+
+
+def test_an_expert_is_counted_by_its_alias_within_bounds_of_its_price(world):
+    task = world.task("train", 0)
+    env = world.environment(task, 0)
+    result = asyncio.run(env.execute(ToolCall("call_expert", {"expert": "expert-2"})))
+    assert result.alias == "expert-2"
+    bounds = task_bounds(task)
+    assert 0 < result.cost_usd < bounds.cost_usd[1] and 0 < result.latency_s < bounds.latency_s[1]
+
+
+def test_train_refuses_a_context_without_room_for_a_policy(made, tmp_path):
+    command = [sys.executable, "train.py", "--task.world", str(made), "--run.root", str(tmp_path), "--model.tokenizer_tasks", "8"]
+    ended = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert ended.returncode == 2 and "rollout.context_tokens is 1024, it must be at least" in ended.stderr
 
 
 # --- formats
