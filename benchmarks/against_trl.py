@@ -4,7 +4,7 @@
 
 TRL lives in a virtual environment of the benchmark's own (runs/trl-venv), made by the first run from the package index; torch and
 transformers are this environment's. The two sides take turns, each in processes of its own; every process makes one step to warm up, and its
-peak of resident memory is the operating system's. Completions go to their full length on both sides.
+peak of resident memory is the operating system's. On a machine that others use too, look at the CPU seconds, with --threads 1. Completions go to their full length on both sides.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ def ours(options) -> dict:
     engine = Engine(Qwen3(model.config), tokenizer, num_pages=pages, max_running=rows)
     trainer = Trainer(model, vocab_limit=tokenizer.vocab_size)
     engine.update_weights(named_hf_tensors(model))
-    before, seconds, tokens = memory_mb(), [], 0
+    before, seconds, cpu, tokens = memory_mb(), [], [], 0
     for step in range(options.steps + 1):
-        start = time.monotonic()
+        start, worked = time.monotonic(), time.process_time()
         done = engine.generate([ids for ids in prompts for _ in range(options.group)],
                                [SamplingParams(max_tokens=options.length, seed=step * rows + i, ignore_eos=True) for i in range(rows)])
         groups = []
@@ -86,8 +86,9 @@ def ours(options) -> dict:
         trainer.policy_step(groups, 1e-6)
         engine.update_weights(named_hf_tensors(model))
         seconds.append(time.monotonic() - start)
+        cpu.append(time.process_time() - worked)
         tokens = sum(len(m.token_ids) for m in done)
-    return {"seconds": seconds[1:], "peak_mb": memory_mb(), "before_mb": before, "sampled": tokens, "prompt_ids": sum(map(len, prompts)) * options.group}
+    return {"seconds": seconds[1:], "cpu": cpu[1:], "peak_mb": memory_mb(), "before_mb": before, "sampled": tokens, "prompt_ids": sum(map(len, prompts)) * options.group}
 
 
 def theirs(options) -> dict:
@@ -100,14 +101,16 @@ def theirs(options) -> dict:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-    rows, seconds, seen = options.prompts * options.group, [], []
+    rows, seconds, cpu, seen = options.prompts * options.group, [], [], []
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *args, **kwargs):
             seconds.append(-time.monotonic())
+            cpu.append(-time.process_time())
 
         def on_step_end(self, *args, **kwargs):
             seconds[-1] += time.monotonic()
+            cpu[-1] += time.process_time()
 
     def reward(completions, completion_ids, **kwargs):
         seen.append(sum(map(len, completion_ids)))
@@ -122,7 +125,7 @@ def theirs(options) -> dict:
     trainer = GRPOTrainer(model=model, reward_funcs=reward, args=arguments, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()])
     before = memory_mb()
     trainer.train()
-    return {"seconds": seconds[1:], "peak_mb": memory_mb(), "before_mb": before, "sampled": seen[-1],
+    return {"seconds": seconds[1:], "cpu": cpu[1:], "peak_mb": memory_mb(), "before_mb": before, "sampled": seen[-1],
             "prompt_ids": sum(len(tokenizer(text)["input_ids"]) for text in prompts_of(options)) * options.group}
 
 
@@ -151,13 +154,14 @@ def main() -> int:
     if runs["ours"][0]["sampled"] != runs["theirs"][0]["sampled"] or runs["ours"][0]["prompt_ids"] != runs["theirs"][0]["prompt_ids"]:
         print(f"the work differs: {runs['ours'][0]['sampled']} sampled ids after {runs['ours'][0]['prompt_ids']} here, "
               f"{runs['theirs'][0]['sampled']} after {runs['theirs'][0]['prompt_ids']} there", file=sys.stderr)
-    figures = {side: {"seconds": median(s for r in results for s in r["seconds"]), "peak_mb": max(r["peak_mb"] for r in results),
+    figures = {side: {"seconds": median(s for r in results for s in r["seconds"]),
+                      "cpu": median(s for r in results for s in r["cpu"]), "peak_mb": max(r["peak_mb"] for r in results),
                       "above_start_mb": max(r["peak_mb"] - r["before_mb"] for r in results)} for side, results in runs.items()}
     print(f"{options.prompts} groups of {options.group}, {options.length} sampled ids each, {options.threads} threads; load of the machine {os.getloadavg()[0]:.1f}")
-    print(f"{'':14}{'s/step':>10}{'peak MB':>10}{'above the start MB':>20}")
+    print(f"{'':14}{'s/step':>10}{'CPU s':>10}{'peak MB':>10}{'above the start MB':>20}")
     for side, row in figures.items():
-        print(f"{ {'ours': 'nanorchestra', 'theirs': 'TRL'}[side]:14}{row['seconds']:>10.2f}{row['peak_mb']:>10.0f}{row['above_start_mb']:>20.0f}")
-    print(f"{'TRL / here':14}" + "".join(f"{figures['theirs'][key] / figures['ours'][key]:>{width}.1f}" for key, width in (("seconds", 10), ("peak_mb", 10), ("above_start_mb", 20))))
+        print(f"{ {'ours': 'nanorchestra', 'theirs': 'TRL'}[side]:14}{row['seconds']:>10.2f}{row['cpu']:>10.2f}{row['peak_mb']:>10.0f}{row['above_start_mb']:>20.0f}")
+    print(f"{'TRL / here':14}" + "".join(f"{figures['theirs'][key] / figures['ours'][key]:>{width}.1f}" for key, width in (("seconds", 10), ("cpu", 10), ("peak_mb", 10), ("above_start_mb", 20))))
     if options.json:
         options.json.write_text(json.dumps({"figures": figures, "runs": runs}, indent=2) + "\n")
     return 0
