@@ -58,12 +58,12 @@ DEFAULT_CONFIG = Path(__file__).parent / "configs" / "nano.toml"
 FEW_TOOLS = 2               # lessons of the warm start begin with warm_start.first_tools and go up to so many; then they offer all that a task has
 
 
-def find_config(named: Path | None) -> Path:
+def find_config(named: Path | None) -> Path | None:
     """The file, or the one in configs/ that is called so."""
-    if named is None:
-        return DEFAULT_CONFIG
+    if named is None or named.exists() or named.name != str(named):
+        return named
     inside = DEFAULT_CONFIG.with_name(f"{named}.toml")
-    return inside if not named.exists() and named.name == str(named) and inside.exists() else named
+    return inside if inside.exists() else named
 
 
 class Stop:
@@ -544,10 +544,10 @@ def main(arguments: list[str]) -> int:
     ranks, first = Ranks(), int(os.environ.get("RANK", 0)) == 0
     try:
         if known.plan:
-            text, fits = plan(load_config(find_config(known.config), overrides), known.gpus, known.memory and known.memory * GB, known.gpu)
+            text, fits = plan(load_config(find_config(known.config) or DEFAULT_CONFIG, overrides), known.gpus, known.memory and known.memory * GB, known.gpu)
             print(text)
             return 0 if fits else 1
-        config, run, resumed = open_run(find_config(known.config) if known.config else None, overrides, known.resume, known.dry_run)
+        config, run, resumed = open_run(find_config(known.config), overrides, known.resume, known.dry_run)
         if first:
             run.lock()
         keep_freed_memory()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_check import DEVICE
 
-from nanorchestra import grpo, ops, quantise
+from nanorchestra import grpo, head, ops, quantise
 from nanorchestra.engine import Engine, SamplingParams
 from nanorchestra.gpu import SIZES, GpuRunner
 from nanorchestra.model import PRESETS, Qwen3
@@ -101,7 +101,7 @@ def test_the_trainer_by_kernels_has_the_gradients_of_plain_pytorch(model, monkey
     groups = [Group(ids(9), [Sample(ids(20, 3), [True] * 20), Sample(ids(20, 3)[:17] + [1, 2], [False] * 4 + [True] * 15)]), Group(ids(9)[:5] + [8], [Sample(ids(7), [True] * 7)])]
     gradients = []
     for by_kernel in (False, True):
-        for module in (ops, grpo):
+        for module in (ops, head):
             monkeypatch.setattr(module, "by_kernel", lambda x, answer=by_kernel: answer)
         trained = Qwen3(SHAPE)
         trained.load_state_dict(model.state_dict())

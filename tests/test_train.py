@@ -132,7 +132,8 @@ def test_attempts_that_the_infrastructure_failed_are_made_again_then_left_out_th
 
     def attempts(*counts):
         failures.update(enumerate(counts))
-        house = types.SimpleNamespace(ranks=Ranks(), config=load_config(None, ["--rollout.retries", "2", "--rollout.failed_share", "0.4"]), sandbox=None, step=0)
+        house = types.SimpleNamespace(ranks=Ranks(), config=load_config(None, ["--rollout.retries", "2", "--rollout.failed_share", "0.4"]), sandbox=None, step=0,
+                                      _environment=lambda task, seed, sandbox: program.environment(task, seed, sandbox))
         return program.Training._attempts(house, Rollout(), range(len(counts)), [7] * len(counts))
 
     trajectories, retried = attempts(0, 1, 0, 2, 9)
