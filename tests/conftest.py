@@ -8,8 +8,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import signal
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")       # before numpy: the interpreter's small products spend 100 times longer on two threads
+signal.signal(signal.SIGINT, signal.default_int_handler)   # a job in a shell's background ignores it, and what it starts would too
 
 import pytest
 import torch
