@@ -63,7 +63,8 @@ def caught(file: str, test: str, right: str, wrong: str) -> bool:
             raise SystemExit(f"kernels/{file}.py: the text to replace is not there any more: {right}")
         path.write_text(text.replace(right, wrong))
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/test_kernel_{test}.py"]
-        return subprocess.run(command, cwd=tree, capture_output=True).returncode == 1       # 1: tests ran, and one failed
+        code = subprocess.run(command, cwd=tree, capture_output=True).returncode
+        return code == 1 or code < 0                           # a test failed, or the process died of what it did
 
 
 def main(words: list[str]) -> int:
