@@ -257,7 +257,7 @@ def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def fill(tensor: Tensor, value: Tensor) -> None:
-    """Writes all of `value` into a tensor that may be sharded: each rank its part. Plain float dtypes are cast."""
+    """Writes all of `value` into a tensor that may be sharded: each rank its part, cast to its dtype."""
     with torch.no_grad():
         held = local(tensor.detach())
         first = first_row(tensor) if is_sharded(tensor) else 0

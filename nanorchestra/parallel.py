@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from .engine import Engine
 from .model import Linear, ModelConfig, Qwen3

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -35,3 +40,25 @@ def assert_close(out: Tensor, exact: Tensor, multiple: float) -> None:
     worst = (out.double() - exact).abs().max().item()
     allowed = 8 * max(torch.finfo(out.dtype).eps, _FP32_SUMS) * max(exact.abs().max().item(), 1e-30)
     assert worst <= allowed, f"one element is off by {worst:.3g} (allowed: {allowed:.3g})"
+
+
+def at_the_end_of_memory(tensor: Tensor) -> Tensor:
+    """A copy behind which lies a page that nobody may read."""
+    page, size = mmap.PAGESIZE, tensor.nbytes
+    readable = -(-size // page) * page
+    memory = mmap.mmap(-1, readable + page)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + readable), page, 0) == 0
+    return torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=readable - size).view(tensor.shape).copy_(tensor)
+
+
+def survives(work: Callable[[], object]) -> bool:
+    """Whether a child process gets through `work`: one that reads what it may not is killed."""
+    child = os.fork()
+    if not child:
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1] == 0

@@ -1,14 +1,11 @@
 """The batch-invariant product against float64, and the bits of a row in any company."""
 
-import ctypes
-import mmap
-import os
 
 import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from kernel_check import DEVICE, DTYPES, POINTWISE, assert_close, poisoned, randn
+from kernel_check import DEVICE, DTYPES, POINTWISE, assert_close, at_the_end_of_memory, poisoned, randn, survives
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from kernels import gemm
@@ -68,25 +65,11 @@ def test_a_row_has_the_same_bits_in_any_company(generator, dtype):
 def test_nothing_behind_a_tensor_is_read(generator, which):
     """Each tensor in turn ends where the readable memory ends; in a child, which dies of a read beyond."""
     tensors = [randn(generator, 5, 40), randn(generator, 20, 40), randn(generator, 20)]
-    child = os.fork()
-    if not child:
-        try:
-            tensors[which] = at_the_end_of_memory(tensors[which])
-            invariant_linear(*tensors, config=SMALL)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
+    def work():
+        tensors[which] = at_the_end_of_memory(tensors[which])
+        invariant_linear(*tensors, config=SMALL)
 
-
-def at_the_end_of_memory(tensor):
-    """A copy behind which lies a page that nobody may read."""
-    page, size = mmap.PAGESIZE, tensor.nbytes
-    readable = -(-size // page) * page
-    memory = mmap.mmap(-1, readable + page)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + readable), page, 0) == 0
-    return torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=readable - size).view(tensor.shape).copy_(tensor)
+    assert survives(work)
 
 
 def test_no_rows(generator):
@@ -101,14 +84,12 @@ def test_offsets_beyond_int32(generator, monkeypatch, m, n, k):
     x[-16:], weight[-16:], out[-16:, -16:] = randn(generator, 16, k), randn(generator, 16, k), float("nan")
     exact = reference(x[-16:].double(), weight[-16:].double())
     only_the_last_program(monkeypatch, gemm, "_invariant_kernel")
-    child = os.fork()
-    if not child:
-        try:
-            invariant_linear(x, weight, out=out, config=SMALL | {"BLOCK_M": min(m, 16)})
-            os._exit(0 if torch.allclose(out[-16:, -16:].double(), exact, rtol=2e-3, atol=1e-3) else 1)
-        finally:
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
+
+    def work():
+        invariant_linear(x, weight, out=out, config=SMALL | {"BLOCK_M": min(m, 16)})
+        assert torch.allclose(out[-16:, -16:].double(), exact, rtol=2e-3, atol=1e-3)
+
+    assert survives(work)
 
 
 def only_the_last_program(monkeypatch, module, name):

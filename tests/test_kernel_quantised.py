@@ -1,14 +1,11 @@
 """Products with weights in 8 and 4 bits: against float64, against nanorchestra/quantise.py, and the bits of a row in any company."""
 
-import ctypes
-import mmap
-import os
 
 import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from kernel_check import DEVICE, DTYPES, POINTWISE, assert_close, poisoned, randn
+from kernel_check import DEVICE, DTYPES, POINTWISE, assert_close, at_the_end_of_memory, poisoned, randn, survives
 from torch import nn
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -187,26 +184,13 @@ def test_nothing_behind_a_tensor_is_read(generator, bits, which):
     tensors = [randn(generator, 5, k), *(int8_weights(generator, 20, k) if bits == 8 else int4_weights(generator, 20, k))]
     if which == len(tensors):
         return
-    child = os.fork()
-    if not child:
-        try:
-            tensors[which] = at_the_end_of_memory(tensors[which])
-            (int8_linear if bits == 8 else int4_linear)(*tensors, config=SMALL)
-            (dequantise_int8(*tensors[1:], torch.float32) if bits == 8 else dequantise_int4(*tensors[1:], 128, torch.float32))
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
 
+    def work():
+        tensors[which] = at_the_end_of_memory(tensors[which])
+        (int8_linear if bits == 8 else int4_linear)(*tensors, config=SMALL)
+        (dequantise_int8(*tensors[1:], torch.float32) if bits == 8 else dequantise_int4(*tensors[1:], 128, torch.float32))
 
-def at_the_end_of_memory(tensor):
-    """A copy behind which lies a page that nobody may read."""
-    page, size = mmap.PAGESIZE, tensor.nbytes
-    readable = -(-size // page) * page
-    memory = mmap.mmap(-1, readable + page)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + readable), page, 0) == 0
-    return torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=readable - size).view(tensor.shape).copy_(tensor)
+    assert survives(work)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -247,21 +231,18 @@ def test_offsets_beyond_int32(generator, monkeypatch, what):
     x, weight = randn(generator, 4, k, dtype=torch.float16), reference(*tails)
     for module, name in ((quantised, "_int8_kernel"), (quantised, "_int4_kernel"), (dequantise, "_dequantise")):
         only_the_last_program(monkeypatch, module, name)
-    child = os.fork()
-    if not child:
-        try:
-            if what.startswith("de"):
-                out = torch.empty(n, k, dtype=torch.float16)
-                dequantise_int8(values, scales, out.dtype, out) if bits == 8 else dequantise_int4(values, scales, zeros, 128, out.dtype, out)
-                right = torch.allclose(out[-1].double(), weight[-1], rtol=2e-3)
-            else:
-                out = torch.empty(4, n, dtype=torch.float16)
-                int8_linear(x, values, scales, out=out, config=SMALL) if bits == 8 else int4_linear(x, values, scales, zeros, out=out, config=SMALL)
-                right = torch.allclose(out[:, -16:].double(), exact(x, weight), rtol=2e-3, atol=1e-3)
-            os._exit(0 if right else 1)
-        finally:
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
+
+    def work():
+        if what.startswith("de"):
+            out = torch.empty(n, k, dtype=torch.float16)
+            dequantise_int8(values, scales, out.dtype, out) if bits == 8 else dequantise_int4(values, scales, zeros, 128, out.dtype, out)
+            assert torch.allclose(out[-1].double(), weight[-1], rtol=2e-3)
+        else:
+            out = torch.empty(4, n, dtype=torch.float16)
+            int8_linear(x, values, scales, out=out, config=SMALL) if bits == 8 else int4_linear(x, values, scales, zeros, out=out, config=SMALL)
+            assert torch.allclose(out[:, -16:].double(), exact(x, weight), rtol=2e-3, atol=1e-3)
+
+    assert survives(work)
 
 
 def only_the_last_program(monkeypatch, module, name):

@@ -16,7 +16,7 @@ import re
 from types import SimpleNamespace
 from typing import Any, Callable
 
-from .domains import PROOFS, _field
+from .domains import _field
 from .program import ToolError
 from .world import World
 
