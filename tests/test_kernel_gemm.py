@@ -1,12 +1,9 @@
 """The batch-invariant product against float64, and the bits of a row in any company."""
 
 
-import numpy as np
 import pytest
 import torch
-import triton.language as tl
-from kernel_check import DEVICE, DTYPES, POINTWISE, assert_close, at_the_end_of_memory, poisoned, randn, survives
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from kernel_check import DEVICE, DTYPES, POINTWISE, assert_close, at_the_end_of_memory, only_the_last_program, poisoned, randn, survives
 
 from kernels import gemm
 from kernels.gemm import invariant_linear, reference
@@ -90,20 +87,6 @@ def test_offsets_beyond_int32(generator, monkeypatch, m, n, k):
         assert torch.allclose(out[-16:, -16:].double(), exact, rtol=2e-3, atol=1e-3)
 
     assert survives(work)
-
-
-def only_the_last_program(monkeypatch, module, name):
-    """Launches of the kernel run the last program of their grid, no other."""
-    kernel = getattr(module, name)
-
-    class Launcher:
-        def __getitem__(self, grid):
-            last = [size - 1 for size in grid] + [0, 0]
-            place = lambda self, axis: TensorHandle(np.array([last[axis]], np.int32), tl.int32)
-            monkeypatch.setattr(InterpreterBuilder, "create_get_program_id", place)
-            return kernel[(1,)]
-
-    monkeypatch.setattr(module, name, Launcher())
 
 
 @pytest.mark.parametrize("change, message", [

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from kernel_check import DEVICE, DTYPES, POINTWISE, assert_close, at_the_end_of_memory, poisoned, randn, survives
+from kernel_check import DEVICE, DTYPES, POINTWISE, assert_close, at_the_end_of_memory, only_the_last_program, poisoned, randn, survives
 from torch import nn
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -243,20 +243,6 @@ def test_offsets_beyond_int32(generator, monkeypatch, what):
             assert torch.allclose(out[:, -16:].double(), exact(x, weight), rtol=2e-3, atol=1e-3)
 
     assert survives(work)
-
-
-def only_the_last_program(monkeypatch, module, name):
-    """Launches of the kernel run the last program of their grid, no other."""
-    kernel = getattr(module, name)
-
-    class Launcher:
-        def __getitem__(self, grid):
-            last = [size - 1 for size in grid] + [0, 0]
-            place = lambda self, axis: TensorHandle(np.array([last[axis]], np.int32), tl.int32)
-            monkeypatch.setattr(InterpreterBuilder, "create_get_program_id", place)
-            return kernel[(1,)]
-
-    monkeypatch.setattr(module, name, Launcher())
 
 
 def test_no_rows(generator):
