@@ -96,14 +96,15 @@ class Training:
         if self.domains:
             self._check_room()
         settings, rollout, parallel = config.grpo, config.rollout, config.parallel
+        training, prefill = self._attention(model.config)
         self.trainer = Trainer(model, vocab_limit=self.tokenizer.vocab_size, optimizer=config.warm_start.optimizer,
                                weight_decay=settings.weight_decay, grad_clip=settings.grad_clip, token_budget=settings.token_budget, ranks=ranks,
-                               dtype=self.dtype, activation_checkpointing=parallel.activation_checkpointing, cpu_offload=parallel.cpu_offload)
+                               dtype=self.dtype, activation_checkpointing=parallel.activation_checkpointing, cpu_offload=parallel.cpu_offload, attention=training)
         engine_model = Qwen3(model.config).to(ranks.device, self.dtype)          # the engine's own copy, updated in place after each step
         rows = max(-(-settings.prompts // ranks.world) * settings.group_size, 1)
         pages = rollout.pages or rows * -(-rollout.context_tokens // rollout.page_size) + 64
         self.engine = Engine(engine_model, self.tokenizer, num_pages=pages, page_size=rollout.page_size, max_batch_tokens=rollout.max_batch_tokens,
-                             max_running=rows, max_context=rollout.context_tokens)
+                             max_running=rows, max_context=rollout.context_tokens, attention=prefill)
         self.checkpoints = Checkpoints(run.path / "checkpoints", config.run.keep_checkpoints, ranks)
         self.phase, self.step, self.before, self.seconds = "warm_start", 0, None, 0.0
         self.few_tools, self.few_since = config.warm_start.first_tools, 0         # how many the lessons of the warm start offer, and since which step
@@ -141,6 +142,31 @@ class Training:
         context = max(PRESETS[section.preset].max_position_embeddings, self.config.rollout.context_tokens)
         shape = dataclasses.replace(PRESETS[section.preset], max_position_embeddings=context, vocab_size=-(-tokenizer.vocab_size // 64) * 64, eos_token_ids=tuple(tokenizer.eos_ids))
         return build(shape, self.config.run.seed), tokenizer
+
+    def _attention(self, shape: ModelConfig) -> tuple[str, str]:
+        """The kernels of training and prefill, as rank 0 finds them on a GPU; they are written into config.toml, so that a resumed run has the same."""
+        config, ranks = self.config, self.ranks
+        wanted = {"training": config.run.attention, "prefill": config.rollout.attention}
+        if ranks.device.type != "cuda":
+            asked = [f"{section}.attention" for section, name in zip(("run", "rollout"), wanted.values()) if name == "flash-attn"]
+            if asked:
+                raise UserError(f"{asked[0]} is 'flash-attn', which needs a CUDA device; it must be auto or triton")
+            return "triton", "triton"
+        from kernels.external import choose_prefill, choose_training
+        heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, self.dtype, ranks.device)
+        chosen = {}
+        if ranks.first:
+            try:
+                chosen = {"training": choose_training(wanted["training"], *heads), "prefill": choose_prefill(wanted["prefill"], *heads, config.rollout.page_size)}
+            except ValueError as error:
+                raise UserError(f"run.attention, rollout.attention: {error}; each must be auto or triton here") from None
+            for purpose, (name, why) in chosen.items():
+                print(f"attention of {purpose}: {name} ({why})", flush=True)
+        training, prefill = (name for name, _ in ranks.gather(chosen)[0].values())
+        self.config = dataclasses.replace(config, run=dataclasses.replace(config.run, attention=training), rollout=dataclasses.replace(config.rollout, attention=prefill))
+        if ranks.first:
+            self.run.write_text("config.toml", to_toml(self.config))
+        return training, prefill
 
     def _check_room(self) -> None:
         """UserError if the prompts of task.world, which hold a policy and a dozen tools, leave no room for a turn."""

@@ -6,7 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -15,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels import decode, flash_plan, gemm, logprob, logprob_backward, norm, prefill, quantised, rope, sample, swiglu
+from kernels.external import Sequences, external_attention, sequences
 from kernels.flash import flash_forward
 from kernels.flash_backward import flash_backward
 
@@ -66,15 +71,35 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)
 
 
-def by(backend: SDPBackend | None, causal: bool = True) -> Callable[..., Tensor]:
-    """SDPA on q [T, H, D], k and v [T, Hkv, D], by a backend or by torch's own choice."""
+def by(backend: SDPBackend | None) -> Callable[..., Tensor]:
+    """Causal SDPA on q [T, H, D], k and v [T, Hkv, D] -> [T, H, D], by a backend or by torch's own choice."""
     def run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        if backend is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+        with sdpa_kernel(backend) if backend else nullcontext():
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
     return run
+
+
+def peer(package: str, name: str, run: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """A baseline of a package that need not be installed."""
+    return {name: run} if find_spec(package) else {}
+
+
+def liger(function: str, *arguments: Any) -> Any:
+    return getattr(import_module("liger_kernel.transformers.functional"), function)(*arguments)
+
+
+@lru_cache
+def one_sequence(tokens: int) -> Sequences:
+    return sequences([(0, tokens, 0, tokens)], "cuda")
+
+
+def by_flash_attn(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    return external_attention(q, k, v, one_sequence(len(q)))
+
+
+def attention_peers() -> dict[str, Callable[..., Tensor]]:
+    return {"SDPA": by(None), "SDPA cuDNN": by(SDPBackend.CUDNN_ATTENTION), **peer("flash_attn", "flash-attn", by_flash_attn)}
 
 
 def pointwise() -> list[Case]:
@@ -85,7 +110,8 @@ def pointwise() -> list[Case]:
     qkv = lambda m: (m(TOKENS, rows), m(D), m(D), *angles(m), m(pages, HKV, PAGE, D), m(pages, HKV, PAGE, D), m.order(TOKENS, torch.int64))
     return [
         Case("add_rms_norm", f"T={TOKENS}", lambda m: (m(TOKENS, HIDDEN), m(TOKENS, HIDDEN), m(HIDDEN)), lambda x, r, w: norm.add_rms_norm(x, r, w, 1e-6),
-             4 * TOKENS * HIDDEN * 2, 0, {"eager": norm_eager, "compile": compiled(norm_eager)}, "88%"),
+             4 * TOKENS * HIDDEN * 2, 0, {"eager": norm_eager, "compile": compiled(norm_eager),
+                                          **peer("liger_kernel", "liger", lambda x, residual, weight: liger("liger_rms_norm", x + residual, weight, 1e-6))}, "88%"),
         Case("add_rms_norm", "T=64", lambda m: (m(64, HIDDEN), m(64, HIDDEN), m(HIDDEN)), lambda x, r, w: norm.add_rms_norm(x, r, w, 1e-6),
              4 * 64 * HIDDEN * 2, 0, {"eager": norm_eager}),
         Case("rms_norm backward", f"T={TOKENS}", lambda m: (m(TOKENS, HIDDEN), m(TOKENS, HIDDEN), m(HIDDEN)), lambda g, x, w: norm.rms_norm_backward(g, x, w, 1e-6),
@@ -93,7 +119,8 @@ def pointwise() -> list[Case]:
         Case("norm_rope_store", f"T={TOKENS}", qkv, lambda *a: rope.norm_rope_store(*a, 1e-6), 2 * TOKENS * rows * 2, 0,
              {"eager": lambda *a: rope.reference(*a, 1e-6)}, "82%"),
         Case("swiglu", f"T={TOKENS}", lambda m: (m(TOKENS, 2 * FF),), swiglu.swiglu, 3 * TOKENS * FF * 2, 0,
-             {"eager": swiglu.reference, "compile": compiled(swiglu.reference)}, "90%"),
+             {"eager": swiglu.reference, "compile": compiled(swiglu.reference),
+              **peer("liger_kernel", "liger", lambda gate_up: liger("liger_swiglu", *gate_up.chunk(2, 1)))}, "90%"),
         Case("swiglu backward", f"T={TOKENS}", lambda m: (m(TOKENS, FF), m(TOKENS, 2 * FF)), swiglu.swiglu_backward, 5 * TOKENS * FF * 2, 0),
     ]
 
@@ -131,11 +158,11 @@ def prefills() -> list[Case]:
             work = torch.as_tensor(prefill.prefill_work([start], [count])).to(m.device)
             return m(count, H, D), m(pages, HKV, PAGE, D), m(pages, HKV, PAGE, D), m.order(pages)[None], work
 
-        def dense(backend: SDPBackend | None) -> Callable[..., Tensor]:
-            return lambda q, k, v, *rest: by(backend)(q, *(x.transpose(1, 2).reshape(count, HKV, D) for x in (k, v)))
+        def dense(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            return lambda q, k, v, *rest: attention(q, *(x.transpose(1, 2).reshape(count, HKV, D) for x in (k, v)))
 
         pairs = count * start + count * (count + 1) / 2
-        baselines = {} if start else {"SDPA": dense(None), "SDPA cuDNN": dense(SDPBackend.CUDNN_ATTENTION)}
+        baselines = {} if start else {name: dense(attention) for name, attention in attention_peers().items()}
         return Case("prefill_attention", f"{count} on {start}", make, prefill.prefill_attention, 2 * (start + count) * HKV * D * 2, 4 * H * D * pairs, baselines, target)
 
     return [case(8192, 0, "400 TFLOP/s, 1.15x SDPA"), case(2048, 0), case(2048, 8192)]
@@ -154,17 +181,17 @@ def flashes() -> list[Case]:
             flash_forward(q, k, v, plan.queries, out, lse)
         return m(TOKENS, H, D), q, k, v, out, lse, plan
 
-    def autograd(backend: SDPBackend | None) -> Callable[..., Any]:
+    def autograd(attention: Callable[..., Tensor]) -> Callable[..., Any]:
         def run(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:              # forward and backward: 3.5 times the FLOPs of a forward
             q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-            return torch.autograd.grad(by(backend)(q, k, v)[0].transpose(0, 1), (q, k, v), grad)
+            return torch.autograd.grad(attention(q, k, v), (q, k, v), grad)
         return run
 
     return [
         Case("flash_forward", f"1 x {TOKENS}", lambda m: (*qkv(m), work(m)), lambda q, k, v, plan: flash_forward(q, k, v, plan.queries),
-             2 * TOKENS * (H + HKV) * D * 2, 4 * H * D * pairs, {"SDPA": by(None), "SDPA cuDNN": by(SDPBackend.CUDNN_ATTENTION)}, "400 TFLOP/s"),
+             2 * TOKENS * (H + HKV) * D * 2, 4 * H * D * pairs, attention_peers(), "400 TFLOP/s"),
         Case("flash_backward", f"1 x {TOKENS}", trained, lambda g, q, k, v, out, lse, plan: flash_backward(g, q, k, v, out, lse, plan.queries, plan.keys),
-             4 * TOKENS * (H + HKV) * D * 2, 10 * H * D * pairs, {"SDPA, forward too": autograd(None), "SDPA cuDNN, forward too": autograd(SDPBackend.CUDNN_ATTENTION)}),
+             4 * TOKENS * (H + HKV) * D * 2, 10 * H * D * pairs, {f"{name}, forward too": autograd(attention) for name, attention in attention_peers().items()}),
     ]
 
 
@@ -199,7 +226,9 @@ def outputs() -> list[Case]:
     return [
         Case("linear_logprob", f"T={TOKENS}", tokens, own, weight_bytes, product, {"chunks of 1024": chunked}, "550 TFLOP/s"),
         Case("linear_logprob with gradients", f"T={TOKENS}", tokens, with_gradients(own), 3 * weight_bytes, 4 * product,
-             {"chunks of 1024": with_gradients(chunked)}, "530 TFLOP/s, under 650 MB", compiles=False),
+             {"chunks of 1024": with_gradients(chunked),
+              **peer("liger_kernel", "liger", with_gradients(lambda *inputs: liger("liger_fused_linear_cross_entropy", *inputs)))},
+             "530 TFLOP/s, under 650 MB", compiles=False),
         Case("gradient_of_logits", "T=2048, 8192 ids", logits, lambda *a: logprob_backward.gradient_of_logits(*a, 1.0, 0), 2048 * 8192 * 6, 0),
         *fused,
         Case("sample_logits", "B=256", lambda m: (m(256, VOCAB), m.integers(1 << 40, 256), m.integers(4096, 256), torch.ones(256, device=m.device)),

@@ -25,6 +25,7 @@ class RunConfig:
     keep_checkpoints: int = 2
     record_groups: int = 1               # groups a step whose trajectories are written in full
     skip_limit: int = 3                  # steps in a row with a loss or gradient that is not finite: so many end the run
+    attention: str = "auto"              # of training on a GPU: triton, flash-attn, or auto: whichever is measured to be faster
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ class RolloutSection:
     max_batch_tokens: int = 4096
     retries: int = 1                     # attempts that fail for reasons of the infrastructure are made again so many times,
     failed_share: float = 0.5            # then left out; more than this share of a step's attempts ends the run
+    attention: str = "auto"              # of prefill on a GPU, as run.attention
     lockstep: bool = True                # no engine step while a tool runs: the run is a pure function of its seed
 
 
@@ -161,7 +163,8 @@ OBJECTIVES: dict[str, dict[str, Any]] = {name: _PLAIN | changes for name, change
 
 _CHOICES = {("grpo", "objective"): tuple(OBJECTIVES), ("grpo", "surrogate"): ("clip", "gspo", "cispo", "reinforce"),
             ("grpo", "aggregation"): ("token", "sequence", "constant"), ("grpo", "credit"): ("trajectory", "turn"),
-            ("parallel", "shard"): ("all", "node"), ("run", "device"): ("auto", "cpu", "cuda"), ("run", "dtype"): ("auto", "float32", "bfloat16"), ("grpo", "bounds"): ("group", "task"), ("grpo", "kl"): ("full", "k2", "k3"),
+            ("parallel", "shard"): ("all", "node"), ("run", "device"): ("auto", "cpu", "cuda"), ("run", "dtype"): ("auto", "float32", "bfloat16"),
+            ("run", "attention"): ("auto", "triton", "flash-attn"), ("rollout", "attention"): ("auto", "triton", "flash-attn"), ("grpo", "bounds"): ("group", "task"), ("grpo", "kl"): ("full", "k2", "k3"),
             ("warm_start", "optimizer"): ("adamw", "muon"), ("grpo", "optimizer"): ("adamw", "muon")}
 _POSITIVE = {("run", "checkpoint_every"), ("run", "keep_checkpoints"), ("run", "skip_limit"), ("parallel", "timeout"), ("model", "vocab_size"), ("model", "tokenizer_tasks"), ("warm_start", "first_tools"), ("warm_start", "prompts"), ("warm_start", "samples"),
              ("grpo", "prompts"), ("grpo", "token_budget"), ("lora", "alpha"), ("rollout", "turns"), ("rollout", "turn_tokens"), ("rollout", "context_tokens"),

@@ -40,12 +40,14 @@ class Engine:
     tokens one step computes at most. max_running: requests that decode at the same time (no more than max_batch_tokens). max_context:
     longest sequence, prompt and sampled ids together (default: the model's max_position_embeddings). invariant: a request's tokens and
     log-probabilities, and those of `score`, have the same bits whatever else is computed, at a price (invariant.py). kernels: compute by
-    Triton kernels and captured graphs (gpu.py; default: on a GPU, unless invariant). The model may be shared with a trainer; after changing
-    its weights in place call `update_weights()`.
+    Triton kernels and captured graphs (gpu.py; default: on a GPU, unless invariant). attention: what computes that of chunks on a GPU: triton,
+    flash-attn, or auto, which times both (kernels/external.py). The model may be shared with a trainer; after changing its weights in place
+    call `update_weights()`.
     """
 
     def __init__(self, model, tokenizer=None, *, num_pages: int | None = None, page_size: int | None = None, max_batch_tokens: int = 4096,
-                 max_running: int = 512, max_context: int | None = None, invariant: bool = False, kernels: bool | None = None):
+                 max_running: int = 512, max_context: int | None = None, invariant: bool = False, kernels: bool | None = None,
+                 attention: str = "auto"):
         config, on_gpu = model.config, model.embed_tokens.weight.is_cuda
         for name, value in (("num_pages", num_pages), ("page_size", page_size), ("max_batch_tokens", max_batch_tokens),
                             ("max_running", max_running), ("max_context", max_context)):
@@ -65,7 +67,7 @@ class Engine:
         self.scheduler = Scheduler(self.cache, max_batch_tokens, max_running)
         if on_gpu and not invariant if kernels is None else kernels:
             from .gpu import GpuRunner                               # Triton is needed for this alone
-            self.runner: Runner = GpuRunner(model, num_pages, page_size, self.vocab_size, graphs=on_gpu)
+            self.runner: Runner = GpuRunner(model, num_pages, page_size, self.vocab_size, on_gpu, attention)
         else:
             self.runner = Runner(model, num_pages, page_size, invariant)
         self.sampler = Sampler(self.vocab_size)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kernels.decode import SPLIT, decode_attention
 from kernels.decode_shared import ROWS
+from kernels.external import choose_prefill, external_prefill
 from kernels.norm import add_rms_norm, rms_norm
 from kernels.prefill import prefill_attention, prefill_work
 from kernels.rope import norm_rope_store
@@ -51,13 +52,16 @@ class _Decodes:
 
 @dataclass
 class _Chunks:
-    """Chunks on the device: tokens, positions, slots int64 [T], tables int32 [chunks, pages], work as prefill_attention wants it."""
+    """Chunks on the device: tokens, positions, slots int64 [T], tables int32 [chunks, pages], work as prefill_attention wants it; and what
+    flash-attn wants instead, on the host: the first position of each and how many they are."""
 
     tokens: Tensor
     positions: Tensor
     slots: Tensor
     tables: Tensor
     work: Tensor
+    starts: list[int]
+    counts: list[int]
 
 
 class Drawn:
@@ -83,11 +87,13 @@ class GpuRunner(Runner):
     A request has the same noise alone and in any batch: rows that sample from the whole vocabulary are drawn by the kernel, the others by
     the Sampler. graphs: capture decode steps; needs a GPU.
 
-    A model whose output matrix is in parts or quantised is sampled by the Sampler alone: `fused` is False then.
+    A model whose output matrix is in parts or quantised is sampled by the Sampler alone: `fused` is False then. `prefill` says which kernel
+    computes the attention of chunks, and why. ValueError if `attention` names one that cannot.
     """
 
-    def __init__(self, model, num_pages: int, page_size: int, vocab_size: int, graphs: bool):
+    def __init__(self, model, num_pages: int, page_size: int, vocab_size: int, graphs: bool, attention: str = "triton"):
         super().__init__(model, num_pages, page_size)
+        self.prefill = choose_prefill(attention, self.heads, model.config.num_key_value_heads, model.config.head_dim, self.k_cache.dtype, self.device, page_size)
         self.vocab_size, self.graphs = vocab_size, graphs
         self.fused = type(model) is Qwen3 and (model.lm_head is None or not is_quantised(model.lm_head))
         self._captured: dict[tuple[int, int], _Graph] = {}
@@ -165,7 +171,9 @@ class GpuRunner(Runner):
             out = torch.empty_like(q)
             if decodes is not None:
                 decode_attention(q[:count], *caches, tables, lengths, max_length=decodes.max_length, groups=decodes.groups, out=out[:count])
-            if chunks is not None:
+            if chunks is not None and self.prefill[0] == "flash-attn":
+                out[count:] = external_prefill(q[count:], *caches, chunks.tables, chunks.starts, chunks.counts)
+            elif chunks is not None:
                 prefill_attention(q[count:], *caches, chunks.tables, chunks.work, out=out[count:])
             x, residual = add_rms_norm(attention.o_proj(out.flatten(1)), residual, block.post_attention_layernorm, block.eps)
             x, residual = add_rms_norm(block.down_proj(swiglu(block.gate_up_proj(x))), residual, norm, block.eps)
@@ -225,9 +233,9 @@ class GpuRunner(Runner):
             positions.append(span)
             slots.append(pages[span // size] * size + span % size)
             table[: len(pages)] = pages
-        work = prefill_work([start for _, start, _ in prefills], [count for _, _, count in prefills])
+        starts, counts = ([chunk[i] for chunk in prefills] for i in (1, 2))
         return _Chunks(torch.tensor(tokens, device=self.device), self._tensor(np.concatenate(positions)), self._tensor(np.concatenate(slots)),
-                       self._tensor(tables), self._tensor(work))
+                       self._tensor(tables), self._tensor(prefill_work(starts, counts)), starts, counts)
 
     # captured decode steps
 

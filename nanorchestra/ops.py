@@ -131,12 +131,13 @@ class Segment:
     prefix_length: int = 0
 
 
-def packed_attention(segments: Sequence[Segment]) -> Attend:
+def packed_attention(segments: Sequence[Segment], kernel: str = "triton") -> Attend:
     """Attention for training over a pack in which prompts share their beginning, and the samples of one prompt the prompt.
 
     The segments cover the pack in order, without gaps. The `attend` returned takes q [T, H, D], k and v [T, Hkv, D] and gives [T, H, D]:
     position i of a segment sees all of its prefixes and positions 0..i of the segment. No mask, no padding and no copy of a prefix:
-    neighbouring segments with the same prefix look at it in one dense call. Raises ValueError if the segments do not fit together.
+    neighbouring segments with the same prefix look at it in one dense call. On a GPU by the kernel named, triton or flash-attn
+    (kernels/external.py). Raises ValueError if the segments do not fit together.
     """
     own: list[_Span] = []  # each segment on itself
     shared: dict[tuple[int, int], list[_Span]] = {}  # runs of neighbours on their common prefix
@@ -154,11 +155,16 @@ def packed_attention(segments: Sequence[Segment]) -> Attend:
                 runs.append(_Span(segment.start, end, *prefix))
     prefixed = [span for runs in shared.values() for span in runs]
 
-    plans: dict[torch.dtype, Any] = {}  # for the kernels: made in the first layer, used by all
+    plans: dict[Any, Any] = {}  # for the kernels: made in the first layer, used by all
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if q.shape[0] != end:
             raise ValueError(f"the segments cover {end} tokens; q has {q.shape[0]}")
+        if kernel == "flash-attn":
+            from kernels.external import external_attention, sequences
+            if kernel not in plans:
+                plans[kernel] = sequences(_spans(segments), q.device)
+            return external_attention(q, k, v, plans[kernel])
         if by_kernel(q):
             from kernels.flash_plan import flash_attention, plan
             if q.dtype not in plans:

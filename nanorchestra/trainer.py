@@ -79,8 +79,8 @@ class Packed:
     trajectory_ids: Tensor
 
 
-def pack(groups: Sequence[Group], device: torch.device | str = "cpu") -> Packed:
-    """Lays out every id once: what all prompts begin with, then each prompt's rest and its samples as a tree; no padding.
+def pack(groups: Sequence[Group], device: torch.device | str = "cpu", attention: str = "triton") -> Packed:
+    """Lays out every id once: what all prompts begin with, then each prompt's rest and its samples as a tree; no padding. attention: ops.packed_attention's kernel.
 
     Without groups it is one id that predicts nothing, for a rank that has no work but must take part in forward and backward.
     """
@@ -140,7 +140,7 @@ def pack(groups: Sequence[Group], device: torch.device | str = "cpu") -> Packed:
                     advantages.append(sample.advantage[i] if isinstance(sample.advantage, list) else sample.advantage)
     as_ids = dict(dtype=torch.int64, device=device)
     as_numbers = dict(dtype=torch.float32, device=device)
-    return Packed(torch.tensor(tokens, **as_ids), torch.tensor(positions, **as_ids), packed_attention(segments),
+    return Packed(torch.tensor(tokens, **as_ids), torch.tensor(positions, **as_ids), packed_attention(segments, attention),
                   torch.tensor(source, **as_ids), torch.tensor(targets, **as_ids), torch.tensor(old, **as_numbers), torch.tensor(advantages, **as_numbers),
                   torch.tensor(sequences, **as_ids), torch.tensor(trajectory_ids, **as_ids))
 
@@ -227,10 +227,10 @@ class Trainer:
 
     def __init__(self, model: Qwen3, *, vocab_limit: int, optimizer: str = "adamw", betas: tuple[float, float] = (0.9, 0.95),
                  weight_decay: float = 0.0, grad_clip: float = 1.0, token_budget: int = 16384, ranks: Ranks | None = None,
-                 dtype: torch.dtype = torch.float32, activation_checkpointing: bool = False, cpu_offload: bool = False):
+                 dtype: torch.dtype = torch.float32, activation_checkpointing: bool = False, cpu_offload: bool = False, attention: str = "triton"):
         self.model, self.vocab_limit, self.ranks = model, vocab_limit, ranks or Ranks(device=model.embed_tokens.weight.device)
         self.betas, self.weight_decay, self.grad_clip, self.token_budget = betas, weight_decay, grad_clip, token_budget
-        self.dtype, self.cpu_offload = dtype, cpu_offload
+        self.dtype, self.cpu_offload, self.attention = dtype, cpu_offload, attention
         for block in model.layers:
             block.recompute = activation_checkpointing
         self.reference: Qwen3 | lora.Base | None = None
@@ -298,7 +298,7 @@ class Trainer:
         metrics = {"loss": 0.0, "entropy": 0.0}
         batches = self._share(groups)
         for i, batch in enumerate(batches):
-            packed = pack(batch, self.device)
+            packed = pack(batch, self.device, self.attention)
             hidden = self.model(packed.tokens, packed.positions, packed.attend)
             logprobs, entropy = self._logprobs(hidden, packed, 1.0)
             loss = grpo.supervised_loss(logprobs, normaliser=normaliser)
@@ -321,7 +321,7 @@ class Trainer:
         metrics: dict[str, float] = {}
         batches = self._share(groups)
         for i, batch in enumerate(batches):
-            packed = pack(batch, self.device)
+            packed = pack(batch, self.device, self.attention)
             hidden = self.model(packed.tokens, packed.positions, packed.attend)
             logprobs, entropy = self._logprobs(hidden, packed, temperature)
             weights = 1.0 / packed.trajectory_ids if aggregation == "sequence" else None

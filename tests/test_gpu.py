@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -125,3 +127,15 @@ def test_quantised_layers_by_kernels_equal_plain_pytorch(mode, monkeypatch):
         monkeypatch.setattr(quantise, "by_kernel", lambda x: by_kernel)
         results.append(linear(x))
     assert torch.allclose(*results, atol=1e-5)
+
+
+def test_chunks_by_flash_attn_give_the_same_tokens(model, monkeypatch):
+    """Its stand-in (test_external.py) takes any dtype."""
+    from test_external import flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
+    monkeypatch.setattr("kernels.external.unfit", lambda dtype, dim, page_size: "")
+    prompts, params = [ids(3), ids(60), ids(60)[:40] + ids(5, 9)], SamplingParams(max_tokens=2, temperature=0)
+    by_flash = engine(model, kernels=True, attention="flash-attn", page_size=256, num_pages=8)
+    assert by_flash.runner.prefill == ("flash-attn", "as asked")
+    plain = engine(model, kernels=False).generate(prompts, params)
+    assert [one.token_ids for one in by_flash.generate(prompts, params)] == [one.token_ids for one in plain]
