@@ -57,6 +57,7 @@ EXPERT_TOKENS = {"easy": (200, 500), "hard": (250, 1300)}                      #
 # Name -> (share of the tasks, weights of outcome, cost and latency). Chosen so that always asking the strongest and always asking the
 # cheapest expert earn about the same: where one blind choice is clearly best, a policy settles on it and never learns to read the wish.
 PREFERENCES = {"right": (0.24, (1.0, 0.0, 0.0)), "cheap": (0.38, (0.5, 1.0, 0.0)), "fast": (0.16, (0.5, 0.0, 1.0)), "balanced": (0.22, (0.7, 0.7, 0.7))}
+AVOID_SHARE = 0.45                                                             # of the tasks in which the user forbids a tool
 PHRASES = {
     "train": {
         "right": ("Be right at any price.", "Only the right answer counts.", "Cost and time do not matter, be right.", "Accuracy first, whatever the price.",
@@ -148,7 +149,7 @@ class World:
     """The miniature's tasks. `task(split, index)` is a pure function of its arguments and `seed`."""
 
     seed: int = 0
-    avoid_share: float = 0.45
+    avoid_share: float = AVOID_SHARE     # of the train tasks
     lessons: bool = False                # true: the mixture of kinds for demonstrations
     most_tools: int = 0                  # on offer; 0: no limit
 
@@ -225,7 +226,7 @@ class World:
         outcome, cost, latency = PREFERENCES[name][1]
         sentences, weights = [rng.choice(PHRASES[split][name])], {}
         dispensable = [t for t in tools if t["what"] != "records"]
-        if dispensable and rng.random() < self.avoid_share:
+        if dispensable and rng.random() < (self.avoid_share if split == _TRAIN else AVOID_SHARE):
             avoided = rng.choice(dispensable)
             sentences.insert(rng.randrange(2), rng.choice(PHRASES[split]["avoid"]).format(title(avoided)))
             weights[avoided["name"]] = -(outcome + cost + latency)
@@ -299,15 +300,21 @@ def objections(task: Task, offered: dict[str, Any], asked: Sequence[str] = ()) -
     return [reason for reason, holds in reasons.items() if holds]
 
 
+def acceptable(task: Task, tools: Sequence[dict[str, Any]], asked: Sequence[str] = (), heeds: bool = True) -> list[dict[str, Any]]:
+    """The tools that nothing speaks against (a ban only if it `heeds` bans); if there is none, those that are only dear or slow."""
+    against = [set(objections(task, t, asked)) - (set() if heeds else {"banned"}) for t in tools]
+    return [t for t, why in zip(tools, against) if not why] or [t for t, why in zip(tools, against) if why <= {"dear", "slow"}]
+
+
 def consider(task: Task, asked: Sequence[str] = ()) -> str:
     """What decides a choice, said right before it: the kind of question, the wish, what to avoid; the tools by kind, each with what speaks
-    against it; and those that nothing speaks against."""
+    against it; and those that are acceptable."""
     data, wish = task.data, task.preference
     topic = f"{data['difficulty']} {data['subject']}" if data["kind"] == "knowledge" else data["kind"]
     avoided = "".join(f", avoid {t['what']}" for t in data["tools"] if t["name"] in wish.avoided)
     against = {t["what"]: objections(task, t, asked) for t in data["tools"]}
     listed = ", ".join(" ".join([what, *reasons]) for what, reasons in against.items())
-    left = " ".join(what for what, reasons in against.items() if not reasons) or "none"
+    left = " ".join(t["what"] for t in acceptable(task, data["tools"], asked)) or "none"
     return f"{topic}. {preference_name(wish)}{avoided}. {listed}. left {left}"
 
 
@@ -359,9 +366,9 @@ class Lesson:
 
 
 def common_sense(task: Task, options: list[dict[str, Any]], rng: random.Random, heeds: bool = True) -> dict[str, Any]:
-    """What anybody would choose who can read, among the tools that nothing speaks against (a ban only if it `heeds` bans): the tool made for
-    such questions; else who is to be right at any price takes the specialist or the biggest name, and who is not takes any of them."""
-    options = [t for t in options if not set(objections(task, t)) - (set() if heeds else {"banned"})] or options
+    """What anybody would choose who can read, among the acceptable tools: the tool made for such questions; else who is to be right at any
+    price takes the specialist or the biggest name, and who is not takes any of them."""
+    options = acceptable(task, options, heeds=heeds) or options
     fitting = [t for t in options if t["what"] == FITS.get(task.data["kind"])]
     if fitting:
         return fitting[0]

@@ -89,7 +89,7 @@ class Training:
         self.config, self.run, self.sandbox, self.ranks = config, run, sandbox, ranks
         self.domains = toolscale.load_world(config.task.world, config.run.seed, config.task.experts) if config.task.world else None
         self.world = self.domains or World(config.run.seed, config.world.avoid_share)
-        self.lessons = World(config.run.seed, config.world.avoid_share, lessons=True)
+        self.lessons = World(config.run.seed, lessons=True)
         self.habits = {"sensible": config.warm_start.sensible, "heedful": config.warm_start.heedful, "quits": config.warm_start.quits}
         self.dtype = getattr(torch, resolve(config)[1])
         model, self.tokenizer = self._model()

@@ -46,7 +46,7 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class WorldSection:
-    avoid_share: float = 0.45            # of the tasks in which the user forbids a tool
+    avoid_share: float = 0.45            # of the tasks of GRPO in which the user forbids a tool; of lessons and held-out tasks it stays 0.45
 
 
 @dataclass(frozen=True)
