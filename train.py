@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import dataclasses
+import itertools
 import os
 import random
 import resource
@@ -42,6 +43,7 @@ from nanorchestra.environment import Environment
 from nanorchestra.grpo import group_advantages, moments, over_batch, overlong_punishment, per_objective, turn_shares
 from nanorchestra.lora import add_adapters, merge, reset as reset_adapters
 from nanorchestra.metrics import Run, table
+from nanorchestra.mixture import Mixture, parse_mixture
 from nanorchestra.model import PRESETS, ModelConfig, Qwen3
 from nanorchestra.plan import GB, plan
 from nanorchestra.quantise import is_quantised
@@ -53,8 +55,10 @@ from nanorchestra.types import Task, Trajectory, UserError
 from nanorchestra.weights import named_hf_tensors, save_checkpoint
 from reward import POLICY, PRICES, group_rewards, preference_score, reward_columns
 from toolscale import environment as toolscale
+from toolscale.small import small_world
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "nano.toml"
+MINIATURE, DOMAINS = "miniature", "domains"      # worlds of task.world that need no files
 FEW_TOOLS = 2               # lessons of the warm start begin with warm_start.first_tools and go up to so many; then they offer all that a task has
 
 
@@ -87,14 +91,15 @@ class Training:
 
     def __init__(self, config: Config, run: Run, sandbox: Sandbox, ranks: Ranks):
         self.config, self.run, self.sandbox, self.ranks = config, run, sandbox, ranks
-        self.domains = toolscale.load_world(config.task.world, config.run.seed, config.task.experts) if config.task.world else None
-        self.world = self.domains or World(config.run.seed, config.world.avoid_share)
+        weights = parse_mixture(config.task.world, "task.world")
+        self.mixture = Mixture(weights, config.run.seed)
+        self.miniature = World(config.run.seed, config.world.avoid_share)
         self.lessons = World(config.run.seed, lessons=True)
+        self.domains = {name: open_world(name, config) for name in weights if name != MINIATURE}
         self.habits = {"sensible": config.warm_start.sensible, "heedful": config.warm_start.heedful, "quits": config.warm_start.quits}
         self.dtype = getattr(torch, resolve(config)[1])
         model, self.tokenizer = self._model()
-        if self.domains:
-            self._check_room()
+        self._check_room()
         settings, rollout, parallel = config.grpo, config.rollout, config.parallel
         training, prefill = self._attention(model.config)
         self.trainer = Trainer(model, vocab_limit=self.tokenizer.vocab_size, optimizer=config.warm_start.optimizer,
@@ -135,8 +140,10 @@ class Training:
             raise UserError(f"model.preset is {section.preset!r}; it must be one of {', '.join(PRESETS)}")
         saved = self.run.path / "tokenizer"
         if ranks.first and not saved.exists():
-            shown = toolscale.texts(self.domains, section.tokenizer_tasks) if self.domains else texts(self.lessons, section.tokenizer_tasks, self.sandbox, **self.habits)
-            train_bpe(shown, section.vocab_size).save(saved)
+            counts = Counter(name for name, _ in self.mixture.places(section.tokenizer_tasks))
+            shown = [texts(self.lessons, counts[MINIATURE], self.sandbox, **self.habits)] if counts[MINIATURE] else []
+            shown += [toolscale.texts(world, counts[name]) for name, world in self.domains.items()]
+            train_bpe(itertools.chain(*shown), section.vocab_size).save(saved)
         ranks.gather(None)                                                        # the others wait for it
         tokenizer = Tokenizer.from_dir(saved)
         context = max(PRESETS[section.preset].max_position_embeddings, self.config.rollout.context_tokens)
@@ -169,13 +176,26 @@ class Training:
         return training, prefill
 
     def _check_room(self) -> None:
-        """UserError if the prompts of task.world, which hold a policy and a dozen tools, leave no room for a turn."""
+        """UserError if the prompts of a domain, which hold a policy and tools, leave no room for a turn."""
         limits = self.config.rollout
-        prompts = (self.domains.environment(task, 0) for task in self.domains.tasks("train", 20))
-        longest = max(len(chat.encode(self.tokenizer, env.messages, env.tools)) for env in prompts)
-        if longest + limits.turn_tokens > limits.context_tokens:
-            raise UserError(f"{self.config.task.world}: prompts of {longest} tokens; rollout.context_tokens is {limits.context_tokens}, it must be at least "
-                            f"{longest + limits.turn_tokens} for one turn, and more for a conversation")
+        for name, world in self.domains.items():
+            prompts = (world.environment(task, 0) for task in world.tasks("train", 20))
+            longest = max(len(chat.encode(self.tokenizer, env.messages, env.tools)) for env in prompts)
+            if longest + limits.turn_tokens > limits.context_tokens:
+                raise UserError(f"{name}: prompts of {longest} tokens; rollout.context_tokens is {limits.context_tokens}, it must be at least "
+                                f"{longest + limits.turn_tokens} for one turn, and more for a conversation")
+
+    def _tasks(self, count: int, start: int, miniature: World) -> list[Task]:
+        """The training tasks of places of the mixture; those of the miniature are `miniature`'s."""
+        return [self.domains.get(name, miniature).task("train", number) for name, number in self.mixture.places(count, start)]
+
+    def _held_out(self) -> tuple[list[Task], list[Task]]:
+        """The tasks that the run is judged by, the miniature's if it is in the mixture, and a few of the domains that are mixed in with it."""
+        section = self.config.evaluation
+        mixed = Mixture({name: weight for name, weight in self.mixture.weights.items() if name in self.domains}, self.config.run.seed)
+        count = 0 if not self.domains else section.domain_tasks if MINIATURE in self.mixture.weights else section.tasks
+        others = [self.domains[name].task("held_out", number) for name, number in mixed.places(count)]
+        return (self.miniature.tasks("held_out", section.tasks), others) if MINIATURE in self.mixture.weights else (others, [])
 
     # The three phases.
 
@@ -187,8 +207,8 @@ class Training:
         while self.step < section.steps:
             start = time.monotonic()
             few = self.few_tools <= FEW_TOOLS
-            lessons = self.domains or dataclasses.replace(self.lessons, most_tools=self.few_tools if few else 0)
-            tasks = lessons.tasks("train", section.prompts, start=self.step * section.prompts)
+            lessons = dataclasses.replace(self.lessons, most_tools=self.few_tools if few else 0)
+            tasks = self._tasks(section.prompts, self.step * section.prompts, lessons)
             groups = self.ranks.map(lambda mine: [self._demonstrations(task) for task in mine], tasks)
             metrics = self.trainer.supervised_step(groups, schedule.at(self.step))
             seconds = time.monotonic() - start
@@ -276,13 +296,14 @@ class Training:
         return trajectories, retried
 
     def _environment(self, task: Task, seed: int, sandbox: Sandbox) -> Environment:
-        return self.domains.environment(task, seed) if self.domains else environment(task, seed, sandbox)
+        world = self.domains.get(task.data.get("world"))
+        return world.environment(task, seed) if world else environment(task, seed, sandbox)
 
     def _demonstrations(self, task: Task) -> Group:
         samples = []
         for seed in range(self.config.warm_start.samples):
             env = self._environment(task, seed, self.sandbox)
-            prompt, ids, sampled = toolscale.teach(env, self.tokenizer) if self.domains else demonstrate(env, self.tokenizer, seed, **self.habits)
+            prompt, ids, sampled = toolscale.teach(env, self.tokenizer) if isinstance(env, toolscale.DomainEnvironment) else demonstrate(env, self.tokenizer, seed, **self.habits)
             samples.append(Sample(ids, sampled))
         return Group(prompt, samples)
 
@@ -305,7 +326,7 @@ class Training:
                     tqdm.write(f"step {self.step + 1}: {len(groups)} of {section.prompts} groups teach; sampling {section.prompts} more ({again} of {section.resample} times)")
             else:
                 first = start + self.step * section.prompts
-            fresh = [task for task in self.world.tasks("train", section.prompts, start=first) for _ in range(section.group_size)]
+            fresh = [task for task in self._tasks(section.prompts, first, self.miniature) for _ in range(section.group_size)]
             place = f"{self.step}/{again}" if again else f"{self.step}"
             seeds = [random.Random(f"{self.config.run.seed}/rollout/{place}/{i}").getrandbits(48) for i in range(len(fresh))]
             attempts, failed = self._attempts(rollout, fresh, seeds)
@@ -395,16 +416,18 @@ class Training:
     def evaluate(self, name: str) -> dict[str, Any]:
         """The held-out summary of the present weights; its trajectories are recorded under the phase `name`."""
         section = self.config.evaluation
-        tasks = self.world.tasks("held_out", section.tasks)
+        tasks, others = self._held_out()
         self.engine.wake()
         self.engine.update_weights(named_hf_tensors(self.trainer.model, self.dtype))
         rollout = _Divided(self._rollout(section.temperature).rollout, self.ranks)
-        share = -(-len(tasks) // self.ranks.world)
+        share = -(-len(tasks + others) // self.ranks.world)
         with tqdm(total=share, desc=f"held-out tasks, {name}", unit="task", dynamic_ncols=True, disable=None if self.ranks.first else True) as bar:
-            trajectories = evaluate(rollout, tasks, self.config.run.seed, self.sandbox, on_done=lambda _: bar.update(), make=self._environment)
-        for task, trajectory in list(zip(tasks, trajectories)):
+            trajectories = evaluate(rollout, tasks + others, self.config.run.seed, self.sandbox, on_done=lambda _: bar.update(), make=self._environment)
+        for task, trajectory in zip(tasks + others, trajectories):
             self._record(name, task, trajectory)
-        summary = summarise(tasks, trajectories)
+        summary = summarise(tasks, trajectories[: len(tasks)])
+        if others:
+            summary["domains"] = summarise(others, trajectories[len(tasks):])
         summary["price_x10"] = price_probe(rollout, tasks, self.config.run.seed, self.sandbox)
         return summary
 
@@ -486,8 +509,8 @@ class Training:
 
     def _finish(self, after: dict[str, Any]) -> None:
         """On rank 0: what the run comes to."""
-        tasks = self.world.tasks("held_out", self.config.evaluation.tasks)
-        routers = {} if self.domains else evaluate_routers(tasks, self.config.run.seed, self.sandbox)
+        tasks = self._held_out()[0]
+        routers = evaluate_routers(tasks, self.config.run.seed, self.sandbox) if MINIATURE in self.mixture.weights else {}
         summary = {"seconds": self._elapsed(), "steps": self.step, "seed": self.config.run.seed,
                    "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
                    "parameters": sum(p.numel() for p in self.trainer.model.parameters()),
@@ -504,6 +527,15 @@ def keep_freed_memory() -> None:
     if mallopt:
         mallopt(-3, 32 << 20)                    # M_MMAP_THRESHOLD, at its maximum
         mallopt(-1, 2**31 - 1)                   # M_TRIM_THRESHOLD
+
+
+def open_world(name: str, config: Config) -> toolscale.ToolScaleWorld:
+    """A world of task.world beside the miniature: "domains", a directory that data_gen.py wrote, or a .jsonl file of tau2 tasks. UserError."""
+    if name == DOMAINS:
+        return small_world(config.run.seed, name)
+    if not Path(name).exists():
+        raise UserError(f"task.world: there is no world {name!r}; it must be {MINIATURE}, {DOMAINS}, a directory that data_gen.py wrote, or a .jsonl file of tau2 tasks")
+    return toolscale.load_world(name, config.run.seed, config.task.experts)
 
 
 class _Scored:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Sequence
 
+from .mixture import parse_mixture
 from .types import UserError
 
 
@@ -51,8 +52,8 @@ class WorldSection:
 
 @dataclass(frozen=True)
 class TaskSection:
-    world: str = ""                      # a directory that data_gen.py wrote; empty: the miniature
-    experts: int = 3                     # that each of its tasks offers, simulated
+    world: str = "miniature"             # or domains (small, made at once), a directory that data_gen.py wrote, a .jsonl of tau2 tasks; or "miniature=0.9, data/=0.1"
+    experts: int = 3                     # that each task of a directory or a file offers, simulated
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ class RolloutSection:
 class EvaluationSection:
     tasks: int = 480
     temperature: float = 1.0             # as in training; 0 is greedy
+    domain_tasks: int = 24               # of the domains that are mixed in with the miniature, judged apart
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ _CHOICES = {("grpo", "objective"): tuple(OBJECTIVES), ("grpo", "surrogate"): ("c
             ("warm_start", "optimizer"): ("adamw", "muon"), ("grpo", "optimizer"): ("adamw", "muon")}
 _POSITIVE = {("run", "checkpoint_every"), ("run", "keep_checkpoints"), ("run", "skip_limit"), ("parallel", "timeout"), ("model", "vocab_size"), ("model", "tokenizer_tasks"), ("warm_start", "first_tools"), ("warm_start", "prompts"), ("warm_start", "samples"),
              ("grpo", "prompts"), ("grpo", "token_budget"), ("lora", "alpha"), ("rollout", "turns"), ("rollout", "turn_tokens"), ("rollout", "context_tokens"),
-             ("rollout", "page_size"), ("rollout", "max_batch_tokens"), ("rollout", "temperature"), ("evaluation", "tasks")}
+             ("rollout", "page_size"), ("rollout", "max_batch_tokens"), ("rollout", "temperature"), ("evaluation", "tasks"), ("evaluation", "domain_tasks")}
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -253,6 +255,8 @@ def _check(source: str, section: str, key: str, value: Any) -> None:
     where = (section, key)
     if where in _CHOICES and value not in _CHOICES[where]:
         raise UserError(f"{source}: {section}.{key} is {value!r}; it must be one of {', '.join(_CHOICES[where])}")
+    if where == ("task", "world"):
+        parse_mixture(value, f"{source}: task.world")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         if value < 0 or value != value or value == float("inf"):
             raise UserError(f"{source}: {section}.{key} is {value}; it must be a finite number, 0 or more")

@@ -210,6 +210,7 @@ def comparison(summary: dict[str, Any]) -> tuple[list[str], list[tuple[str, str,
     """The held-out results as text: column titles with units, and (key, label, cells) for before, after and each router."""
     held_out = summary.get("held_out") or {}
     entries = [(key, label, held_out[key]) for key, label in (("before", "before (warm start)"), ("after", "after GRPO")) if held_out.get(key)]
+    entries += [(f"{key}-domains", f"domains, {label}", scores["domains"]) for key, label, scores in entries if "domains" in scores]
     entries += [(name, ROUTER_NAMES.get(name, name), scores) for name, scores in (held_out.get("routers") or {}).items()]
     scale, unit = money_unit(scores.get(key) for _, _, scores in entries for key in ("cost_usd", "cost_per_correct_usd"))
     columns = {

@@ -375,6 +375,11 @@ def policy(business: str, today: str, schema: dict[str, Any], tools: list[dict[s
         lines += ["", f"## {title}", ""]
         for tool in tools:
             if tool["kind"] in kinds:
-                rules = [step.get("rule", "" if step["op"] == "compute" else step["error"]) for step in tool["program"] if step["op"] in ("require", "compute")]
-                lines += [f"- `{tool['function']['name']}`: {tool['function']['description']}", *(f"  - {rule}" for rule in dict.fromkeys(rules) if rule)]
+                lines += [f"- `{tool['function']['name']}`: {tool['function']['description']}", *(f"  - {rule}" for rule in rules(tool))]
     return "\n".join(lines) + "\n"
+
+
+def rules(tool: dict[str, Any]) -> list[str]:
+    """What the tool's own program demands or works out, each in a sentence."""
+    said = [step.get("rule", "" if step["op"] == "compute" else step["error"]) for step in tool["program"] if step["op"] in ("require", "compute")]
+    return [rule for rule in dict.fromkeys(said) if rule]

@@ -1,6 +1,6 @@
 """The worlds as environments that the agent loop plays: domain tools, a user who answers, and experts that may take over a turn.
 
-`load_world(DIR)` reads what data_gen.py wrote. Its `task(split, index)` gives a nanorchestra Task, its `environment(task, seed)` one attempt.
+`load_world(DIR)` reads what data_gen.py wrote (small.py makes some in memory). Its `task(split, index)` gives a nanorchestra Task, its `environment(task, seed)` one attempt.
 `call_expert(expert)` hands the turn over: what the expert writes goes to the user, what it calls is done, and the policy reads what happened.
 """
 
@@ -10,11 +10,13 @@ import asyncio
 import json
 import random
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Iterator, Protocol, Sequence
 
 from nanorchestra import chat
+from nanorchestra.agent import PolicyPrice
 from nanorchestra.environment import in_thread
 from nanorchestra.types import Preference, Task, ToolCall, ToolResult, UserError
 from reward import POLICY, PRICES, Price, expert_cost
@@ -28,7 +30,8 @@ from .user import ScriptedUser, User, ended
 from .verify import altered
 from .world import World
 
-HELD_OUT = 5                                                                   # every fifth task of a file is held out
+HELD_OUT = 5                                                                   # every fifth task of a domain is held out
+VERIFIERS = ("actions", "env_assertions", "communicate_info")                  # what a task is scored by; an nl_assertion alone needs a judge
 EXPERT = "call_expert"
 STEP_TOKENS = 4000, 400                                                        # that an expert reads and writes for a step, for the bounds of a reward
 ROLE = "You serve the user under the policy below. In each turn either write to the user or call a tool, never both.\n\n<policy>\n{policy}\n</policy>"
@@ -121,7 +124,7 @@ class DomainEnvironment:
             texts = " ".join(offered["description"] for offered in task.data["experts"])
             shape = {"type": "object", "properties": {"expert": {"type": "string", "enum": list(experts), "description": texts}}, "required": ["expert"]}
             self.tools.append({"type": "function", "function": {"name": EXPERT, "description": "Lets an expert do this turn.", "parameters": shape}})
-        system = ROLE.format(policy=world.policy) + (HAND_OVER if experts else "") + (f"\n\nYour operator's wish: {task.preference.text}" if task.preference.text else "")
+        system = ROLE.format(policy=tau2.get("policy") or world.policy) + (HAND_OVER if experts else "") + (f"\n\nYour operator's wish: {task.preference.text}" if task.preference.text else "")
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}, {"role": "user", "content": task.question}]
 
     async def execute(self, call: ToolCall) -> ToolResult:
@@ -185,12 +188,14 @@ class DomainEnvironment:
 
 @dataclass(frozen=True)
 class ToolScaleWorld:
-    """The tasks of a directory that data_gen.py wrote, and their worlds, in the style of data_gen.World. `experts`: how many a task offers (0: none)."""
+    """tau2 tasks and their worlds, in the style of data_gen.World. `experts`: how many a task offers (0: none). A task with a `policy` of its own
+    shows that instead of its world's. `name` stands in the data of every task."""
 
     splits: dict[str, list[dict[str, Any]]]                                    # split -> tau2 tasks
     worlds: dict[str, World]
     seed: int = 0
     experts: int = 3
+    name: str = ""
 
     def tasks(self, split: str, count: int, start: int = 0) -> list[Task]:
         return [self.task(split, i) for i in range(start, start + count)]
@@ -208,7 +213,7 @@ class ToolScaleWorld:
         tools = [{"name": f["function"]["name"], "what": world.by_name[f["function"]["name"]]["kind"], "description": f["function"]["description"]} for f in world.functions(tau2.get("tools"))]
         tools += [{"name": expert["alias"], "what": expert["model"], "description": expert["description"]} for expert in offered]
         return Task(f"{tau2['id']}/{split}-{index}", question, preference,
-                    {"kind": tau2["domain"], "domain": tau2["domain"], "task": tau2, "experts": offered, "tools": tools, "wish": _kind_of(wish), "bounds": _bounds(tau2, offered)})
+                    {"kind": tau2["domain"], "domain": tau2["domain"], "world": self.name, "task": tau2, "experts": offered, "tools": tools, "wish": _kind_of(wish), "bounds": _bounds(tau2, offered)})
 
     def environment(self, task: Task, seed: int, *, user: User | None = None, experts: Callable[[dict[str, Any]], Expert] | None = None, judge: Judge | None = None) -> DomainEnvironment:
         """One attempt. Without `user` a scripted one answers; without `experts` (offered -> Expert) they are simulated, from `seed`."""
@@ -227,10 +232,10 @@ def _kind_of(wish: Preference) -> str:
 
 
 def _bounds(tau2: dict[str, Any], offered: Sequence[dict[str, Any]]) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Dollars and seconds, from nothing to the dearest, and the slowest, expert doing every golden step and the last word."""
+    """Dollars and seconds, from nothing to the dearest, and the slowest, expert doing every golden step and the last word; without experts, the policy."""
     steps = 1 + len(tau2["evaluation_criteria"].get("actions") or ())
     prices = [Price(expert["input_per_million"], expert["output_per_million"]) for expert in offered] or [PRICES[POLICY]]
-    return ((0.0, steps * max(expert_cost(*STEP_TOKENS, price) for price in prices)), (0.0, steps * max((expert["latency_s"] for expert in offered), default=0.0)))
+    return ((0.0, steps * max(expert_cost(*STEP_TOKENS, price) for price in prices)), (0.0, steps * max((expert["latency_s"] for expert in offered), default=STEP_TOKENS[1] * PolicyPrice.seconds_per_token)))
 
 
 def teach(env: DomainEnvironment, tokenizer: Any) -> tuple[list[int], list[int], list[bool]]:
@@ -263,22 +268,34 @@ def texts(world: ToolScaleWorld, count: int) -> Iterator[str]:
         yield chat.render(env.messages, env.tools)
 
 
-def load_world(path: str | Path, seed: int = 0, experts: int = 3) -> ToolScaleWorld:
-    """The worlds and tasks under `path` (tasks.jsonl, worlds/DOMAIN). Every fifth task of each domain is held out. Raises UserError if it is not whole."""
-    path = Path(path)
-    tasks = load_tasks(path / "tasks.jsonl")
-    worlds: dict[str, World] = {}
+def split(tasks: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """{"train", "held_out"}: every fifth task of each domain is held out."""
     splits: dict[str, list[dict[str, Any]]] = {"train": [], "held_out": []}
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for task in tasks:
-        domain = task.get("domain")
+        counts[task["domain"]] += 1
+        splits["held_out" if counts[task["domain"]] % HELD_OUT == 0 else "train"].append(task)
+    return splits
+
+
+def load_world(path: str | Path, seed: int = 0, experts: int = 3) -> ToolScaleWorld:
+    """The tasks of a directory that data_gen.py wrote (tasks.jsonl), or of any .jsonl file of tau2 tasks, and their worlds (worlds/DOMAIN beside it).
+
+    Raises UserError if something is missing or not whole, or a task has nothing that verifies it.
+    """
+    file = Path(path) if str(path).endswith(".jsonl") else Path(path) / "tasks.jsonl"
+    tasks = load_tasks(file)
+    worlds: dict[str, World] = {}
+    for task in tasks:
+        domain, criteria = task.get("domain"), task["evaluation_criteria"]
+        if not any(criteria.get(what) for what in VERIFIERS):
+            raise UserError(f"{file}: task {task['id']}: evaluation_criteria has none of {', '.join(VERIFIERS)}; without any the task cannot be scored")
         if domain not in worlds:
-            directory = path / "worlds" / str(domain)
+            directory = file.parent / "worlds" / str(domain)
             if not directory.is_dir():
-                raise UserError(f"{path / 'tasks.jsonl'}: task {task['id']}: domain is {domain!r}, and there is no {directory}")
+                raise UserError(f"{file}: task {task['id']}: domain is {domain!r}, and there is no {directory}")
             worlds[domain] = World.load(directory)
-        counts[domain] = counts.get(domain, 0) + 1
-        splits["held_out" if counts[domain] % HELD_OUT == 0 else "train"].append(task)
+    splits = split(tasks)
     if not all(splits.values()):
-        raise UserError(f"{path / 'tasks.jsonl'}: {len(tasks)} tasks; at least {HELD_OUT} of a domain are needed, so that one is held out")
-    return ToolScaleWorld(splits, worlds, seed, experts)
+        raise UserError(f"{file}: {len(tasks)} tasks; at least {HELD_OUT} of a domain are needed, so that one is held out")
+    return ToolScaleWorld(splits, worlds, seed, experts, str(path))
