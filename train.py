@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from data_gen import World, demonstrate, describe, environment, texts
+from data_gen import World, demonstrate, demonstrate_turns, describe, environment, texts
 from evaluate import NANO, evaluate, evaluate_routers, price_probe, score, summarise, task_bounds
 from nanorchestra import Engine, SamplingParams, chat, load_model
 from nanorchestra.agent import Limits, PolicyPrice, Rollout
@@ -39,7 +39,7 @@ from nanorchestra.checkpoint import Checkpoints
 from nanorchestra.config import Config, load_config, scaled_down, to_toml
 from nanorchestra.distributed import Ranks, shard_model
 from nanorchestra.environment import Environment
-from nanorchestra.grpo import group_advantages, moments, over_batch, overlong_punishment, per_objective, turn_shares
+from nanorchestra.grpo import group_advantages, moments, over_batch, overlong_punishment, per_objective
 from nanorchestra.lora import add_adapters, merge, reset as reset_adapters
 from nanorchestra.metrics import Run, table
 from nanorchestra.model import PRESETS, ModelConfig, Qwen3
@@ -49,6 +49,7 @@ from nanorchestra.report import write_report
 from nanorchestra.sandbox import Sandbox
 from nanorchestra.tokenizer import Tokenizer, train_bpe
 from nanorchestra.trainer import Group, Sample, Schedule, Trainer
+from nanorchestra.trajectories import contexts, load_kept, parts, take, tally
 from nanorchestra.types import Task, Trajectory, UserError
 from nanorchestra.weights import named_hf_tensors, save_checkpoint
 from reward import POLICY, PRICES, group_rewards, preference_score, reward_columns
@@ -95,6 +96,7 @@ class Training:
         model, self.tokenizer = self._model()
         if self.domains:
             self._check_room()
+        self.examples = self._examples()
         settings, rollout, parallel = config.grpo, config.rollout, config.parallel
         self.trainer = Trainer(model, vocab_limit=self.tokenizer.vocab_size, optimizer=config.warm_start.optimizer,
                                weight_decay=settings.weight_decay, grad_clip=settings.grad_clip, token_budget=settings.token_budget, ranks=ranks,
@@ -151,6 +153,20 @@ class Training:
             raise UserError(f"{self.config.task.world}: prompts of {longest} tokens; rollout.context_tokens is {limits.context_tokens}, it must be at least "
                             f"{longest + limits.turn_tokens} for one turn, and more for a conversation")
 
+    def _examples(self) -> list[list[Trajectory]]:
+        """What the warm start imitates instead of the teacher, task by task, if it does."""
+        section = self.config.warm_start
+        if not (section.steps and section.trajectories):
+            if self.domains and section.steps and self.config.rollout.context == "rebuild":
+                raise UserError("rollout.context is 'rebuild': demonstrations in a world of task.world are conversations; it must be 'append', or set warm_start.trajectories, "
+                                "or warm_start.steps 0")
+            return []
+        kept, reasons = load_kept([Path(name.strip()) for name in section.trajectories.split(",")], self.tokenizer, outcome=section.keep_outcome,
+                                  reward=section.keep_reward, best=section.keep_best)
+        if self.ranks.first:
+            print(f"warm start on {sum(map(len, kept))} recorded trajectories of {len(kept)} tasks; not kept: {tally(reasons) or 'none'}", flush=True)
+        return kept
+
     # The three phases.
 
     def warm_start(self, stop: Stop) -> bool:
@@ -162,8 +178,11 @@ class Training:
             start = time.monotonic()
             few = self.few_tools <= FEW_TOOLS
             lessons = self.domains or dataclasses.replace(self.lessons, most_tools=self.few_tools if few else 0)
-            tasks = lessons.tasks("train", section.prompts, start=self.step * section.prompts)
-            groups = self.ranks.map(lambda mine: [self._demonstrations(task) for task in mine], tasks)
+            if self.examples:
+                groups = [self._group(members) for members in take(self.examples, self.step * section.prompts, section.prompts, self.config.run.seed)]
+            else:
+                tasks = lessons.tasks("train", section.prompts, start=self.step * section.prompts)
+                groups = self.ranks.map(lambda mine: [self._demonstrations(task) for task in mine], tasks)
             metrics = self.trainer.supervised_step(groups, schedule.at(self.step))
             seconds = time.monotonic() - start
             self.step += 1
@@ -256,9 +275,14 @@ class Training:
         samples = []
         for seed in range(self.config.warm_start.samples):
             env = self._environment(task, seed, self.sandbox)
+            if self.config.rollout.context == "rebuild":
+                limits = self.config.rollout
+                turns = demonstrate_turns(env, self.tokenizer, seed, limits.context_tokens - limits.turn_tokens, **self.habits)
+                samples += [(prompt, Sample(ids, [True] * len(ids))) for prompt, ids in turns]
+                continue
             prompt, ids, sampled = toolscale.teach(env, self.tokenizer) if self.domains else demonstrate(env, self.tokenizer, seed, **self.habits)
-            samples.append(Sample(ids, sampled))
-        return Group(prompt, samples)
+            samples.append((prompt, Sample(ids, sampled)))
+        return Group.of(samples)
 
     def _count_skipped(self, metrics: dict[str, float]) -> None:
         """UserError after too many steps in a row whose loss or gradient was not finite."""
@@ -306,7 +330,7 @@ class Training:
             else:
                 rewards = group_rewards(members, task.preference, valid)
             if section.overlong_share:
-                rewards = [reward + (-1.0 if member.status == "token_limit" else overlong_punishment(len(member.ids), limit, round(section.overlong_share * limit)))
+                rewards = [reward + (-1.0 if member.status == "token_limit" else overlong_punishment(max(end - begin for begin, _, end in contexts(member)), limit, round(section.overlong_share * limit)))
                            for reward, member in zip(rewards, members)]
             advantages, why = group_advantages(rewards, valid, well_formed=[member.well_formed for member in members], overlong=cut, min_std=section.min_std,
                                                drop_invalid_format=section.drop_invalid_format, std=section.normalise_std and not section.per_objective,
@@ -320,17 +344,11 @@ class Training:
             over = over_batch([member.advantage for member in members], moments(member.advantage for member in members))
             for member, advantage in zip(members, over):
                 member.advantage = max(-section.advantage_clip, min(section.advantage_clip, advantage))
-        return [Group(members[0].ids[: members[0].prompt_length], [self._trained(member) for member in members]) for members in kept if members], reasons
+        return [self._group(members) for members in kept if members], reasons
 
-    def _trained(self, trajectory: Trajectory) -> Sample:
-        """What enters the loss: all ids after the prompt, with the attempt's advantage or every turn's share of it."""
-        p, advantage = trajectory.prompt_length, trajectory.advantage
-        if self.config.grpo.credit == "turn":
-            spans = [(turn.start - p, turn.end - p) for turn in trajectory.turns]
-            advantage = [0.0] * (len(trajectory.ids) - p)
-            for (start, end), share in zip(spans, turn_shares(trajectory.advantage, [end - start for start, end in spans])):
-                advantage[start:end] = [share] * (end - start)
-        return Sample(trajectory.ids[p:], trajectory.sampled[p:], trajectory.logprobs[p:], advantage)
+    def _group(self, members: list[Trajectory]) -> Group:
+        """What enters the loss: all ids after the prompt of an attempt, or of each of its turns."""
+        return Group.of([part for member in members for part in parts(member, self.config.grpo.credit)])
 
     def _measure(self, tasks: list[Task], trajectories: list[Trajectory]) -> dict[str, Any]:
         """Means over the rollout, rewards in their absolute form; calls by what stands behind the alias."""
@@ -356,7 +374,7 @@ class Training:
             return SamplingParams(max_tokens=budget, temperature=temperature, seed=seed)
 
         rollout = Rollout(self.engine, self.tokenizer, params, Limits(section.turns, section.turn_tokens, section.context_tokens),
-                          PolicyPrice(price.input_per_million, price.output_per_million), lockstep=section.lockstep)
+                          PolicyPrice(price.input_per_million, price.output_per_million), lockstep=section.lockstep, rebuild=section.context == "rebuild")
         return _Scored(rollout)
 
     def _bar(self, steps: int, what: str) -> tqdm:
