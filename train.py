@@ -40,7 +40,7 @@ from nanorchestra.config import Config, load_config, scaled_down, to_toml
 from nanorchestra.distributed import Ranks, shard_model
 from nanorchestra.environment import Environment
 from nanorchestra.grpo import group_advantages, moments, over_batch, overlong_punishment, per_objective
-from nanorchestra.lora import add_adapters, merge, reset as reset_adapters
+from nanorchestra.lora import add_adapters, merge, reset as reset_adapters, save_adapter
 from nanorchestra.metrics import Run, table
 from nanorchestra.model import PRESETS, ModelConfig, Qwen3
 from nanorchestra.plan import GB, plan
@@ -162,7 +162,7 @@ class Training:
                                 "or warm_start.steps 0")
             return []
         kept, reasons = load_kept([Path(name.strip()) for name in section.trajectories.split(",")], self.tokenizer, outcome=section.keep_outcome,
-                                  reward=section.keep_reward, best=section.keep_best)
+                                  reward=section.keep_reward, best=section.keep_best, longest=self.config.rollout.context_tokens)
         if self.ranks.first:
             print(f"warm start on {sum(map(len, kept))} recorded trajectories of {len(kept)} tasks; not kept: {tally(reasons) or 'none'}", flush=True)
         return kept
@@ -447,6 +447,7 @@ class Training:
                 return False
             self.before = self.evaluate("before")
             if self.config.lora.rank:                        # what the warm start taught becomes the base, and so the reference
+                save_adapter(self.trainer.model, self.run.path / "adapter" / "warm_start", self.config.model.path, write=self.ranks.first)
                 merge(self.trainer.model, self.config.run.seed + 1)
             self.trainer.new_optimizer(self.config.grpo.optimizer)
             if self.config.grpo.kl_coef:
@@ -462,6 +463,9 @@ class Training:
             return False
         after = self.evaluate("after")
         self.export(self.run.path / "model")
+        if self.config.lora.rank:                            # of both phases, for the model that the run began with
+            adapter = self.run.path / "adapter"
+            save_adapter(self.trainer.model, adapter, self.config.model.path, before=adapter / "warm_start", write=self.ranks.first)
         self.checkpoints.wait()
         if self.ranks.first:
             self._finish(after)

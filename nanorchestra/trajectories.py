@@ -44,11 +44,13 @@ def parts(trajectory: Trajectory, credit: str = "trajectory") -> list[tuple[list
             for begin, start, end in contexts(t)]
 
 
-def load_kept(sources: Sequence[Path], tokenizer: Tokenizer, *, outcome: float, reward: float, best: int) -> tuple[list[list[Trajectory]], Counter[str]]:
+def load_kept(sources: Sequence[Path], tokenizer: Tokenizer, *, outcome: float, reward: float, best: int,
+              longest: int) -> tuple[list[list[Trajectory]], Counter[str]]:
     """The trajectories of runs, or of files, that are worth imitating, those of one task together; and how many are not, for each reason.
 
-    Kept are those of training tasks that were answered, well formed, with at least this outcome and reward, and of each task the `best` ones by
-    reward (0: all), no two of them alike. UserError, with the line: a row that is no trajectory, or whose ids are another tokenizer's; none is kept.
+    Kept are those of training tasks that were answered, well formed, with at least this outcome and reward, in contexts of at most `longest` ids,
+    and of each task the `best` ones by reward (0: all), no two of them alike.
+    UserError, with the line: a row that is no trajectory, or whose ids are another tokenizer's. UserError: none is kept.
     """
     tasks: dict[tuple[str, tuple[int, ...]], dict[tuple[int, ...], Trajectory]] = {}
     reasons: Counter[str] = Counter()
@@ -57,7 +59,8 @@ def load_kept(sources: Sequence[Path], tokenizer: Tokenizer, *, outcome: float, 
             task = tasks.setdefault((trajectory.task_id, tuple(trajectory.ids[: trajectory.prompt_length])), {})
             why = ("of an evaluation or a skipped step" if phase != "grpo" else "cut or badly formed" if not trajectory.well_formed or trajectory.status != "answered" else
                    "wrong" if trajectory.outcome < outcome else f"reward below {reward}" if trajectory.reward < reward else
-                   "the same again" if tuple(trajectory.ids) in task else "")
+                   "the same again" if tuple(trajectory.ids) in task else
+                   f"longer than {longest} tokens" if any(end - begin > longest for begin, _, end in contexts(trajectory)) else "")
             if why:
                 reasons[why] += 1
             else:
@@ -131,7 +134,7 @@ def _trajectory(row: Any, tokenizer: Tokenizer) -> Trajectory:
     read = [tokenizer.decode(ids[turn.start:turn.end], skip_special=True) for turn in turns]
     if said != read:
         wrong = next((k for k, (ours, theirs) in enumerate(zip(read, said)) if ours != theirs), min(len(said), len(read)))
-        raise ValueError(f"turn {wrong} reads {json.dumps(''.join(read[wrong: wrong + 1]))[:40]} in this model's tokenizer and {json.dumps((said + [''])[wrong])[:40]} in the file; "
+        raise ValueError(f"turn {wrong} reads {json.dumps(''.join(read[wrong: wrong + 1])[:40])} in this model's tokenizer and {json.dumps((said + [''])[wrong][:40])} in the file; "
                          "start from the model that wrote it, model.path = RUN/model, or one with its tokenizer")
     return Trajectory(row["task_id"], 0, row["prompt_length"], ids, sampled, [0.0] * len(ids), [-1] * len(ids), turns, row["status"], well_formed=row["well_formed"],
                       outcome=row["outcome"], reward=row["reward"])
