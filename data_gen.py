@@ -19,6 +19,7 @@ from typing import Any, Iterator, Sequence
 
 from nanorchestra import chat
 from nanorchestra.environment import ToolEnvironment
+from nanorchestra.rebuild import Notes
 from nanorchestra.sandbox import Sandbox
 from nanorchestra.retrieval import Index
 from nanorchestra.types import Preference, Task, ToolCall, ToolResult
@@ -418,6 +419,16 @@ def demonstrate(env: ToolEnvironment, tokenizer, seed: int, **habits: float) -> 
         ids += said + given
         sampled += [True] * len(said) + [False] * len(given)
     return chat.encode(tokenizer, env.messages, env.tools), ids, sampled
+
+
+def demonstrate_turns(env: ToolEnvironment, tokenizer, seed: int, prompt_tokens: int, **habits: float) -> list[tuple[list[int], list[int]]]:
+    """The same demonstration in a context that is composed afresh each turn: (prompt, ids the policy should have sampled) of each."""
+    notes, turns = Notes(tokenizer, env, prompt_tokens), []
+    for lesson in teach(env, seed, **habits):
+        turns.append((notes.prompt(), chat.encode_assistant(tokenizer, lesson.thought, lesson.content, [lesson.call] if lesson.call else [])))
+        if lesson.result:
+            notes.see([lesson.call], [lesson.result])
+    return turns
 
 
 def texts(world: World, count: int, sandbox: Sandbox, **habits: float) -> Iterator[str]:

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from data_gen import World, demonstrate, describe, environment, texts
+from data_gen import World, demonstrate, demonstrate_turns, describe, environment, texts
 from evaluate import NANO, evaluate, evaluate_routers, price_probe, score, summarise, task_bounds
 from nanorchestra import Engine, SamplingParams, chat, load_model
 from nanorchestra.agent import Limits, PolicyPrice, Rollout
@@ -40,8 +40,8 @@ from nanorchestra.checkpoint import Checkpoints
 from nanorchestra.config import Config, load_config, scaled_down, to_toml
 from nanorchestra.distributed import Ranks, shard_model
 from nanorchestra.environment import Environment
-from nanorchestra.grpo import group_advantages, moments, over_batch, overlong_punishment, per_objective, turn_shares
-from nanorchestra.lora import add_adapters, merge, reset as reset_adapters
+from nanorchestra.grpo import group_advantages, moments, over_batch, overlong_punishment, per_objective
+from nanorchestra.lora import add_adapters, merge, reset as reset_adapters, save_adapter
 from nanorchestra.metrics import Run, table
 from nanorchestra.mixture import Mixture, parse_mixture
 from nanorchestra.model import PRESETS, ModelConfig, Qwen3
@@ -51,6 +51,7 @@ from nanorchestra.report import write_report
 from nanorchestra.sandbox import Sandbox
 from nanorchestra.tokenizer import Tokenizer, train_bpe
 from nanorchestra.trainer import Group, Sample, Schedule, Trainer
+from nanorchestra.trajectories import contexts, load_kept, parts, take, tally
 from nanorchestra.types import Task, Trajectory, UserError
 from nanorchestra.weights import named_hf_tensors, save_checkpoint
 from reward import POLICY, PRICES, group_rewards, preference_score, reward_columns
@@ -100,6 +101,7 @@ class Training:
         self.dtype = getattr(torch, resolve(config)[1])
         model, self.tokenizer = self._model()
         self._check_room()
+        self.examples = self._examples()
         settings, rollout, parallel = config.grpo, config.rollout, config.parallel
         training, prefill = self._attention(model.config)
         self.trainer = Trainer(model, vocab_limit=self.tokenizer.vocab_size, optimizer=config.warm_start.optimizer,
@@ -197,6 +199,20 @@ class Training:
         others = [self.domains[name].task("held_out", number) for name, number in mixed.places(count)]
         return (self.miniature.tasks("held_out", section.tasks), others) if MINIATURE in self.mixture.weights else (others, [])
 
+    def _examples(self) -> list[list[Trajectory]]:
+        """What the warm start imitates instead of the teacher, task by task, if it does."""
+        section = self.config.warm_start
+        if not (section.steps and section.trajectories):
+            if self.domains and section.steps and self.config.rollout.context == "rebuild":
+                raise UserError("rollout.context is 'rebuild': demonstrations in a world of task.world are conversations; it must be 'append', or set warm_start.trajectories, "
+                                "or warm_start.steps 0")
+            return []
+        kept, reasons = load_kept([Path(name.strip()) for name in section.trajectories.split(",")], self.tokenizer, outcome=section.keep_outcome,
+                                  reward=section.keep_reward, best=section.keep_best, longest=self.config.rollout.context_tokens)
+        if self.ranks.first:
+            print(f"warm start on {sum(map(len, kept))} recorded trajectories of {len(kept)} tasks; not kept: {tally(reasons) or 'none'}", flush=True)
+        return kept
+
     # The three phases.
 
     def warm_start(self, stop: Stop) -> bool:
@@ -208,8 +224,11 @@ class Training:
             start = time.monotonic()
             few = self.few_tools <= FEW_TOOLS
             lessons = dataclasses.replace(self.lessons, most_tools=self.few_tools if few else 0)
-            tasks = self._tasks(section.prompts, self.step * section.prompts, lessons)
-            groups = self.ranks.map(lambda mine: [self._demonstrations(task) for task in mine], tasks)
+            if self.examples:
+                groups = [self._group(members) for members in take(self.examples, self.step * section.prompts, section.prompts, self.config.run.seed)]
+            else:
+                tasks = self._tasks(section.prompts, self.step * section.prompts, lessons)
+                groups = self.ranks.map(lambda mine: [self._demonstrations(task) for task in mine], tasks)
             metrics = self.trainer.supervised_step(groups, schedule.at(self.step))
             seconds = time.monotonic() - start
             self.step += 1
@@ -303,9 +322,14 @@ class Training:
         samples = []
         for seed in range(self.config.warm_start.samples):
             env = self._environment(task, seed, self.sandbox)
+            if self.config.rollout.context == "rebuild":
+                limits = self.config.rollout
+                turns = demonstrate_turns(env, self.tokenizer, seed, limits.context_tokens - limits.turn_tokens, **self.habits)
+                samples += [(prompt, Sample(ids, [True] * len(ids))) for prompt, ids in turns]
+                continue
             prompt, ids, sampled = toolscale.teach(env, self.tokenizer) if isinstance(env, toolscale.DomainEnvironment) else demonstrate(env, self.tokenizer, seed, **self.habits)
-            samples.append(Sample(ids, sampled))
-        return Group(prompt, samples)
+            samples.append((prompt, Sample(ids, sampled)))
+        return Group.of(samples)
 
     def _count_skipped(self, metrics: dict[str, float]) -> None:
         """UserError after too many steps in a row whose loss or gradient was not finite."""
@@ -353,7 +377,7 @@ class Training:
             else:
                 rewards = group_rewards(members, task.preference, valid)
             if section.overlong_share:
-                rewards = [reward + (-1.0 if member.status == "token_limit" else overlong_punishment(len(member.ids), limit, round(section.overlong_share * limit)))
+                rewards = [reward + (-1.0 if member.status == "token_limit" else overlong_punishment(max(end - begin for begin, _, end in contexts(member)), limit, round(section.overlong_share * limit)))
                            for reward, member in zip(rewards, members)]
             advantages, why = group_advantages(rewards, valid, well_formed=[member.well_formed for member in members], overlong=cut, min_std=section.min_std,
                                                drop_invalid_format=section.drop_invalid_format, std=section.normalise_std and not section.per_objective,
@@ -367,17 +391,11 @@ class Training:
             over = over_batch([member.advantage for member in members], moments(member.advantage for member in members))
             for member, advantage in zip(members, over):
                 member.advantage = max(-section.advantage_clip, min(section.advantage_clip, advantage))
-        return [Group(members[0].ids[: members[0].prompt_length], [self._trained(member) for member in members]) for members in kept if members], reasons
+        return [self._group(members) for members in kept if members], reasons
 
-    def _trained(self, trajectory: Trajectory) -> Sample:
-        """What enters the loss: all ids after the prompt, with the attempt's advantage or every turn's share of it."""
-        p, advantage = trajectory.prompt_length, trajectory.advantage
-        if self.config.grpo.credit == "turn":
-            spans = [(turn.start - p, turn.end - p) for turn in trajectory.turns]
-            advantage = [0.0] * (len(trajectory.ids) - p)
-            for (start, end), share in zip(spans, turn_shares(trajectory.advantage, [end - start for start, end in spans])):
-                advantage[start:end] = [share] * (end - start)
-        return Sample(trajectory.ids[p:], trajectory.sampled[p:], trajectory.logprobs[p:], advantage)
+    def _group(self, members: list[Trajectory]) -> Group:
+        """What enters the loss: all ids after the prompt of an attempt, or of each of its turns."""
+        return Group.of([part for member in members for part in parts(member, self.config.grpo.credit)])
 
     def _measure(self, tasks: list[Task], trajectories: list[Trajectory]) -> dict[str, Any]:
         """Means over the rollout, rewards in their absolute form; calls by what stands behind the alias."""
@@ -403,7 +421,7 @@ class Training:
             return SamplingParams(max_tokens=budget, temperature=temperature, seed=seed)
 
         rollout = Rollout(self.engine, self.tokenizer, params, Limits(section.turns, section.turn_tokens, section.context_tokens),
-                          PolicyPrice(price.input_per_million, price.output_per_million), lockstep=section.lockstep)
+                          PolicyPrice(price.input_per_million, price.output_per_million), lockstep=section.lockstep, rebuild=section.context == "rebuild")
         return _Scored(rollout)
 
     def _bar(self, steps: int, what: str) -> tqdm:
@@ -478,6 +496,7 @@ class Training:
                 return False
             self.before = self.evaluate("before")
             if self.config.lora.rank:                        # what the warm start taught becomes the base, and so the reference
+                save_adapter(self.trainer.model, self.run.path / "adapter" / "warm_start", self.config.model.path, write=self.ranks.first)
                 merge(self.trainer.model, self.config.run.seed + 1)
             self.trainer.new_optimizer(self.config.grpo.optimizer)
             if self.config.grpo.kl_coef:
@@ -493,6 +512,9 @@ class Training:
             return False
         after = self.evaluate("after")
         self.export(self.run.path / "model")
+        if self.config.lora.rank:                            # of both phases, for the model that the run began with
+            adapter = self.run.path / "adapter"
+            save_adapter(self.trainer.model, adapter, self.config.model.path, before=adapter / "warm_start", write=self.ranks.first)
         self.checkpoints.wait()
         if self.ranks.first:
             self._finish(after)

@@ -1,8 +1,9 @@
-"""The multi-turn loop: sample a turn, parse it, run its calls, append what they bring back, until an answer or a limit.
+"""The multi-turn loop: sample a turn, parse it, run its calls, show what they bring back, until an answer or a limit.
 
 One coroutine per trajectory reads from top to bottom what happens to it. `Rollout` is the pump beneath them: it collects the turns that
 wait, gives them to the engine in a fixed order, steps it, and wakes whoever has finished. No text is ever re-tokenised: a trajectory
-is the session's list of ids.
+is the session's list of ids. With `rebuild` every turn has a prompt of its own (rebuild.py) and a session of its own, whose beginning the engine
+finds in its cache; the trajectory is then those sessions, one after the other.
 
 With `lockstep` no engine step is taken while a tool is running, which makes a run a pure function of its seed (the miniature: its tools
 answer in milliseconds and their latencies are on a virtual clock). Without it, tools and experts wait while the others decode.
@@ -16,6 +17,7 @@ from typing import Any, Callable, Sequence
 
 from . import chat
 from .environment import Environment
+from .rebuild import Notes
 from .types import ToolResult, Trajectory, Turn
 
 Event = Callable[[str, Any], None]
@@ -23,7 +25,7 @@ Event = Callable[[str, Any], None]
 
 @dataclass(frozen=True)
 class Limits:
-    """Where an attempt is cut. Tokens are ids; `context_tokens` counts the whole trajectory, prompt included."""
+    """Where an attempt is cut. Tokens are ids; `context_tokens` counts a session: the whole trajectory, or a turn and its prompt."""
 
     turns: int = 50
     turn_tokens: int = 512
@@ -44,9 +46,9 @@ class Rollout:
     """Runs many attempts on one engine. `params(seed, budget)` makes the engine's SamplingParams for one turn."""
 
     def __init__(self, engine, tokenizer, params: Callable[[int, int], Any], limits: Limits = Limits(), price: PolicyPrice = PolicyPrice(),
-                 *, lockstep: bool = True, enable_thinking: bool | None = None):
+                 *, lockstep: bool = True, enable_thinking: bool | None = None, rebuild: bool = False):
         self.engine, self.tokenizer, self.params = engine, tokenizer, params
-        self.limits, self.price, self.lockstep, self.enable_thinking = limits, price, lockstep, enable_thinking
+        self.limits, self.price, self.lockstep, self.enable_thinking, self.rebuild = limits, price, lockstep, enable_thinking, rebuild
         self._ready: list[tuple[int, Any, Any, Any, asyncio.Future]] = []     # turns that wait for the engine
         self._waiting: dict[Any, asyncio.Future] = {}                         # request id -> who waits for it
         self._tools_running = 0
@@ -124,20 +126,26 @@ class Rollout:
 
     async def _attempt(self, index: int, env: Environment, seed: int, on_event: Event | None) -> Trajectory:
         emit = on_event or (lambda kind, payload: None)
-        prompt = chat.encode(self.tokenizer, env.messages, env.tools, enable_thinking=self.enable_thinking)
-        session = self.engine.session(prompt)
+        notes = Notes(self.tokenizer, env, self.limits.context_tokens - self.limits.turn_tokens, self.enable_thinking) if self.rebuild else None
+        prompt = notes.prompt() if notes else chat.encode(self.tokenizer, env.messages, env.tools, enable_thinking=self.enable_thinking)
+        session, context = self.engine.session(prompt), 0
         trajectory = Trajectory(env.task.id, seed, len(prompt), list(prompt), [False] * len(prompt), [0.0] * len(prompt), [-1] * len(prompt))
         try:
             trajectory.status = "turn_limit"
-            for _ in range(self.limits.turns):
-                budget = min(self.limits.turn_tokens, self.limits.context_tokens - len(trajectory.ids))
+            for number in range(self.limits.turns):
+                if notes and number:
+                    session.close()
+                    prompt = notes.prompt()
+                    session, context = self.engine.session(prompt), len(trajectory.ids)
+                    _extend(trajectory, prompt, None, None)
+                budget = min(self.limits.turn_tokens, self.limits.context_tokens - (len(trajectory.ids) - context))
                 if budget <= 0:
                     trajectory.status = "token_limit"
                     break
                 on_token = (lambda token, logprob: emit("token", token)) if on_event else None
                 completion = await self._sample(index, session, self.params(seed, budget), on_token)
                 parsed = chat.parse(self.tokenizer, completion.token_ids, enable_thinking=self.enable_thinking)
-                turn = Turn(len(trajectory.ids), len(trajectory.ids) + len(completion.token_ids), completion.finish_reason)
+                turn = Turn(len(trajectory.ids), len(trajectory.ids) + len(completion.token_ids), completion.finish_reason, context=context)
                 trajectory.turns.append(turn)
                 _extend(trajectory, completion.token_ids, completion.logprobs, completion.weight_versions)
                 trajectory.latency_s += self.price.seconds_per_token * len(completion.token_ids)
@@ -153,6 +161,9 @@ class Rollout:
                         trajectory.status = "answered" if said is None else "infrastructure"
                         break
                     emit("user", said)
+                    if notes:
+                        notes.hear(parsed.content, said.content)
+                        continue
                     given = chat.encode_user(self.tokenizer, said.content, enable_thinking=self.enable_thinking)
                     session.append(given)
                     _extend(trajectory, given, None, None)
@@ -164,6 +175,9 @@ class Rollout:
                 if any(result.infrastructure for result in turn.results):
                     trajectory.status = "infrastructure"
                     break
+                if notes:
+                    notes.see(turn.calls, turn.results)
+                    continue
                 given = chat.encode_observations(self.tokenizer, [r.content for r in turn.results], enable_thinking=self.enable_thinking)
                 session.append(given)
                 _extend(trajectory, given, None, None)

@@ -71,6 +71,10 @@ class WarmStartSection:
     learning_rate: float = 4e-3
     warmup_steps: int = 20
     hold: float = 0.5                    # of the steps are at the full learning rate: copying appears suddenly, and sometimes late
+    trajectories: str = ""               # runs, or their trajectories.jsonl, separated by commas: imitates the best of these instead of the teacher
+    keep_outcome: float = 1.0            # of them, those with at least this outcome
+    keep_reward: float = 0.0             # and this reward,
+    keep_best: int = 4                   # and of each task so many at most, the best; 0: all
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,7 @@ class RolloutSection:
     failed_share: float = 0.5            # then left out; more than this share of a step's attempts ends the run
     attention: str = "auto"              # of prefill on a GPU, as run.attention
     lockstep: bool = True                # no engine step while a tool runs: the run is a pure function of its seed
+    context: str = "append"              # one growing session; or (rebuild) a prompt composed afresh each turn (rebuild.py), and every turn its own sample
 
 
 @dataclass(frozen=True)
@@ -166,7 +171,8 @@ OBJECTIVES: dict[str, dict[str, Any]] = {name: _PLAIN | changes for name, change
 _CHOICES = {("grpo", "objective"): tuple(OBJECTIVES), ("grpo", "surrogate"): ("clip", "gspo", "cispo", "reinforce"),
             ("grpo", "aggregation"): ("token", "sequence", "constant"), ("grpo", "credit"): ("trajectory", "turn"),
             ("parallel", "shard"): ("all", "node"), ("run", "device"): ("auto", "cpu", "cuda"), ("run", "dtype"): ("auto", "float32", "bfloat16"),
-            ("run", "attention"): ("auto", "triton", "flash-attn"), ("rollout", "attention"): ("auto", "triton", "flash-attn"), ("grpo", "bounds"): ("group", "task"), ("grpo", "kl"): ("full", "k2", "k3"),
+            ("run", "attention"): ("auto", "triton", "flash-attn"), ("rollout", "attention"): ("auto", "triton", "flash-attn"),
+            ("grpo", "bounds"): ("group", "task"), ("grpo", "kl"): ("full", "k2", "k3"), ("rollout", "context"): ("append", "rebuild"),
             ("warm_start", "optimizer"): ("adamw", "muon"), ("grpo", "optimizer"): ("adamw", "muon")}
 _POSITIVE = {("run", "checkpoint_every"), ("run", "keep_checkpoints"), ("run", "skip_limit"), ("parallel", "timeout"), ("model", "vocab_size"), ("model", "tokenizer_tasks"), ("warm_start", "first_tools"), ("warm_start", "prompts"), ("warm_start", "samples"),
              ("grpo", "prompts"), ("grpo", "token_budget"), ("lora", "alpha"), ("rollout", "turns"), ("rollout", "turn_tokens"), ("rollout", "context_tokens"),

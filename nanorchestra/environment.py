@@ -33,7 +33,8 @@ class Tool(Protocol):
 
 
 class Environment(Protocol):
-    """One attempt at one task. `tools` are OpenAI function objects; `execute` never raises for what the policy wrote.
+    """One attempt at one task. `tools` are OpenAI function objects, `kinds` says of some what they are ("code", "search", "expert"), by name;
+    `execute` never raises for what the policy wrote.
 
     `reply` is the user's answer to a message without a call; None: the conversation is over, and the message is the answer.
     """
@@ -41,6 +42,7 @@ class Environment(Protocol):
     task: Task
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
+    kinds: dict[str, str]
 
     async def execute(self, call: ToolCall) -> ToolResult: ...
 
@@ -80,6 +82,7 @@ class ToolEnvironment:
         self.task = task
         self.by_name = {tool.name: tool for tool in tools}
         self.tools = [function_schema(tool) for tool in tools]
+        self.kinds = {tool.name: tool.kind for tool in tools}
         self.messages = [{"role": "system", "content": system}] if system else []
         words = " ".join(part for part in (task.question, task.preference.text) if part)
         self.messages.append({"role": "user", "content": words})

@@ -8,18 +8,20 @@ The model without its adapters is still there, which makes the reference model o
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from .distributed import fill, whole
+from .metrics import write_whole
 from .model import Qwen3
+from .types import UserError
 from .weights import hf_parts
 
 
@@ -128,13 +130,14 @@ def without_adapters(model: Qwen3) -> Iterator[None]:
             module.enabled = True
 
 
-def save_adapter(model: Qwen3, path: str | Path, base: str = "") -> None:
+def save_adapter(model: Qwen3, path: str | Path, base: str = "", *, before: str | Path | None = None, write: bool = True) -> None:
     """The adapters in PEFT's layout, adapter_config.json and adapter_model.safetensors, which peft.PeftModel loads onto the base model.
 
-    `base` names that model: a directory or a repository. Files are written aside and renamed.
+    `base` names that model: a directory or a repository. `before`: the saved adapters of this shape that were merged before these began; what is
+    written is then their sum, of the rank of both together. All ranks of a sharded model call it, one with `write`. Files are written
+    aside and renamed. UserError: `before` cannot be read, or `path` not be written.
     """
     path = Path(path)
-    path.mkdir(parents=True, exist_ok=True)
     tensors, targets = {}, set()
     for name, module in adapters(model):
         a, b = whole(module.lora_a), whole(module.lora_b)
@@ -143,13 +146,22 @@ def save_adapter(model: Qwen3, path: str | Path, base: str = "") -> None:
             targets.add(part.rpartition(".")[2])
             tensors[f"base_model.model.{part}.lora_A.weight"] = columns.cpu().contiguous()
             tensors[f"base_model.model.{part}.lora_B.weight"] = rows.cpu().contiguous()
-    rank, alpha = module.rank, module.scale * module.rank
+    if not write:
+        return
+    rank = module.rank
+    try:
+        if before is not None:                              # B_1 A_1 + B_2 A_2 = [B_1 B_2] [A_1; A_2]
+            earlier = load_file(Path(before) / "adapter_model.safetensors")
+            tensors = {name: torch.cat([earlier[name], tensor], 0 if "lora_A" in name else 1) for name, tensor in tensors.items()}
+            rank = next(len(tensor) for name, tensor in tensors.items() if "lora_A" in name)
+        path.mkdir(parents=True, exist_ok=True)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{before or path}: {error}; the run's adapters cannot be read or written there") from None
+    alpha = module.scale * rank
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank, "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
               "target_modules": sorted(targets), "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True}
     for file, data in (("adapter_config.json", (json.dumps(config, indent=2) + "\n").encode()), ("adapter_model.safetensors", save(tensors, {"format": "pt"}))):
-        aside = path / f".{file}.partial"
-        aside.write_bytes(data)
-        os.replace(aside, path / file)
+        write_whole(path / file, data)
 
 
 def parameters_of(config, rank: int) -> int:

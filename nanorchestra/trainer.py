@@ -53,6 +53,17 @@ class Group:
     prompt: list[int]
     samples: list[Sample]
 
+    @classmethod
+    def of(cls, parts: Sequence[tuple[list[int], Sample]]) -> Group:
+        """Samples whose prompts may differ: the group's is what all prompts begin with, and the rest of each stands in its sample, not sampled."""
+        common = agree([prompt for prompt, _ in parts])
+        samples = []
+        for prompt, sample in parts:
+            rest, none = prompt[common:], [0.0] * (len(prompt) - common)
+            samples.append(Sample(rest + sample.ids, [False] * len(rest) + sample.sampled, sample.logprobs and none + sample.logprobs,
+                                  none + sample.advantage if isinstance(sample.advantage, list) else sample.advantage, sample.trajectory_ids))
+        return cls(parts[0][0][:common], samples)
+
     @property
     def tokens(self) -> int:
         return len(self.prompt) + sum(len(sample.ids) for sample in self.samples)
@@ -103,7 +114,7 @@ def pack(groups: Sequence[Group], device: torch.device | str = "cpu", attention:
                 families.setdefault(tuple(sample.ids[depth: depth + SHARED_IDS]), []).append(i)
         for family in families.values():
             members = [samples[i] for i in family]
-            end = depth + _agree([member.ids[depth:] for member in members])
+            end = depth + agree([member.ids[depth:] for member in members])
             segment = lay(members[0].ids[depth:end], offset + depth, prefix)
             for i in family:
                 places[i].extend(range(segment.start, segment.start + segment.length))
@@ -120,7 +131,7 @@ def pack(groups: Sequence[Group], device: torch.device | str = "cpu", attention:
     trajectory_ids: list[int] = []
     number = 0
     prompts = [group.prompt for group in groups]
-    common = min(_agree(prompts), min(map(len, prompts)) - 1) if len(prompts) > 1 else 0        # each keeps an id of its own
+    common = min(agree(prompts), min(map(len, prompts)) - 1) if len(prompts) > 1 else 0        # each keeps an id of its own
     beginning = lay(groups[0].prompt[:common], 0, None) if common else None
     for group in groups:
         prompt = lay(group.prompt[common:], common, beginning)
@@ -145,7 +156,7 @@ def pack(groups: Sequence[Group], device: torch.device | str = "cpu", attention:
                   torch.tensor(sequences, **as_ids), torch.tensor(trajectory_ids, **as_ids))
 
 
-def _agree(sequences: Sequence[Sequence[int]]) -> int:
+def agree(sequences: Sequence[Sequence[int]]) -> int:
     """How many ids all of them begin with."""
     first, last = min(sequences), max(sequences)             # in lexicographic order: what these two share, all share
     return next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), min(len(first), len(last)))

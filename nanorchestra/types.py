@@ -82,18 +82,21 @@ class Task:
 
 @dataclass
 class Turn:
-    """One sampling of the policy and what its calls brought back. `start:end` are the sampled ids within Trajectory.ids."""
+    """One sampling of the policy and what its calls brought back. `start:end` are the sampled ids within Trajectory.ids, which were drawn
+    after `context:start`: the whole trajectory so far, or a prompt of the turn's own."""
 
     start: int
     end: int
     finish_reason: str
     calls: list[ToolCall] = field(default_factory=list)
     results: list[ToolResult] = field(default_factory=list)
+    context: int = 0
 
 
 @dataclass
 class Trajectory:
-    """All turns of one attempt at a task. The four lists have one entry per id; only ids with sampled[i] enter the loss.
+    """All turns of one attempt at a task. The four lists have one entry per id; only ids with sampled[i] enter the loss. Where every turn has
+    a prompt of its own, the ids are prompt and turn, prompt and turn, ...
 
     status: "answered", "turn_limit", "token_limit" (a cut), or "infrastructure" (no fault of the policy: left out of its group).
     """

@@ -18,9 +18,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from nanorchestra.checkpoint import Checkpoints
-from nanorchestra.distributed import Ranks, shard_model
+from nanorchestra.distributed import Ranks, fill, shard_model, whole
+from nanorchestra.lora import adapters, add_adapters, merge, reset, save_adapter
 from nanorchestra.model import ModelConfig, Qwen3
 from nanorchestra.muon import Muon
 from nanorchestra.trainer import Group, Sample, Trainer, balance, split_groups
@@ -49,8 +51,14 @@ def make_groups(seed: int, count: int = 5) -> list[Group]:
             [rng.uniform(-5, -4) for _ in said], rng.uniform(-2, 2)) for _ in range(rng.choice((1, 2, 4)))]) for _ in range(count)]
 
 
-def make_trainer(ranks: Ranks, shape: dict = TIED, budget: int = 300, offload: bool = False, recompute: bool = False, optimizer: str = "muon", seed: int = 0) -> Trainer:
-    model = shard_model(make_model(shape, seed), ranks, cpu_offload=offload)
+def make_trainer(ranks: Ranks, shape: dict = TIED, budget: int = 300, offload: bool = False, recompute: bool = False, optimizer: str = "muon", seed: int = 0,
+                 lora: int = 0) -> Trainer:
+    model = make_model(shape, seed)
+    if lora:
+        add_adapters(model, lora, 6.0, seed)
+    model = shard_model(model, ranks, cpu_offload=offload)
+    for i, (_, module) in enumerate(adapters(model)):                        # adapters that have learnt something
+        fill(module.lora_b, 0.1 * torch.randn(module.lora_b.shape, generator=torch.Generator().manual_seed(i)))
     return Trainer(model, vocab_limit=VOCAB - 6, token_budget=budget, ranks=ranks, activation_checkpointing=recompute, cpu_offload=offload, optimizer=optimizer)
 
 
@@ -63,8 +71,7 @@ def gradients(ranks: Ranks, kl: str | None = None, count: int = 5, **options) ->
     taken = {}
 
     def update(rate):
-        from nanorchestra.distributed import whole
-        taken.update({name: whole(p.grad).clone() for name, p in trainer.model.named_parameters()})
+        taken.update({name: whole(p.grad).clone() for name, p in trainer.model.named_parameters() if p.grad is not None})
         for optimizer in trainer.optimizers:
             optimizer.zero_grad()
         return {}
@@ -84,6 +91,26 @@ def losses(ranks: Ranks, steps: int = 20, **options) -> dict[str, torch.Tensor]:
     values = [trainer.supervised_step(make_groups(step), 3e-3)["loss"] for step in range(steps // 2)]
     values += [trainer.policy_step(make_groups(step), 1e-3)["loss"] for step in range(steps // 2)]
     return {"losses": torch.tensor(values)}
+
+
+def adapted(ranks: Ranks, source: str, target: str) -> dict[str, torch.Tensor]:
+    """As train.py does with lora.rank: from a checkpoint, a warm start, a merge, steps with the base as the reference; the merged weights, and files."""
+    def build(shape):
+        model = Qwen3(shape)
+        add_adapters(model, 3, 6.0, 0)
+        return shard_model(model, ranks)
+
+    model, _ = load_model(source, build=build)
+    reset(model, 1)
+    trainer = Trainer(model, vocab_limit=VOCAB - 6, token_budget=300, ranks=ranks, optimizer="muon")
+    losses = [trainer.supervised_step(make_groups(step), 3e-3)["loss"] for step in range(3)]
+    save_adapter(model, Path(target) / "before", source, write=ranks.first)
+    merge(model, 2)
+    trainer.new_optimizer("adamw")
+    trainer.freeze_reference()
+    losses += [trainer.policy_step(make_groups(step), 3e-3, kl_coef=0.5)["loss"] for step in range(3)]
+    save_adapter(model, target, source, before=Path(target) / "before", write=ranks.first)
+    return {"losses": torch.tensor(losses)} | {name: value.clone() for name, value in named_hf_tensors(model)}
 
 
 def first_half(ranks: Ranks, folder: str) -> dict[str, torch.Tensor]:
@@ -187,7 +214,8 @@ def agree(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolera
 
 VARIANTS = [["plain", "gradients", {}], ["untied", "gradients", {"shape": UNTIED}], ["parts", "gradients", {"budget": 40}],
             ["recompute", "gradients", {"recompute": True}], ["offload", "gradients", {"offload": True, "recompute": True}],
-            ["full_kl", "gradients", {"kl": "full", "shape": UNTIED}], ["k3", "gradients", {"kl": "k3"}], ["one_group", "gradients", {"count": 1}]]
+            ["full_kl", "gradients", {"kl": "full", "shape": UNTIED}], ["lora", "gradients", {"lora": 3}],
+            ["lora_kl", "gradients", {"lora": 5, "kl": "full", "shape": UNTIED, "budget": 40, "offload": True, "recompute": True}], ["k3", "gradients", {"kl": "k3"}], ["one_group", "gradients", {"count": 1}]]
 ONE = Ranks()
 
 
@@ -204,14 +232,19 @@ def test_two_ranks_do_as_one(tmp_path):
     first_half(ONE, str(tmp_path / "one"))
     results = run(tmp_path, 2, [*VARIANTS, ["muon", "losses", {}], ["adamw", "losses", {"optimizer": "adamw", "shape": UNTIED, "offload": True}], *halves,
                                 ["grown", "second_half", {"folder": str(tmp_path / "one")}], ["talk", "small_talk", {}],
+                                ["adapted", "adapted", {"source": str(tmp_path / "source"), "target": str(tmp_path / "adapter")}],
                                 ["export", "export", {"source": str(tmp_path / "source"), "target": str(tmp_path / "target")}]])
     for variant in VARIANTS:
         agree(results[variant[0]], expected(variant), 1e-5)
+    assert {name.rpartition(".")[2] for name in results["lora"] if "metrics." not in name} == {"lora_a", "lora_b"} and all(float(grad.norm()) for grad in results["lora"].values())
     agree(results["muon"], losses(ONE), 1e-4)
     agree(results["adamw"], losses(ONE, optimizer="adamw", shape=UNTIED), 1e-4)
     agree(results["second"], results["first"], 0.0)                           # goes on to the bit
     agree(second_half(ONE, str(tmp_path / "two")), results["first"], 1e-5)    # and on another number of ranks within rounding
     agree(results["grown"], results["first"], 1e-5)
+    agree(results["adapted"], adapted(ONE, str(tmp_path / "source"), str(tmp_path / "alone")), 1e-4)
+    saved, alone = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "alone"))
+    agree(saved, alone, 1e-4)
     for (name, tensor), (_, again) in zip(named_hf_tensors(model), named_hf_tensors(load_model(tmp_path / "target")[0]), strict=True):
         assert torch.equal(tensor, again), name
 

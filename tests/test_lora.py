@@ -13,6 +13,7 @@ from nanorchestra.lora import LoRALinear, adapters, add_adapters, merge, paramet
 from nanorchestra.model import Qwen3
 from nanorchestra.ops import Segment, packed_attention
 from nanorchestra.trainer import Group, Sample, Trainer
+from nanorchestra.types import UserError
 from nanorchestra.weights import copy_weights, named_hf_tensors, save_checkpoint
 
 GROUPS = [Group([5, 6, 7, 8], [Sample([9, 10, 11], [True, True, False], [-6.0] * 3, 1.0), Sample([9, 12], [True] * 2, [-6.5] * 2, -1.0)])]
@@ -153,6 +154,40 @@ def test_an_adapter_file_holds_what_peft_reads(adapted, tmp_path):
     assert set(config["target_modules"]) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"} and len(tensors) == 2 * 7 * 2
     tokens = torch.tensor([[5, 9, 600, 3, 77, 12]])
     torch.testing.assert_close(theirs(tokens).logits[0], adapted.logits(hidden(adapted)), rtol=1e-4, atol=1e-4)
+
+
+def applied(base, path):
+    """HF name -> base weight with the adapter in the directory added, by PEFT's formula."""
+    config, tensors = json.loads((path / "adapter_config.json").read_text()), load_file(path / "adapter_model.safetensors")
+    weights = {name: tensor.clone() for name, tensor in base.items()}
+    for name in [n for n in tensors if n.endswith("lora_A.weight")]:
+        assert len(tensors[name]) == config["r"]
+        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        weights[f"{module}.weight"] += config["lora_alpha"] / config["r"] * tensors[name.replace("lora_A", "lora_B")] @ tensors[name]
+    return weights
+
+
+def test_the_adapters_of_two_phases_are_one_adapter_of_the_first_base(nano_model, tmp_path):
+    base = {name: tensor.clone() for name, tensor in named_hf_tensors(nano_model)}
+    add_adapters(nano_model, rank=3, alpha=6.0, seed=1)
+    trainer = Trainer(nano_model, vocab_limit=690)
+    for _ in range(3):
+        trainer.supervised_step(GROUPS, 1e-2)
+    save_adapter(nano_model, tmp_path / "before", "base")
+    warm = {name: tensor.clone() for name, tensor in named_hf_tensors(nano_model)}
+    merge(nano_model, seed=2)
+    for _ in range(3):
+        trainer.policy_step(GROUPS, 1e-2)
+    save_adapter(nano_model, tmp_path, "base", before=tmp_path / "before")
+    for expected, path in ((warm, tmp_path / "before"), (dict(named_hf_tensors(nano_model)), tmp_path)):
+        for name, weight in applied(base, path).items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6)
+        assert not torch.allclose(base["model.layers.0.mlp.down_proj.weight"], expected["model.layers.0.mlp.down_proj.weight"], atol=1e-4)
+    with pytest.raises(UserError, match="nowhere: .*the run's adapters cannot be read"):
+        save_adapter(nano_model, tmp_path / "new", before=tmp_path / "nowhere")
+    assert not (tmp_path / "new").exists()
+    save_adapter(nano_model, tmp_path / "new", write=False)
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.slow

@@ -144,6 +144,31 @@ def test_attempts_that_the_infrastructure_failed_are_made_again_then_left_out_th
         attempts(0, 9, 9, 9, 0)
 
 
+@pytest.mark.slow
+def test_a_run_imitates_the_best_of_another_in_a_rebuilt_context_and_leaves_an_adapter(tmp_path):
+    """Rollouts of the bundled model, from which the next run learns; its adapter makes of the model it began with the one it ended with."""
+    import torch
+    from safetensors.torch import load_file
+
+    from test_lora import applied
+    code, out = train(*REAL, "--run.root", tmp_path, "--run.name", "first", "--rollout.context", "rebuild", "--warm_start.steps", "1", "--grpo.steps", "2", "--grpo.prompts", "4",
+                      "--run.record_groups", "4")
+    assert code == 0, out
+    recorded = [json.loads(line) for line in (tmp_path / "first" / "trajectories.jsonl").read_text().splitlines()]
+    assert any(turn["context"] for row in recorded for turn in row["turns"])
+    second = [*REAL, "--run.root", tmp_path, "--run.name", "second", "--lora.rank", "4", "--rollout.context", "rebuild", "--warm_start.trajectories", tmp_path / "first",
+              "--warm_start.keep_outcome", "0", "--warm_start.steps", "3", "--grpo.steps", "2"]
+    code, out = train(*second)
+    assert code == 0 and "warm start on " in out and "of an evaluation or a skipped step" in out, out
+    base, model = (load_file(path / "model.safetensors") for path in (ROOT / "assets" / "nano", tmp_path / "second" / "model"))
+    for name, weight in applied({name: tensor.float() for name, tensor in base.items()}, tmp_path / "second" / "adapter").items():
+        torch.testing.assert_close(weight, model[name], rtol=1e-5, atol=1e-6)
+    assert any(not torch.equal(base[name].float(), model[name]) for name in model)
+    (tmp_path / "first" / "trajectories.jsonl").write_text("{}\n")
+    code, out = train(*second, "--run.name", "third")
+    assert code == 2 and "trajectories.jsonl, line 1: task_id is null; it must be text" in out and "Traceback" not in out
+
+
 # Several ranks. They start from the bundled model, whose attempts differ in their rewards, so that GRPO has something to do.
 
 REAL = ["--model.path", "assets/nano", "--run.threads", "1", "--run.checkpoint_every", "2", "--warm_start.steps", "1", "--warm_start.prompts", "3",

@@ -36,8 +36,8 @@ def test_activation_checkpointing_gives_the_same_gradients_to_the_bit(nano_model
     assert len([1 for block in nano_model.layers if block.recompute]) == len(nano_model.layers)
 
 
-def gradients(model, groups, **options):
-    trainer = Trainer(model, vocab_limit=690, **options)
+def gradients(model, groups, vocab_limit=690, **options):
+    trainer = Trainer(model, vocab_limit=vocab_limit, **options)
     taken = {}
     trainer._update = lambda rate: taken.update({n: p.grad.clone() for n, p in model.named_parameters()}) or model.zero_grad() or {}
     trainer.policy_step(groups, 0.0)

@@ -120,6 +120,7 @@ class DomainEnvironment:
         self.over = False
         self.tools = world.functions(tau2.get("tools"))
         self.offered = {tool["function"]["name"] for tool in self.tools}
+        self.kinds = {EXPERT: "expert"}
         if experts:
             texts = " ".join(offered["description"] for offered in task.data["experts"])
             shape = {"type": "object", "properties": {"expert": {"type": "string", "enum": list(experts), "description": texts}}, "required": ["expert"]}
