@@ -5,6 +5,8 @@
     python train.py --resume runs/nano                     goes on exactly where a run was stopped or killed
     torchrun --nproc-per-node 8 train.py --config FILE     the same on several ranks, of one machine or many
     python train.py --config FILE --dry-run                any run in small, on CPUs
+    python train.py --rollouts 4 --model.path runs/nano/model --run.name seen      four steps of rollouts, written in full, and no training
+    python train.py --replay runs/seen                     trains on them
 
 Everything drawn at random is a function of (run.seed, step, place), so a step can be computed again from the weights before it, and it
 does not matter how many ranks share the work. Every rank makes its share of the attempts; all of them then know all trajectories.
@@ -13,6 +15,7 @@ does not matter how many ranks share the work. Every rank makes its share of the
 from __future__ import annotations
 
 import argparse
+import copy
 import ctypes
 import dataclasses
 import itertools
@@ -24,7 +27,8 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -45,8 +49,10 @@ from nanorchestra.lora import add_adapters, merge, reset as reset_adapters, save
 from nanorchestra.metrics import Run, table
 from nanorchestra.mixture import Mixture, parse_mixture
 from nanorchestra.model import PRESETS, ModelConfig, Qwen3
+from nanorchestra.overlap import beside
 from nanorchestra.plan import GB, plan
 from nanorchestra.quantise import is_quantised
+from nanorchestra.replay import Batch, SavedRollouts, batches, from_row, to_row
 from nanorchestra.report import write_report
 from nanorchestra.sandbox import Sandbox
 from nanorchestra.tokenizer import Tokenizer, train_bpe
@@ -69,6 +75,9 @@ def find_config(named: Path | None) -> Path | None:
         return named
     inside = DEFAULT_CONFIG.with_name(f"{named}.toml")
     return inside if inside.exists() else named
+
+
+Sampled = tuple[list[Task], list[Trajectory], list[Group], dict[str, float], int]     # Training._sample
 
 
 class Stop:
@@ -116,6 +125,8 @@ class Training:
         self.phase, self.step, self.before, self.seconds = "warm_start", 0, None, 0.0
         self.few_tools, self.few_since = config.warm_start.first_tools, 0         # how many the lessons of the warm start offer, and since which step
         self.skipped = 0                                                          # steps in a row that were left out, not being finite
+        self.ahead: Sampled | None = None                                         # the next step's rollout, made already
+        self.saved = SavedRollouts(rollout.replay, config, self.tokenizer, model.config.max_position_embeddings) if rollout.replay else None
         self.started = time.monotonic()
 
     def _model(self) -> tuple[Qwen3, Tokenizer]:
@@ -250,13 +261,21 @@ class Training:
         """Rollout, reward, advantage, update, weights to the engine; again. False if asked to stop."""
         section = self.config.grpo
         schedule = Schedule(section.learning_rate, section.steps, section.warmup_steps, section.final_fraction)
-        rollout = self._rollout(self.config.rollout.temperature)
-        bar = self._bar(section.steps, "GRPO")
-        while self.step < section.steps:
-            start = time.monotonic()
+        rollout, overlap, saved = self._rollout(self.config.rollout.temperature), self.config.rollout.overlap and not self.saved, None
+        steps = section.steps
+        if self.saved:
+            steps, saved = min(steps, len(self.saved)), islice(self.saved, self.step, None)
+        later = copy.copy(self)                                                   # this run, seen from the step to come
+        if overlap:
+            later.ranks = self.ranks.beside(self.config.parallel.timeout)
+        bar = self._bar(steps, "GRPO")
+        while self.step < steps:
+            start, later.step, coming = time.monotonic(), self.step + 1, None
             self.engine.wake()
-            tasks, trajectories, groups, filtered, retried = self._sample(rollout)
-            if self.ranks.device.type == "cuda":
+            tasks, trajectories, groups, filtered, retried = self.ahead or self._sample(next(saved) if saved else self._attempted(rollout))
+            if overlap and later.step < steps:
+                coming = beside(lambda: later._sample(later._attempted(rollout)), self.ranks.device)
+            elif self.ranks.device.type == "cuda":
                 self.engine.sleep()                                               # its KV memory is the trainer's for a while
             rolled = time.monotonic()
             metrics = {}
@@ -265,30 +284,58 @@ class Training:
                                                    clip_high=section.clip_high, kl_coef=section.kl_coef, kl=section.kl, dual_clip=section.dual_clip or None,
                                                    surrogate=section.surrogate, aggregation=section.aggregation, length=self.config.rollout.context_tokens,
                                                    importance_cap=section.importance_cap or None)
-                self.engine.update_weights(named_hf_tensors(self.trainer.model, self.dtype))
-            else:
-                self.engine.update_weights()                                      # no step finds pages of the one before: a resumed run has none
-                if self.ranks.first:
-                    tqdm.write(f"step {self.step + 1}: no group is left to learn from ({', '.join(f'{why} {share:.0%}' for why, share in filtered.items())}); no update")
+            elif self.ranks.first:
+                tqdm.write(f"step {self.step + 1}: no group is left to learn from ({', '.join(f'{why} {share:.0%}' for why, share in filtered.items())}); no update")
+            trained = time.monotonic()
+            self.ahead = coming and coming.result()
+            waited = {"wait": time.monotonic() - trained} if overlap else {}
+            # without tensors, too: no step finds pages of the one before, for a resumed run has none
+            self.engine.update_weights(named_hf_tensors(self.trainer.model, self.dtype) if groups else None)
             done = time.monotonic()
             self.step += 1
             row = {"phase": "grpo", "step": self.step, **self._measure(tasks, trajectories), **_plain(metrics), "filtered": filtered,
                    "tokens_per_s": (sum(len(t.ids) - t.prompt_length for t in trajectories)) / (done - start), "seconds": done - start,
-                   "phase_seconds": {"rollout": rolled - start, "train": done - rolled}} | ({"retried": retried} if retried else {})
+                   "phase_seconds": {"rollout": rolled - start, "train": done - rolled} | waited} | ({"retried": retried} if retried else {})
             self._append("metrics", row)
             recorded = len(tasks) if "skipped" in metrics else self.config.run.record_groups * section.group_size
             for task, trajectory in list(zip(tasks, trajectories))[:recorded]:
                 self._record("skipped" if "skipped" in metrics else "grpo", task, trajectory)
             self._count_skipped(metrics)
             if self.ranks.first:
-                tqdm.write(f"step {self.step:4d}/{section.steps}  reward {row['reward']:.3f}  accuracy {row['accuracy']:.2f}  cost {row['cost_usd'] * 1e3:.2f} m$  "
-                           f"latency {row['latency_s']:.1f} s  preference {row['preference']:.2f}  {row['tokens_per_s']:,.0f} tokens/s"
+                tqdm.write(f"step {self.step:4d}/{steps}  {_in_words(row)}"
                            + ("" if len(groups) == section.prompts or not section.resample else f"  {len(groups)} of {section.prompts} groups teach"))
             bar.update()
             if not self._checkpoint_and_go_on(stop):
                 bar.close()
                 return False
         bar.close()
+        return True
+
+    def rollouts(self, stop: Stop) -> bool:
+        """Steps of attempts as training would make them with these weights, all of them recorded. False if asked to stop."""
+        steps, rollout, rows = self.config.rollout.only, self._rollout(self.config.rollout.temperature), []
+        self.phase = "rollouts"
+        with self._bar(steps, "rollouts") as bar:
+            while self.step < steps:
+                start = time.monotonic()
+                tasks, trajectories, _, filtered, retried = self._sample(self._attempted(rollout))
+                self.engine.update_weights()                                      # no step finds pages of the one before, as in training
+                self.step, seconds = self.step + 1, time.monotonic() - start
+                rows.append({"phase": "rollouts", "step": self.step, **self._measure(tasks, trajectories), "filtered": filtered, "retried": retried,
+                             "tokens_per_s": sum(len(t.ids) - t.prompt_length for t in trajectories) / seconds, "seconds": seconds})
+                for task, trajectory in zip(tasks, trajectories):
+                    self._record("rollouts", task, trajectory)
+                self._append("metrics", rows[-1])
+                if self.ranks.first:
+                    tqdm.write(f"step {self.step:4d}/{steps}  {_in_words(rows[-1])}")
+                bar.update()
+                if self.ranks.any(stop.asked):
+                    return False
+        if self.ranks.first:
+            means = {name: fmean(row[name] for row in rows if row[name] is not None) for name, value in rows[0].items() if isinstance(value, float)}
+            self.run.write_json("summary.json", {"seconds": self._elapsed(), "steps": steps, "seed": self.config.run.seed, "rollouts": means})
+            write_report(self.run.path)
+            print(f"means, of {self.config.model.path or 'random weights'}: {_in_words(means)}")
         return True
 
     def _attempts(self, rollout: Rollout, tasks: Sequence[Task], seeds: Sequence[int]) -> tuple[list[Trajectory], int]:
@@ -338,22 +385,27 @@ class Training:
             raise UserError(f"{self.phase} step {self.step}: the loss or its gradient is not finite, {self.skipped} steps in a row; "
                             f"their trajectories are in {self.run.path / 'trajectories.jsonl'}, phase \"skipped\"")
 
-    def _sample(self, rollout: Rollout) -> tuple[list[Task], list[Trajectory], list[Group], dict[str, float], int]:
-        """The step's attempts, the groups that enter the loss, the share of attempts left out for each reason, and how many were retried. While groups are missing, up to
-        `resample` more rollouts of other tasks (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2); groups beyond the step's size are not used."""
+    def _attempted(self, rollout: Rollout) -> Iterator[Batch]:
+        """The step's attempts, then those of up to `resample` more rollouts of other tasks, each made when it is asked for."""
         section, start = self.config.grpo, self.config.warm_start.steps * self.config.warm_start.prompts
-        tasks, trajectories, groups, reasons, retried = [], [], [], Counter(), 0
         for again in range(section.resample + 1):
             if again:                                        # tasks that no step begins with
                 first = start + (section.steps + self.step * section.resample + again - 1) * section.prompts
                 if self.ranks.first:
-                    tqdm.write(f"step {self.step + 1}: {len(groups)} of {section.prompts} groups teach; sampling {section.prompts} more ({again} of {section.resample} times)")
+                    tqdm.write(f"step {self.step + 1}: too few groups teach; sampling {section.prompts} more ({again} of {section.resample} times)")
             else:
                 first = start + self.step * section.prompts
             fresh = [task for task in self._tasks(section.prompts, first, self.miniature) for _ in range(section.group_size)]
             place = f"{self.step}/{again}" if again else f"{self.step}"
             seeds = [random.Random(f"{self.config.run.seed}/rollout/{place}/{i}").getrandbits(48) for i in range(len(fresh))]
-            attempts, failed = self._attempts(rollout, fresh, seeds)
+            yield fresh, *self._attempts(rollout, fresh, seeds)
+
+    def _sample(self, portions: Iterable[Batch]) -> Sampled:
+        """The step's attempts, the groups that enter the loss, the share of attempts left out for each reason, and how many were retried. While groups are missing, further
+        portions are taken (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2); groups beyond the step's size are not used."""
+        section = self.config.grpo
+        tasks, trajectories, groups, reasons, retried = [], [], [], Counter(), 0
+        for fresh, attempts, failed in portions:
             more, why = self._groups(fresh, attempts)
             tasks, trajectories, groups, reasons, retried = tasks + fresh, trajectories + attempts, groups + more, reasons + why, retried + failed
             if len(groups) >= section.prompts:
@@ -454,7 +506,7 @@ class Training:
             return
         row = dataclasses.asdict(trajectory) | {
             "step": self.step, "phase": phase, "question": task.question, "preference_text": task.preference.text, "kind": task.data["kind"],
-            "tools": [{"name": t["name"], "kind": t["what"], "description": t.get("description") or describe(t)} for t in task.data["tools"]], "text": []}
+            "tools": [{"name": t["name"], "kind": t["what"], "description": t.get("description") or describe(t)} for t in task.data["tools"]], "task": dataclasses.asdict(task), "text": []}
         for turn in trajectory.turns:
             row["text"].append({"role": "assistant", "text": self.tokenizer.decode(trajectory.ids[turn.start:turn.end], skip_special=True)})
             row["text"] += [{"role": "tool", "text": result.content} for result in turn.results]
@@ -471,7 +523,8 @@ class Training:
         """Begins a checkpoint of this moment; it is written while training goes on."""
         notes = {"phase": self.phase, "step": self.step, "before": self.before, "seconds": self._elapsed(), "few_tools": [self.few_tools, self.few_since],
                  "skipped": self.skipped, "offsets": self.run.offsets() if self.ranks.first else {}, "optimizer": self.trainer.optimizer_kind,
-                 "reference": self.trainer.reference is not None}
+                 "reference": self.trainer.reference is not None,
+                 "ahead": self.ahead and {"rows": [to_row(*pair) for pair in zip(*self.ahead[:2])], "retried": self.ahead[-1]}}
         self.checkpoints.save(f"{0 if self.phase == 'warm_start' else 1}-{self.phase}-{self.step:06d}", self.trainer.tensors(), notes)
 
     def restore(self) -> None:
@@ -481,6 +534,9 @@ class Training:
             self.phase, self.step, self.before, self.seconds = notes["phase"], notes["step"], notes["before"], notes["seconds"]
             self.few_tools, self.few_since = notes["few_tools"]
             self.skipped = notes["skipped"]
+            if notes.get("ahead"):
+                size = self.config.grpo.prompts * self.config.grpo.group_size
+                self.ahead = self._sample(batches([from_row(row) for row in notes["ahead"]["rows"]], size, notes["ahead"]["retried"]))
         if self.ranks.first:
             self.run.truncate(notes["offsets"] if notes else {"metrics": 0, "trajectories": 0})
             where = f"at {self.phase} step {self.step}" if notes else "from its beginning: it has no checkpoint yet"
@@ -491,8 +547,11 @@ class Training:
 
     def __call__(self, stop: Stop) -> bool:
         """The whole run from where it stands; False if it was asked to stop on the way."""
+        if self.config.rollout.only:
+            self.engine.update_weights(named_hf_tensors(self.trainer.model, self.dtype))
+            return self.rollouts(stop)
         if self.phase == "warm_start":
-            if not self.warm_start(stop):
+            if not self.saved and not self.warm_start(stop):                      # saved rollouts are of the weights that the run starts from
                 return False
             self.before = self.evaluate("before")
             if self.config.lora.rank:                        # what the warm start taught becomes the base, and so the reference
@@ -580,6 +639,11 @@ class _Divided:
         return self.ranks.map(lambda mine: self.rollout.run([environments[i] for i in mine], [seeds[i] for i in mine], on_done), range(len(environments)))
 
 
+def _in_words(row: dict[str, Any]) -> str:
+    return (f"reward {row['reward']:.3f}  accuracy {row['accuracy']:.2f}  cost {row['cost_usd'] * 1e3:.2f} m$  latency {row['latency_s']:.1f} s  "
+            f"preference {row['preference']:.2f}  {row['tokens_per_s']:,.0f} tokens/s")
+
+
 def _plain(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name != "tokens"}
 
@@ -616,6 +680,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--config", type=Path, help=f"a TOML file, or the name of one in configs/ (default: {DEFAULT_CONFIG.stem})")
     parser.add_argument("--resume", type=Path, metavar="RUN", help="a run directory to go on with")
     parser.add_argument("--dry-run", action="store_true", help="the run in small, on CPUs: nano's model, two steps, the same sharding and optimizers")
+    parser.add_argument("--rollouts", type=int, metavar="N", help="make N steps' rollouts with the weights as they are, write them in full, train nothing")
+    parser.add_argument("--replay", type=Path, metavar="RUN", help="train on the rollouts of that run instead of new ones; its config.toml is the default")
     parser.add_argument("--plan", action="store_true", help="print memory by part and time by phase, and what to change if it does not fit; train nothing")
     parser.add_argument("--gpus", type=int, default=1, help="for --plan: how many")
     parser.add_argument("--memory", type=float, metavar="GB", help="for --plan: of one GPU (default: as sold)")
@@ -627,6 +693,13 @@ def main(arguments: list[str]) -> int:
             text, fits = plan(load_config(find_config(known.config) or DEFAULT_CONFIG, overrides), known.gpus, known.memory and known.memory * GB, known.gpu)
             print(text)
             return 0 if fits else 1
+        if known.rollouts is not None:
+            if known.rollouts < 1:
+                raise UserError(f"--rollouts: {known.rollouts}; it must be the number of steps to make, at least 1")
+            overrides = ["--rollout.only", str(known.rollouts), *overrides]
+        if known.replay:
+            known.config = known.config or Run.open(known.replay).path / "config.toml"
+            overrides = ["--rollout.replay", str(known.replay), "--rollout.only", "0", "--run.name", f"{known.replay.name}-replay", *overrides]
         config, run, resumed = open_run(find_config(known.config), overrides, known.resume, known.dry_run)
         if first:
             run.lock()
@@ -645,7 +718,8 @@ def main(arguments: list[str]) -> int:
             finished = training(stop)
             training.checkpoints.wait()
         if first:
-            print(f"report: {run.path / 'report.html'}   model: {run.path / 'model'}   summary: {run.path / 'summary.json'}" if finished else
+            made = run.path / ("trajectories.jsonl" if config.rollout.only else "model")
+            print(f"report: {run.path / 'report.html'}   {made.stem}: {made}   summary: {run.path / 'summary.json'}" if finished else
                   f"stopped at {training.phase} step {training.step}; go on with: python train.py --resume {run.path}", flush=True)
         ranks.close()
         return 0 if finished or ranks.world > 1 else 130            # torchrun would start again what ends with another code than 0

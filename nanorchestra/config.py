@@ -131,6 +131,9 @@ class RolloutSection:
     attention: str = "auto"              # of prefill on a GPU, as run.attention
     lockstep: bool = True                # no engine step while a tool runs: the run is a pure function of its seed
     context: str = "append"              # one growing session; or (rebuild) a prompt composed afresh each turn (rebuild.py), and every turn its own sample
+    overlap: bool = False                # make the next step's rollout while the trainer works, by weights one update old: needs grpo.importance_cap
+    only: int = 0                        # make so many steps' rollouts, record all of them and train nothing; 0: train
+    replay: str = ""                     # a run whose recorded rollouts are trained on instead of new ones
 
 
 @dataclass(frozen=True)
@@ -249,6 +252,10 @@ def _apply(config: Config, values: dict[str, Any], source: str) -> Config:
         raise UserError(f"{source}: grpo.dual_clip is {grpo.dual_clip}; it must be 0, or above 1 + grpo.clip_high with grpo.surrogate clip or gspo")
     if 0 < grpo.importance_cap < 1:
         raise UserError(f"{source}: grpo.importance_cap is {grpo.importance_cap}; it must be 0 (off) or at least 1, the weight of ids that sampler and trainer agree on")
+    if config.rollout.overlap and not grpo.importance_cap:
+        raise UserError(f"{source}: rollout.overlap is true, so attempts come from weights one update old; grpo.importance_cap is 0, it must be at least 1 (2, say) to correct for it")
+    if config.rollout.only and config.rollout.replay:
+        raise UserError(f"{source}: rollout.only is {config.rollout.only} and rollout.replay {config.rollout.replay!r}; a run makes rollouts or trains on saved ones")
     if config.rollout.turn_tokens >= config.rollout.context_tokens:
         raise UserError(f"{source}: rollout.turn_tokens is {config.rollout.turn_tokens}; it must be below rollout.context_tokens ({config.rollout.context_tokens})")
     return config

@@ -7,6 +7,7 @@ machine is gone, is missed after SILENCE seconds: the rest then end with the rea
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import threading
@@ -91,6 +92,13 @@ class Ranks:
     def background(self) -> Any:
         """A process group for one thread beside the main one; None with one process."""
         return self._background
+
+    def beside(self, timeout: float) -> Ranks:
+        """The same ranks for one more thread: what it exchanges with the others does not cross what this one does. Seconds as for `start`."""
+        other = copy.copy(self)
+        if self.world > 1:
+            other._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        return other
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value (anything that can be pickled), on every rank."""

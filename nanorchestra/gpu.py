@@ -270,7 +270,7 @@ class _Graph:
                 runner._decode_step(self.inputs)
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=_Graph._pool):
+        with torch.cuda.graph(self.graph, pool=_Graph._pool, capture_error_mode="thread_local"):     # a trainer may be at work in another thread
             self.outputs = runner._decode_step(self.inputs)
         _Graph._pool = self.graph.pool()
 

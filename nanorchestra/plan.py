@@ -74,6 +74,7 @@ class Shape:
     group_size: int
     page_size: int
     reference: bool
+    overlap: bool = False                                      # rollouts go on while the trainer works: their KV is not lent
 
     @property
     def attempts(self) -> int:
@@ -132,7 +133,7 @@ def memory(shape: Shape, choices: Choices) -> dict[str, tuple[float, float]]:
         "activations" + (", checkpointed" if choices.checkpointing else ""): (0.0, float(tokens * (kept + 2 * 2 * config.hidden_size + 2 * (2 * config.intermediate_size)))),
         "loss": (0.0, loss_workspace(config, round(tokens * SAMPLED / (1 - PROMPT)))),
         "engine, bf16": (2.0 * total, 2.0 * total),
-        "KV pages": (choices.pages * shape.page_size * costs.kv_bytes, 0.0),
+        "KV pages": (choices.pages * shape.page_size * costs.kv_bytes, choices.pages * shape.page_size * costs.kv_bytes if shape.overlap else 0.0),
     }
     used = tuple(sum(part[i] for part in parts.values()) for i in range(2))
     parts["CUDA and fragments"] = tuple(CONTEXT + FRAGMENTED * x for x in used)
@@ -263,7 +264,7 @@ def plan(config: Config, gpus: int = 1, limit: float | None = None, gpu: str = "
     if not 0 < limit < float("inf"):
         raise UserError(f"--memory is {limit / GB:g}; it must be the GB of one GPU")
     section, rollout, parallel = config.grpo, config.rollout, getattr(config, "parallel", None)
-    shape = Shape(model_of(config), section.prompts, section.group_size, rollout.page_size, bool(section.kl_coef))
+    shape = Shape(model_of(config), section.prompts, section.group_size, rollout.page_size, bool(section.kl_coef), rollout.overlap)
     rows = -(-section.prompts // gpus) * section.group_size
     choices = Choices(gpus, bool(parallel and parallel.activation_checkpointing), bool(parallel and parallel.cpu_offload), config.lora.rank,
                       section.token_budget, rollout.pages or rows * -(-rollout.context_tokens // rollout.page_size) + 64, rollout.context_tokens)

@@ -56,3 +56,56 @@ def nano_model(nano_tokenizer):
     model = Qwen3(shape)
     model.init_weights(0)
     return model
+
+
+@pytest.fixture
+def make_training(tmp_path, sandbox, monkeypatch, nano_model, nano_tokenizer):
+    """make_training(name, *overrides) is a small run at the beginning of GRPO, as train.py wires it, of a model that babbles; rewards are drawn.
+    resume=True: where its last checkpoint left it."""
+    import train as program
+    from nanorchestra.config import load_config, to_toml
+    from nanorchestra.distributed import Ranks
+    from nanorchestra.metrics import Run
+    from nanorchestra.weights import named_hf_tensors, save_checkpoint
+
+    save_checkpoint(nano_model, nano_tokenizer, tmp_path / "model", dtype=torch.float32)
+    score = program.score
+
+    def rewarded(task, trajectory):
+        draw = random.Random(trajectory.seed)
+        score(task, trajectory).reward, trajectory.outcome = draw.random(), float(draw.random() < 0.5)
+        return trajectory
+
+    monkeypatch.setattr(program, "score", rewarded)
+    monkeypatch.setattr(program, "write_report", lambda path: None)           # it takes its time
+    small = ["--run.root", str(tmp_path), "--run.threads", "1", "--model.path", str(tmp_path / "model"), "--warm_start.steps", "0", "--grpo.prompts", "2", "--grpo.group_size", "2",
+             "--grpo.bounds", "task", "--rollout.turn_tokens", "12", "--run.checkpoint_every", "2"]
+
+    def make(name, *overrides, resume=False):
+        config = load_config(tmp_path / name / "config.toml" if resume else None, () if resume else [*small, "--run.name", name, *overrides])
+        run = Run.open(tmp_path / name) if resume else Run.create(tmp_path / name, to_toml(config))
+        training = program.Training(config, run, sandbox, Ranks())
+        training.phase = "grpo"
+        if resume:
+            training.restore()
+        training.engine.update_weights(named_hf_tensors(training.trainer.model, training.dtype))
+        return training
+
+    return make
+
+
+def steps_of(training):
+    """The rows of metrics.jsonl without the times."""
+    return [{key: value for key, value in row.items() if key not in ("seconds", "tokens_per_s", "phase_seconds")} for row in training.run.rows("metrics")]
+
+
+class Stop:
+    """To be asked to stop after so many steps."""
+
+    def __init__(self, steps=10**9):
+        self.left = steps
+
+    @property
+    def asked(self):
+        self.left -= 1
+        return self.left <= 0
