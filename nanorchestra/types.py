@@ -89,12 +89,14 @@ class Turn:
     finish_reason: str
     calls: list[ToolCall] = field(default_factory=list)
     results: list[ToolResult] = field(default_factory=list)
+    advantage: float | None = None       # of its ids, where turns have shares of their own
 
 
 @dataclass
 class Trajectory:
     """All turns of one attempt at a task. The four lists have one entry per id; only ids with sampled[i] enter the loss.
 
+    trainer_logprobs: what the trainer makes of the sampled ids, in their order, before its update; empty where it did not train on them.
     status: "answered", "turn_limit", "token_limit" (a cut), or "infrastructure" (no fault of the policy: left out of its group).
     """
 
@@ -115,3 +117,4 @@ class Trajectory:
     calls: dict[str, int] = field(default_factory=dict)
     reward: float = 0.0
     advantage: float = 0.0
+    trainer_logprobs: list[float] = field(default_factory=list)
