@@ -39,7 +39,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.45 ui-monospa
 .reasoning { color: #57606a; font-style: italic } .call { color: #8a3f0c; font-weight: 600 }
 .paid { font-size: .85rem; color: #57606a; margin: 0 0 .3rem .8rem } summary { cursor: pointer; color: #57606a; font-size: .9rem }
 #browser tr[tabindex] { cursor: pointer } #browser tr.chosen td { background: #eaf2fd } #browser select { margin-right: 1rem; font: inherit; max-width: 30rem }
-#browser pre span { border: 0; border-radius: 2px } #browser table { font-size: .9rem } #browser td, #browser th { padding: .15rem .6rem }
+#browser pre span { border: 0; border-radius: 2px } #browser .sampled { background: #cfe2fb } #browser table { font-size: .9rem } #browser td, #browser th { padding: .15rem .6rem }
 """
 
 
