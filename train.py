@@ -41,7 +41,7 @@ from evaluate import NANO, evaluate, evaluate_routers, price_probe, score, summa
 from nanorchestra import Engine, SamplingParams, chat, load_model
 from nanorchestra.agent import Limits, PolicyPrice, Rollout
 from nanorchestra.checkpoint import Checkpoints
-from nanorchestra.config import Config, load_config, scaled_down, to_toml
+from nanorchestra.config import BEST, Config, load_config, scaled_down, to_toml
 from nanorchestra.distributed import Ranks, shard_model
 from nanorchestra.environment import Environment
 from nanorchestra.grpo import group_advantages, moments, over_batch, overlong_punishment, per_objective
@@ -50,7 +50,7 @@ from nanorchestra.metrics import Run, table
 from nanorchestra.mixture import Mixture, parse_mixture
 from nanorchestra.model import PRESETS, ModelConfig, Qwen3
 from nanorchestra.overlap import beside
-from nanorchestra.plan import GB, plan
+from nanorchestra.plan import GB, peak_flops, plan
 from nanorchestra.quantise import is_quantised
 from nanorchestra.replay import Batch, SavedRollouts, batches, from_row, to_row
 from nanorchestra.report import write_report
@@ -59,6 +59,7 @@ from nanorchestra.tokenizer import Tokenizer, train_bpe
 from nanorchestra.trainer import Group, Sample, Schedule, Trainer
 from nanorchestra.trajectories import contexts, load_kept, parts, take, tally
 from nanorchestra.types import Task, Trajectory, UserError
+from nanorchestra.watch import Watch, needed, peak_memory_mb
 from nanorchestra.weights import named_hf_tensors, save_checkpoint
 from reward import POLICY, PRICES, group_rewards, preference_score, reward_columns
 from toolscale import environment as toolscale
@@ -108,6 +109,7 @@ class Training:
         self.domains = {name: open_world(name, config) for name in weights if name != MINIATURE}
         self.habits = {"sensible": config.warm_start.sensible, "heedful": config.warm_start.heedful, "quits": config.warm_start.quits}
         self.dtype = getattr(torch, resolve(config)[1])
+        self.peak = peak_flops(ranks.device, self.dtype)
         model, self.tokenizer = self._model()
         self._check_room()
         self.examples = self._examples()
@@ -124,6 +126,8 @@ class Training:
         self.checkpoints = Checkpoints(run.path / "checkpoints", config.run.keep_checkpoints, ranks)
         self.phase, self.step, self.before, self.seconds = "warm_start", 0, None, 0.0
         self.few_tools, self.few_since = config.warm_start.first_tools, 0         # how many the lessons of the warm start offer, and since which step
+        self.watch = Watch(run, config.run.log_to, config.run.report_every) if ranks.first else Watch(run)
+        self.best: dict[str, Any] | None = None                                   # measure, step and value of what model-best/ has
         self.skipped = 0                                                          # steps in a row that were left out, not being finite
         self.ahead: Sampled | None = None                                         # the next step's rollout, made already
         self.saved = SavedRollouts(rollout.replay, config, self.tokenizer, model.config.max_position_embeddings) if rollout.replay else None
@@ -202,13 +206,14 @@ class Training:
         """The training tasks of places of the mixture; those of the miniature are `miniature`'s."""
         return [self.domains.get(name, miniature).task("train", number) for name, number in self.mixture.places(count, start)]
 
-    def _held_out(self) -> tuple[list[Task], list[Task]]:
-        """The tasks that the run is judged by, the miniature's if it is in the mixture, and a few of the domains that are mixed in with it."""
-        section = self.config.evaluation
+    def _judged_by(self, count: int, start: int = 0) -> list[Task]:
+        """Held-out tasks that the run is judged by: the miniature's, if it is in the mixture."""
+        return self.miniature.tasks("held_out", count, start) if MINIATURE in self.mixture.weights else self._of_domains(count, start)
+
+    def _of_domains(self, count: int, start: int = 0) -> list[Task]:
+        """Held-out tasks of the domains alone, in the mixture's proportions."""
         mixed = Mixture({name: weight for name, weight in self.mixture.weights.items() if name in self.domains}, self.config.run.seed)
-        count = 0 if not self.domains else section.domain_tasks if MINIATURE in self.mixture.weights else section.tasks
-        others = [self.domains[name].task("held_out", number) for name, number in mixed.places(count)]
-        return (self.miniature.tasks("held_out", section.tasks), others) if MINIATURE in self.mixture.weights else (others, [])
+        return [self.domains[name].task("held_out", number) for name, number in mixed.places(count, start)]
 
     def _examples(self) -> list[list[Trajectory]]:
         """What the warm start imitates instead of the teacher, task by task, if it does."""
@@ -240,12 +245,15 @@ class Training:
             else:
                 tasks = self._tasks(section.prompts, self.step * section.prompts, lessons)
                 groups = self.ranks.map(lambda mine: [self._demonstrations(task) for task in mine], tasks)
+            shown = time.monotonic()
             metrics = self.trainer.supervised_step(groups, schedule.at(self.step))
             seconds = time.monotonic() - start
+            times = {"demonstrations": shown - start, "train": seconds - (shown - start)}
             self.step += 1
             if few and (metrics["loss"] < section.few_loss or self.step - self.few_since >= section.few_steps):
                 self.few_tools, self.few_since = self.few_tools + 1, self.step
-            self._append("metrics", {"phase": "warm_start", "step": self.step, **_plain(metrics), "tokens_per_s": metrics["tokens"] / seconds, "seconds": seconds})
+            self._append("metrics", {"phase": "warm_start", "step": self.step, **_plain(metrics), "tokens_per_s": metrics["tokens"] / seconds, "seconds": seconds,
+                                     "phase_seconds": times, **self._use(metrics, times["train"])})
             self._count_skipped(metrics)
             bar.set_postfix_str(f"loss {metrics['loss']:.3f}, {metrics['tokens'] / seconds:,.0f} tokens/s")
             if self.step % 20 == 0 and self.ranks.first:
@@ -278,7 +286,7 @@ class Training:
             elif self.ranks.device.type == "cuda":
                 self.engine.sleep()                                               # its KV memory is the trainer's for a while
             rolled = time.monotonic()
-            metrics = {}
+            metrics, trained = {}, rolled
             if groups:
                 metrics = self.trainer.policy_step(groups, schedule.at(self.step), temperature=self.config.rollout.temperature, clip_low=section.clip_low,
                                                    clip_high=section.clip_high, kl_coef=section.kl_coef, kl=section.kl, dual_clip=section.dual_clip or None,
@@ -288,16 +296,18 @@ class Training:
                 tqdm.write(f"step {self.step + 1}: no group is left to learn from ({', '.join(f'{why} {share:.0%}' for why, share in filtered.items())}); no update")
             trained = time.monotonic()
             self.ahead = coming and coming.result()
-            waited = {"wait": time.monotonic() - trained} if overlap else {}
+            waited = time.monotonic() - trained
             # without tensors, too: no step finds pages of the one before, for a resumed run has none
             self.engine.update_weights(named_hf_tensors(self.trainer.model, self.dtype) if groups else None)
             done = time.monotonic()
             self.step += 1
             row = {"phase": "grpo", "step": self.step, **self._measure(tasks, trajectories), **_plain(metrics), "filtered": filtered,
                    "tokens_per_s": (sum(len(t.ids) - t.prompt_length for t in trajectories)) / (done - start), "seconds": done - start,
-                   "phase_seconds": {"rollout": rolled - start, "train": done - rolled} | waited} | ({"retried": retried} if retried else {})
+                   "phase_seconds": {"rollout": rolled - start, "train": trained - rolled, "weights": done - trained - waited} | ({"wait": waited} if overlap else {}),
+                   **self._use(metrics, trained - rolled)} | ({"retried": retried} if retried else {})
             self._append("metrics", row)
             recorded = len(tasks) if "skipped" in metrics else self.config.run.record_groups * section.group_size
+            self._note_logprobs(groups, trajectories[:recorded])
             for task, trajectory in list(zip(tasks, trajectories))[:recorded]:
                 self._record("skipped" if "skipped" in metrics else "grpo", task, trajectory)
             self._count_skipped(metrics)
@@ -305,6 +315,7 @@ class Training:
                 tqdm.write(f"step {self.step:4d}/{steps}  {_in_words(row)}"
                            + ("" if len(groups) == section.prompts or not section.resample else f"  {len(groups)} of {section.prompts} groups teach"))
             bar.update()
+            self._evaluate_on_the_way()
             if not self._checkpoint_and_go_on(stop):
                 bar.close()
                 return False
@@ -337,6 +348,23 @@ class Training:
             write_report(self.run.path)
             print(f"means, of {self.config.model.path or 'random weights'}: {_in_words(means)}")
         return True
+
+    def _use(self, metrics: dict[str, float], seconds: float) -> dict[str, Any]:
+        """How well the machine was used: `mfu`, the share of what it can compute in `seconds` (plan.peak_flops) that the update asked for
+        (plan.model_flops), null where that is not known; `memory_mb`, the peak so far of rank 0's process, or of its GPU."""
+        known = self.peak and "flops" in metrics
+        return {"mfu": metrics["flops"] / seconds / self.peak / self.ranks.world if known else None, "memory_mb": peak_memory_mb(self.ranks.device.type == "cuda")}
+
+    def _note_logprobs(self, groups: list[Group], trajectories: list[Trajectory]) -> None:
+        """Puts the trainer's log-probabilities on these trajectories, from whichever rank has them."""
+        for trajectory in trajectories:
+            trajectory.trainer_logprobs = []                                      # a replayed one has those of its first time
+        wanted = {id(trajectory) for trajectory in trajectories}
+        samples = [sample for group in groups for sample in group.samples if id(sample.trajectory) in wanted]
+        mine = {i: sample.trainer_logprobs.tolist() for i, sample in enumerate(samples) if sample.trainer_logprobs is not None}
+        found = {i: values for part in self.ranks.gather(mine) for i, values in part.items()}
+        for i, sample in enumerate(samples):
+            sample.trajectory.trainer_logprobs += found.get(i, [])
 
     def _attempts(self, rollout: Rollout, tasks: Sequence[Task], seeds: Sequence[int]) -> tuple[list[Trajectory], int]:
         """One attempt at each task, made by all ranks; those that the infrastructure failed are made again. Also how many were.
@@ -457,10 +485,15 @@ class Training:
             for name, count in trajectory.calls.items():
                 calls[behind.get(name, "unknown")] += count
         groups = [[t.reward for t in trajectories[i: i + size]] for i in range(0, len(tasks), size)]
+        earned: Counter[str] = Counter()                                          # of the rewards, by what earned it
+        for task, trajectory in zip(tasks, trajectories):
+            columns = reward_columns([trajectory], task.preference, bounds=task_bounds(task))
+            for i, (weight, (value,)) in enumerate(columns):
+                earned[("outcome", "cost", "latency", "tools")[min(i, 3)]] += weight * value / len(tasks)
         asked = [any(t.calls.get(name) for name in task.preference.avoided) for task, t in zip(tasks, trajectories) if task.preference.avoided]
         return {name: fmean(getattr(t, field) for t in trajectories) for name, field in
                 (("reward", "reward"), ("accuracy", "outcome"), ("cost_usd", "cost_usd"), ("latency_s", "latency_s"), ("well_formed", "well_formed"))} | {
-            "preference": fmean(preference_score(t.cost_usd, t.latency_s, t.calls, task.preference, task_bounds(task)) for task, t in zip(tasks, trajectories)),
+            "reward_parts": dict(earned), "preference": fmean(preference_score(t.cost_usd, t.latency_s, t.calls, task.preference, task_bounds(task)) for task, t in zip(tasks, trajectories)),
             "avoided_rate": fmean(asked) if asked else None, "turns": fmean(len(t.turns) for t in trajectories),
             "group_std": fmean(torch.tensor(g).std().item() for g in groups), "calls": {k: v / len(tasks) for k, v in sorted(calls.items())}}
 
@@ -482,24 +515,49 @@ class Training:
     def _append(self, log: str, row: dict[str, Any]) -> None:
         if self.ranks.first:
             self.run.append(log, row)
+            if log == "metrics":
+                self.watch.log(row)
 
     def evaluate(self, name: str) -> dict[str, Any]:
         """The held-out summary of the present weights; its trajectories are recorded under the phase `name`."""
-        section = self.config.evaluation
-        tasks, others = self._held_out()
-        self.engine.wake()
-        self.engine.update_weights(named_hf_tensors(self.trainer.model, self.dtype))
-        rollout = _Divided(self._rollout(section.temperature).rollout, self.ranks)
-        share = -(-len(tasks + others) // self.ranks.world)
-        with tqdm(total=share, desc=f"held-out tasks, {name}", unit="task", dynamic_ncols=True, disable=None if self.ranks.first else True) as bar:
-            trajectories = evaluate(rollout, tasks + others, self.config.run.seed, self.sandbox, on_done=lambda _: bar.update(), make=self._environment)
+        section, both = self.config.evaluation, self.domains and MINIATURE in self.mixture.weights
+        tasks, others = self._judged_by(section.tasks), self._of_domains(section.domain_tasks) if both else []
+        rollout, trajectories = self._held_out(tasks + others, name)
         for task, trajectory in zip(tasks + others, trajectories):
             self._record(name, task, trajectory)
         summary = summarise(tasks, trajectories[: len(tasks)])
         if others:
             summary["domains"] = summarise(others, trajectories[len(tasks):])
-        summary["price_x10"] = price_probe(rollout, tasks, self.config.run.seed, self.sandbox)
+        if name == "after":
+            summary["price_x10"] = price_probe(rollout, tasks, self.config.run.seed, self.sandbox)
         return summary
+
+    def _held_out(self, tasks: list[Task], name: str) -> tuple[_Divided, list[Trajectory]]:
+        """One attempt at each task with the present weights, and the rollout that makes more of them."""
+        self.engine.wake()
+        self.engine.update_weights(named_hf_tensors(self.trainer.model, self.dtype))
+        rollout = _Divided(self._rollout(self.config.evaluation.temperature).rollout, self.ranks)
+        share = -(-len(tasks) // self.ranks.world)
+        with tqdm(total=share, desc=f"held-out tasks, {name}", unit="task", dynamic_ncols=True, disable=None if self.ranks.first else True) as bar:
+            return rollout, evaluate(rollout, tasks, self.config.run.seed, self.sandbox, on_done=lambda _: bar.update(), make=self._environment)
+
+    def _evaluate_on_the_way(self) -> None:
+        """After every so many steps and after the last: a row of phase "evaluation", and model-best/ if it is the best so far. Training goes on as if
+        there had been none."""
+        section, start = self.config.evaluation, time.monotonic()
+        if not section.every or self.step % section.every and self.step < self.config.grpo.steps:
+            return
+        tasks = self._judged_by(section.every_tasks, section.tasks)
+        summary = summarise(tasks, self._held_out(tasks, f"step {self.step}")[1])
+        self.engine.update_weights()                                              # the next step finds no pages of these attempts
+        means = {name: value for name, value in summary.items() if not isinstance(value, dict)}
+        self._append("metrics", {"phase": "evaluation", "step": self.step, **means, "seconds": time.monotonic() - start})
+        value, better = summary[section.best], BEST[section.best]
+        if value is not None and (self.best is None or better * value > better * self.best["value"]):
+            self.best = {"measure": section.best, "step": self.step, "value": value}
+            self.export(self.run.path / "model-best")
+            if self.ranks.first:
+                self.run.write_json("model-best/best.json", self.best)
 
     def _record(self, phase: str, task: Task, trajectory: Trajectory) -> None:
         if not self.ranks.first:
@@ -514,6 +572,7 @@ class Training:
 
     def _checkpoint_and_go_on(self, stop: Stop) -> bool:
         section = getattr(self.config, self.phase)
+        self.watch.report()
         stopped = self.ranks.any(stop.asked)                                      # whichever rank was asked, all stop after the same step
         if stopped or self.step % self.config.run.checkpoint_every == 0 or self.step == section.steps:
             self.save()
@@ -522,7 +581,7 @@ class Training:
     def save(self) -> None:
         """Begins a checkpoint of this moment; it is written while training goes on."""
         notes = {"phase": self.phase, "step": self.step, "before": self.before, "seconds": self._elapsed(), "few_tools": [self.few_tools, self.few_since],
-                 "skipped": self.skipped, "offsets": self.run.offsets() if self.ranks.first else {}, "optimizer": self.trainer.optimizer_kind,
+                 "skipped": self.skipped, "best": self.best, "offsets": self.run.offsets() if self.ranks.first else {}, "optimizer": self.trainer.optimizer_kind,
                  "reference": self.trainer.reference is not None,
                  "ahead": self.ahead and {"rows": [to_row(*pair) for pair in zip(*self.ahead[:2])], "retried": self.ahead[-1]}}
         self.checkpoints.save(f"{0 if self.phase == 'warm_start' else 1}-{self.phase}-{self.step:06d}", self.trainer.tensors(), notes)
@@ -533,7 +592,7 @@ class Training:
         if notes is not None:
             self.phase, self.step, self.before, self.seconds = notes["phase"], notes["step"], notes["before"], notes["seconds"]
             self.few_tools, self.few_since = notes["few_tools"]
-            self.skipped = notes["skipped"]
+            self.skipped, self.best = notes["skipped"], notes.get("best")
             if notes.get("ahead"):
                 size = self.config.grpo.prompts * self.config.grpo.group_size
                 self.ahead = self._sample(batches([from_row(row) for row in notes["ahead"]["rows"]], size, notes["ahead"]["retried"]))
@@ -562,8 +621,6 @@ class Training:
                 self.trainer.freeze_reference()
             self.phase, self.step = "grpo", 0
             self.save()
-            if self.ranks.first:
-                write_report(self.run.path)
             if self.ranks.any(stop.asked):
                 return False
         self.engine.update_weights(named_hf_tensors(self.trainer.model, self.dtype))
@@ -590,13 +647,14 @@ class Training:
 
     def _finish(self, after: dict[str, Any]) -> None:
         """On rank 0: what the run comes to."""
-        tasks = self._held_out()[0]
+        tasks = self._judged_by(self.config.evaluation.tasks)
         routers = evaluate_routers(tasks, self.config.run.seed, self.sandbox) if MINIATURE in self.mixture.weights else {}
         summary = {"seconds": self._elapsed(), "steps": self.step, "seed": self.config.run.seed,
                    "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
                    "parameters": sum(p.numel() for p in self.trainer.model.parameters()),
-                   "held_out": {"tasks": len(tasks), "before": self.before, "after": after, "routers": routers}}
+                   "best": self.best, "held_out": {"tasks": len(tasks), "before": self.before, "after": after, "routers": routers}}
         self.run.write_json("summary.json", summary)
+        self.watch.close()
         write_report(self.run.path)
         print(table(summary))
 
@@ -645,7 +703,7 @@ def _in_words(row: dict[str, Any]) -> str:
 
 
 def _plain(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if name != "tokens"}
+    return {name: value for name, value in metrics.items() if name not in ("tokens", "flops")}
 
 
 def resolve(config: Config) -> tuple[str, str]:
@@ -659,6 +717,7 @@ def open_run(config_file: Path | None, overrides: list[str], resume: Path | None
     config = None
     if resume is None:
         config = load_config(config_file or DEFAULT_CONFIG, overrides)
+        needed(config.run.log_to)
         config = scaled_down(config, NANO) if dry_run else config
         path = Path(config.run.root) / config.run.name
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and (path / "config.toml").exists():
@@ -717,6 +776,7 @@ def main(arguments: list[str]) -> int:
                 print(f"writing to {run.path}: config.toml, metrics.jsonl, trajectories.jsonl, report.html, checkpoints/, model/")
             finished = training(stop)
             training.checkpoints.wait()
+            training.watch.close()
         if first:
             made = run.path / ("trajectories.jsonl" if config.rollout.only else "model")
             print(f"report: {run.path / 'report.html'}   {made.stem}: {made}   summary: {run.path / 'summary.json'}" if finished else

@@ -27,6 +27,8 @@ class RunConfig:
     record_groups: int = 1               # groups a step whose trajectories are written in full
     skip_limit: int = 3                  # steps in a row with a loss or gradient that is not finite: so many end the run
     attention: str = "auto"              # of training on a GPU: triton, flash-attn, or auto: whichever is measured to be faster
+    log_to: str = ""                     # tensorboard, wandb, or both with a comma between: metrics.jsonl goes there too
+    report_every: float = 60.0           # seconds between two reports while the run goes on; 0: only at its end
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,9 @@ class EvaluationSection:
     tasks: int = 480
     temperature: float = 1.0             # as in training; 0 is greedy
     domain_tasks: int = 24               # of the domains that are mixed in with the miniature, judged apart
+    every: int = 0                       # GRPO steps between evaluations while training goes on; 0: none
+    every_tasks: int = 64                # in each of them; held-out tasks that the evaluations before and after do not use
+    best: str = "reward"                 # by which of BEST they choose the checkpoint that model-best/ has
 
 
 @dataclass(frozen=True)
@@ -171,7 +176,8 @@ OBJECTIVES: dict[str, dict[str, Any]] = {name: _PLAIN | changes for name, change
     "gdpo": {"per_objective": True},
 }.items()}
 
-_CHOICES = {("grpo", "objective"): tuple(OBJECTIVES), ("grpo", "surrogate"): ("clip", "gspo", "cispo", "reinforce"),
+BEST = {"reward": 1, "accuracy": 1, "preference": 1, "cost_per_correct_usd": -1}        # measures of an evaluation; -1: less is better
+_CHOICES = {("evaluation", "best"): tuple(BEST), ("grpo", "objective"): tuple(OBJECTIVES), ("grpo", "surrogate"): ("clip", "gspo", "cispo", "reinforce"),
             ("grpo", "aggregation"): ("token", "sequence", "constant"), ("grpo", "credit"): ("trajectory", "turn"),
             ("parallel", "shard"): ("all", "node"), ("run", "device"): ("auto", "cpu", "cuda"), ("run", "dtype"): ("auto", "float32", "bfloat16"),
             ("run", "attention"): ("auto", "triton", "flash-attn"), ("rollout", "attention"): ("auto", "triton", "flash-attn"),
@@ -179,7 +185,8 @@ _CHOICES = {("grpo", "objective"): tuple(OBJECTIVES), ("grpo", "surrogate"): ("c
             ("warm_start", "optimizer"): ("adamw", "muon"), ("grpo", "optimizer"): ("adamw", "muon")}
 _POSITIVE = {("run", "checkpoint_every"), ("run", "keep_checkpoints"), ("run", "skip_limit"), ("parallel", "timeout"), ("model", "vocab_size"), ("model", "tokenizer_tasks"), ("warm_start", "first_tools"), ("warm_start", "prompts"), ("warm_start", "samples"),
              ("grpo", "prompts"), ("grpo", "token_budget"), ("lora", "alpha"), ("rollout", "turns"), ("rollout", "turn_tokens"), ("rollout", "context_tokens"),
-             ("rollout", "page_size"), ("rollout", "max_batch_tokens"), ("rollout", "temperature"), ("evaluation", "tasks"), ("evaluation", "domain_tasks")}
+             ("rollout", "page_size"), ("rollout", "max_batch_tokens"), ("rollout", "temperature"), ("evaluation", "tasks"), ("evaluation", "domain_tasks"),
+             ("evaluation", "every_tasks")}
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -287,7 +294,7 @@ def scaled_down(config: Config, model: Path) -> Config:
              "warm_start": {"steps": min(config.warm_start.steps, 2), "prompts": 2},
              "grpo": {"steps": 2, "prompts": 2, "group_size": 4, "min_std": 0.0, "token_budget": 2048},
              "rollout": {"turns": 2, "turn_tokens": 96, "context_tokens": 1024, "page_size": 16, "pages": 0, "max_batch_tokens": 1024},
-             "evaluation": {"tasks": 4}}
+             "evaluation": {"tasks": 4, "every_tasks": 4}}
     return dataclasses.replace(config, **{name: dataclasses.replace(getattr(config, name), **values) for name, values in small.items()})
 
 

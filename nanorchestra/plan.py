@@ -10,8 +10,11 @@ planned for a full token budget, times for attempts that fill TYPICAL of their c
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from .config import Config
 from .head import WORKSPACE
@@ -157,6 +160,34 @@ def step_tokens(shape: Shape, context: int) -> tuple[float, float]:
     return shape.prompts * PROMPT * length + shape.attempts * (1 - PROMPT) * length, shape.attempts * SAMPLED * length
 
 
+def step_flops(costs: Costs, linear: tuple[float, float], attention: tuple[float, float], head: tuple[float, float]) -> float:
+    """Of a training step: packed tokens, attended pairs and sampled ids, each with how many forwards' worth of FLOPs they take."""
+    return linear[0] * costs.token_flops * linear[1] + attention[0] * costs.pair_flops * attention[1] + head[0] * costs.logit_flops * head[1]
+
+
+def model_flops(config: ModelConfig, tokens: int, pairs: int, drawn: int, adapters: bool = False, reference: bool = False) -> float:
+    """FLOPs that a step's mathematics asks for, as MFU counts them (PaLM, arXiv 2204.02311, appendix B): forward 1, backward 2, nothing for what is
+    computed again. With adapters the weights of the base have no gradient, and the backward of their products is 1. A reference adds its forward.
+    The vocabulary counts for sampled ids only, and an id that samples share in their pack counts once."""
+    passes = 3 + reference
+    return step_flops(Costs.of(config), (tokens, passes - adapters), (pairs, passes), (drawn, passes - adapters))
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """FLOPs a second that MFU takes for all there is. CUDA: the data sheet's bf16; None for a GPU that RATES does not have, or another dtype.
+    CPU: no data sheet, but the best of five float32 products of 1024 x 1024 with the threads that training has, here and now."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device).lower()
+        slower = any(word in name for word in ("h100 pcie", "nvl", "laptop"))        # siblings that share a name, not a data sheet
+        return next((rates.flops for gpu, rates in RATES.items() if gpu in name and not slower and dtype == torch.bfloat16), None)
+    matrix, seconds = torch.ones(1024, 1024), []
+    for _ in range(5):
+        start = time.perf_counter()
+        matrix @ matrix
+        seconds.append(time.perf_counter() - start)
+    return 2 * 1024**3 / min(seconds)
+
+
 def times(shape: Shape, choices: Choices, rates: Rates) -> dict[str, tuple[float, float]]:
     """Seconds of a typical step by phase: the roofline, and what to expect of it. Waiting for tools and experts is not in it.
 
@@ -181,8 +212,7 @@ def times(shape: Shape, choices: Choices, rates: Rates) -> dict[str, tuple[float
     pairs = shape.prompts * (prompt**2 / 2 + shape.group_size * rest * (prompt + rest / 2))
     again = 1 if choices.checkpointing else 0
     linear, attention = (2 if choices.rank else 3) + again, 3.5 + again
-    flops = tokens * costs.token_flops * linear + pairs * costs.pair_flops * attention + drawn * costs.logit_flops * 4
-    training = flops / ranks / rates.flops
+    training = step_flops(costs, (tokens, linear), (pairs, attention), (drawn, 4)) / ranks / rates.flops
 
     apart = (ranks - 1) / ranks
     micro_batches = -(-tokens // (ranks * choices.token_budget))

@@ -87,10 +87,11 @@ def curve(rows: Rows, title: str, keys: dict[str, str], scale: float = 1.0, top:
 
 
 def learning(rows: Rows) -> list[Draw]:
-    """Reward, accuracy, cost, latency, preference and the use of tools that were to be avoided, of the training trajectories by step."""
+    """Reward and its parts, accuracy, cost, latency, preference and the use of tools that were to be avoided, of the training trajectories by step."""
     scale, unit = money_unit(lookup(row, "cost_usd") for row in rows)
     return [
-        curve(rows, "Reward, training tasks", {"reward": "reward"}),
+        curve(rows, "Reward and its parts, training tasks", {"reward": "reward", "reward_parts.outcome": "right", "reward_parts.cost": "cheap",
+                                                             "reward_parts.latency": "fast", "reward_parts.tools": "tools"}),
         curve(rows, "Right answers, training tasks, %", {"accuracy": "right"}, 100, 100),
         curve(rows, f"Cost per training task, {unit}", {"cost_usd": "cost"}, scale),
         curve(rows, "Latency per training task, s", {"latency_s": "latency"}),
@@ -99,10 +100,21 @@ def learning(rows: Rows) -> list[Draw]:
     ]
 
 
+def evaluation(rows: Rows) -> list[Draw]:
+    """The same of the evaluations on held-out tasks."""
+    scale, unit = money_unit(lookup(row, "cost_usd") for row in rows)
+    return [
+        curve(rows, "Reward and preference score, held-out tasks", {"reward": "reward", "preference": "preference"}),
+        curve(rows, "Right answers, held-out tasks, %", {"accuracy": "right"}, 100, 100),
+        curve(rows, f"Cost per held-out task, {unit}", {"cost_usd": "cost"}, scale),
+    ]
+
+
 def health(warm: Rows, grpo: Rows) -> list[Draw]:
     """What tells a training that learns from one that drifts or breaks, and where its time goes."""
-    filters = sorted({name for row in grpo for name in row.get("filtered") or {}})
-    times = sorted({name for row in grpo for name in row.get("phase_seconds") or {}})
+    def names(rows: Rows, table: str) -> dict[str, str]:
+        return {f"{table}.{name}": name.replace("_", " ") for name in sorted({name for row in rows for name in row.get(table) or {}})}
+
     return [
         curve(warm, "Warm start: loss, nats per token", {"loss": "loss"}),
         curve(grpo, "GRPO loss", {"loss": "loss"}),
@@ -112,10 +124,15 @@ def health(warm: Rows, grpo: Rows) -> list[Draw]:
         curve(grpo, "Gradient norm", {"grad_norm": "norm"}),
         curve(grpo, "Probability ratio, mean", {"ratio": "ratio"}, zero=False),
         curve(grpo, "Ratios clipped, %", {"clip_fraction": "clipped"}, 100),
-        curve(grpo, "Left out of training, %", {f"filtered.{name}": name.replace("_", " ") for name in filters} or {"filtered": ""}, 100),
+        curve(grpo, "Std of rewards within a group", {"group_std": "std"}),
+        curve(grpo, "Left out of training, %", names(grpo, "filtered") or {"filtered": ""}, 100),
         curve(grpo, "Well-formed trajectories, %", {"well_formed": "well formed"}, 100, 100),
         curve(grpo, "Turns per trajectory", {"turns": "turns"}),
-        curve(grpo, "Seconds per step", {f"phase_seconds.{name}": name for name in times} or {"seconds": "all"}),
+        curve(warm, "Warm start: seconds per step", names(warm, "phase_seconds") or {"seconds": "all"}),
+        curve(grpo, "Seconds per step", names(grpo, "phase_seconds") or {"seconds": "all"}),
+        curve(grpo, "Tokens per second, the whole step", {"tokens_per_s": "tokens"}),
+        curve(grpo, "Model FLOPs utilisation in training, %", {"mfu": "MFU"}, 100),
+        curve(grpo, "Peak memory so far, MB", {"memory_mb": "memory"}),
     ]
 
 

@@ -1,7 +1,7 @@
 """report.html and curves.png of a run: one self-contained page that says what was trained, how well it does and what it does.
 
 Works at any moment: before the first step, during a run (`write_report` again and again) and after it. Everything that a model or a tool
-wrote is escaped, and the page may load nothing: no script, no network.
+wrote is escaped, and the page may load nothing and run nothing but its own script: no network. `python -m nanorchestra.report runs/NAME` writes it.
 """
 
 from __future__ import annotations
@@ -9,12 +9,18 @@ from __future__ import annotations
 import base64
 import html
 import re
+import sys
+import tomllib
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from nanorchestra import plots
+from nanorchestra.browser import RELOAD, browser, policy
 from nanorchestra.metrics import Run, comparison, money_unit, number, write_whole
+from nanorchestra.tokenizer import Tokenizer
+from nanorchestra.types import UserError
 
 TAIL_BYTES = 16 << 20  # how much of trajectories.jsonl is read for the samples: a live report must not slow down as the run grows
 SAMPLES = 8
@@ -32,18 +38,22 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.45 ui-monospa
 .sampled { background: #eaf2fd; border-left: 4px solid #1f63c4 } .given { background: #f4f5f7; border-left: 4px solid #8a919c }
 .reasoning { color: #57606a; font-style: italic } .call { color: #8a3f0c; font-weight: 600 }
 .paid { font-size: .85rem; color: #57606a; margin: 0 0 .3rem .8rem } summary { cursor: pointer; color: #57606a; font-size: .9rem }
+#browser tr[tabindex] { cursor: pointer } #browser tr.chosen td { background: #eaf2fd } #browser select { margin-right: 1rem; font: inherit; max-width: 30rem }
+#browser pre span { border: 0; border-radius: 2px } #browser .sampled { background: #cfe2fb } #browser table { font-size: .9rem } #browser td, #browser th { padding: .15rem .6rem }
 """
 
 
 def write_report(run_path: str | Path, simulated: str = MINIATURE) -> Path:
     """Writes report.html and curves.png into the run directory from what it holds so far; the path of report.html.
 
-    `simulated` completes the sentence "What is simulated: ..."; a run against real services must say so. It takes about 2 s of one core.
+    `simulated` completes the sentence "What is simulated: ..."; a run against real services must say so. It takes about 3 s of one core.
     UserError if `run_path` is no run directory, a record in it cannot be read or the files cannot be written.
     """
     run = Run.open(run_path)
     rows, summary = list(run.rows("metrics")), run.summary()
     warm, grpo = ([row for row in rows if row.get("phase") == phase] for phase in ("warm_start", "grpo"))
+    evaluations = [row for row in rows if row.get("phase") == "evaluation"]
+    trajectories = list(run.rows("trajectories", TAIL_BYTES))
     held_out = summary.get("held_out") or {}
     learning, calls = plots.learning(grpo), plots.tools(grpo)
 
@@ -53,15 +63,20 @@ def write_report(run_path: str | Path, simulated: str = MINIATURE) -> Path:
         parts += [_figure(frontiers, 2, "right answers against cost", width=5.5, height=4)]
     parts += ["<h2>Learning curves</h2>", f'<p class="note">Means over the trajectories of each GRPO step, on training tasks. {SMOOTH}</p>']
     parts += [_figure(learning, 3, "reward, accuracy, cost, latency and preference by step")]
+    if evaluations:
+        best = summary.get("best") or {}
+        note = f" The best by {best['measure']}, step {best['step']}, is in model-best/." if best else ""
+        parts += [f'<p class="note">On held-out tasks, every so many steps.{_text(note)}</p>', _figure(plots.evaluation(evaluations), 3, "held-out tasks by step")]
     parts += ["<h2>Which tools it calls</h2>", _figure(calls, 2, "calls by kind of tool and step", width=5.5, height=3.2)]
     for split, what in (("by_preference", "preference"), ("by_kind", "kind of task")):
         if bars := plots.spending(held_out, split, what):
             parts += [f'<h2>What it spends, by {what}</h2><p class="note">Held-out tasks, before and after GRPO.</p>', _figure(bars, 3, f"by {what}", height=2.9)]
     parts += ["<h2>Training health</h2>", f'<p class="note">{SMOOTH}</p>', _figure(plots.health(warm, grpo), 3, "losses and other signs of health by step")]
-    parts += [_samples(run), f"<details><summary>config.toml</summary><pre>{_text((run.path / 'config.toml').read_text(errors='replace'))}</pre></details>"]
+    parts += [_samples(trajectories), browser(trajectories, _pieces(run))]
+    parts += [f"<details><summary>config.toml</summary><pre>{_text((run.path / 'config.toml').read_text(errors='replace'))}</pre></details>"]
 
-    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-    head = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}"><meta name="viewport" content="width=device-width">'
+    parts += [] if held_out.get("after") else [f"<script>{RELOAD}</script>"]
+    head = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy()}"><meta name="viewport" content="width=device-width">'
     page = f'<!doctype html>\n<html lang="en"><head>{head}<title>{_text(run.path.name)} - nanorchestra</title><style>{CSS}</style></head>\n<body>\n'
     run.write_text("report.html", page + "\n".join(parts) + "\n</body></html>\n")
     readme = plots.panels([*learning[:4], plots.tools(grpo)[0], plots.frontier(held_out)], 3, width=4.2, height=3)
@@ -108,12 +123,18 @@ def _figure(draws: list, columns: int, description: str, **size: float) -> str:
     return f'<img alt="{description}" src="data:image/svg+xml;base64,{data}">'
 
 
-def _samples(run: Run) -> str:
-    latest: list[dict[str, Any]] = []
-    for row in run.rows("trajectories", TAIL_BYTES):
-        if latest and (row.get("phase"), row.get("step")) != (latest[0].get("phase"), latest[0].get("step")):
-            latest.clear()
-        latest.append(row)
+def _pieces(run: Run) -> Callable[[int], str]:
+    """The text of an id by the run's tokenizer, its own or that of the checkpoint it began from; without one the id as a number."""
+    start = tomllib.loads((run.path / "config.toml").read_text()).get("model", {}).get("path")
+    try:
+        tokenizer = Tokenizer.from_dir(start or run.path / "tokenizer")
+    except UserError:
+        return lambda token: f"{token} "
+    return lambda token: tokenizer.decode([token]) if token < tokenizer.vocab_size else f"{token} "
+
+
+def _samples(rows: list[dict[str, Any]]) -> str:
+    latest = [row for row in rows if (row.get("phase"), row.get("step")) == (rows[-1].get("phase"), rows[-1].get("step"))]
     if not latest:
         return '<h2>Sample trajectories</h2><p class="note">None recorded yet.</p>'
     phase, step = latest[0].get("phase"), latest[0].get("step")
@@ -194,3 +215,10 @@ def _paid(turn: dict[str, Any], kinds: dict[str, str]) -> str:
 def _text(value: Any) -> str:
     """As text for the page: escaped, and half a surrogate pair (which JSON may hold and UTF-8 may not) replaced."""
     return html.escape(str("" if value is None else value).encode("utf-8", "replace").decode())
+
+
+if __name__ == "__main__":
+    try:
+        write_report(sys.argv[1] if len(sys.argv) == 2 else "")
+    except UserError as error:
+        sys.exit(f"report: {error}")

@@ -23,6 +23,8 @@ from .head import full_kl, token_logprobs
 from .model import Qwen3
 from .muon import Muon
 from .ops import Segment, packed_attention
+from .plan import model_flops
+from .types import Trajectory
 
 SHARED_IDS = 16            # samples share what they have in common if it is at least so long: a shorter segment costs more than it saves
 
@@ -33,6 +35,8 @@ class Sample:
 
     The advantage is one for all ids, or a list with one for each. `trajectory_ids`: the sampled ids of the whole attempt, where that is divided
     over several samples, as when every turn has a prompt of its own; the loss then still weighs attempts, not samples.
+    A policy step leaves in `trainer_logprobs` what the model makes of the sampled ids before its update, on the rank that computed them;
+    `trajectory` says whose they are.
     """
 
     ids: list[int]
@@ -40,6 +44,8 @@ class Sample:
     logprobs: list[float] | None = None
     advantage: float | list[float] = 0.0
     trajectory_ids: int | None = None
+    trajectory: Trajectory | None = None
+    trainer_logprobs: Tensor | None = None
 
     @property
     def count(self) -> int:
@@ -77,7 +83,7 @@ class Group:
 class Packed:
     """One micro-batch. tokens, positions [T]; for the N sampled ids: source [N] (whose hidden state predicts it), targets,
     old_logprobs, advantages [N], sequences [N] (which sample it is of), trajectory_ids [N] (how many its trajectory has); `attend` closes over
-    the segments."""
+    the segments; `pairs` of an id with itself and with each one before it are attended."""
 
     tokens: Tensor
     positions: Tensor
@@ -88,6 +94,7 @@ class Packed:
     advantages: Tensor
     sequences: Tensor
     trajectory_ids: Tensor
+    pairs: int
 
 
 def pack(groups: Sequence[Group], device: torch.device | str = "cpu", attention: str = "triton") -> Packed:
@@ -153,7 +160,7 @@ def pack(groups: Sequence[Group], device: torch.device | str = "cpu", attention:
     as_numbers = dict(dtype=torch.float32, device=device)
     return Packed(torch.tensor(tokens, **as_ids), torch.tensor(positions, **as_ids), packed_attention(segments, attention),
                   torch.tensor(source, **as_ids), torch.tensor(targets, **as_ids), torch.tensor(old, **as_numbers), torch.tensor(advantages, **as_numbers),
-                  torch.tensor(sequences, **as_ids), torch.tensor(trajectory_ids, **as_ids))
+                  torch.tensor(sequences, **as_ids), torch.tensor(trajectory_ids, **as_ids), sum(positions) + len(positions))
 
 
 def agree(sequences: Sequence[Sequence[int]]) -> int:
@@ -304,9 +311,9 @@ class Trainer:
         loss.backward()
 
     def supervised_step(self, groups: Sequence[Group], learning_rate: float) -> dict[str, float]:
-        """One update on demonstrations; returns the mean loss in nats per demonstrated id, the gradient norm and the tokens packed."""
+        """One update on demonstrations; returns the mean loss in nats per demonstrated id, the gradient norm, the tokens packed and the FLOPs."""
         normaliser = float(sum(group.sampled for group in groups))
-        metrics = {"loss": 0.0, "entropy": 0.0}
+        metrics = {"loss": 0.0, "entropy": 0.0, "flops": 0.0}
         batches = self._share(groups)
         for i, batch in enumerate(batches):
             packed = pack(batch, self.device, self.attention)
@@ -316,6 +323,7 @@ class Trainer:
             self._backward(loss, last=i == len(batches) - 1)
             metrics["loss"] += loss.item()
             metrics["entropy"] += float(entropy.sum()) / normaliser
+            metrics["flops"] += self._flops(packed)
         return self._finish(metrics, learning_rate, groups)
 
     def policy_step(self, groups: Sequence[Group], learning_rate: float, *, temperature: float = 1.0, clip_low: float = 0.2, clip_high: float = 0.28,
@@ -326,7 +334,8 @@ class Trainer:
         With an `importance_cap` the old log-probabilities are the trainer's own, which with one update a step are the present ones, so that
         no second pass is needed; the sampler's, with other arithmetic or weights a step old, enter as the truncated weight. Without it they
         are taken for the old ones, and the clip of the ratio bounds both.
-        Metrics are means over the sampled ids of the step; `logprob_gap` is mean |trainer - sampler| of the log-probabilities.
+        Metrics are means over the sampled ids of the step; `logprob_gap` is mean |trainer - sampler| of the log-probabilities,
+        `flops` plan.model_flops of all ranks.
         """
         count, normaliser = step_counts(groups, aggregation, length)
         metrics: dict[str, float] = {}
@@ -335,6 +344,9 @@ class Trainer:
             packed = pack(batch, self.device, self.attention)
             hidden = self.model(packed.tokens, packed.positions, packed.attend)
             logprobs, entropy = self._logprobs(hidden, packed, temperature)
+            samples = [sample for group in batch for sample in group.samples]
+            for sample, part in zip(samples, logprobs.detach().split([sample.count for sample in samples])):
+                sample.trainer_logprobs = part
             weights = 1.0 / packed.trajectory_ids if aggregation == "sequence" else None
             ref_logprobs, penalty = None, None
             if kl_coef:
@@ -361,13 +373,16 @@ class Trainer:
                 loss = loss + kl_coef * penalty
             self._backward(loss, last=i == len(batches) - 1)
             gap = (logprobs.detach() - packed.old_logprobs).abs().sum()
-            terms |= {"loss": loss.item(), "entropy": float(entropy.sum()) / count, "logprob_gap": float(gap) / count}
+            terms |= {"loss": loss.item(), "entropy": float(entropy.sum()) / count, "logprob_gap": float(gap) / count, "flops": self._flops(packed, bool(kl_coef))}
             for name, value in terms.items():
                 metrics[name] = metrics.get(name, 0.0) + value
         return self._finish(metrics, learning_rate, groups)
 
     def _logprobs(self, hidden: Tensor, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
         return token_logprobs(hidden[packed.source], self.model.output_weight, packed.targets, temperature=temperature, vocab_limit=self.vocab_limit)
+
+    def _flops(self, packed: Packed, reference: bool = False) -> float:
+        return model_flops(self.model.config, len(packed.tokens), packed.pairs, len(packed.targets), bool(lora.adapters(self.model)), reference)
 
     def _finish(self, metrics: dict[str, float], learning_rate: float, groups: Sequence[Group]) -> dict[str, float]:
         """The update, and the metrics of all ranks. A loss that is not finite leaves everything as it was: "skipped" is 1."""

@@ -40,7 +40,8 @@ def parts(trajectory: Trajectory, credit: str = "trajectory") -> list[tuple[list
     if credit == "turn":
         for turn, share in zip(t.turns, turn_shares(t.advantage, [turn.end - turn.start for turn in t.turns])):
             advantages[turn.start:turn.end] = [share] * (turn.end - turn.start)
-    return [(t.ids[begin:start], Sample(t.ids[start:end], t.sampled[start:end], t.logprobs[start:end], advantages[start:end], sum(t.sampled)))
+            turn.advantage = share
+    return [(t.ids[begin:start], Sample(t.ids[start:end], t.sampled[start:end], t.logprobs[start:end], advantages[start:end], sum(t.sampled), t))
             for begin, start, end in contexts(t)]
 
 

@@ -91,6 +91,7 @@ class Turn:
     calls: list[ToolCall] = field(default_factory=list)
     results: list[ToolResult] = field(default_factory=list)
     context: int = 0
+    advantage: float | None = None       # of its ids, where turns have shares of their own
 
 
 @dataclass
@@ -98,6 +99,7 @@ class Trajectory:
     """All turns of one attempt at a task. The four lists have one entry per id; only ids with sampled[i] enter the loss. Where every turn has
     a prompt of its own, the ids are prompt and turn, prompt and turn, ...
 
+    trainer_logprobs: what the trainer makes of the sampled ids, in their order, before its update; empty where it did not train on them.
     status: "answered", "turn_limit", "token_limit" (a cut), or "infrastructure" (no fault of the policy: left out of its group).
     """
 
@@ -118,3 +120,4 @@ class Trajectory:
     calls: dict[str, int] = field(default_factory=dict)
     reward: float = 0.0
     advantage: float = 0.0
+    trainer_logprobs: list[float] = field(default_factory=list)

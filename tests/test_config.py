@@ -29,6 +29,8 @@ def test_a_config_is_written_resolved_and_read_back(tmp_path):
     (["--world.avoid_share", "1.5"], ["0..1"]),
     (["--grpo.normalise_std", "1"], ["boolean"]),
     (["--rollout.temperature", "0"], ["above 0"]),
+    (["--evaluation.best", "loss"], ["evaluation.best is 'loss'", "reward, accuracy, preference, cost_per_correct_usd"]),
+    (["--evaluation.every_tasks", "0"], ["above 0"]),
 ])
 def test_what_is_wrong_is_named_in_one_line(overrides, words):
     with pytest.raises(UserError) as error:

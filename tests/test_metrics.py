@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -226,6 +228,7 @@ def test_the_report_can_be_written_at_every_stage(run, stage):
     assert (run.path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert "simulated" in page and page.count("<article>") == (8 if stage == "whole" else 4 if stage == "one step" else 0)
     assert ("always the strongest" in page) == (stage == "whole")
+    assert ("location.reload()" in page) == (stage != "whole")          # a page of a run that goes on looks again
 
 
 def test_the_report_loads_nothing_and_runs_nothing(run):
@@ -242,7 +245,12 @@ def test_the_report_loads_nothing_and_runs_nothing(run):
     parser = HTMLParser()
     parser.handle_starttag = lambda tag, attributes: seen.append((tag, dict(attributes)))
     parser.feed(page)
-    assert not {tag for tag, _ in seen} & {"script", "link", "iframe", "object", "a"} and "&lt;script&gt;" in page
+    assert not {tag for tag, _ in seen} & {"link", "iframe", "object", "a"} and "&lt;script&gt;" in page
+    allowed = re.search(r"script-src ([^;\"]*)", page).group(1)
+    for attributes, body in re.findall(r"<script([^>]*)>(.*?)</script>", page, flags=re.DOTALL):    # data, or the report's own by the hash of their text
+        digest = base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()
+        assert attributes == ' type="application/json" id="attempts"' and "alert(1)" in body and json.loads(body) or f"'sha256-{digest}'" in allowed
+    assert len(re.findall("<script", page)) == 3 and "unsafe-inline" not in allowed
     assert all(attributes["src"].startswith("data:image/svg+xml;base64,") for tag, attributes in seen if tag == "img")
     assert not any(name.startswith("on") for _, attributes in seen for name in attributes)
     assert "default-src 'none'" in page

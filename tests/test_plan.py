@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from nanorchestra.config import load_config
 from nanorchestra.lora import add_adapters, parameters_of
 from nanorchestra.model import PRESETS, Qwen3
 from nanorchestra.ops import Segment, packed_attention
-from nanorchestra.plan import GB, RATES, Choices, Shape, activation_numbers, fit, memory, model_of, parameters, peak, plan, step_tokens, times
+from nanorchestra.plan import GB, RATES, Choices, Shape, activation_numbers, fit, memory, model_flops, model_of, parameters, peak, peak_flops, plan, step_tokens, times
 from nanorchestra.types import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -139,3 +140,26 @@ def test_the_command_finds_a_config_by_its_name():
                                   (["--config", "none"], 2, "none: cannot be read")):
         done = subprocess.run([sys.executable, "train.py", "--plan", *words], cwd=ROOT, capture_output=True, text=True, timeout=200)
         assert done.returncode == code and expected in done.stdout + done.stderr and "Traceback" not in done.stderr, done
+
+
+def test_model_flops_are_what_torch_counts_in_the_products(nano_model):
+    """Of the linear layers, forward and backward, and of the head; attention is counted by hand: 4 FLOPs a pair, head and dimension, forward."""
+    config, tokens, drawn = nano_model.config, 40, 13
+    with FlopCounterMode(display=False) as counted:
+        hidden = nano_model(torch.arange(tokens), torch.arange(tokens), packed_attention([Segment(0, tokens)]))
+        (hidden[:drawn] @ nano_model.output_weight.T).sum().backward()
+    products = sum(count for op, count in counted.get_flop_counts()["Global"].items() if "mm" in str(op) and "bmm" not in str(op))
+    pairs = sum(range(1, tokens + 1))
+    attention = 4 * pairs * config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    assert model_flops(config, tokens, pairs, drawn) == pytest.approx(products + 3 * attention)
+    forward = model_flops(config, tokens, pairs, drawn) / 3
+    assert model_flops(config, tokens, pairs, drawn, reference=True) == pytest.approx(4 * forward)
+    assert model_flops(config, tokens, pairs, drawn, adapters=True) == pytest.approx(2 * forward + attention)
+
+
+def test_the_peak_of_a_cpu_is_measured_and_that_of_a_gpu_is_its_own(monkeypatch):
+    assert 1e8 < peak_flops(torch.device("cpu"), torch.float32) < 1e14
+    for name, dtype, peak in (("NVIDIA H100 80GB HBM3", torch.bfloat16, 989e12), ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312e12), ("NVIDIA H100 PCIe", torch.bfloat16, None),
+                              ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16, None), ("NVIDIA H200", torch.float32, None), ("Tesla T4", torch.bfloat16, None)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert peak_flops(torch.device("cuda"), dtype) == peak

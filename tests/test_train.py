@@ -30,7 +30,7 @@ def train(*arguments, wait=True, **options):
 
 
 def rows(run):
-    timings = {"seconds", "tokens_per_s", "phase_seconds"}
+    timings = {"seconds", "tokens_per_s", "phase_seconds", "mfu", "memory_mb"}
     return [{k: v for k, v in json.loads(line).items() if k not in timings} for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -91,12 +91,13 @@ def test_what_is_wrong_gets_one_line_and_touches_nothing(straight, tmp_path):
         (["--resume", tmp_path / "nowhere"], "nowhere"),
         (["--model.path", tmp_path, "--run.root", tmp_path / "r"], "config.json"),
         (["--run.root", "/proc/nothing"], "/proc/nothing"),
+        (["--run.root", tmp_path / "logs", "--run.log_to", "tensorbord"], "run.log_to"),
     ]
     for arguments, words in cases:
         code, out = train(*arguments)
         lines = [line for line in out.splitlines() if line.startswith("train.py:")]
         assert code == 2 and len(lines) == 1 and words in lines[0] and "Traceback" not in out, (arguments, out)
-    assert (run / "metrics.jsonl").read_bytes() == before
+    assert (run / "metrics.jsonl").read_bytes() == before and not (tmp_path / "logs").exists()
 
 
 @pytest.mark.slow
@@ -169,11 +170,100 @@ def test_a_run_imitates_the_best_of_another_in_a_rebuilt_context_and_leaves_an_a
     assert code == 2 and "trajectories.jsonl, line 1: task_id is null; it must be text" in out and "Traceback" not in out
 
 
+def test_the_best_evaluation_keeps_its_checkpoint_the_first_of_equals(monkeypatch, tmp_path):
+    import types
+
+    import train as program
+    from nanorchestra.config import load_config
+    from nanorchestra.distributed import Ranks
+    from nanorchestra.metrics import Run
+
+    values = iter([])
+    monkeypatch.setattr(program, "summarise", lambda tasks, trajectories: {"reward": 0.0, "cost_per_correct_usd": next(values), "by_kind": {}})
+    asked, exported = [], []
+
+    def held_out(tasks, name):
+        asked.append(tasks)
+        return None, []
+
+    def evaluations(*measured, best=None):
+        nonlocal values
+        values = iter(measured)
+        config = load_config(None, ["--evaluation.every", "2", "--evaluation.every_tasks", "3", "--evaluation.tasks", "5", "--evaluation.best", "cost_per_correct_usd", "--grpo.steps", "7"])
+        run = Run.create(tmp_path / str(len(list(tmp_path.iterdir()))), "")
+        (run.path / "model-best").mkdir()
+        house = types.SimpleNamespace(config=config, ranks=Ranks(), run=run, best=best, _judged_by=lambda count, start: [f"held_out-{start + i}" for i in range(count)],
+                                      _held_out=held_out, engine=types.SimpleNamespace(update_weights=lambda: None), export=lambda path: exported.append(house.step),
+                                      _append=lambda log, row: run.append(log, row))
+        exported.clear()
+        for house.step in range(1, 8):
+            program.Training._evaluate_on_the_way(house)
+        written = list(run.rows("metrics"))
+        assert [row["step"] for row in written] == [2, 4, 6, 7] and all(row["phase"] == "evaluation" and "by_kind" not in row for row in written)
+        if exported:
+            assert json.loads((run.path / "model-best" / "best.json").read_text()) == house.best
+        return exported[:], house.best
+
+    assert evaluations(0.3, 0.1, 0.1, 0.2) == ([2, 4], {"measure": "cost_per_correct_usd", "step": 4, "value": 0.1})
+    assert evaluations(None, 0.3, None, 0.4) == ([4], {"measure": "cost_per_correct_usd", "step": 4, "value": 0.3})
+    assert evaluations(0.2, 0.3, 0.3, 0.3, best={"measure": "cost_per_correct_usd", "step": 1, "value": 0.2})[0] == []       # resumed: the one before stays
+    assert asked[0] == ["held_out-5", "held_out-6", "held_out-7"]                    # not those of the evaluations before and after
+
+
+def test_the_trainers_log_probabilities_reach_the_trajectories_from_all_ranks():
+    import types
+
+    import torch
+
+    import train as program
+    from nanorchestra.trainer import Group, Sample
+    from nanorchestra.types import Trajectory
+
+    whole, turns, other = (Trajectory(name, 0, 1, [5, 6, 7], [False, True, True], [0.0, -1.0, -2.0], [-1, 0, 0]) for name in ("whole", "turns", "other"))
+
+    def sample(trajectory, values):
+        return Sample([6, 7], [True, True], [-1.0, -2.0], trajectory=trajectory, trainer_logprobs=None if values is None else torch.tensor(values))
+
+    groups = [Group([5], [sample(whole, [-1.5, -2.5]), sample(turns, [-3.0])]), Group([5], [sample(turns, None), sample(other, [-4.0])])]
+    elsewhere = types.SimpleNamespace(ranks=types.SimpleNamespace(gather=lambda mine: [mine, {2: [-3.5]}]))       # a second rank had the second turn
+    program.Training._note_logprobs(elsewhere, groups, [whole, turns])
+    assert whole.trainer_logprobs == [-1.5, -2.5] and turns.trainer_logprobs == [-3.0, -3.5] and other.trainer_logprobs == []
+
+
 # Several ranks. They start from the bundled model, whose attempts differ in their rewards, so that GRPO has something to do.
 
 REAL = ["--model.path", "assets/nano", "--run.threads", "1", "--run.checkpoint_every", "2", "--warm_start.steps", "1", "--warm_start.prompts", "3",
         "--grpo.steps", "5", "--grpo.prompts", "3", "--grpo.group_size", "4", "--grpo.bounds", "task", "--grpo.optimizer", "muon", "--grpo.kl_coef", "0.1",
         "--evaluation.tasks", "3", "--rollout.turns", "2", "--rollout.turn_tokens", "64"]
+
+
+@pytest.mark.slow
+def test_evaluations_on_the_way_change_nothing_and_come_back_the_same_in_a_resumed_run(tmp_path):
+    code, out = train(*REAL, "--run.root", tmp_path, "--run.name", "plain")
+    assert code == 0, out
+    arguments = [*REAL, "--run.root", tmp_path, "--evaluation.every", "2", "--evaluation.every_tasks", "4"]
+    code, out = train(*arguments, "--run.name", "straight")
+    assert code == 0, out
+    straight, log = tmp_path / "straight", tmp_path / "cut" / "metrics.jsonl"
+    cut = train(*arguments, "--run.name", "cut", wait=False)
+    wait_for(cut, log, "evaluation", 2)
+    cut.kill()
+    cut.communicate(timeout=100)
+    code, out = train("--resume", tmp_path / "cut")
+    assert code == 0, out
+    assert rows(tmp_path / "cut") == rows(straight) and final(tmp_path / "cut") == final(straight)
+    assert [row for row in rows(straight) if row["phase"] != "evaluation"] == rows(tmp_path / "plain") and final(straight) == final(tmp_path / "plain")
+    evaluations = {row["step"]: row["reward"] for row in rows(straight) if row["phase"] == "evaluation"}
+    assert list(evaluations) == [2, 4, 5]
+    step = max(evaluations, key=evaluations.get)
+    for run in (straight, tmp_path / "cut"):
+        assert json.loads((run / "model-best" / "best.json").read_text()) == {"measure": "reward", "step": step, "value": evaluations[step]}
+        assert (run / "model-best" / "model.safetensors").read_bytes() == (straight / "model-best" / "model.safetensors").read_bytes()
+    trained = [row for row in map(json.loads, (straight / "trajectories.jsonl").open()) if row["trainer_logprobs"]]
+    assert trained                                                                    # sampler and trainer agree id by id
+    for row in trained:
+        drawn = [logprob for logprob, sampled in zip(row["logprobs"], row["sampled"]) if sampled]
+        assert row["trainer_logprobs"] == pytest.approx(drawn, abs=1e-4)
 
 
 def torchrun(*arguments, nodes=1, node=0, port=0, ranks=2, restarts=0):

@@ -9,6 +9,7 @@ import torch
 
 from nanorchestra import grpo
 from nanorchestra.ops import Segment, packed_attention
+from nanorchestra.plan import model_flops
 from nanorchestra.trainer import Group, Sample, Schedule, Trainer, micro_batches, pack
 
 
@@ -144,3 +145,33 @@ def test_schedule():
     assert schedule.at(0) == 0.1 and schedule.at(9) == 1.0 and schedule.at(100) == pytest.approx(0.1) and schedule.at(55) == pytest.approx(0.55)
     held = Schedule(1.0, steps=100, warmup_steps=10, final_fraction=0.2, hold=0.5)
     assert held.at(9) == held.at(30) == held.at(50) == 1.0 and held.at(75) == pytest.approx(0.6) and held.at(100) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("budget", [1, 10_000])
+def test_a_policy_step_leaves_the_log_probabilities_of_before_it_with_every_sample(nano_model, budget):
+    groups = make_groups(8)
+    groups[0].samples[0].sampled = [False] * len(groups[0].samples[0].ids)
+    expected = []
+    for group in groups:
+        for sample in group.samples:
+            tokens, p = torch.tensor(group.prompt + sample.ids), len(group.prompt)
+            with torch.no_grad():
+                logits = nano_model.logits(nano_model(tokens, torch.arange(len(tokens)), packed_attention([Segment(0, len(tokens))])))[:, :690] / 0.7
+            expected.append([logits[p + i - 1].log_softmax(-1)[token].item() for i, token in enumerate(sample.ids) if sample.sampled[i]])
+    metrics = Trainer(nano_model, vocab_limit=690, token_budget=budget).policy_step(groups, 1e-2, temperature=0.7)
+    assert metrics["grad_norm"] > 0
+    for sample, logprobs in zip((sample for group in groups for sample in group.samples), expected, strict=True):
+        assert sample.trainer_logprobs.tolist() == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_flops_count_every_id_of_a_pack_once_and_every_pair_that_is_attended(nano_model):
+    groups = make_groups(9)
+    packed = pack(groups)
+    config = nano_model.config
+    assert packed.pairs == sum(position + 1 for position in packed.positions.tolist())           # each id sees its own past, whoever shares it
+    metrics = Trainer(nano_model, vocab_limit=690).policy_step(groups, 0.0)
+    assert metrics["flops"] == model_flops(config, len(packed.tokens), packed.pairs, len(packed.targets))
+    assert Trainer(nano_model, vocab_limit=690).supervised_step(groups, 0.0)["flops"] == metrics["flops"]
+    trainer = Trainer(nano_model, vocab_limit=690)
+    trainer.freeze_reference()
+    assert trainer.policy_step(groups, 0.0, kl_coef=0.1)["flops"] == pytest.approx(4 / 3 * metrics["flops"])
