@@ -21,6 +21,9 @@ if not torch.cuda.is_available():
     import kernel_interpreter  # noqa: F401  (teaches the interpreter bfloat16)
 
 
+TIMINGS = {"seconds", "tokens_per_s", "phase_seconds", "mfu", "memory_mb"}        # of a metrics row: the machine's, not the run's
+
+
 @pytest.fixture
 def generator():
     """Random numbers that differ from run to run; a failing test shows the seed, and KERNEL_SEED repeats it."""
@@ -96,7 +99,7 @@ def make_training(tmp_path, sandbox, monkeypatch, nano_model, nano_tokenizer):
 
 def steps_of(training):
     """The rows of metrics.jsonl without the times."""
-    return [{key: value for key, value in row.items() if key not in ("seconds", "tokens_per_s", "phase_seconds")} for row in training.run.rows("metrics")]
+    return [{key: value for key, value in row.items() if key not in TIMINGS} for row in training.run.rows("metrics")]
 
 
 class Stop:

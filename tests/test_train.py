@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import TIMINGS
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--run.threads", "1", "--run.checkpoint_every", "2", "--model.vocab_size", "700", "--model.tokenizer_tasks", "40", "--warm_start.steps", "5", "--warm_start.few_steps", "2",
@@ -30,8 +31,7 @@ def train(*arguments, wait=True, **options):
 
 
 def rows(run):
-    timings = {"seconds", "tokens_per_s", "phase_seconds", "mfu", "memory_mb"}
-    return [{k: v for k, v in json.loads(line).items() if k not in timings} for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMINGS} for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def final(run):
