@@ -47,7 +47,7 @@ from nanorchestra.grpo import group_advantages, moments, over_batch, overlong_pu
 from nanorchestra.lora import add_adapters, merge, reset as reset_adapters
 from nanorchestra.metrics import Run, table
 from nanorchestra.model import PRESETS, ModelConfig, Qwen3
-from nanorchestra.overlap import beside
+from nanorchestra.overlap import beside, running
 from nanorchestra.plan import GB, plan
 from nanorchestra.quantise import is_quantised
 from nanorchestra.replay import Batch, SavedRollouts, batches, from_row, to_row
@@ -648,7 +648,7 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return _give_up(ranks, 130, "train.py: stopped at once; go on with --resume" if first else "", "stopped at once")
     except Exception as error:
-        if ranks.world == 1:
+        if ranks.world == 1 and not running():
             raise
         if not isinstance(error, RuntimeError) or "peer" not in str(error):
             traceback.print_exc()
@@ -657,10 +657,11 @@ def main(arguments: list[str]) -> int:
 
 
 def _give_up(ranks: Ranks, code: int, line: str, reason: str) -> int:
-    """Says why, here and to the other ranks. Among several the process ends at once: an orderly end could wait for a collective that never does."""
+    """Says why, here and to the other ranks. Among several, or under a rollout, the process ends at once: an orderly end could wait for a collective
+    that never does."""
     if line:
         print(line, file=sys.stderr, flush=True)
-    if ranks.world > 1:
+    if ranks.world > 1 or running():
         ranks.fail(reason)
         sys.stdout.flush()
         os._exit(code)
