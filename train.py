@@ -49,7 +49,7 @@ from nanorchestra.lora import add_adapters, merge, reset as reset_adapters, save
 from nanorchestra.metrics import Run, table
 from nanorchestra.mixture import Mixture, parse_mixture
 from nanorchestra.model import PRESETS, ModelConfig, Qwen3
-from nanorchestra.overlap import beside
+from nanorchestra.overlap import beside, running
 from nanorchestra.plan import GB, peak_flops, plan
 from nanorchestra.quantise import is_quantised
 from nanorchestra.replay import Batch, SavedRollouts, batches, from_row, to_row
@@ -788,7 +788,7 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return _give_up(ranks, 130, "train.py: stopped at once; go on with --resume" if first else "", "stopped at once")
     except Exception as error:
-        if ranks.world == 1:
+        if ranks.world == 1 and not running():
             raise
         if not isinstance(error, RuntimeError) or "peer" not in str(error):
             traceback.print_exc()
@@ -797,10 +797,11 @@ def main(arguments: list[str]) -> int:
 
 
 def _give_up(ranks: Ranks, code: int, line: str, reason: str) -> int:
-    """Says why, here and to the other ranks. Among several the process ends at once: an orderly end could wait for a collective that never does."""
+    """Says why, here and to the other ranks. Among several, or under a rollout, the process ends at once: an orderly end could wait for a collective
+    that never does."""
     if line:
         print(line, file=sys.stderr, flush=True)
-    if ranks.world > 1:
+    if ranks.world > 1 or running():
         ranks.fail(reason)
         sys.stdout.flush()
         os._exit(code)

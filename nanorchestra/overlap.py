@@ -13,13 +13,14 @@ from typing import TypeVar
 
 import torch
 
+NAME = "beside"
 R = TypeVar("R")
 
 
 def beside(function: Callable[[], R], device: torch.device) -> Future[R]:
     """Begins function(), which sees what was computed on `device` so far; `result()` waits for it, and raises what it raised.
 
-    A process that ends does not wait for it.
+    It cannot be broken off: who does not wait for it ends by os._exit, for the interpreter aborts when it ends under a thread that computes.
     """
     future: Future[R] = Future()
 
@@ -37,5 +38,10 @@ def beside(function: Callable[[], R], device: torch.device) -> Future[R]:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, daemon=True, name="rollout").start()
+    threading.Thread(target=run, daemon=True, name=NAME).start()
     return future
+
+
+def running() -> bool:
+    """Whether such a computation goes on."""
+    return any(thread.name == NAME for thread in threading.enumerate())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import threading
+import subprocess
+import sys
 import time
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from conftest import Stop, steps_of
 
 import train as program
 from nanorchestra.config import load_config
-from nanorchestra.overlap import beside
+from nanorchestra.overlap import beside, running
 from nanorchestra.types import UserError
 from nanorchestra.weights import named_hf_tensors
 
@@ -40,7 +42,7 @@ def test_it_does_not_matter_which_of_the_two_is_faster(make_training, monkeypatc
     update = slow.engine.update_weights
 
     def checked(*arguments):
-        assert not [thread for thread in threading.enumerate() if thread.name == "rollout"]
+        assert not running()
         return update(*arguments)
 
     slow.engine.update_weights = checked
@@ -120,3 +122,11 @@ def test_overlap_without_the_correction_is_refused(given):
         load_config(None, given)
     assert "\n" not in str(caught.value)
     load_config(None, [*given, "--grpo.importance_cap", "2"])
+
+
+def test_a_process_ends_at_once_under_a_rollout():
+    """An orderly end of the interpreter would abort: the thread computes without its lock."""
+    code = ("import torch, train; from nanorchestra.distributed import Ranks; from nanorchestra.overlap import beside; x = torch.ones(400, 400)\n"
+            "beside(lambda: [x @ x for _ in range(10**9)], x.device); raise SystemExit(train._give_up(Ranks(), 130, 'stopped at once', ''))")
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(program.__file__).parent, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stderr) == (130, "stopped at once\n")
