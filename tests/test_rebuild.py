@@ -181,9 +181,9 @@ def test_every_turn_has_its_own_prompt_and_the_trajectory_holds_them_all(nano_to
 def test_limits_count_a_turn_and_its_prompt(nano_tokenizer):
     first = len(attempt(nano_tokenizer, echoing(), [ANSWER])[1][0])
     script = [call("long " * 40) for _ in range(9)] + [ANSWER]
-    t, opened, budgets = attempt(nano_tokenizer, echoing(), script, context_tokens=first + 100, turn_tokens=64)
+    t, opened, budgets = attempt(nano_tokenizer, echoing("records"), script, context_tokens=first + 100, turn_tokens=64)
     assert t.status == "answered" and len(t.turns) == 10 and len(t.ids) > 10 * first
-    assert all(len(prompt) <= first + 36 for prompt in opened) and set(budgets) == {64}
+    assert max(map(len, opened)) in range(first + 20, first + 37) and set(budgets) == {64}
     t, opened, _ = attempt(nano_tokenizer, echoing(), [ANSWER], context_tokens=first, turn_tokens=64)
     assert t.status == "token_limit" and not t.turns and contexts(t) == [(0, first, first)]
     t, opened, _ = attempt(nano_tokenizer, echoing(), [call() for _ in range(3)], turns=3)
