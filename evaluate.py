@@ -276,7 +276,7 @@ def load_policy(path: Path, quantise: str | None = None) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def load_rollout(path: Path, temperature: float, quantise: str | None = None) -> Rollout:
+def load_rollout(path: Path, temperature: float, quantise: str | None = None, rebuild: bool = False) -> Rollout:
     """A rollout of a checkpoint with the limits under which the miniature's run of train.py evaluates."""
     from nanorchestra import Engine, SamplingParams
     from nanorchestra.config import load_config
@@ -286,7 +286,7 @@ def load_rollout(path: Path, temperature: float, quantise: str | None = None) ->
     context = min(limits.context_tokens, model.config.max_position_embeddings)
     engine = Engine(model, tokenizer, num_pages=rows * -(-context // limits.page_size), page_size=limits.page_size, max_running=rows, max_context=context)
     return Rollout(engine, tokenizer, lambda seed, budget: SamplingParams(max_tokens=budget, temperature=temperature, seed=seed),
-                   Limits(limits.turns, limits.turn_tokens, context))
+                   Limits(limits.turns, limits.turn_tokens, context), rebuild=rebuild)
 
 
 def refuse_arguments(message: str) -> NoReturn:
@@ -301,6 +301,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--temperature", type=float, default=1.0, help="of the sampling; 0 is greedy (default: 1, as in training)")
     parser.add_argument("--seed", type=int, default=0, help="of the tasks and of the simulated experts (default: 0)")
     parser.add_argument("--quantise", choices=("int8", "int4"), help="round the linear layers while loading")
+    parser.add_argument("--context", choices=("append", "rebuild"), default="append", help="as rollout.context in training: a growing session, or a prompt composed each turn")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all the figures there too")
     parser.error = refuse_arguments
     try:
@@ -311,7 +312,7 @@ def main(arguments: Sequence[str]) -> int:
             raise UserError(f"--temperature is {options.temperature}; it must be a finite number, 0 or more")
         if options.json and (options.json.is_dir() or not os.access(options.json.parent, os.W_OK)):
             raise UserError(f"--json {options.json}: cannot be written; give a file in a directory that exists and can be written")
-        rollout, tasks = load_rollout(options.model, options.temperature, options.quantise), World(options.seed).tasks("held_out", options.tasks)
+        rollout, tasks = load_rollout(options.model, options.temperature, options.quantise, options.context == "rebuild"), World(options.seed).tasks("held_out", options.tasks)
         with Sandbox() as sandbox:
             with tqdm(total=len(tasks), desc="held-out tasks", unit="task", dynamic_ncols=True) as bar:
                 scores = summarise(tasks, evaluate(rollout, tasks, options.seed, sandbox, on_done=lambda _: bar.update()))

@@ -220,8 +220,8 @@ class Training:
         section = self.config.warm_start
         if not (section.steps and section.trajectories):
             if self.domains and section.steps and self.config.rollout.context == "rebuild":
-                raise UserError("rollout.context is 'rebuild': demonstrations in a world of task.world are conversations; it must be 'append', or set warm_start.trajectories, "
-                                "or warm_start.steps 0")
+                raise UserError("rollout.context is 'rebuild': demonstrations in a world of task.world are conversations; it must be 'append', "
+                                "or set warm_start.trajectories, or warm_start.steps 0")
             return []
         kept, reasons = load_kept([Path(name.strip()) for name in section.trajectories.split(",")], self.tokenizer, outcome=section.keep_outcome,
                                   reward=section.keep_reward, best=section.keep_best, longest=self.config.rollout.context_tokens)
@@ -457,8 +457,9 @@ class Training:
             else:
                 rewards = group_rewards(members, task.preference, valid)
             if section.overlong_share:
-                rewards = [reward + (-1.0 if member.status == "token_limit" else overlong_punishment(max(end - begin for begin, _, end in contexts(member)), limit, round(section.overlong_share * limit)))
-                           for reward, member in zip(rewards, members)]
+                lengths = [max(end - begin for begin, _, end in contexts(member)) for member in members]
+                rewards = [reward + (-1.0 if member.status == "token_limit" else overlong_punishment(length, limit, round(section.overlong_share * limit)))
+                           for reward, member, length in zip(rewards, members, lengths)]
             advantages, why = group_advantages(rewards, valid, well_formed=[member.well_formed for member in members], overlong=cut, min_std=section.min_std,
                                                drop_invalid_format=section.drop_invalid_format, std=section.normalise_std and not section.per_objective,
                                                leave_one_out=section.leave_one_out, clip=None if section.per_objective else section.advantage_clip)

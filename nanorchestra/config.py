@@ -282,7 +282,7 @@ def _check(source: str, section: str, key: str, value: Any) -> None:
             raise UserError(f"{source}: {section}.{key} is {value}; it must be a finite number, 0 or more")
         if where in _POSITIVE and value == 0:
             raise UserError(f"{source}: {section}.{key} is 0; it must be above 0")
-    if (key.endswith(("_share", "_fraction")) or key in ("hold", "sensible", "heedful", "quits")) and value > 1:
+    if (key.endswith(("_share", "_fraction")) or key in ("hold", "sensible", "heedful", "quits", "keep_outcome")) and value > 1:
         raise UserError(f"{source}: {section}.{key} is {value}; it must lie in 0..1")
 
 
@@ -291,7 +291,7 @@ def scaled_down(config: Config, model: Path) -> Config:
     evaluation. How it is sharded, checkpointed and optimised stays."""
     small = {"run": {"device": "cpu", "dtype": "float32", "name": f"{config.run.name}-dry-run", "threads": 1},
              "model": {"path": str(model)},
-             "warm_start": {"steps": min(config.warm_start.steps, 2), "prompts": 2},
+             "warm_start": {"steps": min(config.warm_start.steps, 2), "prompts": 2, "trajectories": ""},
              "grpo": {"steps": 2, "prompts": 2, "group_size": 4, "min_std": 0.0, "token_budget": 2048},
              "rollout": {"turns": 2, "turn_tokens": 96, "context_tokens": 1024, "page_size": 16, "pages": 0, "max_batch_tokens": 1024},
              "evaluation": {"tasks": 4, "every_tasks": 4}}

@@ -19,8 +19,8 @@ from .trainer import Sample
 from .types import Trajectory, Turn, UserError
 
 T = TypeVar("T")
-FIELDS = {"task_id": str, "phase": str, "prompt_length": int, "ids": list, "sampled": list, "turns": list, "text": list, "status": str, "well_formed": bool,
-          "outcome": float, "reward": float}
+FIELDS = {"task_id": str, "phase": str, "prompt_length": int, "ids": list, "sampled": list, "turns": list, "text": list, "status": str,
+          "well_formed": bool, "outcome": float, "reward": float}
 NAMES = {str: "text", int: "a whole number", list: "a list", bool: "true or false", float: "a number"}
 
 
@@ -58,10 +58,12 @@ def load_kept(sources: Sequence[Path], tokenizer: Tokenizer, *, outcome: float, 
     for source in sources:
         for phase, trajectory in _rows(source / "trajectories.jsonl" if source.is_dir() else source, tokenizer):
             task = tasks.setdefault((trajectory.task_id, tuple(trajectory.ids[: trajectory.prompt_length])), {})
-            why = ("of an evaluation or a skipped step" if phase != "grpo" else "cut or badly formed" if not trajectory.well_formed or trajectory.status != "answered" else
-                   "wrong" if trajectory.outcome < outcome else f"reward below {reward}" if trajectory.reward < reward else
-                   "the same again" if tuple(trajectory.ids) in task else
-                   f"longer than {longest} tokens" if any(end - begin > longest for begin, _, end in contexts(trajectory)) else "")
+            faults = {"of an evaluation or a skipped step": phase != "grpo",
+                      "cut or badly formed": not trajectory.well_formed or trajectory.status != "answered",
+                      "wrong": trajectory.outcome < outcome, f"reward below {reward}": trajectory.reward < reward,
+                      f"longer than {longest} tokens": any(end - begin > longest for begin, _, end in contexts(trajectory)),
+                      "the same again": tuple(trajectory.ids) in task}
+            why = next((fault for fault, holds in faults.items() if holds), None)
             if why:
                 reasons[why] += 1
             else:
@@ -73,8 +75,8 @@ def load_kept(sources: Sequence[Path], tokenizer: Tokenizer, *, outcome: float, 
         reasons[f"not of the best {best} of their task"] += len(ranked) - len(kept[-1])
     kept, reasons = [members for members in kept if members], +reasons
     if not kept:
-        raise UserError(f"warm_start.trajectories: none of {sum(reasons.values())} trajectories is kept ({tally(reasons)}); lower warm_start.keep_outcome or "
-                        "keep_reward, or record more of a run with run.record_groups")
+        raise UserError(f"warm_start.trajectories: none of {sum(reasons.values())} trajectories is kept ({tally(reasons)}); "
+                        "lower warm_start.keep_outcome or keep_reward, or record more of a run with run.record_groups")
     return kept, reasons
 
 
@@ -107,7 +109,8 @@ def _rows(path: Path, tokenizer: Tokenizer) -> Iterator[tuple[str, Trajectory]]:
                     raise UserError(f"{path}, line {number}: {error}") from None
                 yield row["phase"], trajectory
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); warm_start.trajectories takes runs or their trajectories.jsonl, separated by commas") from None
+        raise UserError(f"{path}: cannot be read ({error.strerror}); warm_start.trajectories takes runs or their trajectories.jsonl, "
+                        "separated by commas") from None
 
 
 def _trajectory(row: Any, tokenizer: Tokenizer) -> Trajectory:
@@ -130,12 +133,14 @@ def _trajectory(row: Any, tokenizer: Tokenizer) -> Trajectory:
         inside[start:end], last = [True] * (end - start), end
         turns.append(Turn(start, end, "", context=context))
     if sampled != inside:
-        raise ValueError(f"sampled has {len(sampled)} entries, {sum(map(bool, sampled))} true; it must be true for the {sum(inside)} ids of the turns and false for all other of {len(ids)}")
+        raise ValueError(f"sampled has {len(sampled)} entries, {sum(map(bool, sampled))} true; it must be true for the {sum(inside)} ids "
+                         f"of the turns and false for all other of {len(ids)}")
     said = [piece.get("text") for piece in row["text"] if isinstance(piece, dict) and piece.get("role") == "assistant"]
     read = [tokenizer.decode(ids[turn.start:turn.end], skip_special=True) for turn in turns]
     if said != read:
         wrong = next((k for k, (ours, theirs) in enumerate(zip(read, said)) if ours != theirs), min(len(said), len(read)))
-        raise ValueError(f"turn {wrong} reads {json.dumps(''.join(read[wrong: wrong + 1])[:40])} in this model's tokenizer and {json.dumps((said + [''])[wrong][:40])} in the file; "
+        ours, theirs = (json.dumps(str((texts + [""])[wrong])[:40]) for texts in (read, said))
+        raise ValueError(f"turn {wrong} reads {ours} in this model's tokenizer and {theirs} in the file; "
                          "start from the model that wrote it, model.path = RUN/model, or one with its tokenizer")
-    return Trajectory(row["task_id"], 0, row["prompt_length"], ids, sampled, [0.0] * len(ids), [-1] * len(ids), turns, row["status"], well_formed=row["well_formed"],
-                      outcome=row["outcome"], reward=row["reward"])
+    return Trajectory(row["task_id"], 0, row["prompt_length"], ids, sampled, [0.0] * len(ids), [-1] * len(ids), turns, row["status"],
+                      well_formed=row["well_formed"], outcome=row["outcome"], reward=row["reward"])

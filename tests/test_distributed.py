@@ -236,7 +236,8 @@ def test_two_ranks_do_as_one(tmp_path):
                                 ["export", "export", {"source": str(tmp_path / "source"), "target": str(tmp_path / "target")}]])
     for variant in VARIANTS:
         agree(results[variant[0]], expected(variant), 1e-5)
-    assert {name.rpartition(".")[2] for name in results["lora"] if "metrics." not in name} == {"lora_a", "lora_b"} and all(float(grad.norm()) for grad in results["lora"].values())
+    moved = {name.rpartition(".")[2] for name, gradient in results["lora"].items() if gradient.any() and "metrics." not in name}
+    assert moved == {"lora_a", "lora_b"}
     agree(results["muon"], losses(ONE), 1e-4)
     agree(results["adamw"], losses(ONE, optimizer="adamw", shape=UNTIED), 1e-4)
     agree(results["second"], results["first"], 0.0)                           # goes on to the bit

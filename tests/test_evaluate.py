@@ -18,7 +18,7 @@ def oracle(environments, seeds, on_done=None):
 
 @pytest.fixture
 def with_oracle(monkeypatch):
-    monkeypatch.setattr(evaluate, "load_rollout", lambda path, temperature, quantise: SimpleNamespace(run=oracle))
+    monkeypatch.setattr(evaluate, "load_rollout", lambda path, temperature, quantise, rebuild: SimpleNamespace(run=oracle))
 
 
 def test_a_table_and_the_same_figures_as_json(with_oracle, tmp_path, capsys):
