@@ -81,7 +81,7 @@ def curve(rows: Rows, title: str, keys: dict[str, str], scale: float = 1.0, top:
             axis.legend()
         axis.set_xlim(0, 1.02 * max(row["step"] for row in rows))
         axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.yaxis.set_major_formatter(lambda value, _: f"{value:.6g}")
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:.8g}")
 
     return draw
 
