@@ -38,6 +38,7 @@ from nanorchestra import Engine, SamplingParams, chat, load_model
 from nanorchestra.agent import Limits, PolicyPrice, Rollout
 from nanorchestra.checkpoint import Checkpoints
 from nanorchestra.config import Config, load_config, scaled_down, to_toml
+from nanorchestra.curriculum import Curriculum
 from nanorchestra.distributed import Ranks, shard_model
 from nanorchestra.environment import Environment
 from nanorchestra.grpo import group_advantages, moments, over_batch, overlong_punishment, per_objective, turn_shares
@@ -95,6 +96,7 @@ class Training:
         self.mixture = Mixture(weights, config.run.seed)
         self.miniature = World(config.run.seed, config.world.avoid_share)
         self.lessons = dataclasses.replace(self.miniature, lessons=True)
+        self.curriculum = Curriculum(config.run.seed, config.task.curriculum, config.warm_start.steps * config.warm_start.prompts) if config.task.curriculum else None
         self.domains = {name: open_world(name, config) for name in weights if name != MINIATURE}
         self.habits = {"sensible": config.warm_start.sensible, "heedful": config.warm_start.heedful, "quits": config.warm_start.quits}
         self.dtype = getattr(torch, resolve(config)[1])
@@ -163,6 +165,14 @@ class Training:
         """The training tasks of places of the mixture; those of the miniature are `miniature`'s."""
         return [self.domains.get(name, miniature).task("train", number) for name, number in self.mixture.places(count, start)]
 
+    def _prompts(self, count: int, start: int) -> list[Task]:
+        """The tasks of a rollout: those of the places from `start` on, or those that the curriculum draws."""
+        def task(place: int) -> Task:
+            return self._tasks(1, place, self.miniature)[0]
+
+        places = self.curriculum.draw(count, lambda place: bucket(task(place))) if self.curriculum else range(start, start + count)
+        return [task(place) for place in places]
+
     def _held_out(self) -> tuple[list[Task], list[Task]]:
         """The tasks that the run is judged by, the miniature's if it is in the mixture, and a few of the domains that are mixed in with it."""
         section = self.config.evaluation
@@ -227,7 +237,7 @@ class Training:
                     tqdm.write(f"step {self.step + 1}: no group is left to learn from ({', '.join(f'{why} {share:.0%}' for why, share in filtered.items())}); no update")
             done = time.monotonic()
             self.step += 1
-            row = {"phase": "grpo", "step": self.step, **self._measure(tasks, trajectories), **_plain(metrics), "filtered": filtered,
+            row = {"phase": "grpo", "step": self.step, **self._measure(tasks, trajectories), **_plain(metrics), "filtered": filtered, **({"curriculum": self.curriculum.weights()} if self.curriculum else {}),
                    "tokens_per_s": (sum(len(t.ids) - t.prompt_length for t in trajectories)) / (done - start), "seconds": done - start,
                    "phase_seconds": {"rollout": rolled - start, "train": done - rolled}} | ({"retried": retried} if retried else {})
             self._append("metrics", row)
@@ -300,7 +310,7 @@ class Training:
                     tqdm.write(f"step {self.step + 1}: {len(groups)} of {section.prompts} groups teach; sampling {section.prompts} more ({again} of {section.resample} times)")
             else:
                 first = start + self.step * section.prompts
-            fresh = [task for task in self._tasks(section.prompts, first, self.miniature) for _ in range(section.group_size)]
+            fresh = [task for task in self._prompts(section.prompts, first) for _ in range(section.group_size)]
             place = f"{self.step}/{again}" if again else f"{self.step}"
             seeds = [random.Random(f"{self.config.run.seed}/rollout/{place}/{i}").getrandbits(48) for i in range(len(fresh))]
             attempts, failed = self._attempts(rollout, fresh, seeds)
@@ -318,6 +328,8 @@ class Training:
         for start in range(0, len(tasks), size):
             members, task = trajectories[start: start + size], tasks[start]
             valid = [member.status != "infrastructure" for member in members]
+            if self.curriculum and any(valid):
+                self.curriculum.learn(bucket(task), [member.outcome for member, ok in zip(members, valid) if ok])
             cut = [section.drop_overlong and member.status in ("token_limit", "turn_limit") for member in members]
             if section.per_objective:
                 columns = reward_columns(members, task.preference, valid, task_bounds(task) if section.bounds == "task" else None)
@@ -427,7 +439,7 @@ class Training:
         """Begins a checkpoint of this moment; it is written while training goes on."""
         notes = {"phase": self.phase, "step": self.step, "before": self.before, "seconds": self._elapsed(), "few_tools": [self.few_tools, self.few_since],
                  "skipped": self.skipped, "offsets": self.run.offsets() if self.ranks.first else {}, "optimizer": self.trainer.optimizer_kind,
-                 "reference": self.trainer.reference is not None}
+                 "reference": self.trainer.reference is not None, "curriculum": self.curriculum and dataclasses.asdict(self.curriculum)}
         self.checkpoints.save(f"{0 if self.phase == 'warm_start' else 1}-{self.phase}-{self.step:06d}", self.trainer.tensors(), notes)
 
     def restore(self) -> None:
@@ -437,6 +449,7 @@ class Training:
             self.phase, self.step, self.before, self.seconds = notes["phase"], notes["step"], notes["before"], notes["seconds"]
             self.few_tools, self.few_since = notes["few_tools"]
             self.skipped = notes["skipped"]
+            self.curriculum = self.curriculum and Curriculum(**notes["curriculum"])
         if self.ranks.first:
             self.run.truncate(notes["offsets"] if notes else {"metrics": 0, "trajectories": 0})
             where = f"at {self.phase} step {self.step}" if notes else "from its beginning: it has no checkpoint yet"
@@ -510,6 +523,12 @@ def open_world(name: str, config: Config) -> toolscale.ToolScaleWorld:
     if not Path(name).exists():
         raise UserError(f"task.world: there is no world {name!r}; it must be {MINIATURE}, {DOMAINS}, a directory that data_gen.py wrote, or a .jsonl file of tau2 tasks")
     return toolscale.load_world(name, config.run.seed, config.task.experts)
+
+
+def bucket(task: Task) -> str:
+    """What the curriculum takes together: tasks of a kind, or a domain, of the same difficulty."""
+    data = task.data
+    return f"{data['kind']} {data['difficulty'] if 'difficulty' in data else data['task'].get('level', '')}".rstrip()
 
 
 class _Scored:
