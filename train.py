@@ -42,6 +42,7 @@ from nanorchestra import Engine, SamplingParams, chat, load_model
 from nanorchestra.agent import Limits, PolicyPrice, Rollout
 from nanorchestra.checkpoint import Checkpoints
 from nanorchestra.config import BEST, Config, load_config, scaled_down, to_toml
+from nanorchestra.curriculum import Curriculum
 from nanorchestra.distributed import Ranks, shard_model
 from nanorchestra.environment import Environment
 from nanorchestra.grpo import group_advantages, moments, over_batch, overlong_punishment, per_objective
@@ -106,6 +107,7 @@ class Training:
         self.mixture = Mixture(weights, config.run.seed)
         self.miniature = World(config.run.seed, config.world.avoid_share)
         self.lessons = World(config.run.seed, lessons=True)
+        self.curriculum = Curriculum(config.run.seed, config.task.curriculum, config.warm_start.steps * config.warm_start.prompts) if config.task.curriculum else None
         self.domains = {name: open_world(name, config) for name in weights if name != MINIATURE}
         self.habits = {"sensible": config.warm_start.sensible, "heedful": config.warm_start.heedful, "quits": config.warm_start.quits}
         self.dtype = getattr(torch, resolve(config)[1])
@@ -206,6 +208,14 @@ class Training:
         """The training tasks of places of the mixture; those of the miniature are `miniature`'s."""
         return [self.domains.get(name, miniature).task("train", number) for name, number in self.mixture.places(count, start)]
 
+    def _prompts(self, count: int, start: int) -> list[Task]:
+        """The tasks of a rollout: those of the places from `start` on, or those that the curriculum draws."""
+        def task(place: int) -> Task:
+            return self._tasks(1, place, self.miniature)[0]
+
+        places = self.curriculum.draw(count, lambda place: bucket(task(place))) if self.curriculum else range(start, start + count)
+        return [task(place) for place in places]
+
     def _judged_by(self, count: int, start: int = 0) -> list[Task]:
         """Held-out tasks that the run is judged by: the miniature's, if it is in the mixture."""
         return self.miniature.tasks("held_out", count, start) if MINIATURE in self.mixture.weights else self._of_domains(count, start)
@@ -301,7 +311,7 @@ class Training:
             self.engine.update_weights(named_hf_tensors(self.trainer.model, self.dtype) if groups else None)
             done = time.monotonic()
             self.step += 1
-            row = {"phase": "grpo", "step": self.step, **self._measure(tasks, trajectories), **_plain(metrics), "filtered": filtered,
+            row = {"phase": "grpo", "step": self.step, **self._measure(tasks, trajectories), **_plain(metrics), "filtered": filtered, **({"curriculum": self.curriculum.weights()} if self.curriculum else {}),
                    "tokens_per_s": (sum(len(t.ids) - t.prompt_length for t in trajectories)) / (done - start), "seconds": done - start,
                    "phase_seconds": {"rollout": rolled - start, "train": trained - rolled, "weights": done - trained - waited} | ({"wait": waited} if overlap else {}),
                    **self._use(metrics, trained - rolled)} | ({"retried": retried} if retried else {})
@@ -423,7 +433,7 @@ class Training:
                     tqdm.write(f"step {self.step + 1}: too few groups teach; sampling {section.prompts} more ({again} of {section.resample} times)")
             else:
                 first = start + self.step * section.prompts
-            fresh = [task for task in self._tasks(section.prompts, first, self.miniature) for _ in range(section.group_size)]
+            fresh = [task for task in self._prompts(section.prompts, first) for _ in range(section.group_size)]
             place = f"{self.step}/{again}" if again else f"{self.step}"
             seeds = [random.Random(f"{self.config.run.seed}/rollout/{place}/{i}").getrandbits(48) for i in range(len(fresh))]
             yield fresh, *self._attempts(rollout, fresh, seeds)
@@ -448,6 +458,8 @@ class Training:
         for start in range(0, len(tasks), size):
             members, task = trajectories[start: start + size], tasks[start]
             valid = [member.status != "infrastructure" for member in members]
+            if self.curriculum and any(valid):
+                self.curriculum.learn(bucket(task), [member.outcome for member, ok in zip(members, valid) if ok])
             cut = [section.drop_overlong and member.status in ("token_limit", "turn_limit") for member in members]
             if section.per_objective:
                 columns = reward_columns(members, task.preference, valid, task_bounds(task) if section.bounds == "task" else None)
@@ -583,7 +595,7 @@ class Training:
         """Begins a checkpoint of this moment; it is written while training goes on."""
         notes = {"phase": self.phase, "step": self.step, "before": self.before, "seconds": self._elapsed(), "few_tools": [self.few_tools, self.few_since],
                  "skipped": self.skipped, "best": self.best, "offsets": self.run.offsets() if self.ranks.first else {}, "optimizer": self.trainer.optimizer_kind,
-                 "reference": self.trainer.reference is not None,
+                 "reference": self.trainer.reference is not None, "curriculum": self.curriculum and dataclasses.asdict(self.curriculum),
                  "ahead": self.ahead and {"rows": [to_row(*pair) for pair in zip(*self.ahead[:2])], "retried": self.ahead[-1]}}
         self.checkpoints.save(f"{0 if self.phase == 'warm_start' else 1}-{self.phase}-{self.step:06d}", self.trainer.tensors(), notes)
 
@@ -594,6 +606,7 @@ class Training:
             self.phase, self.step, self.before, self.seconds = notes["phase"], notes["step"], notes["before"], notes["seconds"]
             self.few_tools, self.few_since = notes["few_tools"]
             self.skipped, self.best = notes["skipped"], notes.get("best")
+            self.curriculum = self.curriculum and Curriculum(**notes["curriculum"])
             if notes.get("ahead"):
                 size = self.config.grpo.prompts * self.config.grpo.group_size
                 self.ahead = self._sample(batches([from_row(row) for row in notes["ahead"]["rows"]], size, notes["ahead"]["retried"]))
@@ -676,6 +689,12 @@ def open_world(name: str, config: Config) -> toolscale.ToolScaleWorld:
     if not Path(name).exists():
         raise UserError(f"task.world: there is no world {name!r}; it must be {MINIATURE}, {DOMAINS}, a directory that data_gen.py wrote, or a .jsonl file of tau2 tasks")
     return toolscale.load_world(name, config.run.seed, config.task.experts)
+
+
+def bucket(task: Task) -> str:
+    """What the curriculum takes together: tasks of a kind, or a domain, of the same difficulty."""
+    data = task.data
+    return f"{data['kind']} {data['difficulty'] if 'difficulty' in data else data['task'].get('level', '')}".rstrip()
 
 
 class _Scored:

@@ -56,6 +56,7 @@ class WorldSection:
 class TaskSection:
     world: str = "miniature"             # or domains (small, made at once), a directory that data_gen.py wrote, a .jsonl of tau2 tasks; or "miniature=0.9, data/=0.1"
     experts: int = 3                     # that each task of a directory or a file offers, simulated
+    curriculum: float = 0.0              # least weight of tasks whose kind always, or never, succeeds, where those at 50% weigh 1; 0: all weigh the same
 
 
 @dataclass(frozen=True)
@@ -282,7 +283,7 @@ def _check(source: str, section: str, key: str, value: Any) -> None:
             raise UserError(f"{source}: {section}.{key} is {value}; it must be a finite number, 0 or more")
         if where in _POSITIVE and value == 0:
             raise UserError(f"{source}: {section}.{key} is 0; it must be above 0")
-    if (key.endswith(("_share", "_fraction")) or key in ("hold", "sensible", "heedful", "quits", "keep_outcome")) and value > 1:
+    if (key.endswith(("_share", "_fraction")) or key in ("hold", "sensible", "heedful", "quits", "keep_outcome", "curriculum")) and value > 1:
         raise UserError(f"{source}: {section}.{key} is {value}; it must lie in 0..1")
 
 

@@ -98,7 +98,8 @@ class Packed:
 
 
 def pack(groups: Sequence[Group], device: torch.device | str = "cpu", attention: str = "triton") -> Packed:
-    """Lays out every id once: what all prompts begin with, then each prompt's rest and its samples as a tree; no padding. attention: ops.packed_attention's kernel.
+    """Lays out every id once: what the prompts of a world begin with, then each prompt's rest and its samples as a tree; no padding.
+    attention: ops.packed_attention's kernel.
 
     Without groups it is one id that predicts nothing, for a rank that has no work but must take part in forward and backward.
     """
@@ -137,10 +138,15 @@ def pack(groups: Sequence[Group], device: torch.device | str = "cpu", attention:
     sequences: list[int] = []
     trajectory_ids: list[int] = []
     number = 0
-    prompts = [group.prompt for group in groups]
-    common = min(agree(prompts), min(map(len, prompts)) - 1) if len(prompts) > 1 else 0        # each keeps an id of its own
-    beginning = lay(groups[0].prompt[:common], 0, None) if common else None
+    worlds: dict[tuple[int, ...], list[list[int]]] = {}       # prompts that begin alike: those of one world
     for group in groups:
+        worlds.setdefault(tuple(group.prompt[:SHARED_IDS]), []).append(group.prompt)
+    beginnings = {}
+    for key, prompts in worlds.items():
+        common = min(agree(prompts), min(map(len, prompts)) - 1) if len(prompts) > 1 else 0    # each keeps an id of its own
+        beginnings[key] = common, lay(prompts[0][:common], 0, None) if common else None
+    for group in groups:
+        common, beginning = beginnings[tuple(group.prompt[:SHARED_IDS])]
         prompt = lay(group.prompt[common:], common, beginning)
         places: list[list[int]] = [[] for _ in group.samples]
         lay_tree(group.samples, places, 0, len(group.prompt), prompt)

@@ -17,7 +17,7 @@ from conftest import TIMINGS
 ROOT = Path(__file__).parent.parent
 SMALL = ["--run.threads", "1", "--run.checkpoint_every", "2", "--model.vocab_size", "700", "--model.tokenizer_tasks", "40", "--warm_start.steps", "5", "--warm_start.few_steps", "2",
          "--warm_start.prompts", "3", "--grpo.steps", "5", "--grpo.prompts", "2", "--grpo.group_size", "4", "--grpo.min_std", "0",
-         "--evaluation.tasks", "6", "--evaluation.domain_tasks", "3", "--task.world", "miniature=0.7, domains=0.3",
+         "--evaluation.tasks", "6", "--evaluation.domain_tasks", "3", "--task.world", "miniature=0.7, domains=0.3", "--task.curriculum", "0.2",
          "--rollout.turns", "2", "--rollout.turn_tokens", "24", "--rollout.context_tokens", "900"]
 
 
