@@ -301,21 +301,15 @@ def objections(task: Task, offered: dict[str, Any], asked: Sequence[str] = ()) -
     return [reason for reason, holds in reasons.items() if holds]
 
 
-def acceptable(task: Task, tools: Sequence[dict[str, Any]], asked: Sequence[str] = (), heeds: bool = True) -> list[dict[str, Any]]:
-    """The tools that nothing speaks against (a ban only if it `heeds` bans); if there is none, those that are only dear or slow."""
-    against = [set(objections(task, t, asked)) - (set() if heeds else {"banned"}) for t in tools]
-    return [t for t, why in zip(tools, against) if not why] or [t for t, why in zip(tools, against) if why <= {"dear", "slow"}]
-
-
 def consider(task: Task, asked: Sequence[str] = ()) -> str:
     """What decides a choice, said right before it: the kind of question, the wish, what to avoid; the tools by kind, each with what speaks
-    against it; and those that are acceptable."""
+    against it; and those that nothing speaks against."""
     data, wish = task.data, task.preference
     topic = f"{data['difficulty']} {data['subject']}" if data["kind"] == "knowledge" else data["kind"]
     avoided = "".join(f", avoid {t['what']}" for t in data["tools"] if t["name"] in wish.avoided)
     against = {t["what"]: objections(task, t, asked) for t in data["tools"]}
     listed = ", ".join(" ".join([what, *reasons]) for what, reasons in against.items())
-    left = " ".join(t["what"] for t in acceptable(task, data["tools"], asked)) or "none"
+    left = " ".join(what for what, reasons in against.items() if not reasons) or "none"
     return f"{topic}. {preference_name(wish)}{avoided}. {listed}. left {left}"
 
 
@@ -367,9 +361,9 @@ class Lesson:
 
 
 def common_sense(task: Task, options: list[dict[str, Any]], rng: random.Random, heeds: bool = True) -> dict[str, Any]:
-    """What anybody would choose who can read, among the acceptable tools: the tool made for such questions; else who is to be right at any
-    price takes the specialist or the biggest name, and who is not takes any of them."""
-    options = acceptable(task, options, heeds=heeds) or options
+    """What anybody would choose who can read, among the tools that nothing speaks against (a ban only if it `heeds` bans): the tool made for
+    such questions; else who is to be right at any price takes the specialist or the biggest name, and who is not takes any of them."""
+    options = [t for t in options if not set(objections(task, t)) - (set() if heeds else {"banned"})] or options
     fitting = [t for t in options if t["what"] == FITS.get(task.data["kind"])]
     if fitting:
         return fitting[0]

@@ -18,7 +18,6 @@ import argparse
 import copy
 import ctypes
 import dataclasses
-import itertools
 import os
 import random
 import resource
@@ -36,19 +35,16 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from data_gen import World, demonstrate, demonstrate_turns, describe, environment, texts
-from evaluate import NANO, evaluate, evaluate_routers, price_probe, score, summarise, task_bounds
-from nanorchestra import Engine, SamplingParams, chat, load_model
+from data_gen import describe
+from evaluate import NANO, evaluate, evaluate_routers, price_probe, score, summarise
+from nanorchestra import Engine, SamplingParams, load_model
 from nanorchestra.agent import Limits, PolicyPrice, Rollout
 from nanorchestra.checkpoint import Checkpoints
 from nanorchestra.config import BEST, Config, load_config, scaled_down, to_toml
 from nanorchestra.curriculum import Curriculum
 from nanorchestra.distributed import Ranks, shard_model
-from nanorchestra.environment import Environment
-from nanorchestra.grpo import group_advantages, moments, over_batch, overlong_punishment, per_objective
 from nanorchestra.lora import add_adapters, merge, reset as reset_adapters, save_adapter
 from nanorchestra.metrics import Run, table
-from nanorchestra.mixture import Mixture, parse_mixture
 from nanorchestra.model import PRESETS, ModelConfig, Qwen3
 from nanorchestra.overlap import beside, running
 from nanorchestra.plan import GB, peak_flops, plan
@@ -57,17 +53,15 @@ from nanorchestra.replay import Batch, SavedRollouts, batches, from_row, to_row
 from nanorchestra.report import write_report
 from nanorchestra.sandbox import Sandbox
 from nanorchestra.tokenizer import Tokenizer, train_bpe
-from nanorchestra.trainer import Group, Sample, Schedule, Trainer
-from nanorchestra.trajectories import contexts, load_kept, parts, take, tally
+from nanorchestra.trainer import Group, Schedule, Trainer
+from nanorchestra.trajectories import load_kept, take, tally
 from nanorchestra.types import Task, Trajectory, UserError
 from nanorchestra.watch import Watch, needed, peak_memory_mb
 from nanorchestra.weights import named_hf_tensors, save_checkpoint
-from reward import POLICY, PRICES, group_rewards, preference_score, reward_columns
-from toolscale import environment as toolscale
-from toolscale.small import small_world
+from practice import Practice
+from reward import POLICY, PRICES
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "nano.toml"
-MINIATURE, DOMAINS = "miniature", "domains"      # worlds of task.world that need no files
 FEW_TOOLS = 2               # lessons of the warm start begin with warm_start.first_tools and go up to so many; then they offer all that a task has
 
 
@@ -103,17 +97,11 @@ class Training:
 
     def __init__(self, config: Config, run: Run, sandbox: Sandbox, ranks: Ranks):
         self.config, self.run, self.sandbox, self.ranks = config, run, sandbox, ranks
-        weights = parse_mixture(config.task.world, "task.world")
-        self.mixture = Mixture(weights, config.run.seed)
-        self.miniature = World(config.run.seed, config.world.avoid_share)
-        self.lessons = World(config.run.seed, lessons=True)
-        self.curriculum = Curriculum(config.run.seed, config.task.curriculum, config.warm_start.steps * config.warm_start.prompts) if config.task.curriculum else None
-        self.domains = {name: open_world(name, config) for name in weights if name != MINIATURE}
-        self.habits = {"sensible": config.warm_start.sensible, "heedful": config.warm_start.heedful, "quits": config.warm_start.quits}
+        self.practice = Practice(config, sandbox)
         self.dtype = getattr(torch, resolve(config)[1])
         self.peak = peak_flops(ranks.device, self.dtype)
         model, self.tokenizer = self._model()
-        self._check_room()
+        self.practice.check_room(self.tokenizer)
         self.examples = self._examples()
         settings, rollout, parallel = config.grpo, config.rollout, config.parallel
         training, prefill = self._attention(model.config)
@@ -159,10 +147,7 @@ class Training:
             raise UserError(f"model.preset is {section.preset!r}; it must be one of {', '.join(PRESETS)}")
         saved = self.run.path / "tokenizer"
         if ranks.first and not saved.exists():
-            counts = Counter(name for name, _ in self.mixture.places(section.tokenizer_tasks))
-            shown = [texts(self.lessons, counts[MINIATURE], self.sandbox, **self.habits)] if counts[MINIATURE] else []
-            shown += [toolscale.texts(world, counts[name]) for name, world in self.domains.items()]
-            train_bpe(itertools.chain(*shown), section.vocab_size).save(saved)
+            train_bpe(self.practice.texts(section.tokenizer_tasks), section.vocab_size).save(saved)
         ranks.gather(None)                                                        # the others wait for it
         tokenizer = Tokenizer.from_dir(saved)
         context = max(PRESETS[section.preset].max_position_embeddings, self.config.rollout.context_tokens)
@@ -194,42 +179,11 @@ class Training:
             self.run.write_text("config.toml", to_toml(self.config))
         return training, prefill
 
-    def _check_room(self) -> None:
-        """UserError if the prompts of a domain, which hold a policy and tools, leave no room for a turn."""
-        limits = self.config.rollout
-        for name, world in self.domains.items():
-            prompts = (world.environment(task, 0) for task in world.tasks("train", 20))
-            longest = max(len(chat.encode(self.tokenizer, env.messages, env.tools)) for env in prompts)
-            if longest + limits.turn_tokens > limits.context_tokens:
-                raise UserError(f"{name}: prompts of {longest} tokens; rollout.context_tokens is {limits.context_tokens}, it must be at least "
-                                f"{longest + limits.turn_tokens} for one turn, and more for a conversation")
-
-    def _tasks(self, count: int, start: int, miniature: World) -> list[Task]:
-        """The training tasks of places of the mixture; those of the miniature are `miniature`'s."""
-        return [self.domains.get(name, miniature).task("train", number) for name, number in self.mixture.places(count, start)]
-
-    def _prompts(self, count: int, start: int) -> list[Task]:
-        """The tasks of a rollout: those of the places from `start` on, or those that the curriculum draws."""
-        def task(place: int) -> Task:
-            return self._tasks(1, place, self.miniature)[0]
-
-        places = self.curriculum.draw(count, lambda place: bucket(task(place))) if self.curriculum else range(start, start + count)
-        return [task(place) for place in places]
-
-    def _judged_by(self, count: int, start: int = 0) -> list[Task]:
-        """Held-out tasks that the run is judged by: the miniature's, if it is in the mixture."""
-        return self.miniature.tasks("held_out", count, start) if MINIATURE in self.mixture.weights else self._of_domains(count, start)
-
-    def _of_domains(self, count: int, start: int = 0) -> list[Task]:
-        """Held-out tasks of the domains alone, in the mixture's proportions."""
-        mixed = Mixture({name: weight for name, weight in self.mixture.weights.items() if name in self.domains}, self.config.run.seed)
-        return [self.domains[name].task("held_out", number) for name, number in mixed.places(count, start)]
-
     def _examples(self) -> list[list[Trajectory]]:
         """What the warm start imitates instead of the teacher, task by task, if it does."""
         section = self.config.warm_start
         if not (section.steps and section.trajectories):
-            if self.domains and section.steps and self.config.rollout.context == "rebuild":
+            if self.practice.domains and section.steps and self.config.rollout.context == "rebuild":
                 raise UserError("rollout.context is 'rebuild': demonstrations in a world of task.world are conversations; it must be 'append', "
                                 "or set warm_start.trajectories, or warm_start.steps 0")
             return []
@@ -249,12 +203,11 @@ class Training:
         while self.step < section.steps:
             start = time.monotonic()
             few = self.few_tools <= FEW_TOOLS
-            lessons = dataclasses.replace(self.lessons, most_tools=self.few_tools if few else 0)
             if self.examples:
-                groups = [self._group(members) for members in take(self.examples, self.step * section.prompts, section.prompts, self.config.run.seed)]
+                groups = [self.practice.group(members) for members in take(self.examples, self.step * section.prompts, section.prompts, self.config.run.seed)]
             else:
-                tasks = self._tasks(section.prompts, self.step * section.prompts, lessons)
-                groups = self.ranks.map(lambda mine: [self._demonstrations(task) for task in mine], tasks)
+                tasks = self.practice.teach(section.prompts, self.step * section.prompts, self.few_tools if few else 0)
+                groups = self.ranks.map(lambda mine: [self.practice.demonstrations(task, self.tokenizer) for task in mine], tasks)
             shown = time.monotonic()
             metrics = self.trainer.supervised_step(groups, schedule.at(self.step))
             seconds = time.monotonic() - start
@@ -311,7 +264,7 @@ class Training:
             self.engine.update_weights(named_hf_tensors(self.trainer.model, self.dtype) if groups else None)
             done = time.monotonic()
             self.step += 1
-            row = {"phase": "grpo", "step": self.step, **self._measure(tasks, trajectories), **_plain(metrics), "filtered": filtered, **({"curriculum": self.curriculum.weights()} if self.curriculum else {}),
+            row = {"phase": "grpo", "step": self.step, **self.practice.measure(tasks, trajectories), **_plain(metrics), "filtered": filtered, **({"curriculum": self.practice.curriculum.weights()} if self.practice.curriculum else {}),
                    "tokens_per_s": (sum(len(t.ids) - t.prompt_length for t in trajectories)) / (done - start), "seconds": done - start,
                    "phase_seconds": {"rollout": rolled - start, "train": trained - rolled, "weights": done - trained - waited} | ({"wait": waited} if overlap else {}),
                    **self._use(metrics, trained - rolled)} | ({"retried": retried} if retried else {})
@@ -342,7 +295,7 @@ class Training:
                 tasks, trajectories, _, filtered, retried = self._sample(self._attempted(rollout))
                 self.engine.update_weights()                                      # no step finds pages of the one before, as in training
                 self.step, seconds = self.step + 1, time.monotonic() - start
-                rows.append({"phase": "rollouts", "step": self.step, **self._measure(tasks, trajectories), "filtered": filtered, "retried": retried,
+                rows.append({"phase": "rollouts", "step": self.step, **self.practice.measure(tasks, trajectories), "filtered": filtered, "retried": retried,
                              "tokens_per_s": sum(len(t.ids) - t.prompt_length for t in trajectories) / seconds, "seconds": seconds})
                 for task, trajectory in zip(tasks, trajectories):
                     self._record("rollouts", task, trajectory)
@@ -382,7 +335,7 @@ class Training:
         UserError if too many fail in the end: to learn from what is left would be to learn when tools happen to be up.
         """
         def run(places: list[int]) -> list[Trajectory]:
-            return rollout.run([self._environment(tasks[i], seeds[i], self.sandbox) for i in places], [seeds[i] for i in places])
+            return rollout.run([self.practice.environment(tasks[i], seeds[i]) for i in places], [seeds[i] for i in places])
 
         trajectories = self.ranks.map(run, range(len(tasks)), self.config.grpo.group_size)
         retried = 0
@@ -398,23 +351,6 @@ class Training:
             raise UserError(f"step {self.step + 1}: {len(failed)} of {len(tasks)} attempts failed for reasons of the infrastructure, again after "
                             f"{self.config.rollout.retries} retries (rollout.failed_share is {self.config.rollout.failed_share}); the first: {said[:200]}")
         return trajectories, retried
-
-    def _environment(self, task: Task, seed: int, sandbox: Sandbox) -> Environment:
-        world = self.domains.get(task.data.get("world"))
-        return world.environment(task, seed) if world else environment(task, seed, sandbox)
-
-    def _demonstrations(self, task: Task) -> Group:
-        samples = []
-        for seed in range(self.config.warm_start.samples):
-            env = self._environment(task, seed, self.sandbox)
-            if self.config.rollout.context == "rebuild":
-                limits = self.config.rollout
-                turns = demonstrate_turns(env, self.tokenizer, seed, limits.context_tokens - limits.turn_tokens, **self.habits)
-                samples += [(prompt, Sample(ids, [True] * len(ids))) for prompt, ids in turns]
-                continue
-            prompt, ids, sampled = toolscale.teach(env, self.tokenizer) if isinstance(env, toolscale.DomainEnvironment) else demonstrate(env, self.tokenizer, seed, **self.habits)
-            samples.append((prompt, Sample(ids, sampled)))
-        return Group.of(samples)
 
     def _count_skipped(self, metrics: dict[str, float]) -> None:
         """UserError after too many steps in a row whose loss or gradient was not finite."""
@@ -433,7 +369,7 @@ class Training:
                     tqdm.write(f"step {self.step + 1}: too few groups teach; sampling {section.prompts} more ({again} of {section.resample} times)")
             else:
                 first = start + self.step * section.prompts
-            fresh = [task for task in self._prompts(section.prompts, first) for _ in range(section.group_size)]
+            fresh = [task for task in self.practice.prompts(section.prompts, first) for _ in range(section.group_size)]
             place = f"{self.step}/{again}" if again else f"{self.step}"
             seeds = [random.Random(f"{self.config.run.seed}/rollout/{place}/{i}").getrandbits(48) for i in range(len(fresh))]
             yield fresh, *self._attempts(rollout, fresh, seeds)
@@ -444,71 +380,11 @@ class Training:
         section = self.config.grpo
         tasks, trajectories, groups, reasons, retried = [], [], [], Counter(), 0
         for fresh, attempts, failed in portions:
-            more, why = self._groups(fresh, attempts)
+            more, why = self.practice.groups(fresh, attempts)
             tasks, trajectories, groups, reasons, retried = tasks + fresh, trajectories + attempts, groups + more, reasons + why, retried + failed
             if len(groups) >= section.prompts:
                 break
         return tasks, trajectories, groups[: section.prompts], {reason: count / len(tasks) for reason, count in reasons.items()}, retried
-
-    def _groups(self, tasks: list[Task], trajectories: list[Trajectory]) -> tuple[list[Group], Counter[str]]:
-        """Rewards and advantages of each group; the samples that enter the loss, and how many are left out for each reason."""
-        section, size, limit = self.config.grpo, self.config.grpo.group_size, self.config.rollout.context_tokens
-        reasons: Counter[str] = Counter()
-        kept: list[list[Trajectory]] = []
-        for start in range(0, len(tasks), size):
-            members, task = trajectories[start: start + size], tasks[start]
-            valid = [member.status != "infrastructure" for member in members]
-            if self.curriculum and any(valid):
-                self.curriculum.learn(bucket(task), [member.outcome for member, ok in zip(members, valid) if ok])
-            cut = [section.drop_overlong and member.status in ("token_limit", "turn_limit") for member in members]
-            if section.per_objective:
-                columns = reward_columns(members, task.preference, valid, task_bounds(task) if section.bounds == "task" else None)
-                rewards = per_objective(columns, [ok and not long for ok, long in zip(valid, cut)])
-            elif section.bounds == "task":
-                rewards = [member.reward for member in members]
-            else:
-                rewards = group_rewards(members, task.preference, valid)
-            if section.overlong_share:
-                lengths = [max(end - begin for begin, _, end in contexts(member)) for member in members]
-                rewards = [reward + (-1.0 if member.status == "token_limit" else overlong_punishment(length, limit, round(section.overlong_share * limit)))
-                           for reward, member, length in zip(rewards, members, lengths)]
-            advantages, why = group_advantages(rewards, valid, well_formed=[member.well_formed for member in members], overlong=cut, min_std=section.min_std,
-                                               drop_invalid_format=section.drop_invalid_format, std=section.normalise_std and not section.per_objective,
-                                               leave_one_out=section.leave_one_out, clip=None if section.per_objective else section.advantage_clip)
-            for member, advantage in zip(members, advantages):
-                member.advantage = advantage
-            reasons.update(reason for reason in why if reason)
-            kept.append([member for member, reason in zip(members, why) if reason is None])
-        if section.per_objective:
-            members = [member for group in kept for member in group]
-            over = over_batch([member.advantage for member in members], moments(member.advantage for member in members))
-            for member, advantage in zip(members, over):
-                member.advantage = max(-section.advantage_clip, min(section.advantage_clip, advantage))
-        return [self._group(members) for members in kept if members], reasons
-
-    def _group(self, members: list[Trajectory]) -> Group:
-        """What enters the loss: all ids after the prompt of an attempt, or of each of its turns."""
-        return Group.of([part for member in members for part in parts(member, self.config.grpo.credit)])
-
-    def _measure(self, tasks: list[Task], trajectories: list[Trajectory]) -> dict[str, Any]:
-        """Means over the rollout, rewards in their absolute form; calls by what stands behind the alias."""
-        size, calls = self.config.grpo.group_size, Counter()
-        for task, trajectory in zip(tasks, trajectories):
-            behind = {t["name"]: t["what"] for t in task.data["tools"]}
-            for name, count in trajectory.calls.items():
-                calls[behind.get(name, "unknown")] += count
-        groups = [[t.reward for t in trajectories[i: i + size]] for i in range(0, len(tasks), size)]
-        earned: Counter[str] = Counter()                                          # of the rewards, by what earned it
-        for task, trajectory in zip(tasks, trajectories):
-            columns = reward_columns([trajectory], task.preference, bounds=task_bounds(task))
-            for i, (weight, (value,)) in enumerate(columns):
-                earned[("outcome", "cost", "latency", "tools")[min(i, 3)]] += weight * value / len(tasks)
-        asked = [any(t.calls.get(name) for name in task.preference.avoided) for task, t in zip(tasks, trajectories) if task.preference.avoided]
-        return {name: fmean(getattr(t, field) for t in trajectories) for name, field in
-                (("reward", "reward"), ("accuracy", "outcome"), ("cost_usd", "cost_usd"), ("latency_s", "latency_s"), ("well_formed", "well_formed"))} | {
-            "reward_parts": dict(earned), "preference": fmean(preference_score(t.cost_usd, t.latency_s, t.calls, task.preference, task_bounds(task)) for task, t in zip(tasks, trajectories)),
-            "avoided_rate": fmean(asked) if asked else None, "turns": fmean(len(t.turns) for t in trajectories),
-            "group_std": fmean(torch.tensor(g).std().item() for g in groups), "calls": {k: v / len(tasks) for k, v in sorted(calls.items())}}
 
     # What they share.
 
@@ -533,8 +409,8 @@ class Training:
 
     def evaluate(self, name: str) -> dict[str, Any]:
         """The held-out summary of the present weights; its trajectories are recorded under the phase `name`."""
-        section, both = self.config.evaluation, self.domains and MINIATURE in self.mixture.weights
-        tasks, others = self._judged_by(section.tasks), self._of_domains(section.domain_tasks) if both else []
+        section, both = self.config.evaluation, self.practice.domains and self.practice.has_miniature
+        tasks, others = self.practice.judged_by(section.tasks), self.practice.of_domains(section.domain_tasks) if both else []
         rollout, trajectories = self._held_out(tasks + others, name)
         for task, trajectory in zip(tasks + others, trajectories):
             self._record(name, task, trajectory)
@@ -552,7 +428,7 @@ class Training:
         rollout = _Divided(self._rollout(self.config.evaluation.temperature).rollout, self.ranks)
         share = -(-len(tasks) // self.ranks.world)
         with tqdm(total=share, desc=f"held-out tasks, {name}", unit="task", dynamic_ncols=True, disable=None if self.ranks.first else True) as bar:
-            return rollout, evaluate(rollout, tasks, self.config.run.seed, self.sandbox, on_done=lambda _: bar.update(), make=self._environment)
+            return rollout, evaluate(rollout, tasks, self.config.run.seed, self.sandbox, on_done=lambda _: bar.update(), make=self.practice.environment)
 
     def _evaluate_on_the_way(self) -> None:
         """After every so many steps and after the last: a row of phase "evaluation", and model-best/ if it is the best so far. Training goes on as if
@@ -560,7 +436,7 @@ class Training:
         section, start = self.config.evaluation, time.monotonic()
         if not section.every or self.step % section.every and self.step < self.config.grpo.steps:
             return
-        tasks = self._judged_by(section.every_tasks, section.tasks)
+        tasks = self.practice.judged_by(section.every_tasks, section.tasks)
         summary = summarise(tasks, self._held_out(tasks, f"step {self.step}")[1])
         self.engine.update_weights()                                              # the next step finds no pages of these attempts
         means = {name: value for name, value in summary.items() if not isinstance(value, dict)}
@@ -595,7 +471,7 @@ class Training:
         """Begins a checkpoint of this moment; it is written while training goes on."""
         notes = {"phase": self.phase, "step": self.step, "before": self.before, "seconds": self._elapsed(), "few_tools": [self.few_tools, self.few_since],
                  "skipped": self.skipped, "best": self.best, "offsets": self.run.offsets() if self.ranks.first else {}, "optimizer": self.trainer.optimizer_kind,
-                 "reference": self.trainer.reference is not None, "curriculum": self.curriculum and dataclasses.asdict(self.curriculum),
+                 "reference": self.trainer.reference is not None, "curriculum": self.practice.curriculum and dataclasses.asdict(self.practice.curriculum),
                  "ahead": self.ahead and {"rows": [to_row(*pair) for pair in zip(*self.ahead[:2])], "retried": self.ahead[-1]}}
         self.checkpoints.save(f"{0 if self.phase == 'warm_start' else 1}-{self.phase}-{self.step:06d}", self.trainer.tensors(), notes)
 
@@ -606,7 +482,7 @@ class Training:
             self.phase, self.step, self.before, self.seconds = notes["phase"], notes["step"], notes["before"], notes["seconds"]
             self.few_tools, self.few_since = notes["few_tools"]
             self.skipped, self.best = notes["skipped"], notes.get("best")
-            self.curriculum = self.curriculum and Curriculum(**notes["curriculum"])
+            self.practice.curriculum = self.practice.curriculum and Curriculum(**notes["curriculum"])
             if notes.get("ahead"):
                 size = self.config.grpo.prompts * self.config.grpo.group_size
                 self.ahead = self._sample(batches([from_row(row) for row in notes["ahead"]["rows"]], size, notes["ahead"]["retried"]))
@@ -661,8 +537,8 @@ class Training:
 
     def _finish(self, after: dict[str, Any]) -> None:
         """On rank 0: what the run comes to."""
-        tasks = self._judged_by(self.config.evaluation.tasks)
-        routers = evaluate_routers(tasks, self.config.run.seed, self.sandbox) if MINIATURE in self.mixture.weights else {}
+        tasks = self.practice.judged_by(self.config.evaluation.tasks)
+        routers = evaluate_routers(tasks, self.config.run.seed, self.sandbox) if self.practice.has_miniature else {}
         summary = {"seconds": self._elapsed(), "steps": self.step, "seed": self.config.run.seed,
                    "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
                    "parameters": sum(p.numel() for p in self.trainer.model.parameters()),
@@ -680,21 +556,6 @@ def keep_freed_memory() -> None:
     if mallopt:
         mallopt(-3, 32 << 20)                    # M_MMAP_THRESHOLD, at its maximum
         mallopt(-1, 2**31 - 1)                   # M_TRIM_THRESHOLD
-
-
-def open_world(name: str, config: Config) -> toolscale.ToolScaleWorld:
-    """A world of task.world beside the miniature: "domains", a directory that data_gen.py wrote, or a .jsonl file of tau2 tasks. UserError."""
-    if name == DOMAINS:
-        return small_world(config.run.seed, name)
-    if not Path(name).exists():
-        raise UserError(f"task.world: there is no world {name!r}; it must be {MINIATURE}, {DOMAINS}, a directory that data_gen.py wrote, or a .jsonl file of tau2 tasks")
-    return toolscale.load_world(name, config.run.seed, config.task.experts)
-
-
-def bucket(task: Task) -> str:
-    """What the curriculum takes together: tasks of a kind, or a domain, of the same difficulty."""
-    data = task.data
-    return f"{data['kind']} {data['difficulty'] if 'difficulty' in data else data['task'].get('level', '')}".rstrip()
 
 
 class _Scored:

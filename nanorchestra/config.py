@@ -28,7 +28,7 @@ class RunConfig:
     skip_limit: int = 3                  # steps in a row with a loss or gradient that is not finite: so many end the run
     attention: str = "auto"              # of training on a GPU: triton, flash-attn, or auto: whichever is measured to be faster
     log_to: str = ""                     # tensorboard, wandb, or both with a comma between: metrics.jsonl goes there too
-    report_every: float = 60.0           # seconds between two reports while the run goes on; 0: only at its end
+    report_every: float = 120.0          # seconds between two reports while the run goes on; 0: only at its end
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-import train as program
+from practice import Practice, open_world
 from data_gen import World
 from nanorchestra.config import load_config
 from nanorchestra.mixture import Mixture, parse_mixture
@@ -43,27 +43,27 @@ def test_the_miniature_keeps_its_sequence_whatever_is_mixed_in():
 
     miniature = World(3)
     house = types.SimpleNamespace(domains={"domains": Domains()}, mixture=Mixture({"miniature": 0.8, "domains": 0.2}, 3))
-    tasks = [task for start in range(0, 96, 16) for task in program.Training._tasks(house, 16, start, miniature)]
+    tasks = [task for start in range(0, 96, 16) for task in Practice.tasks(house, 16, start, miniature)]
     domains = [task for task in tasks if isinstance(task, tuple)]
     assert domains == [("domain", "train", number) for number in range(len(domains))] and 18 <= len(domains) <= 21
     assert [task for task in tasks if not isinstance(task, tuple)] == miniature.tasks("train", 96 - len(domains))
 
 
-def test_held_out_are_the_miniatures_tasks_and_a_few_of_the_domains_apart():
+def test_held_out_are_the_miniatures_tasks_and_those_of_the_domains_apart(monkeypatch):
     class Domains:
         def task(self, split, number):
             return (split, number)
 
-    def held_out(text):
-        weights = parse_mixture(text, "x")
-        house = types.SimpleNamespace(config=load_config(None, ["--evaluation.tasks", "6", "--evaluation.domain_tasks", "3"]), mixture=Mixture(weights, 0),
-                                      miniature=World(0), domains={name: Domains() for name in weights if name != "miniature"})
-        return program.Training._held_out(house)
+    monkeypatch.setattr("practice.open_world", lambda name, config: Domains())
 
-    assert held_out("miniature") == (World(0).tasks("held_out", 6), [])
-    assert held_out("miniature=0.9, d=0.1") == (World(0).tasks("held_out", 6), [("held_out", number) for number in range(3)])
-    assert held_out("d") == ([("held_out", number) for number in range(6)], [])
-    assert sorted(held_out("d, e")[0]) == sorted([("held_out", number) for number in range(3)] * 2)
+    def practice(text):
+        return Practice(load_config(None, ["--task.world", text]), sandbox=None)
+
+    assert practice("miniature").judged_by(6) == World(0).tasks("held_out", 6) and practice("miniature").has_miniature
+    mixed = practice("miniature=0.9, d=0.1")
+    assert mixed.judged_by(6) == World(0).tasks("held_out", 6) and mixed.of_domains(3) == [("held_out", number) for number in range(3)]
+    assert practice("d").judged_by(6, 2) == [("held_out", number) for number in range(2, 8)] and not practice("d").has_miniature
+    assert sorted(practice("d, e").judged_by(6)) == sorted([("held_out", number) for number in range(3)] * 2)
 
 
 @pytest.mark.parametrize("text, words", [
@@ -86,7 +86,7 @@ def test_what_is_wrong_with_the_weights_is_named_before_there_is_a_run(text, wor
 def test_worlds_that_are_not_there_or_hold_nothing_to_train_on_are_named(tmp_path):
     def refused(name, *words):
         with pytest.raises(UserError) as error:
-            program.open_world(str(name), load_config(None))
+            open_world(str(name), load_config(None))
         assert "\n" not in str(error.value) and all(word in str(error.value) for word in words), error.value
 
     refused("minature", "'minature'", "miniature, domains")

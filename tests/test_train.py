@@ -113,7 +113,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(straight, tmp_path):
     assert rows(run) == rows(straight[0]) and final(run) == final(straight[0])
 
 
-def test_attempts_that_the_infrastructure_failed_are_made_again_then_left_out_then_end_the_run(monkeypatch):
+def test_attempts_that_the_infrastructure_failed_are_made_again_then_left_out_then_end_the_run():
     import types
 
     import train as program
@@ -121,7 +121,6 @@ def test_attempts_that_the_infrastructure_failed_are_made_again_then_left_out_th
     from nanorchestra.distributed import Ranks
     from nanorchestra.types import Trajectory, UserError
 
-    monkeypatch.setattr(program, "environment", lambda task, seed, sandbox: (task, seed))
     failures: dict[int, int] = {}
 
     class Rollout:
@@ -134,8 +133,8 @@ def test_attempts_that_the_infrastructure_failed_are_made_again_then_left_out_th
 
     def attempts(*counts):
         failures.update(enumerate(counts))
-        house = types.SimpleNamespace(ranks=Ranks(), config=load_config(None, ["--rollout.retries", "2", "--rollout.failed_share", "0.4"]), sandbox=None, step=0,
-                                      _environment=lambda task, seed, sandbox: program.environment(task, seed, sandbox))
+        house = types.SimpleNamespace(ranks=Ranks(), config=load_config(None, ["--rollout.retries", "2", "--rollout.failed_share", "0.4"]), step=0,
+                                      practice=types.SimpleNamespace(environment=lambda task, seed: (task, seed)))
         return program.Training._attempts(house, Rollout(), range(len(counts)), [7] * len(counts))
 
     trajectories, retried = attempts(0, 1, 0, 2, 9)
@@ -192,7 +191,7 @@ def test_the_best_evaluation_keeps_its_checkpoint_the_first_of_equals(monkeypatc
         config = load_config(None, ["--evaluation.every", "2", "--evaluation.every_tasks", "3", "--evaluation.tasks", "5", "--evaluation.best", "cost_per_correct_usd", "--grpo.steps", "7"])
         run = Run.create(tmp_path / str(len(list(tmp_path.iterdir()))), "")
         (run.path / "model-best").mkdir()
-        house = types.SimpleNamespace(config=config, ranks=Ranks(), run=run, best=best, _judged_by=lambda count, start: [f"held_out-{start + i}" for i in range(count)],
+        house = types.SimpleNamespace(config=config, ranks=Ranks(), run=run, best=best, practice=types.SimpleNamespace(judged_by=lambda count, start: [f"held_out-{start + i}" for i in range(count)]),
                                       _held_out=held_out, engine=types.SimpleNamespace(update_weights=lambda: None), export=lambda path: exported.append(house.step),
                                       _append=lambda log, row: run.append(log, row))
         exported.clear()
