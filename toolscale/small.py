@@ -39,7 +39,7 @@ def shrunk(world: World, task: dict[str, Any], business: str, today: str) -> dic
     tools = [name for name in task["tools"] if name in golden or name in others]
     instructions = task["user_scenario"]["instructions"]
     opening = "; ".join(part[:1].lower() + part[1:] for part in [*instructions["known_info"].rstrip(".").split(". "), instructions["reason_for_call"]])
-    told = {"reason_for_call": opening[:1].upper() + opening[1:], "known_info": None}
+    told = {"reason_for_call": opening[:1].upper() + opening[1:]}
     policy = f"You are the agent of {business}. Today is {today}. Tell the user only what the tools return.\n"
     policy += "".join(f"- {name}: {' '.join(said)}\n" for name in tools if (said := rules(world.by_name[name])))
     return task | {"tools": tools, "policy": policy, "user_scenario": task["user_scenario"] | {"instructions": instructions | told}}
