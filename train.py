@@ -230,7 +230,7 @@ class Training:
             self.step += 1
             row = {"phase": "grpo", "step": self.step, **self._measure(tasks, trajectories), **_plain(metrics), "filtered": filtered,
                    "tokens_per_s": (sum(len(t.ids) - t.prompt_length for t in trajectories)) / (done - start), "seconds": done - start,
-                   "phase_seconds": {"rollout": rolled - start, "train": done - rolled} | waited} | ({"retried": retried} if retried else {})
+                   "phase_seconds": {"rollout": rolled - start, "train": done - rolled - sum(waited.values())} | waited} | ({"retried": retried} if retried else {})
             self._append("metrics", row)
             recorded = len(tasks) if "skipped" in metrics else self.config.run.record_groups * section.group_size
             for task, trajectory in list(zip(tasks, trajectories))[:recorded]:
