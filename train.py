@@ -264,7 +264,8 @@ class Training:
             self.engine.update_weights(named_hf_tensors(self.trainer.model, self.dtype) if groups else None)
             done = time.monotonic()
             self.step += 1
-            row = {"phase": "grpo", "step": self.step, **self.practice.measure(tasks, trajectories), **_plain(metrics), "filtered": filtered, **({"curriculum": self.practice.curriculum.weights()} if self.practice.curriculum else {}),
+            curriculum = {"curriculum": self.practice.curriculum.weights()} if self.practice.curriculum else {}
+            row = {"phase": "grpo", "step": self.step, **self.practice.measure(tasks, trajectories), **_plain(metrics), "filtered": filtered, **curriculum,
                    "tokens_per_s": (sum(len(t.ids) - t.prompt_length for t in trajectories)) / (done - start), "seconds": done - start,
                    "phase_seconds": {"rollout": rolled - start, "train": trained - rolled, "weights": done - trained - waited} | ({"wait": waited} if overlap else {}),
                    **self._use(metrics, trained - rolled)} | ({"retried": retried} if retried else {})
