@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Callable, Iterator, Sequence
 
 import torch
@@ -44,8 +44,8 @@ class Sample:
     logprobs: list[float] | None = None
     advantage: float | list[float] = 0.0
     trajectory_ids: int | None = None
-    trajectory: Trajectory | None = None
-    trainer_logprobs: Tensor | None = None
+    trajectory: Trajectory | None = field(default=None, compare=False, repr=False)
+    trainer_logprobs: Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
     def count(self) -> int:

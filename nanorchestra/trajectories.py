@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .grpo import turn_shares
+from .replay import PHASES
 from .tokenizer import Tokenizer
 from .trainer import Sample
 from .types import Trajectory, Turn, UserError
@@ -58,7 +59,7 @@ def load_kept(sources: Sequence[Path], tokenizer: Tokenizer, *, outcome: float, 
     for source in sources:
         for phase, trajectory in _rows(source / "trajectories.jsonl" if source.is_dir() else source, tokenizer):
             task = tasks.setdefault((trajectory.task_id, tuple(trajectory.ids[: trajectory.prompt_length])), {})
-            faults = {"of an evaluation or a skipped step": phase != "grpo",
+            faults = {"of an evaluation or a skipped step": phase not in PHASES,
                       "cut or badly formed": not trajectory.well_formed or trajectory.status != "answered",
                       "wrong": trajectory.outcome < outcome, f"reward below {reward}": trajectory.reward < reward,
                       f"longer than {longest} tokens": any(end - begin > longest for begin, _, end in contexts(trajectory)),

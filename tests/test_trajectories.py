@@ -50,7 +50,7 @@ def test_what_is_kept_and_why_the_rest_is_not(nano_tokenizer, tmp_path):
     rows = [recorded(nano_tokenizer, trajectory, phase) for phase, trajectory in (
         ("grpo", t(reward=0.3)), ("grpo", t(reward=0.3)), ("grpo", t(reward=0.9, answer="42 ", outcome=1.0)),
         ("grpo", t(reward=0.6, answer=" 42", outcome=1.0)), ("grpo", t(reward=0.9, answer="41")), ("grpo", t(task="t1", reward=0.1)),
-        ("grpo", t(task="t1", reward=0.9, status="token_limit")), ("grpo", t(task="t1", well_formed=False)), ("before", t(task="t2")), ("after", t(task="t2")), ("skipped", t(task="t2")), ("grpo", t(task="t3", reward=0.7)))]
+        ("grpo", t(task="t1", reward=0.9, status="token_limit")), ("grpo", t(task="t1", well_formed=False)), ("before", t(task="t2")), ("after", t(task="t2")), ("skipped", t(task="t2")), ("rollouts", t(task="t3", reward=0.7)))]
     kept, reasons = load(write(tmp_path / "f", rows), nano_tokenizer, reward=0.2, best=2)
     assert [[(member.task_id, member.reward) for member in members] for members in kept] == [[("t0", 0.9), ("t0", 0.6)], [("t3", 0.7)]]
     assert reasons == Counter({"of an evaluation or a skipped step": 3, "cut or badly formed": 2, "wrong": 1, "the same again": 1, "reward below 0.2": 1,
