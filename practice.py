@@ -49,14 +49,14 @@ class Practice:
 
     # Tasks.
 
-    def tasks(self, count: int, start: int, miniature: World) -> list[Task]:
-        """The training tasks of places of the mixture; those of the miniature are `miniature`'s."""
-        return [self.domains.get(name, miniature).task("train", number) for name, number in self.mixture.places(count, start)]
+    def tasks(self, count: int, start: int) -> list[Task]:
+        """The training tasks of places of the mixture."""
+        return [self.domains.get(name, self.miniature).task("train", number) for name, number in self.mixture.places(count, start)]
 
     def prompts(self, count: int, start: int) -> list[Task]:
         """The tasks of a rollout: those of the places from `start` on, or those that the curriculum draws."""
         def task(place: int) -> Task:
-            return self.tasks(1, place, self.miniature)[0]
+            return self.tasks(1, place)[0]
 
         places = self.curriculum.draw(count, lambda place: bucket(task(place))) if self.curriculum else range(start, start + count)
         return [task(place) for place in places]
@@ -97,9 +97,14 @@ class Practice:
         shown = [texts(self.lessons, counts[MINIATURE], self.sandbox, **self.habits)] if counts[MINIATURE] else []
         return itertools.chain(*shown, *(toolscale.texts(world, counts[name]) for name, world in self.domains.items()))
 
-    def teach(self, count: int, start: int, most_tools: int) -> list[Task]:
-        """The tasks of lessons; those of the miniature offer `most_tools` tools at most (0: no limit)."""
-        return self.tasks(count, start, dataclasses.replace(self.lessons, most_tools=most_tools))
+    def lesson_tasks(self, count: int, start: int, most_tools: int) -> list[Task]:
+        """The tasks of lessons. While those of the miniature offer `most_tools` tools at most (0: no limit) there are no others beside them:
+        a domain's long texts, whose loss is high, would drown the first steps of copying."""
+        lessons = dataclasses.replace(self.lessons, most_tools=most_tools)
+        places = self.mixture.places(count, start)
+        if most_tools and self.has_miniature:
+            places = [(name, number) for name, number in places if name == MINIATURE]
+        return [self.domains.get(name, lessons).task("train", number) for name, number in places]
 
     def demonstrations(self, task: Task, tokenizer: Tokenizer) -> Group:
         """The teacher's attempts at a task."""
@@ -171,9 +176,10 @@ class Practice:
             for i, (weight, (value,)) in enumerate(columns):
                 earned[("outcome", "cost", "latency", "tools")[min(i, 3)]] += weight * value / len(tasks)
         asked = [any(t.calls.get(name) for name in task.preference.avoided) for task, t in zip(tasks, trajectories) if task.preference.avoided]
+        respect = [preference_score(t.cost_usd, t.latency_s, t.calls, task.preference, task_bounds(task)) for task, t in zip(tasks, trajectories)]
         return {name: fmean(getattr(t, field) for t in trajectories) for name, field in
                 (("reward", "reward"), ("accuracy", "outcome"), ("cost_usd", "cost_usd"), ("latency_s", "latency_s"), ("well_formed", "well_formed"))} | {
-            "reward_parts": dict(earned), "preference": fmean(preference_score(t.cost_usd, t.latency_s, t.calls, task.preference, task_bounds(task)) for task, t in zip(tasks, trajectories)),
+            "reward_parts": dict(earned), "preference": fmean(respect),
             "avoided_rate": fmean(asked) if asked else None, "turns": fmean(len(t.turns) for t in trajectories),
             "group_std": fmean(map(stdev, groups)), "calls": {k: v / len(tasks) for k, v in sorted(calls.items())}}
 

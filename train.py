@@ -151,7 +151,8 @@ class Training:
         ranks.gather(None)                                                        # the others wait for it
         tokenizer = Tokenizer.from_dir(saved)
         context = max(PRESETS[section.preset].max_position_embeddings, self.config.rollout.context_tokens)
-        shape = dataclasses.replace(PRESETS[section.preset], max_position_embeddings=context, vocab_size=-(-tokenizer.vocab_size // 64) * 64, eos_token_ids=tuple(tokenizer.eos_ids))
+        shape = dataclasses.replace(PRESETS[section.preset], max_position_embeddings=context, vocab_size=-(-tokenizer.vocab_size // 64) * 64,
+                                    eos_token_ids=tuple(tokenizer.eos_ids))
         return build(shape, self.config.run.seed), tokenizer
 
     def _attention(self, shape: ModelConfig) -> tuple[str, str]:
@@ -168,14 +169,16 @@ class Training:
         chosen = {}
         if ranks.first:
             try:
-                chosen = {"training": choose_training(wanted["training"], *heads), "prefill": choose_prefill(wanted["prefill"], *heads, config.rollout.page_size)}
+                chosen["training"] = choose_training(wanted["training"], *heads)
+                chosen["prefill"] = choose_prefill(wanted["prefill"], *heads, config.rollout.page_size)
             except ValueError as error:
                 raise UserError(f"run.attention, rollout.attention: {error}; each must be auto or triton here") from None
             for purpose, (name, why) in chosen.items():
                 print(f"attention of {purpose}: {name} ({why})", flush=True)
         training, prefill = (name for name, _ in ranks.gather(chosen)[0].values())
-        self.config = dataclasses.replace(config, run=dataclasses.replace(config.run, attention=training), rollout=dataclasses.replace(config.rollout, attention=prefill))
-        if ranks.first:
+        self.config = dataclasses.replace(config, run=dataclasses.replace(config.run, attention=training),
+                                          rollout=dataclasses.replace(config.rollout, attention=prefill))
+        if ranks.first and self.config != config:
             self.run.write_text("config.toml", to_toml(self.config))
         return training, prefill
 
@@ -204,9 +207,10 @@ class Training:
             start = time.monotonic()
             few = self.few_tools <= FEW_TOOLS
             if self.examples:
-                groups = [self.practice.group(members) for members in take(self.examples, self.step * section.prompts, section.prompts, self.config.run.seed)]
+                examples = take(self.examples, self.step * section.prompts, section.prompts, self.config.run.seed)
+                groups = [self.practice.group(members) for members in examples]
             else:
-                tasks = self.practice.teach(section.prompts, self.step * section.prompts, self.few_tools if few else 0)
+                tasks = self.practice.lesson_tasks(section.prompts, self.step * section.prompts, self.few_tools if few else 0)
                 groups = self.ranks.map(lambda mine: [self.practice.demonstrations(task, self.tokenizer) for task in mine], tasks)
             shown = time.monotonic()
             metrics = self.trainer.supervised_step(groups, schedule.at(self.step))
@@ -256,7 +260,8 @@ class Training:
                                                    surrogate=section.surrogate, aggregation=section.aggregation, length=self.config.rollout.context_tokens,
                                                    importance_cap=section.importance_cap or None)
             elif self.ranks.first:
-                tqdm.write(f"step {self.step + 1}: no group is left to learn from ({', '.join(f'{why} {share:.0%}' for why, share in filtered.items())}); no update")
+                reasons = ", ".join(f"{why} {share:.0%}" for why, share in filtered.items())
+                tqdm.write(f"step {self.step + 1}: no group is left to learn from ({reasons}); no update")
             trained = time.monotonic()
             self.ahead = coming and coming.result()
             waited = time.monotonic() - trained
@@ -376,8 +381,9 @@ class Training:
             yield fresh, *self._attempts(rollout, fresh, seeds)
 
     def _sample(self, portions: Iterable[Batch]) -> Sampled:
-        """The step's attempts, the groups that enter the loss, the share of attempts left out for each reason, and how many were retried. While groups are missing, further
-        portions are taken (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2); groups beyond the step's size are not used."""
+        """The step's attempts, the groups that enter the loss, the share of attempts left out for each reason, and how many were retried. While
+        groups are missing, further portions are taken (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2); groups beyond the step's size are
+        not used."""
         section = self.config.grpo
         tasks, trajectories, groups, reasons, retried = [], [], [], Counter(), 0
         for fresh, attempts, failed in portions:
@@ -452,9 +458,9 @@ class Training:
     def _record(self, phase: str, task: Task, trajectory: Trajectory) -> None:
         if not self.ranks.first:
             return
-        row = dataclasses.asdict(trajectory) | {
-            "step": self.step, "phase": phase, "question": task.question, "preference_text": task.preference.text, "kind": task.data["kind"],
-            "tools": [{"name": t["name"], "kind": t["what"], "description": t.get("description") or describe(t)} for t in task.data["tools"]], "task": dataclasses.asdict(task), "text": []}
+        tools = [{"name": t["name"], "kind": t["what"], "description": t.get("description") or describe(t)} for t in task.data["tools"]]
+        row = to_row(task, trajectory) | {"step": self.step, "phase": phase, "question": task.question, "preference_text": task.preference.text,
+                                          "kind": task.data["kind"], "tools": tools, "text": []}
         for turn in trajectory.turns:
             row["text"].append({"role": "assistant", "text": self.tokenizer.decode(trajectory.ids[turn.start:turn.end], skip_special=True)})
             row["text"] += [{"role": "tool", "text": result.content} for result in turn.results]

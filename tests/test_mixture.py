@@ -42,8 +42,8 @@ def test_the_miniature_keeps_its_sequence_whatever_is_mixed_in():
             return ("domain", split, number)
 
     miniature = World(3)
-    house = types.SimpleNamespace(domains={"domains": Domains()}, mixture=Mixture({"miniature": 0.8, "domains": 0.2}, 3))
-    tasks = [task for start in range(0, 96, 16) for task in Practice.tasks(house, 16, start, miniature)]
+    house = types.SimpleNamespace(domains={"domains": Domains()}, mixture=Mixture({"miniature": 0.8, "domains": 0.2}, 3), miniature=miniature)
+    tasks = [task for start in range(0, 96, 16) for task in Practice.tasks(house, 16, start)]
     domains = [task for task in tasks if isinstance(task, tuple)]
     assert domains == [("domain", "train", number) for number in range(len(domains))] and 18 <= len(domains) <= 21
     assert [task for task in tasks if not isinstance(task, tuple)] == miniature.tasks("train", 96 - len(domains))
@@ -59,6 +59,9 @@ def test_held_out_are_the_miniatures_tasks_and_those_of_the_domains_apart(monkey
     def practice(text):
         return Practice(load_config(None, ["--task.world", text]), sandbox=None)
 
+    mixed = practice("miniature=0.5, d=0.5")
+    few, all_tools = (mixed.lesson_tasks(8, 0, most_tools) for most_tools in (1, 0))
+    assert [len(task.data["tools"]) for task in few] == [1] * 4 and len(all_tools) == 8 and sum(isinstance(task, tuple) for task in all_tools) == 4
     assert practice("miniature").judged_by(6) == World(0).tasks("held_out", 6) and practice("miniature").has_miniature
     mixed = practice("miniature=0.9, d=0.1")
     assert mixed.judged_by(6) == World(0).tasks("held_out", 6) and mixed.of_domains(3) == [("held_out", number) for number in range(3)]
