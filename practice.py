@@ -111,11 +111,12 @@ class Practice:
         limits, samples = self.config.rollout, []
         for seed in range(self.config.warm_start.samples):
             env = self.environment(task, seed)
+            of_domain = isinstance(env, toolscale.DomainEnvironment)
             if limits.context == "rebuild":
-                turns = demonstrate_turns(env, tokenizer, seed, limits.context_tokens - limits.turn_tokens, **self.habits)
+                room = limits.context_tokens - limits.turn_tokens
+                turns = toolscale.teach_turns(env, tokenizer, room) if of_domain else demonstrate_turns(env, tokenizer, seed, room, **self.habits)
                 samples += [(prompt, Sample(ids, [True] * len(ids))) for prompt, ids in turns]
             else:
-                of_domain = isinstance(env, toolscale.DomainEnvironment)
                 prompt, ids, sampled = toolscale.teach(env, tokenizer) if of_domain else demonstrate(env, tokenizer, seed, **self.habits)
                 samples.append((prompt, Sample(ids, sampled)))
         return Group.of(samples)

@@ -186,9 +186,6 @@ class Training:
         """What the warm start imitates instead of the teacher, task by task, if it does."""
         section = self.config.warm_start
         if not (section.steps and section.trajectories):
-            if self.practice.domains and section.steps and self.config.rollout.context == "rebuild":
-                raise UserError("rollout.context is 'rebuild': demonstrations in a world of task.world are conversations; it must be 'append', "
-                                "or set warm_start.trajectories, or warm_start.steps 0")
             return []
         kept, reasons = load_kept([Path(name.strip()) for name in section.trajectories.split(",")], self.tokenizer, outcome=section.keep_outcome,
                                   reward=section.keep_reward, best=section.keep_best, longest=self.config.rollout.context_tokens)

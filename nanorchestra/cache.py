@@ -160,12 +160,14 @@ class PageCache:
         table.parent = self.root
 
     def set_version(self, version: int) -> None:
-        """The weights have changed: idle pages are freed at once, and no page written so far will ever match again."""
+        """The weights have changed: idle pages are freed at once, and no page written so far will ever match again. Free pages are handed out from
+        the lowest on, as at first: rows are batched in the order of their pages, and sums are rounded in the order of the rows."""
         self.version = version
         self._last_root -= 1
         self.root = self._last_root
         while self._idle:
             self._free.append(self._evict())
+        self._free.sort(reverse=True)
 
     def detach(self, table: PageTable) -> None:
         """The KV that `table` writes from now on is its own: computed by other weights than what stands before, it matches nobody's."""

@@ -113,6 +113,16 @@ def test_pages_of_older_weights_never_match():
     cache.check([])
 
 
+def test_with_new_weights_pages_are_handed_out_as_at_first():
+    """Rows are batched in the order of their pages, so that what was computed before would show in the last bits of what comes."""
+    cache = PageCache(8, page_size=2)
+    first, second = filled(cache, [1, 2, 3]), filled(cache, [7, 8, 9, 10, 11])
+    cache.release(first)
+    cache.release(second)
+    cache.set_version(1)
+    assert filled(cache, [5, 5, 5, 5, 5]).pages == filled(PageCache(8, page_size=2), [5, 5, 5, 5, 5]).pages
+
+
 def test_misuse_is_an_error():
     cache = PageCache(8, page_size=2)
     table = filled(cache, [1, 2, 3])

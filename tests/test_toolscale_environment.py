@@ -21,7 +21,7 @@ from reward import Price
 from test_agent import ScriptedEngine
 from tools import EndpointError
 from toolscale import environment, preferences, user
-from toolscale.environment import Action, SimulatedExpert, load_world, teach
+from toolscale.environment import Action, SimulatedExpert, load_world, teach, teach_turns
 from toolscale.formats import export_tau2, import_tau2, load_questions, load_rows, load_tasks, repaired
 from toolscale.pipeline import main
 from toolscale.user import STOP, TRANSFER, LanguageModelUser, ScriptedUser, ended, first_person
@@ -236,6 +236,19 @@ def test_demonstrations_are_golden_and_their_ids_are_what_the_loop_would_have_wr
         said = nano_tokenizer.decode([i for i, mine in zip(ids, sampled) if mine])
         assert all(name in said for name, _ in env.scorer.golden_calls())
         assert prompt == chat.encode(nano_tokenizer, world.environment(task, 0).messages, env.tools)
+
+
+def test_in_a_rebuilt_context_the_same_is_said_and_each_prompt_knows_what_came_before(made, nano_tokenizer):
+    world = load_world(made)
+    for task in world.tasks("train", 4):
+        env = world.environment(task, 0)
+        turns = teach_turns(env, nano_tokenizer, 10**6)
+        _, ids, sampled = teach(world.environment(task, 0), nano_tokenizer)
+        assert env.score("") == 1.0 and [i for _, said in turns for i in said] == [i for i, mine in zip(ids, sampled) if mine]
+        calls = env.scorer.golden_calls()
+        last = nano_tokenizer.decode(turns[-1][0])
+        assert all(f"{name}(" in last for name, _ in calls) and ("User: " in last) == (len(turns) > len(calls) + 1)
+        assert all(f"{name}(" not in nano_tokenizer.decode(turns[0][0]) for name, _ in calls)
 
 
 def test_an_expert_is_counted_by_its_alias_within_bounds_of_its_price(world):

@@ -148,11 +148,8 @@ def test_train_takes_several_files_and_says_what_it_kept(nano_tokenizer, tmp_pat
     for name in "ab":
         write(tmp_path / name, [recorded(nano_tokenizer, made(nano_tokenizer, task=name)), recorded(nano_tokenizer, made(nano_tokenizer, task=name, answer="41"))])
     config = load_config(None, ["--warm_start.trajectories", f"{tmp_path / 'a'}, {tmp_path / 'b'}", "--rollout.context", "rebuild"])
-    house = types.SimpleNamespace(config=config, tokenizer=nano_tokenizer, ranks=Ranks(), practice=types.SimpleNamespace(domains={}))
+    house = types.SimpleNamespace(config=config, tokenizer=nano_tokenizer, ranks=Ranks())
     assert [members[0].task_id for members in program.Training._examples(house)] == ["a", "b"]
     assert capsys.readouterr().out == "warm start on 2 recorded trajectories of 2 tasks; not kept: 2 wrong\n"
     house.config = load_config(None, ["--rollout.context", "rebuild"])
     assert program.Training._examples(house) == []
-    house.practice.domains = {"domains": object()}
-    with pytest.raises(UserError, match="rollout.context is 'rebuild'"):
-        program.Training._examples(house)
