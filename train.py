@@ -237,9 +237,10 @@ class Training:
         steps = section.steps
         if self.saved:
             steps, saved = min(steps, len(self.saved)), islice(self.saved, self.step, None)
-        later = copy.copy(self)                                                   # this run, seen from the step to come
+        later, threads = copy.copy(self), torch.get_num_threads()                 # this run, seen from the step to come
         if overlap:
             later.ranks = self.ranks.beside(self.config.parallel.timeout)
+            torch.set_num_threads(max(1, threads // 2))                           # half of them for the rollout
         bar = self._bar(steps, "GRPO")
         while self.step < steps:
             start, later.step, coming = time.monotonic(), self.step + 1, None
@@ -286,6 +287,7 @@ class Training:
                 bar.close()
                 return False
         bar.close()
+        torch.set_num_threads(threads)
         return True
 
     def rollouts(self, stop: Stop) -> bool:
