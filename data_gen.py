@@ -151,6 +151,7 @@ class World:
 
     seed: int = 0
     avoid_share: float = AVOID_SHARE     # of the train tasks
+    avoid_favourite: float = 0.0         # of these bans, that they hit the very tool that common sense would choose
     lessons: bool = False                # true: the mixture of kinds for demonstrations
     most_tools: int = 0                  # on offer; 0: no limit
 
@@ -164,7 +165,7 @@ class World:
         difficulty = rng.choice(("easy", "hard"))
         words, subject, answer, tables, solution = getattr(self, f"_{kind}")(rng, split, difficulty)
         tools = self._offer(rng, split, kind, subject)
-        preference = self._preference(rng, split, tools)
+        preference = self._preference(rng, split, tools, kind, subject)
         wrong = [str(n) for n in rng.sample(range(1, 1000), 9) if str(n) != answer][:8]
         data = {"kind": kind, "subject": subject, "difficulty": difficulty, "answer": answer, "wrong": wrong, "tools": tools, "tables": tables, "solution": solution}
         return Task(f"{split}-{self.seed}-{index}", words, preference, data)
@@ -222,13 +223,15 @@ class World:
         rng.shuffle(offered)
         return offered
 
-    def _preference(self, rng, split, tools) -> Preference:
+    def _preference(self, rng, split, tools, kind, subject) -> Preference:
         name = rng.choices(list(PREFERENCES), [share for share, _ in PREFERENCES.values()])[0]
         outcome, cost, latency = PREFERENCES[name][1]
         sentences, weights = [rng.choice(PHRASES[split][name])], {}
         dispensable = [t for t in tools if t["what"] != "records"]
         if dispensable and rng.random() < (self.avoid_share if split == _TRAIN else AVOID_SHARE):
             avoided = rng.choice(dispensable)
+            if split == _TRAIN and self.avoid_favourite and rng.random() < self.avoid_favourite:
+                avoided = common_sense(Task("", "", Preference("", outcome, cost, latency), {"kind": kind, "subject": subject}), dispensable, rng)
             sentences.insert(rng.randrange(2), rng.choice(PHRASES[split]["avoid"]).format(title(avoided)))
             weights[avoided["name"]] = -(outcome + cost + latency)
         return Preference(" ".join(sentences), outcome, cost, latency, weights)

@@ -41,7 +41,7 @@ class Practice:
         self.config, self.sandbox = config, sandbox
         seed, warm_start = config.run.seed, config.warm_start
         self.mixture = Mixture(parse_mixture(config.task.world, "task.world"), seed)
-        self.miniature = World(seed, config.world.avoid_share)
+        self.miniature = World(seed, config.world.avoid_share, config.world.avoid_favourite)
         self.lessons = World(seed, lessons=True)
         self.domains = {name: open_world(name, config) for name in self.mixture.weights if name != MINIATURE}
         self.curriculum = Curriculum(seed, config.task.curriculum, warm_start.steps * warm_start.prompts) if config.task.curriculum else None

@@ -50,6 +50,7 @@ class ModelSection:
 @dataclass(frozen=True)
 class WorldSection:
     avoid_share: float = 0.45            # of the tasks of GRPO in which the user forbids a tool; of lessons and held-out tasks it stays 0.45
+    avoid_favourite: float = 0.0         # of these bans, those that hit the very tool that common sense would choose
 
 
 @dataclass(frozen=True)
@@ -285,7 +286,7 @@ def _check(source: str, section: str, key: str, value: Any) -> None:
             raise UserError(f"{source}: {section}.{key} is {value}; it must be a finite number, 0 or more")
         if where in _POSITIVE and value == 0:
             raise UserError(f"{source}: {section}.{key} is 0; it must be above 0")
-    if (key.endswith(("_share", "_fraction")) or key in ("hold", "sensible", "heedful", "quits", "keep_outcome", "curriculum")) and value > 1:
+    if (key.endswith(("_share", "_fraction")) or key in ("hold", "sensible", "heedful", "quits", "keep_outcome", "curriculum", "avoid_favourite")) and value > 1:
         raise UserError(f"{source}: {section}.{key} is {value}; it must lie in 0..1")
 
 
