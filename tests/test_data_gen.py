@@ -10,7 +10,7 @@ from statistics import fmean
 import pytest
 
 import data_gen
-from data_gen import PHRASES, PREFERENCES, QUESTIONS, World, common_sense, consider, corpus, demonstrate, describe, environment, find, preference_name, skill, teach, title
+from data_gen import FITS, PHRASES, PREFERENCES, QUESTIONS, World, common_sense, consider, corpus, demonstrate, describe, environment, find, preference_name, skill, teach, title
 from evaluate import ROUTERS, best_plan, evaluate_routers, play, task_bounds, with_price
 from nanorchestra.types import Preference, Task, ToolCall
 
@@ -193,3 +193,15 @@ def test_the_best_plan_never_uses_what_is_to_be_avoided():
     for task in World(0).tasks("train", 200):
         if task.preference.avoided and len(task.data["tools"]) > 2:
             assert not {t["name"] for t in best_plan(task)[:1]} & set(task.preference.avoided)
+
+
+def test_bans_of_grpos_tasks_can_hit_the_favourite_and_no_others_change():
+    def hits(world, split):
+        banned = [(task.preference.avoided[0], next((t["name"] for t in task.data["tools"] if t["what"] == FITS.get(task.data["kind"])), None))
+                  for task in world.tasks(split, 300) if task.preference.avoided and task.data["kind"] in ("arithmetic", "lookup")]
+        return [name == fitting for name, fitting in banned if fitting]
+
+    assert all(hits(World(0, 0.8, avoid_favourite=1.0), "train"))
+    assert sum(hits(World(0, 0.8), "train")) / len(hits(World(0, 0.8), "train")) < 0.6
+    assert World(0, 0.8, avoid_favourite=1.0).tasks("held_out", 50) == World(0).tasks("held_out", 50)
+    assert len(hits(World(0, 0.8), "train")) > len(hits(World(0), "train"))
