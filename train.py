@@ -488,10 +488,10 @@ class Training:
             self.phase, self.step, self.before, self.seconds = notes["phase"], notes["step"], notes["before"], notes["seconds"]
             self.few_tools, self.few_since = notes["few_tools"]
             self.skipped, self.best = notes["skipped"], notes.get("best")
-            self.practice.curriculum = self.practice.curriculum and Curriculum(**notes["curriculum"])
             if notes.get("ahead"):
                 size = self.config.grpo.prompts * self.config.grpo.group_size
                 self.ahead = self._sample(batches([from_row(row) for row in notes["ahead"]["rows"]], size, notes["ahead"]["retried"]))
+            self.practice.curriculum = self.practice.curriculum and Curriculum(**notes["curriculum"])     # which has learnt from those ahead, once
         if self.ranks.first:
             self.run.truncate(notes["offsets"] if notes else {"metrics": 0, "trajectories": 0})
             where = f"at {self.phase} step {self.step}" if notes else "from its beginning: it has no checkpoint yet"

@@ -261,8 +261,6 @@ def _apply(config: Config, values: dict[str, Any], source: str) -> Config:
         raise UserError(f"{source}: grpo.dual_clip is {grpo.dual_clip}; it must be 0, or above 1 + grpo.clip_high with grpo.surrogate clip or gspo")
     if 0 < grpo.importance_cap < 1:
         raise UserError(f"{source}: grpo.importance_cap is {grpo.importance_cap}; it must be 0 (off) or at least 1, the weight of ids that sampler and trainer agree on")
-    if config.rollout.overlap and config.task.curriculum:
-        raise UserError(f"{source}: task.curriculum is {config.task.curriculum}, which draws tasks by how the last step went; rollout.overlap must be false with it")
     if config.rollout.overlap and not grpo.importance_cap:
         raise UserError(f"{source}: rollout.overlap is true, so attempts come from weights one update old; grpo.importance_cap is 0, it must be at least 1 (2, say) to correct for it")
     if config.rollout.only and config.rollout.replay:
