@@ -67,7 +67,7 @@ class Group:
         for prompt, sample in parts:
             rest, none = prompt[common:], [0.0] * (len(prompt) - common)
             samples.append(Sample(rest + sample.ids, [False] * len(rest) + sample.sampled, sample.logprobs and none + sample.logprobs,
-                                  none + sample.advantage if isinstance(sample.advantage, list) else sample.advantage, sample.trajectory_ids))
+                                  none + sample.advantage if isinstance(sample.advantage, list) else sample.advantage, sample.trajectory_ids, sample.trajectory))
         return cls(parts[0][0][:common], samples)
 
     @property

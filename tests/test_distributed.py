@@ -83,7 +83,8 @@ def gradients(ranks: Ranks, kl: str | None = None, count: int = 5, **options) ->
             for p in trainer.model.parameters():
                 p.mul_(1.1)
     metrics = trainer.policy_step(make_groups(1, count), 0.0, **({"kl_coef": 0.5, "kl": kl} if kl else {}))
-    return taken | {f"metrics.{name}": torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
+    return taken | {f"metrics.{name}": torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()
+                    if name != "flops"}                      # what packs share is computed once in each
 
 
 def losses(ranks: Ranks, steps: int = 20, **options) -> dict[str, torch.Tensor]:
@@ -243,9 +244,9 @@ def test_two_ranks_do_as_one(tmp_path):
     agree(results["second"], results["first"], 0.0)                           # goes on to the bit
     agree(second_half(ONE, str(tmp_path / "two")), results["first"], 1e-5)    # and on another number of ranks within rounding
     agree(results["grown"], results["first"], 1e-5)
-    agree(results["adapted"], adapted(ONE, str(tmp_path / "source"), str(tmp_path / "alone")), 1e-4)
+    agree(results["adapted"], adapted(ONE, str(tmp_path / "source"), str(tmp_path / "alone")), 3e-4)
     saved, alone = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "alone"))
-    agree(saved, alone, 1e-4)
+    agree(saved, alone, 3e-4)
     for (name, tensor), (_, again) in zip(named_hf_tensors(model), named_hf_tensors(load_model(tmp_path / "target")[0]), strict=True):
         assert torch.equal(tensor, again), name
 
