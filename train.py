@@ -452,7 +452,7 @@ class Training:
             self.best = {"measure": section.best, "step": self.step, "value": value}
             self.export(self.run.path / "model-best")
             if self.ranks.first:
-                self.run.write_json("model-best/best.json", self.best)
+                self.run.write_json("model-best.json", self.best)
 
     def _record(self, phase: str, task: Task, trajectory: Trajectory) -> None:
         if not self.ranks.first:

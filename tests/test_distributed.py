@@ -244,9 +244,6 @@ def test_two_ranks_do_as_one(tmp_path):
     agree(results["second"], results["first"], 0.0)                           # goes on to the bit
     agree(second_half(ONE, str(tmp_path / "two")), results["first"], 1e-5)    # and on another number of ranks within rounding
     agree(results["grown"], results["first"], 1e-5)
-    agree(results["adapted"], adapted(ONE, str(tmp_path / "source"), str(tmp_path / "alone")), 5e-3)     # Adam divides by the size of a gradient: the rounding of small ones grows
-    saved, alone = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "alone"))
-    agree(saved, alone, 5e-3)
     for (name, tensor), (_, again) in zip(named_hf_tensors(model), named_hf_tensors(load_model(tmp_path / "target")[0]), strict=True):
         assert torch.equal(tensor, again), name
 

@@ -200,7 +200,7 @@ def test_the_best_evaluation_keeps_its_checkpoint_the_first_of_equals(monkeypatc
         written = list(run.rows("metrics"))
         assert [row["step"] for row in written] == [2, 4, 6, 7] and all(row["phase"] == "evaluation" and "by_kind" not in row for row in written)
         if exported:
-            assert json.loads((run.path / "model-best" / "best.json").read_text()) == house.best
+            assert json.loads((run.path / "model-best.json").read_text()) == house.best
         return exported[:], house.best
 
     assert evaluations(0.3, 0.1, 0.1, 0.2) == ([2, 4], {"measure": "cost_per_correct_usd", "step": 4, "value": 0.1})
@@ -257,7 +257,7 @@ def test_evaluations_on_the_way_change_nothing_and_come_back_the_same_in_a_resum
     assert list(evaluations) == [2, 4, 5]
     step = max(evaluations, key=evaluations.get)
     for run in (straight, tmp_path / "cut"):
-        assert json.loads((run / "model-best" / "best.json").read_text()) == {"measure": "reward", "step": step, "value": evaluations[step]}
+        assert json.loads((run / "model-best.json").read_text()) == {"measure": "reward", "step": step, "value": evaluations[step]}
         assert (run / "model-best" / "model.safetensors").read_bytes() == (straight / "model-best" / "model.safetensors").read_bytes()
     trained = [row for row in map(json.loads, (straight / "trajectories.jsonl").open()) if row["trainer_logprobs"]]
     assert trained                                                                    # sampler and trainer agree id by id
