@@ -218,17 +218,18 @@ class _Watch:
 
 
 def shard_model(model: Qwen3, ranks: Ranks, dtype: torch.dtype = torch.float32, *, cpu_offload: bool = False) -> Qwen3:
-    """FSDP2 (Zhao et al. 2023, arXiv 2304.11277) for a model in float32, in place: its layers and the root, whose embeddings and output
+    """FSDP2 (Zhao et al. 2023, arXiv 2304.11277) for a model of master weights, in float32 as a rule, in place: its layers and the root, whose embeddings and output
     matrix stay gathered from the root's forward to the end of the backward, since the log-probabilities use them outside of a forward.
 
-    Forward and backward compute in `dtype`, gradients are reduced in float32 and averaged over the ranks. cpu_offload: master weights,
+    Forward and backward compute in `dtype`, gradients are reduced in the master weights' and averaged over the ranks. cpu_offload: master weights,
     gradients and moments live in host memory, and the optimizer steps there. Without a mesh the model stays as it is.
     """
     if ranks.mesh is None:
         return model
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    master = next(model.parameters()).dtype
     options = {"mesh": ranks.mesh,
-               "mp_policy": MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
+               "mp_policy": MixedPrecisionPolicy(param_dtype=None if dtype == master else dtype, reduce_dtype=master, cast_forward_inputs=False),
                "offload_policy": CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if cpu_offload else OffloadPolicy()}
     layers = list(model.layers)
     for layer in layers:

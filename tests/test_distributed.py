@@ -27,7 +27,7 @@ from nanorchestra.model import ModelConfig, Qwen3
 from nanorchestra.muon import Muon
 from nanorchestra.trainer import Group, Sample, Trainer, balance, split_groups
 from nanorchestra.types import UserError
-from nanorchestra.weights import load_model, named_hf_tensors, save_checkpoint
+from nanorchestra.weights import DTYPES, load_model, named_hf_tensors, save_checkpoint
 
 VOCAB = 90
 TIED = dict(vocab_size=VOCAB, hidden_size=36, intermediate_size=50, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1, head_dim=10,
@@ -95,13 +95,17 @@ def losses(ranks: Ranks, steps: int = 20, **options) -> dict[str, torch.Tensor]:
 
 
 def adapted(ranks: Ranks, source: str, target: str) -> dict[str, torch.Tensor]:
-    """As train.py does with lora.rank: from a checkpoint, a warm start, a merge, steps with the base as the reference; the merged weights, and files."""
-    def build(shape):
-        model = Qwen3(shape)
-        add_adapters(model, 3, 6.0, 0)
-        return shard_model(model, ranks)
+    """As train.py does with lora.rank: from a checkpoint, a warm start, a merge, steps with the base as the reference; the merged weights, and files.
 
-    model, _ = load_model(source, build=build)
+    In float64: Adam's first step is the gradient's sign, so that the rounding of a gradient that is nearly zero moves a weight by twice the rate.
+    """
+    def build(shape):
+        model = Qwen3(shape).double()
+        add_adapters(model, 3, 6.0, 0)
+        return shard_model(model, ranks, torch.float64)
+
+    DTYPES["float64"] = torch.float64                                         # which no checkpoint of a user's has
+    model, _ = load_model(source, dtype="float64", build=build)
     reset(model, 1)
     trainer = Trainer(model, vocab_limit=VOCAB - 6, token_budget=300, ranks=ranks, optimizer="muon")
     losses = [trainer.supervised_step(make_groups(step), 3e-3)["loss"] for step in range(3)]
@@ -244,6 +248,9 @@ def test_two_ranks_do_as_one(tmp_path):
     agree(results["second"], results["first"], 0.0)                           # goes on to the bit
     agree(second_half(ONE, str(tmp_path / "two")), results["first"], 1e-5)    # and on another number of ranks within rounding
     agree(results["grown"], results["first"], 1e-5)
+    agree(results["adapted"], adapted(ONE, str(tmp_path / "source"), str(tmp_path / "alone")), 1e-10)
+    saved, alone = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "alone"))
+    agree(saved, alone, 1e-10)
     for (name, tensor), (_, again) in zip(named_hf_tensors(model), named_hf_tensors(load_model(tmp_path / "target")[0]), strict=True):
         assert torch.equal(tensor, again), name
 
