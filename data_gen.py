@@ -306,14 +306,14 @@ def objections(task: Task, offered: dict[str, Any], asked: Sequence[str] = ()) -
 
 def consider(task: Task, asked: Sequence[str] = ()) -> str:
     """What decides a choice, said right before it: the kind of question, the wish, what to avoid; the tools by kind, each with what speaks
-    against it; and those that nothing speaks against."""
+    against it; and which are left: those that nothing speaks against, or else those that are dear or slow at worst."""
     data, wish = task.data, task.preference
     topic = f"{data['difficulty']} {data['subject']}" if data["kind"] == "knowledge" else data["kind"]
     avoided = "".join(f", avoid {t['what']}" for t in data["tools"] if t["name"] in wish.avoided)
     against = {t["what"]: objections(task, t, asked) for t in data["tools"]}
     listed = ", ".join(" ".join([what, *reasons]) for what, reasons in against.items())
-    left = " ".join(what for what, reasons in against.items() if not reasons) or "none"
-    return f"{topic}. {preference_name(wish)}{avoided}. {listed}. left {left}"
+    left = [what for what, reasons in against.items() if not reasons] or [what for what, reasons in against.items() if set(reasons) <= {"dear", "slow"}]
+    return f"{topic}. {preference_name(wish)}{avoided}. {listed}. left {' '.join(left) or 'none'}"
 
 
 def find(task: Task, offered: dict[str, Any]) -> str:

@@ -136,6 +136,10 @@ def test_a_thought_weighs_what_decides_and_walks_to_the_chosen_tool():
         task = Task("t", "?", Preference("?", *PREFERENCES[wish][1], {"lyra": -1.5}), data)
         assert consider(task) == f"hard law. {wish}, avoid large. {listed}"
     assert consider(task, ["vega"]) == "hard law. balanced, avoid large. medium slow asked, code, large dear slow banned. left code"
+    task.data["tools"] = [tools[0], tools[2]]                                    # rather what is slow than what is banned
+    assert consider(task) == "hard law. balanced, avoid large. medium slow, large dear slow banned. left medium"
+    assert consider(task, ["vega"]) == "hard law. balanced, avoid large. medium slow asked, large dear slow banned. left none"
+    task.data["tools"] = tools
     assert find(task, tools[0]) == "Medium: medium vega" and find(task, tools[2]) == "Large: medium, code, large lyra"
 
 
