@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from nanorchestra import chat
 from nanorchestra.agent import Limits, PolicyPrice, Rollout
 from nanorchestra.environment import ToolEnvironment, check_arguments
-from nanorchestra.types import Preference, Task, ToolCall, ToolResult
+from nanorchestra.types import Preference, Task, ToolResult
 
 
 @dataclass

@@ -10,9 +10,9 @@ from statistics import fmean
 import pytest
 
 import data_gen
-from data_gen import FITS, PHRASES, PREFERENCES, QUESTIONS, World, common_sense, consider, corpus, demonstrate, describe, environment, find, preference_name, skill, teach, title
-from evaluate import ROUTERS, best_plan, evaluate_routers, play, task_bounds, with_price
-from nanorchestra.types import Preference, Task, ToolCall
+from data_gen import FITS, PHRASES, PREFERENCES, QUESTIONS, World, common_sense, consider, demonstrate, describe, environment, find, preference_name, skill, teach, title
+from evaluate import best_plan, evaluate_routers, play, task_bounds, with_price
+from nanorchestra.types import Preference, Task
 
 COUNT = 400
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from kernel_check import ATTENTION, DEVICE, DTYPES, GRADIENT, assert_close, poisoned, randn, survives
 
-from kernels import flash, flash_backward, flash_plan
+from kernels import flash, flash_backward
 from kernels.flash import Work, flash_forward, reference
 from kernels.flash_plan import Span, flash_attention, plan, varlen_spans, work_of_keys, work_of_queries
 from nanorchestra.ops import Segment, segment_attention

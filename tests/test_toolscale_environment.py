@@ -20,7 +20,7 @@ from nanorchestra.types import Preference, ToolCall, UserError
 from reward import Price
 from test_agent import ScriptedEngine
 from tools import EndpointError
-from toolscale import environment, preferences, user
+from toolscale import preferences, user
 from toolscale.environment import Action, SimulatedExpert, load_world, teach, teach_turns
 from toolscale.formats import export_tau2, import_tau2, load_questions, load_rows, load_tasks, repaired
 from toolscale.pipeline import main

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -16,7 +15,6 @@ from pathlib import Path
 import pytest
 
 import tools
-from toolscale import author
 from toolscale.domains import build
 from toolscale.formats import load_tasks
 from toolscale.pipeline import main, make_batch

@@ -179,7 +179,7 @@ def test_a_domain_is_as_large_as_promised_and_sound(name):
 
 
 def test_another_seed_gives_other_names_fields_tools_rules_and_data():
-    (a, wa), (b, wb) = build("railway", 1), build("railway", 4)
+    a, _ = build("railway", 1)
     assert build.__wrapped__("railway", 1)[0].tables == a.tables and build.__wrapped__("railway", 1)[0].tools == a.tools
     worlds = [build("railway", seed) for seed in range(8)]
     assert len({tuple(w.tables) for w, _ in worlds}) > 1 and len({tuple(sorted(w.by_name)) for w, _ in worlds}) > 3
