@@ -292,7 +292,7 @@ class Training:
 
     def rollouts(self, stop: Stop) -> bool:
         """Steps of attempts as training would make them with these weights, all of them recorded. False if asked to stop."""
-        steps, rollout, rows = self.config.rollout.only, self._rollout(self.config.rollout.temperature), []
+        steps, rollout = self.config.rollout.only, self._rollout(self.config.rollout.temperature)
         self.phase = "rollouts"
         with self._bar(steps, "rollouts") as bar:
             while self.step < steps:
@@ -300,17 +300,19 @@ class Training:
                 tasks, trajectories, _, filtered, retried = self._sample(self._attempted(rollout))
                 self.engine.update_weights()                                      # no step finds pages of the one before, as in training
                 self.step, seconds = self.step + 1, time.monotonic() - start
-                rows.append({"phase": "rollouts", "step": self.step, **self.practice.measure(tasks, trajectories), "filtered": filtered, "retried": retried,
-                             "tokens_per_s": sum(len(t.ids) - t.prompt_length for t in trajectories) / seconds, "seconds": seconds})
+                row = {"phase": "rollouts", "step": self.step, **self.practice.measure(tasks, trajectories), "filtered": filtered, "retried": retried,
+                       "tokens_per_s": sum(len(t.ids) - t.prompt_length for t in trajectories) / seconds, "seconds": seconds}
                 for task, trajectory in zip(tasks, trajectories):
                     self._record("rollouts", task, trajectory)
-                self._append("metrics", rows[-1])
+                self._append("metrics", row)
                 if self.ranks.first:
-                    tqdm.write(f"step {self.step:4d}/{steps}  {_in_words(rows[-1])}")
+                    tqdm.write(f"step {self.step:4d}/{steps}  {_in_words(row)}")
                 bar.update()
+                self.save()
                 if self.ranks.any(stop.asked):
                     return False
         if self.ranks.first:
+            rows = list(self.run.rows("metrics"))
             means = {name: fmean(row[name] for row in rows if row[name] is not None) for name, value in rows[0].items() if isinstance(value, float)}
             self.run.write_json("summary.json", {"seconds": self._elapsed(), "steps": steps, "seed": self.config.run.seed, "rollouts": means})
             write_report(self.run.path)
@@ -479,11 +481,11 @@ class Training:
                  "skipped": self.skipped, "best": self.best, "offsets": self.run.offsets() if self.ranks.first else {}, "optimizer": self.trainer.optimizer_kind,
                  "reference": self.trainer.reference is not None, "curriculum": self.practice.curriculum and dataclasses.asdict(self.practice.curriculum),
                  "ahead": self.ahead and {"rows": [to_row(*pair) for pair in zip(*self.ahead[:2])], "retried": self.ahead[-1]}}
-        self.checkpoints.save(f"{0 if self.phase == 'warm_start' else 1}-{self.phase}-{self.step:06d}", self.trainer.tensors(), notes)
+        self.checkpoints.save(f"{0 if self.phase == 'warm_start' else 1}-{self.phase}-{self.step:06d}", {} if self.config.rollout.only else self.trainer.tensors(), notes)
 
     def restore(self) -> None:
         """Goes back to the newest checkpoint that can be read; without one the run starts from its beginning. The number of ranks is free."""
-        notes = self.checkpoints.restore(lambda notes: self.trainer.prepare(notes["optimizer"], notes["reference"]))
+        notes = self.checkpoints.restore(lambda notes: {} if self.config.rollout.only else self.trainer.prepare(notes["optimizer"], notes["reference"]))
         if notes is not None:
             self.phase, self.step, self.before, self.seconds = notes["phase"], notes["step"], notes["before"], notes["seconds"]
             self.few_tools, self.few_since = notes["few_tools"]

@@ -57,6 +57,29 @@ def test_a_replay_is_resumed_at_its_step(make_training):
     assert again.step == 2 and again.grpo(Stop()) and steps_of(again) == steps_of(whole) and len(steps_of(whole)) == 3
 
 
+def test_rollouts_that_were_cut_off_go_on(make_training, monkeypatch):
+    whole, broken = (make_training(name, "--rollout.only", "3", "--task.curriculum", "0.5") for name in ("whole", "broken"))
+    assert whole.rollouts(Stop())
+    record, room = broken._record, iter(range(6))                             # the second step's third attempt is not written any more
+
+    def fail(*arguments):
+        if next(room, None) is None:
+            raise UserError("the disk is full")
+        record(*arguments)
+
+    monkeypatch.setattr(broken, "_record", fail)
+    with pytest.raises(UserError):
+        broken.rollouts(Stop())
+    broken.checkpoints.wait()
+    broken.run.close()
+    resumed = make_training("broken", resume=True)
+    assert resumed.step == 1 and resumed.rollouts(Stop())
+    assert steps_of(resumed) == steps_of(whole) and [row["step"] for row in steps_of(whole)] == [1, 2, 3]
+    rows, again = ([row | {"weight_versions": []} for row in training.run.rows("trajectories")] for training in (whole, resumed))
+    assert rows == again and len(rows) == 12
+    assert resumed.run.summary()["steps"] == 3 and resumed.run.summary()["rollouts"]["reward"] == whole.run.summary()["rollouts"]["reward"]
+
+
 def test_rollouts_that_do_not_fit_are_refused_in_one_line(make_training, tmp_path):
     made = make_training("made", "--rollout.only", "2")
     made.rollouts(Stop())
