@@ -18,6 +18,7 @@ from torch import Tensor
 TILE = 64                      # a longer chunk is cut into rows of so many queries
 GROUP = 8                      # rows that read one copy of shared pages; a larger group is split, so that padding stays small
 BLOCK_FLOATS = 1 << 20         # a block's scores, or its keys: small enough to stay in cache
+FLASH_ROWS = 4                 # a block of at most so many rows goes through torch's fused attention, which divides one row's heads among the threads
 COPY_BYTES = 1 << 28           # the largest copy of keys and values that DecodeAttention makes
 
 
@@ -213,6 +214,13 @@ class PagedAttention:
         mine = slice(block.slot, block.slot + count)
         query = q.index_select(0, block.queries).view(count, self.kv_heads, fold, dim).transpose(0, 1)
         query = query.reshape(self.kv_heads, block.rows, -1, dim)                                  # [Hkv, B, Q * fold, D]
+        if block.rows <= FLASH_ROWS and query.device.type == "cpu":
+            mask = None if block.mask is None else block.mask[:, None]                             # the heads that share keys are one head's queries
+            attended, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *(x.transpose(0, 1) for x in (query, keys, values)), 0.0, False, attn_mask=mask, scale=1.0)
+            out[:, mine].view(query.shape).copy_(attended.transpose(0, 1))
+            lse[:, mine].view(query.shape[:3]).copy_(total.transpose(0, 1))
+            return
         shape = (*query.shape[:3], keys.shape[2])
         scores, weights = (self.scratch(name, torch.float32, *shape) for name in ("scores", "weights"))
         for head in range(self.kv_heads):
