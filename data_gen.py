@@ -19,7 +19,7 @@ from typing import Any, Iterator, Sequence
 
 from nanorchestra import chat
 from nanorchestra.environment import ToolEnvironment
-from nanorchestra.rebuild import Notes
+from nanorchestra.lessons import Lesson
 from nanorchestra.sandbox import Sandbox
 from nanorchestra.retrieval import Index
 from nanorchestra.types import Preference, Task, ToolCall, ToolResult
@@ -353,16 +353,6 @@ def read_result(task: Task, offered: dict[str, Any], result: ToolResult) -> tupl
     return f"{confidence} {value}", value, confidence == "sure", None
 
 
-@dataclass(frozen=True)
-class Lesson:
-    """One demonstrated turn: the thought, and either a call with what it brought back or the final answer."""
-
-    thought: str
-    content: str = ""
-    call: ToolCall | None = None
-    result: ToolResult | None = None
-
-
 def common_sense(task: Task, options: list[dict[str, Any]], rng: random.Random, heeds: bool = True) -> dict[str, Any]:
     """What anybody would choose who can read, among the tools that nothing speaks against, or, if it `heeds` no objections, among all: the tool made
     for such questions; else who is to be right at any price takes the specialist or the biggest name, and who is not takes any of them."""
@@ -404,28 +394,6 @@ def teach(env: ToolEnvironment, seed: int, *, sensible: float = 0.8, heedful: fl
         if key is None and (not left or answer is not None and rng.random() < (0.7 if sure else 0.5)):
             break
     return lessons + [Lesson(said[0], value)]
-
-
-def demonstrate(env: ToolEnvironment, tokenizer, seed: int, **habits: float) -> tuple[list[int], list[int], list[bool]]:
-    """One demonstration by a teacher of these habits: (prompt ids, further ids, which of them the policy should have sampled)."""
-    ids: list[int] = []
-    sampled: list[bool] = []
-    for lesson in teach(env, seed, **habits):
-        said = chat.encode_assistant(tokenizer, lesson.thought, lesson.content, [lesson.call] if lesson.call else [])
-        given = chat.encode_observations(tokenizer, [lesson.result.content]) if lesson.result else []
-        ids += said + given
-        sampled += [True] * len(said) + [False] * len(given)
-    return chat.encode(tokenizer, env.messages, env.tools), ids, sampled
-
-
-def demonstrate_turns(env: ToolEnvironment, tokenizer, seed: int, prompt_tokens: int, **habits: float) -> list[tuple[list[int], list[int]]]:
-    """The same demonstration in a context that is composed afresh each turn: (prompt, ids the policy should have sampled) of each."""
-    notes, turns = Notes(tokenizer, env, prompt_tokens), []
-    for lesson in teach(env, seed, **habits):
-        turns.append((notes.prompt(), chat.encode_assistant(tokenizer, lesson.thought, lesson.content, [lesson.call] if lesson.call else [])))
-        if lesson.result:
-            notes.see([lesson.call], [lesson.result])
-    return turns
 
 
 def texts(world: World, count: int, sandbox: Sandbox, **habits: float) -> Iterator[str]:

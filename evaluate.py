@@ -51,21 +51,26 @@ def summarise(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict
     """Means per task: reward, accuracy, cost_usd, latency_s, preference; cost_per_correct_usd, avoided_rate; by preference and by kind."""
     pairs = list(zip(tasks, trajectories, strict=True))
 
-    def means(rows) -> dict[str, float]:
-        return {"tasks": len(rows), "reward": fmean(t.reward for _, t in rows), "accuracy": fmean(t.outcome for _, t in rows),
-                "cost_usd": fmean(t.cost_usd for _, t in rows), "latency_s": fmean(t.latency_s for _, t in rows)}
-
     def split(key: Callable[[Task], str]) -> dict[str, dict[str, float]]:
-        names = sorted({key(task) for task in tasks})
-        return {name: means([pair for pair in pairs if key(pair[0]) == name]) for name in names}
+        rows = {name: [pair for pair in pairs if key(pair[0]) == name] for name in sorted({key(task) for task in tasks})}
+        return {name: {"tasks": len(members)} | means(members) for name, members in rows.items()}
 
+    correct = sum(t.outcome for _, t in pairs)
+    return {"tasks": len(pairs)} | means(pairs) | obedience(pairs) | {
+        "cost_per_correct_usd": sum(t.cost_usd for _, t in pairs) / correct if correct else None,
+        "by_preference": split(lambda task: task.data.get("wish") or preference_name(task.preference)), "by_kind": split(lambda task: task.data["kind"])}
+
+
+def means(pairs: Sequence[tuple[Task, Trajectory]]) -> dict[str, float]:
+    return {"reward": fmean(t.reward for _, t in pairs), "accuracy": fmean(t.outcome for _, t in pairs),
+            "cost_usd": fmean(t.cost_usd for _, t in pairs), "latency_s": fmean(t.latency_s for _, t in pairs)}
+
+
+def obedience(pairs: Sequence[tuple[Task, Trajectory]]) -> dict[str, float | None]:
+    """Mean preference score, the share that used a tool the task forbids (None if no task forbids any), and that of well-formed attempts."""
     kept = [preference_score(t.cost_usd, t.latency_s, t.calls, task.preference, task_bounds(task)) for task, t in pairs]
     asked = [any(t.calls.get(name) for name in task.preference.avoided) for task, t in pairs if task.preference.avoided]
-    correct = sum(t.outcome for _, t in pairs)
-    return means(pairs) | {
-        "preference": fmean(kept), "cost_per_correct_usd": sum(t.cost_usd for _, t in pairs) / correct if correct else None,
-        "avoided_rate": fmean(asked) if asked else None, "well_formed": fmean(t.well_formed for _, t in pairs),
-        "by_preference": split(lambda task: task.data.get("wish") or preference_name(task.preference)), "by_kind": split(lambda task: task.data["kind"])}
+    return {"preference": fmean(kept), "avoided_rate": fmean(asked) if asked else None, "well_formed": fmean(t.well_formed for _, t in pairs)}
 
 
 # The routers.
@@ -74,35 +79,23 @@ def _experts(task: Task) -> list[dict[str, Any]]:
     return [t for t in task.data["tools"] if is_expert(t)]
 
 
-def _answer(task: Task, offered: dict[str, Any], result: ToolResult) -> tuple[str, bool]:
-    _, answer, sure, _ = read_result(task, offered, result)
-    return answer or "", sure
-
-
 def _strength(offered: dict[str, Any]) -> int:
     return ("small", "specialist", "medium", "large").index("specialist" if offered["what"] in SUBJECTS else offered["what"])
 
 
 def strongest(task: Task, rng: random.Random) -> Play:
     """Always the strongest expert on offer, once."""
-    expert = max(_experts(task), key=_strength)
-    return _answer(task, expert, (yield expert, calls_for(task, expert)))[0]
+    return _until_sure(task, [max(_experts(task), key=_strength)])
 
 
 def cheapest(task: Task, rng: random.Random) -> Play:
     """Always the cheapest expert on offer, once."""
-    expert = min(_experts(task), key=lambda t: t["price"])
-    return _answer(task, expert, (yield expert, calls_for(task, expert)))[0]
+    return _until_sure(task, [min(_experts(task), key=lambda t: t["price"])])
 
 
 def cascade(task: Task, rng: random.Random) -> Play:
     """Experts from the cheapest up, until one is sure."""
-    answer = ""
-    for expert in sorted(_experts(task), key=lambda t: t["price"]):
-        answer, sure = _answer(task, expert, (yield expert, calls_for(task, expert)))
-        if sure:
-            break
-    return answer
+    return _until_sure(task, sorted(_experts(task), key=lambda t: t["price"]))
 
 
 def _use(task: Task, offered: dict[str, Any]) -> Play:
@@ -113,6 +106,16 @@ def _use(task: Task, offered: dict[str, Any]) -> Play:
         _, answer, sure, key = read_result(task, offered, result)
         if key is None:
             return answer or "", sure
+
+
+def _until_sure(task: Task, order: Sequence[dict[str, Any]]) -> Play:
+    """Tools in order until one is sure; the last answer."""
+    answer = ""
+    for offered in order:
+        answer, sure = yield from _use(task, offered)
+        if sure:
+            break
+    return answer
 
 
 def at_random(task: Task, rng: random.Random) -> Play:
@@ -152,23 +155,12 @@ def rule(task: Task, rng: random.Random) -> Play:
     else:
         by_price = sorted(experts, key=lambda t: t["price"])
         order = [by_fit[0] if by_fit[0]["what"] == task.data["subject"] else by_price[len(by_price) // 2]]
-    answer = ""
-    for expert in order:
-        answer, sure = _answer(task, expert, (yield expert, calls_for(task, expert)))
-        if sure:
-            break
-    return answer
+    return (yield from _until_sure(task, order))
 
 
 def perfect(task: Task, rng: random.Random) -> Play:
     """The best fixed plan (tools in order, going on while unsure) of somebody who knows every hidden skill: a ceiling, not a rival."""
-    plan = best_plan(task)
-    answer = ""
-    for offered in plan:
-        answer, sure = yield from _use(task, offered)
-        if answer and sure:
-            break
-    return answer
+    return _until_sure(task, best_plan(task))
 
 
 def best_plan(task: Task) -> tuple[dict[str, Any], ...]:

@@ -14,20 +14,21 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from data_gen import World, demonstrate, demonstrate_turns, environment, texts
-from evaluate import task_bounds
+from data_gen import World, environment, teach, texts
+from evaluate import means, obedience, task_bounds
 from nanorchestra import chat
 from nanorchestra.config import Config
 from nanorchestra.curriculum import Curriculum
 from nanorchestra.environment import Environment
 from nanorchestra.grpo import group_advantages, moments, over_batch, overlong_punishment, per_objective
+from nanorchestra.lessons import as_session, as_turns
 from nanorchestra.mixture import Mixture, parse_mixture
 from nanorchestra.sandbox import Sandbox
 from nanorchestra.tokenizer import Tokenizer
 from nanorchestra.trainer import Group, Sample
 from nanorchestra.trajectories import contexts, parts
 from nanorchestra.types import Task, Trajectory, UserError
-from reward import group_rewards, preference_score, reward_columns
+from reward import group_rewards, reward_columns
 from toolscale import environment as toolscale
 from toolscale.small import small_world
 
@@ -111,13 +112,12 @@ class Practice:
         limits, samples = self.config.rollout, []
         for seed in range(self.config.warm_start.samples):
             env = self.environment(task, seed)
-            of_domain = isinstance(env, toolscale.DomainEnvironment)
+            lessons = toolscale.teach(env) if isinstance(env, toolscale.DomainEnvironment) else teach(env, seed, **self.habits)
             if limits.context == "rebuild":
-                room = limits.context_tokens - limits.turn_tokens
-                turns = toolscale.teach_turns(env, tokenizer, room) if of_domain else demonstrate_turns(env, tokenizer, seed, room, **self.habits)
+                turns = as_turns(lessons, env, tokenizer, limits.context_tokens - limits.turn_tokens)
                 samples += [(prompt, Sample(ids, [True] * len(ids))) for prompt, ids in turns]
             else:
-                prompt, ids, sampled = toolscale.teach(env, tokenizer) if of_domain else demonstrate(env, tokenizer, seed, **self.habits)
+                prompt, ids, sampled = as_session(lessons, env, tokenizer)
                 samples.append((prompt, Sample(ids, sampled)))
         return Group.of(samples)
 
@@ -165,23 +165,19 @@ class Practice:
 
     def measure(self, tasks: list[Task], trajectories: list[Trajectory]) -> dict[str, Any]:
         """Means over the rollout, rewards in their absolute form; calls by what stands behind the alias."""
-        size, calls = self.config.grpo.group_size, Counter()
-        for task, trajectory in zip(tasks, trajectories):
+        size, pairs = self.config.grpo.group_size, list(zip(tasks, trajectories))
+        groups = [[t.reward for t in trajectories[i: i + size]] for i in range(0, len(tasks), size)]
+        calls: Counter[str] = Counter()
+        earned: Counter[str] = Counter()                                          # of the rewards, by what earned it
+        for task, trajectory in pairs:
             behind = {t["name"]: t["what"] for t in task.data["tools"]}
             for name, count in trajectory.calls.items():
                 calls[behind.get(name, "unknown")] += count
-        groups = [[t.reward for t in trajectories[i: i + size]] for i in range(0, len(tasks), size)]
-        earned: Counter[str] = Counter()                                          # of the rewards, by what earned it
-        for task, trajectory in zip(tasks, trajectories):
             columns = reward_columns([trajectory], task.preference, bounds=task_bounds(task))
             for i, (weight, (value,)) in enumerate(columns):
                 earned[("outcome", "cost", "latency", "tools")[min(i, 3)]] += weight * value / len(tasks)
-        asked = [any(t.calls.get(name) for name in task.preference.avoided) for task, t in zip(tasks, trajectories) if task.preference.avoided]
-        respect = [preference_score(t.cost_usd, t.latency_s, t.calls, task.preference, task_bounds(task)) for task, t in zip(tasks, trajectories)]
-        return {name: fmean(getattr(t, field) for t in trajectories) for name, field in
-                (("reward", "reward"), ("accuracy", "outcome"), ("cost_usd", "cost_usd"), ("latency_s", "latency_s"), ("well_formed", "well_formed"))} | {
-            "reward_parts": dict(earned), "preference": fmean(respect),
-            "avoided_rate": fmean(asked) if asked else None, "turns": fmean(len(t.turns) for t in trajectories),
+        return means(pairs) | obedience(pairs) | {
+            "reward_parts": dict(earned), "turns": fmean(len(t.turns) for t in trajectories),
             "group_std": fmean(map(stdev, groups)), "calls": {k: v / len(tasks) for k, v in sorted(calls.items())}}
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import requests
 
+from nanorchestra.metrics import read_json
 from nanorchestra.retrieval import Index, load_passages
 from nanorchestra.sandbox import Sandbox
 from nanorchestra.types import ToolResult, UserError
@@ -207,12 +208,7 @@ def load_tools(path: str | Path, question: str, sandbox: Sandbox) -> list[Any]:
     wanted = {"code": {"usd_per_call": float}, "search": {"corpus": str, "usd_per_call": float},
               "expert": {"base_url": str, "model": str, "input_usd_per_million": float, "output_usd_per_million": float}}
     optional = {"code": {"timeout_s": float}, "search": {"passages": int}, "expert": {"key_variable": str, "timeout_s": float, "max_tokens": int}}
-    try:
-        entries = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); give a JSON file with a list of tools") from None
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error}); it must be a list of tools") from None
+    entries = read_json(Path(path))
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise UserError(f"{path}: must be a JSON list of objects, each a tool")
     tools: list[Any] = []

@@ -20,7 +20,6 @@ import ctypes
 import dataclasses
 import os
 import random
-import resource
 import signal
 import sys
 import time
@@ -199,8 +198,8 @@ class Training:
         """Supervised steps on the teacher's demonstrations. False if asked to stop."""
         section = self.config.warm_start
         schedule = Schedule(section.learning_rate, section.steps, section.warmup_steps, hold=section.hold)
-        bar = self._bar(section.steps, "warm start")
-        while self.step < section.steps:
+        bar, stopped = self._bar(section.steps, "warm start"), False
+        while self.step < section.steps and not stopped:
             start = time.monotonic()
             few = self.few_tools <= FEW_TOOLS
             if self.examples:
@@ -223,11 +222,9 @@ class Training:
             if self.step % 20 == 0 and self.ranks.first:
                 tqdm.write(f"warm start step {self.step:4d}/{section.steps}  loss {metrics['loss']:.3f}  {metrics['tokens'] / seconds:,.0f} tokens/s")
             bar.update()
-            if not self._checkpoint_and_go_on(stop):
-                bar.close()
-                return False
+            stopped = self._checkpoint_and_stop(stop)
         bar.close()
-        return True
+        return not stopped
 
     def grpo(self, stop: Stop) -> bool:
         """Rollout, reward, advantage, update, weights to the engine; again. False if asked to stop."""
@@ -241,8 +238,8 @@ class Training:
         if overlap:
             later.ranks = self.ranks.beside(self.config.parallel.timeout)
             torch.set_num_threads(max(1, threads // 2))                           # half of them for the rollout
-        bar = self._bar(steps, "GRPO")
-        while self.step < steps:
+        bar, stopped = self._bar(steps, "GRPO"), False
+        while self.step < steps and not stopped:
             start, later.step, coming = time.monotonic(), self.step + 1, None
             self.engine.wake()
             tasks, trajectories, groups, filtered, retried = self.ahead or self._sample(next(saved) if saved else self._attempted(rollout))
@@ -251,7 +248,7 @@ class Training:
             elif self.ranks.device.type == "cuda":
                 self.engine.sleep()                                               # its KV memory is the trainer's for a while
             rolled = time.monotonic()
-            metrics, trained = {}, rolled
+            metrics = {}
             if groups:
                 metrics = self.trainer.policy_step(groups, schedule.at(self.step), temperature=self.config.rollout.temperature, clip_low=section.clip_low,
                                                    clip_high=section.clip_high, kl_coef=section.kl_coef, kl=section.kl, dual_clip=section.dual_clip or None,
@@ -268,8 +265,7 @@ class Training:
             done = time.monotonic()
             self.step += 1
             curriculum = {"curriculum": self.practice.curriculum.weights()} if self.practice.curriculum else {}
-            row = {"phase": "grpo", "step": self.step, **self.practice.measure(tasks, trajectories), **_plain(metrics), "filtered": filtered, **curriculum,
-                   "tokens_per_s": (sum(len(t.ids) - t.prompt_length for t in trajectories)) / (done - start), "seconds": done - start,
+            row = {**self._measured("grpo", tasks, trajectories, done - start), **_plain(metrics), "filtered": filtered, **curriculum,
                    "phase_seconds": {"rollout": rolled - start, "train": trained - rolled, "weights": done - trained - waited} | ({"wait": waited} if overlap else {}),
                    **self._use(metrics, trained - rolled)} | ({"retried": retried} if retried else {})
             self._append("metrics", row)
@@ -283,12 +279,10 @@ class Training:
                            + ("" if len(groups) == section.prompts or not section.resample else f"  {len(groups)} of {section.prompts} groups teach"))
             bar.update()
             self._evaluate_on_the_way()
-            if not self._checkpoint_and_go_on(stop):
-                bar.close()
-                return False
+            stopped = self._checkpoint_and_stop(stop)
         bar.close()
         torch.set_num_threads(threads)
-        return True
+        return not stopped
 
     def rollouts(self, stop: Stop) -> bool:
         """Steps of attempts as training would make them with these weights, all of them recorded. False if asked to stop."""
@@ -300,8 +294,7 @@ class Training:
                 tasks, trajectories, _, filtered, retried = self._sample(self._attempted(rollout))
                 self.engine.update_weights()                                      # no step finds pages of the one before, as in training
                 self.step, seconds = self.step + 1, time.monotonic() - start
-                row = {"phase": "rollouts", "step": self.step, **self.practice.measure(tasks, trajectories), "filtered": filtered, "retried": retried,
-                       "tokens_per_s": sum(len(t.ids) - t.prompt_length for t in trajectories) / seconds, "seconds": seconds}
+                row = {**self._measured("rollouts", tasks, trajectories, seconds), "filtered": filtered, "retried": retried}
                 for task, trajectory in zip(tasks, trajectories):
                     self._record("rollouts", task, trajectory)
                 self._append("metrics", row)
@@ -318,6 +311,10 @@ class Training:
             write_report(self.run.path)
             print(f"means, of {self.config.model.path or 'random weights'}: {_in_words(means)}")
         return True
+
+    def _measured(self, phase: str, tasks: list[Task], trajectories: list[Trajectory], seconds: float) -> dict[str, Any]:
+        tokens = sum(len(t.ids) - t.prompt_length for t in trajectories)
+        return {"phase": phase, "step": self.step, **self.practice.measure(tasks, trajectories), "tokens_per_s": tokens / seconds, "seconds": seconds}
 
     def _use(self, metrics: dict[str, float], seconds: float) -> dict[str, Any]:
         """How well the machine was used: `mfu`, the share of what it can compute in `seconds` (plan.peak_flops) that the update asked for
@@ -379,7 +376,8 @@ class Training:
             fresh = [task for task in self.practice.prompts(section.prompts, first) for _ in range(section.group_size)]
             place = f"{self.step}/{again}" if again else f"{self.step}"
             seeds = [random.Random(f"{self.config.run.seed}/rollout/{place}/{i}").getrandbits(48) for i in range(len(fresh))]
-            yield fresh, *self._attempts(rollout, fresh, seeds)
+            attempts, retried = self._attempts(rollout, fresh, seeds)
+            yield fresh, [score(task, attempt) for task, attempt in zip(fresh, attempts)], retried
 
     def _sample(self, portions: Iterable[Batch]) -> Sampled:
         """The step's attempts, the groups that enter the loss, the share of attempts left out for each reason, and how many were retried. While
@@ -402,9 +400,8 @@ class Training:
         def params(seed: int, budget: int) -> SamplingParams:
             return SamplingParams(max_tokens=budget, temperature=temperature, seed=seed)
 
-        rollout = Rollout(self.engine, self.tokenizer, params, Limits(section.turns, section.turn_tokens, section.context_tokens),
-                          PolicyPrice(price.input_per_million, price.output_per_million), lockstep=section.lockstep, rebuild=section.context == "rebuild")
-        return _Scored(rollout)
+        return Rollout(self.engine, self.tokenizer, params, Limits(section.turns, section.turn_tokens, section.context_tokens),
+                       PolicyPrice(price.input_per_million, price.output_per_million), lockstep=section.lockstep, rebuild=section.context == "rebuild")
 
     def _bar(self, steps: int, what: str) -> tqdm:
         return tqdm(total=steps, initial=self.step, desc=what, unit="step", dynamic_ncols=True, disable=None if self.ranks.first else True)
@@ -433,7 +430,7 @@ class Training:
         """One attempt at each task with the present weights, and the rollout that makes more of them."""
         self.engine.wake()
         self.engine.update_weights(named_hf_tensors(self.trainer.model, self.dtype))
-        rollout = _Divided(self._rollout(self.config.evaluation.temperature).rollout, self.ranks)
+        rollout = _Divided(self._rollout(self.config.evaluation.temperature), self.ranks)
         share = -(-len(tasks) // self.ranks.world)
         with tqdm(total=share, desc=f"held-out tasks, {name}", unit="task", dynamic_ncols=True, disable=None if self.ranks.first else True) as bar:
             return rollout, evaluate(rollout, tasks, self.config.run.seed, self.sandbox, on_done=lambda _: bar.update(), make=self.practice.environment)
@@ -467,13 +464,14 @@ class Training:
             row["text"] += [{"role": "tool", "text": result.content} for result in turn.results]
         self._append("trajectories", row)
 
-    def _checkpoint_and_go_on(self, stop: Stop) -> bool:
+    def _checkpoint_and_stop(self, stop: Stop) -> bool:
+        """The end of a step. Whether to stop after it."""
         section = getattr(self.config, self.phase)
         self.watch.report()
         stopped = self.ranks.any(stop.asked)                                      # whichever rank was asked, all stop after the same step
         if stopped or self.step % self.config.run.checkpoint_every == 0 or self.step == section.steps:
             self.save()
-        return not stopped
+        return stopped
 
     def save(self) -> None:
         """Begins a checkpoint of this moment; it is written while training goes on."""
@@ -548,7 +546,7 @@ class Training:
         tasks = self.practice.judged_by(self.config.evaluation.tasks)
         routers = evaluate_routers(tasks, self.config.run.seed, self.sandbox) if self.practice.has_miniature else {}
         summary = {"seconds": self._elapsed(), "steps": self.step, "seed": self.config.run.seed,
-                   "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+                   "peak_memory_mb": peak_memory_mb(cuda=False),
                    "parameters": sum(p.numel() for p in self.trainer.model.parameters()),
                    "best": self.best, "held_out": {"tasks": len(tasks), "before": self.before, "after": after, "routers": routers}}
         self.run.write_json("summary.json", summary)
@@ -564,16 +562,6 @@ def keep_freed_memory() -> None:
     if mallopt:
         mallopt(-3, 32 << 20)                    # M_MMAP_THRESHOLD, at its maximum
         mallopt(-1, 2**31 - 1)                   # M_TRIM_THRESHOLD
-
-
-class _Scored:
-    """A rollout whose trajectories carry their absolute reward."""
-
-    def __init__(self, rollout: Rollout):
-        self.rollout = rollout
-
-    def run(self, environments, seeds) -> list[Trajectory]:
-        return [score(env.task, trajectory) for env, trajectory in zip(environments, self.rollout.run(environments, seeds))]
 
 
 class _Divided:

@@ -12,6 +12,8 @@ answer in milliseconds and their latencies are on a virtual clock). Without it, 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Callable, Sequence
 
@@ -106,20 +108,16 @@ class Rollout:
     async def _execute(self, env: Environment, calls) -> list[ToolResult]:
         """All calls of one turn at once; those beyond the limit are refused by an error observation."""
         allowed, refused = calls[: self.limits.calls_per_turn], calls[self.limits.calls_per_turn:]
-        self._tools_running += 1
-        try:
+        with self._tool_running():
             results = list(await asyncio.gather(*(env.execute(call) for call in allowed)))
-        finally:
-            self._tools_running -= 1
-            self._changed.set()
         message = f"Error: at most {self.limits.calls_per_turn} calls in one turn"
         return results + [ToolResult(message, error=True) for _ in refused]
 
-    async def _hear(self, env: Environment, content: str) -> ToolResult | None:
-        """What the user says to a message without a call; for lockstep, a user who thinks is a tool that runs."""
+    @contextmanager
+    def _tool_running(self) -> Iterator[None]:
         self._tools_running += 1
         try:
-            return await env.reply(content)
+            yield
         finally:
             self._tools_running -= 1
             self._changed.set()
@@ -129,15 +127,20 @@ class Rollout:
         notes = Notes(self.tokenizer, env, self.limits.context_tokens - self.limits.turn_tokens, self.enable_thinking) if self.rebuild else None
         prompt = notes.prompt() if notes else chat.encode(self.tokenizer, env.messages, env.tools, enable_thinking=self.enable_thinking)
         session, context = self.engine.session(prompt), 0
-        trajectory = Trajectory(env.task.id, seed, len(prompt), list(prompt), [False] * len(prompt), [0.0] * len(prompt), [-1] * len(prompt))
+        trajectory = Trajectory(env.task.id, seed, len(prompt), [], [], [], [], status="turn_limit")
+        _extend(trajectory, prompt)
+
+        def give(ids: list[int]) -> None:
+            session.append(ids)
+            _extend(trajectory, ids)
+
         try:
-            trajectory.status = "turn_limit"
             for number in range(self.limits.turns):
                 if notes and number:
                     session.close()
                     prompt = notes.prompt()
                     session, context = self.engine.session(prompt), len(trajectory.ids)
-                    _extend(trajectory, prompt, None, None)
+                    _extend(trajectory, prompt)
                 budget = min(self.limits.turn_tokens, self.limits.context_tokens - (len(trajectory.ids) - context))
                 if budget <= 0:
                     trajectory.status = "token_limit"
@@ -156,17 +159,16 @@ class Rollout:
                     break
                 if not parsed.calls:
                     trajectory.answer = parsed.content
-                    said = await self._hear(env, parsed.content)
+                    with self._tool_running():                                # for lockstep, a user who thinks is one
+                        said = await env.reply(parsed.content)
                     if said is None or said.infrastructure:
                         trajectory.status = "answered" if said is None else "infrastructure"
                         break
                     emit("user", said)
                     if notes:
                         notes.hear(parsed.content, said.content)
-                        continue
-                    given = chat.encode_user(self.tokenizer, said.content, enable_thinking=self.enable_thinking)
-                    session.append(given)
-                    _extend(trajectory, given, None, None)
+                    else:
+                        give(chat.encode_user(self.tokenizer, said.content, enable_thinking=self.enable_thinking))
                     continue
                 turn.calls = list(parsed.calls)
                 turn.results = await self._execute(env, turn.calls)
@@ -177,10 +179,8 @@ class Rollout:
                     break
                 if notes:
                     notes.see(turn.calls, turn.results)
-                    continue
-                given = chat.encode_observations(self.tokenizer, [r.content for r in turn.results], enable_thinking=self.enable_thinking)
-                session.append(given)
-                _extend(trajectory, given, None, None)
+                else:
+                    give(chat.encode_observations(self.tokenizer, [r.content for r in turn.results], enable_thinking=self.enable_thinking))
         finally:
             session.close()
         sampled = sum(trajectory.sampled)
@@ -190,7 +190,7 @@ class Rollout:
         return trajectory
 
 
-def _extend(trajectory: Trajectory, ids, logprobs, versions) -> None:
+def _extend(trajectory: Trajectory, ids, logprobs=None, versions=None) -> None:
     """Appends ids to the log: sampled ones with their log-probabilities and weight versions, given ones without."""
     sampled = logprobs is not None
     trajectory.ids += ids

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from .distributed import Ranks
-from .metrics import sync_directory, write_whole
+from .metrics import sync, write_whole
 from .types import UserError
 
 NOTES = "notes.json"
@@ -74,7 +74,7 @@ class Checkpoints:
             write_whole(aside / NOTES, json.dumps({"sizes": sizes, "notes": notes}).encode())
             shutil.rmtree(self.folder / name, ignore_errors=True)    # one that was damaged, and came again
             os.replace(aside, self.folder / name)
-            sync_directory(self.folder)
+            sync(self.folder)
             for old in self._names()[: -self.keep]:
                 shutil.rmtree(self.folder / old)
         except (OSError, UserError) as error:

@@ -132,7 +132,8 @@ class Engine:
                     draws = self.runner.draws(drawn, sampling, self.sampler, self._allowed(sampling))
                 else:
                     logits = self.runner.logits(plan)
-                    draws = self._draw(logits, sampling) if sampling else []
+                    positions = [len(request.ids) for request in sampling]
+                    draws = self.sampler(logits, [request.params for request in sampling], positions, self._allowed(sampling)) if sampling else []
         except BaseException:
             if looks_ahead:
                 self._forget_pending(sampling)
@@ -321,9 +322,6 @@ class Engine:
 
     def _allowed(self, sampling: list[Request]) -> list[np.ndarray | None]:
         return [request.grammar.allowed(request.grammar_state) if request.grammar else None for request in sampling]
-
-    def _draw(self, logits: Tensor, sampling: list[Request]) -> list[Draw]:
-        return self.sampler(logits, [r.params for r in sampling], [len(r.ids) for r in sampling], self._allowed(sampling))
 
     def _deliver(self, sampling: list[Request], draws: list[Draw]) -> None:
         failure = None

@@ -45,7 +45,7 @@ class Run:
             aside.mkdir()
             write_whole(aside / "config.toml", config_text.encode())
             os.rename(aside, path)
-            sync_directory(path.parent)
+            sync(path.parent)
         except (OSError, UserError) as error:
             shutil.rmtree(aside, ignore_errors=True)
             for parent in missing:  # innermost first; one that is not empty is somebody else's by now
@@ -188,12 +188,22 @@ def write_whole(path: Path, data: bytes) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(aside, path)
-            sync_directory(path.parent)
+            sync(path.parent)
         except BaseException:
             aside.unlink(missing_ok=True)
             raise
     except OSError as error:
         raise UserError(f"{path}: cannot write: {error.strerror}; give a place that can be written and has space") from error
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value of a file. UserError that names the file and what is wrong."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON ({error}); is it whole?") from None
 
 
 def table(summary: dict[str, Any]) -> str:
@@ -276,8 +286,8 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def sync_directory(path: Path) -> None:
-    """Brings what was renamed in it to disk."""
+def sync(path: Path) -> None:
+    """Brings a file, or what was renamed in a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

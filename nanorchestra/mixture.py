@@ -46,10 +46,8 @@ class Mixture:
     def places(self, count: int, start: int = 0) -> list[tuple[str, int]]:
         """(world, number of the task in it) of the places start .. start + count; a pure function of them, the weights and the seed."""
         for place in range(len(self._places), start + count):
-            name = self._world((self.start + place * _GOLDEN) % 1)
+            point = (self.start + place * _GOLDEN) % 1
+            name = next((name for name, end in zip(self.weights, self._ends) if point < end), list(self.weights)[-1])
             self._places.append((name, self._had[name]))
             self._had[name] += 1
         return self._places[start: start + count]
-
-    def _world(self, point: float) -> str:
-        return next((name for name, end in zip(self.weights, self._ends) if point < end), list(self.weights)[-1])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -52,26 +52,14 @@ class ModelConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """The contents of a config.json that transformers (4.51 and later) loads as Qwen3ForCausalLM."""
-        eos = list(self.eos_token_ids)
-        return {
+        ours = asdict(self)
+        eos = list(ours.pop("eos_token_ids"))
+        del ours["awq_group_size"]
+        return ours | {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_hidden_layers,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
             "hidden_act": "silu",
-            "max_position_embeddings": self.max_position_embeddings,
-            "rope_theta": self.rope_theta,
-            "rope_scaling": dict(self.rope_scaling) if self.rope_scaling else None,
-            "rms_norm_eps": self.rms_norm_eps,
-            "tie_word_embeddings": self.tie_word_embeddings,
-            "attention_bias": self.attention_bias,
             "attention_dropout": 0.0,
-            "initializer_range": self.initializer_range,
             "use_sliding_window": False,
             "sliding_window": None,
             "max_window_layers": self.num_hidden_layers,
@@ -111,16 +99,13 @@ class _ConfigReader:
             raise self.refuse(field, value, "true or false")
         return value
 
-    def only(self, field: str, allowed: Any, default: Any) -> None:
-        if self.data.get(field, default) != allowed:
-            raise self.refuse(field, self.data[field], f"{allowed!r}, the only one supported")
-
     def read(self) -> ModelConfig:
         if not isinstance(self.data, Mapping):
             raise UserError(f"{self.source}: expected a JSON object")
         if self.data.get("model_type") != "qwen3":
             raise self.refuse("model_type", self.data.get("model_type"), "'qwen3' (a dense Qwen3 decoder)")
-        self.only("hidden_act", "silu", "silu")
+        if self.data.get("hidden_act", "silu") != "silu":
+            raise self.refuse("hidden_act", self.data["hidden_act"], "'silu', the only one supported")
         layers, heads = self.integer("num_hidden_layers"), self.integer("num_attention_heads")
         kv_heads, head_dim = self.integer("num_key_value_heads", heads), self.integer("head_dim", 128)
         if heads % kv_heads:

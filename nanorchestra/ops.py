@@ -206,7 +206,8 @@ def segment_attention(segments: Sequence[Segment], q: Tensor, k: Tensor, v: Tens
         spans = [slice(*prefix) for prefix in prefixes] + [slice(segment.start, segment.start + segment.length)]
         keys, values = (torch.cat([x[span] for span in spans]) for x in (k, v))
         mask = torch.ones(segment.length, len(keys), dtype=torch.bool, device=q.device).tril(len(keys) - segment.length) if prefixes else None
-        outputs.append(_attention(q[spans[-1]][None], keys[None], values[None], mask)[0])
+        heads_first = (x.transpose(0, 1)[None] for x in (q[spans[-1]], keys, values))
+        outputs.append(F.scaled_dot_product_attention(*heads_first, mask, is_causal=mask is None, enable_gqa=True)[0].transpose(0, 1))
     return torch.cat(outputs)
 
 
@@ -282,14 +283,7 @@ def _part_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
     return (x[0].transpose(0, 1) for x in grads)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """[B, L, H, D], [B, K, Hkv, D] -> [B, L, H, D]; causal if mask is None."""
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True).transpose(1, 2)
-
-
-# Paged attention: what the engine computes, in plain form. k_cache and v_cache are [pages, Hkv, page_size, D]: what a head reads of a
-# page lies together.
+# The engine's KV pages. k_cache and v_cache are [pages, Hkv, page_size, D]: what a head reads of a page lies together.
 
 
 def cache_rows(slots: Tensor, kv_heads: int, page_size: int) -> Tensor:
@@ -302,10 +296,3 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tenso
     """Writes k and v [T, Hkv, D] into the caches at `rows` int64 [T, Hkv], from `cache_rows`."""
     for new, cache in ((k, k_cache), (v, v_cache)):
         cache.view(-1, cache.shape[-1]).index_copy_(0, rows.flatten(), new.flatten(0, 1))
-
-
-def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, length: int) -> Tensor:
-    """One sequence's last T positions against all its `length` positions: q [T, H, D], block_table int64 [pages] -> [T, H, D]."""
-    k, v = (cache[block_table].transpose(1, 2).flatten(0, 1)[:length] for cache in (k_cache, v_cache))  # [length, Hkv, D]
-    mask = torch.ones(q.shape[0], length, dtype=torch.bool, device=q.device).tril(length - q.shape[0])
-    return _attention(q[None], k[None], v[None], mask)[0]

@@ -293,10 +293,10 @@ def plan(config: Config, gpus: int = 1, limit: float | None = None, gpu: str = "
     limit = rates.memory if limit is None else limit
     if not 0 < limit < float("inf"):
         raise UserError(f"--memory is {limit / GB:g}; it must be the GB of one GPU")
-    section, rollout, parallel = config.grpo, config.rollout, getattr(config, "parallel", None)
+    section, rollout, parallel = config.grpo, config.rollout, config.parallel
     shape = Shape(model_of(config), section.prompts, section.group_size, rollout.page_size, bool(section.kl_coef), rollout.overlap)
     rows = -(-section.prompts // gpus) * section.group_size
-    choices = Choices(gpus, bool(parallel and parallel.activation_checkpointing), bool(parallel and parallel.cpu_offload), config.lora.rank,
+    choices = Choices(gpus, parallel.activation_checkpointing, parallel.cpu_offload, config.lora.rank,
                       section.token_budget, rollout.pages or rows * -(-rollout.context_tokens // rollout.page_size) + 64, rollout.context_tokens)
     total = parameters(shape.model)[1]
     tokens, drawn = step_tokens(shape, choices.context)

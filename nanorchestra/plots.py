@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from nanorchestra.metrics import ROUTER_NAMES, money_unit, number
 
-BEFORE, AFTER, ROUTER, INK, FAINT = "#8a919c", "#1f63c4", "#c8641b", "#24292f", "#d9dde3"
+BEFORE, AFTER, ROUTER, INK = "#8a919c", "#1f63c4", "#c8641b", "#24292f"
 PALETTE = ("#1f63c4", "#e39b2d", "#2f9e6e", "#b5499b", "#6fb7e0", "#c8502b", "#8a919c", "#b8b032", "#5b4fa8", "#7a5538")
 STYLE = {
     "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.labelsize": 9, "axes.edgecolor": "#9aa1ab",

@@ -147,12 +147,6 @@ def is_quantised(model: nn.Module) -> bool:
     return bool(linears(model, QuantisedLinear))
 
 
-def model_size(model: nn.Module) -> tuple[int, int]:
-    """(parameters, bytes) of a model on any device, meta too; a weight in 4 bits is one parameter, scales and zeros are none."""
-    parameters = sum(p.numel() for p in model.parameters()) + sum(m.in_features * m.out_features for _, m in linears(model, QuantisedLinear))
-    return parameters, sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-
-
 def pack_nibbles(q: Tensor) -> Tensor:
     """uint8 [rows, groups, group] of 0..15 -> uint8 [rows, groups * group / 2], laid out as QuantisedLinear says."""
     low, high = q.chunk(2, dim=2)

@@ -43,11 +43,10 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.45 ui-monospa
 """
 
 
-def write_report(run_path: str | Path, simulated: str = MINIATURE) -> Path:
+def write_report(run_path: str | Path) -> Path:
     """Writes report.html and curves.png into the run directory from what it holds so far; the path of report.html.
 
-    `simulated` completes the sentence "What is simulated: ..."; a run against real services must say so. It takes about 3 s of one core.
-    UserError if `run_path` is no run directory, a record in it cannot be read or the files cannot be written.
+    It takes about 3 s of one core. UserError if `run_path` is no run directory, a record in it cannot be read or the files cannot be written.
     """
     run = Run.open(run_path)
     rows, summary = list(run.rows("metrics")), run.summary()
@@ -57,7 +56,7 @@ def write_report(run_path: str | Path, simulated: str = MINIATURE) -> Path:
     held_out = summary.get("held_out") or {}
     learning, calls = plots.learning(grpo), plots.tools(grpo)
 
-    parts = [_header(run, summary, warm, grpo, simulated), "<h2>On held-out tasks</h2>", _table(summary)]
+    parts = [_header(run, summary, warm, grpo), "<h2>On held-out tasks</h2>", _table(summary)]
     if held_out:
         frontiers = [plots.frontier(held_out), plots.frontier_by_preference(held_out)]
         parts += [_figure(frontiers, 2, "right answers against cost", width=5.5, height=4)]
@@ -84,7 +83,7 @@ def write_report(run_path: str | Path, simulated: str = MINIATURE) -> Path:
     return run.path / "report.html"
 
 
-def _header(run: Run, summary: dict[str, Any], warm: list, grpo: list, simulated: str) -> str:
+def _header(run: Run, summary: dict[str, Any], warm: list, grpo: list) -> str:
     seconds = summary.get("seconds") or sum(row.get("seconds") or 0.0 for row in warm + grpo)
     facts = {
         "parameters": f"{summary['parameters'] / 1e6:,.2f} million" if summary.get("parameters") else None,
@@ -100,7 +99,7 @@ def _header(run: Run, summary: dict[str, Any], warm: list, grpo: list, simulated
     return (
         f"<h1>{_text(run.path.name)}</h1><p>An orchestrator: a language model that answers questions by deciding, turn by turn, which tool or which other "
         "model to call, trained by reinforcement learning to be right, cheap, fast and obedient to the user's preference.</p><p><b>What is simulated:</b> "
-        f"{_text(simulated)}</p><dl>{items}</dl>"
+        f"{MINIATURE}</p><dl>{items}</dl>"
     )
 
 

@@ -9,7 +9,6 @@ killed half-way, finds the old checkpoint or the new one.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
@@ -21,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanorchestra.distributed import first_row, is_sharded, whole
+from nanorchestra.metrics import read_json, sync
 from nanorchestra.model import ModelConfig, Qwen3, eos_ids
 from nanorchestra.quantise import MODES, QuantisedLinear, Slot, is_quantised, linears, quantise_model, replace_linear
 from nanorchestra.types import UserError
@@ -270,9 +270,9 @@ def save_checkpoint(
         if tokenizer is not None:
             tokenizer.save(aside)
         for file in (*aside.iterdir(), aside):
-            _sync(file)
+            sync(file)
         _swap(aside, path, previous)
-        _sync(path.parent)
+        sync(path.parent)
         shutil.rmtree(previous, ignore_errors=True)
     except OSError as error:
         raise UserError(f"{path}: the checkpoint cannot be written: {error.strerror or error}") from error
@@ -380,10 +380,7 @@ def _check_stored(file: Path, stored: str, shard: Any, slot: Slot) -> None:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: not readable as JSON: {error}") from error
+    data = read_json(file)
     if not isinstance(data, dict):
         raise UserError(f"{file}: expected a JSON object")
     return data
@@ -391,11 +388,3 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _write_json(file: Path, data: dict[str, Any]) -> None:
     file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

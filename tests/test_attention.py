@@ -10,7 +10,7 @@ import torch
 
 from nanorchestra import attention
 from nanorchestra.attention import DecodeAttention, PagedAttention, Rows, Scratch, group_by_prefix
-from nanorchestra.ops import cache_rows, paged_attention, store_kv
+from nanorchestra.ops import cache_rows, store_kv
 
 HEADS, KV_HEADS, DIM, PAGE, LAYERS = 6, 2, 8, 4, 2
 
@@ -37,6 +37,14 @@ def tables_of_groups(rng: random.Random, groups: list[int]) -> list[list[int]]:
         tables += [shared + [unused.pop() for _ in range(rng.randrange(1, 6))] for _ in range(size)]
     rng.shuffle(tables)
     return tables
+
+
+def paged_attention(q, k_cache, v_cache, block_table, length: int) -> torch.Tensor:
+    """One sequence's last T positions against all its `length` positions, by public operators: q [T, H, D], block_table int64 [pages] -> [T, H, D]."""
+    k, v = (cache[block_table].transpose(1, 2).flatten(0, 1)[:length] for cache in (k_cache, v_cache))  # [length, Hkv, D]
+    mask = torch.ones(q.shape[0], length, dtype=torch.bool).tril(length - q.shape[0])
+    heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(*heads_first, mask, enable_gqa=True)[0].transpose(0, 1)
 
 
 def reference(q, k_cache, v_cache, rows: Rows, layer: int) -> torch.Tensor:

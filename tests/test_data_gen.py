@@ -10,8 +10,9 @@ from statistics import fmean
 import pytest
 
 import data_gen
-from data_gen import FITS, PHRASES, PREFERENCES, QUESTIONS, World, common_sense, consider, demonstrate, describe, environment, find, preference_name, skill, teach, title
+from data_gen import FITS, PHRASES, PREFERENCES, QUESTIONS, World, common_sense, consider, describe, environment, find, preference_name, skill, teach, title
 from evaluate import best_plan, evaluate_routers, play, task_bounds, with_price
+from nanorchestra.lessons import as_session
 from nanorchestra.types import Preference, Task
 
 COUNT = 400
@@ -168,7 +169,8 @@ def test_first_lessons_offer_few_tools_and_keep_the_one_that_fits(count, sandbox
 
 def test_demonstrations_mask_what_tools_said(nano_tokenizer, sandbox):
     for task in World(0).tasks("train", 20):
-        prompt, ids, sampled = demonstrate(environment(task, 0, sandbox), nano_tokenizer, 0)
+        env = environment(task, 0, sandbox)
+        prompt, ids, sampled = as_session(teach(env, 0), env, nano_tokenizer)
         text = nano_tokenizer.decode([i for i, s in zip(ids, sampled) if s])
         assert "tool_response" not in text and text.endswith("<|im_end|>") and len(ids) == len(sampled)
         assert nano_tokenizer.decode([i for i, s in zip(ids, sampled) if not s]).count("<tool_response>") == text.count("<tool_call>")

@@ -13,7 +13,7 @@ from torch import nn
 from nanorchestra import weights
 from nanorchestra.model import PRESETS, ModelConfig, Qwen3
 from nanorchestra.ops import Segment, packed_attention
-from nanorchestra.quantise import QuantisedLinear, linears, model_size, pack_nibbles, quantise_model, replace_linear, unpack_awq, unpack_nibbles
+from nanorchestra.quantise import QuantisedLinear, linears, pack_nibbles, quantise_model, replace_linear, unpack_awq, unpack_nibbles
 from nanorchestra.types import UserError
 from nanorchestra.weights import copy_weights, load_model, load_weights, named_hf_tensors, read_config, save_checkpoint
 
@@ -184,6 +184,12 @@ def qwen3_8b(mode: str | None) -> Qwen3:
     elif mode:
         quantise_model(model, mode)
     return model
+
+
+def model_size(model) -> tuple[int, int]:
+    """(parameters, bytes); a weight in 4 bits is one parameter, scales and zeros are none."""
+    parameters = sum(p.numel() for p in model.parameters()) + sum(m.in_features * m.out_features for _, m in linears(model, QuantisedLinear))
+    return parameters, sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
 @pytest.mark.parametrize("mode, card, tokens", [("int8", 24e9, 65536), ("int4", 12e9, 32768), ("awq", 12e9, 24576)])

@@ -7,10 +7,11 @@ import random
 import pytest
 import torch
 
-from data_gen import World, demonstrate_turns, environment, teach
+from data_gen import World, environment, teach
 from nanorchestra import chat, rebuild
 from nanorchestra.agent import Limits, Rollout
 from nanorchestra.environment import ToolEnvironment
+from nanorchestra.lessons import as_turns
 from nanorchestra.rebuild import Notes
 from nanorchestra.trainer import Group, Sample, step_counts
 from nanorchestra.trajectories import contexts, parts
@@ -202,7 +203,8 @@ def test_a_conversation_goes_on(nano_tokenizer):
 
 def test_the_teacher_shows_what_the_loop_will_compose(nano_tokenizer, sandbox):
     for task in World(0).tasks("train", 12):
-        turns = demonstrate_turns(environment(task, 0, sandbox), nano_tokenizer, 0, 800)
+        env = environment(task, 0, sandbox)
+        turns = as_turns(teach(env, 0), env, nano_tokenizer, 800)
         script = [nano_tokenizer.decode(said) for _, said in turns]
         t, opened, _ = attempt(nano_tokenizer, environment(task, 0, sandbox), script, context_tokens=1000, turn_tokens=200)
         assert opened == [prompt for prompt, _ in turns] and len(turns) == len(teach(environment(task, 0, sandbox), 0))

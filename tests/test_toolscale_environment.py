@@ -16,12 +16,13 @@ import pytest
 from evaluate import task_bounds
 from nanorchestra import chat
 from nanorchestra.agent import Limits, PolicyPrice, Rollout
+from nanorchestra.lessons import as_session, as_turns
 from nanorchestra.types import Preference, ToolCall, UserError
 from reward import Price
 from test_agent import ScriptedEngine
 from tools import EndpointError
 from toolscale import preferences, user
-from toolscale.environment import Action, SimulatedExpert, load_world, teach, teach_turns
+from toolscale.environment import Action, SimulatedExpert, load_world, teach
 from toolscale.formats import export_tau2, import_tau2, load_questions, load_rows, load_tasks, repaired
 from toolscale.pipeline import main
 from toolscale.user import STOP, TRANSFER, LanguageModelUser, ScriptedUser, ended, first_person
@@ -231,7 +232,7 @@ def test_demonstrations_are_golden_and_their_ids_are_what_the_loop_would_have_wr
     world = load_world(made)
     for task in world.tasks("train", 4):
         env = world.environment(task, 0)
-        prompt, ids, sampled = teach(env, nano_tokenizer)
+        prompt, ids, sampled = as_session(teach(env), env, nano_tokenizer)
         assert env.score("") == 1.0 and env.over and len(ids) == len(sampled)
         said = nano_tokenizer.decode([i for i, mine in zip(ids, sampled) if mine])
         assert all(name in said for name, _ in env.scorer.golden_calls())
@@ -242,8 +243,9 @@ def test_in_a_rebuilt_context_the_same_is_said_and_each_prompt_knows_what_came_b
     world = load_world(made)
     for task in world.tasks("train", 4):
         env = world.environment(task, 0)
-        turns = teach_turns(env, nano_tokenizer, 10**6)
-        _, ids, sampled = teach(world.environment(task, 0), nano_tokenizer)
+        turns = as_turns(teach(env), env, nano_tokenizer, 10**6)
+        other = world.environment(task, 0)
+        _, ids, sampled = as_session(teach(other), other, nano_tokenizer)
         assert env.score("") == 1.0 and [i for _, said in turns for i in said] == [i for i, mine in zip(ids, sampled) if mine]
         calls = env.scorer.golden_calls()
         last = nano_tokenizer.decode(turns[-1][0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nanorchestra.config import load_config
+from nanorchestra.lessons import as_session
 from toolscale import environment, small
 from toolscale.small import small_world
 from toolscale.verify import mentions, verify
@@ -29,7 +30,7 @@ def test_prompts_and_golden_conversations_fit_the_miniatures_context_and_score(w
         for task in world.tasks(split, len(tasks)):
             env = world.environment(task, 0)
             assert env.score("") == 0
-            prompt, ids, sampled = environment.teach(env, nano_tokenizer)
+            prompt, ids, sampled = as_session(environment.teach(env), env, nano_tokenizer)
             assert env.score("") == 1 and env.over
             assert len(prompt) <= 900 and len(prompt) + len(ids) <= limits.context_tokens and sum(sampled) < 2 * limits.turn_tokens
 

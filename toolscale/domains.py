@@ -14,9 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from nanorchestra.metrics import read_json
 from nanorchestra.types import UserError
 
-from .world import World, read_json
+from .world import World
 
 HOME = Path(__file__).parent / "domains"
 BUILT_IN = ("finance", "sport", "ecommerce", "medicine", "entertainment", "railway", "restaurant", "education", "travel", "weather")

@@ -18,7 +18,7 @@ from typing import Any, Callable, Iterator, Protocol, Sequence
 from nanorchestra import chat
 from nanorchestra.agent import PolicyPrice
 from nanorchestra.environment import in_thread
-from nanorchestra.rebuild import Notes
+from nanorchestra.lessons import Lesson
 from nanorchestra.types import Preference, Task, ToolCall, ToolResult, UserError
 from reward import POLICY, PRICES, Price, expert_cost
 from tools import EndpointError, chat_completion
@@ -240,40 +240,17 @@ def _bounds(tau2: dict[str, Any], offered: Sequence[dict[str, Any]]) -> tuple[tu
     return ((0.0, steps * max(expert_cost(*STEP_TOKENS, price) for price in prices)), (0.0, steps * max((expert["latency_s"] for expert in offered), default=STEP_TOKENS[1] * PolicyPrice.seconds_per_token)))
 
 
-def lessons(env: DomainEnvironment) -> Iterator[tuple[str, ToolCall | None, ToolResult | None]]:
-    """(words, call, what tool or user answers) of each turn: the golden calls, then what the user wants to know, then answers until the user is
-    content. No calls of experts: it shows how the tools are used, not whom to ask."""
+def teach(env: DomainEnvironment) -> Iterator[Lesson]:
+    """Acts out the golden calls, then says what the user wants to know, then answers until the user is content. No calls of experts: it shows how
+    the tools are used, not whom to ask."""
     for name, arguments in env.scorer.golden_calls():
         call = ToolCall(name, arguments)
-        yield "", call, asyncio.run(env.execute(call))
+        yield Lesson("", call=call, result=asyncio.run(env.execute(call)))
     words = f"This is done. {', '.join(env.scorer.criteria.get('communicate_info') or ())}".strip()
     while (answer := asyncio.run(env.reply(words))) is not None:
-        yield words, None, answer
+        yield Lesson("", words, result=answer)
         words = "Is there anything else?"
-    yield words, None, None
-
-
-def teach(env: DomainEnvironment, tokenizer: Any) -> tuple[list[int], list[int], list[bool]]:
-    """The lessons as a conversation: (prompt ids, further ids, which of them the policy should have sampled)."""
-    prompt, ids, sampled = chat.encode(tokenizer, env.messages, env.tools), [], []
-    for words, call, answer in lessons(env):
-        said = chat.encode_assistant(tokenizer, "", words, [call] if call else [])
-        given = [] if answer is None else (chat.encode_observations(tokenizer, [answer.content]) if call else chat.encode_user(tokenizer, answer.content))
-        ids += said + given
-        sampled += [True] * len(said) + [False] * len(given)
-    return prompt, ids, sampled
-
-
-def teach_turns(env: DomainEnvironment, tokenizer: Any, prompt_tokens: int) -> list[tuple[list[int], list[int]]]:
-    """The lessons in a context that is composed afresh each turn: (prompt, ids the policy should have sampled) of each."""
-    notes, turns = Notes(tokenizer, env, prompt_tokens), []
-    for words, call, answer in lessons(env):
-        turns.append((notes.prompt(), chat.encode_assistant(tokenizer, "", words, [call] if call else [])))
-        if call:
-            notes.see([call], [answer])
-        elif answer:
-            notes.hear(words, answer.content)
-    return turns
+    yield Lesson("", words)
 
 
 def texts(world: ToolScaleWorld, count: int) -> Iterator[str]:

@@ -11,11 +11,11 @@ import re
 from pathlib import Path
 from typing import Any, Iterator
 
-from nanorchestra.metrics import write_whole
+from nanorchestra.metrics import read_json, write_whole
 from nanorchestra.types import Preference, Task, UserError
 
 from .verify import check_format
-from .world import World, read_json
+from .world import World
 
 TAU2_FIELDS = ("id", "description", "user_scenario", "ticket", "initial_state", "evaluation_criteria")
 # Style -> the fields that hold (question, answer); "jsonl" is tried last.

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from nanorchestra.metrics import write_whole
 from nanorchestra.types import UserError
 
-from .domains import BUILT_IN, build, load_blueprint
+from .domains import BUILT_IN, build
 from .score import Scorer
 from .tasks import changes, generate, to_task
 from .verify import DUPLICATE, altered, mentions, signature, task_text, verify
@@ -248,23 +248,21 @@ def main(arguments: Sequence[str]) -> int:
         started = time.monotonic()
         count = options.show or options.tasks
         counts = {domain: count // len(options.domains) + (i < count % len(options.domains)) for i, domain in enumerate(options.domains)}
-        if options.author == "builtin":
-            worlds = {domain: build(load_blueprint(domain) and domain, options.seed)[0] for domain in counts}
+        builtin = options.author == "builtin"
+        if builtin:
+            worlds = {domain: build(domain, options.seed)[0] for domain in counts}
             make = functools.partial(_builtin, options.seed, options.levels)
-            if options.show:
-                for i, domain in enumerate(domain for domain in counts if counts[domain]):
-                    print("\n".join(show(worlds[domain], task) for task in make(domain, 0)["tasks"][i + 1:i + 1 + counts[domain]]))
-                return 0
-            executor = ProcessPoolExecutor(options.workers) if options.workers > 1 else None
         else:
             from .author import Author                                         # requests, which the built-in author does not need
             author = Author(options.endpoint, options.model, options.seed, options.levels)
-            worlds = author.worlds(list(counts), options.out / "worlds" if options.out else None)
-            counts, make, executor = {domain: counts[domain] for domain in worlds}, author.make_batch, ThreadPoolExecutor(options.workers)
-            if options.show:
-                for domain in worlds:
-                    print("\n".join(show(worlds[domain], task) for task in make(domain, 0)["tasks"][:counts[domain]]))
-                return 0
+            worlds, make = author.worlds(list(counts), options.out / "worlds" if options.out else None), author.make_batch
+            counts = {domain: counts[domain] for domain in worlds}
+        if options.show:
+            for i, domain in enumerate(domain for domain in worlds if counts[domain]):
+                first = i + 1 if builtin else 0                                # the first wishes of built-in tasks are of the same kinds in all domains
+                print("\n".join(show(worlds[domain], task) for task in make(domain, 0)["tasks"][first:first + counts[domain]]))
+            return 0
+        executor = ThreadPoolExecutor(options.workers) if not builtin else ProcessPoolExecutor(options.workers) if options.workers > 1 else None
         for world in worlds.values():
             world.save(options.out / "worlds" / world.domain)
         settings = {"seed": options.seed, "domains": options.domains, "levels": options.levels, "author": options.author}

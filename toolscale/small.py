@@ -27,7 +27,7 @@ def small_world(seed: int, name: str = "domains") -> ToolScaleWorld:
         worlds[domain] = world
         made = [task for number in range(TASKS // BATCH) for task in make_batch(domain, seed, (1,), number)["tasks"]]
         small = [shrunk(world, task, words.business, words.today) for task in made]
-        tasks += [task for task in small if len(task["evaluation_criteria"]["actions"]) <= MOST_CALLS and _length(world, task) <= MOST_CHARS]
+        tasks += [task for task in small if len(task["evaluation_criteria"]["actions"]) <= MOST_CALLS and len(task["policy"]) + len(json.dumps(world.functions(task["tools"]))) <= MOST_CHARS]
     return ToolScaleWorld(split(tasks), worlds, seed, 0, name)
 
 
@@ -43,7 +43,3 @@ def shrunk(world: World, task: dict[str, Any], business: str, today: str) -> dic
     policy = f"You are the agent of {business}. Today is {today}. Tell the user only what the tools return.\n"
     policy += "".join(f"- {name}: {' '.join(said)}\n" for name in tools if (said := rules(world.by_name[name])))
     return task | {"tools": tools, "policy": policy, "user_scenario": task["user_scenario"] | {"instructions": instructions | told}}
-
-
-def _length(world: World, task: dict[str, Any]) -> int:
-    return len(task["policy"]) + len(json.dumps(world.functions(task["tools"])))

@@ -22,8 +22,6 @@ from .world import World
 
 MOST_CALLS, MOST_WISHES = 12, 4
 LEVELS = {1: (0, 0), 2: (1, 2), 3: (3, 4), 4: (5, 6), 5: (7, 9)}                # difficulty -> how often a draft is evolved
-WRITES = ("create", "cancel", "quantity", "option", "exchange", "gift", "email", "phone", "city", "funds", "points", "tier", "extra", "drop")
-QUESTIONS = ("item_field", "person_field", "place_field", "deal_field", "spent", "average", "sum", "extra_field")
 WEIGHTS = {"create": 5, "cancel": 3, "quantity": 3, "option": 3, "exchange": 3, "gift": 3, "email": 1, "phone": 1, "city": 1, "funds": 2, "points": 2, "tier": 2, "extra": 3, "drop": 3,
            "item_field": 3, "person_field": 2, "place_field": 3, "deal_field": 3, "spent": 2, "average": 2, "sum": 3, "extra_field": 1, "handover": 2}
 PICKS = {"cheapest": ("price", min), "most expensive": ("price", max)}
@@ -57,7 +55,10 @@ class Act:
         self.unknown: dict[str, None] = {}
         self.deals: set[str] = set()
         self.rng = random.Random(draft["seed"])
-        self.me = self._person(draft["person"], draft["by"] == "id")
+        self.me = draft["person"]
+        if draft["by"] != "id":
+            self._find_person(self.me)
+            self.unknown[f"your {words.person.one} number"] = None
         for wish in draft["wishes"]:
             self._wish(wish)
         if len(self.calls) > MOST_CALLS:
@@ -84,12 +85,9 @@ class Act:
             self.results[memo] = result
         return result
 
-    def _person(self, key: str, by_id: bool) -> str:
+    def _find_person(self, key: str) -> None:
         record = self.tables[self.w.person.table][key]
-        if not by_id:
-            self.call("find_person", first=record["first_name"], last=record["last_name"], proof=record[_field(self.w.proof)])
-            self.unknown |= {f"your {self.w.person.one} number": None} if key == self.draft["person"] else {}
-        return key
+        self.call("find_person", first=record["first_name"], last=record["last_name"], proof=record[_field(self.w.proof)])
 
     def _item(self, ref: dict[str, Any]) -> tuple[str, str]:
         """(id, the words for it) of an item, by the lookups that the reference needs."""
@@ -115,21 +113,22 @@ class Act:
         return best(found, key=lambda row: row[price])[w.item.key], words
 
     def _deal(self, ref: dict[str, Any]) -> tuple[str, str]:
+        """As `_item`; each deal once."""
         key, words = self._find_deal(ref)
         if key in self.deals:
             raise Unfit("the same deal twice")
         self.deals.add(key)
         return key, words
 
-    def _find_deal(self, ref: dict[str, Any], prefix: str = "your") -> tuple[str, str]:
+    def _find_deal(self, ref: dict[str, Any]) -> tuple[str, str]:
         w = self.w
         if ref["by"] == "id":
-            return ref["key"], f"{prefix} {w.deal.one} {ref['key']}"
+            return ref["key"], f"your {w.deal.one} {ref['key']}"
         self.unknown[f"any {w.deal.one} number"] = None
         if ref["by"] == "title":
             key, noun = self._item({"by": "title", "key": ref["key"]})
             found = [row for row in self.call("list_deals", person=self.me) if row[w.item.key] == key]
-            words = f"{prefix} {w.deal.one} {w.blueprint['deal'].get('for', 'for')} {noun}"
+            words = f"your {w.deal.one} {w.blueprint['deal'].get('for', 'for')} {noun}"
         elif ref["by"] == "when":
             if any(name == w.tool["create"] for name, _ in self.calls):
                 raise Unfit("the newest is one of this task")
@@ -138,10 +137,10 @@ class Act:
                 raise Unfit("nothing to choose from")
             found.sort(key=lambda row: row[_field(w.created)], reverse=ref["pick"] == "most recent")
             found = found[:1] if found[0][_field(w.created)] != found[1][_field(w.created)] else found
-            words = f"{prefix} {ref['pick']} {w.deal.one} that is {w.deal_states[0]}"
+            words = f"your {ref['pick']} {w.deal.one} that is {w.deal_states[0]}"
         else:
             found = [row for row in self.call("list_deals", person=self.me) if row[_field(w.quantity)] == ref["quantity"] and row[w.status] == w.deal_states[0]]
-            words = f"{prefix} {w.deal_states[0]} {w.deal.one} {w.blueprint['deal'].get('with', 'for')} {self._count(ref['quantity'])}"
+            words = f"your {w.deal_states[0]} {w.deal.one} {w.blueprint['deal'].get('with', 'for')} {self._count(ref['quantity'])}"
         if len(found) != 1:
             raise Unfit("not one deal")
         return found[0][w.deal.key], words
@@ -210,8 +209,8 @@ class Act:
 
     def _create(self, wish: dict[str, Any], phrase: str) -> None:
         """A new deal; with `unless`, another item is taken if this one has too few left, or the balance is filled up first if it is too low."""
-        w, key_words, after = self.w, self._item(wish["item"]), ""
-        key, noun = key_words
+        w, after = self.w, ""
+        key, noun = self._item(wish["item"])
         quantity, unless = wish["quantity"], wish.get("unless")
         words = {"quantity": self._count(quantity), "option": wish["option"], "item": noun}
         if unless and unless["kind"] == "instead":
@@ -251,7 +250,8 @@ class Act:
         elif kind == "gift":
             other = self.tables[w.person.table][wish["other"]]
             words["other"] = f"{other['first_name']} {other['last_name']} ({w.proof} {other[_field(w.proof)]})"
-            arguments = {"other": self._person(wish["other"], by_id=False)}
+            self._find_person(wish["other"])
+            arguments = {"other": wish["other"]}
         else:
             arguments = {}
         if wish.get("refused"):

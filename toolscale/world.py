@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nanorchestra.environment import check_arguments
-from nanorchestra.metrics import write_whole
+from nanorchestra.metrics import read_json, write_whole
 from nanorchestra.types import UserError
 
 from .program import Tables, ToolError, canonical, check_tool, run
@@ -97,16 +97,6 @@ class World:
         if schema:
             world.check()
         return world
-
-
-def read_json(path: Path) -> Any:
-    """The JSON value of a file. Raises UserError that names the file and what is wrong."""
-    try:
-        return json.loads(path.read_text())
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error}); is it whole?") from None
 
 
 def check_schema(schema: Any, where: str) -> None:
