@@ -47,7 +47,7 @@ def check_endpoint(section: RolloutSection) -> None:
         raise UserError(f"rollout.endpoint is {url!r}; it must be a base URL such as http://localhost:8000/v1, without a key: that comes from OPENAI_API_KEY")
     try:
         requests.get(f"{url.rstrip('/')}/models", timeout=10, stream=True).close()         # whatever it answers, somebody is there
-    except (requests.RequestException, UnicodeError) as error:
+    except (requests.RequestException, ValueError) as error:                    # ValueError: a name that none can have, "a..b"
         raise UserError(f"rollout.endpoint: nobody answers at {url} ({type(error).__name__})") from None
 
 
@@ -102,7 +102,7 @@ class EndpointRollout(Rollout):
             self._bills[index] += expert_cost(*tokens, self.usd)
             return self._said(session, message, params["max_completion_tokens"])
         except (EndpointError, TimeoutError, ValueError, RecursionError) as error:         # ValueError: less than no tokens
-            raise Unavailable(f"Error: {self.model} at {self.url} did not answer as it should ({error or 'in time'})") from None
+            raise Unavailable(f"Error: {self.model} at {self.url} did not answer as it should ({str(error) or 'in time'})") from None
 
     def _said(self, session: Conversation, message: dict[str, Any], budget: int) -> Completion:
         """The turn in ids, at most `budget` of them; and in the conversation, as the loop will read these ids."""

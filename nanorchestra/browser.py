@@ -54,7 +54,7 @@ def _attempt(row: Row) -> Row:
     turns = row.get("turns") or []
     return {name: row.get(name) for name in FIELDS} | {
         "ids": row["ids"], "mask": "".join("1" if drawn else "0" for drawn in row["sampled"]),
-        "logprobs": [row["logprobs"][i] and round(row["logprobs"][i], 4) for i in sampled], "versions": [row["weight_versions"][i] for i in sampled],
+        "logprobs": [round(row["logprobs"][i], 4) for i in sampled], "versions": [row["weight_versions"][i] for i in sampled],
         "gaps": [None if new is None else round(new - row["logprobs"][i], 7) for new, i in zip(trained, sampled)],
         "calls": sum((row.get("calls") or {}).values()), "turns": [[turn["start"], turn["end"], turn.get("advantage")] for turn in turns]}
 
