@@ -155,7 +155,7 @@ def chat_completion(base_url: str, body: dict[str, Any], *, key_variable: str = 
             if reply.status_code in (408, 409, 429) or reply.status_code >= 500:
                 problem = f"HTTP {reply.status_code}"
                 continue
-            if not reply.ok:
+            if reply.status_code >= 400:
                 problem = f"HTTP {reply.status_code}: {' '.join(reply.text.split())}"
                 break
             data = reply.json()
