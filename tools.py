@@ -141,11 +141,13 @@ class EndpointError(Exception):
 
 
 def chat_completion(base_url: str, body: dict[str, Any], *, key_variable: str = "OPENAI_API_KEY", timeout_s: float = 120.0, attempts: int = 3) -> tuple[dict[str, Any], tuple[int, int]]:
-    """The message of an OpenAI-compatible chat completion and its (input, output) tokens. The key comes from the environment variable `key_variable`.
+    """The message of an OpenAI-compatible chat completion, with its `finish_reason`, and its (input, output) tokens. The key comes from the environment
+    variable `key_variable`.
 
-    A request has `timeout_s` and is tried at most `attempts` times. Raises EndpointError.
+    A request has `timeout_s` and is tried at most `attempts` times. Raises EndpointError, which never holds the key.
     """
-    headers, problem = {"Authorization": f"Bearer {os.environ.get(key_variable, '')}"}, ""
+    key, problem = "".join(os.environ.get(key_variable, "").split()), ""        # a line break in it would stand in requests' complaint
+    headers = {"Authorization": f"Bearer {key}"}
     for attempt in range(attempts):
         if attempt:
             time.sleep(min(2.0 ** attempt, 10.0))
@@ -154,17 +156,18 @@ def chat_completion(base_url: str, body: dict[str, Any], *, key_variable: str = 
             if reply.status_code in (408, 409, 429) or reply.status_code >= 500:
                 problem = f"HTTP {reply.status_code}"
                 continue
-            reply.raise_for_status()
+            if reply.status_code >= 400:
+                problem = f"HTTP {reply.status_code}: {' '.join(reply.text.split())}"
+                break
             data = reply.json()
-            message, usage = data["choices"][0]["message"], data.get("usage") or {}
-            message.get("content")                                             # an AttributeError here if it is no object
-            return message, (int(usage.get("prompt_tokens", 0)), int(usage.get("completion_tokens", 0)))
+            choice, usage = data["choices"][0], data.get("usage") or {}
+            return {**choice["message"], "finish_reason": choice.get("finish_reason")}, (int(usage.get("prompt_tokens", 0)), int(usage.get("completion_tokens", 0)))
         except (requests.ConnectionError, requests.Timeout) as error:
             problem = type(error).__name__
-        except (requests.RequestException, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        except (requests.RequestException, ValueError, OverflowError, KeyError, IndexError, TypeError, AttributeError) as error:
             problem = f"{type(error).__name__}: {error}"
             break
-    raise EndpointError(problem)
+    raise EndpointError((problem.replace(key, "...") if key else problem)[:300])
 
 
 @dataclass

@@ -7,6 +7,8 @@
     python train.py --config FILE --dry-run                any run in small, on CPUs
     python train.py --rollouts 4 --model.path runs/nano/model --run.name seen      four steps of rollouts, written in full, and no training
     python train.py --replay runs/seen                     trains on them
+    python train.py --rollouts 4 --rollout.endpoint URL --rollout.model NAME --run.name big      rollouts of a model behind an endpoint, to be imitated:
+    python train.py --warm_start.trajectories runs/big
 
 Everything drawn at random is a function of (run.seed, step, place), so a step can be computed again from the weights before it, and it
 does not matter how many ranks share the work. Every rank makes its share of the attempts; all of them then know all trajectories.
@@ -35,6 +37,7 @@ import torch
 from tqdm import tqdm
 
 from data_gen import describe
+from endpoint import EndpointRollout, check_endpoint
 from evaluate import NANO, evaluate, evaluate_routers, price_probe, score, summarise
 from nanorchestra import Engine, SamplingParams, load_model
 from nanorchestra.agent import Limits, PolicyPrice, Rollout
@@ -309,7 +312,7 @@ class Training:
             means = {name: fmean(row[name] for row in rows if row[name] is not None) for name, value in rows[0].items() if isinstance(value, float)}
             self.run.write_json("summary.json", {"seconds": self._elapsed(), "steps": steps, "seed": self.config.run.seed, "rollouts": means})
             write_report(self.run.path)
-            print(f"means, of {self.config.model.path or 'random weights'}: {_in_words(means)}")
+            print(f"means, of {self.config.rollout.model or self.config.model.path or 'random weights'}: {_in_words(means)}")
         return True
 
     def _measured(self, phase: str, tasks: list[Task], trajectories: list[Trajectory], seconds: float) -> dict[str, Any]:
@@ -396,12 +399,15 @@ class Training:
 
     def _rollout(self, temperature: float) -> Rollout:
         section, price = self.config.rollout, PRICES[POLICY]
+        limits = Limits(section.turns, section.turn_tokens, section.context_tokens)
+        if section.endpoint:
+            return EndpointRollout(section, self.tokenizer, limits)
 
         def params(seed: int, budget: int) -> SamplingParams:
             return SamplingParams(max_tokens=budget, temperature=temperature, seed=seed)
 
-        return Rollout(self.engine, self.tokenizer, params, Limits(section.turns, section.turn_tokens, section.context_tokens),
-                       PolicyPrice(price.input_per_million, price.output_per_million), lockstep=section.lockstep, rebuild=section.context == "rebuild")
+        return Rollout(self.engine, self.tokenizer, params, limits, PolicyPrice(price.input_per_million, price.output_per_million),
+                       lockstep=section.lockstep, rebuild=section.context == "rebuild")
 
     def _bar(self, steps: int, what: str) -> tqdm:
         return tqdm(total=steps, initial=self.step, desc=what, unit="step", dynamic_ncols=True, disable=None if self.ranks.first else True)
@@ -595,6 +601,7 @@ def open_run(config_file: Path | None, overrides: list[str], resume: Path | None
     if resume is None:
         config = load_config(config_file or DEFAULT_CONFIG, overrides)
         needed(config.run.log_to)
+        check_endpoint(config.rollout)
         config = scaled_down(config, NANO) if dry_run else config
         path = Path(config.run.root) / config.run.name
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and (path / "config.toml").exists():

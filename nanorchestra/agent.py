@@ -44,6 +44,10 @@ class PolicyPrice:
     seconds_per_token: float = 0.01
 
 
+class Unavailable(Exception):
+    """The policy could not be asked, through no fault of its own."""
+
+
 class Rollout:
     """Runs many attempts on one engine. `params(seed, budget)` makes the engine's SamplingParams for one turn."""
 
@@ -99,7 +103,19 @@ class Rollout:
                 if not future.done():
                     future.set_result(request.completion)
 
+    # What the policy is: here the engine; a model elsewhere, in the program's endpoint.py, does these three otherwise.
+
+    def _open(self, start: Environment | Notes, prompt: list[int]) -> Any:
+        """A conversation that begins with the `messages` and `tools` of `start`, whose ids are `prompt`."""
+        return self.engine.session(prompt)
+
+    def _give(self, session, trajectory: Trajectory, ids: list[int], role: str, contents: Sequence[str]) -> None:
+        """Shows the policy what came back: the results of its calls (role "tool"), or the user's words ("user"); and their ids."""
+        session.append(ids)
+        _extend(trajectory, ids)
+
     def _sample(self, index: int, session, params, on_token) -> asyncio.Future:
+        """The Completion of a turn, in time. Unavailable."""
         future = asyncio.get_running_loop().create_future()
         self._ready.append((index, session, params, on_token, future))
         self._changed.set()
@@ -126,27 +142,27 @@ class Rollout:
         emit = on_event or (lambda kind, payload: None)
         notes = Notes(self.tokenizer, env, self.limits.context_tokens - self.limits.turn_tokens, self.enable_thinking) if self.rebuild else None
         prompt = notes.prompt() if notes else chat.encode(self.tokenizer, env.messages, env.tools, enable_thinking=self.enable_thinking)
-        session, context = self.engine.session(prompt), 0
+        session, context = self._open(notes or env, prompt), 0
         trajectory = Trajectory(env.task.id, seed, len(prompt), [], [], [], [], status="turn_limit")
         _extend(trajectory, prompt)
-
-        def give(ids: list[int]) -> None:
-            session.append(ids)
-            _extend(trajectory, ids)
-
         try:
             for number in range(self.limits.turns):
                 if notes and number:
                     session.close()
                     prompt = notes.prompt()
-                    session, context = self.engine.session(prompt), len(trajectory.ids)
+                    session, context = self._open(notes, prompt), len(trajectory.ids)
                     _extend(trajectory, prompt)
                 budget = min(self.limits.turn_tokens, self.limits.context_tokens - (len(trajectory.ids) - context))
                 if budget <= 0:
                     trajectory.status = "token_limit"
                     break
                 on_token = (lambda token, logprob: emit("token", token)) if on_event else None
-                completion = await self._sample(index, session, self.params(seed, budget), on_token)
+                try:
+                    completion = await self._sample(index, session, self.params(seed, budget), on_token)
+                except Unavailable as error:
+                    at, trajectory.status = len(trajectory.ids), "infrastructure"
+                    trajectory.turns.append(Turn(at, at, "error", results=[ToolResult(str(error), error=True, infrastructure=True)], context=context))
+                    break
                 parsed = chat.parse(self.tokenizer, completion.token_ids, enable_thinking=self.enable_thinking)
                 turn = Turn(len(trajectory.ids), len(trajectory.ids) + len(completion.token_ids), completion.finish_reason, context=context)
                 trajectory.turns.append(turn)
@@ -168,7 +184,8 @@ class Rollout:
                     if notes:
                         notes.hear(parsed.content, said.content)
                     else:
-                        give(chat.encode_user(self.tokenizer, said.content, enable_thinking=self.enable_thinking))
+                        given = chat.encode_user(self.tokenizer, said.content, enable_thinking=self.enable_thinking)
+                        self._give(session, trajectory, given, "user", [said.content])
                     continue
                 turn.calls = list(parsed.calls)
                 turn.results = await self._execute(env, turn.calls)
@@ -180,7 +197,8 @@ class Rollout:
                 if notes:
                     notes.see(turn.calls, turn.results)
                 else:
-                    give(chat.encode_observations(self.tokenizer, [r.content for r in turn.results], enable_thinking=self.enable_thinking))
+                    contents = [result.content for result in turn.results]
+                    self._give(session, trajectory, chat.encode_observations(self.tokenizer, contents, enable_thinking=self.enable_thinking), "tool", contents)
         finally:
             session.close()
         sampled = sum(trajectory.sampled)

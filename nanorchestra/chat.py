@@ -67,11 +67,11 @@ def encode_user(tokenizer: Tokenizer, text: str, enable_thinking: bool | None = 
 def encode_assistant(tokenizer: Tokenizer, reasoning: str, content: str, calls: Sequence[ToolCall], thinking: bool = True) -> list[int]:
     """The ids an ideal policy samples after the generation prompt, <|im_end|> included.
 
-    thinking=False: there is no think block (the prompt has an empty one) and `reasoning` is not used.
+    thinking=False: there is no think block (the prompt has an empty one) and `reasoning` is not used. Arguments that are text stay as they are.
     """
     content = content.lstrip("\n")
     think = _think(reasoning) if thinking else ()
-    written = [(call.name, _json(call.arguments)) for call in calls]
+    written = [(call.name, call.arguments if isinstance(call.arguments, str) else _json(call.arguments)) for call in calls]
     return _ids(tokenizer, [*think, content, *_calls(written, after_content=bool(content)), IM_END])
 
 

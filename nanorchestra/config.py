@@ -138,6 +138,10 @@ class RolloutSection:
     overlap: bool = False                # make the next step's rollout while the trainer works, by weights one update old: needs grpo.importance_cap
     only: int = 0                        # make so many steps' rollouts, record all of them and train nothing; 0: train
     replay: str = ""                     # a run whose recorded rollouts are trained on instead of new ones
+    endpoint: str = ""                   # base URL of an OpenAI-compatible server: with `only`, its model makes the attempts instead (endpoint.py)
+    model: str = ""                      # its name there
+    input_usd_per_million: float = 0.0   # what the server's tokens cost
+    output_usd_per_million: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class Notes:
     def __init__(self, tokenizer, env, prompt_tokens: int, enable_thinking: bool | None = None):
         self.tokenizer, self.prompt_tokens, self.enable_thinking = tokenizer, prompt_tokens, enable_thinking
         *self._before, user = env.messages
-        self.problem, self._tools, self._kinds = f"Problem: {user['content']}", env.tools, env.kinds
+        self.problem, self.tools, self._kinds = f"Problem: {user['content']}", env.tools, env.kinds
         self.documents: list[Piece] = []
         self.code: list[Piece] = []
         self.attempts: list[Piece] = []
@@ -52,9 +52,14 @@ class Notes:
         """Takes down a message to the user and the answer."""
         self.problem += f"\n\nYou: {said}\n\nUser: {reply}"
 
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The next turn's prompt."""
+        return self._messages(self.evidence(self.prompt_tokens - len(self._encode(self._messages([])))))
+
     def prompt(self) -> list[int]:
-        """The ids of the next turn's prompt. Longer than `prompt_tokens` only if it is so without any evidence."""
-        return self._encode(self.evidence(self.prompt_tokens - len(self._encode([]))))
+        """Its ids. More than `prompt_tokens` only if they are so without any evidence."""
+        return self._encode(self.messages)
 
     def evidence(self, room: int) -> list[str]:
         """The paragraphs between problem and request, at most `room` ids with the blank lines after them. The newest stay, so that what goes
@@ -91,6 +96,8 @@ class Notes:
         """Ids with the blank lines after them; these add up, for no token reaches over the end of a line into the next paragraph."""
         return sum(len(self.tokenizer.encode(paragraph + "\n\n")) for paragraph in paragraphs)
 
-    def _encode(self, evidence: list[str]) -> list[int]:
-        user: dict[str, Any] = {"role": "user", "content": "\n\n".join([self.problem, *evidence, ASK])}
-        return chat.encode(self.tokenizer, [*self._before, user], self._tools, enable_thinking=self.enable_thinking)
+    def _messages(self, evidence: list[str]) -> list[dict[str, Any]]:
+        return [*self._before, {"role": "user", "content": "\n\n".join([self.problem, *evidence, ASK])}]
+
+    def _encode(self, messages: list[dict[str, Any]]) -> list[int]:
+        return chat.encode(self.tokenizer, messages, self.tools, enable_thinking=self.enable_thinking)

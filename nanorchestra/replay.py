@@ -89,7 +89,7 @@ class SavedRollouts:
             if type(token) is not int or not 0 <= token < self.tokenizer.vocab_size:
                 raise UserError(f"{where}: token id {token!r}; the tokenizer has 0 to {self.tokenizer.vocab_size - 1}")
             if sampled and (type(logprob) is not float or not math.isfinite(logprob)):
-                raise UserError(f"{where}: a sampled id has the log-probability {logprob!r}; the sampler's must be there for each")
+                raise UserError(f"{where}: a sampled id has the log-probability {logprob!r}; GRPO needs the sampler's for each (without: warm_start.trajectories)")
         if text != [self.tokenizer.decode(ids[turn.start:turn.end], skip_special=True) for turn in trajectory.turns]:
             raise UserError(f"{where}: its ids do not spell its text; another tokenizer has made it")
         return task, trajectory

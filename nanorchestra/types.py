@@ -97,7 +97,7 @@ class Turn:
 @dataclass
 class Trajectory:
     """All turns of one attempt at a task. The four lists have one entry per id; only ids with sampled[i] enter the loss. Where every turn has
-    a prompt of its own, the ids are prompt and turn, prompt and turn, ...
+    a prompt of its own, the ids are prompt and turn, prompt and turn, ... A log-probability is None where a model behind an endpoint wrote the id.
 
     trainer_logprobs: what the trainer makes of the sampled ids, in their order, before its update; empty where it did not train on them.
     status: "answered", "turn_limit", "token_limit" (a cut), or "infrastructure" (no fault of the policy: left out of its group).
@@ -108,7 +108,7 @@ class Trajectory:
     prompt_length: int
     ids: list[int]
     sampled: list[bool]
-    logprobs: list[float]
+    logprobs: list[float | None]
     weight_versions: list[int]
     turns: list[Turn] = field(default_factory=list)
     status: str = "answered"
