@@ -354,9 +354,9 @@ def read_result(task: Task, offered: dict[str, Any], result: ToolResult) -> tupl
 
 
 def common_sense(task: Task, options: list[dict[str, Any]], rng: random.Random, heeds: bool = True) -> dict[str, Any]:
-    """What anybody would choose who can read, among the tools that nothing speaks against, or, if it `heeds` no objections, among all: the tool made
-    for such questions; else who is to be right at any price takes the specialist or the biggest name, and who is not takes any of them."""
-    options = [t for t in options if not (heeds and objections(task, t))] or options
+    """What anybody would choose who can read, among the tools that nothing speaks against (a ban only if it `heeds` bans): the tool made for
+    such questions; else who is to be right at any price takes the specialist or the biggest name, and who is not takes any of them."""
+    options = [t for t in options if not set(objections(task, t)) - (set() if heeds else {"banned"})] or options
     fitting = [t for t in options if t["what"] == FITS.get(task.data["kind"])]
     if fitting:
         return fitting[0]
@@ -369,7 +369,7 @@ def teach(env: ToolEnvironment, seed: int, *, sensible: float = 0.8, heedful: fl
     """The teacher's attempt at a task, acted out in its environment so that what it reads is what the policy will read.
 
     A sloppy teacher, as a language model is before it is trained for this: each choice is `common_sense` with probability `sensible`,
-    and else any usable tool. What speaks against a tool it minds with probability `heedful`, and else notes and forgets. With
+    and else any usable tool. What is forbidden it leaves alone with probability `heedful`, and else notes but does not mind. With
     probability `quits` it gives up without asking anybody. It takes an unsure answer half of the time, and checks a sure one three times in ten.
     """
     task, lessons = env.task, []

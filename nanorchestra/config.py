@@ -64,7 +64,7 @@ class TaskSection:
 class WarmStartSection:
     steps: int = 240
     sensible: float = 0.8                # probability that the teacher chooses with common sense,
-    heedful: float = 0.7                 # that it minds what speaks against a tool,
+    heedful: float = 0.7                 # that it leaves alone what is forbidden,
     quits: float = 0.15                  # and that it gives up without asking anybody
     first_tools: int = 1                 # on offer in the first lessons; then one more, up to two; then all
     few_steps: int = 120                 # so many steps at most with each of these numbers of tools,

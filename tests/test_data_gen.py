@@ -145,17 +145,16 @@ def test_a_thought_weighs_what_decides_and_walks_to_the_chosen_tool():
 
 
 def test_common_sense_takes_a_tool_that_nothing_speaks_against():
-    def chosen(kind, wish, avoided=(), price=30, heeds=True):
+    def chosen(kind, wish, avoided=(), price=30):
         tools = [{"name": "run", "what": "code", "price": price, "latency": 2}, {"name": "io", "what": "small", "price": 20, "latency": 2},
                  {"name": "sol", "what": "large", "price": 900, "latency": 2}]
         task = Task("t", "?", Preference("?", *PREFERENCES[wish][1], {name: -1.0 for name in avoided}), {"kind": kind, "subject": "law", "tools": tools})
         usable = [t for t in tools if t["what"] != "code" or kind == "arithmetic"]
-        return {common_sense(task, usable, random.Random(seed), heeds)["name"] for seed in range(20)}
+        return {common_sense(task, usable, random.Random(seed))["name"] for seed in range(20)}
 
     assert chosen("arithmetic", "cheap") == {"run"} and chosen("arithmetic", "cheap", price=300) == {"run"} and chosen("arithmetic", "cheap", ["run"]) == {"io"}
     assert chosen("knowledge", "right") == {"sol"} and chosen("knowledge", "right", ["sol"]) == {"io"}
     assert chosen("knowledge", "cheap") == {"io"} and chosen("knowledge", "fast") == {"io", "sol"} == chosen("knowledge", "fast", ["io", "sol"])
-    assert chosen("knowledge", "cheap", ["io"], heeds=False) == {"io", "sol"} and chosen("knowledge", "right", ["sol"], heeds=False) == {"sol"}
 
 
 @pytest.mark.parametrize("count", [1, 2])
