@@ -62,6 +62,7 @@ def summarise(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict
 
 
 def means(pairs: Sequence[tuple[Task, Trajectory]]) -> dict[str, float]:
+    """Per task: reward, accuracy in 0..1, cost in dollars, latency in seconds."""
     return {"reward": fmean(t.reward for _, t in pairs), "accuracy": fmean(t.outcome for _, t in pairs),
             "cost_usd": fmean(t.cost_usd for _, t in pairs), "latency_s": fmean(t.latency_s for _, t in pairs)}
 

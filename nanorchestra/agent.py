@@ -115,7 +115,7 @@ class Rollout:
         _extend(trajectory, ids)
 
     def _sample(self, index: int, session, params, on_token) -> asyncio.Future:
-        """The Completion of a turn, in time. Unavailable."""
+        """A future: the Completion of the conversation's next turn. Awaiting it raises Unavailable if the policy cannot be asked."""
         future = asyncio.get_running_loop().create_future()
         self._ready.append((index, session, params, on_token, future))
         self._changed.set()
@@ -131,6 +131,7 @@ class Rollout:
 
     @contextmanager
     def _tool_running(self) -> Iterator[None]:
+        """While one runs, lockstep launches no step of the engine."""
         self._tools_running += 1
         try:
             yield

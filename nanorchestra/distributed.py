@@ -218,10 +218,11 @@ class _Watch:
 
 
 def shard_model(model: Qwen3, ranks: Ranks, dtype: torch.dtype = torch.float32, *, cpu_offload: bool = False) -> Qwen3:
-    """FSDP2 (Zhao et al. 2023, arXiv 2304.11277) for a model of master weights, in float32 as a rule, in place: its layers and the root, whose embeddings and output
-    matrix stay gathered from the root's forward to the end of the backward, since the log-probabilities use them outside of a forward.
+    """FSDP2 (Zhao et al. 2023, arXiv 2304.11277) for a model of master weights, float32 as a rule, in place: its layers and the root, whose
+    embeddings and output matrix stay gathered from the root's forward to the end of the backward, since the log-probabilities use them
+    outside of a forward.
 
-    Forward and backward compute in `dtype`, gradients are reduced in the master weights' and averaged over the ranks. cpu_offload: master weights,
+    Forward and backward compute in `dtype`, gradients are reduced in the master weights' dtype and averaged over the ranks. cpu_offload: master weights,
     gradients and moments live in host memory, and the optimizer steps there. Without a mesh the model stays as it is.
     """
     if ranks.mesh is None:

@@ -201,7 +201,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+        raise UserError(f"{path}: cannot be read ({error.strerror}); it must be a JSON file") from None
     except ValueError as error:
         raise UserError(f"{path}: not JSON ({error}); is it whole?") from None
 
