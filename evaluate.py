@@ -48,15 +48,20 @@ def score(task: Task, trajectory: Trajectory) -> Trajectory:
 
 
 def summarise(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    """Means per task: reward, accuracy, cost_usd, latency_s, preference; cost_per_correct_usd, avoided_rate; by preference and by kind."""
-    pairs = list(zip(tasks, trajectories, strict=True))
+    """Means per task: reward, accuracy, cost_usd, latency_s, preference; cost_per_correct_usd, avoided_rate; by preference and by kind.
+
+    `failed` counts the attempts that the infrastructure failed: they are in no mean. UserError if all of them did.
+    """
+    pairs = [(task, t) for task, t in zip(tasks, trajectories, strict=True) if t.status != "infrastructure"]
+    if not pairs:
+        raise UserError(f"held-out tasks: all {len(tasks)} attempts failed for reasons of the infrastructure; see that the tools and endpoints answer")
 
     def split(key: Callable[[Task], str]) -> dict[str, dict[str, float]]:
-        rows = {name: [pair for pair in pairs if key(pair[0]) == name] for name in sorted({key(task) for task in tasks})}
+        rows = {name: [pair for pair in pairs if key(pair[0]) == name] for name in sorted({key(task) for task, _ in pairs})}
         return {name: {"tasks": len(members)} | means(members) for name, members in rows.items()}
 
     correct = sum(t.outcome for _, t in pairs)
-    return {"tasks": len(pairs)} | means(pairs) | obedience(pairs) | {
+    return {"tasks": len(tasks), "failed": len(tasks) - len(pairs)} | means(pairs) | obedience(pairs) | {
         "cost_per_correct_usd": sum(t.cost_usd for _, t in pairs) / correct if correct else None,
         "by_preference": split(lambda task: task.data.get("wish") or preference_name(task.preference)), "by_kind": split(lambda task: task.data["kind"])}
 
@@ -222,9 +227,17 @@ def evaluate_routers(tasks: Sequence[Task], seed: int, sandbox: Sandbox) -> dict
     return {name: summarise(tasks, [play(router, environment(task, seed, sandbox), seed) for task in tasks]) for name, router in ROUTERS.items()}
 
 
-def evaluate(rollout: Rollout, tasks: Sequence[Task], seed: int, sandbox: Sandbox, on_done=None, make: Callable[..., Any] = environment) -> list[Trajectory]:
-    """One attempt of the policy at each task, in make(task, seed, sandbox), scored."""
-    trajectories = rollout.run([make(task, seed, sandbox) for task in tasks], [seed * 1_000_003 + i for i in range(len(tasks))], on_done)
+def evaluate(rollout: Rollout, tasks: Sequence[Task], seed: int, sandbox: Sandbox, on_done=None, make: Callable[..., Any] = environment,
+             retries: int = 2) -> list[Trajectory]:
+    """One attempt of the policy at each task, in make(task, seed, sandbox), scored. Those that the infrastructure failed are made again, `retries` times at most."""
+    def attempt(places: Sequence[int], on_done=None) -> list[Trajectory]:
+        return rollout.run([make(tasks[i], seed, sandbox) for i in places], [seed * 1_000_003 + i for i in places], on_done)
+
+    trajectories = attempt(range(len(tasks)), on_done)
+    for _ in range(retries):
+        failed = [i for i, trajectory in enumerate(trajectories) if trajectory.status == "infrastructure"]
+        for i, trajectory in zip(failed, attempt(failed) if failed else ()):
+            trajectories[i] = trajectory
     return [score(task, trajectory) for task, trajectory in zip(tasks, trajectories)]
 
 

@@ -164,9 +164,13 @@ class Practice:
         return Group.of([part for member in members for part in parts(member, self.config.grpo.credit)])
 
     def measure(self, tasks: list[Task], trajectories: list[Trajectory]) -> dict[str, Any]:
-        """Means over the rollout, rewards in their absolute form; calls by what stands behind the alias."""
+        """Means over the rollout, rewards in their absolute form; calls by what stands behind the alias; how the attempts ended. What the infrastructure
+        failed is in no mean, unless there is nothing else."""
         size, pairs = self.config.grpo.group_size, list(zip(tasks, trajectories))
-        groups = [[t.reward for t in trajectories[i: i + size]] for i in range(0, len(tasks), size)]
+        groups = [[t.reward for t in trajectories[i: i + size] if t.status != "infrastructure"] for i in range(0, len(tasks), size)]
+        spreads = [stdev(group) for group in groups if len(group) > 1]
+        statuses = Counter(t.status for t in trajectories)
+        pairs = [(task, t) for task, t in pairs if t.status != "infrastructure"] or pairs
         calls: Counter[str] = Counter()
         earned: Counter[str] = Counter()                                          # of the rewards, by what earned it
         for task, trajectory in pairs:
@@ -175,10 +179,11 @@ class Practice:
                 calls[behind.get(name, "unknown")] += count
             columns = reward_columns([trajectory], task.preference, bounds=task_bounds(task))
             for i, (weight, (value,)) in enumerate(columns):
-                earned[("outcome", "cost", "latency", "tools")[min(i, 3)]] += weight * value / len(tasks)
+                earned[("outcome", "cost", "latency", "tools")[min(i, 3)]] += weight * value / len(pairs)
         return means(pairs) | obedience(pairs) | {
-            "reward_parts": dict(earned), "turns": fmean(len(t.turns) for t in trajectories),
-            "group_std": fmean(map(stdev, groups)), "calls": {k: v / len(tasks) for k, v in sorted(calls.items())}}
+            "reward_parts": dict(earned), "turns": fmean(len(t.turns) for _, t in pairs),
+            "group_std": fmean(spreads) if spreads else 0.0,
+            "calls": {k: v / len(pairs) for k, v in sorted(calls.items())}, "statuses": {k: v / len(tasks) for k, v in sorted(statuses.items())}}
 
 
 def open_world(name: str, config: Config) -> toolscale.ToolScaleWorld:

@@ -22,6 +22,7 @@ import ctypes
 import dataclasses
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -79,7 +80,8 @@ Sampled = tuple[list[Task], list[Trajectory], list[Group], dict[str, float], int
 
 
 class Stop:
-    """Turns SIGINT and SIGTERM into a flag that is read between steps; a second SIGINT ends the process at once."""
+    """Turns SIGINT and SIGTERM into a flag that is read between steps; a second SIGINT ends the process at once. SIGTERM may come often: a scheduler
+    sends it to torchrun, which passes it on, and to the ranks."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -87,9 +89,11 @@ class Stop:
             signal.signal(number, self._ask)
 
     def _ask(self, number: int, frame: Any) -> None:
-        if self.asked:
+        if self.asked and number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             raise KeyboardInterrupt
+        if self.asked:
+            return
         self.asked = True
         tqdm.write("stopping after this step (once more: at once, losing the steps since the last checkpoint)", file=sys.stderr)
 
@@ -103,6 +107,9 @@ class Training:
         self.dtype = getattr(torch, resolve(config)[1])
         self.peak = peak_flops(ranks.device, self.dtype)
         model, self.tokenizer = self._model()
+        if config.rollout.context_tokens > model.config.max_position_embeddings:
+            raise UserError(f"rollout.context_tokens is {config.rollout.context_tokens}; it must be at most {model.config.max_position_embeddings}, "
+                            f"the max_position_embeddings of {config.model.path}")
         self.practice.check_room(self.tokenizer)
         self.examples = self._examples()
         settings, rollout, parallel = config.grpo, config.rollout, config.parallel
@@ -114,7 +121,7 @@ class Training:
         rows = max(-(-settings.prompts // ranks.world) * settings.group_size, 1)
         pages = rollout.pages or rows * -(-rollout.context_tokens // rollout.page_size) + 64
         self.engine = Engine(engine_model, self.tokenizer, num_pages=pages, page_size=rollout.page_size, max_batch_tokens=rollout.max_batch_tokens,
-                             max_running=rows, max_context=rollout.context_tokens, attention=prefill)
+                             max_running=rows, max_context=rollout.context_tokens, invariant=rollout.invariant, attention=prefill)
         self.checkpoints = Checkpoints(run.path / "checkpoints", config.run.keep_checkpoints, ranks)
         self.phase, self.step, self.before, self.seconds = "warm_start", 0, None, 0.0
         self.few_tools, self.few_since = config.warm_start.first_tools, 0         # how many the lessons of the warm start offer, and since which step
@@ -153,7 +160,7 @@ class Training:
         ranks.gather(None)                                                        # the others wait for it
         tokenizer = Tokenizer.from_dir(saved)
         context = max(PRESETS[section.preset].max_position_embeddings, self.config.rollout.context_tokens)
-        shape = dataclasses.replace(PRESETS[section.preset], max_position_embeddings=context, vocab_size=-(-tokenizer.vocab_size // 64) * 64,
+        shape = dataclasses.replace(PRESETS[section.preset], max_position_embeddings=context, vocab_size=max(PRESETS[section.preset].vocab_size, -(-tokenizer.vocab_size // 64) * 64),
                                     eos_token_ids=tuple(tokenizer.eos_ids))
         return build(shape, self.config.run.seed), tokenizer
 
@@ -220,7 +227,10 @@ class Training:
                 self.few_tools, self.few_since = self.few_tools + 1, self.step
             self._append("metrics", {"phase": "warm_start", "step": self.step, **_plain(metrics), "tokens_per_s": metrics["tokens"] / seconds, "seconds": seconds,
                                      "phase_seconds": times, **self._use(metrics, times["train"])})
-            self._count_skipped(metrics)
+            if "skipped" in metrics and self.ranks.first:
+                self.run.write_json("skipped.json", {"phase": "warm_start", "step": self.step, "texts": [
+                    self.tokenizer.decode(group.prompt + sample.ids) for group in groups for sample in group.samples]})
+            self._count_skipped(metrics, "skipped.json")
             bar.set_postfix_str(f"loss {metrics['loss']:.3f}, {metrics['tokens'] / seconds:,.0f} tokens/s")
             if self.step % 20 == 0 and self.ranks.first:
                 tqdm.write(f"warm start step {self.step:4d}/{section.steps}  loss {metrics['loss']:.3f}  {metrics['tokens'] / seconds:,.0f} tokens/s")
@@ -276,7 +286,7 @@ class Training:
             self._note_logprobs(groups, trajectories[:recorded])
             for task, trajectory in list(zip(tasks, trajectories))[:recorded]:
                 self._record("skipped" if "skipped" in metrics else "grpo", task, trajectory)
-            self._count_skipped(metrics)
+            self._count_skipped(metrics, "trajectories.jsonl, phase \"skipped\"")
             if self.ranks.first:
                 tqdm.write(f"step {self.step:4d}/{steps}  {_in_words(row)}"
                            + ("" if len(groups) == section.prompts or not section.resample else f"  {len(groups)} of {section.prompts} groups teach"))
@@ -359,12 +369,12 @@ class Training:
                             f"{self.config.rollout.retries} retries (rollout.failed_share is {self.config.rollout.failed_share}); the first: {said[:200]}")
         return trajectories, retried
 
-    def _count_skipped(self, metrics: dict[str, float]) -> None:
+    def _count_skipped(self, metrics: dict[str, float], where: str) -> None:
         """UserError after too many steps in a row whose loss or gradient was not finite."""
         self.skipped = self.skipped + 1 if "skipped" in metrics else 0
         if self.skipped >= self.config.run.skip_limit:
             raise UserError(f"{self.phase} step {self.step}: the loss or its gradient is not finite, {self.skipped} steps in a row; "
-                            f"their trajectories are in {self.run.path / 'trajectories.jsonl'}, phase \"skipped\"")
+                            f"what it was computed on is in {self.run.path / where}")
 
     def _attempted(self, rollout: Rollout) -> Iterator[Batch]:
         """The step's attempts, then those of up to `resample` more rollouts of other tasks, each made when it is asked for."""
@@ -512,6 +522,8 @@ class Training:
             self.engine.update_weights(named_hf_tensors(self.trainer.model, self.dtype))
             return self.rollouts(stop)
         if self.phase == "warm_start":
+            if self.ranks.device.type == "cuda":
+                self.engine.sleep()                                               # until the first evaluation
             if not self.saved and not self.warm_start(stop):                      # saved rollouts are of the weights that the run starts from
                 return False
             self.before = self.evaluate("before")
@@ -651,9 +663,14 @@ def main(arguments: list[str]) -> int:
         stop = Stop()
         device, dtype = resolve(config)
         ranks = Ranks.start(device, shard=config.parallel.shard, sharded=device == "cuda" or dtype != "float32", timeout=config.parallel.timeout)
-        first = ranks.first
+        first, resumed = ranks.first, ranks.gather(resumed)[0]     # after a restart a slow rank may find the directory that rank 0 has just made
         with Sandbox() as sandbox:
-            training = ranks.together(lambda: Training(config, run, sandbox, ranks))
+            try:
+                training = ranks.together(lambda: Training(config, run, sandbox, ranks))
+            except UserError:
+                if first and not resumed:
+                    shutil.rmtree(run.path, ignore_errors=True)                   # nothing has happened in it: its name is free for the corrected command
+                raise
             if resumed:
                 training.restore()
             if first:

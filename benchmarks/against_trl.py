@@ -19,6 +19,7 @@ import sys
 import sysconfig
 import time
 import venv
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
@@ -71,7 +72,7 @@ def ours(options) -> dict:
     rows = options.prompts * options.group
     pages = rows * -(-(max(map(len, prompts)) + options.length) // 16) + 64
     engine = Engine(Qwen3(model.config), tokenizer, num_pages=pages, max_running=rows)
-    trainer = Trainer(model, vocab_limit=tokenizer.vocab_size)
+    trainer = Trainer(model, vocab_limit=tokenizer.vocab_size, token_budget=4096)      # as in configs/nano.toml
     engine.update_weights(named_hf_tensors(model))
     before, seconds, cpu, tokens = memory_mb(), [], [], 0
     for step in range(options.steps + 1):
@@ -163,7 +164,12 @@ def main() -> int:
         print(f"{ {'ours': 'nanorchestra', 'theirs': 'TRL'}[side]:14}{row['seconds']:>10.2f}{row['cpu']:>10.2f}{row['peak_mb']:>10.0f}{row['above_start_mb']:>20.0f}")
     print(f"{'TRL / here':14}" + "".join(f"{figures['theirs'][key] / figures['ours'][key]:>{width}.1f}" for key, width in (("seconds", 10), ("cpu", 10), ("peak_mb", 10), ("above_start_mb", 20))))
     if options.json:
-        options.json.write_text(json.dumps({"figures": figures, "runs": runs}, indent=2) + "\n")
+        sys.path.insert(0, str(ROOT))
+        from nanorchestra.bench import cpu_name
+
+        machine = {"machine": cpu_name(), "threads": options.threads, "torch": version("torch"), "transformers": version("transformers"),
+                   "trl": PACKAGES[0].partition("==")[2], "date": time.strftime("%Y-%m-%d")}
+        options.json.write_text(json.dumps(machine | {"figures": figures, "runs": runs}, indent=1) + "\n")
     return 0
 
 

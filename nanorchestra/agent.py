@@ -159,7 +159,7 @@ class Rollout:
                     break
                 on_token = (lambda token, logprob: emit("token", token)) if on_event else None
                 try:
-                    completion = await self._sample(index, session, self.params(seed, budget), on_token)
+                    completion = await self._sample(index, session, self.params(turn_seed(seed, number) if notes else seed, budget), on_token)
                 except Unavailable as error:
                     at, trajectory.status = len(trajectory.ids), "infrastructure"
                     trajectory.turns.append(Turn(at, at, "error", results=[ToolResult(str(error), error=True, infrastructure=True)], context=context))
@@ -207,6 +207,11 @@ class Rollout:
         trajectory.well_formed &= trajectory.status == "answered" and bool(trajectory.answer)
         trajectory.outcome = env.score(trajectory.answer) if trajectory.status == "answered" else 0.0
         return trajectory
+
+
+def turn_seed(seed: int, number: int) -> int:
+    """The seed of a turn whose prompt is composed afresh: the noise is a function of (seed, position), and every such turn begins at much the same positions."""
+    return (seed + number * 0x9E3779B97F4A7C15) % 2**63
 
 
 def _extend(trajectory: Trajectory, ids, logprobs=None, versions=None) -> None:

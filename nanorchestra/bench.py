@@ -176,6 +176,15 @@ def peer(model: Qwen3) -> Any:
         return AutoModelForCausalLM.from_pretrained(Path(directory) / "model", dtype=model.embed_tokens.weight.dtype).eval().to(model.embed_tokens.weight.device)
 
 
+def cpu_name() -> str:
+    """As Linux calls it; elsewhere the architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
 def simulations(scale: float) -> dict[str, dict[str, float]]:
     """The scheduler's three fixed workloads with Qwen3-8B on the roofline of an H200."""
     costs = Costs.of(PRESETS["qwen3-8b"])
@@ -215,7 +224,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     cuda = torch.cuda.is_available()
     device, dtype = (torch.device("cuda"), torch.bfloat16) if cuda else (torch.device("cpu"), torch.float32)
-    machine = torch.cuda.get_device_name() if cuda else f"{platform.processor() or platform.machine()}, {options.threads} threads"
+    machine = torch.cuda.get_device_name() if cuda else f"{cpu_name()}, {options.threads} threads"
     print(f"{machine}, {str(dtype)[6:]}, torch {torch.__version__}")
     figures: dict[str, Any] = {"machine": machine, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
     for shape in ("qwen3-8b",) if cuda else ("28M", "nano"):

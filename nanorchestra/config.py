@@ -133,6 +133,7 @@ class RolloutSection:
     retries: int = 1                     # attempts that fail for reasons of the infrastructure are made again so many times,
     failed_share: float = 0.5            # then left out; more than this share of a step's attempts ends the run
     attention: str = "auto"              # of prefill on a GPU, as run.attention
+    invariant: bool = False              # the sampler's log-probabilities do not depend on what else is computed, at a price (nanorchestra/invariant.py)
     lockstep: bool = True                # no engine step while a tool runs: the run is a pure function of its seed
     context: str = "append"              # one growing session; or (rebuild) a prompt composed afresh each turn (rebuild.py), and every turn its own sample
     overlap: bool = False                # make the next step's rollout while the trainer works, by weights one update old: needs grpo.importance_cap
@@ -190,7 +191,7 @@ _CHOICES = {("evaluation", "best"): tuple(BEST), ("grpo", "objective"): tuple(OB
             ("grpo", "bounds"): ("group", "task"), ("grpo", "kl"): ("full", "k2", "k3"), ("rollout", "context"): ("append", "rebuild"),
             ("warm_start", "optimizer"): ("adamw", "muon"), ("grpo", "optimizer"): ("adamw", "muon")}
 _POSITIVE = {("run", "checkpoint_every"), ("run", "keep_checkpoints"), ("run", "skip_limit"), ("parallel", "timeout"), ("model", "vocab_size"), ("model", "tokenizer_tasks"), ("warm_start", "first_tools"), ("warm_start", "prompts"), ("warm_start", "samples"),
-             ("grpo", "prompts"), ("grpo", "token_budget"), ("lora", "alpha"), ("rollout", "turns"), ("rollout", "turn_tokens"), ("rollout", "context_tokens"),
+             ("grpo", "prompts"), ("grpo", "token_budget"), ("grpo", "advantage_clip"), ("grpo", "grad_clip"), ("lora", "alpha"), ("rollout", "turns"), ("rollout", "turn_tokens"), ("rollout", "context_tokens"),
              ("rollout", "page_size"), ("rollout", "max_batch_tokens"), ("rollout", "temperature"), ("evaluation", "tasks"), ("evaluation", "domain_tasks"),
              ("evaluation", "every_tasks")}
 
@@ -269,6 +270,9 @@ def _apply(config: Config, values: dict[str, Any], source: str) -> Config:
         raise UserError(f"{source}: rollout.overlap is true, so attempts come from weights one update old; grpo.importance_cap is 0, it must be at least 1 (2, say) to correct for it")
     if config.rollout.only and config.rollout.replay:
         raise UserError(f"{source}: rollout.only is {config.rollout.only} and rollout.replay {config.rollout.replay!r}; a run makes rollouts or trains on saved ones")
+    if 0 < config.rollout.pages * config.rollout.page_size < config.rollout.context_tokens:
+        raise UserError(f"{source}: rollout.pages is {config.rollout.pages}; of {config.rollout.page_size} tokens each they must hold one attempt at least: "
+                        f"{-(-config.rollout.context_tokens // config.rollout.page_size)} for rollout.context_tokens = {config.rollout.context_tokens}")
     if config.rollout.turn_tokens >= config.rollout.context_tokens:
         raise UserError(f"{source}: rollout.turn_tokens is {config.rollout.turn_tokens}; it must be below rollout.context_tokens ({config.rollout.context_tokens})")
     return config

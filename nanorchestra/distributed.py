@@ -34,6 +34,10 @@ SILENCE = 30.0              # and after how many without one a rank counts as de
 T, R = TypeVar("T"), TypeVar("R")
 
 
+class Told(UserError):
+    """A UserError that all ranks know of."""
+
+
 class Ranks:
     """This process among the ranks of the run. `rank` 0 writes the records; `device` is where this rank computes.
 
@@ -101,11 +105,14 @@ class Ranks:
         return other
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value (anything that can be pickled), on every rank."""
+        """Every rank's value (anything that can be pickled), on every rank. Told: one of them is a UserError (`together`)."""
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
         dist.all_gather_object(values, value, group=self._control)
+        refusal = next((value for value in values if isinstance(value, UserError)), None)
+        if refusal is not None:
+            raise Told(*refusal.args)
         return values
 
     def map(self, function: Callable[[list[T]], Sequence[R]], items: Sequence[T], together: int = 1) -> list[R]:
@@ -135,15 +142,15 @@ class Ranks:
         return self.sum({"flag": float(flag)})["flag"] > 0
 
     def together(self, function: Callable[[], R]) -> R:
-        """function(); a UserError on any rank is raised on all, so that none waits for one that has given up."""
-        error, result = None, None
+        """function(); a UserError on any rank is raised on all, so that none waits for one that has given up: here, or where the function gathers."""
         try:
             result = function()
+        except Told:
+            raise
         except UserError as refused:
-            error = refused
-        refusal = next(filter(None, self.gather(error)), None)
-        if refusal is not None:
-            raise refusal
+            self.gather(refused)
+            raise                                    # one rank
+        self.gather(None)
         return result
 
     def fail(self, reason: str) -> None:

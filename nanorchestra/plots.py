@@ -120,7 +120,7 @@ def health(warm: Rows, grpo: Rows) -> list[Draw]:
         curve(grpo, "GRPO loss", {"loss": "loss"}),
         curve(grpo, "KL to the reference, nats per token", {"kl": "kl"}),
         curve(grpo, "Entropy, nats per token", {"entropy": "entropy"}),
-        curve(grpo, "Log-prob gap engine - trainer, nats", {"logprob_gap": "gap"}),
+        curve(grpo, "Log-prob gap engine - trainer, nats", {"logprob_gap": "mean", "logprob_gap_max": "largest"}),
         curve(grpo, "Gradient norm", {"grad_norm": "norm"}),
         curve(grpo, "Probability ratio, mean", {"ratio": "ratio"}, zero=False),
         curve(grpo, "Ratios clipped, %", {"clip_fraction": "clipped"}, 100),

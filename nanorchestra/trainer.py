@@ -340,12 +340,12 @@ class Trainer:
         With an `importance_cap` the old log-probabilities are the trainer's own, which with one update a step are the present ones, so that
         no second pass is needed; the sampler's, with other arithmetic or weights a step old, enter as the truncated weight. Without it they
         are taken for the old ones, and the clip of the ratio bounds both.
-        Metrics are means over the sampled ids of the step; `logprob_gap` is mean |trainer - sampler| of the log-probabilities,
-        `flops` plan.model_flops of all ranks.
+        Metrics are means over the sampled ids of the step; `logprob_gap` is mean |trainer - sampler| of the log-probabilities, `logprob_gap_max`
+        the largest, `flops` plan.model_flops of all ranks.
         """
         count, normaliser = step_counts(groups, aggregation, length)
         metrics: dict[str, float] = {}
-        batches = self._share(groups)
+        batches, largest_gap = self._share(groups), 0.0
         for i, batch in enumerate(batches):
             packed = pack(batch, self.device, self.attention)
             hidden = self.model(packed.tokens, packed.positions, packed.attend)
@@ -378,11 +378,12 @@ class Trainer:
                 terms["kl"] = (kls.detach().sum() / count).item()
                 loss = loss + kl_coef * penalty
             self._backward(loss, last=i == len(batches) - 1)
-            gap = (logprobs.detach() - packed.old_logprobs).abs().sum()
-            terms |= {"loss": loss.item(), "entropy": float(entropy.sum()) / count, "logprob_gap": float(gap) / count, "flops": self._flops(packed, bool(kl_coef))}
+            gap = (logprobs.detach() - packed.old_logprobs).abs()
+            largest_gap = max(largest_gap, float(gap.max()) if len(gap) else 0.0)
+            terms |= {"loss": loss.item(), "entropy": float(entropy.sum()) / count, "logprob_gap": float(gap.sum()) / count, "flops": self._flops(packed, bool(kl_coef))}
             for name, value in terms.items():
                 metrics[name] = metrics.get(name, 0.0) + value
-        return self._finish(metrics, learning_rate, groups)
+        return self._finish(metrics, learning_rate, groups) | {"logprob_gap_max": max(self.ranks.gather(largest_gap))}
 
     def _logprobs(self, hidden: Tensor, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
         return token_logprobs(hidden[packed.source], self.model.output_weight, packed.targets, temperature=temperature, vocab_limit=self.vocab_limit)

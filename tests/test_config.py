@@ -31,6 +31,9 @@ def test_a_config_is_written_resolved_and_read_back(tmp_path):
     (["--rollout.temperature", "0"], ["above 0"]),
     (["--evaluation.best", "loss"], ["evaluation.best is 'loss'", "reward, accuracy, preference, cost_per_correct_usd"]),
     (["--evaluation.every_tasks", "0"], ["above 0"]),
+    (["--grpo.grad_clip", "0"], ["grpo.grad_clip is 0", "above 0"]),
+    (["--grpo.advantage_clip", "0"], ["grpo.advantage_clip is 0", "above 0"]),
+    (["--rollout.pages", "63"], ["rollout.pages is 63", "64 for rollout.context_tokens = 1024"]),
 ])
 def test_what_is_wrong_is_named_in_one_line(overrides, words):
     with pytest.raises(UserError) as error:

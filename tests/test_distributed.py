@@ -156,11 +156,14 @@ def small_talk(ranks: Ranks) -> dict[str, torch.Tensor]:
     assert ranks.sum({"a": 1.0, "b": float(ranks.rank)}) == {"a": ranks.world, "b": sum(range(ranks.world))}
     assert ranks.any(ranks.rank == 1) and not ranks.any(False)
 
-    def refuse():
+    def refuse(gathers: int) -> None:
         if ranks.rank == 1:
             raise UserError("not here")
-    with pytest.raises(UserError, match="not here"):
-        ranks.together(refuse)
+        for _ in range(gathers):                                              # where the others may be by then
+            ranks.gather(None)
+    for gathers in (0, 1):
+        with pytest.raises(UserError, match="not here"):
+            ranks.together(lambda: refuse(gathers))
     return {}
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import evaluate
+from data_gen import World
 from nanorchestra.types import Trajectory, UserError
 
 
@@ -50,3 +51,23 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path, nano_model):
     save_checkpoint(nano_model, None, tmp_path / "m")
     with pytest.raises(UserError, match="no tokenizer.json"):
         evaluate.load_policy(tmp_path / "m")
+
+
+def test_what_the_infrastructure_failed_is_made_again_and_then_left_out_of_the_means():
+    tasks = World(0).tasks("held_out", 4)
+    left = {task.id: failures for task, failures in zip(tasks, (0, 1, 9, 2))}
+
+    def run(environments, seeds, on_done=None):
+        trajectories = oracle(environments, seeds)
+        for trajectory in trajectories:
+            left[trajectory.task_id] -= 1
+            if left[trajectory.task_id] >= 0:
+                trajectory.status, trajectory.outcome = "infrastructure", 0.0
+        return trajectories
+
+    trajectories = evaluate.evaluate(SimpleNamespace(run=run), tasks, 0, sandbox=None)
+    assert [t.status for t in trajectories] == ["answered", "answered", "infrastructure", "answered"]
+    summary = evaluate.summarise(tasks, trajectories)
+    assert (summary["tasks"], summary["failed"], summary["accuracy"], summary["reward"]) == (4, 1, 1.0, 1.0)
+    with pytest.raises(UserError, match="all 1 attempts failed"):
+        evaluate.summarise(tasks[2:3], trajectories[2:3])

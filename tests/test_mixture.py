@@ -7,11 +7,12 @@ import types
 
 import pytest
 
+from evaluate import score
 from practice import Practice, open_world
 from data_gen import World
 from nanorchestra.config import load_config
 from nanorchestra.mixture import Mixture, parse_mixture
-from nanorchestra.types import UserError
+from nanorchestra.types import Trajectory, UserError
 
 
 def test_any_run_of_places_holds_each_world_by_its_share():
@@ -102,3 +103,18 @@ def test_worlds_that_are_not_there_or_hold_nothing_to_train_on_are_named(tmp_pat
     refused(tmp_path / "bare.jsonl", "bare.jsonl", "task t", "evaluation_criteria", "cannot be scored")
     (tmp_path / "bare.jsonl").write_text(json.dumps(task | {"evaluation_criteria": {}}))
     refused(tmp_path / "bare.jsonl", "bare.jsonl", "line 1", "evaluation_criteria")
+
+
+def test_measures_leave_out_what_the_infrastructure_failed_and_count_how_attempts_ended():
+    practice = Practice(load_config(None, ["--grpo.group_size", "3"]), sandbox=None)
+    task = practice.tasks(1, 0)[0]
+    name = task.data["tools"][0]["name"]
+
+    def attempt(outcome, status="answered"):
+        return score(task, Trajectory(task.id, 0, 0, [], [], [], [], outcome=outcome, status=status, calls={name: 1}, cost_usd=0.0))
+
+    measured = practice.measure([task] * 6, [attempt(1.0), attempt(0.0), attempt(0.0, "infrastructure"), attempt(1.0), attempt(1.0, "token_limit"), attempt(1.0)])
+    assert measured["accuracy"] == 0.8 and sum(measured["calls"].values()) == pytest.approx(1.0)
+    assert measured["statuses"] == pytest.approx({"answered": 4 / 6, "infrastructure": 1 / 6, "token_limit": 1 / 6})
+    failed = practice.measure([task] * 3, [attempt(0.0, "infrastructure")] * 3)              # nothing else to show
+    assert failed["accuracy"] == 0 and failed["group_std"] == 0

@@ -265,3 +265,13 @@ def test_chat_and_rebuild_agree_on_the_frame(nano_tokenizer):
              {"role": "user", "content": "Problem: question?\n\nChoose an appropriate tool, or answer."}]
     for thinking in (None, False):
         assert Notes(nano_tokenizer, env, 999, thinking).prompt() == chat.encode(nano_tokenizer, words, env.tools, enable_thinking=thinking)
+
+
+def test_turns_whose_prompts_are_equal_are_drawn_apart(nano_tokenizer):
+    """The engine's noise is a function of (seed, position): with one seed for all turns, a search that brings nothing new would be made again and again."""
+    script = [call("hi"), call("hi"), call("hi"), ANSWER]
+    for rebuilt, engine in ((True, RecordingEngine(nano_tokenizer, script)), (False, ScriptedEngine(nano_tokenizer, [script]))):
+        seeds = []
+        rollout = Rollout(engine, nano_tokenizer, lambda seed, budget: seeds.append(seed), Limits(), rebuild=rebuilt)
+        rollout.run([echoing(kind="search")], [7])
+        assert len(seeds) == 4 and seeds[0] == 7 and len(set(seeds)) == (4 if rebuilt else 1)

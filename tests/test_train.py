@@ -97,7 +97,70 @@ def test_what_is_wrong_gets_one_line_and_touches_nothing(straight, tmp_path):
         code, out = train(*arguments)
         lines = [line for line in out.splitlines() if line.startswith("train.py:")]
         assert code == 2 and len(lines) == 1 and words in lines[0] and "Traceback" not in out, (arguments, out)
+    assert not any((tmp_path / "r").iterdir())                                            # the name is free for the corrected command
     assert (run / "metrics.jsonl").read_bytes() == before and not (tmp_path / "logs").exists()
+
+
+def test_only_a_second_sigint_ends_the_run_at_once():
+    import train as program
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        stop = program.Stop()
+        for number in (signal.SIGTERM, signal.SIGTERM):                                   # a scheduler's, to torchrun and to the ranks
+            signal.raise_signal(number)
+        assert stop.asked
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+@pytest.fixture
+def training(tmp_path):
+    """A run of the bundled model with two small steps of each phase, wired but not begun."""
+    import train as program
+    from nanorchestra.config import load_config, to_toml
+    from nanorchestra.distributed import Ranks
+    from nanorchestra.metrics import Run
+    from nanorchestra.sandbox import Sandbox
+
+    config = load_config(None, [*REAL, "--warm_start.steps", "2", "--grpo.steps", "2", "--grpo.prompts", "2", "--run.skip_limit", "2", "--grpo.kl_coef", "0"])
+    with Sandbox() as sandbox:
+        yield program.Training(config, Run.create(tmp_path / "run", to_toml(config)), sandbox, Ranks())
+
+
+def test_a_loss_that_is_not_finite_is_kept_to_be_looked_at_and_ends_the_run_when_it_stays(training):
+    import math
+    import types
+    from collections import Counter
+
+    from nanorchestra.types import UserError
+
+    stop, run = types.SimpleNamespace(asked=False), training.run
+    bad = {"loss": math.nan, "skipped": 1.0, "tokens": 9.0}
+    training.trainer.supervised_step = training.trainer.policy_step = lambda *args, **options: dict(bad)
+    with pytest.raises(UserError, match="warm_start step 2: the loss or its gradient is not finite, 2 steps in a row; .*skipped.json"):
+        training.warm_start(stop)
+    shown = json.loads((run.path / "skipped.json").read_text())
+    assert shown["step"] == 2 and len(shown["texts"]) == 3 and all("<|im_start|>" in text for text in shown["texts"])
+    training.phase, training.step, training.skipped = "grpo", 0, 0
+    training.practice.groups = lambda tasks, trajectories: ([training.practice.group(trajectories)], Counter())
+    with pytest.raises(UserError, match="grpo step 2: .*trajectories.jsonl, phase \"skipped\""):
+        training.grpo(stop)
+    rows = list(run.rows("trajectories"))
+    assert {row["phase"] for row in rows} == {"skipped"} and len(rows) == 2 * 2 * 4      # every attempt of both steps
+
+
+def test_a_step_without_a_group_that_teaches_says_so_and_changes_nothing(training, capsys):
+    import types
+    from collections import Counter
+
+    training.phase, training.practice.groups = "grpo", lambda tasks, trajectories: ([], Counter(homogeneous=len(tasks)))
+    before = {name: tensor.clone() for name, tensor in training.trainer.tensors().items() if name.startswith("model.")}
+    assert training.grpo(types.SimpleNamespace(asked=False))
+    assert capsys.readouterr().out.count("no group is left to learn from (homogeneous 100%); no update") == 2
+    assert all((tensor == before[name]).all() for name, tensor in training.trainer.tensors().items() if name in before)
 
 
 @pytest.mark.slow

@@ -160,6 +160,9 @@ def test_a_policy_step_leaves_the_log_probabilities_of_before_it_with_every_samp
             expected.append([logits[p + i - 1].log_softmax(-1)[token].item() for i, token in enumerate(sample.ids) if sample.sampled[i]])
     metrics = Trainer(nano_model, vocab_limit=690, token_budget=budget).policy_step(groups, 1e-2, temperature=0.7)
     assert metrics["grad_norm"] > 0
+    gaps = [abs(ours - theirs) for group in groups for sample in group.samples
+            for ours, theirs in zip(sample.trainer_logprobs.tolist(), [logprob for logprob, sampled in zip(sample.logprobs, sample.sampled) if sampled])]
+    assert metrics["logprob_gap"] == pytest.approx(sum(gaps) / len(gaps)) and metrics["logprob_gap_max"] == pytest.approx(max(gaps))
     for sample, logprobs in zip((sample for group in groups for sample in group.samples), expected, strict=True):
         assert sample.trainer_logprobs.tolist() == pytest.approx(logprobs, abs=1e-4)
 
