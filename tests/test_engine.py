@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -429,6 +430,36 @@ def test_a_prompt_that_can_never_be_served_is_refused_at_once(model, ids, says):
         with pytest.raises(UserError, match=says):
             refused()
     assert_no_leak(engine)
+
+
+NO_IDS = [[1.5], [float("nan")], [True, 1], [None], [[3]], ["a"], "hello", 7, None, {3, 4}, np.array([1.0]), torch.tensor([[1, 2]]), torch.tensor(3), [torch.tensor(3)], [10**30]]
+
+
+@pytest.mark.parametrize("ids", NO_IDS, ids=repr)
+def test_what_are_no_ids_is_refused_at_once_and_harms_nobody(model, ids):
+    """An id that is no integer would fail in the step, and end the requests of everybody in it."""
+    engine = Engine(model, num_pages=6)
+    neighbour = engine.submit([4], GREEDY)
+    session = engine.session([3])
+    for refused in (lambda: engine.submit(ids, GREEDY), lambda: engine.generate([[1], ids], GREEDY), lambda: engine.score([[1], ids]),
+                    lambda: engine.session(ids), lambda: session.append(ids)):
+        with pytest.raises(UserError, match=rf"^prompt: (token id|it is) .*, it should be .*{VOCAB - 1}"):
+            refused()
+    assert session.ids == [3] and session.sample(GREEDY).token_ids == naive_sample(model, [3], GREEDY)
+    while engine.has_work:
+        engine.step()
+    assert neighbour.completion.token_ids == naive_sample(model, [4], GREEDY)
+    session.close()
+    assert_no_leak(engine)
+
+
+@pytest.mark.parametrize("ids", [(1, 2, 3), range(1, 4), np.array([1, 2, 3]), torch.tensor([1, 2, 3], dtype=torch.int32), [np.int64(1), 2, 3]], ids=repr)
+def test_ids_may_come_in_any_sequence_of_integers(model, ids):
+    engine = Engine(model, num_pages=6)
+    session = engine.session()
+    session.append(ids)
+    assert engine.generate([ids], GREEDY)[0].token_ids == session.sample(GREEDY).token_ids == naive_sample(model, [1, 2, 3], GREEDY)
+    assert all(type(i) is int for i in session.ids) and engine.score([ids]) == engine.score([[1, 2, 3]])
 
 
 def test_text_ends_where_the_context_or_the_pool_does(model):
