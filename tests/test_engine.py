@@ -462,6 +462,20 @@ def test_ids_may_come_in_any_sequence_of_integers(model, ids):
     assert all(type(i) is int for i in session.ids) and engine.score([ids]) == engine.score([[1, 2, 3]])
 
 
+@pytest.mark.parametrize("settings, most, says", [
+    ({"num_pages": 10, "max_context": 64}, 63, "64 tokens, the context of 64 leaves room for 63"),
+    ({"num_pages": 3, "max_context": 64}, 48, "49 tokens do not fit the KV pool of 48 tokens"),
+])  # fmt: skip
+def test_a_prompt_of_exactly_the_limit_is_served(model, settings, most, says):
+    """Its one token is the last that the context or the pool has room for."""
+    engine, prompt = Engine(model, **settings), [5 * i % VOCAB for i in range(most)]
+    completion, = engine.generate([prompt], GREEDY)
+    assert completion.token_ids == naive_sample(model, prompt, SamplingParams(max_tokens=1, temperature=0)) and completion.finish_reason == "length"
+    with pytest.raises(UserError, match=says):
+        engine.submit(prompt + [1], GREEDY)
+    assert_no_leak(engine)
+
+
 def test_text_ends_where_the_context_or_the_pool_does(model):
     for settings, room in (({"num_pages": 100, "max_context": 30}, 30), ({"num_pages": 2}, 33)):
         completion = Engine(model, **settings).generate([[1] * 20], SamplingParams(max_tokens=999, temperature=0))[0]
