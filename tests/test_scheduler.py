@@ -252,10 +252,13 @@ def test_storm(seed):
 @pytest.mark.parametrize("field, value", [
     ("temperature", -0.1), ("temperature", float("nan")), ("temperature", float("inf")), ("temperature", "1"), ("top_p", 0), ("top_p", 1.5),
     ("top_p", float("nan")), ("top_k", -1), ("top_k", 2.5), ("max_tokens", 0), ("max_tokens", True), ("seed", 0.5), ("seed", None),
-    ("stop", ("",)), ("stop", (3,)), ("stop_token_ids", ("a",)), ("stop_token_ids", (-1,)),
+    ("temperature", 1e39), ("temperature", 10**40), ("top_k", 2**70), ("min_p", -0.1), ("min_p", 1.5), ("min_p", float("nan")), ("min_p", None),
+    ("top_logprobs", -1), ("top_logprobs", 21), ("top_logprobs", 2.0), ("top_logprobs", True), ("stop", ("",)), ("stop", (3,)), ("stop", None), ("stop", 5),
+    ("stop", "\ud800"), ("stop", ("a", "b\udfff")), ("stop_token_ids", ("a",)), ("stop_token_ids", (-1,)), ("stop_token_ids", 5), ("stop_token_ids", None),
+    ("stop_token_ids", "5"), ("tools", 5), ("tools", None), ("tools", ("calc", "")), ("tools", [None]),
 ])  # fmt: skip
 def test_bad_sampling_parameters_are_refused(field, value):
-    with pytest.raises(UserError, match=f"{field} is .*, it should be"):
+    with pytest.raises(UserError, match=f"^sampling parameters: {field} is .*, it should be .+"):
         SamplingParams(**{field: value})
 
 
