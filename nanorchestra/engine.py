@@ -54,6 +54,8 @@ class Engine:
                             ("max_running", max_running), ("max_context", max_context)):
             if value is not None and value < 1:
                 raise UserError(f"engine: {name} is {value}, it should be at least 1")
+        if kernels and invariant:
+            raise UserError("engine: kernels is True, with invariant=True it should be False or left out: the kernels' sums depend on the batch")
         if page_size is None:
             page_size = 64 if on_gpu else 16
         if num_pages is None:
