@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Callable, Iterable
 
 from .cache import PageTable
@@ -137,6 +138,11 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.completion is not None
+
+    @cached_property
+    def prompt_hash(self) -> int:
+        """Of the prompt's ids: tells prompts apart without a look at each id. Made once, since it takes as long as they are many."""
+        return hash(tuple(self.ids[: self.prompt_tokens]))
 
     def accept(self, token: int, logprob: float, weight_version: int = 0) -> str:
         """Appends a sampled token; returns the reason to finish, or ""."""

@@ -239,9 +239,9 @@ class Scheduler:
         assert all(r.table.written < len(r.ids) for r in self.running + self.waiting), "a request has nothing to compute"
 
 
-def _outline(request: Request) -> tuple[int, int]:
-    """Equal for requests with equal ids, and rarely for others."""
-    return len(request.ids), request.ids[-1]
+def _outline(request: Request) -> tuple[int, int, int]:
+    """Equal for requests with equal prompts and as many ids, the last one equal too: hardly ever for others than those with equal ids."""
+    return request.prompt_hash, len(request.ids), request.ids[-1]
 
 
 def _age(request: Request) -> tuple[int, int]:

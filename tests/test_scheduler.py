@@ -84,6 +84,16 @@ def test_a_prompt_that_came_after_new_weights_does_not_follow_one_with_older_kv(
     assert_correct(world, *world.requests)
 
 
+@pytest.mark.parametrize("budget", [64, 4096])
+def test_groups_that_arrive_interleaved_are_each_prefilled_once(budget):
+    """Prompts of one length that end in the same id, as a chat's do: each group has a leader of its own."""
+    world = World(num_pages=800, page_size=16, max_batch_tokens=budget, max_running=64)
+    requests = [world.submit([100 * group + i for i in range(94)] + [7], max_tokens=2) for _ in range(8) for group in range(2)]
+    world.run()
+    assert world.prefilled == 2 * 95
+    assert_correct(world, *requests)
+
+
 def test_a_shared_beginning_is_prefilled_once_too():
     world = World(num_pages=64, max_batch_tokens=64)
     requests = [world.submit(list(range(16)) + [30 + i] * 5) for i in range(4)]
