@@ -126,6 +126,17 @@ def test_the_newest_is_preempted_and_comes_to_the_same_end():
     assert world.cache.available == 8
 
 
+def test_a_preempted_request_goes_before_those_who_came_later():
+    world = World(num_pages=8, page_size=2, max_batch_tokens=32, max_running=2)
+    requests = [world.submit([i] * 3, max_tokens=12) for i in range(4)]
+    while not world.scheduler.preemptions:
+        world.step()
+    assert world.scheduler.waiting == requests[1:]
+    world.run()
+    assert list(world.done) == [0, 1, 2, 3]
+    assert_correct(world, *requests)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_a_pool_for_one_serves_many(seed):
     """Liveness: pages just suffice for the longest request, and everyone still finishes, exactly."""
