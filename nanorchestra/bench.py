@@ -124,7 +124,7 @@ class Bench:
         text, more = self.ids(prompt), [self.ids(given) for _ in range(turns)]
         room = prompt + turns * (given + sampled)
         params = [SamplingParams(max_tokens=sampled, ignore_eos=True, seed=turn) for turn in range(turns)]
-        stats: dict[str, int] = {}
+        stats: dict[str, float] = {}
 
         def resumed() -> None:
             engine = self.engine(room)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import reprlib
+import time
 from functools import cached_property
 from typing import TYPE_CHECKING, Iterable, Sequence
 
@@ -77,7 +78,8 @@ class Engine:
         self._ids = itertools.count()
         self._asleep = False
         self._ahead: tuple[Plan, Drawn] | None = None                # a step that is computed before the last one's draws are read
-        self._counts = {"steps": 0, "prefill_tokens": 0, "sampled_tokens": 0, "cached_tokens": 0}
+        self._counts = {"steps": 0, "prefill_tokens": 0, "sampled_tokens": 0, "cached_tokens": 0, "longest_gap_seconds": 0.0}
+        self._delivered = 0.0                                        # when the last step's tokens were there
 
     # sampling
 
@@ -272,8 +274,8 @@ class Engine:
             self._asleep = False
 
     @property
-    def stats(self) -> dict[str, int]:
-        """Counters since the start, and how full the engine is now."""
+    def stats(self) -> dict[str, float]:
+        """Counters since the start, the longest that a running request waited for its next token, and how full the engine is now."""
         return self._counts | {
             "waiting": len(self.scheduler.waiting), "running": len(self.scheduler.running), "parked_sessions": len(self.scheduler.parked),
             "preemptions": self.scheduler.preemptions, "revocations": self.scheduler.revocations,
@@ -337,7 +339,9 @@ class Engine:
         return [request.grammar.allowed(request.grammar_state) if request.grammar else None for request in sampling]
 
     def _deliver(self, sampling: list[Request], draws: list[Draw]) -> None:
-        failure = None
+        failure, last, self._delivered = None, self._delivered, time.perf_counter()
+        if any(len(request.logprobs) > 1 for request in sampling):
+            self._counts["longest_gap_seconds"] = max(self._counts["longest_gap_seconds"], self._delivered - last)
         for request, draw in zip(sampling, draws):
             if request.on_token is None or request.finish_reason == "abort":
                 continue

@@ -4,6 +4,7 @@ are those of the request alone."""
 from __future__ import annotations
 
 import random
+import time
 
 import numpy as np
 import pytest
@@ -360,6 +361,20 @@ def test_a_session_can_be_forked(model):
     for branch in branches:
         branch.close()
     assert_no_leak(engine)
+
+
+def test_the_longest_gap_between_two_tokens_of_a_running_request_is_reported(model):
+    engine = Engine(model, num_pages=60)
+    for _ in range(2):                                                # nobody waits in between
+        engine.generate([[1, 2]], SamplingParams(max_tokens=1))
+        time.sleep(0.02)
+    assert engine.stats["longest_gap_seconds"] == 0
+    request = engine.submit([1, 2], SamplingParams(max_tokens=3, ignore_eos=True))
+    engine.step()
+    time.sleep(0.02)
+    while not request.finished:
+        engine.step()
+    assert 0.02 <= engine.stats["longest_gap_seconds"] < 10
 
 
 def test_the_most_probable_ids_are_reported_if_asked_for(model):
