@@ -1,8 +1,8 @@
 """How fast the engine is, beside transformers and beside what the machine could do: `python -m nanorchestra.bench [--json PATH]`.
 
-Samples in groups beside transformers' `generate`, a tool loop beside prefilling every turn anew, decoding and prefill alone, the cost of
-the invariant mode: on a GPU with Qwen3-8B in bf16, on a CPU in float32 with a model of 28M parameters, whose time goes into arithmetic, and
-with nano, whose time goes into Python. Weights are random. Rounds alternate, medians are reported, and every speed stands beside its
+Samples in groups and decoding beside transformers' `generate`, a tool loop beside prefilling every turn anew, prefill alone, the cost of the
+invariant mode: on the CPU in float32 with a model of 28M parameters, whose time goes into arithmetic, and with nano, whose time goes into
+Python; then, if there is a GPU, on it with Qwen3-8B in bf16. Weights are random. Rounds alternate, medians are reported, and every speed stands beside its
 ceiling: the bytes and FLOPs of the work at the machine's own measured rates. Last comes the scheduler on a virtual clock (simulate.py).
 """
 
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, replace
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -27,6 +28,7 @@ from tqdm import tqdm
 from . import simulate
 from .engine import Engine, SamplingParams
 from .model import PRESETS, Qwen3
+from .sampler import Draw
 from .simulate import Costs
 from .weights import save_checkpoint
 
@@ -89,6 +91,16 @@ class Bench:
         times = [[seconds(work, self.device) for work in works] for _ in range(self.rounds + 1)][1:]
         return [median(column) for column in zip(*times)]
 
+    @cached_property
+    def peer(self) -> Any:
+        return peer(self.model)
+
+    def by_transformers(self, texts: list[list[int]], sampled: int, samples: int = 1) -> None:
+        """Its `generate` for prompts of one length."""
+        ids = torch.tensor(texts, device=self.device)
+        self.peer.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, top_p=1.0, num_return_sequences=samples,
+                           max_new_tokens=sampled, min_new_tokens=sampled, pad_token_id=0, eos_token_id=None)
+
     def group_sampling(self, sampled: int, prompts: int = 8, samples: int = 8, prompt: int = 300) -> dict[str, float]:
         """Samples in groups, prefill included, beside transformers and beside the invariant mode. The fewer tokens are sampled, the more of
         the work is the prompts, which are computed once a group here and once a sample there."""
@@ -99,13 +111,7 @@ class Bench:
             engine = self.engine(prompts * (prompt + samples * sampled) + len(params) * 64, **options)
             engine.generate([text for text in texts for _ in range(samples)], params)
 
-        other = peer(self.model)
-
-        def theirs() -> None:
-            other.generate(torch.tensor(texts, device=self.device), do_sample=True, temperature=1.0, top_k=0, top_p=1.0, num_return_sequences=samples,
-                           max_new_tokens=sampled, min_new_tokens=sampled, pad_token_id=0, eos_token_id=None)
-
-        mine, invariant, transformers = self.alternate(ours, lambda: ours(invariant=True), theirs)
+        mine, invariant, transformers = self.alternate(ours, lambda: ours(invariant=True), lambda: self.by_transformers(texts, sampled, samples))
         count = prompts * samples * sampled
         own = prompts * samples * sampled * (sampled - 1) / 2          # KV read: each sample its own, each group its prompt together
         bound = self.ceiling.time(self.costs, sampled, prompts * prompt + count - len(params), count, own + prompts * prompt * (sampled - 1),
@@ -118,7 +124,7 @@ class Bench:
         text, more = self.ids(prompt), [self.ids(given) for _ in range(turns)]
         room = prompt + turns * (given + sampled)
         params = [SamplingParams(max_tokens=sampled, ignore_eos=True, seed=turn) for turn in range(turns)]
-        stats: dict[str, int] = {}
+        stats: dict[str, float] = {}
 
         def resumed() -> None:
             engine = self.engine(room)
@@ -142,19 +148,39 @@ class Bench:
         return {"seconds": mine, "reprefill_seconds": reprefill, "speedup_over_reprefill": reprefill / mine, "ceiling_seconds": bound,
                 "share_of_ceiling": bound / mine, "prefill_tokens": stats["prefill_tokens"], "appended_tokens": prompt + turns * given}
 
-    def decode(self, batch: int, context: int = 1000, steps: int = 64) -> dict[str, float]:
-        """Decoding alone: `batch` unrelated sequences of about `context` tokens."""
+    def decode(self, batch: int, context: int = 1000, steps: int = 64, beside: bool = False) -> dict[str, float]:
+        """Decoding alone: `batch` unrelated sequences of about `context` tokens. beside: transformers with them too, its prefill subtracted."""
+        texts = [self.ids(context - steps // 2) for _ in range(batch)]
         engine = self.engine(batch * (context + 2 * steps), max_batch_tokens=max(8192, batch), max_running=batch)
-        for seed in range(batch):
-            engine.submit(self.ids(context - steps // 2), SamplingParams(max_tokens=2 * steps, ignore_eos=True, seed=seed))
+        for seed, text in enumerate(texts):
+            engine.submit(text, SamplingParams(max_tokens=2 * steps + 32, ignore_eos=True, seed=seed))
         while engine.stats["sampled_tokens"] < batch or engine.scheduler.waiting:
             engine.step()
         for _ in range(8):
             engine.step()
-        taken = seconds(lambda: [engine.step() for _ in range(steps)], self.device)
-        bound = self.ceiling.time(self.costs, steps, steps * batch, steps * batch, steps * batch * context, 0)
-        return {"tokens_per_second": steps * batch / taken, "ceiling_tokens_per_second": steps * batch / bound, "share_of_ceiling": bound / taken,
-                "step_ms": taken / steps * 1e3}
+        taken = seconds(lambda: [engine.step() for _ in range(steps)], self.device) / steps
+        bound = self.ceiling.time(self.costs, 1, batch, batch, batch * context, 0)
+        figures = {"tokens_per_second": batch / taken, "ceiling_tokens_per_second": batch / bound, "share_of_ceiling": bound / taken,
+                   "step_ms": taken * 1e3, "host_ms": self.host_seconds(engine, batch) * 1e3}
+        engine.sleep()                                                 # on a GPU there is no room for both
+        if beside:
+            first, last = (min(seconds(lambda: self.by_transformers(texts, sampled), self.device) for _ in range(self.rounds + 1)) for sampled in (1, steps + 1))
+            figures |= {"transformers_tokens_per_second": batch * steps / (last - first), "ratio_to_transformers": (last - first) / (steps * taken)}
+        return figures
+
+    def host_seconds(self, engine: Engine, batch: int, steps: int = 16) -> float:
+        """What Python and launches take of a decode step. A GPU has done by then what was launched before, and what is launched now is not waited
+        for; a CPU is spared the computation."""
+        if self.device.type == "cpu":
+            engine.runner.logits, engine.sampler = lambda plan: None, lambda *_: [Draw(0, 0.0, [])] * batch
+        taken = 0.0
+        for _ in range(steps):
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            engine.step()
+            taken += time.perf_counter() - start
+        return taken / steps
 
     def prefill(self, length: int = 8192) -> dict[str, float]:
         """One prompt, to its first token."""
@@ -202,7 +228,7 @@ def run(bench: Bench, cuda: bool) -> dict[str, Any]:
           f"{bench.ceiling.flops / 1e9:,.0f} GFLOP/s")
     works: dict[str, Callable[[], dict[str, float]]] = {
         "group_sampling": lambda: bench.group_sampling(24), "group_sampling_64": lambda: bench.group_sampling(64), "tool_loop": bench.tool_loop}
-    works |= {f"decode_{batch}": lambda batch=batch: bench.decode(batch) for batch in ((1, 32, 128) if cuda else (1, 64))}
+    works |= {f"decode_{batch}": lambda batch=batch: bench.decode(batch, beside=cuda or batch == 1) for batch in ((1, 32, 128) if cuda else (1, 64))}
     works["prefill"] = lambda: bench.prefill(8192 if cuda else 1024)
     figures: dict[str, Any] = {"parameters": parameters, "bandwidth": bench.ceiling.bandwidth, "flops": bench.ceiling.flops}
     for name, work in tqdm(works.items(), desc="workloads", disable=None, leave=False):
@@ -222,14 +248,16 @@ def main(argv: list[str] | None = None) -> int:
         print("transformers, the peer that is measured alongside, is not installed: pip install -r requirements-dev.txt", file=sys.stderr)
         return 1
     torch.set_num_threads(options.threads)
-    cuda = torch.cuda.is_available()
-    device, dtype = (torch.device("cuda"), torch.bfloat16) if cuda else (torch.device("cpu"), torch.float32)
-    machine = torch.cuda.get_device_name() if cuda else f"{cpu_name()}, {options.threads} threads"
-    print(f"{machine}, {str(dtype)[6:]}, torch {torch.__version__}")
-    figures: dict[str, Any] = {"machine": machine, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
-    for shape in ("qwen3-8b",) if cuda else ("28M", "nano"):
-        measured = run(Bench(shape, device, dtype, options.rounds), cuda)
-        figures |= measured if shape != "nano" else {"nano": measured}
+    figures: dict[str, Any] = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+    for cuda in (False, True)[: 1 + torch.cuda.is_available()]:
+        device, dtype = (torch.device("cuda"), torch.bfloat16) if cuda else (torch.device("cpu"), torch.float32)
+        machine = torch.cuda.get_device_name() if cuda else f"{cpu_name()}, {options.threads} threads"
+        print(f"{machine}, {str(dtype)[6:]}, torch {torch.__version__}")
+        table = figures.setdefault("cuda", {}) if cuda else figures                       # the GPU's table stands within that of its host
+        table["machine"] = machine
+        for shape in ("qwen3-8b",) if cuda else ("28M", "nano"):
+            measured = run(Bench(shape, device, dtype, options.rounds), cuda)
+            table |= measured if shape != "nano" else {"nano": measured}
     figures["simulation"] = simulations(options.scale)
     for name, result in figures["simulation"].items():
         print(f"{name:16}makespan {result['makespan']:.1f} s, no schedule below {result['bound']:.1f} s: ratio {result['ratio_to_bound']:.3f}; "

@@ -7,6 +7,8 @@ tool calls; `score` gives log-probabilities; `update_weights` takes new weights 
 from __future__ import annotations
 
 import itertools
+import reprlib
+import time
 from functools import cached_property
 from typing import TYPE_CHECKING, Iterable, Sequence
 
@@ -53,6 +55,8 @@ class Engine:
                             ("max_running", max_running), ("max_context", max_context)):
             if value is not None and value < 1:
                 raise UserError(f"engine: {name} is {value}, it should be at least 1")
+        if kernels and invariant:
+            raise UserError("engine: kernels is True, with invariant=True it should be False or left out: the kernels' sums depend on the batch")
         if page_size is None:
             page_size = 64 if on_gpu else 16
         if num_pages is None:
@@ -74,7 +78,8 @@ class Engine:
         self._ids = itertools.count()
         self._asleep = False
         self._ahead: tuple[Plan, Drawn] | None = None                # a step that is computed before the last one's draws are read
-        self._counts = {"steps": 0, "prefill_tokens": 0, "sampled_tokens": 0, "cached_tokens": 0}
+        self._counts = {"steps": 0, "prefill_tokens": 0, "sampled_tokens": 0, "cached_tokens": 0, "longest_gap_seconds": 0.0}
+        self._delivered = 0.0                                        # when the last step's tokens were there
 
     # sampling
 
@@ -101,7 +106,7 @@ class Engine:
     def submit(self, ids: Sequence[int], params: SamplingParams, on_token: OnToken | None = None) -> Request:
         """Queues one request; `step` serves it. on_token(token id, logprob) is called for each sampled token, in order.
 
-        UserError if it can never be served: an id outside the vocabulary, or a prompt longer than the context or than the pool.
+        UserError if it can never be served: what is no id of the vocabulary, or a prompt longer than the context or than the pool.
         """
         request = self._request(ids, params, on_token)
         self.scheduler.add(request)
@@ -201,9 +206,10 @@ class Engine:
 
     def score(self, list_of_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """log p(ids[i + 1] | ids[:i + 1]) at temperature 1 over the ids the sampler can draw (minus infinity for others): n - 1 numbers for
-        n ids. Uses no pages. UserError for an empty list, an id outside the vocabulary, or more ids than the context holds."""
+        n ids. Uses no pages. UserError for an empty list, what is no id of the vocabulary, or more ids than the context holds."""
+        list_of_ids = [self._checked(ids) for ids in list_of_ids]
         for ids in list_of_ids:
-            self._check_ids(ids, self.max_context)
+            self._check_length(ids, self.max_context)
         scores: list[list[float]] = []
         pack: list[Sequence[int]] = []
         for ids in list_of_ids:
@@ -268,8 +274,8 @@ class Engine:
             self._asleep = False
 
     @property
-    def stats(self) -> dict[str, int]:
-        """Counters since the start, and how full the engine is now."""
+    def stats(self) -> dict[str, float]:
+        """Counters since the start, the longest that a running request waited for its next token, and how full the engine is now."""
         return self._counts | {
             "waiting": len(self.scheduler.waiting), "running": len(self.scheduler.running), "parked_sessions": len(self.scheduler.parked),
             "preemptions": self.scheduler.preemptions, "revocations": self.scheduler.revocations,
@@ -281,7 +287,8 @@ class Engine:
     def _request(self, ids: Sequence[int], params: SamplingParams, on_token: OnToken | None = None, table: PageTable | None = None,
                  session: int = -1) -> Request:
         capacity = self.cache.num_pages * self.cache.page_size + 1                         # the last sampled token needs no page
-        self._check_ids(ids, self.max_context - 1)
+        ids = self._checked(ids)
+        self._check_length(ids, self.max_context - 1)
         if len(ids) > capacity - 1:
             raise UserError(f"prompt: {len(ids)} tokens do not fit the KV pool of {capacity - 1} tokens (num_pages={self.cache.num_pages})")
         for name in ("stop", "tools"):
@@ -289,7 +296,7 @@ class Engine:
                 raise UserError(f"sampling parameters: {name} is {getattr(params, name)!r}, but the engine has no tokenizer")
         grammar = self._grammar if params.tools else None
         return Request(
-            id=next(self._ids), ids=list(ids), params=params, prompt_tokens=len(ids), on_token=on_token,
+            id=next(self._ids), ids=ids, params=params, prompt_tokens=len(ids), on_token=on_token,
             limit=min(len(ids) + params.max_tokens, self.max_context, capacity),
             stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids),
             stop_text=StopText(params.stop, self.tokenizer) if params.stop else None,
@@ -301,14 +308,22 @@ class Engine:
     def _grammar(self) -> ToolCallGrammar:
         return ToolCallGrammar(self.tokenizer)
 
-    def _check_ids(self, ids: Sequence[int], limit: int) -> None:
+    def _checked(self, ids: Sequence[int]) -> list[int]:
+        """A list of `ids`, which may be an array or a tensor too. UserError if one of them is no id: in a step it would fail its neighbours."""
+        ids, size = ids.tolist() if isinstance(ids, (np.ndarray, Tensor)) else ids, self.config.vocab_size
+        if not isinstance(ids, Sequence):
+            raise UserError(f"prompt: it is {reprlib.repr(ids)}, it should be a sequence of token ids, integers from 0 to {size - 1}")
+        kinds = set(map(type, ids))
+        if not all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in kinds) or ids and (min(ids) < 0 or max(ids) >= size):
+            bad = next(i for i in ids if isinstance(i, bool) or not isinstance(i, (int, np.integer)) or not 0 <= i < size)
+            raise UserError(f"prompt: token id {reprlib.repr(bad)} is outside the vocabulary of {size}, it should be an integer from 0 to {size - 1}")
+        return list(ids) if kinds <= {int} else [int(i) for i in ids]
+
+    def _check_length(self, ids: list[int], limit: int) -> None:
         if not ids:
             raise UserError("prompt: it is empty, there should be at least one token")
         if len(ids) > limit:
             raise UserError(f"prompt: {len(ids)} tokens, the context of {self.max_context} leaves room for {limit}")
-        if min(ids) < 0 or max(ids) >= self.config.vocab_size:
-            bad = next(i for i in ids if not 0 <= i < self.config.vocab_size)
-            raise UserError(f"prompt: token id {bad} is outside the vocabulary of {self.config.vocab_size}")
 
     def _finish(self, request: Request, reason: str) -> None:
         if request.finished:
@@ -324,7 +339,9 @@ class Engine:
         return [request.grammar.allowed(request.grammar_state) if request.grammar else None for request in sampling]
 
     def _deliver(self, sampling: list[Request], draws: list[Draw]) -> None:
-        failure = None
+        failure, last, self._delivered = None, self._delivered, time.perf_counter()
+        if any(len(request.logprobs) > 1 for request in sampling):
+            self._counts["longest_gap_seconds"] = max(self._counts["longest_gap_seconds"], self._delivered - last)
         for request, draw in zip(sampling, draws):
             if request.on_token is None or request.finish_reason == "abort":
                 continue
@@ -344,7 +361,7 @@ class Session:
     """
 
     def __init__(self, engine: Engine, ids: Sequence[int] = ()):
-        self._engine, self._ids, self._table = engine, list(ids), PageTable()
+        self._engine, self._ids, self._table = engine, engine._checked(ids), PageTable()
         self._request: Request | None = None
         self._first = -1                                             # the id of its first request: its age
         self._closed = False
@@ -357,8 +374,8 @@ class Session:
         return self._ids
 
     def append(self, ids: Sequence[int]) -> None:
-        """Adds given ids: a tool's result, a user's message. UserError while a turn is being sampled."""
-        self._settled().extend(ids)
+        """Adds given ids: a tool's result, a user's message. UserError while a turn is being sampled, and for what is no id: then none is added."""
+        self._settled().extend(self._engine._checked(ids))
 
     def submit(self, params: SamplingParams, on_token: OnToken | None = None) -> Request:
         """Starts a turn; once it is finished its sampled ids are part of `ids`. UserError as for Engine.submit, or if a turn is open."""

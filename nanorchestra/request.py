@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Callable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Callable, Iterable
 
 from .cache import PageTable
 from .types import UserError
@@ -41,21 +42,21 @@ class SamplingParams:
     enable_thinking: bool | None = None
 
     def __post_init__(self):
-        for name in ("stop", "tools"):
+        for name in ("stop", "tools", "stop_token_ids"):
             value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+            if isinstance(value, Iterable):                          # what is not is refused below
+                object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         for name, ok, right in (
             ("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an integer of at least 1"),
-            ("temperature", _is_number(self.temperature) and 0 <= self.temperature < float("inf"), "a number of at least 0"),
+            ("temperature", _is_number(self.temperature) and 0 <= self.temperature <= 3.4e38, "a number of at least 0 and at most 3.4e38, float32's largest"),
             ("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1"),
-            ("top_k", _is_int(self.top_k) and self.top_k >= 0, "an integer of at least 0 (0: off)"),
+            ("top_k", _is_int(self.top_k) and 0 <= self.top_k < 2**31, "an integer of at least 0 and below 2**31 (0: off)"),
             ("min_p", _is_number(self.min_p) and 0 <= self.min_p <= 1, "a number of at least 0 and at most 1 (0: off)"),
             ("top_logprobs", _is_int(self.top_logprobs) and 0 <= self.top_logprobs <= 20, "an integer from 0 to 20"),
             ("seed", _is_int(self.seed), "an integer"),
-            ("stop_token_ids", all(_is_int(i) and i >= 0 for i in self.stop_token_ids), "token ids"),
-            ("tools", all(isinstance(name, str) and name for name in self.tools), "names that are not empty"),
-            ("stop", all(isinstance(s, str) and s for s in self.stop), "strings that are not empty"),
+            ("stop_token_ids", _all(self.stop_token_ids, lambda i: _is_int(i) and i >= 0), "a sequence of token ids"),
+            ("tools", _all(self.tools, lambda name: isinstance(name, str) and name), "names that are not empty"),
+            ("stop", _all(self.stop, _is_stop), "strings that are not empty and can be written as UTF-8"),
         ):
             if not ok:
                 raise UserError(f"sampling parameters: {name} is {getattr(self, name)!r}, it should be {right}")
@@ -76,6 +77,14 @@ def _is_int(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_stop(value: Any) -> bool:
+    return isinstance(value, str) and value != "" and not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def _all(values: Any, right: Callable[[Any], Any]) -> bool:
+    return isinstance(values, tuple) and all(map(right, values))
 
 
 @dataclass
@@ -129,6 +138,11 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.completion is not None
+
+    @cached_property
+    def prompt_hash(self) -> int:
+        """Of the prompt's ids: tells prompts apart without a look at each id. Made once, since it takes as long as they are many."""
+        return hash(tuple(self.ids[: self.prompt_tokens]))
 
     def accept(self, token: int, logprob: float, weight_version: int = 0) -> str:
         """Appends a sampled token; returns the reason to finish, or ""."""

@@ -231,17 +231,18 @@ class Scheduler:
             self.cache.detach(table)
 
     def check(self) -> None:
-        """The cache's invariants, and: every table is known, ages are in order, waiting requests hold no pages but parked ones."""
+        """The cache's invariants, and: every table is known, both queues are in order, waiting requests hold no pages but parked ones."""
         tables = {request.table for request in self.running} | set(self.parked)
         self.cache.check(tables)
         assert self.running == sorted(self.running, key=_age), "running is not in order of age"
+        assert self.waiting == sorted(self.waiting, key=_admission_order), "waiting is not in order of admission"
         assert all(not r.table.pages or r.table in self.parked for r in self.waiting), "a waiting request holds pages"
         assert all(r.table.written < len(r.ids) for r in self.running + self.waiting), "a request has nothing to compute"
 
 
-def _outline(request: Request) -> tuple[int, int]:
-    """Equal for requests with equal ids, and rarely for others."""
-    return len(request.ids), request.ids[-1]
+def _outline(request: Request) -> tuple[int, int, int]:
+    """Equal for requests with equal prompts and as many ids, the last one equal too: hardly ever for others than those with equal ids."""
+    return request.prompt_hash, len(request.ids), request.ids[-1]
 
 
 def _age(request: Request) -> tuple[int, int]:

@@ -1,7 +1,8 @@
-"""Plants bugs in the kernels, one at a time, and runs the tests that should notice: `python tests/planted_bugs.py [all | WORD]`.
+"""Plants bugs in kernels and engine, one at a time, and runs the tests that should notice: `python tests/planted_bugs.py [all | WORD]`.
 
 Each bug is one replacement in a copy of the tree; there are as many trees at a time as cores. A bug that no test catches is printed as MISSED, and
-the exit status is 1. Without a word, the ten classical ones (CLASSICAL); with one, those whose names contain it.
+the exit status is 1. Without a word, the ten classical ones of the kernels (CLASSICAL); with one, those whose names or files contain it, so that
+`nanorchestra` stands for the engine's.
 """
 
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
-BUGS = [  # (name, kernel file, test file, right, wrong)
+KERNELS = [  # (name, file in kernels/, test_kernel_*.py, right, wrong)
     ("dropped mask", "decode_shared", "decode", 'tl.where(seen[None, :], tl.dot(q, tl.trans(k), input_precision="ieee"), -1e30)', 'tl.dot(q, tl.trans(k), input_precision="ieee")'),
     ("wrong page stride", "decode_shared", "decode", "((page * HKV + head) * PAGE + start % PAGE)", "((page * HKV + head) * BLOCK_N + start % PAGE)"),
     ("missing merge weight", "decode", "decode", "tl.sum(weights[:, None] * values, 0)", "tl.sum(values, 0)"),
@@ -49,12 +50,33 @@ BUGS = [  # (name, kernel file, test file, right, wrong)
     ("zero point forgotten", "quantised", "quantised", "- zero.to(low_run.dtype)", ""),
 ]
 
+ENGINE = [  # (name, file in nanorchestra/, arguments for pytest, right, wrong)
+    ("a page freed twice", "cache", "test_scheduler.py -k storm", "self._free.append(page)", "self._free += [page, page]"),
+    ("a page freed twice, seen by the engine", "cache", "test_engine.py -k storm", "self._free.append(page)", "self._free += [page, page]"),
+    ("a stale prefix after an update", "cache", "test_scheduler.py -k storm", "self.root = self._last_root", "pass"),
+    ("a stale prefix after an update, seen by the engine", "cache", "test_engine.py -k weights", "self.root = self._last_root", "pass"),
+    ("a prefix key without what stands before", "cache", "test_scheduler.py -k storm", "(table.parent, t", "(self.root, t"),
+    ("a fork's reference not counted", "cache", "test_scheduler.py -k storm", "for page in other.pages:\n            self._refs[page] += 1", ""),
+    ("a shared page written without a copy", "cache", "test_scheduler.py -k storm", "if not self.writable(table, min(length,", "if False and (table, min(length,"),
+    ("an ended request keeps its pages", "scheduler", "test_scheduler.py -k storm", "else:\n            self.close(request.table)", ""),
+    ("a preempted request loses its place", "scheduler", "test_scheduler.py -k preempted", "self.add(request)", "self.waiting.append(request)"),
+    ("who waited longest gives way", "scheduler", "test_simulate.py", "if lease >= self.steps:", "if False:"),
+    ("decodes wait while prompts do", "scheduler", "test_simulate.py", "if length - written == 1:", "if length - written == 1 and not self.waiting:"),
+    ("a group prefilled by each", "scheduler", "test_simulate.py", "{_outline(r): r for r in self.running}", "{}"),
+    ("noise by row of the batch", "sampler", "test_invariant.py -k company", "[p.seed for p in params]", "[p.seed + row for row, p in enumerate(params)]"),
+    ("invariance not handed on", "engine", "test_invariant.py -k company", "page_size, invariant)", "page_size)"),
+    ("top-p without the id that passes it", "sampler", "test_sampler.py", "(below - ordered >= top_p", "(below >= top_p"),
+    ("a stop string that begins in an earlier token", "request", "test_scheduler.py -k stop", "max(0, len(self._bytes) - self._longest + 1)", "len(self._bytes)"),
+]
+BUGS = [(name, f"kernels/{file}.py", f"test_kernel_{test}.py", right, wrong) for name, file, test, right, wrong in KERNELS]
+BUGS += [(name, f"nanorchestra/{file}.py", tests, right, wrong) for name, file, tests, right, wrong in ENGINE]
+
 
 CLASSICAL = {"dropped mask", "wrong page stride", "missing merge weight", "swapped nibbles", "bf16 accumulation", "off-by-one causal", "forgotten eps", "int32 row offset",
              "unscaled temperature", "gate and up swapped"}
 
 
-def caught(file: str, test: str, right: str, wrong: str) -> bool:
+def caught(file: str, tests: str, right: str, wrong: str) -> bool:
     with tempfile.TemporaryDirectory() as directory:
         tree = Path(directory)
         for name in ("kernels", "nanorchestra", "tests", "pytest.ini"):
@@ -63,24 +85,24 @@ def caught(file: str, test: str, right: str, wrong: str) -> bool:
                 shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
             elif source.exists():
                 shutil.copy(source, tree / name)
-        path = tree / "kernels" / f"{file}.py"
+        path = tree / file
         text = path.read_text()
         if right not in text:
-            raise SystemExit(f"kernels/{file}.py: the text to replace is not there any more: {right}")
+            raise SystemExit(f"{file}: the text to replace is not there any more: {right}")
         path.write_text(text.replace(right, wrong))
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/test_kernel_{test}.py"]
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *f"tests/{tests}".split()]
         code = subprocess.run(command, cwd=tree, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
         return code == 1 or code < 0                           # a test failed, or the process died of what it did
 
 
 def main(words: list[str]) -> int:
-    chosen = [bug for bug in BUGS if words in ([], ["all"]) and (words or bug[0] in CLASSICAL) or words and words[0] in bug[0]]
+    chosen = [bug for bug in BUGS if words in ([], ["all"]) and (words or bug[0] in CLASSICAL) or words and (words[0] in bug[0] or words[0] in bug[1])]
     missed = 0
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         found = pool.map(lambda bug: caught(*bug[1:]), chosen)
         for (name, file, *_), seen in zip(tqdm(chosen, desc="planted bugs", unit="bug", disable=None), found):
             missed += not seen
-            tqdm.write(f"{'caught' if seen else 'MISSED'}  {file}.py: {name}")
+            tqdm.write(f"{'caught' if seen else 'MISSED'}  {file}: {name}")
     print(f"{len(chosen) - missed} of {len(chosen)} planted bugs caught")
     return int(missed > 0)
 

@@ -4,7 +4,9 @@ are those of the request alone."""
 from __future__ import annotations
 
 import random
+import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -361,6 +363,20 @@ def test_a_session_can_be_forked(model):
     assert_no_leak(engine)
 
 
+def test_the_longest_gap_between_two_tokens_of_a_running_request_is_reported(model):
+    engine = Engine(model, num_pages=60)
+    for _ in range(2):                                                # nobody waits in between
+        engine.generate([[1, 2]], SamplingParams(max_tokens=1))
+        time.sleep(0.02)
+    assert engine.stats["longest_gap_seconds"] == 0
+    request = engine.submit([1, 2], SamplingParams(max_tokens=3, ignore_eos=True))
+    engine.step()
+    time.sleep(0.02)
+    while not request.finished:
+        engine.step()
+    assert 0.02 <= engine.stats["longest_gap_seconds"] < 10
+
+
 def test_the_most_probable_ids_are_reported_if_asked_for(model):
     completion = Engine(model, num_pages=60).generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0, top_logprobs=3))[0]
     assert [top[0] for top in completion.top_logprobs] == list(zip(completion.token_ids, completion.logprobs))
@@ -431,6 +447,50 @@ def test_a_prompt_that_can_never_be_served_is_refused_at_once(model, ids, says):
     assert_no_leak(engine)
 
 
+NO_IDS = [[1.5], [float("nan")], [True, 1], [None], [[3]], ["a"], "hello", 7, None, {3, 4}, np.array([1.0]), torch.tensor([[1, 2]]), torch.tensor(3), [torch.tensor(3)], [10**30]]
+
+
+@pytest.mark.parametrize("ids", NO_IDS, ids=repr)
+def test_what_are_no_ids_is_refused_at_once_and_harms_nobody(model, ids):
+    """An id that is no integer would fail in the step, and end the requests of everybody in it."""
+    engine = Engine(model, num_pages=6)
+    neighbour = engine.submit([4], GREEDY)
+    session = engine.session([3])
+    for refused in (lambda: engine.submit(ids, GREEDY), lambda: engine.generate([[1], ids], GREEDY), lambda: engine.score([[1], ids]),
+                    lambda: engine.session(ids), lambda: session.append(ids)):
+        with pytest.raises(UserError, match=rf"^prompt: (token id|it is) .*, it should be .*{VOCAB - 1}"):
+            refused()
+    assert session.ids == [3] and session.sample(GREEDY).token_ids == naive_sample(model, [3], GREEDY)
+    while engine.has_work:
+        engine.step()
+    assert neighbour.completion.token_ids == naive_sample(model, [4], GREEDY)
+    session.close()
+    assert_no_leak(engine)
+
+
+@pytest.mark.parametrize("ids", [(1, 2, 3), range(1, 4), np.array([1, 2, 3]), torch.tensor([1, 2, 3], dtype=torch.int32), [np.int64(1), 2, 3]], ids=repr)
+def test_ids_may_come_in_any_sequence_of_integers(model, ids):
+    engine = Engine(model, num_pages=6)
+    session = engine.session()
+    session.append(ids)
+    assert engine.generate([ids], GREEDY)[0].token_ids == session.sample(GREEDY).token_ids == naive_sample(model, [1, 2, 3], GREEDY)
+    assert all(type(i) is int for i in session.ids) and engine.score([ids]) == engine.score([[1, 2, 3]])
+
+
+@pytest.mark.parametrize("settings, most, says", [
+    ({"num_pages": 10, "max_context": 64}, 63, "64 tokens, the context of 64 leaves room for 63"),
+    ({"num_pages": 3, "max_context": 64}, 48, "49 tokens do not fit the KV pool of 48 tokens"),
+])  # fmt: skip
+def test_a_prompt_of_exactly_the_limit_is_served(model, settings, most, says):
+    """Its one token is the last that the context or the pool has room for."""
+    engine, prompt = Engine(model, **settings), [5 * i % VOCAB for i in range(most)]
+    completion, = engine.generate([prompt], GREEDY)
+    assert completion.token_ids == naive_sample(model, prompt, SamplingParams(max_tokens=1, temperature=0)) and completion.finish_reason == "length"
+    with pytest.raises(UserError, match=says):
+        engine.submit(prompt + [1], GREEDY)
+    assert_no_leak(engine)
+
+
 def test_text_ends_where_the_context_or_the_pool_does(model):
     for settings, room in (({"num_pages": 100, "max_context": 30}, 30), ({"num_pages": 2}, 33)):
         completion = Engine(model, **settings).generate([[1] * 20], SamplingParams(max_tokens=999, temperature=0))[0]
@@ -441,6 +501,8 @@ def test_text_ends_where_the_context_or_the_pool_does(model):
 def test_other_misuse_is_explained(model):
     with pytest.raises(UserError, match="num_pages is 0"):
         Engine(model, num_pages=0)
+    with pytest.raises(UserError, match="kernels is True, with invariant=True it should be False"):
+        Engine(model, invariant=True, kernels=True)
     engine = Engine(model, num_pages=3)
     with pytest.raises(UserError, match="no tokenizer"):
         engine.submit([1], SamplingParams(stop="x"))

@@ -84,6 +84,16 @@ def test_a_prompt_that_came_after_new_weights_does_not_follow_one_with_older_kv(
     assert_correct(world, *world.requests)
 
 
+@pytest.mark.parametrize("budget", [64, 4096])
+def test_groups_that_arrive_interleaved_are_each_prefilled_once(budget):
+    """Prompts of one length that end in the same id, as a chat's do: each group has a leader of its own."""
+    world = World(num_pages=800, page_size=16, max_batch_tokens=budget, max_running=64)
+    requests = [world.submit([100 * group + i for i in range(94)] + [7], max_tokens=2) for _ in range(8) for group in range(2)]
+    world.run()
+    assert world.prefilled == 2 * 95
+    assert_correct(world, *requests)
+
+
 def test_a_shared_beginning_is_prefilled_once_too():
     world = World(num_pages=64, max_batch_tokens=64)
     requests = [world.submit(list(range(16)) + [30 + i] * 5) for i in range(4)]
@@ -114,6 +124,17 @@ def test_the_newest_is_preempted_and_comes_to_the_same_end():
     assert world.scheduler.preemptions == len(gone)
     assert_correct(world, *requests)
     assert world.cache.available == 8
+
+
+def test_a_preempted_request_goes_before_those_who_came_later():
+    world = World(num_pages=8, page_size=2, max_batch_tokens=32, max_running=2)
+    requests = [world.submit([i] * 3, max_tokens=12) for i in range(4)]
+    while not world.scheduler.preemptions:
+        world.step()
+    assert world.scheduler.waiting == requests[1:]
+    world.run()
+    assert list(world.done) == [0, 1, 2, 3]
+    assert_correct(world, *requests)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -252,10 +273,13 @@ def test_storm(seed):
 @pytest.mark.parametrize("field, value", [
     ("temperature", -0.1), ("temperature", float("nan")), ("temperature", float("inf")), ("temperature", "1"), ("top_p", 0), ("top_p", 1.5),
     ("top_p", float("nan")), ("top_k", -1), ("top_k", 2.5), ("max_tokens", 0), ("max_tokens", True), ("seed", 0.5), ("seed", None),
-    ("stop", ("",)), ("stop", (3,)), ("stop_token_ids", ("a",)), ("stop_token_ids", (-1,)),
+    ("temperature", 1e39), ("temperature", 10**40), ("top_k", 2**70), ("min_p", -0.1), ("min_p", 1.5), ("min_p", float("nan")), ("min_p", None),
+    ("top_logprobs", -1), ("top_logprobs", 21), ("top_logprobs", 2.0), ("top_logprobs", True), ("stop", ("",)), ("stop", (3,)), ("stop", None), ("stop", 5),
+    ("stop", "\ud800"), ("stop", ("a", "b\udfff")), ("stop_token_ids", ("a",)), ("stop_token_ids", (-1,)), ("stop_token_ids", 5), ("stop_token_ids", None),
+    ("stop_token_ids", "5"), ("tools", 5), ("tools", None), ("tools", ("calc", "")), ("tools", [None]),
 ])  # fmt: skip
 def test_bad_sampling_parameters_are_refused(field, value):
-    with pytest.raises(UserError, match=f"{field} is .*, it should be"):
+    with pytest.raises(UserError, match=f"^sampling parameters: {field} is .*, it should be .+"):
         SamplingParams(**{field: value})
 
 
