@@ -38,6 +38,7 @@ from .scheduler import Plan
 SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 513, 32))      # decode batches that have a graph; a larger one runs launch by launch
 LENGTHS = (2048, 8192, 32768, 131072, 1 << 20)                # bounds on the keys of a decode, each with its own graphs
 FUSED = 64                                                    # rows up to which sampling is fused with the output matrix
+_NOBODY = [], [], np.zeros((0, 3), np.int32)                  # decodes of no step: requests, their order, groups
 TOKEN, POSITION, SLOT, SEED, TEMPERATURE, TABLE = range(6)    # columns of a batch's matrix; its pages stand from TABLE on
 
 
@@ -97,7 +98,7 @@ class GpuRunner(Runner):
         self.vocab_size, self.graphs = vocab_size, graphs
         self.fused = type(model) is Qwen3 and (model.lm_head is None or not is_quantised(model.lm_head))
         self._captured: dict[tuple[int, int], _Graph] = {}
-        self._batch: tuple[list[Request], list[Request], np.ndarray] = ([], [], np.zeros((0, 3), np.int32))
+        self._batch: tuple[list[Request], list[Request], np.ndarray] = _NOBODY
 
     def launch(self, plan: Plan, after: Drawn | None = None) -> Drawn:
         """Starts the step and the draws of plan.sampling, and does not wait for them. A request whose newest id is PENDING takes it from
@@ -140,7 +141,9 @@ class GpuRunner(Runner):
     def _hidden(self, plan: Plan, after: Drawn | None = None) -> tuple[Tensor, dict[Request, int]]:
         place: dict[Request, int] = {}
         decodes = chunks = None
-        if plan.decodes:
+        if not plan.decodes:
+            self._batch = _NOBODY                                    # whoever comes back may have other pages
+        else:
             order, decodes = self._decodes(plan.decodes, len(plan.decodes), after)
             place = {request: i for i, request in enumerate(order)}
         if plan.prefills:
