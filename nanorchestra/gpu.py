@@ -257,9 +257,8 @@ class GpuRunner(Runner):
 
 
 class _Graph:
-    """A decode step of one size, captured: `replay` copies its inputs to where the graph reads them, and runs it."""
-
-    _pool = None                   # one memory pool for all graphs: only one runs at a time
+    """A decode step of one size, captured: `replay` copies its inputs to where the graph reads them, and runs it. The graphs of a runner share
+    one memory pool, since only one runs at a time; it lives as long as they do."""
 
     def __init__(self, runner: GpuRunner, size: int, max_length: int):
         pages = -(-min(max_length, runner.model.config.max_position_embeddings) // runner.page_size)
@@ -273,9 +272,9 @@ class _Graph:
                 runner._decode_step(self.inputs)
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=_Graph._pool, capture_error_mode="thread_local"):     # a trainer may be at work in another thread
+        pool = next((captured.graph.pool() for captured in runner._captured.values()), None)
+        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):     # a trainer may be at work in another thread
             self.outputs = runner._decode_step(self.inputs)
-        _Graph._pool = self.graph.pool()
 
     def replay(self, decodes: _Decodes) -> tuple[Tensor, Tensor, Tensor]:
         self.inputs.rows[:, : decodes.rows.shape[1]].copy_(decodes.rows)
