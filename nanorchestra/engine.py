@@ -127,12 +127,12 @@ class Engine:
             plan, drawn = self.scheduler.plan(), None
         if not plan.decodes and not plan.prefills:
             return []
-        sampling, looks_ahead = plan.sampling, False
+        sampling = plan.sampling
         try:
             with torch.inference_mode():
                 if self.runner.fused and sampling:
                     drawn = drawn or self.runner.launch(plan)
-                    if looks_ahead := self._predictable(plan):
+                    if self._predictable(plan):
                         self._look_ahead(plan, drawn)
                     draws = self.runner.draws(drawn, sampling, self.sampler, self._allowed(sampling))
                 else:
@@ -140,19 +140,16 @@ class Engine:
                     positions = [len(request.ids) for request in sampling]
                     draws = self.sampler(logits, [request.params for request in sampling], positions, self._allowed(sampling)) if sampling else []
         except BaseException:
-            if looks_ahead:
-                self._forget_pending(sampling)
             self._ahead = None
-            try:
-                self.runner.erase(plan)
+            self._look_back(plan)
+            try:                                                     # beyond what counts as written stands this step's KV, and the next one's
+                self.runner.erase([(r, r.table.written, len(r.table.pages) * self.cache.page_size - r.table.written) for r in plan.requests])
             finally:
                 for request in plan.requests:
                     self._finish(request, "abort")
             raise
-        if looks_ahead:
-            self._forget_pending(sampling)
-        else:
-            self.scheduler.commit(plan)
+        self._look_back(plan)
+        self.scheduler.commit(plan)
         self._counts["steps"] += 1
         self._counts["prefill_tokens"] += sum(count for _, _, count in plan.prefills)
         self._counts["sampled_tokens"] += len(draws)
@@ -168,26 +165,27 @@ class Engine:
         return finished
 
     def _predictable(self, plan: Plan) -> bool:
-        """Whether the next step is known before this one's draws are, unless somebody stops: all decode, nobody waits or reaches a limit."""
+        """Whether the next step is known before this one's draws are, unless somebody stops: all decode, nobody waits or reaches a limit, and
+        there are pages for all, so that nobody gives way whose newest id is not known."""
         return not plan.prefills and not plan.forks and not self.scheduler.waiting and all(
-            len(request.ids) + 1 < request.limit and request.grammar is None and request.params.plain for request in plan.decodes)
+            len(request.ids) + 1 < request.limit and request.grammar is None and request.params.plain for request in plan.decodes
+        ) and sum(self.cache.missing(request.table, len(request.ids) + 1) for request in plan.decodes) <= self.cache.available
 
     def _look_ahead(self, plan: Plan, drawn: Drawn) -> None:
         """Launches the step after `plan`, so that the device works while the host reads what `plan` drew. Who stops in it is left out of the
         next step's draws; what that step wrote for him lies in pages that are free again. Thrown away, the step is planned anew."""
-        self.scheduler.commit(plan)
         for request in plan.decodes:
             request.ids.append(PENDING)
+            request.table.written += 1
         ahead = self.scheduler.plan()
-        if ahead.decodes and not ahead.prefills:
-            self._ahead = ahead, self.runner.launch(ahead, drawn)
-        else:                                                        # somebody was preempted, and would begin anew with an id that is not known
-            self.cache.copies = ahead.copies
+        self._ahead = ahead, self.runner.launch(ahead, drawn)
 
-    def _forget_pending(self, requests: list[Request]) -> None:
-        for request in requests:
+    def _look_back(self, plan: Plan) -> None:
+        """Again nothing counts as known or written that has not been drawn: `plan` is still to be committed, or has failed."""
+        for request in plan.decodes:
             if request.ids[-1] == PENDING:
                 request.ids.pop()
+            request.table.written = len(request.ids) - 1
 
     @property
     def has_work(self) -> bool:

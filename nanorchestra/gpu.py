@@ -38,6 +38,7 @@ from .scheduler import Plan
 SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 513, 32))      # decode batches that have a graph; a larger one runs launch by launch
 LENGTHS = (2048, 8192, 32768, 131072, 1 << 20)                # bounds on the keys of a decode, each with its own graphs
 FUSED = 64                                                    # rows up to which sampling is fused with the output matrix
+_NOBODY = [], [], np.zeros((0, 3), np.int32)                  # decodes of no step: requests, their order, groups
 TOKEN, POSITION, SLOT, SEED, TEMPERATURE, TABLE = range(6)    # columns of a batch's matrix; its pages stand from TABLE on
 
 
@@ -97,7 +98,7 @@ class GpuRunner(Runner):
         self.vocab_size, self.graphs = vocab_size, graphs
         self.fused = type(model) is Qwen3 and (model.lm_head is None or not is_quantised(model.lm_head))
         self._captured: dict[tuple[int, int], _Graph] = {}
-        self._batch: tuple[list[Request], list[Request], np.ndarray] = ([], [], np.zeros((0, 3), np.int32))
+        self._batch: tuple[list[Request], list[Request], np.ndarray] = _NOBODY
 
     def launch(self, plan: Plan, after: Drawn | None = None) -> Drawn:
         """Starts the step and the draws of plan.sampling, and does not wait for them. A request whose newest id is PENDING takes it from
@@ -140,7 +141,9 @@ class GpuRunner(Runner):
     def _hidden(self, plan: Plan, after: Drawn | None = None) -> tuple[Tensor, dict[Request, int]]:
         place: dict[Request, int] = {}
         decodes = chunks = None
-        if plan.decodes:
+        if not plan.decodes:
+            self._batch = _NOBODY                                    # whoever comes back may have other pages
+        else:
             order, decodes = self._decodes(plan.decodes, len(plan.decodes), after)
             place = {request: i for i, request in enumerate(order)}
         if plan.prefills:
@@ -254,9 +257,8 @@ class GpuRunner(Runner):
 
 
 class _Graph:
-    """A decode step of one size, captured: `replay` copies its inputs to where the graph reads them, and runs it."""
-
-    _pool = None                   # one memory pool for all graphs: only one runs at a time
+    """A decode step of one size, captured: `replay` copies its inputs to where the graph reads them, and runs it. The graphs of a runner share
+    one memory pool, since only one runs at a time; it lives as long as they do."""
 
     def __init__(self, runner: GpuRunner, size: int, max_length: int):
         pages = -(-min(max_length, runner.model.config.max_position_embeddings) // runner.page_size)
@@ -270,9 +272,9 @@ class _Graph:
                 runner._decode_step(self.inputs)
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=_Graph._pool, capture_error_mode="thread_local"):     # a trainer may be at work in another thread
+        pool = next((captured.graph.pool() for captured in runner._captured.values()), None)
+        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):     # a trainer may be at work in another thread
             self.outputs = runner._decode_step(self.inputs)
-        _Graph._pool = self.graph.pool()
 
     def replay(self, decodes: _Decodes) -> tuple[Tensor, Tensor, Tensor]:
         self.inputs.rows[:, : decodes.rows.shape[1]].copy_(decodes.rows)

@@ -249,7 +249,8 @@ def _uninterrupted() -> Iterator[None]:
 
 class Wire:
     """Messages as bytes, for either end of the line. A request travels as its id and what it has got since the last message: token ids, and
-    its pages if they are others. The receiver has a likeness of it, the same object for as long as every message names it."""
+    its pages if they are others. The receiver has a likeness of it, the same object for as long as every message that names requests names it:
+    runners keep their rows in order by who it is. What lies between, a score or new weights, names none and is no reason to forget."""
 
     def __init__(self) -> None:
         self._known: dict[int, Any] = {}                             # by request id: the ids and pages sent, or the likeness received
@@ -269,7 +270,7 @@ class Wire:
         pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
         pickler.persistent_id = describe
         pickler.dump(message)
-        self._known = named
+        self._known = named or self._known
         return buffer.getvalue()
 
     def decode(self, data: bytes) -> Any:
@@ -288,5 +289,5 @@ class Wire:
         unpickler = pickle.Unpickler(io.BytesIO(data))
         unpickler.persistent_load = find
         message = unpickler.load()
-        self._known = named
+        self._known = named or self._known
         return message

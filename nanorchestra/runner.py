@@ -79,9 +79,10 @@ class Runner:
             cache.untyped_storage().resize_(cache.numel() * cache.element_size())
             cache.zero_()
 
-    def erase(self, plan: Plan) -> None:
-        """Zeroes what a failed step may have written: a NaN left in a page would spoil whoever reads past his end of it."""
-        _, _, rows, _ = self._inputs(plan.decodes, plan.prefills)
+    def erase(self, tails: list[tuple[Request, int, int]]) -> None:
+        """Zeroes the positions (request, start, count) that a failed step may have written: a NaN left in a page would spoil whoever reads past
+        his end of it."""
+        _, _, rows, _ = self._inputs([], tails)
         for cache in (self.k_cache, self.v_cache):
             cache.view(len(cache), -1, cache.shape[-1]).index_fill_(1, rows.flatten(), 0)
         for batch in self._batches:

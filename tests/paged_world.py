@@ -69,11 +69,11 @@ class World:
         self.done: dict[int, str] = {}
         self._ids = itertools.count()
 
-    def submit(self, ids: list[int], max_tokens: int = 4, table: PageTable | None = None) -> Request:
+    def submit(self, ids: list[int], max_tokens: int = 4, table: PageTable | None = None, session: int = -1) -> Request:
         limit = min(len(ids) + max_tokens, self.cache.num_pages * self.cache.page_size + 1)
         request = Request(next(self._ids), list(ids), SamplingParams(max_tokens=max_tokens), limit, frozenset(), prompt_tokens=len(ids),
                           table=table if table is not None else PageTable(), keeps_pages=table is not None,
-                          resumed=bool(table and table.pages))
+                          resumed=bool(table and table.pages), session=session)
         self.requests.append(request)
         self.scheduler.add(request)
         return request
@@ -93,6 +93,7 @@ class World:
         assert sum(count for _, _, count in chunks) <= self.scheduler.max_batch_tokens, "the step is larger than its budget"
         assert len({r.id for r, _, _ in chunks}) == len(chunks), "a request is in a step twice"
         assert not {r for r, _ in plan.forks} & {r for r, _, _ in chunks}, "a fork computes too"
+        assert not {r.id for r in plan.requests} & self.done.keys(), "a step serves who has ended"
         self.pool.copy(plan.copies)
         for request, start, count in chunks:
             assert count > 0 and start == request.table.written, "a chunk does not begin where the KV ends"

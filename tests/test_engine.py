@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -513,39 +514,65 @@ def test_other_misuse_is_explained(model):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_storm(model, seed):
-    """Requests, sessions and aborts in any order on a small pool: every text that ended by itself is the naive one, and nothing leaks."""
+    """Requests, sessions and aborts in any order, some by who hears a token, on a small pool: every text that ended by itself is the naive one,
+    nothing is heard of a request after its abort, and nothing leaks."""
     rng = random.Random(seed)
     engine = Engine(model, num_pages=26, page_size=4, max_batch_tokens=rng.choice((12, 64)), max_running=6)
     prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in (1, 7, 24, 40)]
-    sessions, open_turns, requests = [], {}, []
+    sessions, open_turns, requests, aborted, ended = [], {}, [], set(), []
+
+    def abort(request):
+        aborted.update([request] if not request.finished else [])
+        engine.abort(request)
+
+    def listen(index, token):
+        request, *_, heard = requests[index]
+        assert request not in aborted
+        heard.append(token)
+        if rng.random() < 0.05:
+            abort(rng.choice(requests)[0])
+
+    def add(submit, prompt, params):
+        index = len(requests)
+        requests.append((submit(params, lambda token, logprob: listen(index, token)), list(prompt), params, []))
+
+    def step():
+        ended.extend(engine.step())
+        engine.scheduler.check()
+
     for _ in range(120):
         kind = rng.random()
         params = SamplingParams(max_tokens=rng.randrange(1, 12), seed=rng.randrange(3))
         if kind < 0.12:
-            requests.append((request := engine.submit(rng.choice(prompts), params), list(request.ids), params))
+            prompt = rng.choice(prompts)
+            add(partial(engine.submit, prompt), prompt, params)
         elif kind < 0.2 and len(sessions) < 4:
             sessions.append(engine.session(rng.choice(prompts)))
         elif kind < 0.32 and sessions:
             session = rng.choice(sessions)
             if len(session.ids) > 80:
+                if not open_turns[session].finished:
+                    aborted.add(open_turns[session])
                 session.close()
                 sessions.remove(session)
             elif session not in open_turns or open_turns[session].finished:
                 session.append([rng.randrange(VOCAB) for _ in range(rng.randrange(5))])
-                open_turns[session] = session.submit(params)
-                requests.append((open_turns[session], list(session.ids), params))
+                add(session.submit, session.ids, params)
+                open_turns[session] = requests[-1][0]
         elif kind < 0.38 and requests:
-            engine.abort(rng.choice(requests)[0])
+            abort(rng.choice(requests)[0])
         else:
-            engine.step()
-            engine.scheduler.check()
+            step()
     while engine.has_work:
-        engine.step()
+        step()
     for session in sessions:
         session.close()
     assert_no_leak(engine)
-    for request, prompt, params in requests:
-        if request.completion.finish_reason != "abort":
+    assert sorted(ended, key=id) == sorted((request for request, *_ in requests if request not in aborted), key=id)
+    for request, prompt, params, heard in requests:
+        assert heard == request.completion.token_ids[: len(heard)] and (request in aborted) == (request.completion.finish_reason == "abort")
+        if request not in aborted:
+            assert heard == request.completion.token_ids
             limit = SamplingParams(max_tokens=min(params.max_tokens, 105 - len(prompt)), seed=params.seed)
             assert request.completion.token_ids == naive_sample(model, prompt, limit)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -113,6 +114,61 @@ def test_a_failed_step_leaves_no_pending_id(model):
     assert again == engine(model, False).generate([[6, 7, 10]], SamplingParams(max_tokens=5, ignore_eos=True))[0].token_ids
 
 
+def fail(serving, ahead: bool) -> None:
+    """The next step is computed, and its draws are refused; the one after it is on its way by then, if `ahead`."""
+    owner, name = (serving.runner, "draws") if ahead else (serving, "sampler")
+    right = getattr(owner, name)
+
+    def refuse(*_):
+        raise FloatingPointError("not finite")
+
+    setattr(owner, name, refuse)
+    with pytest.raises(FloatingPointError, match="not finite"):
+        serving.step()
+    setattr(owner, name, right)
+
+
+@pytest.mark.parametrize("steps", range(3, 8))
+def test_a_failed_step_leaves_the_sessions_of_the_plain_engine(model, steps):
+    """Also where the step fills a page (page_size is 4): what is erased must not be found by another prompt."""
+    left = []
+    for ahead in (False, True):
+        serving = engine(model, ahead, max_batch_tokens=64)
+        session, bystander = serving.session([6, 7, 8, 9, 10]), serving.session([11, 12])
+        turn, _ = (one.submit(SamplingParams(max_tokens=30, ignore_eos=True, temperature=0)) for one in (session, bystander))
+        for _ in range(steps):
+            serving.step()
+        fail(serving, ahead)
+        serving.scheduler.check()
+        left.append((session.ids, session._table.written, bystander._table.written, sorted(ids for _, ids in serving.cache._index)))
+        assert session._table.written == len(session.ids) - 1
+        assert all(serving.runner.k_cache[0, page].flatten(1).any() for page in serving.cache._index.values())
+        slots = [(session._table.pages[n // 4], n % 4) for n in range(session._table.written, len(session._table.pages) * 4)]
+        assert not any(serving.runner.k_cache[:, page, :, at].any() for page, at in slots)
+        bystander.append([13])
+        given = [list(session.ids), list(bystander.ids), turn.ids + [14]]
+        params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0)
+        requests = [session.submit(params), bystander.submit(params), serving.submit(given[2], params)]
+        while serving.has_work:
+            serving.step()
+        assert [r.completion.token_ids for r in requests] == [c.token_ids for c in engine(model, False, num_pages=99).generate(given, params)]
+    assert left[0] == left[1]
+
+
+@pytest.mark.parametrize("pages", range(4, 12))
+def test_a_step_that_fails_in_a_full_pool_says_why(model, pages):
+    """Two requests outgrow the pool: at some step somebody has to give way, and that one fails too."""
+    for steps in range(2, 20):
+        serving = engine(model, True, num_pages=pages, max_batch_tokens=64)
+        requests = [serving.submit([6, 7, n], SamplingParams(max_tokens=30, ignore_eos=True)) for n in (10, 11)]
+        for _ in range(steps):
+            if all(not request.finished for request in requests):
+                serving.step()
+        if serving.has_work:
+            fail(serving, True)
+            serving.scheduler.check()
+
+
 def test_new_weights_and_sleep_throw_the_next_step_away(model):
     outcomes = []
     for ahead in (False, True):
@@ -134,12 +190,21 @@ def test_new_weights_and_sleep_throw_the_next_step_away(model):
     assert outcomes[0] == outcomes[1]
 
 
+def plan_and_preempt_by_known_ids(scheduler, plan):
+    ahead, preempted = any(PENDING in request.ids for request in scheduler.running), scheduler.preemptions
+    planned = plan()
+    assert not ahead or (scheduler.preemptions == preempted and not scheduler.waiting and planned.requests == planned.decodes)
+    return planned
+
+
 @pytest.mark.parametrize("pages", range(18, 40, 3))
-def test_preemption_while_looking_ahead(model, pages):
-    """Samples of one prompt, whose half-full last page is copied, outgrow the pool: the newest gives way in a step that is planned ahead."""
+def test_preemption_while_looking_ahead(model, pages, monkeypatch):
+    """Samples of one prompt, whose half-full last page is copied, outgrow the pool: the newest gives way, but not in a step that is planned
+    ahead, where he would wait with an id that is not known, and equal somebody else's who has another."""
     outcomes, preempted = [], 0
     for ahead in (False, True):
         serving = engine(model, ahead, num_pages=pages, max_batch_tokens=64)
+        monkeypatch.setattr(serving.scheduler, "plan", partial(plan_and_preempt_by_known_ids, serving.scheduler, serving.scheduler.plan))
         session = serving.session([6, 7, 8, 9, 10])
         session.sample(SamplingParams(max_tokens=2, ignore_eos=True))
         family = [session] + [session.fork() for _ in range(3)]

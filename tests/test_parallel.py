@@ -22,6 +22,7 @@ import torch
 
 from nanorchestra.cache import PageTable
 from nanorchestra.engine import Engine
+from nanorchestra.gpu import GpuRunner
 from nanorchestra.model import ModelConfig, Qwen3
 from nanorchestra.parallel import ModelPart, ParallelEngine, Wire, open_parallel
 from nanorchestra.quantise import QuantisedLinear, Slot
@@ -129,8 +130,16 @@ class TwoRunners:
             method, likenesses = self.receiver.decode(self.sender.encode((name, args)))
             ours, theirs = getattr(self.first, name)(*args), getattr(self.second, method)(*likenesses)
             assert ours is None or torch.equal(ours, theirs)
+            assert rows(self.first) == rows(self.second), "the ranks would add up what belongs to different tokens"
             return ours
         return call
+
+
+def rows(runner) -> list:
+    """The order in which the decodes of its next step will stand."""
+    if isinstance(runner, GpuRunner):
+        return [request.id for request in runner._batch[1]]
+    return [[request.id for request in batch.rows] for batch in runner._batches]
 
 
 def test_who_hears_the_plans_computes_the_same():
@@ -139,6 +148,23 @@ def test_who_hears_the_plans_computes_the_same():
     engine.runner = runners = TwoRunners(engine.runner, Engine(model, **SETTINGS).runner)
     everything(engine, CONFIG)
     assert torch.equal(runners.first.k_cache, runners.second.k_cache)
+
+
+def test_decodes_keep_their_order_when_new_weights_put_them_back_to_prefill(monkeypatch):
+    """By the GPU's runner (without the computation), which groups its rows anew for other requests only."""
+    def forward(self, decodes, chunks):
+        return torch.zeros(len(decodes.rows if decodes else ()) + len(chunks.tokens if chunks else ()), CONFIG.hidden_size)
+
+    monkeypatch.setattr(GpuRunner, "_forward", forward)
+    model = make_model(CONFIG)
+    engine = Engine(model, page_size=16, num_pages=40, max_batch_tokens=40)
+    engine.runner = runners = TwoRunners(*(GpuRunner(model, 40, 16, VOCAB, graphs=False) for _ in range(2)))
+    requests = [engine.submit(range(start, start + n), SamplingParams(max_tokens=30)) for start, n in ((0, 40), (50, 12))]
+    while len(requests[1].ids) < 20:                                          # a page is full now, which was not when they were grouped
+        engine.step()
+    engine.update_weights(inflight="recompute")
+    while engine.has_work:
+        engine.step()
 
 
 def test_a_long_context_is_told_once():
@@ -157,7 +183,10 @@ def test_a_long_context_is_told_once():
         heard = receiver.decode(message)
         assert heard.decodes[0] is likeness and heard.forks[0] == (likeness, likeness)
         assert (likeness.id, likeness.ids, likeness.table.pages) == (5, request.ids, request.table.pages)
-    receiver.decode(sender.encode("a step without it"))
+    receiver.decode(sender.encode("no plan"))
+    assert receiver.decode(sender.encode(plan)).decodes[0] is likeness
+    other = Request(6, [1, 2], GREEDY, limit=0, stop_ids=frozenset())
+    receiver.decode(sender.encode(Plan(decodes=[other])))
     again = receiver.decode(sender.encode(plan)).decodes[0]
     assert again is not likeness and again.ids == request.ids
 
@@ -199,15 +228,20 @@ def everything(engine: Engine, config: ModelConfig) -> list:
         engine.score([[]])
 
     tensors = dict(named_hf_tensors(make_model(config, seed=1)))
-    unfinished = engine.submit(prompts[6], params[1])
-    for _ in range(5):
+    unfinished = [engine.submit(word(n), dataclasses.replace(params[n], max_tokens=40)) for n in (2, 3, 4)]
+    for _ in range(4):
         engine.step()
+    older = other.submit(dataclasses.replace(params[1], max_tokens=40))                   # decodes in a batch of its own, which comes after theirs
+    for _ in range(3):
+        engine.step()
+    results += engine.score([prompts[3]])
+    engine.step()
     with pytest.raises(ValueError, match="no parameter model.nonsense"):
         engine.update_weights([*list(tensors.items())[:4], ("model.nonsense", torch.zeros(3))], inflight="keep")
     assert engine.update_weights(tensors.items(), inflight="keep") == 2
-    while not unfinished.finished:
+    while engine.has_work:
         engine.step()
-    note(unfinished.completion, *engine.generate(prompts[:4], params[:4]))
+    note(older.completion, *(request.completion for request in unfinished), *engine.generate(prompts[:4], params[:4]))
     engine.sleep()
     engine.wake()
     note(session.sample(params[5]), *engine.generate(prompts[:2], params[:2]))

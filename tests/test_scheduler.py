@@ -230,7 +230,7 @@ def test_storm(seed):
     rng = random.Random(seed)
     world = World(num_pages=rng.choice((10, 24)), page_size=rng.choice((2, 3)), max_batch_tokens=rng.choice((3, 8, 40)), max_running=rng.choice((2, 5)))
     capacity = world.cache.num_pages * world.cache.page_size
-    sessions = [{"table": PageTable(), "ids": [rng.randrange(2)], "open": None} for _ in range(4)]
+    sessions = [{"table": PageTable(), "ids": [rng.randrange(2)], "open": None, "age": -1} for _ in range(4)]
     for _ in range(1000):
         kind = rng.random()
         if kind < 0.15:
@@ -242,7 +242,8 @@ def test_storm(seed):
                 if len(session["ids"]) > capacity - 6:
                     world.scheduler.close(session["table"])
                     session["ids"] = session["ids"][:2]
-                session["open"] = world.submit(session["ids"], rng.randrange(1, 6), session["table"])
+                session["open"] = world.submit(session["ids"], rng.randrange(1, 6), session["table"], session["age"])
+                session["age"] = session["open"].session
         elif kind < 0.42 and world.scheduler.running + world.scheduler.waiting:
             world.finish(rng.choice(world.scheduler.running + world.scheduler.waiting), "abort")
         elif kind < 0.45:
@@ -251,8 +252,8 @@ def test_storm(seed):
         elif kind < 0.5:
             session = rng.choice(sessions)
             if session["open"] is None and len(sessions) < 8:
-                sessions.append({"table": PageTable(), "ids": list(session["ids"]), "open": None})
-                world.scheduler.fork(session["table"], sessions[-1]["table"], rng.randrange(1000))
+                sessions.append({"table": PageTable(), "ids": list(session["ids"]), "open": None, "age": rng.randrange(1000)})
+                world.scheduler.fork(session["table"], sessions[-1]["table"], sessions[-1]["age"])
                 world.pool.fork(session["table"], sessions[-1]["table"])
         else:
             world.step()
