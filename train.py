@@ -133,12 +133,13 @@ class Training:
             if seed is not None:
                 model.init_weights(seed)
             if adapter.rank:
+                model.to(self.dtype)                                              # the base is frozen: it needs no more digits than what computes with it
                 add_adapters(model, adapter.rank, adapter.alpha, self.config.run.seed)
             return shard_model(model, ranks, self.dtype, cpu_offload=self.config.parallel.cpu_offload)
 
         if section.path:
             device = "cpu" if self.config.parallel.cpu_offload else str(ranks.device)
-            model, tokenizer = load_model(section.path, device=device, dtype="float32", build=build)
+            model, tokenizer = load_model(section.path, device=device, dtype=None, build=build)
             reset_adapters(model, self.config.run.seed)
             if tokenizer is None:
                 raise UserError(f"{section.path}: no tokenizer.json; training needs the checkpoint's tokenizer beside its weights")

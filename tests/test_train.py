@@ -314,6 +314,20 @@ def test_one_of_two_ranks_is_killed_or_asked_to_stop_and_the_run_ends_the_same(t
 
 
 @pytest.mark.slow
+def test_two_ranks_train_adapters_of_a_base_in_bf16(tmp_path):
+    import torch
+    from torch.distributed.checkpoint import FileSystemReader
+    options = ["--run.root", tmp_path, "--run.name", "run", "--run.dtype", "bfloat16", "--lora.rank", "4", "--grpo.steps", "2", "--parallel.cpu_offload", "true"]
+    both = torchrun(*REAL, *options)
+    out, _ = both.communicate(timeout=500)
+    assert both.returncode == 0, out
+    assert any(row.get("grad_norm", 0) > 0 for row in rows(tmp_path / "run") if row["phase"] == "grpo")
+    saved = FileSystemReader(sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]).read_metadata().state_dict_metadata
+    held = {(name.endswith(("lora_a", "lora_b")), entry.properties.dtype) for name, entry in saved.items() if name.startswith("model.")}
+    assert held == {(False, torch.bfloat16), (True, torch.float32)}
+
+
+@pytest.mark.slow
 def test_the_configs_of_big_runs_pass_a_dry_run_on_two_nodes_of_one_rank(tmp_path):
     for config in ("qwen3-8b", "qwen3-8b-multinode"):
         port = free_port()
