@@ -117,7 +117,9 @@ class Training:
         self.trainer = Trainer(model, vocab_limit=self.tokenizer.vocab_size, optimizer=config.warm_start.optimizer,
                                weight_decay=settings.weight_decay, grad_clip=settings.grad_clip, token_budget=settings.token_budget, ranks=ranks,
                                dtype=self.dtype, activation_checkpointing=parallel.activation_checkpointing, cpu_offload=parallel.cpu_offload, attention=training)
-        engine_model = Qwen3(model.config).to(ranks.device, self.dtype)          # the engine's own copy, updated in place after each step
+        with torch.device("meta"):
+            engine_model = Qwen3(model.config).to(self.dtype)                     # the engine's own copy, which has no weights before the first update
+        engine_model.to_empty(device=ranks.device)
         rows = max(-(-settings.prompts // ranks.world) * settings.group_size, 1)
         pages = rollout.pages or rows * -(-rollout.context_tokens // rollout.page_size) + 64
         self.engine = Engine(engine_model, self.tokenizer, num_pages=pages, page_size=rollout.page_size, max_batch_tokens=rollout.max_batch_tokens,
@@ -140,12 +142,13 @@ class Training:
             if seed is not None:
                 model.init_weights(seed)
             if adapter.rank:
+                model.to(self.dtype)                                              # the base is frozen: it needs no more digits than what computes with it
                 add_adapters(model, adapter.rank, adapter.alpha, self.config.run.seed)
             return shard_model(model, ranks, self.dtype, cpu_offload=self.config.parallel.cpu_offload)
 
         if section.path:
             device = "cpu" if self.config.parallel.cpu_offload else str(ranks.device)
-            model, tokenizer = load_model(section.path, device=device, dtype="float32", build=build)
+            model, tokenizer = load_model(section.path, device=device, dtype=None, build=build)
             reset_adapters(model, self.config.run.seed)
             if tokenizer is None:
                 raise UserError(f"{section.path}: no tokenizer.json; training needs the checkpoint's tokenizer beside its weights")
@@ -412,6 +415,8 @@ class Training:
         limits = Limits(section.turns, section.turn_tokens, section.context_tokens)
         if section.endpoint:
             return EndpointRollout(section, self.tokenizer, limits)
+        if not self.engine.weight_version:
+            raise RuntimeError("the engine's weights are not set: call engine.update_weights before the first rollout")
 
         def params(seed: int, budget: int) -> SamplingParams:
             return SamplingParams(max_tokens=budget, temperature=temperature, seed=seed)

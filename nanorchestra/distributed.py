@@ -229,13 +229,14 @@ def shard_model(model: Qwen3, ranks: Ranks, dtype: torch.dtype = torch.float32, 
     embeddings and output matrix stay gathered from the root's forward to the end of the backward, since the log-probabilities use them
     outside of a forward.
 
-    Forward and backward compute in `dtype`, gradients are reduced in the master weights' dtype and averaged over the ranks. cpu_offload: master weights,
-    gradients and moments live in host memory, and the optimizer steps there. Without a mesh the model stays as it is.
+    Forward and backward compute in `dtype`, gradients are reduced in the master weights' dtype and averaged over the ranks. Frozen parameters
+    beside trained ones may have another dtype than those (lora.py). cpu_offload: master weights, gradients and moments live in host memory, and
+    the optimizer steps there. Without a mesh the model stays as it is.
     """
     if ranks.mesh is None:
         return model
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-    master = next(model.parameters()).dtype
+    master = next((p.dtype for p in model.parameters() if p.requires_grad), model.norm.dtype)
     options = {"mesh": ranks.mesh,
                "mp_policy": MixedPrecisionPolicy(param_dtype=None if dtype == master else dtype, reduce_dtype=master, cast_forward_inputs=False),
                "offload_policy": CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if cpu_offload else OffloadPolicy()}

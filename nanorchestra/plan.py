@@ -3,9 +3,10 @@
     python train.py --plan --config qwen3-8b --gpus 8 --memory 80
 
 Nothing is allocated and no GPU is needed. Memory is that of one GPU at its fullest, in GB of 1e9 bytes: weights, gradients and moments are
-sharded over all ranks (FSDP2) and computed with in bf16, each rank has a whole engine, and the engine's KV pages are lent to the trainer.
-Times are rooflines by data sheets, and beside them what to expect of them; a pool so small that attempts wait is not in them. The lengths of attempts are not known before a run: memory is
-planned for a full token budget, times for attempts that fill TYPICAL of their context.
+sharded over all ranks (FSDP2), or over those of a node where each node has a replica (HSDP), and computed with in bf16, each rank has a whole
+engine, and the engine's KV pages are lent to the trainer.
+Times are rooflines by data sheets, and beside them what to expect of them; a pool so small that attempts wait is not in them. The lengths of
+attempts are not known before a run: memory is planned for a full token budget, times for attempts that fill TYPICAL of their context.
 """
 
 from __future__ import annotations
@@ -34,24 +35,27 @@ OF_COMPUTE = 0.40              # of the peak that training reaches: torchtitan r
 OF_ROLLOUT = 0.65              # of the roofline that decoding reaches; see benchmarks
 LORA_RANK = 32                 # where the planner proposes it
 SHORTEST = 4096                # context that it proposes
+PER_NODE = 8                   # GPUs of a machine, at most
 
 
 @dataclass(frozen=True)
 class Rates:
-    """A GPU by its data sheet: dense bf16 FLOPs and bytes of memory a second, bytes a second to other GPUs and to the host (each way), bytes."""
+    """A GPU by its data sheet: dense bf16 FLOPs and bytes of memory a second, bytes a second to GPUs of its node, to those of others and to the host
+    (each way), bytes."""
 
     flops: float
     bandwidth: float
     link: float
+    network: float
     host: float
     memory: float
 
 
-RATES = {
-    "h100": Rates(989e12, 3.35e12, 450e9, 64e9, 80 * GB),         # NVIDIA H100 SXM data sheet: NVLink 900 GB/s both ways, PCIe 5 x16
-    "h200": Rates(989e12, 4.8e12, 450e9, 64e9, 141 * GB),         # NVIDIA H200 SXM data sheet
-    "a100": Rates(312e12, 2.039e12, 300e9, 32e9, 80 * GB),        # NVIDIA A100 80GB SXM data sheet: NVLink 600 GB/s both ways, PCIe 4 x16
-    "4090": Rates(165.2e12, 1.008e12, 32e9, 32e9, 24 * GB),       # NVIDIA Ada whitepaper, appendix A (bf16, fp32 accumulation); no NVLink
+RATES = {                      # of NVIDIA's data sheets; the network is that of its DGX
+    "h100": Rates(989e12, 3.35e12, 450e9, 50e9, 64e9, 80 * GB),     # H100 SXM: NVLink 900 GB/s both ways, PCIe 5 x16; DGX H100: 400 Gb/s a GPU
+    "h200": Rates(989e12, 4.8e12, 450e9, 50e9, 64e9, 141 * GB),     # H200 SXM, DGX H200
+    "a100": Rates(312e12, 2.039e12, 300e9, 25e9, 32e9, 80 * GB),    # A100 80GB SXM: NVLink 600 GB/s both ways, PCIe 4 x16; DGX A100: 200 Gb/s a GPU
+    "4090": Rates(165.2e12, 1.008e12, 32e9, 1.5e9, 32e9, 24 * GB),  # Ada whitepaper, appendix A (fp32 accumulation); no NVLink; if eight share 100 Gb/s
 }
 
 
@@ -66,6 +70,16 @@ class Choices:
     token_budget: int
     pages: int
     context: int
+    node: bool = False                                         # parallel.shard: the GPUs of a node hold the weights between them, not all
+
+    @property
+    def shards(self) -> int:
+        """How many GPUs hold the weights between them. Nodes have equally many GPUs and are as few as can be."""
+        return next(n for n in range(min(self.gpus, PER_NODE), 0, -1) if self.gpus % n == 0) if self.node else self.gpus
+
+    @property
+    def replicas(self) -> int:
+        return self.gpus // self.shards
 
 
 @dataclass(frozen=True)
@@ -110,28 +124,33 @@ def loss_workspace(config: ModelConfig, tokens: int, kernels: bool = True) -> fl
     return 512e6 + 4 * tokens * config.hidden_size if kernels else float(WORKSPACE)      # kernels/logprob_backward.py, CHUNK_BYTES
 
 
+def states(shape: Shape, choices: Choices) -> dict[str, float]:
+    """Bytes of a replica by part, which its GPUs hold between them, or their hosts with offload."""
+    total = parameters(shape.model)[1]
+    trained = parameters_of(shape.model, choices.rank) if choices.rank else total
+    weights = {"base in bf16, adapters": 2.0 * total + 4 * trained} if choices.rank else {"weights, trained": 4.0 * total}
+    reference = 4.0 * total if shape.reference and not choices.rank else 0.0       # with adapters it is the base
+    return weights | {"gradients, fp32": 4.0 * trained, "moments, fp32": 8.0 * trained, "reference, fp32": reference}
+
+
 def memory(shape: Shape, choices: Choices) -> dict[str, tuple[float, float]]:
     """Bytes of one GPU by part: while it rolls out, and while it trains."""
-    config, ranks, tokens = shape.model, choices.gpus, choices.token_budget
+    config, tokens = shape.model, choices.token_budget
     layer, total = parameters(config)
     root = total - config.num_hidden_layers * layer
-    if choices.rank:                                           # the base in bf16, adapters as a model of their own
-        trained = parameters_of(config, choices.rank)
-        weights = (2 * total + 4 * trained) / ranks
-        unsharded = 2 * 2 * layer + 2 * root
-    else:
-        trained, weights = total, 4 * total / ranks
-        unsharded = 2 * 2 * layer + (2 + 4) * layer + 2 * 2 * root     # this layer and the next; its gradient, and that in fp32 on its way; the root
-    optimizer = 4 * trained / ranks, 8 * trained / ranks       # gradients, moments
-    held = 0.0 if choices.offload else 1.0
+    unsharded = 2 * 2 * layer + 2 * root                       # this layer and the next; the root
+    if not choices.rank:
+        unsharded += (2 + 4) * layer + 2 * root                # gradients: the layer's, and that in fp32 on its way; the root's
+        unsharded += 2 * (layer + root) if shape.reference else 0      # its last layer and its root stay gathered until the update
     per_token = 2 * activation_numbers(config)
     kept = config.num_hidden_layers * (2 * config.hidden_size if choices.checkpointing else per_token) + (per_token if choices.checkpointing else 0)
     costs = Costs.of(config)
-    parts = {
-        "weights, trained" if not choices.rank else "base in bf16, adapters": (held * weights, held * weights),
-        "gradients, fp32": (0.0, held * optimizer[0]),
-        "moments, fp32": (held * optimizer[1], held * optimizer[1]),
-        "reference, fp32": (4 * total / ranks,) * 2 if shape.reference and not choices.rank else (0.0, 0.0),
+    parts = {}
+    for name, size in states(shape, choices).items():
+        gradients = name == "gradients, fp32"                  # replicas add theirs up on the GPU until the step's last micro-batch, then all-reduce
+        held = size / choices.shards if not choices.offload or gradients and choices.replicas > 1 else 0.0
+        parts[name] = (0.0 if gradients else held, held)
+    parts |= {
         "layers gathered, bf16": (0.0, float(unsharded)),
         "activations" + (", checkpointed" if choices.checkpointing else ""): (0.0, float(tokens * (kept + 2 * 2 * config.hidden_size + 2 * (2 * config.intermediate_size)))),
         "loss": (0.0, loss_workspace(config, round(tokens * SAMPLED / (1 - PROMPT)))),
@@ -149,9 +168,7 @@ def peak(parts: dict[str, tuple[float, float]]) -> float:
 
 def host_memory(shape: Shape, choices: Choices) -> float:
     """Bytes of all hosts together that hold what is offloaded."""
-    total = parameters(shape.model)[1]
-    trained = parameters_of(shape.model, choices.rank) if choices.rank else total
-    return (16.0 * trained + (2 * total if choices.rank else 0)) if choices.offload else 0.0
+    return choices.replicas * sum(states(shape, choices).values()) if choices.offload else 0.0
 
 
 def step_tokens(shape: Shape, context: int) -> tuple[float, float]:
@@ -194,7 +211,8 @@ def times(shape: Shape, choices: Choices, rates: Rates) -> dict[str, tuple[float
     rollout     simulate.lower_bound of this GPU's groups: tokens through the layers once, weights and KV read for every decoded token
     training    FLOPs / peak; forward 1, backward 2 (1 with adapters: the base has no gradient), recomputation 1; attention's backward 2.5; the head 4
                 (forward, recomputed logits, two gradients), for sampled ids only
-    gathering   a micro-batch gathers bf16 weights twice and reduces fp32 gradients once; prefetched, so only what exceeds training is expected
+    gathering   a micro-batch gathers bf16 weights twice and reduces fp32 gradients once, as fast as the network if the shards are on several nodes;
+                replicas all-reduce theirs over it, once a step. Prefetched, so only what exceeds training is expected
     optimizer   28 bytes a number: weights, moments and gradients read, weights and moments written; offloaded: fp32 gradients to the host, weights back
     weights     bf16 gathered and written into the engine
     """
@@ -214,13 +232,15 @@ def times(shape: Shape, choices: Choices, rates: Rates) -> dict[str, tuple[float
     linear, attention = (2 if choices.rank else 3) + again, 3.5 + again
     training = step_flops(costs, (tokens, linear), (pairs, attention), (drawn, 4)) / ranks / rates.flops
 
-    apart = (ranks - 1) / ranks
+    shards, replicas = choices.shards, choices.replicas
+    apart = (shards - 1) / shards / (rates.link if shards <= PER_NODE else rates.network)
     micro_batches = -(-tokens // (ranks * choices.token_budget))
-    gathering = micro_batches * (2 * 2 * total + 4 * trained) * apart / rates.link
-    step = 28 * trained / ranks / rates.bandwidth
+    gathering = micro_batches * (2 * 2 * total + 4 * trained) * apart + 2 * (replicas - 1) / replicas * 4 * trained / shards / rates.network
+    step = 28 * trained / shards / rates.bandwidth
     if choices.offload:
-        step = (4 * trained + micro_batches * 2 * 4 * total) / ranks / rates.host
-    sync = 2 * total * (apart / rates.link + 1 / rates.bandwidth)
+        weights = 2 * total + 4 * trained if choices.rank else 4 * total
+        step = (4 * trained + micro_batches * 2 * weights) / shards / rates.host
+    sync = 2 * total * (apart + 1 / rates.bandwidth)
     return {"rollout": (rollout, rollout / OF_ROLLOUT), "training": (training, training / OF_COMPUTE),
             "gathering": (gathering, max(0.0, gathering - training / OF_COMPUTE)), "optimizer": (step, step), "weights to the engine": (sync, sync)}
 
@@ -237,6 +257,7 @@ def fit(shape: Shape, choices: Choices, limit: float) -> tuple[Choices, list[str
         ("--parallel.activation_checkpointing true: a layer keeps its input and is computed again; a third more training FLOPs", [dict(checkpointing=True)]),
         ("--grpo.token_budget {token_budget}: smaller micro-batches; weights are gathered more often", [dict(token_budget=b) for b in budgets if b < choices.token_budget]),
         ("--rollout.pages {pages}: a smaller KV pool; attempts that do not fit wait", [dict(pages=p) for p in pools]),
+        ("--parallel.shard all: weights, gradients and moments divided by all GPUs, not those of a node; gathered over the network", [dict(node=False)]),
         ("--parallel.cpu_offload true: weights, gradients and moments in host memory; the optimizer waits for PCIe", [dict(offload=True)]),
         (f"--lora.rank {LORA_RANK}: trains adapters, at about ten times the learning rate", [dict(rank=LORA_RANK)]),
         ("--rollout.context_tokens {context} --grpo.token_budget {token_budget}: shorter attempts", [dict(context=n, token_budget=n) for n in shorter]),
@@ -297,11 +318,12 @@ def plan(config: Config, gpus: int = 1, limit: float | None = None, gpu: str = "
     shape = Shape(model_of(config), section.prompts, section.group_size, rollout.page_size, bool(section.kl_coef), rollout.overlap)
     rows = -(-section.prompts // gpus) * section.group_size
     choices = Choices(gpus, parallel.activation_checkpointing, parallel.cpu_offload, config.lora.rank,
-                      section.token_budget, rollout.pages or rows * -(-rollout.context_tokens // rollout.page_size) + 64, rollout.context_tokens)
+                      section.token_budget, rollout.pages or rows * -(-rollout.context_tokens // rollout.page_size) + 64, rollout.context_tokens,
+                      parallel.shard == "node")
     total = parameters(shape.model)[1]
     tokens, drawn = step_tokens(shape, choices.context)
     lines = [f"{total / 1e9:.2f} B parameters" + (f", {parameters_of(shape.model, choices.rank) / 1e6:.0f} M of adapters trained" if choices.rank else ", all trained")
-             + f"; {gpus} x {gpu.upper()} of {limit / GB:g} GB", "",
+             + f"; {gpus} x {gpu.upper()} of {limit / GB:g} GB" + (f", a replica on every {choices.shards}" if choices.replicas > 1 else ""), "",
              f"a step: {shape.prompts} groups of {shape.group_size}; if attempts fill {TYPICAL:.0%} of {choices.context:,} ids: {tokens:,.0f} packed tokens, {drawn:,.0f} sampled", ""]
     fits = peak(memory(shape, choices)) <= limit
     lines += _memory_table(shape, choices, limit)

@@ -36,16 +36,16 @@ _STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def load_model(
-    path: str | Path, device: str = "cpu", dtype: str = "float32", quantise: str | None = None, build: Callable[[ModelConfig], Qwen3] = Qwen3
+    path: str | Path, device: str = "cpu", dtype: str | None = "float32", quantise: str | None = None, build: Callable[[ModelConfig], Qwen3] = Qwen3
 ) -> tuple[Qwen3, Tokenizer | None]:
     """The model of a checkpoint directory on `device` in `dtype`, and its tokenizer, or None if the directory has no tokenizer.json.
 
     The end-of-sequence ids in model.config are those of generation_config.json if it names any. A backbone saved without its output
     matrix (an embedding model) comes with the output tied to the embeddings. `quantise`, "int8" or "int4", rounds the matrices as they are
-    read; those of an AWQ checkpoint keep its 4 bits without being asked. `build` makes the model, a rank's part of one say (parallel.py).
-    Raises UserError for anything wrong with the directory.
+    read; those of an AWQ checkpoint keep its 4 bits without being asked. `build` makes the model, a rank's part of one say (parallel.py);
+    a `dtype` of None leaves it the dtypes that it has by then. Raises UserError for anything wrong with the directory.
     """
-    if dtype not in DTYPES:
+    if dtype is not None and dtype not in DTYPES:
         raise UserError(f"dtype = {dtype!r}: expected one of {', '.join(DTYPES)}")
     if quantise is not None and quantise not in MODES:
         raise UserError(f"quantise = {quantise!r}: expected one of {', '.join(MODES)}")
@@ -54,7 +54,9 @@ def load_model(
     names = _locate(path)
     if "lm_head.weight" not in names and "embed_tokens.weight" in names:
         config = replace(config, tie_word_embeddings=True)
-    model = _empty_model(config, build).to(DTYPES[dtype])
+    model = _empty_model(config, build)
+    if dtype is not None:
+        model.to(DTYPES[dtype])
     if config.awq_group_size is not None:
         if quantise:
             raise UserError(f"{path}: quantise = {quantise!r}: the checkpoint is quantised already (AWQ, 4 bits); expected no quantise")

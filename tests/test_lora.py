@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from conftest import Stop, steps_of
 from safetensors.torch import load_file
 
 from nanorchestra.lora import LoRALinear, adapters, add_adapters, merge, parameters_of, save_adapter, without_adapters
@@ -122,6 +123,31 @@ def test_in_bf16_the_adapter_stays_fp32_and_learns_at_a_small_rate(nano_model):
     trainer.policy_step(GROUPS, 1e-6)
     for _, module in adapters(nano_model):
         assert module.weight.dtype == torch.bfloat16 and module.lora_a.dtype == torch.float32 and module.lora_b.any()
+
+
+def test_a_run_holds_its_base_in_the_dtype_of_computing_and_goes_on_exactly(make_training):
+    """Also after a merge, in a checkpoint and in what it exports."""
+    options = ["--lora.rank", "2", "--run.dtype", "bfloat16", "--grpo.steps", "3", "--grpo.learning_rate", "1e-2", "--rollout.overlap", "false"]
+
+    def held(training):
+        return {(name.endswith(("lora_a", "lora_b")), tensor.dtype) for name, tensor in training.trainer.tensors().items() if name.startswith("model.")}
+
+    straight = make_training("straight", *options)
+    assert held(straight) == {(False, torch.bfloat16), (True, torch.float32)}
+    assert straight.grpo(Stop()) and all(row["grad_norm"] > 0 for row in steps_of(straight))
+    cut = make_training("cut", *options)
+    assert not cut.grpo(Stop(2))
+    cut.checkpoints.wait()
+    again = make_training("cut", resume=True)
+    assert again.grpo(Stop()) and steps_of(again) == steps_of(straight)
+    for (name, ours), (_, theirs) in zip(again.trainer.tensors().items(), straight.trainer.tensors().items(), strict=True):
+        assert torch.equal(ours, theirs), name
+    merge(again.trainer.model, seed=2)
+    assert held(again) == held(straight)
+    again.export(again.run.path / "model")
+    exported = load_file(again.run.path / "model" / "model.safetensors")
+    for name, merged in named_hf_tensors(straight.trainer.model):
+        assert exported[name].dtype == torch.bfloat16 and torch.equal(exported[name], merged), name
 
 
 def test_an_export_loads_in_transformers_and_computes_the_same(adapted, tmp_path):

@@ -15,7 +15,7 @@ from nanorchestra.config import load_config
 from nanorchestra.lora import add_adapters, parameters_of
 from nanorchestra.model import PRESETS, Qwen3
 from nanorchestra.ops import Segment, packed_attention
-from nanorchestra.plan import GB, RATES, Choices, Shape, activation_numbers, fit, memory, model_flops, model_of, parameters, peak, peak_flops, plan, step_tokens, times
+from nanorchestra.plan import GB, RATES, Choices, Shape, activation_numbers, fit, host_memory, memory, model_flops, model_of, parameters, peak, peak_flops, plan, step_tokens, times
 from nanorchestra.types import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -79,6 +79,35 @@ def test_memory_adds_up_over_ranks_and_falls_with_every_choice():
     assert reference > 0 and memory(replace(EIGHT, reference=True), replace(NODE, rank=8))["reference, fp32"][1] == 0
 
 
+def test_a_replica_is_divided_by_the_gpus_of_its_node():
+    text, _ = plan(load_config(ROOT / "configs" / "qwen3-8b-multinode.toml"), 16)
+    shown = {line[2:22].strip(): line.split()[-1] for line in text.splitlines() if line}
+    assert (shown["weights, trained"], shown["gradients, fp32"], shown["moments, fp32"]) == ("4.10", "4.10", "8.19") and "a replica on every 8" in text
+    assert [replace(NODE, gpus=n, node=True).shards for n in (1, 6, 8, 12, 16, 32)] == [1, 6, 8, 6, 8, 8] and replace(NODE, gpus=16).shards == 16
+    one, two, flat = NODE, replace(NODE, gpus=16, node=True), replace(NODE, gpus=16)
+    assert memory(EIGHT, two) == memory(EIGHT, one) == memory(EIGHT, replace(one, node=True))
+    for shape in (EIGHT, replace(EIGHT, reference=True)):
+        hosts = [host_memory(shape, replace(choices, offload=True)) for choices in (one, flat, two)]
+        assert hosts == [hosts[0], hosts[0], 2 * hosts[0]] and hosts[0] == (20 if shape.reference else 16) * parameters(EIGHT.model)[1]
+    assert memory(EIGHT, replace(two, offload=True))["gradients, fp32"] == memory(EIGHT, two)["gradients, fp32"]       # summed up there until they are all-reduced
+
+
+def test_replicas_gather_inside_a_node_and_all_reduce_their_gradients_over_the_network():
+    rates, twice, total = RATES["h100"], replace(EIGHT, prompts=2 * EIGHT.prompts), parameters(EIGHT.model)[1]
+    one, two, flat = (times(shape, choices, rates) for shape, choices in ((EIGHT, NODE), (twice, replace(NODE, gpus=16, node=True)), (twice, replace(NODE, gpus=16))))
+    assert two["gathering"][0] - one["gathering"][0] == pytest.approx(4 * total / 8 / rates.network)
+    assert flat["gathering"][0] / one["gathering"][0] == pytest.approx(rates.link / rates.network * 15 / 14)
+    assert two["optimizer"] == one["optimizer"] and two["weights to the engine"] == one["weights to the engine"] < flat["weights to the engine"]
+
+
+def test_an_offloaded_reference_leaves_only_what_is_gathered_of_it():
+    offload = replace(NODE, offload=True)
+    with_it, without = (memory(replace(EIGHT, reference=reference), offload) for reference in (True, False))
+    layer, total = parameters(EIGHT.model)
+    assert with_it["reference, fp32"] == (0, 0)
+    assert with_it["layers gathered, bf16"][1] - without["layers gathered, bf16"][1] == 2 * (total - 35 * layer)
+
+
 def test_training_time_is_that_of_the_flops_per_token():
     """5.27e10 FLOPs a trained token at 8k without recomputation and 7.0e10 with; attention's backward counted 2.5 and the head for sampled ids alone."""
     alone = replace(EIGHT, prompts=128, group_size=1)
@@ -94,9 +123,9 @@ def test_times_fall_with_gpus_and_rates():
         assert more < slow and faster < slow, phase
 
 
-@pytest.mark.parametrize("gpus, limit", [(8, 80), (8, 48), (1, 141), (2, 80), (1, 80), (4, 40)])
-def test_the_advice_fits_and_nothing_in_it_is_superfluous(gpus, limit):
-    start = replace(NODE, gpus=gpus, checkpointing=False)
+@pytest.mark.parametrize("gpus, limit, node", [(8, 80, False), (8, 48, False), (1, 141, False), (2, 80, False), (1, 80, False), (4, 40, False), (16, 55, True), (16, 48, True)])
+def test_the_advice_fits_and_nothing_in_it_is_superfluous(gpus, limit, node):
+    start = replace(NODE, gpus=gpus, checkpointing=False, node=node)
     assert peak(memory(EIGHT, start)) > limit * GB
     found = fit(EIGHT, start, limit * GB)
     assert found is not None

@@ -292,6 +292,34 @@ def test_the_trainers_log_probabilities_reach_the_trajectories_from_all_ranks():
     assert whole.trainer_logprobs == [-1.5, -2.5] and turns.trainer_logprobs == [-3.0, -3.5] and other.trainer_logprobs == []
 
 
+def test_the_engines_copy_is_never_in_float32_nor_used_without_weights(make_training, monkeypatch):
+    import torch
+
+    import train as program
+    from nanorchestra.model import Qwen3
+    from nanorchestra.ops import Segment, packed_attention
+    from nanorchestra.weights import copy_weights, named_hf_tensors
+
+    built = []
+
+    class Watched(Qwen3):
+        def __init__(self, config):
+            super().__init__(config)
+            built.append(self.norm.device.type)
+
+    monkeypatch.setattr(program, "Qwen3", Watched)
+    training = make_training("run", "--run.dtype", "bfloat16")
+    assert set(built) == {"meta"} and {(p.dtype, p.device.type) for p in training.engine.model.parameters()} == {(torch.bfloat16, "cpu")}
+    plain = Qwen3(training.engine.config).bfloat16()
+    copy_weights(plain, named_hf_tensors(training.trainer.model))
+    ids = torch.arange(300)
+    ours, theirs = (model(ids, ids, packed_attention([Segment(0, 300)])) for model in (training.engine.model, plain))
+    assert torch.equal(ours, theirs)                                                  # rotations too
+    training.engine.weight_version = 0
+    with pytest.raises(RuntimeError, match="weights are not set"):
+        training._rollout(1.0)
+
+
 # Several ranks. They start from the bundled model, whose attempts differ in their rewards, so that GRPO has something to do.
 
 REAL = ["--model.path", "assets/nano", "--run.threads", "1", "--run.checkpoint_every", "2", "--warm_start.steps", "1", "--warm_start.prompts", "3",
@@ -374,6 +402,20 @@ def test_one_of_two_ranks_is_killed_or_asked_to_stop_and_the_run_ends_the_same(t
     out, _ = again.communicate(timeout=500)
     assert again.returncode == 0 and out.count("resuming") == 2, out
     assert rows(tmp_path / "cut") == rows(run) and final(tmp_path / "cut") == final(run)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_adapters_of_a_base_in_bf16(tmp_path):
+    import torch
+    from torch.distributed.checkpoint import FileSystemReader
+    options = ["--run.root", tmp_path, "--run.name", "run", "--run.dtype", "bfloat16", "--lora.rank", "4", "--grpo.steps", "2", "--parallel.cpu_offload", "true"]
+    both = torchrun(*REAL, *options)
+    out, _ = both.communicate(timeout=500)
+    assert both.returncode == 0, out
+    assert any(row.get("grad_norm", 0) > 0 for row in rows(tmp_path / "run") if row["phase"] == "grpo")
+    saved = FileSystemReader(sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]).read_metadata().state_dict_metadata
+    held = {(name.endswith(("lora_a", "lora_b")), entry.properties.dtype) for name, entry in saved.items() if name.startswith("model.")}
+    assert held == {(False, torch.bfloat16), (True, torch.float32)}
 
 
 @pytest.mark.slow
