@@ -162,9 +162,9 @@ class Training:
             train_bpe(self.practice.texts(section.tokenizer_tasks), section.vocab_size).save(saved)
         ranks.gather(None)                                                        # the others wait for it
         tokenizer = Tokenizer.from_dir(saved)
-        context = max(PRESETS[section.preset].max_position_embeddings, self.config.rollout.context_tokens)
-        shape = dataclasses.replace(PRESETS[section.preset], max_position_embeddings=context, vocab_size=max(PRESETS[section.preset].vocab_size, -(-tokenizer.vocab_size // 64) * 64),
-                                    eos_token_ids=tuple(tokenizer.eos_ids))
+        preset = PRESETS[section.preset]
+        shape = dataclasses.replace(preset, max_position_embeddings=max(preset.max_position_embeddings, self.config.rollout.context_tokens),
+                                    vocab_size=max(preset.vocab_size, -(-tokenizer.vocab_size // 64) * 64), eos_token_ids=tuple(tokenizer.eos_ids))
         return build(shape, self.config.run.seed), tokenizer
 
     def _attention(self, shape: ModelConfig) -> tuple[str, str]:
