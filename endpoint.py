@@ -11,7 +11,6 @@ import asyncio
 import json
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 import requests
 
@@ -23,7 +22,7 @@ from nanorchestra.parser import THINK, THINK_END
 from nanorchestra.request import Completion
 from nanorchestra.types import ToolCall, Trajectory, UserError
 from reward import Price, expert_cost
-from tools import EndpointError, chat_completion
+from tools import EndpointError, chat_completion, is_base_url
 
 PARALLEL, PATIENCE = 16, 400.0                             # requests at a time; seconds for one turn with its three tries, however the server drips
 
@@ -38,12 +37,7 @@ def check_endpoint(section: RolloutSection) -> None:
     if not section.only:
         raise UserError(f"rollout.endpoint is {url!r}, whose attempts have no log-probabilities for GRPO; record them with --rollouts N, then imitate them "
                         "with --warm_start.trajectories RUN")
-    try:
-        parts = urlsplit(url)
-        fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not (parts.username or parts.password or parts.query or parts.fragment)
-    except ValueError:                                                         # no number for a port, say
-        fits = False
-    if not fits:
+    if not is_base_url(url):
         raise UserError(f"rollout.endpoint is {url!r}; it must be a base URL such as http://localhost:8000/v1, without a key: that comes from OPENAI_API_KEY")
     try:
         requests.get(f"{url.rstrip('/')}/models", timeout=10, stream=True).close()         # whatever it answers, somebody is there

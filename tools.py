@@ -10,10 +10,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import requests
 
@@ -202,44 +205,86 @@ class HttpExpert:
         return ToolResult(message.get("content") or "", expert_cost(*tokens, self.price), time.monotonic() - start, False, False, *tokens)
 
 
+def is_base_url(url: str) -> bool:
+    """Whether requests can be sent to it: http or https, a host, and nothing secret or left over."""
+    try:
+        parts = urlsplit(url)
+        extra = parts.username or parts.password or parts.query or parts.fragment
+        return url.isprintable() and " " not in url and parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not extra
+    except ValueError:                                                         # no number for a port, say
+        return False
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip()) and not any("\ud800" <= c <= "\udfff" for c in value)
+
+
+def _like(pattern: str) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None
+
+
+def _number(kinds: Any, low: float, high: float) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
+
+
+# What a field must be: a check, and the same in words.
+_TEXT = (_text, "text, not empty")
+_PRICE = (_number((int, float), 0, 1e6), "a number of US dollars, 0 to 1000000")
+_SECONDS = (_number((int, float), 0.1, 3600), "a number of seconds, 0.1 to 3600")
+_ALL = {"name": (_like(r"[\w.-]{1,64}"), "1 to 64 letters, digits or any of _ . -"), "description": _TEXT, "kind": _TEXT}
+NEEDED = {"code": {"usd_per_call": _PRICE},
+          "search": {"corpus": (lambda path: _text(path) and Path(path).is_file(), 'a file of lines like {"text": "..."}'), "usd_per_call": _PRICE},
+          "expert": {"base_url": (lambda url: isinstance(url, str) and is_base_url(url), "a base URL such as http://localhost:8000/v1, without a key"), "model": _TEXT,
+                     "input_usd_per_million": _PRICE, "output_usd_per_million": _PRICE}}
+OPTIONAL = {"code": {"timeout_s": _SECONDS}, "search": {"passages": (_number(int, 1, 100), "a whole number, 1 to 100")},
+            "expert": {"key_variable": (_like(r"[A-Za-z_][A-Za-z0-9_]*"), "the name of an environment variable, such as OPENAI_API_KEY"), "timeout_s": _SECONDS,
+                       "max_tokens": (_number(int, 1, 1_000_000), "a whole number, 1 to 1000000")}}
+
+
 def load_tools(path: str | Path, question: str, sandbox: Sandbox) -> list[Any]:
     """The tools of a JSON tool file: a list of objects with `name`, `description`, `kind` ("code", "search" or "expert") and its settings.
 
-    code: usd_per_call. search: corpus (a JSONL file of {"text"}), usd_per_call. expert: base_url, model, input_usd_per_million,
-    output_usd_per_million, and optionally key_variable, timeout_s. Raises UserError that names the entry, the field and what would be right.
+    code: usd_per_call, and optionally timeout_s. search: corpus (a JSONL file of {"text"}), usd_per_call, and optionally passages. expert: base_url,
+    model, input_usd_per_million, output_usd_per_million, and optionally key_variable, timeout_s, max_tokens. Raises UserError that names the
+    entry, the field and what would be right.
     """
-    wanted = {"code": {"usd_per_call": float}, "search": {"corpus": str, "usd_per_call": float},
-              "expert": {"base_url": str, "model": str, "input_usd_per_million": float, "output_usd_per_million": float}}
-    optional = {"code": {"timeout_s": float}, "search": {"passages": int}, "expert": {"key_variable": str, "timeout_s": float, "max_tokens": int}}
     entries = read_json(Path(path))
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise UserError(f"{path}: must be a JSON list of objects, each a tool")
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+        raise UserError(f"{path}: must be a JSON list of objects, each a tool, and hold one at least")
     tools: list[Any] = []
     for position, entry in enumerate(entries):
-        where = f"{path}: tool {position} ({entry.get('name', 'no name')!s})"
-        kind = entry.get("kind")
-        if kind not in wanted:
-            raise UserError(f"{where}: kind is {kind!r}; it must be one of {', '.join(wanted)}")
-        fields = {"name": str, "description": str, "kind": str, **wanted[kind]}
-        allowed = {**fields, **optional[kind]}
+        where, kind = f"{path}: tool {position} ({_short(entry.get('name', 'no name'))})", entry.get("kind")
+        if not isinstance(kind, str) or kind not in NEEDED:
+            raise UserError(f"{where}: kind is {_short(kind)}; it must be one of {', '.join(NEEDED)}")
+        needed = _ALL | NEEDED[kind]
+        allowed = needed | OPTIONAL[kind]
         for name, value in entry.items():
             if name not in allowed:
-                raise UserError(f"{where}: unknown field {name!r}; a {kind} tool has {', '.join(allowed)}")
-            if not isinstance(value, (int, float) if allowed[name] is float else allowed[name]) or isinstance(value, bool):
-                raise UserError(f"{where}: {name} is {value!r}; it must be a {allowed[name].__name__}")
-            if allowed[name] in (int, float) and value < 0:
-                raise UserError(f"{where}: {name} is {value}; it must not be negative")
-        missing = [name for name in fields if name not in entry]
+                raise UserError(f"{where}: unknown field {_short(name)}; a {kind} tool has {', '.join(allowed)}")
+            fits, words = allowed[name]
+            if not fits(value):
+                raise UserError(f"{where}: {name} is {_short(value)}; it must be {words}")
+        missing = next((name for name in needed if name not in entry), None)
         if missing:
-            raise UserError(f"{where}: field {missing[0]!r} is missing; it must be a {fields[missing[0]].__name__}")
+            raise UserError(f"{where}: field {missing!r} is missing; it must be {needed[missing][1]}")
         if any(tool.name == entry["name"] for tool in tools):
             raise UserError(f"{where}: name is used twice; names must differ")
         settings = {name: value for name, value in entry.items() if name != "kind"}
         if kind == "code":
             tools.append(PythonTool(sandbox=sandbox, **settings))
         elif kind == "search":
-            tools.append(LookupTool(index=Index.build(load_passages(settings.pop("corpus"))), **settings))
+            try:
+                passages = load_passages(settings.pop("corpus"))
+            except UserError as error:
+                raise UserError(f"{where}: corpus: {error}") from None
+            tools.append(LookupTool(index=Index.build(passages), **settings))
         else:
             price = Price(settings.pop("input_usd_per_million"), settings.pop("output_usd_per_million"))
             tools.append(HttpExpert(price=price, question=question, **settings))
     return tools
+
+
+def _short(value: Any) -> str:
+    """As Python writes it, cut to what one line can bear."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -199,11 +199,19 @@ def write_whole(path: Path, data: bytes) -> None:
 def read_json(path: Path) -> Any:
     """The JSON value of a file. UserError that names the file and what is wrong."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); it must be a JSON file") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON ({error}); is it whole?") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands twice in one object")
+    return values
 
 
 def table(summary: dict[str, Any]) -> str:

@@ -60,14 +60,14 @@ def load_passages(path: str | Path) -> list[str]:
     passages = []
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:                 # ValueError: not UTF-8, or a path that none can have
         raise UserError(f'{path}: cannot be read ({error}); it should be a UTF-8 file of lines like {{"text": "..."}}') from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f'{path}, line {number}: not JSON ({error}); it should be an object like {{"text": "..."}}') from None
         text = record.get("text") if isinstance(record, dict) else None
         if not isinstance(text, str) or not text.strip():
