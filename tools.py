@@ -234,8 +234,8 @@ _SECONDS = (_number((int, float), 0.1, 3600), "a number of seconds, 0.1 to 3600"
 _ALL = {"name": (_like(r"[\w.-]{1,64}"), "1 to 64 letters, digits or any of _ . -"), "description": _TEXT, "kind": _TEXT}
 NEEDED = {"code": {"usd_per_call": _PRICE},
           "search": {"corpus": (lambda path: _text(path) and Path(path).is_file(), 'a file of lines like {"text": "..."}'), "usd_per_call": _PRICE},
-          "expert": {"base_url": (lambda url: isinstance(url, str) and is_base_url(url), "a base URL such as http://localhost:8000/v1, without a key"), "model": _TEXT,
-                     "input_usd_per_million": _PRICE, "output_usd_per_million": _PRICE}}
+          "expert": {"base_url": (lambda url: _text(url) and is_base_url(url), "a base URL such as http://localhost:8000/v1, without a key"),
+                     "model": _TEXT, "input_usd_per_million": _PRICE, "output_usd_per_million": _PRICE}}
 OPTIONAL = {"code": {"timeout_s": _SECONDS}, "search": {"passages": (_number(int, 1, 100), "a whole number, 1 to 100")},
             "expert": {"key_variable": (_like(r"[A-Za-z_][A-Za-z0-9_]*"), "the name of an environment variable, such as OPENAI_API_KEY"), "timeout_s": _SECONDS,
                        "max_tokens": (_number(int, 1, 1_000_000), "a whole number, 1 to 1000000")}}

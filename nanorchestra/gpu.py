@@ -34,6 +34,7 @@ from .request import Request, SamplingParams
 from .runner import Runner
 from .sampler import Draw, Sampler
 from .scheduler import Plan
+from .types import NotFinite
 
 SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 513, 32))      # decode batches that have a graph; a larger one runs launch by launch
 LENGTHS = (2048, 8192, 32768, 131072, 1 << 20)                # bounds on the keys of a decode, each with its own graphs
@@ -129,7 +130,7 @@ class GpuRunner(Runner):
             for i, draw in zip(special, redrawn):
                 draws[i] = draw
         if not all(math.isfinite(draw.logprob) for draw in draws):
-            raise FloatingPointError("the model's logits are not finite: a weight is NaN or infinite, or an activation overflowed")
+            raise NotFinite
         return draws
 
     def sleep(self) -> None:

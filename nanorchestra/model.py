@@ -67,6 +67,9 @@ class ModelConfig:
         }
 
 
+LARGEST = 2**24  # of any size in a config.json: far above all that are published, and products of two and three of them can still be computed with
+
+
 class _ConfigReader:
     """Checks the fields of a config.json one by one; every refusal is one line."""
 
@@ -80,8 +83,8 @@ class _ConfigReader:
         value = self.data.get(field)
         if value is None:
             value = default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.refuse(field, value, "a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST:
+            raise self.refuse(field, value, f"a positive integer, at most {LARGEST}")
         return value
 
     def number(self, field: str, default: float | None = None, within: str = "") -> float:
@@ -104,14 +107,17 @@ class _ConfigReader:
             raise UserError(f"{self.source}: expected a JSON object")
         if self.data.get("model_type") != "qwen3":
             raise self.refuse("model_type", self.data.get("model_type"), "'qwen3' (a dense Qwen3 decoder)")
+        known, named = ("Qwen3ForCausalLM", "Qwen3Model"), self.data.get("architectures")
+        if named is not None and (not isinstance(named, list) or not any(name in known for name in named)):
+            raise self.refuse("architectures", named, f"a list with {' or '.join(known)}")
         if self.data.get("hidden_act", "silu") != "silu":
             raise self.refuse("hidden_act", self.data["hidden_act"], "'silu', the only one supported")
         layers, heads = self.integer("num_hidden_layers"), self.integer("num_attention_heads")
         kv_heads, head_dim = self.integer("num_key_value_heads", heads), self.integer("head_dim", 128)
         if heads % kv_heads:
             raise self.refuse("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}")
-        if head_dim % 2:
-            raise self.refuse("head_dim", head_dim, "an even number")
+        if head_dim % 2 or heads * head_dim > LARGEST:
+            raise self.refuse("head_dim", head_dim, f"an even number, times num_attention_heads = {heads} at most {LARGEST}")
         self.check_sliding_window(layers)
         max_position = self.integer("max_position_embeddings", 32768)
         theta, scaling = self.rope(max_position)
@@ -129,7 +135,7 @@ class _ConfigReader:
             rms_norm_eps=self.number("rms_norm_eps", 1e-6),
             tie_word_embeddings=self.boolean("tie_word_embeddings"),
             attention_bias=self.boolean("attention_bias"),
-            eos_token_ids=eos_ids(self.data.get("eos_token_id"), self.source),
+            eos_token_ids=eos_ids(self.data.get("eos_token_id"), self.source, self.integer("vocab_size")),
             initializer_range=self.number("initializer_range", 0.02),
             awq_group_size=self.awq_group_size(),
         )
@@ -187,11 +193,11 @@ class _ConfigReader:
         return float(theta), scaling
 
 
-def eos_ids(value: Any, source: str) -> tuple[int, ...]:
+def eos_ids(value: Any, source: str, vocab_size: int) -> tuple[int, ...]:
     """The `eos_token_id` of a HF config, an int, a list of ints or null, as a tuple. Raises UserError for anything else."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
-        raise UserError(f"{source}: eos_token_id = {value!r}: expected a token id or a list of them")
+    if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab_size for i in ids):
+        raise UserError(f"{source}: eos_token_id = {value!r}: expected a token id or a list of them, below vocab_size = {vocab_size}")
     return tuple(ids)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .request import SamplingParams
+from .types import NotFinite
 
 BLOCK = 64
 
@@ -36,7 +37,7 @@ class Sampler:
     def __call__(self, logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int],
                  allowed: Sequence[np.ndarray | None] | None = None) -> list[Draw]:
         """logits [R, >= vocab_size], positions [R]: the index each drawn token will have in its sequence; allowed: for each row the ids that
-        may be drawn, bool [vocab_size], or None for all. FloatingPointError if a row's logits are not finite.
+        may be drawn, bool [vocab_size], or None for all. NotFinite if a row's logits are not finite.
         """
         logits = logits[:, : self.vocab_size]
         device = logits.device
@@ -61,7 +62,7 @@ class Sampler:
             tokens[index] = scaled[index].argmax(1)
         logprobs = weights.gather(1, tokens[:, None])[:, 0].double().div_(total).log_()
         if not torch.isfinite(logprobs).all():
-            raise FloatingPointError("the model's logits are not finite: a weight is NaN or infinite, or an activation overflowed")
+            raise NotFinite
         tops = self._tops(weights, total, [p.top_logprobs for p in params])
         return [Draw(*row) for row in zip(tokens.tolist(), logprobs.tolist(), tops)]
 

@@ -15,7 +15,9 @@ import json
 import os
 import re
 import sys
+from collections import Counter
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Iterable, Iterator, NoReturn, Sequence
 
@@ -50,6 +52,8 @@ CONFIG = {  # what transformers wants to know beside tokenizer.json
 }
 REQUIRED = (*SPECIAL_TOKENS[:3], *TEXT_TOKENS[:2], *TEXT_TOKENS[-4:])
 SMALLEST_VOCAB = 256 + len(SPECIAL_TOKENS) + len(TEXT_TOKENS)
+LARGEST_ID = 2**24
+PROBE, PROBED = 'Ask 3 experts: "naïve 東京 🙂", they\'ll say (x_1 + 2) * 40.5;\n\n  <end>\r\n\t', 200  # a text, and how many tokens, to try a tokenizer with
 CACHED_TEXTS, CACHED_LENGTH = 4096, 4096  # entries, and the longest text (characters) that becomes one
 
 
@@ -70,6 +74,8 @@ class Tokenizer:
         missing = [token for token in REQUIRED if self._ids.get(token) not in self._added]
         if missing:
             raise UserError(f"{source}: added_tokens has no {missing[0]!r}; a Qwen3 tokenizer with its chat tokens is needed")
+        if not isinstance(backend.model, models.BPE):
+            raise UserError(f"{source}: model.type is {type(backend.model).__name__!r}; it must be 'BPE'")
         self._bytes = _byte_table(self._ids, self._added, source)
         self.vocab_size = len(self._bytes)
         self._companions = {"tokenizer_config.json": json.dumps(CONFIG, indent=2) + "\n"}  # files beside tokenizer.json, for save
@@ -78,24 +84,32 @@ class Tokenizer:
         self.tool_response_start, self.tool_response_end, self.think_start, self.think_end = (self._ids[t] for t in TEXT_TOKENS[-4:])
         self.eos_ids = (self.im_end, self.endoftext)
         self._cached = lru_cache(CACHED_TEXTS)(self._encode_plain)
+        self._check(source)
+
+    def _check(self, source: str) -> None:
+        """UserError if text does not come back from its ids, or plain words of the vocabulary do not become their id."""
+        back = self.decode(self._run(self._plain, PROBE))
+        if back != PROBE:
+            raise UserError(f"{source}: {PROBE!r} comes back from its ids as {back!r}; the tokenizer of the checkpoint, as published, is needed")
+        words = [token for token, i in sorted(self._ids.items(), key=itemgetter(1)) if i not in self._added and len(token) > 1 and token.isascii() and token.isalpha()]
+        split = [word for word in words[:PROBED] if self._run(self._plain, word) != [self._ids[word]]]
+        if len(split) > len(words[:PROBED]) / 10:
+            raise UserError(f"{source}: {split[0]!r} and {len(split) - 1} more tokens of the vocabulary are not what their text becomes; model.merges must be whole")
+        if self._run(self._marked, "".join(REQUIRED)) != [self._ids[token] for token in REQUIRED]:
+            raise UserError(f"{source}: its chat tokens are not recognised in text; a Qwen3 tokenizer, as published, is needed")
 
     @classmethod
     def from_dir(cls, path: str | os.PathLike) -> Tokenizer:
         """Reads tokenizer.json from a checkpoint directory; `save` will copy the configuration and the chat template beside it."""
         tokenizer = cls.from_file(Path(path) / "tokenizer.json")
         found = (Path(path) / name for name in COMPANIONS)
-        tokenizer._companions |= {file.name: file.read_text(encoding="utf-8") for file in found if file.exists()}
+        tokenizer._companions |= {file.name: _read_text(file) for file in found if file.exists()}
         return tokenizer
 
     @classmethod
     def from_file(cls, path: str | os.PathLike) -> Tokenizer:
         """Reads one tokenizer.json. Raises UserError if it is missing, unreadable, or not a byte-level BPE with Qwen3's chat tokens."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise UserError(f"{path}: no such file; a checkpoint directory holds the tokenizer as tokenizer.json") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{path}: cannot be read as UTF-8 text ({error})") from None
+        text = _read_text(Path(path))
         try:
             backend = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
@@ -196,12 +210,25 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return Tokenizer(backend)
 
 
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; a checkpoint directory holds the tokenizer as tokenizer.json") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as UTF-8 text ({error})") from None
+
+
 def _byte_table(vocab: dict[str, int], added: dict[int, AddedToken], source: str) -> list[bytes]:
     """id -> bytes. Byte-level vocabularies spell each byte as one printable character: itself if printable, else from U+0100 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(256) if byte not in printable]
     spelled = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(rest)}
-    table = [b""] * (1 + max(vocab.values()))
+    largest, shared = max(vocab.values()), [i for i, count in Counter(vocab.values()).items() if count > 1]
+    if largest > LARGEST_ID or shared:
+        what = f"id {shared[0]} stands for two tokens" if shared else f"its largest id is {largest}"
+        raise UserError(f"{source}: {what}; ids must differ and be at most {LARGEST_ID}")
+    table = [b""] * (1 + largest)
     try:
         for token, i in vocab.items():
             table[i] = token.encode() if i in added else bytes(map(spelled.__getitem__, token))

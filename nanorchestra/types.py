@@ -10,6 +10,13 @@ class UserError(Exception):
     """Something the user gave is wrong. The message is one line: which file, field and value, and what would be right."""
 
 
+class NotFinite(UserError, FloatingPointError):
+    """A model that computes NaN or infinity."""
+
+    def __init__(self) -> None:
+        super().__init__("the model's logits are not finite: a weight is NaN or infinite, or an activation overflowed; another checkpoint is needed")
+
+
 @dataclass(frozen=True)
 class ToolCall:
     """One tool invocation as the policy wrote it. `error` says why it cannot be run (bad JSON, no name, ...), else None."""

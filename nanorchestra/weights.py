@@ -54,6 +54,8 @@ def load_model(
     names = _locate(path)
     if "lm_head.weight" not in names and "embed_tokens.weight" in names:
         config = replace(config, tie_word_embeddings=True)
+    if config.num_hidden_layers > len(names):
+        raise UserError(f"{path / 'config.json'}: num_hidden_layers = {config.num_hidden_layers}: the checkpoint has only {len(names)} tensors")
     model = _empty_model(config, build)
     if dtype is not None:
         model.to(DTYPES[dtype])
@@ -63,6 +65,7 @@ def load_model(
         _make_room_for_awq(model, path, {_hf_name(stored) for stored in names})
     elif quantise:
         quantise_model(model, quantise)
+    _check_weights(model, path)  # before there is memory for them
     try:
         model.to_empty(device=device)
     except (RuntimeError, AssertionError) as error:  # torch's ways to say that there is no such device
@@ -104,7 +107,7 @@ def read_config(path: str | Path) -> ModelConfig:
     config = ModelConfig.from_hf(_read_json(path / "config.json"), str(path / "config.json"))
     generation = path / "generation_config.json"
     if generation.is_file():
-        ids = eos_ids(_read_json(generation).get("eos_token_id"), str(generation))
+        ids = eos_ids(_read_json(generation).get("eos_token_id"), str(generation), config.vocab_size)
         config = replace(config, eos_token_ids=ids or config.eos_token_ids)
     return config
 
@@ -115,7 +118,16 @@ def load_weights(model: Qwen3, path: str | Path) -> None:
     Every name, shape and dtype is checked before the first tensor is copied. Raises UserError for a tensor that is missing, unexpected
     or of the wrong shape, and for a missing or unreadable shard.
     """
-    path = Path(path)
+    slots, shards = _check_weights(model, Path(path))
+    with torch.no_grad():
+        for file, names in shards.items():
+            with _open_shard(file) as shard:
+                for stored, name in names:
+                    slots[name].write(shard.get_tensor(stored))
+
+
+def _check_weights(model: Qwen3, path: Path) -> tuple[dict[str, Slot], dict[Path, list[tuple[str, str]]]]:
+    """The model's slots, and for each file the (stored name, HF name) of its tensors that go there."""
     located = {stored: (_hf_name(stored), file) for stored, file in _locate(path).items()}
     slots = hf_slots(model, {name for name, _ in located.values()})
     shards: dict[Path, list[tuple[str, str]]] = {}  # file -> [(stored name, HF name)]
@@ -135,11 +147,7 @@ def load_weights(model: Qwen3, path: str | Path) -> None:
         with _open_shard(file) as shard:
             for stored, name in names:
                 _check_stored(file, stored, shard, slots[name])
-    with torch.no_grad():
-        for file, names in shards.items():
-            with _open_shard(file) as shard:
-                for stored, name in names:
-                    slots[name].write(shard.get_tensor(stored))
+    return slots, shards
 
 
 def copy_weights(model: Qwen3, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -398,6 +398,15 @@ def test_without_the_bundled_checkpoint_it_says_how_to_make_one(tmp_path, monkey
         evaluate.load_policy(tmp_path)
 
 
+def test_weights_that_are_not_finite_are_one_line(tmp_path, nano_model, nano_tokenizer, capsys):
+    from nanorchestra.weights import save_checkpoint
+    nano_model.norm.data[3] = float("nan")
+    save_checkpoint(nano_model, nano_tokenizer, tmp_path / "m")
+    assert serve.main(["--model", str(tmp_path / "m"), "--ask", LAW]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("serve.py: ") and "not finite: a weight is NaN" in last
+
+
 @pytest.mark.slow
 def test_a_real_checkpoint_in_a_real_process(tmp_path, nano_model, nano_tokenizer):
     """Random weights babble to the end of the context; what matters is that it ends, with a bill and without a traceback."""

@@ -183,6 +183,49 @@ def test_bad_files_get_one_line_that_names_the_file(saved, tmp_path):
         assert str(tmp_path / name / "tokenizer.json") in str(error.value) and "\n" not in str(error.value)
 
 
+def _change(path, value):
+    """A damage of tokenizer.json: the value at path ("model", "merges"), or a function of the old one."""
+    def damage(data):
+        *outer, last = path
+        for key in outer:
+            data = data[key]
+        data[last] = value(data.get(last)) if callable(value) else value
+    return damage
+
+
+def _shared_id(data):
+    data["model"]["vocab"]["zz"] = data["model"]["vocab"]["e"]
+
+
+def _words_only(data):
+    data["model"] = {"type": "WordLevel", "vocab": data["model"]["vocab"], "unk_token": "a"}
+
+
+@pytest.mark.parametrize("damage, says", [
+    (_change(["model", "merges"], []), "model.merges must be whole"),
+    (_change(["model", "merges"], lambda merges: merges[:5]), "model.merges must be whole"),
+    (_change(["pre_tokenizer"], None), "comes back"),
+    (_change(["pre_tokenizer"], {"type": "Whitespace"}), "comes back"),
+    (_change(["normalizer"], {"type": "Lowercase"}), "comes back"),
+    (_change(["model", "vocab", "zz"], 4_000_000_000), "largest id is 4000000000"),
+    (_shared_id, "stands for two tokens"), (_words_only, "model.type is 'WordLevel'")])
+def test_a_tokenizer_that_loads_but_does_not_give_text_back_is_refused(saved, tmp_path, damage, says):
+    data = json.loads((saved / "tokenizer.json").read_text(encoding="utf-8"))
+    damage(data)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    with pytest.raises(UserError) as refused:
+        Tokenizer.from_dir(tmp_path)
+    assert str(refused.value).startswith(f"{tmp_path / 'tokenizer.json'}: ") and says in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
+def test_a_companion_that_is_no_text_is_named(saved, tmp_path, name):
+    (tmp_path / "tokenizer.json").write_bytes((saved / "tokenizer.json").read_bytes())
+    (tmp_path / name).write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=f"{name}: cannot be read as UTF-8"):
+        Tokenizer.from_dir(tmp_path)
+
+
 def test_truncation_and_padding_in_the_file_are_not_applied(saved, tmp_path):
     """Some published files carry the settings of a training run; a prompt must never be cut silently."""
     data = json.loads((saved / "tokenizer.json").read_text(encoding="utf-8"))

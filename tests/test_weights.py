@@ -157,6 +157,42 @@ def bad_eos(path):
     edit_json(path / "generation_config.json", eos_token_id="stop")
 
 
+def end_beyond_the_vocabulary(path):
+    edit_json(path / "config.json", eos_token_id=[7, 41])
+
+
+def generation_ends_beyond_the_vocabulary(path):
+    edit_json(path / "generation_config.json", eos_token_id=10**6)
+
+
+def no_end_of_layers(path):
+    edit_json(path / "config.json", num_hidden_layers=10**7)
+
+
+def enormous(path):
+    edit_json(path / "config.json", hidden_size=10**12)
+
+
+def too_large_for_memory(path):
+    edit_json(path / "config.json", hidden_size=2**24, intermediate_size=2**24, vocab_size=2**24)
+
+
+def enormous_heads(path):
+    edit_json(path / "config.json", head_dim=2**24)
+
+
+def another_model(path):
+    edit_json(path / "config.json", architectures=["LlamaForCausalLM"])
+
+
+def deep_config(path):
+    (path / "config.json").write_text('{"a": ' * 100_000)
+
+
+def a_key_twice(path):
+    (path / "config.json").write_text('{"hidden_size": 24, ' + (path / "config.json").read_text().lstrip("{ "))
+
+
 def no_weights(path):
     for file in path.glob("model*"):
         file.unlink()
@@ -199,6 +235,15 @@ DAMAGES = {
     more_layers: ["missing tensor model.layers.2.", "missing in all"],
     fewer_layers: ["safetensors", "unexpected tensor model.layers.1."],
     bad_eos: ["generation_config.json", "eos_token_id", "'stop'"],
+    end_beyond_the_vocabulary: ["config.json", "eos_token_id = [7, 41]", "below vocab_size = 41"],
+    generation_ends_beyond_the_vocabulary: ["generation_config.json", "eos_token_id = 1000000", "below vocab_size = 41"],
+    no_end_of_layers: ["config.json", "num_hidden_layers = 10000000", "33 tensors"],
+    enormous: ["config.json", "hidden_size = 1000000000000", "at most"],
+    too_large_for_memory: ["[24]", "[16777216]", "config.json asks"],
+    enormous_heads: ["config.json", "head_dim = 16777216", "num_attention_heads = 4"],
+    another_model: ["config.json", "architectures = ['LlamaForCausalLM']", "Qwen3ForCausalLM"],
+    deep_config: ["config.json", "not JSON"],
+    a_key_twice: ["config.json", "'hidden_size' stands twice"],
     no_weights: ["no weights", "model.safetensors"],
     missing_shard: ["index.json", "model-0000", "not in the directory"],
     truncated_shard: ["safetensors", "incomplete"],
