@@ -630,9 +630,9 @@ def open_run(config_file: Path | None, overrides: list[str], resume: Path | None
     elif config_file or overrides or dry_run:
         raise UserError("--resume: goes on with the run's own config.toml; give no --config and no overrides")
     run = Run.open(resume)
-    if (run.path / "summary.json").exists():
+    if run.summary():
         raise UserError(f"{run.path}: this run is finished; its summary is in {run.path / 'summary.json'}")
-    return load_config(run.path / "config.toml"), run, True
+    return load_config(run.path / "config.toml", whole=True), run, True
 
 
 def main(arguments: list[str]) -> int:

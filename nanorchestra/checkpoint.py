@@ -13,6 +13,7 @@ import shutil
 import sys
 import threading
 import warnings
+import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -27,6 +28,7 @@ from .metrics import sync, write_whole
 from .types import UserError
 
 NOTES = "notes.json"
+PIECE, PIECES = 1 << 20, 64                # bytes of a shard that are read again, at a time, and how often, to know it for what was written
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")     # one process is meant to be one
 
 
@@ -37,7 +39,10 @@ class Checkpoints:
         self.folder, self.keep, self.ranks = folder, keep, ranks
         self._saving: tuple[str, Future, threading.Event] | None = None
         if ranks.first:
-            folder.mkdir(exist_ok=True)
+            try:
+                folder.mkdir(exist_ok=True)
+            except OSError as error:
+                raise UserError(f"{folder}: cannot be made ({error.strerror}); it must be a directory that can be written") from None
             for unfinished in folder.glob(".*.part"):                # of a run that was killed
                 shutil.rmtree(unfinished, ignore_errors=True)
         ranks.gather(None)
@@ -70,8 +75,8 @@ class Checkpoints:
             if done.exception() is not None:
                 shutil.rmtree(aside, ignore_errors=True)
                 return
-            sizes = {file.name: file.stat().st_size for file in aside.iterdir()}
-            write_whole(aside / NOTES, json.dumps({"sizes": sizes, "notes": notes}).encode())
+            files = {file.name: _fingerprint(file) for file in aside.iterdir()}
+            write_whole(aside / NOTES, json.dumps({"files": files, "notes": notes, "crc32": _crc32(files, notes)}).encode())
             shutil.rmtree(self.folder / name, ignore_errors=True)    # one that was damaged, and came again
             os.replace(aside, self.folder / name)
             sync(self.folder)
@@ -94,10 +99,12 @@ class Checkpoints:
             try:
                 data = json.loads((path / NOTES).read_bytes())
                 notes = data["notes"]
-                for file, size in data["sizes"].items():
-                    if (path / file).stat().st_size != size:
-                        raise ValueError(f"{file} is not {size} bytes long")
-            except (OSError, ValueError, KeyError) as error:
+                if _crc32(data["files"], notes) != data["crc32"]:
+                    raise ValueError(f"{NOTES} is not what was written")
+                for file, fingerprint in data["files"].items():
+                    if _fingerprint(path / file) != fingerprint:
+                        raise ValueError(f"{file} is not the {fingerprint[0]} bytes that were written")
+            except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
                 problem = f"{type(error).__name__}: {error}"
             problems = self.ranks.gather(problem)
             if not any(problems):
@@ -116,6 +123,20 @@ class Checkpoints:
 
     def _names(self) -> list[str]:
         return sorted(path.name for path in self.folder.glob("[!.]*") if path.is_dir()) if self.folder.is_dir() else []
+
+
+def _crc32(files: dict[str, list[int]], notes: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps([files, notes]).encode())
+
+
+def _fingerprint(path: Path) -> list[int]:
+    """A file's size, and a checksum of all of it, or of so many pieces spread over one that is larger."""
+    size, crc = path.stat().st_size, 0
+    with path.open("rb") as file:
+        for start in range(0, size, max(PIECE, size // PIECES)):
+            file.seek(start)
+            crc = zlib.crc32(file.read(PIECE), crc)
+    return [size, crc]
 
 
 def _first_failure(future: Future) -> str | None:

@@ -196,8 +196,9 @@ _POSITIVE = {("run", "checkpoint_every"), ("run", "keep_checkpoints"), ("run", "
              ("evaluation", "every_tasks")}
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """The config of a TOML file (None: the defaults) with overrides ["--section.key", "value", ...]. UserError on anything unknown."""
+def load_config(path: str | Path | None, overrides: Sequence[str] = (), whole: bool = False) -> Config:
+    """The config of a TOML file (None: the defaults) with overrides ["--section.key", "value", ...]. UserError on anything unknown, and if the file
+    is said to be `whole`, on a key that it lacks."""
     values: dict[str, dict[str, Any]] = {}
     if path is not None:
         try:
@@ -207,6 +208,9 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: not TOML ({error})") from None
     config = _apply(Config(), values, str(path))
+    for section, key in ((section, key) for section in _fields(config) for key in _fields(getattr(config, section)) if whole):
+        if key not in values.get(section, {}):
+            raise UserError(f"{path}: {section}.{key} is missing; a run goes on with the whole config that it was begun with: restore the file, or add the key")
     return _apply(config, _parse(overrides, config), "command line")
 
 

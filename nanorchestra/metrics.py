@@ -64,15 +64,20 @@ class Run:
         if not (path / "config.toml").is_file():
             reason = "holds no config.toml" if path.is_dir() else "is not a directory" if path.exists() else "does not exist"
             raise UserError(f"{path}: {reason}; give the directory of a run, such as runs/NAME")
+        for log in (path / f"{name}.jsonl" for name in LOGS):
+            if log.exists() and not log.is_file():
+                raise UserError(f"{log}: is not a file; restore it, or remove it if the run is to begin again")
         return cls(path)
 
     def lock(self) -> None:
         """Makes this process the run's only writer until it ends, however it ends. UserError if another process is."""
-        self._files["lock"] = file = (self.path / ".lock").open("ab")
         try:
+            self._files["lock"] = file = (self.path / ".lock").open("ab")
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise UserError(f"{self.path}: another process is training this run; wait for it or stop it first") from None
+        except OSError as error:
+            raise UserError(f"{self.path / '.lock'}: cannot be locked ({error.strerror}); it must be a file that can be written") from None
 
     def append(self, name: str, row: dict[str, Any]) -> None:
         """Adds one JSON line to the log `name` ("metrics" or "trajectories") and hands it to the operating system at once.
@@ -152,7 +157,7 @@ class Run:
             value = json.loads(path.read_bytes())
         except FileNotFoundError:
             return {}
-        except ValueError:
+        except (OSError, ValueError, RecursionError):
             value = None
         if not isinstance(value, dict):
             raise UserError(f"{path}: is not a JSON object; remove it, or restore the file")

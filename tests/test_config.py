@@ -55,5 +55,15 @@ def test_a_bad_file_is_named(tmp_path):
         load_config(bad)
 
 
+def test_the_config_of_a_run_that_goes_on_must_be_whole(tmp_path):
+    file, text = tmp_path / "config.toml", to_toml(Config())
+    for content, missing in (("", "run.name"), (text[: text.index("seed")], "run.seed"), (text[: text.index("[evaluation]")], "evaluation.tasks"), (text.replace("steps = 100\n", ""), "grpo.steps")):
+        file.write_text(content)
+        with pytest.raises(UserError, match=rf"config.toml: {missing} is missing"):
+            load_config(file, whole=True)
+    file.write_text(text)
+    assert load_config(file, whole=True) == Config()
+
+
 def test_defaults_are_valid():
     assert load_config(None) == Config()

@@ -339,6 +339,42 @@ def test_a_damaged_checkpoint_and_a_full_disk_leave_the_one_before(tmp_path, mon
         Checkpoints(tmp_path, 2, ONE).restore(lambda notes: trainer.tensors())
 
 
+def _notes(change):
+    def damage(folder):
+        data = json.loads((folder / "notes.json").read_text())
+        (folder / "notes.json").write_text(json.dumps(change(data)))
+    return damage
+
+
+def _garbage(pattern, begin):
+    def damage(folder):
+        file = next(folder.glob(pattern))
+        data = file.read_bytes()
+        at = int(begin * len(data))
+        file.write_bytes(data[:at] + random.Random(0).randbytes(200) + data[at + 200:])
+    return damage
+
+
+@pytest.mark.parametrize("damage", [
+    _notes(lambda data: []), _notes(lambda data: data | {"files": [1]}), _notes(lambda data: data | {"notes": {"name": "x"}}), _notes(lambda data: data | {"notes": None}),
+    lambda folder: (folder / "notes.json").write_text("[" * 100_000), _garbage("*.distcp", 0), _garbage("*.distcp", 0.3), _garbage(".metadata", 0.5)])
+def test_what_is_not_as_it_was_written_is_named_and_the_one_before_taken(tmp_path, capfd, damage):
+    trainer, checkpoints = make_trainer(ONE), Checkpoints(tmp_path, 2, ONE)
+    for name in "ab":
+        checkpoints.save(name, trainer.tensors(), {"name": name, "step": 1})
+    checkpoints.wait()
+    damage(tmp_path / "b")
+    assert Checkpoints(tmp_path, 2, ONE).restore(lambda notes: trainer.tensors()) == {"name": "a", "step": 1}
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 1 and said[0].startswith(f"{tmp_path / 'b'}: damaged (") and said[0].endswith("trying the one before")
+
+
+def test_a_file_where_the_checkpoints_belong_is_named(tmp_path):
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(UserError, match="checkpoints: cannot be made .*must be a directory"):
+        Checkpoints(tmp_path / "checkpoints", 2, ONE)
+
+
 def test_muon_is_torchs_bit_for_bit_on_whole_matrices():
     ours, theirs = ([torch.nn.Parameter(torch.randn(n, m, generator=torch.Generator().manual_seed(n))) for n, m in ((8, 20), (20, 8))] for _ in range(2))
     mine, torchs = Muon(ours, 0.02, 0.1), torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")

@@ -138,6 +138,15 @@ def test_a_failed_append_leaves_the_log_as_it_was(run):
     assert [row["step"] for row in run.rows("metrics")] == [1, 3]
 
 
+@pytest.mark.parametrize("name, attempt", [("metrics.jsonl", Run.open), ("trajectories.jsonl", Run.open), (".lock", lambda path: Run.open(path).lock()),
+                                           ("summary.json", lambda path: Run.open(path).summary())])
+def test_a_directory_where_a_file_belongs_is_named(run, name, attempt):
+    (run.path / name).mkdir()
+    with pytest.raises(UserError, match=f"{name}: ") as refused:
+        attempt(run.path)
+    assert "\n" not in str(refused.value)
+
+
 def test_a_damaged_line_is_named(run):
     (run.path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
     with pytest.raises(UserError, match=r"metrics\.jsonl: the line at byte 12"):

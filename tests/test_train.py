@@ -163,6 +163,21 @@ def test_a_step_without_a_group_that_teaches_says_so_and_changes_nothing(trainin
     assert all((tensor == before[name]).all() for name, tensor in training.trainer.tensors().items() if name in before)
 
 
+@pytest.mark.parametrize("name, content, says", [
+    ("summary.json", '{"steps": 3', "summary.json: is not a JSON object"), ("summary.json", '{"steps": 3}', "this run is finished"), ("config.toml", "", "config.toml: run.name is missing"),
+    ("config.toml", "[run]\nname = 'x'\n", "config.toml: run.root is missing")])
+def test_a_run_whose_small_files_are_damaged_does_not_go_on(tmp_path, name, content, says):
+    import train as program
+    from nanorchestra.config import Config, to_toml
+    from nanorchestra.metrics import Run
+    from nanorchestra.types import UserError
+    run = Run.create(tmp_path / "run", to_toml(Config()))
+    assert program.open_run(None, [], run.path, False)[2]
+    (run.path / name).write_text(content)
+    with pytest.raises(UserError, match=says):
+        program.open_run(None, [], run.path, False)
+
+
 @pytest.mark.slow
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(straight, tmp_path):
     import shutil
