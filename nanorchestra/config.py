@@ -202,10 +202,10 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = (), whole: b
     values: dict[str, dict[str, Any]] = {}
     if path is not None:
         try:
-            values = tomllib.loads(Path(path).read_text())
+            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror}); give a TOML file such as configs/nano.toml") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise UserError(f"{path}: not TOML ({error})") from None
     config = _apply(Config(), values, str(path))
     for section, key in ((section, key) for section in _fields(config) for key in _fields(getattr(config, section)) if whole):
@@ -231,7 +231,7 @@ def _parse(overrides: Sequence[str], config: Config) -> dict[str, dict[str, Any]
         if kind is not str:
             try:
                 value = json.loads(value)
-            except ValueError:
+            except (ValueError, RecursionError):
                 pass                                        # left as text: _apply says what would be right
         values.setdefault(section, {})[key] = value
     return values
@@ -287,6 +287,8 @@ _NAMES = {int: "whole number", float: "number", str: "text", bool: "boolean (tru
 
 def _check(source: str, section: str, key: str, value: Any) -> None:
     where = (section, key)
+    if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
+        raise UserError(f"{source}: {section}.{key} is {value!r}; it must be text in UTF-8")
     if where in _CHOICES and value not in _CHOICES[where]:
         raise UserError(f"{source}: {section}.{key} is {value!r}; it must be one of {', '.join(_CHOICES[where])}")
     if where == ("task", "world"):
@@ -318,6 +320,7 @@ def to_toml(config: Config) -> str:
     for section in dataclasses.fields(config):
         lines.append(f"[{section.name}]")
         for name, value in dataclasses.asdict(getattr(config, section.name)).items():
-            lines.append(f"{name} = {json.dumps(value)}")
+            text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")    # TOML knows no surrogate pairs, and no bare DEL
+            lines.append(f"{name} = {text}")
         lines.append("")
     return "\n".join(lines)

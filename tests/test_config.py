@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from nanorchestra.config import Config, load_config, to_toml
@@ -15,7 +17,15 @@ def test_a_config_is_written_resolved_and_read_back(tmp_path):
     assert load_config(tmp_path / "config.toml") == config
 
 
+@pytest.mark.parametrize("text", ["😀", "𝔸 é", 'a"b', "a\\b\\u0041", "a\nb\r\tc", "\x00\x1b\x7f\x85\u2028", "''", " "])
+def test_odd_characters_come_back(tmp_path, text):
+    config = load_config(None, ["--run.root", text, "--model.path", f"{text}/x"])
+    Path(tmp_path / "config.toml").write_bytes(to_toml(config).encode())
+    assert load_config(tmp_path / "config.toml") == config and config.run.root == text
+
+
 @pytest.mark.parametrize("overrides, words", [
+    (["--run.root", "a\udcffb"], ["run.root is 'a\\udcffb'", "UTF-8"]),
     (["--grpo.stepz", "7"], ["unknown key grpo.stepz", "steps"]),
     (["--grp.steps", "7"], ["unknown section [grp]", "warm_start"]),
     (["--grpo.steps", "many"], ["grpo.steps is 'many'", "whole number"]),
@@ -48,6 +58,9 @@ def test_a_bad_file_is_named(tmp_path):
         load_config(tmp_path / "none.toml")
     bad = tmp_path / "bad.toml"
     bad.write_text("[grpo\n")
+    with pytest.raises(UserError, match="bad.toml: not TOML"):
+        load_config(bad)
+    bad.write_text("a = " + "[" * 100_000)
     with pytest.raises(UserError, match="bad.toml: not TOML"):
         load_config(bad)
     bad.write_text("[grpo]\nsteppes = 3\n")
