@@ -158,7 +158,7 @@ class Training:
         if section.preset not in PRESETS:
             raise UserError(f"model.preset is {section.preset!r}; it must be one of {', '.join(PRESETS)}")
         saved = self.run.path / "tokenizer"
-        if ranks.first and not saved.exists():
+        if ranks.first and not (saved / "tokenizer.json").exists():               # the directory alone is what a killed run may have left
             train_bpe(self.practice.texts(section.tokenizer_tasks), section.vocab_size).save(saved)
         ranks.gather(None)                                                        # the others wait for it
         tokenizer = Tokenizer.from_dir(saved)
