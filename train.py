@@ -39,7 +39,7 @@ from tqdm import tqdm
 
 from data_gen import describe
 from endpoint import EndpointRollout, check_endpoint
-from evaluate import NANO, evaluate, evaluate_routers, price_probe, score, summarise
+from evaluate import NANO, evaluate, evaluate_routers, price_probe, refuse_arguments, score, summarise
 from nanorchestra import Engine, SamplingParams, load_model
 from nanorchestra.agent import Limits, PolicyPrice, Rollout
 from nanorchestra.checkpoint import Checkpoints
@@ -609,6 +609,8 @@ def _plain(metrics: dict[str, float]) -> dict[str, float]:
 def resolve(config: Config) -> tuple[str, str]:
     """The device and the dtype of computing that run.device and run.dtype stand for on this machine."""
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.run.device == "auto" else config.run.device
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("run.device is 'cuda', and there is no CUDA device here; it must be auto or cpu")
     return device, ("bfloat16" if device == "cuda" else "float32") if config.run.dtype == "auto" else config.run.dtype
 
 
@@ -620,6 +622,7 @@ def open_run(config_file: Path | None, overrides: list[str], resume: Path | None
         needed(config.run.log_to)
         check_endpoint(config.rollout)
         config = scaled_down(config, NANO) if dry_run else config
+        resolve(config)                                      # says now what is wrong with it
         path = Path(config.run.root) / config.run.name
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and (path / "config.toml").exists():
             resume = path                                    # torchrun has started the same command again after a failure
@@ -646,9 +649,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--gpus", type=int, default=1, help="for --plan: how many")
     parser.add_argument("--memory", type=float, metavar="GB", help="for --plan: of one GPU (default: as sold)")
     parser.add_argument("--gpu", default="h100", help="for --plan: h100, h200, a100 or 4090 (default: h100)")
-    known, overrides = parser.parse_known_args(arguments)
+    parser.error = refuse_arguments
     ranks, first = Ranks(), int(os.environ.get("RANK", 0)) == 0
     try:
+        known, overrides = parser.parse_known_args(arguments)
         if known.plan:
             text, fits = plan(load_config(find_config(known.config) or DEFAULT_CONFIG, overrides), known.gpus, known.memory and known.memory * GB, known.gpu)
             print(text)

@@ -190,6 +190,8 @@ _CHOICES = {("evaluation", "best"): tuple(BEST), ("grpo", "objective"): tuple(OB
             ("run", "attention"): ("auto", "triton", "flash-attn"), ("rollout", "attention"): ("auto", "triton", "flash-attn"),
             ("grpo", "bounds"): ("group", "task"), ("grpo", "kl"): ("full", "k2", "k3"), ("rollout", "context"): ("append", "rebuild"),
             ("warm_start", "optimizer"): ("adamw", "muon"), ("grpo", "optimizer"): ("adamw", "muon")}
+LARGEST = 2**53                      # of any number: seeds and what is derived from them stay in 64 bits, and a float holds it exactly
+_AT_MOST = {("run", "threads"): 1024, ("model", "vocab_size"): 2**20}
 _POSITIVE = {("run", "checkpoint_every"), ("run", "keep_checkpoints"), ("run", "skip_limit"), ("parallel", "timeout"), ("model", "vocab_size"), ("model", "tokenizer_tasks"), ("warm_start", "first_tools"), ("warm_start", "prompts"), ("warm_start", "samples"),
              ("grpo", "prompts"), ("grpo", "token_budget"), ("grpo", "advantage_clip"), ("grpo", "grad_clip"), ("lora", "alpha"), ("rollout", "turns"), ("rollout", "turn_tokens"), ("rollout", "context_tokens"),
              ("rollout", "page_size"), ("rollout", "max_batch_tokens"), ("rollout", "temperature"), ("evaluation", "tasks"), ("evaluation", "domain_tasks"),
@@ -255,6 +257,8 @@ def _apply(config: Config, values: dict[str, Any], source: str) -> Config:
             if key not in hints:
                 raise UserError(f"{source}: unknown key {section}.{key}; [{section}] has {', '.join(hints)}")
             kind = hints[key]
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and not 0 <= value <= LARGEST:
+                raise UserError(f"{source}: {section}.{key} is {value}; it must be a finite number, 0 or more and at most {LARGEST}")
             if kind is float and isinstance(value, int) and not isinstance(value, bool):
                 value = entries[key] = float(value)
             if type(value) is not kind:
@@ -291,11 +295,13 @@ def _check(source: str, section: str, key: str, value: Any) -> None:
         raise UserError(f"{source}: {section}.{key} is {value!r}; it must be text in UTF-8")
     if where in _CHOICES and value not in _CHOICES[where]:
         raise UserError(f"{source}: {section}.{key} is {value!r}; it must be one of {', '.join(_CHOICES[where])}")
+    if where == ("run", "name") and (not value.strip(". ") or "/" in value or not value.isprintable()):
+        raise UserError(f"{source}: run.name is {value!r}; it must be the name of a directory, without a path (that is run.root)")
     if where == ("task", "world"):
         parse_mixture(value, f"{source}: task.world")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        if value < 0 or value != value or value == float("inf"):
-            raise UserError(f"{source}: {section}.{key} is {value}; it must be a finite number, 0 or more")
+        if value > _AT_MOST.get(where, LARGEST):
+            raise UserError(f"{source}: {section}.{key} is {value}; it must be at most {_AT_MOST[where]}")
         if where in _POSITIVE and value == 0:
             raise UserError(f"{source}: {section}.{key} is 0; it must be above 0")
     if (key.endswith(("_share", "_fraction")) or key in ("hold", "sensible", "heedful", "quits", "keep_outcome", "curriculum", "avoid_favourite")) and value > 1:

@@ -163,6 +163,29 @@ def test_a_step_without_a_group_that_teaches_says_so_and_changes_nothing(trainin
     assert all((tensor == before[name]).all() for name, tensor in training.trainer.tensors().items() if name in before)
 
 
+@pytest.mark.parametrize("arguments, says", [
+    (["--gpus", "abc"], "--gpus: invalid int"), (["--rollouts", "x"], "--rollouts: invalid int"), (["--memory"], "--memory: expected one"), (["--run.name", ""], "run.name"),
+    (["--run.device", "cuda"], "run.device is 'cuda'")])
+def test_a_bad_argument_is_one_line_and_makes_nothing(tmp_path, monkeypatch, capsys, arguments, says):
+    import train as program
+    monkeypatch.setattr(program.torch.cuda, "is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    assert program.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("train.py: ") and says in said and said.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_a_tokenizer_directory_that_a_killed_run_left_empty_is_filled(tmp_path, sandbox):
+    import train as program
+    from nanorchestra.config import load_config, to_toml
+    from nanorchestra.distributed import Ranks
+    from nanorchestra.metrics import Run
+    config = load_config(None, [*SMALL[4:8], "--run.root", str(tmp_path)])
+    run = Run.create(tmp_path / "run", to_toml(config))
+    (run.path / "tokenizer").mkdir()
+    assert program.Training(config, run, sandbox, Ranks()).tokenizer.vocab_size <= 700 and (run.path / "tokenizer" / "tokenizer.json").is_file()
+
+
 @pytest.mark.parametrize("name, content, says", [
     ("summary.json", '{"steps": 3', "summary.json: is not a JSON object"), ("summary.json", '{"steps": 3}', "this run is finished"), ("config.toml", "", "config.toml: run.name is missing"),
     ("config.toml", "[run]\nname = 'x'\n", "config.toml: run.root is missing")])
