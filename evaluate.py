@@ -284,12 +284,17 @@ def load_policy(path: Path, quantise: str | None = None) -> tuple[Any, Any]:
 
 def load_rollout(path: Path, temperature: float, quantise: str | None = None, rebuild: bool = False) -> Rollout:
     """A rollout of a checkpoint with the limits under which the miniature's run of train.py evaluates."""
-    from nanorchestra import Engine, SamplingParams
+    from nanorchestra import Engine, SamplingParams, chat
     from nanorchestra.config import load_config
 
     limits, rows = load_config(Path(__file__).parent / "configs" / "nano.toml").rollout, 128
     model, tokenizer = load_policy(path, quantise)
     context = min(limits.context_tokens, model.config.max_position_embeddings)
+    prompts = (environment(task, 0, None) for task in World(0).tasks("held_out", 20))
+    longest = max(len(chat.encode(tokenizer, env.messages, env.tools)) for env in prompts)
+    if longest + limits.turn_tokens > context:
+        raise UserError(f"{path}: prompts of {longest} tokens and a turn of {limits.turn_tokens} do not fit into {context}: max_position_embeddings in its config.json is "
+                        f"{model.config.max_position_embeddings}, an evaluation uses {limits.context_tokens} at most; a checkpoint with a longer context is needed")
     engine = Engine(model, tokenizer, num_pages=rows * -(-context // limits.page_size), page_size=limits.page_size, max_running=rows, max_context=context)
     return Rollout(engine, tokenizer, lambda seed, budget: SamplingParams(max_tokens=budget, temperature=temperature, seed=seed),
                    Limits(limits.turns, limits.turn_tokens, context), rebuild=rebuild)

@@ -81,10 +81,10 @@ class Practice:
         return world.environment(task, seed) if world else environment(task, seed, sandbox or self.sandbox)
 
     def check_room(self, tokenizer: Tokenizer) -> None:
-        """UserError if the prompts of a domain, which hold a policy and tools, leave no room for a turn."""
+        """UserError if the prompts of a world, which hold tools and maybe a policy, leave no room for a turn."""
         limits = self.config.rollout
-        for name, world in self.domains.items():
-            prompts = (world.environment(task, 0) for task in world.tasks("train", 20))
+        for name, world in (self.domains | ({MINIATURE: self.miniature} if self.has_miniature else {})).items():
+            prompts = (self.environment(task, 0) for task in world.tasks("train", 20))
             longest = max(len(chat.encode(tokenizer, env.messages, env.tools)) for env in prompts)
             if longest + limits.turn_tokens > limits.context_tokens:
                 raise UserError(f"{name}: prompts of {longest} tokens; rollout.context_tokens is {limits.context_tokens}, it must be at least "

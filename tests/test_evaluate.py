@@ -46,6 +46,17 @@ def test_a_mistake_is_one_line_and_status_2(arguments, says, capsys):
     assert err.startswith("evaluate.py: ") and says in err and err.count("\n") == 1 and out == ""
 
 
+def test_a_checkpoint_whose_context_is_shorter_than_a_prompt_is_refused(tmp_path, nano_model, nano_tokenizer, capsys):
+    from dataclasses import replace
+
+    from nanorchestra.weights import save_checkpoint
+    nano_model.config = replace(nano_model.config, max_position_embeddings=200)
+    save_checkpoint(nano_model, nano_tokenizer, tmp_path / "m")
+    assert evaluate.main(["--model", str(tmp_path / "m"), "--tasks", "1"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and f"{tmp_path / 'm'}: prompts of" in err and "max_position_embeddings in its config.json is 200" in err
+
+
 def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path, nano_model):
     from nanorchestra.weights import save_checkpoint
     save_checkpoint(nano_model, None, tmp_path / "m")

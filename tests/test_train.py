@@ -175,6 +175,12 @@ def test_a_bad_argument_is_one_line_and_makes_nothing(tmp_path, monkeypatch, cap
     assert said.startswith("train.py: ") and says in said and said.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
+def test_a_context_shorter_than_the_miniatures_prompts_is_refused(make_training):
+    from nanorchestra.types import UserError
+    with pytest.raises(UserError, match=r"miniature: prompts of \d+ tokens; rollout.context_tokens is 200, it must be at least"):
+        make_training("short", "--rollout.context_tokens", "200")
+
+
 def test_a_tokenizer_directory_that_a_killed_run_left_empty_is_filled(tmp_path, sandbox):
     import train as program
     from nanorchestra.config import load_config, to_toml
