@@ -321,7 +321,7 @@ def main(arguments: Sequence[str]) -> int:
             raise UserError(f"--tasks is {options.tasks}; it must be at least 1")
         if not 0 <= options.temperature < float("inf"):
             raise UserError(f"--temperature is {options.temperature}; it must be a finite number, 0 or more")
-        if options.json and (options.json.is_dir() or not os.access(options.json.parent, os.W_OK)):
+        if options.json and (options.json.is_dir() or not options.json.parent.is_dir() or not os.access(options.json.parent, os.W_OK)):
             raise UserError(f"--json {options.json}: cannot be written; give a file in a directory that exists and can be written")
         rollout, tasks = load_rollout(options.model, options.temperature, options.quantise, options.context == "rebuild"), World(options.seed).tasks("held_out", options.tasks)
         with Sandbox() as sandbox:

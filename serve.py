@@ -5,13 +5,14 @@
     python serve.py --model PATH --tools FILE                          another checkpoint, with tools and experts of your own
 
 The miniature knows four kinds of questions. `miniature_task` recognises them, so that its simulated experts know an answer to what is
-typed; anything else is refused in one line, unless --tools brings real tools. Questions do not build on each other.
+typed, and words them as the world does; anything else is refused in one line, unless --tools brings real tools. Questions do not build on
+each other.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
+import operator
 import os
 import random
 import re
@@ -38,7 +39,7 @@ EXAMPLES = ("law case 372 is hard: what is its code?", "what is the value of 417
             "what is the age of the agent of the customer of order 512?")
 HELP = f"""nano can be asked four kinds of questions (subjects: {', '.join(SUBJECTS)}; chains: {'; '.join(' > '.join(chain) for chain in CHAINS)}):
 {chr(10).join('  ' + example for example in EXAMPLES)}
-Each question stands for itself. Codes of cases and records are made up (always the same for the same case); the corpus is real.
+Numbers are as long as in these examples; two of two digits can be added or subtracted. Each question stands for itself. Codes of cases and records are made up (always the same for the same case); the corpus is real.
 commands:
   /prefer TEXT   what matters to you: be right, be cheap, be fast, a balance; avoid a tool by its name. Without TEXT: what it is now
   /tools         what it may call, with prices and latencies
@@ -56,16 +57,19 @@ ARITHMETIC = [re.compile(re.escape(words.rstrip(".?")).replace(r"\{expression\}"
 SUBJECT = "|".join(SUBJECTS)
 KNOWLEDGE = re.compile(rf"\b(?:({SUBJECT}) case|case of ({SUBJECT}),) (\d{{1,9}})\b")
 CHAIN = re.compile(r"\b((?:\w+ of )+)(\w+) (\d{1,9})\b")
+DRAWN = re.compile(r"[1-9]\d [+-] [1-9]\d|[1-9]\d\d \* [1-9]")             # the expressions of the world
 WISHES = (("balanced", "balanc"), ("right", "right|correct|accura|any price"), ("cheap", "cheap|low|spend|money"), ("fast", "fast|quick|hurry|soon"),
           ("balanced", "cost.*time|time.*cost|mind"), ("cheap", "cost|price"), ("fast", "time"))
 NOT = r"\b(?:avoid|away|never|not|don't|without|leave|no)(?: \w+){0,3}? "      # what stands before the name of a tool to avoid
 
 
 def miniature_task(question: str, wish: str) -> Task:
-    """The task of the miniature that `question` is, with LINE_UP on offer. UserError if it is of none of the four kinds."""
+    """The task of the miniature that `question` is, in the world's words, with LINE_UP on offer. UserError if it is of none of the four kinds, or its
+    numbers are not as long as the world's: copying them is what nano has learnt."""
     found = _chain(question) or _knowledge(question) or _lookup(question) or _arithmetic(question)
     if found is None:
         raise UserError(f"outside the miniature's world: {question[:60]!r}; ask for example {EXAMPLES[0]!r}, {EXAMPLES[1]!r}, {EXAMPLES[2]!r} or {EXAMPLES[3]!r}")
+    question = QUESTIONS["train"][found["kind"]][0].format(**found.pop("words"))
     wrong = [str(n) for n in random.Random(question).sample(range(1, 1000), 9) if str(n) != found["answer"]][:8]
     tools = [t for t in LINE_UP if is_expert(t) or (t["what"] == "records") == (found["kind"] == "chain")]     # as in the world: no records without tables
     return Task(f"asked/{question}", question, preference(spell_out(wish), [t["name"] for t in tools]), {"tables": {}, "solution": None, "wrong": wrong, "tools": tools} | found)
@@ -98,18 +102,30 @@ def _made_up(what: str, low: int, high: int) -> str:
 def _knowledge(question: str) -> dict[str, Any] | None:
     if not (match := KNOWLEDGE.search(_words(question))):
         return None
-    subject, n = match[1] or match[2], int(match[3])
+    subject, n = match[1] or match[2], _number(match[3])
     difficulty = "hard" if re.search(r"\bhard\b", question, re.IGNORECASE) else "easy"
-    return {"kind": "knowledge", "subject": subject, "difficulty": difficulty, "answer": _made_up(f"{subject} case {n}", 10, 99)}
+    return {"kind": "knowledge", "subject": subject, "difficulty": difficulty, "answer": _made_up(f"{subject} case {n}", 10, 99),
+            "words": {"subject": subject, "difficulty": difficulty, "n": n}}
+
+
+def _number(digits: str) -> int:
+    if not re.fullmatch(r"[1-9]\d\d", digits):
+        raise UserError(f"outside the miniature's world: number {digits}; nano knows cases and records by numbers of three digits, as in {EXAMPLES[0]!r}")
+    return int(digits)
 
 
 def _arithmetic(question: str) -> dict[str, Any] | None:
     match = next(filter(None, (words.fullmatch(question.strip()) for words in ARITHMETIC)), None)
     if match is None:
         return None
-    products = re.findall(r"([+-]?)\s*(\d+(?:\s*\*\s*\d+)*)", match[1])
-    value = sum((-1 if sign == "-" else 1) * math.prod(map(int, product.split("*"))) for sign, product in products)
-    return {"kind": "arithmetic", "subject": "arithmetic", "difficulty": "hard" if "*" in match[1] else "easy", "answer": str(value), "solution": match[1]}
+    expression = " ".join(re.findall(r"\d+|[+*-]", match[1]))
+    if not DRAWN.fullmatch(expression):
+        raise UserError(f"outside the miniature's world: {expression[:60]!r}; nano adds and subtracts two numbers of two digits, as in 47 + 36, and multiplies one of "
+                        "three by one of one, as in 417 * 6")
+    a, sign, b = expression.split()
+    value = {"+": operator.add, "-": operator.sub, "*": operator.mul}[sign](int(a), int(b))
+    return {"kind": "arithmetic", "subject": "arithmetic", "difficulty": "hard" if sign == "*" else "easy", "answer": str(value), "solution": expression,
+            "words": {"expression": expression}}
 
 
 def _lookup(question: str) -> dict[str, Any] | None:
@@ -117,7 +133,7 @@ def _lookup(question: str) -> dict[str, Any] | None:
     for fact in corpus()[0]:
         phrase = f"{fact['relation']} of {fact['subject']}"
         if re.search(rf"\b{re.escape(_words(phrase))}(?![\w-])", said):       # Guinea is not Guinea-Bissau
-            return {"kind": "lookup", "subject": "lookup", "difficulty": "easy" if fact["relation"] in WELL_KNOWN else "hard", "answer": fact["value"], "solution": phrase}
+            return {"kind": "lookup", "subject": "lookup", "difficulty": "easy" if fact["relation"] in WELL_KNOWN else "hard", "answer": fact["value"], "solution": phrase, "words": fact}
     return None
 
 
@@ -131,13 +147,13 @@ def _chain(question: str) -> dict[str, Any] | None:
     names = (match[2], *reversed(hops))
     if field is None or len(names) < 2 or names not in {chain[:length] for chain in CHAINS for length in (2, 3)}:
         return None
-    ids, tables = [str(int(match[3]))], {}
+    ids, tables = [str(_number(match[3]))], {}
     for table, following in zip(names, (*names[1:], field)):
         value = _made_up(f"{table} {ids[-1]} {following}", *((10, 99) if following == field else (100, 999)))
         tables[table] = {ids[-1]: {following: int(value)}}
         ids.append(value)
     return {"kind": "chain", "subject": "chain", "difficulty": "easy" if len(names) == 2 else "hard", "answer": ids[-1], "tables": tables,
-            "solution": [names[0], int(ids[0])]}
+            "solution": [names[0], int(ids[0])], "words": {"field": field, "path": " of the ".join(reversed(names[1:])) + " of", "table": names[0], "n": ids[0]}}
 
 
 def _offer(tools: Sequence[dict[str, Any]]) -> list[str]:
@@ -309,6 +325,8 @@ def main(arguments: list[str]) -> int:
         options = parser.parse_args(arguments)
         if options.max_turns < 1:
             raise UserError(f"--max-turns is {options.max_turns}; it must be at least 1")
+        if options.ask is not None:
+            options.ask = options.ask.encode("utf-8", "surrogateescape").decode("utf-8", "replace")       # as what is typed
         if options.ask is not None and not options.ask.strip():
             raise UserError("--ask: the question is empty")
         SamplingParams(temperature=options.temperature)                        # says now what is wrong with it
@@ -331,12 +349,16 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         console.line()
         return 130
-    except BrokenPipeError:                                                     # who read the output has left
+    except OSError as error:                                                    # who read the output has left, or the disk is full
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            print(f"serve.py: {error}", file=sys.stderr)
         return 1
 
 
 if __name__ == "__main__":
-    for stream in (sys.stdin, sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:                                          # closed by who started it
+            setattr(sys, name, open(os.devnull, mode))
+        getattr(sys, name).reconfigure(errors="replace")
     sys.exit(main(sys.argv[1:]))

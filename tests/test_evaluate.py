@@ -39,7 +39,7 @@ def test_one_task_is_enough(with_oracle, capsys):
 
 @pytest.mark.parametrize("arguments, says", [
     (["--tasks", "0"], "--tasks is 0"), (["--tasks", "many"], "--tasks"), (["--json", "/no/such/place/f.json"], "/no/such/place/f.json: cannot be written"),
-    (["--json", "/tmp"], "/tmp: cannot be written"), (["--model", "/no/model"], "/no/model"), (["extra"], "extra")])
+    (["--json", "/tmp"], "/tmp: cannot be written"), (["--json", "/etc/passwd/x"], "/etc/passwd/x: cannot be written"), (["--model", "/no/model"], "/no/model"), (["extra"], "extra")])
 def test_a_mistake_is_one_line_and_status_2(arguments, says, capsys):
     assert evaluate.main(arguments) == 2
     out, err = capsys.readouterr()

@@ -118,13 +118,27 @@ def test_what_is_outside_the_world_is_refused_in_one_line_that_says_what_can_be_
 def test_arithmetic_is_what_python_makes_of_it():
     rng = random.Random(1)
     for _ in range(200):
-        expression = "".join(f"{rng.randint(1, 999)}{rng.choice([' + ', ' - ', ' * ', '*', '-'])}" for _ in range(rng.randint(1, 6))) + str(rng.randint(1, 99))
-        assert serve.miniature_task(f"What is {expression}?", "").data["answer"] == str(eval(expression))
+        sign = rng.choice("+-*")
+        (low, high), (least, most) = ((100, 999), (3, 9)) if sign == "*" else ((10, 99), (10, 99))
+        a, b = rng.randint(low, high), rng.randint(least, most)
+        task = serve.miniature_task(f"What is {a}{rng.choice(['', ' ', '  '])}{sign}{rng.choice(['', ' '])}{b}?", "")
+        assert (task.data["answer"], task.data["solution"], task.question) == (str(eval(f"{a}{sign}{b}")), f"{a} {sign} {b}", f"what is the value of {a} {sign} {b}?")
+
+
+@pytest.mark.parametrize("typed", ["2 + 2", "417 + 6", "6 * 417", "12 + 34 - 5", "07 + 12", "what is 1000 - 10?", "law case 7 is hard: what is its code?", "tell me of law case 4711",
+                                   "what is the age of the agent of the customer of order 12345?"])
+def test_numbers_of_other_lengths_are_refused_with_what_nano_knows(typed):
+    with pytest.raises(UserError, match="outside the miniature's world: .*; nano (knows|adds)") as refused:
+        serve.miniature_task(typed, "")
+    assert "\n" not in str(refused.value)
 
 
 def test_the_wording_may_differ_from_the_worlds():
     assert serve.miniature_task("  WHAT IS the Atomic Number of  the gold ", "").data["answer"] == "79"
-    assert serve.miniature_task("law case 372, the hard one", "").data["answer"] == serve.miniature_task(LAW, "").data["answer"]
+    assert serve.miniature_task("law case 372, the hard one", "") == serve.miniature_task(LAW, "")
+    assert serve.miniature_task(" the Mass of  element 79", "").question == "what is the mass of element 79?"
+    asked = "what is the age of the agent of the customer of order 512?"
+    assert serve.miniature_task("age of agent of customer of order 512", "").question == asked
 
 
 def test_experts_know_the_made_up_code_as_well_as_their_skill_says(sandbox):
@@ -373,9 +387,9 @@ def test_ask_answers_one_question_and_says_what_nano_is(command_line):
 
 
 def test_a_pipe_asks_a_question_a_line_and_goes_on_after_a_refusal(command_line):
-    typed = f"{LAW}\n\nwho are you?\n/nonsense\n/prefer be fast\n2 + 2\n/quit\n{LAW}\n"
-    status, out, err = command_line(typed=typed, script=[think("t", content="1"), think("t", content="4")])
-    assert status == 2 and out.count("answer") == 2 and out.count("> ") >= 5 and "answer 4" in out and "right" in out
+    typed = f"{LAW}\n\nwho are you?\n/nonsense\n/prefer be fast\n47+36\n/quit\n{LAW}\n"
+    status, out, err = command_line(typed=typed, script=[think("t", content="1"), think("t", content="83")])
+    assert status == 2 and out.count("answer") == 2 and out.count("> ") >= 5 and "answer 83" in out and "right" in out
     refusals = err.splitlines()[1:]
     assert len(refusals) == 2 and refusals[0].startswith("serve.py: outside") and refusals[1].startswith("serve.py: /nonsense")
     assert command_line(typed="")[0] == 0 and command_line(typed="/help\n")[0] == 0
@@ -407,6 +421,19 @@ def test_weights_that_are_not_finite_are_one_line(tmp_path, nano_model, nano_tok
     assert last.startswith("serve.py: ") and "not finite: a weight is NaN" in last
 
 
+@pytest.mark.parametrize("redirection, status, says", [
+    ("<&-", 0, ""), (">&- <&-", 0, ""), ("--ask '%s' <&-", 1, ""), ("--ask \"$(printf 'law case 372 \\377 is hard')\"", 1, ""), ("--ask '%s' > /dev/full", 1, "No space left")])
+def test_closed_and_full_streams_and_bytes_that_are_no_text_are_no_traceback(tmp_path, nano_model, nano_tokenizer, redirection, status, says):
+    from dataclasses import replace
+
+    from nanorchestra.weights import save_checkpoint
+    nano_model.config = replace(nano_model.config, max_position_embeddings=500)
+    save_checkpoint(nano_model, nano_tokenizer, tmp_path / "m")
+    command = f"{sys.executable} {serve.__file__} --model {tmp_path / 'm'} {redirection.replace('%s', LAW)}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.returncode == status and "Traceback" not in done.stderr and "Exception" not in done.stderr and says in done.stderr, done.stderr
+
+
 @pytest.mark.slow
 def test_a_real_checkpoint_in_a_real_process(tmp_path, nano_model, nano_tokenizer):
     """Random weights babble to the end of the context; what matters is that it ends, with a bill and without a traceback."""
@@ -418,5 +445,5 @@ def test_a_real_checkpoint_in_a_real_process(tmp_path, nano_model, nano_tokenize
     serve_py = Path(serve.__file__)
     done = subprocess.run([sys.executable, str(serve_py), "--model", str(tmp_path / "m"), "--ask", LAW], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1 and "none: the context of 1024 tokens is full" in done.stdout and "cost   $" in done.stdout and done.stderr.count("\n") == 1
-    done = subprocess.run([sys.executable, str(serve_py), "--model", str(tmp_path / "m")], input=b"\xff\xfe hi\n2 + 2\n/tools\n", capture_output=True)
+    done = subprocess.run([sys.executable, str(serve_py), "--model", str(tmp_path / "m")], input=b"\xff\xfe hi\n47+36\n/tools\n", capture_output=True)
     assert done.returncode == 2 and b"Traceback" not in done.stderr and b"orion" in done.stdout
