@@ -421,6 +421,7 @@ def test_weights_that_are_not_finite_are_one_line(tmp_path, nano_model, nano_tok
     assert last.startswith("serve.py: ") and "not finite: a weight is NaN" in last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("redirection, status, says", [
     ("<&-", 0, ""), (">&- <&-", 0, ""), ("--ask '%s' <&-", 1, ""), ("--ask \"$(printf 'law case 372 \\377 is hard')\"", 1, ""), ("--ask '%s' > /dev/full", 1, "No space left")])
 def test_closed_and_full_streams_and_bytes_that_are_no_text_are_no_traceback(tmp_path, nano_model, nano_tokenizer, redirection, status, says):
