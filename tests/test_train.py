@@ -124,10 +124,13 @@ def training(tmp_path):
     from nanorchestra.distributed import Ranks
     from nanorchestra.metrics import Run
     from nanorchestra.sandbox import Sandbox
+    from nanorchestra.weights import named_hf_tensors
 
     config = load_config(None, [*REAL, "--warm_start.steps", "2", "--grpo.steps", "2", "--grpo.prompts", "2", "--run.skip_limit", "2", "--grpo.kl_coef", "0"])
     with Sandbox() as sandbox:
-        yield program.Training(config, Run.create(tmp_path / "run", to_toml(config)), sandbox, Ranks())
+        training = program.Training(config, Run.create(tmp_path / "run", to_toml(config)), sandbox, Ranks())
+        training.engine.update_weights(named_hf_tensors(training.trainer.model))
+        yield training
 
 
 def test_a_loss_that_is_not_finite_is_kept_to_be_looked_at_and_ends_the_run_when_it_stays(training):
