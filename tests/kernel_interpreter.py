@@ -1,4 +1,5 @@
-"""Teaches Triton's interpreter bfloat16, which it keeps as raw 16-bit integers and computes with as such (silently wrong).
+"""Teaches Triton's interpreter bfloat16, which it keeps as raw 16-bit integers and computes with as such (silently wrong), and rows that do not
+depend on their place.
 
 Casts, dots, and arithmetic on two operands go through fp32 here, rounding to nearest even. Reductions and unary functions do not: a kernel
 turns what it loads into fp32 first, as it should anyway.
@@ -26,10 +27,12 @@ def _rounded(x: np.ndarray) -> np.ndarray:
 
 
 def create_dot(self, a, b, accumulator, precision, max_num_imprecise):
-    if tl.bfloat16 in (a.dtype.scalar, b.dtype.scalar):
-        product = np.matmul(_widened(a), _widened(b), dtype=accumulator.data.dtype)
-        return TensorHandle(product + accumulator.data, accumulator.dtype.scalar)
-    return _dot(self, a, b, accumulator, precision, max_num_imprecise)
+    """Of floats by way of float64: in float32 the bits of a row's sum depend, on some CPUs, on where in the matrix BLAS finds it."""
+    kind = accumulator.data.dtype
+    if kind.kind != "f" or 8 in (a.dtype.primitive_bitwidth, b.dtype.primitive_bitwidth):
+        return _dot(self, a, b, accumulator, precision, max_num_imprecise)
+    product = np.matmul(_widened(a), _widened(b), dtype=np.float64)
+    return TensorHandle(product.astype(kind) + accumulator.data, accumulator.dtype.scalar)
 
 
 def cast_impl(self, source, dtype):
