@@ -2,8 +2,8 @@
 
     python benchmarks/ranks.py [--steps 10] [--json FILE]
 
-Three runs from the bundled checkpoint, one after the other, on the same two cores and the same tasks: one rank with one thread, one rank with two
-(whose rollouts go on beside its updates), two ranks of one thread each. For cores that do nothing else.
+Three runs from the bundled checkpoint on the same tasks, one after the other: one rank on one core, one rank on two (whose rollouts then go on beside
+its updates), two ranks on a core each. For cores that do nothing else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
-RUNS = {"one rank, one thread": (1, 1), "one rank, two threads": (1, 2), "two ranks, one thread each": (2, 1)}     # ranks, threads of each
+RUNS = {"one rank on one core": (1, 1), "one rank on two cores": (1, 2), "two ranks on a core each": (2, 1)}     # ranks, threads of each: as many cores
 
 
 def measure(root: Path, ranks: int, threads: int, steps: int) -> dict[str, float]:
@@ -30,8 +30,10 @@ def measure(root: Path, ranks: int, threads: int, steps: int) -> dict[str, float
     start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     options = {"run.root": root, "run.name": name, "run.threads": threads, "model.path": ROOT / "assets" / "nano", "warm_start.steps": 2 * steps + 4,
                "grpo.steps": steps + 2, "evaluation.tasks": 120}
+    cores = sorted(os.sched_getaffinity(0))[: ranks * threads]
     done = subprocess.run([*start, ROOT / "train.py", *(str(part) for key, value in options.items() for part in (f"--{key}", value))],
-                          capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": str(threads)})
+                          capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+                          preexec_fn=lambda: os.sched_setaffinity(0, cores))
     if done.returncode:
         raise SystemExit(f"{name}: train.py ended with {done.returncode}:\n{done.stderr[-2000:]}")
     rows = [json.loads(line) for line in (root / name / "metrics.jsonl").read_text().splitlines()]
@@ -53,7 +55,7 @@ def main() -> int:
     print(f"{'':28}{'warm start s/step':>19}{'GRPO s/step':>13}{'the preset s':>14}{'faster':>8}")
     for name, row in figures.items():
         row["preset"] = sum(steps[phase] * row[phase] for phase in steps) + row["rest"]
-        faster = figures["one rank, one thread"]["preset"] / row["preset"]
+        faster = figures["one rank on one core"]["preset"] / row["preset"]
         print(f"{name:28}{row['warm_start']:>19.2f}{row['grpo']:>13.2f}{row['preset']:>14.0f}{faster:>8.2f}")
     if options.json:
         sys.path.insert(0, str(ROOT))
