@@ -436,18 +436,18 @@ def test_one_of_two_ranks_is_killed_or_asked_to_stop_and_the_run_ends_the_same(t
     assert any(row.get("grad_norm", 0) > 0 for row in rows(run) if row["phase"] == "grpo")
 
     log = tmp_path / "cut" / "metrics.jsonl"
-    cut = torchrun(*REAL, "--run.root", tmp_path, "--run.name", "cut")
+    cut = torchrun(*REAL, "--run.root", tmp_path, "--run.name", "cut", restarts=1)
     wait_for(cut, log, "grpo", 2)
+    os.kill(children(cut.pid)[1], signal.SIGKILL)                                         # torchrun starts the same command again by itself
+    wait_for(cut, log, "grpo", 4)
     os.kill(children(cut.pid)[1], signal.SIGTERM)                                         # rank 1 alone is asked
     out, _ = cut.communicate(timeout=500)
-    assert cut.returncode == 0 and ("stopped at grpo step" in out or (tmp_path / "cut" / "summary.json").exists()), out
-    again = torchrun("--resume", tmp_path / "cut", restarts=1)                            # torchrun starts it again by itself
-    while len(children(again.pid)) < 2:
-        time.sleep(0.02)
-    wait_for(again, log, "grpo", 4)
-    os.kill(children(again.pid)[1], signal.SIGKILL)
-    out, _ = again.communicate(timeout=500)
-    assert again.returncode == 0 and out.count("resuming") == 2, out
+    assert cut.returncode == 0 and out.count("resuming") == 1, out
+    if not (tmp_path / "cut" / "summary.json").exists():                                  # asked too late, it may have ended
+        assert "stopped at grpo step" in out
+        again = torchrun("--resume", tmp_path / "cut")
+        out, _ = again.communicate(timeout=500)
+        assert again.returncode == 0, out
     assert rows(tmp_path / "cut") == rows(run) and final(tmp_path / "cut") == final(run)
 
 
