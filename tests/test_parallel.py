@@ -158,7 +158,7 @@ def test_decodes_keep_their_order_when_new_weights_put_them_back_to_prefill(monk
     monkeypatch.setattr(GpuRunner, "_forward", forward)
     model = make_model(CONFIG)
     engine = Engine(model, page_size=16, num_pages=40, max_batch_tokens=40)
-    engine.runner = runners = TwoRunners(*(GpuRunner(model, 40, 16, VOCAB, graphs=False) for _ in range(2)))
+    engine.runner = TwoRunners(*(GpuRunner(model, 40, 16, VOCAB, graphs=False) for _ in range(2)))
     requests = [engine.submit(range(start, start + n), SamplingParams(max_tokens=30)) for start, n in ((0, 40), (50, 12))]
     while len(requests[1].ids) < 20:                                          # a page is full now, which was not when they were grouped
         engine.step()
