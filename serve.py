@@ -120,8 +120,8 @@ def _arithmetic(question: str) -> dict[str, Any] | None:
         return None
     expression = " ".join(re.findall(r"\d+|[+*-]", match[1]))
     if not DRAWN.fullmatch(expression):
-        raise UserError(f"outside the miniature's world: {expression[:60]!r}; nano adds and subtracts two numbers of two digits, as in 47 + 36, and multiplies one of "
-                        "three by one of one, as in 417 * 6")
+        raise UserError(f"outside the miniature's world: {expression[:60]!r}; nano adds and subtracts two numbers of two digits, as in 47 + 36, and "
+                        "multiplies a number of three digits by one digit, as in 417 * 6")
     a, sign, b = expression.split()
     value = {"+": operator.add, "-": operator.sub, "*": operator.mul}[sign](int(a), int(b))
     return {"kind": "arithmetic", "subject": "arithmetic", "difficulty": "hard" if sign == "*" else "easy", "answer": str(value), "solution": expression,

@@ -23,7 +23,7 @@ import requests
 from nanorchestra.metrics import read_json
 from nanorchestra.retrieval import Index, load_passages
 from nanorchestra.sandbox import Sandbox
-from nanorchestra.types import ToolResult, UserError
+from nanorchestra.types import ToolResult, UserError, is_utf8
 from reward import Price, expert_cost
 
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
@@ -216,7 +216,7 @@ def is_base_url(url: str) -> bool:
 
 
 def _text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip()) and not any("\ud800" <= c <= "\udfff" for c in value)
+    return isinstance(value, str) and bool(value.strip()) and is_utf8(value)
 
 
 def _like(pattern: str) -> Callable[[Any], bool]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Sequence
 
 from .mixture import parse_mixture
-from .types import UserError
+from .types import UserError, is_utf8
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ _NAMES = {int: "whole number", float: "number", str: "text", bool: "boolean (tru
 
 def _check(source: str, section: str, key: str, value: Any) -> None:
     where = (section, key)
-    if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
+    if isinstance(value, str) and not is_utf8(value):
         raise UserError(f"{source}: {section}.{key} is {value!r}; it must be text in UTF-8")
     if where in _CHOICES and value not in _CHOICES[where]:
         raise UserError(f"{source}: {section}.{key} is {value!r}; it must be one of {', '.join(_CHOICES[where])}")

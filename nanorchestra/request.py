@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Callable, Iterable
 
 from .cache import PageTable
-from .types import UserError
+from .types import UserError, is_utf8
 
 if TYPE_CHECKING:
     from .guide import State, ToolCallGrammar
@@ -80,7 +80,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_stop(value: Any) -> bool:
-    return isinstance(value, str) and value != "" and not any("\ud800" <= character <= "\udfff" for character in value)
+    return isinstance(value, str) and value != "" and is_utf8(value)
 
 
 def _all(values: Any, right: Callable[[Any], Any]) -> bool:

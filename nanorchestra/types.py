@@ -128,3 +128,8 @@ class Trajectory:
     reward: float = 0.0
     advantage: float = 0.0
     trainer_logprobs: list[float] = field(default_factory=list)
+
+
+def is_utf8(text: str) -> bool:
+    """Whether it can be written as UTF-8: half of a surrogate pair, which JSON may bring, cannot."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
