@@ -20,15 +20,28 @@ from typing import Any, Callable, Generator, NoReturn, Sequence
 
 from tqdm import tqdm
 
-from data_gen import (FITS, SUBJECTS, World, calls_for, environment, expected_cost, is_expert, preference_name, read_result, skill)
-from nanorchestra.agent import Limits, Rollout
-from nanorchestra.environment import ToolEnvironment
-from nanorchestra.metrics import number, table, write_whole
-from nanorchestra.sandbox import Sandbox
-from nanorchestra.types import Task, ToolCall, ToolResult, Trajectory, UserError
+from nanorchestra.agent.environment import ToolEnvironment
+from nanorchestra.agent.loop import Limits, Rollout
+from nanorchestra.errors import UserError
+from nanorchestra.files import write_whole
+from nanorchestra.records import Task, ToolCall, ToolResult, Trajectory
+from nanorchestra.report.run import number, table
+from nanorchestra.tools.sandbox import Sandbox
 from reward import Bounds, preference_score, task_reward
+from worlds.miniature.world import (
+    FITS,
+    SUBJECTS,
+    World,
+    calls_for,
+    environment,
+    expected_cost,
+    is_expert,
+    preference_name,
+    read_result,
+    skill,
+)
 
-NANO = Path(__file__).parent / "assets" / "nano"             # the bundled checkpoint
+NANO = Path(__file__).parent / "assets" / "nano"  # the bundled checkpoint
 Play = Generator[tuple[dict[str, Any], ToolCall], ToolResult, str]
 Router = Callable[[Task, random.Random], Play]
 
@@ -38,12 +51,22 @@ def task_bounds(task: Task) -> Bounds:
     if "bounds" in task.data:
         return Bounds(*task.data["bounds"])
     tools = task.data["tools"]
-    return Bounds((0.0, max(expected_cost(t, task.data["difficulty"]) for t in tools)), (0.0, float(max(t["latency"] for t in tools))))
+    return Bounds(
+        (0.0, max(expected_cost(t, task.data["difficulty"]) for t in tools)),
+        (0.0, float(max(t["latency"] for t in tools))),
+    )
 
 
 def score(task: Task, trajectory: Trajectory) -> Trajectory:
     """Fills in the trajectory's reward in its absolute form, which is what an evaluation compares."""
-    trajectory.reward = task_reward(trajectory.outcome, trajectory.cost_usd, trajectory.latency_s, trajectory.calls, task.preference, task_bounds(task))
+    trajectory.reward = task_reward(
+        trajectory.outcome,
+        trajectory.cost_usd,
+        trajectory.latency_s,
+        trajectory.calls,
+        task.preference,
+        task_bounds(task),
+    )
     return trajectory
 
 
@@ -52,41 +75,79 @@ def summarise(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict
 
     `failed` counts the attempts that the infrastructure failed: they are in no mean. UserError if all of them did.
     """
-    pairs = [(task, t) for task, t in zip(tasks, trajectories, strict=True) if t.status != "infrastructure"]
+    pairs = [
+        (task, t)
+        for task, t in zip(tasks, trajectories, strict=True)
+        if t.status != "infrastructure"
+    ]
     if not pairs:
-        raise UserError(f"held-out tasks: all {len(tasks)} attempts failed for reasons of the infrastructure; see that the tools and endpoints answer")
+        raise UserError(
+            f"held-out tasks: all {len(tasks)} attempts failed for reasons of the infrastructure; see that the tools and endpoints answer"
+        )
 
     def split(key: Callable[[Task], str]) -> dict[str, dict[str, float]]:
-        rows = {name: [pair for pair in pairs if key(pair[0]) == name] for name in sorted({key(task) for task, _ in pairs})}
+        rows = {
+            name: [pair for pair in pairs if key(pair[0]) == name]
+            for name in sorted({key(task) for task, _ in pairs})
+        }
         return {name: {"tasks": len(members)} | means(members) for name, members in rows.items()}
 
     correct = sum(t.outcome for _, t in pairs)
-    return {"tasks": len(tasks), "failed": len(tasks) - len(pairs)} | means(pairs) | obedience(pairs) | {
-        "cost_per_correct_usd": sum(t.cost_usd for _, t in pairs) / correct if correct else None,
-        "by_preference": split(lambda task: task.data.get("wish") or preference_name(task.preference)), "by_kind": split(lambda task: task.data["kind"])}
+    return (
+        {"tasks": len(tasks), "failed": len(tasks) - len(pairs)}
+        | means(pairs)
+        | obedience(pairs)
+        | {
+            "cost_per_correct_usd": sum(t.cost_usd for _, t in pairs) / correct
+            if correct
+            else None,
+            "by_preference": split(
+                lambda task: task.data.get("wish") or preference_name(task.preference)
+            ),
+            "by_kind": split(lambda task: task.data["kind"]),
+        }
+    )
 
 
 def means(pairs: Sequence[tuple[Task, Trajectory]]) -> dict[str, float]:
     """Per task: reward, accuracy in 0..1, cost in dollars, latency in seconds."""
-    return {"reward": fmean(t.reward for _, t in pairs), "accuracy": fmean(t.outcome for _, t in pairs),
-            "cost_usd": fmean(t.cost_usd for _, t in pairs), "latency_s": fmean(t.latency_s for _, t in pairs)}
+    return {
+        "reward": fmean(t.reward for _, t in pairs),
+        "accuracy": fmean(t.outcome for _, t in pairs),
+        "cost_usd": fmean(t.cost_usd for _, t in pairs),
+        "latency_s": fmean(t.latency_s for _, t in pairs),
+    }
 
 
 def obedience(pairs: Sequence[tuple[Task, Trajectory]]) -> dict[str, float | None]:
     """Mean preference score, the share that used a tool the task forbids (None if no task forbids any), and that of well-formed attempts."""
-    kept = [preference_score(t.cost_usd, t.latency_s, t.calls, task.preference, task_bounds(task)) for task, t in pairs]
-    asked = [any(t.calls.get(name) for name in task.preference.avoided) for task, t in pairs if task.preference.avoided]
-    return {"preference": fmean(kept), "avoided_rate": fmean(asked) if asked else None, "well_formed": fmean(t.well_formed for _, t in pairs)}
+    kept = [
+        preference_score(t.cost_usd, t.latency_s, t.calls, task.preference, task_bounds(task))
+        for task, t in pairs
+    ]
+    asked = [
+        any(t.calls.get(name) for name in task.preference.avoided)
+        for task, t in pairs
+        if task.preference.avoided
+    ]
+    return {
+        "preference": fmean(kept),
+        "avoided_rate": fmean(asked) if asked else None,
+        "well_formed": fmean(t.well_formed for _, t in pairs),
+    }
 
 
 # The routers.
+
 
 def _experts(task: Task) -> list[dict[str, Any]]:
     return [t for t in task.data["tools"] if is_expert(t)]
 
 
 def _strength(offered: dict[str, Any]) -> int:
-    return ("small", "specialist", "medium", "large").index("specialist" if offered["what"] in SUBJECTS else offered["what"])
+    return ("small", "specialist", "medium", "large").index(
+        "specialist" if offered["what"] in SUBJECTS else offered["what"]
+    )
 
 
 def strongest(task: Task, rng: random.Random) -> Play:
@@ -126,7 +187,9 @@ def _until_sure(task: Task, order: Sequence[dict[str, Any]]) -> Play:
 
 def at_random(task: Task, rng: random.Random) -> Play:
     """Any tool on offer that can be used on the question at all, until one gives an answer."""
-    tools = [t for t in task.data["tools"] if is_expert(t) or t["what"] == FITS.get(task.data["kind"])]
+    tools = [
+        t for t in task.data["tools"] if is_expert(t) or t["what"] == FITS.get(task.data["kind"])
+    ]
     answer = ""
     for offered in rng.sample(tools, len(tools)):
         answer, _ = yield from _use(task, offered)
@@ -151,7 +214,11 @@ def rule(task: Task, rng: random.Random) -> Play:
     if not experts:
         return ""
     wish = preference_name(task.preference)
-    by_fit = sorted(experts, key=lambda t: 9 if t["what"] == task.data["subject"] else _strength(t), reverse=True)
+    by_fit = sorted(
+        experts,
+        key=lambda t: 9 if t["what"] == task.data["subject"] else _strength(t),
+        reverse=True,
+    )
     if wish == "cheap":
         order = sorted(experts, key=lambda t: t["price"])
     elif wish == "fast":
@@ -160,7 +227,9 @@ def rule(task: Task, rng: random.Random) -> Play:
         order = by_fit[:2]
     else:
         by_price = sorted(experts, key=lambda t: t["price"])
-        order = [by_fit[0] if by_fit[0]["what"] == task.data["subject"] else by_price[len(by_price) // 2]]
+        order = [
+            by_fit[0] if by_fit[0]["what"] == task.data["subject"] else by_price[len(by_price) // 2]
+        ]
     return (yield from _until_sure(task, order))
 
 
@@ -179,8 +248,12 @@ def best_plan(task: Task) -> tuple[dict[str, Any], ...]:
         if not is_expert(offered):
             return [(1.0, 1.0, True)]
         s = skill(offered["what"], data["subject"], data["difficulty"])
-        return [(s.right * (1 - s.unsure_if_right), 1.0, True), (s.right * s.unsure_if_right, 1.0, False),
-                ((1 - s.right) * (1 - s.unsure_if_wrong), 0.0, True), ((1 - s.right) * s.unsure_if_wrong, 0.0, False)]
+        return [
+            (s.right * (1 - s.unsure_if_right), 1.0, True),
+            (s.right * s.unsure_if_right, 1.0, False),
+            ((1 - s.right) * (1 - s.unsure_if_wrong), 0.0, True),
+            ((1 - s.right) * s.unsure_if_wrong, 0.0, False),
+        ]
 
     def expand(plan, cost, latency, calls):
         calls_needed = len(data["tables"]) if plan[0]["what"] == "records" else 1
@@ -196,11 +269,23 @@ def best_plan(task: Task) -> tuple[dict[str, Any], ...]:
         return total
 
     plans = [(a,) for a in tools] + [(a, b) for a in tools for b in tools if a is not b]
-    plans += [(a, b, c) for a, b in [p for p in plans if len(p) == 2] for c in tools if c is not a and c is not b]
+    plans += [
+        (a, b, c)
+        for a, b in [p for p in plans if len(p) == 2]
+        for c in tools
+        if c is not a and c is not b
+    ]
     return max(plans, key=lambda plan: expand(plan, 0.0, 0.0, {}))
 
 
-ROUTERS: dict[str, Router] = {"strongest": strongest, "cheapest": cheapest, "cascade": cascade, "random": at_random, "rule": rule, "perfect": perfect}
+ROUTERS: dict[str, Router] = {
+    "strongest": strongest,
+    "cheapest": cheapest,
+    "cascade": cascade,
+    "random": at_random,
+    "rule": rule,
+    "perfect": perfect,
+}
 
 
 def play(router: Router, env: ToolEnvironment, seed: int) -> Trajectory:
@@ -223,19 +308,40 @@ def play(router: Router, env: ToolEnvironment, seed: int) -> Trajectory:
     return score(task, trajectory)
 
 
-def evaluate_routers(tasks: Sequence[Task], seed: int, sandbox: Sandbox) -> dict[str, dict[str, Any]]:
-    return {name: summarise(tasks, [play(router, environment(task, seed, sandbox), seed) for task in tasks]) for name, router in ROUTERS.items()}
+def evaluate_routers(
+    tasks: Sequence[Task], seed: int, sandbox: Sandbox
+) -> dict[str, dict[str, Any]]:
+    return {
+        name: summarise(
+            tasks, [play(router, environment(task, seed, sandbox), seed) for task in tasks]
+        )
+        for name, router in ROUTERS.items()
+    }
 
 
-def evaluate(rollout: Rollout, tasks: Sequence[Task], seed: int, sandbox: Sandbox, on_done=None, make: Callable[..., Any] = environment,
-             retries: int = 2) -> list[Trajectory]:
+def evaluate(
+    rollout: Rollout,
+    tasks: Sequence[Task],
+    seed: int,
+    sandbox: Sandbox,
+    on_done=None,
+    make: Callable[..., Any] = environment,
+    retries: int = 2,
+) -> list[Trajectory]:
     """One attempt of the policy at each task, in make(task, seed, sandbox), scored. Those that the infrastructure failed are made again, `retries` times at most."""
+
     def attempt(places: Sequence[int], on_done=None) -> list[Trajectory]:
-        return rollout.run([make(tasks[i], seed, sandbox) for i in places], [seed * 1_000_003 + i for i in places], on_done)
+        return rollout.run(
+            [make(tasks[i], seed, sandbox) for i in places],
+            [seed * 1_000_003 + i for i in places],
+            on_done,
+        )
 
     trajectories = attempt(range(len(tasks)), on_done)
     for _ in range(retries):
-        failed = [i for i, trajectory in enumerate(trajectories) if trajectory.status == "infrastructure"]
+        failed = [
+            i for i, trajectory in enumerate(trajectories) if trajectory.status == "infrastructure"
+        ]
         for i, trajectory in zip(failed, attempt(failed) if failed else ()):
             trajectories[i] = trajectory
     return [score(task, trajectory) for task, trajectory in zip(tasks, trajectories)]
@@ -244,28 +350,46 @@ def evaluate(rollout: Rollout, tasks: Sequence[Task], seed: int, sandbox: Sandbo
 def with_price(task: Task, what: str, factor: float) -> Task:
     """The same task with the price of every tool of that kind multiplied, in the prompt and on the bill; to whole cents below a dollar, else
     to whole dollars."""
+
     def change(cents: int) -> int:
         cents = max(1, round(cents * factor))
         return cents if cents < 100 else round(cents, -2)
 
-    tools = [t | {"price": change(t["price"])} if t["what"] == what else t for t in task.data["tools"]]
+    tools = [
+        t | {"price": change(t["price"])} if t["what"] == what else t for t in task.data["tools"]
+    ]
     return replace(task, data=task.data | {"tools": tools})
 
 
-def price_probe(rollout: Rollout, tasks: Sequence[Task], seed: int, sandbox: Sandbox, count: int = 120) -> dict[str, float]:
+def price_probe(
+    rollout: Rollout, tasks: Sequence[Task], seed: int, sandbox: Sandbox, count: int = 120
+) -> dict[str, float]:
     """How often the large expert is asked in cheap and balanced tasks that offer it, at a tenth of its price, as it is, and at ten times."""
-    probed = [t for t in tasks if any(o["what"] == "large" and o["name"] not in t.preference.avoided for o in t.data["tools"]) and t.preference.cost > 0]
+    probed = [
+        t
+        for t in tasks
+        if any(
+            o["what"] == "large" and o["name"] not in t.preference.avoided for o in t.data["tools"]
+        )
+        and t.preference.cost > 0
+    ]
     shares: dict[str, float] = {}
     if not probed:
         return shares
     for label, factor in (("tenth", 0.1), ("same", 1.0), ("tenfold", 10.0)):
         changed = [with_price(task, "large", factor) for task in probed[:count]]
-        names = [next(o["name"] for o in task.data["tools"] if o["what"] == "large") for task in changed]
-        shares[label] = fmean(t.calls.get(name, 0) > 0 for name, t in zip(names, evaluate(rollout, changed, seed, sandbox)))
+        names = [
+            next(o["name"] for o in task.data["tools"] if o["what"] == "large") for task in changed
+        ]
+        shares[label] = fmean(
+            t.calls.get(name, 0) > 0
+            for name, t in zip(names, evaluate(rollout, changed, seed, sandbox))
+        )
     return shares
 
 
 # The command line.
+
 
 def load_policy(path: Path, quantise: str | None = None) -> tuple[Any, Any]:
     """The model and tokenizer of a checkpoint: in bfloat16 on the GPU if there is one, else in float32 on the CPU; `quantise`: its linear
@@ -275,17 +399,28 @@ def load_policy(path: Path, quantise: str | None = None) -> tuple[Any, Any]:
     from nanorchestra import load_model
 
     if path.resolve() == NANO.resolve() and not (path / "config.json").exists():
-        raise UserError(f"{path}: no checkpoint here yet; make one with `python train.py` and give --model runs/nano/model, or copy that model's files here")
-    model, tokenizer = load_model(path, quantise=quantise, **({"device": "cuda", "dtype": "bfloat16"} if torch.cuda.is_available() else {}))
+        raise UserError(
+            f"{path}: no checkpoint here yet; make one with `python train.py` and give --model runs/nano/model, or copy that model's files here"
+        )
+    model, tokenizer = load_model(
+        path,
+        quantise=quantise,
+        **({"device": "cuda", "dtype": "bfloat16"} if torch.cuda.is_available() else {}),
+    )
     if tokenizer is None:
-        raise UserError(f"{path}: no tokenizer.json; the checkpoint's tokenizer must lie beside its weights")
+        raise UserError(
+            f"{path}: no tokenizer.json; the checkpoint's tokenizer must lie beside its weights"
+        )
     return model, tokenizer
 
 
-def load_rollout(path: Path, temperature: float, quantise: str | None = None, rebuild: bool = False) -> Rollout:
+def load_rollout(
+    path: Path, temperature: float, quantise: str | None = None, rebuild: bool = False
+) -> Rollout:
     """A rollout of a checkpoint with the limits under which the miniature's run of train.py evaluates."""
-    from nanorchestra import Engine, SamplingParams, chat
+    from nanorchestra import Engine, SamplingParams
     from nanorchestra.config import load_config
+    from nanorchestra.model import chat
 
     limits, rows = load_config(Path(__file__).parent / "configs" / "nano.toml").rollout, 128
     model, tokenizer = load_policy(path, quantise)
@@ -293,11 +428,25 @@ def load_rollout(path: Path, temperature: float, quantise: str | None = None, re
     prompts = (environment(task, 0, None) for task in World(0).tasks("held_out", 20))
     longest = max(len(chat.encode(tokenizer, env.messages, env.tools)) for env in prompts)
     if longest + limits.turn_tokens > context:
-        raise UserError(f"{path}: prompts of {longest} tokens and a turn of {limits.turn_tokens} do not fit into {context}: max_position_embeddings in its config.json is "
-                        f"{model.config.max_position_embeddings}, an evaluation uses {limits.context_tokens} at most; a checkpoint with a longer context is needed")
-    engine = Engine(model, tokenizer, num_pages=rows * -(-context // limits.page_size), page_size=limits.page_size, max_running=rows, max_context=context)
-    return Rollout(engine, tokenizer, lambda seed, budget: SamplingParams(max_tokens=budget, temperature=temperature, seed=seed),
-                   Limits(limits.turns, limits.turn_tokens, context), rebuild=rebuild)
+        raise UserError(
+            f"{path}: prompts of {longest} tokens and a turn of {limits.turn_tokens} do not fit into {context}: max_position_embeddings in its config.json is "
+            f"{model.config.max_position_embeddings}, an evaluation uses {limits.context_tokens} at most; a checkpoint with a longer context is needed"
+        )
+    engine = Engine(
+        model,
+        tokenizer,
+        num_pages=rows * -(-context // limits.page_size),
+        page_size=limits.page_size,
+        max_running=rows,
+        max_context=context,
+    )
+    return Rollout(
+        engine,
+        tokenizer,
+        lambda seed, budget: SamplingParams(max_tokens=budget, temperature=temperature, seed=seed),
+        Limits(limits.turns, limits.turn_tokens, context),
+        rebuild=rebuild,
+    )
 
 
 def refuse_arguments(message: str) -> NoReturn:
@@ -306,13 +455,38 @@ def refuse_arguments(message: str) -> NoReturn:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="evaluate.py", description="Evaluates a checkpoint and the fixed routers on the same held-out tasks of the miniature.")
-    parser.add_argument("--model", type=Path, default=NANO, metavar="PATH", help="a checkpoint directory in Hugging Face layout (default: the bundled nano)")
-    parser.add_argument("--tasks", type=int, default=480, metavar="N", help="held-out tasks (default: 480)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of the sampling; 0 is greedy (default: 1, as in training)")
-    parser.add_argument("--seed", type=int, default=0, help="of the tasks and of the simulated experts (default: 0)")
-    parser.add_argument("--quantise", choices=("int8", "int4"), help="round the linear layers while loading")
-    parser.add_argument("--context", choices=("append", "rebuild"), default="append", help="as rollout.context in training: a growing session, or a prompt composed each turn")
+    parser = argparse.ArgumentParser(
+        prog="evaluate.py",
+        description="Evaluates a checkpoint and the fixed routers on the same held-out tasks of the miniature.",
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=NANO,
+        metavar="PATH",
+        help="a checkpoint directory in Hugging Face layout (default: the bundled nano)",
+    )
+    parser.add_argument(
+        "--tasks", type=int, default=480, metavar="N", help="held-out tasks (default: 480)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=1.0,
+        help="of the sampling; 0 is greedy (default: 1, as in training)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the tasks and of the simulated experts (default: 0)"
+    )
+    parser.add_argument(
+        "--quantise", choices=("int8", "int4"), help="round the linear layers while loading"
+    )
+    parser.add_argument(
+        "--context",
+        choices=("append", "rebuild"),
+        default="append",
+        help="as rollout.context in training: a growing session, or a prompt composed each turn",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all the figures there too")
     parser.error = refuse_arguments
     try:
@@ -320,22 +494,72 @@ def main(arguments: Sequence[str]) -> int:
         if options.tasks < 1:
             raise UserError(f"--tasks is {options.tasks}; it must be at least 1")
         if not 0 <= options.temperature < float("inf"):
-            raise UserError(f"--temperature is {options.temperature}; it must be a finite number, 0 or more")
-        if options.json and (options.json.is_dir() or not options.json.parent.is_dir() or not os.access(options.json.parent, os.W_OK)):
-            raise UserError(f"--json {options.json}: cannot be written; give a file in a directory that exists and can be written")
-        rollout, tasks = load_rollout(options.model, options.temperature, options.quantise, options.context == "rebuild"), World(options.seed).tasks("held_out", options.tasks)
+            raise UserError(
+                f"--temperature is {options.temperature}; it must be a finite number, 0 or more"
+            )
+        if options.json and (
+            options.json.is_dir()
+            or not options.json.parent.is_dir()
+            or not os.access(options.json.parent, os.W_OK)
+        ):
+            raise UserError(
+                f"--json {options.json}: cannot be written; give a file in a directory that exists and can be written"
+            )
+        rollout, tasks = (
+            load_rollout(
+                options.model, options.temperature, options.quantise, options.context == "rebuild"
+            ),
+            World(options.seed).tasks("held_out", options.tasks),
+        )
         with Sandbox() as sandbox:
-            with tqdm(total=len(tasks), desc="held-out tasks", unit="task", dynamic_ncols=True) as bar:
-                scores = summarise(tasks, evaluate(rollout, tasks, options.seed, sandbox, on_done=lambda _: bar.update()))
+            with tqdm(
+                total=len(tasks), desc="held-out tasks", unit="task", dynamic_ncols=True
+            ) as bar:
+                scores = summarise(
+                    tasks,
+                    evaluate(rollout, tasks, options.seed, sandbox, on_done=lambda _: bar.update()),
+                )
             scores["price_x10"] = price_probe(rollout, tasks, options.seed, sandbox)
             routers = evaluate_routers(tasks, options.seed, sandbox)
-        print(table({"held_out": {"routers": {min(str(options.model), os.path.relpath(options.model), key=len): scores} | routers}}))
-        spent = ", ".join(f"{wish} ${number(means['cost_usd'])}" for wish, means in scores["by_preference"].items())
+        print(
+            table(
+                {
+                    "held_out": {
+                        "routers": {
+                            min(str(options.model), os.path.relpath(options.model), key=len): scores
+                        }
+                        | routers
+                    }
+                }
+            )
+        )
+        spent = ", ".join(
+            f"{wish} ${number(means['cost_usd'])}"
+            for wish, means in scores["by_preference"].items()
+        )
         print(f"cost per task, by what is asked for: {spent}")
         if scores["price_x10"]:
-            print("asks the large expert at a tenth of its price, as it is, at ten times: " + ", ".join(f"{share:.0%}" for share in scores["price_x10"].values()))
+            print(
+                "asks the large expert at a tenth of its price, as it is, at ten times: "
+                + ", ".join(f"{share:.0%}" for share in scores["price_x10"].values())
+            )
         if options.json:
-            write_whole(options.json, (json.dumps({"model": str(options.model), "seed": options.seed, "tasks": len(tasks), "policy": scores, "routers": routers}, indent=2) + "\n").encode())
+            write_whole(
+                options.json,
+                (
+                    json.dumps(
+                        {
+                            "model": str(options.model),
+                            "seed": options.seed,
+                            "tasks": len(tasks),
+                            "policy": scores,
+                            "routers": routers,
+                        },
+                        indent=2,
+                    )
+                    + "\n"
+                ).encode(),
+            )
         return 0
     except UserError as error:
         print(f"evaluate.py: {error}", file=sys.stderr)

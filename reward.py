@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from nanorchestra.types import Preference
+from nanorchestra.records import Preference
 
 
 def _check_amounts(**amounts: float) -> None:
@@ -37,7 +37,9 @@ class Price:
     output_per_million: float
 
     def __post_init__(self) -> None:
-        _check_amounts(input_per_million=self.input_per_million, output_per_million=self.output_per_million)
+        _check_amounts(
+            input_per_million=self.input_per_million, output_per_million=self.output_per_million
+        )
 
 
 POLICY = "Qwen/Qwen3-8B"
@@ -88,7 +90,9 @@ class Bounds:
             _check_amounts(**{name: low})
             _check_amounts(**{name: high})
             if high < low:
-                raise ValueError(f"Bounds.{name} is ({low}, {high}): the low end must not be above the high end")
+                raise ValueError(
+                    f"Bounds.{name} is ({low}, {high}): the low end must not be above the high end"
+                )
 
 
 def expert_cost(input_tokens: int, output_tokens: int, price: Price) -> float:
@@ -109,7 +113,9 @@ def search_cost(pages: int) -> float:
     return SEARCH_USD + pages * SEARCH_USD_PER_PAGE
 
 
-def group_rewards(members: Sequence[Outcome], preference: Preference, valid: Sequence[bool] | None = None) -> list[float]:
+def group_rewards(
+    members: Sequence[Outcome], preference: Preference, valid: Sequence[bool] | None = None
+) -> list[float]:
     """The paper's reward of each attempt at one task (see the module's docstring).
 
     Extrema are taken over all valid members: wrong ones too, and a tool that an attempt did not use counts 0. A tool the
@@ -129,8 +135,12 @@ def group_rewards(members: Sequence[Outcome], preference: Preference, valid: Seq
     return scores
 
 
-def reward_columns(members: Sequence[Outcome], preference: Preference, valid: Sequence[bool] | None = None,
-                   bounds: Bounds | None = None) -> list[tuple[float, list[float]]]:
+def reward_columns(
+    members: Sequence[Outcome],
+    preference: Preference,
+    valid: Sequence[bool] | None = None,
+    bounds: Bounds | None = None,
+) -> list[tuple[float, list[float]]]:
     """The parts of the rewards, (weight, one value a member) each: outcome, thrift, speed, and every tool the preference names.
 
     Their weighted sums are `group_rewards`; with `bounds` they are `task_reward` before its floor at 0. A wrong or invalid member has 0
@@ -145,17 +155,23 @@ def reward_columns(members: Sequence[Outcome], preference: Preference, valid: Se
         _check_attempt(member.outcome, member.cost_usd, member.latency_s, member.calls)
 
     if bounds is None:
-        columns = [(preference.outcome, [m.outcome for m in counted]),
-                   (preference.cost, [-m.cost_usd for m in counted]),
-                   (preference.latency, [-m.latency_s for m in counted])]
+        columns = [
+            (preference.outcome, [m.outcome for m in counted]),
+            (preference.cost, [-m.cost_usd for m in counted]),
+            (preference.latency, [-m.latency_s for m in counted]),
+        ]
         for tool, weight in preference.tools.items():
-            columns.append((abs(weight), [math.copysign(1.0, weight) * m.calls.get(tool, 0) for m in counted]))
+            columns.append(
+                (abs(weight), [math.copysign(1.0, weight) * m.calls.get(tool, 0) for m in counted])
+            )
         columns = [(weight, _min_max(values)) for weight, values in columns]
     else:
         scale = _perfect(preference)
-        columns = [(preference.outcome / scale, [1.0] * len(counted)),
-                   (preference.cost / scale, [_thrift(m.cost_usd, bounds.cost_usd) for m in counted]),
-                   (preference.latency / scale, [_thrift(m.latency_s, bounds.latency_s) for m in counted])]
+        columns = [
+            (preference.outcome / scale, [1.0] * len(counted)),
+            (preference.cost / scale, [_thrift(m.cost_usd, bounds.cost_usd) for m in counted]),
+            (preference.latency / scale, [_thrift(m.latency_s, bounds.latency_s) for m in counted]),
+        ]
         for tool, weight in preference.tools.items():
             columns.append((weight / scale, [float(m.calls.get(tool, 0) > 0) for m in counted]))
     spread = []
@@ -165,8 +181,14 @@ def reward_columns(members: Sequence[Outcome], preference: Preference, valid: Se
     return spread
 
 
-def task_reward(outcome: float, cost_usd: float, latency_s: float, calls: Mapping[str, int], preference: Preference,
-                bounds: Bounds) -> float:
+def task_reward(
+    outcome: float,
+    cost_usd: float,
+    latency_s: float,
+    calls: Mapping[str, int],
+    preference: Preference,
+    bounds: Bounds,
+) -> float:
     """The reward in [0, 1] of one attempt on its own, comparable across groups, steps and policies.
 
         R = max(0, p_out + p_cost * cheap + p_lat * fast + sum_t p_t * [t was called]) / W   if outcome = 1, else 0
@@ -183,13 +205,22 @@ def task_reward(outcome: float, cost_usd: float, latency_s: float, calls: Mappin
     scale = _perfect(preference)
     if outcome != 1:
         return 0.0
-    earned = (preference.outcome + preference.cost * _thrift(cost_usd, bounds.cost_usd)
-              + preference.latency * _thrift(latency_s, bounds.latency_s)
-              + sum(weight for tool, weight in preference.tools.items() if calls.get(tool, 0)))
+    earned = (
+        preference.outcome
+        + preference.cost * _thrift(cost_usd, bounds.cost_usd)
+        + preference.latency * _thrift(latency_s, bounds.latency_s)
+        + sum(weight for tool, weight in preference.tools.items() if calls.get(tool, 0))
+    )
     return min(1.0, max(0.0, earned / scale))
 
 
-def preference_score(cost_usd: float, latency_s: float, calls: Mapping[str, int], preference: Preference, bounds: Bounds) -> float:
+def preference_score(
+    cost_usd: float,
+    latency_s: float,
+    calls: Mapping[str, int],
+    preference: Preference,
+    bounds: Bounds,
+) -> float:
     """The share in [0, 1] of the user's wishes that was honoured, whether the answer was right or not.
 
         S = sum_k |p_k| s_k / sum_k |p_k|      over cost, latency and the tools named, not the outcome
@@ -199,15 +230,26 @@ def preference_score(cost_usd: float, latency_s: float, calls: Mapping[str, int]
     """
     _check_preference(preference)
     _check_attempt(0, cost_usd, latency_s, calls)
-    wishes = [(preference.cost, _thrift(cost_usd, bounds.cost_usd)), (preference.latency, _thrift(latency_s, bounds.latency_s))]
-    wishes += [(abs(weight), float((calls.get(tool, 0) > 0) == (weight > 0))) for tool, weight in preference.tools.items()]
+    wishes = [
+        (preference.cost, _thrift(cost_usd, bounds.cost_usd)),
+        (preference.latency, _thrift(latency_s, bounds.latency_s)),
+    ]
+    wishes += [
+        (abs(weight), float((calls.get(tool, 0) > 0) == (weight > 0)))
+        for tool, weight in preference.tools.items()
+    ]
     total = sum(weight for weight, _ in wishes)
     return sum(weight * kept for weight, kept in wishes) / total if total > 0 else 1.0
 
 
 def _perfect(preference: Preference) -> float:
     """What a perfect attempt earns: the sum of the positive weights."""
-    scale = preference.outcome + preference.cost + preference.latency + sum(w for w in preference.tools.values() if w > 0)
+    scale = (
+        preference.outcome
+        + preference.cost
+        + preference.latency
+        + sum(w for w in preference.tools.values() if w > 0)
+    )
     if scale <= 0:
         raise ValueError("the preference has no positive weight: nothing can be earned")
     return scale
@@ -230,14 +272,25 @@ def _thrift(spent: float, bounds: tuple[float, float]) -> float:
     return min(1.0, max(0.0, (high - spent) / (high - low)))
 
 
-def _check_attempt(outcome: float, cost_usd: float, latency_s: float, calls: Mapping[str, int]) -> None:
+def _check_attempt(
+    outcome: float, cost_usd: float, latency_s: float, calls: Mapping[str, int]
+) -> None:
     if outcome not in (0, 1):
         raise ValueError(f"outcome is {outcome}: it must be 0 or 1")
-    _check_amounts(cost_usd=cost_usd, latency_s=latency_s, **{f"calls[{tool!r}]": count for tool, count in calls.items()})
+    _check_amounts(
+        cost_usd=cost_usd,
+        latency_s=latency_s,
+        **{f"calls[{tool!r}]": count for tool, count in calls.items()},
+    )
 
 
 def _check_preference(preference: Preference) -> None:
-    _check_amounts(**{f"preference.{name}": getattr(preference, name) for name in ("outcome", "cost", "latency")})
+    _check_amounts(
+        **{
+            f"preference.{name}": getattr(preference, name)
+            for name in ("outcome", "cost", "latency")
+        }
+    )
     for tool, weight in preference.tools.items():
         if not math.isfinite(weight):
             raise ValueError(f"preference.tools[{tool!r}] is {weight}: it must be a finite number")

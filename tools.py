@@ -20,10 +20,11 @@ from urllib.parse import urlsplit
 
 import requests
 
-from nanorchestra.metrics import read_json
-from nanorchestra.retrieval import Index, load_passages
-from nanorchestra.sandbox import Sandbox
-from nanorchestra.types import ToolResult, UserError, is_utf8
+from nanorchestra.errors import UserError
+from nanorchestra.files import is_utf8, read_json
+from nanorchestra.records import ToolResult
+from nanorchestra.tools.index import Index, load_passages
+from nanorchestra.tools.sandbox import Sandbox
 from reward import Price, expert_cost
 
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
@@ -49,9 +50,15 @@ class PythonTool:
 
     def call(self, arguments: dict[str, Any]) -> ToolResult:
         result = self.sandbox.run(arguments["code"], timeout_s=self.timeout_s)
-        text = "\n".join(part for part in (result.stdout.strip(), f"Error: {result.error}" if result.error else "") if part)
+        text = "\n".join(
+            part
+            for part in (result.stdout.strip(), f"Error: {result.error}" if result.error else "")
+            if part
+        )
         seconds = result.seconds if self.latency_s is None else self.latency_s
-        return ToolResult(text or "(no output)", self.usd_per_call, seconds, error=bool(result.error))
+        return ToolResult(
+            text or "(no output)", self.usd_per_call, seconds, error=bool(result.error)
+        )
 
 
 @dataclass
@@ -83,8 +90,13 @@ class RecordsTool:
     usd_per_call: float = 0.0
     latency_s: float = 0.0
     kind: str = "records"
-    parameters: dict[str, Any] = field(default_factory=lambda: {
-        "type": "object", "properties": {"table": {"type": "string"}, "id": {"type": "integer"}}, "required": ["table", "id"]})
+    parameters: dict[str, Any] = field(
+        default_factory=lambda: {
+            "type": "object",
+            "properties": {"table": {"type": "string"}, "id": {"type": "integer"}},
+            "required": ["table", "id"],
+        }
+    )
     blocking: bool = False
 
     def call(self, arguments: dict[str, Any]) -> ToolResult:
@@ -94,7 +106,9 @@ class RecordsTool:
         elif key not in self.tables[table]:
             text = f"Error: no {table} {key}"
         else:
-            return ToolResult(json.dumps(self.tables[table][key]), self.usd_per_call, self.latency_s)
+            return ToolResult(
+                json.dumps(self.tables[table][key]), self.usd_per_call, self.latency_s
+            )
         return ToolResult(text, self.usd_per_call, self.latency_s, error=True)
 
 
@@ -131,31 +145,54 @@ class SimulatedExpert:
     def call(self, arguments: dict[str, Any]) -> ToolResult:
         rng = random.Random(f"{self.seed}/{self.name}")
         right = rng.random() < self.skill.right
-        unsure = rng.random() < (self.skill.unsure_if_right if right else self.skill.unsure_if_wrong)
+        unsure = rng.random() < (
+            self.skill.unsure_if_right if right else self.skill.unsure_if_wrong
+        )
         answer = self.gold if right else rng.choice(self.wrong)
         output = round(self.output_tokens * rng.uniform(0.85, 1.15))
         seconds = self.latency_s * rng.uniform(0.85, 1.15)
         cost = expert_cost(self.input_tokens, output, self.price)
-        return ToolResult(f"{'unsure' if unsure else 'sure'}: {answer}", cost, seconds, input_tokens=self.input_tokens, output_tokens=output)
+        return ToolResult(
+            f"{'unsure' if unsure else 'sure'}: {answer}",
+            cost,
+            seconds,
+            input_tokens=self.input_tokens,
+            output_tokens=output,
+        )
 
 
 class EndpointError(Exception):
     """An endpoint that did not answer, or not as it should, after all attempts."""
 
 
-def chat_completion(base_url: str, body: dict[str, Any], *, key_variable: str = "OPENAI_API_KEY", timeout_s: float = 120.0, attempts: int = 3) -> tuple[dict[str, Any], tuple[int, int]]:
+def chat_completion(
+    base_url: str,
+    body: dict[str, Any],
+    *,
+    key_variable: str = "OPENAI_API_KEY",
+    timeout_s: float = 120.0,
+    attempts: int = 3,
+) -> tuple[dict[str, Any], tuple[int, int]]:
     """The message of an OpenAI-compatible chat completion, with its `finish_reason`, and its (input, output) tokens. The key comes from the environment
     variable `key_variable`.
 
     A request has `timeout_s` and is tried at most `attempts` times. Raises EndpointError, which never holds the key.
     """
-    key, problem = "".join(os.environ.get(key_variable, "").split()), ""        # a line break in it would stand in requests' complaint
+    key, problem = (
+        "".join(os.environ.get(key_variable, "").split()),
+        "",
+    )  # a line break in it would stand in requests' complaint
     headers = {"Authorization": f"Bearer {key}"}
     for attempt in range(attempts):
         if attempt:
-            time.sleep(min(2.0 ** attempt, 10.0))
+            time.sleep(min(2.0**attempt, 10.0))
         try:
-            reply = requests.post(f"{base_url.rstrip('/')}/chat/completions", json=body, headers=headers, timeout=timeout_s)
+            reply = requests.post(
+                f"{base_url.rstrip('/')}/chat/completions",
+                json=body,
+                headers=headers,
+                timeout=timeout_s,
+            )
             if reply.status_code in (408, 409, 429) or reply.status_code >= 500:
                 problem = f"HTTP {reply.status_code}"
                 continue
@@ -164,10 +201,21 @@ def chat_completion(base_url: str, body: dict[str, Any], *, key_variable: str = 
                 break
             data = reply.json()
             choice, usage = data["choices"][0], data.get("usage") or {}
-            return {**choice["message"], "finish_reason": choice.get("finish_reason")}, (int(usage.get("prompt_tokens", 0)), int(usage.get("completion_tokens", 0)))
+            return {**choice["message"], "finish_reason": choice.get("finish_reason")}, (
+                int(usage.get("prompt_tokens", 0)),
+                int(usage.get("completion_tokens", 0)),
+            )
         except (requests.ConnectionError, requests.Timeout) as error:
             problem = type(error).__name__
-        except (requests.RequestException, ValueError, OverflowError, KeyError, IndexError, TypeError, AttributeError) as error:
+        except (
+            requests.RequestException,
+            ValueError,
+            OverflowError,
+            KeyError,
+            IndexError,
+            TypeError,
+            AttributeError,
+        ) as error:
             problem = f"{type(error).__name__}: {error}"
             break
     raise EndpointError((problem.replace(key, "...") if key else problem)[:300])
@@ -191,18 +239,43 @@ class HttpExpert:
     attempts: int = 3
     max_tokens: int = 4096
     kind: str = "expert"
-    parameters: dict[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {"task": {"type": "string"}}})
+    parameters: dict[str, Any] = field(
+        default_factory=lambda: {"type": "object", "properties": {"task": {"type": "string"}}}
+    )
     blocking: bool = True
 
     def call(self, arguments: dict[str, Any]) -> ToolResult:
         words = arguments.get("task") or self.question
-        body = {"model": self.model, "messages": [{"role": "user", "content": words}], "max_tokens": self.max_tokens}
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": words}],
+            "max_tokens": self.max_tokens,
+        }
         start = time.monotonic()
         try:
-            message, tokens = chat_completion(self.base_url, body, key_variable=self.key_variable, timeout_s=self.timeout_s, attempts=self.attempts)
+            message, tokens = chat_completion(
+                self.base_url,
+                body,
+                key_variable=self.key_variable,
+                timeout_s=self.timeout_s,
+                attempts=self.attempts,
+            )
         except EndpointError as error:
-            return ToolResult(f"Error: {self.name} did not answer ({error})", 0.0, time.monotonic() - start, error=True, infrastructure=True)
-        return ToolResult(message.get("content") or "", expert_cost(*tokens, self.price), time.monotonic() - start, False, False, *tokens)
+            return ToolResult(
+                f"Error: {self.name} did not answer ({error})",
+                0.0,
+                time.monotonic() - start,
+                error=True,
+                infrastructure=True,
+            )
+        return ToolResult(
+            message.get("content") or "",
+            expert_cost(*tokens, self.price),
+            time.monotonic() - start,
+            False,
+            False,
+            *tokens,
+        )
 
 
 def is_base_url(url: str) -> bool:
@@ -210,8 +283,15 @@ def is_base_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
         extra = parts.username or parts.password or parts.query or parts.fragment
-        return url.isprintable() and " " not in url and parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not extra
-    except ValueError:                                                         # no number for a port, say
+        return (
+            url.isprintable()
+            and " " not in url
+            and parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and parts.port != 0
+            and not extra
+        )
+    except ValueError:  # no number for a port, say
         return False
 
 
@@ -224,21 +304,51 @@ def _like(pattern: str) -> Callable[[Any], bool]:
 
 
 def _number(kinds: Any, low: float, high: float) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
+    return lambda value: (
+        isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
+    )
 
 
 # What a field must be: a check, and the same in words.
 _TEXT = (_text, "text, not empty")
 _PRICE = (_number((int, float), 0, 1e6), "a number of US dollars, 0 to 1000000")
 _SECONDS = (_number((int, float), 0.1, 3600), "a number of seconds, 0.1 to 3600")
-_ALL = {"name": (_like(r"[\w.-]{1,64}"), "1 to 64 letters, digits or any of _ . -"), "description": _TEXT, "kind": _TEXT}
-NEEDED = {"code": {"usd_per_call": _PRICE},
-          "search": {"corpus": (lambda path: _text(path) and Path(path).is_file(), 'a file of lines like {"text": "..."}'), "usd_per_call": _PRICE},
-          "expert": {"base_url": (lambda url: _text(url) and is_base_url(url), "a base URL such as http://localhost:8000/v1, without a key"),
-                     "model": _TEXT, "input_usd_per_million": _PRICE, "output_usd_per_million": _PRICE}}
-OPTIONAL = {"code": {"timeout_s": _SECONDS}, "search": {"passages": (_number(int, 1, 100), "a whole number, 1 to 100")},
-            "expert": {"key_variable": (_like(r"[A-Za-z_][A-Za-z0-9_]*"), "the name of an environment variable, such as OPENAI_API_KEY"), "timeout_s": _SECONDS,
-                       "max_tokens": (_number(int, 1, 1_000_000), "a whole number, 1 to 1000000")}}
+_ALL = {
+    "name": (_like(r"[\w.-]{1,64}"), "1 to 64 letters, digits or any of _ . -"),
+    "description": _TEXT,
+    "kind": _TEXT,
+}
+NEEDED = {
+    "code": {"usd_per_call": _PRICE},
+    "search": {
+        "corpus": (
+            lambda path: _text(path) and Path(path).is_file(),
+            'a file of lines like {"text": "..."}',
+        ),
+        "usd_per_call": _PRICE,
+    },
+    "expert": {
+        "base_url": (
+            lambda url: _text(url) and is_base_url(url),
+            "a base URL such as http://localhost:8000/v1, without a key",
+        ),
+        "model": _TEXT,
+        "input_usd_per_million": _PRICE,
+        "output_usd_per_million": _PRICE,
+    },
+}
+OPTIONAL = {
+    "code": {"timeout_s": _SECONDS},
+    "search": {"passages": (_number(int, 1, 100), "a whole number, 1 to 100")},
+    "expert": {
+        "key_variable": (
+            _like(r"[A-Za-z_][A-Za-z0-9_]*"),
+            "the name of an environment variable, such as OPENAI_API_KEY",
+        ),
+        "timeout_s": _SECONDS,
+        "max_tokens": (_number(int, 1, 1_000_000), "a whole number, 1 to 1000000"),
+    },
+}
 
 
 def load_tools(path: str | Path, question: str, sandbox: Sandbox) -> list[Any]:
@@ -249,24 +359,39 @@ def load_tools(path: str | Path, question: str, sandbox: Sandbox) -> list[Any]:
     entry, the field and what would be right.
     """
     entries = read_json(Path(path))
-    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
-        raise UserError(f"{path}: must be a JSON list of objects, each a tool, and hold one at least")
+    if (
+        not isinstance(entries, list)
+        or not entries
+        or not all(isinstance(entry, dict) for entry in entries)
+    ):
+        raise UserError(
+            f"{path}: must be a JSON list of objects, each a tool, and hold one at least"
+        )
     tools: list[Any] = []
     for position, entry in enumerate(entries):
-        where, kind = f"{path}: tool {position} ({_short(entry.get('name', 'no name'))})", entry.get("kind")
+        where, kind = (
+            f"{path}: tool {position} ({_short(entry.get('name', 'no name'))})",
+            entry.get("kind"),
+        )
         if not isinstance(kind, str) or kind not in NEEDED:
-            raise UserError(f"{where}: kind is {_short(kind)}; it must be one of {', '.join(NEEDED)}")
+            raise UserError(
+                f"{where}: kind is {_short(kind)}; it must be one of {', '.join(NEEDED)}"
+            )
         needed = _ALL | NEEDED[kind]
         allowed = needed | OPTIONAL[kind]
         for name, value in entry.items():
             if name not in allowed:
-                raise UserError(f"{where}: unknown field {_short(name)}; a {kind} tool has {', '.join(allowed)}")
+                raise UserError(
+                    f"{where}: unknown field {_short(name)}; a {kind} tool has {', '.join(allowed)}"
+                )
             fits, words = allowed[name]
             if not fits(value):
                 raise UserError(f"{where}: {name} is {_short(value)}; it must be {words}")
         missing = next((name for name in needed if name not in entry), None)
         if missing:
-            raise UserError(f"{where}: field {missing!r} is missing; it must be {needed[missing][1]}")
+            raise UserError(
+                f"{where}: field {missing!r} is missing; it must be {needed[missing][1]}"
+            )
         if any(tool.name == entry["name"] for tool in tools):
             raise UserError(f"{where}: name is used twice; names must differ")
         settings = {name: value for name, value in entry.items() if name != "kind"}
@@ -279,7 +404,9 @@ def load_tools(path: str | Path, question: str, sandbox: Sandbox) -> list[Any]:
                 raise UserError(f"{where}: corpus: {error}") from None
             tools.append(LookupTool(index=Index.build(passages), **settings))
         else:
-            price = Price(settings.pop("input_usd_per_million"), settings.pop("output_usd_per_million"))
+            price = Price(
+                settings.pop("input_usd_per_million"), settings.pop("output_usd_per_million")
+            )
             tools.append(HttpExpert(price=price, question=question, **settings))
     return tools
 

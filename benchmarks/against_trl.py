@@ -26,7 +26,20 @@ from statistics import median
 ROOT = Path(__file__).resolve().parent.parent
 HOME = ROOT / "runs" / "trl-venv"
 # Without their dependencies, which would bring another torch; these are the ones that importing GRPOTrainer takes.
-PACKAGES = ["trl==1.16.0", "accelerate", "datasets", "pyarrow", "pandas", "dill", "multiprocess", "xxhash", "psutil", "python-dateutil", "pytz", "tzdata"]
+PACKAGES = [
+    "trl==1.16.0",
+    "accelerate",
+    "datasets",
+    "pyarrow",
+    "pandas",
+    "dill",
+    "multiprocess",
+    "xxhash",
+    "psutil",
+    "python-dateutil",
+    "pytz",
+    "tzdata",
+]
 
 
 def trl_python() -> Path:
@@ -35,8 +48,12 @@ def trl_python() -> Path:
         venv.create(HOME, with_pip=True)
         site = next(HOME.glob("lib/python3*/site-packages"))
         (site / "shared.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    if subprocess.run([python, "-c", "from trl import GRPOTrainer"], capture_output=True).returncode:
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", *PACKAGES], check=True)
+    if subprocess.run(
+        [python, "-c", "from trl import GRPOTrainer"], capture_output=True
+    ).returncode:
+        subprocess.run(
+            [python, "-m", "pip", "install", "--quiet", "--no-deps", *PACKAGES], check=True
+        )
     return python
 
 
@@ -61,10 +78,10 @@ def ours(options) -> dict:
 
     sys.path.insert(0, str(ROOT))
     from nanorchestra import Engine, SamplingParams, load_model
-    from nanorchestra.grpo import group_advantages
-    from nanorchestra.model import Qwen3
-    from nanorchestra.trainer import Group, Sample, Trainer
-    from nanorchestra.weights import named_hf_tensors
+    from nanorchestra.model.qwen3 import Qwen3
+    from nanorchestra.model.weights import named_hf_tensors
+    from nanorchestra.training.objectives import group_advantages
+    from nanorchestra.training.trainer import Group, Sample, Trainer
 
     torch.set_num_threads(options.threads)
     model, tokenizer = load_model(options.model, device="cpu", dtype="float32")
@@ -72,24 +89,48 @@ def ours(options) -> dict:
     rows = options.prompts * options.group
     pages = rows * -(-(max(map(len, prompts)) + options.length) // 16) + 64
     engine = Engine(Qwen3(model.config), tokenizer, num_pages=pages, max_running=rows)
-    trainer = Trainer(model, vocab_limit=tokenizer.vocab_size, token_budget=4096)      # as in configs/nano.toml
+    trainer = Trainer(
+        model, vocab_limit=tokenizer.vocab_size, token_budget=4096
+    )  # as in configs/nano.toml
     engine.update_weights(named_hf_tensors(model))
     before, seconds, cpu, tokens = memory_mb(), [], [], 0
     for step in range(options.steps + 1):
         start, worked = time.monotonic(), time.process_time()
-        done = engine.generate([ids for ids in prompts for _ in range(options.group)],
-                               [SamplingParams(max_tokens=options.length, seed=step * rows + i, ignore_eos=True) for i in range(rows)])
+        done = engine.generate(
+            [ids for ids in prompts for _ in range(options.group)],
+            [
+                SamplingParams(max_tokens=options.length, seed=step * rows + i, ignore_eos=True)
+                for i in range(rows)
+            ],
+        )
         groups = []
         for i, prompt in enumerate(prompts):
-            members = done[i * options.group: (i + 1) * options.group]
-            advantages, _ = group_advantages([reward_of(m.text) for m in members], [True] * len(members), min_std=0.0)
-            groups.append(Group(prompt, [Sample(m.token_ids, [True] * len(m.token_ids), m.logprobs, a) for m, a in zip(members, advantages)]))
+            members = done[i * options.group : (i + 1) * options.group]
+            advantages, _ = group_advantages(
+                [reward_of(m.text) for m in members], [True] * len(members), min_std=0.0
+            )
+            groups.append(
+                Group(
+                    prompt,
+                    [
+                        Sample(m.token_ids, [True] * len(m.token_ids), m.logprobs, a)
+                        for m, a in zip(members, advantages)
+                    ],
+                )
+            )
         trainer.policy_step(groups, 1e-6)
         engine.update_weights(named_hf_tensors(model))
         seconds.append(time.monotonic() - start)
         cpu.append(time.process_time() - worked)
         tokens = sum(len(m.token_ids) for m in done)
-    return {"seconds": seconds[1:], "cpu": cpu[1:], "peak_mb": memory_mb(), "before_mb": before, "sampled": tokens, "prompt_ids": sum(map(len, prompts)) * options.group}
+    return {
+        "seconds": seconds[1:],
+        "cpu": cpu[1:],
+        "peak_mb": memory_mb(),
+        "before_mb": before,
+        "sampled": tokens,
+        "prompt_ids": sum(map(len, prompts)) * options.group,
+    }
 
 
 def theirs(options) -> dict:
@@ -117,24 +158,65 @@ def theirs(options) -> dict:
         seen.append(sum(map(len, completion_ids)))
         return [reward_of(text) for text in completions]
 
-    arguments = GRPOConfig(output_dir=str(HOME / "out"), use_cpu=True, bf16=False, per_device_train_batch_size=rows, num_generations=options.group,
-                           max_completion_length=options.length, max_steps=options.steps + 1, learning_rate=1e-6, beta=0.0, temperature=1.0, top_k=0,
-                           loss_type="dapo", epsilon_high=0.28, gradient_checkpointing=False, report_to=[], save_strategy="no", disable_tqdm=True,
-                           generation_kwargs={"min_new_tokens": options.length}, shuffle_dataset=False)
+    arguments = GRPOConfig(
+        output_dir=str(HOME / "out"),
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=rows,
+        num_generations=options.group,
+        max_completion_length=options.length,
+        max_steps=options.steps + 1,
+        learning_rate=1e-6,
+        beta=0.0,
+        temperature=1.0,
+        top_k=0,
+        loss_type="dapo",
+        epsilon_high=0.28,
+        gradient_checkpointing=False,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        generation_kwargs={"min_new_tokens": options.length},
+        shuffle_dataset=False,
+    )
     # at least as many prompts as the steps take, for the sampler to find
-    data = Dataset.from_list([{"prompt": text} for text in prompts_of(options)] * (options.steps + 1))
-    trainer = GRPOTrainer(model=model, reward_funcs=reward, args=arguments, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()])
+    data = Dataset.from_list(
+        [{"prompt": text} for text in prompts_of(options)] * (options.steps + 1)
+    )
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=arguments,
+        train_dataset=data,
+        processing_class=tokenizer,
+        callbacks=[Clock()],
+    )
     before = memory_mb()
     trainer.train()
-    return {"seconds": seconds[1:], "cpu": cpu[1:], "peak_mb": memory_mb(), "before_mb": before, "sampled": seen[-1],
-            "prompt_ids": sum(len(tokenizer(text)["input_ids"]) for text in prompts_of(options)) * options.group}
+    return {
+        "seconds": seconds[1:],
+        "cpu": cpu[1:],
+        "peak_mb": memory_mb(),
+        "before_mb": before,
+        "sampled": seen[-1],
+        "prompt_ids": sum(len(tokenizer(text)["input_ids"]) for text in prompts_of(options))
+        * options.group,
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, default=ROOT / "assets" / "nano", help="a checkpoint that both load")
-    for name, value, what in (("prompts", 16, "groups of a step"), ("group", 8, "attempts of a group"), ("length", 64, "ids of a completion"),
-                              ("steps", 4, "timed steps of a process"), ("rounds", 2, "processes of each side"), ("threads", len(os.sched_getaffinity(0)), "of torch")):
+    parser.add_argument(
+        "--model", type=Path, default=ROOT / "assets" / "nano", help="a checkpoint that both load"
+    )
+    for name, value, what in (
+        ("prompts", 16, "groups of a step"),
+        ("group", 8, "attempts of a group"),
+        ("length", 64, "ids of a completion"),
+        ("steps", 4, "timed steps of a process"),
+        ("rounds", 2, "processes of each side"),
+        ("threads", len(os.sched_getaffinity(0)), "of torch"),
+    ):
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{what} (default: {value})")
     parser.add_argument("--json", type=Path, help="write all figures there too")
     parser.add_argument("--side", choices=("ours", "theirs"), help=argparse.SUPPRESS)
@@ -146,30 +228,72 @@ def main() -> int:
     pythons = {"ours": sys.executable, "theirs": trl_python()}
     for _ in range(options.rounds):
         for side in runs:
-            done = subprocess.run([pythons[side], __file__, *sys.argv[1:], "--side", side], capture_output=True, text=True, env=os.environ | {"TOKENIZERS_PARALLELISM": "false"})
-            result = next((line for line in done.stdout.splitlines() if line.startswith("RESULT ")), None)
+            done = subprocess.run(
+                [pythons[side], __file__, *sys.argv[1:], "--side", side],
+                capture_output=True,
+                text=True,
+                env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
+            )
+            result = next(
+                (line for line in done.stdout.splitlines() if line.startswith("RESULT ")), None
+            )
             if result is None:
                 print(f"{side} failed:\n{done.stderr[-2000:]}", file=sys.stderr)
                 return 1
             runs[side].append(json.loads(result[7:]))
-    if runs["ours"][0]["sampled"] != runs["theirs"][0]["sampled"] or runs["ours"][0]["prompt_ids"] != runs["theirs"][0]["prompt_ids"]:
-        print(f"the work differs: {runs['ours'][0]['sampled']} sampled ids after {runs['ours'][0]['prompt_ids']} here, "
-              f"{runs['theirs'][0]['sampled']} after {runs['theirs'][0]['prompt_ids']} there", file=sys.stderr)
-    figures = {side: {"seconds": median(s for r in results for s in r["seconds"]),
-                      "cpu": median(s for r in results for s in r["cpu"]), "peak_mb": max(r["peak_mb"] for r in results),
-                      "above_start_mb": max(r["peak_mb"] - r["before_mb"] for r in results)} for side, results in runs.items()}
-    print(f"{options.prompts} groups of {options.group}, {options.length} sampled ids each, {options.threads} threads; load of the machine {os.getloadavg()[0]:.1f}")
+    if (
+        runs["ours"][0]["sampled"] != runs["theirs"][0]["sampled"]
+        or runs["ours"][0]["prompt_ids"] != runs["theirs"][0]["prompt_ids"]
+    ):
+        print(
+            f"the work differs: {runs['ours'][0]['sampled']} sampled ids after {runs['ours'][0]['prompt_ids']} here, "
+            f"{runs['theirs'][0]['sampled']} after {runs['theirs'][0]['prompt_ids']} there",
+            file=sys.stderr,
+        )
+    figures = {
+        side: {
+            "seconds": median(s for r in results for s in r["seconds"]),
+            "cpu": median(s for r in results for s in r["cpu"]),
+            "peak_mb": max(r["peak_mb"] for r in results),
+            "above_start_mb": max(r["peak_mb"] - r["before_mb"] for r in results),
+        }
+        for side, results in runs.items()
+    }
+    print(
+        f"{options.prompts} groups of {options.group}, {options.length} sampled ids each, {options.threads} threads; load of the machine {os.getloadavg()[0]:.1f}"
+    )
     print(f"{'':14}{'s/step':>10}{'CPU s':>10}{'peak MB':>10}{'above the start MB':>20}")
     for side, row in figures.items():
-        print(f"{ {'ours': 'nanorchestra', 'theirs': 'TRL'}[side]:14}{row['seconds']:>10.2f}{row['cpu']:>10.2f}{row['peak_mb']:>10.0f}{row['above_start_mb']:>20.0f}")
-    print(f"{'TRL / here':14}" + "".join(f"{figures['theirs'][key] / figures['ours'][key]:>{width}.1f}" for key, width in (("seconds", 10), ("cpu", 10), ("peak_mb", 10), ("above_start_mb", 20))))
+        print(
+            f"{ {'ours': 'nanorchestra', 'theirs': 'TRL'}[side]:14}{row['seconds']:>10.2f}{row['cpu']:>10.2f}{row['peak_mb']:>10.0f}{row['above_start_mb']:>20.0f}"
+        )
+    print(
+        f"{'TRL / here':14}"
+        + "".join(
+            f"{figures['theirs'][key] / figures['ours'][key]:>{width}.1f}"
+            for key, width in (
+                ("seconds", 10),
+                ("cpu", 10),
+                ("peak_mb", 10),
+                ("above_start_mb", 20),
+            )
+        )
+    )
     if options.json:
         sys.path.insert(0, str(ROOT))
-        from nanorchestra.bench import cpu_name
+        from benchmarks.engine import cpu_name
 
-        machine = {"machine": cpu_name(), "threads": options.threads, "torch": version("torch"), "transformers": version("transformers"),
-                   "trl": PACKAGES[0].partition("==")[2], "date": time.strftime("%Y-%m-%d")}
-        options.json.write_text(json.dumps(machine | {"figures": figures, "runs": runs}, indent=1) + "\n")
+        machine = {
+            "machine": cpu_name(),
+            "threads": options.threads,
+            "torch": version("torch"),
+            "transformers": version("transformers"),
+            "trl": PACKAGES[0].partition("==")[2],
+            "date": time.strftime("%Y-%m-%d"),
+        }
+        options.json.write_text(
+            json.dumps(machine | {"figures": figures, "runs": runs}, indent=1) + "\n"
+        )
     return 0
 
 

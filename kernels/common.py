@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")       # a * b + c in one rounding; Triton 3.10 would change the default
+os.environ.setdefault(
+    "TRITON_DEFAULT_FP_FUSION", "1"
+)  # a * b + c in one rounding; Triton 3.10 would change the default
 
 import torch
 import triton
 from torch import Tensor
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"      # kernels run in Python, on tensors of the CPU: for tests
+INTERPRETED = (
+    os.environ.get("TRITON_INTERPRET") == "1"
+)  # kernels run in Python, on tensors of the CPU: for tests
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-ARCHITECTURES = (80, 89, 90)                                 # A100, RTX 4090, H100 and H200
+ARCHITECTURES = (80, 89, 90)  # A100, RTX 4090, H100 and H200
 
-Config = dict[str, int]                                      # tile sizes by the kernel's own names, num_warps, num_stages
+Config = dict[str, int]  # tile sizes by the kernel's own names, num_warps, num_stages
 
 
 def architecture() -> int:
@@ -24,7 +28,9 @@ def architecture() -> int:
     arch = triton.runtime.driver.active.get_current_target().arch
     known = [a for a in ARCHITECTURES if a <= arch]
     if not known:
-        raise ValueError(f"the kernels need a GPU of compute capability 8.0 or newer (Ampere); this one has {arch / 10:.1f}")
+        raise ValueError(
+            f"the kernels need a GPU of compute capability 8.0 or newer (Ampere); this one has {arch / 10:.1f}"
+        )
     return known[-1]
 
 
@@ -39,12 +45,32 @@ def require(holds: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def check(name: str, tensor: Tensor, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...] = DTYPES, inner: int = 1) -> None:
+def check(
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+    inner: int = 1,
+) -> None:
     """ValueError unless a tensor has this shape (None: any size) and one of these dtypes, and its last `inner` dimensions are contiguous."""
-    fits = tensor.dim() == len(shape) and all(want is None or have == want for have, want in zip(tensor.shape, shape))
-    require(fits, f"{name} has shape {tuple(tensor.shape)}; expected [{', '.join('*' if n is None else str(n) for n in shape)}]")
-    require(tensor.dtype in dtypes, f"{name} is {tensor.dtype}; expected {' or '.join(map(str, dtypes))}")
+    fits = tensor.dim() == len(shape) and all(
+        want is None or have == want for have, want in zip(tensor.shape, shape)
+    )
+    require(
+        fits,
+        f"{name} has shape {tuple(tensor.shape)}; expected [{', '.join('*' if n is None else str(n) for n in shape)}]",
+    )
+    require(
+        tensor.dtype in dtypes,
+        f"{name} is {tensor.dtype}; expected {' or '.join(map(str, dtypes))}",
+    )
     stride = 1
-    for size, step in zip(reversed(tensor.shape[tensor.dim() - inner :]), reversed(tensor.stride()[tensor.dim() - inner :])):
-        require(size == 1 or step == stride, f"{name} has strides {tensor.stride()}; its last {inner} dimensions must be contiguous")
+    for size, step in zip(
+        reversed(tensor.shape[tensor.dim() - inner :]),
+        reversed(tensor.stride()[tensor.dim() - inner :]),
+    ):
+        require(
+            size == 1 or step == stride,
+            f"{name} has strides {tensor.stride()}; its last {inner} dimensions must be contiguous",
+        )
         stride *= size

@@ -18,13 +18,25 @@ from torch import Tensor
 from kernels.common import Config, check, pick, require
 from kernels.decode_shared import attend, shared_splits
 
-SPLIT = 256                                              # keys a program: a change changes the bits of every result
-CONFIGS = {arch: {"SPLIT": SPLIT, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3} for arch in (80, 89, 90)}
-TILE_BYTES = 16384                                       # of K in flight a stage; BLOCK_N shrinks where D or the dtype is wide
+SPLIT = 256  # keys a program: a change changes the bits of every result
+CONFIGS = {
+    arch: {"SPLIT": SPLIT, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3} for arch in (80, 89, 90)
+}
+TILE_BYTES = 16384  # of K in flight a stage; BLOCK_N shrinks where D or the dtype is wide
 
 
-def decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, lengths: Tensor, *, max_length: int,
-                     groups: Tensor | None = None, out: Tensor | None = None, config: Config | None = None) -> Tensor:
+def decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    *,
+    max_length: int,
+    groups: Tensor | None = None,
+    out: Tensor | None = None,
+    config: Config | None = None,
+) -> Tensor:
     """q [B, H, D], caches [pages, Hkv, page_size, D], tables int32 [B, max_pages], lengths int32 [B] -> out [B, H, D].
 
     Row b sees the first lengths[b] <= max_length keys of the pages in tables[b]; with none its output is 0. max_length sets the grid, so
@@ -46,14 +58,37 @@ def decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor
     partial = torch.empty((rows, splits, heads, dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((rows, splits, heads), dtype=torch.float32, device=q.device)
     launch = {"num_warps": chosen["num_warps"], "num_stages": chosen["num_stages"]}
-    shape = {"G": heads // kv_heads, "HKV": kv_heads, "D": dim, "PAGE": page_size, "SPLIT": split, "BLOCK_N": block}
+    shape = {
+        "G": heads // kv_heads,
+        "HKV": kv_heads,
+        "D": dim,
+        "PAGE": page_size,
+        "SPLIT": split,
+        "BLOCK_N": block,
+    }
     if groups is not None:
         shared_splits(q, k_cache, v_cache, tables, groups, partial, lse, shape)
     count = 0 if groups is None else groups.shape[0]
     _own_splits[(rows, kv_heads, splits)](
-        q, k_cache, v_cache, tables, lengths, groups, partial, lse, q.stride(0), tables.stride(0), count,
-        GROUPS=triton.next_power_of_2(count) if count else 0, ROWS=triton.next_power_of_2(heads // kv_heads), **shape, **launch)
-    _merge[(rows, heads)](partial, lse, lengths, out, splits, H=heads, D=dim, SPLIT=split, BLOCK=16, num_warps=4)
+        q,
+        k_cache,
+        v_cache,
+        tables,
+        lengths,
+        groups,
+        partial,
+        lse,
+        q.stride(0),
+        tables.stride(0),
+        count,
+        GROUPS=triton.next_power_of_2(count) if count else 0,
+        ROWS=triton.next_power_of_2(heads // kv_heads),
+        **shape,
+        **launch,
+    )
+    _merge[(rows, heads)](
+        partial, lse, lengths, out, splits, H=heads, D=dim, SPLIT=split, BLOCK=16, num_warps=4
+    )
     return out
 
 
@@ -66,38 +101,88 @@ def check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor) -> 
     check("v_cache", v_cache, tuple(k_cache.shape), (q.dtype,), inner=4)
     check("tables", tables, (None, None), (torch.int32,))
     _, kv_heads, page_size, _ = k_cache.shape
-    require(heads % kv_heads == 0, f"{heads} query heads; expected a multiple of the cache's {kv_heads}")
-    require(dim in (16, 32, 64, 128, 256), f"head_dim is {dim}; expected a power of two from 16 to 256")
-    require(page_size in (16, 32, 64, 128, 256), f"page_size is {page_size}; expected a power of two from 16 to 256")
+    require(
+        heads % kv_heads == 0, f"{heads} query heads; expected a multiple of the cache's {kv_heads}"
+    )
+    require(
+        dim in (16, 32, 64, 128, 256), f"head_dim is {dim}; expected a power of two from 16 to 256"
+    )
+    require(
+        page_size in (16, 32, 64, 128, 256),
+        f"page_size is {page_size}; expected a power of two from 16 to 256",
+    )
     return kv_heads, page_size
 
 
 @triton.jit
-def _own_splits(q, k_cache, v_cache, tables, lengths, groups, partial, lse, q_stride, table_stride, count,
-                GROUPS: tl.constexpr, ROWS: tl.constexpr, G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-                SPLIT: tl.constexpr, BLOCK_N: tl.constexpr):
+def _own_splits(
+    q,
+    k_cache,
+    v_cache,
+    tables,
+    lengths,
+    groups,
+    partial,
+    lse,
+    q_stride,
+    table_stride,
+    count,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    G: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     first, length = split * SPLIT, tl.load(lengths + row)
     if first >= length:
         return
-    if GROUPS > 0:                                       # the row's group, if any, has done its shared splits
+    if GROUPS > 0:  # the row's group, if any, has done its shared splits
         group = tl.arange(0, GROUPS)
         start = tl.load(groups + group * 3, mask=group < count, other=0)
         members = tl.load(groups + group * 3 + 1, mask=group < count, other=0)
         shared = tl.load(groups + group * 3 + 2, mask=group < count, other=0)
         if first < tl.sum(tl.where((row >= start) & (row < start + members), shared, 0), 0):
             return
-    member = tl.arange(0, ROWS)                          # query heads of this kv head
+    member = tl.arange(0, ROWS)  # query heads of this kv head
     columns = tl.arange(0, D)[None, :]
-    queries = tl.load(q + row * q_stride + (head * G + member[:, None]) * D + columns, mask=member[:, None] < G, other=0.0)
-    mean, log_sum = attend(queries, k_cache, v_cache, tables + row * table_stride, head, first, tl.minimum(first + SPLIT, length), HKV, PAGE, BLOCK_N)
+    queries = tl.load(
+        q + row * q_stride + (head * G + member[:, None]) * D + columns,
+        mask=member[:, None] < G,
+        other=0.0,
+    )
+    mean, log_sum = attend(
+        queries,
+        k_cache,
+        v_cache,
+        tables + row * table_stride,
+        head,
+        first,
+        tl.minimum(first + SPLIT, length),
+        HKV,
+        PAGE,
+        BLOCK_N,
+    )
     at = (row * tl.num_programs(2) + split) * (HKV * G) + head * G + member
     tl.store(partial + at[:, None] * D + columns, mean, mask=member[:, None] < G)
     tl.store(lse + at, log_sum, mask=member < G)
 
 
 @triton.jit
-def _merge(partial, lse, lengths, out, splits, H: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
+def _merge(
+    partial,
+    lse,
+    lengths,
+    out,
+    splits,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """out[row, head] = the mean of its splits' values, weighted by their sums of exponentials, BLOCK splits at a time."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     count = tl.cdiv(tl.load(lengths + row), SPLIT)
@@ -107,7 +192,9 @@ def _merge(partial, lse, lengths, out, splits, H: tl.constexpr, D: tl.constexpr,
         split = start + tl.arange(0, BLOCK)
         at = (row * splits + split) * H + head
         log_sums = tl.load(lse + at, mask=split < count, other=-1e30)
-        values = tl.load(partial + at[:, None] * D + columns[None, :], mask=split[:, None] < count, other=0.0)
+        values = tl.load(
+            partial + at[:, None] * D + columns[None, :], mask=split[:, None] < count, other=0.0
+        )
         higher = tl.maximum(peak, tl.max(log_sums, 0))
         weights = tl.exp2(log_sums - higher)
         shrink = tl.exp2(peak - higher)
@@ -117,11 +204,22 @@ def _merge(partial, lse, lengths, out, splits, H: tl.constexpr, D: tl.constexpr,
     tl.store(out + (row * H + head) * D + columns, acc / tl.where(total > 0, total, 1.0))
 
 
-def reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, lengths: Tensor) -> Tensor:
+def reference(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, lengths: Tensor
+) -> Tensor:
     out = torch.zeros_like(q)
     for row, length in enumerate(lengths.tolist()):
         pages = tables[row, : -(-length // k_cache.shape[2])]
-        k, v = (cache[pages].transpose(0, 1).flatten(1, 2)[:, :length].repeat_interleave(q.shape[1] // cache.shape[1], 0)
-                for cache in (k_cache, v_cache))         # [H, length, D]
-        out[row] = torch.einsum("hn,hnd->hd", torch.softmax(torch.einsum("hd,hnd->hn", q[row], k) / q.shape[2] ** 0.5, -1), v)
+        k, v = (
+            cache[pages]
+            .transpose(0, 1)
+            .flatten(1, 2)[:, :length]
+            .repeat_interleave(q.shape[1] // cache.shape[1], 0)
+            for cache in (k_cache, v_cache)
+        )  # [H, length, D]
+        out[row] = torch.einsum(
+            "hn,hnd->hd",
+            torch.softmax(torch.einsum("hd,hnd->hn", q[row], k) / q.shape[2] ** 0.5, -1),
+            v,
+        )
     return out

@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import compiler
 
-SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448}      # bytes a block may have
+SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448}  # bytes a block may have
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,12 @@ class Driver:
         self.launcher_cls = lambda source, metadata: lambda *args, **kwargs: None
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": SHARED_MEMORY[self.arch], "multiprocessor_count": 132, "warpSize": 32, "max_num_regs": 65536}
+        return {
+            "max_shared_mem": SHARED_MEMORY[self.arch],
+            "multiprocessor_count": 132,
+            "warpSize": 32,
+            "max_num_regs": 65536,
+        }
 
     def load_binary(self, name: str, cubin: bytes, shared: int, device: int) -> tuple[Any, ...]:
         registers, stack = _usage(cubin)
@@ -81,5 +86,8 @@ def _usage(cubin: bytes) -> tuple[int, int]:
         file.write(cubin)
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        found = re.search(r"REG:(\d+) STACK:(\d+)", subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        found = re.search(
+            r"REG:(\d+) STACK:(\d+)",
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout,
+        )
     return int(found[1]), int(found[2])

@@ -44,26 +44,42 @@ class Plan:
     keys: Work
 
 
-def plan(spans: Iterable[Sequence[int]], device: torch.device | str, dtype: torch.dtype, block: int | None = None) -> Plan:
+def plan(
+    spans: Iterable[Sequence[int]],
+    device: torch.device | str,
+    dtype: torch.dtype,
+    block: int | None = None,
+) -> Plan:
     """Work for attention of this dtype over spans (start, end, key_start, key_end) that cover the pack. ValueError if they make no sense."""
     spans = _checked(spans)
     covered = sum(s.end - s.start for s in spans if s.causal)
-    require(covered == max((max(s.end, s.key_end) for s in spans), default=0), "not every token of the pack is in one causal span")
+    require(
+        covered == max((max(s.end, s.key_end) for s in spans), default=0),
+        "not every token of the pack is in one causal span",
+    )
     block_of = lambda configs, name: block or settings(configs, dtype)[name]
-    return Plan(work_of_queries(spans, block_of(CONFIGS, "BLOCK_M"), device), work_of_queries(spans, block_of(QUERY_CONFIGS, "BLOCK_M"), device),
-                work_of_keys(spans, block_of(KEY_CONFIGS, "BLOCK_N"), device))
+    return Plan(
+        work_of_queries(spans, block_of(CONFIGS, "BLOCK_M"), device),
+        work_of_queries(spans, block_of(QUERY_CONFIGS, "BLOCK_M"), device),
+        work_of_keys(spans, block_of(KEY_CONFIGS, "BLOCK_N"), device),
+    )
 
 
 def varlen_spans(cu_seqlens: Sequence[int]) -> list[Span]:
     """Sequences without common beginnings; sequence i is tokens cu_seqlens[i] .. cu_seqlens[i + 1]. Empty ones have no span."""
     require(len(cu_seqlens) > 0 and cu_seqlens[0] == 0, "cu_seqlens must begin with 0")
-    require(all(start <= end for start, end in pairwise(cu_seqlens)), "cu_seqlens must not decrease")
+    require(
+        all(start <= end for start, end in pairwise(cu_seqlens)), "cu_seqlens must not decrease"
+    )
     return [Span(start, end, start, end) for start, end in pairwise(cu_seqlens) if start < end]
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
     """q [T, H, D], k and v [T, Hkv, D] -> [T, H, D], differentiable. ValueError unless the plan covers T tokens."""
-    require(plan.queries.tokens == len(q), f"the plan covers {plan.queries.tokens} tokens; q has {len(q)}")
+    require(
+        plan.queries.tokens == len(q),
+        f"the plan covers {plan.queries.tokens} tokens; q has {len(q)}",
+    )
     return _FlashAttention.apply(q.contiguous(), k.contiguous(), v.contiguous(), plan)
 
 
@@ -80,33 +96,65 @@ class _FlashAttention(torch.autograd.Function):
         return *flash_backward(grad, *ctx.saved_tensors, ctx.plan.queries, ctx.plan.keys), None
 
 
-def work_of_queries(spans: Iterable[Sequence[int]], block: int, device: torch.device | str = "cpu") -> Work:
+def work_of_queries(
+    spans: Iterable[Sequence[int]], block: int, device: torch.device | str = "cpu"
+) -> Work:
     """Items are blocks of queries. The spans need not cover anything."""
-    return _work(_checked(spans), block, device, lambda s: (s.start, s.end),
-                 lambda first, last, s: (min(s.key_end, last) if s.causal else s.key_end) - s.key_start)
+    return _work(
+        _checked(spans),
+        block,
+        device,
+        lambda s: (s.start, s.end),
+        lambda first, last, s: (min(s.key_end, last) if s.causal else s.key_end) - s.key_start,
+    )
 
 
-def work_of_keys(spans: Iterable[Sequence[int]], block: int, device: torch.device | str = "cpu") -> Work:
+def work_of_keys(
+    spans: Iterable[Sequence[int]], block: int, device: torch.device | str = "cpu"
+) -> Work:
     """Items are blocks of keys."""
-    return _work(_checked(spans), block, device, lambda s: (s.key_start, s.key_end),
-                 lambda first, last, s: s.end - (max(s.start, first) if s.causal else s.start))
+    return _work(
+        _checked(spans),
+        block,
+        device,
+        lambda s: (s.key_start, s.key_end),
+        lambda first, last, s: s.end - (max(s.start, first) if s.causal else s.start),
+    )
 
 
 def _checked(spans: Iterable[Sequence[int]]) -> list[Span]:
     """In the order of their keys, which is the order in which a query sees its prefixes and then itself."""
     spans = sorted((Span(*span) for span in spans), key=lambda s: (s.key_start, s.start))
     for span in spans:
-        require(0 <= span.start < span.end < 2**31 and 0 <= span.key_start < span.key_end < 2**31, f"{span} is empty or out of range")
-        require(not span.causal or span.end == span.key_end, f"{span} is causal, so its queries and keys must end together")
+        require(
+            0 <= span.start < span.end < 2**31 and 0 <= span.key_start < span.key_end < 2**31,
+            f"{span} is empty or out of range",
+        )
+        require(
+            not span.causal or span.end == span.key_end,
+            f"{span} is causal, so its queries and keys must end together",
+        )
     return spans
 
 
-def _work(spans: list[Span], block: int, device: torch.device | str, piece: Callable[[Span], tuple[int, int]],
-          pairs: Callable[[int, int, Span], int]) -> Work:
+def _work(
+    spans: list[Span],
+    block: int,
+    device: torch.device | str,
+    piece: Callable[[Span], tuple[int, int]],
+    pairs: Callable[[int, int, Span], int],
+) -> Work:
     """Cuts the union of the spans' pieces into blocks, and lists for each block the spans whose piece touches it; longest blocks first."""
-    require(block >= 16 and block & (block - 1) == 0, f"block is {block}; expected a power of two, at least 16")
+    require(
+        block >= 16 and block & (block - 1) == 0,
+        f"block is {block}; expected a power of two, at least 16",
+    )
     roots = _roots(spans)
-    blocks = [(first, min(first + block, end)) for start, end in _runs(map(piece, spans), roots) for first in range(start, end, block)]
+    blocks = [
+        (first, min(first + block, end))
+        for start, end in _runs(map(piece, spans), roots)
+        for first in range(start, end, block)
+    ]
     firsts = [first for first, _ in blocks]
     touching: list[list[Span]] = [[] for _ in blocks]
     for span in spans:
@@ -115,12 +163,16 @@ def _work(spans: list[Span], block: int, device: torch.device | str, piece: Call
         while index < len(blocks) and firsts[index] < end:
             touching[index].append(span)
             index += 1
-    lengths = [sum(pairs(*edges, span) for span in touched) for edges, touched in zip(blocks, touching)]
+    lengths = [
+        sum(pairs(*edges, span) for span in touched) for edges, touched in zip(blocks, touching)
+    ]
     items, visits = [], []
     for index in sorted(range(len(blocks)), key=lambda i: -lengths[i]):
         items.append((*blocks[index], len(visits), len(visits) + len(touching[index])))
         visits += touching[index]
-    as_table = [torch.tensor(rows, dtype=torch.int32).reshape(-1, 4).to(device) for rows in (items, visits)]
+    as_table = [
+        torch.tensor(rows, dtype=torch.int32).reshape(-1, 4).to(device) for rows in (items, visits)
+    ]
     return Work(*as_table, block, max((max(s.end, s.key_end) for s in spans), default=0))
 
 

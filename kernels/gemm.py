@@ -21,11 +21,24 @@ from kernels.common import Config, check, pick
 CONFIGS = {
     80: {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP": 8, "num_warps": 4, "num_stages": 4},
     89: {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP": 8, "num_warps": 4, "num_stages": 3},
-    90: {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP": 8, "num_warps": 8, "num_stages": 3},
+    90: {
+        "BLOCK_M": 128,
+        "BLOCK_N": 128,
+        "BLOCK_K": 64,
+        "GROUP": 8,
+        "num_warps": 8,
+        "num_stages": 3,
+    },
 }
 
 
-def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None, config: Config | None = None) -> Tensor:
+def invariant_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    config: Config | None = None,
+) -> Tensor:
     """x [M, K], weight [N, K], bias [N], of one dtype -> x W^T + bias [M, N]: summed in fp32, rounded once."""
     check("x", x, (None, None), inner=2)
     (m, k), n = x.shape, len(weight)
@@ -44,16 +57,30 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out:
 
 
 @triton.jit(do_not_specialize=["M"])
-def _invariant_kernel(x, weight, bias, out, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+def _invariant_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    M,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     tiles_m = tl.cdiv(M, BLOCK_M)
     tile, in_band = tl.program_id(0), GROUP * tl.cdiv(N, BLOCK_N)
-    above = tile // in_band * GROUP                          # tiles of rows before this band of them
+    above = tile // in_band * GROUP  # tiles of rows before this band of them
     height = tl.minimum(tiles_m - above, GROUP)
     rows = (above + tile % in_band % height) * BLOCK_M + tl.arange(0, BLOCK_M)
     outputs = tile % in_band // height * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_K)
     x += rows[:, None].to(tl.int64) * K + columns[None, :]
-    weight += tl.minimum(outputs, N - 1)[None, :].to(tl.int64) * K + columns[:, None]       # beyond N the last again, which is not stored
+    weight += (
+        tl.minimum(outputs, N - 1)[None, :].to(tl.int64) * K + columns[:, None]
+    )  # beyond N the last again, which is not stored
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, K, BLOCK_K):
         left = tl.load(x + k, (rows[:, None] < M) & (columns[None, :] < K - k), 0.0)
@@ -62,7 +89,9 @@ def _invariant_kernel(x, weight, bias, out, M, N, K, BLOCK_M: tl.constexpr, BLOC
     if bias is not None:
         total += tl.load(bias + outputs, outputs < N, 0.0).to(tl.float32)[None, :]
     place = rows[:, None].to(tl.int64) * N + outputs[None, :]
-    tl.store(out + place, total.to(out.dtype.element_ty), (rows[:, None] < M) & (outputs[None, :] < N))
+    tl.store(
+        out + place, total.to(out.dtype.element_ty), (rows[:, None] < M) & (outputs[None, :] < N)
+    )
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -32,15 +32,17 @@ def exponential(seeds, positions, ids):
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13) ^ (key >> 32).to(tl.uint32)) * 0xC2B2AE35
     x = x ^ (x >> 16)
-    w = (x.to(tl.float32) + 0.5) * 2.3283062977608182e-10                    # the fp32 below 2^-32, lest w be 1 where x rounds up to 2^32
-    series = w * (1.0 + w * (0.5 + w * 0.33333333))                          # for 1 - w would lose the digits of a small w
+    w = (
+        x.to(tl.float32) + 0.5
+    ) * 2.3283062977608182e-10  # the fp32 below 2^-32, lest w be 1 where x rounds up to 2^32
+    series = w * (1.0 + w * (0.5 + w * 0.33333333))  # for 1 - w would lose the digits of a small w
     return tl.where(w < 0.015625, series, -tl.log(1.0 - w))
 
 
 def reference(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """seeds and positions int64 [B] -> E of the ids 0..vocab-1 from the same integers, float64 [B, vocab]."""
     key = _mixed(_mixed(seeds + (0x9E3779B97F4A7C15 - 2**64)) ^ positions)[:, None]
-    x = (torch.arange(vocab, device=seeds.device) + key) & 0xFFFFFFFF        # [B, vocab]
+    x = (torch.arange(vocab, device=seeds.device) + key) & 0xFFFFFFFF  # [B, vocab]
     x = (x ^ x >> 16) * 0x85EBCA6B & 0xFFFFFFFF
     x = (x ^ x >> 13 ^ _shifted(key, 32)) * 0xC2B2AE35 & 0xFFFFFFFF
     w = ((x ^ x >> 16).float() + 0.5).double() * 2.3283062977608182e-10
@@ -54,4 +56,4 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
-    return (x >> by) & ((1 << 64 - by) - 1)                                  # int64 has no logical shift of its own
+    return (x >> by) & ((1 << 64 - by) - 1)  # int64 has no logical shift of its own

@@ -25,8 +25,17 @@ CONFIGS = {
 
 
 def norm_rope_store(
-    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, eps: float,
-    out: Tensor | None = None, config: Config | None = None,
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    eps: float,
+    out: Tensor | None = None,
+    config: Config | None = None,
 ) -> Tensor:
     """q [T, H, D], normed and rotated; k, likewise, and v of token t go to page slots[t] // page_size, offset slots[t] % page_size of the caches.
 
@@ -36,10 +45,16 @@ def norm_rope_store(
     check("k_cache", k_cache, (None, None, None, None), (qkv.dtype,), inner=4)
     check("v_cache", v_cache, tuple(k_cache.shape), (qkv.dtype,), inner=4)
     Hkv, page_size, D = k_cache.shape[1:]
-    require(D in (16, 32, 64, 128, 256), f"the caches have heads of {D} elements; supported are 16, 32, 64, 128 and 256")
+    require(
+        D in (16, 32, 64, 128, 256),
+        f"the caches have heads of {D} elements; supported are 16, 32, 64, 128 and 256",
+    )
     check("qkv", qkv, (None, None))
     T, H = qkv.shape[0], qkv.shape[1] // D - 2 * Hkv
-    require(H >= 1 and qkv.shape[1] % D == 0, f"qkv has {qkv.shape[1]} columns; expected (H + 2 * {Hkv}) * {D} with H >= 1")
+    require(
+        H >= 1 and qkv.shape[1] % D == 0,
+        f"qkv has {qkv.shape[1]} columns; expected (H + 2 * {Hkv}) * {D} with H >= 1",
+    )
     for name, weight in ("q_weight", q_weight), ("k_weight", k_weight):
         check(name, weight, (D,))
     for name, table in ("cos", cos), ("sin", sin):
@@ -50,29 +65,68 @@ def norm_rope_store(
     config = pick(CONFIGS, config)
     heads = min(max(1, config["TILE"] // D), triton.next_power_of_2(H + 2 * Hkv))
     _norm_rope_store[(T * triton.cdiv(H + 2 * Hkv, heads),)](
-        qkv, q_weight, k_weight, cos, sin, k_cache, v_cache, slots, out, qkv.stride(0), eps,
-        H, Hkv, D, page_size, heads, num_warps=config["num_warps"],
+        qkv,
+        q_weight,
+        k_weight,
+        cos,
+        sin,
+        k_cache,
+        v_cache,
+        slots,
+        out,
+        qkv.stride(0),
+        eps,
+        H,
+        Hkv,
+        D,
+        page_size,
+        heads,
+        num_warps=config["num_warps"],
     )
     return out
 
 
 @triton.jit
 def _norm_rope_store(
-    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, q_ptr, stride, eps,
-    H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
+    qkv_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slots_ptr,
+    q_ptr,
+    stride,
+    eps,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
     programs = tl.cdiv(H + 2 * HKV, HEADS)  # of one token
     token = (tl.program_id(0) // programs).to(tl.int64)
     slot = tl.load(slots_ptr + token)
-    head = (tl.program_id(0) % programs * HEADS + tl.arange(0, HEADS))[:, None]     # [HEADS, 1]: first those of q, then k, then v
+    head = (tl.program_id(0) % programs * HEADS + tl.arange(0, HEADS))[
+        :, None
+    ]  # [HEADS, 1]: first those of q, then k, then v
     col = tl.arange(0, D // 2)[None, :]
-    is_q, is_k, is_v = head < H, (head >= H) & (head < H + HKV), (head >= H + HKV) & (head < H + 2 * HKV)
+    is_q, is_k, is_v = (
+        head < H,
+        (head >= H) & (head < H + HKV),
+        (head >= H + HKV) & (head < H + 2 * HKV),
+    )
 
     x_ptr = qkv_ptr + token * stride + head * D + col
-    x1 = tl.load(x_ptr, head < H + 2 * HKV, 0.0).to(tl.float32)                     # [HEADS, D / 2]
+    x1 = tl.load(x_ptr, head < H + 2 * HKV, 0.0).to(tl.float32)  # [HEADS, D / 2]
     x2 = tl.load(x_ptr + D // 2, head < H + 2 * HKV, 0.0).to(tl.float32)
-    weight1 = tl.where(is_q, tl.load(q_weight_ptr + col), tl.load(k_weight_ptr + col)).to(tl.float32)
-    weight2 = tl.where(is_q, tl.load(q_weight_ptr + D // 2 + col), tl.load(k_weight_ptr + D // 2 + col)).to(tl.float32)
+    weight1 = tl.where(is_q, tl.load(q_weight_ptr + col), tl.load(k_weight_ptr + col)).to(
+        tl.float32
+    )
+    weight2 = tl.where(
+        is_q, tl.load(q_weight_ptr + D // 2 + col), tl.load(k_weight_ptr + D // 2 + col)
+    ).to(tl.float32)
     cos = tl.load(cos_ptr + token * (D // 2) + col)
     sin = tl.load(sin_ptr + token * (D // 2) + col)
 
@@ -84,18 +138,31 @@ def _norm_rope_store(
     tl.store(q_ptr + (token * H + head) * D + D // 2 + col, y2, is_q)
     if slot >= 0:
         kv_head = (head - H) % HKV
-        place = ((slot // PAGE * HKV + kv_head) * PAGE + slot % PAGE) * D + col     # int64, as slots are
+        place = (
+            (slot // PAGE * HKV + kv_head) * PAGE + slot % PAGE
+        ) * D + col  # int64, as slots are
         tl.store(k_cache_ptr + place, y1, is_k)
         tl.store(k_cache_ptr + place + D // 2, y2, is_k)
         tl.store(v_cache_ptr + place, x1, is_v)
         tl.store(v_cache_ptr + place + D // 2, x2, is_v)
 
 
-def reference(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def reference(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_heads: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """(q [T, H, D], k [T, Hkv, D], v [T, Hkv, D])"""
     D = q_weight.shape[0]
-    q, k, v = (x.unflatten(1, (-1, D)) for x in qkv.split((qkv.shape[1] - 2 * kv_heads * D, kv_heads * D, kv_heads * D), dim=1))
-    cos, sin = torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]              # [T, 1, D]
+    q, k, v = (
+        x.unflatten(1, (-1, D))
+        for x in qkv.split((qkv.shape[1] - 2 * kv_heads * D, kv_heads * D, kv_heads * D), dim=1)
+    )
+    cos, sin = torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]  # [T, 1, D]
 
     def normed_rotated(x: Tensor, weight: Tensor) -> Tensor:
         x = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight

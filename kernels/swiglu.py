@@ -37,26 +37,41 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor, config: Config | None = None)
     check("grad", grad, (T, F), (gate_up.dtype,), inner=2)
     out = torch.empty(T, 2 * F, dtype=gate_up.dtype, device=gate_up.device)
     config = pick(CONFIGS, config)
-    _swiglu_backward[(T * triton.cdiv(F, config["BLOCK"]),)](grad, gate_up, out, gate_up.stride(0), F, **config)
+    _swiglu_backward[(T * triton.cdiv(F, config["BLOCK"]),)](
+        grad, gate_up, out, gate_up.stride(0), F, **config
+    )
     return out
 
 
 def _check(gate_up: Tensor) -> tuple[int, int]:
     check("gate_up", gate_up, (None, None))
     T, width = gate_up.shape
-    require(width >= 2 and width % 2 == 0, f"gate_up has {width} columns; expected an even number of at least 2")
+    require(
+        width >= 2 and width % 2 == 0,
+        f"gate_up has {width} columns; expected an even number of at least 2",
+    )
     return T, width // 2
 
 
 # for training: swiglu_train(gate_up) is swiglu with a gradient
-swiglu_train = torch.library.custom_op("nanorchestra::swiglu", swiglu, mutates_args=(), schema="(Tensor gate_up) -> Tensor")
+swiglu_train = torch.library.custom_op(
+    "nanorchestra::swiglu", swiglu, mutates_args=(), schema="(Tensor gate_up) -> Tensor"
+)
 _backward = torch.library.custom_op(
-    "nanorchestra::swiglu_backward", swiglu_backward, mutates_args=(), schema="(Tensor grad, Tensor gate_up) -> Tensor")
+    "nanorchestra::swiglu_backward",
+    swiglu_backward,
+    mutates_args=(),
+    schema="(Tensor grad, Tensor gate_up) -> Tensor",
+)
 
-swiglu_train.register_fake(lambda gate_up: gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2))
+swiglu_train.register_fake(
+    lambda gate_up: gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+)
 _backward.register_fake(lambda grad, gate_up: gate_up.new_empty(gate_up.shape))
 swiglu_train.register_autograd(
-    lambda ctx, grad: _backward(grad.contiguous(), *ctx.saved_tensors), setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+    lambda ctx, grad: _backward(grad.contiguous(), *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
 
 
 @triton.jit

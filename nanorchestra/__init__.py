@@ -6,7 +6,13 @@ The public names are imported on first use, so that the parts that need no torch
 from importlib import import_module
 from typing import Any
 
-_HOMES = {"Engine": "engine", "Completion": "engine", "SamplingParams": "engine", "load_model": "weights", "chat": "chat"}
+_HOMES = {
+    "Engine": "engine.engine",
+    "Completion": "engine.request",
+    "SamplingParams": "engine.request",
+    "load_model": "model.weights",
+    "chat": "model.chat",
+}
 __all__ = list(_HOMES)
 
 
@@ -14,4 +20,4 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(f"{__name__}.{_HOMES[name]}")
-    return module if name == _HOMES[name] else getattr(module, name)
+    return module if name == "chat" else getattr(module, name)

@@ -10,8 +10,12 @@ import os
 import random
 import signal
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")       # before numpy: the interpreter's small products spend 100 times longer on two threads
-signal.signal(signal.SIGINT, signal.default_int_handler)   # a job in a shell's background ignores it, and what it starts would too
+os.environ.setdefault(
+    "OPENBLAS_NUM_THREADS", "1"
+)  # before numpy: the interpreter's small products spend 100 times longer on two threads
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # a job in a shell's background ignores it, and what it starts would too
 
 import pytest
 import torch
@@ -21,7 +25,13 @@ if not torch.cuda.is_available():
     import kernel_interpreter  # noqa: F401  (teaches the interpreter bfloat16)
 
 
-TIMINGS = {"seconds", "tokens_per_s", "phase_seconds", "mfu", "memory_mb"}        # of a metrics row: the machine's, not the run's
+TIMINGS = {
+    "seconds",
+    "tokens_per_s",
+    "phase_seconds",
+    "mfu",
+    "memory_mb",
+}  # of a metrics row: the machine's, not the run's
 
 
 @pytest.fixture
@@ -39,23 +49,34 @@ def _one_thread():
 
 @pytest.fixture(scope="session")
 def sandbox():
-    from nanorchestra.sandbox import Sandbox
+    from nanorchestra.tools.sandbox import Sandbox
+
     with Sandbox() as box:
         yield box
 
 
 @pytest.fixture(scope="session")
 def nano_tokenizer(sandbox):
-    from data_gen import World, texts
-    from nanorchestra.tokenizer import train_bpe
+    from nanorchestra.model.tokenizer import train_bpe
+    from worlds.miniature.world import World, texts
+
     return train_bpe(texts(World(0), 60, sandbox), 700)
 
 
 @pytest.fixture
 def nano_model(nano_tokenizer):
-    from nanorchestra.model import PRESETS, Qwen3
-    shape = dataclasses.replace(PRESETS["nano"], vocab_size=704, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
-                                head_dim=16, eos_token_ids=tuple(nano_tokenizer.eos_ids))
+    from nanorchestra.model.qwen3 import PRESETS, Qwen3
+
+    shape = dataclasses.replace(
+        PRESETS["nano"],
+        vocab_size=704,
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        eos_token_ids=tuple(nano_tokenizer.eos_ids),
+    )
     model = Qwen3(shape)
     model.init_weights(0)
     return model
@@ -67,25 +88,49 @@ def make_training(tmp_path, sandbox, monkeypatch, nano_model, nano_tokenizer):
     resume=True: where its last checkpoint left it."""
     import train as program
     from nanorchestra.config import load_config, to_toml
-    from nanorchestra.distributed import Ranks
-    from nanorchestra.metrics import Run
-    from nanorchestra.weights import named_hf_tensors, save_checkpoint
+    from nanorchestra.model.weights import named_hf_tensors, save_checkpoint
+    from nanorchestra.report.run import Run
+    from nanorchestra.training.ranks import Ranks
 
     save_checkpoint(nano_model, nano_tokenizer, tmp_path / "model", dtype=torch.float32)
     score = program.score
 
     def rewarded(task, trajectory):
         draw = random.Random(trajectory.seed)
-        score(task, trajectory).reward, trajectory.outcome = draw.random(), float(draw.random() < 0.5)
+        score(task, trajectory).reward, trajectory.outcome = (
+            draw.random(),
+            float(draw.random() < 0.5),
+        )
         return trajectory
 
     monkeypatch.setattr(program, "score", rewarded)
-    monkeypatch.setattr(program, "write_report", lambda path: None)           # it takes its time
-    small = ["--run.root", str(tmp_path), "--run.threads", "1", "--model.path", str(tmp_path / "model"), "--warm_start.steps", "0", "--grpo.prompts", "2", "--grpo.group_size", "2",
-             "--grpo.bounds", "task", "--rollout.turn_tokens", "12", "--run.checkpoint_every", "2"]
+    monkeypatch.setattr(program, "write_report", lambda path: None)  # it takes its time
+    small = [
+        "--run.root",
+        str(tmp_path),
+        "--run.threads",
+        "1",
+        "--model.path",
+        str(tmp_path / "model"),
+        "--warm_start.steps",
+        "0",
+        "--grpo.prompts",
+        "2",
+        "--grpo.group_size",
+        "2",
+        "--grpo.bounds",
+        "task",
+        "--rollout.turn_tokens",
+        "12",
+        "--run.checkpoint_every",
+        "2",
+    ]
 
     def make(name, *overrides, resume=False):
-        config = load_config(tmp_path / name / "config.toml" if resume else None, () if resume else [*small, "--run.name", name, *overrides])
+        config = load_config(
+            tmp_path / name / "config.toml" if resume else None,
+            () if resume else [*small, "--run.name", name, *overrides],
+        )
         run = Run.open(tmp_path / name) if resume else Run.create(tmp_path / name, to_toml(config))
         training = program.Training(config, run, sandbox, Ranks())
         training.phase = "grpo"
@@ -99,7 +144,10 @@ def make_training(tmp_path, sandbox, monkeypatch, nano_model, nano_tokenizer):
 
 def steps_of(training):
     """The rows of metrics.jsonl without the times."""
-    return [{key: value for key, value in row.items() if key not in TIMINGS} for row in training.run.rows("metrics")]
+    return [
+        {key: value for key, value in row.items() if key not in TIMINGS}
+        for row in training.run.rows("metrics")
+    ]
 
 
 class Stop:

@@ -11,7 +11,11 @@ import numpy as np
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-_dot, _cast, _binary = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl, InterpreterBuilder.binary_op
+_dot, _cast, _binary = (
+    InterpreterBuilder.create_dot,
+    InterpreterBuilder.cast_impl,
+    InterpreterBuilder.binary_op,
+)
 
 
 def _widened(handle) -> np.ndarray:
@@ -49,7 +53,15 @@ def binary_op(self, left, right, op):
     if left.dtype.scalar != tl.bfloat16:
         return _binary(self, left, right, op)
     result = op(_widened(left), _widened(right))
-    return TensorHandle(result, tl.int1) if result.dtype == np.bool_ else TensorHandle(_rounded(result), tl.bfloat16)
+    return (
+        TensorHandle(result, tl.int1)
+        if result.dtype == np.bool_
+        else TensorHandle(_rounded(result), tl.bfloat16)
+    )
 
 
-InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl, InterpreterBuilder.binary_op = create_dot, cast_impl, binary_op
+InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl, InterpreterBuilder.binary_op = (
+    create_dot,
+    cast_impl,
+    binary_op,
+)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-from nanorchestra.cache import PageCache, PageTable
-from nanorchestra.request import Request, SamplingParams
-from nanorchestra.scheduler import Plan, Scheduler
+from nanorchestra.engine.cache import PageCache, PageTable
+from nanorchestra.engine.request import Request, SamplingParams
+from nanorchestra.engine.scheduler import Plan, Scheduler
 
 
 class FakePool:
@@ -27,11 +27,14 @@ class FakePool:
     def write(self, table: PageTable, ids: list[int], start: int, count: int) -> None:
         root, versions = self.versions.get(table, (None, []))
         if root != table.root:
-            versions = [self.cache.version] * start                   # found in the cache, and so by these weights
+            versions = [self.cache.version] * start  # found in the cache, and so by these weights
         versions = (versions + [self.cache.version] * start)[:start] + [self.cache.version] * count
         self.versions[table] = (table.root, versions)
         for p in range(start, start + count):
-            self.slots[table.pages[p // self.cache.page_size], p % self.cache.page_size] = (tuple(versions[: p + 1]), tuple(ids[: p + 1]))
+            self.slots[table.pages[p // self.cache.page_size], p % self.cache.page_size] = (
+                tuple(versions[: p + 1]),
+                tuple(ids[: p + 1]),
+            )
 
     def remember(self, tables) -> None:
         """New weights are to come, and these tables keep what they have."""
@@ -45,9 +48,15 @@ class FakePool:
 
     def assert_reads(self, table: PageTable, ids: list[int], length: int) -> None:
         """What is read through the table is the sequence's own history: no stale weights, nobody else's tokens."""
-        versions = [self.cache.version] * length if table.root == self.cache.root or not length else self.versions[table][1]
+        versions = (
+            [self.cache.version] * length
+            if table.root == self.cache.root or not length
+            else self.versions[table][1]
+        )
         for p in range(length):
-            stored = self.slots.get((table.pages[p // self.cache.page_size], p % self.cache.page_size))
+            stored = self.slots.get(
+                (table.pages[p // self.cache.page_size], p % self.cache.page_size)
+            )
             expected = (tuple(versions[: p + 1]), tuple(ids[: p + 1]))
             assert stored == expected, f"position {p} holds {stored}, not its history {expected}"
 
@@ -69,11 +78,22 @@ class World:
         self.done: dict[int, str] = {}
         self._ids = itertools.count()
 
-    def submit(self, ids: list[int], max_tokens: int = 4, table: PageTable | None = None, session: int = -1) -> Request:
+    def submit(
+        self, ids: list[int], max_tokens: int = 4, table: PageTable | None = None, session: int = -1
+    ) -> Request:
         limit = min(len(ids) + max_tokens, self.cache.num_pages * self.cache.page_size + 1)
-        request = Request(next(self._ids), list(ids), SamplingParams(max_tokens=max_tokens), limit, frozenset(), prompt_tokens=len(ids),
-                          table=table if table is not None else PageTable(), keeps_pages=table is not None,
-                          resumed=bool(table and table.pages), session=session)
+        request = Request(
+            next(self._ids),
+            list(ids),
+            SamplingParams(max_tokens=max_tokens),
+            limit,
+            frozenset(),
+            prompt_tokens=len(ids),
+            table=table if table is not None else PageTable(),
+            keeps_pages=table is not None,
+            resumed=bool(table and table.pages),
+            session=session,
+        )
         self.requests.append(request)
         self.scheduler.add(request)
         return request
@@ -90,13 +110,17 @@ class World:
         plan = self.scheduler.plan()
         self.scheduler.check()
         chunks = [(r, len(r.ids) - 1, 1) for r in plan.decodes] + plan.prefills
-        assert sum(count for _, _, count in chunks) <= self.scheduler.max_batch_tokens, "the step is larger than its budget"
+        assert sum(count for _, _, count in chunks) <= self.scheduler.max_batch_tokens, (
+            "the step is larger than its budget"
+        )
         assert len({r.id for r, _, _ in chunks}) == len(chunks), "a request is in a step twice"
         assert not {r for r, _ in plan.forks} & {r for r, _, _ in chunks}, "a fork computes too"
         assert not {r.id for r in plan.requests} & self.done.keys(), "a step serves who has ended"
         self.pool.copy(plan.copies)
         for request, start, count in chunks:
-            assert count > 0 and start == request.table.written, "a chunk does not begin where the KV ends"
+            assert count > 0 and start == request.table.written, (
+                "a chunk does not begin where the KV ends"
+            )
             self.pool.write(request.table, request.ids, start, count)
         for request, start, count in chunks:
             self.pool.assert_reads(request.table, request.ids, start + count)
@@ -108,7 +132,12 @@ class World:
             reason = request.accept(policy(request.ids), 0.0)
             if reason:
                 self.finish(request, reason)
-        self.log.append(([r.id for r in plan.decodes], [(r.id, start, count) for r, start, count in plan.prefills]))
+        self.log.append(
+            (
+                [r.id for r in plan.decodes],
+                [(r.id, start, count) for r, start, count in plan.prefills],
+            )
+        )
         self.scheduler.check()
         return plan
 

@@ -1,0 +1,1 @@
+"""The multi-turn tool loop, and what decides its turns."""

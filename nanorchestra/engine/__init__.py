@@ -1,0 +1,1 @@
+"""Paged inference: requests, scheduling, the KV cache, sampling."""

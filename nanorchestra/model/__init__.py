@@ -1,0 +1,1 @@
+"""The Qwen3 decoder, its checkpoints, tokenizer and chat format."""

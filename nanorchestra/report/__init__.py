@@ -1,0 +1,1 @@
+"""The run directory, its plots and its page."""

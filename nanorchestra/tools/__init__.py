@@ -1,0 +1,1 @@
+"""What the orchestrator's tools run on: the sandbox, the index, experts."""

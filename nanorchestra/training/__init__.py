@@ -1,0 +1,1 @@
+"""The GRPO trainer: packing, objectives, ranks, checkpoints."""

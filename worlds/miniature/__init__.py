@@ -1,0 +1,1 @@
+"""The small world that a CPU learns."""
