@@ -6,7 +6,6 @@
     torchrun --nproc-per-node 8 train.py --config FILE     the same on several ranks, of one machine or many
     python train.py --config FILE --dry-run                any run in small, on CPUs
     python train.py --rollouts 4 --model.path runs/nano/model --run.name seen      four steps of rollouts, written in full, and no training
-    python train.py --replay runs/seen                     trains on them
     python train.py --rollouts 4 --rollout.endpoint URL --rollout.model NAME --run.name big      rollouts of a model behind an endpoint, to be imitated:
     python train.py --warm_start.trajectories runs/big
 
@@ -29,7 +28,6 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -63,13 +61,19 @@ from nanorchestra.report.run import Run, table
 from nanorchestra.report.watch import Watch, needed, peak_memory_mb
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.checkpoint import Checkpoints
-from nanorchestra.training.curriculum import Curriculum
 from nanorchestra.training.overlap import beside, running
 from nanorchestra.training.plan import GB, peak_flops, plan
 from nanorchestra.training.ranks import Ranks, shard_model
-from nanorchestra.training.replay import Batch, SavedRollouts, batches, from_row, to_row
 from nanorchestra.training.trainer import Group, Schedule, Trainer
-from nanorchestra.training.trajectories import load_kept, take, tally
+from nanorchestra.training.trajectories import (
+    Batch,
+    batches,
+    from_row,
+    load_kept,
+    take,
+    tally,
+    to_row,
+)
 from reward import POLICY, PRICES
 from worlds.miniature.world import describe
 from worlds.practice import Practice
@@ -174,13 +178,6 @@ class Training:
         self.best: dict[str, Any] | None = None  # measure, step and value of what model-best/ has
         self.skipped = 0  # steps in a row that were left out, not being finite
         self.ahead: Sampled | None = None  # the next step's rollout, made already
-        self.saved = (
-            SavedRollouts(
-                rollout.replay, config, self.tokenizer, model.config.max_position_embeddings
-            )
-            if rollout.replay
-            else None
-        )
         self.started = time.monotonic()
 
     def _model(self) -> tuple[Qwen3, Tokenizer]:
@@ -385,14 +382,11 @@ class Training:
         schedule = Schedule(
             section.learning_rate, section.steps, section.warmup_steps, section.final_fraction
         )
-        rollout, overlap, saved = (
+        rollout, overlap = (
             self._rollout(self.config.rollout.temperature),
-            self.config.rollout.overlap and not self.saved,
-            None,
+            self.config.rollout.overlap,
         )
         steps = section.steps
-        if self.saved:
-            steps, saved = min(steps, len(self.saved)), islice(self.saved, self.step, None)
         later, threads = (
             copy.copy(self),
             torch.get_num_threads(),
@@ -405,7 +399,7 @@ class Training:
             start, later.step, coming = time.monotonic(), self.step + 1, None
             self.engine.wake()
             tasks, trajectories, groups, filtered, retried = self.ahead or self._sample(
-                next(saved) if saved else self._attempted(rollout)
+                self._attempted(rollout)
             )
             if overlap and later.step < steps:
                 coming = beside(lambda: later._sample(later._attempted(rollout)), self.ranks.device)
@@ -442,16 +436,10 @@ class Training:
             )
             done = time.monotonic()
             self.step += 1
-            curriculum = (
-                {"curriculum": self.practice.curriculum.weights()}
-                if self.practice.curriculum
-                else {}
-            )
             row = {
                 **self._measured("grpo", tasks, trajectories, done - start),
                 **_plain(metrics),
                 "filtered": filtered,
-                **curriculum,
                 "phase_seconds": {
                     "rollout": rolled - start,
                     "train": trained - rolled,
@@ -555,8 +543,6 @@ class Training:
 
     def _note_logprobs(self, groups: list[Group], trajectories: list[Trajectory]) -> None:
         """Puts the trainer's log-probabilities on these trajectories, from whichever rank has them."""
-        for trajectory in trajectories:
-            trajectory.trainer_logprobs = []  # a replayed one has those of its first time
         wanted = {id(trajectory) for trajectory in trajectories}
         samples = [
             sample
@@ -645,7 +631,7 @@ class Training:
                 first = start + self.step * section.prompts
             fresh = [
                 task
-                for task in self.practice.prompts(section.prompts, first)
+                for task in self.practice.tasks(section.prompts, first)
                 for _ in range(section.group_size)
             ]
             place = f"{self.step}/{again}" if again else f"{self.step}"
@@ -852,7 +838,6 @@ class Training:
             "offsets": self.run.offsets() if self.ranks.first else {},
             "optimizer": self.trainer.optimizer_kind,
             "reference": self.trainer.reference is not None,
-            "curriculum": self.practice.curriculum and dataclasses.asdict(self.practice.curriculum),
             "ahead": self.ahead
             and {
                 "rows": [to_row(*pair) for pair in zip(*self.ahead[:2])],
@@ -892,9 +877,6 @@ class Training:
                         notes["ahead"]["retried"],
                     )
                 )
-            self.practice.curriculum = self.practice.curriculum and Curriculum(
-                **notes["curriculum"]
-            )  # which has learnt from those ahead, once
         if self.ranks.first:
             self.run.truncate(notes["offsets"] if notes else {"metrics": 0, "trajectories": 0})
             where = (
@@ -915,9 +897,7 @@ class Training:
         if self.phase == "warm_start":
             if self.ranks.device.type == "cuda":
                 self.engine.sleep()  # until the first evaluation
-            if not self.saved and not self.warm_start(
-                stop
-            ):  # saved rollouts are of the weights that the run starts from
+            if not self.warm_start(stop):
                 return False
             self.before = self.evaluate("before")
             if (
@@ -1098,12 +1078,6 @@ def main(arguments: list[str]) -> int:
         help="make N steps' rollouts with the weights as they are, write them in full, train nothing",
     )
     parser.add_argument(
-        "--replay",
-        type=Path,
-        metavar="RUN",
-        help="train on the rollouts of that run instead of new ones; its config.toml is the default",
-    )
-    parser.add_argument(
         "--plan",
         action="store_true",
         help="print memory by part and time by phase, and what to change if it does not fit; train nothing",
@@ -1134,17 +1108,6 @@ def main(arguments: list[str]) -> int:
                     f"--rollouts: {known.rollouts}; it must be the number of steps to make, at least 1"
                 )
             overrides = ["--rollout.only", str(known.rollouts), *overrides]
-        if known.replay:
-            known.config = known.config or Run.open(known.replay).path / "config.toml"
-            overrides = [
-                "--rollout.replay",
-                str(known.replay),
-                "--rollout.only",
-                "0",
-                "--run.name",
-                f"{known.replay.name}-replay",
-                *overrides,
-            ]
         config, run, resumed = open_run(
             find_config(known.config), overrides, known.resume, known.dry_run
         )

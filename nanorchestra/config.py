@@ -72,7 +72,6 @@ class WorldSection:
 class TaskSection:
     world: str = "miniature"  # or domains (small, made at once), a directory that data_gen.py wrote, a .jsonl of tau2 tasks; or "miniature=0.9, data/=0.1"
     experts: int = 3  # that each task of a directory or a file offers, simulated
-    curriculum: float = 0.0  # least weight of tasks whose kind always, or never, succeeds, where those at 50% weigh 1; 0: all weigh the same
 
 
 @dataclass(frozen=True)
@@ -163,7 +162,6 @@ class RolloutSection:
     context: str = "append"  # one growing session; or (rebuild) a prompt composed afresh each turn (rebuild.py), and every turn its own sample
     overlap: bool = False  # make the next step's rollout while the trainer works, by weights one update old: needs grpo.importance_cap
     only: int = 0  # make so many steps' rollouts, record all of them and train nothing; 0: train
-    replay: str = ""  # a run whose recorded rollouts are trained on instead of new ones
     endpoint: str = ""  # base URL of an OpenAI-compatible server: with `only`, its model makes the attempts instead (endpoint.py)
     model: str = ""  # its name there
     input_usd_per_million: float = 0.0  # what the server's tokens cost
@@ -415,10 +413,6 @@ def _apply(config: Config, values: dict[str, Any], source: str) -> Config:
         raise UserError(
             f"{source}: rollout.overlap is true, so attempts come from weights one update old; grpo.importance_cap is 0, it must be at least 1 (2, say) to correct for it"
         )
-    if config.rollout.only and config.rollout.replay:
-        raise UserError(
-            f"{source}: rollout.only is {config.rollout.only} and rollout.replay {config.rollout.replay!r}; a run makes rollouts or trains on saved ones"
-        )
     if 0 < config.rollout.pages * config.rollout.page_size < config.rollout.context_tokens:
         raise UserError(
             f"{source}: rollout.pages is {config.rollout.pages}; of {config.rollout.page_size} tokens each they must hold one attempt at least: "
@@ -459,8 +453,7 @@ def _check(source: str, section: str, key: str, value: Any) -> None:
             raise UserError(f"{source}: {section}.{key} is 0; it must be above 0")
     if (
         key.endswith(("_share", "_fraction"))
-        or key
-        in ("hold", "sensible", "heedful", "quits", "keep_outcome", "curriculum", "avoid_favourite")
+        or key in ("hold", "sensible", "heedful", "quits", "keep_outcome", "avoid_favourite")
     ) and value > 1:
         raise UserError(f"{source}: {section}.{key} is {value}; it must lie in 0..1")
 

@@ -44,8 +44,6 @@ SMALL = [
     "3",
     "--task.world",
     "miniature=0.7, domains=0.3",
-    "--task.curriculum",
-    "0.2",
     "--rollout.turns",
     "2",
     "--rollout.turn_tokens",

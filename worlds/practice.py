@@ -1,7 +1,6 @@
 """What a run practises on and what it learns from an attempt: tasks and lessons of the worlds in `task.world`, rewards, advantages, groups.
 
-Nothing here computes with a model. A task is a function of its place in the mixture (or of the curriculum's draw), so that every rank, and a
-resumed run, has the same.
+Nothing here computes with a model. A task is a function of its place in the mixture, so that every rank, and a resumed run, has the same.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from nanorchestra.model import chat
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.tools.sandbox import Sandbox
-from nanorchestra.training.curriculum import Curriculum
 from nanorchestra.training.lessons import as_session, as_turns
 from nanorchestra.training.objectives import (
     group_advantages,
@@ -54,11 +52,6 @@ class Practice:
         self.domains = {
             name: open_world(name, config) for name in self.mixture.weights if name != MINIATURE
         }
-        self.curriculum = (
-            Curriculum(seed, config.task.curriculum, warm_start.steps * warm_start.prompts)
-            if config.task.curriculum
-            else None
-        )
         self.habits = {
             "sensible": warm_start.sensible,
             "heedful": warm_start.heedful,
@@ -73,19 +66,6 @@ class Practice:
             self.domains.get(name, self.miniature).task("train", number)
             for name, number in self.mixture.places(count, start)
         ]
-
-    def prompts(self, count: int, start: int) -> list[Task]:
-        """The tasks of a rollout: those of the places from `start` on, or those that the curriculum draws."""
-
-        def task(place: int) -> Task:
-            return self.tasks(1, place)[0]
-
-        places = (
-            self.curriculum.draw(count, lambda place: bucket(task(place)))
-            if self.curriculum
-            else range(start, start + count)
-        )
-        return [task(place) for place in places]
 
     @property
     def has_miniature(self) -> bool:
@@ -192,10 +172,6 @@ class Practice:
         for start in range(0, len(tasks), size):
             members, task = trajectories[start : start + size], tasks[start]
             valid = [member.status != "infrastructure" for member in members]
-            if self.curriculum and any(valid):
-                self.curriculum.learn(
-                    bucket(task), [member.outcome for member, ok in zip(members, valid) if ok]
-                )
             cut = [
                 section.drop_overlong and member.status in ("token_limit", "turn_limit")
                 for member in members
@@ -304,9 +280,3 @@ def open_world(name: str, config: Config) -> toolscale.ToolScaleWorld:
             f"task.world: there is no world {name!r}; it must be {MINIATURE}, {DOMAINS}, a directory that data_gen.py wrote, or a .jsonl file of tau2 tasks"
         )
     return toolscale.load_world(name, config.run.seed, config.task.experts)
-
-
-def bucket(task: Task) -> str:
-    """What the curriculum takes together: tasks of a kind, or a domain, of the same difficulty."""
-    data = task.data
-    return f"{data['kind']} {data['difficulty'] if 'difficulty' in data else data['task'].get('level', '')}".rstrip()

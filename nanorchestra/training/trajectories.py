@@ -6,6 +6,7 @@ well formed, the best of each task. Only sampled ids are ever learnt from.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from collections import Counter
@@ -15,12 +16,14 @@ from typing import Any, TypeVar
 
 from nanorchestra.errors import UserError
 from nanorchestra.model.tokenizer import Tokenizer
-from nanorchestra.records import Trajectory, Turn
+from nanorchestra.records import Preference, Task, ToolCall, ToolResult, Trajectory, Turn
 from nanorchestra.training.objectives import turn_shares
-from nanorchestra.training.replay import PHASES
 from nanorchestra.training.trainer import Sample
 
 T = TypeVar("T")
+PHASES = ("rollouts", "grpo")  # rows of trajectories.jsonl that are attempts at training tasks
+# The attempts of one rollout, each beside its task, groups together; and how many were retried.
+Batch = tuple[list[Task], list[Trajectory], int]
 FIELDS = {
     "task_id": str,
     "phase": str,
@@ -41,6 +44,35 @@ NAMES = {
     bool: "true or false",
     float: "a number",
 }
+
+
+def to_row(task: Task, trajectory: Trajectory) -> dict[str, Any]:
+    """Returns the task and the trajectory as one JSON object."""
+    return dataclasses.asdict(trajectory) | {"task": dataclasses.asdict(task)}
+
+
+def from_row(row: dict[str, Any]) -> tuple[Task, Trajectory]:
+    """Returns the arguments of the `to_row` that made `row`."""
+    task = row["task"] | {"preference": Preference(**row["task"]["preference"])}
+    values = {field.name: row[field.name] for field in dataclasses.fields(Trajectory)}
+    values["turns"] = [
+        Turn(
+            **turn
+            | {
+                "calls": [ToolCall(**call) for call in turn["calls"]],
+                "results": [ToolResult(**result) for result in turn["results"]],
+            }
+        )
+        for turn in row["turns"]
+    ]
+    return Task(**task), Trajectory(**values)
+
+
+def batches(pairs: list[tuple[Task, Trajectory]], size: int, retried: int = 0) -> Iterator[Batch]:
+    """Yields a step's attempts in rollouts of `size`; a step that sampled again had several."""
+    for start in range(0, len(pairs), size):
+        tasks, trajectories = map(list, zip(*pairs[start : start + size], strict=True))
+        yield tasks, trajectories, 0 if start else retried
 
 
 def contexts(trajectory: Trajectory) -> list[tuple[int, int, int]]:

@@ -71,7 +71,7 @@ def test_held_out_are_the_miniatures_tasks_and_those_of_the_domains_apart(monkey
         def task(self, split, number):
             return (split, number)
 
-    monkeypatch.setattr("practice.open_world", lambda name, config: Domains())
+    monkeypatch.setattr("worlds.practice.open_world", lambda name, config: Domains())
 
     def practice(text):
         return Practice(load_config(None, ["--task.world", text]), sandbox=None)
