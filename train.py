@@ -75,6 +75,7 @@ from nanorchestra.training.trajectories import (
     to_row,
 )
 from reward import POLICY, PRICES
+from worlds.miniature.induction import draft_induction
 from worlds.miniature.world import describe
 from worlds.practice import Practice
 
@@ -186,7 +187,7 @@ class Training:
         def build(shape: ModelConfig, seed: int | None = None) -> Qwen3:
             model = Qwen3(shape)
             if seed is not None:
-                model.init_weights(seed)
+                draft_induction(model, model.init_weights(seed))
             if adapter.rank:
                 model.to(
                     self.dtype

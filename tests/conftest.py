@@ -66,6 +66,7 @@ def nano_tokenizer(sandbox):
 @pytest.fixture
 def nano_model(nano_tokenizer):
     from nanorchestra.model.qwen3 import PRESETS, Qwen3
+    from worlds.miniature.induction import draft_induction
 
     shape = dataclasses.replace(
         PRESETS["nano"],
@@ -78,7 +79,7 @@ def nano_model(nano_tokenizer):
         eos_token_ids=tuple(nano_tokenizer.eos_ids),
     )
     model = Qwen3(shape)
-    model.init_weights(0)
+    draft_induction(model, model.init_weights(0))
     return model
 
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from nanorchestra.errors import UserError
 from nanorchestra.files import write_whole
 from nanorchestra.model.qwen3 import Qwen3
+from nanorchestra.model.sharded import fill, whole
 from nanorchestra.model.weights import hf_parts
-from nanorchestra.training.ranks import fill, whole
 
 
 class LoRALinear(nn.Module):

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanorchestra.errors import UserError
-from nanorchestra.model.induction import draft_induction
 from nanorchestra.model.ops import (
     Attend,
     apply_rope,
@@ -347,12 +346,11 @@ class Qwen3(nn.Module):
         """[vocab, hidden]."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
-    def init_weights(self, seed: int) -> None:
+    def init_weights(self, seed: int) -> torch.Generator:
         """Normal weights of std `initializer_range`, zero biases, norms of 1; the same for a seed on every device and dtype.
 
-        The two projections into the residual stream are smaller by sqrt(2 * layers), as in GPT-2 (Radford et al. 2019, section 2.3).
-        Two departures let a small model find out sooner how to copy from its prompt. q_norm and k_norm start at 1.3: at 1 no score can
-        pass sqrt(head_dim), which spreads the attention of a small head over hundreds of keys. And induction.py drafts what copying takes.
+        The two projections into the residual stream are divided by sqrt(2 * layers), as in GPT-2
+        (Radford et al. 2019, section 2.3). Returns the generator, for draws that follow.
         """
         generator = torch.Generator("cpu").manual_seed(seed)
         residual = (2 * self.config.num_hidden_layers) ** -0.5
@@ -361,7 +359,7 @@ class Qwen3(nn.Module):
                 if name.endswith("bias"):
                     parameter.zero_()
                 elif parameter.dim() == 1:
-                    parameter.fill_(1.3 if name.endswith(("q_norm", "k_norm")) else 1.0)
+                    parameter.fill_(1.0)
                 else:
                     scale = (
                         residual if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
@@ -372,7 +370,7 @@ class Qwen3(nn.Module):
                             0.0, self.config.initializer_range * scale, generator=generator
                         )
                     )
-            draft_induction(self, generator)
+        return generator
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """tokens and positions int64 [T] -> hidden states after the final norm [T, hidden]."""

@@ -31,7 +31,7 @@ from nanorchestra.model.quantise import (
     replace_linear,
 )
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3, eos_ids
-from nanorchestra.training.ranks import first_row, is_sharded, whole
+from nanorchestra.model.sharded import first_row, is_sharded, whole
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanorchestra.training.ranks import first_row, is_sharded, like, local, whole
+from nanorchestra.model.sharded import first_row, is_sharded, like, local, whole
 
 NEWTON_SCHULZ = (
     3.4445,

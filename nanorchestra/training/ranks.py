@@ -19,13 +19,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from nanorchestra.errors import UserError
 
 if TYPE_CHECKING:  # slow to import, and one process does without
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
 
     from nanorchestra.model.qwen3 import Qwen3
 
@@ -318,49 +316,3 @@ def shard_model(
         layer.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([layer])
     return model
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor, of which this rank holds a part."""
-    return hasattr(tensor, "device_mesh")
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds: the tensor itself if it is not sharded."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
-
-
-def like(tensor: DTensor, part: Tensor) -> DTensor:
-    """The sharded tensor of which `part`, on the device of the mesh, is this rank's part; it is divided as `tensor` is."""
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        part,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
-
-
-def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """All of a sharded tensor, on every rank, on the device of its mesh, without gradient; cast before it travels. Others where they are."""
-    tensor = tensor.detach()
-    if not is_sharded(tensor):
-        return tensor if dtype is None else tensor.to(dtype)
-    return like(tensor, tensor.to_local().to(tensor.device_mesh.device_type, dtype)).full_tensor()
-
-
-def fill(tensor: Tensor, value: Tensor) -> None:
-    """Writes all of `value` into a tensor that may be sharded: each rank its part, cast to its dtype."""
-    with torch.no_grad():
-        held = local(tensor.detach())
-        first = first_row(tensor) if is_sharded(tensor) else 0
-        held.copy_(value[first : first + len(held)])
-
-
-def first_row(tensor: DTensor) -> int:
-    """Where this rank's part begins in the first dimension of a tensor that fully_shard has divided: as torch.chunk divides."""
-    shards = tensor.device_mesh["shard"]
-    return min(shards.get_local_rank() * -(-tensor.shape[0] // shards.size()), tensor.shape[0])

@@ -20,12 +20,13 @@ from torch import Tensor
 from nanorchestra.model import lora
 from nanorchestra.model.ops import Segment, packed_attention
 from nanorchestra.model.qwen3 import Qwen3
+from nanorchestra.model.sharded import is_sharded, local
 from nanorchestra.records import Trajectory
 from nanorchestra.training import objectives as grpo
 from nanorchestra.training.logprobs import full_kl, token_logprobs
 from nanorchestra.training.optimizers import Muon
 from nanorchestra.training.plan import model_flops
-from nanorchestra.training.ranks import Ranks, is_sharded, local, shard_model
+from nanorchestra.training.ranks import Ranks, shard_model
 
 SHARED_IDS = 16  # samples share what they have in common if it is at least so long: a shorter segment costs more than it saves
 

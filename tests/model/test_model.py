@@ -1,14 +1,13 @@
 """The decoder against transformers' Qwen3ForCausalLM on random weights, and the reading of config.json."""
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nanorchestra.errors import UserError
-from nanorchestra.model.ops import Segment, packed_attention, rope_frequencies, segment_attention
+from nanorchestra.model.ops import Segment, packed_attention, rope_frequencies
 from nanorchestra.model.qwen3 import PRESETS, ModelConfig, Qwen3
 from nanorchestra.model.weights import load_model
 
@@ -162,50 +161,6 @@ def test_rotary_frequencies_are_those_of_transformers(scaling, theta):
     frequencies, factor = rope_frequencies(128, theta, scaling, TINY["max_position_embeddings"])
     assert torch.equal(frequencies, embedding.inv_freq)
     assert factor == embedding.attention_scaling
-
-
-def initial_attention(tokens):
-    """Layer -> [heads, query, key]: where nano looks before any training."""
-    model, weights, count = Qwen3(PRESETS["nano"]), {}, len(tokens)
-    model.init_weights(0)
-
-    def attend(layer, q, k, v):
-        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(4, 1)) / q.shape[-1] ** 0.5
-        weights[layer] = scores.masked_fill(
-            torch.ones(count, count).triu(1).bool(), -torch.inf
-        ).softmax(-1)
-        return segment_attention([Segment(0, count)], q, k, v)
-
-    with torch.no_grad():
-        model(tokens, torch.arange(300, 300 + count), attend)
-    return weights
-
-
-def test_some_heads_start_by_looking_back():
-    weights = initial_attention(
-        torch.randint(0, 896, (100,), generator=torch.Generator().manual_seed(0))
-    )[0][:, 50:]
-    for head in range(4):
-        back = weights[head].gather(
-            1, torch.arange(50, 100)[:, None] - torch.arange(8)
-        )  # [query, offset]
-        assert back.mean(0).argmax() == head + 1 and back.mean(0).max() > 0.7
-    assert weights[4:].max(-1).values.mean() < 0.5
-
-
-def test_two_heads_start_by_looking_for_what_followed_the_same_ids_before():
-    once = torch.randperm(896, generator=torch.Generator().manual_seed(0))[:60]
-    weights = initial_attention(once.repeat(2))[1]
-    queries = torch.arange(70, 119)
-    followed = weights[:, queries, queries - 59].mean(1)  # a uniform look gives 0.01
-    assert followed[:2].min() > 1.5 * followed[2:].max(), followed
-
-
-def test_models_too_small_for_induction_start_from_random_weights():
-    for changes in (dict(num_hidden_layers=1), dict(head_dim=4)):
-        model = Qwen3(replace(PRESETS["nano"], **changes))
-        model.init_weights(0)
-        assert abs(model.embed_tokens.weight.std() / 0.02 - 1) < 0.02
 
 
 def test_initial_weights_depend_on_the_seed_only():

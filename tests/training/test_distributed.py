@@ -23,10 +23,11 @@ from safetensors.torch import load_file
 from nanorchestra.errors import UserError
 from nanorchestra.model.lora import adapters, add_adapters, merge, reset, save_adapter
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
+from nanorchestra.model.sharded import fill, whole
 from nanorchestra.model.weights import DTYPES, load_model, named_hf_tensors, save_checkpoint
 from nanorchestra.training.checkpoint import Checkpoints
 from nanorchestra.training.optimizers import Muon
-from nanorchestra.training.ranks import Ranks, fill, shard_model, whole
+from nanorchestra.training.ranks import Ranks, shard_model
 from nanorchestra.training.trainer import Group, Sample, Trainer, balance, split_groups
 
 VOCAB = 90

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+# q_norm and k_norm at the start. At 1.0 no attention score exceeds sqrt(head_dim), so a small head
+# spreads its attention over hundreds of keys.
+NORM = 1.3
 FAST = 3  # rotations that tell one offset from the next,
 FAST_NORM = 2.5  # their weight in q_norm and k_norm of the first layer,
 LOOK_BACK = 5.0  # and the strength of looking back, in units of the random weights
@@ -27,8 +30,16 @@ COPIERS = 2  # how many heads copy: the first matches one id, the second two,
 COPY = 4.0  # and how loud they are
 
 
+@torch.no_grad()
 def draft_induction(model, generator: torch.Generator) -> None:
-    """Writes the circuit into the weights of a Qwen3 with at least two layers and rotations slow enough; leaves other models as they are."""
+    """Write the circuit into a model that Qwen3.init_weights has filled, and set its q_norm and k_norm.
+
+    `generator` is the one that init_weights returns. The circuit needs two layers and slow enough
+    rotations; other models only get the norms.
+    """
+    for block in model.layers:
+        block.self_attn.q_norm.fill_(NORM)
+        block.self_attn.k_norm.fill_(NORM)
     config, frequencies = model.config, model._rope_frequencies[torch.device("cpu")]
     slow = (torch.cat((frequencies, frequencies)) * DISTANCE < 1).nonzero()[:, 0]
     if config.num_hidden_layers < 2 or not len(slow) or len(frequencies) < FAST:

@@ -1,0 +1,65 @@
+"""Reads and writes tensors that may be sharded over ranks: DTensors that FSDP2 divides by rows.
+
+Every function also takes a plain tensor, which counts as held whole by every rank.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:  # slow to import; one process does without it
+    from torch.distributed.tensor import DTensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return True for a DTensor, of which this rank holds some rows."""
+    return hasattr(tensor, "device_mesh")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the rows that this rank holds; a plain tensor itself."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def like(tensor: DTensor, part: Tensor) -> DTensor:
+    """Return the DTensor, divided as `tensor` is, of which this rank holds `part`."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        part,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Gather all rows on every rank, on the mesh's device, detached; cast to dtype before the gather.
+
+    All ranks must call it together. A plain tensor stays on its device.
+    """
+    tensor = tensor.detach()
+    if not is_sharded(tensor):
+        return tensor if dtype is None else tensor.to(dtype)
+    return like(tensor, tensor.to_local().to(tensor.device_mesh.device_type, dtype)).full_tensor()
+
+
+@torch.no_grad()
+def fill(tensor: Tensor, value: Tensor) -> None:
+    """Copy `value`, the whole tensor, into `tensor`: each rank takes its own rows, cast to dtype."""
+    held = local(tensor.detach())
+    first = first_row(tensor)
+    held.copy_(value[first : first + len(held)])
+
+
+def first_row(tensor: Tensor) -> int:
+    """Return the index of this rank's first row, by the division of torch.chunk; 0 if not sharded."""
+    if not is_sharded(tensor):
+        return 0
+    shards = tensor.device_mesh["shard"]
+    return min(shards.get_local_rank() * -(-tensor.shape[0] // shards.size()), tensor.shape[0])

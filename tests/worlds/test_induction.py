@@ -1,0 +1,43 @@
+"""The drafted induction circuit: heads that look back, heads that find earlier occurrences."""
+
+from __future__ import annotations
+
+import torch
+
+from nanorchestra.model.ops import Segment, segment_attention
+from nanorchestra.model.qwen3 import PRESETS, Qwen3
+from worlds.miniature.induction import draft_induction
+
+
+def initial_attention(tokens):
+    """Layer -> [heads, query, key]: the attention weights of nano before any training."""
+    model, weights, count = Qwen3(PRESETS["nano"]), {}, len(tokens)
+    draft_induction(model, model.init_weights(0))
+
+    def attend(layer, q, k, v):
+        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(4, 1)) / q.shape[-1] ** 0.5
+        future = torch.ones(count, count).triu(1).bool()
+        weights[layer] = scores.masked_fill(future, -torch.inf).softmax(-1)
+        return segment_attention([Segment(0, count)], q, k, v)
+
+    with torch.no_grad():
+        model(tokens, torch.arange(300, 300 + count), attend)
+    return weights
+
+
+def test_some_heads_start_by_looking_back():
+    tokens = torch.randint(0, 896, (100,), generator=torch.Generator().manual_seed(0))
+    weights = initial_attention(tokens)[0][:, 50:]
+    offsets = torch.arange(50, 100)[:, None] - torch.arange(8)  # [query, offset]
+    for head in range(4):
+        back = weights[head].gather(1, offsets)
+        assert back.mean(0).argmax() == head + 1 and back.mean(0).max() > 0.7
+    assert weights[4:].max(-1).values.mean() < 0.5
+
+
+def test_two_heads_start_by_looking_for_what_followed_the_same_ids_before():
+    once = torch.randperm(896, generator=torch.Generator().manual_seed(0))[:60]
+    weights = initial_attention(once.repeat(2))[1]
+    queries = torch.arange(70, 119)
+    followed = weights[:, queries, queries - 59].mean(1)  # uniform attention gives 0.01
+    assert followed[:2].min() > 1.5 * followed[2:].max(), followed
