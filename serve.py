@@ -489,27 +489,14 @@ def answer_all(repl: Repl, lines: Iterable[str], echo: bool) -> int:
 
 
 def open_engine(path: Path, quantise: str | None = None) -> tuple[Engine, Tokenizer]:
-    """An engine for one conversation at a time, on all ranks if `torchrun` has started several: only rank 0 returns then."""
-
-    def settings(config) -> dict[str, int]:
-        context = min(config.max_position_embeddings, MAX_CONTEXT)
-        return {
-            "num_pages": -(-context // PAGE) + 1,
-            "page_size": PAGE,
-            "max_running": 1,
-            "max_context": context,
-        }
-
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        import torch
-
-        from nanorchestra.engine.parallel import open_parallel
-        from nanorchestra.model.weights import read_config
-
-        device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
-        return open_parallel(path, device, dtype, quantise, **settings(read_config(path)))
+    """Opens an engine for one conversation at a time."""
     model, tokenizer = load_policy(path, quantise)
-    return Engine(model, tokenizer, **settings(model.config)), tokenizer
+    context = min(model.config.max_position_embeddings, MAX_CONTEXT)
+    pages = -(-context // PAGE) + 1
+    engine = Engine(
+        model, tokenizer, num_pages=pages, page_size=PAGE, max_running=1, max_context=context
+    )
+    return engine, tokenizer
 
 
 def main(arguments: list[str]) -> int:

@@ -164,7 +164,6 @@ class Training:
             max_batch_tokens=rollout.max_batch_tokens,
             max_running=rows,
             max_context=rollout.context_tokens,
-            invariant=rollout.invariant,
             attention=prefill,
         )
         self.checkpoints = Checkpoints(run.path / "checkpoints", config.run.keep_checkpoints, ranks)

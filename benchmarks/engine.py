@@ -1,9 +1,8 @@
 """How fast the engine is, beside transformers and beside what the machine could do: `python -m benchmarks.engine [--json PATH]`.
 
-Samples in groups and decoding beside transformers' `generate`, a tool loop beside prefilling every turn anew, prefill alone, the cost of the
-invariant mode: on the CPU in float32 with a model of 28M parameters, whose time goes into arithmetic, and with nano, whose time goes into
+Samples in groups and decoding beside transformers' `generate`, a tool loop beside prefilling every turn anew, prefill alone: on the CPU in float32 with a model of 28M parameters, whose time goes into arithmetic, and with nano, whose time goes into
 Python; then, if there is a GPU, on it with Qwen3-8B in bf16. Weights are random. Rounds alternate, medians are reported, and every speed stands beside its
-ceiling: the bytes and FLOPs of the work at the machine's own measured rates. Last comes the scheduler on a virtual clock (simulate.py).
+ceiling: the bytes and FLOPs of the work at the machine's own measured rates.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import random
 import sys
 import tempfile
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,12 +24,11 @@ from typing import Any, Callable
 import torch
 from tqdm import tqdm
 
-from nanorchestra.engine import simulate
 from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.engine.sampler import Draw
-from nanorchestra.engine.simulate import Costs
 from nanorchestra.model.qwen3 import PRESETS, Qwen3
 from nanorchestra.model.weights import save_checkpoint
+from nanorchestra.training.plan import Costs
 
 PEAK_M = 512  # rows of the matrix product that measures the FLOP/s
 SHAPES = PRESETS | {
@@ -138,7 +136,7 @@ class Bench:
     def group_sampling(
         self, sampled: int, prompts: int = 8, samples: int = 8, prompt: int = 300
     ) -> dict[str, float]:
-        """Samples in groups, prefill included, beside transformers and beside the invariant mode. The fewer tokens are sampled, the more of
+        """Samples in groups, prefill included, beside transformers. The fewer tokens are sampled, the more of
         the work is the prompts, which are computed once a group here and once a sample there."""
         texts = [self.ids(prompt) for _ in range(prompts)]
         params = [
@@ -153,9 +151,8 @@ class Bench:
             )
             engine.generate([text for text in texts for _ in range(samples)], params)
 
-        mine, invariant, transformers = self.alternate(
+        mine, transformers = self.alternate(
             ours,
-            lambda: ours(invariant=True),
             lambda: self.by_transformers(texts, sampled, samples),
         )
         count = prompts * samples * sampled
@@ -176,7 +173,6 @@ class Bench:
             "ratio_to_transformers": transformers / mine,
             "ceiling_tokens_per_second": count / bound,
             "share_of_ceiling": bound / mine,
-            "invariant_slowdown": invariant / mine,
         }
 
     def tool_loop(
@@ -327,18 +323,6 @@ def cpu_name() -> str:
     )
 
 
-def simulations(scale: float) -> dict[str, dict[str, float]]:
-    """The scheduler's three fixed workloads with Qwen3-8B on the roofline of an H200."""
-    costs = Costs.of(PRESETS["qwen3-8b"])
-    results = {}
-    for name, episodes in tqdm(
-        simulate.workloads(scale=scale).items(), desc="simulated workloads", disable=None
-    ):
-        result = simulate.simulate(episodes, costs)
-        results[name] = asdict(result) | {"ratio_to_bound": result.makespan / result.bound}
-    return results
-
-
 def run(bench: Bench, cuda: bool) -> dict[str, Any]:
     """All workloads of one model, printed as they are measured."""
     parameters = sum(p.numel() for p in bench.model.parameters())
@@ -382,9 +366,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--rounds", type=int, default=3, help="timed rounds of each work (default: 3)"
     )
-    parser.add_argument(
-        "--scale", type=float, default=1.0, help="size of the simulated workloads (default: 1)"
-    )
     options = parser.parse_args(argv)
     if find_spec("transformers") is None:
         print(
@@ -409,12 +390,6 @@ def main(argv: list[str] | None = None) -> int:
         for shape in ("qwen3-8b",) if cuda else ("28M", "nano"):
             measured = run(Bench(shape, device, dtype, options.rounds), cuda)
             table |= measured if shape != "nano" else {"nano": measured}
-    figures["simulation"] = simulations(options.scale)
-    for name, result in figures["simulation"].items():
-        print(
-            f"{name:16}makespan {result['makespan']:.1f} s, no schedule below {result['bound']:.1f} s: ratio {result['ratio_to_bound']:.3f}; "
-            f"at most {result['gap']} steps to the next token; {result['preemptions']} preemptions"
-        )
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(figures, indent=1) + "\n")

@@ -155,7 +155,6 @@ class RolloutSection:
         0.5  # then left out; more than this share of a step's attempts ends the run
     )
     attention: str = "auto"  # of prefill on a GPU, as run.attention
-    invariant: bool = False  # the sampler's log-probabilities do not depend on what else is computed, at a price (nanorchestra/engine/invariant.py)
     lockstep: bool = (
         True  # no engine step while a tool runs: the run is a pure function of its seed
     )

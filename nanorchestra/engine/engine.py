@@ -18,7 +18,6 @@ from torch import Tensor
 
 from nanorchestra.engine.cache import PageCache, PageTable
 from nanorchestra.engine.guide import ToolCallGrammar
-from nanorchestra.engine.invariant import forward_whole
 from nanorchestra.engine.request import (
     PENDING,
     Completion,
@@ -47,9 +46,8 @@ class Engine:
 
     num_pages: pages of the KV pool (default: 1 GiB worth). page_size: tokens a page (default: 16 on a CPU, 64 on a GPU). max_batch_tokens:
     tokens one step computes at most. max_running: requests that decode at the same time (no more than max_batch_tokens). max_context:
-    longest sequence, prompt and sampled ids together (default: the model's max_position_embeddings). invariant: a request's tokens and
-    log-probabilities, and those of `score`, have the same bits whatever else is computed, at a price (invariant.py). kernels: compute by
-    Triton kernels and captured graphs (gpu.py; default: on a GPU, unless invariant). attention: what computes that of chunks on a GPU: triton,
+    longest sequence, prompt and sampled ids together (default: the model's max_position_embeddings). kernels: compute by Triton kernels and
+    captured graphs (gpu.py; default: on a GPU). attention: what computes that of chunks on a GPU: triton,
     flash-attn, or auto, which times both (kernels/external.py). The model may be shared with a trainer; after changing its weights in place
     call `update_weights()`.
     """
@@ -64,7 +62,6 @@ class Engine:
         max_batch_tokens: int = 4096,
         max_running: int = 512,
         max_context: int | None = None,
-        invariant: bool = False,
         kernels: bool | None = None,
         attention: str = "auto",
     ):
@@ -78,10 +75,6 @@ class Engine:
         ):
             if value is not None and value < 1:
                 raise UserError(f"engine: {name} is {value}, it should be at least 1")
-        if kernels and invariant:
-            raise UserError(
-                "engine: kernels is True, with invariant=True it should be False or left out: the kernels' sums depend on the batch"
-            )
         if page_size is None:
             page_size = 64 if on_gpu else 16
         if num_pages is None:
@@ -104,14 +97,14 @@ class Engine:
         self.weight_version = 0
         self.cache = PageCache(num_pages, page_size)
         self.scheduler = Scheduler(self.cache, max_batch_tokens, max_running)
-        if on_gpu and not invariant if kernels is None else kernels:
+        if on_gpu if kernels is None else kernels:
             from nanorchestra.engine.gpu import GpuRunner  # Triton is needed for this alone
 
             self.runner: Runner = GpuRunner(
                 model, num_pages, page_size, self.vocab_size, on_gpu, attention
             )
         else:
-            self.runner = Runner(model, num_pages, page_size, invariant)
+            self.runner = Runner(model, num_pages, page_size)
         self.sampler = Sampler(self.vocab_size)
         self._ids = itertools.count()
         self._asleep = False
@@ -310,18 +303,12 @@ class Engine:
         device = self.runner.device
         starts = list(itertools.accumulate(map(len, pack), initial=0))
         tokens = torch.tensor([i for ids in pack for i in ids], device=device)
-        if self.runner.invariant:
-            hidden = forward_whole(self.model, pack)
-        else:
-            positions = torch.cat([torch.arange(len(ids)) for ids in pack]).to(device)
-            hidden = self.model(
-                tokens,
-                positions,
-                packed_attention([Segment(start, len(ids)) for start, ids in zip(starts, pack)]),
-            )
+        positions = torch.cat([torch.arange(len(ids)) for ids in pack]).to(device)
+        segments = [Segment(start, len(ids)) for start, ids in zip(starts, pack)]
+        hidden = self.model(tokens, positions, packed_attention(segments))
         values = []
         for part, targets in zip(hidden[:-1].split(1024), tokens[1:].split(1024)):
-            values += self.sampler.score(self.runner.output(part), targets)
+            values += self.sampler.score(self.model.logits(part), targets)
         return [values[start : start + len(ids) - 1] for start, ids in zip(starts, pack)]
 
     def update_weights(

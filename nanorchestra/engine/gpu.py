@@ -180,7 +180,7 @@ class GpuRunner(Runner):
         ]
         if special:
             chosen = [requests[i] for i in special]
-            logits = self.output(
+            logits = self.model.logits(
                 drawn.hidden[torch.tensor([row[request] for request in chosen], device=self.device)]
             )
             redrawn = sampler(

@@ -15,7 +15,6 @@ from nanorchestra.engine.attention import (
     Scratch,
     group_by_prefix,
 )
-from nanorchestra.engine.invariant import by_tiles, forward
 from nanorchestra.engine.request import Request
 from nanorchestra.engine.scheduler import Plan
 from nanorchestra.model.ops import cache_rows, store_kv
@@ -27,13 +26,13 @@ class Runner:
     """Owns the KV pages: k_cache and v_cache [layers, num_pages, Hkv, page_size, D], in the model's dtype and on its device.
 
     The tokens of a step stand in this order: decodes, batch by batch, then chunks that extend a sequence, then those that begin one.
-    invariant: the logits have the same bits whatever else the step computes, at a price (invariant.py). fused: it can draw, too (gpu.py).
+    fused: it can draw, too (gpu.py).
     """
 
     fused = False
 
-    def __init__(self, model, num_pages: int, page_size: int, invariant: bool = False):
-        self.model, self.page_size, self.invariant = model, page_size, invariant
+    def __init__(self, model, num_pages: int, page_size: int):
+        self.model, self.page_size = model, page_size
         config, weight = model.config, model.embed_tokens.weight
         self.heads, self.device = config.num_attention_heads, weight.device
         self._scratch = Scratch(self.device)
@@ -52,16 +51,12 @@ class Runner:
     def logits(self, plan: Plan) -> Tensor:
         """Runs the step; logits [len(plan.sampling), vocab] in that order."""
         self._copy_pages(plan.copies)
-        hidden, place = self._hidden_invariant(plan) if self.invariant else self._hidden(plan)
+        hidden, place = self._hidden(plan)
         place |= {request: place[leader] for request, leader in plan.forks}
         wanted = torch.tensor(
             [place[request] for request in plan.sampling], dtype=torch.int64, device=self.device
         )
-        return self.output(hidden.index_select(0, wanted))
-
-    def output(self, hidden: Tensor) -> Tensor:
-        """hidden [T, hidden] -> logits [T, vocab]."""
-        return by_tiles(self.model.logits, hidden) if self.invariant else self.model.logits(hidden)
+        return self.model.logits(hidden.index_select(0, wanted))
 
     def _hidden(self, plan: Plan) -> tuple[Tensor, dict[Request, int]]:
         """The step's hidden states [T, hidden], and where among them each request's last one is."""
@@ -76,12 +71,6 @@ class Runner:
             positions,
             self._attend(batches, extending, [count for _, _, count in fresh], rows),
         ), place
-
-    def _hidden_invariant(self, plan: Plan) -> tuple[Tensor, dict[Request, int]]:
-        tokens, positions, rows, place = self._inputs(plan.decodes, plan.prefills)
-        runs = [(request, len(request.ids) - 1, 1) for request in plan.decodes] + plan.prefills
-        runs = [(request.table.pages, start, count) for request, start, count in runs]
-        return forward(self.model, tokens, positions, runs, rows, self.k_cache, self.v_cache), place
 
     def _copy_pages(self, copies: dict[int, int]) -> None:
         """copies: page -> the page it is a copy of. All are read before any is written, since pages may have changed hands."""

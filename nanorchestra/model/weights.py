@@ -54,7 +54,7 @@ def load_model(
 
     The end-of-sequence ids in model.config are those of generation_config.json if it names any. A backbone saved without its output
     matrix (an embedding model) comes with the output tied to the embeddings. `quantise`, "int8" or "int4", rounds the matrices as they are
-    read; those of an AWQ checkpoint keep its 4 bits without being asked. `build` makes the model, a rank's part of one say (parallel.py);
+    read; those of an AWQ checkpoint keep its 4 bits without being asked. `build` makes the model, a sharded one for training say;
     a `dtype` of None leaves it the dtypes that it has by then. Raises UserError for anything wrong with the directory.
     """
     if dtype is not None and dtype not in DTYPES:
@@ -233,10 +233,7 @@ def hf_slots(model: Qwen3, stored: Collection[str] = ()) -> dict[str, Slot]:
                 slice(int(rows[0]), int(rows[-1]) + 1), f"{part}qweight" in stored
             ).items():
                 slots[part + kind] = slot
-    part_of = getattr(
-        model, "part_of", None
-    )  # a rank's part of a model (parallel.py) takes its part of each tensor
-    return slots if part_of is None else {name: part_of(name, slot) for name, slot in slots.items()}
+    return slots
 
 
 def _shard_slots(config: ModelConfig, name: str, parameter: DTensor) -> dict[str, Slot]:

@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 
 from nanorchestra.config import Config
-from nanorchestra.engine.simulate import Costs, Device, Episode, lower_bound
 from nanorchestra.errors import UserError
 from nanorchestra.model.lora import parameters_of
 from nanorchestra.model.qwen3 import PRESETS, ModelConfig
@@ -36,6 +35,108 @@ OF_ROLLOUT = 0.65  # of the roofline that decoding reaches; see benchmarks
 LORA_RANK = 32  # where the planner proposes it
 SHORTEST = 4096  # context that it proposes
 PER_NODE = 8  # GPUs of a machine, at most
+
+
+@dataclass(frozen=True)
+class Device:
+    """What bounds a step: bytes and FLOPs a second as measured on large copies and matrix products, and bytes for the KV pool."""
+
+    bandwidth: float
+    flops: float
+    pool_bytes: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a decoder of this shape takes in bf16: a token in the linear layers, a row of logits, a pair of query and key, KV."""
+
+    weight_bytes: float
+    token_flops: float
+    logit_flops: float
+    pair_flops: float
+    kv_bytes: float
+
+    @classmethod
+    def of(cls, config) -> Costs:
+        """Of a ModelConfig."""
+        heads, kv_heads, dim, layers = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            config.num_hidden_layers,
+        )
+        linear = (
+            layers
+            * config.hidden_size
+            * ((2 * heads + 2 * kv_heads) * dim + 3 * config.intermediate_size)
+        )
+        head = config.vocab_size * config.hidden_size
+        return cls(
+            2 * (linear + head),
+            2 * linear,
+            2 * head,
+            4 * layers * heads * dim,
+            2 * 2 * layers * kv_heads * dim,
+        )
+
+
+@dataclass
+class Episode:
+    """One attempt: a prompt, then turns of (tokens sampled, seconds the tool takes, tokens given after it). Equal `group`: equal prompt."""
+
+    group: int
+    prompt: int
+    turns: list[tuple[int, float, int]]
+
+    @property
+    def sampled(self) -> int:
+        return sum(sampled for sampled, _, _ in self.turns)
+
+
+def lower_bound(episodes: list[Episode], costs: Costs, device: Device) -> float:
+    """Seconds that any schedule takes: the larger of two bounds.
+
+    Work: every token through the linear layers once (prompts once a group), at full FLOPs or at one reading of the weights for each of the
+    longest episode's tokens; each decoded token reads its own KV, a group's prompt is read as often as its longest member has tokens.
+    Path: an episode alone, its tools' time included.
+    """
+    prompts = {e.group: e.prompt for e in episodes}
+    longest: dict[int, int] = {}
+    tokens, kv, pairs, path = (
+        sum(prompts.values()),
+        0.0,
+        sum(n * (n + 1) / 2 for n in prompts.values()),
+        0.0,
+    )
+    for episode in episodes:
+        longest[episode.group] = max(
+            longest.get(episode.group, 0), episode.sampled - len(episode.turns)
+        )
+        length, alone = 0, 0.0  # beyond the prompt
+        for turn, (sampled, wait, _) in enumerate(episode.turns):
+            given = (
+                episode.turns[turn - 1][2] + 1 if turn else 0
+            )  # and the last sampled token of the turn before
+            tokens += given + sampled - 1
+            pairs += given * (episode.prompt + length + (given + 1) / 2)
+            kv += sum(range(length + given + 1, length + given + sampled)) + (
+                length + episode.prompt if turn else 0
+            )
+            length += given + sampled - 1
+            alone += sampled * costs.weight_bytes / device.bandwidth + (
+                wait if turn + 1 < len(episode.turns) else 0.0
+            )
+        path = max(path, alone)
+    kv += sum(prompts[group] * count for group, count in longest.items())
+    samples = sum(e.sampled for e in episodes)
+    linear = max(
+        max(e.sampled for e in episodes) * costs.weight_bytes / device.bandwidth,
+        (tokens * costs.token_flops + samples * costs.logit_flops) / device.flops,
+    )
+    return max(
+        path,
+        linear + kv * costs.kv_bytes / device.bandwidth + pairs * costs.pair_flops / device.flops,
+    )
 
 
 @dataclass(frozen=True)
@@ -302,7 +403,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 def times(shape: Shape, choices: Choices, rates: Rates) -> dict[str, tuple[float, float]]:
     """Seconds of a typical step by phase: the roofline, and what to expect of it. Waiting for tools and experts is not in it.
 
-    rollout     simulate.lower_bound of this GPU's groups: tokens through the layers once, weights and KV read for every decoded token
+    rollout     lower_bound of this GPU's groups: tokens through the layers once, weights and KV read for every decoded token
     training    FLOPs / peak; forward 1, backward 2 (1 with adapters: the base has no gradient), recomputation 1; attention's backward 2.5; the head 4
                 (forward, recomputed logits, two gradients), for sampled ids only
     gathering   a micro-batch gathers bf16 weights twice and reduces fp32 gradients once, as fast as the network if the shards are on several nodes;

@@ -59,9 +59,7 @@ def test_a_gpu_adds_its_table_to_the_cpus(gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(bench, "Bench", lambda *arguments: arguments)
     monkeypatch.setattr(bench, "run", lambda made, cuda: {"of": [made[0], made[1].type, cuda]})
-    assert (
-        bench.main(["--scale", "0.01", "--threads", "1", "--json", str(tmp_path / "f.json")]) == 0
-    )
+    assert bench.main(["--threads", "1", "--json", str(tmp_path / "f.json")]) == 0
     figures = json.loads((tmp_path / "f.json").read_text())
     assert (
         figures["of"] == ["28M", "cpu", False]

@@ -626,8 +626,6 @@ def test_text_ends_where_the_context_or_the_pool_does(model):
 def test_other_misuse_is_explained(model):
     with pytest.raises(UserError, match="num_pages is 0"):
         Engine(model, num_pages=0)
-    with pytest.raises(UserError, match="kernels is True, with invariant=True it should be False"):
-        Engine(model, invariant=True, kernels=True)
     engine = Engine(model, num_pages=3)
     with pytest.raises(UserError, match="no tokenizer"):
         engine.submit([1], SamplingParams(stop="x"))
