@@ -20,26 +20,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from nanorchestra.records import Preference
+from nanorchestra.records import Preference, Price
 
 
 def _check_amounts(**amounts: float) -> None:
     for name, value in amounts.items():
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(f"{name} is {value}: it must be a finite number, 0 or more")
-
-
-@dataclass(frozen=True)
-class Price:
-    """What a language model charges, in US dollars for a million tokens."""
-
-    input_per_million: float
-    output_per_million: float
-
-    def __post_init__(self) -> None:
-        _check_amounts(
-            input_per_million=self.input_per_million, output_per_million=self.output_per_million
-        )
 
 
 POLICY = "Qwen/Qwen3-8B"
@@ -93,12 +80,6 @@ class Bounds:
                 raise ValueError(
                     f"Bounds.{name} is ({low}, {high}): the low end must not be above the high end"
                 )
-
-
-def expert_cost(input_tokens: int, output_tokens: int, price: Price) -> float:
-    """US dollars for one answer of a language model. ValueError if a count is negative."""
-    _check_amounts(input_tokens=input_tokens, output_tokens=output_tokens)
-    return (input_tokens * price.input_per_million + output_tokens * price.output_per_million) / 1e6
 
 
 def sandbox_cost(seconds: float) -> float:

@@ -8,7 +8,6 @@ and difficulty, errors drawn from a seed, the prices of its task, a latency that
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import time
@@ -16,16 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-
-import requests
 
 from nanorchestra.errors import UserError
 from nanorchestra.files import is_utf8, read_json
-from nanorchestra.records import ToolResult
+from nanorchestra.records import Price, ToolResult
+from nanorchestra.tools.experts import EndpointError, chat_completion, is_base_url
 from nanorchestra.tools.index import Index, load_passages
 from nanorchestra.tools.sandbox import Sandbox
-from reward import Price, expert_cost
 
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
@@ -151,7 +147,7 @@ class SimulatedExpert:
         answer = self.gold if right else rng.choice(self.wrong)
         output = round(self.output_tokens * rng.uniform(0.85, 1.15))
         seconds = self.latency_s * rng.uniform(0.85, 1.15)
-        cost = expert_cost(self.input_tokens, output, self.price)
+        cost = self.price.cost(self.input_tokens, output)
         return ToolResult(
             f"{'unsure' if unsure else 'sure'}: {answer}",
             cost,
@@ -159,66 +155,6 @@ class SimulatedExpert:
             input_tokens=self.input_tokens,
             output_tokens=output,
         )
-
-
-class EndpointError(Exception):
-    """An endpoint that did not answer, or not as it should, after all attempts."""
-
-
-def chat_completion(
-    base_url: str,
-    body: dict[str, Any],
-    *,
-    key_variable: str = "OPENAI_API_KEY",
-    timeout_s: float = 120.0,
-    attempts: int = 3,
-) -> tuple[dict[str, Any], tuple[int, int]]:
-    """The message of an OpenAI-compatible chat completion, with its `finish_reason`, and its (input, output) tokens. The key comes from the environment
-    variable `key_variable`.
-
-    A request has `timeout_s` and is tried at most `attempts` times. Raises EndpointError, which never holds the key.
-    """
-    key, problem = (
-        "".join(os.environ.get(key_variable, "").split()),
-        "",
-    )  # a line break in it would stand in requests' complaint
-    headers = {"Authorization": f"Bearer {key}"}
-    for attempt in range(attempts):
-        if attempt:
-            time.sleep(min(2.0**attempt, 10.0))
-        try:
-            reply = requests.post(
-                f"{base_url.rstrip('/')}/chat/completions",
-                json=body,
-                headers=headers,
-                timeout=timeout_s,
-            )
-            if reply.status_code in (408, 409, 429) or reply.status_code >= 500:
-                problem = f"HTTP {reply.status_code}"
-                continue
-            if reply.status_code >= 400:
-                problem = f"HTTP {reply.status_code}: {' '.join(reply.text.split())}"
-                break
-            data = reply.json()
-            choice, usage = data["choices"][0], data.get("usage") or {}
-            return {**choice["message"], "finish_reason": choice.get("finish_reason")}, (
-                int(usage.get("prompt_tokens", 0)),
-                int(usage.get("completion_tokens", 0)),
-            )
-        except (requests.ConnectionError, requests.Timeout) as error:
-            problem = type(error).__name__
-        except (
-            requests.RequestException,
-            ValueError,
-            OverflowError,
-            KeyError,
-            IndexError,
-            TypeError,
-            AttributeError,
-        ) as error:
-            problem = f"{type(error).__name__}: {error}"
-            break
-    raise EndpointError((problem.replace(key, "...") if key else problem)[:300])
 
 
 @dataclass
@@ -270,29 +206,12 @@ class HttpExpert:
             )
         return ToolResult(
             message.get("content") or "",
-            expert_cost(*tokens, self.price),
+            self.price.cost(*tokens),
             time.monotonic() - start,
             False,
             False,
             *tokens,
         )
-
-
-def is_base_url(url: str) -> bool:
-    """Whether requests can be sent to it: http or https, a host, and nothing secret or left over."""
-    try:
-        parts = urlsplit(url)
-        extra = parts.username or parts.password or parts.query or parts.fragment
-        return (
-            url.isprintable()
-            and " " not in url
-            and parts.scheme in ("http", "https")
-            and bool(parts.hostname)
-            and parts.port != 0
-            and not extra
-        )
-    except ValueError:  # no number for a port, say
-        return False
 
 
 def _text(value: Any) -> bool:

@@ -1,16 +1,97 @@
-"""The errors that commands turn into one line and a non-zero exit."""
+"""The errors that the user caused, and how a command ends: with one line and an exit status.
+
+A command's file begins and ends like this, because torch takes seconds to import:
+
+    if __name__ == "__main__":
+        from nanorchestra.errors import end_on_interrupt
+
+        end_on_interrupt("serve.py")
+
+    import torch  # and the other imports
+
+    @command("serve.py")
+    def main(arguments: list[str]) -> int: ...
+
+    if __name__ == "__main__":
+        sys.exit(main(sys.argv[1:]))
+"""
 
 from __future__ import annotations
 
+import argparse
+import functools
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+INTERRUPTED = 130  # exit status, as a shell reports a program that SIGINT ended
+
 
 class UserError(Exception):
-    """Something the user gave is wrong. The message is one line: which file, field and value, and what would be right."""
+    """The user gave something wrong. The message is one line: file, field, value, what is right."""
 
 
-class NotFinite(UserError, FloatingPointError):
-    """A model that computes NaN or infinity."""
+class NotFiniteError(UserError, FloatingPointError):
+    """A model computed NaN or infinity."""
 
     def __init__(self) -> None:
         super().__init__(
-            "the model's logits are not finite: a weight is NaN or infinite, or an activation overflowed; another checkpoint is needed"
+            "the model's logits are not finite: a weight is NaN or infinite, or an activation "
+            "overflowed; another checkpoint is needed"
         )
+
+
+def require(condition: object, message: str) -> None:
+    """Raises UserError with `message` unless `condition` holds."""
+    if not condition:
+        raise UserError(message)
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """An argparse parser that raises UserError in place of printing its usage and exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises UserError with argparse's message."""
+        raise UserError(f"{message} (--help shows the usage)")
+
+
+def end_on_interrupt(program: str) -> None:
+    """Makes Ctrl-C end the process at once with one line and status 130, until `command` runs."""
+
+    def end(*_: object) -> NoReturn:
+        os.write(2, f"\n{program}: interrupted\n".encode())
+        os._exit(INTERRUPTED)
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, end)
+
+
+def command(program: str) -> Callable[[Callable[[list[str]], int]], Callable[[list[str]], int]]:
+    """Decorates a command's `main(arguments) -> exit status`, so that it returns for every error.
+
+    UserError is one line on stderr and status 2, Ctrl-C status 130, a reader of the output that
+    has gone away status 1. Other exceptions are bugs and keep their traceback.
+    """
+
+    def decorate(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
+        @functools.wraps(main)
+        def run(arguments: list[str]) -> int:
+            if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+            try:
+                return main(arguments)
+            except UserError as error:
+                print(f"{program}: {error}", file=sys.stderr)
+                return 2
+            except KeyboardInterrupt:
+                print(f"\n{program}: interrupted", file=sys.stderr)
+                return INTERRUPTED
+            except BrokenPipeError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                return 1
+
+        return run
+
+    return decorate

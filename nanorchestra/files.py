@@ -4,56 +4,68 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from nanorchestra.errors import UserError
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(
-            f"{next(name for name in names if names.count(name) > 1)!r} stands twice in one object"
-        )
-    return values
-
-
-def read_json(path: Path) -> Any:
-    """The JSON value of a file. UserError that names the file and what is wrong."""
+def read_json(path: str | Path) -> Any:
+    """Returns the JSON value of a file. UserError names the file and what is wrong with it."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be read ({error.strerror}); it must be a JSON file"
-        ) from None
+        return json.loads(_read(path))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON ({error}); is it whole?") from None
+        raise UserError(f"{path}: not JSON ({error}); is the file whole?") from None
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Replaces the file `path` by `data`: written aside, synced, then renamed, so that a reader sees the old file or the new one."""
+def read_json_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
+    """Yields (line number, value) of a JSON Lines file, without its blank lines.
+
+    UserError names the file, and the line that is not JSON.
+    """
+    for number, line in enumerate(_read(path).split("\n"), 1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{path}, line {number}: not JSON ({error})") from None
+
+
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not a text file in UTF-8 ({error})") from None
+
+
+def write_whole(path: str | Path, data: bytes | str) -> None:
+    """Replaces the file `path` by `data`; a reader sees the old file or the new one, never a part.
+
+    The data is written aside, synced and renamed. UserError if the place cannot be written.
+    """
+    path = Path(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         try:
             with aside.open("wb") as file:
-                file.write(data)
+                file.write(data.encode() if isinstance(data, str) else data)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(aside, path)
             sync(path.parent)
-        except BaseException:
+        finally:
             aside.unlink(missing_ok=True)
-            raise
     except OSError as error:
         raise UserError(
-            f"{path}: cannot write: {error.strerror}; give a place that can be written and has space"
+            f"{path}: cannot be written ({error.strerror}); give a writable place with free space"
         ) from error
 
 
-def sync(path: Path) -> None:
-    """Brings a file, or what was renamed in a directory, to disk."""
+def sync(path: str | Path) -> None:
+    """Brings a file to disk, or what was renamed in a directory."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -62,5 +74,5 @@ def sync(path: Path) -> None:
 
 
 def is_utf8(text: str) -> bool:
-    """Whether it can be written as UTF-8: half of a surrogate pair, which JSON may bring, cannot."""
+    """Returns whether UTF-8 can write `text`; half a surrogate pair from a JSON file it cannot."""
     return not any("\ud800" <= character <= "\udfff" for character in text)

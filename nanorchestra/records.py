@@ -1,4 +1,7 @@
-"""The records that travel through the house: Task, ToolCall, ToolResult, Turn, Trajectory. Plain data, no behaviour, no torch."""
+"""The records that pass between packages: Task, ToolCall, ToolResult, Turn, Trajectory, Price.
+
+Plain data. Costs are US dollars, latencies seconds. No torch.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,24 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Price:
+    """What a language model charges, in US dollars per million tokens."""
+
+    input_per_million: float
+    output_per_million: float
+
+    def cost(self, input_tokens: int, output_tokens: int) -> float:
+        """Returns the US dollars of one answer."""
+        input_usd = input_tokens * self.input_per_million
+        return (input_usd + output_tokens * self.output_per_million) / 1e6
+
+
+@dataclass(frozen=True)
 class ToolCall:
-    """One tool invocation as the policy wrote it. `error` says why it cannot be run (bad JSON, no name, ...), else None."""
+    """One tool invocation as the policy wrote it; `raw` is its text.
+
+    `error` says why it cannot be run (not JSON, no name, ...); None for a call that can.
+    """
 
     name: str
     arguments: dict[str, Any]
@@ -18,7 +37,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ParsedTurn:
-    """One assistant turn, taken apart. `truncated` is true when the turn ended inside its reasoning or inside a call."""
+    """One assistant turn in parts; `truncated` if it ended inside its reasoning or a call."""
 
     reasoning: str
     content: str
@@ -27,15 +46,16 @@ class ParsedTurn:
 
     @property
     def well_formed(self) -> bool:
-        """True if nothing was cut off and every call is JSON with a name and an object of arguments."""
+        """True if nothing is cut off and every call is JSON with a name and arguments."""
         return not self.truncated and all(call.error is None for call in self.calls)
 
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a call returned. Cost in US dollars, latency in seconds; tokens are those of an expert, 0 for other tools.
+    """The observation that a call returned, and what it cost; tokens are those of an expert.
 
-    `infrastructure` marks a failure that is not the policy's: the attempt is left out of its group.
+    `infrastructure` marks a failure that the policy did not cause: the attempt leaves its group.
+    `alias` is the expert behind a tool that offers several, "" for other tools.
     """
 
     content: str
@@ -45,12 +65,12 @@ class ToolResult:
     infrastructure: bool = False
     input_tokens: int = 0
     output_tokens: int = 0
-    alias: str = ""  # who did it, where the call's name does not say: the expert behind call_expert
+    alias: str = ""
 
 
 @dataclass(frozen=True)
 class Preference:
-    """What the user wants: in words (it stands in the prompt) and as weights (they stand in the reward).
+    """What the user wants, in words for the prompt and as weights for the reward.
 
     `tools` maps a tool's name to its weight: negative to avoid the tool, positive to favour it.
     """
@@ -63,12 +83,13 @@ class Preference:
 
     @property
     def avoided(self) -> tuple[str, ...]:
+        """The names of the tools to avoid."""
         return tuple(name for name, weight in self.tools.items() if weight < 0)
 
 
 @dataclass(frozen=True)
 class Task:
-    """One problem to practise on. `data` is the world's own: tools offered, gold answer, hidden facts. JSON throughout."""
+    """One problem. `data` is JSON of the world's own: tools offered, gold answer, hidden facts."""
 
     id: str
     question: str
@@ -78,8 +99,11 @@ class Task:
 
 @dataclass
 class Turn:
-    """One sampling of the policy and what its calls brought back. `start:end` are the sampled ids within Trajectory.ids, which were drawn
-    after `context:start`: the whole trajectory so far, or a prompt of the turn's own."""
+    """One sampling of the policy, its calls and their observations.
+
+    Trajectory.ids[start:end] were sampled, after the prompt ids[context:start]: the whole
+    trajectory so far, or with rebuilt context the turn's own prompt.
+    """
 
     start: int
     end: int
@@ -92,11 +116,16 @@ class Turn:
 
 @dataclass
 class Trajectory:
-    """All turns of one attempt at a task. The four lists have one entry per id; only ids with sampled[i] enter the loss. Where every turn has
-    a prompt of its own, the ids are prompt and turn, prompt and turn, ... A log-probability is None where a model behind an endpoint wrote the id.
+    """All turns of one attempt at a task.
 
-    trainer_logprobs: what the trainer makes of the sampled ids, in their order, before its update; empty where it did not train on them.
-    status: "answered", "turn_limit", "token_limit" (a cut), or "infrastructure" (no fault of the policy: left out of its group).
+    ids, sampled, logprobs and weight_versions have one entry per id. Only ids with sampled[i]
+    enter the loss; given ids have log-probability 0.0 and version -1. An id that a model behind
+    an endpoint wrote has log-probability None. With rebuilt context the ids are prompt and turn,
+    prompt and turn, ...
+
+    status: "answered", "turn_limit", "token_limit", or "infrastructure" (a failure that the policy
+    did not cause: the attempt leaves its group). trainer_logprobs: the trainer's log-probabilities
+    of the sampled ids, in order, before its update; empty if it did not train on them.
     """
 
     task_id: str

@@ -404,7 +404,7 @@ def test_own_tools_are_told_the_question_and_any_question_is_run(talk, monkeypat
         },
     )
     monkeypatch.setattr(
-        "tools.requests.post",
+        "nanorchestra.tools.experts.requests.post",
         lambda url, json, **_: asked.append(json["messages"][0]["content"]) or reply,
     )
     repl, out = talk(

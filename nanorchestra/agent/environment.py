@@ -12,18 +12,12 @@ import threading
 from dataclasses import replace
 from typing import Any, Callable, Protocol, Sequence
 
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import best_match
+
 from nanorchestra.records import Task, ToolCall, ToolResult
 
 MAX_OBSERVATION_CHARS = 16_000
-_JSON_TYPES: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "object": (dict,),
-    "array": (list,),
-    "null": (type(None),),
-}
 
 
 class Tool(Protocol):
@@ -69,26 +63,25 @@ def function_schema(tool: Tool) -> dict[str, Any]:
     }
 
 
-def check_arguments(arguments: Any, parameters: dict[str, Any]) -> str | None:
-    """What is wrong with `arguments` under the JSON schema `parameters` (type, required, properties, enum), or None."""
-    if not isinstance(arguments, dict):
-        return f"arguments must be an object, not {type(arguments).__name__}"
-    properties = parameters.get("properties", {})
-    for name in parameters.get("required", ()):
-        if name not in arguments:
-            return f"argument {name!r} is missing"
-    for name, value in arguments.items():
-        if name not in properties:
-            return f"unknown argument {name!r}; expected {', '.join(properties) or 'none'}"
-        wanted = properties[name].get("type")
-        if wanted and (
-            not isinstance(value, _JSON_TYPES[wanted])
-            or (isinstance(value, bool) and wanted != "boolean")
-        ):
-            return f"argument {name!r} must be a JSON {wanted}, not {value!r}"
-        if "enum" in properties[name] and value not in properties[name]["enum"]:
-            return f"argument {name!r} must be one of {properties[name]['enum']}, not {value!r}"
-    return None
+def schema_error(value: Any, schema: dict[str, Any]) -> str | None:
+    """Returns what is wrong with `value` under a JSON schema, in one line; None if nothing is."""
+    error = best_match(Draft202012Validator(schema).iter_errors(value))
+    if error is None:
+        return None
+    message = error.message
+    if len(message) > 300:  # it begins with the value
+        message = f"{message[:100]} ... {message[-200:]}"
+    where = error.json_path.removeprefix("$").removeprefix(".")
+    return f"{where}: {message}" if where else message
+
+
+def argument_error(arguments: Any, parameters: dict[str, Any]) -> str | None:
+    """Returns why a tool with these `parameters` cannot take `arguments`; None if it can.
+
+    Arguments that the schema does not name are errors.
+    """
+    strict = {"type": "object", "additionalProperties": False}
+    return schema_error(arguments, strict | parameters)
 
 
 class ToolEnvironment:
@@ -120,7 +113,7 @@ class ToolEnvironment:
                 f"Error: no tool named {call.name!r}; the tools are {', '.join(self.by_name)}",
                 error=True,
             )
-        problem = check_arguments(call.arguments, tool.parameters)
+        problem = argument_error(call.arguments, tool.parameters)
         if problem is not None:
             return ToolResult(f"Error: {call.name}: {problem}", error=True)
         try:

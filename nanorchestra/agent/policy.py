@@ -21,9 +21,8 @@ from nanorchestra.engine.request import Completion
 from nanorchestra.errors import UserError
 from nanorchestra.model import chat
 from nanorchestra.model.parser import THINK, THINK_END
-from nanorchestra.records import ToolCall, Trajectory
-from reward import Price, expert_cost
-from tools import EndpointError, chat_completion, is_base_url
+from nanorchestra.records import Price, ToolCall, Trajectory
+from nanorchestra.tools.experts import EndpointError, chat_completion, is_base_url
 
 PARALLEL, PATIENCE = (
     16,
@@ -140,7 +139,7 @@ class EndpointRollout(Rollout):
                 message, tokens = await asyncio.wait_for(
                     in_thread(lambda body: chat_completion(self.url, body), body), PATIENCE
                 )
-            self._bills[index] += expert_cost(*tokens, self.usd)
+            self._bills[index] += self.usd.cost(*tokens)
             return self._said(session, message, params["max_completion_tokens"])
         except (
             EndpointError,

@@ -31,7 +31,7 @@ from nanorchestra.engine.request import Request, SamplingParams
 from nanorchestra.engine.runner import Runner
 from nanorchestra.engine.sampler import Draw, Sampler
 from nanorchestra.engine.scheduler import Plan
-from nanorchestra.errors import NotFinite
+from nanorchestra.errors import NotFiniteError
 from nanorchestra.model.quantise import is_quantised
 from nanorchestra.model.qwen3 import Qwen3
 
@@ -192,7 +192,7 @@ class GpuRunner(Runner):
             for i, draw in zip(special, redrawn):
                 draws[i] = draw
         if not all(math.isfinite(draw.logprob) for draw in draws):
-            raise NotFinite
+            raise NotFiniteError
         return draws
 
     def sleep(self) -> None:

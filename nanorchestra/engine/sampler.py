@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nanorchestra.engine.request import SamplingParams
-from nanorchestra.errors import NotFinite
+from nanorchestra.errors import NotFiniteError
 
 BLOCK = 64
 
@@ -42,7 +42,7 @@ class Sampler:
         allowed: Sequence[np.ndarray | None] | None = None,
     ) -> list[Draw]:
         """logits [R, >= vocab_size], positions [R]: the index each drawn token will have in its sequence; allowed: for each row the ids that
-        may be drawn, bool [vocab_size], or None for all. NotFinite if a row's logits are not finite.
+        may be drawn, bool [vocab_size], or None for all. NotFiniteError if a row's logits are not finite.
         """
         logits = logits[:, : self.vocab_size]
         device = logits.device
@@ -75,7 +75,7 @@ class Sampler:
             tokens[index] = scaled[index].argmax(1)
         logprobs = weights.gather(1, tokens[:, None])[:, 0].double().div_(total).log_()
         if not torch.isfinite(logprobs).all():
-            raise NotFinite
+            raise NotFiniteError
         tops = self._tops(weights, total, [p.top_logprobs for p in params])
         return [Draw(*row) for row in zip(tokens.tolist(), logprobs.tolist(), tops)]
 

@@ -2,96 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from dataclasses import dataclass, field
 
 import pytest
+from scripted import ANSWER, EchoTool, ScriptedEngine, call
 
-from nanorchestra.agent.environment import ToolEnvironment, check_arguments
+from nanorchestra.agent.environment import ToolEnvironment, argument_error
 from nanorchestra.agent.loop import Limits, PolicyPrice, Rollout
 from nanorchestra.records import Preference, Task, ToolResult
-
-
-@dataclass
-class Completion:
-    token_ids: list
-    logprobs: list
-    finish_reason: str
-    weight_versions: list
-
-
-@dataclass
-class Request:
-    id: int
-    completion: Completion
-
-
-class ScriptedEngine:
-    """Says the next line of its session's script each turn; finishes every submitted request in one step."""
-
-    def __init__(self, tokenizer, scripts, finish="stop"):
-        self.tokenizer, self.scripts, self.finish = tokenizer, iter(scripts), finish
-        self.numbers, self.queue, self.order = itertools.count(), [], []
-
-    def session(self, ids):
-        return ScriptedSession(self, list(ids), iter(next(self.scripts)))
-
-    def step(self):
-        done, self.queue = self.queue, []
-        return done
-
-
-class ScriptedSession:
-    def __init__(self, engine, ids, script):
-        self.engine, self.ids, self.script, self.closed = engine, ids, script, False
-
-    def append(self, ids):
-        self.ids += ids
-
-    def submit(self, params, on_token=None):
-        ids = self.engine.tokenizer.encode(next(self.script), special=True)
-        self.ids += ids
-        request = Request(
-            next(self.engine.numbers),
-            Completion(ids, [-0.5] * len(ids), self.engine.finish, [3] * len(ids)),
-        )
-        self.engine.queue.append(request)
-        self.engine.order.append(params)
-        return request
-
-    def close(self):
-        self.closed = True
-
-
-@dataclass
-class EchoTool:
-    name: str = "echo"
-    kind: str = "echo"
-    description: str = "says it again"
-    parameters: dict = field(
-        default_factory=lambda: {
-            "type": "object",
-            "properties": {"text": {"type": "string"}},
-            "required": ["text"],
-        }
-    )
-    blocking: bool = False
-    result: ToolResult | None = None
-    seconds: float = 0.0
-
-    def call(self, arguments):
-        time.sleep(self.seconds)
-        if arguments["text"] == "raise":
-            raise RuntimeError("broken tool")
-        return self.result or ToolResult(arguments["text"], 0.25, 2.0)
-
-
-def call(text="hi", name="echo"):
-    return f'<think>\nt\n</think>\n\n<tool_call>\n{{"name": "{name}", "arguments": {{"text": "{text}"}}}}\n</tool_call><|im_end|>'
-
-
-ANSWER = "<think>\nt\n</think>\n\n42<|im_end|>"
 
 
 def run(
@@ -161,15 +79,15 @@ def test_a_tool_cannot_forge_a_role(nano_tokenizer):
         (call(name="nobody"), "no tool named 'nobody'; the tools are echo"),
         (
             '<tool_call>\n{"name": "echo", "arguments": {}}\n</tool_call><|im_end|>',
-            "argument 'text' is missing",
+            "'text' is a required property",
         ),
         (
             '<tool_call>\n{"name": "echo", "arguments": {"text": 3}}\n</tool_call><|im_end|>',
-            "must be a JSON string, not 3",
+            "text: 3 is not of type 'string'",
         ),
         (
             '<tool_call>\n{"name": "echo", "arguments": {"text": "a", "b": 1}}\n</tool_call><|im_end|>',
-            "unknown argument 'b'",
+            "('b' was unexpected)",
         ),
         ('<tool_call>\n{"name": "echo", \n</tool_call><|im_end|>', "not valid JSON"),
         (call("raise"), "RuntimeError: broken tool"),
@@ -244,14 +162,17 @@ def test_events_stream_turns_and_results(nano_tokenizer):
     assert seen == ["turn", "results", "turn"]
 
 
-def test_check_arguments():
+def test_arguments_are_checked_against_the_schema():
     schema = {
-        "type": "object",
         "properties": {"n": {"type": "integer"}, "k": {"type": "string", "enum": ["a"]}},
         "required": ["n"],
     }
-    assert check_arguments({"n": 1, "k": "a"}, schema) is None
-    assert "integer" in check_arguments({"n": True}, schema) and "one of" in check_arguments(
-        {"n": 1, "k": "b"}, schema
-    )
-    assert "object" in check_arguments([1], schema)
+    assert argument_error({"n": 1, "k": "a"}, schema) is None
+    for arguments, says in (
+        ({"n": True}, "n: True is not of type 'integer'"),
+        ({"n": 1, "k": "b"}, "k: 'b' is not one of ['a']"),
+        ({"n": 1, "x": 1}, "'x' was unexpected"),
+        ({}, "'n' is a required property"),
+        ([1], "[1] is not of type 'object'"),
+    ):
+        assert says in argument_error(arguments, schema)

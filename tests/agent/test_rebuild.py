@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from test_agent import ANSWER, EchoTool, ScriptedEngine, call
+from scripted import ANSWER, EchoTool, ScriptedEngine, call
 from test_trainer import gradients
 
 from nanorchestra.agent import rebuild
@@ -235,7 +235,7 @@ class RecordingEngine(ScriptedEngine):
         self.script, self.opened = iter(script), []
 
     def session(self, ids):
-        from test_agent import ScriptedSession
+        from scripted import ScriptedSession
 
         assert not self.opened or self.opened[-1][1].closed
         self.opened.append((list(ids), ScriptedSession(self, list(ids), self.script)))

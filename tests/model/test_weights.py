@@ -230,12 +230,6 @@ def deep_config(path):
     (path / "config.json").write_text('{"a": ' * 100_000)
 
 
-def a_key_twice(path):
-    (path / "config.json").write_text(
-        '{"hidden_size": 24, ' + (path / "config.json").read_text().lstrip("{ ")
-    )
-
-
 def no_weights(path):
     for file in path.glob("model*"):
         file.unlink()
@@ -300,7 +294,6 @@ DAMAGES = {
     enormous_heads: ["config.json", "head_dim = 16777216", "num_attention_heads = 4"],
     another_model: ["config.json", "architectures = ['LlamaForCausalLM']", "Qwen3ForCausalLM"],
     deep_config: ["config.json", "not JSON"],
-    a_key_twice: ["config.json", "'hidden_size' stands twice"],
     no_weights: ["no weights", "model.safetensors"],
     missing_shard: ["index.json", "model-0000", "not in the directory"],
     truncated_shard: ["safetensors", "incomplete"],

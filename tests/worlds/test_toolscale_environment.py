@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_agent import ScriptedEngine
+from scripted import ScriptedEngine
 
 from evaluate import task_bounds
 from nanorchestra.agent.loop import Limits, PolicyPrice, Rollout
@@ -21,7 +21,7 @@ from nanorchestra.model import chat
 from nanorchestra.records import Preference, ToolCall
 from nanorchestra.training.lessons import as_session, as_turns
 from reward import Price
-from tools import EndpointError
+from nanorchestra.tools.experts import EndpointError
 from worlds.toolscale import preferences, user
 from worlds.toolscale.environment import Action, SimulatedExpert, load_world, teach
 from worlds.toolscale.formats import (

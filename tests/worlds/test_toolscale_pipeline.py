@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-import tools
+from nanorchestra.tools import experts
 from worlds.toolscale.domains import build
 from worlds.toolscale.formats import load_tasks
 from worlds.toolscale.pipeline import main, make_batch
@@ -259,7 +259,7 @@ class Scripted(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def endpoint(monkeypatch):
-    monkeypatch.setattr(tools.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(experts.time, "sleep", lambda seconds: None)
     world, _ = build("railway", 1)
     Scripted.world, Scripted.asked, Scripted.bad, Scripted.served = (
         world,
@@ -390,7 +390,7 @@ def test_an_llm_author_that_repeats_itself_is_left_with_what_there_is(
 
 
 def test_an_endpoint_that_is_not_there_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(tools.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(experts.time, "sleep", lambda seconds: None)
     assert (
         main(
             [

@@ -19,11 +19,10 @@ from typing import Any, Iterator, Sequence
 
 from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.model import chat
-from nanorchestra.records import Preference, Task, ToolCall, ToolResult
+from nanorchestra.records import Preference, Price, Task, ToolCall, ToolResult
 from nanorchestra.tools.index import Index
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.lessons import Lesson
-from reward import Price
 from tools import LookupTool, PythonTool, RecordsTool, SimulatedExpert, Skill
 
 CORPUS = Path(__file__).resolve().parents[2] / "assets" / "nano" / "corpus.jsonl"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Callable, Sequence
 
 from nanorchestra.errors import UserError
-from tools import EndpointError, chat_completion
+from nanorchestra.tools.experts import EndpointError, chat_completion
 from worlds.toolscale import program
 from worlds.toolscale.domains import policy
 from worlds.toolscale.formats import normalised

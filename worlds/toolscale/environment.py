@@ -19,10 +19,10 @@ from nanorchestra.agent.environment import in_thread
 from nanorchestra.agent.loop import PolicyPrice
 from nanorchestra.errors import UserError
 from nanorchestra.model import chat
-from nanorchestra.records import Preference, Task, ToolCall, ToolResult
+from nanorchestra.records import Preference, Price, Task, ToolCall, ToolResult
+from nanorchestra.tools.experts import EndpointError, chat_completion
 from nanorchestra.training.lessons import Lesson
-from reward import POLICY, PRICES, Price, expert_cost
-from tools import EndpointError, chat_completion
+from reward import POLICY, PRICES
 from worlds.toolscale import preferences
 from worlds.toolscale.formats import load_tasks
 from worlds.toolscale.program import ToolError
@@ -55,7 +55,7 @@ class Action:
 
 
 class Expert(Protocol):
-    """`act` sees the environment's messages and tools. Raises tools.EndpointError if there is no answer. `blocking`: run it in a thread."""
+    """`act` sees the environment's messages and tools. Raises EndpointError if there is no answer. `blocking`: run it in a thread."""
 
     blocking: bool
 
@@ -79,7 +79,7 @@ class SimulatedExpert:
             sum(len(message.get("content") or "") for message in env.messages) // 4,
             rng.randint(80, 600),
         )
-        cost, seconds = expert_cost(*tokens, self.price), self.latency_s * rng.uniform(0.8, 1.2)
+        cost, seconds = self.price.cost(*tokens), self.latency_s * rng.uniform(0.8, 1.2)
         right = rng.random() < self.skill
         if left and (right or rng.random() < 0.5):
             name, arguments = left[0] if right else altered(env.world, left[:1], rng)[0]
@@ -128,7 +128,7 @@ class HttpExpert:
         return Action(
             message.get("content") or "",
             tuple(calls),
-            expert_cost(*tokens, self.price),
+            self.price.cost(*tokens),
             time.monotonic() - start,
             tokens,
         )
@@ -390,7 +390,7 @@ def _bounds(
         Price(expert["input_per_million"], expert["output_per_million"]) for expert in offered
     ] or [PRICES[POLICY]]
     return (
-        (0.0, steps * max(expert_cost(*STEP_TOKENS, price) for price in prices)),
+        (0.0, steps * max(price.cost(*STEP_TOKENS) for price in prices)),
         (
             0.0,
             steps

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tools import chat_completion
+from nanorchestra.tools.experts import chat_completion
 
 STOP, TRANSFER, OUT_OF_SCOPE = SIGNALS = ("###STOP###", "###TRANSFER###", "###OUT-OF-SCOPE###")
 GREETING = "Hello, how can I help you today?"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanorchestra.agent.environment import check_arguments
+from nanorchestra.agent.environment import argument_error
 from nanorchestra.errors import UserError
 from nanorchestra.files import read_json, write_whole
 from worlds.toolscale.program import Tables, ToolError, canonical, check_tool, run
@@ -39,6 +39,9 @@ class World:
     policy: str
     by_name: dict[str, dict[str, Any]] = field(init=False, repr=False)
     _texts: dict[int, str] = field(init=False, repr=False, default_factory=dict)
+    _problems: dict[tuple[str, str], str | None] = field(
+        init=False, repr=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         self.by_name = {tool["function"]["name"]: tool for tool in self.tools}
@@ -53,9 +56,11 @@ class World:
         if tool is None:
             raise ToolError(f"no tool named {name!r}; the tools are {', '.join(self.by_name)}")
         parameters = tool["function"]["parameters"]
-        problem = check_arguments(arguments, parameters)
-        if problem is not None:
-            raise ToolError(f"{name}: {problem}")
+        key = (name, repr(arguments))  # replays repeat the same calls, and the check costs 40 us
+        if key not in self._problems:
+            self._problems[key] = argument_error(arguments, parameters)
+        if self._problems[key] is not None:
+            raise ToolError(f"{name}: {self._problems[key]}")
         properties = parameters["properties"]
         return run(
             tool,

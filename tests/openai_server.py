@@ -1,0 +1,65 @@
+"""An OpenAI-compatible server on this machine that answers what a test has written."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class Server:
+    """`answer(body)` returns the reply to a request: a chat completion (see `said`), or bytes.
+
+    `status` is its HTTP status. `bodies` and `headers` hold what was asked.
+    """
+
+    def __init__(self):
+        self.bodies, self.headers, self.status, self.answer = [], [], 200, lambda body: said("42")
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):  # noqa: N802
+                self.send_error(404)
+
+            def do_POST(self):  # noqa: N802
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                server.bodies.append(body)
+                server.headers.append(dict(self.headers))
+                reply = server.answer(body)
+                reply = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
+                self.send_response(server.status)
+                self.send_header("Content-Length", str(len(reply)))
+                self.end_headers()
+                self.wfile.write(reply)
+
+            def log_message(self, *args):
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+
+
+@contextmanager
+def openai_server() -> Iterator[Server]:
+    served = Server()
+    try:
+        yield served
+    finally:
+        served.http.shutdown()
+        served.http.server_close()
+
+
+def said(content=None, calls=(), finish="stop", usage=(10, 5), **more):
+    """A chat completion: `calls` are (name, arguments) pairs, `more` further fields of the message."""
+    calls = [
+        {"id": f"theirs{k}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for k, (name, arguments) in enumerate(calls)
+    ]
+    message = {"role": "assistant", "content": content, "tool_calls": calls or None} | more
+    return {
+        "choices": [{"message": message, "finish_reason": finish}],
+        "usage": {"prompt_tokens": usage[0], "completion_tokens": usage[1]},
+    }
