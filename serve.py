@@ -20,9 +20,10 @@ import sys
 from pathlib import Path
 from typing import Any, Callable, Iterable, Sequence
 
-from evaluate import NANO, load_policy, refuse_arguments, score
+from evaluate import refuse_arguments
 from nanorchestra import Engine, SamplingParams
 from nanorchestra.agent.environment import ToolEnvironment
+from nanorchestra.agent.load import NANO, load_policy
 from nanorchestra.agent.loop import Limits, PolicyPrice, Rollout
 from nanorchestra.errors import UserError
 from nanorchestra.model import chat
@@ -32,21 +33,18 @@ from nanorchestra.report.terminal import Console, Stream, bill, show_trace
 from nanorchestra.tools.sandbox import Sandbox
 from reward import POLICY, PRICES
 from tools import HttpExpert, load_tools
-from worlds.miniature.world import (
+from worlds.evaluation import score
+from worlds.miniature.offers import bounds, corpus, is_expert, preference_name, title
+from worlds.miniature.tables import (
     CHAINS,
+    EASY_RELATIONS,
     FIELDS,
     PHRASES,
     PREFERENCES,
     QUESTIONS,
     SUBJECTS,
-    WELL_KNOWN,
-    World,
-    corpus,
-    environment,
-    is_expert,
-    preference_name,
-    title,
 )
+from worlds.miniature.world import World, environment
 
 MAX_CONTEXT, PAGE = 16_384, 16  # tokens of one conversation at most, and of one KV page
 LINE_UP = [
@@ -131,7 +129,9 @@ def miniature_task(question: str, wish: str) -> Task:
         f"asked/{question}",
         question,
         preference(spell_out(wish), [t["name"] for t in tools]),
-        {"tables": {}, "solution": None, "wrong": wrong, "tools": tools} | found,
+        {"tables": {}, "solution": None, "wrong": wrong, "tools": tools}
+        | {"bounds": bounds(tools, found["difficulty"])}
+        | found,
     )
 
 
@@ -229,7 +229,7 @@ def _lookup(question: str) -> dict[str, Any] | None:
             return {
                 "kind": "lookup",
                 "subject": "lookup",
-                "difficulty": "easy" if fact["relation"] in WELL_KNOWN else "hard",
+                "difficulty": "easy" if fact["relation"] in EASY_RELATIONS else "hard",
                 "answer": fact["value"],
                 "solution": phrase,
                 "words": fact,

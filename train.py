@@ -35,16 +35,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from evaluate import (
-    NANO,
-    evaluate,
-    evaluate_routers,
-    price_probe,
-    refuse_arguments,
-    score,
-    summarise,
-)
+from evaluate import refuse_arguments
 from nanorchestra import Engine, SamplingParams, load_model
+from nanorchestra.agent.load import NANO
 from nanorchestra.agent.loop import Limits, PolicyPrice, Rollout
 from nanorchestra.agent.policy import EndpointRollout, check_endpoint
 from nanorchestra.config import BEST, Config, load_config, scaled_down, to_toml
@@ -75,9 +68,12 @@ from nanorchestra.training.trajectories import (
     to_row,
 )
 from reward import POLICY, PRICES
+from worlds.evaluation import evaluate, score, summarise
 from worlds.miniature.induction import draft_induction
-from worlds.miniature.world import describe
+from worlds.miniature.offers import describe
+from worlds.miniature.probe import price_probe
 from worlds.practice import Practice
+from worlds.routers import evaluate_routers
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "nano.toml"
 FEW_TOOLS = 2  # lessons of the warm start begin with warm_start.first_tools and go up to so many; then they offer all that a task has

@@ -58,7 +58,8 @@ def sandbox():
 @pytest.fixture(scope="session")
 def nano_tokenizer(sandbox):
     from nanorchestra.model.tokenizer import train_bpe
-    from worlds.miniature.world import World, texts
+    from worlds.miniature.teacher import texts
+    from worlds.miniature.world import World
 
     return train_bpe(texts(World(0), 60, sandbox), 700)
 

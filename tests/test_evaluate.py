@@ -8,9 +8,13 @@ from types import SimpleNamespace
 import pytest
 
 import evaluate
+from nanorchestra.agent.load import load_policy
 from nanorchestra.errors import UserError
 from nanorchestra.records import Trajectory
+from worlds.evaluation import evaluate as attempt_all
+from worlds.evaluation import summarise
 from worlds.miniature.world import World
+from worlds.routers import ROUTERS
 
 
 def oracle(environments, seeds, on_done=None):
@@ -28,7 +32,7 @@ def with_oracle(monkeypatch):
     monkeypatch.setattr(
         evaluate,
         "load_rollout",
-        lambda path, temperature, quantise, rebuild: SimpleNamespace(run=oracle),
+        lambda options: SimpleNamespace(run=oracle),
     )
 
 
@@ -61,10 +65,7 @@ def test_a_table_and_the_same_figures_as_json(with_oracle, tmp_path, capsys):
         figures["policy"]["accuracy"],
         figures["policy"]["reward"],
     ) == (4, 30, 1.0, 1.0)
-    assert (
-        set(figures["routers"]) == set(evaluate.ROUTERS)
-        and figures["routers"]["rule"]["reward"] < 1
-    )
+    assert set(figures["routers"]) == set(ROUTERS) and figures["routers"]["rule"]["reward"] < 1
 
 
 def test_one_task_is_enough(with_oracle, capsys):
@@ -114,7 +115,7 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path, nano_model):
 
     save_checkpoint(nano_model, None, tmp_path / "m")
     with pytest.raises(UserError, match="no tokenizer.json"):
-        evaluate.load_policy(tmp_path / "m")
+        load_policy(tmp_path / "m")
 
 
 def test_what_the_infrastructure_failed_is_made_again_and_then_left_out_of_the_means():
@@ -129,14 +130,14 @@ def test_what_the_infrastructure_failed_is_made_again_and_then_left_out_of_the_m
                 trajectory.status, trajectory.outcome = "infrastructure", 0.0
         return trajectories
 
-    trajectories = evaluate.evaluate(SimpleNamespace(run=run), tasks, 0, sandbox=None)
+    trajectories = attempt_all(SimpleNamespace(run=run), tasks, 0, sandbox=None)
     assert [t.status for t in trajectories] == [
         "answered",
         "answered",
         "infrastructure",
         "answered",
     ]
-    summary = evaluate.summarise(tasks, trajectories)
+    summary = summarise(tasks, trajectories)
     assert (summary["tasks"], summary["failed"], summary["accuracy"], summary["reward"]) == (
         4,
         1,
@@ -144,4 +145,4 @@ def test_what_the_infrastructure_failed_is_made_again_and_then_left_out_of_the_m
         1.0,
     )
     with pytest.raises(UserError, match="all 1 attempts failed"):
-        evaluate.summarise(tasks[2:3], trajectories[2:3])
+        summarise(tasks[2:3], trajectories[2:3])

@@ -26,7 +26,9 @@ from nanorchestra.records import ToolResult
 from nanorchestra.report.terminal import Console
 from reward import Price
 from tools import HttpExpert
-from worlds.miniature.world import PHRASES, PREFERENCES, World, environment, preference_name, skill
+from worlds.miniature.offers import preference_name, skill
+from worlds.miniature.tables import PHRASES, PREFERENCES
+from worlds.miniature.world import World, environment
 
 LAW = "law case 372 is hard: what is its code?"
 
@@ -625,13 +627,13 @@ def test_a_mistake_is_one_line_and_status_2(command_line, arguments, says):
 
 
 def test_without_the_bundled_checkpoint_it_says_how_to_make_one(tmp_path, monkeypatch):
-    import evaluate
+    from nanorchestra.agent import load
 
-    monkeypatch.setattr(evaluate, "NANO", tmp_path)
+    monkeypatch.setattr(load, "NANO", tmp_path)
     with pytest.raises(
         UserError, match=rf"^{tmp_path}: no checkpoint here yet; make one with `python train.py`"
     ):
-        evaluate.load_policy(tmp_path)
+        load.load_policy(tmp_path)
 
 
 def test_weights_that_are_not_finite_are_one_line(tmp_path, nano_model, nano_tokenizer, capsys):

@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from evaluate import means, obedience, task_bounds
 from nanorchestra.agent.environment import Environment
 from nanorchestra.config import Config
 from nanorchestra.errors import UserError
@@ -32,7 +31,9 @@ from nanorchestra.training.objectives import (
 from nanorchestra.training.trainer import Group, Sample
 from nanorchestra.training.trajectories import contexts, parts
 from reward import group_rewards, reward_columns
-from worlds.miniature.world import World, environment, teach, texts
+from worlds.evaluation import means, obedience, task_bounds
+from worlds.miniature.teacher import Habits, teach, texts
+from worlds.miniature.world import World, environment
 from worlds.mixture import Mixture, parse_mixture
 from worlds.toolscale import environment as toolscale
 from worlds.toolscale.small import small_world
@@ -52,11 +53,7 @@ class Practice:
         self.domains = {
             name: open_world(name, config) for name in self.mixture.weights if name != MINIATURE
         }
-        self.habits = {
-            "sensible": warm_start.sensible,
-            "heedful": warm_start.heedful,
-            "quits": warm_start.quits,
-        }
+        self.habits = Habits(warm_start.sensible, warm_start.heedful, warm_start.quits)
 
     # Tasks.
 
@@ -119,7 +116,7 @@ class Practice:
         """About `count` demonstrations as text, for the tokenizer to be trained on."""
         counts = Counter(name for name, _ in self.mixture.places(count))
         shown = (
-            [texts(self.lessons, counts[MINIATURE], self.sandbox, **self.habits)]
+            [texts(self.lessons, counts[MINIATURE], self.sandbox, self.habits)]
             if counts[MINIATURE]
             else []
         )
@@ -144,7 +141,7 @@ class Practice:
             lessons = (
                 toolscale.teach(env)
                 if isinstance(env, toolscale.DomainEnvironment)
-                else teach(env, seed, **self.habits)
+                else teach(env, seed, self.habits)
             )
             if limits.context == "rebuild":
                 turns = as_turns(

@@ -12,7 +12,6 @@ from openai_server import Server, said
 from scripted import ANSWER, EchoTool
 from test_agent import run as run_local
 
-import evaluate
 import nanorchestra.agent.policy as endpoint
 import train as program
 from nanorchestra.agent.environment import ToolEnvironment
@@ -23,7 +22,9 @@ from nanorchestra.model import chat
 from nanorchestra.records import Preference, Task, ToolCall, ToolResult
 from nanorchestra.tools import experts
 from nanorchestra.training.trajectories import contexts, load_kept
-from worlds.miniature.world import environment, teach
+from worlds import evaluation
+from worlds.miniature.teacher import Habits, teach
+from worlds.miniature.world import environment
 
 KEY = "sk-secret/key"
 
@@ -83,7 +84,7 @@ LIVE = [
 @pytest.fixture
 def solved(server, make_training, sandbox, monkeypatch):
     """A run of two steps of rollouts by an expert that solves the miniature's tasks as the teacher does, and knows the answers."""
-    monkeypatch.setattr(program, "score", evaluate.score)  # the fixture draws rewards
+    monkeypatch.setattr(program, "score", evaluation.score)  # the fixture draws rewards
     made = make_training(
         "big",
         *LIVE,
@@ -99,7 +100,7 @@ def solved(server, make_training, sandbox, monkeypatch):
         env = environment(task, 0, sandbox)
         lessons[env.messages[-1]["content"]] = (
             task,
-            teach(env, 0, sensible=1.0, heedful=1.0, quits=0.0),
+            teach(env, 0, Habits(sensible=1.0, obeys=1.0, quits=0.0)),
         )
 
     def solve(body):

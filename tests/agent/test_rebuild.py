@@ -18,7 +18,8 @@ from nanorchestra.records import Preference, Task, ToolCall, ToolResult
 from nanorchestra.training.lessons import as_turns
 from nanorchestra.training.trainer import Group, Sample, step_counts
 from nanorchestra.training.trajectories import contexts, parts
-from worlds.miniature.world import World, environment, teach
+from worlds.miniature.teacher import teach
+from worlds.miniature.world import World, environment
 
 
 def notes_of(tokenizer, room=30_000, problem="Who?"):

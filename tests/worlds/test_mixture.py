@@ -7,10 +7,10 @@ import types
 
 import pytest
 
-from evaluate import score
 from nanorchestra.config import load_config
 from nanorchestra.errors import UserError
 from nanorchestra.records import Trajectory
+from worlds.evaluation import score
 from worlds.miniature.world import World
 from worlds.mixture import Mixture, parse_mixture
 from worlds.practice import Practice, open_world

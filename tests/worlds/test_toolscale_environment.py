@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 from scripted import ScriptedEngine
 
-from evaluate import task_bounds
 from nanorchestra.agent.loop import Limits, PolicyPrice, Rollout
 from nanorchestra.errors import UserError
 from nanorchestra.model import chat
 from nanorchestra.records import Preference, ToolCall
+from nanorchestra.tools.experts import EndpointError
 from nanorchestra.training.lessons import as_session, as_turns
 from reward import Price
-from nanorchestra.tools.experts import EndpointError
+from worlds.evaluation import task_bounds
 from worlds.toolscale import preferences, user
 from worlds.toolscale.environment import Action, SimulatedExpert, load_world, teach
 from worlds.toolscale.formats import (

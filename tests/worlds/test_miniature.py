@@ -9,26 +9,22 @@ from statistics import fmean
 
 import pytest
 
-import worlds.miniature.world as data_gen
-from evaluate import best_plan, evaluate_routers, play, task_bounds, with_price
 from nanorchestra.records import Preference, Task
 from nanorchestra.training.lessons import as_session
-from worlds.miniature.world import (
-    FITS,
-    PHRASES,
-    PREFERENCES,
-    QUESTIONS,
-    World,
-    common_sense,
-    consider,
+from worlds.evaluation import task_bounds
+from worlds.miniature.offers import (
     describe,
-    environment,
-    find,
+    fits,
+    plain_choice,
     preference_name,
     skill,
-    teach,
     title,
 )
+from worlds.miniature.probe import with_price
+from worlds.miniature.tables import EXPENSIVE_CENTS, PHRASES, PREFERENCES, QUESTIONS
+from worlds.miniature.teacher import consider, find, teach
+from worlds.miniature.world import World, environment
+from worlds.routers import best_plan, evaluate_routers, play, use
 
 COUNT = 400
 
@@ -101,17 +97,15 @@ def test_what_is_dear_is_quoted_in_dollars_and_what_is_slow_in_minutes():
 
 @pytest.mark.parametrize("kind", ["arithmetic", "lookup", "chain"])
 def test_the_fitting_tool_gives_the_gold_answer(kind, tasks, sandbox):
-    from evaluate import _use
-
     outcomes = []
     for task in tasks["train"] + tasks["held_out"]:
-        fits = [t for t in task.data["tools"] if t["what"] == data_gen.FITS.get(task.data["kind"])]
-        if task.data["kind"] != kind or not fits:
+        fitting = [t for t in task.data["tools"] if fits(t, task)]
+        if task.data["kind"] != kind or not fitting:
             continue
         env, answer = environment(task, 0, sandbox), []
 
-        def router(task, rng, offered=fits[0]):
-            answer.append((yield from _use(task, offered))[0])
+        def router(task, rng, offered=fitting[0]):
+            answer.append((yield from use(task, offered))[0])
             return answer[0]
 
         outcomes.append(play(router, env, 0).outcome)
@@ -159,7 +153,7 @@ def test_the_teacher_is_careless_not_blind(sandbox):
         elif task.data["kind"] == "knowledge" and preference_name(task.preference) in dear:
             dear[preference_name(task.preference)].append(
                 next(t["price"] for t in task.data["tools"] if t["name"] == first.call.name)
-                >= data_gen.DEAR
+                >= EXPENSIVE_CENTS
             )
     assert 0.02 < fmean(forbidden) < 0.25 and 0.1 < fmean(quits) < 0.2
     assert 0.05 < fmean(dear["cheap"]) < fmean(dear["right"]) - 0.2
@@ -214,7 +208,7 @@ def test_common_sense_takes_a_tool_that_nothing_speaks_against():
             {"kind": kind, "subject": "law", "tools": tools},
         )
         usable = [t for t in tools if t["what"] != "code" or kind == "arithmetic"]
-        return {common_sense(task, usable, random.Random(seed))["name"] for seed in range(20)}
+        return {plain_choice(task, usable, random.Random(seed))["name"] for seed in range(20)}
 
     assert (
         chosen("arithmetic", "cheap") == {"run"}
@@ -296,11 +290,7 @@ def test_bans_of_grpos_tasks_can_hit_the_favourite_and_no_others_change():
             (
                 task.preference.avoided[0],
                 next(
-                    (
-                        t["name"]
-                        for t in task.data["tools"]
-                        if t["what"] == FITS.get(task.data["kind"])
-                    ),
+                    (t["name"] for t in task.data["tools"] if fits(t, task)),
                     None,
                 ),
             )

@@ -1,0 +1,137 @@
+"""Attempts at held-out tasks, scored and summarised alike for a policy and for fixed routers.
+
+A world states in `task.data` what the score needs: `bounds` of cost and latency, `kind` of
+question, and `wish`, the name of the preference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import Any
+
+from nanorchestra.agent.loop import Rollout
+from nanorchestra.errors import UserError
+from nanorchestra.records import Task, Trajectory
+from nanorchestra.tools.sandbox import Sandbox
+from reward import Bounds, preference_score, task_reward
+from worlds.miniature.world import environment
+
+RETRIES = 2  # of attempts that failed for reasons of the infrastructure
+Pairs = Sequence[tuple[Task, Trajectory]]
+
+
+def task_bounds(task: Task) -> Bounds:
+    """Returns the bounds of a task's cost and latency, known before any attempt."""
+    return Bounds(*map(tuple, task.data["bounds"]))
+
+
+def score(task: Task, trajectory: Trajectory) -> Trajectory:
+    """Fills in the trajectory's reward in its absolute form, and returns the trajectory."""
+    trajectory.reward = task_reward(
+        trajectory.outcome,
+        trajectory.cost_usd,
+        trajectory.latency_s,
+        trajectory.calls,
+        task.preference,
+        task_bounds(task),
+    )
+    return trajectory
+
+
+def evaluate(
+    rollout: Rollout,
+    tasks: Sequence[Task],
+    seed: int,
+    sandbox: Sandbox,
+    on_done: Callable[[Trajectory], Any] | None = None,
+    make: Callable[..., Any] = environment,
+) -> list[Trajectory]:
+    """Returns one scored attempt of the policy at each task.
+
+    The environment of a task is make(task, seed, sandbox). Attempts that the infrastructure failed
+    are repeated, RETRIES times at most.
+    """
+
+    def attempt(places: Sequence[int], on_done=None) -> list[Trajectory]:
+        environments = [make(tasks[i], seed, sandbox) for i in places]
+        return rollout.run(environments, [seed * 1_000_003 + i for i in places], on_done)
+
+    trajectories = attempt(range(len(tasks)), on_done)
+    for _ in range(RETRIES):
+        failed = [i for i, t in enumerate(trajectories) if t.status == "infrastructure"]
+        if failed:
+            for i, trajectory in zip(failed, attempt(failed), strict=True):
+                trajectories[i] = trajectory
+    return [score(task, trajectory) for task, trajectory in zip(tasks, trajectories, strict=True)]
+
+
+def summarise(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    """Returns means per task: over all tasks, by preference, and by kind of question.
+
+    `failed` counts the attempts that the infrastructure failed; no mean includes them. UserError if
+    all of them did.
+    """
+    pairs = [
+        (task, trajectory)
+        for task, trajectory in zip(tasks, trajectories, strict=True)
+        if trajectory.status != "infrastructure"
+    ]
+    if not pairs:
+        raise UserError(
+            f"held-out tasks: all {len(tasks)} attempts failed for reasons of the infrastructure; "
+            "see that the tools and endpoints answer"
+        )
+
+    def split(key: str) -> dict[str, dict[str, float]]:
+        groups: dict[str, list[tuple[Task, Trajectory]]] = {}
+        for task, trajectory in pairs:
+            groups.setdefault(task.data[key], []).append((task, trajectory))
+        return {
+            name: {"tasks": len(members)} | means(members)
+            for name, members in sorted(groups.items())
+        }
+
+    right = sum(trajectory.outcome for _, trajectory in pairs)
+    spent = sum(trajectory.cost_usd for _, trajectory in pairs)
+    return {
+        "tasks": len(tasks),
+        "failed": len(tasks) - len(pairs),
+        **means(pairs),
+        **obedience(pairs),
+        "cost_per_correct_usd": spent / right if right else None,
+        "by_preference": split("wish"),
+        "by_kind": split("kind"),
+    }
+
+
+def means(pairs: Pairs) -> dict[str, float]:
+    """Returns the means of reward, accuracy in 0..1, cost in US dollars and latency in seconds."""
+    return {
+        "reward": fmean(t.reward for _, t in pairs),
+        "accuracy": fmean(t.outcome for _, t in pairs),
+        "cost_usd": fmean(t.cost_usd for _, t in pairs),
+        "latency_s": fmean(t.latency_s for _, t in pairs),
+    }
+
+
+def obedience(pairs: Pairs) -> dict[str, float | None]:
+    """Returns the mean preference score, and how many attempts used a forbidden tool.
+
+    `avoided_rate` is a share of the tasks that forbid a tool, and None if there are none;
+    `well_formed` is the share of attempts without a malformed call.
+    """
+    scores = [
+        preference_score(t.cost_usd, t.latency_s, t.calls, task.preference, task_bounds(task))
+        for task, t in pairs
+    ]
+    used = [
+        any(t.calls.get(name) for name in task.preference.avoided)
+        for task, t in pairs
+        if task.preference.avoided
+    ]
+    return {
+        "preference": fmean(scores),
+        "avoided_rate": fmean(used) if used else None,
+        "well_formed": fmean(t.well_formed for _, t in pairs),
+    }

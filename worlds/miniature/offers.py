@@ -1,0 +1,173 @@
+"""A tool on offer in a task of the miniature: its words, its price, its skill, its use.
+
+An offer is plain data: `name` (the alias), `what` ("large", "medium", "small", a specialist's
+subject, "code", "search" or "records"), `price` in US cents (for 1M tokens of an expert, for 1,000
+calls of a tool) and `latency` in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from nanorchestra.records import Preference, Task, ToolCall, ToolResult
+from nanorchestra.tools.index import Index
+from tools import Skill
+from worlds.miniature.tables import (
+    EXPENSIVE_CENTS,
+    EXPERT_TOKENS,
+    FITTING_TOOL,
+    PREFERENCES,
+    SKILLS,
+    SLOW_SECONDS,
+    TOOL_NAMES,
+    UNSURE,
+)
+
+CORPUS = Path(__file__).resolve().parents[2] / "assets" / "nano" / "corpus.jsonl"
+Offer = dict[str, Any]
+
+
+@lru_cache(maxsize=1)
+def corpus() -> tuple[tuple[dict[str, str], ...], Index]:
+    """Returns the bundled facts and the search index over their texts."""
+    facts = tuple(json.loads(line) for line in CORPUS.read_text(encoding="utf-8").splitlines())
+    return facts, Index.build([fact["text"] for fact in facts])
+
+
+def preference_name(preference: Preference) -> str:
+    """Returns the name in PREFERENCES of the preference with these weights."""
+    weights = preference.outcome, preference.cost, preference.latency
+    return next(name for name, (_, listed) in PREFERENCES.items() if listed == weights)
+
+
+def is_expert(offer: Offer) -> bool:
+    """Returns true for a language model, false for a code, search or records tool."""
+    return offer["what"] not in TOOL_NAMES
+
+
+def fits(offer: Offer, task: Task) -> bool:
+    """Returns true if the offer is the tool made for the task's kind of question."""
+    return offer["what"] == FITTING_TOOL.get(task.data["kind"])
+
+
+def skill(what: str, subject: str, difficulty: str) -> Skill:
+    """Returns the skill of an expert at a question, which the policy never sees."""
+    return Skill(SKILLS[what][subject][difficulty == "hard"], *UNSURE[what])
+
+
+def expected_cost(offer: Offer, difficulty: str) -> float:
+    """Returns the expected cost of one call in US dollars."""
+    units = sum(EXPERT_TOKENS[difficulty]) / 1e6 if is_expert(offer) else 1e-3
+    return offer["price"] / 100 * units
+
+
+def bounds(tools: Sequence[Offer], difficulty: str) -> list[list[float]]:
+    """Returns the bounds of a reward: (low, high) of cost in US dollars and latency in seconds.
+
+    The high ends are one call of the most expensive, and of the slowest, tool on offer.
+    """
+    highest = max(expected_cost(offer, difficulty) for offer in tools)
+    return [[0.0, highest], [0.0, float(max(offer["latency"] for offer in tools))]]
+
+
+def title(offer: Offer) -> str:
+    """Returns kind and name, as preferences and thoughts mention the offer: "medium vega"."""
+    return f"{offer['what']} {offer['name']}"
+
+
+def describe(offer: Offer) -> str:
+    """Returns the description in the prompt, such as "8s expert medium vega 85c/M".
+
+    Units stand at fixed places and change at EXPENSIVE_CENTS and SLOW_SECONDS, which a small model
+    can learn to read.
+    """
+    price, latency = offer["price"], offer["latency"]
+    money = f"{price}c" if price < EXPENSIVE_CENTS else f"${price // 100}"
+    duration = f"{latency}s" if latency < SLOW_SECONDS else f"{latency // 60}min"
+    kind, unit = ("expert", "M") if is_expert(offer) else ("tool", "k")
+    return f"{duration} {kind} {title(offer)} {money}/{unit}"
+
+
+def objections(task: Task, offer: Offer, asked: Sequence[str] = ()) -> list[str]:
+    """Returns the reasons against an offer, in the words of the teacher's thoughts.
+
+    "dear" and "slow" apply to experts, and if the preference weighs cost or latency; "banned" if
+    the user forbids the tool; "asked" if its name is in `asked`.
+    """
+    wish, expert = task.preference, is_expert(offer)
+    reasons = {
+        "dear": expert and wish.cost > 0 and offer["price"] >= EXPENSIVE_CENTS,
+        "slow": expert and wish.latency > 0 and offer["latency"] >= SLOW_SECONDS,
+        "banned": offer["name"] in wish.avoided,
+        "asked": offer["name"] in asked,
+    }
+    return [reason for reason, holds in reasons.items() if holds]
+
+
+def plain_choice(task: Task, options: list[Offer], rng: random.Random, obeys: bool = True) -> Offer:
+    """Returns the choice of a reader of the prompt who does not know the hidden skills.
+
+    Options with objections are left out where others remain (a ban only if `obeys`). The fitting
+    tool comes first. Else "right" takes the specialist or the largest expert, and the other
+    preferences take any option.
+    """
+    ignored = set() if obeys else {"banned"}
+    options = [o for o in options if not set(objections(task, o)) - ignored] or options
+    fitting = [offer for offer in options if fits(offer, task)]
+    if fitting:
+        return fitting[0]
+    if preference_name(task.preference) == "right":
+        best = (task.data["subject"], "large", "medium")
+        return max(options, key=lambda offer: [offer["what"] == what for what in best])
+    return rng.choice(options)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What an observation says; `next_row` is the (table, id) that a chain goes on with."""
+
+    thought: str
+    answer: str | None = None
+    sure: bool = False
+    next_row: tuple[str, int] | None = None
+
+
+def call_for(task: Task, offer: Offer, row: tuple[str, int] | None = None) -> ToolCall:
+    """Returns a call that suits the question; `row` is the (table, id) to read in a chain."""
+    kind, solution = task.data["kind"], task.data["solution"]
+    arguments: dict[str, Any] = {}
+    if offer["what"] == "code":
+        arguments = {"code": solution if kind == "arithmetic" else "0"}
+    elif offer["what"] == "search":
+        arguments = {"query": solution if kind == "lookup" else task.data["subject"]}
+    elif offer["what"] == "records":
+        table, number = row or solution
+        arguments = {"table": table, "id": number}
+    return ToolCall(offer["name"], arguments)
+
+
+def read_result(task: Task, offer: Offer, result: ToolResult) -> Reading:
+    """Returns what the result of a call says about the question."""
+    text = result.content
+    if result.error:
+        return Reading("failed")
+    if offer["what"] == "records":
+        ((name, value),) = json.loads(text).items()
+        if name in task.data["tables"]:
+            return Reading(f"{name} {value}", None, True, (name, value))
+        return Reading(f"{name} {value}", str(value), True)
+    if offer["what"] == "search":
+        fact = next((fact for fact in corpus()[0] if fact["text"] == text), None)
+        if fact and task.data["solution"] == f"{fact['relation']} of {fact['subject']}":
+            return Reading(f"found {fact['value']}", fact["value"], True)
+        return Reading("failed")
+    if offer["what"] == "code":
+        return Reading(f"value {text}", text, task.data["kind"] == "arithmetic")
+    confidence, value = text.split(": ")
+    return Reading(f"{confidence} {value}", value, confidence == "sure")
