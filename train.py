@@ -57,10 +57,12 @@ from nanorchestra.training.checkpoint import Checkpoints
 from nanorchestra.training.overlap import beside, running
 from nanorchestra.training.plan import GB, peak_flops, plan
 from nanorchestra.training.ranks import Ranks, shard_model
-from nanorchestra.training.trainer import Group, Schedule, Trainer
+from nanorchestra.training.optimizers import Schedule
+from nanorchestra.training.trainer import Trainer, TrainerSettings
 from nanorchestra.training.trajectories import (
     Batch,
     batches,
+    contexts,
     from_row,
     load_kept,
     take,
@@ -88,7 +90,7 @@ def find_config(named: Path | None) -> Path | None:
 
 
 Sampled = tuple[
-    list[Task], list[Trajectory], list[Group], dict[str, float], int
+    list[Task], list[Trajectory], list[list[Trajectory]], dict[str, float], int
 ]  # Training._sample
 
 
@@ -136,14 +138,16 @@ class Training:
             model,
             vocab_limit=self.tokenizer.vocab_size,
             optimizer=config.warm_start.optimizer,
-            weight_decay=settings.weight_decay,
-            grad_clip=settings.grad_clip,
-            token_budget=settings.token_budget,
             ranks=ranks,
-            dtype=self.dtype,
-            activation_checkpointing=parallel.activation_checkpointing,
-            cpu_offload=parallel.cpu_offload,
-            attention=training,
+            settings=TrainerSettings(
+                weight_decay=settings.weight_decay,
+                grad_clip=settings.grad_clip,
+                token_budget=settings.token_budget,
+                activation_checkpointing=parallel.activation_checkpointing,
+                cpu_offload=parallel.cpu_offload,
+                dtype=self.dtype,
+                attention=training,
+            ),
         )
         with torch.device("meta"):
             engine_model = Qwen3(model.config).to(
@@ -394,7 +398,7 @@ class Training:
         while self.step < steps and not stopped:
             start, later.step, coming = time.monotonic(), self.step + 1, None
             self.engine.wake()
-            tasks, trajectories, groups, filtered, retried = self.ahead or self._sample(
+            tasks, trajectories, kept, filtered, retried = self.ahead or self._sample(
                 self._attempted(rollout)
             )
             if overlap and later.step < steps:
@@ -402,22 +406,16 @@ class Training:
             elif self.ranks.device.type == "cuda":
                 self.engine.sleep()  # its KV memory is the trainer's for a while
             rolled = time.monotonic()
-            metrics = {}
-            if groups:
-                metrics = self.trainer.policy_step(
-                    groups,
+            metrics, logprobs = {}, []
+            if kept:
+                result = self.trainer.policy_step(
+                    [self.practice.group(members) for members in kept],
                     schedule.at(self.step),
+                    section,
                     temperature=self.config.rollout.temperature,
-                    clip_low=section.clip_low,
-                    clip_high=section.clip_high,
-                    kl_coef=section.kl_coef,
-                    kl=section.kl,
-                    dual_clip=section.dual_clip or None,
-                    surrogate=section.surrogate,
-                    aggregation=section.aggregation,
                     length=self.config.rollout.context_tokens,
-                    importance_cap=section.importance_cap or None,
                 )
+                metrics, logprobs = result.metrics, result.logprobs
             elif self.ranks.first:
                 reasons = ", ".join(f"{why} {share:.0%}" for why, share in filtered.items())
                 tqdm.write(
@@ -428,7 +426,7 @@ class Training:
             waited = time.monotonic() - trained
             # without tensors, too: no step finds pages of the one before, for a resumed run has none
             self.engine.update_weights(
-                named_hf_tensors(self.trainer.model, self.dtype) if groups else None
+                named_hf_tensors(self.trainer.model, self.dtype) if kept else None
             )
             done = time.monotonic()
             self.step += 1
@@ -450,7 +448,7 @@ class Training:
                 if "skipped" in metrics
                 else self.config.run.record_groups * section.group_size
             )
-            self._note_logprobs(groups, trajectories[:recorded])
+            self._note_logprobs(kept, logprobs, trajectories[:recorded])
             for task, trajectory in list(zip(tasks, trajectories))[:recorded]:
                 self._record("skipped" if "skipped" in metrics else "grpo", task, trajectory)
             self._count_skipped(metrics, 'trajectories.jsonl, phase "skipped"')
@@ -459,8 +457,8 @@ class Training:
                     f"step {self.step:4d}/{steps}  {_in_words(row)}"
                     + (
                         ""
-                        if len(groups) == section.prompts or not section.resample
-                        else f"  {len(groups)} of {section.prompts} groups teach"
+                        if len(kept) == section.prompts or not section.resample
+                        else f"  {len(kept)} of {section.prompts} groups teach"
                     )
                 )
             bar.update()
@@ -537,23 +535,27 @@ class Training:
             "memory_mb": peak_memory_mb(self.ranks.device.type == "cuda"),
         }
 
-    def _note_logprobs(self, groups: list[Group], trajectories: list[Trajectory]) -> None:
-        """Puts the trainer's log-probabilities on these trajectories, from whichever rank has them."""
-        wanted = {id(trajectory) for trajectory in trajectories}
-        samples = [
-            sample
-            for group in groups
-            for sample in group.samples
-            if id(sample.trajectory) in wanted
-        ]
-        mine = {
-            i: sample.trainer_logprobs.tolist()
-            for i, sample in enumerate(samples)
-            if sample.trainer_logprobs is not None
-        }
+    def _note_logprobs(
+        self,
+        kept: list[list[Trajectory]],
+        logprobs: list[list[list[float] | None]],
+        recorded: list[Trajectory],
+    ) -> None:
+        """Writes on the recorded trajectories the trainer's log-probabilities, one list per sample
+        of each group, from the rank that computed it.
+        """
+        wanted = {id(trajectory) for trajectory in recorded}
+        owners, mine = [], {}
+        for members, samples in zip(kept, logprobs):
+            order = [member for member in members for _ in contexts(member)]
+            for member, values in zip(order, samples, strict=True):
+                if id(member) in wanted:
+                    if values is not None:
+                        mine[len(owners)] = values
+                    owners.append(member)
         found = {i: values for part in self.ranks.gather(mine) for i, values in part.items()}
-        for i, sample in enumerate(samples):
-            sample.trajectory.trainer_logprobs += found.get(i, [])
+        for i, member in enumerate(owners):
+            member.trainer_logprobs += found.get(i, [])
 
     def _attempts(
         self, rollout: Rollout, tasks: Sequence[Task], seeds: Sequence[int]
@@ -639,26 +641,26 @@ class Training:
             yield fresh, [score(task, attempt) for task, attempt in zip(fresh, attempts)], retried
 
     def _sample(self, portions: Iterable[Batch]) -> Sampled:
-        """The step's attempts, the groups that enter the loss, the share of attempts left out for each reason, and how many were retried. While
+        """The step's attempts, those of each group that enter the loss, the share of attempts left out for each reason, and how many were retried. While
         groups are missing, further portions are taken (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2); groups beyond the step's size are
         not used."""
         section = self.config.grpo
-        tasks, trajectories, groups, reasons, retried = [], [], [], Counter(), 0
+        tasks, trajectories, kept, reasons, retried = [], [], [], Counter(), 0
         for fresh, attempts, failed in portions:
             more, why = self.practice.groups(fresh, attempts)
-            tasks, trajectories, groups, reasons, retried = (
+            tasks, trajectories, kept, reasons, retried = (
                 tasks + fresh,
                 trajectories + attempts,
-                groups + more,
+                kept + more,
                 reasons + why,
                 retried + failed,
             )
-            if len(groups) >= section.prompts:
+            if len(kept) >= section.prompts:
                 break
         return (
             tasks,
             trajectories,
-            groups[: section.prompts],
+            kept[: section.prompts],
             {reason: count / len(tasks) for reason, count in reasons.items()},
             retried,
         )

@@ -81,7 +81,9 @@ def ours(options) -> dict:
     from nanorchestra.model.qwen3 import Qwen3
     from nanorchestra.model.weights import named_hf_tensors
     from nanorchestra.training.objectives import group_advantages
-    from nanorchestra.training.trainer import Group, Sample, Trainer
+    from nanorchestra.config import Objective
+    from nanorchestra.training.packing import Group, Sample
+    from nanorchestra.training.trainer import Trainer, TrainerSettings
 
     torch.set_num_threads(options.threads)
     model, tokenizer = load_model(options.model, device="cpu", dtype="float32")
@@ -89,9 +91,8 @@ def ours(options) -> dict:
     rows = options.prompts * options.group
     pages = rows * -(-(max(map(len, prompts)) + options.length) // 16) + 64
     engine = Engine(Qwen3(model.config), tokenizer, num_pages=pages, max_running=rows)
-    trainer = Trainer(
-        model, vocab_limit=tokenizer.vocab_size, token_budget=4096
-    )  # as in configs/nano.toml
+    settings = TrainerSettings(token_budget=4096)  # as in configs/nano.toml
+    trainer = Trainer(model, vocab_limit=tokenizer.vocab_size, settings=settings)
     engine.update_weights(named_hf_tensors(model))
     before, seconds, cpu, tokens = memory_mb(), [], [], 0
     for step in range(options.steps + 1):
@@ -118,7 +119,7 @@ def ours(options) -> dict:
                     ],
                 )
             )
-        trainer.policy_step(groups, 1e-6)
+        trainer.policy_step(groups, 1e-6, Objective())
         engine.update_weights(named_hf_tensors(model))
         seconds.append(time.monotonic() - start)
         cpu.append(time.process_time() - worked)

@@ -96,7 +96,21 @@ class WarmStartSection:
 
 
 @dataclass(frozen=True)
-class GrpoSection:
+class Objective:
+    """Settings of the policy loss; nanorchestra/training/objectives.py has the formulas."""
+
+    surrogate: str = "clip"  # clip, gspo or cispo
+    aggregation: str = "token"  # mean over ids (token) or attempts (sequence), or over attempts times context_tokens (constant)
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float = 0.0  # bounds the loss where the advantage is negative; 0: no bound
+    importance_cap: float = 0.0  # truncated importance sampling between sampler and trainer; 0: the ratio is to the sampler
+    kl_coef: float = 0.0
+    kl: str = "full"  # full, k2 or k3
+
+
+@dataclass(frozen=True)
+class GrpoSection(Objective):
     steps: int = 100
     prompts: int = 16  # groups a step
     group_size: int = 8
@@ -105,11 +119,6 @@ class GrpoSection:
     warmup_steps: int = 5
     final_fraction: float = 0.1  # of the learning rate, at the last step
     objective: str = "grpo"  # one of OBJECTIVES: sets those of the settings below that make it
-    surrogate: str = "clip"  # clip, gspo, cispo or reinforce (grpo.policy_loss)
-    aggregation: str = "token"  # the loss is a mean over ids (token), over attempts (sequence), or attempts times context_tokens (constant)
-    leave_one_out: bool = False  # the baseline is the mean of the others
-    per_objective: bool = False  # normalises outcome, cost, latency and tools each by itself
-    credit: str = "trajectory"  # an attempt's advantage is that of all its ids, or (turn) each turn has the same share of it
     bounds: str = "group"  # extrema of the reward: group (the paper) or task (known from the task's price list)
     normalise_std: bool = True
     min_std: float = 0.01  # groups whose rewards spread less are left out
@@ -117,15 +126,9 @@ class GrpoSection:
     drop_invalid_format: bool = (
         False  # true: as published; false: bad format is pushed down by its reward of 0
     )
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    dual_clip: float = 0.0  # bounds the loss where the advantage is negative; 0: no bound
-    importance_cap: float = 0.0  # truncated importance sampling between sampler and trainer; 0: the ratio is to the sampler
     resample: int = 0  # further rollouts a step, at most, while groups that teach are missing
     overlong_share: float = 0.0  # of rollout.context_tokens; within it a reward is lowered, by 1 at its end or if the attempt was cut
     drop_overlong: bool = False  # attempts cut by a limit are left out
-    kl_coef: float = 0.0
-    kl: str = "full"  # full, k2 or k3
     weight_decay: float = 0.0
     grad_clip: float = 1.0
     token_budget: int = 16384  # packed tokens of a micro-batch
@@ -197,8 +200,6 @@ _PLAIN = {
     "surrogate": "clip",
     "aggregation": "token",
     "normalise_std": True,
-    "leave_one_out": False,
-    "per_objective": False,
     "clip_low": 0.2,
     "clip_high": 0.28,
     "dual_clip": 0.0,
@@ -206,7 +207,7 @@ _PLAIN = {
     "overlong_share": 0.0,
     "drop_overlong": False,
 }
-# What grpo.objective sets in [grpo]; whatever stands beside it, in the same file or on the same command line, is kept. Papers are in grpo.py.
+# What grpo.objective sets in [grpo]; whatever stands beside it, in the same file or on the same command line, is kept. Papers: nanorchestra/training/objectives.py.
 OBJECTIVES: dict[str, dict[str, Any]] = {
     name: _PLAIN | changes
     for name, changes in {
@@ -233,13 +234,6 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
             "clip_low": 1.0,
             "clip_high": 4.0,
         },  # no lower bound, as published; the upper one is ScaleRL's (2510.13786)
-        "rloo": {
-            "surrogate": "reinforce",
-            "leave_one_out": True,
-            "normalise_std": False,
-            "aggregation": "constant",
-        },
-        "gdpo": {"per_objective": True},
     }.items()
 }
 
@@ -252,9 +246,8 @@ BEST = {
 _CHOICES = {
     ("evaluation", "best"): tuple(BEST),
     ("grpo", "objective"): tuple(OBJECTIVES),
-    ("grpo", "surrogate"): ("clip", "gspo", "cispo", "reinforce"),
+    ("grpo", "surrogate"): ("clip", "gspo", "cispo"),
     ("grpo", "aggregation"): ("token", "sequence", "constant"),
-    ("grpo", "credit"): ("trajectory", "turn"),
     ("parallel", "shard"): ("all", "node"),
     ("run", "device"): ("auto", "cpu", "cuda"),
     ("run", "dtype"): ("auto", "float32", "bfloat16"),

@@ -111,7 +111,6 @@ class Turn:
     calls: list[ToolCall] = field(default_factory=list)
     results: list[ToolResult] = field(default_factory=list)
     context: int = 0
-    advantage: float | None = None  # of its ids, where turns have shares of their own
 
 
 @dataclass

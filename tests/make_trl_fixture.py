@@ -1,4 +1,4 @@
-"""Writes tests/data/trl_grpo.json: losses and gradients of TRL's GRPO on fixed numbers, which tests/test_grpo.py compares ours with.
+"""Writes tests/data/trl_grpo.json: losses and gradients of TRL's GRPO on fixed numbers, which tests/training/test_objectives.py compares ours with.
 
     python tests/make_trl_fixture.py          needs: pip install trl  (nothing else in the repository does)
 

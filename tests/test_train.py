@@ -221,11 +221,13 @@ def test_a_loss_that_is_not_finite_is_kept_to_be_looked_at_and_ends_the_run_when
     from collections import Counter
 
     from nanorchestra.errors import UserError
+    from nanorchestra.training.trainer import StepResult
 
     stop, run = types.SimpleNamespace(asked=False), training.run
     bad = {"loss": math.nan, "skipped": 1.0, "tokens": 9.0}
-    training.trainer.supervised_step = training.trainer.policy_step = lambda *args, **options: dict(
-        bad
+    training.trainer.supervised_step = lambda *args: dict(bad)
+    training.trainer.policy_step = lambda groups, *args, **options: StepResult(
+        dict(bad), [[None] * len(group.samples) for group in groups]
     )
     with pytest.raises(
         UserError,
@@ -240,7 +242,7 @@ def test_a_loss_that_is_not_finite_is_kept_to_be_looked_at_and_ends_the_run_when
     )
     training.phase, training.step, training.skipped = "grpo", 0, 0
     training.practice.groups = lambda tasks, trajectories: (
-        [training.practice.group(trajectories)],
+        [trajectories],
         Counter(),
     )
     with pytest.raises(UserError, match='grpo step 2: .*trajectories.jsonl, phase "skipped"'):
@@ -578,34 +580,19 @@ def test_the_best_evaluation_keeps_its_checkpoint_the_first_of_equals(monkeypatc
 def test_the_trainers_log_probabilities_reach_the_trajectories_from_all_ranks():
     import types
 
-    import torch
-
     import train as program
-    from nanorchestra.records import Trajectory
-    from nanorchestra.training.trainer import Group, Sample
+    from nanorchestra.records import Trajectory, Turn
 
-    whole, turns, other = (
-        Trajectory(name, 0, 1, [5, 6, 7], [False, True, True], [0.0, -1.0, -2.0], [-1, 0, 0])
-        for name in ("whole", "turns", "other")
-    )
+    def trajectory(*contexts):
+        turns = [Turn(start, start + 1, "", context=begin) for begin, start in contexts]
+        return Trajectory("t", 0, 1, [5, 6, 7], [False, True, True], [], [], turns)
 
-    def sample(trajectory, values):
-        return Sample(
-            [6, 7],
-            [True, True],
-            [-1.0, -2.0],
-            trajectory=trajectory,
-            trainer_logprobs=None if values is None else torch.tensor(values),
-        )
-
-    groups = [
-        Group([5], [sample(whole, [-1.5, -2.5]), sample(turns, [-3.0])]),
-        Group([5], [sample(turns, None), sample(other, [-4.0])]),
-    ]
+    whole, turns, other = trajectory((0, 1)), trajectory((0, 1), (1, 2)), trajectory((0, 1))
     elsewhere = types.SimpleNamespace(
         ranks=types.SimpleNamespace(gather=lambda mine: [mine, {2: [-3.5]}])
     )  # a second rank had the second turn
-    program.Training._note_logprobs(elsewhere, groups, [whole, turns])
+    logprobs = [[[-1.5, -2.5], [-3.0], None], [[-4.0]]]
+    program.Training._note_logprobs(elsewhere, [[whole, turns], [other]], logprobs, [whole, turns])
     assert (
         whole.trainer_logprobs == [-1.5, -2.5]
         and turns.trainer_logprobs == [-3.0, -3.5]

@@ -21,14 +21,8 @@ from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.lessons import as_session, as_turns
-from nanorchestra.training.objectives import (
-    group_advantages,
-    moments,
-    over_batch,
-    overlong_punishment,
-    per_objective,
-)
-from nanorchestra.training.trainer import Group, Sample
+from nanorchestra.training.objectives import group_advantages, overlong_punishment
+from nanorchestra.training.packing import Group, Sample
 from nanorchestra.training.trajectories import contexts, parts
 from reward import group_rewards, reward_columns
 from worlds.evaluation import means, obedience, task_bounds
@@ -157,8 +151,10 @@ class Practice:
 
     def groups(
         self, tasks: list[Task], trajectories: list[Trajectory]
-    ) -> tuple[list[Group], Counter[str]]:
-        """Rewards and advantages of each group; the samples that enter the loss, and how many are left out for each reason."""
+    ) -> tuple[list[list[Trajectory]], Counter[str]]:
+        """Writes advantages on the attempts; returns those of each group that enter the loss, and
+        how many are left out for each reason.
+        """
         section, size, limit = (
             self.config.grpo,
             self.config.grpo.group_size,
@@ -173,15 +169,7 @@ class Practice:
                 section.drop_overlong and member.status in ("token_limit", "turn_limit")
                 for member in members
             ]
-            if section.per_objective:
-                columns = reward_columns(
-                    members,
-                    task.preference,
-                    valid,
-                    task_bounds(task) if section.bounds == "task" else None,
-                )
-                rewards = per_objective(columns, [ok and not long for ok, long in zip(valid, cut)])
-            elif section.bounds == "task":
+            if section.bounds == "task":
                 rewards = [member.reward for member in members]
             else:
                 rewards = group_rewards(members, task.preference, valid)
@@ -207,31 +195,18 @@ class Practice:
                 overlong=cut,
                 min_std=section.min_std,
                 drop_invalid_format=section.drop_invalid_format,
-                std=section.normalise_std and not section.per_objective,
-                leave_one_out=section.leave_one_out,
-                clip=None if section.per_objective else section.advantage_clip,
+                std=section.normalise_std,
+                clip=section.advantage_clip,
             )
             for member, advantage in zip(members, advantages):
                 member.advantage = advantage
             reasons.update(reason for reason in why if reason)
             kept.append([member for member, reason in zip(members, why) if reason is None])
-        if section.per_objective:
-            members = [member for group in kept for member in group]
-            over = over_batch(
-                [member.advantage for member in members],
-                moments(member.advantage for member in members),
-            )
-            for member, advantage in zip(members, over):
-                member.advantage = max(
-                    -section.advantage_clip, min(section.advantage_clip, advantage)
-                )
-        return [self.group(members) for members in kept if members], reasons
+        return [members for members in kept if members], reasons
 
     def group(self, members: list[Trajectory]) -> Group:
-        """What enters the loss: all ids after the prompt of an attempt, or of each of its turns."""
-        return Group.of(
-            [part for member in members for part in parts(member, self.config.grpo.credit)]
-        )
+        """The attempts at a task as the trainer takes them: a sample each, or one for each turn."""
+        return Group.of([part for member in members for part in parts(member)])
 
     def measure(self, tasks: list[Task], trajectories: list[Trajectory]) -> dict[str, Any]:
         """Means over the rollout, rewards in their absolute form; calls by what stands behind the alias; how the attempts ended. What the infrastructure

@@ -1,32 +1,40 @@
-"""The objectives in formulas: rewards of a group to advantages, log-probabilities to a loss.
+"""Turns the rewards of a group into advantages, and log-probabilities into the loss of a step.
 
-Losses are functions of flat tensors over sampled ids only ([N], no padding, no mask): who calls them selects the positions.
-Every loss is a sum divided by a normaliser the caller gives, that of the whole optimiser step (all micro-batches, all ranks), so losses
-and metrics of micro-batches and ranks simply add up.
+The loss of every objective is the sum over the sampled ids of all micro-batches and ranks
 
-| objective | advantage | loss of an id | mean over | paper |
+    loss = sum_i w_i (v_i L_i + kl_coef kl_i) / normaliser
+
+L is the surrogate, w and the normaliser are the aggregation, and v = min(pi_old / pi_sampler, cap)
+if there is an importance cap (else 1). The normaliser is that of the whole step, so losses and
+gradients of micro-batches and ranks add up.
+
+| objective | advantage | L | aggregation | paper |
 |---|---|---|---|---|
-| GRPO | (R - mean) / std | clipped ratio | ids (the paper: sequences) | DeepSeekMath, arXiv 2402.03300 |
-| ToolOrchestra | the same, clipped at 3 | clipped ratio, dual clip | ids | arXiv 2511.21689 |
-| Dr. GRPO | R - mean | clipped ratio | a constant length | arXiv 2503.20783 |
-| DAPO | (R - mean) / std | clipped ratio, more room upwards; dynamic sampling, overlong treatment | ids | arXiv 2503.14476 |
-| GSPO | (R - mean) / std | clipped ratio of the sequence | sequences | arXiv 2507.18071 |
-| CISPO | (R - mean) / std | clipped ratio as a weight | ids | MiniMax-M1, arXiv 2506.13585 |
-| RLOO | R - mean of the others | log-probability | a constant length | arXiv 2402.14740 |
-| GDPO | each part of R normalised by itself | clipped ratio | ids | arXiv 2601.05242 |
+| GRPO | (R - mean) / std | clip | token (the paper: sequence) | arXiv 2402.03300 |
+| ToolOrchestra | as GRPO, cut at 3 | clip, dual clip | token | arXiv 2511.21689 |
+| Dr. GRPO | R - mean | clip | constant | arXiv 2503.20783 |
+| DAPO | as GRPO, overlong punishment | clip, higher upper bound | token | arXiv 2503.14476 |
+| GSPO | as GRPO | gspo | sequence | arXiv 2507.18071 |
+| CISPO | as GRPO | cispo | token | arXiv 2506.13585 |
 
-`config.OBJECTIVES` has the settings that make each of them.
+`config.OBJECTIVES` holds the settings of each of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-SURROGATES = ("clip", "gspo", "cispo", "reinforce")
+from nanorchestra.config import Objective
+from nanorchestra.training.packing import Group, Packed
+
+MAX_LOG_RATIO = 20.0  # keeps exp finite; the bounds of every surrogate lie far inside
+
+
+# Rewards to advantages.
 
 
 def group_advantages(
@@ -37,292 +45,201 @@ def group_advantages(
     overlong: Sequence[bool] | None = None,
     drop_invalid_format: bool = True,
     std: bool = True,
-    leave_one_out: bool = False,
     min_std: float = 1e-3,
     clip: float | None = None,
 ) -> tuple[list[float], list[str | None]]:
-    """Advantages of the members of one group, and why each member does not enter the loss (None if it does).
+    """Returns the advantage of each member of a group, and why a member is left out of the loss.
 
-        A_i = (R_i - mean R) / (std R + 1e-6)      DeepSeekMath (arXiv 2402.03300) section 4.1.2; std is the sample one (n - 1)
-        A_i = R_i - mean R                         with std=False: Dr. GRPO (arXiv 2503.20783) equation 3
-        A_i = R_i - mean of the others' R          with leave_one_out: RLOO (Kool et al. 2019; arXiv 2402.14740); it is n / (n - 1) times R_i - mean R
-    then clipped to [-clip, clip] if `clip` is given (ToolOrchestra: 3).
+        A_i = (R_i - mean R) / (std R + 1e-6)     DeepSeekMath section 4.1.2; std over n - 1
+        A_i = R_i - mean R                        with std=False: Dr. GRPO equation 3
 
-    Reasons, and what they mean for the group's mean and std:
-    "infrastructure"  valid[i] is False (a time-out of the house, not of the policy): outside the statistics.
-    "overlong"        overlong[i] is True (cut by a limit; DAPO section 3.4 filters these): outside the statistics too, for a zero that is
-                      not pushed down would still push its siblings up.
-    "homogeneous"     fewer than two members are left, or their std is not above `min_std` (ToolOrchestra: 0.1): nothing to compare.
-    "invalid_format"  well_formed[i] is False: stays in the statistics with the reward it was given, so its siblings are still
-                      compared with it, but is itself left out of the loss, as published. `drop_invalid_format=False` keeps it in
-                      the loss, so that a bad format is pushed down.
-    A member that is left out has the advantage 0. The mean over the members kept therefore need not be 0.
+    cut to [-clip, clip] if `clip` is given. A member that is left out has the advantage 0. The
+    reason is None for a member that enters the loss, else
 
-    ValueError: lists of different length, a reward that counts and is not finite, min_std < 0, clip <= 0.
+    "infrastructure"  valid[i] is False: a tool failed, not the policy. Not in mean and std.
+    "overlong"        overlong[i] is True: cut by a limit (DAPO section 3.4). Not in mean and std,
+                      where its reward would raise the others' advantages.
+    "homogeneous"     at most one member counts, or their std is not above `min_std`.
+    "invalid_format"  well_formed[i] is False and drop_invalid_format is True. In mean and std.
     """
     well_formed = [True] * len(rewards) if well_formed is None else well_formed
     overlong = [False] * len(rewards) if overlong is None else overlong
-    if not len(rewards) == len(valid) == len(well_formed) == len(overlong):
-        raise ValueError(
-            f"rewards, valid, well_formed and overlong have {len(rewards)}, {len(valid)}, {len(well_formed)} and {len(overlong)} entries"
-        )
-    if not (min_std >= 0 and (clip is None or clip > 0)):
-        raise ValueError(f"min_std must be 0 or more and clip above 0, got {min_std} and {clip}")
-    counted = [
-        float(reward) for reward, ok, long in zip(rewards, valid, overlong) if ok and not long
-    ]
-    if not all(math.isfinite(reward) for reward in counted):
-        raise ValueError(f"rewards must be finite, got {counted}")
-    mean, spread = _mean_and_std(counted)
+    members = list(zip(rewards, valid, well_formed, overlong, strict=True))
+    counted = [reward for reward, ok, _, cut in members if ok and not cut]
+    mean = spread = 0.0
+    if len(counted) > 1:
+        mean = math.fsum(counted) / len(counted)
+        squares = math.fsum((reward - mean) ** 2 for reward in counted)
+        spread = math.sqrt(squares / (len(counted) - 1))
 
-    advantages, reasons = [], []
-    for reward, ok, formed, long in zip(rewards, valid, well_formed, overlong):
+    advantages: list[float] = []
+    reasons: list[str | None] = []
+    for reward, ok, formed, cut in members:
+        reason = None
         if not ok:
             reason = "infrastructure"
-        elif long:
+        elif cut:
             reason = "overlong"
         elif spread <= min_std:
             reason = "homogeneous"
         elif drop_invalid_format and not formed:
             reason = "invalid_format"
-        else:
-            reason = None
         advantage = 0.0
         if reason is None:
             advantage = (reward - mean) / (spread + 1e-6) if std else reward - mean
-            if leave_one_out:
-                advantage *= len(counted) / (len(counted) - 1)
-            advantage = advantage if clip is None else max(-clip, min(clip, advantage))
+            if clip is not None:
+                advantage = max(-clip, min(clip, advantage))
         advantages.append(advantage)
         reasons.append(reason)
     return advantages, reasons
 
 
-def _mean_and_std(values: Sequence[float]) -> tuple[float, float]:
-    """The sample std (n - 1); of fewer than two values 0, 0, so that a lone member counts as homogeneous."""
-    if len(values) < 2:
-        return 0.0, 0.0
-    mean = math.fsum(values) / len(values)
-    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
-
-
-def per_objective(
-    parts: Sequence[tuple[float, Sequence[float]]], valid: Sequence[bool]
-) -> list[float]:
-    """GDPO (arXiv 2601.05242): every part of the reward is normalised in the group by itself, then they are summed with their weights.
-
-        R_i = sum_k w_k (r_ik - mean_k) / (std_k + 1e-6)          parts = [(w_k, [r_1k, ..., r_nk]), ...]
-
-    Normalising the sum instead gives attempts that differ in what they are good at the same advantage. What is returned stands for the
-    rewards in `group_advantages(std=False)`; `over_batch` completes it. Members with valid[i] False get 0 and are outside the statistics.
-    """
-    totals = [0.0] * len(valid)
-    for weight, values in parts:
-        mean, spread = _mean_and_std([value for value, ok in zip(values, valid, strict=True) if ok])
-        for i, (value, ok) in enumerate(zip(values, valid)):
-            if ok:
-                totals[i] += weight * (value - mean) / (spread + 1e-6)
-    return totals
-
-
-def moments(advantages: Iterable[float]) -> list[float]:
-    """[count, sum, sum of squares], which add up over ranks; for `over_batch`."""
-    values = list(advantages)
-    return [float(len(values)), math.fsum(values), math.fsum(value * value for value in values)]
-
-
-def over_batch(advantages: Sequence[float], moments: Sequence[float]) -> list[float]:
-    """(A - mean) / (std + 1e-6) with the mean and std of the whole step's advantages: GDPO's last step, which keeps the scale of the update
-    independent of the number of parts. Fewer than two of them are returned as they are."""
-    count, total, squares = moments
-    if count < 2:
-        return list(advantages)
-    mean = total / count
-    spread = math.sqrt(max(0.0, squares - count * mean * mean) / (count - 1))
-    return [(advantage - mean) / (spread + 1e-6) for advantage in advantages]
-
-
 def overlong_punishment(length: int, limit: int, buffer: int) -> float:
-    """DAPO's soft punishment (arXiv 2503.14476, equation 13), added to the reward: 0 up to limit - buffer ids, then linearly down to -1 at
-    `limit` and beyond."""
-    return (
-        0.0
-        if length <= limit - buffer
-        else max(-1.0, (limit - buffer - length) / buffer)
-        if buffer
-        else -1.0
-    )
+    """Returns DAPO's soft punishment (equation 13) of a sample of `length` ids.
 
-
-def turn_shares(advantage: float, lengths: Sequence[int]) -> list[float]:
-    """The advantage of an id in each turn, where the turns have `lengths` ids: A n / (K n_k), n = sum of the K lengths.
-
-    Every turn has the same share of the trajectory's credit, however long it thinks, and the sum over ids stays that of one advantage a
-    trajectory. Turns without ids have no share.
+    It is 0 up to limit - buffer ids, and falls linearly to -1 at `limit` and beyond.
     """
-    turns = sum(length > 0 for length in lengths)
-    return [advantage * sum(lengths) / (turns * length) if length else 0.0 for length in lengths]
+    if length <= limit - buffer:
+        return 0.0
+    return max(-1.0, (limit - buffer - length) / buffer) if buffer else -1.0
+
+
+# Log-probabilities to a loss. Tensors are [N], one entry per sampled id.
+
+
+def clip(
+    logprobs: Tensor, old_logprobs: Tensor, batch: Packed, objective: Objective
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns PPO's clipped loss per id, which ids the clip stopped, and which the dual clip.
+
+    L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(logprob - old_logprob):
+    PPO (arXiv 1707.06347) equation 7, with two bounds as in DAPO. With dual_clip the loss is at
+    most -A dual_clip where A < 0 (arXiv 1912.09729, equation 5).
+    """
+    return _clipped(_log_ratio(logprobs, old_logprobs), batch.advantages, objective)
+
+
+def gspo(
+    logprobs: Tensor, old_logprobs: Tensor, batch: Packed, objective: Objective
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns what `clip` does, with the sequence's ratio s instead of r: GSPO eqs. 7 and 14.
+
+    s_i = sg[exp(mean over the sequence of log r)] exp(logprob - sg[logprob]); sg stops gradients.
+    """
+    log_ratio = _log_ratio(logprobs, old_logprobs).detach()
+    count = torch.bincount(batch.sequences)
+    sums = log_ratio.new_zeros(len(count)).index_add_(0, batch.sequences, log_ratio)
+    means = (sums / count.clamp(min=1))[batch.sequences]
+    return _clipped(means + logprobs - logprobs.detach(), batch.advantages, objective)
+
+
+def cispo(
+    logprobs: Tensor, old_logprobs: Tensor, batch: Packed, objective: Objective
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the log-probabilities weighted by a clipped ratio, and which ids were clipped.
+
+    L = -sg[clip(r, 1 - clip_low, 1 + clip_high)] A logprob: MiniMax-M1 equations 4 and 5. A clipped
+    id still has a gradient, with a bounded weight. There is no dual clip.
+    """
+    ratio = _log_ratio(logprobs, old_logprobs).detach().exp()
+    weight = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+    stopped = weight != ratio
+    return -weight * batch.advantages * logprobs, stopped, torch.zeros_like(stopped)
+
+
+SURROGATES: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
+    "clip": clip,
+    "gspo": gspo,
+    "cispo": cispo,
+}
+
+
+def _clipped(
+    log_ratio: Tensor, advantages: Tensor, objective: Objective
+) -> tuple[Tensor, Tensor, Tensor]:
+    ratio = log_ratio.exp()
+    bounded = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+    losses = torch.maximum(-advantages * ratio, -advantages * bounded)
+    stopped = -advantages * bounded > -advantages * ratio
+    dual = torch.zeros_like(stopped)
+    if objective.dual_clip:
+        dual = (advantages < 0) & (ratio > objective.dual_clip)
+        losses = torch.where(dual, -advantages * objective.dual_clip, losses)
+    return losses, stopped, dual
+
+
+def _log_ratio(logprobs: Tensor, others: Tensor) -> Tensor:
+    return (logprobs - others).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
+    """Returns the estimate of KL(policy || reference) from each sampled id (Schulman 2020).
+
+    With d = logprob - ref_logprob, "k2" is d^2 / 2, whose gradient on policy is that of the KL;
+    "k3" is exp(-d) - 1 + d, which is never negative and unbiased.
+    """
+    difference = logprobs - ref_logprobs
+    return difference.square() / 2 if kind == "k2" else torch.expm1(-difference) + difference
+
+
+def loss_normaliser(groups: Sequence[Group], aggregation: str, length: int) -> float:
+    """Returns the divisor of a step's loss.
+
+    "token": the sampled ids, for a mean over ids (DAPO equation 8). "sequence": the trajectories,
+    for a mean of their means (DeepSeekMath equation 3). "constant": trajectories times `length`,
+    the most ids that one may have (Dr. GRPO section 3.2): an id then weighs the same in every one.
+    """
+    samples = [sample for group in groups for sample in group.samples if sample.count]
+    if aggregation == "token":
+        return float(sum(sample.count for sample in samples))
+    trajectories = sum(sample.count / (sample.trajectory_ids or sample.count) for sample in samples)
+    return trajectories * (length if aggregation == "constant" else 1)
 
 
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
-    advantages: Tensor,
+    batch: Packed,
+    objective: Objective,
     *,
     normaliser: float,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    dual_clip: float | None = None,
-    ref_logprobs: Tensor | None = None,
-    kl_coef: float = 0.0,
-    kl_estimator: str = "k2",
-    surrogate: str = "clip",
-    sequences: Tensor | None = None,
-    weights: Tensor | None = None,
-    sampler_logprobs: Tensor | None = None,
-    importance_cap: float | None = None,
-    count: float | None = None,
+    kl: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The policy-gradient loss, summed over ids and divided by `normaliser`. All tensors are [N], one entry a sampled id.
+    """Returns a micro-batch's part of the loss, a scalar, and sums over its ids for the metrics.
 
-        r    = exp(logprob - old_logprob)
-    surrogate "clip":
-        L_i  = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))         PPO (arXiv 1707.06347) eq. 7; two bounds: DAPO (2503.14476)
-        L_i  = min(L_i, -A dual_clip)  where A < 0                        dual clip (arXiv 1912.09729) eq. 5
-    "gspo": the same with the sequence's ratio for r, in its form for ids, so that these may have advantages of their own:
-        s_i  = sg[exp(mean over the sequence of log r)] exp(logprob - sg[logprob])        GSPO (arXiv 2507.18071) eqs. 7, 14
-    "cispo": a clipped id still teaches, with a bounded weight; sg stops the gradient:
-        L_i  = -sg[clip(r, 1 - clip_low, 1 + clip_high)] A logprob        MiniMax-M1 (arXiv 2506.13585) eqs. 4, 5
-    "reinforce":
-        L_i  = -A logprob                                                 REINFORCE, as in RLOO (arXiv 2402.14740)
-    and with any of them
-        L_i  = L_i sg[min(exp(old_logprob - sampler_logprob), importance_cap)]
-                                                                          truncated importance sampling: Ionides 2008; Yao et al. 2025,
-                                                                          "Your efficient RL framework secretly brings you off-policy RL"
-        loss = sum_i w_i (L_i + kl_coef * kl_i) / normaliser
+    old_logprobs: those of the policy before the step. Either the sampler's, or the trainer's own
+    with an importance cap that corrects for the difference to the sampler, in arithmetic or in
+    weights (truncated importance sampling: Ionides 2008; decoupled as in arXiv 2110.00641).
+    kl: per id, with its gradient. Gradients flow into `logprobs` and `kl`. With N = 0 the loss is 0
+    and has a graph.
 
-    w and the normaliser make the aggregation. "token": w = 1 and the number of ids, DAPO eq. 8. "sequence": w = 1 / |o|, |o| the ids of the
-    trajectory, and the number of trajectories, DeepSeekMath eq. 3. "constant": w = 1 and the number of trajectories times the most ids that one
-    may have, Dr. GRPO section 3.2: a long wrong answer is then not pushed down less for each of its ids.
-
-    kl_i estimates KL(policy || reference) from the sampled id, with d = logprob - ref_logprob (Schulman, "Approximating KL
-    divergence"): "k2" is d^2 / 2, whose gradient is that of the KL when on policy; "k3" is exp(-d) - 1 + d, never negative and
-    unbiased in value.
-
-    old_logprobs are those of the policy before the step: the sampler's, if it is the same policy; else the trainer's own, and
-    sampler_logprobs with an importance_cap account for the difference, be it in arithmetic or in weights (the decoupled objective of
-    Hilton et al., arXiv 2110.00641). sequences int64 [N] numbers the sequence of each id, for "gspo". weights [N] are all 1 by default.
-
-    Gradients flow into `logprobs` alone. Log-ratios are cut at +-20, where the ratio is clipped anyway, so that an overflow
-    cannot turn the gradient into NaN. N = 0 gives 0 with a graph, so that a rank without work still takes part in the backward.
-
-    Returns the loss [] and metrics, each a sum over the ids divided by `count`, the sampled ids of the step (by default the normaliser); they
-    add up over micro-batches and ranks. About r against the sampler: ratio; ratio_outside (share of r outside [0.5, 2]); old_kl, the k3
-    estimate of KL(sampler || policy). clip_fraction (ids whose gradient the clip stopped, or whose weight it changed); dual_clip_fraction; kl,
-    the estimate above (0 without a reference); with a cap importance, the mean weight, and importance_capped, the share at the cap.
-
-    ValueError: shapes that differ, normaliser <= 0, an unknown surrogate or estimator, kl_coef without ref_logprobs, bounds out of order.
+    The sums: `ratio` of policy to sampler; `ratio_outside`, of ids whose ratio is outside
+    [0.5, 2]; `old_kl`, the k3 estimate of KL(sampler || policy); `clip_fraction` and
+    `dual_clip_fraction`, of ids that the clip stopped; `kl`; with a cap `importance`, the weight v,
+    and `importance_capped`, of ids at the cap.
     """
-    if not logprobs.shape == old_logprobs.shape == advantages.shape or logprobs.dim() != 1:
-        raise ValueError(
-            f"logprobs, old_logprobs, advantages must be [N]: {logprobs.shape}, {old_logprobs.shape}, {advantages.shape}"
-        )
-    if not normaliser > 0:
-        raise ValueError(
-            f"normaliser is {normaliser}: it must be the number of sampled ids of the step"
-        )
-    if not (
-        0 <= clip_low <= 1 and clip_high >= 0 and (dual_clip is None or dual_clip > 1 + clip_high)
-    ):
-        raise ValueError(
-            f"need 0 <= clip_low <= 1, clip_high >= 0, dual_clip > 1 + clip_high: {clip_low}, {clip_high}, {dual_clip}"
-        )
-    if surrogate not in SURROGATES or (dual_clip is not None and surrogate not in ("clip", "gspo")):
-        raise ValueError(
-            f"surrogate is {surrogate!r}: it must be one of {', '.join(SURROGATES)}, with dual_clip one of the first two"
-        )
-    if surrogate == "gspo" and sequences is None:
-        raise ValueError("surrogate 'gspo' needs sequences")
-    if kl_estimator not in ("k2", "k3"):
-        raise ValueError(f"kl_estimator is {kl_estimator!r}: it must be 'k2' or 'k3'")
-    if kl_coef and ref_logprobs is None:
-        raise ValueError(f"kl_coef is {kl_coef}, but there are no ref_logprobs")
-    if importance_cap is not None and (sampler_logprobs is None or not importance_cap > 0):
-        raise ValueError(
-            f"importance_cap is {importance_cap}: it must be above 0, and needs sampler_logprobs"
-        )
-
-    advantages, old_logprobs = advantages.detach(), old_logprobs.detach()
-    log_ratio = (logprobs - old_logprobs).clamp(-20.0, 20.0)
-    if surrogate == "gspo":
-        log_ratio = _sequence_mean(log_ratio.detach(), sequences) + logprobs - logprobs.detach()
-    ratio = log_ratio.exp()
-    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
-    dual = torch.zeros_like(ratio, dtype=torch.bool)
-    if surrogate in ("clip", "gspo"):
-        unclipped, clipped = -advantages * ratio, -advantages * bounded
-        losses = torch.maximum(unclipped, clipped)
-        stopped = clipped > unclipped
-        if dual_clip is not None:
-            dual = (advantages < 0) & (ratio > dual_clip)
-            losses = torch.where(dual, -advantages * dual_clip, losses)
-    elif surrogate == "cispo":
-        losses, stopped = -bounded.detach() * advantages * logprobs, bounded != ratio
-    else:
-        losses, stopped = -advantages * logprobs, torch.zeros_like(dual)
-    if importance_cap is not None:
-        importance = (old_logprobs - sampler_logprobs).clamp(-20.0, 20.0).exp()
-        losses = losses * importance.clamp(max=importance_cap)
-    kl = torch.zeros_like(losses)
-    if ref_logprobs is not None:
-        difference = logprobs - ref_logprobs.detach()
-        kl = (
-            difference.square() / 2
-            if kl_estimator == "k2"
-            else torch.expm1(-difference) + difference
-        )
-        losses = losses + kl_coef * kl
-    if weights is not None:
-        losses = losses * weights
-
-    with torch.no_grad():
-        drift = (logprobs - (old_logprobs if sampler_logprobs is None else sampler_logprobs)).clamp(
-            -20.0, 20.0
-        )
-        against = drift.exp()
-        columns = {
-            "ratio": against,
-            "clip_fraction": stopped,
-            "dual_clip_fraction": dual,
-            "ratio_outside": (against < 0.5) | (against > 2.0),
-            "old_kl": against - 1 - drift,
-            "kl": kl,
-        }
-        if importance_cap is not None:
-            columns |= {
-                "importance": importance.clamp(max=importance_cap),
-                "importance_capped": importance > importance_cap,
-            }
-        sums = torch.stack(
-            [column.sum(dtype=torch.float64) for column in columns.values()]
-        ).tolist()
-    return losses.sum() / normaliser, {
-        name: value / (count or normaliser) for name, value in zip(columns, sums)
+    old_logprobs = old_logprobs.detach()
+    surrogate = SURROGATES[objective.surrogate]
+    losses, stopped, dual = surrogate(logprobs, old_logprobs, batch, objective)
+    drift = _log_ratio(logprobs.detach(), batch.sampler_logprobs)
+    ratio = drift.exp()
+    columns = {
+        "ratio": ratio,
+        "clip_fraction": stopped,
+        "dual_clip_fraction": dual,
+        "ratio_outside": (ratio < 0.5) | (ratio > 2.0),
+        "old_kl": ratio - 1 - drift,
+        "kl": torch.zeros_like(ratio) if kl is None else kl.detach(),
     }
-
-
-def _sequence_mean(values: Tensor, sequences: Tensor) -> Tensor:
-    """[N] -> [N]: the mean of the values with the same number in `sequences`, for each of them."""
-    if not len(values):
-        return values
-    sums = values.new_zeros(int(sequences.max()) + 1).index_add_(0, sequences, values)
-    return (sums / torch.bincount(sequences).clamp(min=1))[sequences]
-
-
-def supervised_loss(logprobs: Tensor, *, normaliser: float) -> Tensor:
-    """Negative log-likelihood of the demonstrated ids, summed over `logprobs` [N] and divided by `normaliser` (ids of the step)."""
-    if not normaliser > 0:
-        raise ValueError(
-            f"normaliser is {normaliser}: it must be the number of demonstrated ids of the step"
-        )
-    return -logprobs.sum() / normaliser
+    if objective.importance_cap:
+        importance = _log_ratio(old_logprobs, batch.sampler_logprobs).exp()
+        capped = importance.clamp(max=objective.importance_cap)
+        losses = losses * capped
+        columns |= {"importance": capped}
+        columns |= {"importance_capped": importance > objective.importance_cap}
+    if kl is not None:
+        losses = losses + objective.kl_coef * kl
+    if objective.aggregation == "sequence":
+        losses = losses / batch.trajectory_ids
+    sums = torch.stack([column.sum(dtype=torch.float64) for column in columns.values()])
+    return losses.sum() / normaliser, dict(zip(columns, sums.tolist(), strict=True))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -98,3 +99,49 @@ def _orthogonalised(directions: list[Tensor]) -> list[Tensor]:
         start = first_row(direction)
         rows.append(result[start : start + len(local(direction))])
     return rows
+
+
+def build_optimizers(
+    model: torch.nn.Module, kind: str, weight_decay: float, betas: tuple[float, float]
+) -> list[torch.optim.Optimizer]:
+    """Returns optimizers over all trained parameters; weights alone decay, not norms or biases.
+
+    "adamw", or "muon": Muon for the matrices of the layers, AdamW for everything else.
+    """
+    layers = model.layers.parameters() if kind == "muon" else ()
+    matrices = [p for p in layers if p.dim() == 2 and p.requires_grad]
+    taken = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
+    groups = [
+        {"params": [p for p in others if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)
+    ]
+    if matrices:
+        optimizers.append(Muon(matrices, weight_decay=weight_decay))
+    return optimizers
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rate over `steps` steps.
+
+    It rises over `warmup_steps`, stays at `peak` for the first `hold` of the steps, then falls
+    linearly to `final_fraction` of the peak.
+    """
+
+    peak: float
+    steps: int
+    warmup_steps: int = 5
+    final_fraction: float = 0.1
+    hold: float = 0.0
+
+    def at(self, step: int) -> float:
+        """Returns the learning rate of a step, the first being 0."""
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        start = max(self.warmup_steps, self.hold * self.steps)
+        done = max(0.0, step - start) / max(1.0, self.steps - start)
+        return self.peak * (1 - (1 - self.final_fraction) * min(1.0, done))

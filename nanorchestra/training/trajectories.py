@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 from nanorchestra.errors import UserError
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Preference, Task, ToolCall, ToolResult, Trajectory, Turn
-from nanorchestra.training.objectives import turn_shares
-from nanorchestra.training.trainer import Sample
+from nanorchestra.training.packing import Sample
 
 T = TypeVar("T")
 PHASES = ("rollouts", "grpo")  # rows of trajectories.jsonl that are attempts at training tasks
@@ -87,16 +86,9 @@ def contexts(trajectory: Trajectory) -> list[tuple[int, int, int]]:
     ]
 
 
-def parts(trajectory: Trajectory, credit: str = "trajectory") -> list[tuple[list[int], Sample]]:
-    """(prompt, sample) of each context. Every id has the advantage of the attempt, or with credit "turn" its turn's share of it."""
+def parts(trajectory: Trajectory) -> list[tuple[list[int], Sample]]:
+    """Returns (prompt, sample) of each context; every id has the advantage of the attempt."""
     t = trajectory
-    advantages = [t.advantage] * len(t.ids)
-    if credit == "turn":
-        for turn, share in zip(
-            t.turns, turn_shares(t.advantage, [turn.end - turn.start for turn in t.turns])
-        ):
-            advantages[turn.start : turn.end] = [share] * (turn.end - turn.start)
-            turn.advantage = share
     return [
         (
             t.ids[begin:start],
@@ -104,9 +96,8 @@ def parts(trajectory: Trajectory, credit: str = "trajectory") -> list[tuple[list
                 t.ids[start:end],
                 t.sampled[start:end],
                 t.logprobs[start:end],
-                advantages[start:end],
+                t.advantage,
                 sum(t.sampled),
-                t,
             ),
         )
         for begin, start, end in contexts(t)

@@ -16,7 +16,8 @@ from nanorchestra.agent.rebuild import Notes
 from nanorchestra.model import chat
 from nanorchestra.records import Preference, Task, ToolCall, ToolResult
 from nanorchestra.training.lessons import as_turns
-from nanorchestra.training.trainer import Group, Sample, step_counts
+from nanorchestra.training.objectives import loss_normaliser
+from nanorchestra.training.packing import Group, Sample
 from nanorchestra.training.trajectories import contexts, parts
 from worlds.miniature.teacher import teach
 from worlds.miniature.world import World, environment
@@ -347,12 +348,11 @@ def attempts(tokenizer):
     return made
 
 
-@pytest.mark.parametrize("credit", ["trajectory", "turn"])
 def test_the_gradient_of_trajectories_is_the_sum_over_turns_computed_apart(
-    nano_model, nano_tokenizer, credit
+    nano_model, nano_tokenizer
 ):
     made = attempts(nano_tokenizer)
-    group = Group.of([part for t in made for part in parts(t, credit)])
+    group = Group.of([part for t in made for part in parts(t)])
     total = sum(sum(t.sampled) for t in made)
     together = gradients(nano_model, [group], vocab_limit=700)
     apart = {name: torch.zeros_like(gradient) for name, gradient in together.items()}
@@ -360,14 +360,9 @@ def test_the_gradient_of_trajectories_is_the_sum_over_turns_computed_apart(
         for turn in t.turns:
             said = slice(turn.start, turn.end)
             n = turn.end - turn.start
-            share = (
-                t.advantage * sum(t.sampled) / (len(t.turns) * n)
-                if credit == "turn"
-                else t.advantage
-            )
             alone = Group(
                 t.ids[turn.context : turn.start],
-                [Sample(t.ids[said], [True] * n, t.logprobs[said], share)],
+                [Sample(t.ids[said], [True] * n, t.logprobs[said], t.advantage)],
             )
             for name, gradient in gradients(nano_model, [alone], vocab_limit=700).items():
                 apart[name] += (
@@ -386,7 +381,7 @@ def test_a_loss_by_attempts_weighs_attempts_and_not_turns(nano_tokenizer):
         ("sequence", 2),
         ("constant", 2 * 7),
     ):
-        assert step_counts(groups, aggregation, 7)[1] == pytest.approx(normaliser)
+        assert loss_normaliser(groups, aggregation, 7) == pytest.approx(normaliser)
 
 
 def test_a_growing_session_is_one_sample_as_before(nano_tokenizer):
@@ -401,7 +396,7 @@ def test_a_growing_session_is_one_sample_as_before(nano_tokenizer):
         t.ids[p:],
         t.sampled[p:],
         t.logprobs[p:],
-    ) and set(sample.advantage) == {0.5}
+    ) and sample.advantage == 0.5
     group = Group.of([(prompt, sample), (prompt, sample)])
     assert group.prompt == prompt and group.samples == [sample, sample]
 

@@ -15,8 +15,7 @@ from nanorchestra.engine.gpu import SIZES, GpuRunner
 from nanorchestra.model import ops, quantise
 from nanorchestra.model.qwen3 import PRESETS, Qwen3
 from nanorchestra.training import logprobs as head
-from nanorchestra.training import objectives as grpo
-from nanorchestra.training.trainer import Group, Sample, Trainer, pack
+from nanorchestra.training.packing import Group, Sample, pack
 
 SHAPE = dataclasses.replace(
     PRESETS["nano"],
@@ -145,10 +144,11 @@ def test_the_trainer_by_kernels_has_the_gradients_of_plain_pytorch(model, monkey
         trained.load_state_dict(model.state_dict())
         trained.to(DEVICE)
         packed = pack(groups, DEVICE)
-        logprobs, entropy = Trainer(trained, vocab_limit=300)._logprobs(
-            trained(packed.tokens, packed.positions, packed.attend), packed, 1.0
+        hidden = trained(packed.tokens, packed.positions, packed.attend)[packed.source]
+        logprobs, entropy = head.token_logprobs(
+            hidden, trained.output_weight, packed.targets, vocab_limit=300
         )
-        grpo.supervised_loss(logprobs, normaliser=len(logprobs)).backward()
+        (-logprobs.mean()).backward()
         gradients.append([logprobs.detach(), entropy, *(p.grad for p in trained.parameters())])
     for plain, own in zip(*gradients):
         assert torch.allclose(plain, own, atol=2e-6 + 1e-4 * plain.abs().max())

@@ -23,7 +23,9 @@ from nanorchestra.model.lora import (
 from nanorchestra.model.ops import Segment, packed_attention
 from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.weights import copy_weights, named_hf_tensors, save_checkpoint
-from nanorchestra.training.trainer import Group, Sample, Trainer
+from nanorchestra.config import Objective
+from nanorchestra.training.packing import Group, Sample
+from nanorchestra.training.trainer import Trainer
 
 GROUPS = [
     Group(
@@ -121,7 +123,7 @@ def test_steps_change_only_a_and_b(adapted, kind):
     trainer = Trainer(adapted, vocab_limit=690, optimizer=kind)
     before = {name: p.clone() for name, p in adapted.named_parameters()}
     trainer.supervised_step(GROUPS, 1e-3)
-    trainer.policy_step(GROUPS, 1e-3)
+    trainer.policy_step(GROUPS, 1e-3, Objective())
     for name, parameter in adapted.named_parameters():
         assert torch.equal(parameter, before[name]) != name.endswith(("lora_a", "lora_b")), name
 
@@ -129,9 +131,11 @@ def test_steps_change_only_a_and_b(adapted, kind):
 def test_the_base_is_the_reference_and_takes_no_memory(adapted):
     trainer = Trainer(adapted, vocab_limit=690)
     trainer.freeze_reference()
-    assert trainer.policy_step(GROUPS, 0.0, kl_coef=1.0)["kl"] > 1e-4
+    assert trainer.policy_step(GROUPS, 0.0, Objective(kl_coef=1.0)).metrics["kl"] > 1e-4
     merge(adapted, seed=0)
-    assert trainer.policy_step(GROUPS, 0.0, kl_coef=1.0)["kl"] == pytest.approx(0.0, abs=1e-7)
+    assert trainer.policy_step(GROUPS, 0.0, Objective(kl_coef=1.0)).metrics["kl"] == pytest.approx(
+        0.0, abs=1e-7
+    )
     assert not any(name.startswith("reference.") for name in trainer.tensors())
     assert all(module.enabled for _, module in adapters(adapted))
 
@@ -139,20 +143,20 @@ def test_the_base_is_the_reference_and_takes_no_memory(adapted):
 def test_a_checkpoint_goes_on_exactly(adapted):
     trainer = Trainer(adapted, vocab_limit=690)
     trainer.freeze_reference()
-    trainer.policy_step(GROUPS, 1e-3, kl_coef=0.1)
+    trainer.policy_step(GROUPS, 1e-3, Objective(kl_coef=0.1))
     saved = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
-    straight = [trainer.policy_step(GROUPS, 1e-3, kl_coef=0.1) for _ in range(2)]
+    straight = [trainer.policy_step(GROUPS, 1e-3, Objective(kl_coef=0.1)) for _ in range(2)]
     for name, tensor in trainer.prepare("adamw", reference=True).items():
         tensor.copy_(saved.pop(name))
     assert not saved
-    assert [trainer.policy_step(GROUPS, 1e-3, kl_coef=0.1) for _ in range(2)] == straight
+    assert [trainer.policy_step(GROUPS, 1e-3, Objective(kl_coef=0.1)) for _ in range(2)] == straight
 
 
 def test_in_bf16_the_adapter_stays_fp32_and_learns_at_a_small_rate(nano_model):
     nano_model.to(torch.bfloat16)
     add_adapters(nano_model, rank=2, alpha=4.0, seed=0)
     trainer = Trainer(nano_model, vocab_limit=690)
-    trainer.policy_step(GROUPS, 1e-6)
+    trainer.policy_step(GROUPS, 1e-6, Objective())
     for _, module in adapters(nano_model):
         assert (
             module.weight.dtype == torch.bfloat16
@@ -286,7 +290,7 @@ def test_the_adapters_of_two_phases_are_one_adapter_of_the_first_base(nano_model
     warm = {name: tensor.clone() for name, tensor in named_hf_tensors(nano_model)}
     merge(nano_model, seed=2)
     for _ in range(3):
-        trainer.policy_step(GROUPS, 1e-2)
+        trainer.policy_step(GROUPS, 1e-2, Objective())
     save_adapter(nano_model, tmp_path, "base", before=tmp_path / "before")
     for expected, path in (
         (warm, tmp_path / "before"),

@@ -28,7 +28,9 @@ from nanorchestra.model.weights import DTYPES, load_model, named_hf_tensors, sav
 from nanorchestra.training.checkpoint import Checkpoints
 from nanorchestra.training.optimizers import Muon
 from nanorchestra.training.ranks import Ranks, shard_model
-from nanorchestra.training.trainer import Group, Sample, Trainer, balance, split_groups
+from nanorchestra.config import Objective
+from nanorchestra.training.packing import Group, Sample
+from nanorchestra.training.trainer import Trainer, TrainerSettings
 
 VOCAB = 90
 TIED = dict(
@@ -99,12 +101,14 @@ def make_trainer(
     return Trainer(
         model,
         vocab_limit=VOCAB - 6,
-        token_budget=budget,
         ranks=ranks,
-        dtype=DTYPES[dtype],
-        activation_checkpointing=recompute,
-        cpu_offload=offload,
         optimizer=optimizer,
+        settings=TrainerSettings(
+            token_budget=budget,
+            dtype=DTYPES[dtype],
+            activation_checkpointing=recompute,
+            cpu_offload=offload,
+        ),
     )
 
 
@@ -118,7 +122,7 @@ def gradients(
     trainer = make_trainer(ranks, **options)
     taken = {}
 
-    def update(rate):
+    def take():
         assert {
             dtype
             for p in trainer.model.parameters()
@@ -137,19 +141,17 @@ def gradients(
                 if p.grad is not None
             }
         )
-        for optimizer in trainer.optimizers:
-            optimizer.zero_grad()
-        return {}
+        return float("nan")  # no update
 
-    trainer._update = update
+    trainer._clip_gradients = take
     if kl:
         trainer.freeze_reference()
         with torch.no_grad():
             for p in trainer.model.parameters():
                 p.mul_(1.1)
-    metrics = trainer.policy_step(
-        make_groups(1, count), 0.0, **({"kl_coef": 0.5, "kl": kl} if kl else {})
-    )
+    objective = Objective(kl_coef=0.5, kl=kl) if kl else Objective()
+    metrics = trainer.policy_step(make_groups(1, count), 0.0, objective).metrics
+    del metrics["grad_norm"], metrics["skipped"]
     return taken | {
         f"metrics.{name}": torch.tensor(value, dtype=torch.float64)
         for name, value in metrics.items()
@@ -162,7 +164,10 @@ def losses(ranks: Ranks, steps: int = 20, **options) -> dict[str, torch.Tensor]:
     values = [
         trainer.supervised_step(make_groups(step), 3e-3)["loss"] for step in range(steps // 2)
     ]
-    values += [trainer.policy_step(make_groups(step), 1e-3)["loss"] for step in range(steps // 2)]
+    values += [
+        trainer.policy_step(make_groups(step), 1e-3, Objective()).metrics["loss"]
+        for step in range(steps // 2)
+    ]
     return {"losses": torch.tensor(values)}
 
 
@@ -179,14 +184,18 @@ def adapted(ranks: Ranks, source: str, target: str) -> dict[str, torch.Tensor]:
 
     model, _ = load_model(source, dtype=None, build=build)
     reset(model, 1)
-    trainer = Trainer(model, vocab_limit=VOCAB - 6, token_budget=300, ranks=ranks, optimizer="muon")
+    settings = TrainerSettings(token_budget=300)
+    trainer = Trainer(
+        model, vocab_limit=VOCAB - 6, ranks=ranks, optimizer="muon", settings=settings
+    )
     losses = [trainer.supervised_step(make_groups(step), 3e-3)["loss"] for step in range(3)]
     save_adapter(model, Path(target) / "before", source, write=ranks.first)
     merge(model, 2)
     trainer.new_optimizer("adamw")
     trainer.freeze_reference()
     losses += [
-        trainer.policy_step(make_groups(step), 3e-3, kl_coef=0.5)["loss"] for step in range(3)
+        trainer.policy_step(make_groups(step), 3e-3, Objective(kl_coef=0.5)).metrics["loss"]
+        for step in range(3)
     ]
     save_adapter(model, target, source, before=Path(target) / "before", write=ranks.first)
     return {"losses": torch.tensor(losses)} | {
@@ -593,26 +602,6 @@ def test_muon_is_torchs_bit_for_bit_on_whole_matrices():
         mine.step()
         torchs.step()
         assert all(torch.equal(p, q) for p, q in zip(ours, theirs))
-
-
-def test_the_ranks_shares_cost_nearly_the_same_and_lose_nothing():
-    groups = [
-        Group([0] * 5, [Sample([1], [True], None, float(i)) for _ in range(8)]) for i in range(9)
-    ]
-    weights = {float(i): weight for i, weight in enumerate((1, 9, 2, 30, 4, 4, 3, 2, 1))}
-    cost = lambda group: weights[group.samples[0].advantage] * len(group.samples)  # noqa: E731
-    for ranks in (1, 2, 3, 8):
-        shares = balance(groups, ranks, cost)
-        loads = [sum(map(cost, share)) for share in shares]
-        assert len(shares) == ranks and max(loads) <= 4 / 3 * sum(loads) / ranks
-        assert sorted(id(s) for share in shares for g in share for s in g.samples) == sorted(
-            id(s) for g in groups for s in g.samples
-        )
-    assert [len(g.samples) for g in split_groups(groups[:1], 12, lambda g: g.tokens)] == [4, 4]
-    assert (
-        split_groups(groups, 13, lambda g: g.tokens) == groups
-        and len(split_groups(groups[:1], 1, lambda g: g.tokens)) == 8
-    )
 
 
 if __name__ == "__main__":

@@ -68,13 +68,13 @@ def test_a_rollout_is_one_update_old_and_weighed_by_it(make_training):
     before, seen = [], []  # the weights before each step, and the groups it learns from
     step = training.trainer.policy_step
 
-    def watched(groups, *arguments, **options):
-        assert options["importance_cap"] == 2
+    def watched(groups, rate, objective, **options):
+        assert objective.importance_cap == 2
         before.append(
             {name: tensor.clone() for name, tensor in named_hf_tensors(training.trainer.model)}
         )
         seen.append(groups)
-        return step(groups, *arguments, **options)
+        return step(groups, rate, objective, **options)
 
     training.trainer.policy_step = watched
     assert training.grpo(Stop())
@@ -152,7 +152,7 @@ def test_what_fails_in_the_rollout_fails_the_step(make_training):
 
 @pytest.mark.parametrize(
     "given",
-    [["--rollout.overlap", "true"], ["--rollout.overlap", "true", "--grpo.objective", "rloo"]],
+    [["--rollout.overlap", "true"], ["--rollout.overlap", "true", "--grpo.objective", "dr_grpo"]],
 )
 def test_overlap_without_the_correction_is_refused(given):
     with pytest.raises(

@@ -16,7 +16,7 @@ from nanorchestra.errors import UserError
 from nanorchestra.model.tokenizer import train_bpe
 from nanorchestra.records import Preference, Task
 from nanorchestra.training.ranks import Ranks
-from nanorchestra.training.trainer import Group, pack
+from nanorchestra.training.packing import Group, pack
 from nanorchestra.training.trajectories import load_kept, parts, take
 
 

@@ -1,0 +1,277 @@
+"""Packs trajectories without padding, and divides them into micro-batches and over ranks.
+
+A pack is a tree of shared prefixes. The text that all prompts of a world begin with stands in it
+once, each prompt once, and whatever the samples of a group begin with in common once.
+`ops.packed_attention` lets each id attend to its own past, so the gradients are exactly those of
+the whole sequences. Nothing here computes with a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanorchestra.model.ops import Attend, Segment, packed_attention
+
+SHARED_IDS = 16  # a shared prefix shorter than this costs more as a segment than it saves
+
+
+@dataclass
+class Sample:
+    """The ids that follow a prompt in one attempt, or in one turn of an attempt.
+
+    `sampled` and `logprobs` have one entry per id: whether the policy sampled it, and the sampler's
+    log-probability. `trajectory_ids` counts the sampled ids of the whole attempt if the attempt is
+    divided over several samples; the loss then still weighs attempts, not samples.
+    """
+
+    ids: list[int]
+    sampled: list[bool]
+    logprobs: list[float] | None = None
+    advantage: float = 0.0
+    trajectory_ids: int | None = None
+
+    @property
+    def count(self) -> int:
+        """How many of the ids are sampled."""
+        return sum(self.sampled)
+
+
+@dataclass
+class Group:
+    """A prompt and the samples that continue it."""
+
+    prompt: list[int]
+    samples: list[Sample]
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[list[int], Sample]]) -> Group:
+        """Returns the group of (prompt, sample) pairs whose prompts may differ.
+
+        Its prompt is what all prompts begin with. The rest of each prompt becomes the beginning of
+        its sample, not sampled.
+        """
+        common = common_prefix([prompt for prompt, _ in parts])
+        samples = []
+        for prompt, sample in parts:
+            rest = prompt[common:]
+            samples.append(
+                Sample(
+                    rest + sample.ids,
+                    [False] * len(rest) + sample.sampled,
+                    sample.logprobs and [0.0] * len(rest) + sample.logprobs,
+                    sample.advantage,
+                    sample.trajectory_ids,
+                )
+            )
+        return cls(parts[0][0][:common], samples)
+
+    @property
+    def tokens(self) -> int:
+        """How many ids the prompt and the samples have."""
+        return len(self.prompt) + sum(len(sample.ids) for sample in self.samples)
+
+    @property
+    def sampled(self) -> int:
+        """How many of the ids are sampled."""
+        return sum(sample.count for sample in self.samples)
+
+
+@dataclass
+class Packed:
+    """One micro-batch of T packed ids, N of them sampled; all tensors on one device.
+
+    tokens, positions: int64 [T]; `attend` closes over the segments. `pairs` counts the pairs of an
+    id and an id it attends to, itself included.
+    One entry per sampled id [N]: source int64 (index in tokens whose hidden state predicts it),
+    targets int64, sampler_logprobs and advantages float32, sequences int64 (number of its sample),
+    trajectory_ids int64 (sampled ids of its trajectory).
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    attend: Attend
+    pairs: int
+    source: Tensor
+    targets: Tensor
+    sampler_logprobs: Tensor
+    advantages: Tensor
+    sequences: Tensor
+    trajectory_ids: Tensor
+
+
+def pack(
+    groups: Sequence[Group], device: torch.device | str = "cpu", attention: str = "triton"
+) -> Packed:
+    """Returns the groups as one pack. `attention` names the kernel of ops.packed_attention.
+
+    Without groups the pack is one id that predicts nothing, for a rank that has no work but must
+    take part in forward and backward.
+    """
+    layout = _Layout()
+    if not groups:
+        layout.lay([0], 0, None)
+    beginnings = layout.lay_beginnings([group.prompt for group in groups])
+    rows: list[tuple[int, int, float, float, int, int]] = []  # the fields of Packed, source first
+    number = 0
+    for group in groups:
+        common, beginning = beginnings[tuple(group.prompt[:SHARED_IDS])]
+        prompt = layout.lay(group.prompt[common:], common, beginning)
+        places: list[list[int]] = [[] for _ in group.samples]
+        layout.lay_samples(group.samples, places, 0, len(group.prompt), prompt)
+        for sample, place in zip(group.samples, places, strict=True):
+            source = [prompt.start + prompt.length - 1, *place]
+            logprobs = sample.logprobs or [0.0] * len(sample.ids)
+            total = sample.trajectory_ids or sample.count
+            for i, (token, sampled) in enumerate(zip(sample.ids, sample.sampled, strict=True)):
+                if sampled:
+                    row = (source[i], token, logprobs[i], sample.advantage, number, total)
+                    rows.append(row)
+            number += 1
+    columns = list(zip(*rows, strict=True)) if rows else [()] * 6
+    kinds = (torch.int64, torch.int64, torch.float32, torch.float32, torch.int64, torch.int64)
+    return Packed(
+        torch.tensor(layout.tokens, device=device),
+        torch.tensor(layout.positions, device=device),
+        packed_attention(layout.segments, attention),
+        sum(layout.positions) + len(layout.positions),
+        *(
+            torch.tensor(column, dtype=kind, device=device)
+            for column, kind in zip(columns, kinds, strict=True)
+        ),
+    )
+
+
+class _Layout:
+    """Lays ids one after another. A segment attends to its prefix, an earlier segment."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.positions: list[int] = []
+        self.segments: list[Segment] = []
+
+    def lay(self, ids: Sequence[int], position: int, prefix: Segment | None) -> Segment:
+        before = (prefix.start, prefix.length) if prefix else ()
+        segment = Segment(len(self.tokens), len(ids), *before)
+        self.segments.append(segment)
+        self.tokens.extend(ids)
+        self.positions.extend(range(position, position + len(ids)))
+        return segment
+
+    def lay_beginnings(
+        self, prompts: list[list[int]]
+    ) -> dict[tuple[int, ...], tuple[int, Segment | None]]:
+        """Lays what the prompts of each world begin with.
+
+        Prompts are of one world if their first SHARED_IDS ids agree. Returns by these ids the
+        length of the beginning and its segment. Each prompt keeps at least one id of its own.
+        """
+        worlds: dict[tuple[int, ...], list[list[int]]] = {}
+        for prompt in prompts:
+            worlds.setdefault(tuple(prompt[:SHARED_IDS]), []).append(prompt)
+        beginnings = {}
+        for key, members in worlds.items():
+            common = 0
+            if len(members) > 1:
+                common = min(common_prefix(members), min(map(len, members)) - 1)
+            segment = self.lay(members[0][:common], 0, None) if common else None
+            beginnings[key] = common, segment
+        return beginnings
+
+    def lay_samples(
+        self,
+        samples: list[Sample],
+        places: list[list[int]],
+        depth: int,
+        offset: int,
+        prefix: Segment,
+    ) -> None:
+        """Lays the rest of samples that agree in their first `depth` ids, as a tree.
+
+        `offset` is the position of their first id, after the prompt. places[i] collects the indices
+        in the pack of the ids of sample i.
+        """
+        branches: dict[tuple[int, ...], list[int]] = {}
+        for i, sample in enumerate(samples):
+            if len(sample.ids) > depth:
+                key = tuple(sample.ids[depth : depth + SHARED_IDS])
+                branches.setdefault(key, []).append(i)
+        for branch in branches.values():
+            members = [samples[i] for i in branch]
+            end = depth + common_prefix([member.ids[depth:] for member in members])
+            segment = self.lay(members[0].ids[depth:end], offset + depth, prefix)
+            for i in branch:
+                places[i].extend(range(segment.start, segment.start + segment.length))
+            if len(branch) > 1:
+                self.lay_samples(members, [places[i] for i in branch], end, offset, segment)
+
+
+def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
+    """Returns how many ids all sequences begin with."""
+    first, last = min(sequences), max(sequences)  # what the outermost two share, all share
+    pairs = enumerate(zip(first, last, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(last)))
+
+
+def micro_batches(groups: Sequence[Group], token_budget: int) -> Iterator[list[Group]]:
+    """Yields consecutive groups, as many as fit `token_budget` tokens; a larger group is alone."""
+    batch: list[Group] = []
+    used = 0
+    for group in groups:
+        if batch and used + group.tokens > token_budget:
+            yield batch
+            batch, used = [], 0
+        batch.append(group)
+        used += group.tokens
+    if batch:
+        yield batch
+
+
+def split_groups(
+    groups: Sequence[Group], limit: float, size: Callable[[Group], float]
+) -> list[Group]:
+    """Returns the groups in order; one larger than `limit` is halved, down to single samples.
+
+    The gradient is a sum over samples whose advantages are given, so splitting does not change it.
+    """
+    parts: list[Group] = []
+    for group in groups:
+        if size(group) <= limit or len(group.samples) == 1:
+            parts.append(group)
+            continue
+        half = len(group.samples) // 2
+        halves = [group.samples[:half], group.samples[half:]]
+        parts += split_groups([Group(group.prompt, part) for part in halves], limit, size)
+    return parts
+
+
+def balance(
+    groups: Sequence[Group], ranks: int, cost: Callable[[Group], float]
+) -> list[list[Group]]:
+    """Returns the groups of each rank, in order.
+
+    Greedy assignment: the largest group first, to the least-loaded rank (Graham 1969: at most 4/3
+    of the optimum). A group above a rank's fair share is split.
+    """
+    groups = split_groups(groups, sum(map(cost, groups)) / ranks, cost)
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0.0] * ranks
+    for i in sorted(range(len(groups)), key=lambda i: -cost(groups[i])):
+        rank = loads.index(min(loads))
+        shares[rank].append(i)
+        loads[rank] += cost(groups[i])
+    return [[groups[i] for i in sorted(share)] for share in shares]
+
+
+def divide(
+    groups: Sequence[Group], ranks: int, token_budget: int, cost: Callable[[Group], float]
+) -> list[list[list[Group]]]:
+    """Returns the micro-batches of each rank, equally many for all; the last may be empty."""
+    groups = split_groups(groups, token_budget, lambda group: group.tokens)
+    shares = [groups] if ranks == 1 else balance(groups, ranks, cost)
+    batches = [list(micro_batches(share, token_budget)) for share in shares]
+    most = max(map(len, batches))
+    return [own + [[]] * (most - len(own)) for own in batches]

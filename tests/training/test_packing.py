@@ -1,0 +1,89 @@
+"""A pack shows each id exactly its own past, and the division over ranks loses no sample."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanorchestra.training.packing import Group, Sample, divide, pack, split_groups
+
+IDS = st.lists(st.integers(0, 1), min_size=1, max_size=50)  # two kinds of id: much is shared
+DRAWN = st.lists(st.tuples(IDS, st.lists(IDS, min_size=1, max_size=5)), min_size=1, max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(DRAWN)
+def test_every_sampled_id_is_predicted_from_exactly_its_past(drawn):
+    """Attention with equal weights returns the mean of what an id sees, a name for its past."""
+    groups = [
+        Group(prompt, [Sample(ids, [i % 3 > 0 for i in range(len(ids))]) for ids in samples])
+        for prompt, samples in drawn
+    ]
+    packed = pack(groups)
+    names = torch.randn(2, 100, 1, 8, generator=torch.Generator().manual_seed(0))
+    values = names[packed.tokens, packed.positions]  # [T, 1, 8]
+    seen = packed.attend(0, torch.zeros_like(values), torch.zeros_like(values), values)
+    place = 0
+    for number, (group, sample) in enumerate((g, s) for g in groups for s in g.samples):
+        tokens = torch.tensor(group.prompt + sample.ids)
+        own = names[tokens, torch.arange(len(tokens))]
+        for i, sampled in enumerate(sample.sampled, len(group.prompt)):
+            if sampled:
+                torch.testing.assert_close(seen[packed.source[place]], own[:i].mean(0))
+                assert packed.targets[place] == tokens[i]
+                assert packed.sequences[place] == number
+                assert packed.trajectory_ids[place] == sample.count
+                place += 1
+    assert place == len(packed.targets)
+    assert packed.pairs == (packed.positions + 1).sum()
+
+
+def test_shared_beginnings_are_laid_once():
+    world, question, thought = list(range(20)), [50, 51], list(range(60, 90))
+    samples = [Sample(thought + [i], [True] * 31, [-1.0] * 31, 0.5 * i) for i in range(4)]
+    packed = pack([Group(world + question, samples), Group(world + [99], samples[:1])])
+    assert len(packed.tokens) == 20 + 2 + 30 + 4 + 1 + 31
+    assert packed.advantages.tolist() == [0.5 * i for i in (0, 1, 2, 3, 0) for _ in range(31)]
+
+
+def test_a_group_of_different_prompts_takes_their_rest_as_given_ids():
+    one, two = Sample([7], [True], [-1.0], 0.5, 2), Sample([8], [True], [-2.0], 0.5, 2)
+    group = Group.of([([1, 2, 3], one), ([1, 2, 4, 5], two)])
+    assert group.prompt == [1, 2] and (group.tokens, group.sampled) == (7, 2)
+    assert group.samples[1] == Sample([4, 5, 8], [False, False, True], [0.0, 0.0, -2.0], 0.5, 2)
+
+
+def test_every_rank_gets_a_fair_share_and_equally_many_micro_batches():
+    rng = random.Random(0)
+    for ranks in (1, 2, 3, 4):
+        for _ in range(20):
+            sizes = [[rng.randint(1, 60) for _ in range(rng.choice((1, 2, 8)))] for _ in range(6)]
+            groups = [
+                Group([i, 0, 0], [Sample([j] * n, [True] * n) for j, n in enumerate(group)])
+                for i, group in enumerate(sizes)
+            ]
+            shares = divide(groups, ranks, 100, lambda group: group.tokens**1.2)
+            assert len({len(share) for share in shares}) == 1 and len(shares) == ranks
+            batches = [batch for share in shares for batch in share]
+            placed = sorted(
+                (group.prompt[0], *sample.ids)
+                for batch in batches
+                for group in batch
+                for sample in group.samples
+            )
+            assert placed == sorted((g.prompt[0], *s.ids) for g in groups for s in g.samples)
+            for batch in batches:
+                assert len(batch) < 2 or sum(group.tokens for group in batch) <= 100
+            loads = [sum(g.tokens for batch in share for g in batch) for share in shares]
+            assert max(loads) <= 1.5 * sum(loads) / ranks + 63
+
+
+def test_only_a_group_above_the_limit_is_halved():
+    groups = [Group([0] * 4, [Sample([1], [True])] * 8), Group([0] * 4, [Sample([1], [True])])]
+    assert split_groups(groups, 12, lambda group: group.tokens) == groups
+    halves = split_groups(groups, 11, lambda group: group.tokens)
+    assert [len(group.samples) for group in halves] == [4, 4, 1]
+    assert len(split_groups(groups, 1, lambda group: group.tokens)) == 9
