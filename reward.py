@@ -1,37 +1,29 @@
-"""What a trajectory is paid: right answers first, then what the user asked for (cheap, fast, this tool, not that tool).
+"""What an attempt is paid: the equations of ToolOrchestra over numbers, and the price table.
 
-Pure functions over numbers: costs in US dollars, latencies in seconds, counts of calls. Holds the one price registry. Never touches
-a model, a network or a file.
+The paper (arXiv 2511.21689, section 3) describes an attempt tau of a group T by its features, and
+normalises each feature over the group:
 
-The paper (ToolOrchestra, arXiv 2511.21689, section 3) describes an attempt tau in its group T by the features
-
-    M(tau)  = [m_t1, ..., m_tn, r_out, r_cost, r_lat]      m_t = calls of tool t,  r_cost = -dollars,  r_lat = -seconds
+    M(tau)  = [m_t1, ..., m_tn, r_out, r_cost, r_lat]
+              m_t = calls of tool t, r_cost = -USD, r_lat = -seconds
     Mn[k]   = (M[k] - min_T M[k]) / (max_T M[k] - min_T M[k]),   0 where max = min
-    R(tau)  = Mn(tau) . P  if r_out(tau) = 1,  else 0          P = the preference, 0 <= p <= 1
+    R(tau)  = Mn(tau) . P  if r_out(tau) = 1,  else 0            P = the preference, 0 <= p <= 1
 
-`group_rewards` is that. `task_reward` is the same projection with extrema that are known before anybody tries, so that it can be
-compared across groups, steps and policies.
+`group_rewards` is that. `task_reward` is the same projection with extrema known before any attempt,
+so that it can be compared across groups, steps and policies. Numbers are trusted: worlds and tools
+produce them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from nanorchestra.records import Preference, Price
 
-
-def _check_amounts(**amounts: float) -> None:
-    for name, value in amounts.items():
-        if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{name} is {value}: it must be a finite number, 0 or more")
-
-
 POLICY = "Qwen/Qwen3-8B"
 
-# The table the published system accounts with. Tasks may quote other prices in their prompt; those then stand in the task.
+# The published system's prices. A task may quote others in its prompt, and then charges those.
 PRICES: dict[str, Price] = {
     POLICY: Price(0.2, 0.2),
     "gpt-5": Price(1.25, 10.0),
@@ -48,15 +40,13 @@ PRICES: dict[str, Price] = {
     "nvidia/Llama-3_1-Nemotron-Ultra-253B-v1": Price(0.9, 0.9),
     "nvidia/Llama-3_3-Nemotron-Super-49B-v1": Price(0.9, 0.9),
 }
-SANDBOX_USD_PER_SECOND = 0.0000083
-SEARCH_USD = 0.01  # one web search
-SEARCH_USD_PER_PAGE = 0.002  # each page then extracted
 
 
-class Outcome(Protocol):
-    """What a reward needs to know of an attempt; types.Trajectory is one.
+class Attempt(Protocol):
+    """The numbers of an attempt that a reward depends on; a Trajectory has them.
 
-    `cost_usd` is all that was spent, the orchestrator's own tokens and the last call included; `calls` counts every call of every turn.
+    outcome: 1 if the answer is right, else 0. cost_usd: all that was spent, the policy's own tokens
+    included. calls: the calls of every turn, by the tool's name.
     """
 
     outcome: float
@@ -65,213 +55,114 @@ class Outcome(Protocol):
     calls: Mapping[str, int]
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """The least and the most a task can cost (US dollars) and last (seconds), from its price list and limits, as (low, high)."""
+class Bounds(NamedTuple):
+    """The least and the most that an attempt at a task can cost (US dollars) and last (seconds)."""
 
     cost_usd: tuple[float, float]
     latency_s: tuple[float, float]
 
-    def __post_init__(self) -> None:
-        for name, (low, high) in (("cost_usd", self.cost_usd), ("latency_s", self.latency_s)):
-            _check_amounts(**{name: low})
-            _check_amounts(**{name: high})
-            if high < low:
-                raise ValueError(
-                    f"Bounds.{name} is ({low}, {high}): the low end must not be above the high end"
-                )
-
-
-def sandbox_cost(seconds: float) -> float:
-    """US dollars for `seconds` of wall time in the code sandbox."""
-    _check_amounts(seconds=seconds)
-    return seconds * SANDBOX_USD_PER_SECOND
-
-
-def search_cost(pages: int) -> float:
-    """US dollars for one web search that extracts `pages` pages."""
-    _check_amounts(pages=pages)
-    return SEARCH_USD + pages * SEARCH_USD_PER_PAGE
-
 
 def group_rewards(
-    members: Sequence[Outcome], preference: Preference, valid: Sequence[bool] | None = None
+    members: Sequence[Attempt], preference: Preference, valid: Sequence[bool] | None = None
 ) -> list[float]:
-    """The paper's reward of each attempt at one task (see the module's docstring).
+    """Returns the paper's reward of each attempt at one task.
 
-    Extrema are taken over all valid members: wrong ones too, and a tool that an attempt did not use counts 0. A tool the
-    preference does not name weighs 0. `valid[i] = False` (an infrastructure failure) keeps a member out of the extrema; it gets 0.
+    Extrema are taken over all valid members, wrong ones included; a tool that an attempt did not
+    use counts 0, a tool that the preference does not name weighs 0. A member with valid[i] = False
+    (an infrastructure failure) gets 0.
 
-    The paper has no negative weights. Here a tool to avoid (p_t < 0) enters M as -m_t with the weight |p_t|, as cost and latency
-    do. Between two right attempts this is the same difference as p_t * Mn[m_t]; but no right attempt falls below a wrong one's 0,
-    so the policy never gains by failing. Hence 0 <= R <= sum of |p|.
-
-    ValueError: an outcome other than 0 or 1; a cost, latency or count that is negative or not finite; a bad preference.
+    The paper has no negative weights. Here a tool to avoid (p_t < 0) enters M as -m_t with the
+    weight |p_t|. Two right attempts differ by the same amount as with p_t * Mn[m_t], and no right
+    attempt falls below a wrong one's 0.
     """
-    columns = reward_columns(members, preference, valid)
-    scores = [0.0] * len(members)
-    for weight, values in columns:
-        for i, value in enumerate(values):
-            scores[i] += weight * value
-    return scores
-
-
-def reward_columns(
-    members: Sequence[Outcome],
-    preference: Preference,
-    valid: Sequence[bool] | None = None,
-    bounds: Bounds | None = None,
-) -> list[tuple[float, list[float]]]:
-    """The parts of the rewards, (weight, one value a member) each: outcome, thrift, speed, and every tool the preference names.
-
-    Their weighted sums are `group_rewards`; with `bounds` they are `task_reward` before its floor at 0. A wrong or invalid member has 0
-    everywhere. ValueError as there.
-    """
-    _check_preference(preference)
-    valid = [True] * len(members) if valid is None else list(valid)
-    if len(valid) != len(members):
-        raise ValueError(f"valid has {len(valid)} entries for {len(members)} members")
-    counted = [member for member, ok in zip(members, valid) if ok]
-    for member in counted:
-        _check_attempt(member.outcome, member.cost_usd, member.latency_s, member.calls)
-
-    if bounds is None:
-        columns = [
-            (preference.outcome, [m.outcome for m in counted]),
-            (preference.cost, [-m.cost_usd for m in counted]),
-            (preference.latency, [-m.latency_s for m in counted]),
-        ]
-        for tool, weight in preference.tools.items():
-            columns.append(
-                (abs(weight), [math.copysign(1.0, weight) * m.calls.get(tool, 0) for m in counted])
-            )
-        columns = [(weight, _min_max(values)) for weight, values in columns]
-    else:
-        scale = _perfect(preference)
-        columns = [
-            (preference.outcome / scale, [1.0] * len(counted)),
-            (preference.cost / scale, [_thrift(m.cost_usd, bounds.cost_usd) for m in counted]),
-            (preference.latency / scale, [_thrift(m.latency_s, bounds.latency_s) for m in counted]),
-        ]
-        for tool, weight in preference.tools.items():
-            columns.append((weight / scale, [float(m.calls.get(tool, 0) > 0) for m in counted]))
-    spread = []
-    for weight, values in columns:
-        paid = iter(value if member.outcome == 1 else 0.0 for value, member in zip(values, counted))
-        spread.append((weight, [next(paid) if ok else 0.0 for ok in valid]))
-    return spread
-
-
-def task_reward(
-    outcome: float,
-    cost_usd: float,
-    latency_s: float,
-    calls: Mapping[str, int],
-    preference: Preference,
-    bounds: Bounds,
-) -> float:
-    """The reward in [0, 1] of one attempt on its own, comparable across groups, steps and policies.
-
-        R = max(0, p_out + p_cost * cheap + p_lat * fast + sum_t p_t * [t was called]) / W   if outcome = 1, else 0
-        cheap = clip((high - dollars) / (high - low), 0, 1), and 1 within bounds of no width;  fast likewise
-        W = p_out + p_cost + p_lat + sum of the positive p_t                              (what a perfect attempt earns)
-
-    A tool counts once however often it was called, so calling a favoured tool again earns nothing. A tool to avoid (p_t < 0)
-    subtracts |p_t| if called; an attempt that owes more than it earned gets 0, as a wrong one does.
-
-    ValueError as in `group_rewards`, and if no weight is positive.
-    """
-    _check_preference(preference)
-    _check_attempt(outcome, cost_usd, latency_s, calls)
-    scale = _perfect(preference)
-    if outcome != 1:
-        return 0.0
-    earned = (
-        preference.outcome
-        + preference.cost * _thrift(cost_usd, bounds.cost_usd)
-        + preference.latency * _thrift(latency_s, bounds.latency_s)
-        + sum(weight for tool, weight in preference.tools.items() if calls.get(tool, 0))
-    )
-    return min(1.0, max(0.0, earned / scale))
-
-
-def preference_score(
-    cost_usd: float,
-    latency_s: float,
-    calls: Mapping[str, int],
-    preference: Preference,
-    bounds: Bounds,
-) -> float:
-    """The share in [0, 1] of the user's wishes that was honoured, whether the answer was right or not.
-
-        S = sum_k |p_k| s_k / sum_k |p_k|      over cost, latency and the tools named, not the outcome
-        s_cost = cheap, s_lat = fast (as in `task_reward`); s_t = [t was called] if p_t > 0, [t was not called] if p_t < 0
-
-    1.0 if the user stated no wish. ValueError as in `group_rewards`.
-    """
-    _check_preference(preference)
-    _check_attempt(0, cost_usd, latency_s, calls)
-    wishes = [
-        (preference.cost, _thrift(cost_usd, bounds.cost_usd)),
-        (preference.latency, _thrift(latency_s, bounds.latency_s)),
+    valid = valid or [True] * len(members)
+    counted = [member for member, ok in zip(members, valid, strict=True) if ok]
+    features = [
+        (preference.outcome, [m.outcome for m in counted]),
+        (preference.cost, [-m.cost_usd for m in counted]),
+        (preference.latency, [-m.latency_s for m in counted]),
     ]
-    wishes += [
-        (abs(weight), float((calls.get(tool, 0) > 0) == (weight > 0)))
-        for tool, weight in preference.tools.items()
+    for tool, weight in preference.tools.items():
+        sign = math.copysign(1.0, weight)
+        features.append((abs(weight), [sign * m.calls.get(tool, 0) for m in counted]))
+    rewards = [0.0] * len(counted)
+    for weight, values in features:
+        for i, value in enumerate(_min_max(values)):
+            rewards[i] += weight * value if counted[i].outcome == 1 else 0.0
+    paid = iter(rewards)
+    return [next(paid) if ok else 0.0 for ok in valid]
+
+
+def task_reward(attempt: Attempt, preference: Preference, bounds: Bounds) -> float:
+    """Returns the reward of one attempt in absolute form, 0 to 1.
+
+        R = max(0, p_out + p_cost * cheap + p_lat * fast + sum_t p_t * [t was called]) / W   if
+        right, else 0 cheap = clip((high - USD) / (high - low), 0, 1), 1 within bounds of no width;
+        fast likewise W = p_out + p_cost + p_lat + sum of the positive p_t
+
+    A tool counts once however often it was called. A tool to avoid (p_t < 0) subtracts |p_t| if
+    called.
+    """
+    parts = _earned(attempt, preference, bounds)
+    earned = parts["outcome"] + parts["cost"] + parts["latency"] + parts["tools"]
+    return min(1.0, max(0.0, earned / _most(preference)))
+
+
+def reward_parts(attempt: Attempt, preference: Preference, bounds: Bounds) -> dict[str, float]:
+    """Returns what outcome, cost, latency and tools add to `task_reward`."""
+    most = _most(preference)
+    return {name: part / most for name, part in _earned(attempt, preference, bounds).items()}
+
+
+def preference_score(attempt: Attempt, preference: Preference, bounds: Bounds) -> float:
+    """Returns the share of the preference that was honoured, 0 to 1, for wrong answers too.
+
+        S = sum_k |p_k| s_k / sum_k |p_k|      over cost, latency and the tools named, not the
+        outcome s_cost = cheap, s_lat = fast (as in `task_reward`) s_t = [t was called] if p_t > 0,
+        [t was not called] if p_t < 0
+
+    1 if the user has no preference.
+    """
+    parts = [
+        (preference.cost, _saved(attempt.cost_usd, bounds.cost_usd)),
+        (preference.latency, _saved(attempt.latency_s, bounds.latency_s)),
     ]
-    total = sum(weight for weight, _ in wishes)
-    return sum(weight * kept for weight, kept in wishes) / total if total > 0 else 1.0
+    for tool, weight in preference.tools.items():
+        called = attempt.calls.get(tool, 0) > 0
+        parts.append((abs(weight), float(called == (weight > 0))))
+    total = sum(weight for weight, _ in parts)
+    return sum(weight * honoured for weight, honoured in parts) / total if total > 0 else 1.0
 
 
-def _perfect(preference: Preference) -> float:
-    """What a perfect attempt earns: the sum of the positive weights."""
-    scale = (
-        preference.outcome
-        + preference.cost
-        + preference.latency
-        + sum(w for w in preference.tools.values() if w > 0)
-    )
-    if scale <= 0:
-        raise ValueError("the preference has no positive weight: nothing can be earned")
-    return scale
+def _earned(attempt: Attempt, preference: Preference, bounds: Bounds) -> dict[str, float]:
+    if attempt.outcome != 1:
+        return dict.fromkeys(("outcome", "cost", "latency", "tools"), 0.0)
+    called = [weight for tool, weight in preference.tools.items() if attempt.calls.get(tool, 0)]
+    return {
+        "outcome": preference.outcome,
+        "cost": preference.cost * _saved(attempt.cost_usd, bounds.cost_usd),
+        "latency": preference.latency * _saved(attempt.latency_s, bounds.latency_s),
+        "tools": sum(called),
+    }
 
 
-def _min_max(values: list[float]) -> list[float]:
-    """Mn of the paper for one feature. A spread within rounding of sums taken in another order is none."""
-    if not values:
-        return []
-    low, high = min(values), max(values)
-    if high - low <= 1e-12 * max(abs(low), abs(high)):
-        return [0.0] * len(values)
-    return [(value - low) / (high - low) for value in values]
+def _most(preference: Preference) -> float:
+    """The sum of the positive weights, which a perfect attempt earns."""
+    favoured = sum(weight for weight in preference.tools.values() if weight > 0)
+    return preference.outcome + preference.cost + preference.latency + favoured
 
 
-def _thrift(spent: float, bounds: tuple[float, float]) -> float:
+def _saved(spent: float, bounds: tuple[float, float]) -> float:
+    """The saved share of what could be spent."""
     low, high = bounds
     if high == low:
         return 1.0 if spent <= high else 0.0
     return min(1.0, max(0.0, (high - spent) / (high - low)))
 
 
-def _check_attempt(
-    outcome: float, cost_usd: float, latency_s: float, calls: Mapping[str, int]
-) -> None:
-    if outcome not in (0, 1):
-        raise ValueError(f"outcome is {outcome}: it must be 0 or 1")
-    _check_amounts(
-        cost_usd=cost_usd,
-        latency_s=latency_s,
-        **{f"calls[{tool!r}]": count for tool, count in calls.items()},
-    )
-
-
-def _check_preference(preference: Preference) -> None:
-    _check_amounts(
-        **{
-            f"preference.{name}": getattr(preference, name)
-            for name in ("outcome", "cost", "latency")
-        }
-    )
-    for tool, weight in preference.tools.items():
-        if not math.isfinite(weight):
-            raise ValueError(f"preference.tools[{tool!r}] is {weight}: it must be a finite number")
+def _min_max(values: list[float]) -> list[float]:
+    """Mn of one feature. A spread that rounding alone can explain counts as none."""
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    if high - low <= 1e-12 * max(abs(low), abs(high)):
+        return [0.0] * len(values)
+    return [(value - low) / (high - low) for value in values]

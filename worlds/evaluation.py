@@ -28,14 +28,7 @@ def task_bounds(task: Task) -> Bounds:
 
 def score(task: Task, trajectory: Trajectory) -> Trajectory:
     """Fills in the trajectory's reward in its absolute form, and returns the trajectory."""
-    trajectory.reward = task_reward(
-        trajectory.outcome,
-        trajectory.cost_usd,
-        trajectory.latency_s,
-        trajectory.calls,
-        task.preference,
-        task_bounds(task),
-    )
+    trajectory.reward = task_reward(trajectory, task.preference, task_bounds(task))
     return trajectory
 
 
@@ -121,10 +114,7 @@ def obedience(pairs: Pairs) -> dict[str, float | None]:
     `avoided_rate` is a share of the tasks that forbid a tool, and None if there are none;
     `well_formed` is the share of attempts without a malformed call.
     """
-    scores = [
-        preference_score(t.cost_usd, t.latency_s, t.calls, task.preference, task_bounds(task))
-        for task, t in pairs
-    ]
+    scores = [preference_score(t, task.preference, task_bounds(task)) for task, t in pairs]
     used = [
         any(t.calls.get(name) for name in task.preference.avoided)
         for task, t in pairs

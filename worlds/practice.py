@@ -24,7 +24,7 @@ from nanorchestra.training.lessons import as_session, as_turns
 from nanorchestra.training.objectives import group_advantages, overlong_punishment
 from nanorchestra.training.packing import Group, Sample
 from nanorchestra.training.trajectories import contexts, parts
-from reward import group_rewards, reward_columns
+from reward import group_rewards, reward_parts
 from worlds.evaluation import means, obedience, task_bounds
 from worlds.miniature.teacher import Habits, teach, texts
 from worlds.miniature.world import World, environment
@@ -225,11 +225,9 @@ class Practice:
             behind = {t["name"]: t["what"] for t in task.data["tools"]}
             for name, count in trajectory.calls.items():
                 calls[behind.get(name, "unknown")] += count
-            columns = reward_columns([trajectory], task.preference, bounds=task_bounds(task))
-            for i, (weight, (value,)) in enumerate(columns):
-                earned[("outcome", "cost", "latency", "tools")[min(i, 3)]] += (
-                    weight * value / len(pairs)
-                )
+            paid = reward_parts(trajectory, task.preference, task_bounds(task))
+            for part, value in paid.items():
+                earned[part] += value / len(pairs)
         return (
             means(pairs)
             | obedience(pairs)

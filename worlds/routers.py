@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Generator, Sequence
 from itertools import permutations
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.records import Task, ToolCall, ToolResult, Trajectory
@@ -172,6 +172,13 @@ def best_plan(task: Task) -> Plan:
     return max(plans, key=lambda plan: _expected_reward(task, plan, 0.0, 0.0, {}))
 
 
+class _Attempt(NamedTuple):
+    outcome: float
+    cost_usd: float
+    latency_s: float
+    calls: dict[str, int]
+
+
 def _expected_reward(
     task: Task, plan: Plan, cost: float, latency: float, calls: dict[str, int]
 ) -> float:
@@ -186,7 +193,8 @@ def _expected_reward(
         if rest and not sure:
             value = _expected_reward(task, rest, cost, latency, calls)
         else:
-            value = task_reward(right, cost, latency, calls, task.preference, task_bounds(task))
+            attempt = _Attempt(right, cost, latency, calls)
+            value = task_reward(attempt, task.preference, task_bounds(task))
         total += probability * value
     return total
 
