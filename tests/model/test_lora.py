@@ -23,7 +23,7 @@ from nanorchestra.model.lora import (
 from nanorchestra.model.ops import Segment, packed_attention
 from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.weights import copy_weights, named_hf_tensors, save_checkpoint
-from nanorchestra.config import Objective
+from nanorchestra.training.objectives import Objective
 from nanorchestra.training.packing import Group, Sample
 from nanorchestra.training.trainer import Trainer
 
