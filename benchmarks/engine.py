@@ -27,7 +27,7 @@ from tqdm import tqdm
 from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.engine.sampler import Draw
 from nanorchestra.model.qwen3 import PRESETS, Qwen3
-from nanorchestra.model.weights import save_checkpoint
+from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.training.plan import Costs
 
 PEAK_M = 512  # rows of the matrix product that measures the FLOP/s

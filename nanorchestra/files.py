@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,33 @@ def write_whole(path: str | Path, data: bytes | str) -> None:
         raise UserError(
             f"{path}: cannot be written ({error.strerror}); give a writable place with free space"
         ) from error
+
+
+@contextmanager
+def replace_directory(path: str | Path) -> Iterator[Path]:
+    """Yields a new directory, which takes the place of `path` if the block ends without an error.
+
+    A reader sees the old directory or the new one, whole. UserError if the place cannot be written.
+    """
+    path = Path(path).resolve()
+    aside, previous = (path.with_name(f".{path.name}.{part}") for part in ("partial", "previous"))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in (aside, previous):  # of a process that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
+        aside.mkdir()
+        yield aside
+        for entry in (*aside.iterdir(), aside):
+            sync(entry)
+        if path.exists():
+            path.rename(previous)
+        aside.rename(path)
+        sync(path.parent)
+        shutil.rmtree(previous, ignore_errors=True)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror or error})") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def sync(path: str | Path) -> None:

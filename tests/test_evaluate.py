@@ -97,7 +97,7 @@ def test_a_checkpoint_whose_context_is_shorter_than_a_prompt_is_refused(
 ):
     from dataclasses import replace
 
-    from nanorchestra.model.weights import save_checkpoint
+    from nanorchestra.model.saving import save_checkpoint
 
     nano_model.config = replace(nano_model.config, max_position_embeddings=200)
     save_checkpoint(nano_model, nano_tokenizer, tmp_path / "m")
@@ -111,7 +111,7 @@ def test_a_checkpoint_whose_context_is_shorter_than_a_prompt_is_refused(
 
 
 def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path, nano_model):
-    from nanorchestra.model.weights import save_checkpoint
+    from nanorchestra.model.saving import save_checkpoint
 
     save_checkpoint(nano_model, None, tmp_path / "m")
     with pytest.raises(UserError, match="no tokenizer.json"):

@@ -637,7 +637,7 @@ def test_without_the_bundled_checkpoint_it_says_how_to_make_one(tmp_path, monkey
 
 
 def test_weights_that_are_not_finite_are_one_line(tmp_path, nano_model, nano_tokenizer, capsys):
-    from nanorchestra.model.weights import save_checkpoint
+    from nanorchestra.model.saving import save_checkpoint
 
     nano_model.norm.data[3] = float("nan")
     save_checkpoint(nano_model, nano_tokenizer, tmp_path / "m")
@@ -662,7 +662,7 @@ def test_closed_and_full_streams_and_bytes_that_are_no_text_are_no_traceback(
 ):
     from dataclasses import replace
 
-    from nanorchestra.model.weights import save_checkpoint
+    from nanorchestra.model.saving import save_checkpoint
 
     nano_model.config = replace(nano_model.config, max_position_embeddings=500)
     save_checkpoint(nano_model, nano_tokenizer, tmp_path / "m")
@@ -681,7 +681,7 @@ def test_a_real_checkpoint_in_a_real_process(tmp_path, nano_model, nano_tokenize
     """Random weights babble to the end of the context; what matters is that it ends, with a bill and without a traceback."""
     from dataclasses import replace
 
-    from nanorchestra.model.weights import save_checkpoint
+    from nanorchestra.model.saving import save_checkpoint
 
     nano_model.config = replace(nano_model.config, max_position_embeddings=1024)
     save_checkpoint(nano_model, nano_tokenizer, tmp_path / "m")

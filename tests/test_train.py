@@ -604,7 +604,7 @@ def test_the_engines_copy_is_never_in_float32_nor_used_without_weights(make_trai
     import torch
 
     import train as program
-    from nanorchestra.model.ops import Segment, packed_attention
+    from nanorchestra.model.packed_attention import Segment, packed_attention
     from nanorchestra.model.qwen3 import Qwen3
     from nanorchestra.model.weights import copy_weights, named_hf_tensors
 

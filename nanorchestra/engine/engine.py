@@ -30,7 +30,7 @@ from nanorchestra.engine.runner import Runner
 from nanorchestra.engine.sampler import Draw, Sampler
 from nanorchestra.engine.scheduler import Plan, Scheduler
 from nanorchestra.errors import UserError
-from nanorchestra.model.ops import Segment, packed_attention
+from nanorchestra.model.packed_attention import Segment, packed_attention
 from nanorchestra.model.weights import copy_weights
 
 if TYPE_CHECKING:

@@ -226,10 +226,10 @@ class GpuRunner(Runner):
         if chunks is not None:
             inputs.append([chunks.tokens, chunks.positions, chunks.slots])
         tokens, positions, slots = (torch.cat(parts) for parts in zip(*inputs))
-        angles = positions[:, None].float() * model._frequencies_on(self.device)
+        angles = positions[:, None].float() * model.rope_frequencies(self.device)
         cos, sin = (
-            angles.cos() * model._rope_factor,
-            angles.sin() * model._rope_factor,
+            angles.cos() * model.rope_factor,
+            angles.sin() * model.rope_factor,
         )  # fp32 [T, D / 2]
         residual = model.embed_tokens(tokens)
         x = rms_norm(residual, model.layers[0].input_layernorm, model.config.rms_norm_eps)

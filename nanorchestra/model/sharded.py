@@ -39,7 +39,7 @@ def like(tensor: DTensor, part: Tensor) -> DTensor:
 
 
 def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Gather all rows on every rank, on the mesh's device, detached; cast to dtype before the gather.
+    """Gather all rows on every rank, on the mesh's device, detached, cast to dtype first.
 
     All ranks must call it together. A plain tensor stays on its device.
     """
@@ -50,15 +50,16 @@ def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 @torch.no_grad()
-def fill(tensor: Tensor, value: Tensor) -> None:
-    """Copy `value`, the whole tensor, into `tensor`: each rank takes its own rows, cast to dtype."""
-    held = local(tensor.detach())
-    first = first_row(tensor)
-    held.copy_(value[first : first + len(held)])
+def fill(tensor: Tensor, value: Tensor, begin: int = 0) -> None:
+    """Copy `value` into rows begin.. of `tensor`; each rank takes and casts its own rows."""
+    held, first = local(tensor.detach()), first_row(tensor)
+    low, high = max(begin, first), min(begin + len(value), first + len(held))
+    if low < high:
+        held[low - first : high - first].copy_(value[low - begin : high - begin])
 
 
 def first_row(tensor: Tensor) -> int:
-    """Return the index of this rank's first row, by the division of torch.chunk; 0 if not sharded."""
+    """Return the index of this rank's first row, divided as by torch.chunk."""
     if not is_sharded(tensor):
         return 0
     shards = tensor.device_mesh["shard"]

@@ -1,8 +1,7 @@
-"""Runs a rollout in a thread beside the update, on a GPU on a CUDA stream of its own.
+"""A computation beside the main one: in a thread of its own, and on a GPU on a stream of its own.
 
-PyTorch releases the interpreter's lock while it computes, so both make progress in one process.
-They share only what neither writes: the engine has weights of its own, which are replaced after
-the rollout has ended.
+PyTorch lets go of the interpreter's lock while it computes, so a rollout and an update go on at the same time in one process. What the two
+share they must only read: the engine has weights of its own, and whoever copies new ones into it waits for the rollout first.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ R = TypeVar("R")
 
 
 def beside(function: Callable[[], R], device: torch.device) -> Future[R]:
-    """Starts function() in a thread; it sees what `device` has computed so far.
+    """Begins function(), which sees what was computed on `device` so far; `result()` waits for it, and raises what it raised.
 
-    The thread cannot be interrupted. A process that does not wait for `result()` must end by
-    os._exit, because the interpreter aborts when it ends under a thread that computes.
+    It cannot be broken off: who does not wait for it ends by os._exit, for the interpreter aborts when it ends under a thread that computes.
     """
     future: Future[R] = Future()
 
@@ -33,7 +31,7 @@ def beside(function: Callable[[], R], device: torch.device) -> Future[R]:
                 stream.wait_stream(torch.cuda.default_stream(device))
                 with torch.cuda.stream(stream):
                     value = function()
-                stream.synchronize()  # steps launched ahead still read the engine's weights
+                stream.synchronize()  # what it computed ahead for nothing reads the weights, too
             else:
                 value = function()
             future.set_result(value)
@@ -45,5 +43,5 @@ def beside(function: Callable[[], R], device: torch.device) -> Future[R]:
 
 
 def running() -> bool:
-    """Returns whether such a thread is at work."""
+    """Whether such a computation goes on."""
     return any(thread.name == NAME for thread in threading.enumerate())

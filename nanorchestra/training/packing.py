@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanorchestra.model.ops import Attend, Segment, packed_attention
+from nanorchestra.model.ops import Attend
+from nanorchestra.model.packed_attention import Segment, packed_attention
 
 SHARED_IDS = 16  # a shared prefix shorter than this costs more as a segment than it saves
 

@@ -537,7 +537,11 @@ def model_of(config: Config) -> ModelConfig:
     """Of model.path if there is a checkpoint, or of the preset that has the name of its last part; else of model.preset. UserError."""
     path = Path(config.model.path)
     if not config.model.path:
-        return PRESETS["nano"]
+        if config.model.preset not in PRESETS:
+            raise UserError(
+                f"model.preset is {config.model.preset!r}; it must be one of {', '.join(PRESETS)}"
+            )
+        return PRESETS[config.model.preset]
     if (path / "config.json").is_file() or path.name.lower() not in PRESETS:
         return read_config(path)
     return PRESETS[path.name.lower()]

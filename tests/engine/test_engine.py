@@ -15,7 +15,7 @@ from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.engine.sampler import Sampler
 from nanorchestra.errors import UserError
 from nanorchestra.model import chat
-from nanorchestra.model.ops import Segment, packed_attention
+from nanorchestra.model.packed_attention import Segment, packed_attention
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.weights import named_hf_tensors
 

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from packed_reference import segment_attention
 
 from kernels import external, prefill
-from nanorchestra.model.ops import Segment, packed_attention, segment_attention
+from nanorchestra.model.packed_attention import Segment, packed_attention
 
 
 def flash_attn_varlen_func(

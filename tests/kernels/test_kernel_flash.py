@@ -19,6 +19,7 @@ from kernel_check import (
     randn,
     survives,
 )
+from packed_reference import segment_attention
 
 from kernels import flash, flash_backward
 from kernels.flash import Work, flash_forward, reference
@@ -30,7 +31,7 @@ from kernels.flash_plan import (
     work_of_keys,
     work_of_queries,
 )
-from nanorchestra.model.ops import Segment, segment_attention
+from nanorchestra.model.packed_attention import Segment
 
 BLOCK, DIM = 16, 16
 TREE = [

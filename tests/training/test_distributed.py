@@ -23,13 +23,14 @@ from safetensors.torch import load_file
 from nanorchestra.errors import UserError
 from nanorchestra.model.lora import adapters, add_adapters, merge, reset, save_adapter
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
+from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.model.sharded import fill, whole
-from nanorchestra.model.weights import DTYPES, load_model, named_hf_tensors, save_checkpoint
+from nanorchestra.model.weights import DTYPES, load_model, named_hf_tensors
 from nanorchestra.training.checkpoint import Checkpoints
-from nanorchestra.training.objectives import Objective
 from nanorchestra.training.optimizers import Muon
-from nanorchestra.training.packing import Group, Sample
 from nanorchestra.training.ranks import Ranks, shard_model
+from nanorchestra.config import Objective
+from nanorchestra.training.packing import Group, Sample
 from nanorchestra.training.trainer import Trainer, TrainerSettings
 
 VOCAB = 90
@@ -233,11 +234,7 @@ def second_half(ranks: Ranks, folder: str) -> dict[str, torch.Tensor]:
 def export(ranks: Ranks, source: str, target: str) -> dict[str, torch.Tensor]:
     """Loads a checkpoint in shards, without ever holding it whole, and writes it again."""
     model, _ = load_model(source, build=lambda shape: shard_model(Qwen3(shape), ranks))
-    tensors = named_hf_tensors(model)
-    if ranks.first:
-        save_checkpoint(model, None, target, tensors=tensors, dtype=torch.float32)
-    else:
-        assert len(list(tensors)) > 3
+    save_checkpoint(model, None, target, dtype=torch.float32, write=ranks.first)
     return {}
 
 

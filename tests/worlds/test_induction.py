@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from packed_reference import segment_attention
 
-from nanorchestra.model.ops import Segment, segment_attention
+from nanorchestra.model.packed_attention import Segment
 from nanorchestra.model.qwen3 import PRESETS, Qwen3
 from worlds.miniature.induction import draft_induction
 

@@ -40,7 +40,7 @@ def draft_induction(model, generator: torch.Generator) -> None:
     for block in model.layers:
         block.self_attn.q_norm.fill_(NORM)
         block.self_attn.k_norm.fill_(NORM)
-    config, frequencies = model.config, model._rope_frequencies[torch.device("cpu")]
+    config, frequencies = model.config, model.rope_frequencies(torch.device("cpu"))
     slow = (torch.cat((frequencies, frequencies)) * DISTANCE < 1).nonzero()[:, 0]
     if config.num_hidden_layers < 2 or not len(slow) or len(frequencies) < FAST:
         return

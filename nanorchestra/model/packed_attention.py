@@ -1,0 +1,172 @@
+"""Attention over a training pack, where samples share their prompt and prompts their beginning.
+
+A pack is a list of segments. A segment attends to its prefixes, which are earlier segments or their
+first tokens, and causally to itself. Nothing is padded, masked or copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.external import external_attention, sequences
+from kernels.flash_plan import flash_attention, plan
+from nanorchestra.model.ops import Attend, by_kernel
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens start .. start + length of a pack, and the prefix that they see before themselves.
+
+    The prefix is an earlier segment or its first tokens; what that segment sees is seen as well.
+    """
+
+    start: int
+    length: int
+    prefix_start: int = 0
+    prefix_length: int = 0
+
+
+class Span(NamedTuple):
+    """Queries start .. end see keys key_start .. key_end: all, or causally if they are the same."""
+
+    start: int
+    end: int
+    key_start: int
+    key_end: int
+
+    @property
+    def causal(self) -> bool:
+        """True if queries and keys are the same tokens."""
+        return self.start == self.key_start
+
+
+def packed_attention(segments: Sequence[Segment], kernel: str = "triton") -> Attend:
+    """Return `attend(layer, q, k, v)` for a pack: q [T, H, D], k and v [T, Hkv, D] -> [T, H, D].
+
+    The segments cover the pack in order, without gaps. `kernel` names the GPU kernel, "triton" or
+    "flash-attn" (kernels/external.py). Raises ValueError if a segment does not fit.
+    """
+    spans = _spans(segments)
+    own = [span for span in spans if span.causal]
+    prefixed = _joined([span for span in spans if not span.causal])
+    total = spans[-1].end
+    plans: dict[Any, Any] = {}  # made by the first layer, used by all
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if len(q) != total:
+            raise ValueError(f"the segments cover {total} tokens; q has {len(q)}")
+        if kernel == "flash-attn":
+            if kernel not in plans:
+                plans[kernel] = sequences(spans, q.device)
+            return external_attention(q, k, v, plans[kernel])
+        if by_kernel(q):
+            if q.dtype not in plans:
+                plans[q.dtype] = plan(spans, q.device, q.dtype)
+            return flash_attention(q.contiguous(), k.contiguous(), v.contiguous(), plans[q.dtype])
+        return _PackedAttention.apply(q, k, v, own, prefixed)
+
+    return attend
+
+
+def _spans(segments: Sequence[Segment]) -> list[Span]:
+    """Return the spans of each segment in turn: its prefixes in order of position, then itself."""
+    spans, end = [], 0
+    seen: dict[int, list[tuple[int, int]]] = {}  # start of a segment -> the keys before it
+    lengths: dict[int, int] = {}
+    for index, segment in enumerate(segments):
+        prefix = (segment.prefix_start, segment.prefix_start + segment.prefix_length)
+        prefix_fits = segment.prefix_length <= lengths.get(segment.prefix_start, 0)
+        if segment.start != end or segment.length < 1 or not prefix_fits:
+            raise ValueError(
+                f"segment {index} = {segment}: expected start {end}, length >= 1, and as prefix "
+                "the beginning of an earlier segment"
+            )
+        end += segment.length
+        lengths[segment.start] = segment.length
+        keys = [*seen[segment.prefix_start], prefix] if segment.prefix_length else []
+        seen[segment.start] = keys
+        spans += [Span(segment.start, end, *key) for key in [*keys, (segment.start, end)]]
+    return spans
+
+
+def _joined(spans: list[Span]) -> list[Span]:
+    """Join spans with the same keys whose queries are neighbours: one dense call each."""
+    joined: list[Span] = []
+    for span in sorted(spans, key=lambda span: (span.key_start, span.key_end, span.start)):
+        last = joined[-1] if joined else None
+        if last and last[2:] == span[2:] and last.end == span.start:
+            joined[-1] = last._replace(end=span.end)
+        else:
+            joined.append(span)
+    return joined
+
+
+class _PackedAttention(torch.autograd.Function):
+    """Attention on a CPU: one flash-attention call per span, merged exactly by log-sum-exps.
+
+    The merge is that of Dao et al. 2022, section 3.1. The backward pass of a span, given the merged
+    output and log-sum-exp, is that span's share of the gradients. Autograd cannot derive this: it
+    does not differentiate the log-sum-exp.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, own: list[Span], prefixed: list[Span]
+    ) -> Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)  # [T, H, D]
+        lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        lse = torch.empty(q.shape[:2], dtype=lse_dtype, device=q.device)  # [T, H]
+        for span in own:
+            out[span.start : span.end], lse[span.start : span.end] = _span_forward(q, k, v, span)
+        for span in prefixed:
+            rows = slice(span.start, span.end)
+            prefix_out, prefix_lse = _span_forward(q, k, v, span)
+            share = torch.sigmoid(prefix_lse - lse[rows])[..., None]  # the prefix's softmax mass
+            out[rows] = torch.lerp(out[rows].to(share.dtype), prefix_out.to(share.dtype), share)
+            lse[rows] = torch.logaddexp(lse[rows], prefix_lse)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.own, ctx.prefixed = own, prefixed
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in saved[:3])
+        for span in ctx.own:
+            rows = slice(span.start, span.end)
+            dq[rows], dk[rows], dv[rows] = _span_backward(grad, *saved, span)
+        for span in ctx.prefixed:
+            span_dq, span_dk, span_dv = _span_backward(grad, *saved, span)
+            dq[span.start : span.end] += span_dq
+            dk[span.key_start : span.key_end] += span_dk
+            dv[span.key_start : span.key_end] += span_dv
+        return dq, dk, dv, None, None
+
+
+def _heads_first(x: Tensor, start: int, end: int) -> Tensor:
+    return x[start:end].transpose(0, 1)[None]  # [T, heads, ...] -> [1, heads, end - start, ...]
+
+
+def _span_forward(q: Tensor, k: Tensor, v: Tensor, span: Span) -> tuple[Tensor, Tensor]:
+    """Return the attention of one span: out [rows, H, D] and log-sum-exp [rows, H]."""
+    q = _heads_first(q, span.start, span.end)
+    k, v = (_heads_first(x, span.key_start, span.key_end) for x in (k, v))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, span.causal)
+    return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+
+
+def _span_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, span: Span
+) -> Iterator[Tensor]:
+    """Return the gradients of q [rows, H, D] and of k and v [keys, Hkv, D] from one span."""
+    grad, q, out, lse = (_heads_first(x, span.start, span.end) for x in (grad, q, out, lse))
+    k, v = (_heads_first(x, span.key_start, span.key_end) for x in (k, v))
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, span.causal
+    )
+    return (x[0].transpose(0, 1) for x in grads)

@@ -1,0 +1,78 @@
+"""config.json: what is read, what is written, what is refused."""
+
+import pytest
+from transformers import Qwen3Config
+
+from nanorchestra.errors import UserError
+from nanorchestra.model.hf_config import config_from_hf, config_to_hf
+from nanorchestra.model.quantise import awq_group_size
+from nanorchestra.model.qwen3 import PRESETS, ModelConfig
+
+TINY = dict(
+    model_type="qwen3", vocab_size=320, hidden_size=48, intermediate_size=96, head_dim=16,
+    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+)  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "group_size": 32, "zero_point": True}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [*PRESETS.values(), config_from_hf(TINY | {"rope_scaling": YARN | {"beta_fast": 16.0}})],
+)
+def test_a_config_comes_back_from_its_file_and_from_transformers(config: ModelConfig):
+    assert config_from_hf(config_to_hf(config)) == config
+    theirs = Qwen3Config(**config_to_hf(config)).to_dict()  # writes rope_parameters
+    assert config_from_hf(theirs) == config
+
+
+def test_absent_fields_have_the_defaults_of_transformers():
+    fields = {name: value for name, value in TINY.items() if name != "head_dim"}
+    ours, theirs = config_from_hf(fields), Qwen3Config(**fields)
+    assert ours.head_dim == theirs.head_dim == 128
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"model_type": "llama"}, "model_type = 'llama': expected 'qwen3'"),
+        ({"hidden_size": None}, "hidden_size = None: expected a positive integer"),
+        ({"hidden_size": 48.0}, "hidden_size = 48.0"),
+        ({"num_hidden_layers": True}, "num_hidden_layers = True"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads = 3: expected a divisor"),
+        ({"head_dim": 15}, "head_dim = 15: expected an even number"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps = -1e-06: expected a positive number"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes': expected False or True"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu': expected 'silu'"),
+        ({"use_sliding_window": True}, "use_sliding_window = True: expected False"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_type = 'llama3': expected 'default'"),
+        ({"rope_scaling": YARN | {"factor": "big"}}, "factor = 'big'"),
+        ({"rope_theta": 0}, "rope_theta = 0: expected a positive number"),
+        ({"eos_token_id": [7, 320]}, "below vocab_size = 320"),
+        ({"eos_token_id": "end"}, "eos_token_id = 'end'"),
+        ({"quantization_config": AWQ | {"quant_method": "gptq"}}, "quant_method = 'gptq'"),
+        ({"quantization_config": AWQ | {"bits": 8}}, "bits = 8: expected 4"),
+        ({"quantization_config": AWQ | {"version": "gemv"}}, "version = 'gemv': expected gemm"),
+        ({"quantization_config": AWQ | {"group_size": 48}}, "group_size = 48"),
+        ({"quantization_config": AWQ | {"group_size": -1}}, "group_size = -1"),
+    ],
+    ids=str,
+)
+def test_a_config_that_is_not_supported_is_refused_in_one_line(change, words):
+    with pytest.raises(UserError) as refusal:
+        config_from_hf(TINY | change, "here/config.json")
+        awq_group_size(TINY | change, "here/config.json")
+    message = str(refusal.value)
+    assert message.startswith("here/config.json: ") and words in message and "\n" not in message
+
+
+def test_published_quantisation_configs_are_accepted():
+    for change in ({}, {"version": "GEMM"}, {"group_size": 128}, {"zero_point": False}):
+        data = {"quantization_config": AWQ | change}
+        assert awq_group_size(data, "") == data["quantization_config"]["group_size"]
+    assert awq_group_size({"quantization_config": {"quant_method": "awq", "bits": 4}}, "") == 128
+    assert awq_group_size({"quantization_config": None}, "") is None

@@ -1,0 +1,185 @@
+"""Every sampled turn is taken apart, however broken it is and however it arrives."""
+
+import json
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanorchestra.model import chat
+from nanorchestra.model.parser import StreamParser, parse
+from nanorchestra.model.tokenizer import Tokenizer, train_bpe
+from nanorchestra.records import ParsedTurn, ToolCall
+
+QUICK = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<", "</tool", "_call>", "<thi"]
+OBJECTS = ['{"name": "f", "arguments": {"q": "', '"}}', '{"name": "g"}', "{", "}", '"', "["]
+OTHERS = ["\n", "\n\n", "\\", "\\\\", '\\"', "text", " ", "é", "<|im_end|>x"]
+BROKEN = st.lists(st.sampled_from([*TAGS, *OBJECTS, *OTHERS]), max_size=14).map("".join)
+TEXTS = st.lists(st.sampled_from([*TAGS, *OTHERS]) | st.text(max_size=5), max_size=6).map("".join)
+LEAVES = st.none() | st.booleans() | st.integers() | TEXTS
+JSON = st.recursive(
+    LEAVES, lambda value: st.lists(value) | st.dictionaries(TEXTS, value), max_leaves=4
+)
+ARGUMENTS = st.dictionaries(TEXTS, JSON, max_size=3)
+CALL = '<tool_call>\n{"name": "f", "arguments": {"q": 1}}\n</tool_call>'
+READ = ToolCall("f", {"q": 1}, '{"name": "f", "arguments": {"q": 1}}')
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_bpe(['the expert is ok!\n  12, {"name": "search", "arguments": {}}\n'] * 3, 320)
+
+
+def turn(text: str, thinking: bool | None = None) -> ParsedTurn:
+    return parse(None, text, thinking)
+
+
+@QUICK
+@given(TEXTS, TEXTS, st.lists(ARGUMENTS, max_size=3), st.booleans())
+def test_what_an_ideal_policy_writes_is_read_back(
+    tokenizer, content, reasoning, arguments, thinking
+):
+    """Arguments may hold braces, quotes, closing tags and markers."""
+    content = content.replace("<tool_call>", "").replace("<think>", "")
+    reasoning = reasoning.replace("</think>", "")
+    if "<tool_call>" in content or "</think>" in reasoning or content.lstrip()[:1] == "<":
+        return
+    calls = [ToolCall("search", each) for each in arguments]
+    ids = chat.encode_assistant(tokenizer, reasoning, content, calls, thinking)
+    parsed = parse(tokenizer, ids, thinking)
+    text = tokenizer.decode(tokenizer.encode(json.dumps(arguments, ensure_ascii=False)))
+    assert [call.arguments for call in parsed.calls] == json.loads(text) and parsed.well_formed
+    assert parsed.content == tokenizer.decode(tokenizer.encode(content.lstrip("\n")))
+    expected = tokenizer.decode(tokenizer.encode(reasoning.strip("\n"))) if thinking else ""
+    assert parsed.reasoning == expected
+
+
+@settings(QUICK, max_examples=500)
+@given(BROKEN, st.lists(st.integers(0, 200), max_size=6), st.sampled_from([None, True, False]))
+def test_every_split_of_any_text_gives_the_same_turn_and_deltas_that_add_up(text, cuts, thinking):
+    whole = turn(text, thinking)
+    edges = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    for pieces in ([text[a:b] for a, b in pairwise(edges)], list(text)):
+        parser = StreamParser(thinking)
+        deltas = [delta for piece in pieces for delta in parser.feed(piece)]
+        assert parser.finish() == whole
+        deltas += parser.last_deltas
+        for kind in ("reasoning", "content"):
+            assert "".join(t for k, t in deltas if k == kind) == getattr(whole, kind)
+        raws = [text for kind, text in deltas if kind == "tool_call"]
+        assert raws == [call.raw for call in whole.calls]
+        assert all(text for kind, text in deltas if kind != "tool_call")
+
+
+def test_a_plain_turn(tokenizer):
+    text = f"<think>\nhm\n</think>\n\nLook:\n{CALL}\n{CALL}<|im_end|>"
+    assert turn(text) == ParsedTurn("hm", "Look:", (READ, READ))
+    assert turn(" \n<think>hm</think>ok") == ParsedTurn("hm", "ok", ())
+    for text in ("", "Paris.", "a <thi", "<thi"):
+        assert turn(text) == ParsedTurn("", text, ())
+    for stop in ([], [tokenizer.im_end], [tokenizer.eos_ids[1]]):
+        assert parse(tokenizer, tokenizer.encode("ok") + stop) == ParsedTurn("", "ok", ())
+
+
+def test_reasoning_that_is_cut_off_is_reasoning_and_its_draft_calls_are_no_calls():
+    draft = f"let me try {CALL}\nor"
+    assert turn(f"<think>\n{draft}") == ParsedTurn(draft, "", (), truncated=True)
+    assert turn(f"<think>draft {CALL}</think>done") == ParsedTurn(f"draft {CALL}", "done", ())
+
+
+def test_with_thinking_off_everything_is_content_but_calls_are_calls():
+    parsed = turn(f"<think>\nhm\n</think>\n\n{CALL}", thinking=False)
+    assert parsed == ParsedTurn("", "<think>\nhm\n</think>\n", (READ,))
+
+
+def test_the_json_object_decides_where_a_call_ends():
+    arguments = {"q": 'say "</tool_call>" }}', "r": "a\\", "s": {"t": ["{"]}}
+    text = json.dumps({"name": "f", "arguments": arguments})
+    parsed = turn(f"<tool_call>\n{text}\n</tool_call>\nThat is all.")
+    assert parsed == ParsedTurn("", "That is all.", (ToolCall("f", arguments, text),))
+
+
+def test_prose_around_calls_is_content_on_lines_of_its_own():
+    text = f"\n\nFirst.\n{CALL}\n\n{CALL}\nThen.\n{CALL}\nLast.\n"
+    assert turn(text).content == "First.\nThen.\nLast.\n"
+
+
+@pytest.mark.parametrize(
+    "text, name, arguments, error",
+    [
+        ('{"name": "f"}', "f", {}, None),
+        ('{"name": "f", "arguments": null}', "f", {}, None),
+        ('{"name": "f", "arguments": "{\\"a\\": [1]}"}', "f", {"a": [1]}, None),
+        ('{"name": "f", "arguments": "{\\"a\\": }"}', "f", {}, "arguments is not valid JSON"),
+        ('{"name": "f", "arguments": [1]}', "f", {}, "arguments is an array, not a JSON object"),
+        ('{"name": "f", "arguments": {"a": 01}}', "", {}, "no JSON: Expecting ',' d"),
+        ('{"name": "f",\n "a": {"a"}}', "", {}, "no JSON: Expecting ':' delimiter at line 2"),
+        ('{"name": "f", "arguments": {"a": NaN}}', "", {}, "no JSON: NaN is not a J"),
+        ('{"name": "f", "a": "line\nbreak"}', "", {}, "no JSON: Invalid control"),
+        ('{"name": "f, "arguments": {}}', "", {}, "no JSON: Expecting ',' delimiter at column 15"),
+        ('{"arguments": {}}', "", {}, "call has no name"),
+        ('{"name": 3}', "", {}, "name is not a non-empty string"),
+        ("[]", "", {}, "call is an array, not a JSON object with name and arguments"),
+        ("", "", {}, "no JSON: Expecting value at column 1"),
+        ("no object", "", {}, "no JSON: Expecting value at column 1"),
+        ('{"name": "f"}}', "f", {}, "unexpected '}' between the JSON object and </tool_call>"),
+        ('{"name": "f", "a": ' + "9" * 5000 + "}", "", {}, "no JSON: Exceeds the li"),
+        ('{"name":' * 99999 + "1" + "}" * 99999, "", {}, "no JSON: maximum recursion"),
+    ],
+)  # fmt: skip
+def test_a_bad_call_says_what_is_wrong_and_spoils_nothing_after_it(text, name, arguments, error):
+    parser = StreamParser()
+    kinds = [kind for kind, _ in parser.feed(f"<tool_call>\n{text}\n</tool_call>\n{CALL}\nend")]
+    assert kinds == ["tool_call", "tool_call", "content"], "a broken call holds nothing up"
+    parsed = parser.finish()
+    first, second = parsed.calls
+    assert (first.name, first.arguments) == (name, arguments)
+    error = error and error.replace("no JSON", "call is not valid JSON")
+    assert first.error.startswith(error) if error else first.error is None
+    assert (second, parsed.content, parsed.truncated) == (READ, "end", False)
+    assert parsed.well_formed == (error is None)
+
+
+def test_a_call_without_its_closing_tag():
+    cut = turn('<tool_call>\n{"name": "f", "arguments": {"q": "a')
+    assert cut.truncated and cut.calls[0].error == "cut off before the end of its JSON object"
+    assert turn(CALL[:-5]) == ParsedTurn("", "", (READ,), truncated=True)
+    tagged = turn('<tool_call>{"name": "f", "arguments": {"q": "</tool_call>"}}')
+    assert tagged.truncated and tagged.calls[0].arguments == {"q": "</tool_call>"}
+    unclosed = CALL.removesuffix("</tool_call>")
+    again = turn(unclosed + CALL)
+    assert "</tool_call> is missing" in again.calls[0].error and again.calls[1] == READ
+    assert not again.truncated
+    quote = turn('<tool_call>{"name": "f}</tool_call>ok')
+    assert "Unterminated string" in quote.calls[0].error and quote.content == "ok"
+    prose = turn(unclosed + "So I called it.")
+    assert "is missing" in prose.calls[0].error and prose.content == "So I called it."
+
+
+def test_deltas_arrive_as_early_as_they_are_certain():
+    parser = StreamParser()
+    assert parser.feed("<think>\nI ") == [("reasoning", "I ")]
+    assert parser.feed("see\n</thi") == [("reasoning", "see")]
+    assert parser.feed("nk>\n\nWell <b") == [("content", "Well <b")]
+    assert parser.feed('\n<tool_call>\n{"name": "f"') == []
+    assert parser.feed("}\n</tool_call>") == [("tool_call", '{"name": "f"}')]
+    assert parser.calls[0].name == "f"
+    assert parser.feed("\nbye\n<tool_") == [("content", "\nbye")]
+    assert parser.finish().content == "Well <b\nbye\n<tool_"
+    assert parser.last_deltas == [("content", "\n<tool_")]
+
+
+def test_parsing_stays_linear_in_what_a_broken_policy_writes():
+    """Early training samples loops; each of these has some 60,000 characters."""
+    loops = ["<tool_call>" + text + "</tool_call>" for text in ("{", '{"', '{\\"', "")]
+    for text in (*loops, "<", "<tool_call>", "\n", '{"', "<think>"):
+        began = time.process_time()
+        turn(text * (60000 // len(text)), thinking=False)
+        assert time.process_time() - began < 2, text
+    began, parser = time.process_time(), StreamParser(False)
+    for piece in ('<tool_call>{"a": "', *["</tool_call>"] * 4000):  # tags inside of a string
+        parser.feed(piece)
+    assert time.process_time() - began < 2
