@@ -11,7 +11,6 @@ each other.
 
 from __future__ import annotations
 
-import argparse
 import operator
 import os
 import random
@@ -20,12 +19,11 @@ import sys
 from pathlib import Path
 from typing import Any, Callable, Iterable, Sequence
 
-from evaluate import refuse_arguments
 from nanorchestra import Engine, SamplingParams
 from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.load import NANO, load_policy
 from nanorchestra.agent.loop import Limits, PolicyPrice, Rollout
-from nanorchestra.errors import UserError
+from nanorchestra.errors import ArgumentParser, UserError
 from nanorchestra.model import chat
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Preference, Task, Trajectory
@@ -500,7 +498,7 @@ def open_engine(path: Path, quantise: str | None = None) -> tuple[Engine, Tokeni
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="serve.py",
         description="Talk to an orchestrator: a prompt, one question (--ask), or questions from a pipe.",
     )
@@ -539,7 +537,6 @@ def main(arguments: list[str]) -> int:
         choices=("int8", "int4"),
         help="round the linear layers while loading, to fit a smaller card",
     )
-    parser.error = refuse_arguments
     console = Console(sys.stdout)
     try:
         options = parser.parse_args(arguments)

@@ -15,7 +15,6 @@ does not matter how many ranks share the work. Every rank makes its share of the
 
 from __future__ import annotations
 
-import argparse
 import copy
 import ctypes
 import dataclasses
@@ -35,13 +34,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from evaluate import refuse_arguments
 from nanorchestra import Engine, SamplingParams, load_model
 from nanorchestra.agent.load import NANO
 from nanorchestra.agent.loop import Limits, PolicyPrice, Rollout
 from nanorchestra.agent.policy import EndpointRollout, check_endpoint
 from nanorchestra.config import BEST, Config, load_config, scaled_down, to_toml
-from nanorchestra.errors import UserError
+from nanorchestra.errors import ArgumentParser, UserError
 from nanorchestra.model.lora import add_adapters, merge, save_adapter
 from nanorchestra.model.lora import reset as reset_adapters
 from nanorchestra.model.quantise import is_quantised
@@ -55,10 +53,10 @@ from nanorchestra.report.run import Run, table
 from nanorchestra.report.watch import Watch, needed, peak_memory_mb
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.checkpoint import Checkpoints
+from nanorchestra.training.optimizers import Schedule
 from nanorchestra.training.overlap import beside, running
 from nanorchestra.training.plan import GB, peak_flops, plan
 from nanorchestra.training.ranks import Ranks, shard_model
-from nanorchestra.training.optimizers import Schedule
 from nanorchestra.training.trainer import Trainer, TrainerSettings
 from nanorchestra.training.trajectories import (
     Batch,
@@ -1055,7 +1053,7 @@ def open_run(
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description="Trains a tool orchestrator. Any setting of the config is also an option: --section.key value."
     )
     parser.add_argument(
@@ -1087,7 +1085,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--gpu", default="h100", help="for --plan: h100, h200, a100 or 4090 (default: h100)"
     )
-    parser.error = refuse_arguments
     ranks, first = Ranks(), int(os.environ.get("RANK", 0)) == 0
     try:
         known, overrides = parser.parse_known_args(arguments)

@@ -1,8 +1,9 @@
-"""The command line of evaluate.py: one line for a mistake, a table that compares the checkpoint with the routers, the same figures as JSON."""
+"""The command evaluate.py: a table beside the routers, figures as JSON, one line for a mistake."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +11,9 @@ import pytest
 import evaluate
 from nanorchestra.agent.load import load_policy
 from nanorchestra.errors import UserError
+from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.records import Trajectory
-from worlds.evaluation import evaluate as attempt_all
-from worlds.evaluation import summarise
+from worlds import evaluation
 from worlds.miniature.world import World
 from worlds.routers import ROUTERS
 
@@ -20,55 +21,30 @@ from worlds.routers import ROUTERS
 def oracle(environments, seeds, on_done=None):
     """A policy that knows the answer and spends nothing."""
     return [
-        Trajectory(
-            env.task.id, seed, 0, [], [], [], [], answer=env.task.data["answer"], outcome=1.0
-        )
-        for env, seed in zip(environments, seeds)
+        Trajectory(env.task.id, seed, 0, [], [], [], [], answer=env.task.data["answer"], outcome=1)
+        for env, seed in zip(environments, seeds, strict=True)
     ]
 
 
 @pytest.fixture
 def with_oracle(monkeypatch):
-    monkeypatch.setattr(
-        evaluate,
-        "load_rollout",
-        lambda options: SimpleNamespace(run=oracle),
-    )
+    monkeypatch.setattr(evaluate, "load_rollout", lambda options: SimpleNamespace(run=oracle))
 
 
 def test_a_table_and_the_same_figures_as_json(with_oracle, tmp_path, capsys):
-    assert (
-        evaluate.main(
-            [
-                "--model",
-                "my/model",
-                "--tasks",
-                "30",
-                "--seed",
-                "4",
-                "--json",
-                str(tmp_path / "figures.json"),
-            ]
-        )
-        == 0
-    )
+    file = tmp_path / "figures.json"
+    command = f"--model my/model --tasks 30 --seed 4 --json {file}"
+    assert evaluate.main(command.split()) == 0
     lines = {line.split("  ")[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert (
-        " 100.0 " in lines["my/model"]
-        and "hand-written rule" in lines
-        and "always the cheapest" in lines
-    )
-    figures = json.loads((tmp_path / "figures.json").read_text())
-    assert (
-        figures["seed"],
-        figures["tasks"],
-        figures["policy"]["accuracy"],
-        figures["policy"]["reward"],
-    ) == (4, 30, 1.0, 1.0)
+    assert " 100.0 " in lines["my/model"]
+    assert {"hand-written rule", "always the cheapest"} <= set(lines)
+    figures = json.loads(file.read_text())
+    assert (figures["model"], figures["seed"], figures["tasks"]) == ("my/model", 4, 30)
+    assert figures["policy"]["accuracy"] == figures["policy"]["reward"] == 1.0
     assert set(figures["routers"]) == set(ROUTERS) and figures["routers"]["rule"]["reward"] < 1
 
 
-def test_one_task_is_enough(with_oracle, capsys):
+def test_one_task_is_enough(with_oracle):
     """Where no task offers the large expert at a price that matters, there is nothing to probe."""
     for seed in range(6):
         assert evaluate.main(["--model", "my/model", "--tasks", "1", "--seed", str(seed)]) == 0
@@ -79,9 +55,7 @@ def test_one_task_is_enough(with_oracle, capsys):
     [
         (["--tasks", "0"], "--tasks is 0"),
         (["--tasks", "many"], "--tasks"),
-        (["--json", "/no/such/place/f.json"], "/no/such/place/f.json: cannot be written"),
-        (["--json", "/tmp"], "/tmp: cannot be written"),
-        (["--json", "/etc/passwd/x"], "/etc/passwd/x: cannot be written"),
+        (["--temperature", "-1"], "temperature"),
         (["--model", "/no/model"], "/no/model"),
         (["extra"], "extra"),
     ],
@@ -92,57 +66,34 @@ def test_a_mistake_is_one_line_and_status_2(arguments, says, capsys):
     assert err.startswith("evaluate.py: ") and says in err and err.count("\n") == 1 and out == ""
 
 
-def test_a_checkpoint_whose_context_is_shorter_than_a_prompt_is_refused(
+def test_a_checkpoint_that_cannot_be_evaluated_is_refused(
     tmp_path, nano_model, nano_tokenizer, capsys
 ):
-    from dataclasses import replace
-
-    from nanorchestra.model.saving import save_checkpoint
-
     nano_model.config = replace(nano_model.config, max_position_embeddings=200)
-    save_checkpoint(nano_model, nano_tokenizer, tmp_path / "m")
-    assert evaluate.main(["--model", str(tmp_path / "m"), "--tasks", "1"]) == 2
+    save_checkpoint(nano_model, nano_tokenizer, tmp_path / "short")
+    assert evaluate.main(["--model", str(tmp_path / "short"), "--tasks", "1"]) == 2
     err = capsys.readouterr().err
-    assert (
-        err.count("\n") == 1
-        and f"{tmp_path / 'm'}: prompts of" in err
-        and "max_position_embeddings in its config.json is 200" in err
-    )
-
-
-def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path, nano_model):
-    from nanorchestra.model.saving import save_checkpoint
-
-    save_checkpoint(nano_model, None, tmp_path / "m")
+    assert "max_position_embeddings is 200" in err and err.count("\n") == 1
+    save_checkpoint(nano_model, None, tmp_path / "mute")
     with pytest.raises(UserError, match="no tokenizer.json"):
-        load_policy(tmp_path / "m")
+        load_policy(tmp_path / "mute")
 
 
-def test_what_the_infrastructure_failed_is_made_again_and_then_left_out_of_the_means():
+def test_infrastructure_failures_are_repeated_and_then_left_out_of_the_means():
     tasks = World(0).tasks("held_out", 4)
-    left = {task.id: failures for task, failures in zip(tasks, (0, 1, 9, 2))}
+    failures = {task.id: count for task, count in zip(tasks, (0, 1, 9, 2), strict=True)}
 
     def run(environments, seeds, on_done=None):
-        trajectories = oracle(environments, seeds)
-        for trajectory in trajectories:
-            left[trajectory.task_id] -= 1
-            if left[trajectory.task_id] >= 0:
-                trajectory.status, trajectory.outcome = "infrastructure", 0.0
-        return trajectories
+        attempts = oracle(environments, seeds)
+        for attempt in attempts:
+            failures[attempt.task_id] -= 1
+            if failures[attempt.task_id] >= 0:
+                attempt.status, attempt.outcome = "infrastructure", 0.0
+        return attempts
 
-    trajectories = attempt_all(SimpleNamespace(run=run), tasks, 0, sandbox=None)
-    assert [t.status for t in trajectories] == [
-        "answered",
-        "answered",
-        "infrastructure",
-        "answered",
-    ]
-    summary = summarise(tasks, trajectories)
-    assert (summary["tasks"], summary["failed"], summary["accuracy"], summary["reward"]) == (
-        4,
-        1,
-        1.0,
-        1.0,
-    )
+    attempts = evaluation.evaluate(SimpleNamespace(run=run), tasks, 0, sandbox=None)
+    assert [a.status for a in attempts] == ["answered", "answered", "infrastructure", "answered"]
+    summary = evaluation.summarise(tasks, attempts)
+    assert (summary["tasks"], summary["failed"], summary["accuracy"]) == (4, 1, 1.0)
     with pytest.raises(UserError, match="all 1 attempts failed"):
-        summarise(tasks[2:3], trajectories[2:3])
+        evaluation.summarise(tasks[2:3], attempts[2:3])

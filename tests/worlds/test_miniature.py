@@ -11,7 +11,7 @@ import pytest
 from nanorchestra.records import Preference, Task
 from nanorchestra.training.lessons import as_session
 from worlds.evaluation import task_bounds
-from worlds.miniature.offers import describe, fits, plain_choice, preference_name, skill, title
+from worlds.miniature.offers import describe, fits, plain_choice, skill, title
 from worlds.miniature.probe import with_price
 from worlds.miniature.tables import EXPENSIVE_CENTS, PHRASES, PREFERENCES, QUESTIONS
 from worlds.miniature.teacher import consider, find, teach
@@ -55,7 +55,8 @@ def test_a_preference_means_what_it_says(tasks, sandbox):
     for task in tasks["train"]:
         phrases, words = PHRASES["train"], task.preference.text
         assert any(phrase in words for phrase in phrases[task.data["wish"]])
-        assert preference_name(task.preference) == task.data["wish"]
+        weights = task.preference.outcome, task.preference.cost, task.preference.latency
+        assert PREFERENCES[task.data["wish"]][1] == weights
         for avoided in task.preference.avoided:
             assert any(title(t) in words for t in task.data["tools"] if t["name"] == avoided)
     for task in tasks["held_out"][:100]:
@@ -115,7 +116,8 @@ def test_a_thought_weighs_what_decides_and_walks_to_the_chosen_tool():
     lyra = {"name": "lyra", "what": "large", "price": 900, "latency": 120}
 
     def thought(wish, tools, asked=()):
-        data = {"kind": "knowledge", "subject": "law", "difficulty": "hard", "tools": tools}
+        data = {"kind": "knowledge", "subject": "law", "difficulty": "hard"}
+        data |= {"tools": tools, "wish": wish}
         return consider(Task("t", "?", weighted(wish, ["lyra"]), data), asked)
 
     every = [vega, run, lyra]
@@ -153,7 +155,8 @@ def test_a_plain_choice_takes_a_tool_without_objections(kind, wish, avoided, pri
         {"name": "io", "what": "small", "price": 20, "latency": 2},
         {"name": "sol", "what": "large", "price": 900, "latency": 2},
     ]
-    task = Task("t", "?", weighted(wish, avoided), {"kind": kind, "subject": "law", "tools": tools})
+    data = {"kind": kind, "subject": "law", "tools": tools, "wish": wish}
+    task = Task("t", "?", weighted(wish, avoided), data)
     usable = [t for t in tools if t["what"] != "code" or kind == "arithmetic"]
     drawn = {plain_choice(task, usable, random.Random(seed))["name"] for seed in range(20)}
     assert drawn == choices

@@ -122,7 +122,7 @@ def plain_choice(task: Task, options: list[Offer], rng: random.Random, obeys: bo
     fitting = [offer for offer in options if fits(offer, task)]
     if fitting:
         return fitting[0]
-    if preference_name(task.preference) == "right":
+    if task.data["wish"] == "right":
         best = (task.data["subject"], "large", "medium")
         return max(options, key=lambda offer: [offer["what"] == what for what in best])
     return rng.choice(options)

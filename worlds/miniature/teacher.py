@@ -24,7 +24,6 @@ from worlds.miniature.offers import (
     is_expert,
     objections,
     plain_choice,
-    preference_name,
     read_result,
     title,
 )
@@ -83,16 +82,16 @@ def consider(task: Task, asked: Sequence[str] = ()) -> str:
     It states the question, the preference, the ban, the objections to each tool, and the tools
     left: the tools without objections, or else those that are expensive or slow at worst.
     """
-    data, wish = task.data, task.preference
+    data, avoided = task.data, task.preference.avoided
     topic = data["kind"]
     if topic == "knowledge":
         topic = f"{data['difficulty']} {data['subject']}"
-    avoided = "".join(f", avoid {o['what']}" for o in data["tools"] if o["name"] in wish.avoided)
+    bans = "".join(f", avoid {o['what']}" for o in data["tools"] if o["name"] in avoided)
     against = {offer["what"]: objections(task, offer, asked) for offer in data["tools"]}
     listed = ", ".join(" ".join([what, *reasons]) for what, reasons in against.items())
     left = [what for what, reasons in against.items() if not reasons]
     left = left or [what for what, reasons in against.items() if set(reasons) <= {"dear", "slow"}]
-    return f"{topic}. {preference_name(wish)}{avoided}. {listed}. left {' '.join(left) or 'none'}"
+    return f"{topic}. {data['wish']}{bans}. {listed}. left {' '.join(left) or 'none'}"
 
 
 def find(task: Task, offer: Offer) -> str:

@@ -125,7 +125,8 @@ class World:
         if dispensable and rng.random() < avoid_share:
             avoided = rng.choice(dispensable)
             if split == TRAIN and self.avoid_favourite and rng.random() < self.avoid_favourite:
-                task = Task("", "", Preference("", *weights), {"kind": kind, "subject": subject})
+                data = {"kind": kind, "subject": subject, "wish": wish}
+                task = Task("", "", Preference("", *weights), data)
                 avoided = plain_choice(task, dispensable, rng)
             place, words = rng.randrange(2), rng.choice(PHRASES[split]["avoid"])
             sentences.insert(place, words.format(title(avoided)))
