@@ -25,11 +25,11 @@ from tqdm import tqdm
 from nanorchestra import Engine, SamplingParams
 from nanorchestra.agent.load import NANO, load_policy
 from nanorchestra.agent.loop import Limits, Rollout
-from nanorchestra.config import load_config
 from nanorchestra.errors import ArgumentParser, command, require
 from nanorchestra.files import write_whole
 from nanorchestra.model import chat
 from nanorchestra.report.run import number, table
+from nanorchestra.settings import load_config
 from nanorchestra.tools.sandbox import Sandbox
 from worlds.evaluation import evaluate, summarise
 from worlds.miniature.probe import price_probe

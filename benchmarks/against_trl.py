@@ -80,8 +80,7 @@ def ours(options) -> dict:
     from nanorchestra import Engine, SamplingParams, load_model
     from nanorchestra.model.qwen3 import Qwen3
     from nanorchestra.model.weights import named_hf_tensors
-    from nanorchestra.training.objectives import group_advantages
-    from nanorchestra.config import Objective
+    from nanorchestra.training.objectives import Objective, group_advantages
     from nanorchestra.training.packing import Group, Sample
     from nanorchestra.training.trainer import Trainer, TrainerSettings
 

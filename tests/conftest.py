@@ -1,6 +1,7 @@
-"""Shared by the tests: one thread a process (they run side by side), a sandbox, and a tiny tokenizer and model of the miniature.
+"""Shared by the tests: one thread per process, a sandbox, a tiny model and tokenizer, a small run.
 
-Without a GPU the kernels run in Triton's interpreter, which must be chosen before any of them is imported.
+Without a GPU the kernels run in Triton's interpreter, which must be chosen before any of them is
+imported.
 """
 
 from __future__ import annotations
@@ -10,12 +11,10 @@ import os
 import random
 import signal
 
-os.environ.setdefault(
-    "OPENBLAS_NUM_THREADS", "1"
-)  # before numpy: the interpreter's small products spend 100 times longer on two threads
-signal.signal(
-    signal.SIGINT, signal.default_int_handler
-)  # a job in a shell's background ignores it, and what it starts would too
+# Before numpy: on two threads the interpreter's small products take 100 times longer.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# A job in a shell's background ignores SIGINT, and its children would too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch
@@ -25,18 +24,13 @@ if not torch.cuda.is_available():
     import kernel_interpreter  # noqa: F401  (teaches the interpreter bfloat16)
 
 
-TIMINGS = {
-    "seconds",
-    "tokens_per_s",
-    "phase_seconds",
-    "mfu",
-    "memory_mb",
-}  # of a metrics row: the machine's, not the run's
+# What differs between two equal runs in a row of metrics.
+TIMINGS = {"seconds", "tokens_per_s", "phase_seconds", "mfu", "memory_mb"}
 
 
 @pytest.fixture
 def generator():
-    """Random numbers that differ from run to run; a failing test shows the seed, and KERNEL_SEED repeats it."""
+    """Random numbers that differ from run to run; KERNEL_SEED, which is printed, repeats them."""
     seed = int(os.environ.get("KERNEL_SEED", random.SystemRandom().randrange(2**31)))
     print(f"KERNEL_SEED={seed}")
     return torch.Generator().manual_seed(seed)
@@ -67,7 +61,6 @@ def nano_tokenizer(sandbox):
 @pytest.fixture
 def nano_model(nano_tokenizer):
     from nanorchestra.model.qwen3 import PRESETS, Qwen3
-    from worlds.miniature.induction import draft_induction
 
     shape = dataclasses.replace(
         PRESETS["nano"],
@@ -80,81 +73,72 @@ def nano_model(nano_tokenizer):
         eos_token_ids=tuple(nano_tokenizer.eos_ids),
     )
     model = Qwen3(shape)
-    draft_induction(model, model.init_weights(0))
+    model.init_weights(0)
     return model
 
 
 @pytest.fixture
 def make_training(tmp_path, sandbox, monkeypatch, nano_model, nano_tokenizer):
-    """make_training(name, *overrides) is a small run at the beginning of GRPO, as train.py wires it, of a model that babbles; rewards are drawn.
-    resume=True: where its last checkpoint left it."""
-    import train as program
-    from nanorchestra.config import load_config, to_toml
+    """make_training(name, settings) wires a small run of a model that babbles, as train.py does.
+
+    It stands at the beginning of GRPO, or, with resume=True, at its last checkpoint. It is asked to
+    stop after `steps` steps. Rewards are drawn at random.
+    """
     from nanorchestra.model.saving import save_checkpoint
-    from nanorchestra.model.weights import named_hf_tensors
     from nanorchestra.report.run import Run
+    from nanorchestra.settings import load_config, to_toml
+    from nanorchestra.training import phases
     from nanorchestra.training.ranks import Ranks
+    from nanorchestra.training.run import TrainingRun
+    from worlds.mixture import Worlds
 
     save_checkpoint(nano_model, nano_tokenizer, tmp_path / "model", dtype=torch.float32)
-    score = program.score
+    score = Worlds.score
 
     def rewarded(task, trajectory):
         draw = random.Random(trajectory.seed)
-        score(task, trajectory).reward, trajectory.outcome = (
-            draw.random(),
-            float(draw.random() < 0.5),
-        )
-        return trajectory
+        score(task, trajectory)
+        trajectory.reward, trajectory.outcome = draw.random(), float(draw.random() < 0.5)
 
-    monkeypatch.setattr(program, "score", rewarded)
-    monkeypatch.setattr(program, "write_report", lambda path: None)  # it takes its time
-    small = [
-        "--run.root",
-        str(tmp_path),
-        "--run.threads",
-        "1",
-        "--model.path",
-        str(tmp_path / "model"),
-        "--warm_start.steps",
-        "0",
-        "--grpo.prompts",
-        "2",
-        "--grpo.group_size",
-        "2",
-        "--grpo.bounds",
-        "task",
-        "--rollout.turn_tokens",
-        "12",
-        "--run.checkpoint_every",
-        "2",
-    ]
+    monkeypatch.setattr(Worlds, "score", staticmethod(rewarded))
+    monkeypatch.setattr(phases, "write_report", lambda path: None)  # it takes seconds
+    small = {
+        "run.threads": 1,
+        "run.checkpoint_every": 2,
+        "model.path": str(tmp_path / "model"),
+        "warm_start.steps": 0,
+        "grpo.prompts": 2,
+        "grpo.group_size": 2,
+        "grpo.bounds": "task",
+        "rollout.turn_tokens": 12,
+    }
 
-    def make(name, *overrides, resume=False):
-        config = load_config(
-            tmp_path / name / "config.toml" if resume else None,
-            () if resume else [*small, "--run.name", name, *overrides],
-        )
-        run = Run.open(tmp_path / name) if resume else Run.create(tmp_path / name, to_toml(config))
-        training = program.Training(config, run, sandbox, Ranks())
-        training.phase = "grpo"
+    def make(name, settings=None, *, resume=False, steps=10**9):
+        path = tmp_path / name
         if resume:
-            training.restore()
-        training.engine.update_weights(named_hf_tensors(training.trainer.model, training.dtype))
-        return training
+            folder, config = Run.open(path), load_config(path / "config.toml", settings)
+        else:
+            config = load_config(None, small | (settings or {}))
+            folder = Run.create(path, to_toml(config))
+        worlds = Worlds(config.task.world, config.run.seed, sandbox)
+        run = TrainingRun(config, folder, Ranks(), worlds, Stop(steps))
+        run.progress.phase = "grpo"
+        if resume:
+            run.restore()
+        run.publish()
+        return run
 
     return make
 
 
-def steps_of(training):
-    """The rows of metrics.jsonl without the times."""
-    return [
-        {key: value for key, value in row.items() if key not in TIMINGS}
-        for row in training.run.rows("metrics")
-    ]
+def steps_of(run):
+    """The rows of metrics.jsonl without what differs between equal runs."""
+    rows = run.folder.rows("metrics")
+    return [{key: value for key, value in row.items() if key not in TIMINGS} for row in rows]
 
 
 class Stop:
-    """To be asked to stop after so many steps."""
+    """Asks a run to stop after so many steps."""
 
     def __init__(self, steps=10**9):
         self.left = steps

@@ -6,15 +6,16 @@ question, and `wish`, the name of the preference.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 from nanorchestra.agent.loop import Rollout
 from nanorchestra.errors import UserError
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.tools.sandbox import Sandbox
-from reward import Bounds, preference_score, task_reward
+from reward import Bounds, preference_score, reward_parts, task_reward
 from worlds.miniature.world import environment
 
 RETRIES = 2  # of attempts that failed for reasons of the infrastructure
@@ -95,6 +96,43 @@ def summarise(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict
         "cost_per_correct_usd": spent / right if right else None,
         "by_preference": split("wish"),
         "by_kind": split("kind"),
+    }
+
+
+def measure(
+    tasks: Sequence[Task], trajectories: Sequence[Trajectory], group_size: int
+) -> dict[str, Any]:
+    """Returns means over a training step's attempts, for its row of metrics.
+
+    Also `group_std`, the mean spread of reward within a group; calls per attempt by what is behind
+    the alias; and how attempts ended. No mean includes attempts that the infrastructure failed,
+    unless there are no others.
+    """
+    groups = [
+        [t.reward for t in trajectories[i : i + group_size] if t.status != "infrastructure"]
+        for i in range(0, len(tasks), group_size)
+    ]
+    spreads = [stdev(group) for group in groups if len(group) > 1]
+    statuses = Counter(t.status for t in trajectories)
+    everything = list(zip(tasks, trajectories, strict=True))
+    pairs = [(task, t) for task, t in everything if t.status != "infrastructure"] or everything
+    calls: Counter[str] = Counter()
+    parts: Counter[str] = Counter()
+    for task, trajectory in pairs:
+        behind = {offer["name"]: offer["what"] for offer in task.data["tools"]}
+        for name, count in trajectory.calls.items():
+            calls[behind.get(name, "unknown")] += count
+        paid = reward_parts(trajectory, task.preference, task_bounds(task))
+        for part, value in paid.items():
+            parts[part] += value / len(pairs)
+    return {
+        **means(pairs),
+        **obedience(pairs),
+        "reward_parts": dict(parts),
+        "turns": fmean(len(t.turns) for _, t in pairs),
+        "group_std": fmean(spreads) if spreads else 0.0,
+        "calls": {name: count / len(pairs) for name, count in sorted(calls.items())},
+        "statuses": {name: count / len(tasks) for name, count in sorted(statuses.items())},
     }
 
 

@@ -1,64 +1,230 @@
-"""Which world every task of a run comes from: worlds with weights, mixed evenly. Pure; it knows the worlds by name only.
+"""The worlds of a run: which world each task comes from, and what training asks of all of them.
 
-The places of a run are counted 0, 1, 2, ... through the warm start and GRPO. Place i belongs to the world into whose share of [0, 1) the number
-(u + i * (sqrt(5) - 1) / 2) mod 1 falls, with u drawn from the seed: of any n places in a row a world gets its share, give or take one or two
-(Weyl's equidistribution; the golden ratio has the smallest discrepancy). The world's own tasks come in their order.
+The places of a run are counted 0, 1, 2, ... through the warm start and GRPO. Place i belongs to the
+world in whose share of [0, 1) the number (u + i * (sqrt(5) - 1) / 2) mod 1 lies, with u drawn from
+the seed. Any n places in a row then hold each world by its share, give or take one or two (Weyl's
+equidistribution; the golden ratio has the smallest discrepancy).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
-from nanorchestra.errors import UserError
+from nanorchestra.agent.environment import Environment
+from nanorchestra.agent.loop import PolicyPrice, Rollout
+from nanorchestra.errors import UserError, require
+from nanorchestra.records import Task, Trajectory
+from nanorchestra.tools.sandbox import Sandbox
+from nanorchestra.training.lessons import Lesson
+from reward import POLICY, PRICES, group_rewards
+from worlds import evaluation, routers
+from worlds.miniature import world as miniature
+from worlds.miniature.induction import draft_induction
+from worlds.miniature.offers import describe
+from worlds.miniature.probe import price_probe
+from worlds.miniature.tables import HELD_OUT, TRAIN
+from worlds.miniature.teacher import Habits, teach, texts
+from worlds.toolscale import environment as toolscale
+from worlds.toolscale.small import small_world
 
-_GOLDEN = (math.sqrt(5) - 1) / 2
+MINIATURE, DOMAINS = "miniature", "domains"  # worlds that need no files
+HABITS = Habits(sensible=0.7, obeys=0.2, quits=0.15)  # of the miniature's teacher
+# Of GRPO's tasks in the miniature more forbid a tool than of held-out ones, half of them the tool
+# that is otherwise the best: a policy that never tries a forbidden tool does not learn bans.
+AVOID_SHARE, AVOID_FAVOURITE = 0.8, 0.5
+GOLDEN = (math.sqrt(5) - 1) / 2
+SAMPLES = 20  # tasks per world whose prompts are measured before a run
 
 
-def parse_mixture(text: str, where: str) -> dict[str, float]:
-    """{"miniature": 0.99, "data/": 0.01} of "miniature=0.99, data/=0.01"; weights add up to 1, one that is not given counts as 1. UserError."""
+def parse_mixture(text: str) -> dict[str, float]:
+    """Returns the shares that task.world states, which add up to 1.
+
+    "miniature=0.99, data/=0.01" names worlds and weights; a weight that is missing is 1. UserError.
+    """
     weights: dict[str, float] = {}
     for entry in text.split(","):
-        name, equals, number = (
-            (part.strip() for part in entry.rpartition("="))
-            if "=" in entry
-            else (entry.strip(), "", "1")
-        )
+        name, equals, number = entry.rpartition("=")
+        if not equals:
+            name, number = entry, "1"
         try:
-            weight = float(number)
+            weights[name.strip()] = float(number)
         except ValueError:
-            weight = math.nan
-        if not 0 < weight < math.inf:
-            raise UserError(
-                f"{where} is {text!r}: the weight of {name!r} is {number!r}; it must be a number above 0"
-            )
-        if not name or name in weights:
-            raise UserError(
-                f"{where} is {text!r}: {f'{name!r} is there twice' if name else 'an entry has no world'}; it must be like 'miniature=0.9, data/=0.1'"
-            )
-        weights[name] = weight
+            weights[name.strip()] = math.nan
+    require(
+        "" not in weights and len(weights) == text.count(",") + 1,
+        f"task.world is {text!r}; it must name each world once, like 'miniature=0.9, data/=0.1'",
+    )
+    for name, weight in weights.items():
+        require(
+            0 < weight < math.inf,
+            f"task.world is {text!r}; the weight of {name} must be a number above 0",
+        )
     return {name: weight / sum(weights.values()) for name, weight in weights.items()}
 
 
 class Mixture:
-    """`weights`: world -> share, adding up to 1. A world's n-th place is its task n, whatever else is mixed in, so that none comes twice before all have."""
+    """Divides places among worlds by their `shares`, which add up to 1.
 
-    def __init__(self, weights: dict[str, float], seed: int):
-        self.weights, self.start = weights, random.Random(f"{seed}/mixture").random()
-        self._ends = list(itertools.accumulate(weights.values()))
-        self._places: list[tuple[str, int]] = []  # all from 0 up to the furthest that was asked for
-        self._had: Counter[str] = Counter()
+    The n-th place of a world is its task n, so no task comes twice before all have come.
+    """
+
+    def __init__(self, shares: dict[str, float], seed: int):
+        self.shares, self.start = shares, random.Random(f"{seed}/mixture").random()
+        self._places: list[tuple[str, int]] = []  # from 0 to the furthest that was asked for
+        self._counts: Counter[str] = Counter()
 
     def places(self, count: int, start: int = 0) -> list[tuple[str, int]]:
-        """(world, number of the task in it) of the places start .. start + count; a pure function of them, the weights and the seed."""
+        """Returns the world and the number of its task for the places start .. start + count."""
+        names, ends = list(self.shares), list(itertools.accumulate(self.shares.values()))
         for place in range(len(self._places), start + count):
-            point = (self.start + place * _GOLDEN) % 1
-            name = next(
-                (name for name, end in zip(self.weights, self._ends) if point < end),
-                list(self.weights)[-1],
-            )
-            self._places.append((name, self._had[name]))
-            self._had[name] += 1
+            point = (self.start + place * GOLDEN) % 1
+            inside = (name for name, end in zip(names, ends, strict=True) if point < end)
+            name = next(inside, names[-1])
+            self._places.append((name, self._counts[name]))
+            self._counts[name] += 1
         return self._places[start : start + count]
+
+
+class Worlds:
+    """The worlds named in task.world, as a run practises in them (training/practice.py).
+
+    A task is a function of its place, so that every rank and a resumed run have the same.
+    """
+
+    initialise = staticmethod(draft_induction)
+    score = staticmethod(evaluation.score)
+    measure = staticmethod(evaluation.measure)
+    summarise = staticmethod(evaluation.summarise)
+
+    def __init__(self, text: str, seed: int, sandbox: Sandbox):
+        self.seed, self.sandbox = seed, sandbox
+        self.mixture = Mixture(parse_mixture(text), seed)
+        self.miniature = miniature.World(seed, AVOID_SHARE, AVOID_FAVOURITE)
+        self.lessons = miniature.World(seed, lessons=True)
+        names = [name for name in self.mixture.shares if name != MINIATURE]
+        self.domains = {name: open_domains(name, seed) for name in names}
+        self.has_miniature = len(names) < len(self.mixture.shares)
+        price = PRICES[POLICY]
+        self.price = PolicyPrice(price.input_per_million, price.output_per_million)
+
+    def tasks(self, count: int, start: int) -> list[Task]:
+        """Returns the training tasks of the places start .. start + count."""
+        places = self.mixture.places(count, start)
+        return [self.domains.get(name, self.miniature).task(TRAIN, n) for name, n in places]
+
+    def lesson_tasks(self, count: int, start: int, most_tools: int = 0) -> list[Task]:
+        """Returns tasks to demonstrate, with `most_tools` tools on offer at most (0: no limit).
+
+        With a limit only the miniature's: the long texts of a domain would dominate the loss while
+        the model learns to copy.
+        """
+        places = self.mixture.places(count, start)
+        if most_tools and self.has_miniature:
+            places = [(name, n) for name, n in places if name == MINIATURE]
+        lessons = dataclasses.replace(self.lessons, most_tools=most_tools)
+        return [self.domains.get(name, lessons).task(TRAIN, n) for name, n in places]
+
+    def held_out(self, count: int, start: int = 0) -> list[Task]:
+        """Returns held-out tasks: of the miniature if it is in the mixture, else of the domains."""
+        if self.has_miniature:
+            return self.miniature.tasks(HELD_OUT, count, start)
+        places = self.mixture.places(count, start)
+        return [self.domains[name].task(HELD_OUT, n) for name, n in places]
+
+    def held_out_domains(self, count: int) -> list[Task]:
+        """Returns held-out tasks of the domains beside the miniature; [] if either is missing."""
+        if not (self.has_miniature and self.domains):
+            return []
+        shares = {name: s for name, s in self.mixture.shares.items() if name in self.domains}
+        total = sum(shares.values())
+        places = Mixture({n: s / total for n, s in shares.items()}, self.seed).places(count)
+        return [self.domains[name].task(HELD_OUT, n) for name, n in places]
+
+    def samples(self) -> Iterator[Task]:
+        """Yields some training tasks of every world."""
+        for name in self.mixture.shares:
+            yield from self.domains.get(name, self.miniature).tasks(TRAIN, SAMPLES)
+
+    def environment(self, task: Task, seed: int) -> Environment:
+        """Returns the environment of one attempt at a task."""
+        domain = self.domains.get(task.data.get("world"))
+        if domain:
+            return domain.environment(task, seed)
+        return miniature.environment(task, seed, self.sandbox)
+
+    def teach(self, env: Environment) -> Iterable[Lesson]:
+        """Returns a demonstration, which acts in `env` as it is iterated over."""
+        if isinstance(env, toolscale.DomainEnvironment):
+            return toolscale.teach(env)
+        return teach(env, 0, HABITS)
+
+    def texts(self, count: int) -> Iterator[str]:
+        """Yields about `count` demonstrations as text, for a tokenizer to be trained on."""
+        counts = Counter(name for name, _ in self.mixture.places(count))
+        if counts[MINIATURE]:
+            yield from texts(self.lessons, counts[MINIATURE], self.sandbox, HABITS)
+        for name, world in self.domains.items():
+            yield from toolscale.texts(world, counts[name])
+
+    def group_rewards(self, task: Task, members: Sequence[Trajectory], bounds: str) -> list[float]:
+        """Returns what the group's advantages are computed from.
+
+        bounds "group": the paper's rewards, with extrema of the group. "task": the absolute ones.
+        """
+        if bounds == "task":
+            return [member.reward for member in members]
+        valid = [member.status != "infrastructure" for member in members]
+        return group_rewards(members, task.preference, valid)
+
+    def evaluate(
+        self, rollout: Rollout, tasks: Sequence[Task], on_done: Callable[[Trajectory], Any]
+    ) -> list[Trajectory]:
+        """Returns one scored attempt at each held-out task."""
+
+        def make(task: Task, seed: int, _: Sandbox) -> Environment:
+            return self.environment(task, seed)
+
+        return evaluation.evaluate(rollout, tasks, self.seed, self.sandbox, on_done, make)
+
+    def price_probe(self, rollout: Rollout, tasks: Sequence[Task]) -> dict[str, float]:
+        """Returns how often the policy asks the large expert, by the factor on its price."""
+        return price_probe(rollout, tasks, self.seed, self.sandbox)
+
+    def routers(self, tasks: Sequence[Task]) -> dict[str, dict[str, Any]]:
+        """Returns the summary of each fixed router, which plays the miniature only."""
+        if not self.has_miniature:
+            return {}
+        return routers.evaluate_routers(tasks, self.seed, self.sandbox)
+
+    def tools(self, task: Task) -> list[dict[str, Any]]:
+        """Returns name, kind and description of the tools on offer, for the records."""
+        return [
+            {
+                "name": offer["name"],
+                "kind": offer["what"],
+                "description": offer.get("description") or describe(offer),
+            }
+            for offer in task.data["tools"]
+        ]
+
+
+def open_domains(name: str, seed: int) -> toolscale.ToolScaleWorld:
+    """Returns a world beside the miniature: "domains", or one that was read from files. UserError.
+
+    Files are a directory that data_gen.py wrote, or a .jsonl file of tau2 tasks.
+    """
+    if name == DOMAINS:
+        return small_world(seed, name)
+    if not Path(name).exists():
+        raise UserError(
+            f"task.world: there is no world {name!r}; it must be {MINIATURE}, {DOMAINS}, a "
+            "directory that data_gen.py wrote, or a .jsonl file of tau2 tasks"
+        )
+    return toolscale.load_world(name, seed)

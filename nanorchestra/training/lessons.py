@@ -1,4 +1,4 @@
-"""Demonstrations as ids: what a teacher does in an environment, turn by turn, in either way to build context."""
+"""Writes demonstrations as ids: the turns of a teacher in an environment, in either context."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from nanorchestra.records import ToolCall, ToolResult
 
 @dataclass(frozen=True)
 class Lesson:
-    """One demonstrated turn: the thought, and a call or a message; `result` is what the tool or the user answered, None to the last message."""
+    """One demonstrated turn: a thought, then a call or a message.
+
+    `result` is the answer of the tool or of the user; None after the last message.
+    """
 
     thought: str
     content: str = ""
@@ -22,26 +25,30 @@ class Lesson:
     result: ToolResult | None = None
 
     def ids(self, tokenizer: Tokenizer) -> list[int]:
-        """What the policy should sample."""
-        return chat.encode_assistant(
-            tokenizer, self.thought, self.content, [self.call] if self.call else []
-        )
+        """Returns the ids that the policy should sample in this turn."""
+        calls = [self.call] if self.call else []
+        return chat.encode_assistant(tokenizer, self.thought, self.content, calls)
 
 
 def as_session(
     lessons: Iterable[Lesson], env: Environment, tokenizer: Tokenizer
 ) -> tuple[list[int], list[int], list[bool]]:
-    """One growing session: (prompt ids, further ids, which of them the policy should have sampled). `lessons` may act in `env` as they are taken."""
-    prompt, ids, sampled = chat.encode(tokenizer, env.messages, env.tools), [], []
+    """Returns a demonstration as one growing session.
+
+    Its prompt, the ids that follow, and which of these the policy should sample. `lessons` may act
+    in `env` as they are iterated over.
+    """
+    prompt = chat.encode(tokenizer, env.messages, env.tools)
+    ids: list[int] = []
+    sampled: list[bool] = []
     for lesson in lessons:
         said, given = lesson.ids(tokenizer), []
         if lesson.result:
             text = lesson.result.content
-            given = (
-                chat.encode_observations(tokenizer, [text])
-                if lesson.call
-                else chat.encode_user(tokenizer, text)
-            )
+            if lesson.call:
+                given = chat.encode_observations(tokenizer, [text])
+            else:
+                given = chat.encode_user(tokenizer, text)
         ids += said + given
         sampled += [True] * len(said) + [False] * len(given)
     return prompt, ids, sampled
@@ -50,7 +57,10 @@ def as_session(
 def as_turns(
     lessons: Iterable[Lesson], env: Environment, tokenizer: Tokenizer, prompt_tokens: int
 ) -> list[tuple[list[int], list[int]]]:
-    """A context that is composed afresh each turn (rebuild.py): (prompt, ids the policy should have sampled) of each."""
+    """Returns a demonstration with a prompt per turn (agent/rebuild.py).
+
+    The prompt, of at most `prompt_tokens` ids, and the ids that the policy should sample.
+    """
     notes, turns = Notes(tokenizer, env, prompt_tokens), []
     for lesson in lessons:
         turns.append((notes.prompt(), lesson.ids(tokenizer)))

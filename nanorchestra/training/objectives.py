@@ -17,21 +17,59 @@ gradients of micro-batches and ranks add up.
 | GSPO | as GRPO | gspo | sequence | arXiv 2507.18071 |
 | CISPO | as GRPO | cispo | token | arXiv 2506.13585 |
 
-`config.OBJECTIVES` holds the settings of each of them.
+`OBJECTIVES` holds the settings of each of them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from nanorchestra.config import Objective
+from nanorchestra.config import GrpoSection
 from nanorchestra.training.packing import Group, Packed
 
 MAX_LOG_RATIO = 20.0  # keeps exp finite; the bounds of every surrogate lie far inside
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What distinguishes the objectives: loss, aggregation, KL term, advantages and filters."""
+
+    surrogate: Literal["clip", "gspo", "cispo"] = "clip"
+    aggregation: Literal["token", "sequence", "constant"] = "token"  # what the loss is a mean over
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float = 0.0  # bounds the loss where the advantage is negative; 0: no bound
+    importance_cap: float = 0.0  # of the weight between trainer and sampler; 0: no weight
+    kl_coef: float = 0.0
+    kl: Literal["full", "k2", "k3"] = "full"  # exact over the vocabulary, or an estimate
+    normalise_std: bool = True
+    advantage_clip: float = 3.0
+    drop_invalid_format: bool = False  # leave attempts of bad format out of the loss
+    resample: int = 0  # further rollouts per step while too few groups have an advantage
+    overlong_share: float = 0.0  # of the context, within which the reward falls by up to 1
+
+
+OBJECTIVES = {
+    "grpo": Objective(),
+    "toolorchestra": Objective(dual_clip=10.0, drop_invalid_format=True, kl="k2"),
+    "dr_grpo": Objective(aggregation="constant", normalise_std=False),
+    "dapo": Objective(resample=3, overlong_share=0.2),
+    "gspo": Objective("gspo", "sequence", clip_low=3e-4, clip_high=4e-4),
+    # No lower bound, as published; the upper one is that of ScaleRL (arXiv 2510.13786).
+    "cispo": Objective("cispo", clip_low=1.0, clip_high=4.0),
+}
+
+
+def objective_of(settings: GrpoSection) -> Objective:
+    """Returns the objective that [grpo] names, with its kl_coef and importance_cap."""
+    cap, kl_coef = settings.importance_cap, settings.kl_coef
+    return replace(OBJECTIVES[settings.objective], importance_cap=cap, kl_coef=kl_coef)
 
 
 # Rewards to advantages.

@@ -1,7 +1,8 @@
-"""A computation beside the main one: in a thread of its own, and on a GPU on a stream of its own.
+"""Runs a rollout in a thread beside the update, on a GPU on a CUDA stream of its own.
 
-PyTorch lets go of the interpreter's lock while it computes, so a rollout and an update go on at the same time in one process. What the two
-share they must only read: the engine has weights of its own, and whoever copies new ones into it waits for the rollout first.
+PyTorch releases the interpreter's lock while it computes, so both make progress in one process.
+They share only what neither writes: the engine has weights of its own, which are replaced after
+the rollout has ended.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ R = TypeVar("R")
 
 
 def beside(function: Callable[[], R], device: torch.device) -> Future[R]:
-    """Begins function(), which sees what was computed on `device` so far; `result()` waits for it, and raises what it raised.
+    """Starts function() in a thread; it sees what `device` has computed so far.
 
-    It cannot be broken off: who does not wait for it ends by os._exit, for the interpreter aborts when it ends under a thread that computes.
+    The thread cannot be interrupted. A process that does not wait for `result()` must end by
+    os._exit, because the interpreter aborts when it ends under a thread that computes.
     """
     future: Future[R] = Future()
 
@@ -31,7 +33,7 @@ def beside(function: Callable[[], R], device: torch.device) -> Future[R]:
                 stream.wait_stream(torch.cuda.default_stream(device))
                 with torch.cuda.stream(stream):
                     value = function()
-                stream.synchronize()  # what it computed ahead for nothing reads the weights, too
+                stream.synchronize()  # steps launched ahead still read the engine's weights
             else:
                 value = function()
             future.set_result(value)
@@ -43,5 +45,5 @@ def beside(function: Callable[[], R], device: torch.device) -> Future[R]:
 
 
 def running() -> bool:
-    """Whether such a computation goes on."""
+    """Returns whether such a thread is at work."""
     return any(thread.name == NAME for thread in threading.enumerate())

@@ -19,9 +19,9 @@ import torch
 
 from nanorchestra.config import Config
 from nanorchestra.errors import UserError
+from nanorchestra.model.hf_config import read_config
 from nanorchestra.model.lora import parameters_of
 from nanorchestra.model.qwen3 import PRESETS, ModelConfig
-from nanorchestra.model.weights import read_config
 from nanorchestra.training.logprobs import WORKSPACE
 
 GB = 1e9
@@ -537,11 +537,7 @@ def model_of(config: Config) -> ModelConfig:
     """Of model.path if there is a checkpoint, or of the preset that has the name of its last part; else of model.preset. UserError."""
     path = Path(config.model.path)
     if not config.model.path:
-        if config.model.preset not in PRESETS:
-            raise UserError(
-                f"model.preset is {config.model.preset!r}; it must be one of {', '.join(PRESETS)}"
-            )
-        return PRESETS[config.model.preset]
+        return PRESETS["nano"]
     if (path / "config.json").is_file() or path.name.lower() not in PRESETS:
         return read_config(path)
     return PRESETS[path.name.lower()]

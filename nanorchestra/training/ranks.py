@@ -130,7 +130,7 @@ class Ranks:
         """A process group for one thread beside the main one; None with one process."""
         return self._background
 
-    def beside(self, timeout: float) -> Ranks:
+    def beside(self, timeout: float = 1800.0) -> Ranks:
         """The same ranks for one more thread: what it exchanges with the others does not cross what this one does. Seconds as for `start`."""
         other = copy.copy(self)
         if self.world > 1:

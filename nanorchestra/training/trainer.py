@@ -17,12 +17,11 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from nanorchestra.config import Objective
 from nanorchestra.model import lora
 from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.sharded import is_sharded, local
 from nanorchestra.training.logprobs import full_kl, token_logprobs
-from nanorchestra.training.objectives import kl_estimate, loss_normaliser, policy_loss
+from nanorchestra.training.objectives import Objective, kl_estimate, loss_normaliser, policy_loss
 from nanorchestra.training.optimizers import Muon, build_optimizers
 from nanorchestra.training.packing import Group, Packed, divide, pack
 from nanorchestra.training.plan import model_flops

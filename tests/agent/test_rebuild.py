@@ -18,7 +18,7 @@ from nanorchestra.records import Preference, Task, ToolCall, ToolResult
 from nanorchestra.training.lessons import as_turns
 from nanorchestra.training.objectives import loss_normaliser
 from nanorchestra.training.packing import Group, Sample
-from nanorchestra.training.trajectories import contexts, parts
+from nanorchestra.training.trajectories import as_group, contexts
 from worlds.miniature.teacher import teach
 from worlds.miniature.world import World, environment
 
@@ -352,7 +352,7 @@ def test_the_gradient_of_trajectories_is_the_sum_over_turns_computed_apart(
     nano_model, nano_tokenizer
 ):
     made = attempts(nano_tokenizer)
-    group = Group.of([part for t in made for part in parts(t)])
+    group = as_group(made)
     total = sum(sum(t.sampled) for t in made)
     together = gradients(nano_model, [group], vocab_limit=700)
     apart = {name: torch.zeros_like(gradient) for name, gradient in together.items()}
@@ -375,7 +375,7 @@ def test_the_gradient_of_trajectories_is_the_sum_over_turns_computed_apart(
 
 def test_a_loss_by_attempts_weighs_attempts_and_not_turns(nano_tokenizer):
     made = attempts(nano_tokenizer)
-    groups = [Group.of([part for t in made for part in parts(t)])]
+    groups = [as_group(made)]
     for aggregation, normaliser in (
         ("token", sum(sum(t.sampled) for t in made)),
         ("sequence", 2),
@@ -389,7 +389,8 @@ def test_a_growing_session_is_one_sample_as_before(nano_tokenizer):
 
     (t,), _ = run(nano_tokenizer, [call(), call(), ANSWER])
     t.advantage = 0.5
-    ((prompt, sample),) = parts(t)
+    group = as_group([t])
+    prompt, (sample,) = group.prompt, group.samples
     p = t.prompt_length
     assert (prompt, sample.ids, sample.sampled, sample.logprobs) == (
         t.ids[:p],

@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanorchestra.config import Objective
 from nanorchestra.model.lora import (
     LoRALinear,
     adapters,
@@ -21,6 +20,7 @@ from nanorchestra.model.packed_attention import Segment, packed_attention
 from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.model.weights import copy_weights, named_hf_tensors
+from nanorchestra.training.objectives import Objective
 from nanorchestra.training.packing import Group, Sample
 from nanorchestra.training.trainer import Trainer
 

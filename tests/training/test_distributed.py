@@ -27,10 +27,10 @@ from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.model.sharded import fill, whole
 from nanorchestra.model.weights import DTYPES, load_model, named_hf_tensors
 from nanorchestra.training.checkpoint import Checkpoints
+from nanorchestra.training.objectives import Objective
 from nanorchestra.training.optimizers import Muon
-from nanorchestra.training.ranks import Ranks, shard_model
-from nanorchestra.config import Objective
 from nanorchestra.training.packing import Group, Sample
+from nanorchestra.training.ranks import Ranks, shard_model
 from nanorchestra.training.trainer import Trainer, TrainerSettings
 
 VOCAB = 90

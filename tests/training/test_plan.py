@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from nanorchestra.config import load_config
 from nanorchestra.errors import UserError
 from nanorchestra.model.lora import add_adapters, parameters_of
 from nanorchestra.model.packed_attention import Segment, packed_attention
 from nanorchestra.model.qwen3 import PRESETS, Qwen3
+from nanorchestra.settings import load_config
 from nanorchestra.training.plan import (
     GB,
     RATES,
@@ -280,10 +280,10 @@ def test_wrong_arguments_get_one_line(arguments, words):
 
 def test_the_model_is_that_of_the_path_or_its_name(tmp_path):
     assert (
-        model_of(load_config(None, ["--model.path", "somewhere/Qwen3-8B"])) == PRESETS["qwen3-8b"]
+        model_of(load_config(None, {"model.path": "somewhere/Qwen3-8B"})) == PRESETS["qwen3-8b"]
     )
     with pytest.raises(UserError, match="config.json"):
-        model_of(load_config(None, ["--model.path", str(tmp_path / "unknown")]))
+        model_of(load_config(None, {"model.path": str(tmp_path / "unknown")}))
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from nanorchestra.config import Objective
 from nanorchestra.model.packed_attention import Segment, packed_attention
+from nanorchestra.training.objectives import Objective
 from nanorchestra.training.optimizers import Schedule
 from nanorchestra.training.packing import Group, Sample, pack
 from nanorchestra.training.plan import model_flops

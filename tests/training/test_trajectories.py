@@ -15,8 +15,8 @@ from nanorchestra.config import load_config
 from nanorchestra.errors import UserError
 from nanorchestra.model.tokenizer import train_bpe
 from nanorchestra.records import Preference, Task
-from nanorchestra.training.ranks import Ranks
 from nanorchestra.training.packing import Group, pack
+from nanorchestra.training.ranks import Ranks
 from nanorchestra.training.trajectories import load_kept, parts, take
 
 

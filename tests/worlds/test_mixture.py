@@ -6,6 +6,7 @@ import json
 import types
 
 import pytest
+from worlds.practice import Practice, open_world
 
 from nanorchestra.config import load_config
 from nanorchestra.errors import UserError
@@ -13,7 +14,6 @@ from nanorchestra.records import Trajectory
 from worlds.evaluation import score
 from worlds.miniature.world import World
 from worlds.mixture import Mixture, parse_mixture
-from worlds.practice import Practice, open_world
 
 
 def test_any_run_of_places_holds_each_world_by_its_share():

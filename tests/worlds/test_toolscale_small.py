@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanorchestra.config import load_config
+from nanorchestra.settings import load_config
 from nanorchestra.training.lessons import as_session
 from worlds.toolscale import environment, small
 from worlds.toolscale.small import small_world

@@ -1,0 +1,188 @@
+"""Builds the parts of a run from its config: model, tokenizer, trainer and engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from nanorchestra.config import Config
+from nanorchestra.engine.engine import Engine
+from nanorchestra.errors import UserError, require
+from nanorchestra.model import chat, lora
+from nanorchestra.model.quantise import is_quantised
+from nanorchestra.model.qwen3 import PRESETS, ModelConfig, Qwen3
+from nanorchestra.model.tokenizer import Tokenizer, train_bpe
+from nanorchestra.model.weights import load_model
+from nanorchestra.training.practice import Practice
+from nanorchestra.training.ranks import Ranks, shard_model
+from nanorchestra.training.trainer import Trainer, TrainerSettings
+
+VOCAB_SIZE = 896  # of the miniature's tokenizer,
+TOKENIZER_TEXTS = 600  # which is trained on this many demonstrations
+SPARE_PAGES = 64
+
+
+def device_and_dtype(config: Config) -> tuple[str, torch.dtype]:
+    """Returns what run.device and run.dtype mean on this machine. UserError: no CUDA device."""
+    available = torch.cuda.is_available()
+    device, dtype = config.run.device, config.run.dtype
+    require(
+        device != "cuda" or available,
+        "run.device is 'cuda', and there is no CUDA device here; it must be auto or cpu",
+    )
+    if device == "auto":
+        device = "cuda" if available else "cpu"
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" else "float32"
+    return device, getattr(torch, dtype)
+
+
+def build_model(
+    config: Config, ranks: Ranks, dtype: torch.dtype, practice: Practice, run_path: Path
+) -> tuple[Qwen3, Tokenizer]:
+    """Returns the model to train, sharded and with adapters as configured, and its tokenizer.
+
+    Without model.path it is the miniature's: random weights from run.seed, and a tokenizer trained
+    on demonstrations, which rank 0 keeps in the run's directory. UserError.
+    """
+    seed, path = config.run.seed, config.model.path
+    offload = config.parallel.cpu_offload
+
+    def build(shape: ModelConfig) -> Qwen3:
+        model = Qwen3(shape)
+        if not path:
+            practice.initialise(model, model.init_weights(seed))
+        if config.lora.rank:
+            model.to(dtype)  # the base is frozen, so it needs no float32
+            lora.add_adapters(model, config.lora.rank, config.lora.alpha, seed)
+        return shard_model(model, ranks, dtype, cpu_offload=offload)
+
+    if not path:
+        return _miniature(config, ranks, practice, run_path / "tokenizer", build)
+    device = "cpu" if offload else str(ranks.device)
+    model, tokenizer = load_model(path, device=device, dtype=None, build=build)
+    lora.reset(model, seed)
+    require(tokenizer, f"{path}: no tokenizer.json; training needs it beside the weights")
+    require(
+        not is_quantised(model),
+        f"{path}: the checkpoint is quantised; training needs one in full precision",
+    )
+    return model, tokenizer
+
+
+def _miniature(config, ranks, practice, saved, build) -> tuple[Qwen3, Tokenizer]:
+    if ranks.first and not (saved / "tokenizer.json").exists():
+        train_bpe(practice.texts(TOKENIZER_TEXTS), VOCAB_SIZE).save(saved)
+    ranks.gather(None)  # the other ranks wait for the file
+    tokenizer = Tokenizer.from_dir(saved)
+    preset = PRESETS["nano"]
+    positions = max(preset.max_position_embeddings, config.rollout.context_tokens)
+    shape = dataclasses.replace(
+        preset,
+        max_position_embeddings=positions,
+        vocab_size=max(preset.vocab_size, -(-tokenizer.vocab_size // 64) * 64),
+        eos_token_ids=tuple(tokenizer.eos_ids),
+    )
+    return build(shape), tokenizer
+
+
+def choose_attention(
+    config: Config, shape: ModelConfig, ranks: Ranks, dtype: torch.dtype
+) -> Config:
+    """Returns the config with the attention kernels that this machine uses.
+
+    On a GPU rank 0 measures where the config says auto. UserError if a kernel cannot run here.
+    """
+    asked = {"run.attention": config.run.attention, "rollout.attention": config.rollout.attention}
+    if ranks.device.type != "cuda":
+        for name, kernel in asked.items():
+            require(
+                kernel != "flash-attn",
+                f"{name} is 'flash-attn', which needs a CUDA device; it must be auto or triton",
+            )
+        return config.replace(dict.fromkeys(asked, "triton"))
+    chosen: dict[str, str] = {}
+    if ranks.first:
+        from kernels.external import choose_prefill, choose_training  # needs Triton's compiler
+
+        heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
+        heads += (dtype, ranks.device)
+        try:
+            found = {
+                "run.attention": choose_training(config.run.attention, *heads),
+                "rollout.attention": choose_prefill(
+                    config.rollout.attention, *heads, config.rollout.page_size
+                ),
+            }
+        except ValueError as error:
+            raise UserError(
+                f"run.attention, rollout.attention: {error}; each must be auto or triton here"
+            ) from None
+        for name, (kernel, why) in found.items():
+            print(f"{name}: {kernel} ({why})", flush=True)
+            chosen[name] = kernel
+    return config.replace(ranks.gather(chosen)[0])
+
+
+def build_trainer(
+    config: Config, model: Qwen3, tokenizer: Tokenizer, ranks: Ranks, dtype: torch.dtype
+) -> Trainer:
+    """Returns the trainer of the warm start; GRPO replaces its optimizer."""
+    settings = TrainerSettings(
+        token_budget=config.grpo.token_budget,
+        activation_checkpointing=config.parallel.activation_checkpointing,
+        cpu_offload=config.parallel.cpu_offload,
+        dtype=dtype,
+        attention=config.run.attention,
+    )
+    return Trainer(
+        model,
+        vocab_limit=tokenizer.vocab_size,
+        optimizer=config.warm_start.optimizer,
+        ranks=ranks,
+        settings=settings,
+    )
+
+
+def build_engine(
+    config: Config, shape: ModelConfig, tokenizer: Tokenizer, ranks: Ranks, dtype: torch.dtype
+) -> Engine:
+    """Returns this rank's engine; its model has no weights before the first update_weights."""
+    limits = config.rollout
+    with torch.device("meta"):
+        model = Qwen3(shape).to(dtype)
+    model.to_empty(device=ranks.device)
+    rows = -(-config.grpo.prompts // ranks.world) * config.grpo.group_size
+    pages_per_row = -(-limits.context_tokens // limits.page_size)
+    return Engine(
+        model,
+        tokenizer,
+        num_pages=limits.pages or rows * pages_per_row + SPARE_PAGES,
+        page_size=limits.page_size,
+        max_batch_tokens=limits.max_batch_tokens,
+        max_running=rows,
+        max_context=limits.context_tokens,
+        attention=limits.attention,
+    )
+
+
+def check_room(
+    config: Config, shape: ModelConfig, tokenizer: Tokenizer, practice: Practice
+) -> None:
+    """Checks that prompts and a turn fit the context, and the context the model. UserError."""
+    context, positions = config.rollout.context_tokens, shape.max_position_embeddings
+    require(
+        context <= positions,
+        f"rollout.context_tokens is {context}; it must be at most {positions}, the "
+        f"max_position_embeddings of {config.model.path}",
+    )
+    prompts = (practice.environment(task, 0) for task in practice.samples())
+    longest = max(len(chat.encode(tokenizer, env.messages, env.tools)) for env in prompts)
+    needed = longest + config.rollout.turn_tokens
+    require(
+        needed <= context,
+        f"task.world: its prompts have up to {longest} tokens; rollout.context_tokens is "
+        f"{context}, it must be at least {needed} for one turn, and more for a conversation",
+    )

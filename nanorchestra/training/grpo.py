@@ -1,0 +1,162 @@
+"""The second phase of a run: GRPO. A batch of attempts is sampled, judged, learnt from; again."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from nanorchestra.model.weights import named_hf_tensors
+from nanorchestra.records import Trajectory
+from nanorchestra.training.evaluation import evaluate_midway
+from nanorchestra.training.optimizers import Schedule
+from nanorchestra.training.overlap import beside
+from nanorchestra.training.ranks import Ranks
+from nanorchestra.training.recorder import in_words, without_counts
+from nanorchestra.training.run import TrainingRun
+from nanorchestra.training.sampling import Batch, Sampler
+from nanorchestra.training.trajectories import as_group, contexts
+
+# log-probabilities by group and sample, None where another rank computed them
+Logprobs = list[list[list[float] | None]]
+
+
+def grpo(run: TrainingRun) -> bool:
+    """Trains to grpo.steps; returns False if the run is asked to stop on the way."""
+    settings, overlap = run.config.grpo, run.config.rollout.overlap
+    schedule = Schedule(
+        settings.learning_rate, settings.steps, settings.warmup_steps, settings.final_fraction
+    )
+    rollout = run.rollout(run.config.rollout.temperature)
+    ranks, threads = run.ranks, torch.get_num_threads()
+    if overlap:
+        ranks = run.ranks.beside()  # what the two threads exchange must not mix
+        torch.set_num_threads(max(1, threads // 2))  # the other half for the rollout
+    sampler = Sampler(run.config, run.practice, rollout, ranks)
+    if run.ahead:
+        sampler.judge(run.ahead)
+    stopped = False
+    with run.recorder.bar(settings.steps, "GRPO", run.progress.step) as bar:
+        while run.progress.step < settings.steps and not stopped:
+            grpo_step(run, sampler, schedule.at(run.progress.step))
+            bar.update()
+            evaluate_midway(run)
+            stopped = run.end_step()
+    torch.set_num_threads(threads)
+    return not stopped
+
+
+def grpo_step(run: TrainingRun, sampler: Sampler, learning_rate: float) -> None:
+    """Makes one step: sample, reward, advantage, update, publish the weights, record.
+
+    With overlap the next step's batch is sampled during the update, by the weights before it.
+    """
+    config, step = run.config, run.progress.step
+    start = time.monotonic()
+    run.engine.wake()
+    batch = run.ahead or sampler.batch(step)  # attempts with rewards and advantages
+    coming = None
+    if config.rollout.overlap and step + 1 < config.grpo.steps:
+        coming = beside(lambda: sampler.batch(step + 1), run.ranks.device)
+    elif run.on_gpu:
+        run.engine.sleep()  # lends its KV memory to the trainer
+    sampled = time.monotonic()
+
+    metrics: dict[str, float] = {}
+    logprobs: Logprobs = []
+    if batch.kept:
+        result = run.trainer.policy_step(
+            [as_group(members) for members in batch.kept],
+            learning_rate,
+            sampler.objective,
+            temperature=config.rollout.temperature,
+            length=config.rollout.context_tokens,
+        )
+        metrics, logprobs = result.metrics, result.logprobs
+    updated = time.monotonic()
+
+    run.ahead = coming.result() if coming else None
+    waited = time.monotonic() - updated
+    # Without new weights, too: as in a resumed run, no step finds cached pages of the one before.
+    weights = named_hf_tensors(run.trainer.model, run.dtype) if batch.kept else None
+    run.engine.update_weights(weights)
+    published = time.monotonic()
+
+    run.progress.step += 1
+    times = {"rollout": sampled - start, "train": updated - sampled}
+    times["weights"] = published - updated - waited
+    if config.rollout.overlap:
+        times["wait"] = waited
+    _record(run, batch, metrics, times)
+    _record_trajectories(run, batch, logprobs, skipped="skipped" in metrics)
+    run.count_skipped(metrics, 'trajectories.jsonl, phase "skipped"')
+
+
+def _record(
+    run: TrainingRun, batch: Batch, metrics: dict[str, float], times: dict[str, float]
+) -> None:
+    """Writes the step's row of metrics, and a line."""
+    row = {
+        **measured(run, batch, sum(times.values())),
+        **without_counts(metrics),
+        "filtered": batch.filtered,
+        "phase_seconds": times,
+        **run.usage(metrics, times["train"]),
+    }
+    if batch.retried:
+        row["retried"] = batch.retried
+    run.recorder.metrics(row)
+    step, settings = run.progress.step, run.config.grpo
+    line = f"step {step:4d}/{settings.steps}  {in_words(row)}"
+    if not batch.kept:
+        reasons = ", ".join(f"{why} {share:.0%}" for why, share in batch.filtered.items())
+        line += f"  no update: no group has an advantage ({reasons})"
+    run.recorder.say(line)
+
+
+def measured(run: TrainingRun, batch: Batch, seconds: float) -> dict[str, Any]:
+    """Returns the part of a row of metrics that depends on the batch alone."""
+    size = run.config.grpo.group_size
+    return {
+        "phase": run.progress.phase,
+        "step": run.progress.step,
+        **run.practice.measure(batch.tasks, batch.trajectories, size),
+        "tokens_per_s": batch.tokens_per_s,
+        "seconds": seconds,
+    }
+
+
+def _record_trajectories(
+    run: TrainingRun, batch: Batch, logprobs: Logprobs, *, skipped: bool
+) -> None:
+    """Writes the first groups in full, or all attempts of a step that was not finite."""
+    settings = run.config
+    count = settings.run.record_groups * settings.grpo.group_size
+    recorded = batch.trajectories if skipped else batch.trajectories[:count]
+    note_logprobs(run.ranks, batch.kept, logprobs, recorded)
+    phase = "skipped" if skipped else "grpo"
+    for task, trajectory in zip(batch.tasks, recorded, strict=False):
+        run.recorder.trajectory(phase, run.progress.step, task, trajectory)
+
+
+def note_logprobs(
+    ranks: Ranks, kept: list[list[Trajectory]], logprobs: Logprobs, recorded: list[Trajectory]
+) -> None:
+    """Writes on the recorded trajectories the trainer's log-probabilities of their sampled ids.
+
+    `logprobs` belong to the samples of as_group(members) for each of `kept`.
+    """
+    wanted = {id(trajectory) for trajectory in recorded}
+    owners: list[Trajectory] = []
+    mine: dict[int, list[float]] = {}
+    for members, samples in zip(kept, logprobs, strict=True):
+        order = [member for member in members for _ in contexts(member)]
+        for member, values in zip(order, samples, strict=True):
+            if id(member) in wanted:
+                if values is not None:
+                    mine[len(owners)] = values
+                owners.append(member)
+    found = {i: values for part in ranks.gather(mine) for i, values in part.items()}
+    for i, member in enumerate(owners):
+        member.trainer_logprobs += found.get(i, [])

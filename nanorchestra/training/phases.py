@@ -1,0 +1,118 @@
+"""The order of a run: warm start, evaluation, GRPO, evaluation, results."""
+
+from __future__ import annotations
+
+import time
+from statistics import fmean
+from typing import Any
+
+from nanorchestra.model.lora import merge, save_adapter
+from nanorchestra.report.page import write_report
+from nanorchestra.report.run import table
+from nanorchestra.report.watch import peak_memory_mb
+from nanorchestra.training.evaluation import evaluate
+from nanorchestra.training.grpo import grpo, measured
+from nanorchestra.training.recorder import in_words
+from nanorchestra.training.run import TrainingRun
+from nanorchestra.training.sampling import Sampler
+from nanorchestra.training.warm_start import warm_start
+
+
+def train(run: TrainingRun) -> bool:
+    """Trains from where the run is to its end; returns False if it is asked to stop on the way."""
+    if run.progress.phase == "warm_start":
+        if run.on_gpu:
+            run.engine.sleep()  # until the first evaluation
+        if not warm_start(run):
+            return False
+        run.progress.before = evaluate(run, "before")
+        _begin_grpo(run)
+        if run.ranks.any(run.stop.asked):
+            return False
+    run.publish()
+    if not grpo(run):
+        return False
+    after = evaluate(run, "after")
+    run.export(run.folder.path / "model")
+    if run.config.lora.rank:  # the sum of both phases, for the model that the run began with
+        adapter = run.folder.path / "adapter"
+        _save_adapter(run, adapter, before=adapter / "warm_start")
+    run.checkpoints.wait()
+    if run.ranks.first:
+        _write_results(run, after)
+    return True
+
+
+def _begin_grpo(run: TrainingRun) -> None:
+    """Makes the weights of now the reference of GRPO, with a fresh optimizer."""
+    config = run.config
+    if config.lora.rank:
+        _save_adapter(run, run.folder.path / "adapter" / "warm_start")
+        merge(run.trainer.model, config.run.seed + 1)
+    run.trainer.new_optimizer(config.grpo.optimizer)
+    if config.grpo.kl_coef:
+        run.trainer.freeze_reference()
+    run.progress.phase, run.progress.step = "grpo", 0
+    run.save()
+
+
+def _save_adapter(run: TrainingRun, path: Any, before: Any = None) -> None:
+    base, write = run.config.model.path, run.ranks.first
+    save_adapter(run.trainer.model, path, base, before=before, write=write)
+
+
+def record_rollouts(run: TrainingRun) -> bool:
+    """Samples rollout.only steps as training would, records all attempts, trains nothing.
+
+    Returns False if the run is asked to stop on the way.
+    """
+    steps, settings, progress = run.config.rollout.only, run.config.rollout, run.progress
+    run.publish()
+    rollout = run.rollout(settings.temperature)
+    sampler = Sampler(run.config, run.practice, rollout, run.ranks)
+    progress.phase = "rollouts"
+    with run.recorder.bar(steps, "rollouts", progress.step) as bar:
+        while progress.step < steps:
+            start = time.monotonic()
+            batch = sampler.batch(progress.step)
+            run.engine.update_weights()  # as in training, no step finds pages of the one before
+            progress.step += 1
+            for task, trajectory in zip(batch.tasks, batch.trajectories, strict=True):
+                run.recorder.trajectory("rollouts", progress.step, task, trajectory)
+            row = measured(run, batch, time.monotonic() - start)
+            run.recorder.metrics(row | {"filtered": batch.filtered, "retried": batch.retried})
+            run.recorder.say(f"step {progress.step:4d}/{steps}  {in_words(row)}")
+            bar.update()
+            run.save()
+            if run.ranks.any(run.stop.asked):
+                return False
+    if run.ranks.first:
+        rows = list(run.folder.rows("metrics"))
+        names = [name for name, value in rows[0].items() if isinstance(value, float)]
+        means = {name: fmean(r[name] for r in rows if r[name] is not None) for name in names}
+        seed = run.config.run.seed
+        summary = {"seconds": run.elapsed, "steps": steps, "seed": seed, "rollouts": means}
+        run.folder.write_json("summary.json", summary)
+        write_report(run.folder.path)
+        name = settings.model or run.config.model.path or "random weights"
+        print(f"means, of {name}: {in_words(means)}")
+    return True
+
+
+def _write_results(run: TrainingRun, after: dict[str, Any]) -> None:
+    """Writes summary.json and the report, and prints the results."""
+    tasks = run.practice.held_out(run.config.evaluation.tasks)
+    held_out = {"tasks": len(tasks), "before": run.progress.before, "after": after}
+    summary = {
+        "seconds": run.elapsed,
+        "steps": run.progress.step,
+        "seed": run.config.run.seed,
+        "peak_memory_mb": peak_memory_mb(cuda=False),
+        "parameters": sum(p.numel() for p in run.trainer.model.parameters()),
+        "best": run.progress.best,
+        "held_out": held_out | {"routers": run.practice.routers(tasks)},
+    }
+    run.folder.write_json("summary.json", summary)
+    run.recorder.watch.close()
+    write_report(run.folder.path)
+    print(table(summary))

@@ -1,0 +1,207 @@
+"""Samples the attempts of a GRPO step and computes their rewards and advantages."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanorchestra.agent.environment import Environment
+from nanorchestra.agent.loop import Rollout
+from nanorchestra.config import Config
+from nanorchestra.errors import require
+from nanorchestra.records import Task, Trajectory
+from nanorchestra.training.objectives import group_advantages, objective_of, overlong_punishment
+from nanorchestra.training.practice import Practice
+from nanorchestra.training.ranks import Ranks
+from nanorchestra.training.trajectories import contexts, from_row, to_row
+
+RETRIES = 2  # of attempts that the infrastructure failed
+FAILED_SHARE = 0.5  # a step of which more attempts fail ends the run
+
+
+@dataclass
+class Batch:
+    """The attempts of one step: tasks[i] belongs to trajectories[i], groups stand together.
+
+    kept: of each group the attempts that enter the loss, without groups that have none.
+    filtered: the share of attempts that do not, by reason. seconds: how long sampling took.
+    """
+
+    tasks: list[Task] = field(default_factory=list)
+    trajectories: list[Trajectory] = field(default_factory=list)
+    retried: int = 0
+    seconds: float = 0.0
+    kept: list[list[Trajectory]] = field(default_factory=list)
+    filtered: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens after the prompts, per second of sampling."""
+        return sum(len(t.ids) - t.prompt_length for t in self.trajectories) / self.seconds
+
+    def to_notes(self) -> dict[str, Any]:
+        """Returns the batch as JSON for a checkpoint, without what `Sampler.judge` computes."""
+        rows = [to_row(*pair) for pair in zip(self.tasks, self.trajectories, strict=True)]
+        return {"rows": rows, "retried": self.retried, "seconds": self.seconds}
+
+    @classmethod
+    def from_notes(cls, notes: dict[str, Any]) -> Batch:
+        """Returns the batch of `to_notes`, not yet judged."""
+        tasks, trajectories = map(list, zip(*map(from_row, notes["rows"]), strict=True))
+        return cls(tasks, trajectories, notes["retried"], notes["seconds"])
+
+
+class Sampler:
+    """Makes batches. A batch is a function of the step's number and of the engine's weights.
+
+    A sampler reads no state of the run, so the next batch can be made during this step's update.
+    """
+
+    def __init__(self, config: Config, practice: Practice, rollout: Rollout, ranks: Ranks):
+        self.config, self.practice, self.rollout, self.ranks = config, practice, rollout, ranks
+        self.objective = objective_of(config.grpo)
+
+    def batch(self, step: int) -> Batch:
+        """Samples a step's groups and judges them; more while too few have an advantage.
+
+        The latter is dynamic sampling (DAPO, arXiv 2503.14476, section 3.2). UserError if more than
+        FAILED_SHARE of the attempts fail: what is left would teach when tools happen to be up.
+        """
+        start, batch = time.monotonic(), Batch()
+        for again in range(1 + self.objective.resample):
+            tasks, seeds = self._draw(step, again)
+            trajectories, retried = self._attempt(tasks, seeds, step)
+            batch.tasks += tasks
+            batch.trajectories += trajectories
+            batch.retried += retried
+            self.judge(batch)
+            if len(batch.kept) == self.config.grpo.prompts:
+                break
+        batch.seconds = time.monotonic() - start
+        return batch
+
+    def judge(self, batch: Batch) -> None:
+        """Computes rewards and advantages of a batch, and which attempts enter the loss."""
+        grpo, objective = self.config.grpo, self.objective
+        batch.kept, reasons = [], Counter()
+        for start in range(0, len(batch.tasks), grpo.group_size):
+            task, members = batch.tasks[start], batch.trajectories[start : start + grpo.group_size]
+            rewards = self.practice.group_rewards(task, members, grpo.bounds)
+            if objective.overlong_share:
+                rewards = [
+                    reward + self._overlong(member)
+                    for reward, member in zip(rewards, members, strict=True)
+                ]
+            advantages, why = group_advantages(
+                rewards,
+                [member.status != "infrastructure" for member in members],
+                well_formed=[member.well_formed for member in members],
+                min_std=grpo.min_std,
+                drop_invalid_format=objective.drop_invalid_format,
+                std=objective.normalise_std,
+                clip=objective.advantage_clip,
+            )
+            for member, advantage in zip(members, advantages, strict=True):
+                member.advantage = advantage
+            reasons.update(reason for reason in why if reason)
+            kept = [m for m, reason in zip(members, why, strict=True) if reason is None]
+            if kept and len(batch.kept) < grpo.prompts:
+                batch.kept.append(kept)
+        batch.filtered = {why: count / len(batch.tasks) for why, count in reasons.items()}
+
+    def _overlong(self, member: Trajectory) -> float:
+        if member.status == "token_limit":
+            return -1.0
+        limit = self.config.rollout.context_tokens
+        length = max(end - begin for begin, _, end in contexts(member))
+        return overlong_punishment(length, limit, round(self.objective.overlong_share * limit))
+
+    def _draw(self, step: int, again: int) -> tuple[list[Task], list[int]]:
+        """The task and the seed of each attempt of a step. `again` counts its extra rollouts."""
+        grpo, warm_start = self.config.grpo, self.config.warm_start
+        number, place = step, f"{step}"
+        if again:  # tasks that no step begins with
+            number = grpo.steps + step * self.objective.resample + again - 1
+            place = f"{step}/{again}"
+        first = warm_start.steps * warm_start.prompts + number * grpo.prompts
+        drawn = self.practice.tasks(grpo.prompts, first)
+        tasks = [task for task in drawn for _ in range(grpo.group_size)]
+        seeds = [
+            random.Random(f"{self.config.run.seed}/rollout/{place}/{i}").getrandbits(48)
+            for i in range(len(tasks))
+        ]
+        return tasks, seeds
+
+    def _attempt(
+        self, tasks: list[Task], seeds: list[int], step: int
+    ) -> tuple[list[Trajectory], int]:
+        """One scored attempt per task, and how many were repeated. UserError."""
+
+        def environment(i: int) -> Environment:
+            return self.practice.environment(tasks[i], seeds[i])
+
+        trajectories, retried = run_attempts(
+            self.rollout, self.ranks, environment, seeds, self.config.grpo.group_size
+        )
+        failed = [t for t in trajectories if t.status == "infrastructure"]
+        results = [result for t in failed for turn in t.turns for result in turn.results]
+        said = next((result.content for result in results if result.infrastructure), "")
+        require(
+            len(failed) <= FAILED_SHARE * len(tasks),
+            f"step {step + 1}: {len(failed)} of {len(tasks)} attempts failed for reasons of the "
+            f"infrastructure, again after {RETRIES} retries; the first: {said[:200]}",
+        )
+        for task, trajectory in zip(tasks, trajectories, strict=True):
+            self.practice.score(task, trajectory)
+        return trajectories, retried
+
+
+def run_attempts(
+    rollout: Rollout,
+    ranks: Ranks,
+    environment: Callable[[int], Environment],
+    seeds: Sequence[int],
+    group_size: int,
+) -> tuple[list[Trajectory], int]:
+    """Returns an attempt for each seed, made by all ranks, and how many attempts were repeated.
+
+    environment(i) makes that of attempt i. A group is sampled by one rank. Attempts that the
+    infrastructure failed are repeated RETRIES times at most.
+    """
+
+    def run(places: list[int]) -> list[Trajectory]:
+        return rollout.run([environment(i) for i in places], [seeds[i] for i in places])
+
+    trajectories, retried = ranks.map(run, range(len(seeds)), group_size), 0
+    for _ in range(RETRIES):
+        failed = [i for i, t in enumerate(trajectories) if t.status == "infrastructure"]
+        if failed:
+            retried += len(failed)
+            for i, trajectory in zip(failed, ranks.map(run, failed), strict=True):
+                trajectories[i] = trajectory
+    return trajectories, retried
+
+
+class DividedRollout:
+    """A rollout whose attempts are divided over the ranks; every rank has all trajectories."""
+
+    def __init__(self, rollout: Rollout, ranks: Ranks):
+        self.rollout, self.ranks = rollout, ranks
+
+    def run(
+        self,
+        environments: Sequence[Environment],
+        seeds: Sequence[int],
+        on_done: Callable[[Trajectory], Any] | None = None,
+    ) -> list[Trajectory]:
+        """Returns an attempt in each environment, as Rollout.run does."""
+
+        def run(places: list[int]) -> list[Trajectory]:
+            chosen = [environments[i] for i in places]
+            return self.rollout.run(chosen, [seeds[i] for i in places], on_done)
+
+        return self.ranks.map(run, range(len(environments)))

@@ -1,0 +1,96 @@
+"""The first phase of a run: supervised steps on the demonstrations of a teacher or of a run."""
+
+from __future__ import annotations
+
+import time
+
+from nanorchestra.records import Task
+from nanorchestra.training.lessons import as_session, as_turns
+from nanorchestra.training.optimizers import Schedule
+from nanorchestra.training.packing import Group, Sample
+from nanorchestra.training.recorder import without_counts
+from nanorchestra.training.run import TrainingRun
+from nanorchestra.training.trajectories import as_group, take
+
+WARMUP_STEPS = 20
+HOLD = 0.5  # of the steps have the full learning rate: copying is learnt suddenly, sometimes late
+# Lessons begin with one tool on offer, then two, then all. The next number follows a step with a
+# loss below FEW_LOSS, or FEW_STEPS steps.
+FEW_TOOLS, FEW_STEPS, FEW_LOSS = 2, 70, 0.12
+PRINT_EVERY = 20  # steps
+
+
+def warm_start(run: TrainingRun) -> bool:
+    """Trains to warm_start.steps; returns False if the run is asked to stop on the way."""
+    settings, progress = run.config.warm_start, run.progress
+    schedule = Schedule(settings.learning_rate, settings.steps, WARMUP_STEPS, hold=HOLD)
+    stopped = False
+    with run.recorder.bar(settings.steps, "warm start", progress.step) as bar:
+        while progress.step < settings.steps and not stopped:
+            start = time.monotonic()
+            groups = _lessons(run)
+            shown = time.monotonic()
+            metrics = run.trainer.supervised_step(groups, schedule.at(progress.step))
+            times = {"demonstrations": shown - start, "train": time.monotonic() - shown}
+            progress.step += 1
+            few = progress.lesson_tools <= FEW_TOOLS
+            learnt = metrics["loss"] < FEW_LOSS
+            if few and (learnt or progress.step - progress.lesson_since >= FEW_STEPS):
+                progress.lesson_tools += 1
+                progress.lesson_since = progress.step
+            _record(run, groups, metrics, times)
+            bar.update()
+            stopped = run.end_step()
+    return not stopped
+
+
+def _lessons(run: TrainingRun) -> list[Group]:
+    """The demonstrations of the next step."""
+    count, step = run.config.warm_start.prompts, run.progress.step
+    if run.examples:
+        chosen = take(run.examples, step * count, count, run.config.run.seed)
+        return [as_group(members) for members in chosen]
+    few = run.progress.lesson_tools <= FEW_TOOLS
+    most_tools = run.progress.lesson_tools if few else 0
+    tasks = run.practice.lesson_tasks(count, step * count, most_tools)
+    return run.ranks.map(lambda mine: [demonstration(run, task) for task in mine], tasks)
+
+
+def demonstration(run: TrainingRun, task: Task) -> Group:
+    """Returns the teacher's attempt at a task."""
+    limits = run.config.rollout
+    env = run.practice.environment(task, 0)
+    lessons = run.practice.teach(env)
+    if limits.context == "append":
+        prompt, ids, sampled = as_session(lessons, env, run.tokenizer)
+        return Group.of([(prompt, Sample(ids, sampled))])
+    room = limits.context_tokens - limits.turn_tokens
+    turns = as_turns(lessons, env, run.tokenizer, room)
+    return Group.of([(prompt, Sample(ids, [True] * len(ids))) for prompt, ids in turns])
+
+
+def _record(
+    run: TrainingRun, groups: list[Group], metrics: dict[str, float], times: dict[str, float]
+) -> None:
+    step, seconds = run.progress.step, sum(times.values())
+    row = {
+        "phase": "warm_start",
+        "step": step,
+        **without_counts(metrics),
+        "tokens_per_s": metrics["tokens"] / seconds,
+        "seconds": seconds,
+        "phase_seconds": times,
+        **run.usage(metrics, times["train"]),
+    }
+    run.recorder.metrics(row)
+    if "skipped" in metrics and run.ranks.first:
+        packed = [group.prompt + sample.ids for group in groups for sample in group.samples]
+        texts = [run.tokenizer.decode(ids) for ids in packed]
+        skipped = {"phase": "warm_start", "step": step, "texts": texts}
+        run.folder.write_json("skipped.json", skipped)
+    run.count_skipped(metrics, "skipped.json")
+    if step % PRINT_EVERY == 0:
+        run.recorder.say(
+            f"warm start step {step:4d}/{run.config.warm_start.steps}  loss {metrics['loss']:.3f}"
+            f"  {row['tokens_per_s']:,.0f} tokens/s"
+        )
