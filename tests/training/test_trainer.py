@@ -9,7 +9,6 @@ import torch
 
 from nanorchestra.model.packed_attention import Segment, packed_attention
 from nanorchestra.training.objectives import Objective
-from nanorchestra.training.optimizers import Schedule
 from nanorchestra.training.packing import Group, Sample, pack
 from nanorchestra.training.plan import model_flops
 from nanorchestra.training.trainer import Trainer, TrainerSettings
@@ -219,10 +218,3 @@ def test_flops_count_every_packed_id_and_attended_pair_once(nano_model):
     trainer.freeze_reference()
     metrics = trainer.policy_step(groups, 0.0, Objective(kl_coef=0.1)).metrics
     assert metrics["flops"] == pytest.approx(4 / 3 * expected)
-
-
-def test_the_schedule_rises_holds_and_falls():
-    schedule = Schedule(1.0, steps=100, warmup_steps=10, final_fraction=0.1)
-    assert [schedule.at(n) for n in (0, 9, 55, 100)] == pytest.approx([0.1, 1.0, 0.55, 0.1])
-    held = Schedule(1.0, steps=100, warmup_steps=10, final_fraction=0.2, hold=0.5)
-    assert [held.at(n) for n in (9, 30, 50, 75, 100)] == pytest.approx([1, 1, 1, 0.6, 0.2])

@@ -1,0 +1,46 @@
+"""Muon is PyTorch's, the optimizers take every parameter once, and the schedule is the stated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nanorchestra.training.optimizers import Muon, Schedule, build_optimizers
+
+
+def test_muon_is_torchs_to_the_bit_on_whole_matrices():
+    def matrices():
+        shapes = ((8, 20), (20, 8))
+        generator = torch.Generator().manual_seed(0)
+        return [torch.nn.Parameter(torch.randn(*s, generator=generator)) for s in shapes]
+
+    ours, theirs = matrices(), matrices()
+    mine = Muon(ours, 0.02, 0.1)
+    torchs = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for step in range(3):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+            q.grad = p.grad.clone()
+        mine.step()
+        torchs.step()
+        assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_every_trained_parameter_has_one_optimizer_and_norms_do_not_decay(nano_model, kind):
+    nano_model.embed_tokens.weight.requires_grad_(False)
+    optimizers = build_optimizers(nano_model, kind, 0.1, (0.9, 0.95))
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    taken = [id(p) for group in groups for p in group["params"]]
+    trained = [p for p in nano_model.parameters() if p.requires_grad]
+    assert sorted(taken) == sorted(map(id, trained))
+    for group in groups:
+        for p in group["params"]:
+            assert group["weight_decay"] == (0.1 if p.dim() == 2 else 0.0)
+
+
+def test_the_schedule_rises_holds_and_falls():
+    schedule = Schedule(1.0, steps=100, warmup_steps=10, final_fraction=0.1)
+    assert [schedule.at(n) for n in (0, 9, 55, 100)] == pytest.approx([0.1, 1.0, 0.55, 0.1])
+    held = Schedule(1.0, steps=100, warmup_steps=10, final_fraction=0.2, hold=0.5)
+    assert [held.at(n) for n in (9, 30, 50, 75, 100)] == pytest.approx([1, 1, 1, 0.6, 0.2])

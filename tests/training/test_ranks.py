@@ -1,0 +1,399 @@
+"""Many ranks train as one does, however the model is sharded and packed, and they end together.
+
+Run as a program, `test_ranks.py FILE`, this file is one rank that does the jobs in the JSON FILE.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nanorchestra.errors import UserError
+from nanorchestra.model.lora import adapters, add_adapters, merge, reset, save_adapter
+from nanorchestra.model.qwen3 import ModelConfig, Qwen3
+from nanorchestra.model.sharded import fill, whole
+from nanorchestra.model.saving import save_checkpoint
+from nanorchestra.model.weights import DTYPES, load_model, named_hf_tensors
+from nanorchestra.training import ranks as module
+from nanorchestra.training.checkpoint import Checkpoints
+from nanorchestra.training.objectives import Objective
+from nanorchestra.training.packing import Group, Sample
+from nanorchestra.training.ranks import Ranks, shard_model
+from nanorchestra.training.trainer import Trainer, TrainerSettings
+
+VOCAB = 90
+SHAPE = {  # sizes that no number of ranks divides
+    "vocab_size": VOCAB,
+    "hidden_size": 36,
+    "intermediate_size": 50,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 10,
+    "max_position_embeddings": 256,
+    "rope_theta": 10_000.0,
+}
+ONE = Ranks()
+
+
+def make_groups(seed: int, count: int = 5) -> list[Group]:
+    rng = random.Random(seed)
+
+    def ids(n: int) -> list[int]:
+        return [rng.randrange(VOCAB - 6) for _ in range(n)]
+
+    groups = []
+    for _ in range(count):
+        samples = []
+        for _ in range(rng.choice((1, 2, 4))):
+            said = ids(rng.randint(2, 30))
+            sampled = [rng.random() < 0.7 for _ in said[1:]] + [True]
+            logprobs = [rng.uniform(-5, -4) for _ in said]
+            samples.append(Sample(said, sampled, logprobs, rng.uniform(-2, 2)))
+        groups.append(Group([3, 4] + ids(rng.randint(3, 30)), samples))
+    return groups
+
+
+def make_model(tied: bool = True, seed: int = 0) -> Qwen3:
+    model = Qwen3(ModelConfig(**SHAPE, tie_word_embeddings=tied))
+    model.init_weights(seed)
+    return model
+
+
+def make_trainer(
+    ranks: Ranks,
+    tied: bool = True,
+    budget: int = 300,
+    offload: bool = False,
+    recompute: bool = False,
+    optimizer: str = "muon",
+    lora: int = 0,
+    dtype: str = "float32",
+    seed: int = 0,
+) -> Trainer:
+    """`dtype` is what a sharded model computes in; adapters have learnt something already."""
+    model = make_model(tied, seed)
+    if lora:
+        add_adapters(model.to(DTYPES[dtype]), lora, 6.0, seed)
+    model = shard_model(model, ranks, DTYPES[dtype], cpu_offload=offload)
+    for i, (_, adapter) in enumerate(adapters(model)):
+        generator = torch.Generator().manual_seed(i)
+        fill(adapter.lora_b, 0.1 * torch.randn(adapter.lora_b.shape, generator=generator))
+    settings = TrainerSettings(
+        token_budget=budget,
+        dtype=DTYPES[dtype],
+        activation_checkpointing=recompute,
+        cpu_offload=offload,
+    )
+    options = {"ranks": ranks, "optimizer": optimizer, "settings": settings}
+    return Trainer(model, vocab_limit=VOCAB - 6, **options)
+
+
+# The jobs of a rank. Each returns tensors that are alike on all ranks.
+
+
+def gradients(ranks: Ranks, kl: str = "", count: int = 5, **options) -> dict[str, torch.Tensor]:
+    """The whole gradients of a policy step by name, and beside them its metrics."""
+    trainer, taken = make_trainer(ranks, **options), {}
+    trained = {n: p for n, p in trainer.model.named_parameters() if p.requires_grad}
+
+    def take() -> float:
+        assert all(p.dtype == p.grad.dtype == torch.float32 for p in trained.values())
+        taken.update({name: whole(p.grad).clone() for name, p in trained.items()})
+        return float("nan")  # no update
+
+    trainer._clip_gradients = take
+    objective = Objective(kl_coef=0.5, kl=kl) if kl else Objective()
+    if kl:
+        trainer.freeze_reference()
+        with torch.no_grad():
+            for p in trainer.model.parameters():
+                p.mul_(1.1)
+    metrics = trainer.policy_step(make_groups(1, count), 0.0, objective).metrics
+    for name in ("grad_norm", "flops"):  # not taken; a pack's shared ids are computed once in each
+        del metrics[name]
+    numbers = {f"metrics.{n}": torch.tensor(x, dtype=torch.float64) for n, x in metrics.items()}
+    return taken | numbers
+
+
+def losses(ranks: Ranks, steps: int = 8, **options) -> dict[str, torch.Tensor]:
+    trainer = make_trainer(ranks, **options)
+    values = [trainer.supervised_step(make_groups(n), 3e-3)["loss"] for n in range(steps)]
+    for n in range(steps):
+        result = trainer.policy_step(make_groups(n), 1e-3, Objective())
+        values.append(result.metrics["loss"])
+    logprobs = {}
+    for part in ranks.gather(result.logprobs):  # what one rank computed, the others have as None
+        for i, values_of in enumerate(x for samples in part for x in samples):
+            if values_of is not None:
+                assert i not in logprobs
+                logprobs[i] = torch.tensor(values_of)
+    assert len(logprobs) == sum(len(group.samples) for group in make_groups(steps - 1))
+    return {
+        "losses": torch.tensor(values),
+        "logprobs": torch.cat([logprobs[i] for i in sorted(logprobs)]),
+    }
+
+
+def first_half(ranks: Ranks, folder: str) -> dict[str, torch.Tensor]:
+    """Three steps, a checkpoint, and three more while it is written."""
+    trainer, values = make_trainer(ranks), []
+    trainer.freeze_reference()
+    checkpoints = Checkpoints(Path(folder), 2, ranks)
+    for step in range(6):
+        values.append(trainer.supervised_step(make_groups(step), 3e-3)["loss"])
+        if step == 2:
+            checkpoints.save("three", trainer.tensors(), {"step": 3})
+    checkpoints.wait()
+    reference = {name: value.clone() for name, value in named_hf_tensors(trainer.reference)}
+    return {"losses": torch.tensor(values[3:])} | reference
+
+
+def second_half(ranks: Ranks, folder: str) -> dict[str, torch.Tensor]:
+    trainer = make_trainer(ranks, seed=5)  # other weights, which must not remain
+    notes = Checkpoints(Path(folder), 2, ranks).restore(lambda notes: trainer.prepare("muon", True))
+    steps = range(notes["step"], 6)
+    values = [trainer.supervised_step(make_groups(step), 3e-3)["loss"] for step in steps]
+    reference = {name: value.clone() for name, value in named_hf_tensors(trainer.reference)}
+    return {"losses": torch.tensor(values)} | reference
+
+
+def adapted(ranks: Ranks, source: str, target: str) -> dict[str, torch.Tensor]:
+    """As train.py with lora.rank: warm start, merge, steps with the base as the reference.
+
+    In float64, since Adam's first step is the gradient's sign: rounding of a gradient that is
+    nearly zero would move a weight by twice the learning rate.
+    """
+
+    def build(shape):
+        model = Qwen3(shape)
+        add_adapters(model, 3, 6.0, 0)
+        return shard_model(model.double(), ranks, torch.float64)
+
+    model, _ = load_model(source, dtype=None, build=build)
+    reset(model, 1)
+    trainer = Trainer(model, vocab_limit=VOCAB - 6, ranks=ranks, optimizer="muon")
+    values = [trainer.supervised_step(make_groups(step), 3e-3)["loss"] for step in range(3)]
+    save_adapter(model, Path(target) / "before", source, write=ranks.first)
+    merge(model, 2)
+    trainer.new_optimizer("adamw")
+    trainer.freeze_reference()
+    for step in range(3):
+        result = trainer.policy_step(make_groups(step), 3e-3, Objective(kl_coef=0.5))
+        values.append(result.metrics["loss"])
+    save_adapter(model, target, source, before=Path(target) / "before", write=ranks.first)
+    weights = {name: value.clone() for name, value in named_hf_tensors(model)}
+    return {"losses": torch.tensor(values)} | weights
+
+
+def export(ranks: Ranks, source: str, target: str) -> dict[str, torch.Tensor]:
+    """Loads a checkpoint into shards, never holding it whole, and writes it again."""
+    model, _ = load_model(source, build=lambda shape: shard_model(Qwen3(shape), ranks))
+    save_checkpoint(model, None, target, dtype=torch.float32, write=ranks.first)
+    return {}
+
+
+def exchange(ranks: Ranks) -> dict[str, torch.Tensor]:
+    """Sums, shares of work, and a UserError that one rank has."""
+    shares = ranks.map(lambda mine: [(i, ranks.rank) for i in mine], range(7), 2)
+    assert shares == [(i, i // 2 % ranks.world) for i in range(7)]
+    ours = {"a": 1.0, "b": float(ranks.rank)}
+    assert ranks.sum(ours) == {"a": ranks.world, "b": sum(range(ranks.world))}
+    assert ranks.any(ranks.rank == 1) and not ranks.any(False)
+
+    def refuse(gathers: int) -> None:
+        if ranks.rank == 1:
+            raise UserError("not here")
+        for _ in range(gathers):  # where the other ranks may be by then
+            ranks.gather(None)
+
+    for gathers in (0, 1):
+        with pytest.raises(UserError, match="not here"):
+            ranks.together(lambda gathers=gathers: refuse(gathers))
+    return {}
+
+
+def end(ranks: Ranks, how: str) -> dict[str, torch.Tensor]:
+    """Rank 1 fails, is killed or hangs; rank 0 waits for it in a collective."""
+    if ranks.rank == 1:
+        if how == "fail":
+            ranks.fail("out of luck")
+            time.sleep(60)
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "hang": signal.SIGSTOP}[how])
+    ranks.gather(None)
+    return {}
+
+
+def one_rank(file: str) -> None:
+    job = json.loads(Path(file).read_text())
+    torch.set_num_threads(1)
+    module.BEAT, module.SILENCE = 0.2, job["silence"]
+    ranks = Ranks.start("cpu", shard=job["shard"], sharded=True)
+    flat = copy.copy(ranks)  # the same ranks without nodes
+    flat.mesh = torch.distributed.init_device_mesh("cpu", (ranks.world,), mesh_dim_names=("shard",))
+    for name, work, options in job["jobs"]:
+        result = globals()[work](flat if name.startswith("flat") else ranks, **options)
+        if ranks.first:
+            torch.save(result, Path(file).parent / f"{name}.pt")
+    ranks.close()
+
+
+def start(folder: Path, world: int, jobs: list, *, node: int = 0, silence: float = 30.0):
+    """Starts the processes of a run, on nodes of `node` ranks with a replica each if given."""
+    shard = "node" if node else "all"
+    (folder / "job.json").write_text(json.dumps({"jobs": jobs, "shard": shard, "silence": silence}))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(node or world),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, __file__, str(folder / "job.json")],
+            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+
+
+def run(folder: Path, world: int, jobs: list, **settings) -> dict[str, dict[str, torch.Tensor]]:
+    processes = start(folder, world, jobs, **settings)
+    outputs = [process.communicate(timeout=400)[0] for process in processes]
+    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
+    return {name: torch.load(folder / f"{name}.pt") for name, _, _ in jobs}
+
+
+def agree(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        difference = (ours[name] - theirs[name]).double().norm()
+        assert difference <= tolerance * theirs[name].double().norm() + 1e-12, (name, difference)
+
+
+OFFLOAD = {"offload": True, "recompute": True}
+VARIANTS = {
+    "plain": {},
+    "untied": {"tied": False},
+    "parts": {"budget": 40},
+    "one_group": {"count": 1},
+    "offload": OFFLOAD,
+    "full_kl": {"kl": "full", "tied": False},
+    "k3": {"kl": "k3"},
+    "lora": {"lora": 3},
+    "lora_kl": {"lora": 5, "kl": "full", "tied": False, "budget": 40, **OFFLOAD},
+}
+
+
+def expected(name: str) -> dict[str, torch.Tensor]:
+    """On one rank, in one micro-batch, without recomputation and offload."""
+    kept = {"tied", "count", "kl", "lora"}
+    return gradients(ONE, **{key: x for key, x in VARIANTS[name].items() if key in kept})
+
+
+@pytest.mark.slow
+def test_two_ranks_do_as_one(tmp_path):
+    model = make_model(tied=False, seed=3)
+    save_checkpoint(model, None, tmp_path / "source", max_shard_bytes=8000)
+    one, two, source = str(tmp_path / "one"), str(tmp_path / "two"), str(tmp_path / "source")
+    first_half(ONE, one)
+    jobs = [[name, "gradients", options] for name, options in VARIANTS.items()]
+    jobs += [
+        ["muon", "losses", {}],
+        ["adamw", "losses", {"optimizer": "adamw", "tied": False, "offload": True}],
+        ["first", "first_half", {"folder": two}],
+        ["second", "second_half", {"folder": two}],
+        ["grown", "second_half", {"folder": one}],
+        ["exchange", "exchange", {}],
+        ["adapted", "adapted", {"source": source, "target": str(tmp_path / "adapter")}],
+        ["export", "export", {"source": source, "target": str(tmp_path / "target")}],
+    ]
+    results = run(tmp_path, 2, jobs)
+    for name in VARIANTS:
+        agree(results[name], expected(name), 1e-5)
+    agree(results["muon"], losses(ONE), 1e-4)
+    agree(results["adamw"], losses(ONE, optimizer="adamw", tied=False), 1e-4)
+    agree(results["second"], results["first"], 0.0)  # to the bit
+    agree(second_half(ONE, two), results["first"], 1e-5)  # on another number of ranks: rounding
+    agree(results["grown"], results["first"], 1e-5)
+    agree(results["adapted"], adapted(ONE, source, str(tmp_path / "alone")), 1e-10)
+    files = [tmp_path / name / "adapter_model.safetensors" for name in ("adapter", "alone")]
+    agree(load_file(files[0]), load_file(files[1]), 1e-10)
+    again = named_hf_tensors(load_model(tmp_path / "target")[0])
+    for (name, tensor), (_, copied) in zip(named_hf_tensors(model), again, strict=True):
+        assert torch.equal(tensor, copied), name
+
+
+@pytest.mark.slow
+def test_four_ranks_and_two_nodes_with_a_replica_each_do_as_one(tmp_path):
+    names = ("plain", "parts", "one_group")
+    jobs = [[name, "gradients", VARIANTS[name]] for name in names]
+    jobs += [[f"flat_{name}", "gradients", VARIANTS[name]] for name in names]
+    jobs += [["muon", "losses", {"steps": 3}]]
+    results = run(tmp_path, 4, jobs, node=2)
+    for name in names:
+        agree(results[name], expected(name), 1e-5)
+        agree(results[f"flat_{name}"], expected(name), 1e-5)
+    agree(results["muon"], losses(ONE, steps=3), 1e-4)
+
+
+@pytest.mark.slow
+def test_ranks_that_compute_in_bf16_hold_and_reduce_float32(tmp_path):
+    """The mean of two bf16 gradients has more digits than bf16 holds."""
+    bf16 = {"dtype": "bfloat16", "budget": 10_000}
+    names = ("untied", "offload", "lora_kl")
+    (tmp_path / "alone").mkdir()
+    jobs = [[name, "gradients", VARIANTS[name] | bf16] for name in names]
+    two, alone = run(tmp_path, 2, jobs), run(tmp_path / "alone", 1, jobs)
+    for name in names:
+        ours, exact = two[name], expected(name)
+        agree(ours, alone[name], 0.01)
+        assert float(ours["metrics.loss"]) == pytest.approx(float(exact["metrics.loss"]), rel=0.01)
+        with pytest.raises(AssertionError):  # it did compute in bf16
+            agree(ours, exact, 1e-3)
+        parts = [part for key, part in ours.items() if not key.startswith("metrics.")]
+        assert parts and not any(torch.equal(part, part.bfloat16().float()) for part in parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how, reason",
+    [
+        ("kill", "ends: "),
+        ("hang", "rank 1: no sign of life for 3 s"),
+        ("fail", "rank 1: out of luck"),
+    ],
+)
+def test_when_a_rank_ends_the_others_do_and_say_why(tmp_path, how, reason):
+    first, second = start(tmp_path, 2, [["end", "end", {"how": how}]], silence=3)
+    try:
+        output, _ = first.communicate(timeout=60)
+        assert first.returncode != 0
+        assert reason in output or (how == "kill" and "peer" in output), output
+    finally:
+        second.kill()
+        second.communicate()
+
+
+if __name__ == "__main__":
+    one_rank(sys.argv[1])
