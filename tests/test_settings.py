@@ -1,0 +1,100 @@
+"""Settings: read from TOML and the command line, one clear line for whatever is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanorchestra.config import Config
+from nanorchestra.errors import ArgumentParser, UserError
+from nanorchestra.settings import (
+    CONFIGS,
+    SETTINGS,
+    add_settings,
+    find_config,
+    given_settings,
+    load_config,
+    to_toml,
+)
+
+
+def parse(*words):
+    parser = ArgumentParser(allow_abbrev=False)
+    add_settings(parser)
+    return given_settings(parser.parse_args(words))
+
+
+def test_a_config_is_written_resolved_and_read_back(tmp_path):
+    words = ("--grpo.steps", "7", "--run.name=x", "--grpo.learning_rate", "1")
+    given = parse(*words, "--rollout.overlap", "false", "--run.root", 'a "b" \\ é\n')
+    config = load_config(find_config("nano"), given)
+    assert (config.grpo.steps, config.run.name, config.grpo.learning_rate) == (7, "x", 1.0)
+    assert not config.rollout.overlap and config.rollout.temperature == 1.25
+    (tmp_path / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    assert load_config(tmp_path / "config.toml") == config
+    assert load_config(None) == Config()
+
+
+def test_every_shipped_config_is_valid_and_found_by_its_name():
+    paths = sorted(CONFIGS.glob("*.toml"))
+    assert {"nano", "qwen3-4b", "qwen3-8b"} <= {path.stem for path in paths}
+    for path in paths:
+        assert find_config(path.stem) == path
+        assert load_config(path).run.name == path.stem
+    with pytest.raises(UserError, match=r"--config qwen4: .* nano, .*qwen3-4b"):
+        find_config("qwen4")
+
+
+def test_the_help_has_every_setting_with_its_default():
+    parser = ArgumentParser()
+    add_settings(parser)
+    text = " ".join(parser.format_help().split())
+    for name, (field, _) in SETTINGS.items():
+        assert f"--{name} " in text and field.metadata["help"].split()[0] in text
+    assert "(default: 0.0003)" in text and "(default: '')" in text
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["--grpo.stepz", "7"], "unrecognized arguments: --grpo.stepz"),
+        (["--grpo.steps", "1.5"], "--grpo.steps: invalid int value: '1.5'"),
+        (["--grpo.steps", "-1"], "grpo.steps is -1; it must be at least 0"),
+        (["--grpo.steps"], "--grpo.steps: expected one argument"),
+        (["--grpo.bounds", "none"], "'group', 'task'"),
+        (["--grpo.group_size", "1"], "grpo.group_size is 1; it must be at least 2"),
+        (["--rollout.overlap", "1"], "'1' must be true or false"),
+        (["--rollout.temperature", "0"], "rollout.temperature is 0.0; it must be above 0"),
+        (["--grpo.learning_rate", "nan"], "grpo.learning_rate is nan; it must be"),
+        (["--run.seed", "18446744073709551616"], "at most 9007199254740992"),
+        (["--run.threads", "100000"], "at most 1024"),
+        (["--grpo.final_fraction", "1.5"], "at most 1"),
+        (["--run.name", "a/b"], "name of a directory"),
+        (["--run.name", ".."], "name of a directory"),
+        (["--grpo.importance_cap", "0.5"], "it must be 0 or at least 1"),
+        (["--rollout.overlap", "true"], "grpo.importance_cap is 0, it must be at least 1"),
+        (["--rollout.turn_tokens", "4096"], r"below rollout.context_tokens (1024)"),
+        (["--rollout.pages", "63"], "rollout.pages is 63; it must be at least 64"),
+    ],
+)
+def test_a_wrong_option_is_named_in_one_line(words, says):
+    with pytest.raises(UserError) as error:
+        load_config(None, parse(*words))
+    assert "\n" not in str(error.value) and says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("[grpo\n", "bad.toml: not TOML"),
+        ("[grpo]\nsteppes = 3\n", "bad.toml: grpo.steppes is not a setting"),
+        ("[grp]\nsteps = 3\n", "bad.toml: grp.steps is not a setting"),
+        ("steps = 3\n", r"bad.toml: steps stands outside of a \[section\]"),
+        ("[grpo]\nsteps = 'many'\n", "grpo.steps is 'many'; it must be a whole number"),
+        ("[grpo]\nsteps = true\n", "grpo.steps is True; it must be a whole number"),
+        ("[grpo]\nbounds = 'all'\n", "grpo.bounds is 'all'; it must be one of group, task"),
+    ],
+)
+def test_a_wrong_file_is_named_in_one_line(tmp_path, text, says):
+    (tmp_path / "bad.toml").write_text(text)
+    with pytest.raises(UserError, match=says):
+        load_config(tmp_path / "bad.toml")
