@@ -1,197 +1,123 @@
-"""A mixture of worlds: its shares, its order, and one line for what is wrong."""
+"""A mixture of worlds: its shares, its order, its rewards, and one line for what is wrong."""
 
 from __future__ import annotations
 
 import json
-import types
+from statistics import fmean
 
 import pytest
-from worlds.practice import Practice, open_world
 
-from nanorchestra.config import load_config
 from nanorchestra.errors import UserError
 from nanorchestra.records import Trajectory
-from worlds.evaluation import score
+from worlds import mixture
 from worlds.miniature.world import World
-from worlds.mixture import Mixture, parse_mixture
+from worlds.mixture import Mixture, Worlds, open_domains, parse_mixture
+
+
+class Domains:
+    def task(self, split, number):
+        return split, number
+
+
+@pytest.fixture
+def worlds(monkeypatch):
+    monkeypatch.setattr(mixture, "open_domains", lambda name, seed: Domains())
+    return lambda text, seed=0: Worlds(text, seed, sandbox=None)
 
 
 def test_any_run_of_places_holds_each_world_by_its_share():
     for text in ("a=0.99, b=0.01", "a=5, b=3, c=2", "a, b, c, d=0.1"):
-        weights = parse_mixture(text, "x")
-        assert abs(sum(weights.values()) - 1) < 1e-12
+        shares = parse_mixture(text)
+        assert sum(shares.values()) == pytest.approx(1)
         for seed in range(3):
-            names = [name for name, _ in Mixture(weights, seed).places(6000)]
+            names = [name for name, _ in Mixture(shares, seed).places(6000)]
             for start in range(0, 6000 - 500, 137):
-                for name, share in weights.items():
+                for name, share in shares.items():
                     assert abs(names[start : start + 500].count(name) - 500 * share) < 4
 
 
 def test_every_world_goes_through_its_own_tasks_and_places_are_a_pure_function():
-    weights = {"a": 0.7, "b": 0.2, "c": 0.1}
-    whole = Mixture(weights, 5).places(1000)
-    for name in weights:
-        assert [number for found, number in whole if found == name] == list(
-            range(sum(found == name for found, _ in whole))
-        )
-    later = Mixture(weights, 5)  # asked out of order, as after a resume, or for more sampling
-    assert (
-        later.places(30, 700) == whole[700:730]
-        and later.places(30, 10) == whole[10:40]
-        and later.places(100, 850) == whole[850:950]
-    )
-    assert Mixture(weights, 6).places(1000) != whole
-    assert Mixture({"a": 1.0}, 5).places(7, 40) == [("a", number) for number in range(40, 47)]
+    shares = {"a": 0.7, "b": 0.2, "c": 0.1}
+    whole = Mixture(shares, 5).places(1000)
+    for name in shares:
+        numbers = [number for found, number in whole if found == name]
+        assert numbers == list(range(len(numbers)))
+    later = Mixture(shares, 5)  # asked out of order, as after a resume
+    for start, count in ((700, 30), (10, 30), (850, 100)):
+        assert later.places(count, start) == whole[start : start + count]
+    assert Mixture(shares, 6).places(1000) != whole
 
 
-def test_the_miniature_keeps_its_sequence_whatever_is_mixed_in():
-    class Domains:
-        def task(self, split, number):
-            return ("domain", split, number)
-
-    miniature = World(3)
-    house = types.SimpleNamespace(
-        domains={"domains": Domains()},
-        mixture=Mixture({"miniature": 0.8, "domains": 0.2}, 3),
-        miniature=miniature,
-    )
-    tasks = [task for start in range(0, 96, 16) for task in Practice.tasks(house, 16, start)]
+def test_the_miniature_keeps_its_sequence_whatever_is_mixed_in(worlds):
+    mixed, alone = worlds("miniature=0.8, d=0.2", 3), worlds("miniature", 3)
+    tasks = [task for start in range(0, 96, 16) for task in mixed.tasks(16, start)]
     domains = [task for task in tasks if isinstance(task, tuple)]
-    assert (
-        domains == [("domain", "train", number) for number in range(len(domains))]
-        and 18 <= len(domains) <= 21
-    )
-    assert [task for task in tasks if not isinstance(task, tuple)] == miniature.tasks(
-        "train", 96 - len(domains)
-    )
+    assert domains == [("train", number) for number in range(len(domains))]
+    assert 18 <= len(domains) <= 21
+    ours = [task for task in tasks if not isinstance(task, tuple)]
+    assert ours == alone.tasks(96 - len(domains), 0)
 
 
-def test_held_out_are_the_miniatures_tasks_and_those_of_the_domains_apart(monkeypatch):
-    class Domains:
-        def task(self, split, number):
-            return (split, number)
-
-    monkeypatch.setattr("worlds.practice.open_world", lambda name, config: Domains())
-
-    def practice(text):
-        return Practice(load_config(None, ["--task.world", text]), sandbox=None)
-
-    mixed = practice("miniature=0.5, d=0.5")
-    few, all_tools = (mixed.lesson_tasks(8, 0, most_tools) for most_tools in (1, 0))
-    assert (
-        [len(task.data["tools"]) for task in few] == [1] * 4
-        and len(all_tools) == 8
-        and sum(isinstance(task, tuple) for task in all_tools) == 4
-    )
-    assert (
-        practice("miniature").judged_by(6) == World(0).tasks("held_out", 6)
-        and practice("miniature").has_miniature
-    )
-    mixed = practice("miniature=0.9, d=0.1")
-    assert mixed.judged_by(6) == World(0).tasks("held_out", 6) and mixed.of_domains(3) == [
-        ("held_out", number) for number in range(3)
-    ]
-    assert (
-        practice("d").judged_by(6, 2) == [("held_out", number) for number in range(2, 8)]
-        and not practice("d").has_miniature
-    )
-    assert sorted(practice("d, e").judged_by(6)) == sorted(
-        [("held_out", number) for number in range(3)] * 2
-    )
+def test_lessons_and_held_out_tasks(worlds):
+    mixed = worlds("miniature=0.5, d=0.5")
+    few, every = (mixed.lesson_tasks(8, 0, most_tools) for most_tools in (1, 0))
+    assert [len(task.data["tools"]) for task in few] == [1] * 4
+    assert len(every) == 8 and sum(isinstance(task, tuple) for task in every) == 4
+    assert mixed.held_out(6) == World(0).tasks("held_out", 6)
+    assert mixed.held_out_domains(3) == [("held_out", number) for number in range(3)]
+    assert worlds("miniature").held_out_domains(3) == worlds("d").held_out_domains(3) == []
+    assert worlds("d").held_out(6, 2) == [("held_out", number) for number in range(2, 8)]
+    both = [("held_out", number) for number in range(3)] * 2
+    assert sorted(worlds("d, e").held_out(6)) == sorted(both)
 
 
 @pytest.mark.parametrize(
-    "text, words",
+    "text, says",
     [
-        ("miniature=0", ["weight of 'miniature' is '0'", "above 0"]),
-        ("miniature=-1, domains=2", ["'-1'", "above 0"]),
-        ("miniature=nan", ["'nan'"]),
-        ("miniature=inf", ["'inf'"]),
-        ("miniature=much", ["'much'", "number"]),
-        ("miniature=", ["weight of 'miniature' is ''"]),
-        ("miniature, miniature=2", ["'miniature' is there twice"]),
-        ("miniature=1,", ["no world"]),
-        ("", ["no world", "miniature=0.9"]),
+        *((f"miniature={weight}", "weight of miniature") for weight in ("0", "-1", "nan", "inf")),
+        ("miniature=much", "weight of miniature must be a number above 0"),
+        ("miniature=", "weight of miniature"),
+        *((text, "name each world once") for text in ("", "miniature,", "a, a=2")),
     ],
 )
-def test_what_is_wrong_with_the_weights_is_named_before_there_is_a_run(text, words):
-    with pytest.raises(UserError) as error:
-        load_config(None, ["--task.world", text])
-    assert "\n" not in str(error.value) and all(
-        word in str(error.value) for word in ["task.world", *words]
-    )
+def test_a_wrong_mixture_is_named_in_one_line(text, says):
+    with pytest.raises(UserError, match=f"task.world is '{text}'; .*{says}"):
+        parse_mixture(text)
 
 
-def test_worlds_that_are_not_there_or_hold_nothing_to_train_on_are_named(tmp_path):
-    def refused(name, *words):
-        with pytest.raises(UserError) as error:
-            open_world(str(name), load_config(None))
-        assert "\n" not in str(error.value) and all(word in str(error.value) for word in words), (
-            error.value
-        )
-
-    refused("minature", "'minature'", "miniature, domains")
+def test_a_world_that_is_missing_or_empty_is_named(tmp_path):
     (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", "tasks.jsonl", "cannot be read")
     (tmp_path / "none.jsonl").write_text("\n")
-    refused(tmp_path / "none.jsonl", "none.jsonl", "no task")
-    task = {
-        "id": "t",
-        "domain": "shop",
-        "user_scenario": {"instructions": "You want a book."},
-        "evaluation_criteria": {
-            "actions": [],
-            "reward_basis": ["DB", "NL_ASSERTION"],
-            "nl_assertions": ["kind"],
-        },
-    }
+    criteria = {"actions": [], "reward_basis": ["NL_ASSERTION"], "nl_assertions": ["kind"]}
+    task = {"id": "t", "domain": "shop", "evaluation_criteria": criteria}
     (tmp_path / "bare.jsonl").write_text(json.dumps(task))
-    refused(
-        tmp_path / "bare.jsonl", "bare.jsonl", "task t", "evaluation_criteria", "cannot be scored"
-    )
-    (tmp_path / "bare.jsonl").write_text(json.dumps(task | {"evaluation_criteria": {}}))
-    refused(tmp_path / "bare.jsonl", "bare.jsonl", "line 1", "evaluation_criteria")
+    for name in ("minature", tmp_path / "empty", tmp_path / "none.jsonl", tmp_path / "bare.jsonl"):
+        with pytest.raises(UserError) as error:
+            open_domains(str(name), 0)
+        assert "\n" not in str(error.value) and str(name) in str(error.value)
 
 
-def test_measures_leave_out_what_the_infrastructure_failed_and_count_how_attempts_ended():
-    practice = Practice(load_config(None, ["--grpo.group_size", "3"]), sandbox=None)
-    task = practice.tasks(1, 0)[0]
-    name = task.data["tools"][0]["name"]
+def test_measures_leave_out_what_the_infrastructure_failed():
+    worlds = Worlds("miniature", 0, sandbox=None)
+    (task,) = worlds.tasks(1, 0)
+    calls = {task.data["tools"][0]["name"]: 1}
 
-    def attempt(outcome, status="answered"):
-        return score(
-            task,
-            Trajectory(
-                task.id,
-                0,
-                0,
-                [],
-                [],
-                [],
-                [],
-                outcome=outcome,
-                status=status,
-                calls={name: 1},
-                cost_usd=0.0,
-            ),
-        )
+    def attempts(*statuses):
+        made = []
+        for outcome, status in statuses:
+            made.append(Trajectory(task.id, 0, 0, [], [], [], [], status=status, outcome=outcome))
+            made[-1].calls = calls
+            worlds.score(task, made[-1])
+        return made
 
-    measured = practice.measure(
-        [task] * 6,
-        [
-            attempt(1.0),
-            attempt(0.0),
-            attempt(0.0, "infrastructure"),
-            attempt(1.0),
-            attempt(1.0, "token_limit"),
-            attempt(1.0),
-        ],
-    )
-    assert measured["accuracy"] == 0.8 and sum(measured["calls"].values()) == pytest.approx(1.0)
-    assert measured["statuses"] == pytest.approx(
-        {"answered": 4 / 6, "infrastructure": 1 / 6, "token_limit": 1 / 6}
-    )
-    failed = practice.measure(
-        [task] * 3, [attempt(0.0, "infrastructure")] * 3
-    )  # nothing else to show
-    assert failed["accuracy"] == 0 and failed["group_std"] == 0
+    right, wrong, failed = (1.0, "answered"), (0.0, "answered"), (0.0, "infrastructure")
+    made = attempts(right, wrong, failed, right, (1.0, "token_limit"), right)
+    row = worlds.measure([task] * 6, made, 3)
+    assert row["accuracy"] == 0.8 and sum(row["calls"].values()) == pytest.approx(1.0)
+    assert row["statuses"] == {"answered": 4 / 6, "infrastructure": 1 / 6, "token_limit": 1 / 6}
+    assert sum(row["reward_parts"].values()) == pytest.approx(row["reward"], abs=0.5)
+    assert row["reward"] == pytest.approx(fmean(t.reward for t in made if t is not made[2]))
+    none = worlds.measure([task] * 3, attempts(failed, failed, failed), 3)
+    assert none["accuracy"] == none["group_std"] == 0
+    assert worlds.group_rewards(task, made[:3], "task") == [t.reward for t in made[:3]]
+    assert worlds.group_rewards(task, made[:3], "group")[1:] == [0.0, 0.0]
