@@ -22,7 +22,7 @@ from typing import Any, Callable, Iterable, Sequence
 from nanorchestra import Engine, SamplingParams
 from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.load import NANO, load_policy
-from nanorchestra.agent.loop import Limits, PolicyPrice, Rollout
+from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.errors import ArgumentParser, UserError
 from nanorchestra.model import chat
 from nanorchestra.model.tokenizer import Tokenizer
@@ -314,7 +314,7 @@ class Repl:
                 max_tokens=budget, temperature=temperature, seed=seed
             ),
             Limits(max_turns, context, context),
-            PolicyPrice(price.input_per_million, price.output_per_million),
+            price,
         )
         self.commands: dict[str, Callable[[str], Any]] = {
             "/prefer": self.prefer,

@@ -53,7 +53,7 @@ def openai_server() -> Iterator[Server]:
 
 
 def said(content=None, calls=(), finish="stop", usage=(10, 5), **more):
-    """A chat completion: `calls` are (name, arguments) pairs, `more` further fields of the message."""
+    """A chat completion: `calls` are (name, arguments) pairs, `more` fields of the message."""
     calls = [
         {"id": f"theirs{k}", "type": "function", "function": {"name": name, "arguments": arguments}}
         for k, (name, arguments) in enumerate(calls)

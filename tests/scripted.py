@@ -4,34 +4,38 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import SimpleNamespace
 
-from nanorchestra.records import ToolResult
+from nanorchestra.agent.environment import ToolEnvironment
+from nanorchestra.agent.loop import DEFAULT_LIMITS, Rollout
+from nanorchestra.records import Preference, Price, Task, ToolResult
 
-
-@dataclass
-class Completion:
-    token_ids: list
-    logprobs: list
-    finish_reason: str
-    weight_versions: list
+ANSWER = "<think>\nt\n</think>\n\n42<|im_end|>"
 
 
-@dataclass
-class Request:
-    id: int
-    completion: Completion
+def call(text="hi", name="echo"):
+    """A turn that calls the tool `name`."""
+    arguments = f'{{"name": "{name}", "arguments": {{"text": "{text}"}}}}'
+    return f"<think>\nt\n</think>\n\n<tool_call>\n{arguments}\n</tool_call><|im_end|>"
 
 
 class ScriptedEngine:
-    """Says the next line of its session's script each turn; finishes every submitted request in one step."""
+    """Each session says the next of its script's lines each turn; every turn takes one step.
+
+    `params` holds what the turns were asked with, `sessions` what was opened.
+    """
+
+    max_context = 2048
 
     def __init__(self, tokenizer, scripts, finish="stop"):
         self.tokenizer, self.scripts, self.finish = tokenizer, iter(scripts), finish
-        self.numbers, self.queue, self.order = itertools.count(), [], []
+        self.numbers, self.queue = itertools.count(), []
+        self.params, self.sessions = [], []
 
     def session(self, ids):
-        return ScriptedSession(self, list(ids), iter(next(self.scripts)))
+        self.sessions.append(ScriptedSession(self, list(ids), iter(next(self.scripts))))
+        return self.sessions[-1]
 
     def step(self):
         done, self.queue = self.queue, []
@@ -40,21 +44,27 @@ class ScriptedEngine:
 
 class ScriptedSession:
     def __init__(self, engine, ids, script):
-        self.engine, self.ids, self.script, self.closed = engine, ids, script, False
+        self.engine, self.prompt, self.script, self.closed = engine, ids, script, False
 
     def append(self, ids):
-        self.ids += ids
+        pass
 
     def submit(self, params, on_token=None):
         ids = self.engine.tokenizer.encode(next(self.script), special=True)
-        self.ids += ids
-        request = Request(
-            next(self.engine.numbers),
-            Completion(ids, [-0.5] * len(ids), self.engine.finish, [3] * len(ids)),
+        if on_token:
+            for token in ids:
+                on_token(token, -0.5)
+        completion = SimpleNamespace(
+            token_ids=ids,
+            logprobs=[-0.5] * len(ids),
+            finish_reason=self.engine.finish,
+            weight_versions=[3] * len(ids),
         )
-        self.engine.queue.append(request)
-        self.engine.order.append(params)
-        return request
+        self.engine.queue.append(
+            SimpleNamespace(id=next(self.engine.numbers), completion=completion)
+        )
+        self.engine.params.append(params)
+        return self.engine.queue[-1]
 
     def close(self):
         self.closed = True
@@ -62,19 +72,19 @@ class ScriptedSession:
 
 @dataclass
 class EchoTool:
+    """Repeats its text, or returns `result`, for 0.25 dollars and 2 seconds."""
+
     name: str = "echo"
     kind: str = "echo"
-    description: str = "says it again"
-    parameters: dict = field(
-        default_factory=lambda: {
-            "type": "object",
-            "properties": {"text": {"type": "string"}},
-            "required": ["text"],
-        }
-    )
     blocking: bool = False
     result: ToolResult | None = None
     seconds: float = 0.0
+    description = "says it again"
+    parameters = {
+        "type": "object",
+        "properties": {"text": {"type": "string"}},
+        "required": ["text"],
+    }
 
     def call(self, arguments):
         time.sleep(self.seconds)
@@ -83,8 +93,23 @@ class EchoTool:
         return self.result or ToolResult(arguments["text"], 0.25, 2.0)
 
 
-def call(text="hi", name="echo"):
-    return f'<think>\nt\n</think>\n\n<tool_call>\n{{"name": "{name}", "arguments": {{"text": "{text}"}}}}\n</tool_call><|im_end|>'
+def echoing(tool=None, system=None, number=0):
+    """The environment of a question whose answer is 42."""
+    task = Task(f"t{number}", "question?", Preference("be cheap"), {})
+    return ToolEnvironment(task, [tool or EchoTool()], lambda answer: float(answer == "42"), system)
 
 
-ANSWER = "<think>\nt\n</think>\n\n42<|im_end|>"
+def play(
+    tokenizer, *scripts, envs=None, finish="stop", limits=DEFAULT_LIMITS, on_event=None, **settings
+):
+    """(trajectories, engine) of an attempt a script; with rebuild=True, of one attempt.
+
+    `params` of the engine are (seed, budget).
+    """
+    envs = envs or [echoing(number=i) for i in range(len(scripts))]
+    if settings.get("rebuild"):  # every turn opens a session, which goes on with the script
+        scripts = itertools.repeat(iter(scripts[0]))
+    engine = ScriptedEngine(tokenizer, scripts, finish)
+    params = lambda seed, budget: (seed, budget)  # noqa: E731
+    rollout = Rollout(engine, tokenizer, params, limits, Price(1.0, 2.0), **settings)
+    return rollout.run(envs, list(range(len(envs))), on_event=on_event), engine

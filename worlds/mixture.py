@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nanorchestra.agent.environment import Environment
-from nanorchestra.agent.loop import PolicyPrice, Rollout
+from nanorchestra.agent.loop import Rollout
 from nanorchestra.errors import UserError, require
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.tools.sandbox import Sandbox
@@ -111,8 +111,7 @@ class Worlds:
         names = [name for name in self.mixture.shares if name != MINIATURE]
         self.domains = {name: open_domains(name, seed) for name in names}
         self.has_miniature = len(names) < len(self.mixture.shares)
-        price = PRICES[POLICY]
-        self.price = PolicyPrice(price.input_per_million, price.output_per_million)
+        self.price = PRICES[POLICY]
 
     def tasks(self, count: int, start: int) -> list[Task]:
         """Returns the training tasks of the places start .. start + count."""

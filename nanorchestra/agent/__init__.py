@@ -1,1 +1,4 @@
-"""The multi-turn tool loop, and what decides its turns."""
+"""The multi-turn loop, the environment of an attempt, and the policy that decides its turns.
+
+`loop.Rollout` plays attempts on our engine; `policy.EndpointRollout` on a model behind an endpoint.
+"""

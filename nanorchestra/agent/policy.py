@@ -1,170 +1,132 @@
-"""A model behind any OpenAI-compatible endpoint as the policy: it attempts the tasks of a run in their environments, and is recorded as our own is.
+"""A model behind an OpenAI-compatible endpoint as the policy.
 
-What it says comes as text and is written as the ids that our policy would have had to sample to say it (chat.encode_assistant); those are parsed and
-run by the loop in nanorchestra/agent/loop.py. So a warm start can imitate what was right (nanorchestra/training/trajectories.py). The
-log-probabilities of these ids are unknown, and None: GRPO cannot learn from them. Nothing here computes with a model.
+Its messages come as text. Each is recorded as the ids that our policy would have sampled to say the
+same (chat.encode_assistant), and the loop parses and runs these. So a warm start can imitate what
+was right (training/trajectories.py). The ids' log-probabilities are unknown, None: GRPO cannot
+train on them. No torch.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from dataclasses import dataclass
 from typing import Any
 
 import requests
 
 from nanorchestra.agent.environment import in_thread
-from nanorchestra.agent.loop import Limits, PolicyPrice, Rollout, Unavailable
+from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.config import RolloutSection
 from nanorchestra.engine.request import Completion
-from nanorchestra.errors import UserError
+from nanorchestra.errors import UserError, require
 from nanorchestra.model import chat
 from nanorchestra.model.parser import THINK, THINK_END
 from nanorchestra.records import Price, ToolCall, Trajectory
 from nanorchestra.tools.experts import EndpointError, chat_completion, is_base_url
 
-PARALLEL, PATIENCE = (
-    16,
-    400.0,
-)  # requests at a time; seconds for one turn with its three tries, however the server drips
+PARALLEL = 16  # requests at a time
+TURN_SECONDS = 400.0  # for a turn with its retries, however slowly the server sends
 
 
 def check_endpoint(section: RolloutSection) -> None:
-    """UserError if a model behind an endpoint is asked for that cannot be had."""
+    """Raises UserError if the settings ask for an endpoint that cannot be used."""
     url, model = section.endpoint, section.model
-    if bool(url) != bool(model):
-        raise UserError(
-            f"rollout.endpoint is {url!r} and rollout.model {model!r}; both are needed, or none"
-        )
+    require(
+        bool(url) == bool(model),
+        f"rollout.endpoint is {url!r} and rollout.model {model!r}; both are needed, or none",
+    )
     if not url:
         return
-    if not section.only:
-        raise UserError(
-            f"rollout.endpoint is {url!r}, whose attempts have no log-probabilities for GRPO; record them with --rollouts N, then imitate them "
-            "with --warm_start.trajectories RUN"
-        )
-    if not is_base_url(url):
-        raise UserError(
-            f"rollout.endpoint is {url!r}; it must be a base URL such as http://localhost:8000/v1, without a key: that comes from OPENAI_API_KEY"
-        )
-    try:
-        requests.get(
-            f"{url.rstrip('/')}/models", timeout=10, stream=True
-        ).close()  # whatever it answers, somebody is there
-    except (
-        requests.RequestException,
-        ValueError,
-    ) as error:  # ValueError: a name that none can have, "a..b"
-        raise UserError(
-            f"rollout.endpoint: nobody answers at {url} ({type(error).__name__})"
-        ) from None
-
-
-@dataclass
-class Conversation:
-    """What the endpoint is sent: all of it, every turn."""
-
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]]
-
-    def append(self, ids: list[int]) -> None:
-        """Ids are the loop's to count."""
-
-    def close(self) -> None:
-        pass
+    require(
+        section.only,
+        f"rollout.endpoint is {url!r}, whose attempts have no log-probabilities for GRPO; record "
+        "them with --rollouts N, then imitate them with --warm_start.trajectories RUN",
+    )
+    require(
+        is_base_url(url),
+        f"rollout.endpoint is {url!r}; it must be a base URL such as http://localhost:8000/v1, "
+        "without a key: that comes from OPENAI_API_KEY",
+    )
+    try:  # any answer will do
+        requests.get(f"{url.rstrip('/')}/models", timeout=10, stream=True).close()
+    except (requests.RequestException, ValueError) as error:
+        problem = type(error).__name__
+        raise UserError(f"rollout.endpoint: no answer from {url} ({problem})") from None
 
 
 class EndpointRollout(Rollout):
-    """Attempts of `section.model` at `section.endpoint`, under the limits of our policy: a turn with more of our ids is cut. Its tokens cost what
-    `section` says, as the server counts them; its time is that of our policy for the same ids, on the run's clock."""
+    """Plays attempts of `section.model` at `section.endpoint`, under the limits of our policy.
 
-    def __init__(self, section: RolloutSection, tokenizer, limits: Limits):
+    Its tokens cost what `section` says, as the server counts them. Its latency is that of our
+    policy for the same ids.
+    """
+
+    def __init__(self, section: RolloutSection, tokenizer: Any, limits: Limits):
         def params(seed: int, budget: int) -> dict[str, Any]:
-            return {
-                "seed": seed % 2**31,
-                "temperature": section.temperature,
-                "max_completion_tokens": budget,
-            }
+            sampling = {"seed": seed % 2**31, "temperature": section.temperature}
+            return sampling | {"max_completion_tokens": budget}
 
-        super().__init__(
-            None,
-            tokenizer,
-            params,
-            limits,
-            PolicyPrice(0.0, 0.0),
-            rebuild=section.context == "rebuild",
-        )
-        self.url, self.model, self.usd = (
-            section.endpoint,
-            section.model,
-            Price(section.input_usd_per_million, section.output_usd_per_million),
-        )
+        rebuild = section.context == "rebuild"
+        super().__init__(None, tokenizer, params, limits, Price(0.0, 0.0), rebuild=rebuild)
+        self.url, self.model = section.endpoint, section.model
+        self.bill = Price(section.input_usd_per_million, section.output_usd_per_million)
 
-    async def _run(self, *arguments) -> list[Trajectory]:
-        self._free, self._bills = asyncio.Semaphore(PARALLEL), {}
+    def open(self, index: int, start: Any, prompt: list[int]) -> EndpointConversation:
+        """Opens a conversation that begins with the messages of `start`."""
+        return EndpointConversation(self, list(start.messages), start.tools)
+
+    async def _run(self, *arguments: Any) -> list[Trajectory]:
+        self.free = asyncio.Semaphore(PARALLEL)
         return await super()._run(*arguments)
 
-    async def _attempt(self, index: int, *arguments) -> Trajectory:
-        self._bills[index] = 0.0
-        trajectory = await super()._attempt(index, *arguments)
-        trajectory.cost_usd += self._bills[index]
-        return trajectory
 
-    def _open(self, start, prompt: list[int]) -> Conversation:
-        return Conversation(list(start.messages), start.tools)
+class EndpointConversation:
+    """An attempt as the endpoint knows it: every request carries the whole conversation."""
 
-    def _give(
-        self, session: Conversation, trajectory: Trajectory, ids: list[int], role: str, contents
-    ) -> None:
-        names = (
-            [{"tool_call_id": call["id"]} for call in session.messages[-1]["tool_calls"]]
-            if role == "tool"
-            else [{}]
-        )
-        session.messages += [
-            {"role": role, "content": content} | name
-            for name, content in zip(names, contents, strict=True)
-        ]
-        super()._give(session, trajectory, ids, role, contents)
+    def __init__(self, rollout: EndpointRollout, messages: list[dict], tools: list[dict]):
+        self.rollout, self.messages, self.tools = rollout, messages, tools
+        self.cost_usd = 0.0
 
-    async def _sample(
-        self, index: int, session: Conversation, params: dict[str, Any], on_token
-    ) -> Completion:
-        body = {"model": self.model, "messages": session.messages, **params} | (
-            {"tools": session.tools} if session.tools else {}
-        )
+    def append(self, ids: list[int], role: str, contents: list[str]) -> None:
+        """Adds observations, each for its call, or the user's reply."""
+        asked = self.messages[-1].get("tool_calls") if role == "tool" else None
+        names = [{"tool_call_id": call["id"]} for call in asked] if asked else [{}]
+        for name, content in zip(names, contents, strict=True):
+            self.messages.append({"role": role, "content": content} | name)
+
+    def close(self) -> None:
+        """Does nothing: the server keeps no state."""
+
+    async def sample(self, params: dict[str, Any], on_token: Any = None) -> Completion:
+        """Returns the next turn. finish_reason "error": there is none, and `text` says why."""
+        model, url = self.rollout.model, self.rollout.url
+        body = {"model": model, "messages": self.messages} | params
+        if self.tools:
+            body["tools"] = self.tools
         try:
-            async with self._free:
-                message, tokens = await asyncio.wait_for(
-                    in_thread(lambda body: chat_completion(self.url, body), body), PATIENCE
-                )
-            self._bills[index] += self.usd.cost(*tokens)
-            return self._said(session, message, params["max_completion_tokens"])
-        except (
-            EndpointError,
-            TimeoutError,
-            ValueError,
-            RecursionError,
-        ) as error:  # ValueError: less than no tokens
-            raise Unavailable(
-                f"Error: {self.model} at {self.url} did not answer as it should ({str(error) or 'in time'})"
-            ) from None
+            async with self.rollout.free:
+                answer = in_thread(lambda body: chat_completion(url, body), body)
+                message, tokens = await asyncio.wait_for(answer, TURN_SECONDS)
+        except (EndpointError, TimeoutError) as error:
+            problem = str(error) or f"no answer in {TURN_SECONDS:g} s"
+            return _completion([], "error", f"Error: {model} at {url} failed ({problem})")
+        self.cost_usd += self.rollout.bill.cost(*tokens)
+        return self._record(message, params["max_completion_tokens"])
 
-    def _said(self, session: Conversation, message: dict[str, Any], budget: int) -> Completion:
-        """The turn in ids, at most `budget` of them; and in the conversation, as the loop will read these ids."""
-        shown, reasoning, content, calls = read(message)
-        ids = chat.encode_assistant(self.tokenizer, reasoning, content, calls)
-        whole = len(ids)
-        ids = ids[
-            : min(budget, whole - (message["finish_reason"] == "length"))
-        ]  # what was cut off has no end
-        parsed = chat.parse(self.tokenizer, ids)
+    def _record(self, message: dict[str, Any], budget: int) -> Completion:
+        """Returns a message as ids, at most `budget`, and appends it as the loop will parse it."""
+        tokenizer, (shown, reasoning, content, calls) = self.rollout.tokenizer, read(message)
+        whole = chat.encode_assistant(tokenizer, reasoning, content, calls)
+        cut = message["finish_reason"] == "length"
+        ids = whole[: min(budget, len(whole) - cut)]  # a message that was cut has no end
+        parsed = chat.parse(tokenizer, ids)
         said = shown | {"role": "assistant", "content": shown["content"] + parsed.content}
-        if parsed.calls:  # servers refuse arguments that are no JSON; ids of nine letters and digits suit all of them
+        if parsed.calls:
             said["tool_calls"] = [
                 {
-                    "id": f"call{len(session.messages):03}{k:02}",
+                    # Nine letters and digits suit all servers, and none takes text for arguments.
+                    "id": f"call{len(self.messages):03}{k:02}",
                     "type": "function",
                     "function": {
                         "name": call.name or "unknown",
@@ -173,57 +135,34 @@ class EndpointRollout(Rollout):
                 }
                 for k, call in enumerate(parsed.calls)
             ]
-        session.messages.append(said)
-        return Completion(
-            0,
-            0,
-            ids,
-            [None] * len(ids),
-            "",
-            "stop" if len(ids) == whole else "length",
-            [-1] * len(ids),
-            [],
-        )
+        self.messages.append(said)
+        return _completion(ids, "stop" if len(ids) == len(whole) else "length")
 
 
 def read(message: dict[str, Any]) -> tuple[dict[str, str], str, str, list[ToolCall]]:
-    """An assistant's message -> (what it is to be shown of its reasoning, and how, in the next turn; reasoning; content; calls). EndpointError.
+    """Returns (how the next turn shows the reasoning, reasoning, content, calls) of a message.
 
-    Reasoning has a field of its own, or it stands before </think> in the content. Arguments that are no JSON stay text.
+    Reasoning has a field of its own, or stands before </think> in the content. Arguments that are
+    not JSON stay text.
     """
-    try:
-        field = next(
-            (name for name in ("reasoning_content", "reasoning") if message.get(name)), None
-        )
-        content, reasoning, shown = (
-            message.get("content") or "",
-            field and message[field] or "",
-            {"content": ""},
-        )
-        if field:
-            shown[field] = reasoning
-        elif THINK_END in content:
-            before, _, content = content.partition(THINK_END)
-            reasoning, shown["content"] = before.split(THINK)[-1], before + THINK_END + "\n\n"
-        calls = [
-            ToolCall(call["function"]["name"], _arguments(call["function"].get("arguments") or {}))
-            for call in message.get("tool_calls") or ()
-        ]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise EndpointError(
-            f"no message of an assistant: {type(error).__name__}: {error}"
-        ) from None
-    if not all(
-        isinstance(text, str) for text in (content, reasoning, *(call.name for call in calls))
-    ):
-        raise EndpointError(
-            "no message of an assistant: its content, reasoning and names of tools must be text"
-        )
+    content, shown, reasoning = message.get("content") or "", {"content": ""}, ""
+    field = next((name for name in ("reasoning_content", "reasoning") if message.get(name)), None)
+    if field:
+        shown[field] = reasoning = message[field]
+    elif THINK_END in content:
+        before, _, content = content.partition(THINK_END)
+        shown["content"], reasoning = before + THINK_END + "\n\n", before.split(THINK)[-1]
+    calls = []
+    for call in message.get("tool_calls") or ():
+        arguments = call["function"].get("arguments") or {}
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError, RecursionError):
+                arguments = json.loads(arguments)
+        calls.append(ToolCall(call["function"]["name"], arguments))
     return shown, reasoning, content, calls
 
 
-def _arguments(given: Any) -> Any:
-    try:
-        return json.loads(given) if isinstance(given, str) else given
-    except (ValueError, RecursionError):
-        return given
+def _completion(ids: list[int], finish_reason: str, text: str = "") -> Completion:
+    """Returns a Completion of ids whose log-probabilities and weight version are unknown."""
+    unknown = [None] * len(ids)
+    return Completion(0, 0, ids, unknown, text, finish_reason, [-1] * len(ids), [])

@@ -63,9 +63,8 @@ def as_turns(
     """
     notes, turns = Notes(tokenizer, env, prompt_tokens), []
     for lesson in lessons:
-        turns.append((notes.prompt(), lesson.ids(tokenizer)))
-        if lesson.call:
-            notes.see([lesson.call], [lesson.result])
-        elif lesson.result:
-            notes.hear(lesson.content, lesson.result.content)
+        prompt = chat.encode(tokenizer, notes.messages, notes.tools)
+        turns.append((prompt, lesson.ids(tokenizer)))
+        if lesson.result:
+            notes.observe(lesson.content, [lesson.call] if lesson.call else [], [lesson.result])
     return turns

@@ -8,16 +8,16 @@ from typing import Any, Protocol
 import torch
 
 from nanorchestra.agent.environment import Environment
-from nanorchestra.agent.loop import PolicyPrice, Rollout
+from nanorchestra.agent.loop import Rollout
 from nanorchestra.model.qwen3 import Qwen3
-from nanorchestra.records import Task, Trajectory
+from nanorchestra.records import Price, Task, Trajectory
 from nanorchestra.training.lessons import Lesson
 
 
 class Practice(Protocol):
     """Tasks, environments, demonstrations and rewards. All are functions of their arguments."""
 
-    price: PolicyPrice
+    price: Price
 
     def tasks(self, count: int, start: int) -> list[Task]:
         """Returns the training tasks start .. start + count."""

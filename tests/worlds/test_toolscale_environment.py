@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from scripted import ScriptedEngine
 
-from nanorchestra.agent.loop import Limits, PolicyPrice, Rollout
+from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.errors import UserError
 from nanorchestra.model import chat
 from nanorchestra.records import Preference, ToolCall
@@ -203,28 +203,20 @@ def test_the_agent_loop_plays_a_world_with_a_user(world, nano_tokenizer):
     ]
     wishes = len(env.user.wishes)
     script = [*calls, *["<think>\nt\n</think>\n\nThat is done.<|im_end|>"] * wishes]
-    heard = []
+    heard = env.user.wishes[1:]  # each wish after the first answers "That is done."
     rollout = Rollout(
         ScriptedEngine(nano_tokenizer, [script]),
         nano_tokenizer,
         lambda seed, budget: None,
         Limits(turns=40, context_tokens=10**6),
-        PolicyPrice(),
     )
-    (t,) = rollout.run(
-        [env],
-        [0],
-        on_event=lambda kind, payload: heard.append(payload.content) if kind == "user" else None,
-    )
+    (t,) = rollout.run([env], [0])
     assert (t.status, t.outcome, t.answer, len(t.turns)) == (
         "answered",
         1.0,
         "That is done.",
         len(script),
     )
-    assert (
-        heard == env.user.wishes[1:]
-    )  # each wish after the first was the answer to "That is done."
     text = nano_tokenizer.decode(t.ids)
     for wish in heard:
         assert f"<|im_start|>user\n{wish}<|im_end|>" in text

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Callable, Iterator, Protocol, Sequence
 
 from nanorchestra.agent.environment import in_thread
-from nanorchestra.agent.loop import PolicyPrice
+from nanorchestra.agent.loop import SECONDS_PER_TOKEN
 from nanorchestra.errors import UserError
 from nanorchestra.model import chat
 from nanorchestra.records import Preference, Price, Task, ToolCall, ToolResult
@@ -396,7 +396,7 @@ def _bounds(
             steps
             * max(
                 (expert["latency_s"] for expert in offered),
-                default=STEP_TOKENS[1] * PolicyPrice.seconds_per_token,
+                default=STEP_TOKENS[1] * SECONDS_PER_TOKEN,
             ),
         ),
     )

@@ -1,0 +1,54 @@
+"""What a call brings back, whatever the policy or a tool does."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from scripted import EchoTool, echoing
+
+from nanorchestra.agent.environment import MAX_OBSERVATION_CHARS, argument_error
+from nanorchestra.records import ToolCall
+
+
+@pytest.mark.parametrize(
+    "call, says",
+    [
+        (ToolCall("nothing", {}), "no tool named 'nothing'; the tools are echo"),
+        (ToolCall("echo", {}), "echo: 'text' is a required property"),
+        (ToolCall("echo", {"text": 3}), "echo: text: 3 is not of type 'string'"),
+        (ToolCall("echo", {"text": "a", "b": 1}), "('b' was unexpected)"),
+        (ToolCall("echo", "hello"), "echo: 'hello' is not of type 'object'"),
+        (ToolCall("", {}, error="not valid JSON"), "not valid JSON"),
+        (ToolCall("echo", {"text": "raise"}), "echo failed: RuntimeError: broken tool"),
+    ],
+)
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_call_that_cannot_be_run_says_why_and_costs_nothing(call, says, blocking):
+    result = asyncio.run(echoing(EchoTool(blocking=blocking)).execute(call))
+    assert result.error and result.content.startswith("Error: ") and says in result.content
+    assert result.cost_usd == 0.0 and result.infrastructure == ("broken" in says)
+
+
+def test_arguments_are_checked_against_the_schema():
+    schema = {
+        "properties": {"n": {"type": "integer"}, "k": {"type": "string", "enum": ["a"]}},
+        "required": ["n"],
+    }
+    assert argument_error({"n": 1, "k": "a"}, schema) is None
+    for arguments, says in (
+        ({"n": True}, "n: True is not of type 'integer'"),
+        ({"n": 1, "k": "b"}, "k: 'b' is not one of ['a']"),
+        ({"n": 1, "x": 1}, "'x' was unexpected"),
+        ({}, "'n' is a required property"),
+        ([1], "[1] is not of type 'object'"),
+        ({"n": "x" * 10_000}, "is not of type 'integer'"),
+    ):
+        problem = argument_error(arguments, schema)
+        assert says in problem and len(problem) < 400
+
+
+def test_a_long_observation_is_cut():
+    call = ToolCall("echo", {"text": "x" * 20_000})
+    content = asyncio.run(echoing().execute(call)).content
+    assert content == "x" * MAX_OBSERVATION_CHARS + "\n[cut]"

@@ -1,0 +1,242 @@
+"""A model behind an endpoint as the policy: a scripted server answers, or misbehaves."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+from openai_server import openai_server, said
+from scripted import ANSWER, echoing, play
+
+from nanorchestra.agent import policy
+from nanorchestra.agent.loop import DEFAULT_LIMITS, Limits
+from nanorchestra.config import RolloutSection
+from nanorchestra.errors import UserError
+from nanorchestra.model import chat
+from nanorchestra.records import ToolResult
+from nanorchestra.tools import experts
+from worlds.miniature.teacher import teach
+from worlds.miniature.world import World, environment
+
+KEY = "sk-secret/key"
+HI = ("echo", '{"text":"hi"}')
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.setattr(experts.time, "sleep", lambda seconds: None)  # between the tries
+    with openai_server() as served:
+        yield served
+
+
+def script(*replies):
+    """Answers turn by turn of one conversation."""
+    return lambda body: replies[sum(m["role"] == "assistant" for m in body["messages"])]
+
+
+def run(server, tokenizer, *envs, limits=DEFAULT_LIMITS, **settings):
+    section = RolloutSection(
+        endpoint=server.url,
+        model="big",
+        only=1,
+        input_usd_per_million=3.0,
+        output_usd_per_million=5.0,
+        **settings,
+    )
+    envs = envs or [echoing()]
+    rollout = policy.EndpointRollout(section, tokenizer, limits)
+    return rollout.run(envs, list(range(len(envs))))
+
+
+def test_a_recorded_attempt_is_the_conversation_that_the_endpoint_had(
+    server, nano_tokenizer, sandbox
+):
+    """An expert solves the miniature's tasks as the teacher does; sampled is what it wrote."""
+    tasks = World(0).tasks("train", 8)
+    lessons = {}
+    for task in tasks:
+        env = environment(task, 0, sandbox)
+        lessons[env.messages[-1]["content"]] = task, list(teach(env, 0))
+
+    def solve(body):
+        task, turns = lessons[body["messages"][0]["content"]]
+        lesson = turns[sum(message["role"] == "assistant" for message in body["messages"])]
+        if lesson.call is None:
+            return said(lesson.content, reasoning_content=lesson.thought)
+        asked = (lesson.call.name, json.dumps(lesson.call.arguments))
+        return said(None, [asked], "tool_calls", reasoning_content=lesson.thought)
+
+    server.answer = solve
+    envs = [environment(task, 0, sandbox) for task in tasks]
+    trajectories = run(server, nano_tokenizer, *envs, limits=Limits(context_tokens=9999))
+    rendered = set()
+    for body in server.bodies:
+        last = solve(body)["choices"][0]["message"]
+        rendered.add(chat.render([*body["messages"], last], body["tools"], False))
+        asked = [c["id"] for m in body["messages"] for c in m.get("tool_calls", ())]
+        answered = [m["tool_call_id"] for m in body["messages"] if m["role"] == "tool"]
+        assert asked == answered and len(set(asked)) == len(asked)
+        assert (body["model"], body["temperature"]) == ("big", 1.0) and 0 <= body["seed"] < 2**31
+    for t in trajectories:
+        assert t.status == "answered" and t.well_formed
+        assert nano_tokenizer.decode(t.ids) + "\n" in rendered
+        wrote = [i for i, sampled in enumerate(t.sampled) if sampled]
+        assert wrote == [i for turn in t.turns for i in range(turn.start, turn.end)]
+        assert [i for i, logprob in enumerate(t.logprobs) if logprob is None] == wrote
+    assert all(headers["Authorization"] == f"Bearer {KEY}" for headers in server.headers)
+
+
+THINK = "<think>\n{}\n</think>\n\n"
+CALL = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
+GOOD = CALL.format("echo", '{"text": "hi"}')
+
+
+@pytest.mark.parametrize(
+    "reply, text",
+    [
+        (
+            said(None, [("echo", '{"text": "hi"')]),
+            THINK.format("") + CALL.format("echo", '{"text": "hi"'),
+        ),
+        (said(None, [("echo", "hello")]), THINK.format("") + CALL.format("echo", "hello")),
+        (said(None, [("echo", "[1]")]), THINK.format("") + CALL.format("echo", "[1]")),
+        (said("", [("shout", "")]), THINK.format("") + CALL.format("shout", "{}")),
+        (said("", [("echo", {"text": "hi"})], reasoning="Hm."), THINK.format("Hm.") + GOOD),
+        (said("<think>\nHm.\n</think>\n\nSo.", [HI]), THINK.format("Hm.") + "So.\n" + GOOD),
+        (said("Hm.\n</think>\n\n", [HI, HI]), THINK.format("Hm.") + GOOD + "\n" + GOOD),
+        (said("So.\n" + GOOD), THINK.format("") + "So.\n" + GOOD),
+    ],
+)
+def test_a_turn_is_what_our_policy_would_have_said(server, nano_tokenizer, reply, text):
+    """Also one with a bad call: the same error is observed, and the history stays valid JSON."""
+    server.answer = script(reply, said("42", reasoning_content="t"))
+    (theirs,) = run(server, nano_tokenizer)
+    ((ours,), _) = play(nano_tokenizer, [text + "<|im_end|>", ANSWER])
+    assert nano_tokenizer.decode(theirs.ids) == nano_tokenizer.decode(ours.ids)
+    assert [turn.results for turn in theirs.turns] == [turn.results for turn in ours.turns]
+    for name in ("status", "answer", "well_formed", "outcome"):
+        assert getattr(theirs, name) == getattr(ours, name)
+    results = theirs.turns[0].results
+    assistant, *observed = server.bodies[-1]["messages"][-1 - len(results) :]
+    assert [m["content"] for m in observed] == [result.content for result in results] != []
+    for asked in assistant["tool_calls"]:
+        assert isinstance(json.loads(asked["function"]["arguments"]), dict)
+    message = reply["choices"][0]["message"]
+    for field in ("reasoning", "reasoning_content"):
+        assert assistant.get(field) == message.get(field)
+    assert ("</think>" in assistant["content"]) == ("</think>" in (message["content"] or ""))
+
+
+def test_limits_are_those_of_our_policy(server, nano_tokenizer):
+    server.answer = lambda body: said(None, [HI])
+    (t,) = run(server, nano_tokenizer, limits=Limits(turns=3))
+    assert t.status == "turn_limit" and len(t.turns) == 3 == len(server.bodies)
+    for room, turns in ((60, 2), (0, 0)):
+        (t,) = run(server, nano_tokenizer, limits=Limits(context_tokens=t.prompt_length + room))
+        assert t.status == "token_limit" and len(t.turns) <= turns
+    server.answer = lambda body: said("word " * 99)
+    (t,) = run(server, nano_tokenizer, limits=Limits(turn_tokens=20))
+    assert (t.status, sum(t.sampled)) == ("token_limit", 20)
+    assert t.turns[0].finish_reason == "length"
+    assert server.bodies[-1]["max_completion_tokens"] == 20
+    server.answer = lambda body: said("42", finish="length")
+    (t,) = run(server, nano_tokenizer)
+    assert t.status == "token_limit" and nano_tokenizer.decode(t.ids).endswith("\n\n42")
+
+
+def test_costs_are_what_the_server_counts(server, nano_tokenizer):
+    server.answer = script(said(None, [HI], usage=(100, 10)), said("42", usage=(200, 20)))
+    for t in run(server, nano_tokenizer, *[echoing() for _ in range(3)]):
+        assert t.cost_usd == pytest.approx(0.25 + (300 * 3 + 30 * 5) / 1e6)
+        assert t.latency_s == pytest.approx(2.0 + 0.01 * sum(t.sampled))
+
+
+def test_a_failure_is_infrastructure_and_keeps_what_was_before(server, nano_tokenizer):
+    server.answer = script(said(None, [HI]), [])
+    (t,) = run(server, nano_tokenizer)
+    assert (t.status, len(t.turns), t.calls, t.outcome) == ("infrastructure", 2, {"echo": 1}, 0)
+    (result,) = t.turns[1].results
+    assert result.infrastructure and f"big at {server.url} failed (" in result.content
+
+
+def test_a_slow_server_does_not_hang_the_run(server, nano_tokenizer, monkeypatch):
+    monkeypatch.setattr(policy, "TURN_SECONDS", 0.2)
+    late = threading.Event()
+    server.answer = lambda body: late.wait(20) and said("42")
+    start = time.monotonic()
+    (t,) = run(server, nano_tokenizer)
+    assert t.status == "infrastructure" and time.monotonic() - start < 10
+    assert "no answer in 0.2 s" in t.turns[0].results[0].content
+    late.set()
+
+
+def test_attempts_run_side_by_side_up_to_a_limit(server, nano_tokenizer, monkeypatch):
+    monkeypatch.setattr(policy, "PARALLEL", 3)
+    three, lock, now, most = threading.Barrier(3), threading.Lock(), [0], [0]
+
+    def answer(body):
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        three.wait(10)  # raises, and there is no answer, if fewer come
+        with lock:
+            now[0] -= 1
+        return said("42")
+
+    server.answer = answer
+    trajectories = run(server, nano_tokenizer, *[echoing() for _ in range(6)])
+    assert {t.answer for t in trajectories} == {"42"} and most[0] == 3
+
+
+def test_a_user_may_reply(server, nano_tokenizer):
+    env = echoing()
+
+    async def reply(content):
+        return None if content == "42" else ToolResult(f"no, not {content}")
+
+    env.reply = reply
+    server.answer = script(said("41", reasoning_content="t"), said(None, [HI]), said("42"))
+    (t,) = run(server, nano_tokenizer, env)
+    assert (t.status, t.answer, t.outcome) == ("answered", "42", 1.0)
+    messages = server.bodies[-1]["messages"]
+    assert [m["role"] for m in messages] == ["user", "assistant", "user", "assistant", "tool"]
+    assert messages[2]["content"] == "no, not 41"
+    assert "<|im_start|>user\nno, not 41<|im_end|>" in nano_tokenizer.decode(t.ids)
+
+
+def test_with_rebuilt_context_every_turn_is_a_request_of_its_own(server, nano_tokenizer):
+    server.answer = lambda body: (
+        said("42") if "Doc 1" in body["messages"][-1]["content"] else said(None, [HI])
+    )
+    (t,) = run(server, nano_tokenizer, context="rebuild")
+    assert (t.status, t.outcome, len(t.turns)) == ("answered", 1, 2)
+    for turn, body in zip(t.turns, server.bodies, strict=True):
+        prompt = chat.encode(nano_tokenizer, body["messages"], body["tools"])
+        assert t.ids[turn.context : turn.start] == prompt
+
+
+NOWHERE = "http://127.0.0.1:9/v1"
+
+
+@pytest.mark.parametrize(
+    "settings, says",
+    [
+        ({"endpoint": NOWHERE, "only": 1}, "both are needed"),
+        ({"model": "big"}, "both are needed"),
+        ({"endpoint": NOWHERE, "model": "big"}, "record them with --rollouts N"),
+        ({"endpoint": "http://u:key@h/v1", "model": "big", "only": 1}, "must be a base URL"),
+        ({"endpoint": NOWHERE, "model": "big", "only": 1}, "no answer from http://127.0.0.1:9/v1"),
+        ({"endpoint": "http://a..b/v1", "model": "big", "only": 1}, "no answer from"),
+    ],
+)
+def test_a_bad_endpoint_is_refused_at_the_door(settings, says):
+    with pytest.raises(UserError, match=says):
+        policy.check_endpoint(RolloutSection(**settings))
+
+
+def test_an_endpoint_that_answers_is_accepted(server):
+    policy.check_endpoint(RolloutSection(endpoint=server.url, model="big", only=1))
+    policy.check_endpoint(RolloutSection())
