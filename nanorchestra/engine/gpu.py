@@ -228,8 +228,8 @@ class GpuRunner(Runner):
         tokens, positions, slots = (torch.cat(parts) for parts in zip(*inputs))
         angles = positions[:, None].float() * model.rope_frequencies(self.device)
         cos, sin = (
-            angles.cos() * model.rope_factor,
-            angles.sin() * model.rope_factor,
+            angles.cos(),
+            angles.sin(),
         )  # fp32 [T, D / 2]
         residual = model.embed_tokens(tokens)
         x = rms_norm(residual, model.layers[0].input_layernorm, model.config.rms_norm_eps)

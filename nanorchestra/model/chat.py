@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
-from nanorchestra.errors import UserError
+from nanorchestra.errors import require
 from nanorchestra.model import parser
 from nanorchestra.model.parser import StreamParser, parse
 from nanorchestra.model.tokenizer import Tokenizer
@@ -193,10 +194,10 @@ def _is_response(content: str) -> bool:
 
 def _content(message: dict[str, Any], i: int) -> str:
     content = message.get("content") or ""
-    if message["role"] not in ROLES or not isinstance(content, str):
-        raise UserError(
-            f"messages[{i}]: expected a role of {', '.join(ROLES)} and content that is a string"
-        )
+    require(
+        message["role"] in ROLES and isinstance(content, str),
+        f"messages[{i}]: expected a role of {', '.join(ROLES)} and content that is a string",
+    )
     return content
 
 
@@ -206,14 +207,9 @@ def _json(value: Any) -> str:
 
 def _ids(tokenizer: Tokenizer, pieces: Iterable[str]) -> list[int]:
     ids: list[int] = []
-    text: list[str] = []
-    for piece in (*pieces, None):
-        if piece is None or type(piece) is Marker:
-            if text:
-                ids += tokenizer.encode("".join(text))
-                text.clear()
-            if piece is not None:
-                ids.append(tokenizer.token_id(piece))
+    for is_marker, group in groupby(pieces, lambda piece: type(piece) is Marker):
+        if is_marker:
+            ids += map(tokenizer.token_id, group)
         else:
-            text.append(piece)
+            ids += tokenizer.encode("".join(group))
     return ids

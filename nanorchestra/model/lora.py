@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from nanorchestra.files import write_whole
+from nanorchestra.model.quantise import linears
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.sharded import fill, whole
 from nanorchestra.model.weights import hf_parts
@@ -32,25 +33,14 @@ class LoRALinear(nn.Module):
     fp32, because bf16 would lose steps of 1e-5; the product casts them to x.dtype.
     """
 
-    def __init__(
-        self,
-        linear: nn.Linear,
-        rows: list[int],
-        rank: int,
-        alpha: float,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        """Wrap `linear`; `rows` has the output rows of each part."""
+    def __init__(self, linear: nn.Linear, rows: list[int], rank: int, alpha: float) -> None:
+        """Wrap `linear`, with `rows` output rows in each part; the adapter needs a `reset`."""
         super().__init__()
-        self.weight, self.bias = linear.weight.requires_grad_(False), linear.bias
-        if self.bias is not None:
-            self.bias.requires_grad_(False)
+        self.weight, self.bias = linear.weight, linear.bias
         self.rows, self.rank, self.scale, self.enabled = rows, rank, alpha / rank, True
         device = linear.weight.device
         self.lora_a = nn.Parameter(torch.empty(len(rows) * rank, linear.in_features, device=device))
         self.lora_b = nn.Parameter(torch.empty(linear.out_features, rank, device=device))
-        if device.type != "meta":
-            self.reset(generator)
 
     def reset(self, generator: torch.Generator | None = None) -> None:
         """Draw A uniformly within 1 / sqrt(in) and set B to zero, as the published code does."""
@@ -83,20 +73,17 @@ def add_adapters(model: Qwen3, rank: int, alpha: float, seed: int) -> None:
 
     A model without memory, or one that is sharded afterwards, needs `reset` once it has weights.
     """
-    generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
-    for name, module in list(model.layers.named_modules()):
-        if isinstance(module, nn.Linear):
-            parts = hf_parts(model.config, f"layers.{name}.weight", module.weight)
-            rows = [len(part) for _, part in parts]
-            model.layers.set_submodule(name, LoRALinear(module, rows, rank, alpha, generator))
+    for name, module in linears(model.layers):
+        parts = hf_parts(model.config, f"layers.{name}.weight", module.weight)
+        rows = [len(part) for _, part in parts]
+        model.layers.set_submodule(name, LoRALinear(module, rows, rank, alpha))
+    reset(model, seed)
 
 
 def adapters(model: nn.Module) -> list[tuple[str, LoRALinear]]:
     """Return (name, module) of all adapters."""
-    return [
-        (name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear)
-    ]
+    return linears(model, LoRALinear)
 
 
 def reset(model: Qwen3, seed: int) -> None:

@@ -6,9 +6,7 @@ PyTorch computes the others. Attention over a training pack is in packed_attenti
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -64,52 +62,17 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def rope_frequencies(
-    head_dim: int, theta: float, scaling: Mapping[str, Any] | None = None
-) -> tuple[Tensor, float]:
-    """Return the angle per position, fp32 [head_dim / 2] on the CPU, and the factor of cos and sin.
+def rope_frequencies(head_dim: int, theta: float) -> Tensor:
+    """Return the rotary angle per position of each pair, theta^(-2i/d), fp32 [head_dim / 2].
 
-    RoPE: theta_i = theta^(-2i/d) (Su et al. 2021, section 3.2.2), with factor 1.0. `scaling` has
-    the keys of a HF config for YaRN, which interpolates the frequencies by parts and scales the
-    attention (Peng et al. 2023, eqs. 17-23).
+    RoFormer (Su et al. 2021, section 3.2.2). On the CPU.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
-    wavelengths = theta**exponents
-    plain = 1.0 / wavelengths
-    if scaling is None:
-        return plain, 1.0
-    original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
-
-    def pair_with(rotations: float) -> float:
-        """Return the fractional pair index that turns so often within the original context."""
-        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
-
-    low, high = pair_with(scaling.get("beta_fast", 32)), pair_with(scaling.get("beta_slow", 1))
-    if scaling.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    if low == high:
-        high += 0.001
-    pairs = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
-    # 1 for fast pairs, which keep their angle; 0 for slow ones, whose angle is divided by `factor`
-    kept = 1 - ((pairs - low) / (high - low)).clamp(0, 1)
-    frequencies = 1.0 / (factor * wavelengths) * (1 - kept) + plain * kept
-    return frequencies, _yarn_attention_factor(factor, scaling)
-
-
-def _yarn_attention_factor(factor: float, scaling: Mapping[str, Any]) -> float:
-    def mscale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-    if "attention_factor" in scaling:
-        return float(scaling["attention_factor"])
-    if "mscale" in scaling and "mscale_all_dim" in scaling:
-        return mscale(scaling["mscale"]) / mscale(scaling["mscale_all_dim"])
-    return mscale(1.0)
+    return 1.0 / theta**exponents
 
 
 def rope_tables(
-    positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype
+    positions: Tensor, frequencies: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin, each [T, 1, D] in dtype: positions [T], frequencies fp32 [D / 2].
 
@@ -117,8 +80,6 @@ def rope_tables(
     """
     angles = positions[:, None, None].float() * frequencies  # [T, 1, D/2]
     cos, sin = angles.cos(), angles.sin()
-    if factor != 1.0:
-        cos, sin = cos * factor, sin * factor
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import ParsedTurn, ToolCall
@@ -18,7 +17,6 @@ from nanorchestra.records import ParsedTurn, ToolCall
 IM_END = "<|im_end|>"
 THINK, THINK_END = "<think>", "</think>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"
-_KINDS = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
 
 
 def parse(
@@ -121,12 +119,10 @@ class StreamParser:
             tail = text[length:].strip()
             if not closed and CALL_END.startswith(tail):
                 self._truncated = True
-            elif not closed or CALL in tail:
-                error = f"closing {CALL_END} is missing after the JSON object"
-                call, rest = replace(call, error=call.error or error), length
             elif tail:
-                error = f"unexpected {tail[:20]!r} between the JSON object and {CALL_END}"
+                error = f"{CALL_END} must follow the JSON object, not {tail[:20]!r}"
                 call = replace(call, error=call.error or error)
+                rest = length if CALL in tail or not closed else rest
         elif CALL_END in self._buffer:
             first = self._buffer.find(CALL_END)
             call, rest = _read_call(self._buffer[:first])[0], first + len(CALL_END)
@@ -170,35 +166,27 @@ def _certain(text: str, tag: str) -> int:
 
 
 def _read_call(text: str) -> tuple[ToolCall, int | None]:
-    """Return a call and where its JSON object ends in `text`, None if there is none."""
-    stripped, length, what = text.lstrip(), None, "call"
-    call = ToolCall("", {}, text.strip())
+    """Return a call and where its JSON value ends in `text`, None if it is not valid JSON."""
+    stripped = text.lstrip()
+    name, raw, length = "", text.strip(), None
     try:
         value, end = _DECODER.raw_decode(stripped)
-        if not isinstance(value, dict):
-            error = f"call is {_kind(value)}, not a JSON object with name and arguments"
-            return replace(call, error=error), None
-        length = len(text) - len(stripped) + end
-        call = replace(call, raw=stripped[:end])
-        name, arguments = value.get("name"), value.get("arguments")
-        if not isinstance(name, str) or not name:
-            error = "name is not a non-empty string" if "name" in value else "call has no name"
-            return replace(call, error=error), length
-        call, what = replace(call, name=name), "arguments"
-        if isinstance(arguments, str) and arguments.strip():
+        raw, length = stripped[:end], len(text) - len(stripped) + end
+        name = value["name"]
+        arguments = value.get("arguments") or {}
+        if isinstance(arguments, str):
             arguments = _DECODER.decode(arguments)
-        if arguments in (None, ""):
-            arguments = {}
-        if not isinstance(arguments, dict):
-            error = f"arguments is {_kind(arguments)}, not a JSON object"
-            return replace(call, error=error), length
-        return replace(call, arguments=arguments), length
-    except json.JSONDecodeError as error:
-        line = f"line {error.lineno} " if error.lineno > 1 else ""
-        reason = f"{error.msg.removesuffix(' at')} at {line}column {error.colno}"
-    except (ValueError, RecursionError) as error:
-        reason = str(error)
-    return replace(call, error=f"{what} is not valid JSON: {reason}"), length
+        if isinstance(name, str) and isinstance(arguments, dict):
+            return ToolCall(name, arguments, raw), length
+        name, error = str(name), "name must be a string and arguments a JSON object"
+    except (TypeError, KeyError):
+        error = "call must be a JSON object with name and arguments"
+    except json.JSONDecodeError as problem:
+        reason = problem.msg.removesuffix(" at")
+        error = f"call is not valid JSON: {reason} at column {problem.pos + 1}"
+    except (ValueError, RecursionError) as problem:
+        error = f"call is not valid JSON: {problem}"
+    return ToolCall(name, {}, raw, error), length
 
 
 def _refuse(constant: str) -> None:
@@ -206,7 +194,3 @@ def _refuse(constant: str) -> None:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
-
-
-def _kind(value: Any) -> str:
-    return _KINDS.get(type(value), "a number")

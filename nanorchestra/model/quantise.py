@@ -16,26 +16,27 @@ import torch
 from torch import Tensor, nn
 
 from kernels.quantised import quantised_linear
-from nanorchestra.errors import UserError
+from nanorchestra.errors import require
+from nanorchestra.model.hf_config import check_field
 from nanorchestra.model.ops import by_kernel, linear
 
 MODES = ("int8", "int4")
+FLOATS = ("F32", "BF16", "F16")  # as safetensors names them
 GROUP = 128  # input columns that share a scale in int4, as in most published 4-bit checkpoints
 _BLOCK = 1024  # output rows converted at a time; bounds the full-precision copies in memory
 # fp16, spaced 2^-24 here, still keeps a scale so well that no weight moves by over half a step.
 _SMALLEST_SCALE = 2.0**-21
 # Column c of eight lies in this nibble of its int32 in an AWQ checkpoint, the lowest being 0.
 _AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
-_AWQ_SUPPORTED = {"quant_method": "awq", "bits": "4", "version": "gemm"}
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one checkpoint tensor: its shape, what writes it, and if it is int32."""
+    """The place of one checkpoint tensor: its shape, what writes it, and the dtypes it may have."""
 
     shape: list[int]
     write: Callable[[Tensor], Any]
-    integer: bool = False
+    dtypes: tuple[str, ...] = FLOATS
 
 
 class QuantisedLinear(nn.Module):
@@ -52,18 +53,16 @@ class QuantisedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bits, self.group, self.bias = bits, group, linear.bias
-        groups = linear.in_features // group
-
-        def buffer(columns: int, dtype: torch.dtype) -> Tensor:
-            return torch.empty(
-                linear.out_features, columns, dtype=dtype, device=linear.weight.device
-            )
-
-        is_int8 = bits == 8
-        packed = linear.in_features * bits // 8
-        self.register_buffer("values", buffer(packed, torch.int8 if is_int8 else torch.uint8))
-        self.register_buffer("scales", buffer(groups, torch.float32 if is_int8 else torch.float16))
-        self.register_buffer("zeros", None if is_int8 else buffer(groups, torch.uint8))
+        groups, packed = linear.in_features // group, linear.in_features * bits // 8
+        if bits == 8:
+            kinds = {"values": (packed, torch.int8), "scales": (groups, torch.float32)}
+            self.zeros = None
+        else:
+            kinds = {"values": (packed, torch.uint8), "scales": (groups, torch.float16)}
+            kinds["zeros"] = (groups, torch.uint8)
+        for name, (columns, dtype) in kinds.items():
+            buffer = torch.empty(linear.out_features, columns, dtype=dtype)
+            self.register_buffer(name, buffer.to(linear.weight.device))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product; a GPU kernel reads the stored bits, a CPU dequantises W first."""
@@ -106,12 +105,11 @@ class QuantisedLinear(nn.Module):
         elif kind == "qzeros":
             self.zeros[rows] = unpack_awq(tensor).T
         else:
-            blocks = tensor.split(_BLOCK // 8, dim=1)
-            for values, block in zip(self.values[rows].split(_BLOCK), blocks, strict=True):
-                values.copy_(pack_nibbles(unpack_awq(block).T.unflatten(1, (-1, self.group))))
+            q = unpack_awq(tensor).T.unflatten(1, (-1, self.group))
+            self.values[rows] = pack_nibbles(q)
 
-    def awq_slots(self, rows: slice) -> dict[str, Slot]:
-        """Return the slots of AWQ's three tensors for these rows, by the end of their name."""
+    def awq_slots(self, prefix: str, rows: slice) -> dict[str, Slot]:
+        """Return the slots of AWQ's three tensors for these rows."""
         count, groups = rows.stop - rows.start, self.in_features // self.group
         shapes = {
             "qweight": [self.in_features, count // 8],
@@ -119,7 +117,9 @@ class QuantisedLinear(nn.Module):
             "scales": [groups, count],
         }
         return {
-            kind: Slot(shape, partial(self.write_awq, rows, kind), kind != "scales")
+            prefix + kind: Slot(
+                shape, partial(self.write_awq, rows, kind), FLOATS if kind == "scales" else ("I32",)
+            )
             for kind, shape in shapes.items()
         }
 
@@ -130,8 +130,7 @@ def quantise_model(model: nn.Module, mode: str) -> None:
     "int8" scales each output row, "int4" groups of 128 input columns. On the meta device only
     shapes are made. Raises UserError for another mode or columns that do not divide into groups.
     """
-    if mode not in MODES:
-        raise UserError(f"quantise = {mode!r}: expected one of {', '.join(MODES)}")
+    require(mode in MODES, f"quantise = {mode!r}: expected one of {', '.join(MODES)}")
     for name, module in linears(model):
         is_int4 = mode == "int4" and name != "lm_head"
         bits, group = (4, GROUP) if is_int4 else (8, module.in_features)
@@ -146,11 +145,11 @@ def replace_linear(model: nn.Module, name: str, bits: int, group: int) -> Quanti
     Raises UserError if the columns do not divide into groups.
     """
     module = model.get_submodule(name)
-    if module.in_features % group:
-        raise UserError(
-            f"{name} has {module.in_features} input columns: 4 bits need a multiple of {group}; "
-            "int8 takes any number"
-        )
+    columns = module.in_features
+    require(
+        columns % group == 0,
+        f"{name} has {columns} input columns: 4 bits need a multiple of {group}",
+    )
     quantised = QuantisedLinear(module, bits, group)
     model.set_submodule(name, quantised)
     return quantised
@@ -174,19 +173,12 @@ def awq_group_size(data: Mapping[str, Any], source: str) -> int | None:
     config = data.get("quantization_config")
     if config is None:
         return None
-    config = {"version": "gemm", "group_size": 128, **config}
-    for field, supported in _AWQ_SUPPORTED.items():
-        if str(config.get(field)).lower() != supported:
-            raise UserError(
-                f"{source}: quantization_config.{field} = {config.get(field)!r}: "
-                f"expected {supported}, the only one supported"
-            )
-    group = config["group_size"]
-    if not isinstance(group, int) or group <= 0 or group % 32:
-        raise UserError(
-            f"{source}: quantization_config.group_size = {group!r}: "
-            "expected a positive multiple of 32"
-        )
+    group = config.get("group_size", 128)
+    is_awq = config.get("quant_method") == "awq" and config.get("bits") == 4
+    is_gemm = str(config.get("version", "gemm")).lower() == "gemm"
+    expected = "AWQ in 4 bits, 'gemm' layout, with a group_size that 32 divides"
+    known = is_awq and is_gemm and group > 0 and group % 32 == 0
+    check_field(known, source, data, "quantization_config", expected)
     return group
 
 

@@ -7,8 +7,7 @@ weights.py reads and writes weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +37,6 @@ class ModelConfig:
     head_dim: int = 128
     max_position_embeddings: int = 40960
     rope_theta: float = 1_000_000.0
-    rope_scaling: dict[str, Any] | None = None  # None, or YaRN with the keys of a HF config
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     attention_bias: bool = False
@@ -126,9 +124,7 @@ class Qwen3(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         # Plain attributes, not buffers: the frequencies stay fp32 when the model is cast.
-        frequencies, self.rope_factor = rope_frequencies(
-            config.head_dim, config.rope_theta, config.rope_scaling
-        )
+        frequencies = rope_frequencies(config.head_dim, config.rope_theta)
         self._rope_frequencies = {torch.device("cpu"): frequencies}
 
     @property
@@ -159,8 +155,7 @@ class Qwen3(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Return the hidden states after the final norm, [T, hidden]; inputs are int64 [T]."""
         x = self.embed_tokens(tokens)
-        frequencies = self.rope_frequencies(positions.device)
-        cos, sin = rope_tables(positions, frequencies, self.rope_factor, x.dtype)
+        cos, sin = rope_tables(positions, self.rope_frequencies(positions.device), x.dtype)
         for block in self.layers:
             x = block(x, cos, sin, attend)
         return rms_norm(x, self.norm, self.config.rms_norm_eps)
@@ -178,19 +173,29 @@ class Qwen3(nn.Module):
         return self._rope_frequencies[device]
 
 
-_QWEN3_8B = ModelConfig(
-    vocab_size=151936,
-    hidden_size=4096,
-    intermediate_size=12288,
-    num_hidden_layers=36,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    eos_token_ids=(151645,),
-)
-_SMALL = {"num_hidden_layers": 28, "num_attention_heads": 16, "tie_word_embeddings": True}
-
+# layers, hidden size, intermediate size, heads, tied
+_PUBLISHED = {
+    "qwen3-0.6b": (28, 1024, 3072, 16, True),
+    "qwen3-1.7b": (28, 2048, 6144, 16, True),
+    "qwen3-4b": (36, 2560, 9728, 32, True),
+    "qwen3-8b": (36, 4096, 12288, 32, False),
+    "qwen3-14b": (40, 5120, 17408, 40, False),
+    "qwen3-32b": (64, 5120, 25600, 64, False),
+}
 # The published sizes, and "nano", which a CPU trains in minutes.
 PRESETS: dict[str, ModelConfig] = {
+    name: ModelConfig(
+        vocab_size=151936,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        tie_word_embeddings=tied,
+        eos_token_ids=(151645,),
+    )
+    for name, (layers, hidden, intermediate, heads, tied) in _PUBLISHED.items()
+} | {
     "nano": ModelConfig(
         vocab_size=896,
         hidden_size=256,
@@ -201,25 +206,5 @@ PRESETS: dict[str, ModelConfig] = {
         head_dim=32,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
-    ),
-    "qwen3-0.6b": replace(_QWEN3_8B, hidden_size=1024, intermediate_size=3072, **_SMALL),
-    "qwen3-1.7b": replace(_QWEN3_8B, hidden_size=2048, intermediate_size=6144, **_SMALL),
-    "qwen3-4b": replace(
-        _QWEN3_8B, hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True
-    ),
-    "qwen3-8b": _QWEN3_8B,
-    "qwen3-14b": replace(
-        _QWEN3_8B,
-        hidden_size=5120,
-        intermediate_size=17408,
-        num_hidden_layers=40,
-        num_attention_heads=40,
-    ),
-    "qwen3-32b": replace(
-        _QWEN3_8B,
-        hidden_size=5120,
-        intermediate_size=25600,
-        num_hidden_layers=64,
-        num_attention_heads=64,
-    ),
+    )
 }

@@ -54,29 +54,22 @@ def _write_shards(
 ) -> None:
     """Write one file, or numbered shards and their index."""
     shard: dict[str, Tensor] = {}
-    names: list[list[str]] = []  # of each shard
-    size = total = 0
-
-    def flush() -> None:
-        save_file(shard, directory / f"{len(names)}.part", {"format": "pt"})
-        names.append(list(shard))
-        shard.clear()
-
+    weight_map: dict[str, str] = {}
+    file, size, total = "", 0, 0
     for name, tensor in tensors:
-        if shard and size + tensor.nbytes > max_shard_bytes:
-            flush()
-            size = 0
-        shard[name] = tensor.cpu().contiguous()
+        if not shard or size + tensor.nbytes > max_shard_bytes:
+            if shard:
+                save_file(shard, directory / file, {"format": "pt"})
+            shard, size = {}, 0
+            file = f"model-{1 + len(set(weight_map.values())):05d}.safetensors"
+        shard[name], weight_map[name] = tensor.cpu().contiguous(), file
         size, total = size + tensor.nbytes, total + tensor.nbytes
-    flush()
-    if len(names) == 1:
-        (directory / "0.part").rename(directory / SINGLE)
-        return
-    files = [f"model-{i:05d}-of-{len(names):05d}.safetensors" for i in range(1, len(names) + 1)]
-    for i, file in enumerate(files):
-        (directory / f"{i}.part").rename(directory / file)
-    weight_map = {name: file for file, part in zip(files, names, strict=True) for name in part}
-    _write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    if len(shard) == len(weight_map):
+        save_file(shard, directory / SINGLE, {"format": "pt"})
+    else:
+        save_file(shard, directory / file, {"format": "pt"})
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_json(directory / INDEX, index)
 
 
 def _write_json(file: Path, data: dict[str, Any]) -> None:

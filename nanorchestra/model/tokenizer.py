@@ -25,7 +25,7 @@ from tokenizers import (
     trainers,
 )
 
-from nanorchestra.errors import UserError
+from nanorchestra.errors import UserError, require
 from nanorchestra.files import write_whole
 
 # Qwen3's pre-tokenisation: contractions, words with one leading non-letter, single digits,
@@ -51,13 +51,9 @@ _REQUIRED = (*SPECIAL_TOKENS[:3], *TEXT_TOKENS[:2], *TEXT_TOKENS[-4:])
 _COMPANIONS = ("tokenizer_config.json", "chat_template.jinja")
 _CONFIG = {  # what transformers needs beside tokenizer.json
     "tokenizer_class": "PreTrainedTokenizerFast",
-    "bos_token": None,
     "eos_token": "<|im_end|>",
     "pad_token": "<|endoftext|>",
-    "unk_token": None,
-    "additional_special_tokens": list(SPECIAL_TOKENS[1:]),
     "clean_up_tokenization_spaces": False,
-    "split_special_tokens": False,
 }
 _CACHED = 4096  # entries of the cache of encoded texts, and the most characters of an entry
 
@@ -82,10 +78,8 @@ class Tokenizer:
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._ids = backend.get_vocab(with_added_tokens=True)
         for token in _REQUIRED:
-            if self._ids.get(token) not in added:
-                raise UserError(
-                    f"{source}: added_tokens has no {token!r}, as a Qwen3 tokenizer has"
-                )
+            known = self._ids.get(token) in added
+            require(known, f"{source}: added_tokens has no {token!r}, as a Qwen3 tokenizer has")
         self._bytes = _byte_table(self._ids, self.added_ids, source)
         self.vocab_size = len(self._bytes)
         self.im_start, self.im_end = self.token_id("<|im_start|>"), self.token_id("<|im_end|>")
@@ -179,8 +173,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     twice. Added tokens are cut out of `texts`, which may be rendered conversations. Deterministic.
     Raises UserError if vocab_size is below 282.
     """
-    if vocab_size < SMALLEST_VOCAB:
-        raise UserError(f"vocab_size = {vocab_size}: expected at least {SMALLEST_VOCAB}")
+    expected = f"expected at least {SMALLEST_VOCAB}"
+    require(vocab_size >= SMALLEST_VOCAB, f"vocab_size = {vocab_size}: {expected}")
     backend = tokenizers.Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(tokenizers.Regex(PATTERN), "isolated")

@@ -7,17 +7,18 @@ at once where the model is quantised. saving.py writes checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nanorchestra.errors import UserError
+from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json
 from nanorchestra.model.hf_config import read_config, read_config_json
 from nanorchestra.model.quantise import (
@@ -35,17 +36,6 @@ from nanorchestra.model.tokenizer import Tokenizer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_FLOATS = ("F32", "BF16", "F16")  # dtypes that a checkpoint may store, as safetensors names them
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """A tensor of a checkpoint: its file and the name, shape and dtype it has there."""
-
-    file: Path
-    name: str
-    shape: list[int]
-    dtype: str
 
 
 def load_model(
@@ -63,34 +53,36 @@ def load_model(
     UserError for anything wrong with the directory.
     """
     path = Path(path)
-    if dtype is not None and dtype not in DTYPES:
-        raise UserError(f"dtype = {dtype!r}: expected one of {', '.join(DTYPES)}")
+    known = dtype is None or dtype in DTYPES
+    require(known, f"dtype = {dtype!r}: expected one of {', '.join(DTYPES)}")
     config, group = read_config(path), awq_group_size(*read_config_json(path))
-    if group and quantise:
-        raise UserError(f"{path}: quantise = {quantise!r}: the checkpoint is quantised already")
-    stored = _read_headers(path)
-    if "lm_head.weight" not in stored:
+    whole_bits = not (group and quantise)
+    require(whole_bits, f"{path}: quantise = {quantise!r}: the checkpoint is quantised already")
+    if not any("lm_head.weight" in stored for _, _, stored in _shards(path)):
         config = replace(config, tie_word_embeddings=True)
     with torch.device("meta"):
         model = build(config)
     if dtype is not None:
         model.to(DTYPES[dtype])
     if group:
-        _replace_awq_linears(model, group, stored)
+        for name, _ in linears(model.layers):
+            replace_linear(model.layers, name, 4, group)
     elif quantise:
         quantise_model(model, quantise)
-    slots = hf_slots(model, stored)
-    _check(slots, stored, path)  # before any memory is taken
+    _check(hf_slots(model, bool(group)), path)  # before any memory is taken
     model.to_empty(device=device)
-    _copy_stored(hf_slots(model, stored), stored)
+    slots = hf_slots(model, bool(group))
+    for _, shard, stored in _shards(path):
+        for name in stored.keys() & slots.keys():
+            slots[name].write(shard.get_tensor(stored[name]))
     tokenizer = None
     if (path / "tokenizer.json").exists():
         tokenizer = Tokenizer.from_dir(path)
-        if tokenizer.vocab_size > config.vocab_size:
-            raise UserError(
-                f"{path / 'tokenizer.json'}: has ids up to {tokenizer.vocab_size - 1}; "
-                f"config.json says vocab_size = {config.vocab_size}"
-            )
+        require(
+            tokenizer.vocab_size <= config.vocab_size,
+            f"{path / 'tokenizer.json'}: has ids up to {tokenizer.vocab_size - 1}; "
+            f"config.json says vocab_size = {config.vocab_size}",
+        )
     return model, tokenizer
 
 
@@ -123,14 +115,13 @@ def named_hf_tensors(
     with an adapter (lora.py) is merged, and a sharded one is gathered, so all ranks must iterate
     together. Raises UserError for a quantised model.
     """
-    if is_quantised(model):
-        raise UserError("the model is quantised; only full-precision weights are trained or saved")
+    require(not is_quantised(model), "a quantised model can be neither trained nor saved")
     for name, parameter in model.named_parameters():
         owner, _, field = name.rpartition(".")
         if field in ("lora_a", "lora_b"):
             continue
         merged = getattr(model.get_submodule(owner), "merged", None)
-        matrix = merged() if field == "weight" and merged else parameter
+        matrix = merged() if merged and field == "weight" else parameter
         yield from hf_parts(model.config, name, whole(matrix, dtype))
 
 
@@ -139,21 +130,17 @@ def hf_parts(config: ModelConfig, name: str, tensor: Tensor) -> list[tuple[str, 
     return [(part, tensor[rows]) for part, rows in _hf_rows(config, name, len(tensor))]
 
 
-def hf_slots(model: Qwen3, stored: Collection[str] = ()) -> dict[str, Slot]:
-    """Return where each HF tensor goes. AWQ's tensors have slots where `stored` names them."""
+def hf_slots(model: Qwen3, awq: bool = False) -> dict[str, Slot]:
+    """Return where each HF tensor goes; `awq`: 4-bit matrices come as the tensors of AWQ."""
     slots: dict[str, Slot] = {}
     for name, parameter in model.named_parameters():
-        if name.endswith((".lora_a", ".lora_b")):
-            continue
         for part, rows in _hf_rows(model.config, name, len(parameter)):
             shape = [rows.stop - rows.start, *parameter.shape[1:]]
             slots[part] = Slot(shape, partial(fill, parameter, begin=rows.start))
     for name, module in linears(model, QuantisedLinear):
         for part, rows in _hf_rows(model.config, f"{name}.weight", module.out_features):
-            prefix = part.removesuffix("weight")
-            if f"{prefix}qweight" in stored:
-                awq = module.awq_slots(rows)
-                slots |= {prefix + kind: slot for kind, slot in awq.items()}
+            if awq and module.bits == 4:
+                slots |= module.awq_slots(part.removesuffix("weight"), rows)
             else:
                 shape = [rows.stop - rows.start, module.in_features]
                 slots[part] = Slot(shape, partial(module.write, rows))
@@ -161,7 +148,9 @@ def hf_slots(model: Qwen3, stored: Collection[str] = ()) -> dict[str, Slot]:
 
 
 def _hf_rows(config: ModelConfig, name: str, rows: int) -> list[tuple[str, slice]]:
-    """Return the HF names of one parameter and the rows that each has in it."""
+    """Return the HF names of one parameter and the rows that each has; none for an adapter."""
+    if name.endswith((".lora_a", ".lora_b")):
+        return []
     if name == "lm_head.weight":
         return [(name, slice(0, rows))]
     name = f"model.{name}.weight" if name.endswith("norm") else f"model.{name}"
@@ -172,74 +161,46 @@ def _hf_rows(config: ModelConfig, name: str, rows: int) -> list[tuple[str, slice
         fused, parts = "qkv_proj", {"q_proj": q, "k_proj": kv, "v_proj": kv}
     elif ".gate_up_proj." in name:
         fused, parts = "gate_up_proj", {"mlp.gate_proj": rows // 2, "mlp.up_proj": rows // 2}
-    ends = [0]
-    for count in parts.values():
-        ends.append(ends[-1] + count)
+    ends = accumulate(parts.values())
     return [
-        (name.replace(f".{fused}.", f".{part}."), slice(*ends_of_part))
-        for part, ends_of_part in zip(parts, pairwise(ends), strict=True)
+        (name.replace(f".{fused}.", f".{part}."), slice(end - count, end))
+        for (part, count), end in zip(parts.items(), ends, strict=True)
     ]
 
 
-def _replace_awq_linears(model: Qwen3, group: int, stored: Collection[str]) -> None:
-    """Quantise the matrices that the checkpoint holds in 4 bits; it may leave some in full."""
-    for name, module in linears(model):
-        parts = _hf_rows(model.config, f"{name}.weight", module.out_features)
-        if any(part.replace(".weight", ".qweight") in stored for part, _ in parts):
-            replace_linear(model, name, 4, group)
-
-
-def _read_headers(path: Path) -> dict[str, _Stored]:
-    """Return {HF name: tensor} of a checkpoint directory, from one file or all shards."""
+def _shards(path: Path) -> Iterator[tuple[Path, Any, dict[str, str]]]:
+    """Open each shard in turn; yield its file, its handle and {HF name: stored name}."""
     files = [SINGLE]
     if (path / INDEX).is_file():
         files = sorted(set(read_json(path / INDEX)["weight_map"].values()))
-    stored = {}
     for file in files:
         try:
             with safe_open(path / file, framework="pt") as shard:
-                for name in shard.keys():  # noqa: SIM118 (a shard is no dict)
-                    entry = shard.get_slice(name)
-                    # A backbone saved alone has no `model.` before its names.
-                    hf_name = name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
-                    shape, dtype = entry.get_shape(), entry.get_dtype()
-                    stored[hf_name] = _Stored(path / file, name, shape, dtype)
+                # A backbone saved alone has no `model.` before its names.
+                is_whole = ("model.", "lm_head.")
+                stored = {n if n.startswith(is_whole) else f"model.{n}": n for n in shard.keys()}  # noqa: SIM118
+                yield path / file, shard, stored
         except (SafetensorError, OSError) as error:
             raise UserError(
                 f"{path / file}: not a whole safetensors file ({error}); is the download complete?"
             ) from error
-    return stored
 
 
-def _check(slots: dict[str, Slot], stored: dict[str, _Stored], path: Path) -> None:
-    """Raise UserError unless the checkpoint holds exactly the tensors of the model."""
-    problems = {
-        name: "is unexpected: config.json describes no such parameter"
-        for name in stored
-        if name not in slots and not _is_ignored(name)
-    }
-    for name, slot in slots.items():
-        entry, dtypes = stored.get(name), ("I32",) if slot.integer else _FLOATS
-        if entry is None:
-            problems[name] = f"of shape {slot.shape} is missing"
-        elif entry.shape != slot.shape:
-            problems[name] = f"has shape {entry.shape}; config.json asks for {slot.shape}"
-        elif entry.dtype not in dtypes:
-            problems[name] = f"has dtype {entry.dtype}; expected {' or '.join(dtypes)}"
-    if problems:
-        name = next(iter(problems))
-        file = stored[name].file if name in stored else path
-        raise UserError(f"{file}: tensor {name} {problems[name]} ({len(problems)} tensors differ)")
-
-
-def _is_ignored(name: str) -> bool:
-    """Return True for a tensor that tied or older checkpoints hold and the model computes."""
-    return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
-
-
-def _copy_stored(slots: dict[str, Slot], stored: dict[str, _Stored]) -> None:
-    for file in sorted({entry.file for entry in stored.values()}):
-        with safe_open(file, framework="pt") as shard:
-            for name, entry in stored.items():
-                if entry.file == file and name in slots:
-                    slots[name].write(shard.get_tensor(entry.name))
+def _check(slots: dict[str, Slot], path: Path) -> None:
+    """Raise UserError unless the checkpoint holds exactly the tensors of the slots."""
+    missing = set(slots)
+    for file, shard, stored in _shards(path):
+        for name in stored:
+            slot, entry = slots.get(name), shard.get_slice(stored[name])
+            problem = ""
+            if slot is None:
+                problem = "is not described by config.json" if name != "lm_head.weight" else ""
+            elif entry.get_shape() != slot.shape:
+                problem = f"has shape {entry.get_shape()}; config.json asks for {slot.shape}"
+            elif entry.get_dtype() not in slot.dtypes:
+                problem = f"has dtype {entry.get_dtype()}; expected {' or '.join(slot.dtypes)}"
+            require(not problem, f"{file}: tensor {name} {problem}")
+            missing.discard(name)
+    if missing:
+        name = min(missing)
+        raise UserError(f"{path}: tensor {name} of shape {slots[name].shape} is missing")

@@ -50,7 +50,8 @@ def hidden(model, tokens=(5, 9, 600, 3, 77, 12)):
 @pytest.mark.parametrize("rows", [[7], [4, 2, 1]])
 def test_gradients_equal_finite_differences(rows):
     generator = torch.Generator().manual_seed(0)
-    layer = LoRALinear(torch.nn.Linear(5, 7), rows, rank=2, alpha=3.0, generator=generator).double()
+    layer = LoRALinear(torch.nn.Linear(5, 7), rows, rank=2, alpha=3.0).double()
+    layer.reset(generator)
     inputs = [
         torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
         for shape in ((4, 5), layer.lora_a.shape, layer.lora_b.shape)
@@ -65,7 +66,8 @@ def test_gradients_equal_finite_differences(rows):
 def test_each_part_of_a_fused_matrix_has_its_own_adapter():
     """Row r of part p is x W_r + scale (x A_p) B_r, written out."""
     layer = LoRALinear(torch.nn.Linear(5, 7, bias=False), [4, 2, 1], rank=2, alpha=3.0)
-    torch.nn.init.normal_(layer.lora_b)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
     x = torch.randn(5)
     for row, part in enumerate([0, 0, 0, 0, 1, 1, 2]):
         low = layer.lora_a[2 * part : 2 * part + 2] @ x

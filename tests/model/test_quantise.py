@@ -228,7 +228,7 @@ def test_new_weights_fit_an_awq_model_in_its_groups(published):
         ({"model.layers.1.mlp.down_proj.qzeros": None}, "qzeros of shape [3, 8] is missing"),
         ({"model.layers.0.self_attn.k_proj.qweight": torch.zeros(64, 4)}, "F32; expected I32"),
         ({"model.layers.0.mlp.up_proj.scales": torch.zeros(1, 96).half()}, "asks for [2, 96]"),
-        ({"config": {"quantization_config": None}}, "is unexpected"),
+        ({"config": {"quantization_config": None}}, "is not described by"),
     ],
     ids=["missing", "dtype", "shape", "config"],
 )

@@ -129,13 +129,13 @@ DAMAGES = {
     "no config.json": lambda path: (path / "config.json").unlink(),
     "config.json: not JSON": lambda path: (path / "config.json").write_text('{"model_type": '),
     "config.json: expected a JSON object": lambda path: (path / "config.json").write_text("[]"),
-    "has shape [24]; config.json asks for [32] (23 tensors differ)": lambda path: edit_json(
+    "has shape [41, 24]; config.json asks for [41, 32]": lambda path: edit_json(
         path / "config.json", hidden_size=32
     ),
     "tensor model.layers.2.input_layernorm.weight of shape [24] is missing": lambda path: edit_json(
         path / "config.json", num_hidden_layers=3
     ),
-    "is unexpected: config.json describes no such parameter (15 tensors differ)": (
+    "tensor model.layers.1.input_layernorm.weight is not described by config.json": (
         lambda path: edit_json(path / "config.json", num_hidden_layers=1)
     ),
     "generation_config.json: eos_token_id = 41: ": lambda path: edit_json(
@@ -144,8 +144,8 @@ DAMAGES = {
     "model.safetensors: not a whole safetensors file": lambda path: [
         file.unlink() for file in path.glob("model*")
     ],
-    "-of-00007.safetensors: not a whole safetensors file": truncate_last_shard,
-    "00002-of-00007.safetensors: not a whole safetensors file (No such file": lambda path: next(
+    "model-00007.safetensors: not a whole safetensors file": truncate_last_shard,
+    "model-00002.safetensors: not a whole safetensors file (No such file": lambda path: next(
         path.glob("model-00002*")
     ).unlink(),
     "tensor lm_head.weight has dtype I8; expected F32 or BF16 or F16": lambda path: edit_output(
