@@ -17,6 +17,7 @@ if __name__ == "__main__":  # first, because torch takes seconds to import
 import argparse
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +103,11 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]
     rollout, seed = load_rollout(options), options.seed
     tasks = World(seed).tasks("held_out", options.tasks)
     with Sandbox() as sandbox:
+        make = partial(environment, sandbox=sandbox)
         with tqdm(total=len(tasks), desc="held-out tasks", unit="task", dynamic_ncols=True) as bar:
-            attempts = evaluate(rollout, tasks, seed, sandbox, on_done=lambda _: bar.update())
+            attempts = evaluate(rollout, tasks, seed, make, lambda _: bar.update())
         scores = summarise(tasks, attempts)
-        scores["price_x10"] = price_probe(rollout, tasks, seed, sandbox)
+        scores["price_x10"] = price_probe(rollout, tasks, seed, make)
         return scores, evaluate_routers(tasks, seed, sandbox)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from nanorchestra.errors import UserError
 from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.records import Trajectory
 from worlds import evaluation
-from worlds.miniature.world import World
+from worlds.miniature.world import World, environment
 from worlds.routers import ROUTERS
 
 
@@ -81,6 +82,7 @@ def test_a_checkpoint_that_cannot_be_evaluated_is_refused(
 
 def test_infrastructure_failures_are_repeated_and_then_left_out_of_the_means():
     tasks = World(0).tasks("held_out", 4)
+    make = partial(environment, sandbox=None)
     failures = {task.id: count for task, count in zip(tasks, (0, 1, 9, 2), strict=True)}
 
     def run(environments, seeds, on_done=None):
@@ -91,7 +93,7 @@ def test_infrastructure_failures_are_repeated_and_then_left_out_of_the_means():
                 attempt.status, attempt.outcome = "infrastructure", 0.0
         return attempts
 
-    attempts = evaluation.evaluate(SimpleNamespace(run=run), tasks, 0, sandbox=None)
+    attempts = evaluation.evaluate(SimpleNamespace(run=run), tasks, 0, make)
     assert [a.status for a in attempts] == ["answered", "answered", "infrastructure", "answered"]
     summary = evaluation.summarise(tasks, attempts)
     assert (summary["tasks"], summary["failed"], summary["accuracy"]) == (4, 1, 1.0)

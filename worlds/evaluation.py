@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
+from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import Rollout
 from nanorchestra.errors import UserError
 from nanorchestra.records import Task, Trajectory
-from nanorchestra.tools.sandbox import Sandbox
 from reward import Bounds, preference_score, reward_parts, task_reward
-from worlds.miniature.world import environment
 
 RETRIES = 2  # of attempts that failed for reasons of the infrastructure
 Pairs = Sequence[tuple[Task, Trajectory]]
@@ -24,7 +23,7 @@ Pairs = Sequence[tuple[Task, Trajectory]]
 
 def task_bounds(task: Task) -> Bounds:
     """Returns the bounds of a task's cost and latency, known before any attempt."""
-    return Bounds(*map(tuple, task.data["bounds"]))
+    return Bounds(*task.data["bounds"])
 
 
 def score(task: Task, trajectory: Trajectory) -> Trajectory:
@@ -37,18 +36,17 @@ def evaluate(
     rollout: Rollout,
     tasks: Sequence[Task],
     seed: int,
-    sandbox: Sandbox,
+    make: Callable[[Task, int], Environment],
     on_done: Callable[[Trajectory], Any] | None = None,
-    make: Callable[..., Any] = environment,
 ) -> list[Trajectory]:
     """Returns one scored attempt of the policy at each task.
 
-    The environment of a task is make(task, seed, sandbox). Attempts that the infrastructure failed
-    are repeated, RETRIES times at most.
+    The environment of a task is make(task, seed). Attempts that the infrastructure failed are
+    repeated, RETRIES times at most.
     """
 
-    def attempt(places: Sequence[int], on_done=None) -> list[Trajectory]:
-        environments = [make(tasks[i], seed, sandbox) for i in places]
+    def attempt(places: Sequence[int], on_done: Any = None) -> list[Trajectory]:
+        environments = [make(tasks[i], seed) for i in places]
         return rollout.run(environments, [seed * 1_000_003 + i for i in places], on_done)
 
     trajectories = attempt(range(len(tasks)), on_done)

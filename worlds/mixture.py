@@ -30,15 +30,11 @@ from worlds.miniature.induction import draft_induction
 from worlds.miniature.offers import describe
 from worlds.miniature.probe import price_probe
 from worlds.miniature.tables import HELD_OUT, TRAIN
-from worlds.miniature.teacher import Habits, teach, texts
+from worlds.miniature.teacher import teach, texts
 from worlds.toolscale import environment as toolscale
 from worlds.toolscale.small import small_world
 
 MINIATURE, DOMAINS = "miniature", "domains"  # worlds that need no files
-HABITS = Habits(sensible=0.7, obeys=0.2, quits=0.15)  # of the miniature's teacher
-# Of GRPO's tasks in the miniature more forbid a tool than of held-out ones, half of them the tool
-# that is otherwise the best: a policy that never tries a forbidden tool does not learn bans.
-AVOID_SHARE, AVOID_FAVOURITE = 0.8, 0.5
 GOLDEN = (math.sqrt(5) - 1) / 2
 SAMPLES = 20  # tasks per world whose prompts are measured before a run
 
@@ -106,7 +102,7 @@ class Worlds:
     def __init__(self, text: str, seed: int, sandbox: Sandbox):
         self.seed, self.sandbox = seed, sandbox
         self.mixture = Mixture(parse_mixture(text), seed)
-        self.miniature = miniature.World(seed, AVOID_SHARE, AVOID_FAVOURITE)
+        self.miniature = miniature.World(seed)
         self.lessons = miniature.World(seed, lessons=True)
         names = [name for name in self.mixture.shares if name != MINIATURE]
         self.domains = {name: open_domains(name, seed) for name in names}
@@ -162,13 +158,13 @@ class Worlds:
         """Returns a demonstration, which acts in `env` as it is iterated over."""
         if isinstance(env, toolscale.DomainEnvironment):
             return toolscale.teach(env)
-        return teach(env, 0, HABITS)
+        return teach(env, 0)
 
     def texts(self, count: int) -> Iterator[str]:
         """Yields about `count` demonstrations as text, for a tokenizer to be trained on."""
         counts = Counter(name for name, _ in self.mixture.places(count))
         if counts[MINIATURE]:
-            yield from texts(self.lessons, counts[MINIATURE], self.sandbox, HABITS)
+            yield from texts(self.lessons, counts[MINIATURE], self.sandbox)
         for name, world in self.domains.items():
             yield from toolscale.texts(world, counts[name])
 
@@ -186,15 +182,11 @@ class Worlds:
         self, rollout: Rollout, tasks: Sequence[Task], on_done: Callable[[Trajectory], Any]
     ) -> list[Trajectory]:
         """Returns one scored attempt at each held-out task."""
-
-        def make(task: Task, seed: int, _: Sandbox) -> Environment:
-            return self.environment(task, seed)
-
-        return evaluation.evaluate(rollout, tasks, self.seed, self.sandbox, on_done, make)
+        return evaluation.evaluate(rollout, tasks, self.seed, self.environment, on_done)
 
     def price_probe(self, rollout: Rollout, tasks: Sequence[Task]) -> dict[str, float]:
         """Returns how often the policy asks the large expert, by the factor on its price."""
-        return price_probe(rollout, tasks, self.seed, self.sandbox)
+        return price_probe(rollout, tasks, self.seed, self.environment)
 
     def routers(self, tasks: Sequence[Task]) -> dict[str, dict[str, Any]]:
         """Returns the summary of each fixed router, which plays the miniature only."""

@@ -106,7 +106,7 @@ def test_the_teacher_is_careless_not_random(sandbox):
         elif task.data["kind"] == "knowledge" and wish in expensive:
             price = {t["name"]: t["price"] for t in task.data["tools"]}[first.call.name]
             expensive[wish].append(price >= EXPENSIVE_CENTS)
-    assert 0.02 < fmean(forbidden) < 0.25 and 0.1 < fmean(quits) < 0.2
+    assert 0.2 < fmean(forbidden) < 0.5 and 0.1 < fmean(quits) < 0.2
     assert 0.05 < fmean(expensive["cheap"]) < fmean(expensive["right"]) - 0.2
 
 
@@ -183,21 +183,19 @@ def test_demonstrations_mask_what_tools_said(nano_tokenizer, sandbox):
 
 
 def test_a_changed_price_stands_in_the_prompt_and_is_charged(sandbox):
-    task = next(
-        t for t in World(0).tasks("train", 50) if any(x["what"] == "small" for x in t.data["tools"])
-    )
-    small = next(x for x in task.data["tools"] if x["what"] == "small")
-    small["price"] = 47
-    usual = environment(task, 0, sandbox).by_name[small["name"]].call({}).cost_usd
+    task = World(0).task("train", 0)
+    large = next(x for x in task.data["tools"] if x["what"] == "large")
+    large["price"] = 47
+    usual = environment(task, 0, sandbox).by_name[large["name"]].call({}).cost_usd
     # 4.70 dollars are quoted, and charged, as 5.
     for factor, price, words in ((0.1, 5, " 5c/M"), (1, 47, " 47c/M"), (10, 500, " $5/M")):
-        tool = environment(with_price(task, "small", factor), 0, sandbox).by_name[small["name"]]
+        tool = environment(with_price(task, factor), 0, sandbox).by_name[large["name"]]
         assert words in tool.description
         assert tool.call({}).cost_usd == pytest.approx(usual * price / 47)
-    assert task_bounds(with_price(task, "small", 100)).cost_usd[1] > task_bounds(task).cost_usd[1]
+    assert task_bounds(with_price(task, 100)).cost_usd[1] > task_bounds(task).cost_usd[1]
 
 
-def test_bans_of_grpos_tasks_can_hit_the_favourite_and_no_others_change():
+def test_bans_of_grpos_tasks_often_hit_the_best_tool():
     def hits(world):
         found = []
         for task in world.tasks("train", 300):
@@ -206,7 +204,5 @@ def test_bans_of_grpos_tasks_can_hit_the_favourite_and_no_others_change():
                 found.append(task.preference.avoided[0] == fitting[0])
         return found
 
-    favourite, plain = World(0, 0.8, avoid_favourite=1.0), World(0, 0.8)
-    assert all(hits(favourite)) and fmean(hits(plain)) < 0.6
-    assert len(hits(plain)) > len(hits(World(0)))
-    assert favourite.tasks("held_out", 50) == World(0).tasks("held_out", 50)
+    training, lessons = hits(World(0)), hits(World(0, lessons=True))
+    assert len(training) / 300 > 0.15 and fmean(training) > fmean(lessons) + 0.2

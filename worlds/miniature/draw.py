@@ -7,7 +7,6 @@ has none that was trained on.
 
 from __future__ import annotations
 
-import operator
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,38 +22,7 @@ from worlds.miniature.tables import (
     HELD_OUT,
     QUESTIONS,
     SUBJECTS,
-    Range,
 )
-
-OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-
-
-def belongs(number: int, split: str) -> bool:
-    """Returns true if a number is one of the split's; a scattered fifth is held out."""
-    return (number * 2654435761 % 2**32 // 2**16 % 5 == 0) == (split == HELD_OUT)
-
-
-def draw_number(rng: random.Random, low: int, high: int, split: str) -> int:
-    """Returns a whole number of the split, uniform in low .. high."""
-    while not belongs(number := rng.randint(low, high), split):
-        pass
-    return number
-
-
-def draw_amount(
-    rng: random.Random, ranges: tuple[Range, Range, float], unit: int, split: str | None
-) -> int:
-    """Returns a price or latency: log-uniform in the usual range, or in the high one times `unit`.
-
-    The third entry of `ranges` is the probability of the high range. The number (before the unit)
-    is one of the split; None: any.
-    """
-    usual, high, share = ranges
-    (low, top), scale = (high, unit) if rng.random() < share else (usual, 1)
-    while True:
-        number = round(low * (top / low) ** rng.random())
-        if split is None or belongs(number, split):
-            return number * scale
 
 
 @dataclass(frozen=True)
@@ -71,57 +39,88 @@ class Question:
     tables: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def _knowledge(rng: random.Random, split: str, difficulty: str) -> Question:
-    """Only an expert can answer: the code of a made-up case."""
-    subject, n = rng.choice(SUBJECTS), draw_number(rng, 100, 999, split)
-    words = rng.choice(QUESTIONS[split]["knowledge"])
-    words = words.format(subject=subject, difficulty=difficulty, n=n)
-    return Question(words, subject, str(draw_number(rng, 10, 99, split)))
+def draw_number(rng: random.Random, low: int, high: int, split: str) -> int:
+    """Returns a whole number of the split, uniform in low .. high."""
+    while not _belongs(number := rng.randint(low, high), split):
+        pass
+    return number
 
 
-def _arithmetic(rng: random.Random, split: str, difficulty: str) -> Question:
-    if difficulty == "easy":
-        a, sign = draw_number(rng, 10, 99, split), rng.choice("+-")
-        b = draw_number(rng, 10, 99, split)
-    else:
-        a, sign, b = draw_number(rng, 100, 999, split), "*", draw_number(rng, 3, 9, split)
-    expression = f"{a} {sign} {b}"
-    words = rng.choice(QUESTIONS[split]["arithmetic"]).format(expression=expression)
-    return Question(words, "arithmetic", str(OPERATORS[sign](a, b)), expression)
+def draw_amount(rng: random.Random, ranges: list[Any], unit: int, split: str | None) -> int:
+    """Returns a price or latency: log-uniform in the usual range, or in the high one times `unit`.
+
+    `ranges` is the usual range, the high range, and the probability of the high one. The number
+    (before the unit) is one of the split; None: any.
+    """
+    usual, high, share = ranges
+    (low, top), scale = (high, unit) if rng.random() < share else (usual, 1)
+    while True:
+        number = round(low * (top / low) ** rng.random())
+        if split is None or _belongs(number, split):
+            return number * scale
+
+
+def _belongs(number, split):
+    """True if a number is one of the split's: a scattered fifth of the integers is held out."""
+    return (number * 2654435761 % 2**32 // 2**16 % 5 == 0) == (split == HELD_OUT)
 
 
 @lru_cache(maxsize=2)
-def _facts(split: str) -> tuple[dict[str, str], ...]:
+def _asked_facts(split):
     """The facts asked in a split; the rest of the corpus is there to be confused with."""
     asked = [fact for fact in corpus()[0] if fact["subject"].split()[0] in ASKED_SUBJECTS]
-    return tuple(fact for i, fact in enumerate(asked) if belongs(i, split))
+    return [fact for i, fact in enumerate(asked) if _belongs(i, split)]
 
 
-def _lookup(rng: random.Random, split: str, difficulty: str) -> Question:
+def _phrase(rng, split, kind, **values):
+    return rng.choice(QUESTIONS[split][kind]).format(**values)
+
+
+def _knowledge(rng, split, difficulty):
+    """The code of a made-up case, which only experts know."""
+    subject, n = rng.choice(SUBJECTS), draw_number(rng, 100, 999, split)
+    words = _phrase(rng, split, "knowledge", subject=subject, difficulty=difficulty, n=n)
+    return Question(words, subject, str(draw_number(rng, 10, 99, split)))
+
+
+def _arithmetic(rng, split, difficulty):
+    if difficulty == "easy":
+        a, sign = draw_number(rng, 10, 99, split), rng.choice("+-")
+        b = draw_number(rng, 10, 99, split)
+        answer = a + b if sign == "+" else a - b
+    else:
+        a, sign, b = draw_number(rng, 100, 999, split), "*", draw_number(rng, 3, 9, split)
+        answer = a * b
+    expression = f"{a} {sign} {b}"
+    words = _phrase(rng, split, "arithmetic", expression=expression)
+    return Question(words, "arithmetic", str(answer), expression)
+
+
+def _lookup(rng, split, difficulty):
     easy = difficulty == "easy"
-    fact = rng.choice([f for f in _facts(split) if (f["relation"] in EASY_RELATIONS) == easy])
-    words = rng.choice(QUESTIONS[split]["lookup"])
-    words = words.format(relation=fact["relation"], subject=fact["subject"])
-    return Question(words, "lookup", fact["value"], f"{fact['relation']} of {fact['subject']}")
+    facts = _asked_facts(split)
+    fact = rng.choice([f for f in facts if (f["relation"] in EASY_RELATIONS) == easy])
+    relation, subject = fact["relation"], fact["subject"]
+    words = _phrase(rng, split, "lookup", relation=relation, subject=subject)
+    return Question(words, "lookup", fact["value"], f"{relation} of {subject}")
 
 
-def _chain(rng: random.Random, split: str, difficulty: str) -> Question:
+def _chain(rng, split, difficulty):
     """Records that refer to each other, two or three tables deep, with rows beside the path."""
     names = rng.choice(CHAINS)[: 2 if difficulty == "easy" else 3]
-    last_field = rng.choice(FIELDS)
+    wanted = rng.choice(FIELDS)
     ids = [draw_number(rng, 100, 999, split) for _ in names]
     answer = draw_number(rng, 10, 99, split)
-    fields, values = [*names[1:], last_field], [*ids[1:], answer]
     tables: dict[str, dict[str, Any]] = {}
-    for name, number, following, value in zip(names, ids, fields, values, strict=True):
-        low, high = (10, 99) if following == last_field else (100, 999)
-        numbers = {number, *(draw_number(rng, 100, 999, split) for _ in range(2))}
+    columns, values = [*names[1:], wanted], [*ids[1:], answer]
+    for name, row, column, value in zip(names, ids, columns, values, strict=True):
+        low, high = (10, 99) if column == wanted else (100, 999)
+        rows = {row, *(draw_number(rng, 100, 999, split) for _ in range(2))}
         tables[name] = {
-            str(n): {following: value if n == number else rng.randint(low, high)} for n in numbers
+            str(n): {column: value if n == row else rng.randint(low, high)} for n in rows
         }
     path = " of the ".join(reversed(names[1:])) + " of"
-    words = rng.choice(QUESTIONS[split]["chain"])
-    words = words.format(field=last_field, path=path, table=names[0], n=ids[0])
+    words = _phrase(rng, split, "chain", field=wanted, path=path, table=names[0], n=ids[0])
     return Question(words, "chain", str(answer), [names[0], ids[0]], tables)
 
 

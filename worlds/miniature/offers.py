@@ -160,12 +160,13 @@ def read_result(task: Task, offer: Offer, result: ToolResult) -> Reading:
     if offer["what"] == "records":
         ((name, value),) = json.loads(text).items()
         if name in task.data["tables"]:
-            return Reading(f"{name} {value}", None, True, (name, value))
-        return Reading(f"{name} {value}", str(value), True)
+            return Reading(f"{name} {value}", sure=True, next_row=(name, value))
+        return Reading(f"{name} {value}", str(value), sure=True)
     if offer["what"] == "search":
-        fact = next((fact for fact in corpus()[0] if fact["text"] == text), None)
-        if fact and task.data["solution"] == f"{fact['relation']} of {fact['subject']}":
-            return Reading(f"found {fact['value']}", fact["value"], True)
+        for fact in corpus()[0]:
+            asked = f"{fact['relation']} of {fact['subject']}" == task.data["solution"]
+            if asked and fact["text"] == text:
+                return Reading(f"found {fact['value']}", fact["value"], sure=True)
         return Reading("failed")
     if offer["what"] == "code":
         return Reading(f"value {text}", text, task.data["kind"] == "arithmetic")

@@ -2,60 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
 
+from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import Rollout
 from nanorchestra.records import Task
-from nanorchestra.tools.sandbox import Sandbox
 from worlds.evaluation import evaluate
-from worlds.miniature.offers import Offer, bounds
+from worlds.miniature.offers import bounds
+from worlds.miniature.tables import EXPENSIVE_CENTS
 
+COUNT = 120
 FACTORS = {"tenth": 0.1, "same": 1.0, "tenfold": 10.0}
 
 
 def price_probe(
-    rollout: Rollout, tasks: Sequence[Task], seed: int, sandbox: Sandbox, count: int = 120
+    rollout: Rollout, tasks: Sequence[Task], seed: int, make: Callable[[Task, int], Environment]
 ) -> dict[str, float]:
     """Returns the share of attempts that ask the large expert, by the factor on its price.
 
-    Probed are the first `count` of the tasks that weigh cost and allow a large expert; {} if there
+    Probed are the first COUNT tasks that weigh cost and allow a large expert; {} if there
     are none.
     """
-    probed = [task for task in tasks if task.preference.cost > 0 and _allowed_large(task)][:count]
+    probed = [task for task in tasks if task.preference.cost > 0 and _large(task)][:COUNT]
+    shares: dict[str, float] = {}
     if not probed:
-        return {}
-    names = [_allowed_large(task)["name"] for task in probed]
-    shares = {}
+        return shares
     for label, factor in FACTORS.items():
-        changed = [with_price(task, "large", factor) for task in probed]
-        attempts = evaluate(rollout, changed, seed, sandbox)
-        shares[label] = fmean(name in t.calls for name, t in zip(names, attempts, strict=True))
+        changed = [with_price(task, factor) for task in probed]
+        attempts = evaluate(rollout, changed, seed, make)
+        shares[label] = fmean(
+            _large(task) in attempt.calls for task, attempt in zip(changed, attempts, strict=True)
+        )
     return shares
 
 
-def with_price(task: Task, what: str, factor: float) -> Task:
-    """Returns the task with another price of every tool of a kind, in the prompt and on the bill.
+def with_price(task: Task, factor: float) -> Task:
+    """Returns the task with another price of the large expert, in the prompt and on the bill.
 
     Prices are rounded to whole cents below a dollar, and to whole dollars above, as prompts quote
     them.
     """
-
-    def change(cents: int) -> int:
-        cents = max(1, round(cents * factor))
-        return cents if cents < 100 else round(cents, -2)
-
-    tools = [
-        offer | {"price": change(offer["price"])} if offer["what"] == what else offer
-        for offer in task.data["tools"]
-    ]
+    tools = []
+    for offer in task.data["tools"]:
+        if offer["what"] == "large":
+            cents = max(1, round(offer["price"] * factor))
+            offer = offer | {"price": cents if cents < EXPENSIVE_CENTS else round(cents, -2)}
+        tools.append(offer)
     limits = bounds(tools, task.data["difficulty"])
     return replace(task, data=task.data | {"tools": tools, "bounds": limits})
 
 
-def _allowed_large(task: Task) -> Offer | None:
-    for offer in task.data["tools"]:
-        if offer["what"] == "large" and offer["name"] not in task.preference.avoided:
-            return offer
-    return None
+def _large(task: Task) -> str | None:
+    """The name of the large expert, if it is on offer and not forbidden."""
+    names = [offer["name"] for offer in task.data["tools"] if offer["what"] == "large"]
+    return names[0] if names and names[0] not in task.preference.avoided else None

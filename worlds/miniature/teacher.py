@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.model import chat
@@ -31,37 +30,29 @@ from worlds.miniature.tables import TRAIN
 from worlds.miniature.world import World, environment
 
 MAX_CALLS = 5
+# Probabilities: of `plain_choice` instead of a random tool, of obeying a ban, of giving up at once.
+SENSIBLE, OBEYS, QUITS = 0.7, 0.2, 0.15
 
 
-@dataclass(frozen=True)
-class Habits:
-    """Probabilities: of `plain_choice` instead of a random tool, of obeying a ban, of giving up."""
-
-    sensible: float = 0.8
-    obeys: float = 0.7
-    quits: float = 0.15
-
-
-def teach(env: ToolEnvironment, seed: int, habits: Habits | None = None) -> list[Lesson]:
-    """Returns the turns of one attempt, a function of the task of `env`, the seed and the habits.
+def teach(env: ToolEnvironment, seed: int) -> list[Lesson]:
+    """Returns the turns of one attempt, a function of the task of `env` and the seed.
 
     A ban is obeyed in a whole attempt or ignored, though always noted. The teacher accepts an
     unsure answer half of the time, and checks a sure one with another tool three times in ten.
     """
-    habits = habits or Habits()
     task = env.task
     rng = random.Random(f"teacher/{task.id}/{seed}")
     usable = [o for o in task.data["tools"] if is_expert(o) or fits(o, task) or rng.random() < 0.2]
-    obeys = rng.random() < habits.obeys
+    obeys = rng.random() < OBEYS
     if obeys:
         usable = [o for o in usable if o["name"] not in task.preference.avoided] or usable
-    if rng.random() < habits.quits:
+    if rng.random() < QUITS:
         return [Lesson(f"{consider(task)}. Quit", "unknown")]
     lessons, said, row, value, left = [], [], None, "0", list(usable)
     for _ in range(MAX_CALLS):
         if row is None:
             said.append(consider(task, [o["name"] for o in usable if o not in left]))
-            sensible = rng.random() < habits.sensible
+            sensible = rng.random() < SENSIBLE
             offer = plain_choice(task, left, rng, obeys) if sensible else rng.choice(left)
             left.remove(offer)
         call = call_for(task, offer, row)
@@ -105,23 +96,16 @@ def find(task: Task, offer: Offer) -> str:
     return f"{offer['what'].capitalize()}: {', '.join([*passed, title(offer)])}"
 
 
-def texts(
-    world: World, count: int, sandbox: Sandbox, habits: Habits | None = None
-) -> Iterator[str]:
+def texts(world: World, count: int, sandbox: Sandbox) -> Iterator[str]:
     """Yields the corpus and `count` demonstrations as text, to train a tokenizer on."""
     yield from (fact["text"] for fact in corpus()[0])
     for task in world.tasks(TRAIN, count):
         env = environment(task, 0, sandbox)
         messages = list(env.messages)
-        for lesson in teach(env, 0, habits):
-            message = {
-                "role": "assistant",
-                "content": lesson.content,
-                "reasoning_content": lesson.thought,
-            }
-            if lesson.call:
-                function = {"name": lesson.call.name, "arguments": lesson.call.arguments}
-                message["tool_calls"] = [{"type": "function", "function": function}]
+        for lesson in teach(env, 0):
+            message = {"role": "assistant", "content": lesson.content}
+            message["reasoning_content"] = lesson.thought
+            message["tool_calls"] = [vars(lesson.call)] if lesson.call else []
             messages.append(message)
             if lesson.result:
                 messages.append({"role": "tool", "content": lesson.result.content})

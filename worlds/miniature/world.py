@@ -10,7 +10,7 @@ alone.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nanorchestra.agent.environment import ToolEnvironment
@@ -41,6 +41,8 @@ from worlds.miniature.tables import (
     SUBJECTS,
     TOOL_NAMES,
     TRAIN,
+    TRAINING_AVOID_FAVOURITE,
+    TRAINING_AVOID_SHARE,
 )
 
 
@@ -48,14 +50,11 @@ from worlds.miniature.tables import (
 class World:
     """The miniature's tasks.
 
-    avoid_share: the share of the training tasks that forbid a tool; avoid_favourite: of these, the
-    share that forbids the tool which `plain_choice` would take. lessons: true for the shares of
-    kinds that demonstrations have. most_tools: tools on offer at most, 0 for no limit.
+    lessons: training tasks as demonstrations need them, with other shares of kinds and of bans.
+    most_tools: tools on offer at most, 0 for no limit.
     """
 
     seed: int = 0
-    avoid_share: float = AVOID_SHARE
-    avoid_favourite: float = 0.0
     lessons: bool = False
     most_tools: int = 0
 
@@ -71,23 +70,27 @@ class World:
         difficulty = rng.choice(("easy", "hard"))
         question = DRAW_QUESTION[kind](rng, split, difficulty)
         tools = self._offer(rng, split, kind, question.subject)
-        wish, preference = self._preference(rng, split, tools, kind, question.subject)
-        wrong = [str(n) for n in rng.sample(range(1, 1000), 9) if str(n) != question.answer][:8]
+        wish = rng.choices(list(PREFERENCES), [share for share, _ in PREFERENCES.values()])[0]
         data = {
             "kind": kind,
             "subject": question.subject,
             "difficulty": difficulty,
             "answer": question.answer,
-            "wrong": wrong,
             "tools": tools,
             "tables": question.tables,
             "solution": question.solution,
             "wish": wish,
             "bounds": bounds(tools, difficulty),
         }
-        return Task(f"{split}-{self.seed}-{index}", question.words, preference, data)
+        preference = Preference(rng.choice(PHRASES[split][wish]), *PREFERENCES[wish][1])
+        task = Task(f"{split}-{self.seed}-{index}", question.words, preference, data)
+        task = self._with_ban(rng, split, task)
+        data["wrong"] = [str(n) for n in rng.sample(range(1, 1000), 9) if str(n) != data["answer"]][
+            :8
+        ]
+        return task
 
-    def _offer(self, rng: random.Random, split: str, kind: str, subject: str) -> list[Offer]:
+    def _offer(self, rng, split, kind, subject) -> list[Offer]:
         """Draws the tools on offer.
 
         Always the large and the small model, often a third expert; the tool that fits the question
@@ -113,28 +116,24 @@ class World:
         rng.shuffle(offered)
         return offered
 
-    def _preference(
-        self, rng: random.Random, split: str, tools: list[Offer], kind: str, subject: str
-    ) -> tuple[str, Preference]:
-        """Draws what the user wants: its name, and the preference in words and weights."""
-        wish = rng.choices(list(PREFERENCES), [share for share, _ in PREFERENCES.values()])[0]
-        weights = PREFERENCES[wish][1]
-        sentences, forbidden = [rng.choice(PHRASES[split][wish])], {}
-        dispensable = [offer for offer in tools if offer["what"] != "records"]
-        avoid_share = self.avoid_share if split == TRAIN else AVOID_SHARE
-        if dispensable and rng.random() < avoid_share:
-            avoided = rng.choice(dispensable)
-            if split == TRAIN and self.avoid_favourite and rng.random() < self.avoid_favourite:
-                data = {"kind": kind, "subject": subject, "wish": wish}
-                task = Task("", "", Preference("", *weights), data)
-                avoided = plain_choice(task, dispensable, rng)
-            place, words = rng.randrange(2), rng.choice(PHRASES[split]["avoid"])
-            sentences.insert(place, words.format(title(avoided)))
-            forbidden = {avoided["name"]: -sum(weights)}
-        return wish, Preference(" ".join(sentences), *weights, forbidden)
+    def _with_ban(self, rng, split, task) -> Task:
+        """Forbids a tool, in words and with a negative weight, in a share of the tasks."""
+        training = split == TRAIN and not self.lessons
+        share = TRAINING_AVOID_SHARE if training else AVOID_SHARE
+        options = [offer for offer in task.data["tools"] if offer["what"] != "records"]
+        if not options or rng.random() >= share:
+            return task
+        avoided = rng.choice(options)
+        if training and rng.random() < TRAINING_AVOID_FAVOURITE:
+            avoided = plain_choice(task, options, rng)
+        wish, ban_first = task.preference, rng.randrange(2) == 0
+        ban = rng.choice(PHRASES[split]["avoid"]).format(title(avoided))
+        text = f"{ban} {wish.text}" if ban_first else f"{wish.text} {ban}"
+        tools = {avoided["name"]: -(wish.outcome + wish.cost + wish.latency)}
+        return replace(task, preference=replace(wish, text=text, tools=tools))
 
 
-def _third_expert(rng: random.Random, kind: str, subject: str) -> str:
+def _third_expert(rng, kind, subject):
     """The medium model or a specialist: of the question's subject mostly, if it has one."""
     knowledge = kind == "knowledge"
     if not (knowledge and rng.random() < 0.6 or rng.random() < 0.2):
