@@ -165,4 +165,4 @@ def read(message: dict[str, Any]) -> tuple[dict[str, str], str, str, list[ToolCa
 def _completion(ids: list[int], finish_reason: str, text: str = "") -> Completion:
     """Returns a Completion of ids whose log-probabilities and weight version are unknown."""
     unknown = [None] * len(ids)
-    return Completion(0, 0, ids, unknown, text, finish_reason, [-1] * len(ids), [])
+    return Completion(0, 0, ids, unknown, text, finish_reason, [-1] * len(ids))

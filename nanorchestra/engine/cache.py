@@ -1,198 +1,170 @@
-"""The book-keeping of the paged KV cache: which page holds which tokens, for whom, and which pages may be shared. No torch, no KV data.
+"""Book-keeping of the paged KV cache: which page holds which tokens of which sequences. No torch.
 
-A page holds the keys and values of `page_size` consecutive positions of one sequence. A full page whose KV has been written by a
-completed step is indexed under (uid of the page before it, its own tokens); the first page's parent is a root that stands for the
-weight version. Uids are never reused, so a key names the whole prefix exactly: nothing is hashed away and nothing can collide, and
-pages written under older weights can never match. A page that nobody holds stays indexed ("idle") until its place is needed.
+A page holds the keys and values of `page_size` consecutive positions. A full page that a completed
+step has written is indexed under the exact key (uid of the page before it, its tokens); the root
+before a first page stands for the weight version. Uids are never reused, so a key names the whole
+prefix without a hash, and collisions cannot occur. A page that no sequence holds stays indexed
+("idle") until its place is needed; the least recently used one is evicted first.
 
-A sequence can be forked: both then hold the same pages, the last one too, which may be half full. Whoever is about to write into a page
-that others hold as well gets a copy of it (`grow`); the copies to be made are listed in `copies` until somebody makes them.
+Sequences with a common prefix hold the same pages. A fork shares the half-full last page too, and
+a sequence that is about to write into a shared page gets a copy of it (copy-on-write).
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Iterable, Sequence
 
 Key = tuple[int, tuple[int, ...]]
 
 
 @dataclass(eq=False)
 class PageTable:
-    """One sequence's pages in order. The first `written` positions have their KV; the first `committed` pages are in the index."""
+    """One sequence's pages in order.
+
+    The first `written` positions have their KV. The first `committed` pages are in the index.
+    """
 
     pages: list[int] = field(default_factory=list)
     written: int = 0
     committed: int = 0
     parent: int = 0  # uid of the last committed page, or the root
-    root: int = 0  # of the weights that its first page was computed by
 
 
 class PageCache:
     """Reference-counted pages with exact prefix sharing.
 
-    Invariant (see `check`): every page is exactly one of free, idle (indexed, held by nobody) or held; the references of a page are
-    the tables it stands in; the pages before an indexed page are indexed too and leave the index no sooner than it does; a page that
-    several tables hold is indexed, or is half full and stands in forks at the same place.
+    Invariant (see `check`): every page is either free, idle (indexed and not held) or held. The
+    references of a page are the tables it stands in. A page leaves the index before its parent.
     """
 
     def __init__(self, num_pages: int, page_size: int = 16):
-        self.num_pages, self.page_size, self.version = num_pages, page_size, 0
-        self.root = (
-            -1
-        )  # stands before the first page; no uid equals it, and each version has its own
-        self._free = list(range(num_pages - 1, -1, -1))
+        self.num_pages, self.page_size = num_pages, page_size
+        self.copies: dict[int, int] = {}  # page -> page to copy into it before the next step
+        self._last_uid = 0
+        self.clear(0)
+
+    def clear(self, version: int) -> None:
+        """Forgets all pages and starts anew for weights of this version. No table may hold pages.
+
+        Pages are then handed out from the lowest on. The runner sorts rows by page, so a run's
+        rounding does not depend on what was cached before.
+        """
+        self.root = -1 - version
+        self._free = list(range(self.num_pages - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._refs = [0] * num_pages
-        self._uids = [0] * num_pages  # 0: not indexed
-        self._keys: list[Key | None] = [None] * num_pages
+        self._refs = [0] * self.num_pages
+        self._uids = [0] * self.num_pages  # 0: not indexed
+        self._keys: dict[int, Key] = {}
         self._index: dict[Key, int] = {}
-        self._last_uid, self._last_root = 0, self.root
-        self.copies: dict[
-            int, int
-        ] = {}  # page -> the page whose KV it is to be given, before the next step
 
     @property
     def available(self) -> int:
-        """Pages that can be handed out now: the free ones and the idle ones."""
+        """Number of pages that can be handed out now: free and idle ones."""
         return len(self._free) + len(self._idle)
 
     def pages_for(self, length: int) -> int:
-        """How many pages `length` positions take."""
+        """Number of pages that `length` positions take."""
         return -(-length // self.page_size)
 
-    def match(self, table: PageTable, ids: Sequence[int]) -> int:
-        """Fills the empty `table` with the longest indexed prefix of `ids`; returns its length in tokens, at most len(ids) - 1.
+    def match(self, table: PageTable, ids: Sequence[int]) -> None:
+        """Fills the empty `table` with the longest indexed prefix of `ids`.
 
-        The last token is left out even if its page is known, because its logits still have to be computed.
+        The last token never matches, because its logits still have to be computed.
         """
-        if table.pages:
-            raise ValueError("match needs an empty table")
-        table.parent = table.root = self.root
-        for start in range(0, len(ids) - self.page_size, self.page_size):
-            page = self._index.get((table.parent, tuple(ids[start : start + self.page_size])))
-            if page is None:
-                break
-            if self._refs[page] == 0:
-                del self._idle[page]
-            self._refs[page] += 1
+        table.parent, ids = self.root, ids[:-1]
+        while (page := self._index.get(self.next_key(table, ids))) is not None:
+            self._hold(page)
             table.pages.append(page)
             table.parent = self._uids[page]
-        table.committed = len(table.pages)
+            table.committed += 1
         table.written = table.committed * self.page_size
-        return table.written
 
     def next_key(self, table: PageTable, ids: Sequence[int]) -> Key | None:
-        """The key under which the page after the committed ones will be indexed, or None if `ids` do not fill that page."""
+        """Returns the key of the first page not committed yet, or None if `ids` do not fill it."""
         start = table.committed * self.page_size
         tokens = tuple(ids[start : start + self.page_size])
         return (table.parent, tokens) if len(tokens) == self.page_size else None
 
-    def writable(self, table: PageTable, length: int) -> bool:
-        """Whether the positions from `table.written` up to `length` have room in pages that nobody else holds."""
-        first = table.written // self.page_size
-        return length <= len(table.pages) * self.page_size and (
-            first == len(table.pages) or self._refs[table.pages[first]] == 1
-        )
-
     def missing(self, table: PageTable, length: int) -> int:
-        """How many free pages `table` needs before positions up to `length` can be written: new ones, and a copy of a shared last one."""
-        first = table.written // self.page_size
-        shared = first < len(table.pages) and self._refs[table.pages[first]] > 1
-        return max(0, self.pages_for(length) - len(table.pages)) + shared
+        """Counts the pages that `grow` would take."""
+        return max(0, self.pages_for(length) - len(table.pages)) + self._shares_next(table)
 
     def grow(self, table: PageTable, length: int) -> bool:
-        """Makes positions up to `length` writable, evicting idle pages if it must. False, and nothing changed, if there are too few."""
-        if self.missing(table, length) > self.available:
+        """Makes positions up to `length` writable. Returns False and changes nothing if it cannot.
+
+        Idle pages are evicted as needed. A shared page that would be written is copied.
+        """
+        missing = self.missing(table, length)
+        if missing > self.available:
             return False
-        if not table.pages:
-            table.parent = table.root = self.root
-        first = table.written // self.page_size
-        if not self.writable(table, min(length, len(table.pages) * self.page_size)):
-            source = table.pages[first]
-            table.pages[first] = page = self._take()
-            self._refs[source] -= 1
-            self.copies[page] = self.copies.get(
-                source, source
-            )  # a source that awaits its own copy has nothing yet
-        while len(table.pages) < self.pages_for(length):
-            table.pages.append(self._take())
+        if self._shares_next(table):
+            first = table.written // self.page_size
+            source, table.pages[first] = table.pages[first], self._take()
+            self._drop(source)
+            self.copies[table.pages[first]] = source
+            missing -= 1
+        table.pages += [self._take() for _ in range(missing)]
         return True
 
     def fork(self, table: PageTable, other: PageTable, length: int) -> None:
-        """Fills the empty `other` with the pages of the first `length` positions of `table`: written ones, or about to be."""
-        if other.pages:
-            raise ValueError("fork needs an empty table")
+        """Fills the empty `other` with the pages of the first `length` positions of `table`.
+
+        Positions that the coming step writes count too.
+        """
         other.pages[:] = table.pages[: self.pages_for(length)]
         for page in other.pages:
-            self._refs[page] += 1
-        other.written, other.committed, other.parent, other.root = (
-            table.written,
-            table.committed,
-            table.parent,
-            table.root,
-        )
+            self._hold(page)
+        other.written, other.committed, other.parent = table.written, table.committed, table.parent
+
+    def commit(self, table: PageTable, ids: Sequence[int], written: int) -> None:
+        """Records that the KV of ids[:written] stands in the table's pages, and indexes full ones.
+
+        If the index has a page with the same key already, the table takes that one and gives its
+        own back. The contents are equal, and from then on both sequences read one page.
+        """
+        table.written = written
+        while (table.committed + 1) * self.page_size <= written:
+            page, key = table.pages[table.committed], self.next_key(table, ids)
+            known = self._index.setdefault(key, page)
+            if not self._uids[known]:
+                self._last_uid += 1
+                self._keys[page], self._uids[page] = key, self._last_uid
+            elif known != page:
+                self._hold(known)
+                self._drop(page)
+                table.pages[table.committed] = known
+            table.parent = self._uids[known]
+            table.committed += 1
+
+    def release(self, table: PageTable) -> None:
+        """Gives all pages back and empties the table.
+
+        The last page goes first, so that a prefix is evicted from its end.
+        """
+        for page in reversed(table.pages):
+            self._drop(page)
+        table.pages.clear()
+        table.written = table.committed = 0
+
+    def _shares_next(self, table: PageTable) -> bool:
+        """True if the next position to write lies in a page that another sequence holds too."""
+        next_page = table.written // self.page_size
+        return next_page < len(table.pages) and self._refs[table.pages[next_page]] > 1
+
+    def _hold(self, page: int) -> None:
+        self._idle.pop(page, None)
+        self._refs[page] += 1
 
     def _take(self) -> int:
         page = self._free.pop() if self._free else self._evict()
         self._refs[page] = 1
         return page
 
-    def commit(self, table: PageTable, ids: Sequence[int], written: int) -> None:
-        """Records that the KV of ids[:written] now stands in the table's pages, and indexes the pages this completes.
-
-        If another sequence has indexed the same page meanwhile, the table takes that one and gives its own copy back: the KV is equal,
-        and from then on both read one page.
-        """
-        if not table.written <= written <= len(table.pages) * self.page_size:
-            raise ValueError(
-                f"cannot commit {written} positions: {table.written} were written, {len(table.pages)} pages are held"
-            )
-        table.written = written
-        while (table.committed + 1) * self.page_size <= written:
-            key = self.next_key(table, ids)
-            page = table.pages[table.committed]
-            known = self._index.get(key)
-            if known is None:
-                self._last_uid += 1
-                self._index[key], self._keys[page], self._uids[page] = page, key, self._last_uid
-            else:
-                if self._refs[known] == 0:
-                    del self._idle[known]
-                self._refs[known] += 1
-                table.pages[table.committed] = known
-                self._drop(page)
-            table.parent = self._uids[table.pages[table.committed]]
-            table.committed += 1
-
-    def release(self, table: PageTable) -> None:
-        """Gives all pages back and empties the table. The last page goes first, so that a prefix is evicted from its end."""
-        for page in reversed(table.pages):
-            self._drop(page)
-        table.pages.clear()
-        table.written = table.committed = 0
-        table.parent = self.root
-
-    def set_version(self, version: int) -> None:
-        """The weights have changed: idle pages are freed at once, and no page written so far will ever match again. Free pages are handed out from
-        the lowest on, as at first: rows are batched in the order of their pages, and sums are rounded in the order of the rows."""
-        self.version = version
-        self._last_root -= 1
-        self.root = self._last_root
-        while self._idle:
-            self._free.append(self._evict())
-        self._free.sort(reverse=True)
-
-    def detach(self, table: PageTable) -> None:
-        """The KV that `table` writes from now on is its own: computed by other weights than what stands before, it matches nobody's."""
-        if table.pages:
-            self._last_root -= 1
-            table.parent = self._last_root
-
     def _drop(self, page: int) -> None:
         self._refs[page] -= 1
-        if self._refs[page] == 0:
+        if not self._refs[page]:
             if self._uids[page]:
                 self._idle[page] = None
             else:
@@ -200,55 +172,27 @@ class PageCache:
 
     def _evict(self) -> int:
         page, _ = self._idle.popitem(last=False)
-        del self._index[self._keys[page]]
-        self._keys[page], self._uids[page] = None, 0
+        del self._index[self._keys.pop(page)]
+        self._uids[page] = 0
         return page
 
     def check(self, tables: Iterable[PageTable]) -> None:
-        """Walks over every invariant, given all live tables; AssertionError names the first that is broken."""
+        """Walks over the invariants, given all live tables. AssertionError names the broken one."""
         tables = list(tables)
         held = Counter(page for table in tables for page in table.pages)
-        free, idle = set(self._free), set(self._idle)
-        assert len(free) == len(self._free), "a page is on the free list twice"
-        assert len(free) + len(idle) + len(held) == self.num_pages, (
-            "pages are lost, or counted twice"
-        )
-        assert not free & idle and not free & held.keys() and not idle & held.keys(), (
-            "a page is in two states"
-        )
-        assert all(held[page] == self._refs[page] for page in range(self.num_pages)), (
-            "references differ from the tables"
-        )
-        assert all(self._uids[page] and self._index[self._keys[page]] == page for page in idle), (
-            "an idle page is not indexed"
-        )
-        assert all(self._uids[page] == 0 and self._keys[page] is None for page in free), (
-            "a free page is indexed"
-        )
-        assert sorted(self._index.values()) == [
-            page for page in range(self.num_pages) if self._uids[page]
-        ], "index and uids differ"
-        assert len({uid for uid in self._uids if uid}) == len(self._index), "two pages have one uid"
-        uids = {self._uids[page] for page in self._index.values()}
-        assert all(parent < 0 or parent in uids for parent, _ in self._index), (
-            "an indexed page has lost its parent"
-        )
+        states = [*self._free, *self._idle, *held]
+        assert sorted(states) == list(range(self.num_pages)), "a page is lost, or in two states"
+        assert all(held[page] == refs for page, refs in enumerate(self._refs)), "wrong references"
+        indexed = {page for page, uid in enumerate(self._uids) if uid}
+        assert indexed == self._keys.keys() == set(self._index.values()), "index and uids differ"
+        assert all(self._index[key] == page for page, key in self._keys.items()), "a key is wrong"
+        assert indexed >= self._idle.keys(), "an idle page is not indexed"
+        uids = {self.root, *(self._uids[page] for page in indexed)}
+        assert all(parent in uids for parent, _ in self._index), "a page has lost its parent"
         for table in tables:
-            assert (
-                table.committed * self.page_size
-                <= table.written
-                <= len(table.pages) * self.page_size
-            ), "a table's counts are out of order"
-            parent = None
-            for page in table.pages[: table.committed]:
-                assert self._uids[page], "a committed page is not indexed"
-                assert self._keys[page][0] < 0 or self._keys[page][0] == parent, (
-                    "a table's pages are not a chain"
-                )
-                parent = self._uids[page]
-            assert not table.committed or table.parent < 0 or table.parent == parent, (
-                "a table's parent is not its last committed page"
-            )
-            assert all(self._uids[page] == 0 for page in table.pages[table.committed :]), (
-                "a page is indexed before it is committed"
-            )
+            size, pages = self.page_size, table.pages
+            assert table.committed * size <= table.written <= len(pages) * size, "wrong counts"
+            chain = [self.root, *(self._uids[page] for page in pages[: table.committed])]
+            parents = [self._keys[page][0] for page in pages[: table.committed]] + [table.parent]
+            assert not pages or parents == chain, "a table's pages are not a chain"
+            assert not indexed & set(pages[table.committed :]), "a page is indexed too early"

@@ -1,34 +1,29 @@
-"""Which ids may be drawn next, so that every tool call is valid JSON with the name of a known tool. Optional; sees no logits, no torch.
+"""Which ids may be drawn next, so that every tool call is valid JSON with the name of a known tool.
 
-A turn is free text until `<tool_call>` stands in it outside of its reasoning: the one id, or the tag spelled out, as parser.py reads it.
-Then its bytes are held to what chat.py renders: {"name": "...", "arguments": {...}} with any JSON object as arguments, a line break or
-none on either side. JSON is LL(1) over bytes, so a state is a stack of symbols, and a mask over the ids comes from walking all of them
-through the automaton at once. Inside a call no added token may be drawn but `</tool_call>`, as the one id that ends it: strings may
-hold the text of tags, in ordinary ids. Every state has a byte that leads on, and every byte is an id: there is no dead end.
+A turn is free text until `<tool_call>` stands in it outside of its reasoning: as its one id, or
+spelled out, as parser.py reads it. From there its bytes follow what chat.py renders: {"name": ...,
+"arguments": {...}}, with any JSON object as arguments and at most one space in a gap, on lines of
+their own or not. JSON is LL(1) over bytes: a state is a stack of symbols, and the mask of a state
+comes from walking all ids through the automaton at once. Inside a call the only added token that
+may be drawn is `</tool_call>`, which ends it. Every state has a byte that leads on, and every byte
+is an id, so there is no dead end. No torch.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from nanorchestra.errors import UserError
+from nanorchestra.errors import require
 from nanorchestra.model.parser import CALL, THINK, THINK_END
 from nanorchestra.model.tokenizer import Tokenizer
 
-MAX_DEPTH, MAX_SPACES, MAX_DIGITS = (
-    16,
-    16,
-    64,
-)  # of nested containers, the arguments included; of characters in a gap; of digits in a row
-CACHED_MASKS, CACHED_MOVES = 256, 2048  # a mask is a byte per id of the vocabulary
-OPENING, SPACES = (
-    THINK.encode(),
-    tuple(chr(code).encode() for code in range(0x3001) if chr(code).isspace()),
-)
+MAX_DEPTH = 16  # nested containers, the arguments included: a model cannot open them without end
+CACHED_MASKS, CACHED_MOVES = 256, 2048  # states; a mask is a byte for each id of the vocabulary
 START, REASONING, CONTENT, HEADER, ARGUMENTS = (
     "start",
     "reasoning",
@@ -39,212 +34,184 @@ START, REASONING, CONTENT, HEADER, ARGUMENTS = (
 
 
 class State(NamedTuple):
-    """Where a turn stands. `headers` are the texts that a call may begin with; `at` is the place within the phase:
+    """Where a turn stands. `headers` are the texts that a call may begin with.
 
-    start: the bytes that may yet turn out to be white space or <think>; reasoning, content: how much of the tag that ends the phase has
-    been seen; header: what may follow, one of these; arguments: the stack of symbols that are due.
+    `at` is the place in the phase. Outside of calls: the last bytes, as far as a tag may begin with
+    them. In a header: the texts that may follow. In the arguments: the symbols that are due.
     """
 
     phase: str
-    at: bytes | int | tuple[bytes, ...] | str
+    at: bytes | tuple[bytes, ...] | str
     headers: tuple[bytes, ...]
 
     @property
     def in_call(self) -> bool:
+        """True between <tool_call> and </tool_call>."""
         return self.phase in (HEADER, ARGUMENTS)
 
     @property
     def closable(self) -> bool:
-        """The JSON object is complete: `</tool_call>` may follow."""
-        return self.phase == ARGUMENTS and self.at in (
-            "L",
-            "",
-        )  # at most the line break before the tag is due
+        """True if the JSON object is complete, so that </tool_call> may follow."""
+        return self.phase == ARGUMENTS and self.at in ("L", "")  # a line break may come before it
 
 
 class ToolCallGrammar:
-    """Guides the turns of any number of requests, whatever their tools; made once per tokenizer. All that changes is in the States.
+    """Guides any number of requests. Made once for a tokenizer; all that changes is in the States.
 
-    Raises UserError if the tokenizer has no id for some single byte, without which a call could not always be finished.
+    Raises UserError if the tokenizer has no id for some single byte.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self._texts = [tokenizer.bytes_of(i) for i in range(tokenizer.vocab_size)]
         self._added, self._call_end = tokenizer.added_ids, tokenizer.tool_call_end
-        if missing := {bytes([byte]) for byte in range(256)}.difference(self._texts):
-            raise UserError(
-                f"tokenizer: no id for the single byte {min(missing)!r}; guided tool calls need one for each byte"
-            )
+        missing = {bytes([byte]) for byte in range(256)}.difference(self._texts)
+        require(
+            not missing, f"tokenizer: no id for the bytes {sorted(missing)[:3]}, guides need it"
+        )
         self._joined = np.frombuffer(b"".join(self._texts), np.uint8)
         self._lengths = np.array([len(text) for text in self._texts])
         self._starts = self._lengths.cumsum() - self._lengths
-        self._ordinary = np.array(
-            [i for i, text in enumerate(self._texts) if text and i not in self._added]
-        )
-        self._crossing = np.array(
-            [i for i, text in enumerate(self._texts) if b">" in text[:-1]], int
-        )  # may end a tag and go on
+        texts = enumerate(self._texts)
+        self._ordinary = np.array([i for i, text in texts if text and i not in self._added])
+        # Outside of calls, only an id that ends a tag and goes on can be refused.
+        crossing = [i for i, text in enumerate(self._texts) if b">" in text[:-1]]
+        self._crossing = np.array(crossing, np.int64)
         self._mask = lru_cache(CACHED_MASKS)(self._make_mask)
 
     def start(self, names: Sequence[str], enable_thinking: bool | None = None) -> State:
-        """The state right after the generation prompt. `names`: the tools that may be called. UserError if there are none, or one is empty.
+        """Returns the state after the generation prompt, with `names` as the tools to call.
 
-        enable_thinking as in `chat.parse`: False means that the turn has no reasoning, so that calls in a <think> block are calls.
+        enable_thinking as in chat.parse: False means that the turn has no reasoning.
         """
-        if not names or not all(names):
-            raise UserError(
-                f"tool names: {list(names)!r}; guided tool calls need at least one name, and none that is empty"
-            )
-        calls = sorted(
-            {f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ' for name in names}
-        )
-        # "backslashreplace" writes half a surrogate pair, which UTF-8 cannot hold, as the escape that JSON has for it
-        headers = tuple(
-            (line + call).encode(errors="backslashreplace") for line in ("", "\n") for call in calls
-        )
-        return (
-            State(CONTENT, 0, headers) if enable_thinking is False else State(START, b"", headers)
-        )
+        names = [json.dumps(name, ensure_ascii=False) for name in sorted(set(names))]
+        calls = [f'{line}{{"name": {name}, "arguments": ' for line in ("", "\n") for name in names]
+        headers = tuple(call.encode() for call in calls)
+        return State(CONTENT if enable_thinking is False else START, b"", headers)
 
-    def advance(self, state: State, token: int) -> State:
-        """The state after `token`. Raises ValueError for a token that is not allowed."""
-        after: State | None = state
+    def advance(self, state: State, token: int) -> State | None:
+        """Returns the state after `token`, or None if it is not allowed."""
         if state.in_call and (token in self._added or not self._texts[token]):
-            after = (
-                State(CONTENT, 0, state.headers)
-                if token == self._call_end and state.closable
-                else None
-            )
-        else:
-            for byte in self._texts[token]:
-                after = after and _moves(after).get(byte)
-        if after is None:
-            raise ValueError(
-                f"token id {token} ({self._texts[token]!r}) is not allowed after {state.phase} {state.at!r}"
-            )
+            ends = token == self._call_end and state.closable
+            return State(CONTENT, b"", state.headers) if ends else None
+        after: State | None = state
+        for byte in self._texts[token]:
+            after = after and _moves(after).get(byte)
         return after
 
     def allowed(self, state: State) -> np.ndarray | None:
-        """bool [vocab_size], read-only: True for the ids that may be drawn. None: all of them. Cached for the states of late."""
-        return self._mask(
-            State(state.phase, state.at, ()) if state.in_call else state
-        )  # tools with one rest of a header share its mask
+        """Returns the ids that may be drawn, bool [vocab_size], read-only. None: all of them."""
+        if state.in_call:  # calls share their masks, whatever tools are offered
+            state = state._replace(headers=())
+        return self._mask(state)
 
     def _make_mask(self, state: State) -> np.ndarray | None:
-        """All ids that could be refused go, a byte at a time, through a table of moves with a row for each state that one of them reaches."""
+        """Walks all ids that could be refused, a byte at a time, through a table of moves.
+
+        The table has a row for each state that one of them reaches.
+        """
         ids = self._ordinary if state.in_call else self._crossing
         mask = np.full(len(self._texts), not state.in_call)
         mask[ids] = False
         mask[self._call_end] |= state.closable
-        numbers, rows, refused = {state: 0}, {}, np.full(256, -1)
-        at, position = np.zeros(len(ids), int), 0
+        numbers = {state: 0}  # of the states that ids reach
+        at, position = np.zeros(len(ids), np.int64), 0
         while len(ids):
-            for number in set(np.flatnonzero(np.bincount(at)).tolist()) - rows.keys():
-                moves = _moves(list(numbers)[number])
-                rows[number] = refused.copy()
-                rows[number][list(moves)] = [
-                    numbers.setdefault(after, len(numbers)) for after in moves.values()
-                ]
-            table = np.stack([rows.get(number, refused) for number in range(len(numbers))])
+            states = list(numbers)
+            table = np.full((len(states), 256), -1)  # number of the state after each byte, or -1
+            for number in np.flatnonzero(np.bincount(at)).tolist():
+                for byte, after in _moves(states[number]).items():
+                    table[number, byte] = numbers.setdefault(after, len(numbers))
             at = table[at, self._joined[self._starts[ids] + position]]
             position += 1
-            ended = self._lengths[ids] == position
-            mask[ids[ended & (at >= 0)]] = True
-            goes_on = ~ended & (at >= 0)
-            ids, at = ids[goes_on], at[goes_on]
+            ended, taken = self._lengths[ids] == position, at >= 0
+            mask[ids[ended & taken]] = True
+            ids, at = ids[~ended & taken], at[~ended & taken]
         mask.flags.writeable = False
         return None if mask.all() else mask
 
 
 @lru_cache(CACHED_MOVES)
 def _moves(state: State) -> dict[int, State]:
-    """The automaton: each byte that may come, and the state it leads to. Outside of calls that is every byte."""
+    """The automaton: each byte that may come, and the state it leads to."""
     phase, at, headers = state
     if phase == ARGUMENTS:
         return {byte: State(ARGUMENTS, stack, headers) for byte, stack in _stacks(at).items()}
-    if phase == HEADER:
-        after: dict[int, list[bytes]] = {}
-        for text in at:
-            after.setdefault(text[0], []).append(text[1:])
-        return {
-            byte: State(HEADER, tuple(rest), headers)
-            if rest[0]
-            else State(ARGUMENTS, "O}L", headers)
-            for byte, rest in after.items()
-        }
+    if phase != HEADER:
+        return {byte: _outside(state, bytes([byte])) for byte in range(256)}
+    after: dict[int, list[bytes]] = {}
+    for text in at:
+        after.setdefault(text[0], []).append(text[1:])
+    return {
+        byte: State(HEADER, tuple(rest), headers) if rest[0] else State(ARGUMENTS, "O}L", headers)
+        for byte, rest in after.items()
+    }
+
+
+def _outside(state: State, byte: bytes) -> State:
+    """Outside of calls every byte may come. What counts is the tag that ends the phase."""
+    phase, seen, headers = state
+    seen += byte
     if phase == START:
-        state = State(CONTENT, 0, headers)
-        for byte in at:
-            state = _moves(state)[byte]
-        moves = dict(_moves(state))
-        for seen in (text[: len(at) + 1] for text in (OPENING, *SPACES) if text.startswith(at)):
-            held = b"" if seen in SPACES else seen
-            moves[seen[-1]] = (
-                State(REASONING, 0, headers) if seen == OPENING else State(START, held, headers)
-            )
-        return moves
-    tag, after_tag = (
-        (THINK_END, State(CONTENT, 0, headers))
-        if phase == REASONING
-        else (CALL, State(HEADER, headers, headers))
-    )
-    moves = dict.fromkeys(range(256), State(phase, 0, headers))
-    moves[ord(tag[0])] = State(phase, 1, headers)
-    moves[ord(tag[at])] = State(phase, at + 1, headers) if at + 1 < len(tag) else after_tag
-    return moves
+        seen = seen.lstrip()
+        if seen == THINK.encode():
+            return State(REASONING, b"", headers)
+        if THINK.encode().startswith(seen):
+            return State(START, seen, headers)
+        phase = CONTENT
+    tag = (THINK_END if phase == REASONING else CALL).encode()
+    if seen.endswith(tag):
+        return State(HEADER, headers, headers) if phase == CONTENT else State(CONTENT, b"", headers)
+    held = next(seen[i:] for i in range(len(seen) + 1) if tag.startswith(seen[i:]))
+    return State(phase, held, headers)
 
 
 def _range(first: int, last: int) -> str:
     return "".join(map(chr, range(first, last + 1)))
 
 
-# The rules of JSON: symbol -> {bytes that may come: the symbols that are due after them}. What is no capital letter stands for itself.
-GAP, DIGITS = "W" * MAX_SPACES, "R" * (MAX_DIGITS - 1)
-MEMBER = f"S{GAP}:{GAP}V{GAP}N"  # after the quote that opens the key
-INTEGER = {"0": "FX", "123456789": DIGITS + "FX"}
-VALUE = {
-    "{": GAP + "M",
-    "[": GAP + "I",
-    '"': "S",
-    "-": "Z",
-    **INTEGER,
-    "t": "rue",
-    "f": "alse",
-    "n": "ull",
-}
+# The rules of JSON: symbol -> {bytes that may come: symbols that are due after them}.
+# A symbol without a rule stands for itself.
+DIGITS, MEMBER = "0123456789", "SW:WVWN"
+INTEGER = {"0": "FX", "123456789": "RFX"}
+WORDS = {"t": "rue", "f": "alse", "n": "ull"}
+VALUE = {"{": "WM", "[": "WI", '"': "S", "-": "Z", **INTEGER, **WORDS}
+PLAIN = " !" + _range(0x23, 0x5B) + _range(0x5D, 0xFF)
 RULES = {
-    "O": {"{": GAP + "M"},                                                                 # an object
-    "M": {'"': MEMBER, "}": ""},                                                           # its first member, or none
-    "N": {",": f'{GAP}"{MEMBER}', "}": ""},                                                # its next member, or its end
+    "O": {"{": "WM"},  # an object
+    "M": {'"': MEMBER, "}": ""},  # its first member, or none
+    "N": {",": 'W"' + MEMBER, "}": ""},  # its next member, or its end
     "V": VALUE,
-    "I": {**{first: f"{rest}{GAP}J" for first, rest in VALUE.items()}, "]": ""},           # an array's first item, or none
-    "J": {",": f"{GAP}V{GAP}J", "]": ""},                                                  # its next item, or its end
-    "S": {                                                                                 # the rest of a string, in strict UTF-8
-        '"': "", "\\": "ES", " !" + _range(0x23, 0x5B) + _range(0x5D, 0x7F): "S",
-        _range(0xC2, 0xDF): "CS", _range(0xE1, 0xEC) + "\xee\xef": "CCS", _range(0xF1, 0xF3): "CCCS",
-        "\xe0": "ACS", "\xed": "BCS", "\xf0": "PCCS", "\xf4": "QCCS",
-    },
-    "C": {_range(0x80, 0xBF): ""}, "A": {_range(0xA0, 0xBF): ""}, "B": {_range(0x80, 0x9F): ""},
-    "P": {_range(0x90, 0xBF): ""}, "Q": {_range(0x80, 0x8F): ""},
-    "E": {'"\\/bfnrt': "", "u": "U"},                                                      # after a backslash
-    "U": {"0123456789abcefABCEF": "HHH", "dD": "T"}, "H": {"0123456789abcdefABCDEF": ""},  # after \u
-    "T": {"01234567": "HH", "89abAB": "HH\\uKYHH"}, "K": {"dD": ""}, "Y": {"cdefCDEF": ""},  # after \ud: surrogates come in pairs
-    "Z": INTEGER, "D": {"0123456789": ""}, "G": {"+-": "DRR", "0123456789": "RR"},         # after a minus; a digit; after an "e"
-    "W": {" \t\n\r": ""}, "R": {"0123456789": ""}, "F": {".": "D" + DIGITS}, "X": {"eE": "G"}, "L": {"\n": ""},
-}  # fmt: skip
+    "I": {
+        **{first: f"{rest}WJ" for first, rest in VALUE.items()},
+        "]": "",
+    },  # a first item, or none
+    "J": {",": "WVWJ", "]": ""},  # the next item, or the array's end
+    "Z": INTEGER,  # after a minus
+    "D": {DIGITS: ""},
+    "G": {"+-": "DR", DIGITS: "R"},  # after an e
+    "S": {'"': "", "\\": "ES", PLAIN: "S"},  # the rest of a string
+    "E": {'"\\/bfnrt': "", "u": "U"},  # after a backslash
+    "U": {"0123456789abcefABCEF": "HHH", "dD": "THH"},  # after \u: no surrogates
+    "H": {"0123456789abcdefABCDEF": ""},
+    "T": {"01234567": ""},
+    # these may come or not
+    "W": {" ": ""},
+    "R": {DIGITS: "R"},
+    "F": {".": "DR"},
+    "X": {"eE": "G"},
+    "L": {"\n": ""},
+}
 OPTIONAL, CONTAINERS = "WRFXL", "MNIJ"
 
 
 def _stacks(stack: str) -> dict[int, str]:
-    """Each byte that may come next -> the symbols that are due after it. An optional symbol may come, or what stands behind it."""
+    """Returns each byte that may come next, and the symbols that are due after it."""
     after: dict[int, str] = {}
     for i, symbol in enumerate(stack):
-        if symbol in stack[:i]:
-            continue  # of several optional ones it is the first that comes
         for characters, due in RULES.get(symbol, {symbol: ""}).items():
             rest = due + stack[i + 1 :]
             if sum(map(rest.count, CONTAINERS)) <= MAX_DEPTH:
                 after |= dict.fromkeys(characters.encode("latin-1"), rest)
         if symbol not in OPTIONAL:
-            break
+            break  # what stands behind an optional symbol may come in its place
     return after

@@ -1,243 +1,186 @@
-"""Computes one planned step: the plan's tokens through the model, their keys and values into the pages, logits for who needs them."""
+"""Computes a planned step on a CPU: the model, the KV in its pages, the draws."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanorchestra.engine.attention import (
-    TILE,
-    DecodeAttention,
-    PagedAttention,
-    Rows,
-    Scratch,
-    group_by_prefix,
-)
+from nanorchestra.engine.attention import TILE, DecodeBatch, PagedAttention
 from nanorchestra.engine.request import Request
+from nanorchestra.engine.sampler import Draw, Sampler
 from nanorchestra.engine.scheduler import Plan
-from nanorchestra.model.ops import cache_rows, store_kv
+from nanorchestra.model.ops import Attend, cache_rows, store_kv
+from nanorchestra.model.packed_attention import Segment, packed_attention
+from nanorchestra.model.qwen3 import Qwen3
 
-BATCHES = 4  # at most so many decode batches: newcomers form one of their own rather than have all copied anew
+BATCHES = 4  # decode batches at most: new requests form one of their own, and no other is copied
+SCORED = 1024  # scored positions whose logits are in memory at a time
+Chunk = tuple[Request, int, int]  # ids[start : start + count] of a request, as in Plan.prefills
 
 
 class Runner:
-    """Owns the KV pages: k_cache and v_cache [layers, num_pages, Hkv, page_size, D], in the model's dtype and on its device.
+    """Owns the KV pages: k_cache and v_cache [layers, num_pages, Hkv, page_size, D].
 
-    The tokens of a step stand in this order: decodes, batch by batch, then chunks that extend a sequence, then those that begin one.
-    fused: it can draw, too (gpu.py).
+    They have the model's dtype and device. `launch` starts a step and `draws` reads what it drew;
+    on a GPU (GpuRunner) the host may launch the next step in between.
     """
 
-    fused = False
+    overlaps = False  # a CPU computes when it is told to: there is nothing to overlap
 
-    def __init__(self, model, num_pages: int, page_size: int):
-        self.model, self.page_size = model, page_size
+    def __init__(self, model: Qwen3, num_pages: int, page_size: int, vocab_size: int):
         config, weight = model.config, model.embed_tokens.weight
-        self.heads, self.device = config.num_attention_heads, weight.device
-        self._scratch = Scratch(self.device)
-        shape = (
-            config.num_hidden_layers,
-            num_pages,
-            config.num_key_value_heads,
-            page_size,
-            config.head_dim,
-        )
-        self.k_cache, self.v_cache = (
-            torch.zeros(shape, dtype=weight.dtype, device=self.device) for _ in range(2)
-        )
-        self._batches = [_Batch(Scratch(self.device)) for _ in range(BATCHES)]
+        self.model, self.page_size, self.device = model, page_size, weight.device
+        self.kv_heads, self.sampler = config.num_key_value_heads, Sampler(vocab_size)
+        shape = (config.num_hidden_layers, num_pages, self.kv_heads, page_size, config.head_dim)
+        options = {"dtype": weight.dtype, "device": weight.device}
+        self.k_cache, self.v_cache = torch.zeros(shape, **options), torch.zeros(shape, **options)
+        self._start_over()
 
-    def logits(self, plan: Plan) -> Tensor:
-        """Runs the step; logits [len(plan.sampling), vocab] in that order."""
+    def _start_over(self) -> None:
+        """Drops everything kept from step to step."""
+        heads = self.model.config.num_attention_heads
+        caches = self.k_cache, self.v_cache
+        self._batches = [DecodeBatch(*caches, heads) for _ in range(BATCHES)]
+        self._extension = PagedAttention(*caches, heads)
+
+    def launch(self, plan: Plan, after: Any = None) -> Any:
+        """Starts a step; returns what `draws` needs: here logits [len(plan.sampling), vocab].
+
+        after: the launched step whose draws are this one's newest ids (steps.py).
+        """
         self._copy_pages(plan.copies)
-        hidden, place = self._hidden(plan)
-        place |= {request: place[leader] for request, leader in plan.forks}
-        wanted = torch.tensor(
-            [place[request] for request in plan.sampling], dtype=torch.int64, device=self.device
-        )
-        return self.model.logits(hidden.index_select(0, wanted))
+        return self.model.logits(self._last_hidden(plan, *self._hidden(plan)))
 
-    def _hidden(self, plan: Plan) -> tuple[Tensor, dict[Request, int]]:
-        """The step's hidden states [T, hidden], and where among them each request's last one is."""
-        extending, fresh = (
-            [chunk for chunk in plan.prefills if bool(chunk[1]) is begun] for begun in (True, False)
-        )
-        batches = self._decode_batches(plan.decodes)
-        decodes = [request for batch in batches for request in batch.rows]
-        tokens, positions, rows, place = self._inputs(decodes, extending + fresh)
-        return self.model(
-            tokens,
-            positions,
-            self._attend(batches, extending, [count for _, _, count in fresh], rows),
-        ), place
+    def draws(self, launched: Any, requests: list[Request]) -> list[Draw]:
+        """Draws a token for each of the requests. Raises NotFiniteError."""
+        return self._sample(launched, requests) if requests else []
 
-    def _copy_pages(self, copies: dict[int, int]) -> None:
-        """copies: page -> the page it is a copy of. All are read before any is written, since pages may have changed hands."""
-        if copies:
-            to, source = (
-                torch.tensor(list(pages), device=self.device)
-                for pages in (copies.keys(), copies.values())
-            )
-            for cache in (self.k_cache, self.v_cache):
-                cache.index_copy_(1, to, cache.index_select(1, source))
+    @torch.inference_mode()
+    def score(self, pack: list[list[int]]) -> list[list[float]]:
+        """Returns the log-probabilities of each sequence's ids but the first. Uses no pages."""
+        starts = list(accumulate(map(len, pack), initial=0))
+        tokens = self._ints([i for ids in pack for i in ids])
+        positions = self._ints([n for ids in pack for n in range(len(ids))])
+        segments = [Segment(start, len(ids)) for start, ids in zip(starts, pack, strict=False)]
+        hidden = self.model(tokens, positions, packed_attention(segments))
+        values: list[float] = []
+        parts = zip(hidden[:-1].split(SCORED), tokens[1:].split(SCORED), strict=True)
+        for part, targets in parts:
+            values += self.sampler.score(self.model.logits(part), targets)
+        return [values[s : s + len(ids) - 1] for s, ids in zip(starts, pack, strict=False)]
 
     def sleep(self) -> None:
-        """Gives the memory of the pages and of everything kept from step to step back; the tensors stay, without storage."""
+        """Gives the memory of the pages back; the tensors stay, without storage."""
+        self._start_over()
         for cache in (self.k_cache, self.v_cache):
             cache.untyped_storage().resize_(0)
-        self._scratch, self._batches = (
-            Scratch(self.device),
-            [_Batch(Scratch(self.device)) for _ in range(BATCHES)],
-        )
 
     def wake(self) -> None:
-        """Takes memory for the pages again, zeroed: a NaN left there would spoil whoever reads past his end of a page."""
+        """Takes memory for the pages again. Zeroed: padding reads it, and NaN would spread."""
         for cache in (self.k_cache, self.v_cache):
             cache.untyped_storage().resize_(cache.numel() * cache.element_size())
             cache.zero_()
 
-    def erase(self, tails: list[tuple[Request, int, int]]) -> None:
-        """Zeroes the positions (request, start, count) that a failed step may have written: a NaN left in a page would spoil whoever reads past
-        his end of it."""
-        _, _, rows, _ = self._inputs([], tails)
-        for cache in (self.k_cache, self.v_cache):
-            cache.view(len(cache), -1, cache.shape[-1]).index_fill_(1, rows.flatten(), 0)
-        for batch in self._batches:
-            batch.rows = {}
-
-    def _inputs(
-        self, decodes: list[Request], chunks: list[tuple[Request, int, int]]
-    ) -> tuple[Tensor, Tensor, Tensor, dict[Request, int]]:
-        """Tokens and positions int64 [T], where their keys go int64 [T, Hkv] (`cache_rows`), and each request's last index."""
-        size = self.page_size
-        newest = [len(request.ids) - 1 for request in decodes]
-        tokens = [request.ids[-1] for request in decodes]
-        positions = [np.array(newest, np.int64)]
-        slots = [
-            np.array(
-                [
-                    request.table.pages[n // size] * size + n % size
-                    for request, n in zip(decodes, newest)
-                ],
-                np.int64,
-            )
-        ]
-        place = {request: i for i, request in enumerate(decodes)}
-        for request, start, count in chunks:
-            span = np.arange(start, start + count)
-            pages = np.array(
-                request.table.pages[start // size : (start + count - 1) // size + 1], np.int64
-            )
-            positions.append(span)
-            slots.append(pages[span // size - start // size] * size + span % size)
-            tokens += request.ids[start : start + count]
-            place[request] = len(tokens) - 1
-        rows = cache_rows(self._tensor(np.concatenate(slots)), self.k_cache.shape[2], size)
-        return (
-            torch.tensor(tokens, device=self.device),
-            self._tensor(np.concatenate(positions)),
-            rows,
-            place,
+    def _sample(self, logits: Tensor, requests: list[Request]) -> list[Draw]:
+        return self.sampler(
+            logits,
+            [request.params for request in requests],
+            [len(request.ids) for request in requests],
+            [request.allowed for request in requests],
         )
 
-    def _attend(
-        self,
-        batches: list[_Batch],
-        extending: list[tuple[Request, int, int]],
-        fresh: list[int],
-        rows: Tensor,
-    ):
-        """attend(layer, q, k, v) for the model: stores the step's keys and values, then each kind of token attends in its way."""
-        extension = self._extension(extending) if extending else None
+    def _last_hidden(self, plan: Plan, hidden: Tensor, place: dict[Request, int]) -> Tensor:
+        """Picks the hidden states [R, hidden] of plan.sampling, given each request's place."""
+        place |= {request: place[leader] for request, leader in plan.forks}
+        return hidden.index_select(0, self._ints([place[request] for request in plan.sampling]))
+
+    def _copy_pages(self, copies: dict[int, int]) -> None:
+        """All pages are read before any is written, since pages may have changed hands."""
+        if copies:
+            to, source = self._ints(list(copies)), self._ints(list(copies.values()))
+            for cache in (self.k_cache, self.v_cache):
+                cache.index_copy_(1, to, cache.index_select(1, source))
+
+    def _hidden(self, plan: Plan) -> tuple[Tensor, dict[Request, int]]:
+        """Computes hidden states [T, hidden]; returns them and the index of each request's last.
+
+        Decodes stand first, batch by batch, then chunks: those with a prefix, then the others.
+        """
+        batches = self._decode_batches(plan.decodes)
+        decodes = [request for batch in batches for request in batch.rows]
+        prefills = sorted(plan.prefills, key=lambda chunk: not chunk[1])
+        chunks = [(request, len(request.ids) - 1, 1) for request in decodes] + prefills
+        tokens, positions, slots = self._inputs(chunks)
+        ends = accumulate(count for _, _, count in chunks)
+        place = {chunk[0]: end - 1 for chunk, end in zip(chunks, ends, strict=True)}
+        return self.model(tokens, positions, self._attend(batches, prefills, slots)), place
+
+    def _inputs(self, chunks: list[Chunk]) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, positions and slots (page * page_size + offset) of the chunks, int64 [T]."""
+        tokens, positions, slots, size = [], [], [], self.page_size
+        for request, start, count in chunks:
+            span, pages = range(start, start + count), request.table.pages
+            tokens += request.ids[start : start + count]
+            positions += span
+            slots += [pages[n // size] * size + n % size for n in span]
+        return self._ints(tokens), self._ints(positions), self._ints(slots)
+
+    def _attend(self, batches: list[DecodeBatch], chunks: list[Chunk], slots: Tensor) -> Attend:
+        """Returns attend(layer, q, k, v) for the model: stores the KV, then each part attends."""
+        rows = cache_rows(slots, self.kv_heads, self.page_size)
+        fresh = [count for _, start, count in chunks if not start]
         sizes = [len(batch.rows) for batch in batches]
-        decoding = sum(sizes)
-        extended = decoding + sum(count for _, _, count in extending)
+        if extending := [chunk for chunk in chunks if chunk[1]]:
+            tables, starts, counts = [], [], []
+            for request, start, count in extending:
+                tiles = range(start, start + count, TILE)
+                tables += [request.table.pages] * len(tiles)
+                starts += tiles
+                counts += [min(TILE, start + count - tile) for tile in tiles]
+            self._extension.plan(tables, starts, counts)
+            batches, sizes = [*batches, self._extension], [*sizes, sum(counts)]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             store_kv(k, v, self.k_cache[layer], self.v_cache[layer], rows)
-            parts = []
-            for batch, one_q, one_k, one_v in (
-                zip(batches, *(x[:decoding].split(sizes) for x in (q, k, v))) if batches else ()
-            ):
-                batch.attention.store(layer, one_k, one_v)
-                parts.append(batch.attention(layer, one_q))
-            if extension is not None:
-                parts.append(extension(layer, q[decoding:extended]))
-            for chunk in zip(*(x[extended:].split(fresh) for x in (q, k, v))) if fresh else ():
-                heads_first = (x.transpose(0, 1)[None] for x in chunk)
-                parts.append(
-                    F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)[
-                        0
-                    ].transpose(0, 1)
+            parts = list(zip(*(x.split(sizes + fresh) for x in (q, k, v)), strict=True))
+            out = []
+            for batch, part in zip(batches, parts, strict=False):
+                if isinstance(batch, DecodeBatch):
+                    batch.store(layer, *part[1:])
+                out.append(batch.attend(layer, part[0]))
+            for part in parts[len(batches) :]:
+                heads_first = (x.transpose(0, 1)[None] for x in part)
+                attended = F.scaled_dot_product_attention(
+                    *heads_first, is_causal=True, enable_gqa=True
                 )
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
+                out.append(attended[0].transpose(0, 1))
+            return out[0] if len(out) == 1 else torch.cat(out)
 
         return attend
 
-    def _extension(self, chunks: list[tuple[Request, int, int]]) -> PagedAttention:
-        tables, starts, counts, firsts, first = [], [], [], [], 0
-        for request, start, count in chunks:
-            tiles = range(start, start + count, TILE)
-            tables += [request.table.pages] * len(tiles)
-            starts += tiles
-            counts += [min(TILE, start + count - at) for at in tiles]
-            firsts += range(first, first + count, TILE)
-            first += count
-        rows = Rows(tables, *(np.array(x, np.int64) for x in (starts, counts, firsts)))
-        groups = group_by_prefix(
-            [table[: start // self.page_size] for table, start in zip(tables, starts)]
-        )
-        return PagedAttention(self.k_cache, self.v_cache, rows, groups, self.heads, self._scratch)
+    def _decode_batches(self, decodes: list[Request]) -> list[DecodeBatch]:
+        """Returns the decode batches of this step, old ones that can go on and at most one new.
 
-    def _decode_batches(self, decodes: list[Request]) -> list[_Batch]:
-        """The decode batches of this step: those of the last one that can go on, and one of everybody else, or of all if they are many.
-
-        Whoever has stopped decoding is forgotten at once, because he may come back with other pages.
+        The new one has the other requests, or all requests if the others are many. A request that
+        has stopped decoding is forgotten: it may come back with other pages.
         """
         wanted = set(decodes)
         kept = [batch for batch in self._batches if batch.follow(wanted)]
         loose = [request for request in decodes if request in wanted]
+        if len(kept) == BATCHES and loose or 2 * len(loose) > len(decodes):
+            kept, loose = [], decodes
+        unused = [batch for batch in self._batches if batch not in kept]
+        for batch in unused:
+            batch.rows = {}
         if loose:
-            if len(kept) == BATCHES or 2 * len(loose) > len(decodes):
-                kept, loose = [], decodes
-            unused = next(batch for batch in self._batches if batch not in kept)
-            unused.start(loose, self.k_cache, self.v_cache, self.heads)
-            kept.append(unused)
-        for batch in self._batches:
-            if batch not in kept:
-                batch.rows = {}
+            unused[0].start(loose)
+            kept.append(unused[0])
         return kept
 
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
-
-
-class _Batch:
-    """Requests that decode together: `rows` maps each to its row of `attention`, in the order of their queries. Empty: not in use."""
-
-    def __init__(self, scratch: Scratch):
-        self.scratch, self.rows = scratch, {}
-        self.attention: DecodeAttention | None = None
-
-    def follow(self, wanted: set[Request]) -> bool:
-        """On to the next step with those of its requests that are in `wanted`, and takes them out of it; False if it cannot go on."""
-        self.rows = {request: row for request, row in self.rows.items() if request in wanted}
-        if not self.rows or not self.attention.follow(
-            np.fromiter(self.rows.values(), np.int64, len(self.rows))
-        ):
-            return False
-        wanted.difference_update(self.rows)
-        return True
-
-    def start(self, requests: list[Request], k_cache: Tensor, v_cache: Tensor, heads: int) -> None:
-        """A new batch of these requests, in this order."""
-        self.rows = {request: row for row, request in enumerate(requests)}
-        tables = [request.table.pages for request in requests]
-        starts = np.array([len(request.ids) - 1 for request in requests])
-        rows = Rows(tables, starts, np.ones(len(requests), np.int64), np.arange(len(requests)))
-        size = k_cache.shape[3]
-        groups = group_by_prefix(
-            [table[: start // size] for table, start in zip(tables, starts.tolist())]
-        )
-        self.attention = DecodeAttention(k_cache, v_cache, rows, groups, heads, self.scratch)
+    def _ints(self, values: Sequence[int]) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.int64, device=self.device)

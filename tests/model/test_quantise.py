@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from kernel_check import DEVICE
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -259,3 +260,15 @@ def test_what_cannot_be_quantised_or_saved_is_refused(published, tmp_path):
     with pytest.raises(UserError, match="quantised"):
         save_checkpoint(quantised(a_model(), "int8"), None, tmp_path / "new")
     assert quantise.is_quantised(load_model(published[0])[0]) and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+def test_layers_by_kernels_equal_plain_pytorch(mode, monkeypatch):
+    torch.manual_seed(0)
+    linear = torch.nn.Sequential(torch.nn.Linear(256, 48).to(DEVICE))
+    quantise.quantise_model(linear, mode)
+    x, results = torch.randn(3, 256, device=DEVICE), []
+    for by_kernel in (False, True):
+        monkeypatch.setattr(quantise, "by_kernel", lambda x, answer=by_kernel: answer)
+        results.append(linear(x))
+    assert torch.allclose(*results, atol=1e-5)

@@ -1,0 +1,116 @@
+"""The door: which parameters and prompts are taken, and stop strings."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from nanorchestra.engine.request import Limits, SamplingParams, StopText
+from nanorchestra.errors import UserError
+
+LIMITS = Limits(vocab_size=97, context=64, pool=48)
+
+
+@pytest.mark.parametrize(
+    "field, values",
+    {
+        "temperature": (-0.1, math.nan, math.inf, 1e39),
+        "top_p": (0, 1.5, math.nan),
+        "top_k": (-1, 2**70),
+        "min_p": (-0.1, 1.5, math.nan),
+        "max_tokens": (0, -3),
+        "stop": ("", ("a", "")),
+        "tools": (("calc", ""),),
+    }.items(),
+)
+def test_bad_sampling_parameters_are_refused(field, values):
+    for value in values:
+        with pytest.raises(
+            UserError, match=f"^sampling parameters: {field} is .*, it should be .+"
+        ):
+            SamplingParams(**{field: value})
+
+
+def test_good_sampling_parameters_are_taken():
+    params = SamplingParams(stop="ab", tools="calc", stop_token_ids=[1, 2], seed=-(2**70))
+    assert (params.stop, params.tools, params.stop_token_ids) == (("ab",), ("calc",), (1, 2))
+    assert SamplingParams(temperature=1e-6).greedy and not SamplingParams().greedy
+
+
+@pytest.mark.parametrize(
+    "ids, says",
+    [
+        ([97], "token id 97, it should be from 0 to 96"),
+        ([3, -1], "token id -1"),
+        ([10**30], "token id 1000"),
+        ([1.5], "not a sequence of token ids"),
+        (["a"], "not a sequence of token ids"),
+        ("hello", "not a sequence of token ids"),
+        (7, "not a sequence of token ids"),
+        (None, "not a sequence of token ids"),
+        (torch.tensor([[1, 2]]), "not a sequence of token ids"),
+        (np.array([1.0]), "not a sequence of token ids"),
+    ],
+    ids=repr,
+)
+def test_what_are_no_ids_is_refused(ids, says):
+    with pytest.raises(UserError, match=f"^prompt: .*{says}"):
+        LIMITS.check_ids(ids)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [(1, 2, 3), range(1, 4), np.array([1, 2, 3]), torch.tensor([1, 2, 3]), [np.int64(1), 2, 3]],
+    ids=repr,
+)
+def test_ids_may_come_in_any_sequence_of_integers(ids):
+    assert LIMITS.check_ids(ids) == [1, 2, 3]
+
+
+def test_lengths_are_limited_by_context_and_pool():
+    LIMITS.check_length([1] * 48, sampled=1)
+    LIMITS.check_length([1] * 64)
+    for count, sampled, says in (
+        (0, 0, "it is empty"),
+        (65, 0, "65 tokens, the context of 64 leaves room for 64"),
+        (64, 1, "64 tokens, the context of 64 leaves room for 63"),
+        (49, 1, "49 tokens do not fit the KV pool of 48 tokens"),
+    ):
+        with pytest.raises(UserError, match=says):
+            LIMITS.check_length([1] * count, sampled)
+    assert LIMITS.end([1] * 20, SamplingParams(max_tokens=5)) == 25
+    assert LIMITS.end([1] * 20, SamplingParams(max_tokens=99)) == 49, "the last needs no page"
+
+
+class Pieces:
+    """A tokenizer whose ids cut characters and stop strings anywhere; the last one is special."""
+
+    texts = [b"a", b"b", b"ab", b"ba", b"\xc3", b"\xa9", b"x\xc3", b"END", b"EN", b"D", b"<end>"]
+
+    def bytes_of(self, token):
+        return self.texts[token]
+
+    def decode(self, ids, skip_special=False):
+        kept = [i for i in ids if not (skip_special and i == 10)]
+        return b"".join(map(self.bytes_of, kept)).decode(errors="replace")
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_stop_strings_are_found_as_a_search_of_the_whole_text_finds_them(seed):
+    rng, tokenizer = random.Random(seed), Pieces()
+    choices = ["aba", "END", "é", "bb", "xé", "ENDab", "a" * 4]
+    stops = tuple(rng.sample(choices, rng.randrange(1, 4)))
+    watch, ids = StopText(stops, tokenizer), []
+    for _ in range(60):
+        ids.append(rng.randrange(11))
+        text = tokenizer.decode(ids, skip_special=True)
+        found = [text.find(stop) for stop in stops if stop in text]
+        assert watch.feed(ids[-1]) == bool(found)
+        if found:
+            assert watch.text == text[: min(found)]
+            return
+        assert watch.text == text
