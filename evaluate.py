@@ -28,7 +28,6 @@ from nanorchestra.agent.load import NANO, load_policy
 from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.errors import ArgumentParser, command, require
 from nanorchestra.files import write_whole
-from nanorchestra.model import chat
 from nanorchestra.report.run import number, table
 from nanorchestra.settings import load_config
 from nanorchestra.tools.sandbox import Sandbox
@@ -69,19 +68,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def load_rollout(options: argparse.Namespace) -> Rollout:
     """Returns the rollout of a checkpoint under the limits of the miniature's run. UserError."""
-    path, limits = options.model, load_config(CONFIG).rollout
-    model, tokenizer = load_policy(path, options.quantise)
-    longest = model.config.max_position_embeddings
-    context = min(limits.context_tokens, longest)
-    attempts = (environment(task, 0, None) for task in World(0).tasks("held_out", 20))
-    needed = limits.turn_tokens + max(
-        len(chat.encode(tokenizer, env.messages, env.tools)) for env in attempts
-    )
-    require(
-        needed <= context,
-        f"{path / 'config.json'}: max_position_embeddings is {longest}; a prompt and a turn of "
-        f"the miniature need {needed}",
-    )
+    model, tokenizer = load_policy(options.model, options.quantise)
+    limits = load_config(CONFIG).rollout
+    context = min(limits.context_tokens, model.config.max_position_embeddings)
     engine = Engine(
         model,
         tokenizer,
@@ -94,8 +83,8 @@ def load_rollout(options: argparse.Namespace) -> Rollout:
     def sampling(seed: int, budget: int) -> SamplingParams:
         return SamplingParams(max_tokens=budget, temperature=options.temperature, seed=seed)
 
-    limits = Limits(limits.turns, limits.turn_tokens, context)
-    return Rollout(engine, tokenizer, sampling, limits, rebuild=options.context == "rebuild")
+    bounds = Limits(limits.turns, limits.turn_tokens, context)
+    return Rollout(engine, tokenizer, sampling, bounds, rebuild=options.context == "rebuild")
 
 
 def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -86,6 +86,7 @@ def test_experts_err_at_random_as_often_as_their_skill_says(tasks, sandbox):
     answers = [ask(seed).split(": ")[1] for seed in range(400)]
     assert abs(answers.count(task.data["answer"]) / 400 - expected) < 0.1
     assert ask(5) == ask(5)  # within one attempt an expert repeats itself
+    assert skill("small", "law", "easy").right > skill("small", "law", "hard").right
 
 
 def test_an_answer_is_compared_without_case_separators_and_full_stop(tasks, sandbox):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 from worlds.miniature.offers import corpus
@@ -65,7 +64,6 @@ def _belongs(number, split):
     return (number * 2654435761 % 2**32 // 2**16 % 5 == 0) == (split == HELD_OUT)
 
 
-@lru_cache(maxsize=2)
 def _asked_facts(split):
     """The facts asked in a split; the rest of the corpus is there to be confused with."""
     asked = [fact for fact in corpus()[0] if fact["subject"].split()[0] in ASKED_SUBJECTS]

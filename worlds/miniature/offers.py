@@ -140,12 +140,11 @@ class Reading:
 
 def call_for(task: Task, offer: Offer, row: tuple[str, int] | None = None) -> ToolCall:
     """Returns a call that suits the question; `row` is the (table, id) to read in a chain."""
-    kind, solution = task.data["kind"], task.data["solution"]
-    arguments: dict[str, Any] = {}
+    solution, arguments = task.data["solution"], {}
     if offer["what"] == "code":
-        arguments = {"code": solution if kind == "arithmetic" else "0"}
+        arguments = {"code": solution if fits(offer, task) else "0"}
     elif offer["what"] == "search":
-        arguments = {"query": solution if kind == "lookup" else task.data["subject"]}
+        arguments = {"query": solution if fits(offer, task) else task.data["subject"]}
     elif offer["what"] == "records":
         table, number = row or solution
         arguments = {"table": table, "id": number}
@@ -169,6 +168,6 @@ def read_result(task: Task, offer: Offer, result: ToolResult) -> Reading:
                 return Reading(f"found {fact['value']}", fact["value"], sure=True)
         return Reading("failed")
     if offer["what"] == "code":
-        return Reading(f"value {text}", text, task.data["kind"] == "arithmetic")
+        return Reading(f"value {text}", text, sure=fits(offer, task))
     confidence, value = text.split(": ")
     return Reading(f"{confidence} {value}", value, confidence == "sure")

@@ -85,9 +85,8 @@ class World:
         preference = Preference(rng.choice(PHRASES[split][wish]), *PREFERENCES[wish][1])
         task = Task(f"{split}-{self.seed}-{index}", question.words, preference, data)
         task = self._with_ban(rng, split, task)
-        data["wrong"] = [str(n) for n in rng.sample(range(1, 1000), 9) if str(n) != data["answer"]][
-            :8
-        ]
+        wrong = [str(n) for n in rng.sample(range(1, 1000), 9) if str(n) != question.answer]
+        data["wrong"] = wrong[:8]
         return task
 
     def _offer(self, rng, split, kind, subject) -> list[Offer]:
@@ -158,16 +157,14 @@ def _tool(offer: Offer, task: Task, seed: int, sandbox: Sandbox) -> Any:
         return LookupTool(name, text, corpus()[1], usd_per_call, seconds)
     if offer["what"] == "records":
         return RecordsTool(name, text, data["tables"], usd_per_call, seconds)
-    input_tokens, output_tokens = EXPERT_TOKENS[data["difficulty"]]
     return SimulatedExpert(
         name,
         text,
-        skill=skill(offer["what"], data["subject"], data["difficulty"]),
-        gold=data["answer"],
-        wrong=tuple(data["wrong"]),
-        price=Price(offer["price"] / 100, offer["price"] / 100),
-        input_tokens=input_tokens,
-        output_tokens=output_tokens,
+        skill(offer["what"], data["subject"], data["difficulty"]),
+        data["answer"],
+        tuple(data["wrong"]),
+        Price(offer["price"] / 100, offer["price"] / 100),
+        *EXPERT_TOKENS[data["difficulty"]],
         latency_s=seconds,
         seed=f"{task.id}/{seed}",
     )
