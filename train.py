@@ -55,9 +55,10 @@ from nanorchestra.settings import (
 )
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.build import device_and_dtype
+from nanorchestra.training.costs import GB
 from nanorchestra.training.overlap import running
 from nanorchestra.training.phases import record_rollouts, train
-from nanorchestra.training.plan import GB, plan
+from nanorchestra.training.plan import plan
 from nanorchestra.training.ranks import Ranks
 from nanorchestra.training.run import TrainingRun
 from worlds.mixture import Worlds

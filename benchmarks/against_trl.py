@@ -106,9 +106,8 @@ def ours(options) -> dict:
         groups = []
         for i, prompt in enumerate(prompts):
             members = done[i * options.group : (i + 1) * options.group]
-            advantages, _ = group_advantages(
-                [reward_of(m.text) for m in members], [True] * len(members), min_std=0.0
-            )
+            rewards, fine = [reward_of(m.text) for m in members], [True] * len(members)
+            advantages, _ = group_advantages(rewards, fine, fine, Objective(), 0.0)
             groups.append(
                 Group(
                     prompt,

@@ -28,7 +28,7 @@ from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.engine.sampler import Draw
 from nanorchestra.model.qwen3 import PRESETS, Qwen3
 from nanorchestra.model.saving import save_checkpoint
-from nanorchestra.training.plan import Costs
+from nanorchestra.training.costs import Costs
 
 PEAK_M = 512  # rows of the matrix product that measures the FLOP/s
 SHAPES = PRESETS | {

@@ -78,55 +78,43 @@ def objective_of(settings: GrpoSection) -> Objective:
 def group_advantages(
     rewards: Sequence[float],
     valid: Sequence[bool],
-    *,
-    well_formed: Sequence[bool] | None = None,
-    overlong: Sequence[bool] | None = None,
-    drop_invalid_format: bool = True,
-    std: bool = True,
-    min_std: float = 1e-3,
-    clip: float | None = None,
+    well_formed: Sequence[bool],
+    objective: Objective,
+    min_std: float,
 ) -> tuple[list[float], list[str | None]]:
     """Returns the advantage of each member of a group, and why a member is left out of the loss.
 
         A_i = (R_i - mean R) / (std R + 1e-6)     DeepSeekMath section 4.1.2; std over n - 1
-        A_i = R_i - mean R                        with std=False: Dr. GRPO equation 3
+        A_i = R_i - mean R                        without normalise_std: Dr. GRPO equation 3
 
-    cut to [-clip, clip] if `clip` is given. A member that is left out has the advantage 0. The
-    reason is None for a member that enters the loss, else
+    cut to +- advantage_clip. A member that is left out has the advantage 0. The reason is None for
+    a member that enters the loss, else
 
     "infrastructure"  valid[i] is False: a tool failed, not the policy. Not in mean and std.
-    "overlong"        overlong[i] is True: cut by a limit (DAPO section 3.4). Not in mean and std,
-                      where its reward would raise the others' advantages.
     "homogeneous"     at most one member counts, or their std is not above `min_std`.
     "invalid_format"  well_formed[i] is False and drop_invalid_format is True. In mean and std.
     """
-    well_formed = [True] * len(rewards) if well_formed is None else well_formed
-    overlong = [False] * len(rewards) if overlong is None else overlong
-    members = list(zip(rewards, valid, well_formed, overlong, strict=True))
-    counted = [reward for reward, ok, _, cut in members if ok and not cut]
+    counted = [reward for reward, ok in zip(rewards, valid, strict=True) if ok]
     mean = spread = 0.0
     if len(counted) > 1:
         mean = math.fsum(counted) / len(counted)
         squares = math.fsum((reward - mean) ** 2 for reward in counted)
         spread = math.sqrt(squares / (len(counted) - 1))
+    scale = spread + 1e-6 if objective.normalise_std else 1.0
 
     advantages: list[float] = []
     reasons: list[str | None] = []
-    for reward, ok, formed, cut in members:
-        reason = None
+    for reward, ok, formed in zip(rewards, valid, well_formed, strict=True):
+        advantage, reason = 0.0, None
         if not ok:
             reason = "infrastructure"
-        elif cut:
-            reason = "overlong"
         elif spread <= min_std:
             reason = "homogeneous"
-        elif drop_invalid_format and not formed:
+        elif objective.drop_invalid_format and not formed:
             reason = "invalid_format"
-        advantage = 0.0
-        if reason is None:
-            advantage = (reward - mean) / (spread + 1e-6) if std else reward - mean
-            if clip is not None:
-                advantage = max(-clip, min(clip, advantage))
+        else:
+            bound = objective.advantage_clip
+            advantage = max(-bound, min(bound, (reward - mean) / scale))
         advantages.append(advantage)
         reasons.append(reason)
     return advantages, reasons
@@ -137,9 +125,7 @@ def overlong_punishment(length: int, limit: int, buffer: int) -> float:
 
     It is 0 up to limit - buffer ids, and falls linearly to -1 at `limit` and beyond.
     """
-    if length <= limit - buffer:
-        return 0.0
-    return max(-1.0, (limit - buffer - length) / buffer) if buffer else -1.0
+    return max(-1.0, min(0.0, (limit - buffer - length) / buffer))
 
 
 # Log-probabilities to a loss. Tensors are [N], one entry per sampled id.

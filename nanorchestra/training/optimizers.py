@@ -1,8 +1,4 @@
-"""Muon (Jordan 2024, "Muon: an optimizer for hidden layers in neural networks") for matrices that are whole or sharded.
-
-The momentum is per number and stays sharded; the orthogonalisation needs the whole matrix, so each is gathered, one rank of those that share
-it computes, and all take their rows of the result. The numbers are torch.optim.Muon's, bit for bit, where nothing is sharded.
-"""
+"""Muon for matrices that are whole or sharded, the optimizers of a model, and the learning rate."""
 
 from __future__ import annotations
 
@@ -16,88 +12,77 @@ from torch import Tensor
 
 from nanorchestra.model.sharded import first_row, is_sharded, like, local, whole
 
-NEWTON_SCHULZ = (
-    3.4445,
-    -4.7750,
-    2.0315,
-)  # a quintic that is steep at 0; five times it brings the singular values to 0.7 .. 1.2
+# A quintic, steep at 0. Five applications bring singular values in (0, 1] to about 0.7 .. 1.2.
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
-def orthogonalise(matrix: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
-    """U V^T, nearly, for matrix = U S V^T [m, n]; bfloat16. X <- a X + (b X X^T + c (X X^T)^2) X, on the shorter side."""
+def orthogonalise(matrix: Tensor) -> Tensor:
+    """Returns nearly U V^T for matrix = U S V^T [m, n], in bfloat16 (Jordan 2024).
+
+    Newton-Schulz: X <- a X + (b X X^T + c (X X^T)^2) X, five times, on the shorter side.
+    """
     a, b, c = NEWTON_SCHULZ
+    tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.to(torch.bfloat16, copy=True)
-    if x.shape[0] > x.shape[1]:
-        x = x.T
-    x.div_(x.norm().clamp(min=eps))
-    for _ in range(steps):
+    x = x.T if tall else x
+    x.div_(x.norm().clamp(min=1e-7))
+    for _ in range(5):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if matrix.shape[0] > matrix.shape[1] else x
+    return x.T if tall else x
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum, orthogonalised, with decoupled weight decay. The update is scaled to the RMS of AdamW's, 0.2 sqrt(max(m, n))
-    (Liu et al. 2025, arXiv 2502.16982, eq. 4), so that one learning rate serves both."""
+    """Muon (Jordan 2024): Nesterov momentum, orthogonalised; decoupled weight decay.
 
-    def __init__(
-        self,
-        matrices: Iterable[Tensor],
-        lr: float = 0.0,
-        weight_decay: float = 0.0,
-        momentum: float = 0.95,
-    ):
-        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+    The update is scaled to the RMS of AdamW's, 0.2 sqrt(max(m, n)) (arXiv 2502.16982, equation 4),
+    so one learning rate serves both. The numbers are those of torch.optim.Muon. Momentum stays
+    sharded. As many matrices as ranks share them are gathered at a time: each rank orthogonalises
+    one and sends the others its result, of which they take their rows.
+    """
+
+    def __init__(self, matrices: Iterable[Tensor], lr: float = 0.0, weight_decay: float = 0.0):
+        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": 0.95})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
+        """Updates the matrices by their gradients."""
         for group in self.param_groups:
-            matrices = [p for p in group["params"] if p.grad is not None]
-            owners = (
-                matrices[0].device_mesh["shard"].size()
-                if matrices and is_sharded(matrices[0])
-                else 1
-            )
-            for start in range(
-                0, len(matrices), owners
-            ):  # as many at a time as there are ranks to compute
-                turn = matrices[start : start + owners]
-                directions = [self._direction(p, group["momentum"]) for p in turn]
-                for p, update in zip(turn, _orthogonalised(directions)):
-                    values = local(p)
-                    values.mul_(1 - group["lr"] * group["weight_decay"])
-                    values.add_(
-                        update.to(values.device), alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape))
-                    )
+            params, rate = group["params"], group["lr"]
+            count = params[0].device_mesh["shard"].size() if is_sharded(params[0]) else 1
+            for start in range(0, len(params), count):
+                some = params[start : start + count]
+                directions = [self._direction(p, group["momentum"]) for p in some]
+                for p, update in zip(some, _orthogonalised(directions), strict=True):
+                    values, scale = local(p), 0.2 * math.sqrt(max(p.shape))
+                    values.mul_(1 - rate * group["weight_decay"])
+                    values.add_(update.to(values.device), alpha=-rate * scale)
 
     def _direction(self, p: Tensor, momentum: float) -> Tensor:
         state = self.state[p]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p)
-        buffer, grad = state["momentum_buffer"], p.grad
-        local(buffer).lerp_(local(grad), 1 - momentum)
-        direction = local(grad).lerp(local(buffer), momentum)
+        buffer, grad = local(state["momentum_buffer"]), local(p.grad)
+        buffer.lerp_(grad, 1 - momentum)
+        direction = grad.lerp(buffer, momentum)
         return like(p, direction.to(p.device_mesh.device_type)) if is_sharded(p) else direction
 
 
 def _orthogonalised(directions: list[Tensor]) -> list[Tensor]:
-    """This rank's rows of each matrix's orthogonalisation; the i-th of the ranks that shard them computes the i-th."""
+    """This rank's rows of each orthogonalised matrix; rank i of the shards computes the i-th."""
     if not is_sharded(directions[0]):
         return [orthogonalise(direction) for direction in directions]
     shards = directions[0].device_mesh["shard"]
-    matrices = [
-        whole(direction, torch.bfloat16) for direction in directions
-    ]  # all before anybody computes, or they would compute in turn
-    results = [
-        orthogonalise(m).contiguous() if owner == shards.get_local_rank() else m
-        for owner, m in enumerate(matrices)
-    ]
+    # gathers all before any rank computes, so that the ranks compute at the same time
+    matrices = [whole(direction, torch.bfloat16) for direction in directions]
+    mine = shards.get_local_rank()
+    if mine < len(matrices):
+        matrices[mine] = orthogonalise(matrices[mine]).contiguous()
     rows = []
-    for owner, (direction, result) in enumerate(zip(directions, results)):
-        if shards.size() > 1:
-            dist.broadcast(result, group=shards.get_group(), group_src=owner)
+    for owner, (direction, matrix) in enumerate(zip(directions, matrices, strict=True)):
+        dist.broadcast(matrix, group=shards.get_group(), group_src=owner)
         start = first_row(direction)
-        rows.append(result[start : start + len(local(direction))])
+        rows.append(matrix[start : start + len(local(direction))])
     return rows
 
 

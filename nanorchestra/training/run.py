@@ -21,7 +21,7 @@ from nanorchestra.report.watch import peak_memory_mb
 from nanorchestra.settings import to_toml
 from nanorchestra.training import build
 from nanorchestra.training.checkpoint import Checkpoints
-from nanorchestra.training.plan import peak_flops
+from nanorchestra.training.costs import peak_flops
 from nanorchestra.training.practice import Practice
 from nanorchestra.training.ranks import Ranks
 from nanorchestra.training.recorder import Recorder

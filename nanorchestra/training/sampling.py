@@ -99,11 +99,9 @@ class Sampler:
             advantages, why = group_advantages(
                 rewards,
                 [member.status != "infrastructure" for member in members],
-                well_formed=[member.well_formed for member in members],
-                min_std=grpo.min_std,
-                drop_invalid_format=objective.drop_invalid_format,
-                std=objective.normalise_std,
-                clip=objective.advantage_clip,
+                [member.well_formed for member in members],
+                objective,
+                grpo.min_std,
             )
             for member, advantage in zip(members, advantages, strict=True):
                 member.advantage = advantage

@@ -20,11 +20,11 @@ from torch import Tensor
 from nanorchestra.model import lora
 from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.sharded import is_sharded, local
+from nanorchestra.training.costs import Costs, model_flops
 from nanorchestra.training.logprobs import full_kl, token_logprobs
 from nanorchestra.training.objectives import Objective, kl_estimate, loss_normaliser, policy_loss
 from nanorchestra.training.optimizers import Muon, build_optimizers
 from nanorchestra.training.packing import Group, Packed, divide, pack
-from nanorchestra.training.plan import model_flops
 from nanorchestra.training.ranks import Ranks, shard_model
 
 
@@ -144,18 +144,14 @@ class Trainer:
 
     def _micro_batches(self, groups: Sequence[Group]) -> Iterator[tuple[list[Group], Packed, bool]]:
         """Yields this rank's micro-batches, packed, and whether each is the last."""
-        config = self.model.config
-        per_token = sum(p.numel() for p in self.model.layers.parameters() if p.dim() == 2)
-        per_pair = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
+        costs = Costs.of(self.model.config)
 
-        def multiplications(group: Group) -> float:
-            prompt = len(group.prompt)
-            lengths = [len(sample.ids) for sample in group.samples]
+        def flops(group: Group) -> float:
+            prompt, lengths = len(group.prompt), [len(sample.ids) for sample in group.samples]
             pairs = prompt * prompt / 2 + sum(n * (prompt + n / 2) for n in lengths)
-            return per_token * group.tokens + per_pair * pairs
+            return group.tokens * costs.token_flops + pairs * costs.pair_flops
 
-        budget = self.settings.token_budget
-        shares = divide(groups, self.ranks.world, budget, multiplications)
+        shares = divide(groups, self.ranks.world, self.settings.token_budget, flops)
         batches = shares[self.ranks.rank]
         for i, batch in enumerate(batches):
             packed = pack(batch, self.ranks.device, self.settings.attention)
@@ -210,14 +206,9 @@ class Trainer:
         loss.backward()
 
     def _flops(self, packed: Packed, reference: bool = False) -> float:
-        return model_flops(
-            self.model.config,
-            len(packed.tokens),
-            packed.pairs,
-            len(packed.targets),
-            bool(lora.adapters(self.model)),
-            reference,
-        )
+        counts = len(packed.tokens), packed.pairs, len(packed.targets)
+        adapters = bool(lora.adapters(self.model))
+        return model_flops(self.model.config, *counts, adapters=adapters, reference=reference)
 
     def _finish(
         self, metrics: dict[str, float], learning_rate: float, groups: Sequence[Group]

@@ -10,7 +10,7 @@ import torch
 from nanorchestra.model.packed_attention import Segment, packed_attention
 from nanorchestra.training.objectives import Objective
 from nanorchestra.training.packing import Group, Sample, pack
-from nanorchestra.training.plan import model_flops
+from nanorchestra.training.costs import model_flops
 from nanorchestra.training.trainer import Trainer, TrainerSettings
 
 

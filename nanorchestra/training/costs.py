@@ -1,0 +1,111 @@
+"""What a decoder computes and reads per token, and what GPUs provide: for MFU and the planner."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from nanorchestra.model.qwen3 import ModelConfig
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU by its data sheet: dense bf16 FLOP/s, bytes/s of memory and links, bytes of memory.
+
+    link: to the GPUs of its node; network: to those of other nodes; host: to host memory. All are
+    one way.
+    """
+
+    flops: float
+    bandwidth: float
+    link: float
+    network: float
+    host: float
+    memory: float
+
+
+GPUS = {  # NVIDIA's data sheets; the network is that of its DGX
+    "h100": Gpu(989e12, 3.35e12, 450e9, 50e9, 64e9, 80 * GB),
+    "h200": Gpu(989e12, 4.8e12, 450e9, 50e9, 64e9, 141 * GB),
+    "a100": Gpu(312e12, 2.039e12, 300e9, 25e9, 32e9, 80 * GB),  # the SXM card of 80 GB
+    "4090": Gpu(165.2e12, 1.008e12, 32e9, 1.5e9, 32e9, 24 * GB),  # no NVLink
+}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """FLOPs of a forward pass, and bytes that it reads in bf16.
+
+    Of all matrices, of a token in the layers, of a token's logits, of a pair of query and key, and
+    of the keys and values of a token.
+    """
+
+    weight_bytes: float
+    token_flops: float
+    logit_flops: float
+    pair_flops: float
+    kv_bytes: float
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Costs:
+        """Returns the costs of a decoder."""
+        layers, hidden = config.num_hidden_layers, config.hidden_size
+        q = config.num_attention_heads * config.head_dim
+        kv = config.num_key_value_heads * config.head_dim
+        linear = layers * hidden * (2 * q + 2 * kv + 3 * config.intermediate_size)
+        head = config.vocab_size * hidden
+        return cls(2 * (linear + head), 2 * linear, 2 * head, 4 * layers * q, 2 * 2 * layers * kv)
+
+
+def model_flops(
+    config: ModelConfig,
+    tokens: int,
+    pairs: int,
+    sampled: int,
+    *,
+    adapters: bool = False,
+    reference: bool = False,
+) -> float:
+    """Returns the FLOPs that a training step asks for, as MFU counts them.
+
+    PaLM (arXiv 2204.02311, appendix B): forward 1, backward 2, and nothing for recomputation. The
+    base of adapters has no weight gradient, so its backward is 1. A reference adds its forward. The
+    vocabulary counts for sampled ids only, and an id that packed samples share counts once.
+    """
+    costs, passes = Costs.of(config), 3 + reference
+    products = tokens * costs.token_flops + sampled * costs.logit_flops
+    return products * (passes - adapters) + pairs * costs.pair_flops * passes
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Returns the FLOP/s that MFU is a share of.
+
+    On CUDA the data sheet's bf16; None for another dtype or a GPU that is not in GPUS. On a CPU the
+    best of five float32 products of 1024 x 1024 matrices, with torch's threads.
+    """
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device).lower()
+        if dtype != torch.bfloat16 or any(x in name for x in ("h100 pcie", "nvl", "laptop")):
+            return None  # siblings that share a name, but not a data sheet
+        return next((gpu.flops for key, gpu in GPUS.items() if key in name), None)
+    matrix, seconds = torch.ones(1024, 1024), []
+    for _ in range(5):
+        start = time.perf_counter()
+        matrix @ matrix
+        seconds.append(time.perf_counter() - start)
+    return 2 * 1024**3 / min(seconds)
+
+
+def activation_numbers(config: ModelConfig) -> int:
+    """Returns how many numbers a layer keeps of a token for its backward pass, with the kernels.
+
+    Its input, the sum after attention and both after their norms; qkv, the normalised and rotated
+    queries and keys, and attention's output; gate, up and their product.
+    """
+    q = config.num_attention_heads * config.head_dim
+    kv = config.num_key_value_heads * config.head_dim
+    return 4 * config.hidden_size + 4 * q + 4 * kv + 3 * config.intermediate_size
