@@ -31,7 +31,7 @@ from worlds.miniature.offers import describe
 from worlds.miniature.probe import price_probe
 from worlds.miniature.tables import HELD_OUT, TRAIN
 from worlds.miniature.teacher import teach, texts
-from worlds.toolscale import environment as toolscale
+from worlds.toolscale import dataset as toolscale
 from worlds.toolscale.small import small_world
 
 MINIATURE, DOMAINS = "miniature", "domains"  # worlds that need no files

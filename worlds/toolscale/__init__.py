@@ -1,1 +1,5 @@
-"""toolscale: makes worlds (databases, tools, policies) and tasks in them, proves each task, scores attempts. No torch anywhere."""
+"""ToolScale: databases, tools that are data, tasks that are proved, and scores of attempts.
+
+words.py, records.py and domains.py build a world; plan.py, act.py, wishes.py and tasks.py write its
+tasks; verify.py and score.py judge them; dataset.py and environment.py play them. No torch.
+"""

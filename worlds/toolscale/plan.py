@@ -1,0 +1,193 @@
+"""Plans tasks: drafts of who calls and what they want, from easy to hard.
+
+`generate` starts from one wish with every number known and makes it harder as often as its level
+says: another wish, a number that must be looked up, a condition, more tools that are not needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from worlds.toolscale.act import PHRASES, PICKS, WHEN, Act, UnfitError
+from worlds.toolscale.records import Draws
+from worlds.toolscale.shapes import Json
+from worlds.toolscale.wishes import act_out
+from worlds.toolscale.words import ROLES, Words, expand
+from worlds.toolscale.world import World
+
+MOST_WISHES = 4
+LEVELS = {1: (0, 0), 2: (1, 2), 3: (3, 4), 4: (5, 6), 5: (7, 9)}  # how often a draft is evolved
+WISHES = PHRASES["wishes"]
+Grown = tuple[Json, Act]  # a draft and its act
+
+
+class Planner(Draws):
+    """Draws drafts for a world. What a draft says is seen to be possible when it is acted out."""
+
+    def __init__(self, world: World, words: Words, rng: random.Random):
+        super().__init__(words, rng, world.tables)
+        self.world = world
+        self.rows = {role: world.tables[getattr(words, role).table] for role in ROLES}
+
+    def generate(self, level: int, focus: int = 0) -> Grown:
+        """Returns a draft of the level (1 to 5) and its act.
+
+        `focus` chooses the kind of the first wish, if that can be done.
+        """
+        kind = list(WISHES)[focus % len(WISHES)]
+        people = [k for k, row in self.rows["person"].items() if row[self.w.status] == "active"]
+        for attempt in itertools.count():
+            person, seed = self.rng.choice(people), self.rng.getrandbits(32)
+            draft = {"seed": seed, "person": person, "by": "id", "wishes": [], "level": level}
+            first = partial(self._add_wish, kind=kind if attempt < 20 else None)
+            if grown := self._grow(draft | {"distractors": 3}, first):
+                break
+        for _ in range(self.rng.randint(*LEVELS[level])):
+            grown = self.evolve(grown[0]) or grown
+        return grown
+
+    def evolve(self, draft: Json) -> Grown | None:
+        """Returns a harder draft and its act; None if nothing that was tried can be done."""
+        changes = (self._add_wish, self._hide, self._condition, self._distract)
+        for _ in range(8):
+            change = self.rng.choices(changes, (4, 5, 3, 1))[0]
+            if grown := self._grow(draft, change):
+                return grown
+        return None
+
+    def _grow(self, draft: Json, change: Callable[[Json], None]) -> Grown | None:
+        harder = json.loads(json.dumps(draft))
+        try:
+            change(harder)
+            return harder, act_out(self.world, self.w, harder)
+        except UnfitError:
+            return None
+
+    def _add_wish(self, draft: Json, kind: str | None = None) -> None:
+        wishes = draft["wishes"]
+        # After a hand-over nothing more can be done.
+        handed = any(wish["kind"] == "handover" or wish.get("refused") for wish in wishes)
+        if len(wishes) >= MOST_WISHES or handed:
+            raise UnfitError("no more wishes")
+        there = {wish["kind"] for wish in wishes} - {"create", "item_field"}
+        if kind is None:
+            kinds = [kind for kind in WISHES if kind not in there]
+            kind = self.rng.choices(kinds, [WISHES[kind]["weight"] for kind in kinds])[0]
+        wish, me = {"kind": kind, "phrase": self.rng.randrange(60)}, draft["person"]
+        for field, draw in expand(WISHES[kind]["draw"], self.w).items():
+            wish[field] = self.draw(self.rows["person"][me], *draw)
+        wishes.append(wish)
+
+    # --- what a wish is about: `me` is the record of the person who calls
+
+    def item(self, me: Json) -> Json:
+        """Refers to any item by its id."""
+        return {"by": "id", "key": self.rng.choice(list(self.rows["item"]))}
+
+    def items(self, me: Json) -> list[Any]:
+        """Refers to two items, each with a quantity."""
+        return [[self.item(me), self.rng.randint(2, 9)] for _ in range(2)]
+
+    def held(self, me: Json, role: str) -> Json:
+        """Refers to any deal or extra of the person by its id."""
+        holder = self.w.person.key
+        mine = [key for key, row in self.rows[role].items() if row[holder] == me[holder]]
+        return {"by": "id", "key": self.one(mine)}
+
+    def chance(self, me: Json, share: float) -> bool:
+        """Returns True in this share of cases."""
+        return self.rng.random() < share
+
+    def other(self, me: Json) -> str:
+        """Chooses another person."""
+        return self.rng.choice([key for key, row in self.rows["person"].items() if row is not me])
+
+    def address(self, me: Json) -> str:
+        """Returns a new email address."""
+        number, host = self.rng.randint(10, 99), self.rng.choice(("mail", "post", "inbox"))
+        return f"{me['first_name']}{number}@{host}.example".lower()
+
+    def city(self, me: Json) -> str:
+        """Chooses another city."""
+        cities = {row["city"] for row in self.rows["person"].values()} - {me["city"]}
+        return self.rng.choice(sorted(cities))
+
+    def one(self, values: list[Any]) -> Any:
+        """Chooses one of the values. Raises UnfitError if there is none."""
+        if not values:
+            raise UnfitError("nothing to choose from")
+        return self.rng.choice(values)
+
+    # --- what makes a draft harder
+
+    def _hide(self, draft: Json) -> None:
+        """Takes a number away from the user, so that it must be looked up."""
+        refs: list[tuple[str, Json]] = [("person", draft)]
+        for wish in draft["wishes"]:
+            refs += [(role, wish[role]) for role in ("item", "deal", "extra") if role in wish]
+            refs += [("item", ref) for ref, _ in wish.get("items", ())]
+        role, ref = self.one([(role, ref) for role, ref in refs if ref["by"] == "id"])
+        if role == "person":
+            ref["by"] = "name"
+        elif role == "extra":
+            topic = self.rows[role][ref["key"]][self.w.topic.field]
+            ref |= {"by": "topic", "topic": topic}
+        else:
+            describe = self._describe_item if role == "item" else self._describe_deal
+            ref |= describe(self.rows[role][ref["key"]])
+
+    def _describe_item(self, row: Json) -> Json:
+        w, way = self.w, self.rng.random()
+        if way < 0.45:
+            return {"by": "title"}
+        if way < 0.75:
+            limit = int(row[w.price.field] * self.rng.uniform(1.0, 1.6)) + 1
+            found = {"by": "search", "category": row[w.category.field], "limit": limit}
+        else:
+            found = {"by": "place", "key": row[w.place.key]}
+        return found | {"pick": self.rng.choice(list(PICKS))}
+
+    def _describe_deal(self, row: Json) -> Json:
+        w, way = self.w, self.rng.random()
+        if way < 0.5:
+            return {"by": "title", "key": row[w.item.key]}
+        if way < 0.8:
+            return {"by": "when", "pick": self.rng.choice(list(WHEN))}
+        return {"by": "quantity", "quantity": row[w.quantity.field]}
+
+    def _condition(self, draft: Json) -> None:
+        """Adds a condition.
+
+        Another item if too few are left, money first if the balance is too low, or a person if a
+        rule forbids it.
+        """
+        for wish in self.rng.sample(draft["wishes"], len(draft["wishes"])):
+            if wish["kind"] == "create" and "unless" not in wish:
+                return self._unless(wish)
+            last = wish is draft["wishes"][-1] and not wish.get("refused")
+            if last and wish["kind"] in ("cancel", "quantity", "option", "exchange"):
+                deal = self.held(self.rows["person"][draft["person"]], "deal")
+                return wish.update(refused=True, told=False, deal=deal)
+        raise UnfitError("no wish for a condition")
+
+    def _unless(self, wish: Json) -> None:
+        if self.rng.random() < 0.5:
+            amount = self.integer(wish, 10, self.w.rules.top_up, 5)
+            wish["unless"] = {"kind": "funds", "amount": amount}
+            return
+        items, stock = self.rows["item"], self.w.stock.field
+        other = self.rng.choice(list(items))
+        wish["unless"] = {"kind": "instead", "key": other}
+        if self.rng.random() < 0.6:  # an item that runs short, so that the condition holds
+            short = [key for key, row in items.items() if row[stock] < wish["quantity"]]
+            wish["item"] = {"by": "title", "key": self.one(short)}
+        if wish["item"].get("key") == other:
+            raise UnfitError("the same item")
+
+    def _distract(self, draft: Json) -> None:
+        draft["distractors"] += self.rng.randint(2, 6)
