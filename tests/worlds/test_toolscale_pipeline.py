@@ -1,33 +1,30 @@
-"""The command: figures, byte-identity, resuming, bad input; the LLM author against a scripted server, good and bad answers alike."""
+"""The command data_gen.py: figures, byte identity, resuming, bad input, the LLM author."""
 
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from openai_server import openai_server, said
 
+from data_gen import main
 from nanorchestra.tools import experts
-from worlds.toolscale.domains import build
+from worlds.toolscale.domains import HOME
 from worlds.toolscale.formats import load_tasks
-from worlds.toolscale.pipeline import main, make_batch
 from worlds.toolscale.score import Scorer
 from worlds.toolscale.world import World
 
 ROOT = Path(__file__).parents[2]
+OPTIONS = ["--tasks", "60", "--seed", "3", "--domains", "travel,weather"]
 
 
 def run(out, *more):
-    return main(
-        ["--tasks", "60", "--seed", "3", "--domains", "travel,weather", "--out", str(out), *more]
-    )
+    return main([*OPTIONS, "--out", str(out), *more])
 
 
 @pytest.fixture(scope="module")
@@ -37,111 +34,85 @@ def made(tmp_path_factory):
     return out
 
 
-def test_the_files_are_what_the_readme_says_and_every_task_is_solved_in_the_saved_world(made):
-    assert sorted(path.name for path in made.iterdir()) == ["tasks.jsonl", "worlds"]
+def test_every_task_is_solved_in_the_saved_world(made):
+    names = sorted(path.name for path in made.iterdir())
+    assert names == ["settings.json", "tasks.jsonl", "worlds"]
     tasks = load_tasks(made / "tasks.jsonl")
     assert len(tasks) == 60 and [task["domain"] for task in tasks[:4]] == ["travel", "weather"] * 2
-    for domain in ("travel", "weather"):
-        world = World.load(made / "worlds" / domain)
-        for task in tasks:
-            if task["domain"] == domain:
-                scorer = Scorer(world, task)
-                assert (
-                    scorer.score(
-                        scorer.golden_calls(), task["evaluation_criteria"]["communicate_info"]
-                    ).reward
-                    == 1
-                    and scorer.score([], []).reward == 0
-                )
+    worlds = {domain: World.load(made / "worlds" / domain) for domain in ("travel", "weather")}
+    for task in tasks:
+        scorer = Scorer(worlds[task["domain"]], task)
+        told = task["evaluation_criteria"]["communicate_info"]
+        assert scorer.score(scorer.golden_calls(), told).reward == 1
+        assert scorer.score([], []).reward == 0
 
 
 def test_the_bytes_do_not_depend_on_the_workers(made, tmp_path):
     assert run(tmp_path, "--workers", "3") == 0
-    for path in sorted(made.rglob("*.*")):
-        if path.is_file():
-            assert path.read_bytes() == (tmp_path / path.relative_to(made)).read_bytes()
+    for path in made.rglob("*.*"):
+        assert path.read_bytes() == (tmp_path / path.relative_to(made)).read_bytes()
 
 
 def test_a_killed_run_goes_on_with_what_it_had_to_the_same_bytes(made, tmp_path, capsys):
-    command = [
-        sys.executable,
-        "data_gen.py",
-        "--tasks",
-        "60",
-        "--seed",
-        "3",
-        "--domains",
-        "travel,weather",
-        "--out",
-        str(tmp_path),
-        "--workers",
-        "1",
-    ]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    command = [sys.executable, "data_gen.py", *OPTIONS, "--out", str(tmp_path), "--workers", "1"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True)
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob("parts/*-0*.json")) and time.monotonic() < deadline:
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
+    process.kill()
     process.wait()
-    kept = list(tmp_path.glob("parts/*-0*.json"))
-    assert kept and not (tmp_path / "tasks.jsonl").exists()
-    stamp = kept[0].stat().st_mtime_ns
-    assert (
-        main([*command[2:6], "--domains", "travel", "--out", str(tmp_path)]) == 2
-    )  # another command may not take its place
-    assert "unfinished work" in capsys.readouterr().err
-    (tmp_path / "parts" / "weather-00000.json").write_text('{"tasks": [')  # half written: made anew
-    assert kept[0].stat().st_mtime_ns == stamp or kept[0].name.startswith("weather")
+    (kept, *_) = tmp_path.glob("parts/*-0*.json")
+    stamp = kept.stat().st_mtime_ns
+    assert not (tmp_path / "tasks.jsonl").exists()
     assert run(tmp_path, "--workers", "1") == 0
-    assert "going on with" in capsys.readouterr().err
+    assert "going on with" in capsys.readouterr().err and stamp
     assert (tmp_path / "tasks.jsonl").read_bytes() == (made / "tasks.jsonl").read_bytes()
 
 
+def test_the_tasks_of_another_run_are_never_replaced(made, tmp_path, capsys):
+    before = (made / "tasks.jsonl").read_bytes()
+    assert main([*OPTIONS, "--seed", "4", "--out", str(made)]) == 2
+    error = capsys.readouterr().err
+    assert "holds tasks of another run (seed 3)" in error and error.count("\n") == 1
+    assert run(made, "--workers", "1") == 0  # the same options: the same bytes again
+    assert (made / "tasks.jsonl").read_bytes() == before
+    (tmp_path / "tasks.jsonl").write_bytes(before)
+    assert run(tmp_path) == 2 and "seed unknown" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_any_time_is_one_line(tmp_path):
+    for wait in (0.1, 0.4, 1.2):
+        command = [sys.executable, "data_gen.py", "--tasks", "5000", "--out", str(tmp_path)]
+        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        time.sleep(wait)
+        process.send_signal(signal.SIGINT)
+        error = process.communicate(timeout=20)[1]
+        assert process.returncode in (130, -signal.SIGINT) and "Traceback" not in error
+
+
 def test_the_figures_are_printed(tmp_path, capsys):
-    assert (
-        main(
-            [
-                "--tasks",
-                "50",
-                "--seed",
-                "1",
-                "--domains",
-                "railway",
-                "--out",
-                str(tmp_path),
-                "--workers",
-                "1",
-            ]
-        )
-        == 0
-    )
-    said = capsys.readouterr().out
-    assert (
-        "100.00% by their golden calls, 0.00% by doing nothing, 0.00% with one golden argument altered"
-        in said
-    )
+    options = ["--tasks", "50", "--seed", "1", "--domains", "railway", "--workers", "1"]
+    assert main([*options, "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
     for figure in (
+        "100.00% by their golden calls, 0.00% by doing nothing, 0.00% with one golden argument",
+        "50 tasks in 1 domains",
         "thrown away:",
-        "environment steps per second",
         "distinct tool sequences",
-        "distinct argument patterns",
-        "more than 1% of the others",
-        "golden calls a task: 1:",
+        "tasks by their golden calls: 1:",
         "railway (29 tools",
     ):
-        assert figure in said
-    assert int(re.search(r"replay: ([\d,]+)", said)[1].replace(",", "")) > 1000
+        assert figure in printed
 
 
 def test_show_prints_tasks_to_read_and_writes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["--show", "2", "--domains", "finance,sport"]) == 0
-    said = capsys.readouterr().out
-    assert said.count("Wants: ") == said.count("Golden calls:") == said.count(
-        "Changes in the database:"
-    ) == 2 and not list(tmp_path.iterdir())
+    printed = capsys.readouterr().out
+    for title in ("Wants: ", "Golden calls:", "Changes in the database:"):
+        assert printed.count(title) == 2
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -152,12 +123,12 @@ def test_show_prints_tasks_to_read_and_writes_nothing(tmp_path, monkeypatch, cap
         ([], "--out is missing"),
         (["--domains", "ferry", "--out", "x"], "domain 'ferry'"),
         (["--difficulty", "6", "--out", "x"], "--difficulty is '6'"),
-        (["--difficulty", "4-2", "--out", "x"], "level from 1 to 5"),
+        (["--difficulty", "4-2", "--out", "x"], "a range such as 2-4"),
+        (["--difficulty", "-", "--out", "x"], "--difficulty is '-'"),
         (["--author", "llm", "--out", "x"], "needs --endpoint"),
         (["--domains", "sport,sport", "--out", "x"], "none twice"),
         (["--out", __file__], "is a file"),
         (["--what"], "unrecognized"),
-        (["--workers", "0", "--out", "x"], "--workers is 0"),
     ],
 )
 def test_a_bad_option_gets_one_line(arguments, says, tmp_path, monkeypatch, capsys):
@@ -168,245 +139,47 @@ def test_a_bad_option_gets_one_line(arguments, says, tmp_path, monkeypatch, caps
 
 
 def test_no_torch_is_loaded():
-    code = "import sys, worlds.toolscale.pipeline, worlds.toolscale.author, worlds.toolscale.environment, worlds.toolscale.preferences; sys.exit('torch' in sys.modules)"
+    code = "import sys, data_gen; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-# --- the LLM author
+# --- the language model author
 
 
-class Scripted(BaseHTTPRequestHandler):
-    """Answers each stage from a world of the built-in author, and every few questions with something that is of no use."""
-
-    world, tasks, asked, bad = None, [], [], True
-    served = {"records": 0, "tools": 0, "tasks": 0}
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        prompt, cls = body["messages"][0]["content"], type(self)
-        cls.asked.append(body)
-        if cls.bad and len(cls.asked) % 7 == 3:
-            self.send_response(500)
-            self.end_headers()
-            return
-        text = "I would rather not." if cls.bad and len(cls.asked) % 5 == 2 else self.answer(prompt)
-        reply = json.dumps(
-            {
-                "choices": [{"message": {"content": text}}],
-                "usage": {"prompt_tokens": 5, "completion_tokens": 5},
-            }
-        ).encode()
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(reply)
-
-    def answer(self, prompt):
-        world, served = self.world, self.served
-        if "different subjects" in prompt:
-            return json.dumps(
-                ["Lisbon", "Oslo", "night trains", "families", "commuters", "students"]
-            )
-        if "Design the database" in prompt:
-            return "Here it is:\n```json\n" + json.dumps(world.schema) + "\n```"
-        if "realistic, different records" in prompt:
-            served["records"] += 1
-            low, high = 40 * (served["records"] - 1), 40 * served["records"]
-            tables = {
-                table: dict(list(rows.items())[low:high]) for table, rows in world.tables.items()
-            }
-            first = next(iter(world.tables))
-            return json.dumps(tables | {first: tables[first] | {"X1": {"broken": True}}})
-        if "Write 6 tools" in prompt:
-            served["tools"] += 1
-            plain = [tool for tool in world.tools if tool["kind"] in ("read", "write")]
-            wrong = [
-                {
-                    "kind": "read",
-                    "function": {
-                        "name": "wrong",
-                        "description": "",
-                        "parameters": {"properties": {}},
-                    },
-                    "program": [{"op": "exec", "code": "1"}],
-                }
-            ]
-            return json.dumps(plain[6 * (served["tools"] - 1) : 6 * served["tools"]] + wrong)
-        served["tasks"] += 1
-        start = 2 * served["tasks"]
-        if "Make this task harder" in prompt:
-            return json.dumps([self.raw(self.tasks[-1 - served["tasks"] % 5])])
-        bad = self.raw(self.tasks[start % 40])
-        bad["actions"] = bad["actions"] + [{"name": "nothing", "arguments": {}}]
-        return json.dumps(
-            [self.raw(self.tasks[n % 40]) for n in (start, start + 1, 0)] + [bad, {"no": "task"}]
-        )
-
-    @staticmethod
-    def raw(task):
-        criteria = task["evaluation_criteria"]
-        return {
-            "user_scenario": task["user_scenario"],
-            "actions": [
-                {"name": a["name"], "arguments": a["arguments"]} for a in criteria["actions"]
-            ],
-            "communicate_info": criteria["communicate_info"],
-            "nl_assertions": criteria["nl_assertions"],
-        }
-
-    def log_message(self, *args):
-        pass
+def blueprint(name):
+    return json.loads((HOME / "travel.json").read_text()) | {"domain": name}
 
 
-@pytest.fixture
-def endpoint(monkeypatch):
+def author(url, out, *more):
+    options = ["--author", "llm", "--endpoint", url, "--tasks", "20", "--workers", "1"]
+    return main([*options, "--out", str(out), *more])
+
+
+def test_the_author_is_asked_again_with_what_was_wrong(tmp_path, capsys):
+    bad = blueprint("car_repair")
+    del bad["ask"]["gift"]
+    with openai_server() as server:
+        answers = iter(["Sorry.", json.dumps(bad), f"Here: {json.dumps(blueprint('car_repair'))}"])
+        server.answer = lambda body: said(next(answers))
+        assert author(server.url, tmp_path, "--domains", "Car repair") == 0
+        assert author(server.url, tmp_path, "--domains", "Car repair") == 0  # nothing is asked
+    questions = [body["messages"][-1]["content"] for body in server.bodies]
+    assert 'the domain "Car repair"' in questions[0] and "'gift'" in questions[2]
+    assert len(questions) == 3
+    tasks = load_tasks(tmp_path / "tasks.jsonl")
+    assert len(tasks) == 20 and {task["domain"] for task in tasks} == {"car_repair"}
+    World.load(tmp_path / "worlds" / "car_repair")
+
+
+def test_a_domain_that_cannot_be_written_is_named_and_left_out(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(experts.time, "sleep", lambda seconds: None)
-    world, _ = build("railway", 1)
-    Scripted.world, Scripted.asked, Scripted.bad, Scripted.served = (
-        world,
-        [],
-        True,
-        {"records": 0, "tools": 0, "tasks": 0},
-    )
-    fit = [
-        task
-        for number in (0, 1, 2)
-        for task in make_batch("railway", 1, (1, 2, 3), number)["tasks"]
-        if not {"calculate", "transfer_to_human_agents"}
-        & {a["name"] for a in task["evaluation_criteria"]["actions"]}
-    ]
-    Scripted.tasks = fit[:60]
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Scripted)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
-
-
-def test_the_llm_author_goes_through_all_stages_with_good_and_bad_answers(
-    endpoint, tmp_path, capsys
-):
-    command = [
-        "--author",
-        "llm",
-        "--endpoint",
-        endpoint,
-        "--domains",
-        "Night trains",
-        "--tasks",
-        "12",
-        "--seed",
-        "1",
-        "--out",
-        str(tmp_path),
-        "--workers",
-        "1",
-        "--difficulty",
-        "1-3",
-    ]
-    assert main(command) == 0
-    said = capsys.readouterr()
-    tasks, world = (
-        load_tasks(tmp_path / "tasks.jsonl"),
-        World.load(tmp_path / "worlds" / "night_trains"),
-    )
-    assert (
-        len(tasks) == 12 and sum(map(len, world.tables.values())) >= 200 and len(world.tools) >= 12
-    )
-    for task in tasks:
-        scorer = Scorer(world, task)
-        assert (
-            scorer.score(
-                scorer.golden_calls(), task["evaluation_criteria"]["communicate_info"]
-            ).reward
-            == 1
+    with openai_server() as server:
+        server.answer = lambda body: said(
+            json.dumps(blueprint("b")) if '"b"' in body["messages"][0]["content"] else "no"
         )
-    assert "op is 'exec'" in said.err and "rows that break the schema" in said.err  # named
-    for reason in ("a golden call errs", "near duplicate", "not in the task format"):
-        assert reason in said.out
-    assert any(
-        "cannot be used: it is not JSON" in body["messages"][-1]["content"]
-        for body in Scripted.asked
-    )
-
-
-def test_an_llm_author_that_gives_nothing_is_refused(endpoint, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(Scripted, "answer", lambda self, prompt: "no")
-    assert (
-        main(
-            [
-                "--author",
-                "llm",
-                "--endpoint",
-                endpoint,
-                "--domains",
-                "a,b",
-                "--tasks",
-                "5",
-                "--out",
-                str(tmp_path),
-            ]
-        )
-        == 2
-    )
-    error = capsys.readouterr().err
-    assert "domain 'a': left out" in error and "no domain could be written" in error
-
-
-def test_an_llm_author_that_repeats_itself_is_left_with_what_there_is(
-    endpoint, tmp_path, capsys, monkeypatch
-):
-    answer = Scripted.answer
-    monkeypatch.setattr(
-        Scripted,
-        "answer",
-        lambda self, prompt: (
-            json.dumps([self.raw(self.tasks[0])] * 3)
-            if "task" in prompt and "Tools:" in prompt
-            else answer(self, prompt)
-        ),
-    )
-    assert (
-        main(
-            [
-                "--author",
-                "llm",
-                "--endpoint",
-                endpoint,
-                "--domains",
-                "trains",
-                "--tasks",
-                "4",
-                "--out",
-                str(tmp_path),
-                "--workers",
-                "1",
-                "--difficulty",
-                "1",
-            ]
-        )
-        == 1
-    )
-    said = capsys.readouterr()
-    assert "only 1 of 4 tasks could be made" in said.err and "near duplicate" in said.out
-
-
-def test_an_endpoint_that_is_not_there_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(experts.time, "sleep", lambda seconds: None)
-    assert (
-        main(
-            [
-                "--author",
-                "llm",
-                "--endpoint",
-                "http://127.0.0.1:9",
-                "--domains",
-                "a",
-                "--out",
-                str(tmp_path),
-            ]
-        )
-        == 2
-    )
-    assert (
-        "no answer (ConnectionError)" in capsys.readouterr().err
-        and not (tmp_path / "tasks.jsonl").exists()
-    )
+        assert author(server.url, tmp_path / "x", "--domains", "a,b") == 0
+        assert "domain 'a': left out" in capsys.readouterr().err
+        assert author(server.url, tmp_path / "y", "--domains", "a") == 2
+    assert "wrote no domain" in capsys.readouterr().err
+    assert author("http://127.0.0.1:9", tmp_path / "z", "--domains", "a") == 2
+    assert "no answer (ConnectionError)" in capsys.readouterr().err

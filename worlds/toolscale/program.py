@@ -188,7 +188,7 @@ def calculate(expression: str) -> float:
     try:
         if len(text) <= 200 and re.fullmatch(r"[\d\s.+\-*/()]+", text):
             return round(_arithmetic(ast.parse(text.strip(), mode="eval").body), 2)
-    except (SyntaxError, LookupError, ArithmeticError, AttributeError, MemoryError):
+    except (SyntaxError, LookupError, ArithmeticError, AttributeError, TypeError, MemoryError):
         pass
     raise ToolError(
         f"cannot calculate {expression!r}: numbers, + - * / and brackets only, at most 200 "

@@ -1,0 +1,59 @@
+"""Question files of each style."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nanorchestra.errors import UserError
+from nanorchestra.records import Preference
+from worlds.questions import load_questions
+
+FRAMES = Path(__file__).parents[3] / "shared" / "data" / "frames.jsonl"
+ROWS = [
+    {"id": "a", "question": "Q?", "image": "", "answer": "4", "answer_type": "exactMatch"},
+    {"question": "picture", "image": "data:...", "answer": "no"},
+    {"question_id": 5, "question": "G?", "reference_answer": "yes", "task": "Logic"},
+    {"Prompt": "F?", "Answer": "Jane"},
+    {"problem": "P?", "answer": 3},
+]
+
+
+def test_question_files_of_each_style(tmp_path):
+    lines, whole = tmp_path / "q.jsonl", tmp_path / "q.json"
+    lines.write_text("\n".join(map(json.dumps, ROWS)))
+    whole.write_text(json.dumps(ROWS))
+    tasks = load_questions(lines)
+    assert [(task.id, task.question, task.data["answer"]) for task in tasks] == [
+        ("a", "Q?", "4"),
+        ("5", "G?", "yes"),
+        ("4", "F?", "Jane"),
+        ("5", "P?", "3"),
+    ]
+    assert tasks[0].data["answer_type"] == "exactMatch" and tasks[0].preference == Preference()
+    assert load_questions(whole) == tasks and load_questions(whole, most=2) == tasks[:2]
+
+
+@pytest.mark.parametrize(
+    "bad, says",
+    [
+        ('{"text": 1}', "no question and answer"),
+        ('{"question": "", "answer": "x"}', "not empty"),
+        ("[1]", "must be an object"),
+        ('{"question": "a"', "not JSON"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path, bad, says):
+    path = tmp_path / "q.jsonl"
+    path.write_text(bad)
+    with pytest.raises(UserError, match=f"line 1: .*{says}"):
+        load_questions(path)
+
+
+def test_frames_loads():
+    if not FRAMES.exists():
+        pytest.skip("no shared data")
+    tasks = load_questions(FRAMES)
+    assert len(tasks) == 824 and tasks[0].data["answer"] == "Jane Ballou"
