@@ -38,6 +38,7 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, ranks: Ranks):
         self.folder, self.keep, self.ranks = folder, keep, ranks
         self._saving: tuple[str, Future[None]] | None = None
+        self._group = ranks.beside().group  # of the thread that writes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         if ranks.first:
             folder.mkdir(exist_ok=True)
@@ -52,7 +53,7 @@ class Checkpoints:
         written = dcp.async_save(
             tensors,
             checkpoint_id=aside,
-            process_group=self.ranks.background,
+            process_group=self._group,
             no_dist=self.ranks.world == 1,
         )
         self._saving = name, self._thread.submit(self._finish, name, aside, notes, written)

@@ -1,9 +1,9 @@
 """The ranks of a run: how they join, what they exchange, how they end, how they shard a model.
 
 `Ranks.start` reads the environment that torchrun sets. Without torchrun there is one rank, and
-every exchange is a no-op. Exchanges are collectives: all ranks call them in the same order. A rank
-that fails publishes its reason; one that dies or hangs is missed after SILENCE seconds. The other
-ranks then end with that reason, so that torchrun can start all of them again.
+every exchange is a no-op. Exchanges are collectives: all ranks call them in the same order. When a
+rank fails, dies or hangs, the others end within SILENCE seconds, so that torchrun can start all of
+them again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -32,8 +31,9 @@ from nanorchestra.errors import UserError
 from nanorchestra.model.qwen3 import Qwen3
 
 TIMEOUT = timedelta(seconds=1800)  # of a collective: rollouts of ranks differ in length
-BEAT = 2.0  # seconds between two heartbeats of a rank
-SILENCE = 30.0  # seconds without a heartbeat after which a rank counts as dead
+BEAT = 2.0  # seconds between two exchanges of the watch
+SILENCE = 30.0  # seconds that the watch waits for a rank
+RUNNING, DONE = "", "done"  # what a rank says in them, unless why it fails
 T, R = TypeVar("T"), TypeVar("R")
 
 
@@ -46,16 +46,14 @@ class Ranks:
 
     `mesh` is None while parameters are plain tensors: one process in float32 on a CPU. Else it is a
     device mesh whose last dimension "shard" divides the weights. With a first dimension "replicate"
-    each group of ranks that shards has a whole copy (HSDP). `background` is a process group for one
-    thread beside the main one.
+    each group of ranks that shards has a whole copy (HSDP). `group` is of gloo, also beside NCCL.
     """
 
     def __init__(self, rank: int = 0, world: int = 1, device: torch.device | str = "cpu"):
         self.rank, self.world, self.device = rank, world, torch.device(device)
         self.mesh: DeviceMesh | None = None
-        self.background: dist.ProcessGroup | None = None
-        self._control: dist.ProcessGroup | None = None  # gloo, also beside NCCL
-        self._watch: _Watch | None = None
+        self.group: dist.ProcessGroup | None = None
+        self._word, self._watch = RUNNING, threading.Thread()
 
     @classmethod
     def start(
@@ -105,15 +103,12 @@ class Ranks:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
         store = dist.PrefixStore(f"attempt/{attempt}", store)
         dist.init_process_group(
-            backend,
-            store=dist.PrefixStore("groups", store),
-            rank=self.rank,
-            world_size=self.world,
-            timeout=TIMEOUT,
+            backend, store=store, rank=self.rank, world_size=self.world, timeout=TIMEOUT
         )
-        self._control = dist.new_group(backend="gloo", timeout=TIMEOUT)
-        self.background = dist.new_group(backend="gloo", timeout=TIMEOUT)
-        self._watch = _Watch(dist.PrefixStore("watch", store), self.rank, self.world)
+        self.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        watch = dist.new_group(backend="gloo", timeout=timedelta(seconds=SILENCE))
+        self._watch = threading.Thread(target=self._listen, args=[watch], daemon=True)
+        self._watch.start()
 
     @property
     def first(self) -> bool:
@@ -124,7 +119,7 @@ class Ranks:
         """Returns the same ranks for one more thread, whose exchanges do not cross this one's."""
         other = copy.copy(self)
         if self.world > 1:
-            other._control = dist.new_group(backend="gloo", timeout=TIMEOUT)
+            other.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         return other
 
     def gather(self, value: T) -> list[T]:
@@ -132,7 +127,7 @@ class Ranks:
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value, group=self._control)
+        dist.all_gather_object(values, value, group=self.group)
         for value in values:
             if isinstance(value, UserError):
                 raise SharedError(*value.args)
@@ -159,7 +154,7 @@ class Ranks:
         if self.world == 1:
             return dict(values)
         total = torch.tensor(list(values.values()), dtype=torch.float64)
-        dist.all_reduce(total, group=self._control)
+        dist.all_reduce(total, group=self.group)
         return dict(zip(values, total.tolist(), strict=True))
 
     def any(self, flag: bool) -> bool:
@@ -183,76 +178,38 @@ class Ranks:
 
     def fail(self, reason: str) -> None:
         """Tells the other ranks that this one ends, and why; they end too."""
-        if self._watch is not None:
-            self._watch.fail(f"rank {self.rank}: {reason}")
+        self._say(f"rank {self.rank}: {reason}")
 
     def close(self) -> None:
         """Leaves the ranks at the end of a run that went well, when all have come to it."""
-        if self._watch is not None:
-            self._watch.stop()
+        self._say(DONE)
         if dist.is_initialized():
-            if self.world > 1:
-                dist.barrier(group=self._control)
             dist.destroy_process_group()
 
+    def _say(self, word: str) -> None:
+        self._word = word
+        if self._watch.is_alive():
+            self._watch.join()
 
-class _Watch:
-    """A thread that writes heartbeats to the store, and ends this process if the run is lost.
+    def _listen(self, group: dist.ProcessGroup) -> None:
+        """Exchanges words until all ranks are done; ends this process if the run is lost.
 
-    Rank 0 watches all others, and they watch rank 0 and the key "failed". The time-out of a
-    collective, which is as long as the longest rollout, would notice too late.
-    """
-
-    def __init__(self, store: dist.Store, rank: int, world: int):
-        self.rank = rank
-        self.store = store.clone()  # its own connection: the main thread may block on the other
-        self.store.set_timeout(timedelta(seconds=SILENCE))
-        self.watched = list(range(1, world)) if rank == 0 else [0]
-        self.stopped = threading.Event()
-        self.store.set(f"beat/{rank}", "0")  # reading a missing key would block
-        threading.Thread(target=self._run, daemon=True, name="watch").start()
-
-    def fail(self, reason: str) -> None:
-        self.stopped.set()
-        with suppress(Exception):  # the store may be gone with the process that held it
-            if not self.store.check(["failed"]):
-                self.store.set("failed", reason)
-                return
-            earlier = self.store.get("failed").decode()
-            print(f"rank {self.rank}: before that, {earlier}", file=sys.stderr, flush=True)
-
-    def stop(self) -> None:
-        self.stopped.set()
-        with suppress(Exception):
-            self.store.set(f"beat/{self.rank}", "done")
-
-    def _run(self) -> None:
-        heard = {rank: (b"", time.monotonic()) for rank in self.watched}
-        count = 0
-        while not self.stopped.wait(BEAT):
-            count += 1
+        The time-out of other collectives, as long as the longest rollout, would notice too late.
+        """
+        words: list[str] = [RUNNING] * self.world
+        while not all(word == DONE for word in words):
+            time.sleep(BEAT)
+            lost = ""
             try:
-                self.store.set(f"beat/{self.rank}", str(count))
-                reason = self._listen(heard)
-            except Exception as error:  # the store is in torchrun, or in rank 0
-                reason = f"the store of the ranks has ended ({type(error).__name__})"
-            if reason and not self.stopped.is_set():
-                print(f"rank {self.rank} ends: {reason}", file=sys.stderr, flush=True)
+                dist.all_gather_object(words, self._word, group=group)
+            except RuntimeError as error:
+                lost = f"a rank has died or hangs ({str(error).splitlines()[0]})"
+            if self._word not in (RUNNING, DONE):
+                return  # the main thread ends this rank
+            lost = next((word for word in words if word not in (RUNNING, DONE)), lost)
+            if lost:
+                print(f"rank {self.rank} ends: {lost}", file=sys.stderr, flush=True)
                 os._exit(1)  # the main thread may wait in a collective that never ends
-
-    def _listen(self, heard: dict[int, tuple[bytes, float]]) -> str:
-        """Why the run is lost; empty if it is not."""
-        if self.store.check(["failed"]):
-            return self.store.get("failed").decode()
-        for rank, (last, when) in heard.items():
-            beat = self.store.get(f"beat/{rank}")
-            if beat not in (last, b"done"):
-                heard[rank] = beat, time.monotonic()
-            elif beat != b"done" and time.monotonic() - when > SILENCE:
-                reason = f"rank {rank}: no sign of life for {SILENCE:.0f} s"
-                self.store.set("failed", reason)
-                return reason
-        return ""
 
 
 def shard_model(

@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 from nanorchestra.errors import UserError
 from nanorchestra.model.lora import adapters, add_adapters, merge, reset, save_adapter
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
-from nanorchestra.model.sharded import fill, whole
 from nanorchestra.model.saving import save_checkpoint
+from nanorchestra.model.sharded import fill, whole
 from nanorchestra.model.weights import DTYPES, load_model, named_hf_tensors
 from nanorchestra.training import ranks as module
 from nanorchestra.training.checkpoint import Checkpoints
@@ -378,18 +378,14 @@ def test_ranks_that_compute_in_bf16_hold_and_reduce_float32(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "how, reason",
-    [
-        ("kill", "ends: "),
-        ("hang", "rank 1: no sign of life for 3 s"),
-        ("fail", "rank 1: out of luck"),
-    ],
+    [("kill", "peer"), ("hang", "a rank has died or hangs"), ("fail", "rank 1: out of luck")],
 )
 def test_when_a_rank_ends_the_others_do_and_say_why(tmp_path, how, reason):
     first, second = start(tmp_path, 2, [["end", "end", {"how": how}]], silence=3)
     try:
         output, _ = first.communicate(timeout=60)
         assert first.returncode != 0
-        assert reason in output or (how == "kill" and "peer" in output), output
+        assert reason in output, output
     finally:
         second.kill()
         second.communicate()
