@@ -8,6 +8,7 @@ arguments and results the functions hold about WORKSPACE bytes, for any N and vo
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,7 +34,25 @@ def token_logprobs(
             hidden, weight, targets, temperature=temperature, vocab=vocab_limit
         )
         return logprobs, entropy.detach()
-    return _TokenLogprobs.apply(hidden, weight, targets, temperature, vocab_limit)
+    entropy, logsumexp = (hidden.new_empty(len(hidden), dtype=_wide(hidden)) for _ in range(2))
+
+    def values(rows: slice, logits: Tensor) -> Tensor:
+        logsumexp[rows] = logits.logsumexp(-1)
+        logprobs = logits.gather(1, targets[rows, None])[:, 0] - logsumexp[rows]
+        logits -= logsumexp[rows, None]
+        entropy[rows] = -torch.einsum("nv,nv->n", logits.exp(), logits)
+        return logprobs
+
+    def grad_logits(rows: slice, logits: Tensor, _: Tensor, grad: Tensor) -> Tensor:
+        """The gradient in the logits, onehot(target) - p, times `grad`; in their place."""
+        probabilities = logits.sub_(logsumexp[rows, None]).exp_()
+        return probabilities.mul_(-grad[:, None]).scatter_add_(
+            1, targets[rows, None], grad[:, None]
+        )
+
+    size = _chunk_size(vocab_limit, hidden, 2)
+    head = _Head(values, grad_logits, temperature, vocab_limit, size)
+    return _Chunked.apply(hidden, weight, head), entropy
 
 
 def full_kl(
@@ -51,97 +70,73 @@ def full_kl(
     `vocab_limit`. hidden, ref_hidden [N, H]; weight, ref_weight [V, H] -> [N] in fp32 (fp64 for
     fp64). Gradients flow into hidden and weight.
     """
-    return _FullKL.apply(hidden, weight, ref_hidden, ref_weight, temperature, vocab_limit)
+    ref_hidden, ref_weight = ref_hidden.detach(), ref_weight.detach()[:vocab_limit]
+
+    def both(rows: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
+        logq = _logits(ref_hidden[rows], ref_weight, temperature).log_softmax(-1)
+        return logits.log_softmax(-1), logq
+
+    def values(rows: slice, logits: Tensor) -> Tensor:
+        logp, logq = both(rows, logits)
+        return torch.einsum("nv,nv->n", logp.exp(), logp - logq)
+
+    def grad_logits(rows: slice, logits: Tensor, kl: Tensor, grad: Tensor) -> Tensor:
+        """P (log p - log q - KL), times the gradient."""
+        logp, logq = both(rows, logits)
+        return logp.exp().mul_(logp.sub_(logq).sub_(kl[:, None])).mul_(grad[:, None])
+
+    size = _chunk_size(vocab_limit, hidden, 5)
+    head = _Head(values, grad_logits, temperature, vocab_limit, size)
+    return _Chunked.apply(hidden, weight, head)
 
 
-class _TokenLogprobs(torch.autograd.Function):
-    """With z = h W^T / T and p = softmax(z): d logprob_t / dz = onehot(t) - p."""
+@dataclass(frozen=True)
+class _Head:
+    """A function of the logits z = hidden @ weight.T / temperature below `limit`, by chunks.
+
+    values(rows, z) -> [chunk]; grad_logits(rows, z, values, gradient of values) -> [chunk, limit].
+    """
+
+    values: Callable[[slice, Tensor], Tensor]
+    grad_logits: Callable[[slice, Tensor, Tensor, Tensor], Tensor]
+    temperature: float
+    limit: int
+    size: int
+
+
+class _Chunked(torch.autograd.Function):
+    """Computes logits a chunk at a time, in the forward and again in the backward pass."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, limit):
-        size = _chunk_size(limit, hidden, 2)
-        logprobs = torch.empty(len(hidden), dtype=_wide(hidden), device=hidden.device)
-        entropy, logsumexp = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        for rows in _chunks(len(hidden), size):
-            logits = _logits(hidden[rows], weight[:limit], temperature)  # [chunk, limit]
-            logsumexp[rows] = logits.logsumexp(-1)
-            logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0] - logsumexp[rows]
-            logits -= logsumexp[rows, None]
-            entropy[rows] = -torch.einsum("nv,nv->n", logits.exp(), logits)
-        ctx.save_for_backward(hidden, weight, targets, logsumexp)
-        ctx.options = temperature, limit, size
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad, _):
-        hidden, weight, targets, logsumexp = ctx.saved_tensors
-
-        def grad_logits(rows: slice, logits: Tensor) -> Tensor:
-            probabilities = logits.sub_(logsumexp[rows, None]).exp_()
-            scaled = probabilities.mul_(-grad[rows, None])
-            return scaled.scatter_add_(1, targets[rows, None], grad[rows, None])
-
-        return *_head_backward(ctx, hidden, weight, grad_logits), None, None, None
-
-
-class _FullKL(torch.autograd.Function):
-    """With z as above: dKL / dz_v = p_v (log p_v - log q_v - KL)."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, ref_hidden, ref_weight, temperature, limit):
-        size = _chunk_size(limit, hidden, 5)
-        kl = torch.empty(len(hidden), dtype=_wide(hidden), device=hidden.device)
-        for rows in _chunks(len(hidden), size):
-            logits = _logits(hidden[rows], weight[:limit], temperature)  # [chunk, limit]
-            logp = logits.log_softmax(-1)
-            logq = _logits(ref_hidden[rows], ref_weight[:limit], temperature).log_softmax(-1)
-            kl[rows] = torch.einsum("nv,nv->n", logp.exp(), logp - logq)
-        ctx.save_for_backward(hidden, weight, ref_hidden, ref_weight, kl)
-        ctx.options = temperature, limit, size
-        return kl
+    def forward(ctx, hidden, weight, head):
+        values = hidden.new_empty(len(hidden), dtype=_wide(hidden))
+        for rows in _chunks(len(hidden), head.size):
+            logits = _logits(hidden[rows], weight[: head.limit], head.temperature)
+            values[rows] = head.values(rows, logits)
+        ctx.save_for_backward(hidden, weight, values)
+        ctx.head = head
+        return values
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        hidden, weight, ref_hidden, ref_weight, kl = ctx.saved_tensors
-        temperature, limit, _ = ctx.options
-
-        def grad_logits(rows: slice, logits: Tensor) -> Tensor:
-            logp = logits.log_softmax(-1)
-            logq = _logits(ref_hidden[rows], ref_weight[:limit], temperature).log_softmax(-1)
-            return logp.exp().mul_(logp.sub_(logq).sub_(kl[rows, None])).mul_(grad[rows, None])
-
-        return *_head_backward(ctx, hidden, weight, grad_logits), None, None, None, None
-
-
-def _head_backward(
-    ctx: torch.autograd.function.FunctionCtx,
-    hidden: Tensor,
-    weight: Tensor,
-    grad_logits: Callable[[slice, Tensor], Tensor],
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of hidden and weight, chunk by chunk.
-
-    grad_logits(rows, logits) returns dloss / dz of a chunk, in place of its logits.
-    """
-    temperature, limit, size = ctx.options
-    grad_hidden = grad_weight = None
-    if ctx.needs_input_grad[0]:
-        grad_hidden = torch.empty_like(hidden)
-    if ctx.needs_input_grad[1]:
-        grad_weight = torch.zeros(weight.shape, dtype=_wide(weight), device=weight.device)
-    piece = max(1, WORKSPACE // (2 * _wide(weight).itemsize * hidden.shape[1]))
-    for rows in _chunks(len(hidden), size):
-        logits = _logits(hidden[rows], weight[:limit], temperature)
-        step = grad_logits(rows, logits).div_(temperature).to(weight.dtype)
-        if grad_hidden is not None:
-            grad_hidden[rows] = step @ weight[:limit]
-        if grad_weight is not None:
-            for ids in _chunks(limit, piece):  # the whole product is as large as the gradient
-                grad_weight[ids] += _wide_matmul(step[:, ids].T, hidden[rows])
-    return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
+        (hidden, weight, values), head = ctx.saved_tensors, ctx.head
+        grad_hidden = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_hidden = torch.empty_like(hidden)
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=_wide(weight))
+        piece = max(1, WORKSPACE // (2 * _wide(weight).itemsize * hidden.shape[1]))
+        for rows in _chunks(len(hidden), head.size):
+            logits = _logits(hidden[rows], weight[: head.limit], head.temperature)
+            step = head.grad_logits(rows, logits, values[rows], grad[rows])
+            step = step.div_(head.temperature).to(weight.dtype)
+            if grad_hidden is not None:
+                grad_hidden[rows] = step @ weight[: head.limit]
+            if grad_weight is not None:
+                for ids in _chunks(head.limit, piece):  # the product is as large as the gradient
+                    grad_weight[ids] += _wide_matmul(step[:, ids].T, hidden[rows])
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None
 
 
 def _chunk_size(vocab: int, hidden: Tensor, buffers: int) -> int:

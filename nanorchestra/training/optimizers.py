@@ -33,7 +33,7 @@ def orthogonalise(matrix: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon (Jordan 2024): Nesterov momentum, orthogonalised; decoupled weight decay.
+    """Muon (Jordan 2024): Nesterov momentum, orthogonalised.
 
     The update is scaled to the RMS of AdamW's, 0.2 sqrt(max(m, n)) (arXiv 2502.16982, equation 4),
     so one learning rate serves both. The numbers are those of torch.optim.Muon. Momentum stays
@@ -41,8 +41,8 @@ class Muon(torch.optim.Optimizer):
     one and sends the others its result, of which they take their rows.
     """
 
-    def __init__(self, matrices: Iterable[Tensor], lr: float = 0.0, weight_decay: float = 0.0):
-        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": 0.95})
+    def __init__(self, matrices: Iterable[Tensor], lr: float = 0.0):
+        super().__init__(matrices, {"lr": lr, "momentum": 0.95})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -55,7 +55,6 @@ class Muon(torch.optim.Optimizer):
                 directions = [self._direction(p, group["momentum"]) for p in some]
                 for p, update in zip(some, _orthogonalised(directions), strict=True):
                     values, scale = local(p), 0.2 * math.sqrt(max(p.shape))
-                    values.mul_(1 - rate * group["weight_decay"])
                     values.add_(update.to(values.device), alpha=-rate * scale)
 
     def _direction(self, p: Tensor, momentum: float) -> Tensor:
@@ -86,10 +85,8 @@ def _orthogonalised(directions: list[Tensor]) -> list[Tensor]:
     return rows
 
 
-def build_optimizers(
-    model: torch.nn.Module, kind: str, weight_decay: float, betas: tuple[float, float]
-) -> list[torch.optim.Optimizer]:
-    """Returns optimizers over all trained parameters; weights alone decay, not norms or biases.
+def build_optimizers(model: torch.nn.Module, kind: str) -> list[torch.optim.Optimizer]:
+    """Returns optimizers over all trained parameters, without weight decay.
 
     "adamw", or "muon": Muon for the matrices of the layers, AdamW for everything else.
     """
@@ -97,16 +94,8 @@ def build_optimizers(
     matrices = [p for p in layers if p.dim() == 2 and p.requires_grad]
     taken = {id(p) for p in matrices}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
-    groups = [
-        {"params": [p for p in others if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)
-    ]
-    if matrices:
-        optimizers.append(Muon(matrices, weight_decay=weight_decay))
-    return optimizers
+    adamw = torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    return [adamw, Muon(matrices)] if matrices else [adamw]
 
 
 @dataclass(frozen=True)

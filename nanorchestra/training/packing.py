@@ -8,7 +8,7 @@ the whole sequences. Nothing here computes with a model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -217,62 +217,43 @@ def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(last)))
 
 
-def micro_batches(groups: Sequence[Group], token_budget: int) -> Iterator[list[Group]]:
-    """Yields consecutive groups, as many as fit `token_budget` tokens; a larger group is alone."""
-    batch: list[Group] = []
-    used = 0
-    for group in groups:
-        if batch and used + group.tokens > token_budget:
-            yield batch
-            batch, used = [], 0
-        batch.append(group)
-        used += group.tokens
-    if batch:
-        yield batch
-
-
-def split_groups(
-    groups: Sequence[Group], limit: float, size: Callable[[Group], float]
-) -> list[Group]:
-    """Returns the groups in order; one larger than `limit` is halved, down to single samples.
-
-    The gradient is a sum over samples whose advantages are given, so splitting does not change it.
-    """
-    parts: list[Group] = []
-    for group in groups:
-        if size(group) <= limit or len(group.samples) == 1:
-            parts.append(group)
-            continue
-        half = len(group.samples) // 2
-        halves = [group.samples[:half], group.samples[half:]]
-        parts += split_groups([Group(group.prompt, part) for part in halves], limit, size)
-    return parts
-
-
-def balance(
-    groups: Sequence[Group], ranks: int, cost: Callable[[Group], float]
-) -> list[list[Group]]:
-    """Returns the groups of each rank, in order.
-
-    Greedy assignment: the largest group first, to the least-loaded rank (Graham 1969: at most 4/3
-    of the optimum). A group above a rank's fair share is split.
-    """
-    groups = split_groups(groups, sum(map(cost, groups)) / ranks, cost)
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0.0] * ranks
-    for i in sorted(range(len(groups)), key=lambda i: -cost(groups[i])):
-        rank = loads.index(min(loads))
-        shares[rank].append(i)
-        loads[rank] += cost(groups[i])
-    return [[groups[i] for i in sorted(share)] for share in shares]
-
-
 def divide(
     groups: Sequence[Group], ranks: int, token_budget: int, cost: Callable[[Group], float]
 ) -> list[list[list[Group]]]:
-    """Returns the micro-batches of each rank, equally many for all; the last may be empty."""
-    groups = split_groups(groups, token_budget, lambda group: group.tokens)
-    shares = [groups] if ranks == 1 else balance(groups, ranks, cost)
-    batches = [list(micro_batches(share, token_budget)) for share in shares]
+    """Returns the micro-batches of each rank, equally many for all; the last may be empty.
+
+    Greedy assignment: the largest group first, to the least-loaded rank (Graham 1969: at most 4/3
+    of the optimum). Then each rank fills micro-batches up to `token_budget` in order. A group above
+    the budget, or above a rank's fair share of the cost, is halved down to single samples: the
+    gradient is a sum over samples, so that does not change it.
+    """
+    fair = sum(map(cost, groups)) / ranks
+    pieces = [piece for group in groups for piece in _halves(group, token_budget, fair, cost)]
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0.0] * ranks
+    for i in sorted(range(len(pieces)), key=lambda i: -cost(pieces[i])):
+        rank = loads.index(min(loads))
+        shares[rank].append(i)
+        loads[rank] += cost(pieces[i])
+    batches: list[list[list[Group]]] = [[] for _ in range(ranks)]
+    for share, own in zip(shares, batches, strict=True):
+        room = 0
+        for piece in (pieces[i] for i in sorted(share)):
+            if piece.tokens > room:
+                own.append([])
+                room = token_budget
+            own[-1].append(piece)
+            room -= piece.tokens
     most = max(map(len, batches))
     return [own + [[]] * (most - len(own)) for own in batches]
+
+
+def _halves(group: Group, budget: int, fair: float, cost: Callable[[Group], float]) -> list[Group]:
+    small = group.tokens <= budget and cost(group) <= fair
+    if small or len(group.samples) == 1:
+        return [group]
+    half = len(group.samples) // 2
+    parts = [
+        Group(group.prompt, samples) for samples in (group.samples[:half], group.samples[half:])
+    ]
+    return [piece for part in parts for piece in _halves(part, budget, fair, cost)]

@@ -27,14 +27,13 @@ from nanorchestra.training.optimizers import Muon, build_optimizers
 from nanorchestra.training.packing import Group, Packed, divide, pack
 from nanorchestra.training.ranks import Ranks, shard_model
 
+MAX_NORM = 1.0  # gradients above are scaled down to it
+
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """Settings of a Trainer: its optimizer, its micro-batches, and where it keeps what."""
+    """Settings of a Trainer: its micro-batches, and what it keeps where."""
 
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
-    grad_clip: float = 1.0
     token_budget: int = 16384  # packed tokens of a micro-batch
     activation_checkpointing: bool = False  # keep a layer's input only, recompute it in backward
     cpu_offload: bool = False  # of a sharded model: weights and moments in host memory
@@ -238,18 +237,15 @@ class Trainer:
         return metrics | {"grad_norm": norm, "learning_rate": learning_rate, "tokens": tokens}
 
     def _clip_gradients(self) -> float:
-        """Clips the gradients to grad_clip; returns their norm before that."""
-        parameters = self.model.parameters()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.settings.grad_clip)
+        """Clips the gradients to MAX_NORM; returns their norm before that."""
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         return (norm.full_tensor() if is_sharded(norm) else norm).item()
 
     # State.
 
     def new_optimizer(self, kind: str) -> None:
         """Replaces the optimizer ("adamw" or "muon"), and so forgets all moments."""
-        self.optimizers = build_optimizers(
-            self.model, kind, self.settings.weight_decay, self.settings.betas
-        )
+        self.optimizers = build_optimizers(self.model, kind)
         self.optimizer_kind = kind
 
     def freeze_reference(self) -> None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanorchestra.training.packing import Group, Sample, divide, pack, split_groups
+from nanorchestra.training.packing import Group, Sample, divide, pack
 
 IDS = st.lists(st.integers(0, 1), min_size=1, max_size=50)  # two kinds of id: much is shared
 DRAWN = st.lists(st.tuples(IDS, st.lists(IDS, min_size=1, max_size=5)), min_size=1, max_size=4)
@@ -81,9 +81,8 @@ def test_every_rank_gets_a_fair_share_and_equally_many_micro_batches():
             assert max(loads) <= 1.5 * sum(loads) / ranks + 63
 
 
-def test_only_a_group_above_the_limit_is_halved():
+def test_only_a_group_above_the_budget_is_halved():
     groups = [Group([0] * 4, [Sample([1], [True])] * 8), Group([0] * 4, [Sample([1], [True])])]
-    assert split_groups(groups, 12, lambda group: group.tokens) == groups
-    halves = split_groups(groups, 11, lambda group: group.tokens)
-    assert [len(group.samples) for group in halves] == [4, 4, 1]
-    assert len(split_groups(groups, 1, lambda group: group.tokens)) == 9
+    for budget, expected in ((17, [[8, 1]]), (12, [[8], [1]]), (11, [[4], [4], [1]])):
+        (batches,) = divide(groups, 1, budget, lambda group: group.tokens)
+        assert [[len(group.samples) for group in batch] for batch in batches] == expected
