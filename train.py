@@ -29,7 +29,7 @@ import shutil
 import signal
 import sys
 import traceback
-from argparse import Namespace, RawDescriptionHelpFormatter
+from argparse import SUPPRESS, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,21 +38,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from nanorchestra import settings
 from nanorchestra.agent.load import NANO
 from nanorchestra.agent.policy import check_endpoint
 from nanorchestra.config import Config
-from nanorchestra.errors import ArgumentParser, UserError, command, require
+from nanorchestra.errors import INTERRUPTED, ArgumentParser, UserError, command, require
 from nanorchestra.report.run import Run
 from nanorchestra.report.watch import needed
-from nanorchestra.settings import (
-    SETTINGS,
-    add_settings,
-    find_config,
-    given_settings,
-    load_config,
-    scaled_down,
-    to_toml,
-)
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.build import device_and_dtype
 from nanorchestra.training.costs import GB
@@ -96,65 +88,65 @@ def parse(arguments: list[str]) -> Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add(
-        "--config", default=None, help="a TOML file, or the name of one in configs/ (default: nano)"
-    )
-    extending = ", ".join(name for name, (f, _) in SETTINGS.items() if f.metadata["resume"])
-    add("--resume", metavar="RUN", help=f"a run directory to continue; may change {extending}")
+    changes = ", ".join(settings.RESUMABLE)
+    add("--config", help="a TOML file, or the name of one in configs/ (default: nano)")
+    add("--resume", metavar="RUN", help=f"a run directory to continue; may change {changes}")
     add("--dry-run", action="store_true", help="the run in small, on CPUs, in run.name-dry-run")
-    add("--rollouts", type=int, metavar="N", help="record N steps of rollouts, train nothing")
+    add(
+        "--rollouts",
+        type=int,
+        default=SUPPRESS,
+        dest="rollout.only",
+        metavar="N",
+        help="record N steps of rollouts, train nothing",
+    )
     add("--plan", action="store_true", help="print memory by part and time by phase; no training")
     add("--gpus", type=int, help="for --plan: how many GPUs (default: 1)")
     add("--gpu", help="for --plan: h100, h200, a100 or 4090 (default: h100)")
     add("--memory", type=float, metavar="GB", help="for --plan: of one GPU (default: as sold)")
-    add_settings(parser)
+    settings.add_settings(parser)
     options = parser.parse_args(arguments)
-    if not options.plan:
-        for name in ("gpus", "gpu", "memory"):
-            require(getattr(options, name) is None, f"--{name} is for --plan; add --plan")
-    if options.resume:
-        given = [f"--{name}" for name in ("config", "rollouts") if getattr(options, name)]
-        given += ["--dry-run"] if options.dry_run else []
-        given += [f"--{n}" for n in given_settings(options) if n not in extending.split(", ")]
-        require(
-            not given,
-            f"--resume: continues with the run's own config.toml; it cannot take {', '.join(given)}"
-            f", only {extending}",
-        )
+    for name in ("gpus", "gpu", "memory"):
+        missing = options.plan or getattr(options, name) is None
+        require(missing, f"--{name} is for --plan; add --plan")
+    fixed = [name for name in settings.given_settings(options) if name not in settings.RESUMABLE]
+    fixed += [name for name in ("config", "dry_run") if getattr(options, name)]
+    require(
+        not (options.resume and fixed),
+        f"--resume continues with the run's own config.toml; it cannot change {', '.join(fixed)}, "
+        f"only {changes}",
+    )
     return options
 
 
 def open_run(options: Namespace) -> tuple[Config, Run, bool]:
     """Returns the config, the run's directory, and whether to continue what is in it. UserError."""
-    given = given_settings(options)
+    given = settings.given_settings(options)
     if options.resume:
         folder = Run.open(options.resume)
-        config, summary = load_config(folder.path / "config.toml", given), folder.summary()
+        config, summary = settings.load_config(folder.path / "config.toml", given), folder.summary()
         require(
             not summary or (config.grpo.steps > summary["steps"] and not config.rollout.only),
             f"{folder.path}: this run is finished; --grpo.steps above {summary.get('steps')} "
             "extends it",
         )
         return config, folder, True
-    if options.rollouts is not None:
-        require(options.rollouts > 0, f"--rollouts is {options.rollouts}; it must be at least 1")
-        given["rollout.only"] = options.rollouts
-    config = load_config(find_config(options.config or "nano"), given)
+    config = settings.load_config(settings.find_config(options.config or "nano"), given)
     needed(config.run.log_to)
     check_endpoint(config.rollout)
     if options.dry_run:
-        config = scaled_down(config, str(NANO))
+        config = settings.scaled_down(config, str(NANO))
     device_and_dtype(config)  # says now what is wrong with it
     path = Path(config.run.root) / config.run.name
     begun = (path / "config.toml").exists()
     if begun and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
         # torchrun starts the same command again after a failure
-        return load_config(path / "config.toml"), Run.open(path), True
+        return settings.load_config(path / "config.toml"), Run.open(path), True
     if not FIRST:
         return config, Run(path), False
     if begun and options.dry_run:
         shutil.rmtree(path)  # an earlier dry run
-    return config, Run.create(path, to_toml(config)), False
+    return config, Run.create(path, settings.to_toml(config)), False
 
 
 def keep_freed_memory() -> None:
@@ -177,19 +169,15 @@ def ending_together(ranks: Ranks) -> Iterator[None]:
     except BaseException as error:
         if ranks.world == 1 and not running():
             raise
-        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        line, code = f"rank {ranks.rank} ends ({reason}); go on with --resume", 1
-        if isinstance(error, UserError):
-            line, code, reason = f"train.py: {error}" if ranks.first else "", 2, str(error)
-        elif isinstance(error, KeyboardInterrupt):
-            line, code = "train.py: stopped at once; go on with --resume", 130
-        elif "peer" not in str(error):  # another rank has gone, and says why
+        expected = isinstance(error, UserError | KeyboardInterrupt)
+        reason = str(error).split("\n")[0] or type(error).__name__
+        if not expected and "peer" not in reason:  # else another rank has gone, and says why
             traceback.print_exc()
-        if line:
-            print(line, file=sys.stderr, flush=True)
+        if ranks.first or not expected:
+            print(f"train.py: {reason}; go on with --resume", file=sys.stderr, flush=True)
         ranks.fail(reason)
         sys.stdout.flush()
-        os._exit(code)
+        os._exit(2 if isinstance(error, UserError) else INTERRUPTED if expected else 1)
 
 
 @command("train.py")
@@ -197,9 +185,11 @@ def main(arguments: list[str]) -> int:
     """Runs the command; returns its exit status."""
     options = parse(arguments)
     if options.plan:
-        config = load_config(find_config(options.config or "nano"), given_settings(options))
-        memory = options.memory * GB if options.memory is not None else None
+        config = settings.load_config(
+            settings.find_config(options.config or "nano"), settings.given_settings(options)
+        )
         gpus = 1 if options.gpus is None else options.gpus
+        memory = options.memory and options.memory * GB
         text, fits = plan(config, gpus, memory, options.gpu or "h100")
         print(text)
         return 0 if fits else 1
@@ -238,7 +228,7 @@ def run_phases(
             shutil.rmtree(folder.path, ignore_errors=True)  # frees the name for a corrected command
         raise
     if resumed and ranks.first:
-        folder.write_text("config.toml", to_toml(run.config))
+        folder.write_text("config.toml", settings.to_toml(run.config))
         (folder.path / "summary.json").unlink(missing_ok=True)  # of a run that is extended
     if resumed:
         run.restore()
@@ -247,7 +237,7 @@ def run_phases(
         print(f"writing to {folder.path}: {files}")
     finished = record_rollouts(run) if config.rollout.only else train(run)
     run.checkpoints.wait()
-    run.recorder.watch.close()
+    run.watch.close()
     if ranks.first and finished:
         made = folder.path / ("trajectories.jsonl" if config.rollout.only else "model")
         report, summary = folder.path / "report.html", folder.path / "summary.json"

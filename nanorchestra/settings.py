@@ -1,4 +1,7 @@
-"""Reads the settings of a run from TOML and the command line, checks them, and writes TOML."""
+"""Reads the settings of a run from TOML and the command line, checks them, and writes TOML.
+
+One argparse parser, made from the fields of config.py, checks both sources.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,14 @@ import dataclasses
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import tomli_w
 
 from nanorchestra.config import SMALLEST, Config
-from nanorchestra.errors import UserError, require
+from nanorchestra.errors import ArgumentParser, UserError, require
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-TYPES = {int: "whole number", float: "number", str: "text", bool: "boolean (true or false)"}
-
 SMALL = {  # of a dry run: the lengths of the miniature, two steps of each phase
     "run.device": "cpu",
     "run.dtype": "float32",
@@ -37,49 +38,48 @@ SMALL = {  # of a dry run: the lengths of the miniature, two steps of each phase
     "evaluation.tasks": 4,
     "evaluation.every_tasks": 4,
 }
-
-
-def _all_settings() -> dict[str, tuple[dataclasses.Field, Any]]:
-    """The field and type of each setting by "section.name"."""
-    found = {}
-    for section, kind in get_type_hints(Config).items():
-        types = get_type_hints(kind)
-        for field in dataclasses.fields(kind):
-            found[f"{section}.{field.name}"] = field, types[field.name]
-    return found
-
-
-SETTINGS = _all_settings()
+SETTINGS = {  # field and type of each setting
+    f"{section}.{field.name}": (field, get_type_hints(kind)[field.name])
+    for section, kind in get_type_hints(Config).items()
+    for field in dataclasses.fields(kind)
+}
+# Those that may change when a run is resumed.
+RESUMABLE = [name for name, (field, _) in SETTINGS.items() if field.metadata["resume"]]
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """Adds an option --section.name for each setting. The namespace has those that are given."""
-    groups: dict[str, Any] = {}
     for name, (field, kind) in SETTINGS.items():
-        section = name.split(".")[0]
-        if section not in groups:
-            groups[section] = parser.add_argument_group(section)
-        default = str(field.default).lower() if kind is bool else field.default
-        text = field.metadata["help"].replace("%", "%%")
-        groups[section].add_argument(
+        choices = get_args(kind) or None
+        parser.add_argument(
             f"--{name}",
-            type=_boolean if kind is bool else str if get_args(kind) else kind,
-            choices=get_args(kind) or None,
+            type=str if choices else _reader(kind, **field.metadata),
+            choices=choices,
             default=argparse.SUPPRESS,
-            metavar=None if get_args(kind) else kind.__name__.upper(),
-            help=f"{text} (default: {default or repr(default)})",
+            metavar=None if choices else kind.__name__.upper(),
+            help=f"{field.metadata['help']} (default: {field.default!r})".replace("%", "%%"),
         )
 
 
+def _reader(kind, help, least, most, resume):
+    """A function that reads text as a value of `kind`, for argparse."""
+
+    def read(text: str) -> Any:
+        try:
+            value = {"true": True, "false": False}[text] if kind is bool else kind(text)
+        except (KeyError, ValueError):
+            raise argparse.ArgumentTypeError(f"{text!r} is no {kind.__name__}") from None
+        low = "above 0" if least == SMALLEST else f"at least {least}"
+        if kind in (int, float) and not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text} must be {low} and at most {most}")
+        return value
+
+    return read
+
+
 def given_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the settings that the command line gives, by "section.name"."""
+    """Returns the settings among the options, by "section.name"."""
     return {name: value for name, value in vars(options).items() if name in SETTINGS}
-
-
-def _boolean(text: str) -> bool:
-    if text not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"{text!r} must be true or false")
-    return text == "true"
 
 
 def find_config(name: str) -> Path:
@@ -98,70 +98,46 @@ def load_config(path: str | Path | None, overrides: Mapping[str, Any] | None = N
     Keys of `overrides` are "section.name". UserError for a file that cannot be read, for unknown
     names, and for values of the wrong type or outside their range.
     """
-    config = Config()
-    for source, values in ((path, _read(path)), ("command line", overrides or {})):
-        config = config.replace({k: _checked(f"{source}: {k}", k, v) for k, v in values.items()})
-    _check_together(config, "command line" if overrides else str(path))
+    parser = ArgumentParser(allow_abbrev=False)
+    add_settings(parser)
+    try:
+        sections = tomllib.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+        words = [
+            f"--{section}.{name}={str(value).lower() if isinstance(value, bool) else value}"
+            for section, entries in sections.items()
+            for name, value in entries.items()
+        ]
+        config = Config().replace(given_settings(parser.parse_args(words)))
+    except (OSError, ValueError, AttributeError, UserError) as error:
+        raise UserError(f"{path}: {error}") from None
+    config = config.replace(overrides or {})
+    _check_together(config)
     return config
 
 
-def _read(path: str | Path | None) -> dict[str, Any]:
-    """The values of a TOML file by "section.name"."""
-    try:
-        sections = tomllib.loads(Path(path).read_text(encoding="utf-8")) if path else {}
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise UserError(f"{path}: not TOML ({error})") from None
-    loose = [name for name, entries in sections.items() if not isinstance(entries, dict)]
-    require(not loose, f"{path}: {', '.join(loose)} stands outside of a [section]")
-    return {f"{s}.{name}": value for s, keys in sections.items() for name, value in keys.items()}
-
-
-def _checked(where: str, name: str, value: Any) -> Any:
-    """The value in its setting's type. UserError: unknown, of another type, out of range."""
-    require(name in SETTINGS, f"{where} is not a setting; train.py --help lists all")
-    field, kind = SETTINGS[name]
-    if get_origin(kind) is Literal:
-        choices = ", ".join(get_args(kind))
-        require(value in get_args(kind), f"{where} is {value!r}; it must be one of {choices}")
-        return value
-    if kind is float and type(value) is int:
-        value = float(value)
-    require(type(value) is kind, f"{where} is {value!r}; it must be a {TYPES[kind]}")
-    if kind in (int, float):
-        least, most = field.metadata["least"], field.metadata["most"]
-        low = "above 0" if least == SMALLEST else f"at least {least}"
-        require(least <= value <= most, f"{where} is {value}; it must be {low} and at most {most}")
-    return value
-
-
-def _check_together(config: Config, source: str) -> None:
+def _check_together(config: Config) -> None:
     """Checks what no setting alone can tell. UserError."""
-    run, grpo, rollout = config.run, config.grpo, config.rollout
+    run, cap, rollout = config.run, config.grpo.importance_cap, config.rollout
+    context, pages = rollout.context_tokens, -(-rollout.context_tokens // rollout.page_size)
     require(
         run.name.strip(". ") and "/" not in run.name,
-        f"{source}: run.name is {run.name!r}; it must be the name of a directory, without a path",
+        f"run.name is {run.name!r}; it must be the name of a directory, without a path",
     )
+    require(cap == 0 or cap >= 1, f"grpo.importance_cap is {cap}; it must be 0 or at least 1")
     require(
-        grpo.importance_cap == 0 or grpo.importance_cap >= 1,
-        f"{source}: grpo.importance_cap is {grpo.importance_cap}; it must be 0 or at least 1",
-    )
-    require(
-        grpo.importance_cap or not rollout.overlap,
-        f"{source}: rollout.overlap is true, so attempts come from weights one update old; "
+        cap or not rollout.overlap,
+        "rollout.overlap is true, so attempts come from weights one update old; "
         "grpo.importance_cap is 0, it must be at least 1 (2, say) to correct for it",
     )
     require(
-        rollout.turn_tokens < rollout.context_tokens,
-        f"{source}: rollout.turn_tokens is {rollout.turn_tokens}; it must be below "
-        f"rollout.context_tokens ({rollout.context_tokens})",
+        rollout.turn_tokens < context,
+        f"rollout.turn_tokens is {rollout.turn_tokens}; it must be below rollout.context_tokens, "
+        f"{context}",
     )
-    needed = -(-rollout.context_tokens // rollout.page_size)
     require(
-        rollout.pages == 0 or rollout.pages >= needed,
-        f"{source}: rollout.pages is {rollout.pages}; it must be at least {needed}, one attempt of "
-        f"rollout.context_tokens = {rollout.context_tokens}",
+        rollout.pages == 0 or rollout.pages >= pages,
+        f"rollout.pages is {rollout.pages}; it must be 0, or at least {pages}: those of one "
+        f"attempt of rollout.context_tokens = {context}",
     )
 
 

@@ -32,6 +32,29 @@ def score(task: Task, trajectory: Trajectory) -> Trajectory:
     return trajectory
 
 
+def attempt(
+    rollout: Rollout,
+    tasks: Sequence[Task],
+    seeds: Sequence[int],
+    make: Callable[[int], Environment],
+    on_done: Callable[[Trajectory], Any] | None = None,
+) -> tuple[list[Trajectory], int]:
+    """Returns one scored attempt of the policy at each task, and how many were repeated.
+
+    make(i) is the environment of attempt i. Attempts that the infrastructure failed are repeated,
+    RETRIES times at most.
+    """
+    places, trajectories, retried = list(range(len(tasks))), {}, 0
+    for again in range(1 + RETRIES):
+        environments = [make(i) for i in places]
+        played = rollout.run(environments, [seeds[i] for i in places], on_done) if places else []
+        trajectories |= zip(places, played, strict=True)
+        retried += len(places) if again else 0
+        places = [i for i, t in sorted(trajectories.items()) if t.status == "infrastructure"]
+        on_done = None
+    return [score(task, trajectories[i]) for i, task in enumerate(tasks)], retried
+
+
 def evaluate(
     rollout: Rollout,
     tasks: Sequence[Task],
@@ -39,23 +62,9 @@ def evaluate(
     make: Callable[[Task, int], Environment],
     on_done: Callable[[Trajectory], Any] | None = None,
 ) -> list[Trajectory]:
-    """Returns one scored attempt of the policy at each task.
-
-    The environment of a task is make(task, seed). Attempts that the infrastructure failed are
-    repeated, RETRIES times at most.
-    """
-
-    def attempt(places: Sequence[int], on_done: Any = None) -> list[Trajectory]:
-        environments = [make(tasks[i], seed) for i in places]
-        return rollout.run(environments, [seed * 1_000_003 + i for i in places], on_done)
-
-    trajectories = attempt(range(len(tasks)), on_done)
-    for _ in range(RETRIES):
-        failed = [i for i, t in enumerate(trajectories) if t.status == "infrastructure"]
-        if failed:
-            for i, trajectory in zip(failed, attempt(failed), strict=True):
-                trajectories[i] = trajectory
-    return [score(task, trajectory) for task, trajectory in zip(tasks, trajectories, strict=True)]
+    """Returns one scored attempt at each task, in the environment make(task, seed)."""
+    seeds = [seed * 1_000_003 + i for i in range(len(tasks))]
+    return attempt(rollout, tasks, seeds, lambda i: make(tasks[i], seed), on_done)[0]
 
 
 def summarise(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict[str, Any]:

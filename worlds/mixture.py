@@ -36,7 +36,6 @@ from worlds.toolscale.small import small_world
 
 MINIATURE, DOMAINS = "miniature", "domains"  # worlds that need no files
 GOLDEN = (math.sqrt(5) - 1) / 2
-SAMPLES = 20  # tasks per world whose prompts are measured before a run
 
 
 def parse_mixture(text: str) -> dict[str, float]:
@@ -89,13 +88,12 @@ class Mixture:
 
 
 class Worlds:
-    """The worlds named in task.world, as a run practises in them (training/practice.py).
+    """The worlds named in task.world, as a run practises in them.
 
     A task is a function of its place, so that every rank and a resumed run have the same.
     """
 
     initialise = staticmethod(draft_induction)
-    score = staticmethod(evaluation.score)
     measure = staticmethod(evaluation.measure)
     summarise = staticmethod(evaluation.summarise)
 
@@ -137,15 +135,10 @@ class Worlds:
         """Returns held-out tasks of the domains beside the miniature; [] if either is missing."""
         if not (self.has_miniature and self.domains):
             return []
-        shares = {name: s for name, s in self.mixture.shares.items() if name in self.domains}
-        total = sum(shares.values())
-        places = Mixture({n: s / total for n, s in shares.items()}, self.seed).places(count)
-        return [self.domains[name].task(HELD_OUT, n) for name, n in places]
-
-    def samples(self) -> Iterator[Task]:
-        """Yields some training tasks of every world."""
-        for name in self.mixture.shares:
-            yield from self.domains.get(name, self.miniature).tasks(TRAIN, SAMPLES)
+        share = 1 - self.mixture.shares[MINIATURE]
+        places = self.mixture.places(math.ceil((count + 2) / share))  # enough: see the first lines
+        found = [(name, n) for name, n in places if name in self.domains][:count]
+        return [self.domains[name].task(HELD_OUT, n) for name, n in found]
 
     def environment(self, task: Task, seed: int) -> Environment:
         """Returns the environment of one attempt at a task."""
@@ -177,6 +170,16 @@ class Worlds:
             return [member.reward for member in members]
         valid = [member.status != "infrastructure" for member in members]
         return group_rewards(members, task.preference, valid)
+
+    def attempt(
+        self, rollout: Rollout, tasks: Sequence[Task], seeds: Sequence[int]
+    ) -> tuple[list[Trajectory], int]:
+        """Returns one scored attempt at each training task, and how many were repeated."""
+
+        def make(i: int) -> Environment:
+            return self.environment(tasks[i], seeds[i])
+
+        return evaluation.attempt(rollout, tasks, seeds, make)
 
     def evaluate(
         self, rollout: Rollout, tasks: Sequence[Task], on_done: Callable[[Trajectory], Any]

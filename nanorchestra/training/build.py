@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from nanorchestra.config import Config
 from nanorchestra.engine.engine import Engine
 from nanorchestra.errors import UserError, require
-from nanorchestra.model import chat, lora
+from nanorchestra.model import lora
 from nanorchestra.model.quantise import is_quantised
 from nanorchestra.model.qwen3 import PRESETS, ModelConfig, Qwen3
 from nanorchestra.model.tokenizer import Tokenizer, train_bpe
 from nanorchestra.model.weights import load_model
-from nanorchestra.training.practice import Practice
 from nanorchestra.training.ranks import Ranks, shard_model
 from nanorchestra.training.trainer import Trainer, TrainerSettings
 
@@ -40,7 +40,7 @@ def device_and_dtype(config: Config) -> tuple[str, torch.dtype]:
 
 
 def build_model(
-    config: Config, ranks: Ranks, dtype: torch.dtype, practice: Practice, run_path: Path
+    config: Config, ranks: Ranks, dtype: torch.dtype, worlds: Any, run_path: Path
 ) -> tuple[Qwen3, Tokenizer]:
     """Returns the model to train, sharded and with adapters as configured, and its tokenizer.
 
@@ -53,14 +53,14 @@ def build_model(
     def build(shape: ModelConfig) -> Qwen3:
         model = Qwen3(shape)
         if not path:
-            practice.initialise(model, model.init_weights(seed))
+            worlds.initialise(model, model.init_weights(seed))
         if config.lora.rank:
             model.to(dtype)  # the base is frozen, so it needs no float32
             lora.add_adapters(model, config.lora.rank, config.lora.alpha, seed)
         return shard_model(model, ranks, dtype, cpu_offload=offload)
 
     if not path:
-        return _miniature(config, ranks, practice, run_path / "tokenizer", build)
+        return _miniature(config, ranks, worlds, run_path / "tokenizer", build)
     device = "cpu" if offload else str(ranks.device)
     model, tokenizer = load_model(path, device=device, dtype=None, build=build)
     lora.reset(model, seed)
@@ -72,9 +72,9 @@ def build_model(
     return model, tokenizer
 
 
-def _miniature(config, ranks, practice, saved, build) -> tuple[Qwen3, Tokenizer]:
+def _miniature(config, ranks, worlds, saved, build) -> tuple[Qwen3, Tokenizer]:
     if ranks.first and not (saved / "tokenizer.json").exists():
-        train_bpe(practice.texts(TOKENIZER_TEXTS), VOCAB_SIZE).save(saved)
+        train_bpe(worlds.texts(TOKENIZER_TEXTS), VOCAB_SIZE).save(saved)
     ranks.gather(None)  # the other ranks wait for the file
     tokenizer = Tokenizer.from_dir(saved)
     preset = PRESETS["nano"]
@@ -97,11 +97,11 @@ def choose_attention(
     """
     asked = {"run.attention": config.run.attention, "rollout.attention": config.rollout.attention}
     if ranks.device.type != "cuda":
-        for name, kernel in asked.items():
-            require(
-                kernel != "flash-attn",
-                f"{name} is 'flash-attn', which needs a CUDA device; it must be auto or triton",
-            )
+        require(
+            "flash-attn" not in asked.values(),
+            "run.attention, rollout.attention: flash-attn needs a CUDA device; each must be auto "
+            "or triton here",
+        )
         return config.replace(dict.fromkeys(asked, "triton"))
     chosen: dict[str, str] = {}
     if ranks.first:
@@ -154,6 +154,11 @@ def build_engine(
     with torch.device("meta"):
         model = Qwen3(shape).to(dtype)
     model.to_empty(device=ranks.device)
+    require(
+        limits.context_tokens <= shape.max_position_embeddings,
+        f"rollout.context_tokens is {limits.context_tokens}; it must be at most "
+        f"{shape.max_position_embeddings}, the max_position_embeddings of {config.model.path}",
+    )
     rows = -(-config.grpo.prompts // ranks.world) * config.grpo.group_size
     pages_per_row = -(-limits.context_tokens // limits.page_size)
     return Engine(
@@ -165,24 +170,4 @@ def build_engine(
         max_running=rows,
         max_context=limits.context_tokens,
         attention=limits.attention,
-    )
-
-
-def check_room(
-    config: Config, shape: ModelConfig, tokenizer: Tokenizer, practice: Practice
-) -> None:
-    """Checks that prompts and a turn fit the context, and the context the model. UserError."""
-    context, positions = config.rollout.context_tokens, shape.max_position_embeddings
-    require(
-        context <= positions,
-        f"rollout.context_tokens is {context}; it must be at most {positions}, the "
-        f"max_position_embeddings of {config.model.path}",
-    )
-    prompts = (practice.environment(task, 0) for task in practice.samples())
-    longest = max(len(chat.encode(tokenizer, env.messages, env.tools)) for env in prompts)
-    needed = longest + config.rollout.turn_tokens
-    require(
-        needed <= context,
-        f"task.world: its prompts have up to {longest} tokens; rollout.context_tokens is "
-        f"{context}, it must be at least {needed} for one turn, and more for a conversation",
     )

@@ -10,22 +10,21 @@ from nanorchestra.training.run import TrainingRun
 from nanorchestra.training.sampling import DividedRollout
 
 DOMAIN_TASKS = 24  # held-out tasks of domains that are mixed in with the miniature
-LESS_IS_BETTER = ("cost_per_correct_usd",)
 
 
 def evaluate(run: TrainingRun, name: str) -> dict[str, Any]:
     """Returns the held-out summary of the present weights; records the attempts as phase `name`."""
-    practice = run.practice
-    tasks = practice.held_out(run.config.evaluation.tasks)
-    others = practice.held_out_domains(DOMAIN_TASKS)
+    worlds = run.worlds
+    tasks = worlds.held_out(run.config.evaluation.tasks)
+    others = worlds.held_out_domains(DOMAIN_TASKS)
     rollout, trajectories = _attempts(run, tasks + others, name)
     for task, trajectory in zip(tasks + others, trajectories, strict=True):
-        run.recorder.trajectory(name, run.progress.step, task, trajectory)
-    summary = practice.summarise(tasks, trajectories[: len(tasks)])
+        run.record_trajectory(name, task, trajectory)
+    summary = worlds.summarise(tasks, trajectories[: len(tasks)])
     if others:
-        summary["domains"] = practice.summarise(others, trajectories[len(tasks) :])
+        summary["domains"] = worlds.summarise(others, trajectories[len(tasks) :])
     if name == "after":
-        summary["price_x10"] = practice.price_probe(rollout, tasks)
+        summary["price_x10"] = worlds.price_probe(rollout, tasks)
     return summary
 
 
@@ -38,14 +37,14 @@ def evaluate_midway(run: TrainingRun) -> None:
     settings, step, start = run.config.evaluation, run.progress.step, time.monotonic()
     if not settings.every or (step % settings.every and step < run.config.grpo.steps):
         return
-    tasks = run.practice.held_out(settings.every_tasks, settings.tasks)
-    summary = run.practice.summarise(tasks, _attempts(run, tasks, f"step {step}")[1])
+    tasks = run.worlds.held_out(settings.every_tasks, settings.tasks)
+    summary = run.worlds.summarise(tasks, _attempts(run, tasks, f"step {step}")[1])
     run.engine.update_weights()  # the next step finds no cached pages of these attempts
     means = {name: value for name, value in summary.items() if not isinstance(value, dict)}
     seconds = time.monotonic() - start
-    run.recorder.metrics({"phase": "evaluation", "step": step, **means, "seconds": seconds})
+    run.record({"phase": "evaluation", "step": step, **means, "seconds": seconds})
     value, best = summary[settings.best], run.progress.best
-    sign = -1 if settings.best in LESS_IS_BETTER else 1
+    sign = -1 if settings.best == "cost_per_correct_usd" else 1
     if value is not None and (best is None or sign * value > sign * best["value"]):
         run.progress.best = {"measure": settings.best, "step": step, "value": value}
         run.export(run.folder.path / "model-best")
@@ -61,5 +60,5 @@ def _attempts(
     run.publish()
     rollout = DividedRollout(run.rollout(run.config.evaluation.temperature), run.ranks)
     share = -(-len(tasks) // run.ranks.world)
-    with run.recorder.bar(share, f"held-out tasks, {name}", unit="task") as bar:
-        return rollout, run.practice.evaluate(rollout, tasks, lambda _: bar.update())
+    with run.bar(share, f"held-out tasks, {name}", unit="task") as bar:
+        return rollout, run.worlds.evaluate(rollout, tasks, lambda _: bar.update())

@@ -13,12 +13,11 @@ from nanorchestra.training.evaluation import evaluate_midway
 from nanorchestra.training.optimizers import Schedule
 from nanorchestra.training.overlap import beside
 from nanorchestra.training.ranks import Ranks
-from nanorchestra.training.recorder import in_words, without_counts
 from nanorchestra.training.run import TrainingRun
 from nanorchestra.training.sampling import Batch, Sampler
 from nanorchestra.training.trajectories import as_group, contexts
 
-# log-probabilities by group and sample, None where another rank computed them
+# Log-probabilities by group and sample, None where another rank computed them.
 Logprobs = list[list[list[float] | None]]
 
 
@@ -28,16 +27,16 @@ def grpo(run: TrainingRun) -> bool:
     schedule = Schedule(
         settings.learning_rate, settings.steps, settings.warmup_steps, settings.final_fraction
     )
-    rollout = run.rollout(run.config.rollout.temperature)
     ranks, threads = run.ranks, torch.get_num_threads()
     if overlap:
         ranks = run.ranks.beside()  # what the two threads exchange must not mix
         torch.set_num_threads(max(1, threads // 2))  # the other half for the rollout
-    sampler = Sampler(run.config, run.practice, rollout, ranks)
+    rollout = run.rollout(run.config.rollout.temperature)
+    sampler = Sampler(run.config, run.worlds, rollout, ranks)
     if run.ahead:
         sampler.judge(run.ahead)
     stopped = False
-    with run.recorder.bar(settings.steps, "GRPO", run.progress.step) as bar:
+    with run.bar(settings.steps, "GRPO", run.progress.step) as bar:
         while run.progress.step < settings.steps and not stopped:
             grpo_step(run, sampler, schedule.at(run.progress.step))
             bar.update()
@@ -64,7 +63,6 @@ def grpo_step(run: TrainingRun, sampler: Sampler, learning_rate: float) -> None:
     sampled = time.monotonic()
 
     metrics: dict[str, float] = {}
-    logprobs: Logprobs = []
     if batch.kept:
         result = run.trainer.policy_step(
             [as_group(members) for members in batch.kept],
@@ -73,7 +71,8 @@ def grpo_step(run: TrainingRun, sampler: Sampler, learning_rate: float) -> None:
             temperature=config.rollout.temperature,
             length=config.rollout.context_tokens,
         )
-        metrics, logprobs = result.metrics, result.logprobs
+        metrics = result.metrics
+        note_logprobs(run.ranks, batch.kept, result.logprobs, recorded(run, batch, metrics))
     updated = time.monotonic()
 
     run.ahead = coming.result() if coming else None
@@ -85,34 +84,29 @@ def grpo_step(run: TrainingRun, sampler: Sampler, learning_rate: float) -> None:
 
     run.progress.step += 1
     times = {"rollout": sampled - start, "train": updated - sampled}
-    times["weights"] = published - updated - waited
-    if config.rollout.overlap:
-        times["wait"] = waited
+    times |= {"weights": published - updated - waited, "wait": waited}
     _record(run, batch, metrics, times)
-    _record_trajectories(run, batch, logprobs, skipped="skipped" in metrics)
-    run.count_skipped(metrics, 'trajectories.jsonl, phase "skipped"')
 
 
 def _record(
     run: TrainingRun, batch: Batch, metrics: dict[str, float], times: dict[str, float]
 ) -> None:
-    """Writes the step's row of metrics, and a line."""
-    row = {
-        **measured(run, batch, sum(times.values())),
-        **without_counts(metrics),
-        "filtered": batch.filtered,
-        "phase_seconds": times,
-        **run.usage(metrics, times["train"]),
-    }
-    if batch.retried:
-        row["retried"] = batch.retried
-    run.recorder.metrics(row)
-    step, settings = run.progress.step, run.config.grpo
-    line = f"step {step:4d}/{settings.steps}  {in_words(row)}"
+    phase = "skipped" if "skipped" in metrics else "grpo"
+    for task, trajectory in zip(batch.tasks, recorded(run, batch, metrics), strict=False):
+        run.record_trajectory(phase, task, trajectory)
+    row = measured(run, batch, sum(times.values()))
+    line = f"step {run.progress.step:4d}/{run.config.grpo.steps}  {in_words(row)}"
     if not batch.kept:
         reasons = ", ".join(f"{why} {share:.0%}" for why, share in batch.filtered.items())
         line += f"  no update: no group has an advantage ({reasons})"
-    run.recorder.say(line)
+    run.say(line)
+    run.record_update(row, metrics, times, 'trajectories.jsonl, phase "skipped"')
+
+
+def recorded(run: TrainingRun, batch: Batch, metrics: dict[str, float]) -> list[Trajectory]:
+    """Returns the attempts to record: the first groups, or all of a step that was not finite."""
+    count = run.config.run.record_groups * run.config.grpo.group_size
+    return batch.trajectories if "skipped" in metrics else batch.trajectories[:count]
 
 
 def measured(run: TrainingRun, batch: Batch, seconds: float) -> dict[str, Any]:
@@ -121,23 +115,21 @@ def measured(run: TrainingRun, batch: Batch, seconds: float) -> dict[str, Any]:
     return {
         "phase": run.progress.phase,
         "step": run.progress.step,
-        **run.practice.measure(batch.tasks, batch.trajectories, size),
+        **run.worlds.measure(batch.tasks, batch.trajectories, size),
         "tokens_per_s": batch.tokens_per_s,
         "seconds": seconds,
+        "filtered": batch.filtered,
+        "retried": batch.retried,
     }
 
 
-def _record_trajectories(
-    run: TrainingRun, batch: Batch, logprobs: Logprobs, *, skipped: bool
-) -> None:
-    """Writes the first groups in full, or all attempts of a step that was not finite."""
-    settings = run.config
-    count = settings.run.record_groups * settings.grpo.group_size
-    recorded = batch.trajectories if skipped else batch.trajectories[:count]
-    note_logprobs(run.ranks, batch.kept, logprobs, recorded)
-    phase = "skipped" if skipped else "grpo"
-    for task, trajectory in zip(batch.tasks, recorded, strict=False):
-        run.recorder.trajectory(phase, run.progress.step, task, trajectory)
+def in_words(row: dict[str, Any]) -> str:
+    """Returns the means of a row of metrics as a line for the terminal."""
+    return (
+        f"reward {row['reward']:.3f}  accuracy {row['accuracy']:.2f}  "
+        f"cost {row['cost_usd'] * 1e3:.2f} m$  latency {row['latency_s']:.1f} s  "
+        f"preference {row['preference']:.2f}  {row['tokens_per_s']:,.0f} tokens/s"
+    )
 
 
 def note_logprobs(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -11,8 +12,7 @@ from nanorchestra.report.page import write_report
 from nanorchestra.report.run import table
 from nanorchestra.report.watch import peak_memory_mb
 from nanorchestra.training.evaluation import evaluate
-from nanorchestra.training.grpo import grpo, measured
-from nanorchestra.training.recorder import in_words
+from nanorchestra.training.grpo import grpo, in_words, measured
 from nanorchestra.training.run import TrainingRun
 from nanorchestra.training.sampling import Sampler
 from nanorchestra.training.warm_start import warm_start
@@ -35,8 +35,7 @@ def train(run: TrainingRun) -> bool:
     after = evaluate(run, "after")
     run.export(run.folder.path / "model")
     if run.config.lora.rank:  # the sum of both phases, for the model that the run began with
-        adapter = run.folder.path / "adapter"
-        _save_adapter(run, adapter, before=adapter / "warm_start")
+        _save_adapter(run, "adapter", run.folder.path / "adapter" / "warm_start")
     run.checkpoints.wait()
     if run.ranks.first:
         _write_results(run, after)
@@ -47,7 +46,7 @@ def _begin_grpo(run: TrainingRun) -> None:
     """Makes the weights of now the reference of GRPO, with a fresh optimizer."""
     config = run.config
     if config.lora.rank:
-        _save_adapter(run, run.folder.path / "adapter" / "warm_start")
+        _save_adapter(run, "adapter/warm_start")
         merge(run.trainer.model, config.run.seed + 1)
     run.trainer.new_optimizer(config.grpo.optimizer)
     if config.grpo.kl_coef:
@@ -56,9 +55,9 @@ def _begin_grpo(run: TrainingRun) -> None:
     run.save()
 
 
-def _save_adapter(run: TrainingRun, path: Any, before: Any = None) -> None:
-    base, write = run.config.model.path, run.ranks.first
-    save_adapter(run.trainer.model, path, base, before=before, write=write)
+def _save_adapter(run: TrainingRun, name: str, before: Path | None = None) -> None:
+    path, base = run.folder.path / name, run.config.model.path
+    save_adapter(run.trainer.model, path, base, before=before, write=run.ranks.first)
 
 
 def record_rollouts(run: TrainingRun) -> bool:
@@ -68,20 +67,19 @@ def record_rollouts(run: TrainingRun) -> bool:
     """
     steps, settings, progress = run.config.rollout.only, run.config.rollout, run.progress
     run.publish()
-    rollout = run.rollout(settings.temperature)
-    sampler = Sampler(run.config, run.practice, rollout, run.ranks)
+    sampler = Sampler(run.config, run.worlds, run.rollout(settings.temperature), run.ranks)
     progress.phase = "rollouts"
-    with run.recorder.bar(steps, "rollouts", progress.step) as bar:
+    with run.bar(steps, "rollouts", progress.step) as bar:
         while progress.step < steps:
             start = time.monotonic()
             batch = sampler.batch(progress.step)
             run.engine.update_weights()  # as in training, no step finds pages of the one before
             progress.step += 1
             for task, trajectory in zip(batch.tasks, batch.trajectories, strict=True):
-                run.recorder.trajectory("rollouts", progress.step, task, trajectory)
+                run.record_trajectory("rollouts", task, trajectory)
             row = measured(run, batch, time.monotonic() - start)
-            run.recorder.metrics(row | {"filtered": batch.filtered, "retried": batch.retried})
-            run.recorder.say(f"step {progress.step:4d}/{steps}  {in_words(row)}")
+            run.record(row)
+            run.say(f"step {progress.step:4d}/{steps}  {in_words(row)}")
             bar.update()
             run.save()
             if run.ranks.any(run.stop.asked):
@@ -90,29 +88,28 @@ def record_rollouts(run: TrainingRun) -> bool:
         rows = list(run.folder.rows("metrics"))
         names = [name for name, value in rows[0].items() if isinstance(value, float)]
         means = {name: fmean(r[name] for r in rows if r[name] is not None) for name in names}
-        seed = run.config.run.seed
-        summary = {"seconds": run.elapsed, "steps": steps, "seed": seed, "rollouts": means}
-        run.folder.write_json("summary.json", summary)
-        write_report(run.folder.path)
-        name = settings.model or run.config.model.path or "random weights"
-        print(f"means, of {name}: {in_words(means)}")
+        _write_summary(run, {"rollouts": means})
+        print(f"means: {in_words(means)}")
     return True
 
 
 def _write_results(run: TrainingRun, after: dict[str, Any]) -> None:
     """Writes summary.json and the report, and prints the results."""
-    tasks = run.practice.held_out(run.config.evaluation.tasks)
+    tasks = run.worlds.held_out(run.config.evaluation.tasks)
     held_out = {"tasks": len(tasks), "before": run.progress.before, "after": after}
-    summary = {
-        "seconds": run.elapsed,
-        "steps": run.progress.step,
-        "seed": run.config.run.seed,
+    results = {
         "peak_memory_mb": peak_memory_mb(cuda=False),
         "parameters": sum(p.numel() for p in run.trainer.model.parameters()),
         "best": run.progress.best,
-        "held_out": held_out | {"routers": run.practice.routers(tasks)},
+        "held_out": held_out | {"routers": run.worlds.routers(tasks)},
     }
+    _write_summary(run, results)
+    print(table(results))
+
+
+def _write_summary(run: TrainingRun, results: dict[str, Any]) -> None:
+    progress, seed = run.progress, run.config.run.seed
+    summary = {"seconds": run.elapsed, "steps": progress.step, "seed": seed, **results}
     run.folder.write_json("summary.json", summary)
-    run.recorder.watch.close()
+    run.watch.close()
     write_report(run.folder.path)
-    print(table(summary))

@@ -1,4 +1,4 @@
-"""One run on one rank: its parts, how far it is, its checkpoints."""
+"""One run on one rank: its parts, how far it is, its records and its checkpoints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import dataclasses
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from tqdm import tqdm
 
 from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.agent.policy import EndpointRollout
@@ -15,27 +17,19 @@ from nanorchestra.engine.request import SamplingParams
 from nanorchestra.errors import require
 from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.model.weights import named_hf_tensors
-from nanorchestra.records import Trajectory
+from nanorchestra.records import Task, Trajectory
 from nanorchestra.report.run import Run
-from nanorchestra.report.watch import peak_memory_mb
+from nanorchestra.report.watch import Watch, peak_memory_mb
 from nanorchestra.settings import to_toml
 from nanorchestra.training import build
 from nanorchestra.training.checkpoint import Checkpoints
 from nanorchestra.training.costs import peak_flops
-from nanorchestra.training.practice import Practice
 from nanorchestra.training.ranks import Ranks
-from nanorchestra.training.recorder import Recorder
 from nanorchestra.training.sampling import Batch
-from nanorchestra.training.trajectories import load_kept, tally
+from nanorchestra.training.trajectories import load_kept, to_row
 
 KEEP_CHECKPOINTS = 2
 SKIP_LIMIT = 3  # steps in a row without an update end the run
-
-
-class Stop(Protocol):
-    """Whether the run was asked to stop after the step it is in."""
-
-    asked: bool
 
 
 @dataclass
@@ -55,39 +49,27 @@ class Progress:
 class TrainingRun:
     """The parts of a run on this rank, and its progress. The phases change it step by step.
 
-    `ahead` is the next step's batch if it has been sampled already.
+    `worlds` are worlds.mixture.Worlds: tasks, environments, demonstrations and rewards. `stop` has
+    an attribute `asked`: whether to stop after the present step. `ahead` is the next step's batch
+    if it has been sampled already. Rank 0 alone records and prints.
     """
 
-    def __init__(self, config: Config, folder: Run, ranks: Ranks, practice: Practice, stop: Stop):
-        self.folder, self.ranks, self.practice, self.stop = folder, ranks, practice, stop
+    def __init__(self, config: Config, folder: Run, ranks: Ranks, worlds: Any, stop: Any):
+        self.folder, self.ranks, self.worlds, self.stop = folder, ranks, worlds, stop
         self.dtype = build.device_and_dtype(config)[1]
-        model, self.tokenizer = build.build_model(config, ranks, self.dtype, practice, folder.path)
+        model, self.tokenizer = build.build_model(config, ranks, self.dtype, worlds, folder.path)
         shape = model.config
         self.config = config = build.choose_attention(config, shape, ranks, self.dtype)
-        if ranks.first and ranks.device.type == "cuda":  # a resumed run has the same kernels
+        if ranks.first and self.on_gpu:  # a resumed run has the same kernels
             folder.write_text("config.toml", to_toml(config))
-        build.check_room(config, shape, self.tokenizer, practice)
+        self.examples = load_kept(config, self.tokenizer, self.say)
         self.trainer = build.build_trainer(config, model, self.tokenizer, ranks, self.dtype)
         self.engine = build.build_engine(config, shape, self.tokenizer, ranks, self.dtype)
-        self.recorder = Recorder(folder, config.run, ranks, self.tokenizer, practice.tools)
-        self.examples = self._recorded_examples()
+        watched = (config.run.log_to, config.run.report_every) if ranks.first else ()
+        self.watch = Watch(folder, *watched)
         self.checkpoints = Checkpoints(folder.path / "checkpoints", KEEP_CHECKPOINTS, ranks)
         self.peak_flops = peak_flops(ranks.device, self.dtype)
-        self.progress, self.ahead = Progress(), None
-        self.started = time.monotonic()
-
-    def _recorded_examples(self) -> list[list[Trajectory]]:
-        """What the warm start imitates in place of the teacher, by task. UserError."""
-        settings = self.config.warm_start
-        if not (settings.steps and settings.trajectories):
-            return []
-        paths = [Path(name.strip()) for name in settings.trajectories.split(",")]
-        kept, reasons = load_kept(paths, self.tokenizer, self.config.rollout.context_tokens)
-        self.recorder.say(
-            f"warm start on {sum(map(len, kept))} recorded trajectories of {len(kept)} tasks; "
-            f"not kept: {tally(reasons) or 'none'}"
-        )
-        return kept
+        self.progress, self.ahead, self.started = Progress(), None, time.monotonic()
 
     @property
     def on_gpu(self) -> bool:
@@ -114,7 +96,7 @@ class TrainingRun:
             self.tokenizer,
             params,
             limits,
-            self.practice.price,
+            self.worlds.price,
             lockstep=settings.lockstep,
             rebuild=settings.context == "rebuild",
         )
@@ -123,19 +105,40 @@ class TrainingRun:
         """Copies the trainer's weights into the engine."""
         self.engine.update_weights(named_hf_tensors(self.trainer.model, self.dtype))
 
-    def usage(self, metrics: dict[str, float], seconds: float) -> dict[str, float | None]:
-        """Returns `mfu`, the share of the peak FLOPs that an update used, and peak memory in MB.
+    # Records.
 
-        `mfu` is None where no update was made, or the machine's peak is not known.
+    def say(self, text: str) -> None:
+        """Prints a line beside the progress bar."""
+        if self.ranks.first:
+            tqdm.write(text)
+
+    def bar(self, total: int, what: str, done: int = 0, unit: str = "step") -> tqdm:
+        """Returns a progress bar; it is shown on a terminal only."""
+        hidden = None if self.ranks.first else True
+        return tqdm(total=total, initial=done, desc=what, unit=unit, disable=hidden)
+
+    def record(self, row: dict[str, Any]) -> None:
+        """Appends a row to metrics.jsonl, and logs it to TensorBoard or wandb."""
+        if self.ranks.first:
+            self.folder.append("metrics", row)
+            self.watch.log(row)
+
+    def record_update(
+        self, row: dict[str, Any], metrics: dict[str, float], times: dict[str, float], where: str
+    ) -> None:
+        """Records a step's row with the metrics of its update and its seconds by phase.
+
+        `mfu` is the share of the peak FLOPs that the update used, None where that is not known.
+        UserError after SKIP_LIMIT steps in a row whose loss or gradient was not finite; `where`
+        names the file that shows what they were computed on.
         """
-        known = self.peak_flops and "flops" in metrics
-        peak = seconds * self.ranks.world * (self.peak_flops or 0.0)
-        mfu = metrics["flops"] / peak if known else None
-        return {"mfu": mfu, "memory_mb": peak_memory_mb(self.on_gpu)}
-
-    def count_skipped(self, metrics: dict[str, float], where: str) -> None:
-        """Counts steps in a row whose loss or gradient was not finite. UserError at SKIP_LIMIT."""
-        progress = self.progress
+        progress, metrics = self.progress, dict(metrics)
+        flops, seconds = metrics.pop("flops", None), times["train"]
+        metrics.pop("tokens", None)
+        known = flops and self.peak_flops
+        mfu = flops / seconds / self.peak_flops / self.ranks.world if known else None
+        usage = {"mfu": mfu, "memory_mb": peak_memory_mb(self.on_gpu)}
+        self.record({**row, **metrics, "phase_seconds": times, **usage})
         progress.skipped = progress.skipped + 1 if "skipped" in metrics else 0
         require(
             progress.skipped < SKIP_LIMIT,
@@ -143,9 +146,32 @@ class TrainingRun:
             f"{progress.skipped} steps in a row; it was computed on {self.folder.path / where}",
         )
 
+    def record_trajectory(self, phase: str, task: Task, trajectory: Trajectory) -> None:
+        """Appends a trajectory with its task to trajectories.jsonl, also as readable text."""
+        if not self.ranks.first:
+            return
+        text = []
+        for turn in trajectory.turns:
+            ids = trajectory.ids[turn.start : turn.end]
+            said = self.tokenizer.decode(ids, skip_special=True)
+            text.append({"role": "assistant", "text": said})
+            text += [{"role": "tool", "text": result.content} for result in turn.results]
+        row = to_row(task, trajectory) | {
+            "step": self.progress.step,
+            "phase": phase,
+            "question": task.question,
+            "preference_text": task.preference.text,
+            "kind": task.data["kind"],
+            "tools": self.worlds.tools(task),
+            "text": text,
+        }
+        self.folder.append("trajectories", row)
+
+    # Checkpoints.
+
     def end_step(self) -> bool:
         """Saves and reports if it is time; returns whether to stop. All ranks stop together."""
-        self.recorder.watch.report()
+        self.watch.report()
         stopped = self.ranks.any(self.stop.asked)
         step, total = self.progress.step, getattr(self.config, self.progress.phase).steps
         if stopped or step % self.config.run.checkpoint_every == 0 or step == total:
@@ -179,16 +205,13 @@ class TrainingRun:
             return self.trainer.prepare(notes["optimizer"], notes["reference"])
 
         notes = self.checkpoints.restore(prepare)
-        where = "from its beginning: it has no checkpoint yet"
         offsets = {"metrics": 0, "trajectories": 0}
         if notes:
-            self.progress = Progress(**notes["progress"])
+            self.progress, offsets = Progress(**notes["progress"]), notes["offsets"]
             self.ahead = Batch.from_notes(notes["ahead"]) if notes["ahead"] else None
-            where = f"at {self.progress.phase} step {self.progress.step}"
-            offsets = notes["offsets"]
         if self.ranks.first:
             self.folder.truncate(offsets)
-            print(f"resuming {self.folder.path} {where}", flush=True)
+        self.say(f"resuming {self.folder.path} at {self.progress.phase} step {self.progress.step}")
 
     def export(self, path: Path) -> None:
         """Writes the model in Hugging Face layout; the other ranks send their shards to rank 0."""

@@ -15,11 +15,9 @@ from nanorchestra.config import Config
 from nanorchestra.errors import require
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.training.objectives import group_advantages, objective_of, overlong_punishment
-from nanorchestra.training.practice import Practice
 from nanorchestra.training.ranks import Ranks
 from nanorchestra.training.trajectories import contexts, from_row, to_row
 
-RETRIES = 2  # of attempts that the infrastructure failed
 FAILED_SHARE = 0.5  # a step of which more attempts fail ends the run
 
 
@@ -61,8 +59,9 @@ class Sampler:
     A sampler reads no state of the run, so the next batch can be made during this step's update.
     """
 
-    def __init__(self, config: Config, practice: Practice, rollout: Rollout, ranks: Ranks):
-        self.config, self.practice, self.rollout, self.ranks = config, practice, rollout, ranks
+    def __init__(self, config: Config, worlds: Any, rollout: Rollout, ranks: Ranks):
+        self.config, self.worlds = config, worlds
+        self.rollout = DividedRollout(rollout, ranks, config.grpo.group_size)
         self.objective = objective_of(config.grpo)
 
     def batch(self, step: int) -> Batch:
@@ -74,10 +73,11 @@ class Sampler:
         start, batch = time.monotonic(), Batch()
         for again in range(1 + self.objective.resample):
             tasks, seeds = self._draw(step, again)
-            trajectories, retried = self._attempt(tasks, seeds, step)
+            trajectories, retried = self.worlds.attempt(self.rollout, tasks, seeds)
             batch.tasks += tasks
             batch.trajectories += trajectories
             batch.retried += retried
+            _check_failures(trajectories, step)
             self.judge(batch)
             if len(batch.kept) == self.config.grpo.prompts:
                 break
@@ -90,12 +90,10 @@ class Sampler:
         batch.kept, reasons = [], Counter()
         for start in range(0, len(batch.tasks), grpo.group_size):
             task, members = batch.tasks[start], batch.trajectories[start : start + grpo.group_size]
-            rewards = self.practice.group_rewards(task, members, grpo.bounds)
+            rewards = self.worlds.group_rewards(task, members, grpo.bounds)
             if objective.overlong_share:
-                rewards = [
-                    reward + self._overlong(member)
-                    for reward, member in zip(rewards, members, strict=True)
-                ]
+                pairs = zip(rewards, members, strict=True)
+                rewards = [reward + self._overlong(member) for reward, member in pairs]
             advantages, why = group_advantages(
                 rewards,
                 [member.status != "infrastructure" for member in members],
@@ -126,7 +124,7 @@ class Sampler:
             number = grpo.steps + step * self.objective.resample + again - 1
             place = f"{step}/{again}"
         first = warm_start.steps * warm_start.prompts + number * grpo.prompts
-        drawn = self.practice.tasks(grpo.prompts, first)
+        drawn = self.worlds.tasks(grpo.prompts, first)
         tasks = [task for task in drawn for _ in range(grpo.group_size)]
         seeds = [
             random.Random(f"{self.config.run.seed}/rollout/{place}/{i}").getrandbits(48)
@@ -134,61 +132,26 @@ class Sampler:
         ]
         return tasks, seeds
 
-    def _attempt(
-        self, tasks: list[Task], seeds: list[int], step: int
-    ) -> tuple[list[Trajectory], int]:
-        """One scored attempt per task, and how many were repeated. UserError."""
 
-        def environment(i: int) -> Environment:
-            return self.practice.environment(tasks[i], seeds[i])
-
-        trajectories, retried = run_attempts(
-            self.rollout, self.ranks, environment, seeds, self.config.grpo.group_size
-        )
-        failed = [t for t in trajectories if t.status == "infrastructure"]
-        results = [result for t in failed for turn in t.turns for result in turn.results]
-        said = next((result.content for result in results if result.infrastructure), "")
-        require(
-            len(failed) <= FAILED_SHARE * len(tasks),
-            f"step {step + 1}: {len(failed)} of {len(tasks)} attempts failed for reasons of the "
-            f"infrastructure, again after {RETRIES} retries; the first: {said[:200]}",
-        )
-        for task, trajectory in zip(tasks, trajectories, strict=True):
-            self.practice.score(task, trajectory)
-        return trajectories, retried
-
-
-def run_attempts(
-    rollout: Rollout,
-    ranks: Ranks,
-    environment: Callable[[int], Environment],
-    seeds: Sequence[int],
-    group_size: int,
-) -> tuple[list[Trajectory], int]:
-    """Returns an attempt for each seed, made by all ranks, and how many attempts were repeated.
-
-    environment(i) makes that of attempt i. A group is sampled by one rank. Attempts that the
-    infrastructure failed are repeated RETRIES times at most.
-    """
-
-    def run(places: list[int]) -> list[Trajectory]:
-        return rollout.run([environment(i) for i in places], [seeds[i] for i in places])
-
-    trajectories, retried = ranks.map(run, range(len(seeds)), group_size), 0
-    for _ in range(RETRIES):
-        failed = [i for i, t in enumerate(trajectories) if t.status == "infrastructure"]
-        if failed:
-            retried += len(failed)
-            for i, trajectory in zip(failed, ranks.map(run, failed), strict=True):
-                trajectories[i] = trajectory
-    return trajectories, retried
+def _check_failures(trajectories: list[Trajectory], step: int) -> None:
+    failed = [t for t in trajectories if t.status == "infrastructure"]
+    results = [result for t in failed for turn in t.turns for result in turn.results]
+    said = next((result.content for result in results if result.infrastructure), "")
+    require(
+        len(failed) <= FAILED_SHARE * len(trajectories),
+        f"step {step + 1}: {len(failed)} of {len(trajectories)} attempts failed, repeated ones "
+        f"too, for reasons of the infrastructure; the first: {said[:200]}",
+    )
 
 
 class DividedRollout:
-    """A rollout whose attempts are divided over the ranks; every rank has all trajectories."""
+    """A rollout whose attempts are divided over the ranks; every rank has all trajectories.
 
-    def __init__(self, rollout: Rollout, ranks: Ranks):
-        self.rollout, self.ranks = rollout, ranks
+    Attempts `together` in a row are made by one rank.
+    """
+
+    def __init__(self, rollout: Rollout, ranks: Ranks, together: int = 1):
+        self.rollout, self.ranks, self.together = rollout, ranks, together
 
     def run(
         self,
@@ -198,8 +161,7 @@ class DividedRollout:
     ) -> list[Trajectory]:
         """Returns an attempt in each environment, as Rollout.run does."""
 
-        def run(places: list[int]) -> list[Trajectory]:
-            chosen = [environments[i] for i in places]
-            return self.rollout.run(chosen, [seeds[i] for i in places], on_done)
+        def run(pairs: list[tuple[Environment, int]]) -> list[Trajectory]:
+            return self.rollout.run([env for env, _ in pairs], [s for _, s in pairs], on_done)
 
-        return self.ranks.map(run, range(len(environments)))
+        return self.ranks.map(run, list(zip(environments, seeds, strict=True)), self.together)

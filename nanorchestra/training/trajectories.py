@@ -10,10 +10,11 @@ import dataclasses
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nanorchestra.config import Config
 from nanorchestra.errors import UserError, require
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Preference, Task, ToolCall, ToolResult, Trajectory, Turn
@@ -66,51 +67,44 @@ def as_group(members: Sequence[Trajectory]) -> Group:
 
 
 def load_kept(
-    sources: Sequence[Path], tokenizer: Tokenizer, longest: int
-) -> tuple[list[list[Trajectory]], Counter[str]]:
-    """Returns the recorded trajectories worth imitating by task, and how many are not, by reason.
+    config: Config, tokenizer: Tokenizer, say: Callable[[str], Any]
+) -> list[list[Trajectory]]:
+    """Returns the recorded trajectories that the warm start imitates, by task; [] without them.
 
-    Kept are attempts at training tasks that are right and well formed, in contexts of at most
-    `longest` ids: of each task the BEST by reward, no two alike. UserError names the line of a row
-    that train.py did not record with this tokenizer; or none is kept.
+    Kept are attempts at training tasks that are right and well formed, in contexts that fit: of
+    each task the BEST by reward, no two alike. Says how many are not, by reason. UserError names
+    the line of a row that train.py did not record with this tokenizer; or none is kept.
     """
+    settings, longest = config.warm_start, config.rollout.context_tokens
+    if not (settings.steps and settings.trajectories):
+        return []
     tasks: dict[tuple[str, tuple[int, ...]], dict[tuple[int, ...], Trajectory]] = {}
     reasons: Counter[str] = Counter()
-    for source in sources:
-        path = source / "trajectories.jsonl" if source.is_dir() else source
+    for source in settings.trajectories.split(","):
+        path = Path(source.strip())
+        path = path / "trajectories.jsonl" if path.is_dir() else path
         for phase, trajectory in _read(path, tokenizer):
             ids = tuple(trajectory.ids)
             task = tasks.setdefault((trajectory.task_id, ids[: trajectory.prompt_length]), {})
-            lengths = [end - begin for begin, _, end in contexts(trajectory)]
             faults = {
                 "of an evaluation or a skipped step": phase not in PHASES,
                 "cut or badly formed": not trajectory.well_formed,
                 "wrong": trajectory.outcome < 1,
-                f"longer than {longest} tokens": max(lengths) > longest,
+                "too long": any(end - begin > longest for begin, _, end in contexts(trajectory)),
                 "the same again": ids in task,
             }
-            why = next((fault for fault, holds in faults.items() if holds), None)
-            if why:
-                reasons[why] += 1
-            else:
+            why = [fault for fault, holds in faults.items() if holds][:1]
+            reasons.update(why)
+            if not why:
                 task[ids] = trajectory
-    kept = []
-    for task in tasks.values():
-        ranked = sorted(task.values(), key=lambda trajectory: -trajectory.reward)
-        kept.append(ranked[:BEST])
-        reasons[f"not of the best {BEST} of their task"] += len(ranked[BEST:])
-    kept, reasons = [members for members in kept if members], +reasons
-    require(
-        kept,
-        f"warm_start.trajectories: none of {sum(reasons.values())} trajectories is kept "
-        f"({tally(reasons)}); record more of a run with run.record_groups",
-    )
-    return kept, reasons
-
-
-def tally(reasons: Counter[str]) -> str:
-    """Returns the counts in words: "3 wrong, 2 the same again"."""
-    return ", ".join(f"{count} {why}" for why, count in reasons.most_common())
+    ranked = [sorted(task.values(), key=lambda t: -t.reward) for task in tasks.values() if task]
+    kept = [members[:BEST] for members in ranked]
+    reasons["not of the best of their task"] = sum(len(members[BEST:]) for members in ranked)
+    tally = ", ".join(f"{count} {why}" for why, count in reasons.most_common() if count) or "none"
+    require(kept, f"warm_start.trajectories: no trajectory is kept ({tally})")
+    count = sum(map(len, kept))
+    say(f"warm start on {count} recorded trajectories of {len(kept)} tasks; not kept: {tally}")
+    return kept
 
 
 def take(items: Sequence[T], start: int, count: int, seed: int) -> list[T]:

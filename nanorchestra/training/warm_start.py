@@ -8,7 +8,6 @@ from nanorchestra.records import Task
 from nanorchestra.training.lessons import as_session, as_turns
 from nanorchestra.training.optimizers import Schedule
 from nanorchestra.training.packing import Group, Sample
-from nanorchestra.training.recorder import without_counts
 from nanorchestra.training.run import TrainingRun
 from nanorchestra.training.trajectories import as_group, take
 
@@ -25,7 +24,7 @@ def warm_start(run: TrainingRun) -> bool:
     settings, progress = run.config.warm_start, run.progress
     schedule = Schedule(settings.learning_rate, settings.steps, WARMUP_STEPS, hold=HOLD)
     stopped = False
-    with run.recorder.bar(settings.steps, "warm start", progress.step) as bar:
+    with run.bar(settings.steps, "warm start", progress.step) as bar:
         while progress.step < settings.steps and not stopped:
             start = time.monotonic()
             groups = _lessons(run)
@@ -33,11 +32,13 @@ def warm_start(run: TrainingRun) -> bool:
             metrics = run.trainer.supervised_step(groups, schedule.at(progress.step))
             times = {"demonstrations": shown - start, "train": time.monotonic() - shown}
             progress.step += 1
-            few = progress.lesson_tools <= FEW_TOOLS
-            learnt = metrics["loss"] < FEW_LOSS
-            if few and (learnt or progress.step - progress.lesson_since >= FEW_STEPS):
-                progress.lesson_tools += 1
-                progress.lesson_since = progress.step
+            if progress.lesson_tools <= FEW_TOOLS and (
+                metrics["loss"] < FEW_LOSS or progress.step - progress.lesson_since >= FEW_STEPS
+            ):
+                progress.lesson_tools, progress.lesson_since = (
+                    progress.lesson_tools + 1,
+                    progress.step,
+                )
             _record(run, groups, metrics, times)
             bar.update()
             stopped = run.end_step()
@@ -46,21 +47,20 @@ def warm_start(run: TrainingRun) -> bool:
 
 def _lessons(run: TrainingRun) -> list[Group]:
     """The demonstrations of the next step."""
-    count, step = run.config.warm_start.prompts, run.progress.step
+    count, progress = run.config.warm_start.prompts, run.progress
+    first = progress.step * count
     if run.examples:
-        chosen = take(run.examples, step * count, count, run.config.run.seed)
+        chosen = take(run.examples, first, count, run.config.run.seed)
         return [as_group(members) for members in chosen]
-    few = run.progress.lesson_tools <= FEW_TOOLS
-    most_tools = run.progress.lesson_tools if few else 0
-    tasks = run.practice.lesson_tasks(count, step * count, most_tools)
-    return run.ranks.map(lambda mine: [demonstration(run, task) for task in mine], tasks)
+    most_tools = progress.lesson_tools if progress.lesson_tools <= FEW_TOOLS else 0
+    tasks = run.worlds.lesson_tasks(count, first, most_tools)
+    return run.ranks.map(lambda mine: [_demonstration(run, task) for task in mine], tasks)
 
 
-def demonstration(run: TrainingRun, task: Task) -> Group:
-    """Returns the teacher's attempt at a task."""
-    limits = run.config.rollout
-    env = run.practice.environment(task, 0)
-    lessons = run.practice.teach(env)
+def _demonstration(run: TrainingRun, task: Task) -> Group:
+    """The teacher's attempt at a task."""
+    limits, env = run.config.rollout, run.worlds.environment(task, 0)
+    lessons = run.worlds.teach(env)
     if limits.context == "append":
         prompt, ids, sampled = as_session(lessons, env, run.tokenizer)
         return Group.of([(prompt, Sample(ids, sampled))])
@@ -73,24 +73,13 @@ def _record(
     run: TrainingRun, groups: list[Group], metrics: dict[str, float], times: dict[str, float]
 ) -> None:
     step, seconds = run.progress.step, sum(times.values())
-    row = {
-        "phase": "warm_start",
-        "step": step,
-        **without_counts(metrics),
-        "tokens_per_s": metrics["tokens"] / seconds,
-        "seconds": seconds,
-        "phase_seconds": times,
-        **run.usage(metrics, times["train"]),
-    }
-    run.recorder.metrics(row)
+    speed = metrics["tokens"] / seconds
     if "skipped" in metrics and run.ranks.first:
-        packed = [group.prompt + sample.ids for group in groups for sample in group.samples]
-        texts = [run.tokenizer.decode(ids) for ids in packed]
-        skipped = {"phase": "warm_start", "step": step, "texts": texts}
-        run.folder.write_json("skipped.json", skipped)
-    run.count_skipped(metrics, "skipped.json")
+        ids = [group.prompt + sample.ids for group in groups for sample in group.samples]
+        texts = [run.tokenizer.decode(sequence) for sequence in ids]
+        run.folder.write_json("skipped.json", {"step": step, "texts": texts})
+    row = {"phase": "warm_start", "step": step, "tokens_per_s": speed, "seconds": seconds}
+    run.record_update(row, metrics, times, "skipped.json")
     if step % PRINT_EVERY == 0:
-        run.recorder.say(
-            f"warm start step {step:4d}/{run.config.warm_start.steps}  loss {metrics['loss']:.3f}"
-            f"  {row['tokens_per_s']:,.0f} tokens/s"
-        )
+        steps, loss = run.config.warm_start.steps, metrics["loss"]
+        run.say(f"warm start step {step:4d}/{steps}  loss {loss:.3f}  {speed:,.0f} tokens/s")

@@ -150,4 +150,4 @@ def test_a_process_ends_at_once_under_a_rollout():
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=200)
     assert done.returncode == 130
-    assert done.stderr == "train.py: stopped at once; go on with --resume\n"
+    assert done.stderr == "train.py: KeyboardInterrupt; go on with --resume\n"

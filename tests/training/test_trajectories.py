@@ -9,13 +9,13 @@ import types
 import pytest
 from conftest import steps_of
 
-from nanorchestra.config import RunSection
+from nanorchestra.config import Config
 from nanorchestra.errors import UserError
 from nanorchestra.model.tokenizer import train_bpe
 from nanorchestra.records import Preference, Task, ToolCall, ToolResult, Trajectory, Turn
 from nanorchestra.training.packing import pack
 from nanorchestra.training.ranks import Ranks
-from nanorchestra.training.recorder import Recorder
+from nanorchestra.training.run import Progress, TrainingRun
 from nanorchestra.training.trajectories import as_group, from_row, load_kept, take
 from nanorchestra.training.warm_start import warm_start
 
@@ -43,17 +43,32 @@ def write(path, tokenizer, *attempts):
     """Records pairs of phase and trajectory in a run's directory, as a run does; the rows."""
     path.mkdir(exist_ok=True)
     rows = []
-    folder = types.SimpleNamespace(append=lambda log, row: rows.append(row))
-    recorder = Recorder(folder, RunSection(), Ranks(), tokenizer, lambda task: [])
+    run = types.SimpleNamespace(
+        ranks=Ranks(),
+        tokenizer=tokenizer,
+        progress=Progress(step=3),
+        worlds=types.SimpleNamespace(tools=lambda task: []),
+        folder=types.SimpleNamespace(append=lambda log, row: rows.append(row)),
+    )
     for phase, trajectory in attempts:
         task = Task(trajectory.task_id, "question?", Preference(), {"kind": "lookup"})
-        recorder.trajectory(phase, 3, task, trajectory)
+        TrainingRun.record_trajectory(run, phase, task, trajectory)
     save(path, rows)
     return rows
 
 
 def save(path, rows):
     (path / "trajectories.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def load(path, tokenizer, longest=9999):
+    """What a warm start keeps, and what it says."""
+    settings = {
+        "warm_start.trajectories": str(path),
+        "rollout.context_tokens": longest,
+    }
+    said = []
+    return load_kept(Config().replace(settings), tokenizer, said.append), *said
 
 
 def test_what_is_kept_and_why_the_rest_is_not(nano_tokenizer, tmp_path):
@@ -72,20 +87,18 @@ def test_what_is_kept_and_why_the_rest_is_not(nano_tokenizer, tmp_path):
     }
     attempts = [(p, made(nano_tokenizer, **c)) for p, entries in changes.items() for c in entries]
     rows = write(tmp_path, nano_tokenizer, *attempts)
-    kept, reasons = load_kept([tmp_path], nano_tokenizer, 9999)
+    kept, said = load(tmp_path, nano_tokenizer)
     assert [[t.reward for t in group] for group in kept] == [[0.9, 0.8, 0.7, 0.6], [0.1], [0.5]]
-    assert reasons == {
-        "of an evaluation or a skipped step": 2,
-        "cut or badly formed": 1,
-        "wrong": 1,
-        "the same again": 1,
-        "not of the best 4 of their task": 2,
-    }
-    assert sum(map(len, kept)) + sum(reasons.values()) == len(rows)
+    assert said == (
+        "warm start on 6 recorded trajectories of 3 tasks; not kept: 2 of an evaluation or a "
+        "skipped step, 2 not of the best of their task, 1 the same again, 1 wrong, "
+        "1 cut or badly formed"
+    )
+    assert 6 + 2 + 2 + 1 + 1 + 1 == len(rows)
     longest = max(len(trajectory.ids) for _, trajectory in attempts)
-    assert load_kept([tmp_path], nano_tokenizer, longest) == (kept, reasons)
-    with pytest.raises(UserError, match=rf"none of {len(rows)} trajectories is kept \(.*longer"):
-        load_kept([tmp_path / "trajectories.jsonl"], nano_tokenizer, 5)
+    assert load(tmp_path, nano_tokenizer, longest) == (kept, said)
+    with pytest.raises(UserError, match=r"no trajectory is kept \(.* too long.*\)"):
+        load(tmp_path / "trajectories.jsonl", nano_tokenizer, 5)
 
 
 @pytest.mark.parametrize("rebuilt", [False, True])
@@ -96,7 +109,7 @@ def test_a_row_brings_the_trajectory_back_and_only_sampled_ids_are_learnt(
     (row,) = write(tmp_path, nano_tokenizer, ("grpo", trajectory))
     assert from_row(json.loads(json.dumps(row)))[1] == trajectory
     assert [part["role"] for part in row["text"]] == ["assistant", "tool", "assistant"]
-    (members,), _ = load_kept([tmp_path], nano_tokenizer, 9999)
+    (members,), _ = load(tmp_path, nano_tokenizer)
     group = as_group(members)
     assert len(group.samples) == 1 + rebuilt
     packed, places = pack([group]), [i for i, s in enumerate(trajectory.sampled) if s]
@@ -122,7 +135,7 @@ def test_a_bad_row_gets_one_line_with_its_number(nano_tokenizer, tmp_path, spoil
     spoil(rows[1])
     save(tmp_path, rows)
     with pytest.raises(UserError, match=f"trajectories.jsonl, line 2: .*{says}") as error:
-        load_kept([tmp_path], nano_tokenizer, 9999)
+        load(tmp_path, nano_tokenizer)
     assert "\n" not in str(error.value)
 
 
@@ -131,17 +144,17 @@ def test_bad_files(nano_tokenizer, tmp_path):
     path = tmp_path / "trajectories.jsonl"
     row = path.read_text()
     path.write_text(row + row[:99])  # its writer was killed, or is at work
-    assert len(load_kept([tmp_path], nano_tokenizer, 9999)[0]) == 1
-    for text, says in ((row + "{\n", "line 2: not a traj"), ("", "none of 0 trajectories")):
+    assert len(load(tmp_path, nano_tokenizer)[0]) == 1
+    for text, says in ((row + "{\n", "line 2: not a traj"), ("", "no trajectory is kept")):
         path.write_text(text)
         with pytest.raises(UserError, match=says):
-            load_kept([tmp_path], nano_tokenizer, 9999)
+            load(tmp_path, nano_tokenizer)
     with pytest.raises(UserError, match="no such file; warm_start.trajectories takes runs"):
-        load_kept([tmp_path / "nowhere"], nano_tokenizer, 9999)
+        load(tmp_path / "nowhere", nano_tokenizer)
     path.write_text(row)
     other = train_bpe(["a different text of other words; " * 9], nano_tokenizer.vocab_size)
     with pytest.raises(UserError, match="another tokenizer"):
-        load_kept([tmp_path], other, 9999)
+        load(tmp_path, other)
 
 
 def test_epochs_are_shuffled_and_a_step_can_be_taken_again():

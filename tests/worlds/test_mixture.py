@@ -9,7 +9,7 @@ import pytest
 
 from nanorchestra.errors import UserError
 from nanorchestra.records import Trajectory
-from worlds import mixture
+from worlds import evaluation, mixture
 from worlds.miniature.world import World
 from worlds.mixture import Mixture, Worlds, open_domains, parse_mixture
 
@@ -107,7 +107,7 @@ def test_measures_leave_out_what_the_infrastructure_failed():
         for outcome, status in statuses:
             made.append(Trajectory(task.id, 0, 0, [], [], [], [], status=status, outcome=outcome))
             made[-1].calls = calls
-            worlds.score(task, made[-1])
+            evaluation.score(task, made[-1])
         return made
 
     right, wrong, failed = (1.0, "answered"), (0.0, "answered"), (0.0, "infrastructure")
