@@ -7,13 +7,11 @@
     torchrun --nproc-per-node 8 train.py --config qwen3-8b       the same on several ranks
     python train.py --config qwen3-8b --dry-run     any run in small, on CPUs
     python train.py --config qwen3-8b --plan --gpus 8            memory and time, no training
-    python train.py --rollouts 4 --model.path runs/nano/model --run.name seen
-                                                    records four steps of rollouts, no training
+    python train.py --rollouts 4 --run.name seen --model.path runs/nano/model     records rollouts
     python train.py --warm_start.trajectories runs/seen          imitates the best of them
 
-nanorchestra/training/phases.py has the order of a run, grpo.py a step of GRPO. Whatever is drawn at
-random is a function of run.seed, step and place, so neither resuming nor the number of ranks
-changes it.
+nanorchestra/training/phases.py has the order of a run, grpo.py a step of GRPO. What is drawn at
+random is a function of run.seed, step and place: resuming and more ranks change nothing.
 """
 
 from __future__ import annotations
