@@ -94,7 +94,8 @@ def build_optimizers(model: torch.nn.Module, kind: str) -> list[torch.optim.Opti
     matrices = [p for p in layers if p.dim() == 2 and p.requires_grad]
     taken = {id(p) for p in matrices}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
-    adamw = torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    rest = [{"params": others}]  # none if only adapters are trained
+    adamw = torch.optim.AdamW(rest, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     return [adamw, Muon(matrices)] if matrices else [adamw]
 
 

@@ -103,7 +103,7 @@ class Trainer:
         largest_gap = 0.0
         for batch, packed, last in self._micro_batches(groups):
             hidden = self._hidden(self.model, packed)  # [N, H], of the ids before sampled ones
-            logprobs, entropy = self._logprobs(self.model, hidden, packed, temperature)
+            logprobs, entropy = self._logprobs(hidden, packed, temperature)
             kl = self._kl(hidden, logprobs, packed, objective, temperature)
             old = logprobs if objective.importance_cap else packed.sampler_logprobs
             loss, terms = policy_loss(
@@ -132,7 +132,7 @@ class Trainer:
         metrics: Counter[str] = Counter()
         for _, packed, last in self._micro_batches(groups):
             hidden = self._hidden(self.model, packed)
-            logprobs, entropy = self._logprobs(self.model, hidden, packed, 1.0)
+            logprobs, entropy = self._logprobs(hidden, packed)
             loss = -logprobs.sum() / count
             self._backward(loss, last)
             nats = float(entropy.sum()) / count
@@ -160,15 +160,11 @@ class Trainer:
         return model(packed.tokens, packed.positions, packed.attend)[packed.source]
 
     def _logprobs(
-        self, model: Qwen3 | lora.Base, hidden: Tensor, packed: Packed, temperature: float
+        self, hidden: Tensor, packed: Packed, temperature: float = 1.0, weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        return token_logprobs(
-            hidden,
-            model.output_weight,
-            packed.targets,
-            temperature=temperature,
-            vocab_limit=self.vocab_limit,
-        )
+        weight = self.model.output_weight if weight is None else weight
+        options = {"temperature": temperature, "vocab_limit": self.vocab_limit}
+        return token_logprobs(hidden, weight, packed.targets, **options)
 
     def _kl(
         self,
@@ -183,17 +179,11 @@ class Trainer:
             return None
         with torch.no_grad():
             ref_hidden = self._hidden(self.reference, packed)
+        weight, ref_weight = self.model.output_weight, self.reference.output_weight
         if objective.kl == "full":
-            return full_kl(
-                hidden,
-                ref_hidden,
-                self.model.output_weight,
-                self.reference.output_weight,
-                temperature=temperature,
-                vocab_limit=self.vocab_limit,
-            )
-        with torch.no_grad():
-            ref_logprobs, _ = self._logprobs(self.reference, ref_hidden, packed, temperature)
+            options = {"temperature": temperature, "vocab_limit": self.vocab_limit}
+            return full_kl(hidden, ref_hidden, weight, ref_weight, **options)
+        ref_logprobs, _ = self._logprobs(ref_hidden, packed, temperature, ref_weight)
         return kl_estimate(logprobs, ref_logprobs, objective.kl)
 
     def _backward(self, loss: Tensor, last: bool) -> None:
