@@ -13,13 +13,11 @@ import contextlib
 import json
 from typing import Any
 
-import requests
-
 from nanorchestra.agent.environment import in_thread
 from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.config import RolloutSection
 from nanorchestra.engine.request import Completion
-from nanorchestra.errors import UserError, require
+from nanorchestra.errors import require
 from nanorchestra.model import chat
 from nanorchestra.model.parser import THINK, THINK_END
 from nanorchestra.records import Price, ToolCall, Trajectory
@@ -48,11 +46,6 @@ def check_endpoint(section: RolloutSection) -> None:
         f"rollout.endpoint is {url!r}; it must be a base URL such as http://localhost:8000/v1, "
         "without a key: that comes from OPENAI_API_KEY",
     )
-    try:  # any answer will do
-        requests.get(f"{url.rstrip('/')}/models", timeout=10, stream=True).close()
-    except (requests.RequestException, ValueError) as error:
-        problem = type(error).__name__
-        raise UserError(f"rollout.endpoint: no answer from {url} ({problem})") from None
 
 
 class EndpointRollout(Rollout):
@@ -116,42 +109,39 @@ class EndpointConversation:
 
     def _record(self, message: dict[str, Any], budget: int) -> Completion:
         """Returns a message as ids, at most `budget`, and appends it as the loop will parse it."""
-        tokenizer, (shown, reasoning, content, calls) = self.rollout.tokenizer, read(message)
+        tokenizer, (field, reasoning, content, calls) = self.rollout.tokenizer, read(message)
         whole = chat.encode_assistant(tokenizer, reasoning, content, calls)
         cut = message["finish_reason"] == "length"
         ids = whole[: min(budget, len(whole) - cut)]  # a message that was cut has no end
         parsed = chat.parse(tokenizer, ids)
-        said = shown | {"role": "assistant", "content": shown["content"] + parsed.content}
+        said: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+        if reasoning:
+            said[field] = reasoning
         if parsed.calls:
             said["tool_calls"] = [
                 {
-                    # Nine letters and digits suit all servers, and none takes text for arguments.
+                    # Nine letters and digits suit all servers; none takes arguments of no object.
                     "id": f"call{len(self.messages):03}{k:02}",
                     "type": "function",
-                    "function": {
-                        "name": call.name or "unknown",
-                        "arguments": json.dumps(call.arguments),
-                    },
+                    "function": {"name": c.name or "unknown", "arguments": json.dumps(c.arguments)},
                 }
-                for k, call in enumerate(parsed.calls)
+                for k, c in enumerate(parsed.calls)
             ]
         self.messages.append(said)
         return _completion(ids, "stop" if len(ids) == len(whole) else "length")
 
 
-def read(message: dict[str, Any]) -> tuple[dict[str, str], str, str, list[ToolCall]]:
-    """Returns (how the next turn shows the reasoning, reasoning, content, calls) of a message.
+def read(message: dict[str, Any]) -> tuple[str, str, str, list[ToolCall]]:
+    """Returns (the field of the reasoning, reasoning, content, calls) of a message.
 
     Reasoning has a field of its own, or stands before </think> in the content. Arguments that are
     not JSON stay text.
     """
-    content, shown, reasoning = message.get("content") or "", {"content": ""}, ""
-    field = next((name for name in ("reasoning_content", "reasoning") if message.get(name)), None)
-    if field:
-        shown[field] = reasoning = message[field]
-    elif THINK_END in content:
+    field = "reasoning" if message.get("reasoning") else "reasoning_content"
+    content, reasoning = message.get("content") or "", message.get(field) or ""
+    if not reasoning and THINK_END in content:
         before, _, content = content.partition(THINK_END)
-        shown["content"], reasoning = before + THINK_END + "\n\n", before.split(THINK)[-1]
+        reasoning = before.split(THINK)[-1].strip()
     calls = []
     for call in message.get("tool_calls") or ():
         arguments = call["function"].get("arguments") or {}
@@ -159,7 +149,7 @@ def read(message: dict[str, Any]) -> tuple[dict[str, str], str, str, list[ToolCa
             with contextlib.suppress(ValueError, RecursionError):
                 arguments = json.loads(arguments)
         calls.append(ToolCall(call["function"]["name"], arguments))
-    return shown, reasoning, content, calls
+    return field, reasoning, content, calls
 
 
 def _completion(ids: list[int], finish_reason: str, text: str = "") -> Completion:

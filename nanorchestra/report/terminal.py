@@ -1,133 +1,73 @@
-"""An attempt as a person sees it in a terminal: what is thought, called, observed and answered, as it happens, and the trace afterwards."""
+"""Shows an attempt in the terminal: thoughts, calls and observations as they happen."""
 
 from __future__ import annotations
 
 import json
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TextIO
 
-from nanorchestra.engine.stream import TurnStream
-from nanorchestra.model.tokenizer import Tokenizer
-from nanorchestra.records import ParsedTurn, Trajectory, Turn
+from nanorchestra.records import Trajectory
 from nanorchestra.report.run import number
 
 SHOWN_CHARS = 1000  # of one observation
+STYLES = {"think": "2", "call": "36", "result": "33", "answer": "1"}
+UNSAFE = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # all but tab and line feed
 
 
 class Console:
-    """Labelled lines, coloured on a terminal, plain in a pipe. Control characters of others never reach the terminal."""
+    """Labelled lines, in colour on a terminal. No control character of a text reaches it.
 
-    STYLES = {"task": "2", "think": "2", "call": "36", "result": "33", "answer": "1", "cost": "2"}
-    UNSAFE = dict.fromkeys(
-        [*range(9), *range(11, 32), *range(127, 160)]
-    )  # all but tab and line feed
+    `on_event` shows the events of an attempt (`Rollout.run`). `open_turn()` returns what splits a
+    turn's ids into reasoning and content, as engine.stream.TurnStream does.
+    """
 
-    def __init__(self, stream):
-        self.stream = stream
-        self.colour = (
-            stream.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-        )
-        self._open = ""  # the label of the line that is being written
+    def __init__(self, stream: TextIO, open_turn: Callable[[], Any]):
+        self.stream, self.open_turn = stream, open_turn
+        self.turn, self._label = open_turn(), ""
+        self.colour = stream.isatty() and "NO_COLOR" not in os.environ
 
     def say(self, label: str, text: str) -> None:
-        """Goes on with the line of `label`, or begins it."""
-        if label != self._open:
-            self.end()
-            self.stream.write(f"  {label:7}")
-            self._open = label
-        text = text.translate(self.UNSAFE).replace("\n", "\n" + " " * 9)
-        self.stream.write(f"\033[{self.STYLES[label]}m{text}\033[0m" if self.colour else text)
-        self.stream.flush()
+        """Continues the line of `label`, or begins one."""
+        if label != self._label:
+            self.line(f"  {label:7}", end="")
+            self._label = label
+        text = text.translate(UNSAFE).replace("\n", "\n" + " " * 9)
+        if self.colour and label in STYLES:
+            text = f"\033[{STYLES[label]}m{text}\033[0m"
+        print(text, end="", file=self.stream, flush=True)
 
-    def end(self) -> None:
-        if self._open:
-            self.stream.write("\n")
-            self._open = ""
+    def line(self, text: str = "", end: str = "\n") -> None:
+        """Writes a line of its own."""
+        if self._label:
+            print(file=self.stream)
+        self._label = ""
+        print(text.translate(UNSAFE), end=end, file=self.stream, flush=True)
 
-    def line(self, text: str = "") -> None:
-        self.end()
-        self.stream.write(text.translate(self.UNSAFE) + "\n")
-        self.stream.flush()
-
-
-class Stream:
-    """The events of one attempt (`Rollout.run`'s on_event) as lines on the console, as they come."""
-
-    def __init__(self, console: Console, tokenizer: Tokenizer):
-        self.console, self.tokenizer = console, tokenizer
-        self._begin()
-
-    def __call__(self, kind: str, payload: Any) -> None:
-        {"token": self._token, "turn": self._turn, "results": self._results}[kind](payload)
-
-    def _begin(self) -> None:
-        self._turn_stream, self._calls = TurnStream(self.tokenizer), 0
-
-    def _token(self, token: int) -> None:
-        self._show(self._turn_stream.feed(token))
-
-    def _turn(self, turn: ParsedTurn) -> None:
-        deltas, _ = self._turn_stream.finish()
-        self._show(deltas)
-        self._begin()
-
-    def _show(self, deltas: list[tuple[str, str]]) -> None:
-        for kind, text in deltas:
-            if kind == "tool_call":
-                call = self._turn_stream.calls[self._calls]
-                self._calls += 1
-                text = (
-                    call.raw
-                    if call.error
-                    else f"{call.name} {json.dumps(call.arguments, ensure_ascii=False)}"
-                )
-                self.console.end()
-            self.console.say(
-                {"reasoning": "think", "content": "answer", "tool_call": "call"}[kind], text
-            )
-
-    def _results(self, turn: Turn) -> None:
-        for call, result in zip(turn.calls, turn.results):
-            text, more = result.content[:SHOWN_CHARS], len(result.content) - SHOWN_CHARS
-            self.console.end()
-            self.console.say(
-                "result",
-                f"{text}{f' [{more} more characters]' if more > 0 else ''}   ({call.name or 'no tool'}: {_paid(result)})",
-            )
+    def on_event(self, kind: str, payload: Any) -> None:
+        """Shows an event: a sampled id, the end of a turn, or the results of its calls."""
+        if kind == "results":
+            for call, result in zip(payload.calls, payload.results, strict=True):
+                text, more = result.content[:SHOWN_CHARS], len(result.content) - SHOWN_CHARS
+                text += f" [{more} more characters]" if more > 0 else ""
+                self.line(f"  result {text}   ({call.name or 'no tool'}: {bill(result)})")
+            return
+        for part, text in self.turn.feed(payload) if kind == "token" else self.turn.finish()[0]:
+            if part != "tool_call":
+                self.say("think" if part == "reasoning" else "answer", text)
+        if kind == "turn":
+            self.turn = self.open_turn()
+            for call in payload.calls:
+                arguments = json.dumps(call.arguments, ensure_ascii=False)
+                self.line("  call   " + (call.raw if call.error else f"{call.name} {arguments}"))
 
 
-def show_trace(console: Console, tokenizer: Tokenizer, trajectory: Trajectory) -> None:
-    """The ids of a trajectory and their text, part by part: "|" what was given, "+" what was sampled; the price of each call and of all."""
-
-    def part(what: str, start: int, end: int) -> None:
-        if start < end:
-            ids, mark = trajectory.ids[start:end], "  + " if trajectory.sampled[start] else "  | "
-            text = tokenizer.decode(ids).replace("\n", "\n" + mark)
-            console.line(f"ids {start}:{end} {what}\n{mark}{text}\n{mark}{' '.join(map(str, ids))}")
-
-    at = 0
-    for k, turn in enumerate(trajectory.turns, 1):
-        part("given", at, turn.start)
-        part(f"sampled, turn {k} ({turn.finish_reason})", turn.start, turn.end)
-        for call, result in zip(turn.calls, turn.results):
-            console.line(
-                f"  call {call.name or call.raw}: {'error, ' if result.error else ''}{_paid(result)}"
-            )
-        at = turn.end
-    part("given", at, len(trajectory.ids))
-    sampled = sum(trajectory.sampled)
-    console.line(
-        f"{trajectory.status}: {sampled} ids sampled, {len(trajectory.ids) - sampled} given; {bill(trajectory)}"
-    )
-
-
-def bill(trajectory: Trajectory) -> str:
-    """Cost, latency, calls and turns in a few words."""
-    calls, turns = sum(trajectory.calls.values()), len(trajectory.turns)
-    return (
-        f"{_paid(trajectory)}, {calls} call{'s' * (calls != 1)}, {turns} turn{'s' * (turns != 1)}"
-    )
-
-
-def _paid(spent: Any) -> str:
+def bill(spent: Any) -> str:
+    """Returns the cost and the latency of a trajectory or a result."""
     return f"${number(spent.cost_usd)}, {spent.latency_s:.1f} s"
+
+
+def summary(trajectory: Trajectory) -> str:
+    """Returns cost, latency, calls and turns in a few words."""
+    calls, turns = sum(trajectory.calls.values()), len(trajectory.turns)
+    return f"{bill(trajectory)}, calls: {calls}, turns: {turns}"

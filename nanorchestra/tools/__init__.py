@@ -1,1 +1,4 @@
-"""What the orchestrator's tools run on: the sandbox, the index, experts."""
+"""What the tools of the orchestrator run on.
+
+sandbox: confined Python. index: passages found by their words. experts: models behind endpoints.
+"""

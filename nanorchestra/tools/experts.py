@@ -7,58 +7,19 @@ reaches no message.
 from __future__ import annotations
 
 import os
+import re
 import time
+from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import requests
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
+from nanorchestra.files import read_json
+
 RETRIED = (408, 409, 429)  # and every status from 500
-_TEXT = {"type": ["string", "null"]}
-_CALL = {
-    "type": "object",
-    "properties": {
-        "function": {
-            "type": "object",
-            "properties": {"name": {"type": "string"}},
-            "required": ["name"],
-        }
-    },
-    "required": ["function"],
-}
-_MESSAGE = {
-    "type": "object",
-    "properties": {
-        "content": _TEXT,
-        "reasoning": _TEXT,
-        "reasoning_content": _TEXT,
-        "tool_calls": {"type": ["array", "null"], "items": _CALL},
-    },
-}
-_COUNT = {"type": "integer", "minimum": 0}
-_REPLY = Draft202012Validator(
-    {
-        "type": "object",
-        "properties": {
-            "choices": {
-                "type": "array",
-                "minItems": 1,
-                "items": {
-                    "type": "object",
-                    "properties": {"message": _MESSAGE},
-                    "required": ["message"],
-                },
-            },
-            "usage": {
-                "type": ["object", "null"],
-                "properties": {"prompt_tokens": _COUNT, "completion_tokens": _COUNT},
-            },
-        },
-        "required": ["choices"],
-    }
-)
+_COMPLETION = Draft202012Validator(read_json(Path(__file__).with_name("completion.json")))
 
 
 class EndpointError(Exception):
@@ -81,9 +42,7 @@ def chat_completion(
     types of the OpenAI format. Raises EndpointError, which never holds the key.
     """
     key = "".join(os.environ.get(key_variable, "").split())
-    url = f"{base_url.rstrip('/')}/chat/completions"
-    headers = {"Authorization": f"Bearer {key}"}
-    problem = ""
+    url, headers = f"{base_url.rstrip('/')}/chat/completions", {"Authorization": f"Bearer {key}"}
     for attempt in range(attempts):
         if attempt:
             time.sleep(min(2.0**attempt, 10.0))
@@ -104,21 +63,13 @@ def chat_completion(
 
 def _read(reply: Any) -> tuple[dict[str, Any], tuple[int, int]]:
     """Returns (message, tokens) of a chat completion. ValueError if it is not one."""
-    error = best_match(_REPLY.iter_errors(reply))
-    if error is not None:
+    if error := best_match(_COMPLETION.iter_errors(reply)):
         raise ValueError(f"not a chat completion: {error.json_path}: {error.message}")
     choice, usage = reply["choices"][0], reply.get("usage") or {}
-    message = {**choice["message"], "finish_reason": choice.get("finish_reason")}
+    message = choice["message"] | {"finish_reason": choice.get("finish_reason")}
     return message, (usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0))
 
 
 def is_base_url(url: str) -> bool:
-    """Returns whether requests can be sent to `url`: http or https, a host, no key or query."""
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError:
-        return False
-    extra = parts.username or parts.password or parts.query or parts.fragment
-    usable = parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0
-    return usable and not extra and url.isprintable() and " " not in url
+    """Returns whether `url` is http or https with a host, and without a key or query."""
+    return re.fullmatch(r"https?://[^\s@?#]+", url) is not None

@@ -1,52 +1,49 @@
-"""Runs untrusted Python for real: warm, confined worker processes, a few milliseconds a run, any number of calling threads.
+r"""Runs untrusted Python in warm, confined worker processes: milliseconds a run, from any thread.
 
     with Sandbox() as sandbox:
-        sandbox.run("17*23").stdout            # '391\n': a last bare expression is shown, as an interactive Python does
+        sandbox.run("17*23").stdout  # '391\n': a last bare expression is shown
 
-A worker is one process of `sandbox_child.py`, started once, which forks a fresh child for each run. Nothing survives from one run to
-the next. Runs are repeatable: string hashing and the `random` module start from the same seed every time.
+A worker is one process of sandbox_child.py, which forks a fresh child for each run. Nothing passes
+from one run to the next. Hashing and the `random` module start from the same seed every time.
 
-Guaranteed, on Linux (x86_64 or aarch64; elsewhere `Sandbox()` raises UserError and nothing runs):
-- no network, no further process or thread, no signal to anything, no change of limits, owners or modes: a seccomp filter lets about
-  eighty system calls through and refuses all others, so this holds against native code (ctypes) too;
-- no secret of the caller: an empty environment, no inherited descriptor, another address space, and other processes' /proc unreadable;
-- no file outside the scratch directory is written, and none read but the standard library and the system's shared libraries
-  (Landlock, Linux 5.13+). On an older kernel no file can be opened at all, and only what `sandbox_child.PRELOAD` names can be imported;
-- an end: killed at `timeout_s` of wall clock, at 512 MiB of address space, 16 MiB a file, 32 open files; output bounded by 8 KiB;
-- nothing left behind: children die with their worker, and a worker ends and removes its scratch directory when its owner dies.
+Guaranteed on Linux, x86_64 or aarch64; elsewhere `Sandbox()` raises UserError:
+- no network, no further process or thread, no signal to another process: a seccomp filter allows
+  about eighty system calls and refuses all others, so this holds against native code too;
+- no secret of the caller: an empty environment, no inherited descriptor, and the /proc of other
+  processes is unreadable;
+- no file outside the scratch directory is written; none is read but the standard library and the
+  system's shared libraries (Landlock, Linux 5.13). On an older kernel no file can be opened;
+- an end after `timeout_s`; at most 512 MiB of memory, 16 MiB a file, 32 open files; output is cut
+  at 8 KiB;
+- nothing is left: children die with their worker, and a worker removes its directory and ends when
+  its owner ends.
 
-Not guaranteed: a defence against bugs of the kernel; a bound on the scratch directory's total size other than time and 16 MiB a file
-(it is flat and emptied after each run); hiding which files exist, their sizes and the machine's clock; fairness of CPU use among runs.
-Only the standard library is importable: there are no site-packages.
+Not guaranteed: a defence against bugs of the kernel, or secrecy of file names and the clock.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import queue
-import select
 import shutil
-import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from nanorchestra.errors import UserError
 
-_CHILD = os.path.join(os.path.dirname(os.path.abspath(__file__)), "sandbox_child.py")
-_GRACE_S = (
-    5.0  # a worker enforces the time-out itself; one that is this much late is taken for dead
-)
-_MAX_CODE_BYTES = 1 << 20
-_MAX_TIMEOUT_S = 3600
+CHILD = Path(__file__).with_name("sandbox_child.py")
+GRACE_S = 5.0  # a worker enforces the time-out itself; one that is this much late is killed
 
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """What a run left: text of at most 8 KiB, `error` ("" if none; one line, the exception or why it was killed), wall seconds."""
+    """The text that a run printed, its error in one line ("" if none), and its wall seconds."""
 
     stdout: str
     error: str
@@ -55,154 +52,108 @@ class SandboxResult:
 
 
 class Sandbox:
-    """A pool of `workers` confined processes; that many runs proceed at once and further callers wait for their turn.
+    """A pool of `workers` confined processes; as many runs proceed at once, others wait.
 
-    Thread-safe. Raises UserError at construction if this machine cannot confine a process.
+    Thread-safe. Raises UserError if this machine cannot confine a process.
     """
 
     def __init__(self, workers: int = 2):
-        if workers < 1:
-            raise UserError(f"Sandbox: workers is {workers}, it must be at least 1")
-        self._owner = os.getpid()
-        self._closed = False
         self._size = workers
-        self._idle: queue.LifoQueue[_Worker] = (
-            queue.LifoQueue()
-        )  # last in, first out: the warm ones work, others may never start
+        self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()  # warm ones first
         for _ in range(workers):
             self._idle.put(_Worker())
         probe = self.run("1")
         if probe.stdout != "1\n":
             self.close()
-            needs = "it needs Linux with seccomp on x86_64 or aarch64"
             raise UserError(
-                f"Sandbox: untrusted code cannot be confined here ({probe.error}); {needs}"
+                f"Sandbox: untrusted code cannot be confined here ({probe.error}); it needs Linux "
+                "with seccomp on x86_64 or aarch64"
             )
 
     def run(self, code: str, timeout_s: float = 5.0) -> SandboxResult:
-        """Run `code` as a program of its own. What the code does wrong is in the result; it never raises into the caller.
-
-        Raises ValueError for a time-out out of range (0 to one hour), RuntimeError after close() or in a fork of the owner.
-        """
-        if not 0 < timeout_s <= _MAX_TIMEOUT_S:
-            raise ValueError(
-                f"timeout_s is {timeout_s}, it must be above 0 and at most {_MAX_TIMEOUT_S} seconds"
-            )
-        if os.getpid() != self._owner:
-            raise RuntimeError(
-                "a Sandbox belongs to the process that made it; make another one after a fork"
-            )
-        source = code.encode("utf-8", "surrogatepass")
-        if len(source) > _MAX_CODE_BYTES:
-            return SandboxResult(
-                "",
-                f"the code has {len(source)} bytes, at most {_MAX_CODE_BYTES} are accepted",
-                0.0,
-                False,
-            )
+        """Runs `code` as a program of its own. What goes wrong is in the result."""
         worker = self._idle.get()
         try:
-            if self._closed:
-                raise RuntimeError("this Sandbox is closed")
-            return worker.run(source, timeout_s)
+            return worker.run(code, timeout_s)
         finally:
             self._idle.put(worker)
 
     def close(self) -> None:
-        """Let the runs in progress end, then end all workers. May be called twice."""
-        if os.getpid() != self._owner:
-            return
-        self._closed = True
+        """Waits for the runs in progress, then ends all workers; a later run starts one again."""
         workers = [self._idle.get() for _ in range(self._size)]
         for worker in workers:
             worker.stop()
-            self._idle.put(
-                worker
-            )  # so that a thread which waits for one wakes up and learns that it is closed
+            self._idle.put(worker)
 
     def __enter__(self) -> Sandbox:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-class _WorkerDied(Exception):
-    pass
-
-
 class _Worker:
-    """One process of sandbox_child.py, started when first needed and again whenever it is found dead. One run at a time."""
+    """One process of sandbox_child.py, started when needed. One run at a time."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._directory = ""
+        self.process: subprocess.Popen[str] | None = None
+        self.directory = ""
 
-    def run(self, source: bytes, timeout_s: float) -> SandboxResult:
+    def run(self, code: str, timeout_s: float) -> SandboxResult:
         start = time.perf_counter()
-        for _ in range(
-            2
-        ):  # the worker may have been killed since its last run; one that dies twice has another reason
-            if self._process is None:
-                self._start()
+        for _ in range(2):  # the worker may have been killed since its last run
             try:
-                reply = json.loads(self._exchange(source, timeout_s))
-                return SandboxResult(
-                    reply["stdout"], reply["error"], time.perf_counter() - start, reply["timed_out"]
-                )
-            except _WorkerDied:
-                self.stop()
-            except BaseException:  # an interrupt halfway: the next reply would be this run's
+                reply = self._exchange(code, timeout_s)
+            except BaseException:  # an interrupt: the next reply would be this run's
                 self.stop()
                 raise
+            if reply:
+                return SandboxResult(seconds=time.perf_counter() - start, **json.loads(reply))
+            self.stop()
         return SandboxResult("", "the sandbox process died", time.perf_counter() - start, False)
 
-    def _start(self) -> None:
-        self._directory = tempfile.mkdtemp(prefix="sandbox-")
-        # -P -s -S and an environment of ours are what -I gives, except that -I would ignore the hash seed.
-        command = [sys.executable, "-P", "-s", "-S", "-B", "-X", "utf8", _CHILD]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
-            cwd=self._directory, env={"PYTHONHASHSEED": "0"}, start_new_session=True,
-        )  # fmt: skip
-
-    def _exchange(self, source: bytes, timeout_s: float) -> bytes:
-        """Send one request, return the body of its reply. Raises _WorkerDied when the worker is gone or far too late."""
-        process = self._process
-        deadline = time.monotonic() + timeout_s + _GRACE_S
-        request = memoryview(struct.pack("<Id", len(source), timeout_s) + source)
+    def _exchange(self, code: str, timeout_s: float) -> str:
+        """Sends one request and returns the reply, "" if the worker has died or is far too late."""
+        process = self.process or self._start()
+        timer = threading.Timer(timeout_s + GRACE_S, process.kill)
+        timer.daemon = True
+        timer.start()
         try:
-            while request:
-                request = request[process.stdin.write(request) :]
-        except OSError:
-            raise _WorkerDied from None
-        (length,) = struct.unpack("<I", self._read(4, deadline))
-        return self._read(length, deadline)
+            process.stdin.write(json.dumps({"code": code, "timeout_s": timeout_s}) + "\n")
+            process.stdin.flush()
+            return process.stdout.readline()
+        except BrokenPipeError:
+            return ""
+        finally:
+            timer.cancel()
 
-    def _read(self, count: int, deadline: float) -> bytes:
-        descriptor = self._process.stdout.fileno()
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        data = b""
-        while len(data) < count:
-            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise _WorkerDied
-            piece = os.read(descriptor, count - len(data))
-            if not piece:
-                raise _WorkerDied
-            data += piece
-        return data
+    def _start(self) -> subprocess.Popen[str]:
+        self.directory = tempfile.mkdtemp(prefix="sandbox-")
+        # As -I, which would ignore the hash seed.
+        command = [sys.executable, "-P", "-s", "-S", "-B", "-X", "utf8", str(CHILD)]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=self.directory,
+            env={"PYTHONHASHSEED": "0"},
+            start_new_session=True,
+        )
+        return self.process
 
     def stop(self) -> None:
-        """End the process, gently if it listens (end of input), and remove its directory. The child of a run dies with it."""
-        process, self._process = self._process, None
+        """Ends the process and removes its directory; the child of a run dies with it."""
+        process, self.process = self.process, None
         if process is None:
             return
-        process.stdin.close()
+        with contextlib.suppress(OSError):
+            process.stdin.close()  # the worker ends at the end of its input
         try:
             process.wait(timeout=0.5)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
         process.stdout.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)

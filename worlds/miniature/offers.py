@@ -37,7 +37,7 @@ Offer = dict[str, Any]
 def corpus() -> tuple[tuple[dict[str, str], ...], Index]:
     """Returns the bundled facts and the search index over their texts."""
     facts = tuple(json.loads(line) for line in CORPUS.read_text(encoding="utf-8").splitlines())
-    return facts, Index.build([fact["text"] for fact in facts])
+    return facts, Index([fact["text"] for fact in facts])
 
 
 def preference_name(preference: Preference) -> str:
