@@ -1,76 +1,76 @@
-"""What all launchers share: which configuration fits the card, and clear refusals of shapes and strides that a kernel does not handle."""
-
-from __future__ import annotations
+"""What all launchers share: configurations of the GPU at hand, checks of shapes and strides."""
 
 import os
 
-os.environ.setdefault(
-    "TRITON_DEFAULT_FP_FUSION", "1"
-)  # a * b + c in one rounding; Triton 3.10 would change the default
+# a * b + c is rounded once. Triton 3.10 changes the default.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import torch
 import triton
 from torch import Tensor
 
-INTERPRETED = (
-    os.environ.get("TRITON_INTERPRET") == "1"
-)  # kernels run in Python, on tensors of the CPU: for tests
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ARCHITECTURES = (80, 89, 90)  # A100, RTX 4090, H100 and H200
+HEAD_DIMS = PAGE_SIZES = (16, 32, 64, 128, 256)
+FP32 = 32  # key of a configuration for float32 tensors, which no tensor core multiplies exactly
 
 Config = dict[str, int]  # tile sizes by the kernel's own names, num_warps, num_stages
 
 
-def architecture() -> int:
-    """The newest of ARCHITECTURES that the card at hand is not older than; the oldest under the interpreter. ValueError before sm_80."""
-    if INTERPRETED:
-        return ARCHITECTURES[0]
+def pick(configs: dict[int, Config], dtype: torch.dtype | None = None) -> Config:
+    """Returns the configuration for float32 if there is one, else that for the GPU at hand.
+
+    A GPU newer than all ARCHITECTURES takes the newest one's. ValueError before sm_80.
+    """
+    if dtype == torch.float32 and FP32 in configs:
+        return configs[FP32]
+    if os.environ.get("TRITON_INTERPRET") == "1":  # kernels run in Python on CPU tensors
+        return configs[ARCHITECTURES[0]]
     arch = triton.runtime.driver.active.get_current_target().arch
-    known = [a for a in ARCHITECTURES if a <= arch]
-    if not known:
-        raise ValueError(
-            f"the kernels need a GPU of compute capability 8.0 or newer (Ampere); this one has {arch / 10:.1f}"
-        )
-    return known[-1]
-
-
-def pick(configs: dict[int, Config], override: Config | None = None) -> Config:
-    """The configuration for the card at hand, with entries of `override` in place of its own."""
-    return configs[architecture()] | (override or {})
+    require(arch >= 80, f"the kernels need a GPU of compute capability 8.0; it has {arch / 10}")
+    return configs[max(known for known in ARCHITECTURES if known <= arch)]
 
 
 def require(holds: bool, message: str) -> None:
-    """ValueError(message) unless the condition holds."""
+    """Raises ValueError(message) unless the condition holds."""
     if not holds:
         raise ValueError(message)
 
 
 def check(
-    name: str,
-    tensor: Tensor,
     shape: tuple[int | None, ...],
-    dtypes: tuple[torch.dtype, ...] = DTYPES,
-    inner: int = 1,
+    dtype: torch.dtype | None = None,
+    strided: bool = False,
+    **tensors: Tensor,
 ) -> None:
-    """ValueError unless a tensor has this shape (None: any size) and one of these dtypes, and its last `inner` dimensions are contiguous."""
-    fits = tensor.dim() == len(shape) and all(
-        want is None or have == want for have, want in zip(tensor.shape, shape)
-    )
-    require(
-        fits,
-        f"{name} has shape {tuple(tensor.shape)}; expected [{', '.join('*' if n is None else str(n) for n in shape)}]",
-    )
-    require(
-        tensor.dtype in dtypes,
-        f"{name} is {tensor.dtype}; expected {' or '.join(map(str, dtypes))}",
-    )
-    stride = 1
-    for size, step in zip(
-        reversed(tensor.shape[tensor.dim() - inner :]),
-        reversed(tensor.stride()[tensor.dim() - inner :]),
-    ):
-        require(
-            size == 1 or step == stride,
-            f"{name} has strides {tensor.stride()}; its last {inner} dimensions must be contiguous",
+    """Raises ValueError unless every tensor has this shape and dtype and is contiguous.
+
+    None stands for any size, and for any of DTYPES. strided: the first dimension may have any
+    stride.
+    """
+    for name, x in tensors.items():
+        fits = x.dim() == len(shape) and all(
+            want in (None, have) for want, have in zip(shape, x.shape, strict=True)
         )
-        stride *= size
+        require(fits, f"{name} has shape {list(x.shape)}; expected {list(shape)}")
+        allowed = DTYPES if dtype is None else (dtype,)
+        require(x.dtype in allowed, f"{name} is {x.dtype}; expected {allowed}")
+        block = x[:1] if strided else x
+        require(block.is_contiguous(), f"{name} has strides {x.stride()}; it must be contiguous")
+
+
+def output_tile(
+    configs: dict[int, Config], hidden: Tensor, weight: Tensor, targets: Tensor, vocab: int
+) -> Config:
+    """Returns the tile for hidden [T, N] times the first `vocab` rows of weight [V, N].
+
+    targets: one of each row's other inputs, int64 [T]. ValueError if these do not fit.
+    """
+    check((len(targets), None), hidden=hidden)
+    width = hidden.shape[1]
+    check((None, width), hidden.dtype, weight=weight)
+    check((None,), torch.int64, targets=targets)
+    require(width % 16 == 0, f"the hidden size is {width}; expected a multiple of 16")
+    require(1 <= vocab <= len(weight), f"vocab is {vocab}; expected 1 to {len(weight)}")
+    tile = pick(configs, hidden.dtype)
+    return tile | {"BLOCK_N": min(tile["BLOCK_N"], width & -width)}  # divides the hidden size

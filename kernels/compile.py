@@ -1,125 +1,103 @@
-"""Compiles every kernel for GPUs that are not there, and looks at what came out: `python -m kernels.compile [--arch 80 89 90] [--kernel NAME]`.
+"""Compiles every kernel for GPUs that are not there: `python -m kernels.compile [--kernel NAME]`.
 
-The launchers themselves are called, at the shapes of Qwen3-8B (cases.py), with a driver that compiles and runs nothing (fakegpu.py). Of each
-kernel: registers a thread, spilled bytes, shared memory, and which instructions its machine code holds. It fails where registers spill, where
-shared memory does not fit, where a kernel that multiplies matrices does so without tensor cores, or where a pointwise one loads narrowly.
+The launchers themselves run, on tensors without memory and at the shapes of cases.py, with a driver
+whose launches compile and do nothing else. Triton specialises as on the GPU and refuses what does
+not fit it. Of each kernel: registers of a thread, spilled bytes of a thread, shared memory of a
+block, and the instruction that multiplies matrices. Exit status 1 if a kernel spills or does not
+fit.
 """
-
-from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
 
+import torch
 import triton
+from triton.backends.compiler import GPUTarget
 
-from kernels import fakegpu
+from kernels.cases import Case, select
 
-MATRIX = {
-    80: ("HMMA",),
-    89: ("HMMA",),
-    90: ("HGMMA", "HMMA"),
-}  # the tensor cores' instructions, by architecture
-WIDE = (
-    "LDG.E.128",
-    "LDG.E.64",
-    "LDGSTS.E.BYPASS.128",
-    "LDGSTS.E.128",
-    "UTMALDG",
-)  # 8 bytes a thread and more, or a bulk copy
+SHARED_MEMORY = {80: 166912, 89: 101376, 90: 232448}  # bytes a block may have
 
 
-def instructions(cubin: bytes) -> str:
-    """The machine code of a kernel, as text."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run(
-            [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
+class Driver:
+    """What Triton asks of a driver. `compiled` collects (name, machine code, shared memory)."""
+
+    def __init__(self, arch: int):
+        self.arch, self.utils = arch, self
+        self.compiled: list[tuple[str, bytes, int]] = []
+        self.launcher_cls = lambda source, metadata: lambda *args, **kwargs: None
+        self.get_current_device = self.get_current_stream = lambda device=0: 0
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        """Returns the limits that Triton checks a kernel against."""
+        shared = SHARED_MEMORY[self.arch]
+        return {"max_shared_mem": shared, "multiprocessor_count": 132, "warpSize": 32}
+
+    def load_binary(self, name: str, cubin: bytes, shared: int, device: int) -> tuple[int, ...]:
+        """Records a kernel; returns its module, function, registers, spills and most threads."""
+        self.compiled.append((name, cubin, shared))
+        return 1, 1, 0, 0, 1024
+
+    def get_current_target(self) -> GPUTarget:
+        """Returns the GPU to compile for."""
+        return GPUTarget("cuda", self.arch, 32)
 
 
-def check(arch: int, wanted: str) -> list[str]:
-    """Compiles for one architecture and prints a line a kernel; returns what is wrong."""
-    import torch
-
-    from kernels.cases import Maker, cases
-
-    driver, problems, marks = fakegpu.activate(arch), [], {}
-    maker = Maker("cpu", random=False)
-    for case in cases():
-        if wanted not in case.name or not case.compiles:
-            continue
-        driver.compiled.clear()  # a kernel that an earlier case has compiled alike is not compiled again
-        try:
-            with torch.no_grad():
-                case.run(*case.make(maker))
-        except triton.runtime.errors.OutOfResources as error:
-            problems.append(f"sm_{arch} {case.name}: {error}")
-        for kernel in driver.compiled:
-            name = case.kernel, kernel.name
-            if name not in marks:
-                code = instructions(kernel.cubin)
-                marks[name] = (
-                    next((mark for mark in MATRIX[arch] if mark in code), "-"),
-                    "wide" if any(load in code for load in WIDE) else "-",
-                )
-            tensor, width = marks[name]
-            print(
-                f"sm_{arch}  {case.name:46} {kernel.name:22} {kernel.registers:4} registers  {kernel.stack:4} B spilled  {kernel.shared:7,} B shared  "
-                f"{tensor:6} {width}",
-                flush=True,
-            )
-            if kernel.stack:
-                problems.append(
-                    f"sm_{arch} {case.name}: {kernel.name} spills {kernel.stack} bytes a thread"
-                )
-        found = [mark for (kernel, _), mark in marks.items() if kernel == case.kernel]
-        if found and case.flops and all(tensor == "-" for tensor, _ in found):
-            problems.append(f"sm_{arch} {case.name}: no tensor core instruction")
-        if found and not case.flops and all(width == "-" for _, width in found):
-            problems.append(f"sm_{arch} {case.name}: no wide load")
-    return problems
+def compile_case(case: Case, driver: Driver) -> bool:
+    """Prints a line for each kernel that no earlier case has compiled; returns whether all fit."""
+    driver.compiled.clear()
+    title, fine = f"sm_{driver.arch}  {case.name:42}", True
+    try:
+        with torch.device("meta"):
+            case.functions()["own"](*case.make())
+    except triton.runtime.errors.OutOfResources as error:
+        print(f"{title} WRONG: {error}", flush=True)
+        return False
+    for name, cubin, shared in driver.compiled:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(cubin)
+            file.flush()
+            command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
+            code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        registers, spilled = map(int, re.search(r"REG:(\d+) STACK:(\d+)", code).groups())
+        mma = re.search(r"HG?MMA|$", code)[0]
+        print(
+            f"{title} {name:18} {registers:4} registers  {spilled:4} B spilled  "
+            f"{shared:7,} B shared  {mma}{'  WRONG: spills' * bool(spilled)}",
+            flush=True,
+        )
+        fine = fine and not spilled
+    return fine
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m kernels.compile", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument(
-        "--arch",
-        type=int,
-        nargs="+",
-        choices=fakegpu.SHARED_MEMORY,
-        default=[80, 89, 90],
-        help="compute capabilities (default: 80 89 90)",
-    )
+    """Returns the exit status."""
+    about = __doc__.split("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m kernels.compile", description=about)
     parser.add_argument("--kernel", default="", help="only cases whose name contains this")
+    parser.add_argument("--arch", type=int, nargs="+", choices=SHARED_MEMORY, default=[80, 89, 90])
     options = parser.parse_args(argv)
+    cases = select(options.kernel)
     if os.environ.get("TRITON_INTERPRET") == "1":
-        print(
-            "TRITON_INTERPRET=1 is set: kernels are interpreted and cannot be compiled; unset it",
-            file=sys.stderr,
-        )
-        return 1
-    if len(options.arch) > 1:  # a kernel keeps what it was compiled to: one process an architecture
-        command = [sys.executable, "-m", "kernels.compile", "--kernel", options.kernel, "--arch"]
-        runs = [
-            subprocess.Popen([*command, str(arch)], stdout=subprocess.PIPE, text=True)
-            for arch in options.arch
-        ]
-        for run in runs:
-            print(run.communicate()[0], end="", flush=True)
-        return max(run.returncode for run in runs)
-    problems = check(options.arch[0], options.kernel)
-    for problem in problems:
-        print(f"WRONG: {problem}", file=sys.stderr)
-    return bool(problems)
+        print("TRITON_INTERPRET=1 is set: kernels are not compiled; unset it", file=sys.stderr)
+        return 2
+    if len(options.arch) == 1:
+        driver = Driver(options.arch[0])
+        triton.runtime.driver.set_active(driver)
+        return int(not all([compile_case(case, driver) for case in cases]))
+    # a kernel keeps what it was compiled to: one process a GPU
+    command = [sys.executable, "-m", "kernels.compile", "--kernel", options.kernel, "--arch"]
+    runs = [
+        subprocess.Popen([*command, str(arch)], stdout=subprocess.PIPE, text=True)
+        for arch in options.arch
+    ]
+    for run in runs:
+        print(run.communicate()[0], end="", flush=True)
+    return max(run.returncode for run in runs)
 
 
 if __name__ == "__main__":

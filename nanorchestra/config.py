@@ -40,7 +40,7 @@ class RunSection:
     threads: int = setting(0, "CPU threads of torch, 0: cores / ranks of this machine", most=1024)
     checkpoint_every: int = setting(10, "steps between checkpoints", least=1, resume=True)
     record_groups: int = setting(1, "groups per step that are recorded in full", resume=True)
-    attention: Attention = setting("auto", "training's kernel on a GPU, auto: the faster one")
+    attention: Attention = setting("auto", "training's GPU kernel, auto: flash-attn if it fits")
     log_to: str = setting("", "tensorboard, wandb, or both with a comma between", resume=True)
     report_every: float = setting(
         120.0, "seconds between live reports, 0: only at the end", resume=True
@@ -140,7 +140,7 @@ class RolloutSection:
     page_size: int = setting(16, "tokens of a KV page", least=1)
     pages: int = setting(0, "KV pages, 0: as many as a step can need")
     max_batch_tokens: int = setting(4096, "tokens of an engine step at most", least=1)
-    attention: Attention = setting("auto", "prefill's kernel on a GPU, auto: the faster one")
+    attention: Attention = setting("auto", "prefill's GPU kernel, auto: flash-attn if it fits")
     lockstep: bool = setting(True, "no engine step while a tool runs: reproducible from the seed")
     context: Literal["append", "rebuild"] = setting(
         "append", "one growing session, or a prompt composed anew each turn"

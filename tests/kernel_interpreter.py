@@ -1,8 +1,8 @@
-"""Teaches Triton's interpreter bfloat16, which it keeps as raw 16-bit integers and computes with as such (silently wrong), and rows that do not
-depend on their place.
+"""Teaches Triton's interpreter bfloat16, and products whose rows do not depend on their place.
 
-Casts, dots, and arithmetic on two operands go through fp32 here, rounding to nearest even. Reductions and unary functions do not: a kernel
-turns what it loads into fp32 first, as it should anyway.
+The interpreter keeps bfloat16 as 16-bit integers and computes with these. Here casts, products and
+operations of two operands go through fp32 and round to nearest even. Reductions and functions of
+one operand do not: a kernel turns what it loads into fp32 first, as it should anyway.
 """
 
 from __future__ import annotations
@@ -11,11 +11,8 @@ import numpy as np
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-_dot, _cast, _binary = (
-    InterpreterBuilder.create_dot,
-    InterpreterBuilder.cast_impl,
-    InterpreterBuilder.binary_op,
-)
+_dot, _cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
+_binary = InterpreterBuilder.binary_op
 
 
 def _widened(handle) -> np.ndarray:
@@ -31,7 +28,7 @@ def _rounded(x: np.ndarray) -> np.ndarray:
 
 
 def create_dot(self, a, b, accumulator, precision, max_num_imprecise):
-    """Of floats by way of float64: in float32 the bits of a row's sum depend, on some CPUs, on where in the matrix BLAS finds it."""
+    """Through float64: BLAS sums float32 in an order that depends on the place in the matrix."""
     kind = accumulator.data.dtype
     if kind.kind != "f" or 8 in (a.dtype.primitive_bitwidth, b.dtype.primitive_bitwidth):
         return _dot(self, a, b, accumulator, precision, max_num_imprecise)
@@ -53,15 +50,10 @@ def binary_op(self, left, right, op):
     if left.dtype.scalar != tl.bfloat16:
         return _binary(self, left, right, op)
     result = op(_widened(left), _widened(right))
-    return (
-        TensorHandle(result, tl.int1)
-        if result.dtype == np.bool_
-        else TensorHandle(_rounded(result), tl.bfloat16)
-    )
+    if result.dtype == np.bool_:
+        return TensorHandle(result, tl.int1)
+    return TensorHandle(_rounded(result), tl.bfloat16)
 
 
-InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl, InterpreterBuilder.binary_op = (
-    create_dot,
-    cast_impl,
-    binary_op,
-)
+InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl
+InterpreterBuilder.binary_op = binary_op

@@ -47,7 +47,7 @@ class Engine:
     on a CPU, 64 on a GPU). max_batch_tokens: tokens that one step computes at most. max_running:
     requests that decode at the same time. max_context: longest sequence, prompt and sampled ids
     together (default: the model's). attention: kernel of prefill on a GPU: triton, flash-attn, or
-    auto, which times both. Raises UserError for a number below 1.
+    auto, which is flash-attn where it can be used. Raises UserError for a number below 1.
 
     The model may be shared with a trainer. Call `update_weights()` after changing it in place.
     """

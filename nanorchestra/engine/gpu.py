@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.decode import SPLIT, decode_attention
 from kernels.decode_shared import ROWS
-from kernels.external import choose_prefill, external_prefill
+from kernels.external import choose_attention, external_prefill, sizes_of
 from kernels.norm import add_rms_norm, rms_norm
 from kernels.prefill import prefill_attention, prefill_work
 from kernels.rope import norm_rope_store
@@ -58,13 +58,15 @@ class _Chunks:
 
     def __init__(self, runner: GpuRunner, chunks: list[Chunk]):
         self.inputs = runner._inputs(chunks)
-        self.starts, self.counts = ([chunk[i] for chunk in chunks] for i in (1, 2))
+        starts, counts = ([chunk[i] for chunk in chunks] for i in (1, 2))
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        self.sizes = sizes_of(counts, ends, runner.device)
         pages = [request.table.pages for request, _, _ in chunks]
         tables = np.zeros((len(chunks), max(map(len, pages))), np.int32)
         for row, table in zip(tables, pages, strict=True):
             row[: len(table)] = table
         self.tables = torch.from_numpy(tables).to(runner.device)
-        self.work = torch.from_numpy(prefill_work(self.starts, self.counts)).to(runner.device)
+        self.work = torch.from_numpy(prefill_work(starts, counts)).to(runner.device)
 
 
 class _Launched:
@@ -103,9 +105,7 @@ class GpuRunner(Runner):
     ):
         self._captured: dict[tuple[int, int], _Graph] = {}
         super().__init__(model, num_pages, page_size, vocab_size)
-        config = model.config
-        heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.prefill = choose_prefill(attention, *heads, self.k_cache.dtype, self.device, page_size)
+        self.prefill = choose_attention(attention, self.k_cache.dtype, page_size)
         self.vocab_size = vocab_size
         self.overlaps = model.lm_head is None or not is_quantised(model.lm_head)
 
@@ -189,7 +189,7 @@ class GpuRunner(Runner):
         for layer, (block, norm) in enumerate(zip(model.layers, after, strict=True)):
             own, caches = block.self_attn, (self.k_cache[layer], self.v_cache[layer])
             q = norm_rope_store(
-                own.qkv_proj(x), own.q_norm, own.k_norm, cos, sin, *caches, slots, own.eps
+                own.qkv_proj(x), (own.q_norm, own.k_norm), cos, sin, *caches, slots, own.eps
             )
             x = own.o_proj(attend(q, *caches).flatten(1))
             x, residual = add_rms_norm(x, residual, block.post_attention_layernorm, block.eps)
@@ -211,7 +211,7 @@ class GpuRunner(Runner):
             if chunks is not None:
                 rest, pages = q[count:], (k_cache, v_cache, chunks.tables)
                 if self.prefill[0] == "flash-attn":
-                    out[count:] = external_prefill(rest, *pages, chunks.starts, chunks.counts)
+                    out[count:] = external_prefill(rest, *pages, chunks.sizes)
                 else:
                     prefill_attention(rest, *pages, chunks.work, out=out[count:])
             return out

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kernels import external
 from nanorchestra.config import Config
 from nanorchestra.engine.engine import Engine
 from nanorchestra.errors import UserError, require
@@ -88,12 +89,10 @@ def _miniature(config, ranks, worlds, saved, build) -> tuple[Qwen3, Tokenizer]:
     return build(shape), tokenizer
 
 
-def choose_attention(
-    config: Config, shape: ModelConfig, ranks: Ranks, dtype: torch.dtype
-) -> Config:
+def choose_attention(config: Config, ranks: Ranks, dtype: torch.dtype) -> Config:
     """Returns the config with the attention kernels that this machine uses.
 
-    On a GPU rank 0 measures where the config says auto. UserError if a kernel cannot run here.
+    auto takes flash-attn where rank 0 can use it. UserError if a kernel cannot run here.
     """
     asked = {"run.attention": config.run.attention, "rollout.attention": config.rollout.attention}
     if ranks.device.type != "cuda":
@@ -105,15 +104,12 @@ def choose_attention(
         return config.replace(dict.fromkeys(asked, "triton"))
     chosen: dict[str, str] = {}
     if ranks.first:
-        from kernels.external import choose_prefill, choose_training  # needs Triton's compiler
-
-        heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
-        heads += (dtype, ranks.device)
+        page_size = config.rollout.page_size
         try:
             found = {
-                "run.attention": choose_training(config.run.attention, *heads),
-                "rollout.attention": choose_prefill(
-                    config.rollout.attention, *heads, config.rollout.page_size
+                "run.attention": external.choose_attention(config.run.attention, dtype),
+                "rollout.attention": external.choose_attention(
+                    config.rollout.attention, dtype, page_size
                 ),
             }
         except ValueError as error:

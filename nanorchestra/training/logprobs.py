@@ -30,10 +30,7 @@ def token_logprobs(
     log-probabilities into hidden and weight; the entropy has none.
     """
     if by_kernel(hidden):
-        logprobs, entropy = linear_logprob(
-            hidden, weight, targets, temperature=temperature, vocab=vocab_limit
-        )
-        return logprobs, entropy.detach()
+        return linear_logprob(hidden, weight, targets, temperature, vocab_limit)
     entropy, logsumexp = (hidden.new_empty(len(hidden), dtype=_wide(hidden)) for _ in range(2))
 
     def values(rows: slice, logits: Tensor) -> Tensor:

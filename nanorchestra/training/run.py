@@ -59,7 +59,7 @@ class TrainingRun:
         self.dtype = build.device_and_dtype(config)[1]
         model, self.tokenizer = build.build_model(config, ranks, self.dtype, worlds, folder.path)
         shape = model.config
-        self.config = config = build.choose_attention(config, shape, ranks, self.dtype)
+        self.config = config = build.choose_attention(config, ranks, self.dtype)
         if ranks.first and self.on_gpu:  # a resumed run has the same kernels
             folder.write_text("config.toml", to_toml(config))
         self.examples = load_kept(config, self.tokenizer, self.say)

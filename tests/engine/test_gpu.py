@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
-from kernel_check import DEVICE
+from kernel_check import DEVICE, flash_attn_varlen_func
 
 from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.engine.gpu import SIZES
@@ -46,22 +43,6 @@ def engine(model, monkeypatch):
         return Engine(model.to(DEVICE if kernels else "cpu"), **options | settings)
 
     return make
-
-
-def flash_attn_varlen(
-    q, k, v, q_ends, k_ends, longest_q, longest_k, causal=False, block_table=None
-):
-    """What flash-attn computes on pages, sequence by sequence."""
-    outputs = []
-    for i, table in enumerate(block_table.long()):
-        rows, length = slice(*q_ends[i : i + 2]), int(k_ends[i + 1] - k_ends[i])
-        keys, values = (x[table].flatten(0, 1)[:length] for x in (k, v))
-        count = rows.stop - rows.start
-        mask = torch.ones(count, length, dtype=torch.bool, device=q.device).tril(length - count)
-        heads_first = (x.transpose(0, 1)[None] for x in (q[rows], keys, values))
-        attended = F.scaled_dot_product_attention(*heads_first, mask, enable_gqa=True)
-        outputs.append(attended[0].transpose(0, 1))
-    return torch.cat(outputs)
 
 
 def ids(count: int, start: int = 5) -> list[int]:
@@ -141,12 +122,11 @@ def test_nan_in_the_weights_is_an_error(engine):
 
 def test_chunks_by_flash_attn_give_the_same_tokens(engine, monkeypatch):
     """The stand-in for the library takes any dtype."""
-    stand_in = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen)
-    monkeypatch.setitem(sys.modules, "flash_attn", stand_in)
-    monkeypatch.setattr("kernels.external.unfit", lambda dtype, dim, page_size: "")
+    monkeypatch.setattr("kernels.external.flash_attn_varlen_func", flash_attn_varlen_func)
+    monkeypatch.setattr("nanorchestra.engine.gpu.choose_attention", lambda *_: ("flash-attn", ""))
     prompts = [ids(3), ids(60), ids(60)[:40] + ids(5, 9)]
     params = SamplingParams(max_tokens=2, temperature=0)
     by_flash = engine(attention="flash-attn", page_size=256, num_pages=8)
-    assert by_flash.runner.prefill == ("flash-attn", "as asked")
+    assert by_flash.runner.prefill[0] == "flash-attn"
     own = [one.token_ids for one in by_flash.generate(prompts, params)]
     assert own == [one.token_ids for one in engine(kernels=False).generate(prompts, params)]

@@ -1,0 +1,156 @@
+"""What the attention kernels share: the step of a running softmax, and the walk over cache pages.
+
+The softmax of a row is kept as `peak`, the largest score so far in units of log2, `total`, the sum
+of exp2(score - peak), and `acc`, the sum of exp2(score - peak) * value. Each tile of keys rescales
+them (Milakov & Gimelshein 2018; Dao et al. 2022). In the end acc / total is the mean value, and
+peak + log2(total) the log2 of the sum of exponentials.
+
+A KV cache is [pages, Hkv, page_size, D]; a row of `tables` names the pages of one sequence in
+order.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.common import HEAD_DIMS, PAGE_SIZES, check, require
+
+BLOCK_N = 64  # keys of a tile, unless D or the dtype is wide or the pages are small
+TILE_BYTES = 16384  # of a tile of K
+LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E); the hardware has exp2
+
+
+def check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor) -> dict[str, int]:
+    """Returns the constants HKV, D, PAGE and BLOCK_N of the kernels.
+
+    ValueError if queries, caches and tables do not fit each other or the kernels.
+    """
+    require(q.dim() == 3, f"q has shape {list(q.shape)}; expected [rows, heads, head_dim]")
+    check(q.shape, strided=True, q=q)
+    heads, dim = q.shape[1:]
+    check((None, None, None, dim), q.dtype, k_cache=k_cache)
+    check(k_cache.shape, q.dtype, v_cache=v_cache)
+    check((None, None), torch.int32, strided=True, tables=tables)
+    _, kv_heads, page_size, _ = k_cache.shape
+    require(heads % kv_heads == 0, f"{heads} query heads; expected a multiple of {kv_heads}")
+    require(dim in HEAD_DIMS, f"head_dim is {dim}; expected one of {HEAD_DIMS}")
+    require(page_size in PAGE_SIZES, f"page_size is {page_size}; expected one of {PAGE_SIZES}")
+    block = min(BLOCK_N, page_size, TILE_BYTES // (dim * q.element_size()))
+    return {"HKV": kv_heads, "D": dim, "PAGE": page_size, "BLOCK_N": block}
+
+
+@triton.jit
+def softmax_step(scores, peak, total, SCALE: tl.constexpr):
+    """Adds a tile of scores [M, N] to peak and total [M].
+
+    Returns p = exp2(SCALE * score - peak), the factor [M, 1] by which acc shrinks, peak and total.
+    """
+    higher = tl.maximum(peak, tl.max(scores, 1) * SCALE)
+    p = tl.exp2(tl.fma(scores, SCALE, -higher[:, None]))
+    shrink = tl.exp2(peak - higher)
+    return p, shrink[:, None], higher, total * shrink + tl.sum(p, 1)
+
+
+@triton.jit
+def attend_pages(
+    state,
+    q,
+    k_cache,
+    v_cache,
+    table,
+    head,
+    limit,
+    first,
+    stop,
+    end,
+    HKV: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Adds keys first .. stop - 1 of a kv head, tile by tile, to the softmax of rows q [M, D].
+
+    state: (page of key `first`, peak, total, acc); end: number of stored keys. A row sees keys up
+    to its limit, [M, 1] or one for all; None: it sees all of them. Returns the state.
+
+    p is rounded to the dtype of v, as tensor cores want it. EXACT: a second product adds what the
+    rounding lost, which costs no bytes from memory.
+    """
+    D: tl.constexpr = q.shape[1]
+    page, peak, total, acc = state
+    keys = tl.arange(0, BLOCK_N)
+    tile = keys[:, None] * D + tl.arange(0, D)[None, :]
+    for start in range(first, stop, BLOCK_N):
+        # The next page is looked up one tile ahead: a lookup in place stalls the pipeline.
+        base = ((page.to(tl.int64) * HKV + head) * PAGE + start % PAGE) * D
+        page = tl.load(table + (start + BLOCK_N) // PAGE, start + BLOCK_N < end, 0)
+        k = tl.load(k_cache + base + tile)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if limit is None:
+            v = tl.load(v_cache + base + tile)
+        else:  # 0 * NaN is NaN: values past the end must not be read
+            v = tl.load(v_cache + base + tile, start + keys[:, None] < end, 0.0)
+            scores = tl.where(start + keys[None, :] <= limit, scores, -1e30)
+        p, shrink, peak, total = softmax_step(scores, peak, total, LOG2E / D**0.5)
+        rounded = p.to(v.dtype)
+        acc = tl.dot(rounded, v, acc * shrink, input_precision="ieee")
+        if EXACT:
+            lost = (p - rounded.to(tl.float32)).to(v.dtype)
+            acc = tl.dot(lost, v, acc, input_precision="ieee")
+    return page, peak, total, acc
+
+
+@triton.jit
+def attend_split(
+    q,
+    k_cache,
+    v_cache,
+    table,
+    head,
+    first,
+    end,
+    HKV: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Returns the mean value [M, D] of keys first .. end - 1 for rows q, and log2-sum-exp [M]."""
+    M: tl.constexpr = q.shape[0]
+    page, acc = tl.load(table + first // PAGE), tl.zeros([M, q.shape[1]], tl.float32)
+    state = page, tl.full([M], -1e30, tl.float32), tl.zeros([M], tl.float32), acc
+    _, peak, total, acc = attend_pages(
+        state, q, k_cache, v_cache, table, head, end - 1, first, end, end, HKV, PAGE, BLOCK_N, True
+    )
+    return acc / total[:, None], peak + tl.log2(total)
+
+
+def reference(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables: Tensor,
+    starts: Sequence[int],
+    counts: Sequence[int],
+) -> Tensor:
+    """Returns attention of counts[i] queries at positions starts[i].. of sequence i.
+
+    The shapes are those of prefill_attention; the arithmetic is in the dtype of q.
+    """
+    out, first, heads = torch.zeros_like(q), 0, q.shape[1]
+    for table, start, count in zip(tables, starts, counts, strict=True):
+        k, v = (_contiguous(cache, table, start + count, heads) for cache in (k_cache, v_cache))
+        rows = slice(first, first := first + count)
+        scores = torch.einsum("thd,hnd->htn", q[rows], k) / q.shape[2] ** 0.5
+        unseen = torch.ones(count, start + count, dtype=torch.bool, device=q.device).triu(start + 1)
+        p = scores.masked_fill(unseen, -torch.inf).softmax(-1)
+        out[rows] = torch.einsum("htn,hnd->thd", p, v)
+    return out
+
+
+def _contiguous(cache: Tensor, table: Tensor, length: int, heads: int) -> Tensor:
+    """The first `length` keys or values of a sequence for each query head: [H, length, D]."""
+    pages = cache[table[: -(-length // cache.shape[2])]]
+    rows = pages.transpose(0, 1).flatten(1, 2)[:, :length]
+    return rows.repeat_interleave(heads // cache.shape[1], 0)

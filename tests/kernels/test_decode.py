@@ -1,0 +1,160 @@
+"""Decode attention: against float64, over pages of NaN where nothing was stored, grouped or not.
+
+The tolerance is that of a pointwise kernel: neither the weights nor the partial results are
+rounded.
+"""
+
+import pytest
+import torch
+from kernel_check import DEVICE, DTYPES, POINTWISE, assert_close, poison_new_tensors, randn
+from paged_cache import Cache, joined
+
+from kernels import attention, decode, decode_shared
+from kernels.attention import reference
+from kernels.decode import decode_attention
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(attention, "BLOCK_N", 16)
+    monkeypatch.setattr(decode, "SPLIT", 32)
+    monkeypatch.setattr(decode_shared, "ROWS", 4)
+    poison_new_tensors(monkeypatch)
+
+
+def groups_of(*groups):
+    return torch.tensor(groups, dtype=torch.int32, device=DEVICE).view(-1, 3)
+
+
+def attend(cache, rows=slice(None), groups=(), max_length=None):
+    longest = max_length or int(cache.lengths.max()) or 1
+    inputs = cache.tables[rows], cache.lengths[rows], groups_of(*groups), longest
+    return decode_attention(cache.q[rows], cache.k, cache.v, *inputs)
+
+
+def exact(cache):
+    inputs = (x.double() for x in (cache.q, cache.k, cache.v))
+    return reference(*inputs, cache.tables, (cache.lengths - 1).tolist(), [1] * len(cache.q))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_lengths_around_tiles_pages_and_splits(generator, dtype):
+    cache = Cache(generator, [1, 15, 16, 17, 31, 32, 33, 64, 65, 0], dtype, 2, 1)
+    out = attend(cache)
+    assert_close(out, exact(cache), POINTWISE)
+    assert (out[9] == 0).all()  # no keys
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, dim, page, block, split",
+    [
+        (1, 1, 16, 16, 16, 16),
+        (3, 1, 64, 32, 32, 64),
+        (10, 2, 32, 64, 16, 64),
+        (4, 4, 16, 16, 64, 64),
+        (8, 1, 128, 16, 16, 32),
+        (2, 1, 256, 32, 64, 32),
+    ],
+)
+def test_shapes(generator, monkeypatch, heads, kv_heads, dim, page, block, split):
+    monkeypatch.setattr(attention, "BLOCK_N", block)
+    monkeypatch.setattr(decode, "SPLIT", split)
+    lengths = torch.randint(1, 3 * split, (2,), generator=generator).tolist()
+    cache = Cache(generator, lengths, torch.bfloat16, heads, kv_heads, dim, page)
+    assert_close(attend(cache), exact(cache), POINTWISE)
+
+
+def test_the_tiles_of_a_gpu(generator, monkeypatch):
+    monkeypatch.undo()
+    cache = Cache(generator, [decode.SPLIT + 65, 64], torch.bfloat16, page=64)
+    assert_close(attend(cache), exact(cache), POINTWISE)
+
+
+def test_peaked_and_flat_scores(generator):
+    """A large q puts the weight on a few keys of one split; q = 0 gives the mean."""
+    cache = Cache(generator, [90, 90], torch.bfloat16)
+    cache.q[0] *= 30
+    cache.q[1] = 0
+    assert_close(attend(cache), exact(cache), POINTWISE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_has_the_same_bits_in_any_batch_and_run(generator, dtype):
+    cache = Cache(generator, [70, 3, 0, 32], dtype, 2, 1)
+    out = attend(cache)
+    assert torch.equal(out, attend(cache))
+    assert torch.equal(out, attend(cache, groups=[(0, 0, 0)], max_length=100))  # a larger grid
+    for row in range(4):
+        assert torch.equal(out[row], attend(cache, slice(row, row + 1))[0])
+
+
+def test_many_splits_are_merged_in_blocks(generator, monkeypatch):
+    """The one key of the last split, a block of its own, weighs more than any split before it."""
+    monkeypatch.setattr(decode, "SPLIT", 16)
+    cache = Cache(generator, [16 * 16 + 1], torch.float32, heads=1, kv_heads=1)
+    query = cache.q[0, 0]  # the key's score is 5
+    cache.k[cache.tables[0, 16], 0, 0] = query * (5 * 16**0.5 / query.square().sum())
+    assert_close(attend(cache), exact(cache), POINTWISE)
+
+
+def test_offsets_beyond_32_bits(generator):
+    """Page 32,769 begins at element 2**31 + 65,536. Only one page takes memory."""
+    cache = torch.empty(32770, 1, 256, 256, dtype=torch.float16, device=DEVICE)
+    cache[-1, 0, :20] = randn(generator, 20, 256, dtype=torch.float16)
+    q = randn(generator, 1, 1, 256, dtype=torch.float16)
+    table, lengths = groups_of((32769,) * 3)[:, :1], groups_of((20,) * 3)[0, :1]
+    out = decode_attention(q, cache, cache, table, lengths, groups_of(), 20)
+    last = cache[-1:].double()
+    assert_close(out, reference(q.double(), last, last, table * 0, [19], [1]), POINTWISE)
+
+
+@pytest.mark.parametrize(
+    "dtype, heads", [(torch.bfloat16, 2), (torch.float16, 3), (torch.float32, 1)], ids=str
+)
+def test_groups_read_shared_pages_once(generator, dtype, heads):
+    """Rows 0-2 share 64 keys, row 3 none, rows 4 and 5 share 64 of which their group names 32."""
+    lengths = [64, 65, 97], [40], [66, 70]
+    cache = joined(*(Cache(generator, part, dtype, heads, 1, shared=64) for part in lengths))
+    expected = exact(cache)
+    cache.tables[1:3, :4] = 2**30  # shared pages are read through the first row only
+    groups = [(4, 2, 32), (0, 0, 64), (0, 3, 64)]  # in any order; the second is padding
+    out = attend(cache, groups=groups)
+    assert_close(out, expected, POINTWISE)
+    assert torch.equal(out[3], attend(cache, slice(3, 4))[0])  # in no group
+    assert torch.equal(out, attend(cache, groups=groups[::-1], max_length=130))
+
+
+def test_a_group_in_several_tiles(generator, monkeypatch):
+    """More query heads than a tile has rows: in fp32 8 rows a tile, of 8 tiles 3 have rows."""
+    monkeypatch.setattr(decode_shared, "ROWS", 16)
+    cache = Cache(generator, [64, 65, 97, 64, 70, 66], torch.float32, 3, 1, shared=64)
+    assert_close(attend(cache, groups=[(0, 6, 64)]), exact(cache), POINTWISE)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"q": lambda c: c.q[0]}, r"q has shape"),
+        ({"q": lambda c: c.q.transpose(1, 2)[:, :16]}, r"expected|strides"),
+        ({"q": lambda c: c.q[:, :3]}, r"3 query heads; expected a multiple of 2"),
+        ({"q": lambda c: c.q.bfloat16()}, r"k_cache is torch.float32"),
+        ({"k": lambda c: c.k[:, :, ::2]}, r"k_cache has strides"),
+        ({"k": lambda c: c.k[:, :, :8] + 0, "v": lambda c: c.v[:, :, :8] + 0}, "page_size is 8"),
+        ({"v": lambda c: c.v[:1]}, r"v_cache has shape"),
+        ({"tables": lambda c: c.tables.long()}, r"tables is torch.int64"),
+        ({"tables": lambda c: c.tables[:1]}, r"tables has 1 rows; expected 2"),
+        ({"lengths": lambda c: c.lengths.long()}, r"lengths is torch.int64"),
+    ],
+)
+def test_refusals(generator, change, message):
+    cache = Cache(generator, [20, 30], torch.float32)
+    for name, make in change.items():
+        setattr(cache, name, make(cache))
+    with pytest.raises(ValueError, match=message):
+        attend(cache)
+
+
+@pytest.mark.parametrize("dim", [24, 8, 512])
+def test_refused_head_sizes(generator, dim):
+    with pytest.raises(ValueError, match=f"head_dim is {dim}"):
+        attend(Cache(generator, [20], torch.float32, dim=dim))

@@ -1,0 +1,162 @@
+"""Prefill attention: against float64, over pages of NaN where nothing was stored, in any chunks."""
+
+import numpy as np
+import pytest
+import torch
+from kernel_check import (
+    ATTENTION,
+    DEVICE,
+    DTYPES,
+    assert_close,
+    poison_new_tensors,
+    randn,
+)
+from paged_cache import Cache
+
+from kernels import attention, prefill
+from kernels.attention import reference
+from kernels.prefill import prefill_attention, prefill_work
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(attention, "BLOCK_N", 16)
+    monkeypatch.setattr(prefill, "ROWS", 16)
+    poison_new_tensors(monkeypatch)
+
+
+class Chunks(Cache):
+    """counts[i] new tokens at positions starts[i].. of sequence i, their keys and values stored."""
+
+    def __init__(self, generator, starts, counts, dtype, heads=2, **shape):
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        super().__init__(generator, ends, dtype, heads, **({"kv_heads": 1} | shape))
+        self.set_queries(generator, sum(counts), heads)
+        self.starts, self.counts = starts, counts
+
+    def exact(self):
+        inputs = (x.double() for x in (self.q, self.k, self.v))
+        return reference(*inputs, self.tables, self.starts, self.counts)
+
+    def attend(self, work=None):
+        work = prefill_work(self.starts, self.counts) if work is None else work
+        work = torch.tensor(work, device=DEVICE)
+        return prefill_attention(self.q, self.k, self.v, self.tables, work)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "starts, counts",
+    [
+        ([0, 0, 0], [1, 16, 17]),
+        ([0, 0], [15, 33]),
+        ([5, 16, 31], [1, 16, 2]),
+        ([33, 0], [18, 0]),
+        ([47], [31]),
+        ([14, 30], [2, 18]),
+    ],
+    ids=str,
+)
+def test_chunks_around_tiles_and_pages(generator, dtype, starts, counts):
+    chunks = Chunks(generator, starts, counts, dtype)
+    assert_close(chunks.attend(), chunks.exact(), ATTENTION)
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, dim, page, block, rows",
+    [
+        (3, 1, 64, 32, 32, 16),
+        (4, 2, 16, 16, 64, 32),
+        (2, 2, 32, 64, 16, 32),
+        (2, 1, 128, 64, 32, 64),
+        (1, 1, 256, 16, 16, 128),  # two programs for a work item
+    ],
+)
+def test_shapes(generator, monkeypatch, heads, kv_heads, dim, page, block, rows):
+    monkeypatch.setattr(attention, "BLOCK_N", block)
+    monkeypatch.setattr(prefill, "ROWS", rows)
+    start, count = torch.randint(1, 40, (2,), generator=generator).tolist()
+    shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "page": page}
+    chunks = Chunks(generator, [start], [count], torch.bfloat16, **shape)
+    assert_close(chunks.attend(), chunks.exact(), ATTENTION)
+
+
+def test_the_tiles_of_a_gpu(generator, monkeypatch):
+    monkeypatch.undo()
+    chunks = Chunks(generator, [70, 0], [60, 129], torch.bfloat16, page=64)
+    assert_close(chunks.attend(), chunks.exact(), ATTENTION)
+
+
+def test_peaked_and_flat_scores(generator):
+    chunks = Chunks(generator, [9, 9], [20, 20], torch.bfloat16)
+    chunks.q[:20] *= 30
+    chunks.q[20:] = 0
+    assert_close(chunks.attend(), chunks.exact(), ATTENTION)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_sequence_has_the_same_bits_in_any_batch_and_run(generator, dtype):
+    """And no row of the other sequences is touched."""
+    chunks = Chunks(generator, [3, 20, 0], [20, 5, 17], dtype, heads=1)
+    work = prefill_work(chunks.starts, chunks.counts)
+    out = chunks.attend()
+    assert torch.equal(out, chunks.attend())
+    for sequence, count in enumerate(chunks.counts):
+        alone, first = chunks.attend(work[work[:, 0] == sequence]), sum(chunks.counts[:sequence])
+        assert torch.equal(out[first : first + count], alone[first : first + count])
+        assert alone.isnan().all(2).all(1).sum() == 42 - count
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_where_a_chunk_begins_does_not_matter(generator, dtype):
+    """Cut anywhere else, the rows have the same bits: a tile of keys is the same, masked or not."""
+    chunks = Chunks(generator, [2], [40], dtype, heads=1)
+    whole = chunks.attend()
+    for cuts in ([16, 24], [1, 30, 9]):
+        parts = [
+            prefill_work([2 + done], [count]) + np.array([0, done, 0, 0], np.int32)
+            for done, count in zip(np.cumsum([0, *cuts]), cuts)
+        ]
+        assert torch.equal(chunks.attend(np.concatenate(parts)), whole)
+
+
+def test_offsets_beyond_32_bits(generator):
+    """Page 32,769 begins at element 2**31 + 65,536. Only one page takes memory."""
+    cache = torch.empty(32770, 1, 256, 256, dtype=torch.float16, device=DEVICE)
+    cache[-1, 0, :32] = randn(generator, 32, 256, dtype=torch.float16)
+    q = randn(generator, 3, 1, 256, dtype=torch.float16)
+    table = torch.tensor([[32769]], dtype=torch.int32, device=DEVICE)
+    work = torch.tensor(prefill_work([17], [3]), device=DEVICE)
+    out, last = prefill_attention(q, cache, cache, table, work), cache[-1:].double()
+    assert_close(out, reference(q.double(), last, last, table * 0, [17], [3]), ATTENTION)
+
+
+def test_padding_items(generator):
+    chunks = Chunks(generator, [3], [10], torch.float32)
+    padding = np.array([[0, 0, 0, 0], [2**30, 2**30, 0, 2**30]], np.int32)
+    padded = chunks.attend(np.concatenate([padding, prefill_work([3], [10])]))
+    assert torch.equal(padded, chunks.attend())
+    assert chunks.attend(np.zeros((0, 4), np.int32)).isnan().all()
+
+
+def test_work_list(monkeypatch):
+    monkeypatch.setattr(prefill, "ROWS", 32)
+    work = prefill_work([10, 0, 100], [3, 70, 0])
+    assert work.dtype == np.int32
+    assert work.tolist() == [[1, 67, 6, 64], [1, 35, 32, 32], [1, 3, 32, 0], [0, 0, 3, 10]]
+    assert prefill_work([], []).shape == (0, 4)
+
+
+def test_refusals(generator):
+    for name, make, message in (
+        ("q", lambda c: c.q[:, :, ::2], "q has strides"),
+        ("k", lambda c: c.k.half(), "k_cache is torch.float16"),
+        ("tables", lambda c: c.tables.long(), "tables is torch.int64"),
+    ):
+        chunks = Chunks(generator, [4], [8], torch.float32)
+        setattr(chunks, name, make(chunks))
+        with pytest.raises(ValueError, match=message):
+            chunks.attend()
+    for work in (np.zeros((1, 3), np.int32), np.zeros((1, 4), np.int64)):
+        with pytest.raises(ValueError, match="work"):
+            Chunks(generator, [4], [8], torch.float32).attend(work)

@@ -1,0 +1,93 @@
+"""SwiGLU and its gradient, against float64."""
+
+import pytest
+import torch
+from kernel_check import (
+    DEVICE,
+    DTYPES,
+    GRADIENT,
+    POINTWISE,
+    assert_close,
+    poison_new_tensors,
+    randn,
+)
+
+from kernels import swiglu
+from kernels.swiglu import reference, swiglu_train
+
+SHAPES = [(1, 1), (3, 31), (2, 32), (5, 33), (3, 64), (1, 97)]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(swiglu, "BLOCK", 32)
+    poison_new_tensors(monkeypatch)
+
+
+def gradient(gate_up, grad, run):
+    gate_up = gate_up.detach().requires_grad_()
+    return torch.autograd.grad(run(gate_up), gate_up, grad)[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_output_and_gradient_are_exact(generator, dtype):
+    """Also where rows lie apart."""
+    for T, width in SHAPES:
+        gate_up = randn(generator, T, 2 * width + 9, dtype=dtype, scale=2.0)[:, 5 : 5 + 2 * width]
+        grad = randn(generator, T, width, dtype=dtype)
+        assert_close(swiglu.swiglu(gate_up), reference(gate_up.double()), POINTWISE)
+        exact = gradient(gate_up.double(), grad.double(), reference)
+        assert_close(gradient(gate_up, grad, swiglu_train), exact, GRADIENT)
+    assert swiglu.swiglu(gate_up[:0]).shape == (0, width)
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # exp(1e4) = inf, whose reciprocal is 0
+def test_large_gates_neither_overflow_nor_lose_their_sign():
+    gate = torch.tensor([-1e4, -100.0, -20.0, 0.0, 20.0, 100.0, 1e4], device=DEVICE)
+    gate_up = torch.cat((gate, torch.full_like(gate, 2.0)))[None]
+    grad = torch.ones(1, 7, device=DEVICE)
+    assert_close(swiglu.swiglu(gate_up), reference(gate_up.double()), POINTWISE)
+    exact = gradient(gate_up.double(), grad.double(), reference)
+    assert_close(gradient(gate_up, grad, swiglu_train), exact, GRADIENT)
+
+
+def test_a_row_has_the_same_bits_in_any_batch_and_run(generator):
+    gate_up, grad = randn(generator, 5, 74), randn(generator, 5, 37)
+    for run in (
+        lambda rows: swiglu.swiglu(gate_up[rows]),
+        lambda rows: gradient(gate_up[rows], grad[rows], swiglu_train),
+    ):
+        batch = run(slice(0, 5))
+        assert all(torch.equal(run(slice(row, row + 1))[0], batch[row]) for row in range(5))
+        assert torch.equal(run(slice(0, 5)), batch)
+
+
+def test_offsets_beyond_32_bits(generator):
+    """A wrapped offset would read the front of the storage. Only the touched pages take memory."""
+    storage = torch.empty(2**32 + 32, dtype=torch.float16, device=DEVICE)
+    gate_up = storage.as_strided((3, 32), (2**30, 1), 2**31)
+    storage[:32] = float("nan")
+    gate_up.copy_(randn(generator, 3, 32, dtype=torch.float16))
+    assert_close(swiglu.swiglu(gate_up), reference(gate_up.double()), POINTWISE)
+    grad = torch.ones(3, 16, dtype=torch.float16, device=DEVICE)
+    near = gradient(gate_up + 0, grad, swiglu_train)
+    assert torch.equal(swiglu._SwiGLU.backward(Saved(gate_up), grad)[:, :32], near)
+
+
+class Saved:
+    """A context of autograd; the gradient of an expanded view would take all of its storage."""
+
+    def __init__(self, *tensors):
+        self.saved_tensors = tensors
+
+
+def test_refusals():
+    gate_up = torch.ones(4, 8, device=DEVICE)
+    for wrong, message in (
+        (gate_up[:, :7], "gate_up has 7 columns; expected an even number"),
+        (torch.ones(8, 4, device=DEVICE).T, r"gate_up has strides \(1, 4\)"),
+        (gate_up.long(), "gate_up is torch.int64"),
+        (gate_up[None], "gate_up has shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            swiglu.swiglu(wrong)
