@@ -15,14 +15,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from nanorchestra.records import Preference, Task, ToolCall, ToolResult
+from nanorchestra.records import Task, ToolCall, ToolResult
 from nanorchestra.tools.index import Index
 from tools import Skill
 from worlds.miniature.tables import (
     EXPENSIVE_CENTS,
     EXPERT_TOKENS,
     FITTING_TOOL,
-    PREFERENCES,
     SKILLS,
     SLOW_SECONDS,
     TOOL_NAMES,
@@ -38,12 +37,6 @@ def corpus() -> tuple[tuple[dict[str, str], ...], Index]:
     """Returns the bundled facts and the search index over their texts."""
     facts = tuple(json.loads(line) for line in CORPUS.read_text(encoding="utf-8").splitlines())
     return facts, Index([fact["text"] for fact in facts])
-
-
-def preference_name(preference: Preference) -> str:
-    """Returns the name in PREFERENCES of the preference with these weights."""
-    weights = preference.outcome, preference.cost, preference.latency
-    return next(name for name, (_, listed) in PREFERENCES.items() if listed == weights)
 
 
 def is_expert(offer: Offer) -> bool:
