@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import signal
-import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -68,7 +67,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     require(distinct == len(options.domains), "--domains must name domains, and none twice")
     llm = options.author == "llm"
     require(llm == bool(options.endpoint), "--author llm needs --endpoint, and --endpoint needs it")
-    require(options.show or options.out, "--out is missing: give a directory, or --show 3")
+    missing = not options.out and (llm or not options.show)
+    require(not missing, "--out is missing: give a directory, or --show 3 to look at tasks")
     return options
 
 
@@ -81,8 +81,7 @@ def main(arguments: list[str]) -> int:
         names = ("seed", "domains", "levels", "author")
         claim(options.out, {name: getattr(options, name) for name in names})
     if llm:
-        home = options.out / "blueprints" if options.out else Path(tempfile.mkdtemp())
-        home.mkdir(parents=True, exist_ok=True)
+        home = options.out / "blueprints"
         domains = write_blueprints(domains, home, options.endpoint, options.model, options.seed)
     worlds = {domain: build(domain, options.seed)[0] for domain in domains}
     make = partial(make_batch, options.seed, options.levels)

@@ -36,20 +36,17 @@ def test_question_files_of_each_style(tmp_path):
     assert load_questions(whole) == tasks and load_questions(whole, most=2) == tasks[:2]
 
 
-@pytest.mark.parametrize(
-    "bad, says",
-    [
+def test_a_bad_row_is_named(tmp_path):
+    path = tmp_path / "q.jsonl"
+    for bad, says in (
         ('{"text": 1}', "no question and answer"),
         ('{"question": "", "answer": "x"}', "not empty"),
         ("[1]", "must be an object"),
         ('{"question": "a"', "not JSON"),
-    ],
-)
-def test_a_bad_row_is_named(tmp_path, bad, says):
-    path = tmp_path / "q.jsonl"
-    path.write_text(bad)
-    with pytest.raises(UserError, match=f"line 1: .*{says}"):
-        load_questions(path)
+    ):
+        path.write_text(bad)
+        with pytest.raises(UserError, match=f"line 1: .*{says}"):
+            load_questions(path)
 
 
 def test_frames_loads():

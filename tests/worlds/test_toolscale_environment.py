@@ -7,6 +7,7 @@ import copy
 import datetime
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,6 @@ from nanorchestra.model import chat
 from nanorchestra.records import Price, ToolCall
 from nanorchestra.tools.experts import EndpointError
 from nanorchestra.training.lessons import as_session
-from worlds.evaluation import task_bounds
 from worlds.toolscale import preferences, user
 from worlds.toolscale.dataset import load_world, teach
 from worlds.toolscale.environment import Action, SimulatedExpert
@@ -127,7 +127,7 @@ def test_an_expert_takes_over_a_turn(world):
     spoke = call(env, "call_expert", expert="expert-1")
     assert "The user: Yes, please." in spoke.content and env.said == ["Shall I go on?"]
     assert env.calls == [("calculate", {"expression": "2 * 3"})]
-    assert call(env, "call_expert", expert="expert-9").error
+    assert called.alias == "expert-2" and call(env, "call_expert", expert="expert-9").error
     made["expert-1"].action = None
     assert call(env, "call_expert", expert="expert-1").infrastructure
 
@@ -141,14 +141,6 @@ def test_a_simulated_expert_of_full_skill_solves_and_one_of_none_does_not(world)
                 if not env.over:
                     call(env, "call_expert", expert="expert-1")
             assert env.score("") == skill
-
-
-def test_an_expert_is_counted_by_its_alias_within_bounds_of_its_price(world):
-    task = world.task("train", 0)
-    result = call(world.environment(task, 0), "call_expert", expert="expert-2")
-    bounds = task_bounds(task)
-    assert result.alias == "expert-2" and 0 < result.latency_s < bounds.latency_s[1]
-    assert 0 < result.cost_usd < bounds.cost_usd[1]
 
 
 def rollout(tokenizer, script):
@@ -238,23 +230,14 @@ def test_the_scripted_user_leaves_when_handed_over_or_out_of_patience(monkeypatc
 
 
 def test_the_scripted_user_says_only_what_is_in_the_scenario(world):
-    rng = random.Random(0)
     lines = ["What is your name?", "Please confirm.", "Done.", "Anything else?", "Why?", ""]
     for task in world.tasks("train", 20):
         scenario = task.data["task"]["user_scenario"]
-        facts = " ".join(str(words) for words in scenario["instructions"].values())
-        allowed = (
-            f"{first_person(facts)} Yes, please. No, thank you. Thank you, that is all. {STOP}"
-        )
+        facts = first_person(" ".join(map(str, scenario["instructions"].values())))
+        allowed = f"{facts} Yes, please. No, thank you. Thank you, that is all. {STOP}"
         talk = ScriptedUser(scenario)
-        for said in [talk.opening, *(talk.reply(rng.choice(lines)) for _ in range(12))]:
-            assert all(word in allowed for word in said.split())
-
-
-def test_first_person():
-    text = "You are calling to change your seat. You do not know yours, and want it given to you."
-    mine = "I am calling to change my seat. I do not know mine, and want it given to me."
-    assert first_person(text) == mine
+        said = " ".join([talk.opening, *map(talk.reply, lines * 2)])
+        assert all(word in allowed for word in said.split())
 
 
 def test_the_language_model_user_sees_the_scenario_and_ends_by_the_same_signals(monkeypatch):
@@ -276,30 +259,18 @@ def test_the_language_model_user_sees_the_scenario_and_ends_by_the_same_signals(
 # --- preferences and catalogues
 
 
-def test_words_say_each_weight_and_splits_share_no_phrasing_expert_or_price():
-    phrases = [
-        (what, weight, split, phrase)
-        for what, weights in preferences.TABLES["phrases"].items()
-        for weight, splits in weights.items()
-        for split, texts in splits.items()
-        for phrase in texts
-    ]
-    assert len({phrase for *_, phrase in phrases}) == len(phrases)
-    rng = random.Random(0)
+def test_words_say_what_is_preferred_and_splits_share_no_phrasing_expert_or_price():
+    rng, said = random.Random(0), {split: set() for split in preferences.SPLITS}
     for _ in range(300):
         wish = preferences.draw(rng, ["expert-1", "expert-2", "expert-3"])
         for split in preferences.SPLITS:
-            text = preferences.write(wish, rng, split)
-            said = [
-                (what, float(weight), tool)
-                for what, weight, where, phrase in phrases
-                for tool in (wish.tools if what == "tool" else [""])
-                if phrase.format(tool=tool) in text and where == split
-            ]
-            weights = {what: weight for what, weight, tool in said if not tool}
-            got = preferences.DEFAULTS | weights
-            assert got == {what: getattr(wish, what) for what in got}
-            assert {tool: weight for _, weight, tool in said if tool} == wish.tools
+            sentences = preferences.write(wish, rng, split).split(". ")
+            changed = [getattr(wish, what) != usual for what, usual in preferences.DEFAULTS.items()]
+            least = sum(changed) + len(wish.tools)
+            assert least <= sum(map(bool, sentences)) <= least + 1  # being right may be said anyway
+            assert all(tool in " ".join(sentences) for tool in wish.tools)
+            said[split].update(re.sub(r"expert-\d", "X", text).rstrip(".") for text in sentences)
+    assert not (said["train"] & said["held_out"]) - {""} and len(said["train"]) > 30
     offered = {
         split: [expert for _ in range(300) for expert in preferences.catalogue(rng, split)]
         for split in preferences.SPLITS

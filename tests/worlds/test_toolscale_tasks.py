@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import random
-from pathlib import Path
 
 import pytest
 
 from worlds.toolscale.domains import build
 from worlds.toolscale.pipeline import make_batch
 from worlds.toolscale.plan import LEVELS, Planner
-from worlds.toolscale.score import Scorer, communicated, verdict
+from worlds.toolscale.score import Scorer, communicated
 from worlds.toolscale.tasks import to_task
 from worlds.toolscale.verify import (
     AMBIGUOUS,
@@ -29,8 +28,6 @@ from worlds.toolscale.verify import (
     verify,
 )
 from worlds.toolscale.wishes import act_out
-
-RETAIL = Path(__file__).parents[3] / "shared" / "data" / "tau2" / "retail" / "tasks.json"
 
 
 @pytest.fixture(scope="module")
@@ -167,24 +164,6 @@ def test_near_duplicates_share_a_signature_and_others_do_not(batch):
     assert signature(twin) != before
 
 
-def test_mentions_knows_numbers_words_and_boundaries():
-    for text, value in (
-        ("for $1,040.50 in all", 1040.5),
-        ("at most 15 of them", 15.0),
-        ("a side effect, please", "side_effect"),
-        ("2 and 3", [2, 3]),
-    ):
-        assert mentions(text, value)
-    for text, value in (
-        ("train T155", 15),
-        ("on 2025-03-15", 15),
-        ("at 15:30", 15),
-        ("T1234", "T123"),
-        ("x", True),
-    ):
-        assert not mentions(text, value)
-
-
 # --- scoring
 
 
@@ -250,58 +229,26 @@ def test_numbers_and_calculations_count_by_their_value(batch):
     assert score(lambda value: f"{value} + 1" if "+" in str(value) else value) == 0
 
 
-@pytest.mark.parametrize(
-    "info, message, found",
-    [
-        ("1,000", "It costs 1000 dollars.", True),
-        ("1000", "It costs $1,000.00.", True),
-        ("1,000", "It costs 1,000.", True),
-        ("12.5", "That is 12.50 in all", True),
-        ("5", "It is 15.", False),
-        ("5", "It is 5%.", True),
-        ("5", "on 2025-05-05", False),
-        ("Gold", "you are GOLD now", True),
-        ("gold", "golden", False),
-        ("555-1234", "call 555-1234.", True),
-        ("555-1234", "call 555-12345", False),
-        ("2026-01-05", "on 2026-01-05", True),
-        ("1000", "10000", False),
-    ],
-)
-def test_what_is_communicated(info, message, found):
-    assert communicated(info, ["hello", message]) is found
+def test_what_is_communicated_and_mentioned():
+    said = (
+        "It costs 1,000 dollars, or 12.50 each, 5% less on 2026-03-15 at 15:30. You are GOLD now."
+    )
+    for info in ("1000", "$1,000.00", "12.5", "5", "Gold", "2026-03-15", "each"):
+        assert communicated(info, ["hello", said])
+    for info in ("100", "10000", "2", "15", "3", "golden", "go", "26", "2026-03-1"):
+        assert not communicated(info, ["hello", said])
+    assert mentions(said, 12.5) and mentions("a side effect, please", "side_effect")
+    assert not mentions("train T155", 155) and not mentions("T1234", "T123")
 
 
-def test_real_communications_are_found_with_and_without_separators():
-    if not RETAIL.exists():
-        pytest.skip("no shared data")
-    tasks = json.loads(RETAIL.read_text())
-    infos = [info for t in tasks for info in t["evaluation_criteria"]["communicate_info"]]
-    assert len(infos) > 20
-    for info in infos:
-        spelled = f"{float(info):,.2f}" if info.replace(".", "").isdecimal() else info
-        assert communicated(info, [f"Your total is ${spelled}, thank you."])
-        assert not communicated(info, [f"Your total is 7{spelled}9."])
-
-
-@pytest.mark.parametrize(
-    "answer, met",
-    [
-        ('{"met": true}', True),
-        ('It does. {"met": true}', True),
-        ('{"met": false}', False),
-        ('{"met": "true"}', False),
-        ("true", False),
-        ("", False),
-        ("{met}", False),
-    ],
-)
-def test_a_judge_that_cannot_be_read_counts_as_a_failure(attempt, answer, met):
-    assert verdict(answer) is met
+def test_a_judge_that_cannot_be_read_counts_as_a_failure(attempt):
     _, task, scorer, calls, said = attempt
     task["evaluation_criteria"]["reward_basis"] = ["NL_ASSERTION"]
     task["evaluation_criteria"]["nl_assertions"] = ["The agent is polite."]
-    assert scorer.score(calls, said, lambda claim, messages: answer).reward == float(met)
+    for answer in ('{"met": true}', 'It does. {"met": true}'):
+        assert scorer.score(calls, said, lambda claim, messages, a=answer: a).reward == 1
+    for answer in ('{"met": false}', '{"met": "true"}', "true", "", "{met}"):
+        assert scorer.score(calls, said, lambda claim, messages, a=answer: a).reward == 0
     assert scorer.score(calls, said).reward == 0  # and so does one that is not there
 
 

@@ -47,8 +47,14 @@ def test_reads_select_project_and_aggregate():
     find = {"op": "find", "table": "books", "as": "b", "error": "no"}
     program = tool(find | {"where": [["pages", "in", [200, 999]]]}, give("$b.book"))
     assert run(program, {}, library()) == "B2"
-    with pytest.raises(ToolError, match="^no$"):  # find wants exactly one
-        run(tool(find | {"where": []}), {}, library())
+    error = "{b.book} costs {b.price}, not {n}."
+    for step, says in (
+        (find | {"where": [], "error": "not {n}"}, "^not 7$"),  # find wants exactly one
+        ({"op": "require", "if": ["$b.price", "==", "$n"], "error": error}, "^B2 costs 5.0, not 7"),
+    ):
+        get = {"op": "get", "table": "books", "key": "B2", "as": "b", "error": "?"}
+        with pytest.raises(ToolError, match=says):
+            run(tool(get, step), {"n": 7}, library())
 
 
 def test_writes_insert_update_delete_and_compute():
@@ -69,38 +75,27 @@ def test_writes_insert_update_delete_and_compute():
     assert before["pages"] == 100 and before is not tables["books"]["B1"] and len(books) == 3
 
 
-@pytest.mark.parametrize(
-    "last",
-    [
+def test_a_call_that_fails_changes_nothing():
+    compute = {"op": "compute", "as": "x"}
+    failing = [
         {"op": "require", "if": [1, "==", 2], "error": "a rule"},
         {"op": "delete", "table": "books", "key": "B9"},
         {"op": "update", "table": "books", "key": "B9", "set": {}},
         {"op": "insert", "table": "books", "key": "B1", "record": {}},
-        {"op": "compute", "as": "x", "value": {"/": [1, 0]}},
-        {"op": "compute", "as": "x", "value": {"+": ["a", 1]}},
-        {"op": "compute", "as": "x", "value": {"lookup": ["a", {}]}},
+        *(compute | {"value": {name: e}} for name, e in (("/", [1, 0]), ("lookup", ["a", {}]))),
         give("$books.x"),
-    ],
-)
-def test_a_call_that_fails_changes_nothing(last):
-    tables = library()
+    ]
     record = {"book": "B7", "shelf": "S1", "pages": 1, "price": 1.0}
     writes = [
         {"op": "delete", "table": "books", "key": "B2"},
         {"op": "update", "table": "books", "key": "B1", "set": {"pages": 1}},
         {"op": "insert", "table": "books", "key": "B7", "record": record},
     ]
-    with pytest.raises(ToolError):
-        run(tool(*writes, last), {}, tables)
-    assert json.dumps(tables) == json.dumps(library())
-
-
-def test_an_error_text_names_its_variables():
-    get = {"op": "get", "table": "books", "key": "B1", "as": "b", "error": "?"}
-    error = "{b.book} has {b.pages} pages, not {n}."
-    require = {"op": "require", "if": ["$b.pages", "==", "$n"], "error": error}
-    with pytest.raises(ToolError, match="^B1 has 100 pages, not 7.$"):
-        run(tool(get, require), {"n": 7}, library())
+    for last in failing:
+        tables = library()
+        with pytest.raises(ToolError):
+            run(tool(*writes, last), {}, tables)
+        assert json.dumps(tables) == json.dumps(library())
 
 
 def test_the_calculator_agrees_with_python_and_refuses_the_rest():

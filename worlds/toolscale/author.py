@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nanorchestra.errors import UserError, require
@@ -33,47 +32,44 @@ def write_blueprints(
 ) -> list[str]:
     """Returns the blueprint file of each domain, which may be any words.
 
-    A file that is there already is kept. A domain that fails is named and left out. Raises
-    UserError if none is left.
+    A file that is there already is kept. Raises UserError if a domain cannot be written.
     """
-    files = []
+    directory.mkdir(parents=True, exist_ok=True)
+    example, files = json.dumps(load_blueprint("railway")), []
     for domain in domains:
         name = re.sub(r"\W+", "_", domain.casefold()).strip("_")
-        path = directory / f"{name}.json"
-        text = PROMPT.format(
-            example=json.dumps(load_blueprint("railway")), domain=domain, name=name
-        )
-        try:
-            if not path.exists():
-                _write(text, path, endpoint, model, seed)
-            files.append(str(path))
-        except UserError as problem:
-            path.unlink(missing_ok=True)
-            print(f"domain {domain!r}: left out: {problem}", file=sys.stderr)
-    require(files, f"--author llm: {model!r} at {endpoint} wrote no domain")
+        path, draft = directory / f"{name}.json", directory / f"draft-{name}.json"
+
+        def accept(answer: str, name: str = name, draft: Path = draft) -> None:
+            found = re.search(r"\{.*\}", answer, re.DOTALL)
+            blueprint = json.loads(found[0] if found else "")
+            require(blueprint["domain"] == name, f"domain must be {name!r}")
+            write_json(draft, blueprint)
+            build(str(draft), seed)
+
+        if not path.exists():
+            text = PROMPT.format(example=example, domain=domain, name=name)
+            problem = _ask(text, endpoint, model, accept)
+            require(problem is None, f"domain {domain!r}: {model!r} at {endpoint}: {problem}")
+            draft.replace(path)
+        files.append(str(path))
     return files
 
 
-def _write(text: str, path: Path, endpoint: str, model: str, seed: int) -> None:
-    """Asks for the blueprint until a world can be built from it, at most ATTEMPTS times."""
-    problem, messages = "", [{"role": "user", "content": text}]
+def _ask(text: str, endpoint: str, model: str, accept: Callable[[str], None]) -> str | None:
+    """Asks until an answer is accepted, at most ATTEMPTS times; what is wrong with the last."""
+    problem, messages = None, [{"role": "user", "content": text}]
     for _ in range(ATTEMPTS):
         body = {"model": model, "messages": messages}
         try:
             message, _ = chat_completion(endpoint, body, timeout_s=180.0, attempts=2)
+            answer = message.get("content") or ""
+            return accept(answer)
         except EndpointError as error:
             problem = f"no answer ({error})"
-            continue
-        answer = message.get("content") or ""
-        try:
-            found = re.search(r"\{.*\}", answer, re.DOTALL)
-            write_json(path, json.loads(found[0] if found else ""))
-            build(str(path), seed)
-            require(load_blueprint(str(path))["domain"] == path.stem, "domain is another")
-            return
-        except (UserError, ValueError) as error:
-            problem = str(error).removeprefix(f"{path}: ")
-        again = f"That cannot be used: {problem}. Give the whole JSON again."
-        messages[1:] = [{"role": "assistant", "content": answer}]
-        messages.append({"role": "user", "content": again})
-    raise UserError(problem)
+        except (UserError, ValueError, KeyError) as error:
+            problem = str(error)
+            again = f"That cannot be used: {problem}. Give the whole JSON again."
+            messages[1:] = [{"role": "assistant", "content": answer}]
+            messages.append({"role": "user", "content": again})
+    return problem

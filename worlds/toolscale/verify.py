@@ -13,7 +13,7 @@ import hashlib
 import operator
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,46 +30,34 @@ LEAK = "an identifier that a lookup reveals is in the text"
 TOLD = "the answer is in the text"
 UNFAIR = "the golden calls do not score 1"
 DUPLICATE = "near duplicate"
-_DATE = re.compile(r"\d{4}-\d\d-\d\d")
 _MONEY = re.compile(r"price|cost|fee|fare|total|amount|rate|charge")
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_size(field: str, value: Any) -> bool:
-    return _is_number(value)
+    return isinstance(value, (int, float))
 
 
 def _is_money(field: str, value: Any) -> bool:
-    return _is_number(value) and bool(isinstance(value, float) or _MONEY.search(field))
+    return isinstance(value, float) or _is_number(value) and bool(_MONEY.search(field))
 
 
-def _is_time(field: str, value: Any) -> bool:
-    return isinstance(value, str) and bool(_DATE.match(value))
+def _is_date(field: str, value: Any) -> bool:
+    return isinstance(value, str) and bool(re.match(r"\d{4}-\d\d-\d\d", value))
 
 
-_SUPERLATIVES = [  # pattern, direction, what it compares
-    (re.compile(rf"\b({words})\b"), better, fits)
-    for words, better, fits in (
-        ("cheapest", operator.lt, _is_money),
-        ("most expensive|dearest", operator.gt, _is_money),
-        ("lowest|smallest|fewest|least|shortest|lightest", operator.lt, _is_size),
-        ("highest|largest|biggest|longest|greatest|heaviest|best rated", operator.gt, _is_size),
-        ("oldest|earliest|first|soonest", operator.lt, _is_time),
-        ("most recent|latest|newest|last", operator.gt, _is_time),
-    )
-]
+_SUPERLATIVES = {  # -> direction, what it compares
+    "cheapest": (operator.lt, _is_money),
+    "most expensive": (operator.gt, _is_money),
+    "oldest": (operator.lt, _is_date),
+    "most recent": (operator.gt, _is_date),
+}
 
 
 def task_text(task: Json) -> str:
     """Returns all that the user knows and may say."""
     instructions = task["user_scenario"]["instructions"]
-    if isinstance(instructions, str):
-        return instructions
     fields = ("reason_for_call", "known_info", "task_instructions")
-    return " ".join(instructions.get(field) or "" for field in fields)
+    return " ".join(instructions[field] for field in fields)
 
 
 def verify(world: World, task: Json) -> str | None:
@@ -90,14 +78,10 @@ def verify(world: World, task: Json) -> str | None:
     return None if parts and all(parts.values()) else UNFAIR
 
 
-def mentions(text: str, value: Any) -> bool:
+def mentions(text: str, value: str | float) -> bool:
     """Returns whether the text holds the value, as a number or in words ("_" is a space)."""
-    if isinstance(value, list):
-        return all(mentions(text, element) for element in value)
     if _is_number(value):
         return communicated(f"{value:.2f}", [text])
-    if not isinstance(value, str):
-        return False
     return communicated(value, [text]) or communicated(value.replace("_", " "), [text])
 
 
@@ -148,10 +132,12 @@ class _Evidence:
         self.known: set[str] = set()  # texts that calls were given, or returned as the only one
 
     def add(self, arguments: Json, result: Any) -> None:
-        entries = list(_entries(result, {}))
-        self.returned += entries
-        values = [*arguments.values(), *(entry.value for entry in entries if not entry.rows)]
-        self.known.update(value for value in values if isinstance(value, str))
+        rows = result if isinstance(result, list) else [result] if isinstance(result, dict) else []
+        for row in rows:
+            others = rows if len(rows) > 1 else []
+            self.returned += [_Entry(value, field, row, others) for field, value in row.items()]
+        only = rows[0].values() if len(rows) == 1 else ()
+        self.known.update(v for v in (*arguments.values(), *only) if isinstance(v, str))
 
     def problem(self, value: Any, works: Callable[[Any], bool] | None) -> str | None:
         """Why the value of an argument is not determined, or None.
@@ -180,8 +166,8 @@ class _Evidence:
             row
             for row in rows
             if row is not record
-            and row.get(name) != value
-            and all(row.get(field) == record[field] for field in telling)
+            and row[name] != value
+            and all(row[field] == record[field] for field in telling)
         ]
         return [] if not others or self._extreme(record, others) else others
 
@@ -200,28 +186,12 @@ class _Evidence:
 
     def _extreme(self, record: Json, others: list[Json]) -> bool:
         """Whether the record is the only answer, in some field, to a superlative in the text."""
-        text = self.text.casefold()
-        for pattern, better, fits in _SUPERLATIVES:
-            if pattern.search(text):
-                for field, value in record.items():
-                    rest = [row.get(field) for row in others]
-                    if fits(field, value) and all(
-                        fits(field, other) and better(value, other) for other in rest
-                    ):
-                        return True
-        return False
-
-
-def _entries(value: Any, record: Json, field: str = "", rows: Any = ()) -> Iterator[_Entry]:
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _entries(inner, value, name, rows)
-    elif isinstance(value, list):
-        for inner in value:
-            several = len(value) > 1 and isinstance(inner, dict)
-            yield from _entries(inner, record, field, value if several else rows)
-    elif value is not None:
-        yield _Entry(value, field, record, rows)
+        return any(
+            fits(field, value) and all(better(value, row[field]) for row in others)
+            for superlative, (better, fits) in _SUPERLATIVES.items()
+            if superlative in self.text
+            for field, value in record.items()
+        )
 
 
 # --- near duplicates, and calls with one argument altered ----------------------------------------
@@ -229,17 +199,14 @@ def _entries(value: Any, record: Json, field: str = "", rows: Any = ()) -> Itera
 
 def signature(task: Json) -> str:
     """Returns a hash that near duplicates share: calls by name, wishes but for their numbers."""
-    instructions = task["user_scenario"]["instructions"]
-    words = instructions if isinstance(instructions, str) else instructions["reason_for_call"]
+    words = task["user_scenario"]["instructions"]["reason_for_call"]
     names = " ".join(action["name"] for action in task["evaluation_criteria"]["actions"])
     return hashlib.sha1((re.sub(r"\d+", "#", words.casefold()) + "|" + names).encode()).hexdigest()
 
 
 def altered(world: World, calls: list[Call], rng: random.Random) -> list[Call]:
-    """Returns the calls with one argument altered; unchanged if no call has arguments."""
+    """Returns the calls with one argument altered."""
     places = [(at, name) for at, (_, arguments) in enumerate(calls) for name in arguments]
-    if not places:
-        return calls
     at, argument = rng.choice(places)
     name, arguments = calls[at]
     tool, value = world.by_name[name], arguments[argument]
@@ -248,9 +215,7 @@ def altered(world: World, calls: list[Call], rng: random.Random) -> list[Call]:
         choices = next((list(rows) for rows in world.tables.values() if value in rows), None)
     if choices is not None:
         other = rng.choice([choice for choice in choices if choice != value])
-    elif isinstance(value, bool):
-        other = not value
-    elif isinstance(value, (int, float)):
+    elif _is_number(value):
         other = value + 1
     else:
         other = value + " + 1" if tool["kind"] == "calculate" else f"{value}x"
