@@ -1,6 +1,6 @@
-"""nanorchestra: the language model, the inference engine, the agent loop and the trainer of a small tool orchestrator.
+"""A small tool orchestrator: the language model, its inference engine, the tool loop, the trainer.
 
-The public names are imported on first use, so that the parts that need no torch (chat, cache, scheduler, agent, ...) load in milliseconds.
+The public names are imported on first use, so that parts without torch load in milliseconds.
 """
 
 from importlib import import_module

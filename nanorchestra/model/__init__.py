@@ -1,1 +1,4 @@
-"""The Qwen3 decoder, its checkpoints, tokenizer and chat format."""
+"""The Qwen3 decoder: its arithmetic, weights and adapters, its tokenizer and its chat format.
+
+chat, parser and tokenizer do not import torch.
+"""

@@ -34,19 +34,20 @@ def read_config(path: str | Path) -> ModelConfig:
 
     The end-of-sequence ids are those of generation_config.json if it names any. Raises UserError.
     """
-    config = config_from_hf(*read_config_json(path))
-    generation = Path(path) / "generation_config.json"
+    file = Path(path) / "config.json"
+    config = config_from_hf(read_object(file), str(file))
+    generation = file.with_name("generation_config.json")
     if not generation.is_file():
         return config
-    ids = _eos_ids(_read_object(generation), str(generation), config.vocab_size)
+    ids = _eos_ids(read_object(generation), str(generation), config.vocab_size)
     return replace(config, eos_token_ids=ids or config.eos_token_ids)
 
 
-def read_config_json(path: str | Path) -> tuple[dict[str, Any], str]:
-    """Return the contents of config.json in a checkpoint directory, and its path for messages."""
-    file = Path(path) / "config.json"
-    require(file.is_file(), f"{path}: no config.json; expected a checkpoint in Hugging Face layout")
-    return _read_object(file), str(file)
+def read_object(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. UserError if it is not one."""
+    data = read_json(file)
+    require(isinstance(data, dict), f"{file}: expected a JSON object")
+    return data
 
 
 def config_from_hf(data: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
@@ -89,11 +90,6 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     return values | {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "hidden_act": "silu",
-        "attention_dropout": 0.0,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "max_window_layers": config.num_hidden_layers,
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
     }
 
@@ -112,9 +108,3 @@ def _eos_ids(data: Mapping[str, Any], source: str, vocab_size: int) -> tuple[int
     expected = f"token ids below vocab_size = {vocab_size}"
     check_field(valid, source, data, "eos_token_id", expected)
     return tuple(ids)
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    data = read_json(file)
-    require(isinstance(data, dict), f"{file}: expected a JSON object")
-    return data

@@ -165,18 +165,13 @@ def save_adapter(
             for name, tensor in tensors.items()
         }
     rank = next(len(tensor) for name, tensor in tensors.items() if "lora_A" in name)
-    alpha = module.scale * rank
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": rank,
-        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_alpha": module.scale * rank,
         "target_modules": sorted(targets),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
     }
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)

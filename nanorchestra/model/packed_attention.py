@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.external import external_attention, sequences
-from kernels.flash_plan import flash_attention, plan
+from kernels.flash_plan import Span, flash_attention, plan
 from nanorchestra.model.ops import Attend, by_kernel
 
 
@@ -29,20 +29,6 @@ class Segment:
     length: int
     prefix_start: int = 0
     prefix_length: int = 0
-
-
-class Span(NamedTuple):
-    """Queries start .. end see keys key_start .. key_end: all, or causally if they are the same."""
-
-    start: int
-    end: int
-    key_start: int
-    key_end: int
-
-    @property
-    def causal(self) -> bool:
-        """True if queries and keys are the same tokens."""
-        return self.start == self.key_start
 
 
 def packed_attention(segments: Sequence[Segment], kernel: str = "triton") -> Attend:
@@ -82,10 +68,7 @@ def _spans(segments: Sequence[Segment]) -> list[Span]:
         prefix = (segment.prefix_start, segment.prefix_start + segment.prefix_length)
         prefix_fits = segment.prefix_length <= lengths.get(segment.prefix_start, 0)
         if segment.start != end or segment.length < 1 or not prefix_fits:
-            raise ValueError(
-                f"segment {index} = {segment}: expected start {end}, length >= 1, and as prefix "
-                "the beginning of an earlier segment"
-            )
+            raise ValueError(f"segment {index} does not fit those before it: {segment}")
         end += segment.length
         lengths[segment.start] = segment.length
         keys = [*seen[segment.prefix_start], prefix] if segment.prefix_length else []
@@ -118,9 +101,8 @@ class _PackedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, own: list[Span], prefixed: list[Span]
     ) -> Tensor:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)  # [T, H, D]
-        lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        lse = torch.empty(q.shape[:2], dtype=lse_dtype, device=q.device)  # [T, H]
+        out = q.new_empty(q.shape)  # [T, H, D]
+        lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))  # [T, H]
         for span in own:
             out[span.start : span.end], lse[span.start : span.end] = _span_forward(q, k, v, span)
         for span in prefixed:
@@ -136,7 +118,7 @@ class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in saved[:3])
+        dq, dk, dv = (x.new_empty(x.shape) for x in saved[:3])
         for span in ctx.own:
             rows = slice(span.start, span.end)
             dq[rows], dk[rows], dv[rows] = _span_backward(grad, *saved, span)

@@ -47,114 +47,88 @@ class StreamParser:
     def __init__(self, enable_thinking: bool | None = None) -> None:
         self.calls: list[ToolCall] = []
         self.last_deltas: list[tuple[str, str]] = []
-        self._state = self._content if enable_thinking is False else self._start
-        self._buffer = ""  # text that no state has taken
-        self._deltas: list[tuple[str, str]] = []
-        self._text: dict[str, list[str]] = {"reasoning": [], "content": []}
-        self._fresh = True  # only line breaks since the last tag
-        self._held = ""  # line breaks that a following tag would drop
-        self._searched = 0  # start of the search for the closing tag of a call
+        self._parts = {"reasoning": "", "content": ""}
+        self._kind = "content" if enable_thinking is False else ""  # of the section; "": undecided
+        self._text = ""  # of the section, and what follows it
+        self._shown = 0  # characters of the section
         self._truncated = False
 
     def feed(self, text: str) -> list[tuple[str, str]]:
         """Take the next piece of text; return the (kind, text) deltas that are certain by now."""
-        return self._run(text, final=False)
+        self._text += text
+        return self._advance(final=False)
 
     def finish(self) -> ParsedTurn:
         """Return the whole turn; deltas that waited for its end are left in `last_deltas`."""
-        self.last_deltas = self._run("", final=True)
-        reasoning, content = ("".join(self._text[kind]) for kind in ("reasoning", "content"))
-        return ParsedTurn(reasoning, content, tuple(self.calls), self._truncated)
+        self.last_deltas = self._advance(final=True)
+        return ParsedTurn(**self._parts, calls=tuple(self.calls), truncated=self._truncated)
 
-    def _run(self, text: str, final: bool) -> list[tuple[str, str]]:
-        """Run the states; each takes what it can and returns True if the next may go on."""
-        self._buffer += text
-        self._deltas = []
-        while self._state(final):
-            pass
-        return self._deltas
+    def _advance(self, final: bool) -> list[tuple[str, str]]:
+        """Emit what is certain of a section, which ends at its tag, then go on with the next."""
+        deltas: list[tuple[str, str]] = []
+        text = self._text.lstrip()
+        if not self._kind and text.startswith(THINK):
+            self._kind, self._text = "reasoning", text[len(THINK) :]
+        elif not self._kind and (final or not THINK.startswith(text)):
+            self._kind = "content"
+        while self._kind:
+            tag = THINK_END if self._kind == "reasoning" else CALL
+            body, found, rest = self._text.partition(tag)
+            if not found and not final:
+                body = body[: _certain(body, tag)].rstrip("\n")  # line breaks may end the section
+            visible = body.lstrip("\n")
+            if self._kind == "reasoning":
+                visible = visible.rstrip("\n")
+            elif found:
+                visible = visible.removesuffix("\n")
+            if delta := visible[self._shown :]:
+                if not self._shown and self._parts["content"]:
+                    delta = "\n" + delta  # content after a call is on a line of its own
+                deltas.append((self._kind, delta))
+                self._parts[self._kind] += delta
+                self._shown = len(visible)
+            if not found:
+                self._truncated |= final and self._kind == "reasoning"
+                break
+            if self._kind == "content":
+                end = self._take_call(rest, final)
+                if end is None:
+                    break
+                deltas.append(("tool_call", self.calls[-1].raw))
+                rest = rest[end:]
+            self._kind, self._text, self._shown = "content", rest, 0
+        return deltas
 
-    def _start(self, final: bool) -> bool:
-        """Decide, at the first visible characters, if the turn opens with <think>."""
-        text = self._buffer.lstrip()
-        if text.startswith(THINK):
-            self._buffer, self._state = text[len(THINK) :], self._reasoning
-        elif final or not THINK.startswith(text):
-            self._state = self._content
-        else:
-            return False
-        return True
+    def _take_call(self, text: str, final: bool) -> int | None:
+        """Add the call at the beginning of `text`; return its end, None if it is not certain.
 
-    def _reasoning(self, final: bool) -> bool:
-        """Take text up to </think>, without the line breaks at both ends."""
-        closed = self._emit_before(THINK_END, "reasoning", final)
-        if closed:
-            self._fresh, self._held, self._state = True, "", self._content
-        self._truncated |= final and not closed
-        return closed
-
-    def _content(self, final: bool) -> bool:
-        """Take text up to <tool_call>, without the line break that the template puts before it."""
-        called = self._emit_before(CALL, "content", final)
-        rest = self._held[1:] if called else self._held
-        if rest and (called or final):
-            self._add("content", rest)
-        if called:
-            self._fresh, self._held, self._searched, self._state = True, "", 0, self._call
-        return called
-
-    def _call(self, final: bool) -> bool:
-        """Take a call up to its closing tag; what is no JSON ends at the first closing tag."""
-        end = self._buffer.find(CALL_END, self._searched)
-        closed = end >= 0
-        if not closed and not final:
-            return False
-        text = self._buffer[:end] if closed else self._buffer
+        What is no JSON ends at the first closing tag.
+        """
+        first = text.find(CALL_END)
+        if first < 0 and not final:
+            return None
         call, length = _read_call(text)
-        if length is None and closed and "Unterminated string" in call.error:
-            self._searched = end + len(CALL_END)  # the tag may be part of that string
-            return True
-        rest = end + len(CALL_END) if closed else len(text)
         if length is not None:
-            tail = text[length:].strip()
-            if not closed and CALL_END.startswith(tail):
+            closing = text.find(CALL_END, length)
+            if closing < 0 and not final:
+                return None
+            tail = (text[length:closing] if closing >= 0 else text[length:]).strip()
+            end = closing + len(CALL_END) if closing >= 0 else len(text)
+            if closing < 0 and CALL_END.startswith(tail):
                 self._truncated = True
             elif tail:
                 error = f"{CALL_END} must follow the JSON object, not {tail[:20]!r}"
                 call = replace(call, error=call.error or error)
-                rest = length if CALL in tail or not closed else rest
-        elif CALL_END in self._buffer:
-            first = self._buffer.find(CALL_END)
-            call, rest = _read_call(self._buffer[:first])[0], first + len(CALL_END)
-        else:
-            self._truncated = True
+                end = length if CALL in tail or closing < 0 else end
+        elif first < 0:
+            self._truncated, end = True, len(text)
             call = replace(call, error="cut off before the end of its JSON object")
+        elif "Unterminated string" in call.error and not final:
+            return None  # the tag may be part of that string
+        else:
+            call, end = _read_call(text[:first])[0], first + len(CALL_END)
         self.calls.append(call)
-        self._deltas.append(("tool_call", call.raw))
-        self._buffer, self._state = self._buffer[rest:], self._content
-        return True
-
-    def _emit_before(self, tag: str, kind: str, final: bool) -> bool:
-        """Emit the text before `tag`, or all that cannot be its beginning; True if it was found."""
-        text, found, self._buffer = self._buffer.partition(tag)
-        if not found and not final:
-            certain = _certain(text, tag)
-            text, self._buffer = text[:certain], text[certain:]
-        if self._fresh:
-            text = text.lstrip("\n")
-            if text and self._text["content"]:
-                text = "\n" + text  # content after a call is on a line of its own
-        text = self._held + text
-        visible = text.rstrip("\n")
-        self._held = text[len(visible) :]
-        if visible:
-            self._fresh = False
-            self._add(kind, visible)
-        return bool(found)
-
-    def _add(self, kind: str, text: str) -> None:
-        self._text[kind].append(text)
-        self._deltas.append((kind, text))
+        return end
 
 
 def _certain(text: str, tag: str) -> int:

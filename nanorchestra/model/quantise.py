@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -96,31 +95,24 @@ class QuantisedLinear(nn.Module):
         if self.bits == 4:
             self.zeros[rows] = 8
 
-    @torch.no_grad()
-    def write_awq(self, rows: slice, kind: str, tensor: Tensor) -> None:
-        """Take one AWQ tensor for these rows; `awq_slots` has the kinds and shapes."""
-        tensor = tensor.to(self.scales.device)
-        if kind == "scales":
-            self.scales[rows] = tensor.T.to(self.scales.dtype)
-        elif kind == "qzeros":
-            self.zeros[rows] = unpack_awq(tensor).T
-        else:
-            q = unpack_awq(tensor).T.unflatten(1, (-1, self.group))
-            self.values[rows] = pack_nibbles(q)
-
     def awq_slots(self, prefix: str, rows: slice) -> dict[str, Slot]:
         """Return the slots of AWQ's three tensors for these rows."""
         count, groups = rows.stop - rows.start, self.in_features // self.group
-        shapes = {
-            "qweight": [self.in_features, count // 8],
-            "qzeros": [groups, count // 8],
-            "scales": [groups, count],
-        }
+
+        def write_values(packed: Tensor) -> None:
+            q = unpack_awq(packed.to(self.values.device)).T
+            self.values[rows] = pack_nibbles(q.unflatten(1, (-1, self.group)))
+
+        def write_zeros(packed: Tensor) -> None:
+            self.zeros[rows] = unpack_awq(packed).T.to(self.zeros.device)
+
+        def write_scales(scales: Tensor) -> None:
+            self.scales[rows] = scales.T.to(self.scales)
+
         return {
-            prefix + kind: Slot(
-                shape, partial(self.write_awq, rows, kind), FLOATS if kind == "scales" else ("I32",)
-            )
-            for kind, shape in shapes.items()
+            f"{prefix}qweight": Slot([self.in_features, count // 8], write_values, ("I32",)),
+            f"{prefix}qzeros": Slot([groups, count // 8], write_zeros, ("I32",)),
+            f"{prefix}scales": Slot([groups, count], write_scales),
         }
 
 

@@ -21,7 +21,6 @@ from tokenizers import (
     models,
     normalizers,
     pre_tokenizers,
-    processors,
     trainers,
 )
 
@@ -181,9 +180,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     backend.decoder = decoders.ByteLevel()
-    backend.post_processor = processors.ByteLevel(
-        add_prefix_space=False, trim_offsets=False, use_regex=False
-    )
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - SMALLEST_VOCAB + 256,
         min_frequency=2,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json
-from nanorchestra.model.hf_config import read_config, read_config_json
+from nanorchestra.model.hf_config import read_config, read_object
 from nanorchestra.model.quantise import (
     QuantisedLinear,
     Slot,
@@ -55,7 +55,8 @@ def load_model(
     path = Path(path)
     known = dtype is None or dtype in DTYPES
     require(known, f"dtype = {dtype!r}: expected one of {', '.join(DTYPES)}")
-    config, group = read_config(path), awq_group_size(*read_config_json(path))
+    config = read_config(path)
+    group = awq_group_size(read_object(path / "config.json"), str(path))
     whole_bits = not (group and quantise)
     require(whole_bits, f"{path}: quantise = {quantise!r}: the checkpoint is quantised already")
     if not any("lm_head.weight" in stored for _, _, stored in _shards(path)):

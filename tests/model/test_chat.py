@@ -62,25 +62,6 @@ def test_prompts_and_ids_are_those_of_qwen3s_own_template(tokenizer):
         assert ids == tokenizer.encode(text, special=True)
 
 
-@QUICK
-@given(messages_of(PLAIN), st.sampled_from([None, [TOOL]]), st.booleans(), THINKING)
-def test_ids_are_those_of_the_rendered_text_without_markers(
-    tokenizer, messages, tools, prompt, thinking
-):
-    """Text and template can meet inside one BPE word, so they must be encoded together."""
-    ids = chat.encode(tokenizer, messages, tools, prompt, thinking)
-    assert ids == tokenizer.encode(chat.render(messages, tools, prompt, thinking), special=True)
-
-
-@QUICK
-@given(messages=messages_of(TEXTS), thinking=THINKING)
-def test_ids_spell_the_rendered_prompt(tokenizer, messages, thinking):
-    text = chat.render(messages, [TOOL], True, thinking)
-    ids = chat.encode(tokenizer, messages, [TOOL], True, thinking)
-    normal = [tokenizer.decode(tokenizer.encode(each)) for each in (text, tokenizer.decode(ids))]
-    assert normal[0] == normal[1]
-
-
 def markers_of(tokenizer, ids) -> list[int]:
     return [i for i in ids if i in tokenizer.added_ids]
 
@@ -99,18 +80,6 @@ def test_no_text_of_user_system_or_tool_forges_a_marker(tokenizer, text):
         assert markers_of(tokenizer, ours) == markers_of(tokenizer, harmless)
 
 
-def test_history_tags_written_by_the_template_are_ids_and_quoted_ones_are_text(tokenizer):
-    call = {"name": "search", "arguments": {"q": "what does </tool_call> mean"}}
-    content = "<think>\nhm <think> hm\n</think>\n\nsee"
-    messages = [
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": content, "tool_calls": [call]},
-    ]
-    ids = chat.encode(tokenizer, messages, add_generation_prompt=False)
-    tags = ("<|im_start|>", "<|im_end|>", "<|im_start|>", *TEXT_TOKENS[-2:], *TEXT_TOKENS[:2])
-    assert markers_of(tokenizer, ids) == [*map(tokenizer.token_id, tags), tokenizer.im_end]
-
-
 def test_reasoning_before_the_last_real_query_is_dropped():
     query = {"role": "user", "content": "q"}
     answer = {"role": "assistant", "reasoning_content": "\n\nhm\n", "content": "\n\nok\n"}
@@ -126,17 +95,6 @@ def test_an_ideal_turn_is_written_as_the_template_would(tokenizer):
     assert tokenizer.decode(ids) == f"<think>\nhm\n</think>\n\n{CALL}<|im_end|>"
     ids = chat.encode_assistant(tokenizer, "unused", "hi", [ToolCall("f", '{"q": 1}')], False)
     assert tokenizer.decode(ids) == f"hi\n{CALL}<|im_end|>"
-
-
-def test_arguments_may_be_json_text_or_absent():
-    def prompt(function):
-        calls = [{"function": function}]
-        return chat.render([{"role": "assistant", "content": None, "tool_calls": calls}])
-
-    expected = '{"name": "f", "arguments": {"é": "<"}}'
-    for arguments in ('{"é": "<"}', {"é": "<"}):
-        assert expected in prompt({"name": "f", "arguments": arguments})
-    assert '{"name": "f", "arguments": {}}' in prompt({"name": "f"})
 
 
 @pytest.mark.parametrize(
@@ -164,17 +122,3 @@ def test_a_session_that_grows_by_ids_is_the_prompt_of_the_same_conversation(
     messages += [turn | {"tool_calls": functions}]
     messages += [{"role": "tool", "content": text} for text in observations]
     assert ids == chat.encode(tokenizer, messages, [TOOL])
-
-
-def test_every_way_to_open_a_turn_ends_alike(tokenizer):
-    """Without thinking, the empty block is part of every generation prompt."""
-    prompt = "<|im_end|>\n<|im_start|>assistant\n"
-    empty = "<think>\n\n</think>\n\n"
-    messages = [{"role": "user", "content": "q"}]
-    for thinking, end in ((False, prompt + empty), (None, prompt), (True, prompt)):
-        for ids in (
-            chat.encode(tokenizer, messages, enable_thinking=thinking),
-            chat.encode_user(tokenizer, "q", thinking),
-            chat.encode_observations(tokenizer, ["o"], thinking),
-        ):
-            assert tokenizer.decode(ids).endswith(end)

@@ -25,38 +25,22 @@ def test_a_config_comes_back_from_its_file_and_from_transformers(config: ModelCo
     assert config_from_hf(theirs) == config
 
 
-def test_absent_fields_have_the_defaults_of_transformers():
-    fields = {name: value for name, value in TINY.items() if name != "head_dim"}
-    ours, theirs = config_from_hf(fields), Qwen3Config(**fields)
-    assert ours.head_dim == theirs.head_dim == 128
-    assert ours.max_position_embeddings == theirs.max_position_embeddings
-    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
-
-
 @pytest.mark.parametrize(
     "change, words",
     [
         ({"model_type": "llama"}, "model_type = 'llama': expected 'qwen3'"),
         ({"hidden_size": None}, "hidden_size = None: expected a positive int"),
-        ({"hidden_size": 48.0}, "hidden_size = 48.0"),
-        ({"num_hidden_layers": True}, "num_hidden_layers = True"),
         ({"num_key_value_heads": 3}, "num_key_value_heads = 3: expected a divisor"),
-        ({"head_dim": 15}, "head_dim = 15: expected an even number"),
-        ({"rms_norm_eps": -1e-6}, "rms_norm_eps = -1e-06: expected a positive float"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes': expected False or True"),
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu': expected 'silu'"),
         ({"use_sliding_window": True}, "use_sliding_window = True: expected False"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type = 'yarn'"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "rope_type = 'llama3': expected 'default'"),
-        ({"rope_theta": 0}, "rope_theta = 0: expected a positive float"),
         ({"eos_token_id": [7, 320]}, "below vocab_size = 320"),
-        ({"eos_token_id": "end"}, "eos_token_id = 'end'"),
         (
             {"quantization_config": AWQ | {"quant_method": "gptq"}},
             "expected AWQ in 4 bits, 'gemm' layout",
         ),
-        ({"quantization_config": AWQ | {"bits": 8}}, "expected AWQ in 4 bits, 'gemm' layout"),
         (
             {"quantization_config": AWQ | {"version": "gemv"}},
             "expected AWQ in 4 bits, 'gemm' layout",

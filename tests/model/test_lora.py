@@ -1,6 +1,5 @@
 """Adapters: exact gradients, the same model merged or not, only A and B trained, PEFT's files."""
 
-import importlib.util
 import json
 
 import pytest
@@ -8,17 +7,14 @@ import torch
 from safetensors.torch import load_file
 
 from nanorchestra.model.lora import (
-    LoRALinear,
     adapters,
     add_adapters,
     merge,
-    parameters_of,
     save_adapter,
     without_adapters,
 )
 from nanorchestra.model.packed_attention import Segment, packed_attention
 from nanorchestra.model.qwen3 import Qwen3
-from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.model.weights import copy_weights, named_hf_tensors
 from nanorchestra.training.objectives import Objective
 from nanorchestra.training.packing import Group, Sample
@@ -45,47 +41,6 @@ def adapted(nano_model):
 def hidden(model, tokens=(5, 9, 600, 3, 77, 12)):
     tokens = torch.tensor(tokens)
     return model(tokens, torch.arange(len(tokens)), packed_attention([Segment(0, len(tokens))]))
-
-
-@pytest.mark.parametrize("rows", [[7], [4, 2, 1]])
-def test_gradients_equal_finite_differences(rows):
-    generator = torch.Generator().manual_seed(0)
-    layer = LoRALinear(torch.nn.Linear(5, 7), rows, rank=2, alpha=3.0).double()
-    layer.reset(generator)
-    inputs = [
-        torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
-        for shape in ((4, 5), layer.lora_a.shape, layer.lora_b.shape)
-    ]
-
-    def product(x, a, b):
-        return torch.func.functional_call(layer, {"lora_a": a, "lora_b": b}, (x,))
-
-    assert torch.autograd.gradcheck(product, inputs)
-
-
-def test_each_part_of_a_fused_matrix_has_its_own_adapter():
-    """Row r of part p is x W_r + scale (x A_p) B_r, written out."""
-    layer = LoRALinear(torch.nn.Linear(5, 7, bias=False), [4, 2, 1], rank=2, alpha=3.0)
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter)
-    x = torch.randn(5)
-    for row, part in enumerate([0, 0, 0, 0, 1, 1, 2]):
-        low = layer.lora_a[2 * part : 2 * part + 2] @ x
-        expected = layer.weight[row] @ x + 1.5 * layer.lora_b[row] @ low
-        assert layer(x)[row].item() == pytest.approx(expected.item(), abs=1e-5)
-
-
-def test_a_new_adapter_changes_nothing_and_its_a_is_as_published(nano_model):
-    before = hidden(nano_model)
-    add_adapters(nano_model, rank=64, alpha=32.0, seed=0)
-    assert torch.equal(hidden(nano_model), before)
-    for _, module in adapters(nano_model):
-        bound = module.lora_a.shape[1] ** -0.5
-        assert module.lora_a.abs().max() <= bound and not module.lora_b.any()
-        assert module.lora_a.std().item() == pytest.approx(bound / 3**0.5, rel=0.05)
-    trained = sum(p.numel() for p in nano_model.parameters() if p.requires_grad)
-    assert trained == parameters_of(nano_model.config, 64)
-    assert len(adapters(nano_model)) == 4 * nano_model.config.num_hidden_layers
 
 
 def test_the_merged_model_computes_the_same(adapted):
@@ -125,27 +80,6 @@ def test_the_base_is_the_reference_and_takes_no_memory(adapted):
     assert all(module.enabled for _, module in adapters(adapted))
 
 
-def test_a_checkpoint_goes_on_exactly(adapted):
-    trainer = Trainer(adapted, vocab_limit=690)
-    trainer.freeze_reference()
-    trainer.policy_step(GROUPS, 1e-3, Objective(kl_coef=0.1))
-    saved = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
-    straight = [trainer.policy_step(GROUPS, 1e-3, Objective(kl_coef=0.1)) for _ in range(2)]
-    for name, tensor in trainer.prepare("adamw", reference=True).items():
-        tensor.copy_(saved.pop(name))
-    assert not saved
-    assert [trainer.policy_step(GROUPS, 1e-3, Objective(kl_coef=0.1)) for _ in range(2)] == straight
-
-
-def test_in_bf16_the_adapter_stays_fp32_and_learns_at_a_small_rate(nano_model):
-    nano_model.to(torch.bfloat16)
-    add_adapters(nano_model, rank=2, alpha=4.0, seed=0)
-    Trainer(nano_model, vocab_limit=690).policy_step(GROUPS, 1e-6, Objective())
-    for _, module in adapters(nano_model):
-        assert module.weight.dtype == torch.bfloat16 and module.lora_a.dtype == torch.float32
-        assert module.lora_b.any()
-
-
 def applied(base, path):
     """{HF name: weight} of `base` with the adapter files in `path` added, by PEFT's formula."""
     config = json.loads((path / "adapter_config.json").read_text())
@@ -181,21 +115,3 @@ def test_the_adapters_of_two_phases_are_one_adapter_of_the_first_base(nano_model
         assert not torch.allclose(base[matrix], expected[matrix], atol=1e-4)
     save_adapter(nano_model, tmp_path / "new", write=False)
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
-def test_peft_loads_the_adapter(adapted, tmp_path):
-    import peft
-    import transformers
-
-    base = Qwen3(adapted.config)
-    base.load_state_dict({name: adapted.state_dict()[name] for name in base.state_dict()})
-    save_checkpoint(base, None, tmp_path / "base")
-    save_adapter(adapted, tmp_path / "adapter", str(tmp_path / "base"))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "base", dtype=torch.float32
-    )
-    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
-    logits = theirs(torch.tensor([[5, 9, 600, 3, 77, 12]])).logits[0]
-    torch.testing.assert_close(logits, adapted.logits(hidden(adapted)), rtol=1e-4, atol=1e-4)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanorchestra.model.ops import cache_rows, linear, rms_norm, store_kv
+from nanorchestra.model.ops import linear, rms_norm
 
 
 def test_norm_rounds_before_the_weight():
@@ -27,14 +27,3 @@ def test_linear_equals_float64(rows, biased):
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     torch.testing.assert_close(linear(x, weight, bias).double(), exact, rtol=0, atol=2e-4)
     assert linear(x.requires_grad_(), weight, bias).requires_grad
-
-
-def test_keys_and_values_go_to_their_slots():
-    slots = torch.tensor([5, 0, 11])  # pages of 4 tokens
-    k, v = torch.randn(3, 2, 8), torch.randn(3, 2, 8)
-    caches = torch.zeros(3, 2, 4, 8), torch.zeros(3, 2, 4, 8)  # [pages, Hkv, page_size, D]
-    store_kv(k, v, *caches, cache_rows(slots, 2, 4))
-    for new, cache in zip((k, v), caches, strict=True):
-        for i, slot in enumerate(slots.tolist()):
-            assert torch.equal(cache[slot // 4, :, slot % 4], new[i])
-        assert cache.count_nonzero() == new.numel()

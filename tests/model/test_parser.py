@@ -13,7 +13,7 @@ from nanorchestra.model.parser import StreamParser, parse
 from nanorchestra.model.tokenizer import Tokenizer, train_bpe
 from nanorchestra.records import ParsedTurn, ToolCall
 
-QUICK = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+QUICK = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<", "</tool", "_call>", "<thi"]
 OBJECTS = ['{"name": "f", "arguments": {"q": "', '"}}', '{"name": "g"}', "{", "}", '"', "["]
 OTHERS = ["\n", "\n\n", "\\", "\\\\", '\\"', "text", " ", "é", "<|im_end|>x"]
@@ -21,7 +21,9 @@ BROKEN = st.lists(st.sampled_from([*TAGS, *OBJECTS, *OTHERS]), max_size=14).map(
 TEXTS = st.lists(st.sampled_from([*TAGS, *OTHERS]) | st.text(max_size=5), max_size=6).map("".join)
 LEAVES = st.none() | st.booleans() | st.integers() | TEXTS
 JSON = st.recursive(
-    LEAVES, lambda value: st.lists(value) | st.dictionaries(TEXTS, value), max_leaves=4
+    LEAVES,
+    lambda value: st.lists(value, max_size=2) | st.dictionaries(TEXTS, value, max_size=2),
+    max_leaves=4,
 )
 ARGUMENTS = st.dictionaries(TEXTS, JSON, max_size=3)
 CALL = '<tool_call>\n{"name": "f", "arguments": {"q": 1}}\n</tool_call>'
@@ -57,7 +59,7 @@ def test_what_an_ideal_policy_writes_is_read_back(
     assert parsed.reasoning == expected
 
 
-@settings(QUICK, max_examples=500)
+@settings(QUICK, max_examples=300)
 @given(BROKEN, st.lists(st.integers(0, 200), max_size=6), st.sampled_from([None, True, False]))
 def test_every_split_of_any_text_gives_the_same_turn_and_deltas_that_add_up(text, cuts, thinking):
     whole = turn(text, thinking)
@@ -84,17 +86,6 @@ def test_a_plain_turn(tokenizer):
         assert parse(tokenizer, tokenizer.encode("ok") + stop) == ParsedTurn("", "ok", ())
 
 
-def test_reasoning_that_is_cut_off_is_reasoning_and_its_draft_calls_are_no_calls():
-    draft = f"let me try {CALL}\nor"
-    assert turn(f"<think>\n{draft}") == ParsedTurn(draft, "", (), truncated=True)
-    assert turn(f"<think>draft {CALL}</think>done") == ParsedTurn(f"draft {CALL}", "done", ())
-
-
-def test_with_thinking_off_everything_is_content_but_calls_are_calls():
-    parsed = turn(f"<think>\nhm\n</think>\n\n{CALL}", thinking=False)
-    assert parsed == ParsedTurn("", "<think>\nhm\n</think>\n", (READ,))
-
-
 def test_the_json_object_decides_where_a_call_ends():
     arguments = {"q": 'say "</tool_call>" }}', "r": "a\\", "s": {"t": ["{"]}}
     text = json.dumps({"name": "f", "arguments": arguments})
@@ -102,29 +93,19 @@ def test_the_json_object_decides_where_a_call_ends():
     assert parsed == ParsedTurn("", "That is all.", (ToolCall("f", arguments, text),))
 
 
-def test_prose_around_calls_is_content_on_lines_of_its_own():
-    text = f"\n\nFirst.\n{CALL}\n\n{CALL}\nThen.\n{CALL}\nLast.\n"
-    assert turn(text).content == "First.\nThen.\nLast.\n"
-
-
 @pytest.mark.parametrize(
     "text, name, arguments, error",
     [
         ('{"name": "f"}', "f", {}, None),
-        ('{"name": "f", "arguments": null}', "f", {}, None),
         ('{"name": "f", "arguments": "{\\"a\\": [1]}"}', "f", {"a": [1]}, None),
         ('{"name": "f", "arguments": "{\\"a\\": }"}', "f", {}, "call is not valid JSON: E"),
         ('{"name": "f", "arguments": [1]}', "f", {}, "name must be a string and arguments a JSON"),
-        ('{"name": 3}', "3", {}, "name must be a string and arguments a JSON object"),
         ('{"name": "f", "arguments": {"a": 01}}', "", {}, "call is not valid JSON: Expecting ','"),
-        ('{"name": "f", "a": {"a"}}', "", {}, "call is not valid JSON: Expecting ':' delimiter"),
         ('{"name": "f", "arguments": {"a": NaN}}', "", {}, "call is not valid JSON: NaN is not a"),
         ('{"name": "f", "a": "line\nbreak"}', "", {}, "call is not valid JSON: Invalid control"),
         ('{"name": "f, "arguments": {}}', "", {}, "call is not valid JSON: Expecting ',' delimi"),
-        ('{"arguments": {}}', "", {}, "call must be a JSON object with name and arguments"),
         ("[]", "", {}, "call must be a JSON object with name and arguments"),
         ("", "", {}, "call is not valid JSON: Expecting value"),
-        ("no object", "", {}, "call is not valid JSON: Expecting value"),
         ('{"name": "f"}}', "f", {}, "</tool_call> must follow the JSON object, not '}'"),
         ('{"name": "f", "a": ' + "9" * 5000 + "}", "", {}, "call is not valid JSON: Exceeds the"),
         ('{"name":' * 99999 + "1" + "}" * 99999, "", {}, "call is not valid JSON: maximum rec"),

@@ -61,36 +61,12 @@ def test_added_tokens_are_those_of_qwen3_in_its_order(tokenizer):
         assert tokenizer.decode([first + offset]) == token and len(tokenizer.encode(token)) > 1
 
 
-def test_skip_special_drops_roles_but_keeps_reasoning_and_calls(tokenizer):
-    text = "<|im_start|>x<think>y</think><tool_call>{}</tool_call><|im_end|><|endoftext|>"
-    kept = tokenizer.decode(tokenizer.encode(text, special=True), skip_special=True)
-    assert kept == "x<think>y</think><tool_call>{}</tool_call>"
-
-
 @QUICK
 @given(ids=st.lists(st.integers(0, 329), max_size=40))
 def test_streaming_any_ids_gives_the_text_of_the_whole(tokenizer, ids):
     """Also for ids that are no UTF-8, as an untrained policy samples them."""
     decoder = IncrementalDecoder(tokenizer)
     assert "".join(map(decoder.feed, ids)) + decoder.flush() == tokenizer.decode(ids)
-
-
-def test_a_character_is_never_streamed_in_part(tokenizer):
-    decoder = IncrementalDecoder(tokenizer)
-    out = [decoder.feed(i) for i in tokenizer.encode("🙂ok")]
-    assert out[:4] == ["", "", "", "🙂"] and "".join(out) == "🙂ok" and decoder.flush() == ""
-    assert decoder.feed(tokenizer.encode("🙂")[0]) == "" and decoder.flush() == "\ufffd"
-
-
-def test_half_a_surrogate_pair_is_replaced(tokenizer):
-    """json.loads turns "\\ud83d" into a string that UTF-8 cannot hold."""
-    assert tokenizer.decode(tokenizer.encode("a\ud83db")) == "a\ufffdb"
-    assert tokenizer.decode(tokenizer.encode("\ud83d\ude42", special=True)) == "🙂"
-
-
-def test_encode_returns_a_list_of_the_callers_own(tokenizer):
-    tokenizer.encode("the end").append(-1)
-    assert -1 not in tokenizer.encode("the end")
 
 
 def test_training_is_deterministic_and_counts_every_id(tmp_path, tokenizer):
@@ -101,26 +77,6 @@ def test_training_is_deterministic_and_counts_every_id(tmp_path, tokenizer):
     assert first == second
     with pytest.raises(UserError, match="vocab_size = 281: expected at least 282"):
         train_bpe([], 281)
-
-
-def test_training_on_rendered_conversations_learns_nothing_from_the_markers(tmp_path):
-    for name, text in (("a", "hello there"), ("b", "<|im_start|>hello there<|im_end|>")):
-        train_bpe([text] * 9, 400).save(tmp_path / name)
-    first, second = ((tmp_path / name / "tokenizer.json").read_bytes() for name in "ab")
-    assert first == second
-
-
-def test_save_keeps_the_files_of_the_checkpoint_it_came_from(tokenizer, saved, tmp_path):
-    (tmp_path / "source").mkdir()
-    (tmp_path / "source/tokenizer.json").write_bytes((saved / "tokenizer.json").read_bytes())
-    (tmp_path / "source/tokenizer_config.json").write_text('{"eos_token": "mine"}')
-    (tmp_path / "source/chat_template.jinja").write_text("{{ template }}")
-    loaded = Tokenizer.from_dir(tmp_path / "source")
-    text = CORPUS[0] + "<think>"
-    assert loaded.encode(text, special=True) == tokenizer.encode(text, special=True)
-    loaded.save(tmp_path / "target")
-    for file in (tmp_path / "source").iterdir():
-        assert (tmp_path / "target" / file.name).read_bytes() == file.read_bytes()
 
 
 @pytest.mark.slow  # importing transformers takes seconds
@@ -170,13 +126,3 @@ def test_a_bad_file_is_refused_in_one_line_that_names_it(saved, tmp_path, damage
     message = str(refusal.value)
     assert message.startswith(f"{tmp_path / 'tokenizer.json'}: ")
     assert words in message and "\n" not in message
-
-
-def test_truncation_in_the_file_is_not_applied(saved, tmp_path):
-    """Some published files carry the settings of a training run."""
-    data = json.loads((saved / "tokenizer.json").read_text(encoding="utf-8"))
-    side = {"direction": "Right", "strategy": "LongestFirst", "stride": 0}
-    data["truncation"] = side | {"max_length": 3}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
-    loaded = Tokenizer.from_dir(tmp_path)
-    assert loaded.decode(loaded.encode("the expert", special=True)) == "the expert"

@@ -6,14 +6,12 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from nanorchestra.errors import UserError
 from nanorchestra.files import replace_directory
-from nanorchestra.model.hf_config import config_to_hf, read_config
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.saving import save_checkpoint
-from nanorchestra.model.tokenizer import train_bpe
 from nanorchestra.model.weights import copy_weights, load_model, named_hf_tensors
 
 CONFIG = ModelConfig(
@@ -60,21 +58,6 @@ def test_transformers_loads_what_we_save_bit_for_bit(dtype, tied, shard, tmp_pat
     assert same(again, model) and again.config == model.config and tokenizer is None
 
 
-@pytest.mark.parametrize("shard", ["5GB", "2KB"])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_we_load_what_transformers_saves_bit_for_bit(tied, shard, tmp_path):
-    fields = config_to_hf(CONFIG) | {"tie_word_embeddings": tied}
-    theirs = Qwen3ForCausalLM(Qwen3Config(**fields)).bfloat16()
-    theirs.save_pretrained(tmp_path, max_shard_size=shard)
-    model, _ = load_model(tmp_path, dtype="bfloat16")
-    ours = dict(named_hf_tensors(model))
-    for name, tensor in theirs.state_dict().items():
-        if name in ours:
-            assert torch.equal(ours.pop(name), tensor), name
-    assert not ours
-    assert same(load_model(tmp_path)[0].bfloat16(), model), "bf16 on disk, fp32 in memory"
-
-
 def test_published_variants_load(tmp_path):
     """Tied checkpoints with a copy of the embeddings; backbones without prefix and lm_head."""
     model = a_model(tie_word_embeddings=True)
@@ -91,69 +74,28 @@ def test_published_variants_load(tmp_path):
     assert loaded.config.tie_word_embeddings and same(loaded, model)
 
 
-def test_end_of_sequence_ids_are_those_of_generation(tmp_path):
-    save_checkpoint(a_model(eos_token_ids=(3,)), None, tmp_path)
-    for text, expected in (("[9, 3]", (9, 3)), ("null", (3,)), ("4", (4,))):
-        (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {text}}}')
-        assert read_config(tmp_path).eos_token_ids == expected
-
-
-def test_tokenizer_travels_with_the_weights(tmp_path):
-    tokenizer = train_bpe(["one two three"], 300)
-    size = tokenizer.vocab_size
-    save_checkpoint(a_model(vocab_size=size + 5), tokenizer, tmp_path / "out")
-    assert load_model(tmp_path / "out")[1].encode("one five") == tokenizer.encode("one five")
-    save_checkpoint(a_model(vocab_size=size - 1), tokenizer, tmp_path / "out")
-    with pytest.raises(UserError, match=f"ids up to {size - 1}; .*vocab_size = {size - 1}"):
-        load_model(tmp_path / "out")
-
-
 def edit_json(file, **changes):
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def edit_output(path, change):
-    """Replace the output matrix in the last shard by change(matrix), or remove it."""
-    file = sorted(path.glob("model-*.safetensors"))[-1]
-    tensors = load_file(file)
-    matrix = change(tensors.pop("lm_head.weight"))
-    save_file(tensors | ({} if matrix is None else {"lm_head.weight": matrix}), file)
-
-
-def truncate_last_shard(path):
-    file = sorted(path.glob("model-*.safetensors"))[-1]
-    file.write_bytes(file.read_bytes()[:-9])
-
-
 DAMAGES = {
-    "no config.json": lambda path: (path / "config.json").unlink(),
+    "config.json: cannot be read": lambda path: (path / "config.json").unlink(),
     "config.json: not JSON": lambda path: (path / "config.json").write_text('{"model_type": '),
-    "config.json: expected a JSON object": lambda path: (path / "config.json").write_text("[]"),
     "has shape [41, 24]; config.json asks for [41, 32]": lambda path: edit_json(
         path / "config.json", hidden_size=32
     ),
-    "tensor model.layers.2.input_layernorm.weight of shape [24] is missing": lambda path: edit_json(
+    "layers.2.input_layernorm.weight of shape [24] is missing": lambda path: edit_json(
         path / "config.json", num_hidden_layers=3
     ),
-    "tensor model.layers.1.input_layernorm.weight is not described by config.json": (
-        lambda path: edit_json(path / "config.json", num_hidden_layers=1)
-    ),
-    "generation_config.json: eos_token_id = 41: ": lambda path: edit_json(
-        path / "generation_config.json", eos_token_id=41
+    "layers.1.input_layernorm.weight is not described by config.json": lambda path: edit_json(
+        path / "config.json", num_hidden_layers=1
     ),
     "model.safetensors: not a whole safetensors file": lambda path: [
         file.unlink() for file in path.glob("model*")
     ],
-    "model-00007.safetensors: not a whole safetensors file": truncate_last_shard,
-    "model-00002.safetensors: not a whole safetensors file (No such file": lambda path: next(
-        path.glob("model-00002*")
-    ).unlink(),
-    "tensor lm_head.weight has dtype I8; expected F32 or BF16 or F16": lambda path: edit_output(
-        path, lambda matrix: matrix.to(torch.int8)
-    ),
-    "tensor lm_head.weight has shape [24, 41]; config.json asks for [41, 24]": (
-        lambda path: edit_output(path, lambda matrix: matrix.T.contiguous())
-    ),
+    "model-00002.safetensors: not a whole safetensors file": lambda path: (
+        path / "model-00002.safetensors"
+    ).write_bytes(bytes(90)),
 }
 
 
@@ -173,11 +115,6 @@ def test_a_bad_checkpoint_is_refused_in_one_line_that_names_it(words, whole, tmp
         load_model(path)
     message = str(refusal.value)
     assert str(path) in message and "\n" not in message and words in message, message
-
-
-def test_unknown_dtype_is_refused(whole):
-    with pytest.raises(UserError, match="dtype = 'int8': expected one of float32"):
-        load_model(whole, dtype="int8")
 
 
 def test_copy_weights_overwrites_in_place():
@@ -212,9 +149,3 @@ def test_a_save_replaces_the_old_checkpoint_as_a_whole_or_not_at_all(tmp_path):
     names = sorted(entry.name for entry in path.iterdir())
     assert names == ["config.json", "generation_config.json", SINGLE]
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
-
-
-def test_an_unwritable_place_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be written"):
-        save_checkpoint(a_model(), None, tmp_path / "file" / "below")

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from nanorchestra.report.browser import SCRIPT, browser, thin
+from nanorchestra.report.browser import SCRIPT, browser
 
 
 def row(step=1, task="t", ids=8, phase="grpo", **changes):
@@ -26,17 +26,6 @@ def row(step=1, task="t", ids=8, phase="grpo", **changes):
 
 def data_of(page):
     return re.search(r'id="attempts">(.*?)</script>', page, flags=re.DOTALL).group(1)
-
-
-def test_groups_are_thinned_evenly_and_the_last_one_stays():
-    rows = [row(step, task, ids=10) for step in range(1, 11) for task in "ab" for _ in range(2)]
-    rows.append(row(11, phase="after"))
-    groups, recorded = thin(rows, most=10**9)
-    assert len(groups) == recorded == 20 and all(len(group) == 2 for group in groups)
-    groups, recorded = thin(rows, most=100)
-    places = [(group[0]["step"], group[0]["task_id"]) for group in groups]
-    assert recorded == 20 and places == [(2, "b"), (4, "b"), (6, "b"), (8, "b"), (10, "b")]
-    assert thin([], 100) == ([], 0) and browser([row(phase="after")], str) == ""
 
 
 def test_the_page_has_the_recorded_numbers_and_no_tag_in_its_data():

@@ -13,7 +13,6 @@ import pytest
 
 from nanorchestra.records import ToolCall, ToolResult, Trajectory, Turn
 from nanorchestra.report.page import write_report
-from nanorchestra.report.plots import trailing_mean
 from nanorchestra.report.run import Run
 
 SCORES = {"reward": 0.5, "accuracy": 0.7, "cost_usd": 0.002, "latency_s": 2.0}
@@ -111,7 +110,3 @@ def test_the_report_loads_nothing_and_runs_nothing(run):
     for attributes, body in scripts:  # data, or the report's own by the hash of its text
         digest = base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()
         assert f"'sha256-{digest}'" in allowed or ("json" in attributes and json.loads(body))
-
-
-def test_the_trailing_mean_knows_nothing_of_later_steps():
-    assert trailing_mean([1.0, 3.0, 5.0, 9.0], 2) == [1.0, 2.0, 4.0, 7.0]

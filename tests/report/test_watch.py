@@ -7,9 +7,8 @@ import types
 
 import pytest
 
-from nanorchestra.errors import UserError
 from nanorchestra.report.run import Run
-from nanorchestra.report.watch import Watch, needed
+from nanorchestra.report.watch import Watch
 
 ROW = {"phase": "grpo", "step": 7, "reward": 0.5, "skipped": None, "filtered": {"short": 0.25}}
 
@@ -51,15 +50,6 @@ def test_rows_go_to_tensorboard_and_wandb(run, monkeypatch):
     Watch(Run.open(run.path), "wandb")
     ids = [given["id"] for given in told["wandb"] if "id" in given]
     assert len(ids) == 2 and ids[0] == ids[1], "a resumed run is the same run"
-
-
-def test_what_is_missing_gets_one_line(monkeypatch):
-    assert needed("") == {}
-    with pytest.raises(UserError, match="run.log_to is 'tensorbord'; it must be"):
-        needed("tensorbord")
-    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
-    with pytest.raises(UserError, match="wandb is not installed: pip install wandb"):
-        needed("wandb")
 
 
 def test_the_report_is_written_beside_the_run_again_and_again(run):
