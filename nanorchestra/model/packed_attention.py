@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.external import external_attention, sequences
-from kernels.flash_plan import Span, flash_attention, plan
+from kernels.flash_plan import flash_attention, plan
 from nanorchestra.model.ops import Attend, by_kernel
 
 
@@ -29,6 +29,20 @@ class Segment:
     length: int
     prefix_start: int = 0
     prefix_length: int = 0
+
+
+class Span(NamedTuple):
+    """Queries start .. end see keys key_start .. key_end: all, or causally if they are the same."""
+
+    start: int
+    end: int
+    key_start: int
+    key_end: int
+
+    @property
+    def causal(self) -> bool:
+        """True if queries and keys are the same tokens."""
+        return self.start == self.key_start
 
 
 def packed_attention(segments: Sequence[Segment], kernel: str = "triton") -> Attend:
