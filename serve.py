@@ -20,7 +20,7 @@ if __name__ == "__main__":
 
 import argparse
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from nanorchestra import Engine, SamplingParams
@@ -93,8 +93,8 @@ class Session:
         """Runs one attempt and shows it; `last` is its trajectory, None while there is none."""
         rollout, console, self.last = self.rollout, self.console, None
         seed, self.attempts = self.seed + self.attempts, self.attempts + 1
+        console.say("task", f"{task.question} {task.preference.text}")
         if "tools" in task.data:
-            console.say("task", f"{task.question} {task.preference.text}")
             env = environment(task, seed, self.sandbox)
         else:
             env = ToolEnvironment(task, self.tools, grade=lambda answer: 0.0)
@@ -109,7 +109,7 @@ class Session:
             verdict = "right" if last.outcome else f"wrong, it is {task.data['answer']}"
             text += f"; {verdict}, reward {score(task, last).reward:.2f} ({task.data['wish']})"
         console.say("cost", text)
-        console.line(end="")
+        console.end()
         self.last = last
 
     def prefer(self, words: str) -> None:
@@ -134,42 +134,37 @@ class Session:
         self.run(task)
 
 
-def interact(session: Session) -> int:
-    """Reads lines at a prompt. Ctrl-C stops an answer; at the prompt it leaves, as Ctrl-D does."""
+def typed() -> Iterator[str]:
+    """Yields the lines typed at a prompt, until Ctrl-D or Ctrl-C."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (gives input() its history)
     while True:
         try:
-            line = input("> ").strip()
+            yield input("> ")
         except (EOFError, KeyboardInterrupt):
-            session.console.line()
-            return 0
-        if line == "/quit":
-            return 0
-        try:
-            if line:
-                session.handle(line)
-        except UserError as error:
-            session.console.line(end="")
-            print(error, file=sys.stderr)
-        except KeyboardInterrupt:
-            session.console.line(" [stopped]")
+            print()
+            return
 
 
-def answer_all(session: Session, lines: Iterable[str], echo: bool) -> int:
-    """Answers each line. Returns 2 if one was refused, else 1 if the last had no answer."""
+def converse(session: Session, lines: Iterable[str], at_prompt: bool = False) -> int:
+    """Handles each line until /quit; at a prompt Ctrl-C stops an answer and the next line follows.
+
+    Returns 2 if a line was refused, else 1 if the last question had no answer.
+    """
     status = 0
     for line in filter(None, map(str.strip, lines)):
         if line == "/quit":
             break
-        if echo:
-            session.console.line(f"> {line}")
         try:
             session.handle(line)
         except UserError as error:
-            session.console.line(end="")
+            session.console.end()
             print(f"serve.py: {error}", file=sys.stderr)
             status = 2
+        except KeyboardInterrupt:
+            if not at_prompt:
+                raise
+            session.console.line(" [stopped]")
     return status or int(session.attempts > 0 and not (session.last and session.last.answer))
 
 
@@ -217,11 +212,10 @@ def main(arguments: list[str]) -> int:
         session = Session(open_rollout(options), sandbox, tools, options.seed)
         if tools is None or options.model == NANO:
             print(NOTICE, file=sys.stdout if sys.stdout.isatty() else sys.stderr)
-        if options.ask is not None:
-            return answer_all(session, [options.ask], echo=False)
-        if sys.stdin.isatty() and sys.stdout.isatty():
-            return interact(session)
-        return answer_all(session, sys.stdin, echo=True)
+        if options.ask is None and sys.stdin.isatty() and sys.stdout.isatty():
+            converse(session, typed(), at_prompt=True)
+            return 0
+        return converse(session, sys.stdin if options.ask is None else [options.ask])
 
 
 if __name__ == "__main__":

@@ -100,8 +100,3 @@ def sync(path: str | Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def is_utf8(text: str) -> bool:
-    """Returns whether UTF-8 can write `text`; half a surrogate pair from a JSON file it cannot."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)

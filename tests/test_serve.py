@@ -210,10 +210,10 @@ def test_ctrl_c_stops_the_answer_and_the_next_question_is_answered(talk, monkeyp
         session.attempts == 2 and next(steps) == 4 and os.kill(os.getpid(), signal.SIGINT)
     )
     type_lines(monkeypatch, LAW, LAW, "/frob", LAW)
-    assert serve.interact(session) == 0
+    serve.converse(session, serve.typed(), at_prompt=True)
     before, after = out().split("[stopped]")
     assert "answer 1" in before and "orion" not in before and "answer 57" in after
-    assert capsys.readouterr().err.startswith("/frob: no such command")
+    assert capsys.readouterr().err.startswith("serve.py: /frob: no such command")
 
 
 def test_ctrl_c_does_not_wait_for_a_slow_tool_nor_trip_over_its_late_result(talk, monkeypatch):
@@ -229,7 +229,8 @@ def test_ctrl_c_does_not_wait_for_a_slow_tool_nor_trip_over_its_late_result(talk
     session, out = talk(think("t", "spy"), think("t", content="57"), tools=[tool])
     type_lines(monkeypatch, "anything", "again")
     start = time.monotonic()
-    assert serve.interact(session) == 0 and time.monotonic() - start < 2
+    serve.converse(session, serve.typed(), at_prompt=True)
+    assert time.monotonic() - start < 2
     late.set()
     time.sleep(0.05)
     assert "[stopped]" in out() and "answer 57" in out() and "late" not in out()
@@ -240,7 +241,8 @@ def test_ctrl_c_does_not_wait_for_a_slow_tool_nor_trip_over_its_late_result(talk
 def test_the_prompt_is_left_at_once(talk, monkeypatch, end):
     type_lines(monkeypatch, "", end, LAW)
     session, out = talk()
-    assert serve.interact(session) == 0 and out().strip() == ""
+    serve.converse(session, serve.typed(), at_prompt=True)
+    assert out().strip() == ""
 
 
 def test_ask_answers_one_question_and_says_what_nano_is(command_line):
@@ -255,7 +257,7 @@ def test_a_pipe_asks_a_question_a_line_and_goes_on_after_a_refusal(command_line)
     typed = f"{LAW}\n\nwho are you?\n/nonsense\n/prefer be fast\n47+36\n/quit\n{LAW}\n"
     script = [think("t", content="1"), think("t", content="83")]
     status, out, err = command_line(typed=typed, script=script)
-    assert status == 2 and out.count("answer") == 2 and out.count("> ") >= 5
+    assert status == 2 and out.count("answer") == 2 == out.count("  task ")
     assert "answer 83" in out and "right" in out
     _, outside, nonsense = err.splitlines()
     assert outside.startswith("serve.py: outside") and nonsense.startswith("serve.py: /nonsense")
@@ -278,14 +280,6 @@ def test_a_mistake_is_one_line_and_status_2(command_line, arguments, says):
     *notice, line = err.splitlines()
     assert status == 2 and says in line and line.startswith("serve.py: ")
     assert len(notice) <= 1 and out == ""
-
-
-def test_weights_that_are_not_finite_are_one_line(tmp_path, nano_model, nano_tokenizer, capsys):
-    nano_model.norm.data[3] = float("nan")
-    save_checkpoint(nano_model, nano_tokenizer, tmp_path / "m")
-    assert serve.main(["--model", str(tmp_path / "m"), "--ask", LAW]) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("serve.py: ") and "not finite: a weight is NaN" in last
 
 
 @pytest.mark.parametrize("delay", [0.4, 1.0])

@@ -46,7 +46,7 @@ class Attempt:
         self.rollout, self.index, self.env, self.seed = rollout, index, env, seed
         self.limits, self.tokenizer = rollout.limits, rollout.tokenizer
         self.emit = on_event or (lambda kind, payload: None)
-        self.on_token = (lambda token, logprob: self.emit("token", token)) if on_event else None
+        self.on_token = (lambda token, _: on_event("token", token)) if on_event else None
         self.trajectory = Trajectory(env.task.id, seed, 0, [], [], [], [])
         self.conversation: Conversation | None = None
         self.context = 0  # where in the trajectory the conversation begins
@@ -59,7 +59,8 @@ class Attempt:
         try:
             t.status = await self._play()
         finally:
-            self._close()
+            if self.conversation is not None:
+                self.conversation.close()
         sampled = sum(t.sampled)
         t.cost_usd += self.rollout.price.cost(len(t.ids) - sampled, sampled)
         t.well_formed &= t.status == "answered" and bool(t.answer)
@@ -98,21 +99,16 @@ class Attempt:
 
     def _open(self) -> None:
         """Begins the conversation; with rebuilt context, a new one for every turn."""
-        if self.conversation is not None and self.notes is None:
-            return
-        self._close()
-        start = self.notes or self.env
-        prompt = chat.encode(self.tokenizer, start.messages, start.tools)
-        self.context = len(self.trajectory.ids)
-        self.trajectory.prompt_length = self.trajectory.prompt_length or len(prompt)
-        self.conversation = self.rollout.open(self.index, start, prompt)
-        self._extend(prompt)
-
-    def _close(self) -> None:
         if self.conversation is not None:
-            self.trajectory.cost_usd += self.conversation.cost_usd
+            if self.notes is None:
+                return
             self.conversation.close()
-            self.conversation = None
+        t, start = self.trajectory, self.notes or self.env
+        prompt = chat.encode(self.tokenizer, start.messages, start.tools)
+        self.context = len(t.ids)
+        t.prompt_length = t.prompt_length or len(prompt)
+        self.conversation = self.rollout.open(self, start, prompt)
+        self._extend(prompt)
 
     def _record(self, completion: Any) -> tuple[Turn, ParsedTurn]:
         """Adds a sampled turn to the trajectory; returns it with its parts."""
@@ -205,9 +201,9 @@ class Rollout:
         """Returns the trajectory of one attempt at each environment, in the same order."""
         return asyncio.run(self._run(environments, seeds, on_done, on_event))
 
-    def open(self, index: int, start: Environment | Notes, prompt: list[int]) -> Conversation:
-        """Opens a conversation of attempt `index`; the ids of `start`'s messages are `prompt`."""
-        return Conversation(self, index, self.engine.session(prompt))
+    def open(self, attempt: Attempt, start: Environment | Notes, prompt: list[int]) -> Conversation:
+        """Opens a conversation of an attempt; `prompt` are the ids of `start`'s messages."""
+        return Conversation(self, attempt.index, self.engine.session(prompt))
 
     async def _run(self, environments, seeds, on_done, on_event) -> list[Trajectory]:
         self._ready: list[tuple] = []  # (attempt, session, params, on_token, future) of a turn
@@ -259,7 +255,6 @@ class Conversation:
     rollout: Rollout
     index: int
     session: Any
-    cost_usd: float = 0.0  # the bill of a policy that is not ours
 
     def append(self, ids: list[int], role: str, contents: list[str]) -> None:
         """Adds observations (role "tool") or the user's reply ("user"), as ids and as text."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from nanorchestra.agent.environment import in_thread
-from nanorchestra.agent.loop import Limits, Rollout
+from nanorchestra.agent.loop import Attempt, Limits, Rollout
 from nanorchestra.config import RolloutSection
 from nanorchestra.engine.request import Completion
 from nanorchestra.errors import require
@@ -65,28 +66,30 @@ class EndpointRollout(Rollout):
         self.url, self.model = section.endpoint, section.model
         self.bill = Price(section.input_usd_per_million, section.output_usd_per_million)
 
-    def open(self, index: int, start: Any, prompt: list[int]) -> EndpointConversation:
+    def open(self, attempt: Attempt, start: Any, prompt: list[int]) -> EndpointConversation:
         """Opens a conversation that begins with the messages of `start`."""
-        return EndpointConversation(self, list(start.messages), start.tools)
+        return EndpointConversation(self, attempt.trajectory, list(start.messages), start.tools)
 
     async def _run(self, *arguments: Any) -> list[Trajectory]:
         self.free = asyncio.Semaphore(PARALLEL)
         return await super()._run(*arguments)
 
 
+@dataclass
 class EndpointConversation:
     """An attempt as the endpoint knows it: every request carries the whole conversation."""
 
-    def __init__(self, rollout: EndpointRollout, messages: list[dict], tools: list[dict]):
-        self.rollout, self.messages, self.tools = rollout, messages, tools
-        self.cost_usd = 0.0
+    rollout: EndpointRollout
+    trajectory: Trajectory
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
 
     def append(self, ids: list[int], role: str, contents: list[str]) -> None:
         """Adds observations, each for its call, or the user's reply."""
-        asked = self.messages[-1].get("tool_calls") if role == "tool" else None
-        names = [{"tool_call_id": call["id"]} for call in asked] if asked else [{}]
-        for name, content in zip(names, contents, strict=True):
-            self.messages.append({"role": role, "content": content} | name)
+        calls = self.messages[-1].get("tool_calls", [{}])
+        for call, content in zip(calls, contents, strict=True):
+            message = {"role": role, "content": content}
+            self.messages.append(message | ({"tool_call_id": call["id"]} if call else {}))
 
     def close(self) -> None:
         """Does nothing: the server keeps no state."""
@@ -104,7 +107,7 @@ class EndpointConversation:
         except (EndpointError, TimeoutError) as error:
             problem = str(error) or f"no answer in {TURN_SECONDS:g} s"
             return _completion([], "error", f"Error: {model} at {url} failed ({problem})")
-        self.cost_usd += self.rollout.bill.cost(*tokens)
+        self.trajectory.cost_usd += self.rollout.bill.cost(*tokens)
         return self._record(message, params["max_completion_tokens"])
 
     def _record(self, message: dict[str, Any], budget: int) -> Completion:

@@ -30,19 +30,25 @@ class Console:
     def say(self, label: str, text: str) -> None:
         """Continues the line of `label`, or begins one."""
         if label != self._label:
-            self.line(f"  {label:7}", end="")
+            self.end()
+            self.stream.write(f"  {label:7}")
             self._label = label
         text = text.translate(UNSAFE).replace("\n", "\n" + " " * 9)
         if self.colour and label in STYLES:
             text = f"\033[{STYLES[label]}m{text}\033[0m"
-        print(text, end="", file=self.stream, flush=True)
+        self.stream.write(text)
+        self.stream.flush()
 
-    def line(self, text: str = "", end: str = "\n") -> None:
-        """Writes a line of its own."""
+    def end(self) -> None:
+        """Ends the line that was begun."""
         if self._label:
-            print(file=self.stream)
+            self.stream.write("\n")
         self._label = ""
-        print(text.translate(UNSAFE), end=end, file=self.stream, flush=True)
+
+    def line(self, text: str) -> None:
+        """Writes a line of its own."""
+        self.end()
+        print(text.translate(UNSAFE), file=self.stream, flush=True)
 
     def on_event(self, kind: str, payload: Any) -> None:
         """Shows an event: a sampled id, the end of a turn, or the results of its calls."""

@@ -242,19 +242,6 @@ def test_nothing_is_left_when_the_owner_is_killed(tmp_path):
     wait_for(lambda: gone(worker) and gone(child) and not os.listdir(tmp_path))
 
 
-def test_the_child_dies_with_its_worker():
-    with Sandbox(workers=1) as one:
-        (worker,) = one._idle.queue
-        code = "open('f', 'w').close()\nwhile True: pass"
-        thread = threading.Thread(target=one.run, args=(code, 0.5))
-        thread.start()
-        wait_for(lambda: os.path.exists(f"{worker.directory}/f"))
-        child = child_of(worker.process.pid)
-        os.kill(worker.process.pid, signal.SIGKILL)
-        wait_for(lambda: gone(child))
-        thread.join()
-
-
 @pytest.fixture
 def altered_child(monkeypatch, tmp_path):
     """altered_child(old, new) lets sandboxes run another sandbox_child.py."""
