@@ -87,8 +87,9 @@ class World:
         chunks = [(r, len(r.ids) - 1, 1) for r in plan.decodes] + plan.prefills
         budget = self.scheduler.max_batch_tokens
         assert sum(count for *_, count in chunks) <= budget, "the step is larger than its budget"
-        assert len({r for r in plan.requests}) == len(plan.requests), "a request is there twice"
-        assert not {r.id for r in plan.requests} & self.done.keys(), "a request has ended"
+        served = [r for r, *_ in chunks + plan.forks]
+        assert len(set(served)) == len(served), "a request is there twice"
+        assert not {r.id for r in served} & self.done.keys(), "a request has ended"
         self.pool.copy(plan.copies)
         for request, start, count in chunks:
             assert count > 0 and start == request.table.written, "a chunk leaves a gap"

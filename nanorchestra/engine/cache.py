@@ -64,10 +64,6 @@ class PageCache:
         """Number of pages that can be handed out now: free and idle ones."""
         return len(self._free) + len(self._idle)
 
-    def pages_for(self, length: int) -> int:
-        """Number of pages that `length` positions take."""
-        return -(-length // self.page_size)
-
     def match(self, table: PageTable, ids: Sequence[int]) -> None:
         """Fills the empty `table` with the longest indexed prefix of `ids`.
 
@@ -89,7 +85,8 @@ class PageCache:
 
     def missing(self, table: PageTable, length: int) -> int:
         """Counts the pages that `grow` would take."""
-        return max(0, self.pages_for(length) - len(table.pages)) + self._shares_next(table)
+        pages = -(-length // self.page_size)
+        return max(0, pages - len(table.pages)) + self._shares_next(table)
 
     def grow(self, table: PageTable, length: int) -> bool:
         """Makes positions up to `length` writable. Returns False and changes nothing if it cannot.
@@ -113,7 +110,7 @@ class PageCache:
 
         Positions that the coming step writes count too.
         """
-        other.pages[:] = table.pages[: self.pages_for(length)]
+        other.pages[:] = table.pages[: -(-length // self.page_size)]
         for page in other.pages:
             self._hold(page)
         other.written, other.committed, other.parent = table.written, table.committed, table.parent
@@ -184,15 +181,15 @@ class PageCache:
         assert sorted(states) == list(range(self.num_pages)), "a page is lost, or in two states"
         assert all(held[page] == refs for page, refs in enumerate(self._refs)), "wrong references"
         indexed = {page for page, uid in enumerate(self._uids) if uid}
-        assert indexed == self._keys.keys() == set(self._index.values()), "index and uids differ"
-        assert all(self._index[key] == page for page, key in self._keys.items()), "a key is wrong"
+        assert self._index == {self._keys[page]: page for page in indexed}, "index and uids differ"
         assert indexed >= self._idle.keys(), "an idle page is not indexed"
         uids = {self.root, *(self._uids[page] for page in indexed)}
-        assert all(parent in uids for parent, _ in self._index), "a page has lost its parent"
+        assert uids >= {parent for parent, _ in self._index}, "a page has lost its parent"
         for table in tables:
-            size, pages = self.page_size, table.pages
-            assert table.committed * size <= table.written <= len(pages) * size, "wrong counts"
-            chain = [self.root, *(self._uids[page] for page in pages[: table.committed])]
-            parents = [self._keys[page][0] for page in pages[: table.committed]] + [table.parent]
-            assert not pages or parents == chain, "a table's pages are not a chain"
-            assert not indexed & set(pages[table.committed :]), "a page is indexed too early"
+            first, rest = table.pages[: table.committed], table.pages[table.committed :]
+            full = len(first) * self.page_size
+            assert full <= table.written <= full + len(rest) * self.page_size, "wrong counts"
+            chain = [self.root, *(self._uids[page] for page in first)]
+            parents = [*(self._keys[page][0] for page in first), table.parent]
+            assert not table.pages or parents == chain, "a table's pages are not a chain"
+            assert not indexed & set(rest), "a page is indexed too early"

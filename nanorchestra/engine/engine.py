@@ -16,14 +16,7 @@ from torch import Tensor
 
 from nanorchestra.engine.cache import PageCache, PageTable
 from nanorchestra.engine.guide import ToolCallGrammar
-from nanorchestra.engine.request import (
-    Completion,
-    Limits,
-    OnToken,
-    Request,
-    SamplingParams,
-    StopText,
-)
+from nanorchestra.engine.request import Completion, Limits, OnToken, Request, SamplingParams
 from nanorchestra.engine.runner import Runner
 from nanorchestra.engine.sampler import Draw
 from nanorchestra.engine.scheduler import Plan, Scheduler
@@ -71,12 +64,11 @@ class Engine:
             numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
             num_pages = max(1, DEFAULT_POOL // (page_size * numbers * weight.element_size()))
         longest = config.max_position_embeddings
-        max_context = longest if max_context is None else min(max_context, longest)
-        settings = (num_pages, page_size, max_batch_tokens, max_running, max_context)
-        names = ("num_pages", "page_size", "max_batch_tokens", "max_running", "max_context")
-        for name, value in zip(names, settings, strict=True):
-            require(value >= 1, f"engine: {name} is {value}, it should be at least 1")
-        self.model, self.tokenizer, self.max_context = model, tokenizer, max_context
+        self.max_context = longest if max_context is None else min(max_context, longest)
+        settings = num_pages, page_size, max_batch_tokens, max_running, self.max_context
+        names = "pages, page size, batch tokens, running requests, context"
+        require(min(settings) >= 1, f"engine: {names} are {settings}, they should be at least 1")
+        self.model, self.tokenizer = model, tokenizer
         self.vocab_size, self.eos_ids = config.vocab_size, frozenset(config.eos_token_ids)
         if tokenizer is not None:
             self.vocab_size = min(self.vocab_size, tokenizer.vocab_size)
@@ -84,7 +76,7 @@ class Engine:
         self.weight_version = 0
         self.cache = PageCache(num_pages, page_size)
         self.scheduler = Scheduler(self.cache, max_batch_tokens, max_running)
-        self.limits = Limits(config.vocab_size, max_context, num_pages * page_size)
+        self.limits = Limits(config.vocab_size, self.max_context, num_pages * page_size)
         self._ids = itertools.count()
         self._asleep = False
         self._counts = {"steps": 0, "prefill_tokens": 0, "sampled_tokens": 0, "cached_tokens": 0}
@@ -138,19 +130,19 @@ class Engine:
     def step(self) -> list[Request]:
         """Computes one step, if there is work. Returns the requests that finished in it.
 
-        If the computation fails, the step's requests are aborted, the cache is emptied, and the
+        If the computation fails, all running requests are aborted, the cache is emptied, and the
         error is raised. If a callback raises, its request is aborted, and the error is raised after
         the other requests' tokens have been delivered.
         """
         require(not self._asleep, "engine: it sleeps, its KV memory is lent; call wake() first")
         plan = self._steps.plan()
-        if not plan.requests:
+        if not (plan.decodes or plan.prefills):
             return []
         try:
             with torch.inference_mode():
                 draws = self._steps.compute(plan)
         except BaseException:
-            for request in plan.requests:
+            for request in list(self.scheduler.running):
                 self.abort(request)
             self._forget()  # pages may hold NaN
             self.runner.sleep()
@@ -216,10 +208,8 @@ class Engine:
         """Checks what a caller gives and makes the request. Raises UserError. The one door."""
         ids = self.limits.check_ids(ids)
         self.limits.check_length(ids, sampled=1)
-        for name in ("stop", "tools"):
-            value = getattr(params, name)
-            given = not value or self.tokenizer
-            require(given, f"sampling parameters: {name} is {value!r}, but there is no tokenizer")
+        possible = self.tokenizer or not params.tools
+        require(possible, "sampling parameters: tools are given, but the engine has no tokenizer")
         grammar = self._grammar if params.tools else None
         return Request(
             id=next(self._ids),
@@ -229,7 +219,6 @@ class Engine:
             stop_ids=frozenset(params.stop_token_ids).union(
                 () if params.ignore_eos else self.eos_ids
             ),
-            stop_text=StopText(params.stop, self.tokenizer) if params.stop else None,
             on_token=on_token,
             table=PageTable() if table is None else table,
             keeps_pages=table is not None,
@@ -245,43 +234,21 @@ class Engine:
     def score(self, list_of_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """Returns log p(ids[i + 1] | ids[: i + 1]) at temperature 1: n - 1 numbers for n ids.
 
-        Normalised over the ids that the sampler can draw; minus infinity for others. Uses no
-        pages. Raises UserError as `submit` does.
+        Normalised over the ids that the sampler can draw; minus infinity for others. All ids are
+        computed in one forward pass, without pages. Raises UserError as `submit` does.
         """
         list_of_ids = [self.limits.check_ids(ids) for ids in list_of_ids]
         for ids in list_of_ids:
             self.limits.check_length(ids)
-        scores: list[list[float]] = []
-        pack: list[list[int]] = []
-        for ids in list_of_ids:
-            if pack and sum(map(len, pack)) + len(ids) > self.scheduler.max_batch_tokens:
-                scores += self.runner.score(pack)
-                pack = []
-            pack.append(ids)
-        return scores + (self.runner.score(pack) if pack else [])
+        return self.runner.score(list_of_ids) if list_of_ids else []
 
-    def update_weights(
-        self, tensors: Iterable[tuple[str, Tensor]] | None = None, inflight: str = "refuse"
-    ) -> int:
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]] | None = None) -> int:
         """Copies all (Hugging Face name, tensor) pairs into the model; returns the new version.
 
-        None says that the model has been changed already. The cache is emptied; sessions compute
-        their KV anew. `inflight` says what becomes of requests that wait or run. "refuse": raises
-        UserError if there are any, since their tokens would come from two policies. "abort": they
-        end with what they have. "recompute": they go on with the new weights, and each token
-        records its version. Raises ValueError if the tensors are not the model's.
+        None says that the model has been changed already. The cache is emptied: requests in flight
+        and sessions go on with the new weights, on KV computed anew. Each sampled token records
+        the version that drew it. Raises ValueError if the tensors are not the model's.
         """
-        requests = self.scheduler.waiting + self.scheduler.running
-        right = inflight in ("refuse", "abort", "recompute")
-        expected = "refuse, abort or recompute"
-        require(right, f"update_weights: inflight is {inflight!r}, it should be {expected}")
-        require(
-            not requests or inflight != "refuse",
-            f"update_weights: {len(requests)} requests are in flight, there should be none: "
-            "finish or abort them first, or say inflight='abort' or 'recompute'",
-        )
-        for request in requests if inflight == "abort" else ():
-            self.abort(request)
         try:
             if tensors is not None:
                 copy_weights(self.model, tensors)
@@ -319,7 +286,5 @@ class Engine:
             "running": len(self.scheduler.running),
             "parked_sessions": len(self.scheduler.parked),
             "preemptions": self.scheduler.preemptions,
-            "pages": self.cache.num_pages,
             "pages_available": self.cache.available,
-            "weight_version": self.weight_version,
         }

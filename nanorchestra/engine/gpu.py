@@ -21,14 +21,14 @@ from torch import Tensor
 from kernels.decode import SPLIT, decode_attention
 from kernels.decode_shared import ROWS
 from kernels.external import choose_attention, external_prefill, sizes_of
-from kernels.norm import add_rms_norm, rms_norm
+from kernels.norm import rms_norm
 from kernels.prefill import prefill_attention, prefill_work
 from kernels.rope import norm_rope_store
-from kernels.sample import sample_linear, sample_logits
+from kernels.sample import MAX_BATCH, sample_linear, sample_logits
 from kernels.swiglu import swiglu
 from nanorchestra.engine.attention import group_by_prefix
 from nanorchestra.engine.request import Request, SamplingParams
-from nanorchestra.engine.runner import Chunk, Runner
+from nanorchestra.engine.runner import Runner
 from nanorchestra.engine.sampler import Draw
 from nanorchestra.engine.scheduler import Plan
 from nanorchestra.errors import NotFiniteError
@@ -38,7 +38,6 @@ from nanorchestra.model.qwen3 import Qwen3
 # Numbers of decodes that have a graph. A larger batch is launched kernel by kernel.
 SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 513, 32))
 LENGTHS = (2048, 8192, 32768, 131072, 1 << 20)  # bounds on the keys of a row: each has its graphs
-FUSED = 64  # rows up to which the draw is fused with the output matrix
 TOKEN, POSITION, SLOT, SEED, TEMPERATURE, TABLE = range(
     6
 )  # columns of a row; TABLE.. are its pages
@@ -53,20 +52,14 @@ class _Decodes:
     max_length: int
 
 
+@dataclass
 class _Chunks:
-    """Chunks on the device, as prefill_attention or flash-attn wants them."""
+    """Chunks on the device: tokens, positions, slots; int32 tables and work (prefill.py)."""
 
-    def __init__(self, runner: GpuRunner, chunks: list[Chunk]):
-        self.inputs = runner._inputs(chunks)
-        starts, counts = ([chunk[i] for chunk in chunks] for i in (1, 2))
-        ends = [start + count for start, count in zip(starts, counts, strict=True)]
-        self.sizes = sizes_of(counts, ends, runner.device)
-        pages = [request.table.pages for request, _, _ in chunks]
-        tables = np.zeros((len(chunks), max(map(len, pages))), np.int32)
-        for row, table in zip(tables, pages, strict=True):
-            row[: len(table)] = table
-        self.tables = torch.from_numpy(tables).to(runner.device)
-        self.work = torch.from_numpy(prefill_work(starts, counts)).to(runner.device)
+    inputs: tuple[Tensor, ...]
+    tables: Tensor
+    work: Tensor
+    sizes: dict  # for flash-attn
 
 
 class _Launched:
@@ -74,22 +67,18 @@ class _Launched:
 
     def __init__(self, requests: list[Request], hidden: Tensor, tokens: Tensor, logprobs: Tensor):
         self.row = {request: i for i, request in enumerate(requests)}
-        self.hidden, self.tokens, self._logprobs = hidden, tokens, logprobs
-        if tokens.is_cuda:  # copied now: behind the next step the copy would wait for that one too
-            self._host = [
-                torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
-                for x in (tokens, logprobs)
-            ]
+        self.hidden, self.tokens, self._arrived = hidden, tokens, None
+        # Copied now: behind the next step the copy would wait for that one too.
+        self._host = [x.to("cpu", non_blocking=True) for x in (tokens, logprobs)]
+        if tokens.is_cuda:
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
     def read(self) -> list[Draw]:
         """Waits for the draws."""
-        host = self.tokens, self._logprobs
-        if self.tokens.is_cuda:
+        if self._arrived is not None:
             self._arrived.synchronize()
-            host = self._host
-        return [Draw(*pair) for pair in zip(*(x.tolist() for x in host), strict=True)]
+        return list(map(Draw, *(x.tolist() for x in self._host)))
 
 
 class GpuRunner(Runner):
@@ -123,20 +112,11 @@ class GpuRunner(Runner):
             return super().launch(plan)
         self._copy_pages(plan.copies)
         requests = plan.sampling
-        if self.device.type == "cuda" and plan.requests == plan.decodes[: SIZES[-1]]:
-            order, *outputs = self._replay(plan.decodes, after)
-            place = {request: i for i, request in enumerate(order)}
-            index = self._ints([place[request] for request in requests])
-            copies = (x.index_select(0, index) for x in outputs)  # a replay overwrites them
-            return _Launched(requests, *copies)
-        hidden = self._last_hidden(plan, *self._hidden(plan, after))
-        seeds, temperatures = (
-            self._ints([_noise(request.params) for request in requests])
-            .reshape(-1, 2)
-            .T.contiguous()
-        )
-        positions = self._ints([len(r.ids) + (after is not None) for r in requests])
-        return _Launched(requests, hidden, *self._draw(hidden, seeds, positions, temperatures))
+        if not plan.prefills and not plan.forks:
+            return self._decode(requests, after)
+        hidden = self._last_hidden(plan, *self._hidden(plan))
+        noise = self._ints([(*_noise(r.params), len(r.ids)) for r in requests]).view(-1, 3)
+        return _Launched(requests, hidden, *self._draw(hidden, *noise.T.contiguous()))
 
     def draws(self, launched: _Launched | Tensor, requests: list[Request]) -> list[Draw]:
         """Waits for the draws of the requests. Raises NotFiniteError."""
@@ -144,88 +124,115 @@ class GpuRunner(Runner):
             return super().draws(launched, requests)
         read = launched.read()
         draws = {request: read[launched.row[request]] for request in requests}
-        special = [request for request in requests if not request.params.plain]
-        if special:
+        if special := [request for request in requests if not request.params.plain]:
             rows = self._ints([launched.row[request] for request in special])
-            logits = self.model.logits(launched.hidden[rows])
-            draws |= zip(special, self._sample(logits, special), strict=True)
+            drawn = self._sample(self.model.logits(launched.hidden[rows]), special)
+            draws |= zip(special, drawn, strict=True)
         if not all(math.isfinite(draw.logprob) for draw in draws.values()):
             raise NotFiniteError
         return list(draws.values())
 
-    def _hidden(
-        self, plan: Plan, after: _Launched | None = None
-    ) -> tuple[Tensor, dict[Request, int]]:
+    def _decode(self, requests: list[Request], after: _Launched | None) -> _Launched:
+        """Launches a decode step, by a graph if there is one of its size."""
+        if self.device.type == "cuda" and len(requests) <= SIZES[-1]:
+            size = SIZES[bisect.bisect_left(SIZES, len(requests))]
+            order, decodes = self._decodes(requests, size, after)
+            key = size, decodes.max_length
+            if key not in self._captured:
+                self._captured[key] = _Graph(self, *key)
+            outputs = self._captured[key].replay(decodes)
+        else:
+            order, decodes = self._decodes(requests, len(requests), after)
+            outputs = self._decode_step(decodes)
+        copies = (x[: len(order)].clone() for x in outputs)  # the next replay overwrites them
+        return _Launched(order, *copies)
+
+    def _decode_step(self, decodes: _Decodes) -> tuple[Tensor, Tensor, Tensor]:
+        """Computes hidden states, tokens and log-probabilities: what a graph captures."""
+        hidden, rows = self._forward(decodes, None), decodes.rows
+        noise = rows[:, SEED].contiguous(), rows[:, TEMPERATURE], rows[:, POSITION] + 1
+        return hidden, *self._draw(hidden, *noise)
+
+    def _hidden(self, plan: Plan) -> tuple[Tensor, dict[Request, int]]:
         order, decodes, chunks = [], None, None
         if plan.decodes:
-            order, decodes = self._decodes(plan.decodes, len(plan.decodes), after)
+            order, decodes = self._decodes(plan.decodes, len(plan.decodes))
         else:
             self._grouped = None  # a request that comes back may have other pages
         if plan.prefills:
-            chunks = _Chunks(self, plan.prefills)
-        ends = np.cumsum([count for _, _, count in plan.prefills]) + len(order) - 1
+            tables = self._tables([request for request, _, _ in plan.prefills])
+            starts, counts = (
+                [start for _, start, _ in plan.prefills],
+                [n for *_, n in plan.prefills],
+            )
+            work = torch.from_numpy(prefill_work(starts, counts)).to(self.device)
+            sizes = sizes_of(counts, np.add(starts, counts).tolist(), self.device)
+            chunks = _Chunks(self._inputs(plan.prefills), tables.int(), work, sizes)
         place = {request: i for i, request in enumerate(order)}
-        place |= {chunk[0]: int(end) for chunk, end in zip(plan.prefills, ends, strict=True)}
+        end = len(order) - 1
+        for request, _, count in plan.prefills:
+            end += count
+            place[request] = end
         return self._forward(decodes, chunks), place
+
+    def _tables(self, requests: list[Request]) -> Tensor:
+        """Page tables int64 [B, most pages], padded with 0."""
+        tables = [request.table.pages for request in requests]
+        longest = max(map(len, tables))
+        return self._ints([table + [0] * (longest - len(table)) for table in tables])
 
     def _forward(self, decodes: _Decodes | None, chunks: _Chunks | None) -> Tensor:
         """Runs the tokens through the model -> hidden states [T, hidden], decodes first."""
-        model, inputs, count = self.model, [], 0
+        model, inputs = self.model, []
         if decodes is not None:
-            count = len(decodes.rows)
             inputs.append([decodes.rows[:, column] for column in (TOKEN, POSITION, SLOT)])
         if chunks is not None:
             inputs.append(chunks.inputs)
-        tokens, positions, slots = (torch.cat(parts) for parts in zip(*inputs, strict=True))
+        tokens, positions, slots = map(torch.cat, zip(*inputs, strict=True))
         angles = positions[:, None].float() * model.rope_frequencies(self.device)
-        cos, sin = (
-            angles.cos(),
-            angles.sin(),
-        )  # [T, D / 2]
-        attend = self._attention(decodes, chunks, count)
+        cos, sin = angles.cos(), angles.sin()  # fp32 [T, D / 2]
+        attend = self._attention(decodes, chunks)
         residual = model.embed_tokens(tokens)
         x = rms_norm(residual, model.layers[0].input_layernorm, model.config.rms_norm_eps)
         after = [block.input_layernorm for block in model.layers[1:]] + [model.norm]
         for layer, (block, norm) in enumerate(zip(model.layers, after, strict=True)):
             own, caches = block.self_attn, (self.k_cache[layer], self.v_cache[layer])
-            q = norm_rope_store(
-                own.qkv_proj(x), (own.q_norm, own.k_norm), cos, sin, *caches, slots, own.eps
-            )
+            norms = own.q_norm, own.k_norm
+            q = norm_rope_store(own.qkv_proj(x), norms, cos, sin, *caches, slots, own.eps)
             x = own.o_proj(attend(q, *caches).flatten(1))
-            x, residual = add_rms_norm(x, residual, block.post_attention_layernorm, block.eps)
+            x = rms_norm(x, block.post_attention_layernorm, block.eps, residual)  # adds to it first
             x = block.down_proj(swiglu(block.gate_up_proj(x)))
-            x, residual = add_rms_norm(x, residual, norm, block.eps)
+            x = rms_norm(x, norm, block.eps, residual)
         return x
 
-    def _attention(self, decodes: _Decodes | None, chunks: _Chunks | None, count: int):
-        """Returns attend(q [T, H, D], k_cache, v_cache) -> [T, H, D]; the first `count` decode."""
+    def _attention(self, decodes: _Decodes | None, chunks: _Chunks | None):
+        """Returns attend(q [T, H, D], k_cache, v_cache) -> [T, H, D]."""
+        count, own = 0, ()
         if decodes is not None:
-            tables, lengths = decodes.rows[:, TABLE:].int(), (decodes.rows[:, POSITION] + 1).int()
+            count = len(decodes.rows)
+            own = decodes.rows[:, TABLE:].int(), (decodes.rows[:, POSITION] + 1).int()
             options = {"max_length": decodes.max_length, "groups": decodes.groups}
 
-        def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        def attend(q: Tensor, *caches: Tensor) -> Tensor:
             out = torch.empty_like(q)
-            if decodes is not None:
-                pages = k_cache, v_cache, tables, lengths
-                decode_attention(q[:count], *pages, **options, out=out[:count])
-            if chunks is not None:
-                rest, pages = q[count:], (k_cache, v_cache, chunks.tables)
-                if self.prefill[0] == "flash-attn":
-                    out[count:] = external_prefill(rest, *pages, chunks.sizes)
-                else:
-                    prefill_attention(rest, *pages, chunks.work, out=out[count:])
+            if own:
+                decode_attention(q[:count], *caches, *own, **options, out=out[:count])
+            if chunks is not None and self.prefill[0] == "flash-attn":
+                out[count:] = external_prefill(q[count:], *caches, chunks.tables, chunks.sizes)
+            elif chunks is not None:
+                prefill_attention(q[count:], *caches, chunks.tables, chunks.work, out[count:])
             return out
 
         return attend
 
     def _draw(
-        self, hidden: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor
+        self, hidden: Tensor, seeds: Tensor, temperatures: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Draws (tokens int64 [R], logprobs fp32 [R]); temperatures int64 hold the bits of fp32."""
         noise = seeds, positions, temperatures.int().view(torch.float32)
         if not len(hidden):
             return positions, hidden.new_empty(0)
-        if len(hidden) <= FUSED:
+        if len(hidden) <= MAX_BATCH:  # the draw is fused with the output matrix
             return sample_linear(hidden, self.model.output_weight, *noise, vocab=self.vocab_size)
         return sample_logits(self.model.logits(hidden), *noise, vocab=self.vocab_size)
 
@@ -246,13 +253,12 @@ class GpuRunner(Runner):
             row[TABLE : TABLE + len(pages)] = pages
         padded = np.zeros((size, 3), np.int32)
         padded[: len(groups)] = groups
-        longest = int(rows[:, POSITION].max()) + 1
-        on_device = torch.from_numpy(rows).to(self.device)
+        bound = LENGTHS[bisect.bisect_left(LENGTHS, rows[:, POSITION].max() + 1)]
+        rows, padded = (torch.from_numpy(x).to(self.device) for x in (rows, padded))
         if after is not None:
             source = self._ints([after.row[request] for request in order])
-            on_device[: len(order), TOKEN] = after.tokens.index_select(0, source)
-        bound = LENGTHS[bisect.bisect_left(LENGTHS, longest)]
-        return order, _Decodes(on_device, torch.from_numpy(padded).to(self.device), bound)
+            rows[: len(order), TOKEN] = after.tokens[source]
+        return order, _Decodes(rows, padded, bound)
 
     def _group(self, requests: list[Request]) -> tuple[list[Request], np.ndarray]:
         """Orders them by the pages they share: (first row, rows, shared keys) of each group."""
@@ -267,23 +273,6 @@ class GpuRunner(Runner):
             order += [requests[i] for i in indices]
         return order, np.array(groups, np.int32).reshape(-1, 3)
 
-    def _replay(self, requests: list[Request], after: _Launched | None) -> tuple:
-        """Runs a padded decode step: the requests by row, hidden states, tokens, logprobs.
-
-        The tensors stand until the next replay.
-        """
-        size = SIZES[bisect.bisect_left(SIZES, len(requests))]
-        order, decodes = self._decodes(requests, size, after)
-        key = size, decodes.max_length
-        if key not in self._captured:
-            self._captured[key] = _Graph(self, *key)
-        return order, *self._captured[key].replay(decodes)
-
-    def _decode_step(self, decodes: _Decodes) -> tuple[Tensor, Tensor, Tensor]:
-        hidden, rows = self._forward(decodes, None), decodes.rows
-        seeds, positions = rows[:, SEED].contiguous(), rows[:, POSITION] + 1
-        return hidden, *self._draw(hidden, seeds, positions, rows[:, TEMPERATURE])
-
 
 class _Graph:
     """A captured decode step. `replay` copies its inputs to where the graph reads them.
@@ -292,12 +281,11 @@ class _Graph:
     """
 
     def __init__(self, runner: GpuRunner, size: int, max_length: int):
-        pages = -(-min(max_length, runner.model.config.max_position_embeddings) // runner.page_size)
-        options = {"device": runner.device}
-        rows = torch.zeros(size, TABLE + pages, dtype=torch.int64, **options)
+        longest = min(max_length, runner.model.config.max_position_embeddings)
+        width = TABLE - (-longest // runner.page_size)
+        rows = torch.zeros(size, width, dtype=torch.int64, device=runner.device)
         rows[:, [POSITION, SLOT]] = -1
-        groups = torch.zeros(size, 3, dtype=torch.int32, **options)
-        self.inputs = _Decodes(rows, groups, max_length)
+        self.inputs = _Decodes(rows, rows.new_zeros(size, 3, dtype=torch.int32), max_length)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # compiles kernels; libraries take their work space

@@ -24,35 +24,29 @@ from nanorchestra.model.tokenizer import Tokenizer
 
 MAX_DEPTH = 16  # nested containers, the arguments included: a model cannot open them without end
 CACHED_MASKS, CACHED_MOVES = 256, 2048  # states; a mask is a byte for each id of the vocabulary
-START, REASONING, CONTENT, HEADER, ARGUMENTS = (
-    "start",
-    "reasoning",
-    "content",
-    "header",
-    "arguments",
-)
+START, REASONING, CONTENT, CALLING = "start", "reasoning", "content", "calling"
 
 
 class State(NamedTuple):
-    """Where a turn stands. `headers` are the texts that a call may begin with.
+    """Where a turn stands. `calls` are the stacks of symbols that a call may begin with.
 
     `at` is the place in the phase. Outside of calls: the last bytes, as far as a tag may begin with
-    them. In a header: the texts that may follow. In the arguments: the symbols that are due.
+    them. In a call: the stacks of symbols of which one is due.
     """
 
     phase: str
-    at: bytes | tuple[bytes, ...] | str
-    headers: tuple[bytes, ...]
+    at: bytes | tuple[str, ...]
+    calls: tuple[str, ...]
 
     @property
     def in_call(self) -> bool:
         """True between <tool_call> and </tool_call>."""
-        return self.phase in (HEADER, ARGUMENTS)
+        return self.phase == CALLING
 
     @property
     def closable(self) -> bool:
         """True if the JSON object is complete, so that </tool_call> may follow."""
-        return self.phase == ARGUMENTS and self.at in ("L", "")  # a line break may come before it
+        return self.in_call and self.at in (("L",), ("",))  # a line break may come before it
 
 
 class ToolCallGrammar:
@@ -84,15 +78,18 @@ class ToolCallGrammar:
         enable_thinking as in chat.parse: False means that the turn has no reasoning.
         """
         names = [json.dumps(name, ensure_ascii=False) for name in sorted(set(names))]
-        calls = [f'{line}{{"name": {name}, "arguments": ' for line in ("", "\n") for name in names]
-        headers = tuple(call.encode() for call in calls)
-        return State(CONTENT if enable_thinking is False else START, b"", headers)
+        headers = [
+            f'{line}{{"name": {name}, "arguments": ' for line in ("", "\n") for name in names
+        ]
+        calls = ("".join(chr(256 + byte) for byte in header.encode()) for header in headers)
+        calls = tuple(call + "O}L" for call in calls)
+        return State(CONTENT if enable_thinking is False else START, b"", calls)
 
     def advance(self, state: State, token: int) -> State | None:
         """Returns the state after `token`, or None if it is not allowed."""
         if state.in_call and (token in self._added or not self._texts[token]):
             ends = token == self._call_end and state.closable
-            return State(CONTENT, b"", state.headers) if ends else None
+            return State(CONTENT, b"", state.calls) if ends else None
         after: State | None = state
         for byte in self._texts[token]:
             after = after and _moves(after).get(byte)
@@ -101,7 +98,7 @@ class ToolCallGrammar:
     def allowed(self, state: State) -> np.ndarray | None:
         """Returns the ids that may be drawn, bool [vocab_size], read-only. None: all of them."""
         if state.in_call:  # calls share their masks, whatever tools are offered
-            state = state._replace(headers=())
+            state = state._replace(calls=())
         return self._mask(state)
 
     def _make_mask(self, state: State) -> np.ndarray | None:
@@ -133,36 +130,31 @@ class ToolCallGrammar:
 @lru_cache(CACHED_MOVES)
 def _moves(state: State) -> dict[int, State]:
     """The automaton: each byte that may come, and the state it leads to."""
-    phase, at, headers = state
-    if phase == ARGUMENTS:
-        return {byte: State(ARGUMENTS, stack, headers) for byte, stack in _stacks(at).items()}
-    if phase != HEADER:
+    if not state.in_call:
         return {byte: _outside(state, bytes([byte])) for byte in range(256)}
-    after: dict[int, list[bytes]] = {}
-    for text in at:
-        after.setdefault(text[0], []).append(text[1:])
-    return {
-        byte: State(HEADER, tuple(rest), headers) if rest[0] else State(ARGUMENTS, "O}L", headers)
-        for byte, rest in after.items()
-    }
+    after: dict[int, list[str]] = {}
+    for stack in state.at:
+        for byte, rest in _stacks(stack).items():
+            after.setdefault(byte, []).append(rest)
+    return {byte: State(CALLING, tuple(rests), state.calls) for byte, rests in after.items()}
 
 
 def _outside(state: State, byte: bytes) -> State:
     """Outside of calls every byte may come. What counts is the tag that ends the phase."""
-    phase, seen, headers = state
+    phase, seen, calls = state
     seen += byte
     if phase == START:
         seen = seen.lstrip()
         if seen == THINK.encode():
-            return State(REASONING, b"", headers)
+            return State(REASONING, b"", calls)
         if THINK.encode().startswith(seen):
-            return State(START, seen, headers)
+            return State(START, seen, calls)
         phase = CONTENT
     tag = (THINK_END if phase == REASONING else CALL).encode()
     if seen.endswith(tag):
-        return State(HEADER, headers, headers) if phase == CONTENT else State(CONTENT, b"", headers)
+        return State(CALLING, calls, calls) if phase == CONTENT else State(CONTENT, b"", calls)
     held = next(seen[i:] for i in range(len(seen) + 1) if tag.startswith(seen[i:]))
-    return State(phase, held, headers)
+    return State(phase, held, calls)
 
 
 def _range(first: int, last: int) -> str:
@@ -170,7 +162,7 @@ def _range(first: int, last: int) -> str:
 
 
 # The rules of JSON: symbol -> {bytes that may come: symbols that are due after them}.
-# A symbol without a rule stands for itself.
+# A symbol without a rule stands for its own byte; 256 is added where it would be one of these.
 DIGITS, MEMBER = "0123456789", "SW:WVWN"
 INTEGER = {"0": "FX", "123456789": "RFX"}
 WORDS = {"t": "rue", "f": "alse", "n": "ull"}
@@ -208,7 +200,7 @@ def _stacks(stack: str) -> dict[int, str]:
     """Returns each byte that may come next, and the symbols that are due after it."""
     after: dict[int, str] = {}
     for i, symbol in enumerate(stack):
-        for characters, due in RULES.get(symbol, {symbol: ""}).items():
+        for characters, due in RULES.get(symbol, {chr(ord(symbol) % 256): ""}).items():
             rest = due + stack[i + 1 :]
             if sum(map(rest.count, CONTAINERS)) <= MAX_DEPTH:
                 after |= dict.fromkeys(characters.encode("latin-1"), rest)

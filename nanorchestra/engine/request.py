@@ -29,25 +29,18 @@ class SamplingParams:
     temperature: float = 1.0  # below 1e-5 is greedy
     top_p: float = 1.0  # keeps the most probable ids of this total probability; 1 is off
     top_k: int = 0  # keeps so many of the most probable ids; 0 is off
-    min_p: float = 0.0  # keeps ids of at least this share of the most probable one; 0 is off
     seed: int = 0  # the noise is a function of (seed, position): equal prompts need other seeds
     stop_token_ids: tuple[int, ...] = ()  # ids that end the text, beside the end-of-text ids
-    stop: tuple[str, ...] = ()  # strings that end the text; they are cut from it, not from the ids
     ignore_eos: bool = False  # go on past the end-of-text ids
     tools: tuple[str, ...] = ()  # hold tool calls to valid JSON with one of these names (guide.py)
     enable_thinking: bool | None = None  # as given to chat.encode; only `tools` needs it
 
     def __post_init__(self):
-        for name in ("stop_token_ids", "stop", "tools"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         for name, right, expected in (
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("temperature", 0 <= self.temperature <= 3.4e38, "from 0 to 3.4e38, fp32's largest"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("top_k", 0 <= self.top_k < 2**31, "from 0 (off) to 2**31 - 1"),
-            ("min_p", 0 <= self.min_p <= 1, "from 0 (off) to 1"),
-            ("stop", all(self.stop), "strings that are not empty"),
             ("tools", all(self.tools), "names that are not empty"),
         ):
             value = getattr(self, name)
@@ -59,14 +52,14 @@ class SamplingParams:
         return self.temperature < 1e-5
 
     @property
-    def truncates(self) -> bool:
-        """True if the draw is from a part of the vocabulary that depends on the logits."""
-        return not self.greedy and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+    def truncated(self) -> bool:
+        """True if the draw is from the most probable ids alone."""
+        return not self.greedy and (self.top_p < 1 or self.top_k > 0)
 
     @property
     def plain(self) -> bool:
         """True if the draw is from the whole vocabulary: no truncation, no grammar."""
-        return not (self.truncates or self.tools)
+        return not (self.truncated or self.tools)
 
 
 @dataclass(frozen=True)
@@ -117,8 +110,8 @@ class Completion:
     token_ids are all sampled ids, a stop id included. logprobs and weight_versions have one entry
     for each: its log-probability under the distribution it was drawn from, and the version of the
     weights that drew it. cached_tokens: prompt tokens whose KV did not have to be computed. text:
-    the ids decoded without special tokens, up to a stop string. finish_reason: "stop" (a stop id
-    or string), "length" (a limit) or "abort".
+    the ids decoded without special tokens. finish_reason: "stop" (a stop id), "length" (a limit)
+    or "abort".
     """
 
     prompt_tokens: int
@@ -139,7 +132,6 @@ class Request:
     params: SamplingParams
     limit: int  # len(ids) at which the text ends at the latest
     stop_ids: frozenset[int] = frozenset()
-    stop_text: StopText | None = None
     on_token: OnToken | None = None
     table: PageTable = field(default_factory=PageTable)
     keeps_pages: bool = False  # at its end the table stays with its session
@@ -179,7 +171,7 @@ class Request:
         self.weight_versions.append(weight_version)
         if self.grammar is not None:
             self.grammar_state = self.grammar.advance(self.grammar_state, token)
-        if token in self.stop_ids or (self.stop_text and self.stop_text.feed(token)):
+        if token in self.stop_ids:
             return "stop"
         return "length" if len(self.ids) >= self.limit else ""
 
@@ -192,31 +184,7 @@ class Request:
             self.cached_tokens or 0,
             ids,
             self.logprobs,
-            self.stop_text.text if self.stop_text else text,
+            text,
             reason,
             self.weight_versions,
         )
-
-
-class StopText:
-    """Finds stop strings in the bytes of the sampled ids, whatever the token boundaries are."""
-
-    def __init__(self, stops: tuple[str, ...], tokenizer: Tokenizer):
-        self._stops, self._tokenizer = [stop.encode() for stop in stops], tokenizer
-        self._longest = max(map(len, self._stops))
-        self._bytes = bytearray()
-        self._end: int | None = None  # where the earliest stop string begins
-
-    def feed(self, token: int) -> bool:
-        """Takes the next id; True if a stop string is complete. Special ids have no text."""
-        if self._tokenizer.decode([token], skip_special=True):
-            start = max(0, len(self._bytes) - self._longest + 1)
-            self._bytes += self._tokenizer.bytes_of(token)
-            places = [self._bytes.find(stop, start) for stop in self._stops]
-            self._end = min((place for place in places if place >= 0), default=None)
-        return self._end is not None
-
-    @property
-    def text(self) -> str:
-        """The text so far, up to a stop string."""
-        return self._bytes[: self._end].decode(errors="replace")

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanorchestra.engine.attention import TILE, DecodeBatch, PagedAttention
+from nanorchestra.engine.attention import DecodeBatch, PagedAttention
 from nanorchestra.engine.request import Request
 from nanorchestra.engine.sampler import Draw, Sampler
 from nanorchestra.engine.scheduler import Plan
@@ -61,18 +61,20 @@ class Runner:
         return self._sample(launched, requests) if requests else []
 
     @torch.inference_mode()
-    def score(self, pack: list[list[int]]) -> list[list[float]]:
+    def score(self, list_of_ids: list[list[int]]) -> list[list[float]]:
         """Returns the log-probabilities of each sequence's ids but the first. Uses no pages."""
-        starts = list(accumulate(map(len, pack), initial=0))
-        tokens = self._ints([i for ids in pack for i in ids])
-        positions = self._ints([n for ids in pack for n in range(len(ids))])
-        segments = [Segment(start, len(ids)) for start, ids in zip(starts, pack, strict=False)]
+        starts = list(accumulate(map(len, list_of_ids), initial=0))
+        tokens = self._ints([i for ids in list_of_ids for i in ids])
+        positions = self._ints([n for ids in list_of_ids for n in range(len(ids))])
+        segments = [
+            Segment(start, len(ids)) for start, ids in zip(starts, list_of_ids, strict=False)
+        ]
         hidden = self.model(tokens, positions, packed_attention(segments))
         values: list[float] = []
         parts = zip(hidden[:-1].split(SCORED), tokens[1:].split(SCORED), strict=True)
         for part, targets in parts:
             values += self.sampler.score(self.model.logits(part), targets)
-        return [values[s : s + len(ids) - 1] for s, ids in zip(starts, pack, strict=False)]
+        return [values[s : s + len(ids) - 1] for s, ids in zip(starts, list_of_ids, strict=False)]
 
     def sleep(self) -> None:
         """Gives the memory of the pages back; the tensors stay, without storage."""
@@ -133,31 +135,20 @@ class Runner:
     def _attend(self, batches: list[DecodeBatch], chunks: list[Chunk], slots: Tensor) -> Attend:
         """Returns attend(layer, q, k, v) for the model: stores the KV, then each part attends."""
         rows = cache_rows(slots, self.kv_heads, self.page_size)
-        fresh = [count for _, start, count in chunks if not start]
+        paged = [(r.table.pages, start, count) for r, start, count in chunks if start]
         sizes = [len(batch.rows) for batch in batches]
-        if extending := [chunk for chunk in chunks if chunk[1]]:
-            tables, starts, counts = [], [], []
-            for request, start, count in extending:
-                tiles = range(start, start + count, TILE)
-                tables += [request.table.pages] * len(tiles)
-                starts += tiles
-                counts += [min(TILE, start + count - tile) for tile in tiles]
-            self._extension.plan(tables, starts, counts)
-            batches, sizes = [*batches, self._extension], [*sizes, sum(counts)]
+        if paged:
+            self._extension.plan(paged)
+            batches, sizes = [*batches, self._extension], [*sizes, sum(n for *_, n in paged)]
+        sizes += [count for _, start, count in chunks if not start]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             store_kv(k, v, self.k_cache[layer], self.v_cache[layer], rows)
-            parts = list(zip(*(x.split(sizes + fresh) for x in (q, k, v)), strict=True))
-            out = []
-            for batch, part in zip(batches, parts, strict=False):
-                if isinstance(batch, DecodeBatch):
-                    batch.store(layer, *part[1:])
-                out.append(batch.attend(layer, part[0]))
+            parts = list(zip(*(x.split(sizes) for x in (q, k, v)), strict=True))
+            out = [b.attend(layer, *part) for b, part in zip(batches, parts, strict=False)]
             for part in parts[len(batches) :]:
-                heads_first = (x.transpose(0, 1)[None] for x in part)
-                attended = F.scaled_dot_product_attention(
-                    *heads_first, is_causal=True, enable_gqa=True
-                )
+                qkv = (x.transpose(0, 1)[None] for x in part)
+                attended = F.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
                 out.append(attended[0].transpose(0, 1))
             return out[0] if len(out) == 1 else torch.cat(out)
 

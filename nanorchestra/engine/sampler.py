@@ -52,9 +52,7 @@ class Sampler:
         may be drawn, bool [vocab_size], or None for all. Raises NotFiniteError for NaN logits.
         """
         device = logits.device
-        temperature = np.array([p.temperature for p in params], np.float32)
-        greedy = np.array([p.greedy for p in params])
-        temperature[greedy] = 1.0
+        temperature = np.array([1.0 if p.greedy else p.temperature for p in params], np.float32)
         scale = torch.from_numpy(1.0 / temperature).to(device)[:, None]
         scaled = self._padded(logits, scale)  # fp32 [R, blocks * BLOCK]
         for row, mask in enumerate(allowed):
@@ -62,15 +60,13 @@ class Sampler:
                 masked = torch.from_numpy(~mask[: self.vocab_size]).to(device)
                 scaled[row, : self.vocab_size].masked_fill_(masked, -torch.inf)
         weights = scaled.softmax(1)
-        cut = [i for i, p in enumerate(params) if p.truncates]
+        cut = [i for i, p in enumerate(params) if p.truncated]
         if cut:
-            index = torch.tensor(cut, device=device)
-            weights[index] = _truncate(weights[index], [params[i] for i in cut])
+            weights[cut] = _truncate(weights[cut], [params[i] for i in cut])
         uniform = torch.from_numpy(uniforms([p.seed for p in params], positions)).to(device)
         tokens, total = _draw(weights.view(len(params), -1, BLOCK), uniform)
-        if greedy.any():
-            index = torch.from_numpy(np.flatnonzero(greedy)).to(device)
-            tokens[index] = scaled[index].argmax(1)
+        if greedy := [i for i, p in enumerate(params) if p.greedy]:
+            tokens[greedy] = scaled[greedy].argmax(1)
         logprobs = weights.gather(1, tokens[:, None])[:, 0].double().div_(total).log_()
         if not torch.isfinite(logprobs).all():
             raise NotFiniteError
@@ -121,21 +117,15 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def _truncate(weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Zeroes weights [R, V] by top-k, then top-p (Holtzman et al. 2020), then min-p.
-
-    min-p: Nguyen et al. 2024. The most probable id always stays.
-    """
-
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=weights.device)[:, None]
-
+    """Zeroes weights [R, V] outside the top-k, then outside the top-p (Holtzman et al. 2020)."""
     width = weights.shape[1]
-    top_k, top_p = column([p.top_k or width for p in params]), column([p.top_p for p in params])
+    limits = [(p.top_k or width, p.top_p) for p in params]
+    limits = torch.tensor(limits, dtype=torch.float64, device=weights.device)
+    top_k, top_p = limits.split(1, 1)
     ordered, order = weights.sort(dim=1, descending=True, stable=True)
     ordered[torch.arange(width, device=weights.device) >= top_k] = 0.0
     below = ordered.double().cumsum(1)
-    ordered[(below - ordered >= top_p * below[:, -1:]) & (top_p < 1)] = 0.0
-    ordered[ordered < column([p.min_p for p in params]) * ordered[:, :1]] = 0.0
+    ordered[(below - ordered >= top_p * below[:, -1:]) & (top_p < 1)] = 0.0  # never the first
     return torch.zeros_like(weights).scatter_(1, order, ordered)
 
 

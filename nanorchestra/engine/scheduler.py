@@ -41,11 +41,6 @@ class Plan:
         ended = [r for r, start, count in self.prefills if start + count == len(r.ids)]
         return self.decodes + ended + [request for request, _ in self.forks]
 
-    @property
-    def requests(self) -> list[Request]:
-        """All requests of the step."""
-        return self.decodes + [r for r, *_ in self.prefills] + [r for r, _ in self.forks]
-
 
 class Scheduler:
     """Plans the steps. A request is waiting, running, or finished and in neither queue.
@@ -94,17 +89,13 @@ class Scheduler:
         host (top-k, grammars) rule it out too. A request may still finish by its token: its row
         of the next step is then ignored.
         """
-        following = [
-            request
-            for request in plan.decodes
-            if len(request.ids) + 1 < request.limit and request.params.plain
-        ]
-        pages = sum(self.cache.missing(r.table, len(r.ids) + 1) for r in following)
-        if following != self.running or self.waiting or pages > self.cache.available:
+        going_on = [r for r in plan.decodes if len(r.ids) + 1 < r.limit and r.params.plain]
+        pages = sum(self.cache.missing(r.table, len(r.ids) + 1) for r in going_on)
+        if going_on != self.running or self.waiting or pages > self.cache.available:
             return None
-        for request in following:
+        for request in going_on:
             self.cache.grow(request.table, len(request.ids) + 1)
-        return Plan(following)
+        return Plan(going_on)
 
     def _prefill(self, plan: Plan, request: Request, budget: int) -> int:
         count = min(_remaining(request), budget)
@@ -113,7 +104,7 @@ class Scheduler:
 
     def _admit_waiting(self, plan: Plan, budget: int) -> None:
         leaders = {(r.prompt_hash, len(r.ids)): r for r in self.running}
-        coming = {self._next_page(r) for r in self.running if _remaining(r) > 1}
+        coming = {self.cache.next_key(r.table, r.ids) for r in self.running if _remaining(r) > 1}
         for request in list(self.waiting):
             if len(self.running) >= self.max_running:
                 return
@@ -126,20 +117,20 @@ class Scheduler:
             self.parked.pop(request.table, None)
             if not request.table.pages:
                 self.cache.match(request.table, request.ids)
-                if self.cache.next_key(request.table, request.ids[:-1]) in coming:
+                key = self.cache.next_key(request.table, request.ids[:-1])
+                if key and key in coming:
                     self.cache.release(request.table)
                     continue
             if not self._fit(request):
-                self._set_aside(request.table, request.session, request.resumed)
+                if request.resumed:
+                    self.parked[request.table] = request.session
+                else:
+                    self.cache.release(request.table)
                 return
             self._admit(request, request.table.written)
             leaders[request.prompt_hash, len(request.ids)] = request
-            coming.add(self._next_page(request))
+            coming.add(self.cache.next_key(request.table, request.ids))
             budget -= self._prefill(plan, request, budget)
-
-    def _next_page(self, request: Request) -> object:
-        """Names the page that a prefill completes next. If it completes none, no key is equal."""
-        return self.cache.next_key(request.table, request.ids) or request
 
     def _follow(self, plan: Plan, request: Request, leader: Request) -> None:
         """Lets `request` share what `leader` computes, the same ids, in the step that ends it."""
@@ -190,11 +181,9 @@ class Scheduler:
 
     def commit(self, plan: Plan) -> None:
         """Records that the step has been computed. Call it before tokens are accepted."""
-        for request in plan.decodes:
-            self.cache.commit(request.table, request.ids, len(request.ids))
         for request, start, count in plan.prefills:
             self.cache.commit(request.table, request.ids, start + count)
-        for request, _ in plan.forks:
+        for request in plan.sampling:
             self.cache.commit(request.table, request.ids, len(request.ids))
 
     def finish(self, request: Request) -> None:
@@ -202,7 +191,7 @@ class Scheduler:
         self._release(request, request.keeps_pages)
 
     def _requeue(self, request: Request) -> None:
-        self._release(request, keep_pages=False)
+        self._release(request, False)
         self.add(request)
 
     def _release(self, request: Request, keep_pages: bool) -> None:
@@ -210,13 +199,10 @@ class Scheduler:
         for queue in (self.running, self.waiting):
             if request in queue:
                 queue.remove(request)
-        self._set_aside(request.table, request.session, keep_pages)
-
-    def _set_aside(self, table: PageTable, session: int, keep_pages: bool) -> None:
-        if keep_pages and table.pages:
-            self.parked[table] = session
+        if keep_pages:
+            self.parked[request.table] = request.session
         else:
-            self.close(table)
+            self.close(request.table)
 
     def close(self, table: PageTable) -> None:
         """Ends a session: its pages become idle."""
@@ -233,11 +219,11 @@ class Scheduler:
 
     def check(self) -> None:
         """Asserts the invariants of the scheduler and of the cache."""
-        self.cache.check([r.table for r in self.running] + list(self.parked))
+        self.cache.check([*(r.table for r in self.running), *self.parked])
         assert self.running == sorted(self.running, key=_age), "running is out of order"
         assert self.waiting == sorted(self.waiting, key=_admission_order), "waiting is out of order"
-        for request in self.waiting:
-            assert not request.table.pages or request.table in self.parked, "pages are held"
+        held = {r.table for r in self.waiting if r.table.pages}
+        assert held <= self.parked.keys(), "a waiting request holds pages"
         assert all(map(_remaining, self.running + self.waiting)), "a request has nothing to compute"
 
 

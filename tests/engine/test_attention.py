@@ -66,11 +66,11 @@ def test_chunks_of_any_length_see_their_own_history(seed, blocks):
     ends = [len(table) * PAGE for table in tables]
     starts = [rng.randrange(max(0, e - 8), e - c + 1) for e, c in zip(ends, counts, strict=True)]
     paged = PagedAttention(*pools, HEADS)
-    paged.plan(tables, starts, counts)
+    paged.plan(list(zip(tables, starts, counts, strict=True)))
     for layer in range(LAYERS):
         q = torch.randn(sum(counts), HEADS, DIM)
         expected = reference(q, [pool[layer] for pool in pools], tables, starts, counts)
-        torch.testing.assert_close(paged.attend(layer, q), expected, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(paged.attend(layer, q, q, q), expected, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -95,9 +95,9 @@ def test_decoding_goes_on_while_rows_drop_out(seed, blocks):
         for layer in range(LAYERS):
             own = [pool[layer] for pool in pools]
             store_kv(k, v, *own, rows)
-            batch.store(layer, k, v)
             expected = reference(q, own, tables, starts, [1] * len(alive))
-            torch.testing.assert_close(batch.attend(layer, q), expected, atol=2e-6, rtol=1e-5)
+            attended = batch.attend(layer, q, k, v)
+            torch.testing.assert_close(attended, expected, atol=2e-6, rtol=1e-5)
         steps += 1
         if steps == 2:
             alive.remove(rng.choice(alive))

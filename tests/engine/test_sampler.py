@@ -24,8 +24,8 @@ def draws(
     return [draw.token for draw in drawn], [draw.logprob for draw in drawn]
 
 
-def kept(logits: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> torch.Tensor:
-    """The distribution by its definition: temperature, then top-k, top-p and min-p, float64."""
+def kept(logits: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0) -> torch.Tensor:
+    """The distribution by its definition: temperature, then top-k and top-p, float64."""
     p = torch.softmax(logits.double() / temperature, 0)
     order = p.argsort(descending=True, stable=True)
     if top_k:
@@ -35,7 +35,6 @@ def kept(logits: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -
         if p[i] > 0 and before < top_p * p.sum():
             chosen[i] = p[i]
         before += p[i].item()
-    chosen[chosen < min_p * p.max()] = 0
     return chosen / chosen.sum()
 
 
@@ -47,8 +46,7 @@ def kept(logits: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -
         {"temperature": 2.0},
         {"top_k": 5},
         {"top_p": 0.7},
-        {"min_p": 0.1},
-        {"temperature": 1.5, "top_k": 12, "top_p": 0.95, "min_p": 0.2},
+        {"temperature": 1.5, "top_k": 12, "top_p": 0.95},
     ],
 )
 def test_draws_follow_the_distribution_they_are_said_to_come_from(params):

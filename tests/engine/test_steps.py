@@ -97,7 +97,7 @@ def storm(model, seed: int, ahead: bool, pages: int) -> tuple[list, Engine]:
         for session in sessions:
             session.append(prompt(rng.randint(1, 5)))
         if rng.random() < 0.3:
-            serving.update_weights(inflight="recompute")
+            serving.update_weights()
         sessions = [s if len(s.ids) < 60 else serving.session([9, 10]) for s in sessions]
     return [(c.token_ids, c.finish_reason) for c in results], serving
 
@@ -157,7 +157,7 @@ def test_new_weights_and_sleep_throw_the_next_step_away(model):
             serving.step()
         with torch.no_grad():
             changed.norm.mul_(3)
-        serving.update_weights(inflight="recompute")
+        serving.update_weights()
         serving.step()
         serving.sleep()
         serving.wake()
