@@ -180,6 +180,13 @@ CATALOGUE = Path(nanorchestra.tools.__file__).with_name("catalogue.json")
 def load_tools(path: str | Path, sandbox: Sandbox) -> list[Tool]:
     """Returns the tools of a catalogue: a JSON list of objects, as the schema CATALOGUE says.
 
+        [{"name": "python", "kind": "code", "description": "Runs code.", "usd_per_call": 0.001},
+         {"name": "wiki", "kind": "search", "description": "Finds facts.", "usd_per_call": 0,
+          "corpus": "facts.jsonl"},
+         {"name": "big", "kind": "expert", "description": "Answers any task.", "model": "big-72b",
+          "base_url": "http://localhost:8000/v1", "key_variable": "BIG_KEY",
+          "input_usd_per_million": 0.9, "output_usd_per_million": 0.9}]
+
     UserError names the entry, the setting and what is right.
     """
     entries, tools = read_json(path), {}
