@@ -177,9 +177,9 @@ def _shards(path: Path) -> Iterator[tuple[Path, Any, dict[str, str]]]:
     for file in files:
         try:
             with safe_open(path / file, framework="pt") as shard:
+                names, prefixes = shard.keys(), ("model.", "lm_head.")
                 # A backbone saved alone has no `model.` before its names.
-                is_whole = ("model.", "lm_head.")
-                stored = {n if n.startswith(is_whole) else f"model.{n}": n for n in shard.keys()}  # noqa: SIM118
+                stored = {n if n.startswith(prefixes) else f"model.{n}": n for n in names}
                 yield path / file, shard, stored
         except (SafetensorError, OSError) as error:
             raise UserError(
