@@ -59,8 +59,7 @@ FIRST = int(os.environ.get("RANK", 0)) == 0  # this process writes the records
 class Stop:
     """Turns SIGINT and SIGTERM into a flag that is read between steps.
 
-    A second SIGINT ends the process at once. SIGTERM may come more than once: a scheduler sends it
-    to torchrun, which passes it on, and to the ranks.
+    A second SIGINT ends the process at once. SIGTERM may come twice: by way of torchrun too.
     """
 
     def __init__(self) -> None:
@@ -130,6 +129,8 @@ def open_run(options: Namespace) -> tuple[Config, Run, bool]:
         )
         return config, folder, True
     config = settings.load_config(settings.find_config(options.config or "nano"), given)
+    if config.rollout.only:  # there is no update to overlap with
+        config = config.replace({"rollout.overlap": False})
     needed(config.run.log_to)
     check_endpoint(config.rollout)
     if options.dry_run:
@@ -231,8 +232,7 @@ def run_phases(
     if resumed:
         run.restore()
     elif ranks.first:
-        files = "config.toml, metrics.jsonl, trajectories.jsonl, report.html, checkpoints/, model/"
-        print(f"writing to {folder.path}: {files}")
+        print(f"writing to {folder.path}: config.toml, metrics.jsonl, report.html, model/ and more")
     finished = record_rollouts(run) if config.rollout.only else train(run)
     run.checkpoints.wait()
     run.watch.close()

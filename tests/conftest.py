@@ -11,13 +11,14 @@ import os
 import random
 import signal
 
+import pytest
+
 # Before numpy: on two threads the interpreter's small products take 100 times longer.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # A job in a shell's background ignores SIGINT, and its children would too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-import pytest
-import torch
+import torch  # noqa: E402  (brings numpy)
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

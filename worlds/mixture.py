@@ -8,6 +8,7 @@ equidistribution; the golden ratio has the smallest discrepancy).
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import math
@@ -72,19 +73,17 @@ class Mixture:
 
     def __init__(self, shares: dict[str, float], seed: int):
         self.shares, self.start = shares, random.Random(f"{seed}/mixture").random()
-        self._places: list[tuple[str, int]] = []  # from 0 to the furthest that was asked for
-        self._counts: Counter[str] = Counter()
 
     def places(self, count: int, start: int = 0) -> list[tuple[str, int]]:
         """Returns the world and the number of its task for the places start .. start + count."""
         names, ends = list(self.shares), list(itertools.accumulate(self.shares.values()))
-        for place in range(len(self._places), start + count):
+        counts, places = Counter(), []
+        for place in range(start + count):
             point = (self.start + place * GOLDEN) % 1
-            inside = (name for name, end in zip(names, ends, strict=True) if point < end)
-            name = next(inside, names[-1])
-            self._places.append((name, self._counts[name]))
-            self._counts[name] += 1
-        return self._places[start : start + count]
+            name = names[min(bisect.bisect_right(ends, point), len(names) - 1)]
+            places.append((name, counts[name]))
+            counts[name] += 1
+        return places[start:]
 
 
 class Worlds:

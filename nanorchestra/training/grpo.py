@@ -22,7 +22,10 @@ Logprobs = list[list[list[float] | None]]
 
 
 def grpo(run: TrainingRun) -> bool:
-    """Trains to grpo.steps; returns False if the run is asked to stop on the way."""
+    """Makes the phase's steps; returns False if the run is asked to stop on the way.
+
+    With rollout.only the steps sample and record, and do not update.
+    """
     settings, overlap = run.config.grpo, run.config.rollout.overlap
     schedule = Schedule(
         settings.learning_rate, settings.steps, settings.warmup_steps, settings.final_fraction
@@ -36,8 +39,8 @@ def grpo(run: TrainingRun) -> bool:
     if run.ahead:
         sampler.judge(run.ahead)
     stopped = False
-    with run.bar(settings.steps, "GRPO", run.progress.step) as bar:
-        while run.progress.step < settings.steps and not stopped:
+    with run.bar(run.steps, run.progress.phase, run.progress.step) as bar:
+        while run.progress.step < run.steps and not stopped:
             grpo_step(run, sampler, schedule.at(run.progress.step))
             bar.update()
             evaluate_midway(run)
@@ -56,14 +59,15 @@ def grpo_step(run: TrainingRun, sampler: Sampler, learning_rate: float) -> None:
     run.engine.wake()
     batch = run.ahead or sampler.batch(step)  # attempts with rewards and advantages
     coming = None
-    if config.rollout.overlap and step + 1 < config.grpo.steps:
+    if config.rollout.overlap and step + 1 < run.steps:
         coming = beside(lambda: sampler.batch(step + 1), run.ranks.device)
     elif run.on_gpu:
         run.engine.sleep()  # lends its KV memory to the trainer
     sampled = time.monotonic()
 
     metrics: dict[str, float] = {}
-    if batch.kept:
+    update = batch.kept and not config.rollout.only
+    if update:
         result = run.trainer.policy_step(
             [as_group(members) for members in batch.kept],
             learning_rate,
@@ -78,7 +82,7 @@ def grpo_step(run: TrainingRun, sampler: Sampler, learning_rate: float) -> None:
     run.ahead = coming.result() if coming else None
     waited = time.monotonic() - updated
     # Without new weights, too: as in a resumed run, no step finds cached pages of the one before.
-    weights = named_hf_tensors(run.trainer.model, run.dtype) if batch.kept else None
+    weights = named_hf_tensors(run.trainer.model, run.dtype) if update else None
     run.engine.update_weights(weights)
     published = time.monotonic()
 
@@ -88,39 +92,33 @@ def grpo_step(run: TrainingRun, sampler: Sampler, learning_rate: float) -> None:
     _record(run, batch, metrics, times)
 
 
-def _record(
-    run: TrainingRun, batch: Batch, metrics: dict[str, float], times: dict[str, float]
-) -> None:
-    phase = "skipped" if "skipped" in metrics else "grpo"
+def recorded(run: TrainingRun, batch: Batch, metrics: dict[str, float]) -> list[Trajectory]:
+    """Returns the attempts to record: the first groups, or all if they are needed later."""
+    count = run.config.run.record_groups * run.config.grpo.group_size
+    everything = "skipped" in metrics or run.config.rollout.only
+    return batch.trajectories if everything else batch.trajectories[:count]
+
+
+def _record(run, batch, metrics, times):
+    progress, size = run.progress, run.config.grpo.group_size
+    phase = "skipped" if "skipped" in metrics else progress.phase
     for task, trajectory in zip(batch.tasks, recorded(run, batch, metrics), strict=False):
         run.record_trajectory(phase, task, trajectory)
-    row = measured(run, batch, sum(times.values()))
-    line = f"step {run.progress.step:4d}/{run.config.grpo.steps}  {in_words(row)}"
-    if not batch.kept:
+    row = {
+        "phase": progress.phase,
+        "step": progress.step,
+        **run.worlds.measure(batch.tasks, batch.trajectories, size),
+        "tokens_per_s": batch.tokens_per_s,
+        "seconds": sum(times.values()),
+        "filtered": batch.filtered,
+        "retried": batch.retried,
+    }
+    line = f"step {progress.step:4d}/{run.steps}  {in_words(row)}"
+    if not (batch.kept or run.config.rollout.only):
         reasons = ", ".join(f"{why} {share:.0%}" for why, share in batch.filtered.items())
         line += f"  no update: no group has an advantage ({reasons})"
     run.say(line)
     run.record_update(row, metrics, times, 'trajectories.jsonl, phase "skipped"')
-
-
-def recorded(run: TrainingRun, batch: Batch, metrics: dict[str, float]) -> list[Trajectory]:
-    """Returns the attempts to record: the first groups, or all of a step that was not finite."""
-    count = run.config.run.record_groups * run.config.grpo.group_size
-    return batch.trajectories if "skipped" in metrics else batch.trajectories[:count]
-
-
-def measured(run: TrainingRun, batch: Batch, seconds: float) -> dict[str, Any]:
-    """Returns the part of a row of metrics that depends on the batch alone."""
-    size = run.config.grpo.group_size
-    return {
-        "phase": run.progress.phase,
-        "step": run.progress.step,
-        **run.worlds.measure(batch.tasks, batch.trajectories, size),
-        "tokens_per_s": batch.tokens_per_s,
-        "seconds": seconds,
-        "filtered": batch.filtered,
-        "retried": batch.retried,
-    }
 
 
 def in_words(row: dict[str, Any]) -> str:
@@ -140,15 +138,10 @@ def note_logprobs(
     `logprobs` belong to the samples of as_group(members) for each of `kept`.
     """
     wanted = {id(trajectory) for trajectory in recorded}
-    owners: list[Trajectory] = []
-    mine: dict[int, list[float]] = {}
+    pairs = []
     for members, samples in zip(kept, logprobs, strict=True):
         order = [member for member in members for _ in contexts(member)]
-        for member, values in zip(order, samples, strict=True):
-            if id(member) in wanted:
-                if values is not None:
-                    mine[len(owners)] = values
-                owners.append(member)
-    found = {i: values for part in ranks.gather(mine) for i, values in part.items()}
-    for i, member in enumerate(owners):
-        member.trainer_logprobs += found.get(i, [])
+        pairs += [p for p in zip(order, samples, strict=True) if id(p[0]) in wanted]
+    everywhere = ranks.gather([values for _, values in pairs])
+    for (member, _), found in zip(pairs, zip(*everywhere, strict=True), strict=True):
+        member.trainer_logprobs += next(values for values in found if values is not None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -12,9 +11,8 @@ from nanorchestra.report.page import write_report
 from nanorchestra.report.run import table
 from nanorchestra.report.watch import peak_memory_mb
 from nanorchestra.training.evaluation import evaluate
-from nanorchestra.training.grpo import grpo, in_words, measured
+from nanorchestra.training.grpo import grpo, in_words
 from nanorchestra.training.run import TrainingRun
-from nanorchestra.training.sampling import Sampler
 from nanorchestra.training.warm_start import warm_start
 
 
@@ -65,25 +63,10 @@ def record_rollouts(run: TrainingRun) -> bool:
 
     Returns False if the run is asked to stop on the way.
     """
-    steps, settings, progress = run.config.rollout.only, run.config.rollout, run.progress
+    run.progress.phase = "rollouts"
     run.publish()
-    sampler = Sampler(run.config, run.worlds, run.rollout(settings.temperature), run.ranks)
-    progress.phase = "rollouts"
-    with run.bar(steps, "rollouts", progress.step) as bar:
-        while progress.step < steps:
-            start = time.monotonic()
-            batch = sampler.batch(progress.step)
-            run.engine.update_weights()  # as in training, no step finds pages of the one before
-            progress.step += 1
-            for task, trajectory in zip(batch.tasks, batch.trajectories, strict=True):
-                run.record_trajectory("rollouts", task, trajectory)
-            row = measured(run, batch, time.monotonic() - start)
-            run.record(row)
-            run.say(f"step {progress.step:4d}/{steps}  {in_words(row)}")
-            bar.update()
-            run.save()
-            if run.ranks.any(run.stop.asked):
-                return False
+    if not grpo(run):
+        return False
     if run.ranks.first:
         rows = list(run.folder.rows("metrics"))
         names = [name for name, value in rows[0].items() if isinstance(value, float)]

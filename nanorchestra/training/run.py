@@ -77,6 +77,12 @@ class TrainingRun:
         return self.ranks.device.type == "cuda"
 
     @property
+    def steps(self) -> int:
+        """Steps of the present phase."""
+        phases = {"warm_start": self.config.warm_start.steps, "grpo": self.config.grpo.steps}
+        return phases.get(self.progress.phase, self.config.rollout.only)
+
+    @property
     def elapsed(self) -> float:
         """Seconds of the run, those before it was resumed included."""
         return self.progress.seconds + time.monotonic() - self.started
@@ -173,8 +179,9 @@ class TrainingRun:
         """Saves and reports if it is time; returns whether to stop. All ranks stop together."""
         self.watch.report()
         stopped = self.ranks.any(self.stop.asked)
-        step, total = self.progress.step, getattr(self.config, self.progress.phase).steps
-        if stopped or step % self.config.run.checkpoint_every == 0 or step == total:
+        step, every = self.progress.step, self.config.run.checkpoint_every
+        every = 1 if self.config.rollout.only else every  # an endpoint's attempts cost money
+        if stopped or step % every == 0 or step == self.steps:
             self.save()
         return stopped
 

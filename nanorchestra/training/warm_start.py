@@ -35,10 +35,8 @@ def warm_start(run: TrainingRun) -> bool:
             if progress.lesson_tools <= FEW_TOOLS and (
                 metrics["loss"] < FEW_LOSS or progress.step - progress.lesson_since >= FEW_STEPS
             ):
-                progress.lesson_tools, progress.lesson_since = (
-                    progress.lesson_tools + 1,
-                    progress.step,
-                )
+                progress.lesson_tools += 1
+                progress.lesson_since = progress.step
             _record(run, groups, metrics, times)
             bar.update()
             stopped = run.end_step()
@@ -69,9 +67,7 @@ def _demonstration(run: TrainingRun, task: Task) -> Group:
     return Group.of([(prompt, Sample(ids, [True] * len(ids))) for prompt, ids in turns])
 
 
-def _record(
-    run: TrainingRun, groups: list[Group], metrics: dict[str, float], times: dict[str, float]
-) -> None:
+def _record(run, groups, metrics, times):
     step, seconds = run.progress.step, sum(times.values())
     speed = metrics["tokens"] / seconds
     if "skipped" in metrics and run.ranks.first:

@@ -94,7 +94,7 @@ def test_what_is_kept_and_why_the_rest_is_not(nano_tokenizer, tmp_path):
         "skipped step, 2 not of the best of their task, 1 the same again, 1 wrong, "
         "1 cut or badly formed"
     )
-    assert 6 + 2 + 2 + 1 + 1 + 1 == len(rows)
+    assert len(rows) == 6 + 2 + 2 + 1 + 1 + 1
     longest = max(len(trajectory.ids) for _, trajectory in attempts)
     assert load(tmp_path, nano_tokenizer, longest) == (kept, said)
     with pytest.raises(UserError, match=r"no trajectory is kept \(.* too long.*\)"):
