@@ -63,8 +63,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     require(low and levels, text)
     options.levels = [int(level) for level in levels]
     options.domains = [name.strip() for name in options.domains.split(",")]
-    distinct = len({Path(name).stem for name in options.domains} - {""})
-    require(distinct == len(options.domains), "--domains must name domains, and none twice")
+    distinct = len({Path(name).stem for name in options.domains})
+    require(distinct == len(options.domains), "--domains must name none twice")
     llm = options.author == "llm"
     require(llm == bool(options.endpoint), "--author llm needs --endpoint, and --endpoint needs it")
     missing = not options.out and (llm or not options.show)

@@ -30,21 +30,18 @@ def load_questions(path: str | Path, most: int | None = None) -> list[Task]:
         require(isinstance(row, dict), f"{where}: must be an object")
         if row.get("image"):
             continue
-        fields = next((pair for pair in FIELDS if row.keys() >= set(pair)), None)
+        fields = next((pair for pair in FIELDS if None not in map(row.get, pair)), None)
         require(fields, f"{where}: no question and answer; one of {FIELDS} is needed")
-        question, answer = (row[field] for field in fields)
-        fit = (
-            isinstance(question, str) and question.strip() and isinstance(answer, (str, int, float))
-        )
-        require(fit and str(answer).strip(), f"{where}: {fields} must be text that is not empty")
+        question, answer = (str(row[field]).strip() for field in fields)
+        require(question and answer, f"{where}: {fields} must not be empty")
         data = {
             "kind": "qa",
-            "answer": str(answer),
+            "answer": answer,
             "answer_type": row.get("answer_type"),
             "category": row.get("category") or row.get("task"),
         }
         name = str(row.get("id", row.get("question_id", number)))
-        tasks.append(Task(name, question.strip(), Preference(), data))
+        tasks.append(Task(name, question, Preference(), data))
         if len(tasks) == most:
             break
     require(tasks, f"{path}: holds no question (rows with an image are left out)")

@@ -40,7 +40,7 @@ def test_a_bad_row_is_named(tmp_path):
     path = tmp_path / "q.jsonl"
     for bad, says in (
         ('{"text": 1}', "no question and answer"),
-        ('{"question": "", "answer": "x"}', "not empty"),
+        ('{"question": "", "answer": "x"}', "must not be empty"),
         ("[1]", "must be an object"),
         ('{"question": "a"', "not JSON"),
     ):

@@ -30,7 +30,7 @@ class Act:
     """
 
     def __init__(self, world: World, words: Words, draft: Json):
-        self.world, self.w, self.draft, self.me = world, words, draft, draft["person"]
+        self.world, self.w, self.me = world, words, draft["person"]
         self.rng = random.Random(draft["seed"])
         self.tables = dict(world.tables)
         self.calls: list[tuple[str, Json]] = []

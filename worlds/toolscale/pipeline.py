@@ -7,6 +7,7 @@ so that a run that was stopped goes on with what it had.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import sys
@@ -28,7 +29,6 @@ from worlds.toolscale.verify import DUPLICATE, altered, signature, verify
 from worlds.toolscale.world import World, write_json
 
 BATCH = 50
-PATIENCE = 4  # empty batches in a row after which a domain is left as it is
 Make = Callable[[str, int], Json]  # (domain, number) -> batch
 
 
@@ -99,33 +99,28 @@ def make_all(
     if done := len(list((out / "parts").iterdir())):
         print(f"going on with {done} batches that were there", file=sys.stderr)
     kept: dict[str, list[Json]] = {domain: [] for domain in wanted}
-    total = {"rejected": Counter(), "counts": Counter()}
-    empty, following, seen = Counter(), Counter(), set()
+    lacking, following = dict(wanted), Counter()
+    rejected, counts, seen = Counter(), Counter(), set()
     with tqdm(total=sum(wanted.values()), desc="tasks", unit="task", disable=None) as bar:
-        while True:
-            lacking = {
-                domain: -(-(count - len(kept[domain])) // (BATCH - 2))
-                for domain, count in wanted.items()
-                if len(kept[domain]) < count and empty[domain] < PATIENCE
-            }
-            rounds = range(max(lacking.values(), default=0))
-            jobs = [(d, following[d] + k) for k in rounds for d in lacking if k < lacking[d]]
-            if not jobs:
-                break
+        while any(lacking.values()):
+            # Two of a batch may be near duplicates of tasks in another.
+            batches = {domain: -(-count // (BATCH - 2)) for domain, count in lacking.items()}
+            rounds = range(max(batches.values()))
+            jobs = [(d, following[d] + k) for k in rounds for d in batches if k < batches[d]]
             parts = workers(partial(_kept, make, out), jobs)
-            for (domain, number), part in zip(jobs, parts, strict=True):
+            for (domain, _), part in zip(jobs, parts, strict=True):
                 new = [task for task in part["tasks"] if signature(task) not in seen]
                 seen.update(map(signature, new))
-                total["counts"].update(part["counts"])
-                total["rejected"].update(part["rejected"])
-                total["rejected"][DUPLICATE] += len(part["tasks"]) - len(new)
-                empty[domain] = 0 if new else empty[domain] + 1
-                following[domain] = number + 1
-                new = new[: max(wanted[domain] - len(kept[domain]), 0)]
-                kept[domain] += new
-                bar.update(len(new))
-    longest = max(wanted.values())
-    return [ts[i] for i in range(longest) for ts in kept.values() if i < len(ts)], total
+                counts.update(part["counts"])
+                rejected.update(part["rejected"])
+                rejected[DUPLICATE] += len(part["tasks"]) - len(new)
+                following[domain] += 1
+                kept[domain] += new[: lacking[domain]]
+                bar.update(min(len(new), lacking[domain]))
+                # A domain that gives nothing new is left as it is.
+                lacking[domain] = max(lacking[domain] - len(new), 0) if new else 0
+    tasks = [task for turn in itertools.zip_longest(*kept.values()) for task in turn if task]
+    return tasks, {"rejected": rejected, "counts": counts}
 
 
 def _kept(make: Make, out: Path, job: tuple[str, int]) -> Json:

@@ -18,18 +18,17 @@ def report(
     `total` is that of pipeline.make_all.
     """
     counts, rejected = total["counts"], +total["rejected"]
-    shares = {
-        name: f"{100 * counts[name] / max(counts['made'], 1):.2f}%"
-        for name in ("golden", "nothing", "altered")
-    }
+    golden, nothing, wrong = (
+        f"{100 * counts[name] / counts['made']:.2f}%" for name in ("golden", "nothing", "altered")
+    )
     sequences = [_names(task) for task in tasks]
     lengths = sorted(Counter(map(len, sequences)).items())
     lines = [
         f"{len(tasks)} tasks in {len(worlds)} domains, {seconds:.1f} s",
         f"thrown away: {rejected.total()}",
         *(f"  {count:6d}  {reason}" for reason, count in rejected.most_common()),
-        f"score 1: {shares['golden']} by their golden calls, {shares['nothing']} by doing nothing, "
-        f"{shares['altered']} with one golden argument altered",
+        f"score 1: {golden} by their golden calls, {nothing} by doing nothing, "
+        f"{wrong} with one golden argument altered",
         f"distinct tool sequences: {len(set(sequences))}",
         "tasks by their golden calls: " + ", ".join(f"{n}: {count}" for n, count in lengths),
         "golden calls by tool:",

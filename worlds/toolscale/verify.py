@@ -218,5 +218,5 @@ def altered(world: World, calls: list[Call], rng: random.Random) -> list[Call]:
     elif _is_number(value):
         other = value + 1
     else:
-        other = value + " + 1" if tool["kind"] == "calculate" else f"{value}x"
+        other = f"{value}x"
     return [*calls[:at], (name, arguments | {argument: other}), *calls[at + 1 :]]
