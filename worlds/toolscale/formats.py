@@ -6,7 +6,7 @@ offered; all if it is missing) and `template`.
 
 from __future__ import annotations
 
-import datetime
+import json
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -26,7 +26,7 @@ CRITERIA = {
     "nl_assertions": None,
     "reward_basis": ["DB", "COMMUNICATE"],
 }
-_MIDNIGHT = re.compile(r"(\d{4}-\d\d-\d\d)[T ]00:00:00(\.0+)?(Z|[+-]00:?00)?")
+_MIDNIGHT = re.compile(r'"(\d{4}-\d\d-\d\d)[T ]00:00:00(\.0+)?(Z|[+-]00:?00)?"')
 
 
 def load_tasks(path: str | Path) -> list[Json]:
@@ -91,30 +91,17 @@ def repaired(row: Any) -> Json:
     instructions.
     """
     check_shape("row", row, "task")
-    row = _mapped(_date, row)
-    actions = (row.get("evaluation_criteria") or {}).get("actions") or ()
-    for action in actions:
-        action["arguments"] = _mapped(lambda value: value, action.get("arguments") or {}, True)
+    row = json.loads(_MIDNIGHT.sub(r'"\1"', json.dumps(row, default=str)))
+    for action in (row.get("evaluation_criteria") or {}).get("actions") or ():
+        arguments = json.dumps(action.get("arguments") or {})
+        action["arguments"] = json.loads(arguments, object_hook=_without_nulls)
     instructions = (row.get("user_scenario") or {}).get("instructions")
     domain = instructions.get("domain") if isinstance(instructions, dict) else None
     return normalised(row, domain)
 
 
-def _mapped(change: Callable[[Any], Any], value: Any, drop: bool = False) -> Any:
-    """The value with `change` applied to all that is no list or object; `drop` leaves out nulls."""
-    if isinstance(value, dict):
-        kept = {key: inner for key, inner in value.items() if not (drop and inner is None)}
-        return {key: _mapped(change, inner, drop) for key, inner in kept.items()}
-    if isinstance(value, list):
-        return [_mapped(change, inner, drop) for inner in value]
-    return change(value)
-
-
-def _date(value: Any) -> Any:
-    if isinstance(value, (datetime.date, datetime.datetime)):
-        value = str(value)
-    match = _MIDNIGHT.fullmatch(value) if isinstance(value, str) else None
-    return match[1] if match else value
+def _without_nulls(value: Json) -> Json:
+    return {key: inner for key, inner in value.items() if inner is not None}
 
 
 def _read_lines(path: str | Path, read: Callable[[Any], Json]) -> list[Json]:

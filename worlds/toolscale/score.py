@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -64,19 +64,23 @@ class Scorer:
         for name, arguments in calls:
             with contextlib.suppress(ToolError):  # a call that fails changes nothing
                 self.world.call(tables, name, arguments)
-        checks: dict[str, Iterator[bool]] = {
-            "DB": (tables == self.gold for _ in range(1)),
-            "ACTION": (
+        checks: dict[str, Callable[[], bool]] = {
+            "DB": lambda: tables == self.gold,
+            "ACTION": lambda: all(
                 any(self._matches(action, call) for call in calls) for action in self.actions
             ),
-            "COMMUNICATE": (communicated(info, messages) for info in criteria["communicate_info"]),
-            "ENV_ASSERTION": (_holds(wanted, tables) for wanted in criteria["env_assertions"]),
-            "NL_ASSERTION": (
+            "COMMUNICATE": lambda: all(
+                communicated(info, messages) for info in criteria["communicate_info"]
+            ),
+            "ENV_ASSERTION": lambda: all(
+                _holds(assertion, tables) for assertion in criteria["env_assertions"]
+            ),
+            "NL_ASSERTION": lambda: all(
                 judge is not None and verdict(judge(claim, messages))
                 for claim in criteria["nl_assertions"] or ()
             ),
         }
-        parts = {basis: all(checks[basis]) for basis in criteria["reward_basis"]}
+        parts = {basis: checks[basis]() for basis in criteria["reward_basis"]}
         return Score(float(all(parts.values())), parts)
 
     def _matches(self, action: Json, call: Call) -> bool:
