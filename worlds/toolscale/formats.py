@@ -16,6 +16,7 @@ from typing import Any
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json, read_json_lines
 from worlds.toolscale.shapes import Json, check_shape
+from worlds.toolscale.tasks import actions
 from worlds.toolscale.world import World, write_json
 
 TAU2_FIELDS = ("id", "description", "user_scenario", "ticket", "initial_state")
@@ -67,13 +68,9 @@ def normalised(task: Any, domain: str | None) -> Json:
     check_shape("row", task, "task")
     given = task.get("evaluation_criteria") or {}
     criteria = CRITERIA | {field: value for field, value in given.items() if value is not None}
-    defaults = {"requestor": "assistant", "info": None, "compare_args": None}
-    criteria["actions"] = [
-        {"action_id": f"{task.get('id')}_{number}"} | defaults | action
-        for number, action in enumerate(criteria["actions"])
-    ]
+    criteria["actions"] = actions(task["id"], criteria["actions"])
     whole = dict.fromkeys(TAU2_FIELDS) | {"domain": domain} | task
-    whole |= {"id": str(task.get("id")), "evaluation_criteria": criteria}
+    whole |= {"id": str(task["id"]), "evaluation_criteria": criteria}
     check_shape("task", whole, f"task {whole['id']}")
     return whole
 
