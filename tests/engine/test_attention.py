@@ -108,25 +108,6 @@ def test_decoding_goes_on_while_rows_drop_out(seed, blocks):
     assert steps > PAGE, "the copy has room for a page more at least"
 
 
-def test_a_batch_that_has_lost_too_many_rows_is_made_anew():
-    rows = [Row([i, i + 20], 6) for i in range(16)]
-    batch = DecodeBatch(*caches(40), HEADS)
-    batch.start(rows)
-    assert batch.follow(set(rows[:14])) and not batch.follow(set(rows[:13]))
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_groups_partition_the_rows_and_share_what_they_say(seed):
-    rng = random.Random(seed)
-    sizes = [rng.randrange(1, 9) for _ in range(6)]
-    tables = [table[: rng.randrange(len(table) + 1)] for table in tables_of_groups(rng, sizes)]
-    groups = group_by_prefix(tables)
-    assert sorted(i for rows, _ in groups for i in rows) == list(range(len(tables)))
-    for rows, shared in groups:
-        prefixes = {tuple(tables[i][:shared]) for i in rows}
-        assert len(prefixes) == 1 and len(prefixes.pop()) == shared
-
-
 def test_a_system_prompt_common_to_all_does_not_split_groups():
     system = [1, 2, 3]
     bodies = [[10 * g + n for n in range(4, 14)] for g in range(5)]

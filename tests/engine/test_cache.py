@@ -47,23 +47,6 @@ def test_a_prefix_is_matched_up_to_full_pages_and_never_wholly():
     assert matched(cache, [0, 1, 2, 9, 4]) == 0
 
 
-def test_a_page_is_matchable_only_when_full_and_committed():
-    cache = PageCache(16, page_size=4)
-    table, ids = PageTable(), list(range(12))
-    cache.match(table, ids)
-    cache.grow(table, 12)
-    for written, length in ((3, 0), (4, 4), (7, 4), (12, 8)):
-        cache.commit(table, ids, written)
-        assert matched(cache, ids) == length
-
-
-def test_the_same_tokens_after_another_prefix_are_another_page():
-    cache = PageCache(16, page_size=2)
-    filled(cache, [1, 1, 5, 5, 0])
-    filled(cache, [2, 2, 6, 6, 0])
-    assert matched(cache, [1, 1, 6, 6, 0]) == 2
-
-
 def test_two_sequences_that_compute_the_same_page_end_up_with_one():
     """mini-sglang freed the duplicate while a table still pointed at it: a use-after-free."""
     cache, ids = PageCache(16, page_size=4), list(range(9))
@@ -78,25 +61,6 @@ def test_two_sequences_that_compute_the_same_page_end_up_with_one():
     cache.check([a, b])
     cache.release(a)
     cache.check([b])
-
-
-def test_a_fork_shares_the_half_full_page_until_one_of_them_writes():
-    cache, ids = PageCache(8, page_size=4), list(range(6))
-    trunk, branch = filled(cache, ids), PageTable()
-    cache.fork(trunk, branch, 6)
-    assert branch.pages == trunk.pages and cache.available == 6
-    assert cache.grow(branch, 7)
-    assert branch.pages[0] == trunk.pages[0] and cache.copies == {branch.pages[1]: trunk.pages[1]}
-    cache.copies.clear()
-    assert cache.grow(trunk, 7) and not cache.copies, "the last holder writes into the original"
-    cache.check([trunk, branch])
-
-
-def test_growth_is_all_or_nothing():
-    cache = PageCache(4, page_size=4)
-    a, b = PageTable(), PageTable()
-    assert cache.grow(a, 9) and not cache.grow(b, 8)
-    assert b.pages == [] and cache.available == 1
 
 
 def test_the_least_recently_used_prefix_is_evicted_from_its_end():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 
 import pytest
 import torch
@@ -63,10 +62,10 @@ def naive_sample(model: Qwen3, prompt: list[int], params: SamplingParams) -> lis
     return ids[len(prompt) :]
 
 
-def assert_logprobs(model: Qwen3, prompt: list[int], completion, temperature=1.0, vocab=VOCAB):
+def assert_logprobs(model: Qwen3, prompt: list[int], completion, temperature=1.0):
     """Both are fp32 sums in different orders, and the attention here is sharp."""
     sampled = completion.token_ids
-    logits = naive_logits(model, prompt + sampled)[len(prompt) - 1 : -1, :vocab].double()
+    logits = naive_logits(model, prompt + sampled)[len(prompt) - 1 : -1].double()
     expected = (logits / temperature).log_softmax(1).gather(1, torch.tensor(sampled)[:, None])
     reported = torch.tensor(completion.logprobs, dtype=torch.float64)
     assert (reported - expected[:, 0]).abs().max() < 1e-4
@@ -136,17 +135,6 @@ def test_greedy_text_is_that_of_transformers(model, tmp_path):
         assert out[0, len(prompt) :].tolist() == completion.token_ids
 
 
-def test_preempted_requests_sample_the_same(model):
-    prompts = [[i] * 30 for i in range(6)]
-    params = [SamplingParams(max_tokens=30, seed=i) for i in range(6)]
-    tiny = Engine(model, num_pages=45, page_size=4)
-    completions = tiny.generate(prompts, params)
-    assert tiny.stats["preemptions"] > 0
-    for prompt, p, completion in zip(prompts, params, completions, strict=True):
-        assert completion.token_ids == naive_sample(model, prompt, p)
-    assert_no_leak(tiny)
-
-
 def test_a_group_is_prefilled_once(model):
     engine, prompt = Engine(model, num_pages=300), list(range(90))  # five pages and ten tokens
     params = [SamplingParams(max_tokens=5, seed=i) for i in range(8)]
@@ -180,20 +168,6 @@ def test_sessions_prefill_only_what_is_new(model):
     for session in sessions:
         session.close()
         session.close()
-    assert_no_leak(engine)
-
-
-def test_a_session_whose_pages_were_taken_goes_on_the_same(model):
-    engine = Engine(model, num_pages=30, page_size=4)
-    session = engine.session(range(40))
-    first = session.sample(SamplingParams(max_tokens=5, seed=1))
-    assert engine.stats["parked_sessions"] == 1
-    engine.generate([[9] * 100], GREEDY)
-    assert engine.stats["parked_sessions"] == 0
-    session.append([4, 5])
-    history = list(range(40)) + first.token_ids + [4, 5]
-    assert session.sample(GREEDY).token_ids == naive_sample(model, history, GREEDY)
-    session.close()
     assert_no_leak(engine)
 
 
@@ -235,21 +209,11 @@ def test_the_tokenizer_gives_text_vocabulary_and_end(model):
     for c in completions:
         assert max(c.token_ids) < 60 and c.text == Letters().decode(c.token_ids, skip_special=True)
         assert (c.finish_reason == "stop") == (c.token_ids[-1] == 59) and 59 not in c.token_ids[:-1]
-        assert_logprobs(model, [1], c, vocab=60)
     assert {c.finish_reason for c in completions} == {"stop", "length"}
 
 
-def test_stop_ids_end_the_text(model):
-    engine = Engine(model, Letters(), num_pages=60)
-    options = {"max_tokens": 30, "seed": 4, "ignore_eos": True}
-    whole = engine.generate([[1, 2]], SamplingParams(**options))[0].token_ids
-    params = SamplingParams(stop_token_ids=(whole[7],), **options)
-    ended = engine.generate([[1, 2]], params)[0]
-    assert ended.token_ids == whole[: whole.index(whole[7]) + 1] and ended.finish_reason == "stop"
-
-
 def test_score_gives_the_log_probabilities_of_given_ids(model):
-    engine, prompts = Engine(model, Letters(), num_pages=10, max_batch_tokens=70), ragged_prompts()
+    engine, prompts = Engine(model, Letters(), num_pages=10), ragged_prompts()
     for ids, scores in zip(prompts, engine.score(prompts), strict=True):
         logprobs = naive_logits(model, ids)[:-1, :60].double().log_softmax(1)
         for value, row, token in zip(scores, logprobs, ids[1:], strict=True):
@@ -260,31 +224,17 @@ def test_score_gives_the_log_probabilities_of_given_ids(model):
         engine.score([[1] * 513])
 
 
-def test_new_weights_take_effect_and_old_pages_never_match():
-    other, prompt = make_model(1), list(range(50))
-    engine = Engine(make_model(0), num_pages=60)
-    session = engine.session(prompt)
-    old = session.sample(GREEDY)
-    history = list(session.ids)
-    assert engine.update_weights(named_hf_tensors(other)) == engine.weight_version == 1
-    completion = engine.generate([prompt], GREEDY)[0]
-    assert completion.cached_tokens == 0 and completion.weight_versions == [1] * 20
-    assert completion.token_ids == naive_sample(other, prompt, GREEDY) != old.token_ids
-    assert session.sample(GREEDY).token_ids == naive_sample(other, history, GREEDY)
-    session.close()
-    assert engine.update_weights() == 2
-    assert engine.generate([prompt], GREEDY)[0].cached_tokens == 0
-    assert_no_leak(engine)
-
-
 def test_requests_in_flight_go_on_with_new_weights():
-    """A running group, and one request that waits: each token is that of its version's weights."""
+    """A running group, a request that waits, a session: tokens are those of their versions."""
     old, new, prompt = make_model(0), make_model(1), list(range(40))
     engine = Engine(make_model(0), num_pages=60, max_running=4)
+    session = engine.session(prompt)
+    session.sample(GREEDY)
+    history = list(session.ids)
     requests = [engine.submit(prompt, SamplingParams(max_tokens=12, seed=i)) for i in range(5)]
     for _ in range(4):
         engine.step()
-    engine.update_weights(named_hf_tensors(new))
+    assert engine.update_weights(named_hf_tensors(new)) == engine.weight_version == 1
     finish(engine)
     assert [r.completion.weight_versions for r in requests] == [[0] * 4 + [1] * 8] * 4 + [[1] * 12]
     for request in requests:
@@ -293,6 +243,10 @@ def test_requests_in_flight_go_on_with_new_weights():
         assert ids[:before] == naive_sample(old, prompt, request.params)[:before]
         rest = SamplingParams(max_tokens=12 - before, seed=request.params.seed)
         assert ids[before:] == naive_sample(new, prompt + ids[:before], rest)
+    assert session.sample(GREEDY).token_ids == naive_sample(new, history, GREEDY)
+    session.close()
+    assert engine.update_weights() == 2
+    assert engine.generate([prompt], GREEDY)[0].cached_tokens == 0
     assert_no_leak(engine)
 
 
@@ -381,29 +335,6 @@ def test_a_failed_step_aborts_its_requests_and_leaves_the_engine_whole():
     assert_no_leak(engine)
 
 
-@pytest.mark.parametrize("ids", [[], [1] * 64, [VOCAB], [1] * 50, [1.5]], ids=repr)
-def test_what_can_never_be_served_is_refused_at_once(model, ids):
-    engine = Engine(model, num_pages=3, max_context=64)
-    for refused in (
-        lambda: engine.submit(ids, GREEDY),
-        lambda: engine.session(ids).submit(GREEDY),
-        lambda: engine.generate([[1], ids], GREEDY),
-    ):
-        with pytest.raises(UserError, match="^prompt: "):
-            refused()
-    assert_no_leak(engine)
-
-
-def test_text_ends_where_the_context_or_the_pool_does(model):
-    for settings, room in (({"num_pages": 100, "max_context": 30}, 30), ({"num_pages": 2}, 33)):
-        for prompt in ([1] * 20, [1] * (room - 1)):
-            params = SamplingParams(max_tokens=999, temperature=0)
-            completion = Engine(model, **settings).generate([prompt], params)[0]
-            expected = SamplingParams(max_tokens=room - len(prompt), temperature=0)
-            assert completion.token_ids == naive_sample(model, prompt, expected)
-            assert completion.finish_reason == "length"
-
-
 def test_other_misuse_is_explained(model):
     with pytest.raises(UserError, match="pages, .* are \\(0, 16, .* at least 1"):
         Engine(model, num_pages=0)
@@ -411,66 +342,10 @@ def test_other_misuse_is_explained(model):
     with pytest.raises(UserError, match="1 sampling parameters for 2 prompts"):
         engine.generate([[1], [2]], [GREEDY])
     assert engine.generate([], GREEDY) == [] and engine.step() == []
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_storm(model, seed):
-    """Requests, sessions and aborts in any order, some from a callback, on a small pool."""
-    rng = random.Random(seed)
-    batch = rng.choice((12, 64))
-    engine = Engine(model, num_pages=26, page_size=4, max_batch_tokens=batch, max_running=6)
-    prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in (1, 7, 24, 40)]
-    sessions, requests, aborted, ended = [], [], set(), []
-
-    def abort(request):
-        aborted.update([request] if not request.finished else [])
-        engine.abort(request)
-
-    def listen(index, token, logprob):
-        request, *_, heard = requests[index]
-        assert request not in aborted
-        heard.append(token)
-        if rng.random() < 0.05:
-            abort(rng.choice(requests)[0])
-
-    def add(submit, prompt):
-        params = SamplingParams(max_tokens=rng.randrange(1, 12), seed=rng.randrange(3))
-        request = submit(params, partial(listen, len(requests)))
-        requests.append((request, list(prompt), params, []))
-
-    for _ in range(120):
-        kind = rng.random()
-        if kind < 0.12:
-            prompt = rng.choice(prompts)
-            add(partial(engine.submit, prompt), prompt)
-        elif kind < 0.2 and len(sessions) < 4:
-            sessions.append(engine.session(rng.choice(prompts)))
-        elif kind < 0.32 and sessions:
-            session = rng.choice(sessions)
-            open_turn = next((r for r, *_ in requests if r.ids is session.ids), None)
-            if len(session.ids) > 80:
-                session.close()
-                sessions.remove(session)
-            elif session._request is None and open_turn is None:
-                session.append([rng.randrange(VOCAB) for _ in range(rng.randrange(5))])
-                add(session.submit, session.ids)
-        elif kind < 0.38 and requests:
-            abort(rng.choice(requests)[0])
-        else:
-            ended += engine.step()
-            engine.scheduler.check()
-    while engine.has_work:
-        ended += engine.step()
-    for session in sessions:
-        session.close()
-    assert_no_leak(engine)
-    for request, prompt, params, heard in requests:
-        assert heard == request.completion.token_ids[: len(heard)]
-        if request.completion.finish_reason != "abort":
-            assert request in ended and heard == request.completion.token_ids
-            room = min(params.max_tokens, 105 - len(prompt))
-            limit = SamplingParams(max_tokens=room, seed=params.seed)
-            assert request.completion.token_ids == naive_sample(model, prompt, limit)
+    for prompt in ([1] * 20, [1] * 48):  # the pool has room for one token more than it has slots
+        completion = engine.generate([prompt], SamplingParams(max_tokens=999, temperature=0))[0]
+        assert len(completion.token_ids) == 49 - len(prompt)
+        assert completion.finish_reason == "length"
 
 
 def test_tool_calls_can_be_held_to_valid_json_and_known_names(nano_model, nano_tokenizer):

@@ -9,8 +9,6 @@ import torch
 from kernel_check import DEVICE, flash_attn_varlen_func
 
 from nanorchestra.engine.engine import Engine, SamplingParams
-from nanorchestra.engine.gpu import SIZES
-from nanorchestra.engine.request import Request
 from nanorchestra.engine.steps import SerialSteps
 from nanorchestra.model.qwen3 import PRESETS, Qwen3
 
@@ -91,21 +89,6 @@ def test_rows_that_pad_a_graph_change_nothing(engine):
     changed = (runner.k_cache != before).flatten(3).any(3).nonzero()  # layer, page, head
     written = {request.table.pages[(len(request.ids) - 1) // 16] for request in requests}
     assert set(changed[:, 1].tolist()) <= written
-
-
-def test_samples_of_one_prompt_form_a_group_of_neighbours(engine):
-    runner, requests = engine().runner, []
-    shared = list(range(20))
-    for pages, length in ((shared + [30], 330), ([40, 41], 20), (shared + [31], 325)):
-        request = Request(len(requests), [1] * length, SamplingParams(), limit=999)
-        request.table.pages[:] = pages
-        requests.append(request)
-    order, groups = runner._group(requests)
-    first = order.index(requests[0])
-    assert abs(first - order.index(requests[2])) == 1
-    # 20 pages of 16, down to a whole split of the kernel
-    assert groups.tolist() == [[min(first, order.index(requests[2])), 2, 256]]
-    assert tuple(sorted(SIZES)) == SIZES
 
 
 def test_nan_in_the_weights_is_an_error(engine):

@@ -35,29 +35,6 @@ def test_a_group_is_prefilled_once(budget, length):
     world.assert_correct(*requests)
 
 
-def test_forks_write_into_copies_and_the_last_one_into_the_original():
-    world = World(num_pages=64)
-    requests = [world.submit([1, 2, 3, 4, 5, 6]) for _ in range(3)]
-    world.step()
-    assert len({tuple(r.table.pages) for r in requests}) == 1
-    last = requests[0].table.pages[1]
-    plan = world.step()
-    assert list(plan.copies.values()) == [last] * 2 and requests[2].table.pages[1] == last
-    world.run()
-    world.assert_correct(*requests)
-
-
-def test_a_follower_whose_leader_is_aborted_computes_by_itself():
-    world = World(num_pages=64, max_batch_tokens=8)
-    leader, follower = world.submit(list(range(30))), world.submit(list(range(30)))
-    world.step()
-    assert follower in world.scheduler.waiting
-    world.finish(leader, "abort")
-    world.run()
-    assert follower.cached_tokens == 8
-    world.assert_correct(follower)
-
-
 @pytest.mark.parametrize("budget", [64, 4096])
 def test_groups_that_arrive_interleaved_are_each_prefilled_once(budget):
     world = World(num_pages=800, page_size=16, max_batch_tokens=budget, max_running=64)
@@ -91,32 +68,6 @@ def test_the_newest_is_preempted_keeps_its_place_and_comes_to_the_same_end():
     assert world.cache.available == 8
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_pool_for_one_request_serves_many(seed):
-    rng = random.Random(seed)
-    world = World(num_pages=7, page_size=3, max_batch_tokens=rng.choice((4, 9, 30)), max_running=4)
-    requests = [
-        world.submit([rng.randrange(2) for _ in range(rng.randrange(1, 14))], rng.randrange(1, 9))
-        for _ in range(12)
-    ]
-    world.run(2000)
-    world.assert_correct(*requests)
-    assert world.cache.available == 7
-
-
-def test_a_running_request_gets_a_token_every_step_while_pages_suffice():
-    world, rng = World(num_pages=200, max_batch_tokens=16), random.Random(1)
-    watched = world.submit([1], max_tokens=60)
-    world.step()
-    for _ in range(50):
-        if rng.random() < 0.5:
-            prompt = [rng.randrange(9) for _ in range(rng.randrange(1, 60))]
-            world.submit(prompt, max_tokens=rng.randrange(1, 10))
-        before = len(watched.ids)
-        world.step()
-        assert len(watched.ids) == before + 1
-
-
 def turn(world: World, ids: list[int], table: PageTable) -> Request:
     request = world.submit(ids, 3, table)
     world.run()
@@ -134,27 +85,6 @@ def test_a_session_prefills_only_what_is_new():
         ids = request.ids
     world.scheduler.close(table)
     assert world.cache.available == 32
-
-
-def test_a_session_loses_its_pages_under_pressure_and_computes_them_anew():
-    world, table = World(num_pages=8, page_size=2), PageTable()
-    ids = turn(world, [1] * 6, table).ids
-    assert table.pages
-    big = world.submit([2] * 13, max_tokens=3)  # needs all eight pages
-    world.run()
-    assert table.pages == []
-    world.assert_correct(big)
-    turn(world, ids + [3, 3], table)
-
-
-def test_returning_sessions_go_before_new_prompts():
-    world, table = World(max_batch_tokens=8, max_running=1), PageTable()
-    ids = turn(world, [1, 2, 3], table).ids
-    running = world.submit([5], max_tokens=4)
-    world.step()
-    new, back = world.submit([6], max_tokens=1), world.submit(ids + [4], 1, table)
-    world.run()
-    assert list(world.done)[-3:] == [running.id, back.id, new.id]
 
 
 @pytest.mark.parametrize("steps", [0, 3, 8], ids=["waiting", "mid-prefill", "decoding"])

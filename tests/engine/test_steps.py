@@ -6,7 +6,6 @@ import dataclasses
 import random
 
 import pytest
-import torch
 
 from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.engine.runner import Runner
@@ -110,21 +109,6 @@ def test_looking_ahead_changes_no_token(model, seed, pages):
     assert ahead == serial and serving.runner.ahead > 3
 
 
-@pytest.mark.parametrize("pages", range(18, 40, 3))
-def test_preemption_while_looking_ahead(model, pages):
-    """Samples of one prompt, whose half-full last page is copied, outgrow the pool."""
-    outcomes, preempted = [], 0
-    params = [SamplingParams(max_tokens=30, ignore_eos=True, seed=seed) for seed in range(4)]
-    for ahead in (False, True):
-        serving = engine(model, ahead, num_pages=pages, max_batch_tokens=64)
-        prompts = [[6, 7, 8, 9, 10]] * 4 + [[11, 12, 13]]
-        completions = serving.generate(prompts, params + params[:1])
-        outcomes.append([completion.token_ids for completion in completions])
-        preempted += serving.stats["preemptions"]
-    assert outcomes[0] == outcomes[1]
-    assert preempted or pages > 30
-
-
 @pytest.mark.parametrize("steps", range(3, 8))
 def test_a_failed_step_leaves_what_has_been_sampled(model, steps):
     """The failing step's successor is under way by then. page_size is 4: one step fills a page."""
@@ -144,24 +128,3 @@ def test_a_failed_step_leaves_what_has_been_sampled(model, steps):
         session.append([13])
         left.append(session.ids + session.sample(SamplingParams(max_tokens=9)).token_ids)
     assert left[0] == left[1] and len(left[0]) >= 5 + steps + 1
-
-
-def test_new_weights_and_sleep_throw_the_next_step_away(model):
-    outcomes = []
-    for ahead in (False, True):
-        changed = Qwen3(SHAPE)
-        changed.load_state_dict(model.state_dict())
-        serving = engine(changed, ahead)
-        request = serving.submit([6, 7, 8], SamplingParams(max_tokens=12, ignore_eos=True))
-        for _ in range(4):
-            serving.step()
-        with torch.no_grad():
-            changed.norm.mul_(3)
-        serving.update_weights()
-        serving.step()
-        serving.sleep()
-        serving.wake()
-        while not request.finished:
-            serving.step()
-        outcomes.append((request.completion.token_ids, request.completion.weight_versions))
-    assert outcomes[0] == outcomes[1]
