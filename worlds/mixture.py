@@ -73,17 +73,19 @@ class Mixture:
 
     def __init__(self, shares: dict[str, float], seed: int):
         self.shares, self.start = shares, random.Random(f"{seed}/mixture").random()
+        self._names, self._ends = list(shares), list(itertools.accumulate(shares.values()))
+        self._places: list[tuple[str, int]] = []  # from 0 to the furthest that was asked for
+        self._counts: Counter[str] = Counter()
 
     def places(self, count: int, start: int = 0) -> list[tuple[str, int]]:
         """Returns the world and the number of its task for the places start .. start + count."""
-        names, ends = list(self.shares), list(itertools.accumulate(self.shares.values()))
-        counts, places = Counter(), []
-        for place in range(start + count):
+        for place in range(len(self._places), start + count):
             point = (self.start + place * GOLDEN) % 1
-            name = names[min(bisect.bisect_right(ends, point), len(names) - 1)]
-            places.append((name, counts[name]))
-            counts[name] += 1
-        return places[start:]
+            index = bisect.bisect_right(self._ends, point)
+            name = self._names[min(index, len(self._names) - 1)]
+            self._places.append((name, self._counts[name]))
+            self._counts[name] += 1
+        return self._places[start : start + count]
 
 
 class Worlds:
