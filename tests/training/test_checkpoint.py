@@ -24,7 +24,8 @@ def truncated(folder):
 def overwritten(folder):
     file = next(folder.glob("*.distcp"))
     data = file.read_bytes()
-    file.write_bytes(data[:1000] + bytes(200) + data[1200:])
+    middle = len(data) // 2  # of a tensor, where only the checksum notices
+    file.write_bytes(data[:middle] + b"\x55" * 200 + data[middle + 200 :])
 
 
 @pytest.mark.parametrize(

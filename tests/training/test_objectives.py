@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import math
 import random
@@ -86,17 +85,6 @@ def test_loss_and_gradient_equal_those_of_trl(case):
             for x in (gradient, theirs)
         )
     assert torch.allclose(gradient, theirs, rtol=0, atol=1e-9)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
-def test_the_fixture_is_what_trl_computes_today():
-    from make_trl_fixture import trl_loss
-
-    for case in CASES:
-        loss, gradient = trl_loss(case)
-        assert loss == pytest.approx(case["loss"], abs=1e-12)
-        assert gradient == pytest.approx(case["gradient"], abs=1e-12)
 
 
 # The papers.
@@ -222,28 +210,22 @@ def test_gradients_equal_finite_differences_around_and_outside_the_clip(dual_cli
 
 @pytest.mark.parametrize("surrogate", ["clip", "gspo", "cispo"])
 @pytest.mark.parametrize("cap", [0.9, 2.0])
-def test_an_importance_cap_weighs_every_id_but_not_its_kl(surrogate, cap):
+def test_an_importance_cap_weighs_the_surrogate_but_not_the_kl(surrogate, cap):
     groups = attempts(4)
     new, old = doubles(flat(groups, 1)), doubles(flat(groups, 2))
-    sampler = old + torch.linspace(-0.8, 0.8, len(old), dtype=torch.float64)
     lengths = [len(attempt[1]) for group in groups for attempt in group]
-    batch = batch_of(lengths, [0.3 * i - 2 for i in range(len(lengths))], sampler.tolist())
-    objective = Objective(surrogate, importance_cap=cap, kl_coef=0.3)
-    plain = dataclasses.replace(objective, importance_cap=0.0)
-    weights = (old - sampler).exp()
-    expected = 0.3 * sum((new - old).square() / 2)
-    for i in range(len(old)):  # one id at a time: the advantages of the others are 0
-        only = SimpleNamespace(**vars(batch))
-        only.advantages = torch.zeros_like(old).index_fill_(0, torch.tensor(i), 1.0)
-        only.advantages *= batch.advantages
-        value = policy_loss(new, old, only, plain, normaliser=1)[0]
-        expected += value * weights[i].clamp(max=cap)
-    kl = kl_estimate(new, old, "k2")
+    batch = batch_of(lengths, [0.3 * i - 2 for i in range(len(lengths))], (old - 0.2).tolist())
+    objective, kl = (
+        Objective(surrogate, importance_cap=cap, kl_coef=0.3),
+        kl_estimate(new, old, "k2"),
+    )
+    plain, _ = policy_loss(new, old, batch, Objective(surrogate), normaliser=1)
     loss, sums = policy_loss(new, old, batch, objective, normaliser=1, kl=kl)
-    assert loss.item() == pytest.approx(expected.item(), abs=1e-9)
-    assert sums["importance"] == pytest.approx(weights.clamp(max=cap).sum().item())
-    assert sums["importance_capped"] == (weights > cap).sum()
-    assert sums["ratio"] == pytest.approx((new - sampler).exp().sum().item())
+    weight = min(math.exp(0.2), cap)
+    assert loss.item() == pytest.approx((weight * plain + 0.3 * kl.sum()).item(), abs=1e-9)
+    assert sums["importance"] == pytest.approx(weight * len(old))
+    assert sums["importance_capped"] == (math.exp(0.2) > cap) * len(old)
+    assert sums["ratio"] == pytest.approx((new - old + 0.2).exp().sum().item())
 
 
 def test_metrics_count_what_the_clip_stopped():
@@ -270,19 +252,6 @@ def test_extreme_ratios_and_empty_batches_give_finite_gradients(surrogate):
     loss, sums = policy_loss(nothing, empty.sampler_logprobs, empty, objective, normaliser=2)
     loss.backward()
     assert loss == 0 and set(sums.values()) == {0.0}
-
-
-def test_kl_estimates_are_near_the_kl():
-    """k3 within sampling error; k2 to second order."""
-    generator = torch.Generator().manual_seed(0)
-    options = {"generator": generator, "dtype": torch.float64}
-    policy = torch.randn(8, **options).log_softmax(0)
-    reference = (policy + 0.2 * torch.randn(8, **options)).log_softmax(0)
-    exact = (policy.exp() * (policy - reference)).sum().item()
-    ids = torch.multinomial(policy.exp(), 100_000, replacement=True, generator=generator)
-    for kind, tolerance in (("k3", 0.02), ("k2", 0.15)):
-        estimate = kl_estimate(policy[ids], reference[ids], kind).mean().item()
-        assert estimate == pytest.approx(exact, rel=tolerance)
 
 
 # Advantages.
