@@ -282,7 +282,7 @@ def test_a_damaged_task_file_is_refused_and_the_line_named(made, tmp_path):
         (first + "\n" + first, "'railway-5-0' stands 2 times"),
         ("[]\n", "line 1: task: "),
         ("", "holds no task"),
-        (first.replace('"name"', '"title"'), r"line 1: .*actions\[0\]: 'name' is"),
+        (first.replace('"name"', '"title"'), r"line 1: .*actions\[0\].name: None is not"),
     ):
         (tmp_path / "tasks.jsonl").write_text(content)
         with pytest.raises(UserError, match=says):
