@@ -165,7 +165,7 @@ class GpuRunner(Runner):
                 [start for _, start, _ in plan.prefills],
                 [n for *_, n in plan.prefills],
             )
-            work = torch.from_numpy(prefill_work(starts, counts)).to(self.device)
+            work = prefill_work(starts, counts).to(self.device)
             sizes = sizes_of(counts, np.add(starts, counts).tolist(), self.device)
             chunks = _Chunks(self._inputs(plan.prefills), tables.int(), work, sizes)
         place = {request: i for i, request in enumerate(order)}
