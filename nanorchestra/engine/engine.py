@@ -131,8 +131,7 @@ class Engine:
         """Computes one step, if there is work. Returns the requests that finished in it.
 
         If the computation fails, all running requests are aborted, the cache is emptied, and the
-        error is raised. If a callback raises, its request is aborted, and the error is raised after
-        the other requests' tokens have been delivered.
+        error is raised. An error of a callback is raised as it is; its token has been accepted.
         """
         require(not self._asleep, "engine: it sleeps, its KV memory is lent; call wake() first")
         plan = self._steps.plan()
@@ -162,17 +161,10 @@ class Engine:
             if reason := request.accept(draw.token, draw.logprob, self.weight_version):
                 self._finish(request, reason)
                 finished.append(request)
-        failure = None
         for request, draw in drawn:
             aborted = request.finished and request.completion.finish_reason == "abort"
             if request.on_token is not None and not aborted:
-                try:
-                    request.on_token(draw.token, draw.logprob)
-                except Exception as error:
-                    self.abort(request)
-                    failure = failure or error
-        if failure is not None:
-            raise failure
+                request.on_token(draw.token, draw.logprob)
         return finished
 
     @property
@@ -215,7 +207,8 @@ class Engine:
             id=next(self._ids),
             ids=ids,
             params=params,
-            limit=self.limits.end(ids, params),
+            # The last token needs no page.
+            limit=min(len(ids) + params.max_tokens, self.max_context, self.limits.pool + 1),
             stop_ids=frozenset(params.stop_token_ids).union(
                 () if params.ignore_eos else self.eos_ids
             ),

@@ -98,10 +98,6 @@ class Limits:
             f"prompt: {len(ids)} tokens do not fit the KV pool of {self.pool} tokens (num_pages)",
         )
 
-    def end(self, ids: list[int], params: SamplingParams) -> int:
-        """Returns the length at which the text ends at the latest. The last token needs no page."""
-        return min(len(ids) + params.max_tokens, self.context, self.pool + 1)
-
 
 @dataclass
 class Completion:
