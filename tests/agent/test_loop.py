@@ -73,14 +73,6 @@ def test_limits_and_failures_end_an_attempt(nano_tokenizer, rebuild):
         assert len(engine.sessions) == (max(turns, 1) if rebuild else 1)
 
 
-def test_the_context_limit_cuts_a_growing_session(nano_tokenizer):
-    (t,), engine = run(nano_tokenizer, [call()] * 99, limits=Limits(context_tokens=400))
-    assert t.status == "token_limit" and t.outcome == 0.0
-    assert [budget for _, budget in engine.params] == [
-        min(512, 400 - turn.start) for turn in t.turns
-    ]
-
-
 def test_lockstep_keeps_the_order_of_the_attempts(nano_tokenizer):
     """Tools that take different times must not change the composition of the engine's batches."""
 
