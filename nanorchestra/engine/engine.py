@@ -79,7 +79,7 @@ class Engine:
         self.limits = Limits(config.vocab_size, self.max_context, num_pages * page_size)
         self._ids = itertools.count()
         self._asleep = False
-        self._counts = {"steps": 0, "prefill_tokens": 0, "sampled_tokens": 0, "cached_tokens": 0}
+        self._counts = {"steps": 0, "prefill_tokens": 0, "sampled_tokens": 0}
         if by_kernel(weight):
             from nanorchestra.engine.gpu import GpuRunner  # needs Triton
 
@@ -143,9 +143,8 @@ class Engine:
         except BaseException:
             for request in list(self.scheduler.running):
                 self.abort(request)
-            self._forget()  # pages may hold NaN
-            self.runner.sleep()
-            self.runner.wake()
+            self._forget()
+            self.runner.wake()  # pages may hold NaN
             raise
         self.scheduler.commit(plan)
         self._counts["steps"] += 1
@@ -183,7 +182,6 @@ class Engine:
     def _finish(self, request: Request, reason: str) -> None:
         self.scheduler.finish(request)
         request.finish(reason, self.tokenizer)
-        self._counts["cached_tokens"] += request.completion.cached_tokens
 
     def session(self, ids: Sequence[int] = ()) -> Session:
         """Opens a growing sequence of ids whose KV stays in the cache between its turns."""
@@ -273,11 +271,5 @@ class Engine:
 
     @property
     def stats(self) -> dict[str, int]:
-        """Counters since the start, and the state of the queues and the pool."""
-        return self._counts | {
-            "waiting": len(self.scheduler.waiting),
-            "running": len(self.scheduler.running),
-            "parked_sessions": len(self.scheduler.parked),
-            "preemptions": self.scheduler.preemptions,
-            "pages_available": self.cache.available,
-        }
+        """Counters since the start."""
+        return self._counts | {"preemptions": self.scheduler.preemptions}

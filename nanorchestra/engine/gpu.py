@@ -90,14 +90,15 @@ class GpuRunner(Runner):
     def __init__(
         self, model: Qwen3, num_pages: int, page_size: int, vocab_size: int, attention: str
     ):
-        self._captured: dict[tuple[int, int], _Graph] = {}
         super().__init__(model, num_pages, page_size, vocab_size)
-        self.prefill = choose_attention(attention, self.k_cache.dtype, page_size)
         self.vocab_size = vocab_size
+        self.prefill = choose_attention(attention, self.k_cache.dtype, page_size)
         self.overlaps = model.lm_head is None or not is_quantised(model.lm_head)
 
-    def _start_over(self) -> None:
-        self._captured.clear()  # the graphs' memory is the pool's too
+    def sleep(self) -> None:
+        """As Runner.sleep; captured graphs go too, since they read the pages where they lay."""
+        super().sleep()
+        self._captured: dict[tuple[int, int], _Graph] = {}
         self._grouped: tuple[list[Request], list[Request], np.ndarray] | None = None
 
     def launch(self, plan: Plan, after: _Launched | None = None) -> _Launched | Tensor:
@@ -129,7 +130,7 @@ class GpuRunner(Runner):
         return list(draws.values())
 
     def _decode(self, requests: list[Request], after: _Launched | None) -> _Launched:
-        """Launches a decode step, by a graph if there is one of its size."""
+        """Launches a decode step, as a graph if one is large enough."""
         if self.device.type == "cuda" and len(requests) <= SIZES[-1]:
             size = SIZES[bisect.bisect_left(SIZES, len(requests))]
             order, decodes = self._decodes(requests, size, after)
@@ -266,10 +267,7 @@ class GpuRunner(Runner):
 
 
 class _Graph:
-    """A captured decode step. `replay` copies its inputs to where the graph reads them.
-
-    The graphs of a runner share one memory pool, since only one runs at a time.
-    """
+    """A captured decode step. The graphs of a runner share one memory pool: one runs at a time."""
 
     def __init__(self, runner: GpuRunner, size: int, max_length: int):
         longest = min(max_length, runner.model.config.max_position_embeddings)
@@ -298,5 +296,5 @@ class _Graph:
 
 def _noise(params: SamplingParams) -> tuple[int, int]:
     """The seed as int64, and the temperature's fp32 bits."""
-    seed = (params.seed + 2**63) % 2**64 - 2**63
-    return seed, int(np.float32(params.temperature).view(np.int32))
+    bits = int(np.float32(params.temperature).view(np.int32))
+    return (params.seed + 2**63) % 2**64 - 2**63, bits

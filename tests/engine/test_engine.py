@@ -226,7 +226,7 @@ def test_the_kv_memory_can_be_lent(model):
     engine.step()
     engine.sleep()
     engine.sleep()
-    assert engine.runner.k_cache.untyped_storage().nbytes() == 0
+    assert engine.runner.k_cache is None
     with pytest.raises(UserError, match="it sleeps"):
         engine.step()
     assert len(engine.score([prompt])[0]) == 39
