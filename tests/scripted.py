@@ -51,7 +51,7 @@ class ScriptedSession:
         pass
 
     def submit(self, params, on_token=None):
-        ids = self.engine.tokenizer.encode(next(self.script), special=True)
+        ids = self.engine.tokenizer.backend.encode(next(self.script)).ids
         if on_token:
             for token in ids:
                 on_token(token, -0.5)

@@ -215,7 +215,7 @@ class Engine:
             keeps_pages=table is not None,
             session=session,
             grammar=grammar,
-            grammar_state=grammar and grammar.start(params.tools, params.enable_thinking),
+            grammar_state=grammar and grammar.start(params.tools),
         )
 
     @cached_property

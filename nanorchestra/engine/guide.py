@@ -70,18 +70,15 @@ class ToolCallGrammar:
         self._crossing = np.array([i for i, text in texts if b">" in text[:-1]], np.int64)
         self._mask = lru_cache(CACHED_MASKS)(self._make_mask)
 
-    def start(self, names: Sequence[str], enable_thinking: bool | None = None) -> State:
-        """Returns the state after the generation prompt, with `names` as the tools to call.
-
-        enable_thinking as in chat.parse: False means that the turn has no reasoning.
-        """
+    def start(self, names: Sequence[str]) -> State:
+        """Returns the state after the generation prompt, with `names` as the tools to call."""
         names = [json.dumps(name, ensure_ascii=False) for name in sorted(set(names))]
         headers = [
             f'{line}{{"name": {name}, "arguments": ' for line in ("", "\n") for name in names
         ]
         calls = ("".join(chr(256 + byte) for byte in header.encode()) for header in headers)
         calls = tuple(call + "O}L" for call in calls)
-        return State(CONTENT if enable_thinking is False else START, b"", calls)
+        return State(START, b"", calls)
 
     def advance(self, state: State, token: int) -> State | None:
         """Returns the state after `token`, or None if it is not allowed."""

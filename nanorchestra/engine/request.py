@@ -33,7 +33,6 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # ids that end the text, beside the end-of-text ids
     ignore_eos: bool = False  # go on past the end-of-text ids
     tools: tuple[str, ...] = ()  # hold tool calls to valid JSON with one of these names (guide.py)
-    enable_thinking: bool | None = None  # as given to chat.encode; only `tools` needs it
 
     def __post_init__(self):
         for name, right, expected in (

@@ -17,7 +17,7 @@ import torch
 from nanorchestra.config import Config
 from nanorchestra.errors import require
 from nanorchestra.model.hf_config import read_config
-from nanorchestra.model.lora import parameters_of
+from nanorchestra.model.lora import add_adapters
 from nanorchestra.model.qwen3 import PRESETS, ModelConfig, Qwen3
 from nanorchestra.training.costs import GB, GPUS, Costs, Gpu, activation_numbers
 
@@ -45,7 +45,12 @@ class Setup:
     def trained(self) -> int:
         """How many numbers are trained."""
         rank = self.config.lora.rank
-        return parameters_of(self.model, rank) if rank else self.total
+        if not rank:
+            return self.total
+        with torch.device("meta"):
+            decoder = Qwen3(self.model)
+            add_adapters(decoder, rank, alpha=1.0, seed=0)
+        return sum(p.numel() for p in decoder.parameters() if p.requires_grad)
 
     @property
     def shards(self) -> int:

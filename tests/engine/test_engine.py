@@ -320,13 +320,13 @@ def test_tool_calls_can_be_held_to_valid_json_and_known_names(nano_model, nano_t
 
     engine.runner._sample = eager
     names = ("calc", "search", "sea")
-    options = {"tools": names, "enable_thinking": False, "stop_token_ids": (end,)}
+    options = {"tools": names, "stop_token_ids": (end,)}
     params = [SamplingParams(max_tokens=120, seed=i, **options) for i in range(12)]
     completions = engine.generate([[5, 6, 7]] * 12, params)
     ended = [c.token_ids for c in completions if c.finish_reason == "stop"]
     assert len(ended) > 6
     for ids in ended:
-        turn = chat.parse(nano_tokenizer, ids, enable_thinking=False)
+        turn = chat.parse(nano_tokenizer, ids)
         assert [call.name in names and not call.error for call in turn.calls] == [True]
     with pytest.raises(UserError, match="tools are given, but .* no tokenizer"):
         Engine(nano_model).submit([1], SamplingParams(tools=("a",)))
