@@ -113,6 +113,7 @@ def test_gradient_of_one_factor(generator, monkeypatch):
     """
     monkeypatch.setattr(logprob_backward, "CHUNK_BYTES", 1)
     monkeypatch.setattr(logprob_backward, "BLOCK", 256)
+    monkeypatch.setattr(logprob_forward, "CONFIGS", {80: TILE | {"BLOCK_V": 256}})
     *data, targets = problem(generator, 16, 64, 2800, 2800, torch.bfloat16, scale=0.2)
     for which in (0, 1):
         factors = [x.clone().requires_grad_(i == which) for i, x in enumerate(data)]

@@ -52,7 +52,7 @@ def compare(generator, bits, m, n, k, dtype, group=128, with_bias=True):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sizes_around_the_tiles(generator, dtype):
-    random = torch.randint(1, 50, (3,), generator=generator).tolist()
+    random = torch.randint(8, 50, (3,), generator=generator).tolist()
     for m, n, k in [
         (1, 1, 1),
         (8, 15, 31),
@@ -63,7 +63,7 @@ def test_sizes_around_the_tiles(generator, dtype):
     ]:
         compare(generator, 8, m, n, k, dtype)
     compare(generator, 8, *random, dtype)
-    for group, m, n, groups in [(128, 1, 1, 1), (64, 8, 15, 5), (256, 9, 17, 3), (32, 33, 33, 9)]:
+    for group, m, n, groups in [(128, 1, 16, 1), (64, 8, 15, 5), (256, 9, 17, 3), (32, 33, 33, 9)]:
         compare(generator, 4, m, n, groups * group, dtype, group)
     compare(generator, 4, random[0], random[1], 128 * (random[2] // 10 + 1), dtype)
 
