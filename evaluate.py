@@ -52,13 +52,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--tasks", type=int, default=480, metavar="N", help="default: %(default)s")
     add("--temperature", type=float, default=1.0, help="0 is greedy (default: 1)")
     add("--seed", type=int, default=0, help="of tasks and simulated experts (default: 0)")
-    add("--quantise", choices=("int8", "int4"), help="round the linear layers while loading")
-    add(
-        "--context",
-        choices=("append", "rebuild"),
-        default="append",
-        help="a growing session, or a prompt composed each turn",
-    )
     add("--json", type=Path, metavar="FILE", help="write all the figures there too")
     options = parser.parse_args(arguments)
     require(options.tasks > 0, f"--tasks is {options.tasks}; it must be at least 1")
@@ -68,7 +61,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def load_rollout(options: argparse.Namespace) -> Rollout:
     """Returns the rollout of a checkpoint under the limits of the miniature's run. UserError."""
-    model, tokenizer = load_policy(options.model, options.quantise)
+    model, tokenizer = load_policy(options.model)
     limits = load_config(CONFIG).rollout
     context = min(limits.context_tokens, model.config.max_position_embeddings)
     engine = Engine(
@@ -83,8 +76,7 @@ def load_rollout(options: argparse.Namespace) -> Rollout:
     def sampling(seed: int, budget: int) -> SamplingParams:
         return SamplingParams(max_tokens=budget, temperature=options.temperature, seed=seed)
 
-    bounds = Limits(limits.turns, limits.turn_tokens, context)
-    return Rollout(engine, tokenizer, sampling, bounds, rebuild=options.context == "rebuild")
+    return Rollout(engine, tokenizer, sampling, Limits(limits.turns, limits.turn_tokens, context))
 
 
 def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -30,10 +30,9 @@ def load_questions(path: str | Path, most: int | None = None) -> list[Task]:
         require(isinstance(row, dict), f"{where}: must be an object")
         if row.get("image"):
             continue
-        fields = next((pair for pair in FIELDS if None not in map(row.get, pair)), None)
-        require(fields, f"{where}: no question and answer; one of {FIELDS} is needed")
-        question, answer = (str(row[field]).strip() for field in fields)
-        require(question and answer, f"{where}: {fields} must not be empty")
+        found = [(row[q], row[a]) for q, a in FIELDS if row.get(q) and row.get(a) not in (None, "")]
+        require(found, f"{where}: no question and answer; one of {FIELDS} is needed")
+        question, answer = map(str, found[0])
         data = {
             "kind": "qa",
             "answer": answer,
@@ -41,8 +40,5 @@ def load_questions(path: str | Path, most: int | None = None) -> list[Task]:
             "category": row.get("category") or row.get("task"),
         }
         name = str(row.get("id", row.get("question_id", number)))
-        tasks.append(Task(name, question, Preference(), data))
-        if len(tasks) == most:
-            break
-    require(tasks, f"{path}: holds no question (rows with an image are left out)")
-    return tasks
+        tasks.append(Task(name, question.strip(), Preference(), data))
+    return tasks[:most]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from nanorchestra.errors import UserError
+from nanorchestra.errors import require
 from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.model.weights import load_model
@@ -19,15 +19,7 @@ def load_policy(path: Path, quantise: str | None = None) -> tuple[Qwen3, Tokeniz
 
     quantise: "int8" or "int4" rounds the linear layers. UserError if the checkpoint is not whole.
     """
-    if path.resolve() == NANO and not (path / "config.json").exists():
-        raise UserError(
-            f"{path}: no checkpoint here yet; make one with `python train.py` and give "
-            "--model runs/nano/model, or copy that model's files here"
-        )
     on_gpu = {"device": "cuda", "dtype": "bfloat16"} if torch.cuda.is_available() else {}
     model, tokenizer = load_model(path, quantise=quantise, **on_gpu)
-    if tokenizer is None:
-        raise UserError(
-            f"{path}: no tokenizer.json; the checkpoint's tokenizer must lie beside its weights"
-        )
+    require(tokenizer, f"{path}: no tokenizer.json; it must lie beside the weights")
     return model, tokenizer
