@@ -1,4 +1,4 @@
-"""What an attempt is paid: the equations of ToolOrchestra over numbers, and the price table.
+"""Computes rewards with the equations of ToolOrchestra; reads the table of prices.
 
 The paper (arXiv 2511.21689, section 3) describes an attempt tau of a group T by its features, and
 normalises each feature over the group:
@@ -16,7 +16,9 @@ produce them.
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from nanorchestra.records import Preference, Price, Trajectory
@@ -24,22 +26,8 @@ from nanorchestra.records import Preference, Price, Trajectory
 POLICY = "Qwen/Qwen3-8B"
 
 # The published system's prices. A task may quote others in its prompt, and then charges those.
-PRICES: dict[str, Price] = {
-    POLICY: Price(0.2, 0.2),
-    "gpt-5": Price(1.25, 10.0),
-    "gpt-5-mini": Price(0.25, 2.0),
-    "o3-mini": Price(1.1, 4.4),
-    "claude-opus": Price(15.0, 75.0),
-    "claude-sonnet": Price(3.0, 15.0),
-    "Qwen/Qwen3-32B": Price(0.8, 0.8),
-    "Qwen/Qwen3-235B-A22B": Price(0.9, 0.9),
-    "Qwen/Qwen2.5-Coder-32B-Instruct": Price(0.8, 0.8),
-    "Qwen/Qwen2.5-Math-72B-Instruct": Price(0.9, 0.9),
-    "Qwen/Qwen2.5-Math-7B-Instruct": Price(0.2, 0.2),
-    "meta-llama/Llama-3.3-70B-Instruct": Price(0.9, 0.9),
-    "nvidia/Llama-3_1-Nemotron-Ultra-253B-v1": Price(0.9, 0.9),
-    "nvidia/Llama-3_3-Nemotron-Super-49B-v1": Price(0.9, 0.9),
-}
+_LISTED = tomllib.loads(Path(__file__).with_name("assets").joinpath("prices.toml").read_text())
+PRICES: dict[str, Price] = {model: Price(*usd) for model, usd in _LISTED.items()}
 
 
 class Bounds(NamedTuple):

@@ -23,9 +23,9 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from nanorchestra import Engine, SamplingParams
+from nanorchestra import SamplingParams
 from nanorchestra.agent.environment import Tool, ToolEnvironment
-from nanorchestra.agent.load import NANO, load_policy
+from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.engine.stream import TurnStream
 from nanorchestra.errors import ArgumentParser, UserError, command, require
@@ -39,7 +39,7 @@ from worlds.miniature.offers import describe
 from worlds.miniature.tables import SUBJECTS
 from worlds.miniature.world import environment
 
-MAX_CONTEXT, PAGE = 16_384, 16  # tokens of a conversation, and of a KV page
+MAX_CONTEXT = 16_384  # tokens of a conversation
 HELP = f"""nano knows four kinds of questions, about {", ".join(SUBJECTS)} and more:
   {(chr(10) + "  ").join(EXAMPLES)}
 Numbers are as long as in these examples; two numbers of two digits can be added or subtracted.
@@ -140,22 +140,6 @@ def converse(session: Session, lines: Iterable[str], at_prompt: bool = False) ->
             session.console.line(" [stopped]")
 
 
-def open_rollout(options: argparse.Namespace) -> Rollout:
-    """Returns a rollout of the checkpoint that runs one attempt at a time."""
-    model, tokenizer = load_policy(options.model, options.quantise)
-    context = min(model.config.max_position_embeddings, MAX_CONTEXT)
-    pages = -(-context // PAGE) + 1
-    engine = Engine(
-        model, tokenizer, num_pages=pages, page_size=PAGE, max_running=1, max_context=context
-    )
-
-    def params(seed: int, budget: int) -> SamplingParams:
-        return SamplingParams(max_tokens=budget, temperature=options.temperature, seed=seed)
-
-    limits = Limits(turn_tokens=context, context_tokens=context)
-    return Rollout(engine, tokenizer, params, limits)
-
-
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Returns the options. UserError if one is wrong."""
     parser = ArgumentParser(
@@ -180,7 +164,9 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments)
     with Sandbox() as sandbox:
         tools = load_tools(options.tools, sandbox) if options.tools else None
-        session = Session(open_rollout(options), sandbox, tools, options.seed)
+        limits = Limits(turn_tokens=MAX_CONTEXT, context_tokens=MAX_CONTEXT)
+        rollout = load_rollout(options.model, limits, options.temperature, 1, options.quantise)
+        session = Session(rollout, sandbox, tools, options.seed)
         if tools is None or options.model == NANO:
             print(NOTICE, file=sys.stdout if sys.stdout.isatty() else sys.stderr)
         if options.ask is None and sys.stdin.isatty() and sys.stdout.isatty():

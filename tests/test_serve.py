@@ -55,7 +55,7 @@ def command_line(talk, monkeypatch, capsys):
         stdout = sys.stdout
         session, _ = talk(*script)
         monkeypatch.setattr(sys, "stdout", stdout)
-        monkeypatch.setattr(serve, "open_rollout", lambda options: session.rollout)
+        monkeypatch.setattr(serve, "load_rollout", lambda *_: session.rollout)
         monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
         status = serve.main(list(arguments))
         return status, *capsys.readouterr()
