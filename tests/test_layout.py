@@ -1,4 +1,4 @@
-"""The layout is a promise: imports point down, no circle, no framework, and torch only where tensors are."""
+"""Imports point down, without circles and frameworks; torch is loaded only where tensors are."""
 
 import ast
 import subprocess
@@ -32,7 +32,8 @@ BELOW["tools"] = BELOW["reward"] = set(BELOW) - {"tools", "reward"}
 BELOW["worlds"] = BELOW["tools"] | {"tools", "reward"}
 BELOW |= {name: BELOW["worlds"] | {"worlds"} for name in COMMANDS}
 
-OPTIONAL = {"flash_attn", "liger_kernel", "tensorboard", "wandb", "torch.utils.tensorboard"}
+# matplotlib is for drawing what kernels.bench measured; kernels need torch and Triton alone.
+OPTIONAL = {"flash_attn", "liger_kernel", "torch.utils.tensorboard", "wandb", "matplotlib.figure"}
 FRAMEWORKS = {"transformers", "vllm", "trl", "ray", "accelerate", "deepspeed", "openai", "peft"}
 TORCH_FREE = (
     "engine.scheduler",
@@ -65,7 +66,13 @@ def imports(tree):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
         for node in ast.walk(function)
     }
-    for node in ast.walk(tree):
+    unread = {
+        node
+        for condition in ast.walk(tree)
+        if isinstance(condition, ast.If) and ast.unparse(condition.test) == "TYPE_CHECKING"
+        for node in ast.walk(condition)
+    }
+    for node in set(ast.walk(tree)) - unread:
         if isinstance(node, ast.ImportFrom):
             assert not node.level, "imports are absolute"
             for alias in node.names:
