@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import codecs
-
 from nanorchestra.model.parser import StreamParser
-from nanorchestra.model.tokenizer import Tokenizer
+from nanorchestra.model.tokenizer import IncrementalDecoder, Tokenizer
 from nanorchestra.records import ParsedTurn
 
 
@@ -18,8 +16,7 @@ class TurnStream:
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._parser = StreamParser()
+        self._decoder, self._parser = IncrementalDecoder(tokenizer), StreamParser()
 
     @property
     def calls(self) -> list:
@@ -30,10 +27,10 @@ class TurnStream:
         """Returns the deltas that are certain once this id is sampled. Special ids have no text."""
         if not self._tokenizer.decode([token], skip_special=True):
             return []
-        return self._parser.feed(self._decoder.decode(self._tokenizer.bytes_of(token)))
+        return self._parser.feed(self._decoder.feed(token))
 
     def finish(self) -> tuple[list[tuple[str, str]], ParsedTurn]:
         """Returns the deltas that waited for the end, and the whole turn."""
-        deltas = self._parser.feed(self._decoder.decode(b"", True))
+        deltas = self._parser.feed(self._decoder.flush())
         turn = self._parser.finish()
         return deltas + self._parser.last_deltas, turn

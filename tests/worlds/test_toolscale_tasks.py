@@ -8,25 +8,14 @@ import random
 
 import pytest
 
+from worlds.toolscale import verify as proof
 from worlds.toolscale.act import UnfitError
 from worlds.toolscale.domains import build
 from worlds.toolscale.pipeline import make_batch
 from worlds.toolscale.plan import LEVELS, Planner
 from worlds.toolscale.score import Scorer, communicated
 from worlds.toolscale.tasks import to_task
-from worlds.toolscale.verify import (
-    ERRS,
-    LEAK,
-    NOTHING,
-    TOLD,
-    UNDETERMINED,
-    UNFAIR,
-    altered,
-    mentions,
-    signature,
-    task_text,
-    verify,
-)
+from worlds.toolscale.verify import altered, mentions, signature, task_text, verify
 from worlds.toolscale.wishes import act_out
 
 
@@ -50,24 +39,19 @@ def words(task):
 
 def test_every_task_is_solved_by_its_golden_calls_and_not_without_them(batch):
     world, part = batch
-    assert part["counts"] == {"made": 50, "golden": 50, "nothing": 0, "altered": 0}
+    assert len(part["tasks"]) == 50
     for task in part["tasks"]:
         scorer = Scorer(world, task)
-        calls, said = scorer.golden_calls(), task["evaluation_criteria"]["communicate_info"]
+        calls, said = scorer.golden, scorer.told
+        wrong = altered(world, calls, random.Random(0))
+        scores = [scorer.score(*attempt) for attempt in ((calls, said), ([], []), (wrong, said))]
+        assert scores == [1, 0, 0]
         assert 1 <= len(calls) <= 12 and verify(world, task) is None
         assert {name for name, _ in calls} <= set(task["tools"])
         for skipped in range(len(calls)):
-            assert scorer.score(calls[:skipped] + calls[skipped + 1 :], said).reward == 0
+            assert scorer.score(calls[:skipped] + calls[skipped + 1 :], said) == 0
         if said:
-            assert scorer.score(calls, []).reward == 0
-
-
-def test_a_batch_is_a_function_of_its_arguments(batch):
-    assert make_batch(1, (1, 2, 3, 4, 5), "railway", 0) == batch[1]
-    other = make_batch(1, (1, 2, 3, 4, 5), "railway", 1)
-    assert not {signature(task) for task in other["tasks"][:5]} & set(
-        map(signature, batch[1]["tasks"])
-    )
+            assert scorer.score(calls, []) == 0
 
 
 def test_the_text_has_no_gaps(batch):
@@ -97,31 +81,31 @@ def test_the_level_is_a_dial():
 def test_each_reason_to_throw_a_task_away(batch):
     world, task = find(batch, lambda t: True)
     actions(task)[-1]["arguments"] |= {next(iter(actions(task)[-1]["arguments"])): "unknown"}
-    assert verify(world, task) == ERRS
+    assert verify(world, task) == proof.ERRS
 
-    _, task = find(batch, lambda t: not t["evaluation_criteria"]["env_assertions"])
-    task["evaluation_criteria"]["reward_basis"] = ["DB"]  # a question only: nothing changes
-    assert verify(world, task) == NOTHING
+    _, task = find(batch, lambda t: True)
+    task["evaluation_criteria"] |= {"actions": [], "reward_basis": ["DB"]}
+    assert verify(world, task) == proof.NOTHING
 
     _, task = find(batch, lambda t: " number is " in words(t)["known_info"])
     words(task)["known_info"] = "You are a customer."
-    assert verify(world, task) == UNDETERMINED
+    assert verify(world, task) == proof.UNDETERMINED
 
     people = next(iter(world.tables.values()))
     _, task = find(batch, lambda t: "first_name" in actions(t)[0]["arguments"] and actions(t)[1:])
     given = [value for action in actions(task)[1:] for value in action["arguments"].values()]
     person = next(value for value in given if isinstance(value, str) and value in people)
     words(task)["known_info"] += f" Your number is {person}."
-    assert verify(world, task) == LEAK
+    assert verify(world, task) == proof.LEAK
 
     _, task = find(batch, lambda t: t["evaluation_criteria"]["communicate_info"])
     told = task["evaluation_criteria"]["communicate_info"][0]
     words(task)["task_instructions"] += f" You think of {told}."
-    assert verify(world, task) == TOLD
+    assert verify(world, task) == proof.TOLD
 
-    _, task = find(batch, lambda t: t["evaluation_criteria"]["env_assertions"])
-    task["evaluation_criteria"]["env_assertions"][0]["arguments"]["key"] = "unknown"
-    assert verify(world, task) == UNFAIR
+    _, task = find(batch, lambda t: t["evaluation_criteria"]["communicate_info"])
+    task["evaluation_criteria"]["reward_basis"] = ["COMMUNICATE"]  # what is called does not matter
+    assert verify(world, task) == proof.ALTERED
 
 
 def test_what_the_user_says_fits_one_record_alone():
@@ -161,26 +145,23 @@ def test_near_duplicates_share_a_signature_and_others_do_not(batch):
 @pytest.fixture
 def attempt(batch):
     def fits(task):
-        criteria = task["evaluation_criteria"]
-        return (
-            len(actions(task)) > 3 and criteria["env_assertions"] and criteria["communicate_info"]
-        )
+        return len(actions(task)) > 3 and task["evaluation_criteria"]["communicate_info"]
 
     world, task = find(batch, fits)
     scorer = Scorer(world, task)
     told = task["evaluation_criteria"]["communicate_info"]
-    return world, task, scorer, scorer.golden_calls(), told
+    return world, task, scorer, scorer.golden, told
 
 
 def test_extra_reads_and_failed_calls_do_no_harm_and_an_extra_write_does(attempt):
     world, _, scorer, calls, said = attempt
     harmless = [("calculate", {"expression": "1 + 1"}), ("nothing", {}), (calls[-1][0], {})]
-    assert scorer.score([*harmless, *calls, *harmless], ["hello", *said]).reward == 1
+    assert scorer.score([*harmless, *calls, *harmless], ["hello", *said]) == 1
     email = next(name for name in world.by_name if "email" in name)
     person, *_ = world.by_name[email]["function"]["parameters"]["properties"]
     active = [row for row in next(iter(world.tables.values())).values() if "active" in row.values()]
     extra = (email, {person: active[0][person], "email": "x@y.example"})
-    parts = scorer.score([*calls, extra], said).parts
+    parts = scorer.parts([*calls, extra], said)
     assert not parts["DB"] and parts["ACTION"] and parts["COMMUNICATE"]
 
 
@@ -191,12 +172,10 @@ def test_an_action_with_a_missing_argument_is_noticed(attempt):
 
     def passes(given):
         others = [*calls[:position], (name, given), *calls[position + 1 :]]
-        return scorer.score(others, said).parts["ACTION"]
+        return scorer.parts(others, said)["ACTION"]
 
     short = dict(list(arguments.items())[:-1])
     assert passes(arguments) and not passes(short) and not passes(arguments | {"more": 1})
-    actions(task)[position]["compare_args"] = list(short)
-    assert passes(short) and not passes({})
 
 
 def test_numbers_and_calculations_count_by_their_value(batch):
@@ -206,9 +185,9 @@ def test_numbers_and_calculations_count_by_their_value(batch):
     def score(turn):
         calls = [
             (name, {key: turn(value) for key, value in arguments.items()})
-            for name, arguments in scorer.golden_calls()
+            for name, arguments in scorer.golden
         ]
-        return scorer.score(calls, said).reward
+        return scorer.score(calls, said)
 
     def reverse(value):
         return " + ".join(reversed(value.split(" + "))) if "+" in str(value) else value
@@ -230,33 +209,3 @@ def test_what_is_communicated_and_mentioned():
         assert not communicated(info, ["hello", said])
     assert mentions(said, 12.5) and mentions("a side effect, please", "side_effect")
     assert not mentions("train T155", 155) and not mentions("T1234", "T123")
-
-
-def test_a_judge_that_cannot_be_read_counts_as_a_failure(attempt):
-    _, task, scorer, calls, said = attempt
-    task["evaluation_criteria"]["reward_basis"] = ["NL_ASSERTION"]
-    task["evaluation_criteria"]["nl_assertions"] = ["The agent is polite."]
-    for answer in ('{"met": true}', 'It does. {"met": true}'):
-        assert scorer.score(calls, said, lambda claim, messages, a=answer: a).reward == 1
-    for answer in ('{"met": false}', '{"met": "true"}', "true", "", "{met}"):
-        assert scorer.score(calls, said, lambda claim, messages, a=answer: a).reward == 0
-    assert scorer.score(calls, said).reward == 0  # and so does one that is not there
-
-
-def test_assertions_are_about_the_final_tables(attempt):
-    _, task, scorer, calls, said = attempt
-    assert scorer.score([], said).parts["ENV_ASSERTION"] is False
-    unknown = {"func_name": "assert_something", "arguments": {}}
-    task["evaluation_criteria"]["env_assertions"] = [unknown]
-    assert scorer.score(calls, said).parts["ENV_ASSERTION"] is False
-
-
-def test_altered_changes_one_argument_and_nothing_else(batch):
-    world, part = batch
-    rng = random.Random(1)
-    for task in part["tasks"]:
-        calls = Scorer(world, task).golden_calls()
-        other = altered(world, calls, rng)
-        assert [name for name, _ in other] == [name for name, _ in calls]
-        pairs = zip(calls, other, strict=True)
-        assert sum(a[1][key] != b[1][key] for a, b in pairs for key in a[1]) == 1

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from nanorchestra.files import read_json
-from worlds.toolscale.program import ToolError, run
-from worlds.toolscale.shapes import Json
+from worlds.toolscale.program import Json, ToolError, run
 from worlds.toolscale.words import Words
 from worlds.toolscale.world import World
 
 PHRASES = read_json(Path(__file__).with_name("phrases.json"))
-PICKS = {"cheapest": min, "most expensive": max}
-WHEN = {"most recent": max, "oldest": min}
+# What the user may pick among several that fit, and how it is found.
+PRICES = (("cheapest", min), ("most expensive", max))
+DAYS = (("oldest", min), ("most recent", max))
 
 
 class UnfitError(Exception):
@@ -30,15 +30,14 @@ class Act:
     """
 
     def __init__(self, world: World, words: Words, draft: Json):
-        self.world, self.w, self.me = world, words, draft["person"]
+        self.world, self.w, self.me = world, words, draft["person"]["key"]
         self.rng = random.Random(draft["seed"])
         self.tables = dict(world.tables)
         self.calls: list[tuple[str, Json]] = []
         self.results: Json = {}  # of the reads: a later wish need not look them up again
         self.sentences: list[str] = []
-        self.template: list[str] = []  # the patterns of the sentences
+        self.frames = list(PHRASES["next"])  # that no sentence has used yet
         self.communicate: list[str] = []
-        self.claims: list[str] = []  # what a judge can check
         self.unknown: list[str] = []  # what the user does not know
         self.deals: set[str] = set()
 
@@ -86,23 +85,24 @@ class Act:
 
     def item(self, ref: Json) -> tuple[str, str]:
         """Finds an item by its id or title, or as the cheapest of a category or place, say."""
-        w, what = self.w, f"the {ref.get('pick')} {self.w.item}"
+        w, row = self.w, self.row("item", ref["key"])
         if ref["by"] == "id":
             return ref["key"], f"the {w.item} {ref['key']}"
         if ref["by"] == "title":
-            title = self.row("item", ref["key"])[w.name.field]
-            return self.call("find_item", title)[w.item.key], self.noun(ref["key"])
+            return self.call("find_item", row[w.name.field])[w.item.key], self.noun(ref["key"])
+        pick, choose = PRICES[ref["pick"]]
         if ref["by"] == "search":
-            found = self.call("search", ref["category"], float(ref["limit"]))
-            limit = f"with a {w.price} of at most ${ref['limit']}"
-            what = f"{what} ({w.category}: {ref['category']}) {limit}"
+            category, limit = row[w.category.field], int(row[w.price.field] * ref["margin"]) + 1
+            found = self.call("search", category, float(limit))
+            what = f"({w.category}: {category}) with a {w.price} of at most ${limit}"
         else:
-            key, name = self.place(ref["key"])
+            key, name = self.place(row[w.place.key])
             found = [row for row in self.call("at_place", key) if row[w.status] == w.open]
-            what = f"{what} {w.at} {name} that is {w.open}"
+            what = f"{w.at} {name} that is {w.open}"
         if len(found) < 2:
             raise UnfitError("nothing to choose from")
-        return PICKS[ref["pick"]](found, key=lambda row: row[w.price.field])[w.item.key], what
+        chosen = choose(found, key=lambda row: row[w.price.field])
+        return chosen[w.item.key], f"the {pick} {w.item} {what}"
 
     def noun(self, key: str) -> str:
         """Returns the words for an item by its title."""
@@ -122,27 +122,30 @@ class Act:
         if ref["by"] == "id":
             return ref["key"], f"your {w.deal} {ref['key']}"
         self.unknown.append(f"any {w.deal} number")
+        row = self.row("deal", ref["key"])
         if ref["by"] == "title":
-            item, noun = self.item(ref)
+            item, noun = self.item({"by": "title", "key": row[w.item.key]})
             rows = [row for row in self.call("list_deals", self.me) if row[w.item.key] == item]
             return only(rows)[w.deal.key], f"your {w.deal} {deal.get('for', 'for')} {noun}"
         rows = [row for row in self.call("list_deals", self.me) if row[w.status] == w.standing]
         if ref["by"] == "quantity":
-            rows = [row for row in rows if row[w.quantity.field] == ref["quantity"]]
-            words = f"{deal.get('with', 'for')} {self.count(ref['quantity'])}"
+            quantity = row[w.quantity.field]
+            rows = [row for row in rows if row[w.quantity.field] == quantity]
+            words = f"{deal.get('with', 'for')} {self.count(quantity)}"
             return only(rows)[w.deal.key], f"your {w.standing} {w.deal} {words}"
         if len(rows) < 2 or any(name == w.tool["create"] for name, _ in self.calls):
             raise UnfitError("nothing to choose from, or the newest is one of this task")
-        day = WHEN[ref["pick"]](row[w.created.field] for row in rows)
+        pick, choose = DAYS[ref["pick"]]
+        day = choose(row[w.created.field] for row in rows)
         rows = [row for row in rows if row[w.created.field] == day]
-        return only(rows)[w.deal.key], f"your {ref['pick']} {w.deal} that is {w.standing}"
+        return only(rows)[w.deal.key], f"your {pick} {w.deal} that is {w.standing}"
 
     def extra(self, ref: Json) -> tuple[str, str]:
         """Finds an extra of the user by its id or topic."""
         if ref["by"] == "id":
             return ref["key"], f"your {self.w.extra} {ref['key']}"
         self.unknown.append(f"any {self.w.extra} number")
-        row, words = self.about(ref["topic"])
+        row, words = self.about(self.row("extra", ref["key"])[self.w.topic.field])
         return row[self.w.extra.key], words
 
     def about(self, topic: str) -> tuple[Json, str]:
@@ -159,11 +162,9 @@ class Act:
 
     def say(self, pattern: str, after: str = "", **words: Any) -> None:
         """Adds a sentence that wants what the pattern says, and `after`, which follows it."""
-        frames = PHRASES["openings"]
+        frame = self.rng.choice(self.frames if self.sentences else PHRASES["openings"])
         if self.sentences:
-            frames = [frame for frame in PHRASES["next"] if frame not in self.template]
-        frame = self.rng.choice(frames)
-        self.template += [frame, pattern, after]
+            self.frames.remove(frame)
         sentence = f"{frame.format(pattern)} {after}".strip().format(**words)
         self.sentences.append(re.sub(r"\b1 (star|hour|time)s\b", r"1 \1", sentence))
 

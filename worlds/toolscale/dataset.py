@@ -9,26 +9,24 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from nanorchestra.agent.loop import SECONDS_PER_TOKEN
 from nanorchestra.errors import require
+from nanorchestra.files import read_json_lines
 from nanorchestra.model import chat
 from nanorchestra.records import Preference, Price, Task, ToolCall
 from nanorchestra.training.lessons import Lesson
 from reward import POLICY, PRICES
 from worlds.toolscale import preferences
-from worlds.toolscale.environment import DomainEnvironment, Expert, SimulatedExpert
-from worlds.toolscale.formats import load_tasks
-from worlds.toolscale.score import Judge
-from worlds.toolscale.shapes import Json
-from worlds.toolscale.user import ScriptedUser, User
-from worlds.toolscale.world import World
+from worlds.toolscale.environment import DomainEnvironment
+from worlds.toolscale.program import Json
+from worlds.toolscale.user import ScriptedUser
+from worlds.toolscale.world import World, check_shape
 
 HELD_OUT = 5  # every fifth task of a domain is held out
-VERIFIERS = ("actions", "env_assertions", "communicate_info")  # an nl_assertion needs a judge
 STEP_TOKENS = 4000, 400  # that an expert reads and writes for a step, for the bounds of a reward
 
 
@@ -46,59 +44,32 @@ class ToolScaleWorld:
     experts: int = 3
     name: str = ""
 
-    def tasks(self, split: str, count: int, start: int = 0) -> list[Task]:
-        """Returns `count` tasks of a split."""
-        return [self.task(split, i) for i in range(start, start + count)]
-
     def task(self, split: str, index: int) -> Task:
         """Returns task `index` of a split ("train", "held_out"), taken round and round."""
         tau2 = self.splits[split][index % len(self.splits[split])]
         rng = random.Random(f"{self.seed}/{split}/{index}/{tau2['id']}")
         offered = preferences.catalogue(rng, split, self.experts) if self.experts else []
-        wish = preferences.draw(rng, [expert["alias"] for expert in offered])
-        text = preferences.write(wish, rng, split)
+        preference = preferences.draw(rng, [expert["alias"] for expert in offered], split)
         world = self.worlds[tau2["domain"]]
-        functions = [tool["function"] for tool in world.functions(tau2.get("tools"))]
+        functions = [tool["function"] for tool in world.functions(tau2["tools"])]
         tools = [(f["name"], world.by_name[f["name"]]["kind"], f["description"]) for f in functions]
         tools += [(expert["alias"], expert["model"], expert["description"]) for expert in offered]
         tools = [{"name": name, "what": kind, "description": text} for name, kind, text in tools]
         data = {
             "kind": tau2["domain"],
-            "domain": tau2["domain"],
             "world": self.name,
             "task": tau2,
             "experts": offered,
             "tools": tools,
-            "wish": _kind_of(wish),
+            "wish": _kind_of(preference),
             "bounds": _bounds(tau2, offered),
         }
         question = ScriptedUser(tau2["user_scenario"]).opening
-        preference = Preference(text, wish.outcome, wish.cost, wish.latency, wish.tools)
         return Task(f"{tau2['id']}/{split}-{index}", question, preference, data)
 
-    def environment(
-        self,
-        task: Task,
-        seed: int,
-        *,
-        user: User | None = None,
-        experts: Callable[[Json], Expert] | None = None,
-        judge: Judge | None = None,
-    ) -> DomainEnvironment:
-        """Returns one attempt at a task.
-
-        Without `user` a scripted one answers; without `experts` (offered -> Expert) they are
-        simulated, from `seed`.
-        """
-
-        def simulate(offered: Json) -> Expert:
-            price = Price(offered["input_per_million"], offered["output_per_million"])
-            name = f"{task.id}/{seed}/{offered['alias']}"
-            return SimulatedExpert(offered["skill"], price, offered["latency_s"], name)
-
-        user = user or ScriptedUser(task.data["task"]["user_scenario"])
-        made = {offer["alias"]: (experts or simulate)(offer) for offer in task.data["experts"]}
-        return DomainEnvironment(self.worlds[task.data["domain"]], task, user, made, judge)
+    def environment(self, task: Task, seed: int) -> DomainEnvironment:
+        """Returns one attempt at a task; `seed` is that of the simulated experts."""
+        return DomainEnvironment(self.worlds[task.data["kind"]], task, seed)
 
 
 def _kind_of(wish: Preference) -> str:
@@ -126,7 +97,7 @@ def teach(env: DomainEnvironment) -> Iterator[Lesson]:
 
     No calls of experts: the lessons show how the tools are used, not which expert to ask.
     """
-    for name, arguments in env.scorer.golden_calls():
+    for name, arguments in env.scorer.golden:
         call = ToolCall(name, arguments)
         yield Lesson("", call=call, result=asyncio.run(env.execute(call)))
     words = env.last_word()
@@ -138,8 +109,8 @@ def teach(env: DomainEnvironment) -> Iterator[Lesson]:
 
 def texts(world: ToolScaleWorld, count: int) -> Iterator[str]:
     """Yields the prompts of `count` train tasks, for a tokenizer to be trained on."""
-    for task in world.tasks("train", count):
-        env = world.environment(task, 0)
+    for index in range(count):
+        env = world.environment(world.task("train", index), 0)
         yield chat.render(env.messages, env.tools)
 
 
@@ -153,24 +124,27 @@ def split(tasks: Sequence[Json]) -> dict[str, list[Json]]:
     return splits
 
 
-def load_world(path: str | Path, seed: int = 0, experts: int = 3) -> ToolScaleWorld:
-    """Reads a directory that data_gen.py wrote, or a .jsonl file of tau2 tasks, and the worlds.
+def load_world(path: str | Path, seed: int = 0) -> ToolScaleWorld:
+    """Reads a directory that data_gen.py wrote, or a .jsonl file of such tasks, and the worlds.
 
     The worlds are in worlds/DOMAIN beside the tasks. Raises UserError if something is missing or
-    damaged, or a task has nothing that verifies it.
+    damaged.
     """
     file = Path(path) if str(path).endswith(".jsonl") else Path(path) / "tasks.jsonl"
     tasks = load_tasks(file)
-    worlds: dict[str, World] = {}
-    for task in tasks:
-        where, domain = f"{file}: task {task['id']}", str(task["domain"])
-        verified = any(task["evaluation_criteria"][what] for what in VERIFIERS)
-        require(not task["initial_state"], f"{where}: initial_state must be null")
-        require(verified, f"{where}: evaluation_criteria has none of {VERIFIERS}")
-        if domain not in worlds:
-            directory = file.parent / "worlds" / domain
-            require(directory.is_dir(), f"{where}: domain is {domain!r}; there is no {directory}")
-            worlds[domain] = World.load(directory)
+    domains = sorted({task["domain"] for task in tasks})
+    worlds = {domain: World.load(file.parent / "worlds" / domain) for domain in domains}
     splits = split(tasks)
     require(all(splits.values()), f"{file}: a domain needs at least {HELD_OUT} tasks")
-    return ToolScaleWorld(splits, worlds, seed, experts, str(path))
+    return ToolScaleWorld(splits, worlds, seed, name=str(path))
+
+
+def load_tasks(path: Path) -> list[Json]:
+    """Returns the tasks of a file, one a line. Raises UserError that names the line and field."""
+    tasks: dict[str, Json] = {}
+    for number, task in read_json_lines(path):
+        where = f"{path}, line {number}"
+        check_shape("task", task, where)
+        require(task["id"] not in tasks, f"{where}: id {task['id']!r} stands twice")
+        tasks[task["id"]] = task
+    return list(tasks.values())

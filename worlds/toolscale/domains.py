@@ -14,10 +14,10 @@ from typing import Any
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json
+from worlds.toolscale.program import Json
 from worlds.toolscale.records import draw_tables, field_shape
-from worlds.toolscale.shapes import Json, check_shape
 from worlds.toolscale.words import ROLES, Word, Words, draw_words, expand
-from worlds.toolscale.world import World
+from worlds.toolscale.world import World, read_shape
 
 HOME = Path(__file__).parent / "domains"
 BUILT_IN = (
@@ -36,14 +36,10 @@ BUILT_IN = (
 
 def load_blueprint(name: str) -> Json:
     """Returns the blueprint of a built-in domain, or of the JSON file `name`. Raises UserError."""
-    if name not in BUILT_IN and not name.endswith(".json"):
-        raise UserError(
-            f"domain {name!r}: there are {', '.join(BUILT_IN)}, or give a blueprint file NAME.json"
-        )
-    path = Path(name) if name.endswith(".json") else HOME / f"{name}.json"
-    blueprint = read_json(path)
-    check_shape("blueprint", blueprint, str(path))
-    return blueprint
+    path = HOME / f"{name}.json" if name in BUILT_IN else Path(name)
+    known = f"there are {', '.join(BUILT_IN)}, or give a blueprint file NAME.json"
+    require(path.suffix == ".json", f"domain {name!r}: {known}")
+    return read_shape("blueprint", path)
 
 
 @lru_cache(maxsize=32)
@@ -64,11 +60,14 @@ def build(name: str, seed: int) -> tuple[World, Words]:
                 name_ = Word(field).field
                 require(name_ not in fields[role], f"{name}: {role}.fields: {field!r} is in use")
                 fields[role][name_] = draw
-            shapes = {field: field_shape(*draw) for field, draw in fields[role].items()}
-            schema[getattr(words, role).table] = {"key": getattr(words, role).key, "fields": shapes}
         tables = draw_tables(words, fields, rng)
     except (TypeError, ValueError) as error:
         raise UserError(f"{name}: no records can be drawn: {error}") from None
+    for role, draws in fields.items():
+        name_, key = getattr(words, role).table, getattr(words, role).key
+        row = next(iter(tables[name_].values()))
+        shapes = {field: field_shape(row[field], *draw) for field, draw in draws.items()}
+        schema[name_] = {"key": key, "fields": shapes}
     tools = [_tool(role, template, words) for role in template["tools"] if role in words.tool]
     habits = expand(template["habits"], words)
     text = _policy(words, schema, tools, habits)

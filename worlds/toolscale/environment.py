@@ -1,20 +1,15 @@
-"""An environment that the agent loop plays: domain tools, a user who answers, and experts."""
+"""An environment that the agent loop plays: domain tools, a scripted user, simulated experts."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from nanorchestra.agent.environment import in_thread
 from nanorchestra.records import Price, Task, ToolCall, ToolResult
-from nanorchestra.tools.experts import EndpointError
-from worlds.toolscale.program import ToolError
-from worlds.toolscale.score import Judge, Scorer
-from worlds.toolscale.shapes import Json
-from worlds.toolscale.user import ScriptedUser, User, ended
+from worlds.toolscale.program import Json, ToolError
+from worlds.toolscale.score import Call, Scorer
+from worlds.toolscale.user import ScriptedUser, ended
 from worlds.toolscale.verify import altered
 from worlds.toolscale.world import World
 
@@ -30,95 +25,31 @@ HAND_OVER = (
 )
 
 
-@dataclass(frozen=True)
-class Action:
-    """What an expert does with a turn: calls, or else a message to the user.
-
-    `cost_usd` in US dollars, `latency_s` in seconds, `tokens` are (input, output).
-    """
-
-    content: str
-    calls: tuple[ToolCall, ...]
-    cost_usd: float
-    latency_s: float
-    tokens: tuple[int, int]
-
-
-class Expert(Protocol):
-    """An expert; if it is `blocking`, it runs in a thread."""
-
-    blocking: bool
-
-    def act(self, env: DomainEnvironment) -> Action:
-        """Returns what the expert does next. Raises EndpointError if there is no answer."""
-
-
-@dataclass
-class SimulatedExpert:
-    """A declared simulation of an expert.
-
-    With probability `skill` it does the next golden step; else it does one with an argument
-    altered, or says nothing of use.
-    """
-
-    skill: float
-    price: Price
-    latency_s: float
-    seed: str
-    blocking: bool = False
-
-    def act(self, env: DomainEnvironment) -> Action:
-        """Returns what the expert does next."""
-        rng = random.Random(f"{self.seed}/{len(env.messages)}")
-        left = [call for call in env.scorer.golden_calls() if call not in env.calls]
-        read = sum(len(message.get("content") or "") for message in env.messages) // 4
-        tokens = read, rng.randint(80, 600)
-        cost, seconds = self.price.cost(*tokens), self.latency_s * rng.uniform(0.8, 1.2)
-        right = rng.random() < self.skill
-        if left and (right or rng.random() < 0.5):
-            name, arguments = left[0] if right else altered(env.world, left[:1], rng)[0]
-            return Action("", (ToolCall(name, arguments),), cost, seconds, tokens)
-        content = env.last_word() if right else "One moment, I am looking into it."
-        return Action(content, (), cost, seconds, tokens)
-
-
 class DomainEnvironment:
     """One attempt at a task of a world; `calls` and `said` are what will be scored.
 
     `call_expert(expert)` hands the turn over: what the expert writes goes to the user, what it
-    calls is done, and the policy reads what happened.
+    calls is done, and the policy reads what happened. `seed` is that of the simulated experts.
 
     Invariant: `tables` are the world's with all of `calls` done; those that fail change
     nothing.
     """
 
-    def __init__(
-        self,
-        world: World,
-        task: Task,
-        user: User,
-        experts: dict[str, Expert],
-        judge: Judge | None = None,
-    ):
+    def __init__(self, world: World, task: Task, seed: int):
         tau2 = task.data["task"]
-        self.world, self.task, self.user, self.experts, self.judge = (
-            world,
-            task,
-            user,
-            experts,
-            judge,
-        )
-        self.scorer = Scorer(world, tau2)
+        self.world, self.task, self.seed = world, task, seed
+        self.experts = {expert["alias"]: expert for expert in task.data["experts"]}
+        self.user, self.scorer = ScriptedUser(tau2["user_scenario"]), Scorer(world, tau2)
         self.tables = dict(world.tables)
-        self.calls: list[tuple[str, Json]] = []
+        self.calls: list[Call] = []
         self.said: list[str] = []
         self.over = False
-        self.tools = world.functions(tau2.get("tools"))
+        self.tools = world.functions(tau2["tools"])
         self.offered = [tool["function"]["name"] for tool in self.tools]
         self.kinds = {EXPERT: "expert"}
         system = ROLE.format(policy=tau2.get("policy") or world.policy)
-        if experts:
-            self.tools.append(_expert_tool(task.data["experts"]))
+        if self.experts:
+            self.tools.append(_expert_tool(self.experts))
             system += HAND_OVER
         if task.preference.text:
             system += f"\n\nYour operator's wish: {task.preference.text}"
@@ -126,38 +57,35 @@ class DomainEnvironment:
             {"role": "system", "content": system},
             {"role": "user", "content": task.question},
         ]
+        self.history = [system, task.question]  # what an expert reads
 
     async def execute(self, call: ToolCall) -> ToolResult:
         """Runs a call of a domain tool or an expert. One that fails is an error observation."""
         if call.error is None and call.name == EXPERT and self.experts:
-            return await self._hand_over(call.arguments.get("expert"))
+            return self._hand_over(call.arguments.get("expert"))
         return self._call(call)
 
     async def reply(self, content: str) -> ToolResult | None:
         """Returns the user's answer; None if the conversation is over."""
-        if self.over:
-            return None
-        self.said.append(content)
-        self.messages.append({"role": "assistant", "content": content})
-        try:
-            if isinstance(self.user, ScriptedUser):
-                answer = self.user.reply(content)
-            else:
-                answer = await in_thread(self.user.reply, content)
-        except EndpointError as error:
-            return _unreached("the user", error)
-        self.messages.append({"role": "user", "content": answer})
-        self.over = ended(answer)
-        return None if self.over else ToolResult(answer)
+        answer = self._say(content)
+        return None if answer is None else ToolResult(answer)
 
     def score(self, answer: str) -> float:
         """Returns the task's reward, 0.0 or 1.0. `reply` has heard the answer already."""
-        return self.scorer.score(self.calls, self.said, self.judge).reward
+        return self.scorer.score(self.calls, self.said)
 
     def last_word(self) -> str:
         """Returns a message with all that the user wants to be told."""
-        told = ", ".join(self.scorer.criteria["communicate_info"])
-        return f"This is done. {told}".strip()
+        return f"This is done. {', '.join(self.scorer.told)}".strip()
+
+    def _say(self, content: str) -> str | None:
+        if self.over:
+            return None
+        self.said.append(content)
+        answer = self.user.reply(content)
+        self.history += [content, answer]
+        self.over = ended(answer)
+        return None if self.over else answer
 
     def _call(self, call: ToolCall) -> ToolResult:
         if call.error is not None or call.name not in self.offered:
@@ -165,60 +93,55 @@ class DomainEnvironment:
             problem = call.error or f"no tool named {call.name!r}; the tools are {names}"
             return ToolResult(f"Error: {problem}", error=True)
         self.calls.append((call.name, call.arguments))
-        arguments = json.dumps(call.arguments, ensure_ascii=False)
         try:
             value = self.world.call(self.tables, call.name, call.arguments)
             result = ToolResult(json.dumps(value, ensure_ascii=False))
         except ToolError as problem:
             result = ToolResult(f"Error: {problem}", error=True)
-        name, function = f"call_{len(self.calls)}", {"name": call.name, "arguments": arguments}
-        asked = [{"id": name, "type": "function", "function": function}]
-        self.messages += [
-            {"role": "assistant", "content": "", "tool_calls": asked},
-            {"role": "tool", "tool_call_id": name, "content": result.content},
-        ]
+        self.history.append(result.content)
         return result
 
-    async def _hand_over(self, alias: Any) -> ToolResult:
-        expert = self.experts.get(alias) if isinstance(alias, str) else None
-        if expert is None:
+    def _hand_over(self, alias: Any) -> ToolResult:
+        """A declared simulation of an expert.
+
+        With probability `skill` it does the next golden step; else it does one with an argument
+        altered, or says nothing of use.
+        """
+        if alias not in list(self.experts):
             names = ", ".join(self.experts)
             problem = f"Error: {EXPERT}: expert must be one of {names}, not {alias!r}"
             return ToolResult(problem, error=True)
-        try:
-            action = await in_thread(expert.act, self) if expert.blocking else expert.act(self)
-        except EndpointError as error:
-            return _unreached(alias, error)
-        lines, answer = [], None
-        for call in action.calls:
-            arguments = json.dumps(call.arguments, ensure_ascii=False)
-            lines.append(f"{alias} called {call.name}({arguments}): {self._call(call).content}")
-        if not action.calls:
-            answer = await self.reply(action.content or "One moment, please.")
-            said = (
-                f"The user: {answer.content}" if answer else "The user has ended the conversation."
-            )
-            lines.append(f"{alias} wrote to the user: {action.content}\n{said}")
+        expert = self.experts[alias]
+        rng = random.Random(f"{self.task.id}/{self.seed}/{alias}/{len(self.history)}")
+        tokens = sum(map(len, self.history)) // 4, rng.randint(80, 600)
+        left = [call for call in self.scorer.golden if call not in self.calls]
+        right = rng.random() < expert["skill"]
+        if left and (right or rng.random() < 0.5):
+            name, arguments = left[0] if right else altered(self.world, left[:1], rng)[0]
+            found = self._call(ToolCall(name, arguments)).content
+            arguments = json.dumps(arguments, ensure_ascii=False)
+            text = f"{alias} called {name}({arguments}): {found}"
+        else:
+            content = self.last_word() if right else "One moment, I am looking into it."
+            answer = self._say(content)
+            said = f"The user: {answer}" if answer else "The user has ended the conversation."
+            text = f"{alias} wrote to the user: {content}\n{said}"
+        price = Price(expert["input_per_million"], expert["output_per_million"])
         return ToolResult(
-            "\n".join(lines),
-            action.cost_usd,
-            action.latency_s,
-            infrastructure=answer is not None and answer.infrastructure,
-            input_tokens=action.tokens[0],
-            output_tokens=action.tokens[1],
+            text,
+            price.cost(*tokens),
+            expert["latency_s"] * rng.uniform(0.8, 1.2),
+            input_tokens=tokens[0],
+            output_tokens=tokens[1],
             alias=alias,
         )
 
 
-def _unreached(name: str, error: EndpointError) -> ToolResult:
-    return ToolResult(f"Error: {name} did not answer ({error})", error=True, infrastructure=True)
-
-
-def _expert_tool(offered: Sequence[Json]) -> Json:
+def _expert_tool(experts: dict[str, Json]) -> Json:
     shape = {
         "type": "string",
-        "enum": [expert["alias"] for expert in offered],
-        "description": " ".join(expert["description"] for expert in offered),
+        "enum": list(experts),
+        "description": " ".join(expert["description"] for expert in experts.values()),
     }
     function = {
         "name": EXPERT,

@@ -22,11 +22,10 @@ from nanorchestra.errors import require
 from nanorchestra.files import read_json, write_whole
 from worlds.toolscale.domains import build
 from worlds.toolscale.plan import Planner
-from worlds.toolscale.score import Scorer
-from worlds.toolscale.shapes import Json
+from worlds.toolscale.program import Json
 from worlds.toolscale.tasks import to_task
-from worlds.toolscale.verify import DUPLICATE, altered, signature, verify
-from worlds.toolscale.world import World, write_json
+from worlds.toolscale.verify import DUPLICATE, signature, verify
+from worlds.toolscale.world import write_json
 
 BATCH = 50
 Make = Callable[[str, int], Json]  # (domain, number) -> batch
@@ -35,53 +34,38 @@ Make = Callable[[str, int], Json]  # (domain, number) -> batch
 def make_batch(seed: int, levels: Sequence[int], domain: str, number: int) -> Json:
     """Makes batch `number` of a domain: BATCH tasks of levels in turn.
 
-    It has fewer tasks if 40 times as many attempts give no more. Returns the tasks, how many were
-    thrown away for each reason, and how many score 1 by their golden calls, by doing nothing, and
-    with one golden argument altered.
+    It has fewer tasks if 40 times as many attempts give no more. Returns the tasks, and how many
+    were thrown away for each reason.
     """
     world, words = build(domain, seed)
-    tasks: list[Json] = []
-    rejected, counts, seen = Counter(), Counter(), set()
+    tasks: dict[str, Json] = {}  # by signature
+    rejected: Counter[str] = Counter()
     for attempt in range(40 * BATCH):
         place = number * BATCH + len(tasks)
         rng = random.Random(f"{seed}/{world.domain}/{number}/{attempt}")
         level = levels[len(tasks) % len(levels)]
         draft, act = Planner(world, words, rng).generate(level, place)
         task = to_task(draft, act, f"{world.domain}-{seed}-{place}")
-        reason = verify(world, task) or (DUPLICATE if signature(task) in seen else None)
+        reason = verify(world, task) or (DUPLICATE if signature(task) in tasks else None)
         if reason:
             rejected[reason] += 1
             continue
-        seen.add(signature(task))
-        tasks.append(task)
-        counts.update(_scores(world, json.loads(json.dumps(task))))  # as a reader will find it
+        tasks[signature(task)] = task
         if len(tasks) == BATCH:
             break
-    return {"tasks": tasks, "rejected": rejected, "counts": counts}
-
-
-def _scores(world: World, task: Json) -> dict[str, int]:
-    scorer, told = Scorer(world, task), task["evaluation_criteria"]["communicate_info"]
-    calls = scorer.golden_calls()
-    wrong = altered(world, calls, random.Random(task["id"]))
-    return {
-        "made": 1,
-        "golden": scorer.score(calls, told).reward == 1,
-        "nothing": scorer.score([], []).reward == 1,
-        "altered": scorer.score(wrong, told).reward == 1,
-    }
+    return {"tasks": list(tasks.values()), "rejected": rejected}
 
 
 def claim(out: Path, settings: Json) -> None:
     """Makes OUT a place for tasks of these settings. Raises UserError if it holds others."""
-    require(not out.exists() or out.is_dir(), f"--out {out}: is a file; give a directory")
-    note, found = out / "settings.json", dict.fromkeys(settings, "unknown")
-    if note.exists():
+    require(not out.is_file(), f"--out {out}: is a file; give a directory")
+    note, found = out / "settings.json", settings
+    if note.exists() or (out / "tasks.jsonl").exists():
         found = read_json(note)
-    elif not (out / "tasks.jsonl").exists():
-        found = settings
-    other = ", ".join(f"{name} {found[name]}" for name in settings if found[name] != settings[name])
-    require(not other, f"--out {out}: holds tasks of another run ({other}); give another --out")
+    require(
+        found == settings,
+        f"--out {out}: holds tasks of another run ({json.dumps(found)}); give another --out",
+    )
     (out / "parts").mkdir(parents=True, exist_ok=True)
     write_json(note, settings)
 
@@ -90,37 +74,34 @@ def make_all(
     wanted: dict[str, int],
     make: Make,
     out: Path,
-    workers: Callable[[Callable, Iterable], Iterable[Json]] = map,
-) -> tuple[list[Json], dict[str, Counter[str]]]:
-    """Makes `wanted[d]` tasks of each domain; returns them, and {"rejected", "counts"}.
+    workers: Callable[[Callable, Iterable], Iterable[Json]],
+) -> tuple[list[Json], Counter[str]]:
+    """Makes `wanted[d]` tasks of each domain; returns them, and how many were thrown away why.
 
     `workers` maps a function over batches, in order. Near duplicates across batches are dropped.
     """
     if done := len(list((out / "parts").iterdir())):
         print(f"going on with {done} batches that were there", file=sys.stderr)
     kept: dict[str, list[Json]] = {domain: [] for domain in wanted}
-    lacking, following = dict(wanted), Counter()
-    rejected, counts, seen = Counter(), Counter(), set()
+    lacking, first = dict(wanted), 0
+    rejected, seen = Counter(), set()
     with tqdm(total=sum(wanted.values()), desc="tasks", unit="task", disable=None) as bar:
-        while any(lacking.values()):
+        while most := max(lacking.values()):
             # Two of a batch may be near duplicates of tasks in another.
-            batches = {domain: -(-count // (BATCH - 2)) for domain, count in lacking.items()}
-            rounds = range(max(batches.values()))
-            jobs = [(d, following[d] + k) for k in rounds for d in batches if k < batches[d]]
-            parts = workers(partial(_kept, make, out), jobs)
+            numbers = range(first, first - -most // (BATCH - 2))
+            jobs = [(d, number) for number in numbers for d in wanted if lacking[d]]
+            first, parts = numbers.stop, workers(partial(_kept, make, out), jobs)
             for (domain, _), part in zip(jobs, parts, strict=True):
                 new = [task for task in part["tasks"] if signature(task) not in seen]
                 seen.update(map(signature, new))
-                counts.update(part["counts"])
                 rejected.update(part["rejected"])
                 rejected[DUPLICATE] += len(part["tasks"]) - len(new)
-                following[domain] += 1
                 kept[domain] += new[: lacking[domain]]
                 bar.update(min(len(new), lacking[domain]))
                 # A domain that gives nothing new is left as it is.
                 lacking[domain] = max(lacking[domain] - len(new), 0) if new else 0
     tasks = [task for turn in itertools.zip_longest(*kept.values()) for task in turn if task]
-    return tasks, {"rejected": rejected, "counts": counts}
+    return tasks, rejected
 
 
 def _kept(make: Make, out: Path, job: tuple[str, int]) -> Json:
@@ -130,3 +111,30 @@ def _kept(make: Make, out: Path, job: tuple[str, int]) -> Json:
     if not path.exists():
         write_whole(path, json.dumps(make(domain, number)))
     return read_json(path)
+
+
+def report(tasks: Sequence[Json], rejected: Counter[str], seconds: float) -> str:
+    """Returns the figures of a run: how many tasks of which length, and what was thrown away."""
+    lengths = Counter(len(task["evaluation_criteria"]["actions"]) for task in tasks)
+    lines = [
+        f"{len(tasks)} tasks in {seconds:.1f} s",
+        "tasks by their golden calls: "
+        + ", ".join(f"{calls}: {count}" for calls, count in sorted(lengths.items())),
+        f"thrown away: {rejected.total()}",
+        *(f"  {count:6d}  {reason}" for reason, count in (+rejected).most_common()),
+    ]
+    return "\n".join(lines)
+
+
+def show(task: Json) -> str:
+    """Returns a task as text to read: scenario, tools and golden calls."""
+    scenario, criteria = task["user_scenario"], task["evaluation_criteria"]
+    words = scenario["instructions"] | {"persona": scenario["persona"]}
+    words |= {"must_be_told": ", ".join(criteria["communicate_info"])}
+    lines = [f"=== {task['id']} (level {task['level']}) " + "=" * 40, ""]
+    lines += [f"{field}: {text}" for field, text in words.items() if text]
+    lines += ["", f"tools: {', '.join(task['tools'])}", "", "golden calls:"]
+    for number, action in enumerate(criteria["actions"], 1):
+        given = ", ".join(f"{key}={value!r}" for key, value in action["arguments"].items())
+        lines.append(f"  {number}. {action['name']}({given})")
+    return "\n".join([*lines, ""])

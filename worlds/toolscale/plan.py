@@ -1,7 +1,7 @@
 """Plans tasks: drafts of who calls and what they want, from easy to hard.
 
 `generate` starts from one wish with every number known and makes it harder as often as its level
-says: another wish, a number that must be looked up, a condition, more tools that are not needed.
+says: another wish, a number that must be looked up, a condition.
 """
 
 from __future__ import annotations
@@ -13,16 +13,24 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from worlds.toolscale.act import PHRASES, PICKS, WHEN, Act, UnfitError
+from worlds.toolscale.act import PHRASES, Act, UnfitError
+from worlds.toolscale.program import Json
 from worlds.toolscale.records import Draws
-from worlds.toolscale.shapes import Json
 from worlds.toolscale.wishes import act_out
 from worlds.toolscale.words import ROLES, Words, expand
 from worlds.toolscale.world import World
 
 MOST_WISHES = 4
 LEVELS = {1: (0, 0), 2: (1, 2), 3: (3, 4), 4: (5, 6), 5: (7, 9)}  # how often a draft is evolved
+# How a record is referred to whose number the user does not know, with weights.
+WAYS = {
+    "person": {"name": 1},
+    "item": {"title": 9, "search": 6, "place": 5},
+    "deal": {"title": 5, "when": 3, "quantity": 2},
+    "extra": {"topic": 1},
+}
 WISHES = PHRASES["wishes"]
+CHANGES = ("cancel", "quantity", "option", "exchange")  # wishes that a rule may forbid
 Grown = tuple[Json, Act]  # a draft and its act
 
 
@@ -43,9 +51,10 @@ class Planner(Draws):
         people = [k for k, row in self.rows["person"].items() if row[self.w.status] == "active"]
         for attempt in itertools.count():
             person, seed = self.rng.choice(people), self.rng.getrandbits(32)
-            draft = {"seed": seed, "person": person, "by": "id", "wishes": [], "level": level}
+            caller = {"by": "id", "key": person}
+            draft = {"seed": seed, "person": caller, "wishes": [], "level": level}
             first = partial(self._add_wish, kind=kind if attempt < 20 else None)
-            if grown := self._grow(draft | {"distractors": 3}, first):
+            if grown := self._grow(draft, first):
                 break
         for _ in range(self.rng.randint(*LEVELS[level])):
             grown = self.evolve(grown[0]) or grown
@@ -53,9 +62,9 @@ class Planner(Draws):
 
     def evolve(self, draft: Json) -> Grown | None:
         """Returns a harder draft and its act; None if nothing that was tried can be done."""
-        changes = (self._add_wish, self._hide, self._condition, self._distract)
+        changes = (self._add_wish, self._hide, self._condition)
         for _ in range(8):
-            change = self.rng.choices(changes, (4, 5, 3, 1))[0]
+            change = self.rng.choices(changes, (4, 5, 3))[0]
             if grown := self._grow(draft, change):
                 return grown
         return None
@@ -78,7 +87,7 @@ class Planner(Draws):
         if kind is None:
             kinds = [kind for kind in WISHES if kind not in there]
             kind = self.rng.choices(kinds, [WISHES[kind]["weight"] for kind in kinds])[0]
-        wish, me = {"kind": kind, "phrase": self.rng.randrange(60)}, draft["person"]
+        wish, me = {"kind": kind, "phrase": self.rng.randrange(60)}, draft["person"]["key"]
         for field, draw in expand(WISHES[kind]["draw"], self.w).items():
             wish[field] = self.draw(self.rows["person"][me], *draw)
         wishes.append(wish)
@@ -127,38 +136,14 @@ class Planner(Draws):
 
     def _hide(self, draft: Json) -> None:
         """Takes a number away from the user, so that it must be looked up."""
-        refs: list[tuple[str, Json]] = [("person", draft)]
+        refs: list[tuple[str, Json]] = [("person", draft["person"])]
         for wish in draft["wishes"]:
             refs += [(role, wish[role]) for role in ("item", "deal", "extra") if role in wish]
             refs += [("item", ref) for ref, _ in wish.get("items", ())]
         role, ref = self.one([(role, ref) for role, ref in refs if ref["by"] == "id"])
-        if role == "person":
-            ref["by"] = "name"
-        elif role == "extra":
-            topic = self.rows[role][ref["key"]][self.w.topic.field]
-            ref |= {"by": "topic", "topic": topic}
-        else:
-            describe = self._describe_item if role == "item" else self._describe_deal
-            ref |= describe(self.rows[role][ref["key"]])
-
-    def _describe_item(self, row: Json) -> Json:
-        w, way = self.w, self.rng.random()
-        if way < 0.45:
-            return {"by": "title"}
-        if way < 0.75:
-            limit = int(row[w.price.field] * self.rng.uniform(1.0, 1.6)) + 1
-            found = {"by": "search", "category": row[w.category.field], "limit": limit}
-        else:
-            found = {"by": "place", "key": row[w.place.key]}
-        return found | {"pick": self.rng.choice(list(PICKS))}
-
-    def _describe_deal(self, row: Json) -> Json:
-        w, way = self.w, self.rng.random()
-        if way < 0.5:
-            return {"by": "title", "key": row[w.item.key]}
-        if way < 0.8:
-            return {"by": "when", "pick": self.rng.choice(list(WHEN))}
-        return {"by": "quantity", "quantity": row[w.quantity.field]}
+        ways, weights = zip(*WAYS[role].items(), strict=True)
+        ref["by"] = self.rng.choices(ways, weights)[0]
+        ref |= {"pick": self.rng.randrange(2), "margin": self.rng.uniform(1.0, 1.6)}
 
     def _condition(self, draft: Json) -> None:
         """Adds a condition.
@@ -166,14 +151,14 @@ class Planner(Draws):
         Another item if too few are left, money first if the balance is too low, or a person if a
         rule forbids it.
         """
-        for wish in self.rng.sample(draft["wishes"], len(draft["wishes"])):
-            if wish["kind"] == "create" and "unless" not in wish:
-                return self._unless(wish)
-            last = wish is draft["wishes"][-1] and not wish.get("refused")
-            if last and wish["kind"] in ("cancel", "quantity", "option", "exchange"):
-                deal = self.held(self.rows["person"][draft["person"]], "deal")
-                return wish.update(refused=True, told=False, deal=deal)
-        raise UnfitError("no wish for a condition")
+        wish = self.rng.choice(draft["wishes"])
+        if wish["kind"] == "create" and "unless" not in wish:
+            self._unless(wish)
+        elif wish is draft["wishes"][-1] and wish["kind"] in CHANGES and "refused" not in wish:
+            deal = self.held(self.rows["person"][draft["person"]["key"]], "deal")
+            wish |= {"refused": True, "told": False, "deal": deal}
+        else:
+            raise UnfitError("no wish for a condition")
 
     def _unless(self, wish: Json) -> None:
         if self.rng.random() < 0.5:
@@ -188,6 +173,3 @@ class Planner(Draws):
             wish["item"] = {"by": "title", "key": self.one(short)}
         if wish["item"].get("key") == other:
             raise UnfitError("the same item")
-
-    def _distract(self, draft: Json) -> None:
-        draft["distractors"] += self.rng.randint(2, 6)

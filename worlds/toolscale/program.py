@@ -10,7 +10,7 @@ copy of their outer dict. No step executes code; arithmetic is the four operatio
                                                                    the only record that fits
     {"op": "select", "table": T, "where": [...], "fields": [...], "as": V}
                                              all that fit; "fields" may be left out
-    {"op": "aggregate", "function": "count|sum|mean|min|max", "rows": E, "field": FIELD, "as": V}
+    {"op": "aggregate", "function": "count|sum|mean", "rows": E, "field": FIELD, "as": V}
     {"op": "require", "if": [E, CMP, E], "error": TEXT, "rule": TEXT}
                                              a precondition; `rule` is its sentence in the policy
     {"op": "compute", "as": V, "value": E, "rule": TEXT}
@@ -32,9 +32,14 @@ import operator
 import re
 from typing import Any
 
-from worlds.toolscale.shapes import Json
-
+Json = dict[str, Any]  # a JSON object
 Tables = dict[str, dict[str, Json]]
+ARITHMETIC = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+}
 COMPARE = {
     "==": operator.eq,
     "!=": operator.ne,
@@ -48,8 +53,6 @@ AGGREGATE = {
     "count": len,
     "sum": lambda values: round(sum(values), 2),
     "mean": lambda values: round(sum(values) / len(values), 2),
-    "min": min,
-    "max": max,
 }
 
 
@@ -92,6 +95,8 @@ class _Call:
             return found
         if isinstance(e, dict):
             ((operation, operands),) = e.items()
+            if operation in ARITHMETIC:
+                return ARITHMETIC[operation](*map(self.value, operands))
             return OPERATIONS[operation](self, operands)
         return e
 
@@ -159,23 +164,17 @@ class _Call:
 
 
 OPERATIONS = {
-    "+": lambda call, e: call.value(e[0]) + call.value(e[1]),
-    "-": lambda call, e: call.value(e[0]) - call.value(e[1]),
-    "*": lambda call, e: call.value(e[0]) * call.value(e[1]),
-    "/": lambda call, e: call.value(e[0]) / call.value(e[1]),
     "round": lambda call, e: round(call.value(e[0]), e[1]),
     "lookup": lambda call, e: e[1][str(call.value(e[0]))],
     "calculate": lambda call, e: calculate(call.value(e)),
     "next_id": _Call.next_id,
     "object": _Call.values,
 }
-_ARITHMETIC = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.USub: operator.neg,
-    ast.UAdd: operator.pos,
+_SIGNS = {
+    ast.Add: "+",
+    ast.Sub: "-",
+    ast.Mult: "*",
+    ast.Div: "/",
 }
 
 
@@ -197,9 +196,11 @@ def calculate(expression: str) -> float:
 
 
 def _arithmetic(node: Any) -> float:
-    if isinstance(node, ast.Constant):
-        return node.value
-    operation = _ARITHMETIC[type(node.op)]
-    if isinstance(node, ast.UnaryOp):
-        return operation(_arithmetic(node.operand))
+    match node:
+        case ast.Constant():
+            return node.value
+        case ast.UnaryOp():
+            value = _arithmetic(node.operand)
+            return -value if isinstance(node.op, ast.USub) else value
+    operation = ARITHMETIC[_SIGNS[type(node.op)]]
     return operation(_arithmetic(node.left), _arithmetic(node.right))

@@ -7,17 +7,15 @@ import random
 from collections.abc import Iterable
 from typing import Any
 
-from worlds.toolscale.program import Tables
-from worlds.toolscale.shapes import Json
+from worlds.toolscale.program import Json, Tables
 from worlds.toolscale.words import Words, draw_date
 
-NUMBERS = {"integer": "integer", "stock": "integer", "quantity": "integer"}
-NUMBERS |= {"balance": "number", "price": "number", "total": "number"}
+TYPES = {int: "integer", float: "number", str: "string"}
 
 
-def field_shape(kind: str, *values: Any) -> Json:
-    """Returns the schema of a field that is drawn in this way."""
-    shape = {"type": NUMBERS.get(kind, "string")}
+def field_shape(value: Any, kind: str, *values: Any) -> Json:
+    """Returns the schema of a field that is drawn in this way; `value` is one of those drawn."""
+    shape = {"type": TYPES[type(value)]}
     if kind in ("enum", "state", "states"):
         shape["enum"] = values[0]
     return shape | ({"link": values[0]} if kind == "link" else {})

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import random
-from types import SimpleNamespace
 
 from worlds.toolscale.dataset import ToolScaleWorld, split
 from worlds.toolscale.domains import BUILT_IN, build, rules
 from worlds.toolscale.pipeline import make_batch
-from worlds.toolscale.shapes import Json
+from worlds.toolscale.program import Json
+from worlds.toolscale.words import Words
 from worlds.toolscale.world import World
 
 DOMAINS, BATCHES = 3, 2  # domains of a world, batches of tasks of each
@@ -24,22 +24,21 @@ MOST_CALLS, MOST_CHARS = 2, 1000  # golden calls of a task; characters of its po
 
 def small_world(seed: int, name: str = "domains") -> ToolScaleWorld:
     """Returns some hundred proved tasks of three built-in domains that the seed chooses."""
-    tasks, worlds = [], {}
+    fit, worlds = [], {}
     for domain in random.Random(f"small/{seed}").sample(BUILT_IN, DOMAINS):
-        worlds[domain], words = build(domain, seed)
+        world, words = build(domain, seed)
+        worlds[domain] = world
         for number in range(BATCHES):
-            batch = make_batch(seed, (1,), domain, number)["tasks"]
-            tasks += [_shrunk(worlds[domain], words, task) for task in batch]
-    fit = [task for task in tasks if _fits(worlds[task["domain"]], task)]
+            for task in make_batch(seed, (1,), domain, number)["tasks"]:
+                task = _shrunk(world, words, task)
+                chars = len(task["policy"]) + len(json.dumps(world.functions(task["tools"])))
+                calls = len(task["evaluation_criteria"]["actions"])
+                if calls <= MOST_CALLS and chars <= MOST_CHARS:
+                    fit.append(task)
     return ToolScaleWorld(split(fit), worlds, seed, 0, name)
 
 
-def _fits(world: World, task: Json) -> bool:
-    chars = len(task["policy"]) + len(json.dumps(world.functions(task["tools"])))
-    return len(task["evaluation_criteria"]["actions"]) <= MOST_CALLS and chars <= MOST_CHARS
-
-
-def _shrunk(world: World, words: SimpleNamespace, task: Json) -> Json:
+def _shrunk(world: World, words: Words, task: Json) -> Json:
     """The task with fewer tools, a policy of its own, and a user who says at once who they are."""
     rng = random.Random(f"small/{task['id']}")
     golden = {action["name"] for action in task["evaluation_criteria"]["actions"]}

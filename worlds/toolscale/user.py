@@ -1,6 +1,6 @@
-"""The user of a task: scripted, or a language model. Both know its scenario and end alike.
+"""The scripted user of a task.
 
-The scripted user opens with its first wish, says who it is when asked, confirms what it is asked to
+It opens with its first wish, says who it is when asked, confirms what it is asked to
 confirm, says that it does not know what the scenario says it does not know, goes on to its next
 wish, and ends when none is left. It says nothing that is not in the scenario.
 """
@@ -8,14 +8,11 @@ wish, and ends when none is left. It says nothing that is not in the scenario.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Any, Protocol
 
-from nanorchestra.tools.experts import chat_completion
+from worlds.toolscale.program import Json
 
-STOP, TRANSFER, OUT_OF_SCOPE = SIGNALS = ("###STOP###", "###TRANSFER###", "###OUT-OF-SCOPE###")
-GREETING = "Hello, how can I help you today?"
-PATIENCE = 40  # messages that the scripted user answers
+STOP, TRANSFER = SIGNALS = ("###STOP###", "###TRANSFER###")  # tau2's, which end a conversation
+PATIENCE = 40  # messages that the user answers
 _HANDED = re.compile(r"hand(ed|ing)? (you )?over|transferr|human agent|connect(ed|ing)? you")
 _CONFIRM = re.compile(
     r"confirm|proceed|go ahead|shall i|should i|would you like me to|do you want me to|\byes\b|"
@@ -36,22 +33,6 @@ _FIRST_PERSON = (
     (r"\bYour\b", "My"),
     (r"\b[Yy]ou\b", "I"),
 )
-_ROLE = """You play a customer who writes to a service agent. Stay in this role and use nothing \
-but this scenario:
-
-{facts}
-
-Write one short message at a time. Reveal what the scenario says step by step, and only when it is \
-needed. Never invent a fact; if you are asked for something that is not in the scenario, say that \
-you do not know. When everything you wanted is done, write {stop}. When you are handed over to a \
-person, write {transfer}. When the scenario does not let you go on, write {out_of_scope}."""
-
-
-class User(Protocol):
-    """The user of a task; a signal in an answer ends the conversation."""
-
-    def reply(self, message: str) -> str:
-        """Returns the answer to a message of the agent."""
 
 
 def ended(message: str) -> bool:
@@ -72,9 +53,8 @@ class ScriptedUser:
     `opening` is its first message.
     """
 
-    def __init__(self, scenario: dict[str, Any]):
+    def __init__(self, scenario: Json):
         parts = scenario["instructions"]
-        parts = {"reason_for_call": parts} if isinstance(parts, str) else parts
         self.wishes: list[str] = []
         wanted = first_person(parts["reason_for_call"])
         for sentence in re.split(r"(?<=[.!?]) +(?=[A-Z\"])", wanted):
@@ -85,15 +65,15 @@ class ScriptedUser:
         self.known = first_person(parts.get("known_info") or "")
         self.unknown = first_person(parts.get("unknown_info") or "")
         self.opening, self.said = self.wishes[0], 1
-        self.heard, self.handed = 0, False
+        self.heard = 0
 
     def reply(self, message: str) -> str:
         """Returns the answer to a message of the agent."""
         self.heard += 1
         text = message.casefold()
         question = "?" in text or "please" in text
-        self.handed |= bool(_HANDED.search(text)) and "?" not in text
-        if self.handed or self.heard > PATIENCE:
+        handed = _HANDED.search(text) and "?" not in text
+        if handed or self.heard > PATIENCE:
             return f"Thank you. {TRANSFER}"
         if _MORE.search(text):
             return self._next("No, thank you.")
@@ -113,30 +93,3 @@ class ScriptedUser:
             return f"{last} {STOP}"
         self.said += 1
         return self.wishes[self.said - 1]
-
-
-@dataclass
-class LanguageModelUser:
-    """A language model that plays the scenario, behind an OpenAI-compatible endpoint.
-
-    `reply` raises EndpointError if it does not answer. The first message answers GREETING.
-    """
-
-    scenario: dict[str, Any]
-    base_url: str
-    model: str
-
-    def __post_init__(self) -> None:
-        facts = self.scenario["instructions"]
-        if isinstance(facts, dict):
-            facts = "\n".join(f"{field}: {words}" for field, words in facts.items() if words)
-        facts = f"persona: {self.scenario.get('persona') or 'none'}\n{facts}"
-        role = _ROLE.format(facts=facts, stop=STOP, transfer=TRANSFER, out_of_scope=OUT_OF_SCOPE)
-        self.messages: list[dict[str, str]] = [{"role": "system", "content": role}]
-
-    def reply(self, message: str) -> str:
-        """Returns the answer to a message of the agent."""
-        self.messages.append({"role": "user", "content": message})
-        answer, _ = chat_completion(self.base_url, {"model": self.model, "messages": self.messages})
-        self.messages.append({"role": "assistant", "content": answer.get("content") or STOP})
-        return self.messages[-1]["content"]

@@ -1,8 +1,9 @@
 """Proves tasks: says why a task is not fit for training.
 
 Every golden argument must stand in the user's text, or an earlier golden call must have returned
-it. Keys that a lookup returns must not stand in the text, nor what is to be communicated. That one
-record alone fits what the user says is ensured when a draft is acted out (act.py).
+it. Keys that a lookup returns must not stand in the text, nor what is to be communicated. Golden
+calls must run; no call, or calls with one argument altered, must score 0. That one record alone
+fits what the user says is ensured when a draft is acted out (act.py).
 """
 
 from __future__ import annotations
@@ -13,17 +14,16 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from worlds.toolscale.program import ToolError
+from worlds.toolscale.program import Json, ToolError
 from worlds.toolscale.score import Call, Scorer, communicated
-from worlds.toolscale.shapes import Json
 from worlds.toolscale.world import World
 
 ERRS = "a golden call errs"
 NOTHING = "solved by doing nothing"
+ALTERED = "solved with an argument altered"
 UNDETERMINED = "an argument is not determined by the text"
 LEAK = "an identifier that a lookup reveals is in the text"
 TOLD = "the answer is in the text"
-UNFAIR = "the golden calls do not score 1"
 DUPLICATE = "near duplicate"
 
 
@@ -36,14 +36,14 @@ def task_text(task: Json) -> str:
 
 def verify(world: World, task: Json) -> str | None:
     """Returns why the task is not fit, or None. Near duplicates are found by `signature`."""
-    scorer, told = Scorer(world, task), task["evaluation_criteria"]["communicate_info"]
-    calls, text = scorer.golden_calls(), task_text(task)
+    scorer, text = Scorer(world, task), task_text(task)
+    golden, told = scorer.golden, scorer.told
     try:
-        if scorer.score([], []).reward:
+        if scorer.score([], []):
             return NOTHING
     except ToolError:
         return ERRS
-    for value, known in _arguments(world, calls):
+    for value, known in _arguments(world, golden):
         stands = mentions(text, value)
         if stands and known and any(value in rows for rows in world.tables.values()):
             return LEAK
@@ -51,9 +51,8 @@ def verify(world: World, task: Json) -> str | None:
             return UNDETERMINED
     if any(communicated(info, [text]) for info in told):
         return TOLD
-    parts = scorer.score(calls, told).parts
-    parts.pop("NL_ASSERTION", None)  # what needs a judge is not proved here
-    return None if parts and all(parts.values()) else UNFAIR
+    wrong = altered(world, golden, random.Random(task["id"]))
+    return ALTERED if scorer.score(wrong, told) else None
 
 
 def _arguments(world: World, calls: list[Call]) -> Iterator[tuple[Any, bool]]:
@@ -75,9 +74,6 @@ def mentions(text: str, value: str | float) -> bool:
     if not isinstance(value, str):
         return communicated(f"{value:.2f}", [text])
     return communicated(value, [text]) or communicated(value.replace("_", " "), [text])
-
-
-# --- near duplicates, and calls with one argument altered ----------------------------------------
 
 
 def signature(task: Json) -> str:

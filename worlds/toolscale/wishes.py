@@ -2,8 +2,8 @@
 
 phrases.json says what each kind of wish draws, calls and says: `call` are the arguments of the tool
 (`tool`, or the one of the wish's own name), `say` the patterns of the sentence, `answer` the field
-of the result that is asked for, `claim` what a judge can check, `told` the field of the result that
-some users want to be told beside.
+of the result that is asked for, `told` the field of the result that some users want to be told
+beside.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from worlds.toolscale.act import PHRASES, Act, UnfitError
+from worlds.toolscale.program import Json
 from worlds.toolscale.records import charge
-from worlds.toolscale.shapes import Json
 from worlds.toolscale.words import Word, Words
 from worlds.toolscale.world import World
 
@@ -34,11 +34,10 @@ FOUND: dict[str, Callable[[Act, Json], tuple[Any, str]]] = {
 def act_out(world: World, words: Words, draft: Json) -> Act:
     """Returns the act of a draft; it depends on nothing else. Raises UnfitError if it cannot be.
 
-    A draft is JSON: who calls (`person`), whether the user gives the number (`by`), the `wishes`,
-    how many tools that are not needed are offered (`distractors`), the `level` and the `seed`.
+    A draft is JSON: the `person` who calls, the `wishes`, the `level` and the `seed`.
     """
     act = Act(world, words, draft)
-    if draft["by"] != "id":
+    if draft["person"]["by"] != "id":
         act.person(act.me)
         act.unknown.append(f"your {words.person} number")
     for wish in draft["wishes"]:
@@ -72,8 +71,6 @@ def _wish(act: Act, wish: Json) -> None:
         act.ask(_pattern(act, wish, value), value, **words)
     else:
         act.say(_pattern(act, wish), after, **words)
-    if "claim" in kind:
-        act.claims.append(kind["claim"].format(w=act.w, wish=wish, **words))
     for field, patterns in kind.get("told", {}).items() if wish.get("told") else ():
         act.ask(_one_of(patterns, wish), result[field])
 
@@ -126,7 +123,6 @@ def _refused(act: Act, tool: str, values: list[Any]) -> None:
         act.call(tool, *values)
     except UnfitError:
         act.call("handover", act.me, "exception")
-        act.claims.append("The agent does not do what the rules forbid.")
     else:
         raise UnfitError("no rule forbids it")
 

@@ -12,7 +12,7 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
-from worlds.toolscale.shapes import Json
+from worlds.toolscale.program import Json
 
 ROLES = ("person", "place", "item", "deal", "extra")
 
@@ -77,8 +77,8 @@ def draw_words(blueprint: Json, common: Json, template: Json, rng: random.Random
     w.fields = {"deal": [], "extra": []}
     for role in ("person", "place", "item"):
         fields = blueprint[role]["fields"]
-        few, many = rng.randint, len(fields)
-        count = few(1, many) if role == "person" else max(2, many - rng.randrange(2))
+        many = len(fields)
+        count = rng.randint(1, many) if role == "person" else max(2, many - rng.randrange(2))
         w.fields[role] = rng.sample(fields, count)
     w.field_names = {role: [name for name, *_ in w.fields[role]] for role in w.fields}
     w.rules = _draw_rules(w, rng)

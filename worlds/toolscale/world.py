@@ -5,8 +5,8 @@
     DIR/tools.json   [tool, ...] (see program.py)
     DIR/policy.md    the rules in words
 
-`link` names the table whose keys the field holds. A directory without schema.json and tools.json,
-such as tau2's, loads too: then nothing can be called.
+`link` names the table whose keys the field holds. shapes.json has the JSON Schemas by which files
+are checked.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanorchestra.agent.environment import argument_error
+from nanorchestra.agent.environment import argument_error, schema_error
+from nanorchestra.errors import require
 from nanorchestra.files import read_json, write_whole
-from worlds.toolscale.program import Tables, ToolError, run
-from worlds.toolscale.shapes import Json, check_shape
+from worlds.toolscale.program import Json, Tables, ToolError, run
+
+SHAPES = read_json(Path(__file__).with_name("shapes.json"))
 
 
 @dataclass
@@ -42,19 +44,19 @@ class World:
     def call(self, tables: Tables, name: str, arguments: Any) -> Any:
         """Returns what the tool returns; may put new tables into `tables`. Raises ToolError."""
         if name not in self.by_name:
-            raise ToolError(f"no tool named {name!r}; the tools are {', '.join(self.by_name)}")
+            raise ToolError(f"no tool named {name!r}")
         tool = self.by_name[name]
         problem = argument_error(arguments, tool["function"]["parameters"])
         if problem is not None:
             raise ToolError(f"{name}: {problem}")
         return run(tool, arguments, tables)
 
-    def functions(self, names: Collection[str] | None = None) -> list[Json]:
-        """Returns the OpenAI function objects of the tools named (None: of all)."""
+    def functions(self, names: Collection[str]) -> list[Json]:
+        """Returns the OpenAI function objects of the tools named."""
         return [
             {"type": "function", "function": tool["function"]}
             for name, tool in self.by_name.items()
-            if names is None or name in names
+            if name in names
         ]
 
     def save(self, directory: Path) -> None:
@@ -67,15 +69,23 @@ class World:
     @classmethod
     def load(cls, directory: Path) -> World:
         """Reads a directory. Raises UserError if a part is missing, damaged or of another form."""
-        parts = {}
-        for name in ("schema", "db", "tools"):
-            path, parts[name] = directory / f"{name}.json", [] if name == "tools" else {}
-            if name == "db" or path.exists():
-                parts[name] = read_json(path)
-            check_shape(name, parts[name], str(path))
+        parts = [read_shape(name, directory / f"{name}.json") for name in ("schema", "db", "tools")]
         policy = directory / "policy.md"
-        text = policy.read_text(encoding="utf-8") if policy.exists() else ""
-        return cls(directory.name, parts["schema"], parts["db"], parts["tools"], text)
+        require(policy.is_file(), f"{policy}: cannot be read")
+        return cls(directory.name, *parts, policy.read_text(encoding="utf-8"))
+
+
+def read_shape(name: str, path: Path) -> Any:
+    """Returns the JSON value of a file that must have the shape of that name. Raises UserError."""
+    value = read_json(path)
+    check_shape(name, value, str(path))
+    return value
+
+
+def check_shape(name: str, value: Any, where: str) -> None:
+    """Raises UserError, which begins with `where`, if the value has not the shape of that name."""
+    problem = schema_error(value, SHAPES[name] | {"$defs": SHAPES["$defs"]})
+    require(problem is None, f"{where}: {problem}")
 
 
 def write_json(path: Path, value: Any) -> None:
