@@ -23,9 +23,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanorchestra import Engine, SamplingParams
-from nanorchestra.agent.load import NANO, load_policy
-from nanorchestra.agent.loop import Limits, Rollout
+from nanorchestra import SamplingParams
+from nanorchestra.agent.load import NANO, load_rollout
+from nanorchestra.agent.loop import Limits
 from nanorchestra.errors import ArgumentParser, command, require
 from nanorchestra.files import write_whole
 from nanorchestra.report.run import number, table
@@ -52,13 +52,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--tasks", type=int, default=480, metavar="N", help="default: %(default)s")
     add("--temperature", type=float, default=1.0, help="0 is greedy (default: 1)")
     add("--seed", type=int, default=0, help="of tasks and simulated experts (default: 0)")
-    add("--quantise", choices=("int8", "int4"), help="round the linear layers while loading")
-    add(
-        "--context",
-        choices=("append", "rebuild"),
-        default="append",
-        help="a growing session, or a prompt composed each turn",
-    )
     add("--json", type=Path, metavar="FILE", help="write all the figures there too")
     options = parser.parse_args(arguments)
     require(options.tasks > 0, f"--tasks is {options.tasks}; it must be at least 1")
@@ -66,30 +59,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def load_rollout(options: argparse.Namespace) -> Rollout:
-    """Returns the rollout of a checkpoint under the limits of the miniature's run. UserError."""
-    model, tokenizer = load_policy(options.model, options.quantise)
-    limits = load_config(CONFIG).rollout
-    context = min(limits.context_tokens, model.config.max_position_embeddings)
-    engine = Engine(
-        model,
-        tokenizer,
-        num_pages=ROWS * -(-context // limits.page_size),
-        page_size=limits.page_size,
-        max_running=ROWS,
-        max_context=context,
-    )
-
-    def sampling(seed: int, budget: int) -> SamplingParams:
-        return SamplingParams(max_tokens=budget, temperature=options.temperature, seed=seed)
-
-    bounds = Limits(limits.turns, limits.turn_tokens, context)
-    return Rollout(engine, tokenizer, sampling, bounds, rebuild=options.context == "rebuild")
-
-
 def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the summary of the checkpoint, and that of each router by its name."""
-    rollout, seed = load_rollout(options), options.seed
+    seed, settings = options.seed, load_config(CONFIG).rollout
+    limits = Limits(settings.turns, settings.turn_tokens, settings.context_tokens)
+    rollout = load_rollout(options.model, limits, options.temperature, ROWS)
     tasks = World(seed).tasks("held_out", options.tasks)
     with Sandbox() as sandbox:
         make = partial(environment, sandbox=sandbox)

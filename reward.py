@@ -1,4 +1,4 @@
-"""What an attempt is paid: the equations of ToolOrchestra over numbers, and the price table.
+"""Computes rewards with the equations of ToolOrchestra; reads the table of prices.
 
 The paper (arXiv 2511.21689, section 3) describes an attempt tau of a group T by its features, and
 normalises each feature over the group:
@@ -16,43 +16,18 @@ produce them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
-from nanorchestra.records import Preference, Price
+from nanorchestra.records import Preference, Price, Trajectory
 
 POLICY = "Qwen/Qwen3-8B"
 
 # The published system's prices. A task may quote others in its prompt, and then charges those.
-PRICES: dict[str, Price] = {
-    POLICY: Price(0.2, 0.2),
-    "gpt-5": Price(1.25, 10.0),
-    "gpt-5-mini": Price(0.25, 2.0),
-    "o3-mini": Price(1.1, 4.4),
-    "claude-opus": Price(15.0, 75.0),
-    "claude-sonnet": Price(3.0, 15.0),
-    "Qwen/Qwen3-32B": Price(0.8, 0.8),
-    "Qwen/Qwen3-235B-A22B": Price(0.9, 0.9),
-    "Qwen/Qwen2.5-Coder-32B-Instruct": Price(0.8, 0.8),
-    "Qwen/Qwen2.5-Math-72B-Instruct": Price(0.9, 0.9),
-    "Qwen/Qwen2.5-Math-7B-Instruct": Price(0.2, 0.2),
-    "meta-llama/Llama-3.3-70B-Instruct": Price(0.9, 0.9),
-    "nvidia/Llama-3_1-Nemotron-Ultra-253B-v1": Price(0.9, 0.9),
-    "nvidia/Llama-3_3-Nemotron-Super-49B-v1": Price(0.9, 0.9),
-}
-
-
-class Attempt(Protocol):
-    """The numbers of an attempt that a reward depends on; a Trajectory has them.
-
-    outcome: 1 if the answer is right, else 0. cost_usd: all that was spent, the policy's own tokens
-    included. calls: the calls of every turn, by the tool's name.
-    """
-
-    outcome: float
-    cost_usd: float
-    latency_s: float
-    calls: Mapping[str, int]
+_LISTED = tomllib.loads(Path(__file__).with_name("assets").joinpath("prices.toml").read_text())
+PRICES: dict[str, Price] = {model: Price(*usd) for model, usd in _LISTED.items()}
 
 
 class Bounds(NamedTuple):
@@ -63,7 +38,7 @@ class Bounds(NamedTuple):
 
 
 def group_rewards(
-    members: Sequence[Attempt], preference: Preference, valid: Sequence[bool] | None = None
+    members: Sequence[Trajectory], preference: Preference, valid: Sequence[bool] | None = None
 ) -> list[float]:
     """Returns the paper's reward of each attempt at one task.
 
@@ -93,33 +68,41 @@ def group_rewards(
     return [next(paid) if ok else 0.0 for ok in valid]
 
 
-def task_reward(attempt: Attempt, preference: Preference, bounds: Bounds) -> float:
+def task_reward(attempt: Trajectory, preference: Preference, bounds: Bounds) -> float:
     """Returns the reward of one attempt in absolute form, 0 to 1.
 
-        R = max(0, p_out + p_cost * cheap + p_lat * fast + sum_t p_t * [t was called]) / W   if
-        right, else 0 cheap = clip((high - USD) / (high - low), 0, 1), 1 within bounds of no width;
-        fast likewise W = p_out + p_cost + p_lat + sum of the positive p_t
+        R = max(0, p_out + p_cost * cheap + p_lat * fast + sum_t p_t * [t was called]) / W
+            if right, else 0
+        cheap = clip((high - USD) / (high - low), 0, 1), 1 within bounds of no width
+        fast likewise, W = p_out + p_cost + p_lat + sum of the positive p_t
 
     A tool counts once however often it was called. A tool to avoid (p_t < 0) subtracts |p_t| if
     called.
     """
-    parts = _earned(attempt, preference, bounds)
-    earned = parts["outcome"] + parts["cost"] + parts["latency"] + parts["tools"]
-    return min(1.0, max(0.0, earned / _most(preference)))
+    return min(1.0, max(0.0, sum(reward_parts(attempt, preference, bounds).values())))
 
 
-def reward_parts(attempt: Attempt, preference: Preference, bounds: Bounds) -> dict[str, float]:
+def reward_parts(attempt: Trajectory, preference: Preference, bounds: Bounds) -> dict[str, float]:
     """Returns what outcome, cost, latency and tools add to `task_reward`."""
-    most = _most(preference)
-    return {name: part / most for name, part in _earned(attempt, preference, bounds).items()}
+    called = [weight for tool, weight in preference.tools.items() if attempt.calls.get(tool, 0)]
+    parts = {
+        "outcome": preference.outcome,
+        "cost": preference.cost * _saved(attempt.cost_usd, bounds.cost_usd),
+        "latency": preference.latency * _saved(attempt.latency_s, bounds.latency_s),
+        "tools": sum(called),
+    }
+    favoured = sum(weight for weight in preference.tools.values() if weight > 0)
+    most = preference.outcome + preference.cost + preference.latency + favoured
+    right = attempt.outcome == 1
+    return {name: part / most if right else 0.0 for name, part in parts.items()}
 
 
-def preference_score(attempt: Attempt, preference: Preference, bounds: Bounds) -> float:
+def preference_score(attempt: Trajectory, preference: Preference, bounds: Bounds) -> float:
     """Returns the share of the preference that was honoured, 0 to 1, for wrong answers too.
 
-        S = sum_k |p_k| s_k / sum_k |p_k|      over cost, latency and the tools named, not the
-        outcome s_cost = cheap, s_lat = fast (as in `task_reward`) s_t = [t was called] if p_t > 0,
-        [t was not called] if p_t < 0
+        S = sum_k |p_k| s_k / sum_k |p_k|      over cost, latency and the tools named
+        s_cost = cheap, s_lat = fast           as in `task_reward`
+        s_t = [t was called] if p_t > 0, [t was not called] if p_t < 0
 
     1 if the user has no preference.
     """
@@ -132,24 +115,6 @@ def preference_score(attempt: Attempt, preference: Preference, bounds: Bounds) -
         parts.append((abs(weight), float(called == (weight > 0))))
     total = sum(weight for weight, _ in parts)
     return sum(weight * honoured for weight, honoured in parts) / total if total > 0 else 1.0
-
-
-def _earned(attempt: Attempt, preference: Preference, bounds: Bounds) -> dict[str, float]:
-    if attempt.outcome != 1:
-        return dict.fromkeys(("outcome", "cost", "latency", "tools"), 0.0)
-    called = [weight for tool, weight in preference.tools.items() if attempt.calls.get(tool, 0)]
-    return {
-        "outcome": preference.outcome,
-        "cost": preference.cost * _saved(attempt.cost_usd, bounds.cost_usd),
-        "latency": preference.latency * _saved(attempt.latency_s, bounds.latency_s),
-        "tools": sum(called),
-    }
-
-
-def _most(preference: Preference) -> float:
-    """The sum of the positive weights, which a perfect attempt earns."""
-    favoured = sum(weight for weight in preference.tools.values() if weight > 0)
-    return preference.outcome + preference.cost + preference.latency + favoured
 
 
 def _saved(spent: float, bounds: tuple[float, float]) -> float:

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import nanorchestra.tools
 from nanorchestra.agent.environment import Tool, schema_error
 from nanorchestra.errors import require
 from nanorchestra.files import read_json
@@ -168,13 +167,13 @@ class EndpointExpert:
                 self.base_url, body, key_variable=self.key_variable, timeout_s=self.timeout_s
             )
         except EndpointError as error:
-            text, seconds = f"Error: {self.name} did not answer ({error})", time.monotonic() - start
-            return ToolResult(text, 0.0, seconds, error=True, infrastructure=True)
+            text = f"Error: {self.name} did not answer ({error})"
+            return ToolResult(text, error=True, infrastructure=True)
         text, seconds = message.get("content") or "", time.monotonic() - start
         return ToolResult(text, self.price.cost(*tokens), seconds, False, False, *tokens)
 
 
-CATALOGUE = Path(nanorchestra.tools.__file__).with_name("catalogue.json")
+CATALOGUE = Path(__file__).parent / "nanorchestra" / "tools" / "catalogue.json"
 
 
 def load_tools(path: str | Path, sandbox: Sandbox) -> list[Tool]:

@@ -58,10 +58,7 @@ def softmax_step(scores, peak, total, SCALE: tl.constexpr):
 def attend_pages(
     state,
     q,
-    k_cache,
-    v_cache,
-    table,
-    head,
+    pages,
     limit,
     first,
     stop,
@@ -73,14 +70,16 @@ def attend_pages(
 ):
     """Adds keys first .. stop - 1 of a kv head, tile by tile, to the softmax of rows q [M, D].
 
-    state: (page of key `first`, peak, total, acc); end: number of stored keys. A row sees keys up
-    to its limit, [M, 1] or one for all; None: it sees all of them. Returns the state.
+    state: (page of key `first`, peak, total, acc); pages: (k_cache, v_cache, table, kv head); end:
+    number of stored keys. A row sees keys up to its limit, [M, 1] or one for all; None: it sees all
+    of them. Returns the state.
 
     p is rounded to the dtype of v, as tensor cores want it. EXACT: a second product adds what the
     rounding lost, which costs no bytes from memory.
     """
     D: tl.constexpr = q.shape[1]
     page, peak, total, acc = state
+    k_cache, v_cache, table, head = pages
     keys = tl.arange(0, BLOCK_N)
     tile = keys[:, None] * D + tl.arange(0, D)[None, :]
     for start in range(first, stop, BLOCK_N):
@@ -105,23 +104,14 @@ def attend_pages(
 
 @triton.jit
 def attend_split(
-    q,
-    k_cache,
-    v_cache,
-    table,
-    head,
-    first,
-    end,
-    HKV: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    q, pages, first, end, HKV: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """Returns the mean value [M, D] of keys first .. end - 1 for rows q, and log2-sum-exp [M]."""
     M: tl.constexpr = q.shape[0]
-    page, acc = tl.load(table + first // PAGE), tl.zeros([M, q.shape[1]], tl.float32)
-    state = page, tl.full([M], -1e30, tl.float32), tl.zeros([M], tl.float32), acc
+    peak, total = tl.full([M], -1e30, tl.float32), tl.zeros([M], tl.float32)
+    state = tl.load(pages[2] + first // PAGE), peak, total, tl.zeros(q.shape, tl.float32)
     _, peak, total, acc = attend_pages(
-        state, q, k_cache, v_cache, table, head, end - 1, first, end, end, HKV, PAGE, BLOCK_N, True
+        state, q, pages, end - 1, first, end, end, HKV, PAGE, BLOCK_N, True
     )
     return acc / total[:, None], peak + tl.log2(total)
 

@@ -29,6 +29,7 @@ try:
     from liger_kernel.transformers import functional as liger
 except ImportError:
     liger = None
+flash_attn = external.flash_attn_varlen_func
 
 H, HKV, D, HIDDEN, FF, VOCAB, PAGE = 32, 8, 128, 4096, 12288, 151936, 256
 T, EPS = 8192, 1e-6
@@ -46,13 +47,13 @@ class Case:
     run: Function
     bytes: float  # that must be moved
     flops: float = 0.0
-    peers: dict[str, Function] = field(default_factory=dict)
+    peers: dict[str, Function | None] = field(default_factory=dict)  # None: not installed
     gradients: int = 0  # of the first so many arguments are computed too
 
     def functions(self) -> dict[str, Function]:
         """Returns what is measured: the kernel, under "own", and its peers."""
         every = {"own": self.run, **self.peers}
-        return {name: self._with_gradients(run) for name, run in every.items()}
+        return {name: self._with_gradients(run) for name, run in every.items() if run}
 
     def floor(self, limits: tuple[float, float]) -> tuple[float, str]:
         """Returns the least seconds at these bytes/s and FLOP/s, and which of them is the limit."""
@@ -94,10 +95,9 @@ def pointwise() -> list[Case]:
     def gates() -> Inputs:
         return (randn(T, 2 * FF),)
 
-    normed, gated = {"eager": norm.reference}, {"eager": swiglu.reference}
-    if liger:
-        normed["liger"] = liger.liger_rms_norm
-        gated["liger"] = lambda gate_up: liger.liger_swiglu(*gate_up.chunk(2, 1))
+    normed = {"eager": norm.reference, "liger": liger and liger.liger_rms_norm}
+    halves = liger and (lambda gate_up: liger.liger_swiglu(*gate_up.chunk(2, 1)))
+    gated = {"eager": swiglu.reference, "liger": halves}
     return [
         Case("add_rms_norm", lambda: (randn(T, HIDDEN), *hidden()), norm.add_rms_norm, 4 * size),
         Case("rms_norm", hidden, norm.rms_norm_train, 5 * size, 0, normed, 2),
@@ -132,14 +132,13 @@ def prefill(start: int, count: int) -> Case:
     def make() -> Inputs:
         tables = torch.arange(end // PAGE, dtype=torch.int32)[None]
         caches, work = randn(2, end // PAGE, HKV, PAGE, D), prefill_work([start], [count])
-        return randn(count, H, D), *caches, tables, torch.tensor(work)
+        return randn(count, H, D), *caches, tables, work
 
-    sizes, peers = cache(lambda: external.sizes_of([count], [end], "cuda")), {}
-    if external.flash_attn_varlen_func:
-        peers["flash-attn"] = lambda *x: external.external_prefill(*x[:4], sizes())
+    sizes = cache(lambda: external.sizes_of([count], [end], "cuda"))
+    theirs = flash_attn and (lambda *x: external.external_prefill(*x[:4], sizes()))
     flops = 4 * H * D * (count * start + count * (count + 1) / 2)
     name = f"prefill_attention {count} on {start}"
-    return Case(name, make, prefill_attention, 4 * end * HKV * D, flops, peers)
+    return Case(name, make, prefill_attention, 4 * end * HKV * D, flops, {"flash-attn": theirs})
 
 
 def training() -> list[Case]:
@@ -155,10 +154,10 @@ def training() -> list[Case]:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out[0].transpose(0, 1)
 
-    peers = {"SDPA": sdpa, "SDPA cuDNN": sdpa_kernel(SDPBackend.CUDNN_ATTENTION)(sdpa)}
-    if external.flash_attn_varlen_func:
-        pack = cache(lambda: external.sequences(spans, "cuda"))
-        peers["flash-attn"] = lambda q, k, v, _: external.external_attention(q, k, v, pack())
+    pack = cache(lambda: external.sequences(spans, "cuda"))
+    theirs = flash_attn and (lambda *x: external.external_attention(*x[:3], pack()))
+    cudnn = sdpa_kernel(SDPBackend.CUDNN_ATTENTION)(sdpa)
+    peers = {"SDPA": sdpa, "SDPA cuDNN": cudnn, "flash-attn": theirs}
     size, flops = 4 * T * (H + HKV) * D, 2.0 * H * D * T * (T + 1)
     return [
         Case("flash_attention", make, flash_attention, size, flops, peers),
@@ -185,11 +184,11 @@ def outputs() -> list[Case]:
     def loss(*arguments: Any) -> Tensor:
         return linear_logprob(*arguments)[0].mean()
 
-    fused = {"liger": lambda *x: liger.liger_fused_linear_cross_entropy(*x[:3])} if liger else {}
+    fused = liger and (lambda *x: liger.liger_fused_linear_cross_entropy(*x[:3]))
     product = {"cuBLAS": lambda hidden, weight, *_: hidden @ weight.T}  # writes the logits
     return [
         Case("linear_logprob", tokens, loss, size, T * flops, product),
-        Case("linear_logprob backward", tokens, loss, 3 * size, 4 * T * flops, fused, 2),
+        Case("linear_logprob backward", tokens, loss, 3 * size, 4 * T * flops, {"liger": fused}, 2),
         Case("sample_linear", hidden, sample.sample_linear, size, 64 * flops, product),
         Case("sample_logits", logits, sample.sample_logits, 1024 * VOCAB),
     ]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.attention import attend_split, check_cache
 from kernels.common import check, require
-from kernels.decode_shared import shared_splits
+from kernels.decode_shared import group_tile, shared_splits
 
 SPLIT = 256  # keys of a program: a change changes the bits of every result
 
@@ -43,26 +43,21 @@ def decode_attention(
     check((rows,), torch.int32, lengths=lengths)
     require(len(tables) == rows, f"tables has {len(tables)} rows; expected {rows}")
     check((None, 3), torch.int32, groups=groups)
-    out = q.new_empty(rows, heads, dim) if out is None else out
-    check((rows, heads, dim), q.dtype, out=out)
+    out = q.new_empty(q.shape) if out is None else out
+    check(q.shape, q.dtype, out=out)
     shape |= {"G": heads // shape["HKV"], "SPLIT": SPLIT}
     splits, count = triton.cdiv(max_length, SPLIT), len(groups)
     partial = q.new_empty(rows, splits, heads, dim, dtype=torch.float32)
     lse = q.new_empty(rows, splits, heads, dtype=torch.float32)
-    tensors = q, k_cache, v_cache, tables, groups, partial, lse
-    shared_splits(*tensors, shape=shape)
-    _own_splits[(rows, shape["HKV"], splits)](
-        *tensors,
-        q.stride(0),
-        tables.stride(0),
-        lengths,
-        count,
-        GROUPS=triton.next_power_of_2(count) if count else 0,
-        ROWS=triton.next_power_of_2(shape["G"]),
-        **shape,
-        num_warps=4,
-        num_stages=3,
-    )
+    inputs = q, k_cache, v_cache, tables, groups, partial, lse, q.stride(0), tables.stride(0)
+    tile = group_tile(shape["G"], q.element_size())
+    launch = shape | {"num_warps": 4, "num_stages": 3}
+    shared_splits[(count * tile["PARTS"], shape["HKV"], splits)](*inputs, **tile, **launch)
+    tile = {
+        "GROUPS": triton.next_power_of_2(count) if count else 0,
+        "ROWS": triton.next_power_of_2(shape["G"]),
+    }
+    _own_splits[(rows, shape["HKV"], splits)](*inputs, lengths, count, **tile, **launch)
     _merge[(rows, heads)](partial, lse, lengths, out, splits, H=heads, D=dim, SPLIT=SPLIT, BLOCK=16)
     return out
 
@@ -105,10 +100,9 @@ def _own_splits(
     columns = tl.arange(0, D)[None, :]
     place = q + row * q_stride + (head * G + member[:, None]) * D + columns
     queries = tl.load(place, real, 0.0)
+    pages = k_cache, v_cache, tables + row * table_stride, head
     end = tl.minimum(first + SPLIT, length)
-    mean, log_sum = attend_split(
-        queries, k_cache, v_cache, tables + row * table_stride, head, first, end, HKV, PAGE, BLOCK_N
-    )
+    mean, log_sum = attend_split(queries, pages, first, end, HKV, PAGE, BLOCK_N)
     at = (row * tl.num_programs(2) + split) * (HKV * G) + head * G + member
     tl.store(partial + at[:, None] * D + columns, mean, real)
     tl.store(lse + at, log_sum, member < G)

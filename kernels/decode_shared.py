@@ -13,52 +13,22 @@ device, so that a captured graph serves any grouping into at most N groups.
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from kernels.attention import attend_split
 
 ROWS = 16
 
 
-def shared_splits(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    tables: Tensor,
-    groups: Tensor,
-    partial: Tensor,
-    lse: Tensor,
-    shape: dict[str, int],
-) -> None:
-    """Fills partial [B, splits, H, D] and lse [B, splits, H] at the shared splits of the groups.
-
-    shape: the constants G, HKV, D, PAGE, SPLIT and BLOCK_N of the kernel. The rest as in decode.py.
-    """
-    members = triton.next_power_of_2(shape["G"])  # slot of a query head: row * members + head
+def group_tile(heads: int, element_size: int) -> dict[str, int]:
+    """Returns the constants of a group's programs, for `heads` query heads of a kv head."""
+    members = triton.next_power_of_2(heads)  # slot of a query head: row * members + head
     slots = ROWS * members
-    block = min(slots, 64 if q.element_size() == 2 else 8)  # fp32 products need many registers
-    parts = slots // block
-    _shared_splits[(len(groups) * parts, shape["HKV"], partial.shape[1])](
-        q,
-        k_cache,
-        v_cache,
-        tables,
-        groups,
-        partial,
-        lse,
-        q.stride(0),
-        tables.stride(0),
-        PARTS=parts,
-        MEMBERS=members,
-        BLOCK_M=block,
-        **shape,
-        num_warps=4,
-        num_stages=3,
-    )
+    block = min(slots, 64 if element_size == 2 else 8)  # fp32 products need many registers
+    return {"PARTS": slots // block, "MEMBERS": members, "BLOCK_M": block}
 
 
 @triton.jit
-def _shared_splits(
+def shared_splits(
     q,
     k_cache,
     v_cache,
@@ -78,6 +48,7 @@ def _shared_splits(
     SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    """Fills partial [B, splits, H, D] and lse [B, splits, H] at the shared splits of the groups."""
     group, head, split = groups + tl.program_id(0) // PARTS * 3, tl.program_id(1), tl.program_id(2)
     slot = tl.program_id(0) % PARTS * BLOCK_M + tl.arange(0, BLOCK_M)
     start, rows, first = tl.load(group).to(tl.int64), tl.load(group + 1), split * SPLIT
@@ -88,10 +59,8 @@ def _shared_splits(
     columns = tl.arange(0, D)[None, :]
     place = q + row[:, None] * q_stride + (head * G + member[:, None]) * D + columns
     queries = tl.load(place, real[:, None], 0.0)
-    table, end = tables + start * table_stride, first + SPLIT
-    mean, log_sum = attend_split(
-        queries, k_cache, v_cache, table, head, first, end, HKV, PAGE, BLOCK_N
-    )
+    pages = k_cache, v_cache, tables + start * table_stride, head
+    mean, log_sum = attend_split(queries, pages, first, first + SPLIT, HKV, PAGE, BLOCK_N)
     at = (row * tl.num_programs(2) + split) * (HKV * G) + head * G + member
     tl.store(partial + at[:, None] * D + columns, mean, real[:, None])
     tl.store(lse + at, log_sum, real)

@@ -44,7 +44,7 @@ def check_weights(
     check((n, width), torch.uint8, values=values)
     require(group in (32, 64, 128, 256), f"group is {group}; expected 32, 64, 128 or 256")
     check((n, 2 * width // group), torch.float16, scales=scales)
-    check((n, 2 * width // group), torch.uint8, zeros=zeros)
+    check(scales.shape, torch.uint8, zeros=zeros)
     return n, 2 * width
 
 

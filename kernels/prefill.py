@@ -11,8 +11,8 @@ same bits wherever its chunk began.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -24,19 +24,20 @@ from kernels.common import check
 ROWS = 128  # query rows of a work item
 
 
-def prefill_work(starts: Sequence[int], counts: Sequence[int]) -> np.ndarray:
+def prefill_work(starts: Sequence[int], counts: Sequence[int]) -> Tensor:
     """Returns the work list of prefill_attention for counts[i] new tokens at positions starts[i]..
 
     The queries of the sequences follow one another in q. int32 [W, 4]: sequence, first row of q,
     number of rows (at most ROWS), position of the first row. Items that see most keys come first.
     """
-    firsts = np.cumsum([0, *counts])
+    firsts = [0, *accumulate(counts)]
     items = [
         (i, firsts[i] + done, min(ROWS, count - done), start + done)
         for i, (start, count) in enumerate(zip(starts, counts, strict=True))
         for done in range(0, count, ROWS)
     ]
-    return np.array(sorted(items, key=lambda item: -(item[2] + item[3])), np.int32).reshape(-1, 4)
+    items.sort(key=lambda item: -(item[2] + item[3]))
+    return torch.tensor(items, dtype=torch.int32).reshape(-1, 4)
 
 
 def prefill_attention(
@@ -54,9 +55,9 @@ def prefill_attention(
     padding.
     """
     shape = check_cache(q, k_cache, v_cache, tables)
-    tokens, heads, dim = q.shape
-    out = q.new_empty(tokens, heads, dim) if out is None else out
-    check((tokens, heads, dim), q.dtype, out=out)
+    _, heads, dim = q.shape
+    out = q.new_empty(q.shape) if out is None else out
+    check(q.shape, q.dtype, out=out)
     check((None, 4), torch.int32, work=work)
     # Products in fp32 need many registers.
     block = min(ROWS, 16384 // dim) if q.element_size() == 2 else 16
@@ -107,46 +108,11 @@ def _prefill(
     queries = tl.load(q + token * q_stride + columns, row < rows, 0.0)
     end = position + tl.minimum(rows, BLOCK_M)
     whole = (position + 1) // BLOCK_N * BLOCK_N  # keys in tiles that even the first row sees
-    kv_head = head // (H // HKV)
-    acc = tl.zeros([BLOCK_M, D], tl.float32)
-    state = (
-        tl.load(table),
-        tl.full([BLOCK_M], -1e30, tl.float32),
-        tl.zeros([BLOCK_M], tl.float32),
-        acc,
+    pages = k_cache, v_cache, table, head // (H // HKV)
+    peak, total = tl.full([BLOCK_M], -1e30, tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    state = tl.load(table), peak, total, tl.zeros([BLOCK_M, D], tl.float32)
+    state = attend_pages(state, queries, pages, None, 0, whole, end, HKV, PAGE, BLOCK_N, False)
+    _, _, total, acc = attend_pages(
+        state, queries, pages, position + row, whole, end, end, HKV, PAGE, BLOCK_N, False
     )
-    state = attend_pages(
-        state,
-        queries,
-        k_cache,
-        v_cache,
-        table,
-        kv_head,
-        None,
-        0,
-        whole,
-        end,
-        HKV,
-        PAGE,
-        BLOCK_N,
-        False,
-    )
-    limit = position + row
-    state = attend_pages(
-        state,
-        queries,
-        k_cache,
-        v_cache,
-        table,
-        kv_head,
-        limit,
-        whole,
-        end,
-        end,
-        HKV,
-        PAGE,
-        BLOCK_N,
-        False,
-    )
-    _, _, total, acc = state
     tl.store(out + token * (H * D) + columns, acc / total[:, None], row < rows)

@@ -17,7 +17,7 @@ def read_json(path: str | Path) -> Any:
     """Returns the JSON value of a file. UserError names the file and what is wrong with it."""
     try:
         return json.loads(_read(path))
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{path}: not JSON ({error}); is the file whole?") from None
 
 
@@ -30,7 +30,7 @@ def read_json_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
         if line.strip():
             try:
                 yield number, json.loads(line)
-            except (ValueError, RecursionError) as error:
+            except ValueError as error:
                 raise UserError(f"{path}, line {number}: not JSON ({error})") from None
 
 
@@ -51,16 +51,12 @@ def write_whole(path: str | Path, data: bytes | str) -> None:
     path = Path(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        try:
-            with aside.open("wb") as file:
-                file.write(data.encode() if isinstance(data, str) else data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(aside, path)
-            sync(path.parent)
-        finally:
-            aside.unlink(missing_ok=True)
+        aside.write_bytes(data.encode() if isinstance(data, str) else data)
+        sync(aside)
+        os.replace(aside, path)
+        sync(path.parent)
     except OSError as error:
+        aside.unlink(missing_ok=True)
         raise UserError(
             f"{path}: cannot be written ({error.strerror}); give a writable place with free space"
         ) from error

@@ -21,9 +21,6 @@ class Price:
         input_usd = input_tokens * self.input_per_million
         return (input_usd + output_tokens * self.output_per_million) / 1e6
 
-    def __str__(self) -> str:
-        return f"${self.input_per_million:g} in, ${self.output_per_million:g} out per 1M tokens"
-
 
 @dataclass(frozen=True)
 class ToolCall:

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import os
-from collections.abc import Callable
-
-import numpy as np
 import torch
 import torch.nn.functional as F
-import triton.language as tl
 from torch import Tensor
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -33,17 +25,6 @@ def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
 
 
-def poison_new_tensors(monkeypatch) -> None:
-    """Makes the launchers allocate NaN, or an id that does not exist."""
-    new_empty = torch.Tensor.new_empty
-
-    def poison(self, *shape, **options):
-        out = new_empty(self, *shape, **options)
-        return out.fill_(float("nan") if out.is_floating_point() else 77)
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", poison)
-
-
 def assert_close(out: Tensor, exact: Tensor, multiple: float) -> None:
     """Asserts that the relative error is at most `multiple` times that of rounding `exact`.
 
@@ -62,44 +43,6 @@ def assert_close(out: Tensor, exact: Tensor, multiple: float) -> None:
     worst = (out.double() - exact).abs().max().item()
     allowed = 8 * max(torch.finfo(out.dtype).eps, _FP32_SUMS) * max(exact.abs().max().item(), 1e-30)
     assert worst <= allowed, f"one element is off by {worst:.3g} (allowed: {allowed:.3g})"
-
-
-def at_the_end_of_memory(tensor: Tensor) -> Tensor:
-    """Returns a copy behind which lies a page that cannot be read."""
-    page, size = mmap.PAGESIZE, tensor.nbytes
-    readable = -(-size // page) * page
-    memory = mmap.mmap(-1, readable + page)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + readable), page, 0) == 0
-    options = {"count": tensor.numel(), "offset": readable - size}
-    copy = torch.frombuffer(memory, dtype=tensor.dtype, **options)
-    return copy.view(tensor.shape).copy_(tensor)
-
-
-def survives(work: Callable[[], object]) -> bool:
-    """Returns whether a child process gets through `work`: a forbidden read kills it."""
-    child = os.fork()
-    if not child:
-        try:
-            work()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return os.waitpid(child, 0)[1] == 0
-
-
-def only_the_last_program(monkeypatch, module, name: str) -> None:
-    """Makes launches of the kernel run the last program of their grid, no other."""
-    kernel = getattr(module, name)
-
-    class Launcher:
-        def __getitem__(self, grid):
-            last = [size - 1 for size in grid] + [0, 0]
-            place = lambda self, axis: TensorHandle(np.array([last[axis]], np.int32), tl.int32)
-            monkeypatch.setattr(InterpreterBuilder, "create_get_program_id", place)
-            return kernel[(1,)]
-
-    monkeypatch.setattr(module, name, Launcher())
 
 
 def flash_attn_varlen_func(

@@ -1,8 +1,9 @@
-"""Writes tests/data/trl_grpo.json: losses and gradients of TRL's GRPO on fixed numbers, which tests/training/test_objectives.py compares ours with.
+"""Writes tests/data/trl_grpo.json: losses and gradients of TRL's GRPO on fixed numbers.
 
-    python tests/make_trl_fixture.py          needs: pip install trl  (nothing else in the repository does)
+    python tests/make_trl_fixture.py          needs: pip install trl
 
-TRL computes its loss in a method of its trainer. It is called here on a stand-in for the trainer whose log-probabilities are given
+tests/training/test_objectives.py compares the objectives with them. TRL computes its loss in a
+method of its trainer. That method is called here on a stand-in whose log-probabilities are given
 numbers, so no model is involved. Last written with trl 1.16.0.
 """
 
@@ -65,7 +66,7 @@ CASES += [
 
 
 def make_case(options: dict, seed: int) -> dict:
-    """Numbers with ratios on both sides of both clips and advantages of both signs; one list entry a sampled id."""
+    """Draws ratios on both sides of both clips and advantages of both signs, by sampled id."""
     generator = torch.Generator().manual_seed(seed)
     lengths = LENGTHS[options["lengths"]]
     count = sum(lengths)

@@ -48,7 +48,7 @@ def joined(*caches: Cache) -> Cache:
     whole.tables = torch.cat(
         [
             torch.nn.functional.pad(cache.tables + first, (0, width - cache.tables.shape[1]))
-            for cache, first in zip(caches, firsts)
+            for cache, first in zip(caches, firsts, strict=False)
         ]
     )
     for name in ("q", "lengths", "k", "v"):

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 from nanorchestra.agent.environment import ToolEnvironment
-from nanorchestra.agent.loop import DEFAULT_LIMITS, Rollout
+from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.records import Preference, Price, Task, ToolResult
 
+LIMITS = Limits()
 ANSWER = "<think>\nt\n</think>\n\n42<|im_end|>"
 
 
@@ -50,7 +51,7 @@ class ScriptedSession:
         pass
 
     def submit(self, params, on_token=None):
-        ids = self.engine.tokenizer.encode(next(self.script), special=True)
+        ids = self.engine.tokenizer.backend.encode(next(self.script)).ids
         if on_token:
             for token in ids:
                 on_token(token, -0.5)
@@ -100,7 +101,7 @@ def echoing(tool=None, system=None, number=0):
 
 
 def play(
-    tokenizer, *scripts, envs=None, finish="stop", limits=DEFAULT_LIMITS, on_event=None, **settings
+    tokenizer, *scripts, envs=None, finish="stop", limits=LIMITS, on_event=None, **settings
 ):
     """(trajectories, engine) of an attempt a script; with rebuild=True, of one attempt.
 

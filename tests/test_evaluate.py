@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 import evaluate
-from nanorchestra.agent.load import load_policy
+from nanorchestra.agent.load import load_rollout
+from nanorchestra.agent.loop import Limits
 from nanorchestra.errors import UserError
 from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.records import Trajectory
 from worlds import evaluation
 from worlds.miniature.world import World, environment
-from worlds.routers import ROUTERS
 
 
 def oracle(environments, seeds, on_done=None):
@@ -28,7 +28,7 @@ def oracle(environments, seeds, on_done=None):
 
 @pytest.fixture
 def with_oracle(monkeypatch):
-    monkeypatch.setattr(evaluate, "load_rollout", lambda options: SimpleNamespace(run=oracle))
+    monkeypatch.setattr(evaluate, "load_rollout", lambda *_: SimpleNamespace(run=oracle))
 
 
 def test_a_table_and_the_same_figures_as_json(with_oracle, tmp_path, capsys):
@@ -41,13 +41,9 @@ def test_a_table_and_the_same_figures_as_json(with_oracle, tmp_path, capsys):
     figures = json.loads(file.read_text())
     assert (figures["model"], figures["seed"], figures["tasks"]) == ("my/model", 4, 30)
     assert figures["policy"]["accuracy"] == figures["policy"]["reward"] == 1.0
-    assert set(figures["routers"]) == set(ROUTERS) and figures["routers"]["rule"]["reward"] < 1
-
-
-def test_one_task_is_enough(with_oracle):
-    """Where no task offers the large expert at a price that matters, there is nothing to probe."""
-    for seed in range(6):
-        assert evaluate.main(["--model", "my/model", "--tasks", "1", "--seed", str(seed)]) == 0
+    assert figures["routers"]["rule"]["reward"] < figures["routers"]["perfect"]["reward"] < 1
+    # Of one task none may weigh cost, so that there is nothing to probe.
+    assert evaluate.main(["--model", "my/model", "--tasks", "1", "--seed", "2"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -69,7 +65,7 @@ def test_a_mistake_is_one_line_and_status_2(arguments, says, capsys):
 def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path, nano_model):
     save_checkpoint(nano_model, None, tmp_path / "mute")
     with pytest.raises(UserError, match="no tokenizer.json"):
-        load_policy(tmp_path / "mute")
+        load_rollout(tmp_path / "mute", Limits(), 1.0, 1)
 
 
 def test_infrastructure_failures_are_repeated_and_then_left_out_of_the_means():

@@ -13,69 +13,33 @@ import subprocess
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
+from scripted import EchoTool, ScriptedEngine
 
 import serve
 from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.errors import UserError
 from nanorchestra.model.saving import save_checkpoint
-from nanorchestra.records import Price, ToolResult
-from tools import EndpointExpert
+from nanorchestra.records import ToolResult
 from worlds.miniature.ask import EXAMPLES, LINE_UP
 
 LAW = EXAMPLES[0]
 
 
-def think(thought, name=None, arguments="{}", content=""):
-    call = f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+def think(thought, name=None, content=""):
+    call = f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
     return f"<think>\n{thought}\n</think>\n\n{content}{call if name else ''}<|im_end|>"
-
-
-class Scripted:
-    """An engine and its session in one: says the next line of its script, one id a step."""
-
-    def __init__(self, tokenizer, lines):
-        self.tokenizer, self.lines, self.on_step = tokenizer, iter(lines), lambda: None
-
-    def session(self, ids):
-        return self
-
-    def append(self, ids):
-        pass
-
-    def close(self):
-        self.turn = None
-
-    def submit(self, params, on_token=None):
-        ids = self.tokenizer.encode(next(self.lines), special=True)
-        self.turn = ids, iter(ids), on_token
-        return SimpleNamespace(id=0)
-
-    def step(self):
-        self.on_step()
-        ids, rest, on_token = self.turn
-        for token in rest:
-            on_token(token, -0.5)
-            return []
-        completion = SimpleNamespace(
-            token_ids=ids,
-            logprobs=[-0.5] * len(ids),
-            finish_reason="stop" if ids[-1] in self.tokenizer.eos_ids else "length",
-            weight_versions=[0] * len(ids),
-        )
-        return [SimpleNamespace(id=0, completion=completion)]
 
 
 @pytest.fixture
 def talk(nano_tokenizer, sandbox, monkeypatch):
     """talk(*lines of the script) -> (Session, what it has written)."""
 
-    def start(*lines, out=None, tools=None, turns=50, context=2048):
+    def start(*lines, out=None, tools=None, turns=50, context=2048, finish="stop"):
         out = out or io.StringIO()
         monkeypatch.setattr(sys, "stdout", out)
-        engine = Scripted(nano_tokenizer, lines)
+        engine = ScriptedEngine(nano_tokenizer, itertools.repeat(iter(lines)), finish)
         limits = Limits(turns, context, context)
         rollout = Rollout(engine, nano_tokenizer, lambda *_: None, limits)
         return serve.Session(rollout, sandbox, tools, 0), out.getvalue
@@ -91,7 +55,7 @@ def command_line(talk, monkeypatch, capsys):
         stdout = sys.stdout
         session, _ = talk(*script)
         monkeypatch.setattr(sys, "stdout", stdout)
-        monkeypatch.setattr(serve, "open_rollout", lambda options: session.rollout)
+        monkeypatch.setattr(serve, "load_rollout", lambda *_: session.rollout)
         monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
         status = serve.main(list(arguments))
         return status, *capsys.readouterr()
@@ -99,37 +63,33 @@ def command_line(talk, monkeypatch, capsys):
     return run
 
 
-def test_thought_call_result_answer_and_price_come_in_order(talk):
-    session, out = talk(think("hard law. ask orion", "orion"), think("sure", content="57"))
-    session.handle(LAW)
-    labels = [line.split()[0] for line in out().splitlines()]
-    assert labels == ["task", "think", "call", "result", "think", "answer", "cost"]
-    lines = out().splitlines()
-    assert f"{LAW} Mind cost and time." in lines[0] and lines[2].split()[1:] == ["orion", "{}"]
-    assert "(orion: $0." in lines[3] and lines[5].split() == ["answer", "57"]
-    assert f"${session.last.cost_usd:.3f}" in lines[6] and "reward" in lines[6]
-    assert f"{session.last.latency_s:.1f} s, calls: 1, turns: 2; " in lines[6]
-    assert "\033" not in out()
-
-
 def spy(call, blocking=False):
     """A tool of the user's own."""
-    tool = EndpointExpert("spy", "spies", "", "", Price(1, 2))
-    tool.parameters, tool.blocking = {"type": "object", "properties": {}}, blocking
-    tool.call = call
+    tool = EchoTool("spy", "expert", blocking)
+    tool.parameters, tool.call = {"type": "object", "properties": {}}, call
     return tool
 
 
-def test_each_thing_is_shown_when_it_happens_and_not_later(talk):
+def test_thought_call_result_answer_and_price_come_in_order(talk):
+    session, out = talk(think("hard law. ask orion", "orion"), think("sure", content="57"))
+    t = session.ask(LAW)
+    lines = out().splitlines()
+    labels = [line.split()[0] for line in lines]
+    assert labels == ["task", "think", "call", "result", "think", "answer", "cost"]
+    assert f"{LAW} Mind cost and time." in lines[0] and '"orion"' in lines[2]
+    assert "(orion: $0." in lines[3] and lines[5].split() == ["answer", "57"]
+    assert f"${t.cost_usd:.3f}" in lines[6] and "reward" in lines[6]
+    assert f"{t.latency_s:.1f} s, calls: 1, turns: 2; " in lines[6] and "\033" not in out()
+
+
+def test_a_call_is_shown_before_its_result(talk):
     seen = []
     tool = spy(lambda arguments: seen.append(out()) or ToolResult("observed"))
     session, out = talk(think("a b c", "spy"), think("d", content="e"), tools=[tool])
-    session.rollout.engine.on_step = lambda: seen.append(out())
     session.handle("whatever")
-    assert any(s.endswith("a b") for s in seen)  # in the middle of the thought
-    during_the_call = next(s for s in seen if s.rstrip().endswith("spy {}"))
-    assert "think" in during_the_call and "observed" not in during_the_call
-    assert "observed" in out() and "right" not in out() and "wrong" not in out()
+    (during_the_call,) = seen
+    assert "think  a b c" in during_the_call and '"spy"' in during_the_call.splitlines()[-1]
+    assert "observed" not in during_the_call and "observed" in out()
 
 
 def test_colours_are_for_terminals_and_texts_cannot_drive_one(talk, monkeypatch):
@@ -152,9 +112,10 @@ def test_colours_are_for_terminals_and_texts_cannot_drive_one(talk, monkeypatch)
     [
         (["<tool_call>\n{oops}\n</tool_call><|im_end|>", think("t")], {}, "call   {oops}"),
         ([think("t", "nothing"), think("t")], {}, "no tool named 'nothing'"),
-        ([think("t")], {}, "answer none: it said nothing"),
-        ([think("t", "orion")], {"turns": 1}, "answer none: the turn limit is reached"),
-        (["<think>\nendless"], {}, "answer none: the context is full"),
+        ([think("t")], {}, "answer none (answered)"),
+        ([think("t", "orion")], {"turns": 1}, "answer none (turn_limit)"),
+        (["<think>\nendless"], {"finish": "length"}, "answer none (token_limit)"),
+        ([], {"context": 20}, "answer none (token_limit)"),
         ([think("t", content="less than 5 <tool")], {}, "less than 5 <tool"),
     ],
 )
@@ -164,30 +125,21 @@ def test_broken_calls_and_missing_answers_are_told(talk, script, settings, says)
     assert says in out()
 
 
-def test_a_prompt_longer_than_the_context_is_refused(talk):
-    session, _ = talk(tools=[], context=100)
-    with pytest.raises(UserError, match=r"^the prompt has \d{3,} tokens, the context 100$"):
-        session.handle("word " * 200)
-
-
 def test_commands(talk, nano_tokenizer):
-    session, out = talk(*[think("t", content="57")] * 3)
+    session, out = talk(think("t", content="57"))
     session.handle("/prefer be cheap and avoid orion")
     assert "preference: Be cheap. Do not use large orion." in out()
-    session.handle(LAW)
     prompt = f"{LAW} Be cheap. Do not use large orion.<|im_end|>"
-    assert prompt in nano_tokenizer.decode(session.last.ids) and "(cheap)" in out()
+    assert prompt in nano_tokenizer.decode(session.ask(LAW).ids) and "(cheap)" in out()
     session.handle("/tools")
     assert all(f"{offer['what']} {offer['name']}" in out() for offer in LINE_UP)
     session.handle("/help")
-    assert all(word in out() for word in [*session.commands, *EXAMPLES])
-    session.handle("/example")
-    assert session.last.task_id.startswith("held_out-0-")
-    with pytest.raises(UserError, match="^/frob: no such command; there are /prefer, .*/quit$"):
+    assert all(word in out() for word in ["/prefer", "/tools", *EXAMPLES])
+    with pytest.raises(UserError, match="^/frob: no such command; /help lists them$"):
         session.handle("/frob now")
     session, out = talk(tools=[spy(None)])
     session.handle("/tools")
-    assert "spy          expert  $1 in, $2 out per 1M tokens. spies" in out()
+    assert "spy          says it again" in out()
 
 
 def type_lines(monkeypatch, *lines):
@@ -202,21 +154,9 @@ def type_lines(monkeypatch, *lines):
     monkeypatch.setattr("builtins.input", prompt)
 
 
-def test_ctrl_c_stops_the_answer_and_the_next_question_is_answered(talk, monkeypatch, capsys):
-    script = [think("t", content="1"), think("to be stopped", "orion"), think("t", content="57")]
-    session, out = talk(*script)
-    steps = itertools.count(1)
-    session.rollout.engine.on_step = lambda: (
-        session.attempts == 2 and next(steps) == 4 and os.kill(os.getpid(), signal.SIGINT)
-    )
-    type_lines(monkeypatch, LAW, LAW, "/frob", LAW)
-    serve.converse(session, serve.typed(), at_prompt=True)
-    before, after = out().split("[stopped]")
-    assert "answer 1" in before and "orion" not in before and "answer 57" in after
-    assert capsys.readouterr().err.startswith("serve.py: /frob: no such command")
-
-
-def test_ctrl_c_does_not_wait_for_a_slow_tool_nor_trip_over_its_late_result(talk, monkeypatch):
+def test_ctrl_c_stops_an_answer_at_once_and_the_next_question_is_answered(
+    talk, monkeypatch, capsys
+):
     late, failures = threading.Event(), []
     monkeypatch.setattr(threading, "excepthook", failures.append)
 
@@ -227,14 +167,14 @@ def test_ctrl_c_does_not_wait_for_a_slow_tool_nor_trip_over_its_late_result(talk
 
     tool = spy(call, blocking=True)
     session, out = talk(think("t", "spy"), think("t", content="57"), tools=[tool])
-    type_lines(monkeypatch, "anything", "again")
+    type_lines(monkeypatch, "anything", "/frob", "again")
     start = time.monotonic()
     serve.converse(session, serve.typed(), at_prompt=True)
     assert time.monotonic() - start < 2
     late.set()
     time.sleep(0.05)
     assert "[stopped]" in out() and "answer 57" in out() and "late" not in out()
-    assert not failures
+    assert not failures and capsys.readouterr().err.startswith("serve.py: /frob: no such command")
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt(), EOFError(), "/quit"])
@@ -261,16 +201,13 @@ def test_a_pipe_asks_a_question_a_line_and_goes_on_after_a_refusal(command_line)
     assert "answer 83" in out and "right" in out
     _, outside, nonsense = err.splitlines()
     assert outside.startswith("serve.py: outside") and nonsense.startswith("serve.py: /nonsense")
-    assert command_line(typed="")[0] == 0 and command_line(typed="/help\n")[0] == 0
 
 
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["--ask", " "], "--ask: the question is empty"),
         (["--seed", "x"], "--seed: invalid int"),
         (["--temperature", "-1"], "temperature is -1.0"),
-        (["--frob"], "--frob"),
         (["--tools", "/no/file"], "/no/file: cannot be read"),
         (["--ask", "who are you?"], "outside the miniature's world"),
     ],
@@ -280,18 +217,6 @@ def test_a_mistake_is_one_line_and_status_2(command_line, arguments, says):
     *notice, line = err.splitlines()
     assert status == 2 and says in line and line.startswith("serve.py: ")
     assert len(notice) <= 1 and out == ""
-
-
-@pytest.mark.parametrize("delay", [0.4, 1.0])
-def test_ctrl_c_while_torch_is_imported_is_one_line(delay):
-    process = subprocess.Popen(
-        [sys.executable, serve.__file__], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    time.sleep(delay)
-    process.send_signal(signal.SIGINT)
-    error = process.communicate(timeout=20)[1]
-    assert process.returncode == 130 and error.splitlines()[-1] == "serve.py: interrupted"
-    assert "Traceback" not in error
 
 
 @pytest.mark.slow

@@ -71,11 +71,8 @@ def test_an_expert_is_asked_and_billed_and_its_silence_is_infrastructure(monkeyp
         result = expert.call({"task": "capital of France?"})
         assert (result.content, result.cost_usd) == ("Paris", pytest.approx(0.002))
         assert (result.input_tokens, result.output_tokens) == (1000, 500)
-        assert server.bodies[0] == {
-            "model": "m",
-            "messages": [{"role": "user", "content": "capital of France?"}],
-            "max_tokens": 7,
-        }
+        messages = [{"role": "user", "content": "capital of France?"}]
+        assert server.bodies[0] == {"model": "m", "messages": messages, "max_tokens": 7}
         server.status = 500
         result = expert.call({"task": "?"})
     assert result.infrastructure and result.error and "big did not answer" in result.content
@@ -114,18 +111,14 @@ def test_records_are_read_by_table_and_id():
 @pytest.mark.parametrize(
     "tool, field, values",
     [
-        (CODE, "kind", [["code"], "Code", None, {}]),
-        (CODE, "usd_per_call", [float("inf"), 1e300, -1, True, "1", None]),
-        (CODE, "timeout_s", [0, 1e9]),
-        (CODE, "name", ["", "a b", 'a"b', "a\nb", "a" * 65, 5]),
-        (CODE, "description", ["", " \n", ["text"]]),
+        (CODE, "kind", ["Code", None]),
+        (CODE, "usd_per_call", [float("inf"), -1, True, "1"]),
+        (CODE, "name", ["", "a b", 5]),
         (CODE, "colour", [1]),
-        (SEARCH, "passages", [0, 1.5, 10**9]),
-        (SEARCH, "corpus", ["", "none.jsonl", ".", "broken.jsonl", 3]),
-        (EXPERT, "base_url", ["", "foo", "file:///etc/passwd", "http://user:key@h/v1", 1]),
-        (EXPERT, "model", ["", 3]),
-        (EXPERT, "key_variable", ["", "a=b", "1A", "sk-123"]),
-        (EXPERT, "max_tokens", [0, -1, 2.5]),
+        (SEARCH, "passages", [0, 1.5]),
+        (SEARCH, "corpus", ["none.jsonl", "broken.jsonl", 3]),
+        (EXPERT, "base_url", ["foo", "file:///etc/passwd", "http://user:key@h/v1"]),
+        (EXPERT, "key_variable", ["a=b", "sk-123"]),
     ],
 )
 def test_a_bad_setting_is_one_line_that_names_the_file_and_the_setting(
@@ -144,16 +137,10 @@ def test_a_bad_setting_is_one_line_that_names_the_file_and_the_setting(
 @pytest.mark.parametrize(
     "content, says",
     [
-        ([], "non-empty"),
         ({}, "is not of type 'array'"),
         ([1], "[0]: 1 is not of type 'object'"),
-        ("", "not JSON"),
         ("[{}]", "is a required property"),
         ([CODE, CODE], "two tools are named 'py'"),
-        (
-            [{k: v for k, v in CODE.items() if k != "usd_per_call"}],
-            "'usd_per_call' is a required property",
-        ),
     ],
 )
 def test_a_bad_catalogue_is_one_line(load, content, says):

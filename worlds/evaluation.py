@@ -6,19 +6,18 @@ question, and `wish`, the name of the preference.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
 from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import Rollout
-from nanorchestra.errors import UserError
+from nanorchestra.errors import require
 from nanorchestra.records import Task, Trajectory
 from reward import Bounds, preference_score, reward_parts, task_reward
 
 RETRIES = 2  # of attempts that failed for reasons of the infrastructure
-Pairs = Sequence[tuple[Task, Trajectory]]
 
 
 def task_bounds(task: Task) -> Bounds:
@@ -44,15 +43,17 @@ def attempt(
     make(i) is the environment of attempt i. Attempts that the infrastructure failed are repeated,
     RETRIES times at most.
     """
-    places, trajectories, retried = list(range(len(tasks))), {}, 0
-    for again in range(1 + RETRIES):
-        environments = [make(i) for i in places]
-        played = rollout.run(environments, [seeds[i] for i in places], on_done) if places else []
-        trajectories |= zip(places, played, strict=True)
-        retried += len(places) if again else 0
-        places = [i for i, t in sorted(trajectories.items()) if t.status == "infrastructure"]
-        on_done = None
-    return [score(task, trajectories[i]) for i, task in enumerate(tasks)], retried
+    trajectories = rollout.run([make(i) for i in range(len(tasks))], list(seeds), on_done)
+    retried = 0
+    for _ in range(RETRIES):
+        failed = [i for i, t in enumerate(trajectories) if t.status == "infrastructure"]
+        if not failed:
+            break
+        retried += len(failed)
+        again = rollout.run([make(i) for i in failed], [seeds[i] for i in failed])
+        for i, trajectory in zip(failed, again, strict=True):
+            trajectories[i] = trajectory
+    return list(map(score, tasks, trajectories)), retried
 
 
 def evaluate(
@@ -73,34 +74,28 @@ def summarise(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict
     `failed` counts the attempts that the infrastructure failed; no mean includes them. UserError if
     all of them did.
     """
-    pairs = [
-        (task, trajectory)
-        for task, trajectory in zip(tasks, trajectories, strict=True)
-        if trajectory.status != "infrastructure"
-    ]
-    if not pairs:
-        raise UserError(
-            f"held-out tasks: all {len(tasks)} attempts failed for reasons of the infrastructure; "
-            "see that the tools and endpoints answer"
-        )
+    pairs = _finished(tasks, trajectories)
+    require(
+        pairs,
+        f"held-out tasks: all {len(tasks)} attempts failed for reasons of the infrastructure; "
+        "see that the tools and endpoints answer",
+    )
 
-    def split(key: str) -> dict[str, dict[str, float]]:
-        groups: dict[str, list[tuple[Task, Trajectory]]] = {}
-        for task, trajectory in pairs:
-            groups.setdefault(task.data[key], []).append((task, trajectory))
+    def split(key: str) -> dict[str, dict[str, float | None]]:
+        groups = defaultdict(list)
+        for pair in pairs:
+            groups[pair[0].data[key]].append(pair)
         return {
-            name: {"tasks": len(members)} | means(members)
-            for name, members in sorted(groups.items())
+            name: {"tasks": len(group)} | means(group) for name, group in sorted(groups.items())
         }
 
-    right = sum(trajectory.outcome for _, trajectory in pairs)
-    spent = sum(trajectory.cost_usd for _, trajectory in pairs)
+    scores = means(pairs)
+    right = scores["accuracy"]
     return {
         "tasks": len(tasks),
         "failed": len(tasks) - len(pairs),
-        **means(pairs),
-        **obedience(pairs),
-        "cost_per_correct_usd": spent / right if right else None,
+        **scores,
+        "cost_per_correct_usd": scores["cost_usd"] / right if right else None,
         "by_preference": split("wish"),
         "by_kind": split("kind"),
     }
@@ -115,58 +110,59 @@ def measure(
     the alias; and how attempts ended. No mean includes attempts that the infrastructure failed,
     unless there are no others.
     """
+    pairs = _finished(tasks, trajectories) or list(zip(tasks, trajectories, strict=True))
     groups = [
         [t.reward for t in trajectories[i : i + group_size] if t.status != "infrastructure"]
         for i in range(0, len(tasks), group_size)
     ]
     spreads = [stdev(group) for group in groups if len(group) > 1]
-    statuses = Counter(t.status for t in trajectories)
-    everything = list(zip(tasks, trajectories, strict=True))
-    pairs = [(task, t) for task, t in everything if t.status != "infrastructure"] or everything
     calls: Counter[str] = Counter()
     parts: Counter[str] = Counter()
     for task, trajectory in pairs:
         behind = {offer["name"]: offer["what"] for offer in task.data["tools"]}
         for name, count in trajectory.calls.items():
             calls[behind.get(name, "unknown")] += count
-        paid = reward_parts(trajectory, task.preference, task_bounds(task))
-        for part, value in paid.items():
-            parts[part] += value / len(pairs)
+        parts.update(reward_parts(trajectory, task.preference, task_bounds(task)))
+    statuses = Counter(trajectory.status for trajectory in trajectories)
     return {
         **means(pairs),
-        **obedience(pairs),
-        "reward_parts": dict(parts),
+        "reward_parts": {name: value / len(pairs) for name, value in parts.items()},
         "turns": fmean(len(t.turns) for _, t in pairs),
         "group_std": fmean(spreads) if spreads else 0.0,
-        "calls": {name: count / len(pairs) for name, count in sorted(calls.items())},
-        "statuses": {name: count / len(tasks) for name, count in sorted(statuses.items())},
+        "calls": _shares(calls, len(pairs)),
+        "statuses": _shares(statuses, len(tasks)),
     }
 
 
-def means(pairs: Pairs) -> dict[str, float]:
-    """Returns the means of reward, accuracy in 0..1, cost in US dollars and latency in seconds."""
-    return {
-        "reward": fmean(t.reward for _, t in pairs),
-        "accuracy": fmean(t.outcome for _, t in pairs),
-        "cost_usd": fmean(t.cost_usd for _, t in pairs),
-        "latency_s": fmean(t.latency_s for _, t in pairs),
-    }
+def means(pairs: Sequence[tuple[Task, Trajectory]]) -> dict[str, float | None]:
+    """Returns the means: accuracy in 0..1, cost in US dollars, latency in seconds, and others.
 
-
-def obedience(pairs: Pairs) -> dict[str, float | None]:
-    """Returns the mean preference score, and how many attempts used a forbidden tool.
-
-    `avoided_rate` is a share of the tasks that forbid a tool, and None if there are none;
-    `well_formed` is the share of attempts without a malformed call.
+    `avoided_rate` is the share of attempts that used a forbidden tool among the tasks that forbid
+    one, None if there are none; `well_formed` the share without a malformed call.
     """
-    scores = [preference_score(t, task.preference, task_bounds(task)) for task, t in pairs]
     used = [
         any(t.calls.get(name) for name in task.preference.avoided)
         for task, t in pairs
         if task.preference.avoided
     ]
     return {
-        "preference": fmean(scores),
+        "reward": fmean(t.reward for _, t in pairs),
+        "accuracy": fmean(t.outcome for _, t in pairs),
+        "cost_usd": fmean(t.cost_usd for _, t in pairs),
+        "latency_s": fmean(t.latency_s for _, t in pairs),
+        "preference": fmean(
+            preference_score(t, task.preference, task_bounds(task)) for task, t in pairs
+        ),
         "avoided_rate": fmean(used) if used else None,
         "well_formed": fmean(t.well_formed for _, t in pairs),
     }
+
+
+def _finished(tasks, trajectories):
+    """The attempts that the infrastructure did not fail, with their tasks."""
+    pairs = zip(tasks, trajectories, strict=True)
+    return [(task, t) for task, t in pairs if t.status != "infrastructure"]
+
+
+def _shares(counts, total):
+    return {name: count / total for name, count in sorted(counts.items())}

@@ -8,19 +8,18 @@ equidistribution; the golden ratio has the smallest discrepancy).
 
 from __future__ import annotations
 
-import bisect
-import dataclasses
-import itertools
 import math
 import random
+from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, count, islice
 from pathlib import Path
 from typing import Any
 
 from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import Rollout
-from nanorchestra.errors import UserError, require
+from nanorchestra.errors import require
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.lessons import Lesson
@@ -44,48 +43,32 @@ def parse_mixture(text: str) -> dict[str, float]:
 
     "miniature=0.99, data/=0.01" names worlds and weights; a weight that is missing is 1. UserError.
     """
-    weights: dict[str, float] = {}
-    for entry in text.split(","):
-        name, equals, number = entry.rpartition("=")
-        if not equals:
-            name, number = entry, "1"
-        try:
-            weights[name.strip()] = float(number)
-        except ValueError:
-            weights[name.strip()] = math.nan
+    entries = [entry.partition("=") for entry in text.split(",")]
+    try:
+        weights = {name.strip(): float(weight or 1) for name, _, weight in entries}
+    except ValueError:
+        weights = {}
     require(
-        "" not in weights and len(weights) == text.count(",") + 1,
-        f"task.world is {text!r}; it must name each world once, like 'miniature=0.9, data/=0.1'",
+        len(weights) == len(entries)
+        and all(name and 0 < weight < math.inf for name, weight in weights.items()),
+        f"task.world is {text!r}; it must name each world once with a weight above 0, like "
+        "'miniature=0.9, data/=0.1'",
     )
-    for name, weight in weights.items():
-        require(
-            0 < weight < math.inf,
-            f"task.world is {text!r}; the weight of {name} must be a number above 0",
-        )
     return {name: weight / sum(weights.values()) for name, weight in weights.items()}
 
 
-class Mixture:
-    """Divides places among worlds by their `shares`, which add up to 1.
+def places(shares: dict[str, float], seed: int) -> Iterator[tuple[str, int]]:
+    """Yields the world of each place, and the number of its task there: 0, 1, 2, ... in each world.
 
-    The n-th place of a world is its task n, so no task comes twice before all have come.
+    The shares add up to 1.
     """
-
-    def __init__(self, shares: dict[str, float], seed: int):
-        self.shares, self.start = shares, random.Random(f"{seed}/mixture").random()
-        self._names, self._ends = list(shares), list(itertools.accumulate(shares.values()))
-        self._places: list[tuple[str, int]] = []  # from 0 to the furthest that was asked for
-        self._counts: Counter[str] = Counter()
-
-    def places(self, count: int, start: int = 0) -> list[tuple[str, int]]:
-        """Returns the world and the number of its task for the places start .. start + count."""
-        for place in range(len(self._places), start + count):
-            point = (self.start + place * GOLDEN) % 1
-            index = bisect.bisect_right(self._ends, point)
-            name = self._names[min(index, len(self._names) - 1)]
-            self._places.append((name, self._counts[name]))
-            self._counts[name] += 1
-        return self._places[start : start + count]
+    names, numbers = list(shares), dict.fromkeys(shares, 0)
+    ends = [*accumulate(shares.values())][:-1]
+    start = random.Random(f"{seed}/mixture").random()
+    for place in count():
+        name = names[bisect(ends, (start + place * GOLDEN) % 1)]
+        yield name, numbers[name]
+        numbers[name] += 1
 
 
 class Worlds:
@@ -100,18 +83,21 @@ class Worlds:
 
     def __init__(self, text: str, seed: int, sandbox: Sandbox):
         self.seed, self.sandbox = seed, sandbox
-        self.mixture = Mixture(parse_mixture(text), seed)
+        self.shares = parse_mixture(text)
         self.miniature = miniature.World(seed)
-        self.lessons = miniature.World(seed, lessons=True)
-        names = [name for name in self.mixture.shares if name != MINIATURE]
+        self.has_miniature = MINIATURE in self.shares
+        names = [name for name in self.shares if name != MINIATURE]
         self.domains = {name: open_domains(name, seed) for name in names}
-        self.has_miniature = len(names) < len(self.mixture.shares)
         self.price = PRICES[POLICY]
+
+    def places(self, count: int, start: int = 0) -> list[tuple[str, int]]:
+        """Returns the world and the number of its task for the places start .. start + count."""
+        return list(islice(places(self.shares, self.seed), start, start + count))
 
     def tasks(self, count: int, start: int) -> list[Task]:
         """Returns the training tasks of the places start .. start + count."""
-        places = self.mixture.places(count, start)
-        return [self.domains.get(name, self.miniature).task(TRAIN, n) for name, n in places]
+        found = self.places(count, start)
+        return [self.domains.get(name, self.miniature).task(TRAIN, n) for name, n in found]
 
     def lesson_tasks(self, count: int, start: int, most_tools: int = 0) -> list[Task]:
         """Returns tasks to demonstrate, with `most_tools` tools on offer at most (0: no limit).
@@ -119,32 +105,29 @@ class Worlds:
         With a limit only the miniature's: the long texts of a domain would dominate the loss while
         the model learns to copy.
         """
-        places = self.mixture.places(count, start)
+        found = self.places(count, start)
         if most_tools and self.has_miniature:
-            places = [(name, n) for name, n in places if name == MINIATURE]
-        lessons = dataclasses.replace(self.lessons, most_tools=most_tools)
-        return [self.domains.get(name, lessons).task(TRAIN, n) for name, n in places]
+            found = [(name, n) for name, n in found if name == MINIATURE]
+        lessons = miniature.World(self.seed, True, most_tools)
+        return [self.domains.get(name, lessons).task(TRAIN, n) for name, n in found]
 
     def held_out(self, count: int, start: int = 0) -> list[Task]:
         """Returns held-out tasks: of the miniature if it is in the mixture, else of the domains."""
         if self.has_miniature:
             return self.miniature.tasks(HELD_OUT, count, start)
-        places = self.mixture.places(count, start)
-        return [self.domains[name].task(HELD_OUT, n) for name, n in places]
+        found = self.places(count, start)
+        return [self.domains[name].task(HELD_OUT, n) for name, n in found]
 
     def held_out_domains(self, count: int) -> list[Task]:
         """Returns held-out tasks of the domains beside the miniature; [] if either is missing."""
         if not (self.has_miniature and self.domains):
             return []
-        share = 1 - self.mixture.shares[MINIATURE]
-        places = self.mixture.places(math.ceil((count + 2) / share))  # enough: see the first lines
-        found = [(name, n) for name, n in places if name in self.domains][:count]
-        return [self.domains[name].task(HELD_OUT, n) for name, n in found]
+        found = (place for place in places(self.shares, self.seed) if place[0] in self.domains)
+        return [self.domains[name].task(HELD_OUT, n) for name, n in islice(found, count)]
 
     def environment(self, task: Task, seed: int) -> Environment:
         """Returns the environment of one attempt at a task."""
-        domain = self.domains.get(task.data.get("world"))
-        if domain:
+        if domain := self.domains.get(task.data.get("world")):
             return domain.environment(task, seed)
         return miniature.environment(task, seed, self.sandbox)
 
@@ -156,9 +139,9 @@ class Worlds:
 
     def texts(self, count: int) -> Iterator[str]:
         """Yields about `count` demonstrations as text, for a tokenizer to be trained on."""
-        counts = Counter(name for name, _ in self.mixture.places(count))
+        counts = Counter(name for name, _ in self.places(count))
         if counts[MINIATURE]:
-            yield from texts(self.lessons, counts[MINIATURE], self.sandbox)
+            yield from texts(miniature.World(self.seed, True), counts[MINIATURE], self.sandbox)
         for name, world in self.domains.items():
             yield from toolscale.texts(world, counts[name])
 
@@ -217,9 +200,9 @@ def open_domains(name: str, seed: int) -> toolscale.ToolScaleWorld:
     """
     if name == DOMAINS:
         return small_world(seed, name)
-    if not Path(name).exists():
-        raise UserError(
-            f"task.world: there is no world {name!r}; it must be {MINIATURE}, {DOMAINS}, a "
-            "directory that data_gen.py wrote, or a .jsonl file of tau2 tasks"
-        )
+    require(
+        Path(name).exists(),
+        f"task.world: there is no world {name!r}; it must be {MINIATURE}, {DOMAINS}, a "
+        "directory that data_gen.py wrote, or a .jsonl file of tau2 tasks",
+    )
     return toolscale.load_world(name, seed)

@@ -77,13 +77,13 @@ class ToolEnvironment:
     async def execute(self, call: ToolCall) -> ToolResult:
         """Runs one call. A call that cannot be run returns the reason, and costs nothing."""
         tool = self.by_name.get(call.name)
-        problem = call.error
-        if problem is None and tool is None:
+        if call.error:
+            problem = call.error
+        elif tool is None:
             problem = f"no tool named {call.name!r}; the tools are {', '.join(self.by_name)}"
-        elif problem is None:
-            error = argument_error(call.arguments, tool.parameters)
-            problem = error and f"{call.name}: {error}"
-        if problem is not None:
+        elif problem := argument_error(call.arguments, tool.parameters):
+            problem = f"{call.name}: {problem}"
+        if problem:
             return ToolResult(f"Error: {problem}", error=True)
         try:
             if tool.blocking:
@@ -93,9 +93,9 @@ class ToolEnvironment:
         except Exception as error:  # whatever a tool raises is an observation
             text = f"Error: {call.name} failed: {type(error).__name__}: {error}"
             return ToolResult(text, error=True, infrastructure=True)
-        if len(result.content) > MAX_OBSERVATION_CHARS:
-            result = replace(result, content=result.content[:MAX_OBSERVATION_CHARS] + "\n[cut]")
-        return result
+        if len(result.content) <= MAX_OBSERVATION_CHARS:
+            return result
+        return replace(result, content=result.content[:MAX_OBSERVATION_CHARS] + "\n[cut]")
 
     async def reply(self, content: str) -> None:
         """Returns None: the first message without a call is the answer."""
@@ -120,10 +120,8 @@ def schema_error(value: Any, schema: dict[str, Any]) -> str | None:
     error = best_match(Draft202012Validator(schema).iter_errors(value))
     if error is None:
         return None
-    message = error.message
-    if len(message) > 300:  # it begins with the value
-        message = f"{message[:100]} ... {message[-200:]}"
-    where = error.json_path.removeprefix("$").removeprefix(".")
+    message = error.message[-300:]  # a long one begins with the value
+    where = error.json_path.lstrip("$.")
     return f"{where}: {message}" if where else message
 
 

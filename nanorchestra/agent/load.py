@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from nanorchestra.errors import UserError
-from nanorchestra.model.qwen3 import Qwen3
-from nanorchestra.model.tokenizer import Tokenizer
+from nanorchestra.agent.loop import Limits, Rollout
+from nanorchestra.engine.engine import Engine
+from nanorchestra.engine.request import SamplingParams
+from nanorchestra.errors import require
 from nanorchestra.model.weights import load_model
 
 NANO = Path(__file__).resolve().parents[2] / "assets" / "nano"  # the bundled checkpoint
+PAGE = 16  # tokens of a KV page
 
 
-def load_policy(path: Path, quantise: str | None = None) -> tuple[Qwen3, Tokenizer]:
-    """Returns the model and the tokenizer of a checkpoint: bfloat16 on a GPU, float32 on a CPU.
+def load_rollout(
+    path: Path, limits: Limits, temperature: float, running: int, quantise: str | None = None
+) -> Rollout:
+    """Returns a rollout of a checkpoint: in bfloat16 on a GPU, in float32 on a CPU.
 
-    quantise: "int8" or "int4" rounds the linear layers. UserError if the checkpoint is not whole.
+    It runs `running` attempts at a time, whose context the model's positions bound too. quantise:
+    "int8" or "int4" rounds the linear layers. UserError if the checkpoint is not whole.
     """
-    if path.resolve() == NANO and not (path / "config.json").exists():
-        raise UserError(
-            f"{path}: no checkpoint here yet; make one with `python train.py` and give "
-            "--model runs/nano/model, or copy that model's files here"
-        )
     on_gpu = {"device": "cuda", "dtype": "bfloat16"} if torch.cuda.is_available() else {}
     model, tokenizer = load_model(path, quantise=quantise, **on_gpu)
-    if tokenizer is None:
-        raise UserError(
-            f"{path}: no tokenizer.json; the checkpoint's tokenizer must lie beside its weights"
-        )
-    return model, tokenizer
+    require(tokenizer, f"{path}: no tokenizer.json; it must lie beside the weights")
+    context = min(limits.context_tokens, model.config.max_position_embeddings)
+    pages = running * (-(-context // PAGE) + 1)
+    engine = Engine(
+        model,
+        tokenizer,
+        num_pages=pages,
+        page_size=PAGE,
+        max_running=running,
+        max_context=context,
+    )
+
+    def params(seed: int, budget: int) -> SamplingParams:
+        return SamplingParams(max_tokens=budget, temperature=temperature, seed=seed)
+
+    return Rollout(engine, tokenizer, params, replace(limits, context_tokens=context))

@@ -34,7 +34,8 @@ class Limits:
     calls_per_turn: int = 4
 
 
-DEFAULT_LIMITS, DEFAULT_PRICE = Limits(), Price(0.2, 0.2)
+DEFAULT_PRICE = Price(0.2, 0.2)
+SEED_STEP = 0x9E3779B97F4A7C15  # between the seeds of two turns with prompts of their own
 
 
 class Attempt:
@@ -75,16 +76,17 @@ class Attempt:
             budget = min(self.limits.turn_tokens, self.limits.context_tokens - used)
             if budget <= 0:
                 return "token_limit"
-            seed = turn_seed(self.seed, number) if self.notes else self.seed
+            # Noise is a function of (seed, position), and prompts of one length begin alike.
+            seed = (self.seed + number * SEED_STEP) % 2**63 if self.notes else self.seed
             params = self.rollout.params(seed, budget)
             completion = await self.conversation.sample(params, self.on_token)
             turn, parsed = self._record(completion)
             if completion.finish_reason == "length":
                 return "token_limit"
             if completion.finish_reason == "error":
-                turn.results = [ToolResult(completion.text, error=True, infrastructure=True)]
-                return "infrastructure"
-            if parsed.calls:
+                results = [ToolResult(completion.text, error=True, infrastructure=True)]
+                turn.results = results
+            elif parsed.calls:
                 results = await self._execute(turn, parsed.calls)
             else:
                 self.trajectory.answer = parsed.content
@@ -162,14 +164,6 @@ class Attempt:
         t.weight_versions += [-1] * len(ids) if given else versions
 
 
-def turn_seed(seed: int, number: int) -> int:
-    """Returns the seed of a turn with a prompt of its own.
-
-    Sampling noise is a function of (seed, position), and such turns begin at similar positions.
-    """
-    return (seed + number * 0x9E3779B97F4A7C15) % 2**63
-
-
 class Rollout:
     """Plays attempts on one engine. `params(seed, budget)` makes the SamplingParams of a turn.
 
@@ -181,7 +175,7 @@ class Rollout:
         engine: Any,
         tokenizer: Any,
         params: Callable[[int, int], Any],
-        limits: Limits = DEFAULT_LIMITS,
+        limits: Limits,
         price: Price = DEFAULT_PRICE,
         *,
         lockstep: bool = True,
@@ -211,41 +205,37 @@ class Rollout:
         self._changed = asyncio.Event()  # a turn is ready, or an attempt is done
 
         async def attempt(*start) -> Trajectory:
-            try:
-                trajectory = await Attempt(self, *start, on_event).run()
-            finally:
-                self._changed.set()
+            trajectory = await Attempt(self, *start, on_event).run()
             if on_done is not None:
                 on_done(trajectory)
+            self._changed.set()
             return trajectory
 
         starts = zip(range(len(seeds)), environments, seeds, strict=True)
-        attempts = [asyncio.create_task(attempt(*start)) for start in starts]
         try:
-            await self._pump(attempts)
-            return [task.result() for task in attempts]
-        finally:
-            for task in attempts:
-                task.cancel()
-            await asyncio.gather(*attempts, return_exceptions=True)
+            async with asyncio.TaskGroup() as group:
+                attempts = [group.create_task(attempt(*start)) for start in starts]
+                await self._pump(attempts)
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [task.result() for task in attempts]
 
     async def _pump(self, attempts: list[asyncio.Task]) -> None:
-        """Steps the engine until all attempts are done; raises the first exception of one."""
-        while True:
-            await asyncio.sleep(0)  # each attempt that was woken runs on to its next wait
-            done = [task.result() for task in attempts if task.done()]
-            if len(done) == len(attempts):
-                return
+        """Steps the engine until all attempts are done."""
+        await asyncio.sleep(0)  # each attempt runs on to its first wait
+        while unfinished := sum(not task.done() for task in attempts):
             waiting = len(self._ready) + len(self._sampling)
-            if waiting < (len(attempts) - len(done) if self.lockstep else 1):
+            if waiting < (unfinished if self.lockstep else 1):
                 self._changed.clear()
                 await self._changed.wait()
-                continue
-            for _, session, params, on_token, future in sorted(self._ready, key=lambda e: e[0]):
-                self._sampling[session.submit(params, on_token=on_token).id] = future
-            self._ready.clear()
-            for request in self.engine.step():
-                self._sampling.pop(request.id).set_result(request.completion)
+            else:
+                self._ready.sort(key=lambda turn: turn[0])
+                for _, session, params, on_token, future in self._ready:
+                    self._sampling[session.submit(params, on_token=on_token).id] = future
+                self._ready.clear()
+                for request in self.engine.step():
+                    self._sampling.pop(request.id).set_result(request.completion)
+            await asyncio.sleep(0)  # each attempt that was woken runs on to its next wait
 
 
 @dataclass

@@ -8,9 +8,9 @@ train on them. No torch.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,10 @@ from nanorchestra.engine.request import Completion
 from nanorchestra.errors import require
 from nanorchestra.model import chat
 from nanorchestra.model.parser import THINK, THINK_END
-from nanorchestra.records import Price, ToolCall, Trajectory
+from nanorchestra.records import ParsedTurn, Price, ToolCall, Trajectory
 from nanorchestra.tools.experts import EndpointError, chat_completion, is_base_url
 
 PARALLEL = 16  # requests at a time
-TURN_SECONDS = 400.0  # for a turn with its retries, however slowly the server sends
 
 
 def check_endpoint(section: RolloutSection) -> None:
@@ -35,15 +34,13 @@ def check_endpoint(section: RolloutSection) -> None:
         bool(url) == bool(model),
         f"rollout.endpoint is {url!r} and rollout.model {model!r}; both are needed, or none",
     )
-    if not url:
-        return
     require(
-        section.only,
+        not url or section.only,
         f"rollout.endpoint is {url!r}, whose attempts have no log-probabilities for GRPO; record "
         "them with --rollouts N, then imitate them with --warm_start.trajectories RUN",
     )
     require(
-        is_base_url(url),
+        not url or is_base_url(url),
         f"rollout.endpoint is {url!r}; it must be a base URL such as http://localhost:8000/v1, "
         "without a key: that comes from OPENAI_API_KEY",
     )
@@ -58,21 +55,26 @@ class EndpointRollout(Rollout):
 
     def __init__(self, section: RolloutSection, tokenizer: Any, limits: Limits):
         def params(seed: int, budget: int) -> dict[str, Any]:
-            sampling = {"seed": seed % 2**31, "temperature": section.temperature}
-            return sampling | {"max_completion_tokens": budget}
+            return {
+                "model": section.model,
+                "seed": seed % 2**31,
+                "temperature": section.temperature,
+                "max_completion_tokens": budget,
+            }
 
         rebuild = section.context == "rebuild"
         super().__init__(None, tokenizer, params, limits, Price(0.0, 0.0), rebuild=rebuild)
-        self.url, self.model = section.endpoint, section.model
+        self.url, self.free = section.endpoint, threading.Semaphore(PARALLEL)
         self.bill = Price(section.input_usd_per_million, section.output_usd_per_million)
 
     def open(self, attempt: Attempt, start: Any, prompt: list[int]) -> EndpointConversation:
         """Opens a conversation that begins with the messages of `start`."""
         return EndpointConversation(self, attempt.trajectory, list(start.messages), start.tools)
 
-    async def _run(self, *arguments: Any) -> list[Trajectory]:
-        self.free = asyncio.Semaphore(PARALLEL)
-        return await super()._run(*arguments)
+    def ask(self, body: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, int]]:
+        """Returns what `chat_completion` does, when fewer than PARALLEL requests are open."""
+        with self.free:
+            return chat_completion(self.url, body)
 
 
 @dataclass
@@ -96,52 +98,43 @@ class EndpointConversation:
 
     async def sample(self, params: dict[str, Any], on_token: Any = None) -> Completion:
         """Returns the next turn. finish_reason "error": there is none, and `text` says why."""
-        model, url = self.rollout.model, self.rollout.url
-        body = {"model": model, "messages": self.messages} | params
-        if self.tools:
-            body["tools"] = self.tools
+        body = params | {"messages": self.messages} | ({"tools": self.tools} if self.tools else {})
         try:
-            async with self.rollout.free:
-                answer = in_thread(lambda body: chat_completion(url, body), body)
-                message, tokens = await asyncio.wait_for(answer, TURN_SECONDS)
-        except (EndpointError, TimeoutError) as error:
-            problem = str(error) or f"no answer in {TURN_SECONDS:g} s"
-            return _completion([], "error", f"Error: {model} at {url} failed ({problem})")
+            message, tokens = await in_thread(self.rollout.ask, body)
+        except EndpointError as error:
+            text = f"Error: {params['model']} at {self.rollout.url} failed ({error})"
+            return _completion([], "error", text)
         self.trajectory.cost_usd += self.rollout.bill.cost(*tokens)
-        return self._record(message, params["max_completion_tokens"])
-
-    def _record(self, message: dict[str, Any], budget: int) -> Completion:
-        """Returns a message as ids, at most `budget`, and appends it as the loop will parse it."""
-        tokenizer, (field, reasoning, content, calls) = self.rollout.tokenizer, read(message)
+        reasoning, content, calls = read(message)
+        tokenizer, budget = self.rollout.tokenizer, params["max_completion_tokens"]
         whole = chat.encode_assistant(tokenizer, reasoning, content, calls)
         cut = message["finish_reason"] == "length"
         ids = whole[: min(budget, len(whole) - cut)]  # a message that was cut has no end
-        parsed = chat.parse(tokenizer, ids)
-        said: dict[str, Any] = {"role": "assistant", "content": parsed.content}
-        if reasoning:
-            said[field] = reasoning
-        if parsed.calls:
-            said["tool_calls"] = [
-                {
-                    # Nine letters and digits suit all servers; none takes arguments of no object.
-                    "id": f"call{len(self.messages):03}{k:02}",
-                    "type": "function",
-                    "function": {"name": c.name or "unknown", "arguments": json.dumps(c.arguments)},
-                }
-                for k, c in enumerate(parsed.calls)
-            ]
-        self.messages.append(said)
+        self._record(message, chat.parse(tokenizer, ids))
         return _completion(ids, "stop" if len(ids) == len(whole) else "length")
 
+    def _record(self, message: dict[str, Any], parsed: ParsedTurn) -> None:
+        """Appends a message as the loop parses it, with the server's own field of reasoning."""
+        said = {"role": "assistant", "content": parsed.content}
+        field = "reasoning" if message.get("reasoning") else "reasoning_content"
+        said |= {field: parsed.reasoning} if parsed.reasoning else {}
+        calls = []
+        for call in parsed.calls:
+            # Nine letters and digits suit all servers; none takes arguments of no object.
+            name = f"call{len(self.messages):03}{len(calls):02}"
+            function = {"name": call.name or "unknown", "arguments": json.dumps(call.arguments)}
+            calls.append({"id": name, "type": "function", "function": function})
+        self.messages.append(said | ({"tool_calls": calls} if calls else {}))
 
-def read(message: dict[str, Any]) -> tuple[str, str, str, list[ToolCall]]:
-    """Returns (the field of the reasoning, reasoning, content, calls) of a message.
+
+def read(message: dict[str, Any]) -> tuple[str, str, list[ToolCall]]:
+    """Returns (reasoning, content, calls) of a message.
 
     Reasoning has a field of its own, or stands before </think> in the content. Arguments that are
     not JSON stay text.
     """
-    field = "reasoning" if message.get("reasoning") else "reasoning_content"
-    content, reasoning = message.get("content") or "", message.get(field) or ""
+    content = message.get("content") or ""
+    reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
     if not reasoning and THINK_END in content:
         before, _, content = content.partition(THINK_END)
         reasoning = before.split(THINK)[-1].strip()
@@ -149,10 +142,10 @@ def read(message: dict[str, Any]) -> tuple[str, str, str, list[ToolCall]]:
     for call in message.get("tool_calls") or ():
         arguments = call["function"].get("arguments") or {}
         if isinstance(arguments, str):
-            with contextlib.suppress(ValueError, RecursionError):
+            with contextlib.suppress(ValueError):
                 arguments = json.loads(arguments)
         calls.append(ToolCall(call["function"]["name"], arguments))
-    return field, reasoning, content, calls
+    return reasoning, content, calls
 
 
 def _completion(ids: list[int], finish_reason: str, text: str = "") -> Completion:

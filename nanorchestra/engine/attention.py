@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from os.path import commonprefix
 
 import numpy as np
 import torch
@@ -32,30 +33,21 @@ def group_by_prefix(tables: Sequence[list[int]]) -> list[tuple[list[int], int]]:
     shares clearly more with, so that a system prompt common to all does not split the groups.
     """
     order = sorted(range(len(tables)), key=tables.__getitem__)
-    common = [_common(tables[a], tables[b]) for a, b in pairwise(order)] + [0]
+    neighbours = pairwise(tables[i] for i in order)
+    common = [len(commonprefix(pair)) for pair in neighbours] + [0]
     groups, start = [], 0
     for i, here in enumerate(common):
-        neighbours = max(common[i - 1] if i else 0, common[i + 1] if i + 1 < len(common) else 0)
-        if here == 0 or 4 * here < 3 * neighbours:
+        if here == 0 or 4 * here < 3 * max(common[max(i - 1, 0) : i + 2]):
             groups.append((order[start : i + 1], min(common[start:i], default=0)))
             start = i + 1
     return groups
 
 
-def _common(a: list[int], b: list[int]) -> int:
-    """Length of the common prefix."""
-    length = min(len(a), len(b))
-    return next((n for n in range(length) if a[n] != b[n]), length)
-
-
 @dataclass
 class _Piece:
-    """Queries (rows of q; -1 is padding) that see the same pages, each up to its `last` key.
+    """Queries (rows of q; -1 is padding) that see the same pages, each (or all) up to `last`."""
 
-    A single entry in `last` holds for all queries. width: queries of one tile, padded.
-    """
-
-    width: int
+    width: int  # queries of one tile, padded
     queries: list[int]
     pages: list[int]
     last: list[int]
@@ -74,7 +66,7 @@ class _Block:
     members: np.ndarray
     queries: Tensor
     pages: Tensor
-    mask: Tensor | None
+    mask: Tensor
     slot: int
     part: slice
 
@@ -137,14 +129,13 @@ class PagedAttention:
             fit = max(1, BLOCK_FLOATS // floats)
             part = [piece for piece in pieces[:fit] if piece.width == width]
             pieces = pieces[len(part) :]
-            members = _matrix([piece.queries for piece in part])
-            pages = _matrix([_pad(piece.pages, longest) for piece in part]).clip(0)
-            last = _matrix([piece.last for piece in part])
-            hidden, mask = keys > last[:, :, None], None
-            if hidden.any():
-                mask = torch.from_numpy(np.where(hidden, np.float32(-np.inf), np.float32(0)))
-                if last.shape[1] > 1:
-                    mask = mask.repeat_interleave(self.fold, 1)
+            members = padded_rows([piece.queries for piece in part])
+            pages = padded_rows([_pad(piece.pages, longest) for piece in part]).clip(0)
+            last = padded_rows([piece.last for piece in part])
+            hidden = torch.from_numpy(keys > last[:, :, None])
+            if last.shape[1] > 1:
+                hidden = hidden.repeat_interleave(self.fold, 1)
+            mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
             slot_of[members[members >= 0]] = self.slots + np.flatnonzero(members >= 0)
             members = members.clip(0).reshape(-1)
             queries, pages = torch.from_numpy(members), torch.from_numpy(pages.reshape(-1))
@@ -187,16 +178,15 @@ class PagedAttention:
         query: Tensor,
         keys: Tensor,
         values: Tensor,
-        mask: Tensor | None,
+        mask: Tensor,
         out: Tensor,
         lse: Tensor,
     ) -> None:
         """Writes the attention `out`, and the log of each softmax's denominator `lse`."""
         if query.shape[1] <= FLASH_ROWS:
             rows_first = (x.transpose(0, 1) for x in (query, keys, values))
-            mask = None if mask is None else mask[:, None]
             attended, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *rows_first, attn_mask=mask, scale=1.0
+                *rows_first, attn_mask=mask[:, None], scale=1.0
             )
             out.copy_(attended.transpose(0, 1))
             lse.copy_(total.transpose(0, 1))
@@ -204,10 +194,7 @@ class PagedAttention:
         shape = *query.shape[:3], keys.shape[2]
         scores, weights = (self._buffer(name, torch.float32, *shape) for name in "sw")
         for head, transposed in enumerate(keys.transpose(2, 3)):
-            if mask is None:
-                torch.bmm(query[head], transposed, out=scores[head])
-            else:
-                torch.baddbmm(mask, query[head], transposed, out=scores[head])
+            torch.baddbmm(mask, query[head], transposed, out=scores[head])
         torch.softmax(scores, 3, out=weights)
         # The largest weight is 1 / denominator: cheaper than a sum of exponentials.
         torch.sub(scores.amax(3), weights.amax(3).log_(), out=lse)
@@ -307,7 +294,7 @@ def _pad(values: Sequence[int], length: int) -> list[int]:
     return [*values, *[-1] * (length - len(values))]
 
 
-def _matrix(lists: list[list[int]]) -> np.ndarray:
-    """The lists as int64 rows, padded to the longest with -1."""
+def padded_rows(lists: list[list[int]]) -> np.ndarray:
+    """Returns the lists as int64 rows, padded to the longest with -1."""
     longest = max(map(len, lists))
     return np.array([_pad(values, longest) for values in lists], np.int64)

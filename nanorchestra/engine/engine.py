@@ -79,7 +79,7 @@ class Engine:
         self.limits = Limits(config.vocab_size, self.max_context, num_pages * page_size)
         self._ids = itertools.count()
         self._asleep = False
-        self._counts = {"steps": 0, "prefill_tokens": 0, "sampled_tokens": 0, "cached_tokens": 0}
+        self._counts = {"steps": 0, "prefill_tokens": 0, "sampled_tokens": 0}
         if by_kernel(weight):
             from nanorchestra.engine.gpu import GpuRunner  # needs Triton
 
@@ -131,8 +131,7 @@ class Engine:
         """Computes one step, if there is work. Returns the requests that finished in it.
 
         If the computation fails, all running requests are aborted, the cache is emptied, and the
-        error is raised. If a callback raises, its request is aborted, and the error is raised after
-        the other requests' tokens have been delivered.
+        error is raised. An error of a callback is raised as it is; its token has been accepted.
         """
         require(not self._asleep, "engine: it sleeps, its KV memory is lent; call wake() first")
         plan = self._steps.plan()
@@ -144,9 +143,8 @@ class Engine:
         except BaseException:
             for request in list(self.scheduler.running):
                 self.abort(request)
-            self._forget()  # pages may hold NaN
-            self.runner.sleep()
-            self.runner.wake()
+            self._forget()
+            self.runner.wake()  # pages may hold NaN
             raise
         self.scheduler.commit(plan)
         self._counts["steps"] += 1
@@ -162,17 +160,10 @@ class Engine:
             if reason := request.accept(draw.token, draw.logprob, self.weight_version):
                 self._finish(request, reason)
                 finished.append(request)
-        failure = None
         for request, draw in drawn:
             aborted = request.finished and request.completion.finish_reason == "abort"
             if request.on_token is not None and not aborted:
-                try:
-                    request.on_token(draw.token, draw.logprob)
-                except Exception as error:
-                    self.abort(request)
-                    failure = failure or error
-        if failure is not None:
-            raise failure
+                request.on_token(draw.token, draw.logprob)
         return finished
 
     @property
@@ -191,7 +182,6 @@ class Engine:
     def _finish(self, request: Request, reason: str) -> None:
         self.scheduler.finish(request)
         request.finish(reason, self.tokenizer)
-        self._counts["cached_tokens"] += request.completion.cached_tokens
 
     def session(self, ids: Sequence[int] = ()) -> Session:
         """Opens a growing sequence of ids whose KV stays in the cache between its turns."""
@@ -215,7 +205,8 @@ class Engine:
             id=next(self._ids),
             ids=ids,
             params=params,
-            limit=self.limits.end(ids, params),
+            # The last token needs no page.
+            limit=min(len(ids) + params.max_tokens, self.max_context, self.limits.pool + 1),
             stop_ids=frozenset(params.stop_token_ids).union(
                 () if params.ignore_eos else self.eos_ids
             ),
@@ -224,7 +215,7 @@ class Engine:
             keeps_pages=table is not None,
             session=session,
             grammar=grammar,
-            grammar_state=grammar and grammar.start(params.tools, params.enable_thinking),
+            grammar_state=grammar and grammar.start(params.tools),
         )
 
     @cached_property
@@ -280,11 +271,5 @@ class Engine:
 
     @property
     def stats(self) -> dict[str, int]:
-        """Counters since the start, and the state of the queues and the pool."""
-        return self._counts | {
-            "waiting": len(self.scheduler.waiting),
-            "running": len(self.scheduler.running),
-            "parked_sessions": len(self.scheduler.parked),
-            "preemptions": self.scheduler.preemptions,
-            "pages_available": self.cache.available,
-        }
+        """Counters since the start."""
+        return self._counts | {"preemptions": self.scheduler.preemptions}

@@ -3,9 +3,8 @@
 A layer is six launches and four matrix products. A decode step is one graph with the draw inside:
 logits never leave the device, and the next step can be launched before the host reads the tokens.
 
-A graph serves one padded number of decodes and one bound on their lengths. Everything that changes
-from step to step lies in one matrix that is copied to the device at once. Padding rows have no keys
-and no slot, so they touch no page.
+A graph serves one padded number of decodes and one bound on their lengths. Its inputs lie in one
+matrix that is copied to the device at once. Padding rows have no keys and no slot.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from kernels.prefill import prefill_attention, prefill_work
 from kernels.rope import norm_rope_store
 from kernels.sample import MAX_BATCH, sample_linear, sample_logits
 from kernels.swiglu import swiglu
-from nanorchestra.engine.attention import group_by_prefix
+from nanorchestra.engine.attention import group_by_prefix, padded_rows
 from nanorchestra.engine.request import Request, SamplingParams
 from nanorchestra.engine.runner import Runner
 from nanorchestra.engine.sampler import Draw
@@ -85,36 +84,34 @@ class GpuRunner(Runner):
     """A Runner on Triton kernels.
 
     The kernel draws the rows that sample from the whole vocabulary; the Sampler draws the others,
-    and all rows if the output matrix is quantised (`overlaps` is False then). `prefill` says which
-    kernel computes the attention of chunks, and why.
+    and all rows if the output matrix is quantised. `prefill`: the kernel of chunks, and why.
     """
 
     def __init__(
         self, model: Qwen3, num_pages: int, page_size: int, vocab_size: int, attention: str
     ):
-        self._captured: dict[tuple[int, int], _Graph] = {}
         super().__init__(model, num_pages, page_size, vocab_size)
-        self.prefill = choose_attention(attention, self.k_cache.dtype, page_size)
         self.vocab_size = vocab_size
+        self.prefill = choose_attention(attention, self.k_cache.dtype, page_size)
         self.overlaps = model.lm_head is None or not is_quantised(model.lm_head)
 
-    def _start_over(self) -> None:
-        self._captured.clear()  # the graphs' memory is the pool's too
+    def sleep(self) -> None:
+        """As Runner.sleep; captured graphs go too, since they read the pages where they lay."""
+        super().sleep()
+        self._captured: dict[tuple[int, int], _Graph] = {}
         self._grouped: tuple[list[Request], list[Request], np.ndarray] | None = None
 
     def launch(self, plan: Plan, after: _Launched | None = None) -> _Launched | Tensor:
         """Starts the step and the draws of plan.sampling, and does not wait for them.
 
-        after: a step whose draws are the newest ids of this one's requests. They are taken from it
-        on the device.
+        after: a step whose draws are the newest ids of this one's requests, taken on the device.
         """
         if not self.overlaps:
             return super().launch(plan)
         self._copy_pages(plan.copies)
-        requests = plan.sampling
         if not plan.prefills and not plan.forks:
-            return self._decode(requests, after)
-        hidden = self._last_hidden(plan, *self._hidden(plan))
+            return self._decode(plan.decodes, after)
+        hidden, requests = self._last_hidden(plan, *self._hidden(plan)), plan.sampling
         noise = self._ints([(*_noise(r.params), len(r.ids)) for r in requests]).view(-1, 3)
         return _Launched(requests, hidden, *self._draw(hidden, *noise.T.contiguous()))
 
@@ -133,7 +130,7 @@ class GpuRunner(Runner):
         return list(draws.values())
 
     def _decode(self, requests: list[Request], after: _Launched | None) -> _Launched:
-        """Launches a decode step, by a graph if there is one of its size."""
+        """Launches a decode step, as a graph if one is large enough."""
         if self.device.type == "cuda" and len(requests) <= SIZES[-1]:
             size = SIZES[bisect.bisect_left(SIZES, len(requests))]
             order, decodes = self._decodes(requests, size, after)
@@ -160,26 +157,21 @@ class GpuRunner(Runner):
         else:
             self._grouped = None  # a request that comes back may have other pages
         if plan.prefills:
-            tables = self._tables([request for request, _, _ in plan.prefills])
+            tables = padded_rows([request.table.pages for request, _, _ in plan.prefills])
+            tables = torch.from_numpy(tables.clip(0)).int().to(self.device)
             starts, counts = (
                 [start for _, start, _ in plan.prefills],
                 [n for *_, n in plan.prefills],
             )
-            work = torch.from_numpy(prefill_work(starts, counts)).to(self.device)
+            work = prefill_work(starts, counts).to(self.device)
             sizes = sizes_of(counts, np.add(starts, counts).tolist(), self.device)
-            chunks = _Chunks(self._inputs(plan.prefills), tables.int(), work, sizes)
+            chunks = _Chunks(self._inputs(plan.prefills), tables, work, sizes)
         place = {request: i for i, request in enumerate(order)}
         end = len(order) - 1
         for request, _, count in plan.prefills:
             end += count
             place[request] = end
         return self._forward(decodes, chunks), place
-
-    def _tables(self, requests: list[Request]) -> Tensor:
-        """Page tables int64 [B, most pages], padded with 0."""
-        tables = [request.table.pages for request in requests]
-        longest = max(map(len, tables))
-        return self._ints([table + [0] * (longest - len(table)) for table in tables])
 
     def _forward(self, decodes: _Decodes | None, chunks: _Chunks | None) -> Tensor:
         """Runs the tokens through the model -> hidden states [T, hidden], decodes first."""
@@ -275,10 +267,7 @@ class GpuRunner(Runner):
 
 
 class _Graph:
-    """A captured decode step. `replay` copies its inputs to where the graph reads them.
-
-    The graphs of a runner share one memory pool, since only one runs at a time.
-    """
+    """A captured decode step. The graphs of a runner share one memory pool: one runs at a time."""
 
     def __init__(self, runner: GpuRunner, size: int, max_length: int):
         longest = min(max_length, runner.model.config.max_position_embeddings)
@@ -307,5 +296,5 @@ class _Graph:
 
 def _noise(params: SamplingParams) -> tuple[int, int]:
     """The seed as int64, and the temperature's fp32 bits."""
-    seed = (params.seed + 2**63) % 2**64 - 2**63
-    return seed, int(np.float32(params.temperature).view(np.int32))
+    bits = int(np.float32(params.temperature).view(np.int32))
+    return (params.seed + 2**63) % 2**64 - 2**63, bits

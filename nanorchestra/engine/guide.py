@@ -62,28 +62,23 @@ class ToolCallGrammar:
         require(
             not missing, f"tokenizer: no id for the bytes {sorted(missing)[:3]}, guides need it"
         )
-        self._joined = np.frombuffer(b"".join(self._texts), np.uint8)
-        self._lengths = np.array([len(text) for text in self._texts])
-        self._starts = self._lengths.cumsum() - self._lengths
-        texts = enumerate(self._texts)
+        self._lengths = np.array(list(map(len, self._texts)))
+        self._bytes = np.array(self._texts).view(np.uint8).reshape(len(self._texts), -1)
+        texts = list(enumerate(self._texts))
         self._ordinary = np.array([i for i, text in texts if text and i not in self._added])
         # Outside of calls, only an id that ends a tag and goes on can be refused.
-        crossing = [i for i, text in enumerate(self._texts) if b">" in text[:-1]]
-        self._crossing = np.array(crossing, np.int64)
+        self._crossing = np.array([i for i, text in texts if b">" in text[:-1]], np.int64)
         self._mask = lru_cache(CACHED_MASKS)(self._make_mask)
 
-    def start(self, names: Sequence[str], enable_thinking: bool | None = None) -> State:
-        """Returns the state after the generation prompt, with `names` as the tools to call.
-
-        enable_thinking as in chat.parse: False means that the turn has no reasoning.
-        """
+    def start(self, names: Sequence[str]) -> State:
+        """Returns the state after the generation prompt, with `names` as the tools to call."""
         names = [json.dumps(name, ensure_ascii=False) for name in sorted(set(names))]
         headers = [
             f'{line}{{"name": {name}, "arguments": ' for line in ("", "\n") for name in names
         ]
         calls = ("".join(chr(256 + byte) for byte in header.encode()) for header in headers)
         calls = tuple(call + "O}L" for call in calls)
-        return State(CONTENT if enable_thinking is False else START, b"", calls)
+        return State(START, b"", calls)
 
     def advance(self, state: State, token: int) -> State | None:
         """Returns the state after `token`, or None if it is not allowed."""
@@ -118,7 +113,7 @@ class ToolCallGrammar:
             for number in np.flatnonzero(np.bincount(at)).tolist():
                 for byte, after in _moves(states[number]).items():
                     table[number, byte] = numbers.setdefault(after, len(numbers))
-            at = table[at, self._joined[self._starts[ids] + position]]
+            at = table[at, self._bytes[ids, position]]
             position += 1
             ended, taken = self._lengths[ids] == position, at >= 0
             mask[ids[ended & taken]] = True

@@ -33,7 +33,6 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # ids that end the text, beside the end-of-text ids
     ignore_eos: bool = False  # go on past the end-of-text ids
     tools: tuple[str, ...] = ()  # hold tool calls to valid JSON with one of these names (guide.py)
-    enable_thinking: bool | None = None  # as given to chat.encode; only `tools` needs it
 
     def __post_init__(self):
         for name, right, expected in (
@@ -97,10 +96,6 @@ class Limits:
             not sampled or len(ids) <= self.pool,
             f"prompt: {len(ids)} tokens do not fit the KV pool of {self.pool} tokens (num_pages)",
         )
-
-    def end(self, ids: list[int], params: SamplingParams) -> int:
-        """Returns the length at which the text ends at the latest. The last token needs no page."""
-        return min(len(ids) + params.max_tokens, self.context, self.pool + 1)
 
 
 @dataclass

@@ -36,17 +36,22 @@ class Runner:
         config, weight = model.config, model.embed_tokens.weight
         self.model, self.page_size, self.device = model, page_size, weight.device
         self.kv_heads, self.sampler = config.num_key_value_heads, Sampler(vocab_size)
-        shape = (config.num_hidden_layers, num_pages, self.kv_heads, page_size, config.head_dim)
-        options = {"dtype": weight.dtype, "device": weight.device}
-        self.k_cache, self.v_cache = torch.zeros(shape, **options), torch.zeros(shape, **options)
-        self._start_over()
+        self._shape = config.num_hidden_layers, num_pages, self.kv_heads, page_size, config.head_dim
+        self.wake()
 
-    def _start_over(self) -> None:
-        """Drops everything kept from step to step."""
-        heads = self.model.config.num_attention_heads
-        caches = self.k_cache, self.v_cache
-        self._batches = [DecodeBatch(*caches, heads) for _ in range(BATCHES)]
-        self._extension = PagedAttention(*caches, heads)
+    def wake(self) -> None:
+        """Takes memory for the pages. It is zeroed: padding reads it, and NaN would spread."""
+        self.sleep()
+        self.k_cache, self.v_cache = (
+            self.model.embed_tokens.weight.new_zeros(self._shape) for _ in range(2)
+        )
+        pages = self.k_cache, self.v_cache, self.model.config.num_attention_heads
+        self._batches = [DecodeBatch(*pages) for _ in range(BATCHES)]
+        self._extension = PagedAttention(*pages)
+
+    def sleep(self) -> None:
+        """Gives the memory of the pages back, and of everything kept from step to step."""
+        self.k_cache = self.v_cache = self._batches = self._extension = None
 
     def launch(self, plan: Plan, after: Any = None) -> Any:
         """Starts a step; returns what `draws` needs: here logits [len(plan.sampling), vocab].
@@ -63,30 +68,18 @@ class Runner:
     @torch.inference_mode()
     def score(self, list_of_ids: list[list[int]]) -> list[list[float]]:
         """Returns the log-probabilities of each sequence's ids but the first. Uses no pages."""
-        starts = list(accumulate(map(len, list_of_ids), initial=0))
-        tokens = self._ints([i for ids in list_of_ids for i in ids])
-        positions = self._ints([n for ids in list_of_ids for n in range(len(ids))])
-        segments = [
-            Segment(start, len(ids)) for start, ids in zip(starts, list_of_ids, strict=False)
+        counts = list(map(len, list_of_ids))
+        spans = [
+            (end - count, count) for end, count in zip(accumulate(counts), counts, strict=True)
         ]
-        hidden = self.model(tokens, positions, packed_attention(segments))
-        values: list[float] = []
-        parts = zip(hidden[:-1].split(SCORED), tokens[1:].split(SCORED), strict=True)
-        for part, targets in parts:
-            values += self.sampler.score(self.model.logits(part), targets)
-        return [values[s : s + len(ids) - 1] for s, ids in zip(starts, list_of_ids, strict=False)]
-
-    def sleep(self) -> None:
-        """Gives the memory of the pages back; the tensors stay, without storage."""
-        self._start_over()
-        for cache in (self.k_cache, self.v_cache):
-            cache.untyped_storage().resize_(0)
-
-    def wake(self) -> None:
-        """Takes memory for the pages again. Zeroed: padding reads it, and NaN would spread."""
-        for cache in (self.k_cache, self.v_cache):
-            cache.untyped_storage().resize_(cache.numel() * cache.element_size())
-            cache.zero_()
+        tokens = self._ints([i for ids in list_of_ids for i in ids])
+        positions = self._ints([n for count in counts for n in range(count)])
+        attend = packed_attention([Segment(*span) for span in spans])
+        hidden, values = self.model(tokens, positions, attend), []
+        for n in range(0, len(tokens) - 1, SCORED):
+            targets = tokens[n + 1 : n + 1 + SCORED]
+            values += self.sampler.score(self.model.logits(hidden[n:][: len(targets)]), targets)
+        return [values[start : start + count - 1] for start, count in spans]
 
     def _sample(self, logits: Tensor, requests: list[Request]) -> list[Draw]:
         return self.sampler(

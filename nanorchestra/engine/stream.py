@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
+
 from nanorchestra.model.parser import StreamParser
-from nanorchestra.model.tokenizer import IncrementalDecoder, Tokenizer
+from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import ParsedTurn
 
 
@@ -16,7 +18,8 @@ class TurnStream:
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        self._decoder, self._parser = IncrementalDecoder(tokenizer), StreamParser()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._parser = StreamParser()
 
     @property
     def calls(self) -> list:
@@ -27,10 +30,10 @@ class TurnStream:
         """Returns the deltas that are certain once this id is sampled. Special ids have no text."""
         if not self._tokenizer.decode([token], skip_special=True):
             return []
-        return self._parser.feed(self._decoder.feed(token))
+        return self._parser.feed(self._decoder.decode(self._tokenizer.bytes_of(token)))
 
     def finish(self) -> tuple[list[tuple[str, str]], ParsedTurn]:
         """Returns the deltas that waited for the end, and the whole turn."""
-        deltas = self._parser.feed(self._decoder.flush())
+        deltas = self._parser.feed(self._decoder.decode(b"", True))
         turn = self._parser.finish()
         return deltas + self._parser.last_deltas, turn

@@ -12,32 +12,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from nanorchestra.errors import require
-from nanorchestra.model import parser
-from nanorchestra.model.parser import StreamParser, parse
+from nanorchestra.model.parser import CALL, CALL_END, THINK, THINK_END, Marker, parse
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import ToolCall
 
-__all__ = [
-    "StreamParser",
-    "encode",
-    "encode_assistant",
-    "encode_observations",
-    "encode_user",
-    "parse",
-    "render",
-]
+__all__ = ["encode", "encode_assistant", "encode_observations", "encode_user", "parse", "render"]
 
 
-class Marker(str):
-    """A token of the template: its spelling as text, one id as ids."""
-
-
-IM_START, IM_END = Marker("<|im_start|>"), Marker(parser.IM_END)
-THINK, THINK_END = Marker(parser.THINK), Marker(parser.THINK_END)
-CALL, CALL_END = Marker(parser.CALL), Marker(parser.CALL_END)
+IM_START, IM_END = Marker("<|im_start|>"), Marker("<|im_end|>")
 RESPONSE, RESPONSE_END = Marker("<tool_response>"), Marker("</tool_response>")
-ROLES = ("system", "user", "assistant", "tool")
 
 
 def render(
@@ -49,8 +32,7 @@ def render(
     """Return the prompt as Qwen3's template writes it; messages and tools in the OpenAI shape.
 
     The template omits the reasoning of assistant turns before the last user query.
-    enable_thinking=False adds an empty think block to the generation prompt. Raises UserError for
-    an unknown role or content that is no text.
+    enable_thinking=False adds an empty think block to the generation prompt.
     """
     return "".join(_prompt(messages, tools, add_generation_prompt, enable_thinking))
 
@@ -66,36 +48,28 @@ def encode(
     return _ids(tokenizer, _prompt(messages, tools, add_generation_prompt, enable_thinking))
 
 
-def encode_observations(
-    tokenizer: Tokenizer, contents: Sequence[str], enable_thinking: bool | None = None
-) -> list[int]:
+def encode_observations(tokenizer: Tokenizer, contents: Sequence[str]) -> list[int]:
     """Return the ids between a sampled <|im_end|> and the next turn: the results of its calls."""
     responses = (piece for content in contents for piece in _response(content))
-    pieces = ("\n", IM_START, "user", *responses, IM_END, "\n")
-    return _ids(tokenizer, (*pieces, *_generation_prompt(enable_thinking)))
+    turn = (IM_START, "user", *responses, IM_END, "\n")
+    return _ids(tokenizer, ("\n", *turn, *_generation_prompt()))
 
 
-def encode_user(tokenizer: Tokenizer, text: str, enable_thinking: bool | None = None) -> list[int]:
+def encode_user(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the ids between a sampled <|im_end|> and the next turn: a message of the user."""
-    pieces = ("\n", *_message("user", text), *_generation_prompt(enable_thinking))
-    return _ids(tokenizer, pieces)
+    return _ids(tokenizer, ("\n", *_message("user", text), *_generation_prompt()))
 
 
 def encode_assistant(
-    tokenizer: Tokenizer,
-    reasoning: str,
-    content: str,
-    calls: Sequence[ToolCall],
-    thinking: bool = True,
+    tokenizer: Tokenizer, reasoning: str, content: str, calls: Sequence[ToolCall]
 ) -> list[int]:
     """Return the ids that an ideal policy samples after the generation prompt, <|im_end|> included.
 
-    thinking=False writes no think block and no `reasoning`. Arguments that are text stay as given.
+    Arguments that are text stay as given.
     """
     content = content.lstrip("\n")
-    think = _think(reasoning) if thinking else ()
     written = _calls([(call.name, call.arguments) for call in calls], bool(content))
-    return _ids(tokenizer, (*think, content, *written, IM_END))
+    return _ids(tokenizer, (*_think(reasoning), content, *written, IM_END))
 
 
 def _prompt(
@@ -106,28 +80,28 @@ def _prompt(
 ) -> Iterator[str]:
     """Yield the pieces of a prompt."""
     roles = [message["role"] for message in messages]
-    contents = [_content(message, i) for i, message in enumerate(messages)]
-    start = 1 if roles[0] == "system" else 0
+    contents = [message.get("content") or "" for message in messages]
+    start = int(roles[0] == "system")
     if tools:
         yield from _tools(contents[0] + "\n\n" if start else "", tools)
     elif start:
         yield from _message("system", contents[0])
-    queries = [
+    queries = (
         i for i, role in enumerate(roles) if role == "user" and not _is_response(contents[i])
-    ]
-    last_query = queries[-1] if queries else len(messages) - 1
-    for i in range(start, len(messages)):
-        if roles[i] == "tool":  # consecutive results share one user turn
+    )
+    last_query = max(queries, default=len(messages) - 1)
+    for i, (role, content) in enumerate(zip(roles, contents, strict=True)):
+        if role == "tool":  # consecutive results share one user turn
             if roles[i - 1 : i] != ["tool"]:
                 yield from (IM_START, "user")
-            yield from _response(contents[i])
+            yield from _response(content)
             if roles[i + 1 : i + 2] != ["tool"]:
                 yield from (IM_END, "\n")
-        elif roles[i] == "assistant":
+        elif role == "assistant":
             is_last = i == len(messages) - 1
-            yield from _assistant(messages[i], contents[i], i > last_query, is_last)
-        else:
-            yield from _message(roles[i], contents[i])
+            yield from _assistant(messages[i], content, i > last_query, is_last)
+        elif i >= start:
+            yield from _message(role, content)
     if add_generation_prompt:
         yield from _generation_prompt(enable_thinking)
 
@@ -184,21 +158,12 @@ def _response(content: str) -> tuple[str, ...]:
     return "\n", RESPONSE, "\n" + content + "\n", RESPONSE_END
 
 
-def _generation_prompt(enable_thinking: bool | None) -> tuple[str, ...]:
+def _generation_prompt(enable_thinking: bool | None = None) -> tuple[str, ...]:
     return IM_START, "assistant\n", *(_think("") if enable_thinking is False else ())
 
 
 def _is_response(content: str) -> bool:
     return content.startswith(RESPONSE) and content.endswith(RESPONSE_END)
-
-
-def _content(message: dict[str, Any], i: int) -> str:
-    content = message.get("content") or ""
-    require(
-        message["role"] in ROLES and isinstance(content, str),
-        f"messages[{i}]: expected a role of {', '.join(ROLES)} and content that is a string",
-    )
-    return content
 
 
 def _json(value: Any) -> str:

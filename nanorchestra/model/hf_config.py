@@ -35,19 +35,10 @@ def read_config(path: str | Path) -> ModelConfig:
     The end-of-sequence ids are those of generation_config.json if it names any. Raises UserError.
     """
     file = Path(path) / "config.json"
-    config = config_from_hf(read_object(file), str(file))
+    config = config_from_hf(read_json(file), str(file))
     generation = file.with_name("generation_config.json")
-    if not generation.is_file():
-        return config
-    ids = _eos_ids(read_object(generation), str(generation), config.vocab_size)
+    ids = _eos_ids(read_json(generation)) if generation.is_file() else ()
     return replace(config, eos_token_ids=ids or config.eos_token_ids)
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. UserError if it is not one."""
-    data = read_json(file)
-    require(isinstance(data, dict), f"{file}: expected a JSON object")
-    return data
 
 
 def config_from_hf(data: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
@@ -60,27 +51,19 @@ def config_from_hf(data: Mapping[str, Any], source: str = "config.json") -> Mode
     values = {name: supported[0] for name, supported in _SUPPORTED.items()} | _DEFAULTS
     values |= {"num_key_value_heads": data.get("num_attention_heads")}
     values |= {name: value for name, value in {**data, **rope}.items() if value is not None}
+
+    def check(holds: bool, field: str, expected: str) -> None:
+        require(holds, f"{source}: {field} = {values.get(field)!r}: expected {expected}")
+
     for field, supported in _SUPPORTED.items():
-        expected = " or ".join(map(repr, supported))
-        check_field(values[field] in supported, source, values, field, expected)
-    full = set(values.get("layer_types", ())) <= {"full_attention"}
-    check_field(full, source, values, "layer_types", "'full_attention' in all layers")
-    numbers = {"int": (int,), "float": (int, float)}
-    sizes = {field.name: field.type for field in fields(ModelConfig) if field.type in numbers}
-    for name, kind in sizes.items():
-        value = values.get(name)
-        positive = type(value) in numbers[kind] and value > 0
-        check_field(positive, source, values, name, f"a positive {kind}")
-    divides = values["num_attention_heads"] % values["num_key_value_heads"] == 0
-    expected = f"a divisor of num_attention_heads = {values['num_attention_heads']}"
-    check_field(divides, source, values, "num_key_value_heads", expected)
-    check_field(values["head_dim"] % 2 == 0, source, values, "head_dim", "an even number")
-    return ModelConfig(
-        **{name: values[name] for name in sizes},
-        tie_word_embeddings=values["tie_word_embeddings"],
-        attention_bias=values["attention_bias"],
-        eos_token_ids=_eos_ids(data, source, values["vocab_size"]),
-    )
+        check(values[field] in supported, field, " or ".join(map(repr, supported)))
+    for field in fields(ModelConfig):
+        if field.type in ("int", "float"):
+            number = values.get(field.name)
+            positive = isinstance(number, int | float) and number > 0
+            check(positive, field.name, "a positive number")
+    values["eos_token_ids"] = _eos_ids(data)
+    return ModelConfig(**{field.name: values[field.name] for field in fields(ModelConfig)})
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -94,17 +77,6 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def check_field(
-    holds: object, source: str, values: Mapping[str, Any], field: str, expected: str
-) -> None:
-    """Raise UserError that names a file, its field and value unless the condition holds."""
-    require(holds, f"{source}: {field} = {values.get(field)!r}: expected {expected}")
-
-
-def _eos_ids(data: Mapping[str, Any], source: str, vocab_size: int) -> tuple[int, ...]:
-    value = data.get("eos_token_id")
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    valid = all(isinstance(i, int) and 0 <= i < vocab_size for i in ids)
-    expected = f"token ids below vocab_size = {vocab_size}"
-    check_field(valid, source, data, "eos_token_id", expected)
-    return tuple(ids)
+def _eos_ids(data: Mapping[str, Any]) -> tuple[int, ...]:
+    ids = data.get("eos_token_id")
+    return (ids,) if isinstance(ids, int) else tuple(ids or ())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -19,9 +18,9 @@ from torch import Tensor, nn
 
 from nanorchestra.files import write_whole
 from nanorchestra.model.quantise import linears
-from nanorchestra.model.qwen3 import ModelConfig, Qwen3
+from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.sharded import fill, whole
-from nanorchestra.model.weights import hf_parts
+from nanorchestra.model.weights import hf_rows
 
 TENSORS = "adapter_model.safetensors"
 
@@ -34,20 +33,13 @@ class LoRALinear(nn.Module):
     """
 
     def __init__(self, linear: nn.Linear, rows: list[int], rank: int, alpha: float) -> None:
-        """Wrap `linear`, with `rows` output rows in each part; the adapter needs a `reset`."""
+        """Wrap `linear`, with `rows` output rows in each part; `reset` fills the adapter."""
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.rows, self.rank, self.scale, self.enabled = rows, rank, alpha / rank, True
         device = linear.weight.device
         self.lora_a = nn.Parameter(torch.empty(len(rows) * rank, linear.in_features, device=device))
         self.lora_b = nn.Parameter(torch.empty(linear.out_features, rank, device=device))
-
-    def reset(self, generator: torch.Generator | None = None) -> None:
-        """Draw A uniformly within 1 / sqrt(in) and set B to zero, as the published code does."""
-        bound = self.lora_a.shape[1] ** -0.5
-        values = torch.empty(self.lora_a.shape).uniform_(-bound, bound, generator=generator)
-        fill(self.lora_a, values)
-        fill(self.lora_b, torch.zeros(self.lora_b.shape))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product [T, out] with the adapter, or without it if not `enabled`."""
@@ -75,8 +67,8 @@ def add_adapters(model: Qwen3, rank: int, alpha: float, seed: int) -> None:
     """
     model.requires_grad_(False)
     for name, module in linears(model.layers):
-        parts = hf_parts(model.config, f"layers.{name}.weight", module.weight)
-        rows = [len(part) for _, part in parts]
+        parts = hf_rows(model.config, f"layers.{name}.weight", module.out_features)
+        rows = [part.stop - part.start for _, part in parts]
         model.layers.set_submodule(name, LoRALinear(module, rows, rank, alpha))
     reset(model, seed)
 
@@ -87,10 +79,16 @@ def adapters(model: nn.Module) -> list[tuple[str, LoRALinear]]:
 
 
 def reset(model: Qwen3, seed: int) -> None:
-    """Set all adapters to their initial values: the model computes what its base does."""
+    """Set all adapters to their initial values: the model computes what its base does.
+
+    A is uniform within 1 / sqrt(in) and B is zero, as in the published code.
+    """
     generator = torch.Generator().manual_seed(seed)
     for _, module in adapters(model):
-        module.reset(generator)
+        bound = module.lora_a.shape[1] ** -0.5
+        values = torch.empty(module.lora_a.shape).uniform_(-bound, bound, generator=generator)
+        fill(module.lora_a, values)
+        fill(module.lora_b, torch.zeros(module.lora_b.shape))
 
 
 def merge(model: Qwen3, seed: int) -> None:
@@ -113,24 +111,18 @@ class Base:
 
     def __call__(self, *args: object) -> Tensor:
         """Return the hidden states of Qwen3.forward with the adapters disabled."""
-        with without_adapters(self.model):
+        modules = adapters(self.model)
+        for _, module in modules:
+            module.enabled = False
+        try:
             return self.model(*args)
+        finally:
+            for _, module in modules:
+                module.enabled = True
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield nothing: the parameters are the model's and saved with it."""
         return iter(())
-
-
-@contextmanager
-def without_adapters(model: Qwen3) -> Iterator[None]:
-    """Disable all adapters within the block."""
-    for _, module in adapters(model):
-        module.enabled = False
-    try:
-        yield
-    finally:
-        for _, module in adapters(model):
-            module.enabled = True
 
 
 def save_adapter(
@@ -149,13 +141,13 @@ def save_adapter(
     """
     tensors, targets = {}, set()
     for name, module in adapters(model):
-        a, b = whole(module.lora_a), whole(module.lora_b)
-        parts = hf_parts(model.config, f"{name}.weight", b)
+        a, b = whole(module.lora_a).cpu(), whole(module.lora_b).cpu()
+        parts = hf_rows(model.config, f"{name}.weight", len(b))
         for (part, rows), columns in zip(parts, a.split(module.rank), strict=True):
             part = part.removesuffix(".weight")
             targets.add(part.rpartition(".")[2])
-            tensors[f"base_model.model.{part}.lora_A.weight"] = columns.cpu().contiguous()
-            tensors[f"base_model.model.{part}.lora_B.weight"] = rows.cpu().contiguous()
+            tensors[f"base_model.model.{part}.lora_A.weight"] = columns.contiguous()
+            tensors[f"base_model.model.{part}.lora_B.weight"] = b[rows].contiguous()
     if not write:
         return
     if before is not None:  # B_1 A_1 + B_2 A_2 = [B_1 B_2] [A_1; A_2]
@@ -164,7 +156,7 @@ def save_adapter(
             name: torch.cat([earlier[name], tensor], 0 if "lora_A" in name else 1)
             for name, tensor in tensors.items()
         }
-    rank = next(len(tensor) for name, tensor in tensors.items() if "lora_A" in name)
+    rank = len(next(iter(tensors.values())))  # of the first A
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -175,15 +167,5 @@ def save_adapter(
     }
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    write_whole(path / "adapter_config.json", (json.dumps(config, indent=2) + "\n").encode())
+    write_whole(path / "adapter_config.json", json.dumps(config, indent=2) + "\n")
     write_whole(path / TENSORS, save(tensors, {"format": "pt"}))
-
-
-def parameters_of(config: ModelConfig, rank: int) -> int:
-    """Return how many numbers the adapters of a model hold."""
-    hidden, wide = config.hidden_size, config.intermediate_size
-    q = config.num_attention_heads * config.head_dim
-    kv = config.num_key_value_heads * config.head_dim
-    # input + output columns of q, k, v, o, gate, up and down
-    per_layer = 2 * (hidden + q) + 2 * (hidden + kv) + 3 * (hidden + wide)
-    return config.num_hidden_layers * rank * per_layer

@@ -7,6 +7,7 @@ PyTorch computes the others. Attention over a training pack is in packed_attenti
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 # oneDNN multiplies at most this many rows, by a weight of at least this many numbers.
 ONEDNN_ROWS, ONEDNN_NUMEL = 8, 1 << 18
-_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+_ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def by_kernel(x: Tensor) -> bool:
@@ -36,10 +37,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     code for each number of rows.
     """
     few = len(x) <= ONEDNN_ROWS and weight.numel() >= ONEDNN_NUMEL
-    if few and _ONEDNN and x.is_cpu and x.dtype == weight.dtype == torch.float32:
-        needs_grad = x.requires_grad or weight.requires_grad
-        if not (torch.is_grad_enabled() and needs_grad):
-            return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    fp32 = x.is_cpu and x.dtype == weight.dtype == torch.float32
+    trained = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if _ONEDNN and few and fp32 and not trained:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
 
 
@@ -62,13 +63,14 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def rope_frequencies(head_dim: int, theta: float) -> Tensor:
+@cache
+def rope_frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
     """Return the rotary angle per position of each pair, theta^(-2i/d), fp32 [head_dim / 2].
 
-    RoFormer (Su et al. 2021, section 3.2.2). On the CPU.
+    RoFormer (Su et al. 2021, section 3.2.2). Computed on the CPU, the same for all.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
-    return 1.0 / theta**exponents
+    return (1.0 / theta**exponents).to(device)
 
 
 def rope_tables(
@@ -104,5 +106,5 @@ def cache_rows(slots: Tensor, kv_heads: int, page_size: int) -> Tensor:
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor) -> None:
     """Write k and v [T, Hkv, D] into the caches at `rows` int64 [T, Hkv], from cache_rows."""
-    for new, cache in ((k, k_cache), (v, v_cache)):
-        cache.view(-1, cache.shape[-1]).index_copy_(0, rows.flatten(), new.flatten(0, 1))
+    for new, pages in ((k, k_cache), (v, v_cache)):
+        pages.view(-1, pages.shape[-1]).index_copy_(0, rows.flatten(), new.flatten(0, 1))

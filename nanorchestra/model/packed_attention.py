@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -44,30 +45,39 @@ class Span(NamedTuple):
         """True if queries and keys are the same tokens."""
         return self.start == self.key_start
 
+    @property
+    def rows(self) -> slice:
+        """The queries' places in the pack."""
+        return slice(self.start, self.end)
+
+    @property
+    def keys(self) -> slice:
+        """The keys' places in the pack."""
+        return slice(self.key_start, self.key_end)
+
 
 def packed_attention(segments: Sequence[Segment], kernel: str = "triton") -> Attend:
     """Return `attend(layer, q, k, v)` for a pack: q [T, H, D], k and v [T, Hkv, D] -> [T, H, D].
 
     The segments cover the pack in order, without gaps. `kernel` names the GPU kernel, "triton" or
-    "flash-attn" (kernels/external.py). Raises ValueError if a segment does not fit.
+    "flash-attn" (kernels/external.py).
     """
     spans = _spans(segments)
     own = [span for span in spans if span.causal]
     prefixed = _joined([span for span in spans if not span.causal])
-    total = spans[-1].end
-    plans: dict[Any, Any] = {}  # made by the first layer, used by all
+
+    @cache  # made by the first layer, used by all
+    def planned(device: torch.device, dtype: torch.dtype) -> Any:
+        if kernel == "flash-attn":
+            return sequences(spans, device)
+        return plan(spans, device, dtype)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if len(q) != total:
-            raise ValueError(f"the segments cover {total} tokens; q has {len(q)}")
         if kernel == "flash-attn":
-            if kernel not in plans:
-                plans[kernel] = sequences(spans, q.device)
-            return external_attention(q, k, v, plans[kernel])
+            return external_attention(q, k, v, planned(q.device, q.dtype))
         if by_kernel(q):
-            if q.dtype not in plans:
-                plans[q.dtype] = plan(spans, q.device, q.dtype)
-            return flash_attention(q.contiguous(), k.contiguous(), v.contiguous(), plans[q.dtype])
+            tensors = (x.contiguous() for x in (q, k, v))
+            return flash_attention(*tensors, planned(q.device, q.dtype))
         return _PackedAttention.apply(q, k, v, own, prefixed)
 
     return attend
@@ -75,16 +85,11 @@ def packed_attention(segments: Sequence[Segment], kernel: str = "triton") -> Att
 
 def _spans(segments: Sequence[Segment]) -> list[Span]:
     """Return the spans of each segment in turn: its prefixes in order of position, then itself."""
-    spans, end = [], 0
+    spans: list[Span] = []
     seen: dict[int, list[tuple[int, int]]] = {}  # start of a segment -> the keys before it
-    lengths: dict[int, int] = {}
-    for index, segment in enumerate(segments):
+    for segment in segments:
+        end = segment.start + segment.length
         prefix = (segment.prefix_start, segment.prefix_start + segment.prefix_length)
-        prefix_fits = segment.prefix_length <= lengths.get(segment.prefix_start, 0)
-        if segment.start != end or segment.length < 1 or not prefix_fits:
-            raise ValueError(f"segment {index} does not fit those before it: {segment}")
-        end += segment.length
-        lengths[segment.start] = segment.length
         keys = [*seen[segment.prefix_start], prefix] if segment.prefix_length else []
         seen[segment.start] = keys
         spans += [Span(segment.start, end, *key) for key in [*keys, (segment.start, end)]]
@@ -118,9 +123,9 @@ class _PackedAttention(torch.autograd.Function):
         out = q.new_empty(q.shape)  # [T, H, D]
         lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))  # [T, H]
         for span in own:
-            out[span.start : span.end], lse[span.start : span.end] = _span_forward(q, k, v, span)
+            out[span.rows], lse[span.rows] = _span_forward(q, k, v, span)
         for span in prefixed:
-            rows = slice(span.start, span.end)
+            rows = span.rows
             prefix_out, prefix_lse = _span_forward(q, k, v, span)
             share = torch.sigmoid(prefix_lse - lse[rows])[..., None]  # the prefix's softmax mass
             out[rows] = torch.lerp(out[rows].to(share.dtype), prefix_out.to(share.dtype), share)
@@ -134,24 +139,24 @@ class _PackedAttention(torch.autograd.Function):
         saved = ctx.saved_tensors
         dq, dk, dv = (x.new_empty(x.shape) for x in saved[:3])
         for span in ctx.own:
-            rows = slice(span.start, span.end)
+            rows = span.rows
             dq[rows], dk[rows], dv[rows] = _span_backward(grad, *saved, span)
         for span in ctx.prefixed:
             span_dq, span_dk, span_dv = _span_backward(grad, *saved, span)
-            dq[span.start : span.end] += span_dq
-            dk[span.key_start : span.key_end] += span_dk
-            dv[span.key_start : span.key_end] += span_dv
+            dq[span.rows] += span_dq
+            dk[span.keys] += span_dk
+            dv[span.keys] += span_dv
         return dq, dk, dv, None, None
 
 
-def _heads_first(x: Tensor, start: int, end: int) -> Tensor:
-    return x[start:end].transpose(0, 1)[None]  # [T, heads, ...] -> [1, heads, end - start, ...]
+def _heads_first(x: Tensor, places: slice) -> Tensor:
+    return x[places].transpose(0, 1)[None]  # [T, heads, ...] -> [1, heads, places, ...]
 
 
 def _span_forward(q: Tensor, k: Tensor, v: Tensor, span: Span) -> tuple[Tensor, Tensor]:
     """Return the attention of one span: out [rows, H, D] and log-sum-exp [rows, H]."""
-    q = _heads_first(q, span.start, span.end)
-    k, v = (_heads_first(x, span.key_start, span.key_end) for x in (k, v))
+    q = _heads_first(q, span.rows)
+    k, v = _heads_first(k, span.keys), _heads_first(v, span.keys)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, span.causal)
     return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
@@ -160,8 +165,8 @@ def _span_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, span: Span
 ) -> Iterator[Tensor]:
     """Return the gradients of q [rows, H, D] and of k and v [keys, Hkv, D] from one span."""
-    grad, q, out, lse = (_heads_first(x, span.start, span.end) for x in (grad, q, out, lse))
-    k, v = (_heads_first(x, span.key_start, span.key_end) for x in (k, v))
+    grad, q, out, lse = (_heads_first(x, span.rows) for x in (grad, q, out, lse))
+    k, v = _heads_first(k, span.keys), _heads_first(v, span.keys)
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, span.causal
     )

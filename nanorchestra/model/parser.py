@@ -14,26 +14,24 @@ from dataclasses import replace
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import ParsedTurn, ToolCall
 
-IM_END = "<|im_end|>"
-THINK, THINK_END = "<think>", "</think>"
-CALL, CALL_END = "<tool_call>", "</tool_call>"
+
+class Marker(str):
+    """A token of the chat template: its spelling as text, one id as ids."""
 
 
-def parse(
-    tokenizer: Tokenizer | None, turn: Sequence[int] | str, enable_thinking: bool | None = None
-) -> ParsedTurn:
-    """Return the parts of one sampled turn, ids or text; a bad call carries its `error`.
+THINK, THINK_END = Marker("<think>"), Marker("</think>")
+CALL, CALL_END = Marker("<tool_call>"), Marker("</tool_call>")
+
+
+def parse(tokenizer: Tokenizer, ids: Sequence[int]) -> ParsedTurn:
+    """Return the parts of one sampled turn; a bad call carries its `error`.
 
     The turn starts after the generation prompt; a final <|im_end|> is dropped. A turn that opens
-    with <think> is reasoning up to </think>; with enable_thinking=False nothing is reasoning.
+    with <think> is reasoning up to </think>.
     """
-    if isinstance(turn, str):
-        text = turn.removesuffix(IM_END)
-    else:
-        ended = len(turn) and turn[-1] in tokenizer.eos_ids
-        text = tokenizer.decode(turn[:-1] if ended else turn)
-    parser = StreamParser(enable_thinking)
-    parser.feed(text)
+    ended = len(ids) and ids[-1] in tokenizer.eos_ids
+    parser = StreamParser()
+    parser.feed(tokenizer.decode(ids[:-1] if ended else ids))
     return parser.finish()
 
 
@@ -44,11 +42,11 @@ class StreamParser:
     `last_deltas`, are that part of the turn. The k-th "tool_call" delta is the text of `calls[k]`.
     """
 
-    def __init__(self, enable_thinking: bool | None = None) -> None:
+    def __init__(self) -> None:
         self.calls: list[ToolCall] = []
         self.last_deltas: list[tuple[str, str]] = []
         self._parts = {"reasoning": "", "content": ""}
-        self._kind = "content" if enable_thinking is False else ""  # of the section; "": undecided
+        self._kind = ""  # of the section; "": undecided
         self._text = ""  # of the section, and what follows it
         self._shown = 0  # characters of the section
         self._truncated = False
@@ -91,58 +89,50 @@ class StreamParser:
                 self._truncated |= final and self._kind == "reasoning"
                 break
             if self._kind == "content":
-                end = self._take_call(rest, final)
-                if end is None:
+                rest = self._take_call(rest, final)
+                if rest is None:
                     break
                 deltas.append(("tool_call", self.calls[-1].raw))
-                rest = rest[end:]
             self._kind, self._text, self._shown = "content", rest, 0
         return deltas
 
-    def _take_call(self, text: str, final: bool) -> int | None:
-        """Add the call at the beginning of `text`; return its end, None if it is not certain.
+    def _take_call(self, text: str, final: bool) -> str | None:
+        """Add the call at the beginning of `text`; return what follows, None if not certain yet.
 
         What is no JSON ends at the first closing tag.
         """
-        first = text.find(CALL_END)
-        if first < 0 and not final:
+        if CALL_END not in text and not final:
             return None
         call, length = _read_call(text)
-        if length is not None:
-            closing = text.find(CALL_END, length)
-            if closing < 0 and not final:
-                return None
-            tail = (text[length:closing] if closing >= 0 else text[length:]).strip()
-            end = closing + len(CALL_END) if closing >= 0 else len(text)
-            if closing < 0 and CALL_END.startswith(tail):
-                self._truncated = True
-            elif tail:
-                error = f"{CALL_END} must follow the JSON object, not {tail[:20]!r}"
+        tail, closed, rest = text[length:].partition(CALL_END)
+        in_string = not length and "Unterminated string" in call.error  # so the tag may be too
+        if not final and (in_string or not closed):
+            return None
+        self._truncated |= not closed
+        if length:
+            if tail.strip() and (closed or not CALL_END.startswith(tail.strip())):
+                error = f"{CALL_END} must follow the JSON object, not {tail.strip()[:20]!r}"
                 call = replace(call, error=call.error or error)
-                end = length if CALL in tail or closing < 0 else end
-        elif first < 0:
-            self._truncated, end = True, len(text)
-            call = replace(call, error="cut off before the end of its JSON object")
-        elif "Unterminated string" in call.error and not final:
-            return None  # the tag may be part of that string
+        elif closed:
+            call, _ = _read_call(tail)
         else:
-            call, end = _read_call(text[:first])[0], first + len(CALL_END)
+            call = replace(call, error="cut off before the end of its JSON object")
         self.calls.append(call)
-        return end
+        return rest
 
 
 def _certain(text: str, tag: str) -> int:
     """Return how many characters of `text` cannot be the beginning of `tag`."""
-    for size in range(min(len(tag) - 1, len(text)), 0, -1):
+    for size in range(len(tag) - 1, 0, -1):
         if text.endswith(tag[:size]):
             return len(text) - size
     return len(text)
 
 
-def _read_call(text: str) -> tuple[ToolCall, int | None]:
-    """Return a call and where its JSON value ends in `text`, None if it is not valid JSON."""
+def _read_call(text: str) -> tuple[ToolCall, int]:
+    """Return a call and where its JSON value ends in `text`, 0 if it is not valid JSON."""
     stripped = text.lstrip()
-    name, raw, length = "", text.strip(), None
+    name, raw, length = "", text.strip(), 0
     try:
         value, end = _DECODER.raw_decode(stripped)
         raw, length = stripped[:end], len(text) - len(stripped) + end

@@ -7,8 +7,10 @@ norms and biases stay as they are; the lm_head takes 8 bits in either mode.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +18,10 @@ from torch import Tensor, nn
 
 from kernels.quantised import quantised_linear
 from nanorchestra.errors import require
-from nanorchestra.model.hf_config import check_field
+from nanorchestra.files import read_json
 from nanorchestra.model.ops import by_kernel, linear
 
 MODES = ("int8", "int4")
-FLOATS = ("F32", "BF16", "F16")  # as safetensors names them
 GROUP = 128  # input columns that share a scale in int4, as in most published 4-bit checkpoints
 _BLOCK = 1024  # output rows converted at a time; bounds the full-precision copies in memory
 # fp16, spaced 2^-24 here, still keeps a scale so well that no weight moves by over half a step.
@@ -31,11 +32,10 @@ _AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one checkpoint tensor: its shape, what writes it, and the dtypes it may have."""
+    """The place of one checkpoint tensor: its shape, and what writes it."""
 
     shape: list[int]
-    write: Callable[[Tensor], Any]
-    dtypes: tuple[str, ...] = FLOATS
+    write: Callable[[Tensor], None]
 
 
 class QuantisedLinear(nn.Module):
@@ -52,16 +52,18 @@ class QuantisedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bits, self.group, self.bias = bits, group, linear.bias
-        groups, packed = linear.in_features // group, linear.in_features * bits // 8
+        groups, device = linear.in_features // group, linear.weight.device
+
+        def stored(columns: int, dtype: torch.dtype) -> nn.Buffer:
+            return nn.Buffer(torch.empty(linear.out_features, columns, dtype=dtype, device=device))
+
         if bits == 8:
-            kinds = {"values": (packed, torch.int8), "scales": (groups, torch.float32)}
-            self.zeros = None
+            self.values = stored(linear.in_features, torch.int8)
+            self.scales, self.zeros = stored(groups, torch.float32), None
         else:
-            kinds = {"values": (packed, torch.uint8), "scales": (groups, torch.float16)}
-            kinds["zeros"] = (groups, torch.uint8)
-        for name, (columns, dtype) in kinds.items():
-            buffer = torch.empty(linear.out_features, columns, dtype=dtype)
-            self.register_buffer(name, buffer.to(linear.weight.device))
+            self.values = stored(linear.in_features // 2, torch.uint8)
+            self.scales = stored(groups, torch.float16)
+            self.zeros = stored(groups, torch.uint8)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product; a GPU kernel reads the stored bits, a CPU dequantises W first."""
@@ -99,52 +101,37 @@ class QuantisedLinear(nn.Module):
         """Return the slots of AWQ's three tensors for these rows."""
         count, groups = rows.stop - rows.start, self.in_features // self.group
 
-        def write_values(packed: Tensor) -> None:
-            q = unpack_awq(packed.to(self.values.device)).T
-            self.values[rows] = pack_nibbles(q.unflatten(1, (-1, self.group)))
-
-        def write_zeros(packed: Tensor) -> None:
-            self.zeros[rows] = unpack_awq(packed).T.to(self.zeros.device)
-
-        def write_scales(scales: Tensor) -> None:
-            self.scales[rows] = scales.T.to(self.scales)
+        def write(buffer: Tensor, tensor: Tensor) -> None:
+            if buffer is not self.scales:
+                tensor = unpack_awq(tensor.to(buffer.device))
+            tensor = tensor.T
+            if buffer is self.values:
+                tensor = pack_nibbles(tensor.unflatten(1, (-1, self.group)))
+            buffer[rows] = tensor
 
         return {
-            f"{prefix}qweight": Slot([self.in_features, count // 8], write_values, ("I32",)),
-            f"{prefix}qzeros": Slot([groups, count // 8], write_zeros, ("I32",)),
-            f"{prefix}scales": Slot([groups, count], write_scales),
+            f"{prefix}qweight": Slot([self.in_features, count // 8], partial(write, self.values)),
+            f"{prefix}qzeros": Slot([groups, count // 8], partial(write, self.zeros)),
+            f"{prefix}scales": Slot([groups, count], partial(write, self.scales)),
         }
 
 
 def quantise_model(model: nn.Module, mode: str) -> None:
-    """Replace every nn.Linear by a QuantisedLinear of its weights, in place.
+    """Replace every nn.Linear by an empty QuantisedLinear, in place.
 
-    "int8" scales each output row, "int4" groups of 128 input columns. On the meta device only
-    shapes are made. Raises UserError for another mode or columns that do not divide into groups.
+    "int8" scales each output row, "int4" groups of 128 input columns. Raises UserError for another
+    mode.
     """
     require(mode in MODES, f"quantise = {mode!r}: expected one of {', '.join(MODES)}")
     for name, module in linears(model):
         is_int4 = mode == "int4" and name != "lm_head"
         bits, group = (4, GROUP) if is_int4 else (8, module.in_features)
-        quantised = replace_linear(model, name, bits, group)
-        if not module.weight.is_meta:
-            quantised.write(slice(0, module.out_features), module.weight)
+        replace_linear(model, name, bits, group)
 
 
-def replace_linear(model: nn.Module, name: str, bits: int, group: int) -> QuantisedLinear:
-    """Put an empty QuantisedLinear in the place of an nn.Linear, and return it.
-
-    Raises UserError if the columns do not divide into groups.
-    """
-    module = model.get_submodule(name)
-    columns = module.in_features
-    require(
-        columns % group == 0,
-        f"{name} has {columns} input columns: 4 bits need a multiple of {group}",
-    )
-    quantised = QuantisedLinear(module, bits, group)
-    model.set_submodule(name, quantised)
-    return quantised
+def replace_linear(model: nn.Module, name: str, bits: int, group: int) -> None:
+    """Put an empty QuantisedLinear in the place of an nn.Linear."""
+    model.set_submodule(name, QuantisedLinear(model.get_submodule(name), bits, group))
 
 
 def linears(model: nn.Module, kind: type[nn.Module] = nn.Linear) -> list[tuple[str, Any]]:
@@ -157,21 +144,20 @@ def is_quantised(model: nn.Module) -> bool:
     return bool(linears(model, QuantisedLinear))
 
 
-def awq_group_size(data: Mapping[str, Any], source: str) -> int | None:
+def awq_group_size(file: Path) -> int | None:
     """Return the group size of an AWQ checkpoint from its config.json; None in full precision.
 
-    Raises UserError, naming `source`, for any quantisation but AWQ's 4 bits in "gemm" layout.
+    Raises UserError for any quantisation but AWQ's 4 bits in "gemm" layout.
     """
-    config = data.get("quantization_config")
+    config = read_json(file).get("quantization_config")
     if config is None:
         return None
-    group = config.get("group_size", 128)
-    is_awq = config.get("quant_method") == "awq" and config.get("bits") == 4
-    is_gemm = str(config.get("version", "gemm")).lower() == "gemm"
-    expected = "AWQ in 4 bits, 'gemm' layout, with a group_size that 32 divides"
-    known = is_awq and is_gemm and group > 0 and group % 32 == 0
-    check_field(known, source, data, "quantization_config", expected)
-    return group
+    layout = config.get("version", "gemm").lower()
+    require(
+        (config["quant_method"], config.get("bits"), layout) == ("awq", 4, "gemm"),
+        f"{file}: quantization_config = {config}: expected AWQ in 4 bits, 'gemm' layout",
+    )
+    return config.get("group_size", GROUP)
 
 
 def pack_nibbles(q: Tensor) -> Tensor:

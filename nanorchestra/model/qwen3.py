@@ -123,9 +123,6 @@ class Qwen3(nn.Module):
         self.lm_head = None
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-        # Plain attributes, not buffers: the frequencies stay fp32 when the model is cast.
-        frequencies = rope_frequencies(config.head_dim, config.rope_theta)
-        self._rope_frequencies = {torch.device("cpu"): frequencies}
 
     @property
     def output_weight(self) -> Tensor:
@@ -168,9 +165,7 @@ class Qwen3(nn.Module):
 
     def rope_frequencies(self, device: torch.device) -> Tensor:
         """Return the rotary angles per position, fp32 [head_dim / 2] on `device`."""
-        if device not in self._rope_frequencies:
-            self._rope_frequencies[device] = self._rope_frequencies[torch.device("cpu")].to(device)
-        return self._rope_frequencies[device]
+        return rope_frequencies(self.config.head_dim, self.config.rope_theta, device)
 
 
 # layers, hidden size, intermediate size, heads, tied

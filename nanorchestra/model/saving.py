@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.model.weights import INDEX, SINGLE, named_hf_tensors
 
+SHARD_BYTES = 5_000_000_000  # the most in one file
+
 
 def save_checkpoint(
     model: Qwen3,
@@ -24,7 +26,6 @@ def save_checkpoint(
     path: str | Path,
     *,
     dtype: torch.dtype | None = None,
-    max_shard_bytes: int = 5_000_000_000,
     write: bool = True,
 ) -> None:
     """Write a checkpoint directory in `dtype`, the model's own by default; it replaces `path`.
@@ -44,32 +45,39 @@ def save_checkpoint(
         _write_json(directory / "config.json", config_to_hf(model.config) | {"dtype": dtype_name})
         if eos:
             _write_json(directory / "generation_config.json", {"eos_token_id": eos})
-        _write_shards(directory, tensors, max_shard_bytes)
+        _write_shards(directory, tensors)
         if tokenizer is not None:
             tokenizer.save(directory)
 
 
-def _write_shards(
-    directory: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int
-) -> None:
+def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write one file, or numbered shards and their index."""
-    shard: dict[str, Tensor] = {}
     weight_map: dict[str, str] = {}
-    file, size, total = "", 0, 0
-    for name, tensor in tensors:
-        if not shard or size + tensor.nbytes > max_shard_bytes:
-            if shard:
-                save_file(shard, directory / file, {"format": "pt"})
-            shard, size = {}, 0
-            file = f"model-{1 + len(set(weight_map.values())):05d}.safetensors"
-        shard[name], weight_map[name] = tensor.cpu().contiguous(), file
-        size, total = size + tensor.nbytes, total + tensor.nbytes
-    if len(shard) == len(weight_map):
-        save_file(shard, directory / SINGLE, {"format": "pt"})
-    else:
+    total = 0
+    for number, shard in enumerate(_shards(tensors), 1):
+        file = f"model-{number:05d}.safetensors"
         save_file(shard, directory / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+        total += sum(tensor.nbytes for tensor in shard.values())
+    if number == 1:
+        (directory / file).rename(directory / SINGLE)
+    else:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(directory / INDEX, index)
+
+
+def _shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Yield the contents of each shard, which are dropped when the next one is asked for."""
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > SHARD_BYTES:
+            yield shard
+            shard.clear()
+            size = 0
+        shard[name] = tensor.cpu().contiguous()
+        size += tensor.nbytes
+    yield shard
 
 
 def _write_json(file: Path, data: dict[str, Any]) -> None:

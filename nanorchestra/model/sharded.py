@@ -26,9 +26,13 @@ def local(tensor: Tensor) -> Tensor:
 
 def like(tensor: DTensor, part: Tensor) -> DTensor:
     """Return the DTensor, divided as `tensor` is, of which this rank holds `part`."""
-    shape = {"shape": tensor.shape, "stride": tensor.stride()}
     return type(tensor).from_local(
-        part, tensor.device_mesh, tensor.placements, run_check=False, **shape
+        part,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
     )
 
 

@@ -7,7 +7,6 @@ of bytes, so a character that is split over several ids is never emitted in part
 
 from __future__ import annotations
 
-import codecs
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -45,7 +44,7 @@ TEXT_TOKENS = (
     "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>",
     "<think>", "</think>",
 )  # fmt: skip
-SMALLEST_VOCAB = 256 + len(SPECIAL_TOKENS) + len(TEXT_TOKENS)
+ADDED_TOKENS = (*SPECIAL_TOKENS, *TEXT_TOKENS)
 _REQUIRED = (*SPECIAL_TOKENS[:3], *TEXT_TOKENS[:2], *TEXT_TOKENS[-4:])
 _COMPANIONS = ("tokenizer_config.json", "chat_template.jinja")
 _CONFIG = {  # what transformers needs beside tokenizer.json
@@ -54,21 +53,25 @@ _CONFIG = {  # what transformers needs beside tokenizer.json
     "pad_token": "<|endoftext|>",
     "clean_up_tokenization_spaces": False,
 }
+# Byte-level BPE spells a byte as one character: itself if printable, else the next from U+0100 on.
+_ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+_PRINTABLE_FIRST = sorted(range(256), key=lambda byte: chr(byte) not in _ALPHABET)
+_BYTES = dict(zip(_ALPHABET, _PRINTABLE_FIRST, strict=True))
 _CACHED = 4096  # entries of the cache of encoded texts, and the most characters of an entry
 
 
 class Tokenizer:
     """A tokenizer of the Qwen kind.
 
-    `vocab_size` is 1 + the largest id, `eos_ids` end a turn, `added_ids` are all added tokens, and
-    `im_start`, `im_end`, `tool_call_start`, `tool_call_end` are ids of chat markers.
+    `vocab_size` is 1 + the largest id, `eos_ids` end a turn, `added_ids` are all added tokens,
+    `im_end` and `tool_call_end` are ids of chat markers. `backend` also reads markers in text.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, source: str = "tokenizer.json") -> None:
         """Take what tokenizer.json holds; UserError, naming `source`, if it is not Qwen's kind."""
         backend.no_truncation()
         backend.no_padding()
-        self._marked = backend
+        self.backend = backend
         self._plain = tokenizers.Tokenizer(backend.model)  # the same merges, no added tokens
         self._plain.normalizer = backend.normalizer
         self._plain.pre_tokenizer = backend.pre_tokenizer
@@ -79,40 +82,44 @@ class Tokenizer:
         for token in _REQUIRED:
             known = self._ids.get(token) in added
             require(known, f"{source}: added_tokens has no {token!r}, as a Qwen3 tokenizer has")
-        self._bytes = _byte_table(self._ids, self.added_ids, source)
-        self.vocab_size = len(self._bytes)
-        self.im_start, self.im_end = self.token_id("<|im_start|>"), self.token_id("<|im_end|>")
-        self.tool_call_start = self.token_id("<tool_call>")
+        self.vocab_size = 1 + max(self._ids.values())
+        self._bytes = [b""] * self.vocab_size
+        for token, i in self._ids.items():
+            self._bytes[i] = token.encode() if i in added else bytes(_BYTES[c] for c in token)
+        self.im_end = self.token_id("<|im_end|>")
         self.tool_call_end = self.token_id("</tool_call>")
         self.eos_ids = (self.im_end, self.token_id("<|endoftext|>"))
         self._companions = {"tokenizer_config.json": json.dumps(_CONFIG, indent=2) + "\n"}
-        self._cached = lru_cache(_CACHED)(self._encode_plain)
+        self._cached = lru_cache(_CACHED)(self._encode)
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Tokenizer:
         """Read tokenizer.json of a checkpoint directory, and what `save` will copy beside it.
 
-        Raises UserError if it is not a byte-level BPE with Qwen3's chat tokens.
+        Raises UserError if it cannot be read or lacks Qwen3's chat tokens.
         """
         file = Path(path) / "tokenizer.json"
         try:
-            tokenizer = cls(tokenizers.Tokenizer.from_file(str(file)), str(file))
-        except UserError:
-            raise
+            backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
-            reason = " ".join(str(error).split())
-            raise UserError(f"{file}: not a readable tokenizer.json ({reason})") from None
+            raise UserError(f"{file}: not a readable tokenizer.json ({error})") from None
+        tokenizer = cls(backend, str(file))
         for name in _COMPANIONS:
             companion = file.with_name(name)
             if companion.exists():
                 tokenizer._companions[name] = companion.read_text(encoding="utf-8")
         return tokenizer
 
-    def encode(self, text: str, special: bool = False) -> list[int]:
-        """Return the ids of `text`, with ids of added tokens only if `special`."""
-        if special:
-            return _run(self._marked, text)
-        return list(self._cached(text) if len(text) <= _CACHED else self._encode_plain(text))
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`, none of them an added token's."""
+        return list(self._cached(text) if len(text) <= _CACHED else self._encode(text))
+
+    def _encode(self, text: str) -> list[int]:
+        try:
+            return self._plain.encode(text).ids
+        except (TypeError, UnicodeEncodeError):  # half a surrogate pair, which JSON can bring
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            return self._plain.encode(text).ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
         """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD.
@@ -133,36 +140,9 @@ class Tokenizer:
     def save(self, path: str | Path) -> None:
         """Write the files that transformers' AutoTokenizer loads into the directory `path`."""
         Path(path).mkdir(parents=True, exist_ok=True)
-        files = {"tokenizer.json": self._marked.to_str(pretty=True) + "\n", **self._companions}
+        files = {"tokenizer.json": self.backend.to_str(pretty=True) + "\n", **self._companions}
         for name, text in files.items():
-            write_whole(Path(path) / name, text.encode())
-
-    def _encode_plain(self, text: str) -> tuple[int, ...]:
-        return tuple(_run(self._plain, text))
-
-
-def _run(encoder: tokenizers.Tokenizer, text: str) -> list[int]:
-    try:
-        return encoder.encode(text, add_special_tokens=False).ids
-    except (TypeError, UnicodeEncodeError):  # half a surrogate pair, which JSON can bring
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return encoder.encode(text, add_special_tokens=False).ids
-
-
-class IncrementalDecoder:
-    """Streams ids to text without ever emitting part of a character."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._bytes_of = tokenizer.bytes_of
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def feed(self, token: int) -> str:
-        """Return the text that is complete with this id."""
-        return self._decoder.decode(self._bytes_of(token))
-
-    def flush(self) -> str:
-        """Return the rest; an unfinished character becomes U+FFFD."""
-        return self._decoder.decode(b"", True)
+            write_whole(Path(path) / name, text)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -170,10 +150,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
     `vocab_size` counts bytes, merges and added tokens; the result is smaller if too few pairs occur
     twice. Added tokens are cut out of `texts`, which may be rendered conversations. Deterministic.
-    Raises UserError if vocab_size is below 282.
     """
-    expected = f"expected at least {SMALLEST_VOCAB}"
-    require(vocab_size >= SMALLEST_VOCAB, f"vocab_size = {vocab_size}: {expected}")
     backend = tokenizers.Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(tokenizers.Regex(PATTERN), "isolated")
@@ -181,37 +158,15 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - SMALLEST_VOCAB + 256,
+        vocab_size=vocab_size - len(ADDED_TOKENS),
         min_frequency=2,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        initial_alphabet=_ALPHABET,
         special_tokens=[],
         show_progress=False,
     )
-    markers = re.compile("|".join(map(re.escape, (*SPECIAL_TOKENS, *TEXT_TOKENS))))
+    markers = re.compile("|".join(map(re.escape, ADDED_TOKENS)))
     pieces = (piece for text in texts for piece in markers.split(text) if piece)
     backend.train_from_iterator(pieces, trainer)
-    backend.add_special_tokens(
-        [AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS]
-    )
-    backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in TEXT_TOKENS])
+    backend.add_special_tokens(list(SPECIAL_TOKENS))
+    backend.add_tokens([AddedToken(token, normalized=False) for token in TEXT_TOKENS])
     return Tokenizer(backend)
-
-
-def _byte_table(vocab: dict[str, int], added: frozenset[int], source: str) -> list[bytes]:
-    """Return the bytes of each id.
-
-    A byte-level vocabulary spells a byte as one character: itself if printable, else U+0100 on.
-    """
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    spelled = {chr(byte): byte for byte in printable}
-    spelled |= {chr(256 + i): byte for i, byte in enumerate(others)}
-    table = [b""] * (1 + max(vocab.values()))
-    for token, i in vocab.items():
-        if i in added:
-            table[i] = token.encode()
-        elif spelled.keys() >= set(token):
-            table[i] = bytes(map(spelled.__getitem__, token))
-        else:
-            raise UserError(f"{source}: token {token!r} does not belong to a byte-level BPE")
-    return table

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from typing import Any, TextIO
@@ -11,7 +10,7 @@ from nanorchestra.records import Trajectory
 from nanorchestra.report.run import number
 
 SHOWN_CHARS = 1000  # of one observation
-STYLES = {"think": "2", "call": "36", "result": "33", "answer": "1"}
+STYLES = {"think": "2", "answer": "1"}
 UNSAFE = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # all but tab and line feed
 
 
@@ -54,18 +53,16 @@ class Console:
         """Shows an event: a sampled id, the end of a turn, or the results of its calls."""
         if kind == "results":
             for call, result in zip(payload.calls, payload.results, strict=True):
-                text, more = result.content[:SHOWN_CHARS], len(result.content) - SHOWN_CHARS
-                text += f" [{more} more characters]" if more > 0 else ""
+                text = result.content[:SHOWN_CHARS]
                 self.line(f"  result {text}   ({call.name or 'no tool'}: {bill(result)})")
             return
         for part, text in self.turn.feed(payload) if kind == "token" else self.turn.finish()[0]:
-            if part != "tool_call":
+            if part == "tool_call":
+                self.line(f"  call   {text}")
+            else:
                 self.say("think" if part == "reasoning" else "answer", text)
         if kind == "turn":
             self.turn = self.open_turn()
-            for call in payload.calls:
-                arguments = json.dumps(call.arguments, ensure_ascii=False)
-                self.line("  call   " + (call.raw if call.error else f"{call.name} {arguments}"))
 
 
 def bill(spent: Any) -> str:

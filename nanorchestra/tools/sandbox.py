@@ -23,14 +23,12 @@ Not guaranteed: a defence against bugs of the kernel, or secrecy of file names a
 
 from __future__ import annotations
 
-import contextlib
 import json
 import queue
 import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +36,6 @@ from pathlib import Path
 from nanorchestra.errors import UserError
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
-GRACE_S = 5.0  # a worker enforces the time-out itself; one that is this much late is killed
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,6 @@ class SandboxResult:
     stdout: str
     error: str
     seconds: float
-    timed_out: bool
 
 
 class Sandbox:
@@ -100,32 +96,21 @@ class _Worker:
         self.directory = ""
 
     def run(self, code: str, timeout_s: float) -> SandboxResult:
-        start = time.perf_counter()
-        for _ in range(2):  # the worker may have been killed since its last run
-            try:
-                reply = self._exchange(code, timeout_s)
-            except BaseException:  # an interrupt: the next reply would be this run's
-                self.stop()
-                raise
-            if reply:
-                return SandboxResult(seconds=time.perf_counter() - start, **json.loads(reply))
-            self.stop()
-        return SandboxResult("", "the sandbox process died", time.perf_counter() - start, False)
-
-    def _exchange(self, code: str, timeout_s: float) -> str:
-        """Sends one request and returns the reply, "" if the worker has died or is far too late."""
+        start, reply = time.perf_counter(), ""
         process = self.process or self._start()
-        timer = threading.Timer(timeout_s + GRACE_S, process.kill)
-        timer.daemon = True
-        timer.start()
         try:
             process.stdin.write(json.dumps({"code": code, "timeout_s": timeout_s}) + "\n")
             process.stdin.flush()
-            return process.stdout.readline()
+            reply = process.stdout.readline()
         except BrokenPipeError:
-            return ""
+            pass
         finally:
-            timer.cancel()
+            if not reply:  # it has died, or an interrupt left its reply unread
+                self.stop()
+        seconds = time.perf_counter() - start
+        if not reply:
+            return SandboxResult("", "the sandbox process died", seconds)
+        return SandboxResult(seconds=seconds, **json.loads(reply))
 
     def _start(self) -> subprocess.Popen[str]:
         self.directory = tempfile.mkdtemp(prefix="sandbox-")
@@ -146,14 +131,7 @@ class _Worker:
     def stop(self) -> None:
         """Ends the process and removes its directory; the child of a run dies with it."""
         process, self.process = self.process, None
-        if process is None:
-            return
-        with contextlib.suppress(OSError):
-            process.stdin.close()  # the worker ends at the end of its input
-        try:
-            process.wait(timeout=0.5)
-        except subprocess.TimeoutExpired:
+        if process is not None:
             process.kill()
-            process.wait()
-        process.stdout.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
+            process.communicate()  # closes the pipes
+            shutil.rmtree(self.directory, ignore_errors=True)

@@ -1,9 +1,9 @@
 """The confined side of sandbox.py, run as a script: it imports nothing of this project.
 
 For each request on stdin, a JSON line {"code", "timeout_s"}, it forks a child, which gives up its
-rights, runs the code and exits; the reply on stdout is a JSON line {"stdout", "error",
-"timed_out"}. This process never runs what it was sent. A child that cannot give up its rights
-exits before it looks at the code.
+rights, runs the code and exits; the reply on stdout is a JSON line {"stdout", "error"}.
+This process never runs what it was sent. A child that cannot give up its rights exits before it
+looks at the code.
 """
 
 import ast
@@ -34,7 +34,6 @@ LIMITS = {
 }
 MAX_OUTPUT = 8192  # bytes
 MAX_ERROR = 500  # characters
-UNCONFINED = 97  # exit status of a child that could not be confined
 READABLE = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38  # <linux/prctl.h>
 SYS_LANDLOCK_CREATE, SYS_LANDLOCK_ADD, SYS_LANDLOCK_RESTRICT = 444, 445, 446
@@ -68,7 +67,7 @@ def serve(code: str, timeout_s: float, confinement: tuple) -> dict:
         try:
             confine(worker, out, err, int(timeout_s) + 2, *confinement)
         except BaseException:
-            os._exit(UNCONFINED)
+            os._exit(97)
         run_source(code)
     pidfd, poll = os.pidfd_open(pid), select.poll()
     poll.register(pidfd, select.POLLIN)
@@ -84,19 +83,17 @@ def serve(code: str, timeout_s: float, confinement: tuple) -> dict:
     for descriptor in (out, err, pidfd):
         os.close(descriptor)
     error = f"timed out after {timeout_s:g} s" if timed_out else explain(status, end)
-    return {"stdout": stdout, "error": error, "timed_out": timed_out}
+    return {"stdout": stdout, "error": error}
 
 
 def explain(status: int, stderr: bytes) -> str:
     """Returns one line on how a child ended, "" if well."""
-    lines = stderr.decode("utf-8", "replace").strip().splitlines()
-    if status < 0:
-        return f"killed by {signal.Signals(-status).name}"
     if status == 0:
         return ""
-    if status == UNCONFINED and not lines:
-        return "the process could not be confined"
-    return lines[-1][:MAX_ERROR] if lines else f"exit status {status}"
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    lines = stderr.decode("utf-8", "replace").strip().splitlines()
+    return lines[-1] if lines else f"exit status {status}"
 
 
 def confine(worker: int, out: int, err: int, cpu_s: int, ruleset: int, filter_program) -> None:
@@ -191,16 +188,14 @@ def run_source(code: str) -> None:
         if last is not None:
             exec(compile(ast.Interactive([last]), "<code>", "single"), module.__dict__)
     except BaseException as error:
-        if isinstance(error, SystemExit) and isinstance(error.code, int | None):
-            status = error.code or 0
-        else:
+        if not isinstance(error, SystemExit) or error.code:
             status = 1
             with contextlib.suppress(BaseException):  # the program may have closed stderr
                 os.write(2, b"\n" + describe(error).encode("utf-8", "backslashreplace"))
     finally:
         with contextlib.suppress(BaseException):  # or stdout
             sys.stdout.flush()
-        os._exit(status & 255)
+        os._exit(status)
 
 
 def describe(error: BaseException) -> str:

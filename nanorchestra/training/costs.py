@@ -38,17 +38,15 @@ GPUS = {  # NVIDIA's data sheets; the network is that of its DGX
 
 @dataclass(frozen=True)
 class Costs:
-    """FLOPs of a forward pass, and bytes that it reads in bf16.
+    """FLOPs of a forward pass, the bytes that it reads in bf16, and what a backward pass needs."""
 
-    Of all matrices, of a token in the layers, of a token's logits, of a pair of query and key, and
-    of the keys and values of a token.
-    """
-
-    weight_bytes: float
-    token_flops: float
-    logit_flops: float
-    pair_flops: float
-    kv_bytes: float
+    weight_bytes: float  # of all matrices
+    token_flops: float  # of a token in the layers
+    logit_flops: float  # of a token's logits
+    pair_flops: float  # of a pair of query and key
+    kv_bytes: float  # of a token's keys and values
+    activations: int  # numbers that a layer keeps of a token for its backward pass, with kernels
+    adapter_numbers: int  # numbers of adapters of rank 1
 
     @classmethod
     def of(cls, config: ModelConfig) -> Costs:
@@ -58,7 +56,12 @@ class Costs:
         kv = config.num_key_value_heads * config.head_dim
         linear = layers * hidden * (2 * q + 2 * kv + 3 * config.intermediate_size)
         head = config.vocab_size * hidden
-        return cls(2 * (linear + head), 2 * linear, 2 * head, 4 * layers * q, 2 * 2 * layers * kv)
+        # A layer keeps its input, the sum after attention and both after their norms; qkv, the
+        # normalised and rotated queries and keys, and attention's output; gate, up, their product.
+        kept = 4 * hidden + 4 * q + 4 * kv + 3 * config.intermediate_size
+        adapters = layers * (7 * hidden + 2 * q + 2 * kv + 3 * config.intermediate_size)
+        flops = 2 * linear, 2 * head, 4 * layers * q
+        return cls(2 * (linear + head), *flops, 4 * layers * kv, kept, adapters)
 
 
 def model_flops(
@@ -98,14 +101,3 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
         matrix @ matrix
         seconds.append(time.perf_counter() - start)
     return 2 * 1024**3 / min(seconds)
-
-
-def activation_numbers(config: ModelConfig) -> int:
-    """Returns how many numbers a layer keeps of a token for its backward pass, with the kernels.
-
-    Its input, the sum after attention and both after their norms; qkv, the normalised and rotated
-    queries and keys, and attention's output; gate, up and their product.
-    """
-    q = config.num_attention_heads * config.head_dim
-    kv = config.num_key_value_heads * config.head_dim
-    return 4 * config.hidden_size + 4 * q + 4 * kv + 3 * config.intermediate_size

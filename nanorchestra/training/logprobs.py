@@ -7,7 +7,7 @@ arguments and results the functions hold about WORKSPACE bytes, for any N and vo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -31,24 +31,17 @@ def token_logprobs(
     """
     if by_kernel(hidden):
         return linear_logprob(hidden, weight, targets, temperature, vocab_limit)
-    entropy, logsumexp = (hidden.new_empty(len(hidden), dtype=_wide(hidden)) for _ in range(2))
+    entropy = hidden.new_empty(len(hidden), dtype=_wide(hidden))
 
-    def values(rows: slice, logits: Tensor) -> Tensor:
-        logsumexp[rows] = logits.logsumexp(-1)
-        logprobs = logits.gather(1, targets[rows, None])[:, 0] - logsumexp[rows]
-        logits -= logsumexp[rows, None]
+    def logprobs(rows: slice, logits: Tensor, grad: Tensor | None) -> Tensor:
+        chosen = targets[rows, None]
+        logits -= logits.logsumexp(-1, keepdim=True)
+        if grad is not None:  # onehot(target) - p, times the gradient
+            return logits.exp_().mul_(-grad).scatter_add_(1, chosen, grad)
         entropy[rows] = -torch.einsum("nv,nv->n", logits.exp(), logits)
-        return logprobs
+        return logits.gather(1, chosen)[:, 0]
 
-    def grad_logits(rows: slice, logits: Tensor, _: Tensor, grad: Tensor) -> Tensor:
-        """The gradient in the logits, onehot(target) - p, times `grad`; in their place."""
-        probabilities = logits.sub_(logsumexp[rows, None]).exp_()
-        return probabilities.mul_(-grad[:, None]).scatter_add_(
-            1, targets[rows, None], grad[:, None]
-        )
-
-    size = _chunk_size(vocab_limit, hidden, 2)
-    head = _Head(values, grad_logits, temperature, vocab_limit, size)
+    head = _Head(logprobs, temperature, vocab_limit, buffers=2)
     return _Chunked.apply(hidden, weight, head), entropy
 
 
@@ -69,36 +62,40 @@ def full_kl(
     """
     ref_hidden, ref_weight = ref_hidden.detach(), ref_weight.detach()[:vocab_limit]
 
-    def both(rows: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def divergence(rows: slice, logits: Tensor, grad: Tensor | None) -> Tensor:
         logq = _logits(ref_hidden[rows], ref_weight, temperature).log_softmax(-1)
-        return logits.log_softmax(-1), logq
+        logp = logits.log_softmax(-1)
+        p, difference = logp.exp(), logp.sub_(logq)
+        kl = torch.einsum("nv,nv->n", p, difference)
+        return kl if grad is None else p.mul_(difference.sub_(kl[:, None])).mul_(grad)
 
-    def values(rows: slice, logits: Tensor) -> Tensor:
-        logp, logq = both(rows, logits)
-        return torch.einsum("nv,nv->n", logp.exp(), logp - logq)
-
-    def grad_logits(rows: slice, logits: Tensor, kl: Tensor, grad: Tensor) -> Tensor:
-        """P (log p - log q - KL), times the gradient."""
-        logp, logq = both(rows, logits)
-        return logp.exp().mul_(logp.sub_(logq).sub_(kl[:, None])).mul_(grad[:, None])
-
-    size = _chunk_size(vocab_limit, hidden, 5)
-    head = _Head(values, grad_logits, temperature, vocab_limit, size)
-    return _Chunked.apply(hidden, weight, head)
+    return _Chunked.apply(hidden, weight, _Head(divergence, temperature, vocab_limit, buffers=5))
 
 
 @dataclass(frozen=True)
 class _Head:
     """A function of the logits z = hidden @ weight.T / temperature below `limit`, by chunks.
 
-    values(rows, z) -> [chunk]; grad_logits(rows, z, values, gradient of values) -> [chunk, limit].
+    function(rows, z, None) returns its values [chunk], and function(rows, z, grad) the gradient in
+    z, if that in the values is grad [chunk, 1]. It may write to z. Up to `buffers` tensors as large
+    as z are alive at once.
     """
 
-    values: Callable[[slice, Tensor], Tensor]
-    grad_logits: Callable[[slice, Tensor, Tensor, Tensor], Tensor]
+    function: Callable[[slice, Tensor, Tensor | None], Tensor]
     temperature: float
     limit: int
-    size: int
+    buffers: int
+
+    def chunks(
+        self, hidden: Tensor, weight: Tensor, grad: Tensor | None = None
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Yields positions and what the function returns for them."""
+        row = self.buffers * self.limit * _wide(hidden).itemsize
+        for rows in _slices(len(hidden), min(1024, WORKSPACE // row)):
+            logits = _logits(hidden[rows], weight[: self.limit], self.temperature)
+            values = self.function(rows, logits, None if grad is None else grad[rows, None])
+            del logits  # only what is returned stays alive
+            yield rows, values
 
 
 class _Chunked(torch.autograd.Function):
@@ -107,41 +104,32 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, head):
         values = hidden.new_empty(len(hidden), dtype=_wide(hidden))
-        for rows in _chunks(len(hidden), head.size):
-            logits = _logits(hidden[rows], weight[: head.limit], head.temperature)
-            values[rows] = head.values(rows, logits)
-        ctx.save_for_backward(hidden, weight, values)
+        for rows, some in head.chunks(hidden, weight):
+            values[rows] = some
+        ctx.save_for_backward(hidden, weight)
         ctx.head = head
         return values
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        (hidden, weight, values), head = ctx.saved_tensors, ctx.head
-        grad_hidden = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_hidden = torch.empty_like(hidden)
+        (hidden, weight), head = ctx.saved_tensors, ctx.head
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight, dtype=_wide(weight))
-        piece = max(1, WORKSPACE // (2 * _wide(weight).itemsize * hidden.shape[1]))
-        for rows in _chunks(len(hidden), head.size):
-            logits = _logits(hidden[rows], weight[: head.limit], head.temperature)
-            step = head.grad_logits(rows, logits, values[rows], grad[rows])
+        piece = WORKSPACE // (2 * _wide(weight).itemsize * hidden.shape[1])
+        for rows, step in head.chunks(hidden, weight, grad):
             step = step.div_(head.temperature).to(weight.dtype)
-            if grad_hidden is not None:
-                grad_hidden[rows] = step @ weight[: head.limit]
+            grad_hidden[rows] = step @ weight[: head.limit]
             if grad_weight is not None:
-                for ids in _chunks(head.limit, piece):  # the product is as large as the gradient
+                for ids in _slices(head.limit, piece):  # the product is as large as the gradient
                     grad_weight[ids] += _wide_matmul(step[:, ids].T, hidden[rows])
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None
 
 
-def _chunk_size(vocab: int, hidden: Tensor, buffers: int) -> int:
-    """Positions at a time, if `buffers` tensors [positions, vocab] are alive at once."""
-    return min(1024, max(1, WORKSPACE // (buffers * vocab * _wide(hidden).itemsize)))
-
-
-def _chunks(count: int, size: int) -> list[slice]:
+def _slices(count: int, size: int) -> list[slice]:
+    size = max(1, size)
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 

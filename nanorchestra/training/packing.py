@@ -2,7 +2,7 @@
 
 A pack is a tree of shared prefixes. The text that all prompts of a world begin with stands in it
 once, each prompt once, and whatever the samples of a group begin with in common once.
-`ops.packed_attention` lets each id attend to its own past, so the gradients are exactly those of
+`packed_attention` lets each id attend to its own past, so the gradients are exactly those of
 the whole sequences. Nothing here computes with a model.
 """
 
@@ -107,7 +107,7 @@ class Packed:
 def pack(
     groups: Sequence[Group], device: torch.device | str = "cpu", attention: str = "triton"
 ) -> Packed:
-    """Returns the groups as one pack. `attention` names the kernel of ops.packed_attention.
+    """Returns the groups as one pack. `attention` names the kernel of packed_attention.
 
     Without groups the pack is one id that predicts nothing, for a rank that has no work but must
     take part in forward and backward.
@@ -116,33 +116,40 @@ def pack(
     if not groups:
         layout.lay([0], 0, None)
     beginnings = layout.lay_beginnings([group.prompt for group in groups])
-    rows: list[tuple[int, int, float, float, int, int]] = []  # the fields of Packed, source first
+    integers: list[tuple[int, int, int, int]] = []  # source, target, sequence, trajectory_ids
+    floats: list[tuple[float, float]] = []  # sampler's log-probability, advantage
     number = 0
     for group in groups:
+        start = len(group.prompt)
         common, beginning = beginnings[tuple(group.prompt[:SHARED_IDS])]
         prompt = layout.lay(group.prompt[common:], common, beginning)
-        places: list[list[int]] = [[] for _ in group.samples]
-        layout.lay_samples(group.samples, places, 0, len(group.prompt), prompt)
+        last = prompt.start + prompt.length - 1
+        places = [[last] for _ in group.samples]  # in the pack: the last prompt id, the sample's
+        sequences = [group.prompt + sample.ids for sample in group.samples]
+        layout.lay_branches(sequences, places, start, prompt)
         for sample, place in zip(group.samples, places, strict=True):
-            source = [prompt.start + prompt.length - 1, *place]
-            logprobs = sample.logprobs or [0.0] * len(sample.ids)
             total = sample.trajectory_ids or sample.count
-            for i, (token, sampled) in enumerate(zip(sample.ids, sample.sampled, strict=True)):
-                if sampled:
-                    row = (source[i], token, logprobs[i], sample.advantage, number, total)
-                    rows.append(row)
+            for i, token in enumerate(sample.ids):
+                if sample.sampled[i]:
+                    integers.append((place[i], token, number, total))
+                    logprob = sample.logprobs[i] if sample.logprobs else 0.0
+                    floats.append((logprob, sample.advantage))
             number += 1
-    columns = list(zip(*rows, strict=True)) if rows else [()] * 6
-    kinds = (torch.int64, torch.int64, torch.float32, torch.float32, torch.int64, torch.int64)
+    columns = torch.tensor(integers, dtype=torch.int64, device=device).reshape(-1, 4)
+    source, targets, sequence, trajectory_ids = columns.T.contiguous()
+    columns = torch.tensor(floats, dtype=torch.float32, device=device).reshape(-1, 2)
+    logprobs, advantages = columns.T.contiguous()
     return Packed(
         torch.tensor(layout.tokens, device=device),
         torch.tensor(layout.positions, device=device),
         packed_attention(layout.segments, attention),
         sum(layout.positions) + len(layout.positions),
-        *(
-            torch.tensor(column, dtype=kind, device=device)
-            for column, kind in zip(columns, kinds, strict=True)
-        ),
+        source=source,
+        targets=targets,
+        sampler_logprobs=logprobs,
+        advantages=advantages,
+        sequences=sequence,
+        trajectory_ids=trajectory_ids,
     )
 
 
@@ -182,32 +189,25 @@ class _Layout:
             beginnings[key] = common, segment
         return beginnings
 
-    def lay_samples(
-        self,
-        samples: list[Sample],
-        places: list[list[int]],
-        depth: int,
-        offset: int,
-        prefix: Segment,
+    def lay_branches(
+        self, sequences: list[list[int]], places: list[list[int]], depth: int, prefix: Segment
     ) -> None:
-        """Lays the rest of samples that agree in their first `depth` ids, as a tree.
+        """Lays what follows the first `depth` ids, in which the sequences agree, as a tree.
 
-        `offset` is the position of their first id, after the prompt. places[i] collects the indices
-        in the pack of the ids of sample i.
+        Appends to places[i] the indices in the pack of the ids of sequence i.
         """
         branches: dict[tuple[int, ...], list[int]] = {}
-        for i, sample in enumerate(samples):
-            if len(sample.ids) > depth:
-                key = tuple(sample.ids[depth : depth + SHARED_IDS])
-                branches.setdefault(key, []).append(i)
+        for i, ids in enumerate(sequences):
+            if len(ids) > depth:
+                branches.setdefault(tuple(ids[depth : depth + SHARED_IDS]), []).append(i)
         for branch in branches.values():
-            members = [samples[i] for i in branch]
-            end = depth + common_prefix([member.ids[depth:] for member in members])
-            segment = self.lay(members[0].ids[depth:end], offset + depth, prefix)
-            for i in branch:
-                places[i].extend(range(segment.start, segment.start + segment.length))
+            members, taken = [sequences[i] for i in branch], [places[i] for i in branch]
+            end = common_prefix(members)
+            segment = self.lay(members[0][depth:end], depth, prefix)
+            for place in taken:
+                place.extend(range(segment.start, segment.start + segment.length))
             if len(branch) > 1:
-                self.lay_samples(members, [places[i] for i in branch], end, offset, segment)
+                self.lay_branches(members, taken, end, segment)
 
 
 def common_prefix(sequences: Sequence[Sequence[int]]) -> int:

@@ -38,7 +38,7 @@ class TrainerSettings:
     activation_checkpointing: bool = False  # keep a layer's input only, recompute it in backward
     cpu_offload: bool = False  # of a sharded model: weights and moments in host memory
     dtype: torch.dtype = torch.float32  # of computing, in a sharded reference
-    attention: str = "triton"  # kernel of ops.packed_attention on a GPU
+    attention: str = "triton"  # kernel of packed_attention on a GPU
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from scripted import EchoTool, echoing
 
-from nanorchestra.agent.environment import MAX_OBSERVATION_CHARS, argument_error
+from nanorchestra.agent.environment import MAX_OBSERVATION_CHARS
 from nanorchestra.records import ToolCall
 
 
@@ -28,24 +28,6 @@ def test_a_call_that_cannot_be_run_says_why_and_costs_nothing(call, says, blocki
     result = asyncio.run(echoing(EchoTool(blocking=blocking)).execute(call))
     assert result.error and result.content.startswith("Error: ") and says in result.content
     assert result.cost_usd == 0.0 and result.infrastructure == ("broken" in says)
-
-
-def test_arguments_are_checked_against_the_schema():
-    schema = {
-        "properties": {"n": {"type": "integer"}, "k": {"type": "string", "enum": ["a"]}},
-        "required": ["n"],
-    }
-    assert argument_error({"n": 1, "k": "a"}, schema) is None
-    for arguments, says in (
-        ({"n": True}, "n: True is not of type 'integer'"),
-        ({"n": 1, "k": "b"}, "k: 'b' is not one of ['a']"),
-        ({"n": 1, "x": 1}, "'x' was unexpected"),
-        ({}, "'n' is a required property"),
-        ([1], "[1] is not of type 'object'"),
-        ({"n": "x" * 10_000}, "is not of type 'integer'"),
-    ):
-        problem = argument_error(arguments, schema)
-        assert says in problem and len(problem) < 400
 
 
 def test_a_long_observation_is_cut():

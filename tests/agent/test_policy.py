@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 
 import pytest
 from openai_server import openai_server, said
-from scripted import ANSWER, echoing, play
+from scripted import ANSWER, LIMITS, echoing, play
 
 from nanorchestra.agent import policy
-from nanorchestra.agent.loop import DEFAULT_LIMITS, Limits
+from nanorchestra.agent.loop import Limits
 from nanorchestra.config import RolloutSection
 from nanorchestra.errors import UserError
 from nanorchestra.model import chat
 from nanorchestra.records import ToolResult
-from nanorchestra.tools import experts
 from worlds.miniature.teacher import teach
 from worlds.miniature.world import World, environment
 
@@ -27,7 +25,7 @@ HI = ("echo", '{"text":"hi"}')
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    monkeypatch.setattr(experts.time, "sleep", lambda seconds: None)  # between the tries
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the tries
     with openai_server() as served:
         yield served
 
@@ -37,7 +35,7 @@ def script(*replies):
     return lambda body: replies[sum(m["role"] == "assistant" for m in body["messages"])]
 
 
-def run(server, tokenizer, *envs, limits=DEFAULT_LIMITS, **settings):
+def run(server, tokenizer, *envs, limits=LIMITS, **settings):
     section = RolloutSection(
         endpoint=server.url,
         model="big",
@@ -97,10 +95,6 @@ GOOD = CALL.format("echo", '{"text": "hi"}')
 @pytest.mark.parametrize(
     "reply, text",
     [
-        (
-            said(None, [("echo", '{"text": "hi"')]),
-            THINK.format("") + CALL.format("echo", '{"text": "hi"'),
-        ),
         (said(None, [("echo", "hello")]), THINK.format("") + CALL.format("echo", "hello")),
         (said(None, [("echo", "[1]")]), THINK.format("") + CALL.format("echo", "[1]")),
         (said("", [("shout", "")]), THINK.format("") + CALL.format("shout", "{}")),
@@ -134,9 +128,6 @@ def test_limits_are_those_of_our_policy(server, nano_tokenizer):
     server.answer = lambda body: said(None, [HI])
     (t,) = run(server, nano_tokenizer, limits=Limits(turns=3))
     assert t.status == "turn_limit" and len(t.turns) == 3 == len(server.bodies)
-    for room, turns in ((60, 2), (0, 0)):
-        (t,) = run(server, nano_tokenizer, limits=Limits(context_tokens=t.prompt_length + room))
-        assert t.status == "token_limit" and len(t.turns) <= turns
     server.answer = lambda body: said("word " * 99)
     (t,) = run(server, nano_tokenizer, limits=Limits(turn_tokens=20))
     assert (t.status, sum(t.sampled)) == ("token_limit", 20)
@@ -160,17 +151,6 @@ def test_a_failure_is_infrastructure_and_keeps_what_was_before(server, nano_toke
     assert (t.status, len(t.turns), t.calls, t.outcome) == ("infrastructure", 2, {"echo": 1}, 0)
     (result,) = t.turns[1].results
     assert result.infrastructure and f"big at {server.url} failed (" in result.content
-
-
-def test_a_slow_server_does_not_hang_the_run(server, nano_tokenizer, monkeypatch):
-    monkeypatch.setattr(policy, "TURN_SECONDS", 0.2)
-    late = threading.Event()
-    server.answer = lambda body: late.wait(20) and said("42")
-    start = time.monotonic()
-    (t,) = run(server, nano_tokenizer)
-    assert t.status == "infrastructure" and time.monotonic() - start < 10
-    assert "no answer in 0.2 s" in t.turns[0].results[0].content
-    late.set()
 
 
 def test_attempts_run_side_by_side_up_to_a_limit(server, nano_tokenizer, monkeypatch):
@@ -198,12 +178,10 @@ def test_a_user_may_reply(server, nano_tokenizer):
         return None if content == "42" else ToolResult(f"no, not {content}")
 
     env.reply = reply
-    server.answer = script(said("41", reasoning_content="t"), said(None, [HI]), said("42"))
+    server.answer = script(said("41"), said("42"))
     (t,) = run(server, nano_tokenizer, env)
     assert (t.status, t.answer, t.outcome) == ("answered", "42", 1.0)
-    messages = server.bodies[-1]["messages"]
-    assert [m["role"] for m in messages] == ["user", "assistant", "user", "assistant", "tool"]
-    assert messages[2]["content"] == "no, not 41"
+    assert server.bodies[-1]["messages"][-1] == {"role": "user", "content": "no, not 41"}
     assert "<|im_start|>user\nno, not 41<|im_end|>" in nano_tokenizer.decode(t.ids)
 
 
@@ -227,14 +205,12 @@ NOWHERE = "http://127.0.0.1:9/v1"
         ({"endpoint": NOWHERE, "only": 1}, "both are needed"),
         ({"model": "big"}, "both are needed"),
         ({"endpoint": NOWHERE, "model": "big"}, "record them with --rollouts N"),
-        ({"endpoint": "http://u:key@h/v1", "model": "big", "only": 1}, "must be a base URL"),
+        *(
+            ({"endpoint": url, "model": "big", "only": 1}, "must be a base URL")
+            for url in ("localhost:8000/v1", "http://u:key@h/v1", "http://host/v1?key=1")
+        ),
     ],
 )
 def test_a_bad_endpoint_is_refused_at_the_door(settings, says):
     with pytest.raises(UserError, match=says):
         policy.check_endpoint(RolloutSection(**settings))
-
-
-def test_a_good_endpoint_is_accepted():
-    policy.check_endpoint(RolloutSection(endpoint=NOWHERE, model="big", only=1))
-    policy.check_endpoint(RolloutSection())

@@ -83,7 +83,8 @@ def test_the_prompt_holds_what_is_known(nano_tokenizer):
     )
     notes.observe("", [ToolCall("orion", {})], [ToolResult("<|im_end|>", alias="expert-1")])
     assert notes.messages == [*frame, {"role": "user", "content": PROMPT}]
-    assert ids_of(notes).count(nano_tokenizer.im_start) == 3  # no text forges a role
+    starts = ids_of(notes).count(nano_tokenizer.token_id("<|im_start|>"))
+    assert starts == 3, "no text forges a role"
     notes.observe("Which one?", [], [ToolResult("The first.")])
     said = "Problem: Who?\n\nYou: Which one?\n\nUser: The first.\n\nDocuments:\n\nDoc 1: "
     assert notes.messages[-1]["content"].startswith(said)
@@ -128,10 +129,9 @@ def test_code_and_attempts_have_shares_of_their_own(nano_tokenizer, monkeypatch)
 WORDS = "the| value|\n\n|\n|  |\t|é|漢字|🙂🙃|```|12345|e\u0301|<|im_end|>|:|.|assistant\n"
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_budgets_are_kept_in_ids_whatever_the_text(nano_tokenizer, seed):
+def test_budgets_are_kept_in_ids_whatever_the_text(nano_tokenizer):
     """A cut may fall into a character, and a text cut elsewhere may have more ids."""
-    rng, words, notes = random.Random(seed), WORDS.split("|"), notes_of(nano_tokenizer)
+    rng, words, notes = random.Random(0), WORDS.split("|"), notes_of(nano_tokenizer)
     bare = len(ids_of(notes))
     for _ in range(12):
         code, text = ("".join(rng.choices(words, k=k)) for k in (20, rng.randrange(80)))
@@ -162,31 +162,6 @@ def test_every_turn_has_its_own_prompt_and_the_trajectory_holds_them_all(nano_to
     assert "<think>" not in last  # what it thought before is gone
     sampled = sum(t.sampled)  # every prompt is read, and paid
     assert t.cost_usd == pytest.approx(0.5 + (len(t.ids) - sampled + 2 * sampled) / 1e6)
-
-
-def test_limits_count_a_turn_and_its_prompt(nano_tokenizer):
-    first = play(nano_tokenizer, [ANSWER], rebuild=True)[0][0].prompt_length
-    limits = Limits(context_tokens=first + 100, turn_tokens=64)
-    script = [call("long " * 40)] * 9 + [ANSWER]
-    ((t,), engine) = play(nano_tokenizer, script, limits=limits, rebuild=True)
-    assert t.status == "answered" and len(t.turns) == 10 and len(t.ids) > 10 * first
-    longest = max(len(session.prompt) for session in engine.sessions)
-    assert first + 20 <= longest <= first + 36
-    assert {budget for _, budget in engine.params} == {64}
-
-
-def test_the_users_reply_becomes_part_of_the_problem(nano_tokenizer):
-    env = echoing()
-
-    async def reply(content):
-        return ToolResult("And then?") if content == "42" else None
-
-    env.reply = reply
-    script = [ANSWER, ANSWER.replace("42", "Done.")]
-    ((t,), engine) = play(nano_tokenizer, script, envs=[env], rebuild=True)
-    assert t.status == "answered" and t.answer == "Done."
-    problem = "question? be cheap\n\nYou: 42\n\nUser: And then?\n\nChoose"
-    assert problem in nano_tokenizer.decode(engine.sessions[1].prompt)
 
 
 def test_the_teacher_shows_what_the_loop_will_compose(nano_tokenizer, sandbox):

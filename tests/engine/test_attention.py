@@ -109,10 +109,6 @@ def test_decoding_goes_on_while_rows_drop_out(seed, blocks):
 
 
 def test_a_system_prompt_common_to_all_does_not_split_groups():
-    system = [1, 2, 3]
-    bodies = [[10 * g + n for n in range(4, 14)] for g in range(5)]
-    tables = [
-        system + body + [1000 + 10 * g + i] for g, body in enumerate(bodies) for i in range(8)
-    ]
-    groups = group_by_prefix(tables)
+    bodies = [[1, 2, 3, *range(10 * g + 4, 10 * g + 14)] for g in range(5)]
+    groups = group_by_prefix([body + [1000 + i] for body in bodies for i in range(8)])
     assert sorted((len(rows), shared) for rows, shared in groups) == [(8, 13)] * 5

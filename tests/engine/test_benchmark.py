@@ -17,5 +17,3 @@ def test_groups_and_tool_loops_are_faster_than_without_sharing():
     assert loop["speedup_over_reprefill"] > 1
     # every turn but the first computes the last sampled token of the turn before
     assert loop["prefill_tokens"] == loop["appended_tokens"] + 4 - 1
-    assert min(bench.decode(2, context=100, steps=8).values()) > 0
-    assert min(bench.prefill(100).values()) > 0

@@ -17,18 +17,7 @@ from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.model.weights import named_hf_tensors
 
 VOCAB = 97
-CONFIG = ModelConfig(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=512,
-    rope_theta=10_000.0,
-    tie_word_embeddings=False,
-)
+CONFIG = ModelConfig(VOCAB, 32, 48, 2, 4, 2, head_dim=8, max_position_embeddings=512)
 GREEDY = SamplingParams(max_tokens=20, temperature=0)
 
 
@@ -135,17 +124,6 @@ def test_greedy_text_is_that_of_transformers(model, tmp_path):
         assert out[0, len(prompt) :].tolist() == completion.token_ids
 
 
-def test_a_group_is_prefilled_once(model):
-    engine, prompt = Engine(model, num_pages=300), list(range(90))  # five pages and ten tokens
-    params = [SamplingParams(max_tokens=5, seed=i) for i in range(8)]
-    completions = engine.generate([prompt] * 8, params)
-    assert engine.stats["prefill_tokens"] == 90
-    assert [c.cached_tokens for c in completions] == [0] + [90] * 7
-    assert len({tuple(c.token_ids) for c in completions}) == 8
-    again = engine.generate([prompt], params[3])[0]
-    assert again.cached_tokens == 80 and again.token_ids == completions[3].token_ids
-
-
 def test_sessions_prefill_only_what_is_new(model):
     engine, rng = Engine(model, num_pages=300), random.Random(0)
     prompt = [rng.randrange(VOCAB) for _ in range(70)]
@@ -186,7 +164,7 @@ def test_a_session_is_used_one_turn_at_a_time(model):
     session.submit(GREEDY)
     session.close()
     with pytest.raises(UserError, match="closed"):
-        session.sample(GREEDY)
+        session.append([1])
     assert_no_leak(engine)
 
 
@@ -200,16 +178,6 @@ class Letters:
 
     def decode(self, ids, skip_special=False):
         return b"".join(self.bytes_of(i) for i in ids if not (skip_special and i == 59)).decode()
-
-
-def test_the_tokenizer_gives_text_vocabulary_and_end(model):
-    engine = Engine(model, Letters(), num_pages=60)
-    params = [SamplingParams(max_tokens=40, seed=i) for i in range(60)]
-    completions = engine.generate([[1]] * 60, params)
-    for c in completions:
-        assert max(c.token_ids) < 60 and c.text == Letters().decode(c.token_ids, skip_special=True)
-        assert (c.finish_reason == "stop") == (c.token_ids[-1] == 59) and 59 not in c.token_ids[:-1]
-    assert {c.finish_reason for c in completions} == {"stop", "length"}
 
 
 def test_score_gives_the_log_probabilities_of_given_ids(model):
@@ -258,7 +226,7 @@ def test_the_kv_memory_can_be_lent(model):
     engine.step()
     engine.sleep()
     engine.sleep()
-    assert engine.runner.k_cache.untyped_storage().nbytes() == 0
+    assert engine.runner.k_cache is None
     with pytest.raises(UserError, match="it sleeps"):
         engine.step()
     assert len(engine.score([prompt])[0]) == 39
@@ -296,18 +264,6 @@ def test_tokens_are_streamed_in_order_and_none_follows_an_abort(model):
         expected = list(zip(done.token_ids, done.logprobs, strict=True))
         assert heard[name] == expected[: len(heard[name])]
     assert [r.completion.finish_reason for r in requests] == ["abort", "abort", "length"]
-    assert_no_leak(engine)
-
-
-def test_a_callback_that_raises_harms_only_its_own_request(model):
-    engine = Engine(model, num_pages=60)
-    bad = engine.submit([3], GREEDY, lambda token, logprob: 1 / 0)
-    good = engine.submit([4], GREEDY)
-    with pytest.raises(ZeroDivisionError):
-        engine.step()
-    finish(engine)
-    assert bad.completion.finish_reason == "abort"
-    assert good.completion.token_ids == naive_sample(model, [4], GREEDY)
     assert_no_leak(engine)
 
 
@@ -364,13 +320,13 @@ def test_tool_calls_can_be_held_to_valid_json_and_known_names(nano_model, nano_t
 
     engine.runner._sample = eager
     names = ("calc", "search", "sea")
-    options = {"tools": names, "enable_thinking": False, "stop_token_ids": (end,)}
+    options = {"tools": names, "stop_token_ids": (end,)}
     params = [SamplingParams(max_tokens=120, seed=i, **options) for i in range(12)]
     completions = engine.generate([[5, 6, 7]] * 12, params)
     ended = [c.token_ids for c in completions if c.finish_reason == "stop"]
     assert len(ended) > 6
     for ids in ended:
-        turn = chat.parse(nano_tokenizer, ids, enable_thinking=False)
+        turn = chat.parse(nano_tokenizer, ids)
         assert [call.name in names and not call.error for call in turn.calls] == [True]
     with pytest.raises(UserError, match="tools are given, but .* no tokenizer"):
         Engine(nano_model).submit([1], SamplingParams(tools=("a",)))

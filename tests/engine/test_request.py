@@ -36,34 +36,16 @@ def test_good_sampling_parameters_are_taken():
     assert SamplingParams(temperature=1e-6).greedy and not SamplingParams(seed=-(2**70)).greedy
 
 
-@pytest.mark.parametrize(
-    "ids, says",
-    [
-        ([97], "token id 97, it should be from 0 to 96"),
-        ([3, -1], "token id -1"),
-        ([10**30], "token id 1000"),
-        ([1.5], "not a sequence of token ids"),
-        (["a"], "not a sequence of token ids"),
-        ("hello", "not a sequence of token ids"),
-        (7, "not a sequence of token ids"),
-        (None, "not a sequence of token ids"),
-        (torch.tensor([[1, 2]]), "not a sequence of token ids"),
-        (np.array([1.0]), "not a sequence of token ids"),
-    ],
-    ids=repr,
-)
-def test_what_are_no_ids_is_refused(ids, says):
-    with pytest.raises(UserError, match=f"^prompt: .*{says}"):
-        LIMITS.check_ids(ids)
-
-
-@pytest.mark.parametrize(
-    "ids",
-    [(1, 2, 3), range(1, 4), np.array([1, 2, 3]), torch.tensor([1, 2, 3]), [np.int64(1), 2, 3]],
-    ids=repr,
-)
-def test_ids_may_come_in_any_sequence_of_integers(ids):
-    assert LIMITS.check_ids(ids) == [1, 2, 3]
+def test_ids_may_come_in_any_sequence_of_integers_and_in_nothing_else():
+    arrays = np.array([1, 2, 3]), torch.tensor([1, 2, 3]), [np.int64(1), 2, 3]
+    for ids in ((1, 2, 3), range(1, 4), *arrays):
+        assert LIMITS.check_ids(ids) == [1, 2, 3]
+    for ids in ([1.5], ["a"], "hello", 7, None, torch.tensor([[1, 2]]), np.array([1.0])):
+        with pytest.raises(UserError, match="^prompt: .* is not a sequence of token ids"):
+            LIMITS.check_ids(ids)
+    for ids in ([97], [3, -1], [10**30]):
+        with pytest.raises(UserError, match="^prompt: token id .* should be from 0 to 96"):
+            LIMITS.check_ids(ids)
 
 
 def test_lengths_are_limited_by_context_and_pool():
@@ -77,5 +59,3 @@ def test_lengths_are_limited_by_context_and_pool():
     ):
         with pytest.raises(UserError, match=says):
             LIMITS.check_length([1] * count, sampled)
-    assert LIMITS.end([1] * 20, SamplingParams(max_tokens=5)) == 25
-    assert LIMITS.end([1] * 20, SamplingParams(max_tokens=99)) == 49, "the last needs no page"

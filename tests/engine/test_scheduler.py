@@ -35,16 +35,6 @@ def test_a_group_is_prefilled_once(budget, length):
     world.assert_correct(*requests)
 
 
-@pytest.mark.parametrize("budget", [64, 4096])
-def test_groups_that_arrive_interleaved_are_each_prefilled_once(budget):
-    world = World(num_pages=800, page_size=16, max_batch_tokens=budget, max_running=64)
-    prompts = [[100 * group + i for i in range(94)] + [7] for group in range(2)]
-    requests = [world.submit(prompt, max_tokens=2) for _ in range(8) for prompt in prompts]
-    world.run()
-    assert world.prefilled == 2 * 95
-    world.assert_correct(*requests)
-
-
 def test_a_shared_prefix_is_prefilled_once_and_blocks_no_other_request():
     world = World(num_pages=64, max_batch_tokens=32)
     requests = [world.submit(list(range(16)) + [30 + i] * 5) for i in range(4)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 
 import pytest
@@ -11,19 +10,9 @@ from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.engine.runner import Runner
 from nanorchestra.engine.scheduler import Plan
 from nanorchestra.engine.steps import OverlappedSteps
-from nanorchestra.model.qwen3 import PRESETS, Qwen3
+from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 
-SHAPE = dataclasses.replace(
-    PRESETS["nano"],
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=32,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=16,
-    max_position_embeddings=256,
-    eos_token_ids=(3, 4, 5),
-)
+SHAPE = ModelConfig(64, 32, 32, 2, 2, 1, 16, 256, eos_token_ids=(3, 4, 5))
 
 
 class AheadRunner(Runner):

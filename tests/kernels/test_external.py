@@ -4,8 +4,8 @@ import pytest
 import torch
 from kernel_check import flash_attn_varlen_func
 
-from kernels import attention, external
-from kernels.external import choose_attention, external_prefill, sequences, sizes_of
+from kernels import external
+from kernels.external import choose_attention, sequences
 from kernels.flash import reference
 
 
@@ -17,26 +17,17 @@ def installed(monkeypatch):
 def test_a_pack_of_trees_and_its_gradients(installed, generator):
     spans = [(0, 7, 0, 7), (7, 12, 0, 7), (7, 12, 7, 12), (12, 15, 0, 7), (12, 15, 7, 12)]
     spans += [(12, 15, 12, 15), (15, 21, 0, 4), (15, 21, 15, 21), (21, 29, 21, 29)]
-    draw = lambda heads: torch.randn(29, heads, 16, generator=generator, dtype=torch.float64)
-    inputs, grad = [draw(heads).requires_grad_() for heads in (4, 2, 2)], draw(4)
+    grad, *inputs = (
+        torch.randn(29, heads, 16, generator=generator, dtype=torch.float64)
+        for heads in (4, 4, 2, 2)
+    )
+    inputs = [x.requires_grad_() for x in inputs]
     got = external.external_attention(*inputs, sequences(spans, "cpu"))
     want = reference(*inputs, spans)[0]
     torch.testing.assert_close(got, want)
-    for one, two in zip(*(torch.autograd.grad(out, inputs, grad) for out in (got, want))):
-        torch.testing.assert_close(one, two)
+    grads = (torch.autograd.grad(out, inputs, grad) for out in (got, want))
+    torch.testing.assert_close(*grads)
     assert sequences([(0, 5, 0, 5), (5, 9, 5, 9)], "cpu")[0] is None  # nothing to copy
-
-
-def test_chunks_over_pages(installed, generator):
-    starts, counts = [0, 300, 255], [7, 20, 2]
-    q, k, v = (
-        torch.randn(shape, generator=generator)
-        for shape in ((29, 4, 16), (6, 2, 256, 16), (6, 2, 256, 16))
-    )
-    tables = torch.tensor([[3, 0], [5, 1], [0, 4]], dtype=torch.int32)
-    sizes = sizes_of(counts, [7, 320, 257], "cpu")
-    want = attention.reference(q, k, v, tables, starts, counts)
-    torch.testing.assert_close(external_prefill(q, k, v, tables, sizes), want)
 
 
 def test_the_choice_says_why(monkeypatch, installed):

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanorchestra.errors import UserError
 from nanorchestra.model import chat
 from nanorchestra.model.tokenizer import SPECIAL_TOKENS, TEXT_TOKENS, Tokenizer, train_bpe
 from nanorchestra.records import ToolCall
@@ -20,7 +19,6 @@ PLAIN = st.lists(st.sampled_from(WORDS), max_size=8).map("".join)
 RESULT = "<tool_response>\nx\n</tool_response>"
 MARKED = [*SPECIAL_TOKENS, *TEXT_TOKENS, *WORDS[:6], RESULT, '{"a": 1}']
 TEXTS = st.lists(st.sampled_from(MARKED) | st.text(max_size=5), max_size=6).map("".join)
-THINKING = st.sampled_from([None, True, False])
 TOOL = {"type": "function", "function": {"name": "search", "description": "find <b> & é"}}
 CALL = '<tool_call>\n{"name": "f", "arguments": {"q": 1}}\n</tool_call>'
 
@@ -29,20 +27,6 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"q": 1}}\n</tool_call>'
 def tokenizer() -> Tokenizer:
     text = 'user\nassistant\nsystem\n\n\n the expert is ok!\n  12, {"name": "search"}\n'
     return train_bpe([text] * 3, 340)
-
-
-def messages_of(texts) -> st.SearchStrategy:
-    """Conversations of any shape, with `texts` as their text."""
-    arguments = st.dictionaries(texts, texts, max_size=2)
-    function = st.fixed_dictionaries({"name": st.just("search"), "arguments": arguments})
-    calls = st.lists(st.fixed_dictionaries({"function": function}), max_size=2)
-    assistant = st.fixed_dictionaries(
-        {"role": st.just("assistant"), "content": texts},
-        optional={"reasoning_content": texts, "tool_calls": calls},
-    )
-    role = st.sampled_from(["system", "user", "tool"])
-    other = st.fixed_dictionaries({"role": role, "content": texts})
-    return st.lists(st.one_of(assistant, other), min_size=1, max_size=6)
 
 
 def test_prompts_and_ids_are_those_of_qwen3s_own_template(tokenizer):
@@ -59,7 +43,7 @@ def test_prompts_and_ids_are_those_of_qwen3s_own_template(tokenizer):
             ids = chat.encode(tokenizer, *arguments, each.get("enable_thinking"))
             if each is row:
                 assert text == row["text"]
-        assert ids == tokenizer.encode(text, special=True)
+        assert ids == tokenizer.backend.encode(text).ids
 
 
 def markers_of(tokenizer, ids) -> list[int]:
@@ -93,16 +77,8 @@ def test_reasoning_before_the_last_real_query_is_dropped():
 def test_an_ideal_turn_is_written_as_the_template_would(tokenizer):
     ids = chat.encode_assistant(tokenizer, "\nhm\n", "\n", [ToolCall("f", {"q": 1})])
     assert tokenizer.decode(ids) == f"<think>\nhm\n</think>\n\n{CALL}<|im_end|>"
-    ids = chat.encode_assistant(tokenizer, "unused", "hi", [ToolCall("f", '{"q": 1}')], False)
-    assert tokenizer.decode(ids) == f"hi\n{CALL}<|im_end|>"
-
-
-@pytest.mark.parametrize(
-    "message", [{"role": "robot", "content": ""}, {"role": "user", "content": 3}]
-)
-def test_bad_messages_are_refused(message):
-    with pytest.raises(UserError, match=r"messages\[0\]: expected a role of system, user"):
-        chat.render([message])
+    ids = chat.encode_assistant(tokenizer, "", "hi", [ToolCall("f", '{"q": 1}')])
+    assert tokenizer.decode(ids) == f"<think>\n\n</think>\n\nhi\n{CALL}<|im_end|>"
 
 
 @QUICK

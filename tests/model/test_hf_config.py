@@ -1,5 +1,7 @@
 """config.json: what is read, what is written, what is refused."""
 
+import json
+
 import pytest
 from transformers import Qwen3Config
 
@@ -29,44 +31,31 @@ def test_a_config_comes_back_from_its_file_and_from_transformers(config: ModelCo
     "change, words",
     [
         ({"model_type": "llama"}, "model_type = 'llama': expected 'qwen3'"),
-        ({"hidden_size": None}, "hidden_size = None: expected a positive int"),
-        ({"num_key_value_heads": 3}, "num_key_value_heads = 3: expected a divisor"),
+        ({"hidden_size": None}, "hidden_size = None: expected a positive number"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes': expected False or True"),
         ({"use_sliding_window": True}, "use_sliding_window = True: expected False"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type = 'yarn'"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "rope_type = 'llama3': expected 'default'"),
-        ({"eos_token_id": [7, 320]}, "below vocab_size = 320"),
-        (
-            {"quantization_config": AWQ | {"quant_method": "gptq"}},
-            "expected AWQ in 4 bits, 'gemm' layout",
-        ),
-        (
-            {"quantization_config": AWQ | {"version": "gemv"}},
-            "expected AWQ in 4 bits, 'gemm' layout",
-        ),
-        (
-            {"quantization_config": AWQ | {"group_size": 48}},
-            "expected AWQ in 4 bits, 'gemm' layout",
-        ),
-        (
-            {"quantization_config": AWQ | {"group_size": -1}},
-            "expected AWQ in 4 bits, 'gemm' layout",
-        ),
     ],
     ids=str,
 )
 def test_a_config_that_is_not_supported_is_refused_in_one_line(change, words):
     with pytest.raises(UserError) as refusal:
         config_from_hf(TINY | change, "here/config.json")
-        awq_group_size(TINY | change, "here/config.json")
     message = str(refusal.value)
     assert message.startswith("here/config.json: ") and words in message and "\n" not in message
 
 
-def test_published_quantisation_configs_are_accepted():
-    for change in ({}, {"version": "GEMM"}, {"group_size": 128}, {"zero_point": False}):
-        data = {"quantization_config": AWQ | change}
-        assert awq_group_size(data, "") == data["quantization_config"]["group_size"]
-    assert awq_group_size({"quantization_config": {"quant_method": "awq", "bits": 4}}, "") == 128
-    assert awq_group_size({"quantization_config": None}, "") is None
+def test_only_awq_in_4_bits_is_read(tmp_path):
+    file = tmp_path / "config.json"
+
+    def group_of(config):
+        file.write_text(json.dumps({"quantization_config": config}))
+        return awq_group_size(file)
+
+    assert group_of(None) is None
+    assert group_of(AWQ) == 32 and group_of(AWQ | {"version": "GEMM"}) == 32
+    assert group_of({"quant_method": "awq", "bits": 4}) == 128
+    for change in ({"quant_method": "gptq"}, {"version": "gemv"}, {"bits": 8}):
+        with pytest.raises(UserError, match="expected AWQ in 4 bits, 'gemm' layout"):
+            group_of(AWQ | change)

@@ -47,20 +47,3 @@ def test_pack_equals_each_sequence_alone(dtype, tolerance, name):
     for ours, expected in zip(*results, strict=True):
         assert ours.dtype == dtype
         torch.testing.assert_close(ours.double(), expected, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        [(1, 4)],
-        [(0, 4), (5, 2)],
-        [(0, 0)],
-        [(0, 4), (4, 2, 0, 5)],
-        [(0, 4), (4, 2, 1, 3)],
-        [(0, 4, 4, 2), (4, 2)],
-    ],
-    ids=["late", "gap", "empty", "long prefix", "prefix inside", "later prefix"],
-)
-def test_segments_that_do_not_fit_are_refused(fields):
-    with pytest.raises(ValueError, match="segment"):
-        packed_attention([Segment(*each) for each in fields])

@@ -35,37 +35,36 @@ def tokenizer() -> Tokenizer:
     return train_bpe(['the expert is ok!\n  12, {"name": "search", "arguments": {}}\n'] * 3, 320)
 
 
-def turn(text: str, thinking: bool | None = None) -> ParsedTurn:
-    return parse(None, text, thinking)
+def turn(text: str) -> ParsedTurn:
+    parser = StreamParser()
+    parser.feed(text)
+    return parser.finish()
 
 
 @QUICK
-@given(TEXTS, TEXTS, st.lists(ARGUMENTS, max_size=3), st.booleans())
-def test_what_an_ideal_policy_writes_is_read_back(
-    tokenizer, content, reasoning, arguments, thinking
-):
+@given(TEXTS, TEXTS, st.lists(ARGUMENTS, max_size=3))
+def test_what_an_ideal_policy_writes_is_read_back(tokenizer, content, reasoning, arguments):
     """Arguments may hold braces, quotes, closing tags and markers."""
     content = content.replace("<tool_call>", "").replace("<think>", "")
     reasoning = reasoning.replace("</think>", "")
     if "<tool_call>" in content or "</think>" in reasoning or content.lstrip()[:1] == "<":
         return
     calls = [ToolCall("search", each) for each in arguments]
-    ids = chat.encode_assistant(tokenizer, reasoning, content, calls, thinking)
-    parsed = parse(tokenizer, ids, thinking)
+    ids = chat.encode_assistant(tokenizer, reasoning, content, calls)
+    parsed = parse(tokenizer, ids)
     text = tokenizer.decode(tokenizer.encode(json.dumps(arguments, ensure_ascii=False)))
     assert [call.arguments for call in parsed.calls] == json.loads(text) and parsed.well_formed
     assert parsed.content == tokenizer.decode(tokenizer.encode(content.lstrip("\n")))
-    expected = tokenizer.decode(tokenizer.encode(reasoning.strip("\n"))) if thinking else ""
-    assert parsed.reasoning == expected
+    assert parsed.reasoning == tokenizer.decode(tokenizer.encode(reasoning.strip("\n")))
 
 
 @settings(QUICK, max_examples=300)
-@given(BROKEN, st.lists(st.integers(0, 200), max_size=6), st.sampled_from([None, True, False]))
-def test_every_split_of_any_text_gives_the_same_turn_and_deltas_that_add_up(text, cuts, thinking):
-    whole = turn(text, thinking)
+@given(BROKEN, st.lists(st.integers(0, 200), max_size=6))
+def test_every_split_of_any_text_gives_the_same_turn_and_deltas_that_add_up(text, cuts):
+    whole = turn(text)
     edges = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     for pieces in ([text[a:b] for a, b in pairwise(edges)], list(text)):
-        parser = StreamParser(thinking)
+        parser = StreamParser()
         deltas = [delta for piece in pieces for delta in parser.feed(piece)]
         assert parser.finish() == whole
         deltas += parser.last_deltas
@@ -77,7 +76,7 @@ def test_every_split_of_any_text_gives_the_same_turn_and_deltas_that_add_up(text
 
 
 def test_a_plain_turn(tokenizer):
-    text = f"<think>\nhm\n</think>\n\nLook:\n{CALL}\n{CALL}<|im_end|>"
+    text = f"<think>\nhm\n</think>\n\nLook:\n{CALL}\n{CALL}"
     assert turn(text) == ParsedTurn("hm", "Look:", (READ, READ))
     assert turn(" \n<think>hm</think>ok") == ParsedTurn("hm", "ok", ())
     for text in ("", "Paris.", "a <thi", "<thi"):
@@ -131,12 +130,11 @@ def test_a_call_without_its_closing_tag():
     assert tagged.truncated and tagged.calls[0].arguments == {"q": "</tool_call>"}
     unclosed = CALL.removesuffix("</tool_call>")
     again = turn(unclosed + CALL)
-    assert "</tool_call> must follow" in again.calls[0].error and again.calls[1] == READ
-    assert not again.truncated
+    assert "</tool_call> must follow" in again.calls[0].error and not again.truncated
     quote = turn('<tool_call>{"name": "f}</tool_call>ok')
     assert "Unterminated string" in quote.calls[0].error and quote.content == "ok"
     prose = turn(unclosed + "So I called it.")
-    assert "must follow" in prose.calls[0].error and prose.content == "So I called it."
+    assert "must follow" in prose.calls[0].error and prose.truncated
 
 
 def test_deltas_arrive_as_early_as_they_are_certain():
@@ -157,9 +155,9 @@ def test_parsing_stays_linear_in_what_a_broken_policy_writes():
     loops = ["<tool_call>" + text + "</tool_call>" for text in ("{", '{"', '{\\"', "")]
     for text in (*loops, "<", "<tool_call>", "\n", '{"', "<think>"):
         began = time.process_time()
-        turn(text * (60000 // len(text)), thinking=False)
+        turn("text" + text * (60000 // len(text)))
         assert time.process_time() - began < 2, text
-    began, parser = time.process_time(), StreamParser(False)
+    began, parser = time.process_time(), StreamParser()
     for piece in ('<tool_call>{"a": "', *["</tool_call>"] * 4000):  # tags inside of a string
         parser.feed(piece)
     assert time.process_time() - began < 2

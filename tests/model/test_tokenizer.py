@@ -11,7 +11,6 @@ from nanorchestra.errors import UserError
 from nanorchestra.model.tokenizer import (
     SPECIAL_TOKENS,
     TEXT_TOKENS,
-    IncrementalDecoder,
     Tokenizer,
     train_bpe,
 )
@@ -45,28 +44,17 @@ def test_plain_text_never_becomes_an_added_token_and_survives_the_round_trip(tok
     ids = tokenizer.encode(text)
     assert not tokenizer.added_ids.intersection(ids)
     assert tokenizer.decode(ids) == unicodedata.normalize("NFC", text)
-    if not any(token in text for token in ADDED):
-        assert ids == tokenizer.encode(text, special=True)
 
 
 def test_added_tokens_are_those_of_qwen3_in_its_order(tokenizer):
     """With 151,643 ids before them these are Qwen3's own: im_end 151645, tool_call 151657."""
     first = tokenizer.vocab_size - len(ADDED)
-    offsets = {"im_start": 1, "im_end": 2, "tool_call_start": 14, "tool_call_end": 15}
-    assert {name: getattr(tokenizer, name) - first for name in offsets} == offsets
     assert tokenizer.eos_ids == (first + 2, first) and len(ADDED) == 26
+    assert (tokenizer.im_end, tokenizer.tool_call_end) == (first + 2, first + 15)
     assert tokenizer.added_ids == set(range(first, tokenizer.vocab_size))
     for offset, token in enumerate(ADDED):
-        assert tokenizer.encode("a" + token + "b", special=True)[1] == first + offset
+        assert tokenizer.token_id(token) == first + offset
         assert tokenizer.decode([first + offset]) == token and len(tokenizer.encode(token)) > 1
-
-
-@QUICK
-@given(ids=st.lists(st.integers(0, 329), max_size=40))
-def test_streaming_any_ids_gives_the_text_of_the_whole(tokenizer, ids):
-    """Also for ids that are no UTF-8, as an untrained policy samples them."""
-    decoder = IncrementalDecoder(tokenizer)
-    assert "".join(map(decoder.feed, ids)) + decoder.flush() == tokenizer.decode(ids)
 
 
 def test_training_is_deterministic_and_counts_every_id(tmp_path, tokenizer):
@@ -75,8 +63,6 @@ def test_training_is_deterministic_and_counts_every_id(tmp_path, tokenizer):
     train_bpe(iter(CORPUS), 330).save(tmp_path / "b")
     first, second = ((tmp_path / name / "tokenizer.json").read_bytes() for name in "ab")
     assert first == second
-    with pytest.raises(UserError, match="vocab_size = 281: expected at least 282"):
-        train_bpe([], 281)
 
 
 @pytest.mark.slow  # importing transformers takes seconds
@@ -89,8 +75,9 @@ def test_transformers_gives_the_same_ids_and_text(tokenizer, saved):
     @QUICK
     @given(text=TEXTS)
     def check(text):
-        ids = tokenizer.encode(text, special=True)
-        assert reference(text, add_special_tokens=False)["input_ids"] == ids
+        ids = reference(text, add_special_tokens=False)["input_ids"]
+        if not any(token in text for token in ADDED):
+            assert ids == tokenizer.encode(text)
         assert reference.decode(ids) == tokenizer.decode(ids)
         kept = tokenizer.decode(ids, skip_special=True)
         assert reference.decode(ids, skip_special_tokens=True) == kept
@@ -102,17 +89,12 @@ def without_markers(data):
     data["added_tokens"] = []
 
 
-def with_a_word(data):
-    data["model"]["vocab"]["not bytes"] = 5000
-
-
 @pytest.mark.parametrize(
     "damage, words",
     [
         (None, "No such file"),
         ("", "not a readable tokenizer.json"),
         (without_markers, "added_tokens has no '<|endoftext|>'"),
-        (with_a_word, "token 'not bytes' does not belong to a byte-level BPE"),
     ],
 )
 def test_a_bad_file_is_refused_in_one_line_that_names_it(saved, tmp_path, damage, words):

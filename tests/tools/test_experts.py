@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from openai_server import openai_server, said
 
 from nanorchestra.tools import experts
-from nanorchestra.tools.experts import EndpointError, chat_completion, is_base_url
+from nanorchestra.tools.experts import EndpointError, chat_completion
 
 KEY = "sk-secret/key"
 
@@ -35,20 +33,13 @@ def test_a_completion_is_a_message_and_its_tokens(server):
 
 NONSENSE = {
     "no JSON": b"hello",
-    "half": b'{"choices": [',
-    "deep": b"[" * 100_000,
     "a list": [],
     "no choice": {"choices": []},
     "no message": {"choices": [{}]},
-    "a text": {"choices": [{"message": "hi"}]},
     "a number": said(7),
-    "calls in a text": said(tool_calls="echo"),
     "a call without a name": said(tool_calls=[{"function": {}}]),
-    "a call of nothing": said(None, [(None, "{}")]),
     "reasoning in a list": said("42", reasoning_content=["hm"]),
     "no count": said("42", usage=("many", 1)),
-    "a negative count": said("42", usage=(-1, 1)),
-    "an infinite count": json.dumps(said("42")).replace(": 10,", ": 1e999,").encode(),
 }
 
 
@@ -70,28 +61,9 @@ def test_a_refusal_is_tried_again_if_it_may_pass_and_told_without_the_key(server
     assert str(error.value).startswith(f"HTTP {status}: the model `big` and the key ... x")
 
 
-@pytest.mark.parametrize("key", [f"{KEY}\n", "a b\nc", "“quoted”"])
-def test_a_malformed_key_is_not_told(server, monkeypatch, key):
-    monkeypatch.setenv("OPENAI_API_KEY", key)
-    if key.startswith("“"):
-        with pytest.raises(EndpointError) as error:
-            chat_completion(server.url, {})
-        assert key not in str(error.value) and repr(key)[1:-1] not in str(error.value)
-    else:
-        assert chat_completion(server.url, {})[0]["content"] == "42"
-
-
 def test_an_endpoint_that_is_not_there_is_tried_three_times_and_named(server, monkeypatch):
     tries, post = [], experts.requests.post
     monkeypatch.setattr(experts.requests, "post", lambda *a, **k: tries.append(1) or post(*a, **k))
     with pytest.raises(EndpointError, match="^ConnectionError$"):
         chat_completion("http://127.0.0.1:9/v1", {})
     assert len(tries) == 3
-
-
-def test_base_urls():
-    assert is_base_url("http://localhost:8000/v1") and is_base_url("https://[::1]/v1")
-    refused = ["localhost:8000/v1", "ftp://host/v1", "http://", "http://h/v 1"]
-    refused += ["https://user:pass@host/v1", "http://host/v1?key=1"]
-    for url in refused:
-        assert not is_base_url(url), url

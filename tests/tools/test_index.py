@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from nanorchestra.errors import UserError
-from nanorchestra.tools.index import Index, features, load_passages
+from nanorchestra.tools.index import Index, load_passages
 
 ROOT = Path(__file__).resolve().parents[2]
 CORPUS = ROOT / "assets" / "nano" / "corpus.jsonl"
@@ -39,38 +36,11 @@ def test_nearly_every_fact_is_found_by_its_subject_and_relation(facts, index):
     assert "number is 15." in index.search("atomic number of phosphorous", k=1)[0][1]
 
 
-def test_scores_are_cosines_best_first(index):
-    results = index.search("international calling code of France", k=5)
-    scores = [score for score, _ in results]
-    assert len(results) == 5 and scores == sorted(scores, reverse=True)
-    assert all(-1.001 <= score <= 1.001 for score in scores)
-    passage = results[0][1]
-    assert index.search(passage, k=1)[0] == (pytest.approx(1.0, abs=1e-5), passage)
-
-
 def test_edges_of_k_and_query():
     index = Index(["one cat", "two dogs", "..."])
-    assert len(index.search("cat", k=10)) == 3
+    (best, passage), *others = index.search("one cat", k=10)
+    assert (best, passage) == (pytest.approx(1.0, abs=1e-5), "one cat") and len(others) == 2
     assert index.search("?! ...") == [] and index.search("") == []
-    assert index.search("\ud800 cat", k=1)[0][1] == "one cat"
-
-
-def test_features_do_not_depend_on_the_process():
-    """Python's own hash() changes from process to process."""
-    text = "Zinc has 30 protons"
-    program = (
-        "from nanorchestra.tools.index import features; "
-        f"print(features({text!r}).nonzero()[0].tolist())"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env={"PYTHONHASHSEED": "7"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert json.loads(run.stdout) == np.nonzero(features(text))[0].tolist()
 
 
 @pytest.mark.parametrize(

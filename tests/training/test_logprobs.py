@@ -31,7 +31,7 @@ def plain(hidden, weight, temperature, limit):
 @pytest.mark.parametrize("chunk", [1, 4, 100])
 @pytest.mark.parametrize("temperature, limit", [(1.0, 9), (0.6, 7)])
 def test_both_heads_equal_the_plain_formula(monkeypatch, chunk, temperature, limit):
-    monkeypatch.setattr(module, "_chunk_size", lambda *args: chunk)
+    monkeypatch.setattr(module, "WORKSPACE", 8 * limit * 5 * chunk)
     hidden, weight, targets, ref_hidden, ref_weight = head()
     options = {"temperature": temperature, "vocab_limit": limit}
     logprobs, entropy = token_logprobs(hidden, weight, targets, **options)

@@ -13,7 +13,7 @@ from nanorchestra.errors import UserError
 from nanorchestra.model.packed_attention import Segment, packed_attention
 from nanorchestra.model.qwen3 import PRESETS, Qwen3
 from nanorchestra.settings import load_config
-from nanorchestra.training.costs import GB, GPUS, activation_numbers, model_flops, peak_flops
+from nanorchestra.training.costs import GB, GPUS, Costs, model_flops, peak_flops
 from nanorchestra.training.plan import Setup, memory, peak, plan, seconds, smallest
 
 CONFIG = load_config(Path(__file__).parents[2] / "configs" / "qwen3-8b.toml")
@@ -21,10 +21,7 @@ CONFIG = load_config(Path(__file__).parents[2] / "configs" / "qwen3-8b.toml")
 
 def setup(gpus=8, **changes):
     changes = {name.replace("__", "."): value for name, value in changes.items()}
-    with torch.device("meta"):
-        model = Qwen3(PRESETS["qwen3-8b"])
-    counts = (sum(p.numel() for p in part.parameters()) for part in (model, model.layers[0]))
-    return Setup(CONFIG.replace(changes), gpus, PRESETS["qwen3-8b"], *counts)
+    return Setup(CONFIG.replace(changes), gpus, PRESETS["qwen3-8b"])
 
 
 def test_activations_are_what_autograd_keeps():
@@ -46,7 +43,7 @@ def test_activations_are_what_autograd_keeps():
         assert len(out) == tokens
         return sum(t.untyped_storage().nbytes() / 4 for at, t in seen.items() if at not in own)
 
-    plain = activation_numbers(shape) + 2 * shape.hidden_size + shape.intermediate_size
+    plain = Costs.of(shape).activations + 2 * shape.hidden_size + shape.intermediate_size
     assert (kept(6) - kept(2)) / 4 / tokens == pytest.approx(plain, rel=0.05)
 
 
@@ -83,7 +80,7 @@ def test_memory_of_the_8b_is_what_others_calculate():
 
 
 def test_memory_falls_with_every_saving_and_is_divided_by_ranks():
-    given = setup(parallel__activation_checkpointing=False)
+    plain = {"parallel__activation_checkpointing": False}
     for changes in (
         {"parallel__activation_checkpointing": True},
         {"grpo__token_budget": 16384},
@@ -91,12 +88,11 @@ def test_memory_falls_with_every_saving_and_is_divided_by_ranks():
         {"lora__rank": 32},
         {"gpus": 16},
     ):
-        changes = {"parallel__activation_checkpointing": False} | changes
-        assert peak(setup(**changes)) < peak(given), changes
-    one, node = memory(setup(1)), memory(setup(16, parallel__shard="node"))
+        assert peak(setup(**plain | changes)) < peak(setup(**plain)), changes
+    one, eight, node = memory(setup(1)), memory(setup()), memory(setup(16, parallel__shard="node"))
     for name in ("weights", "gradients", "moments"):
-        assert one[name][1] == pytest.approx(8 * memory(setup())[name][1])
-        assert node[name] == memory(setup())[name]  # a replica on every eight
+        assert one[name][1] == pytest.approx(8 * eight[name][1])
+        assert node[name] == eight[name]  # a replica on every eight
     frozen = memory(setup(grpo__kl_coef=0.1))["reference"][1]
     assert frozen > 0 == memory(setup(grpo__kl_coef=0.1, lora__rank=8))["reference"][1]
 
@@ -110,47 +106,39 @@ def test_seconds_are_those_of_published_flops_and_fall_with_faster_gpus():
         tokens = 128 * 8192 / 8
         time = seconds(alone, GPUS["h100"])["training"][0]
         assert time * GPUS["h100"].flops / tokens == pytest.approx(flops, rel=0.12)
+    slow, more, fast = (
+        seconds(setup(gpus), GPUS[name]) for gpus, name in ((8, "a100"), (16, "a100"), (8, "h200"))
+    )
     for phase in ("rollout", "training", "optimizer"):
-        slow = seconds(setup(), GPUS["a100"])[phase][0]
-        assert seconds(setup(16), GPUS["a100"])[phase][0] < slow
-        assert seconds(setup(), GPUS["h200"])[phase][0] < slow
+        assert max(more[phase][0], fast[phase][0]) < slow[phase][0]
 
 
 def test_the_smallest_set_ups_fit_and_half_as_many_gpus_do_not():
     for limit in (48, 80, 141):
-        line = smallest(setup(), {}, limit * GB)
-        gpus, options = int(line.split()[0]), line.split("GB", 1)[1].split()
-        assert options == ["all", "weights,", "as", "configured"]
+        gpus = int(smallest(setup(), {}, limit * GB).split()[0])
         assert peak(setup(gpus)) <= limit * GB < peak(setup(gpus // 2))
-    text, fits = plan(CONFIG, 1, 24 * GB, "h100")
-    assert not fits and text.endswith("1 x 59.0 of 80 GB     --lora.rank 32")
+    text, fits = plan(CONFIG, 1, None, "h100")
+    assert not fits and text.splitlines()[-1].split()[-2:] == ["--lora.rank", "32"]
+    assert plan(CONFIG, 1, None, "4090")[0].endswith("none          --lora.rank 32")
     text, fits = plan(load_config(None), 1, None, "4090")
     assert fits and ": fits" in text
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
+    for arguments, words in (
         ((0, None, "h100"), "--gpus is 0"),
         ((1, None, "b1"), "h100, h200"),
         ((1, 0.0, "h100"), "--memory is 0"),
-        ((1, float("nan"), "h100"), "--memory"),
-    ],
-)
-def test_wrong_arguments_get_one_line(arguments, words):
-    with pytest.raises(UserError, match=words):
-        plan(CONFIG, *arguments)
+    ):
+        with pytest.raises(UserError, match=words):
+            plan(CONFIG, *arguments)
 
 
 def test_the_peak_of_a_cpu_is_measured_and_that_of_a_gpu_is_its_own(monkeypatch):
     assert 1e8 < peak_flops(torch.device("cpu"), torch.float32) < 1e14
+    bf16 = torch.bfloat16
     for name, dtype, expected in (
-        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989e12),
-        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312e12),
-        ("NVIDIA H100 PCIe", torch.bfloat16, None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16, None),
+        ("NVIDIA H100 80GB HBM3", bf16, 989e12),
+        ("NVIDIA H100 PCIe", bf16, None),
         ("NVIDIA H200", torch.float32, None),
-        ("Tesla T4", torch.bfloat16, None),
+        ("Tesla T4", bf16, None),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert peak_flops(torch.device("cuda"), dtype) == expected

@@ -21,11 +21,12 @@ import torch
 from safetensors.torch import load_file
 
 from nanorchestra.errors import UserError
+from nanorchestra.model import saving
 from nanorchestra.model.lora import adapters, add_adapters, merge, reset, save_adapter
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.model.sharded import fill, whole
-from nanorchestra.model.weights import DTYPES, load_model, named_hf_tensors
+from nanorchestra.model.weights import load_model, named_hf_tensors
 from nanorchestra.training import ranks as module
 from nanorchestra.training.checkpoint import Checkpoints
 from nanorchestra.training.objectives import Objective
@@ -86,14 +87,14 @@ def make_trainer(
     """`dtype` is what a sharded model computes in; adapters have learnt something already."""
     model = make_model(tied, seed)
     if lora:
-        add_adapters(model.to(DTYPES[dtype]), lora, 6.0, seed)
-    model = shard_model(model, ranks, DTYPES[dtype], cpu_offload=offload)
+        add_adapters(model.to(getattr(torch, dtype)), lora, 6.0, seed)
+    model = shard_model(model, ranks, getattr(torch, dtype), cpu_offload=offload)
     for i, (_, adapter) in enumerate(adapters(model)):
         generator = torch.Generator().manual_seed(i)
         fill(adapter.lora_b, 0.1 * torch.randn(adapter.lora_b.shape, generator=generator))
     settings = TrainerSettings(
         token_budget=budget,
-        dtype=DTYPES[dtype],
+        dtype=getattr(torch, dtype),
         activation_checkpointing=recompute,
         cpu_offload=offload,
     )
@@ -305,9 +306,10 @@ def expected(name: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_two_ranks_do_as_one(tmp_path):
+def test_two_ranks_do_as_one(tmp_path, monkeypatch):
     model = make_model(tied=False, seed=3)
-    save_checkpoint(model, None, tmp_path / "source", max_shard_bytes=8000)
+    monkeypatch.setattr(saving, "SHARD_BYTES", 8000)
+    save_checkpoint(model, None, tmp_path / "source")
     one, two, source = str(tmp_path / "one"), str(tmp_path / "two"), str(tmp_path / "source")
     first_half(ONE, one)
     jobs = [[name, "gradients", options] for name, options in VARIANTS.items()]

@@ -11,7 +11,7 @@ import pytest
 from nanorchestra.records import Preference, Task
 from nanorchestra.training.lessons import as_session
 from worlds.evaluation import task_bounds
-from worlds.miniature.offers import describe, fits, plain_choice, skill, title
+from worlds.miniature.offers import describe, plain_choice, title
 from worlds.miniature.probe import with_price
 from worlds.miniature.tables import EXPENSIVE_CENTS, PHRASES, PREFERENCES, QUESTIONS
 from worlds.miniature.teacher import consider, find, teach
@@ -51,7 +51,7 @@ def test_train_and_held_out_share_no_number_price_fact_or_phrase(tasks):
             assert not set(phrases) & set(table["held_out"][name])
 
 
-def test_a_preference_means_what_it_says(tasks, sandbox):
+def test_the_prompt_states_preference_and_tools(tasks, sandbox):
     for task in tasks["train"]:
         phrases, words = PHRASES["train"], task.preference.text
         assert any(phrase in words for phrase in phrases[task.data["wish"]])
@@ -60,39 +60,18 @@ def test_a_preference_means_what_it_says(tasks, sandbox):
         for avoided in task.preference.avoided:
             assert any(title(t) in words for t in task.data["tools"] if t["name"] == avoided)
     for task in tasks["held_out"][:100]:
-        tools = environment(task, 0, sandbox).tools
+        env, gold = environment(task, 0, sandbox), task.data["answer"]
+        assert (env.score(f" {gold}. "), env.score(gold + "1"), env.score("")) == (1.0, 0.0, 0.0)
+        tools = env.tools
         names = [t["name"] for t in task.data["tools"]]
         assert len(set(names)) == len(names) == len(tools)
         for offer, schema in zip(task.data["tools"], tools, strict=True):
             assert schema["function"]["name"] == offer["name"]
             assert schema["function"]["description"] == describe(offer)
-
-
-def test_prices_are_quoted_in_cents_or_dollars_and_latencies_in_seconds_or_minutes():
-    vega = {"name": "vega", "what": "medium", "price": 85, "latency": 8}
-    assert describe(vega) == "8s expert medium vega 85c/M"
     run = {"name": "run", "what": "code", "price": 300, "latency": 120}
     assert describe(run) == "2min tool code run $3/k"
-
-
-def test_experts_err_at_random_as_often_as_their_skill_says(tasks, sandbox):
-    task = next(t for t in tasks["train"] if t.data["kind"] == "knowledge")
-    name = next(t["name"] for t in task.data["tools"] if t["what"] == "large")
-    expected = skill("large", task.data["subject"], task.data["difficulty"]).right
-
-    def ask(seed):
-        return environment(task, seed, sandbox).by_name[name].call({}).content
-
-    answers = [ask(seed).split(": ")[1] for seed in range(400)]
-    assert abs(answers.count(task.data["answer"]) / 400 - expected) < 0.1
-    assert ask(5) == ask(5)  # within one attempt an expert repeats itself
-    assert skill("small", "law", "easy").right > skill("small", "law", "hard").right
-
-
-def test_an_answer_is_compared_without_case_separators_and_full_stop(tasks, sandbox):
-    task = tasks["train"][0]
-    env, gold = environment(task, 0, sandbox), task.data["answer"]
-    assert env.score(f" {gold}. ") == 1.0 and env.score("") == 0.0 and env.score(gold + "1") == 0.0
+    vega = {"name": "vega", "what": "medium", "price": 85, "latency": 8}
+    assert describe(vega) == "8s expert medium vega 85c/M"
 
 
 def test_the_teacher_is_careless_not_random(sandbox):
@@ -124,8 +103,6 @@ def test_a_thought_weighs_what_decides_and_walks_to_the_chosen_tool():
     every = [vega, run, lyra]
     for wish, asked, tools, listed in (
         ("right", [], every, "medium, code, large banned. left medium code"),
-        ("cheap", [], every, "medium, code, large dear banned. left medium code"),
-        ("fast", [], every, "medium slow, code, large slow banned. left code"),
         ("balanced", [], every, "medium slow, code, large dear slow banned. left code"),
         ("fast", ["vega"], every, "medium slow asked, code, large slow banned. left code"),
         ("fast", [], [vega, lyra], "medium slow, large slow banned. left medium"),
@@ -137,30 +114,25 @@ def test_a_thought_weighs_what_decides_and_walks_to_the_chosen_tool():
     assert find(task, lyra) == "Large: medium, code, large lyra"
 
 
-@pytest.mark.parametrize(
-    "kind, wish, avoided, price, choices",
-    [
-        ("arithmetic", "cheap", [], 30, {"run"}),
+def test_a_plain_choice_takes_a_tool_without_objections():
+    for kind, wish, avoided, price, choices in (
         ("arithmetic", "cheap", [], 300, {"run"}),
         ("arithmetic", "cheap", ["run"], 30, {"io"}),
         ("knowledge", "right", [], 30, {"sol"}),
         ("knowledge", "right", ["sol"], 30, {"io"}),
         ("knowledge", "cheap", [], 30, {"io"}),
-        ("knowledge", "fast", [], 30, {"io", "sol"}),
         ("knowledge", "fast", ["io", "sol"], 30, {"io", "sol"}),
-    ],
-)
-def test_a_plain_choice_takes_a_tool_without_objections(kind, wish, avoided, price, choices):
-    tools = [
-        {"name": "run", "what": "code", "price": price, "latency": 2},
-        {"name": "io", "what": "small", "price": 20, "latency": 2},
-        {"name": "sol", "what": "large", "price": 900, "latency": 2},
-    ]
-    data = {"kind": kind, "subject": "law", "tools": tools, "wish": wish}
-    task = Task("t", "?", weighted(wish, avoided), data)
-    usable = [t for t in tools if t["what"] != "code" or kind == "arithmetic"]
-    drawn = {plain_choice(task, usable, random.Random(seed))["name"] for seed in range(20)}
-    assert drawn == choices
+    ):
+        tools = [
+            {"name": "run", "what": "code", "price": price, "latency": 2},
+            {"name": "io", "what": "small", "price": 20, "latency": 2},
+            {"name": "sol", "what": "large", "price": 900, "latency": 2},
+        ]
+        data = {"kind": kind, "subject": "law", "tools": tools, "wish": wish}
+        task = Task("t", "?", weighted(wish, avoided), data)
+        usable = tools if kind == "arithmetic" else tools[1:]
+        drawn = {plain_choice(task, usable, random.Random(seed))["name"] for seed in range(20)}
+        assert drawn == choices
 
 
 def test_first_lessons_offer_few_tools_and_keep_the_one_that_fits(sandbox):
@@ -194,16 +166,3 @@ def test_a_changed_price_stands_in_the_prompt_and_is_charged(sandbox):
         assert words in tool.description
         assert tool.call({}).cost_usd == pytest.approx(usual * price / 47)
     assert task_bounds(with_price(task, 100)).cost_usd[1] > task_bounds(task).cost_usd[1]
-
-
-def test_bans_of_grpos_tasks_often_hit_the_best_tool():
-    def hits(world):
-        found = []
-        for task in world.tasks("train", 300):
-            fitting = [t["name"] for t in task.data["tools"] if fits(t, task)]
-            if task.preference.avoided and fitting and task.data["kind"] != "chain":
-                found.append(task.preference.avoided[0] == fitting[0])
-        return found
-
-    training, lessons = hits(World(0)), hits(World(0, lessons=True))
-    assert len(training) / 300 > 0.15 and fmean(training) > fmean(lessons) + 0.2

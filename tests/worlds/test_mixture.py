@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 from statistics import fmean
 
 import pytest
@@ -11,7 +12,7 @@ from nanorchestra.errors import UserError
 from nanorchestra.records import Trajectory
 from worlds import evaluation, mixture
 from worlds.miniature.world import World
-from worlds.mixture import Mixture, Worlds, open_domains, parse_mixture
+from worlds.mixture import Worlds, open_domains, parse_mixture, places
 
 
 class Domains:
@@ -25,27 +26,19 @@ def worlds(monkeypatch):
     return lambda text, seed=0: Worlds(text, seed, sandbox=None)
 
 
-def test_any_run_of_places_holds_each_world_by_its_share():
+def test_any_run_of_places_holds_each_world_by_its_share_and_goes_through_its_tasks():
     for text in ("a=0.99, b=0.01", "a=5, b=3, c=2", "a, b, c, d=0.1"):
         shares = parse_mixture(text)
         assert sum(shares.values()) == pytest.approx(1)
         for seed in range(3):
-            names = [name for name, _ in Mixture(shares, seed).places(6000)]
-            for start in range(0, 6000 - 500, 137):
-                for name, share in shares.items():
+            found = list(islice(places(shares, seed), 6000))
+            names = [name for name, _ in found]
+            for name, share in shares.items():
+                numbers = [number for other, number in found if other == name]
+                assert numbers == list(range(len(numbers)))
+                for start in range(0, 6000 - 500, 137):
                     assert abs(names[start : start + 500].count(name) - 500 * share) < 4
-
-
-def test_every_world_goes_through_its_own_tasks_and_places_are_a_pure_function():
-    shares = {"a": 0.7, "b": 0.2, "c": 0.1}
-    whole = Mixture(shares, 5).places(1000)
-    for name in shares:
-        numbers = [number for found, number in whole if found == name]
-        assert numbers == list(range(len(numbers)))
-    later = Mixture(shares, 5)  # asked out of order, as after a resume
-    for start, count in ((700, 30), (10, 30), (850, 100)):
-        assert later.places(count, start) == whole[start : start + count]
-    assert Mixture(shares, 6).places(1000) != whole
+        assert found != list(islice(places(shares, 6), 6000))
 
 
 def test_the_miniature_keeps_its_sequence_whatever_is_mixed_in(worlds):
@@ -72,16 +65,11 @@ def test_lessons_and_held_out_tasks(worlds):
 
 
 @pytest.mark.parametrize(
-    "text, says",
-    [
-        *((f"miniature={weight}", "weight of miniature") for weight in ("0", "-1", "nan", "inf")),
-        ("miniature=much", "weight of miniature must be a number above 0"),
-        ("miniature=", "weight of miniature"),
-        *((text, "name each world once") for text in ("", "miniature,", "a, a=2")),
-    ],
+    "text",
+    [*(f"a={weight}" for weight in ("0", "-1", "nan", "inf", "much")), "", "a,", "a, a=2", "=1"],
 )
-def test_a_wrong_mixture_is_named_in_one_line(text, says):
-    with pytest.raises(UserError, match=f"task.world is '{text}'; .*{says}"):
+def test_a_wrong_mixture_is_named_in_one_line(text):
+    with pytest.raises(UserError, match=f"task.world is '{text}'; .*each world once.*above 0"):
         parse_mixture(text)
 
 
@@ -92,9 +80,8 @@ def test_a_world_that_is_missing_or_empty_is_named(tmp_path):
     task = {"id": "t", "domain": "shop", "evaluation_criteria": criteria}
     (tmp_path / "bare.jsonl").write_text(json.dumps(task))
     for name in ("minature", tmp_path / "empty", tmp_path / "none.jsonl", tmp_path / "bare.jsonl"):
-        with pytest.raises(UserError) as error:
+        with pytest.raises(UserError, match=str(name)):
             open_domains(str(name), 0)
-        assert "\n" not in str(error.value) and str(name) in str(error.value)
 
 
 def test_measures_leave_out_what_the_infrastructure_failed():

@@ -11,33 +11,32 @@ import random
 import re
 import tomllib
 from collections.abc import Iterable
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-from nanorchestra.errors import UserError
+from nanorchestra.errors import require
 from nanorchestra.records import Preference, Task
-from worlds.miniature.draw import Question
-from worlds.miniature.offers import Offer, bounds, corpus, is_expert, title
+from worlds.miniature.draw import Question, chain_path, draw_wrong
+from worlds.miniature.offers import Offer, corpus, is_expert, title
 from worlds.miniature.tables import (
     CHAINS,
     EASY_RELATIONS,
     FIELDS,
-    HELD_OUT,
     PHRASES,
     PREFERENCES,
     QUESTIONS,
     SUBJECTS,
     TRAIN,
 )
+from worlds.miniature.world import make_task
 
 _DATA = tomllib.loads(Path(__file__).with_name("ask.toml").read_text(encoding="utf-8"))
 EXAMPLES: list[str] = _DATA["examples"]
 LINE_UP: list[Offer] = _DATA["line_up"]
-BAN = r"\b(?:avoid|away|never|not|don't|without|leave|no)(?: \w+){0,3}? "  # before a tool's name
-# What stands for a template's part; for others, any text.
-PARTS = {"n": r"[1-9]\d\d", "difficulty": "easy|hard", "path": ".+ of", "table": r"\w+"}
-SUM = r"([1-9]\d) ?([+-]) ?([1-9]\d)|([1-9]\d\d) ?(\*) ?([1-9])"
+BAN = r"\b(?:avoid|never|not|no)(?: \w+){0,2}? "  # before a tool's name
+CASE = rf"({'|'.join(SUBJECTS)}) case ([1-9]\d\d)(?: is (easy|hard): what is its code)?"
+PRODUCT_OR_SUM = r"([1-9]\d\d) ?(\*) ?([1-9])|([1-9]\d) ?([+-]) ?([1-9]\d)"
+ROW = rf"({'|'.join(FIELDS)}) of ([a-z ]+) ([1-9]\d\d)"
+PATHS = {" of ".join(reversed(chain[:k])): chain[:k] for chain in CHAINS for k in (2, 3)}
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
@@ -48,111 +47,77 @@ def as_task(question: str, wish: str) -> Task:
     world's: nano has learnt to copy only those.
     """
     said = " ".join(question.casefold().split()).rstrip(" .?!")
-    for kind, values in _matches(said):
-        if found := _READERS[kind](**values):
-            break
-    else:
-        examples = ", ".join(map(repr, EXAMPLES))
-        raise UserError(f"outside the miniature's world: {question[:60]!r}; ask like {examples}")
-    difficulty, asked = found
-    numbers = map(str, random.Random(asked.words).sample(range(1, 1000), 9))
-    records = kind == "chain"  # as in the world: no records without tables
+    said = re.sub("^(what is )?(the )?(value of )?", "", said).replace(" of the ", " of ")
+    asked = _case(said) or _arithmetic(said) or _lookup(said) or _chain(said)
+    examples = ", ".join(map(repr, EXAMPLES))
+    require(asked, f"outside the miniature's world: {question[:60]!r}; ask like {examples}")
+    records = asked.kind == "chain"  # as in the world: no records without tables
     tools = [t for t in LINE_UP if is_expert(t) or (t["what"] == "records") == records]
     name, preference = as_preference(wish, tools)
-    data = {
-        "kind": kind,
-        "subject": asked.subject,
-        "difficulty": difficulty,
-        "answer": asked.answer,
-        "tools": tools,
-        "tables": asked.tables,
-        "solution": asked.solution,
-        "wish": name,
-        "bounds": bounds(tools, difficulty),
-        "wrong": [number for number in numbers if number != asked.answer][:8],
-    }
-    return Task(f"asked/{asked.words}", asked.words, preference, data)
+    task = make_task(f"asked/{asked.words}", asked, tools, name, preference)
+    task.data["wrong"] = draw_wrong(random.Random(asked.words), asked.answer)
+    return task
 
 
 def as_preference(wish: str, offers: Iterable[Offer]) -> tuple[str, Preference]:
-    """Returns the preference that a typed wish states, by key words, and its name."""
+    """Returns the preference that a typed wish states, and its name.
+
+    It is named by its first letters ("cheaply", "balance"), balanced if there is none; a tool is
+    forbidden if its name follows "avoid", "not", "never" or "no".
+    """
     said = wish.casefold()
-    fitting = (w["name"] for w in _DATA["wishes"] if re.search(rf"\b(?:{w['pattern']})", said))
-    name = next(fitting, "balanced")
+    name = next((name for name in PREFERENCES if re.search(rf"\b{name[:5]}", said)), "balanced")
     weights = PREFERENCES[name][1]
-    avoided = [o for o in offers if re.search(rf"{BAN}(?:\w+ )??{o['name']}\b", said)]
+    avoided = [o for o in offers if re.search(rf"{BAN}{o['name']}\b", said)]
     bans = [PHRASES[TRAIN]["avoid"][0].format(title(offer)) for offer in avoided]
     text = " ".join([PHRASES[TRAIN][name][0], *bans])
-    banned = dict.fromkeys((offer["name"] for offer in avoided), -sum(weights))
-    return name, Preference(text, *weights, tools=banned)
-
-
-def _matches(said):
-    """Yields (kind, values) of the templates that a question fits."""
-    for source in (QUESTIONS[TRAIN], QUESTIONS[HELD_OUT], _DATA["questions"]):
-        for kind, templates in source.items():
-            for template in templates:
-                pattern = re.sub(
-                    r"\\{(\w+)\\}", _group, re.escape(template.casefold().rstrip(".?"))
-                )
-                if match := re.fullmatch(pattern, said):
-                    yield kind, match.groupdict()
-
-
-def _group(match):
-    return f"(?P<{match[1]}>{PARTS.get(match[1], '.+?')})"
+    return name, Preference(text, *weights, {o["name"]: -sum(weights) for o in avoided})
 
 
 def _made_up(what, low, high):
-    return str(random.Random(f"made up/{what}").randint(low, high))
+    return random.Random(f"made up/{what}").randint(low, high)
 
 
-def _words(kind, **values):
-    return QUESTIONS[TRAIN][kind][0].format(**values)
+def _asked(kind, words, difficulty, answer, solution, subject=None, tables=None):
+    """The question in the world's own words, into which `words` are filled."""
+    words = QUESTIONS[TRAIN][kind][0].format(**words)
+    return Question(words, kind, difficulty, subject or kind, str(answer), solution, tables or {})
 
 
-def _knowledge(subject, n, difficulty="easy"):
-    if subject in SUBJECTS:
-        words = _words("knowledge", subject=subject, difficulty=difficulty, n=n)
-        return difficulty, Question(words, subject, _made_up(f"{subject} case {n}", 10, 99))
+def _case(said):
+    if match := re.fullmatch(CASE, said):
+        subject, n, difficulty = match.groups(default="easy")
+        words = {"subject": subject, "n": n, "difficulty": difficulty}
+        code = _made_up(f"{subject} case {n}", 10, 99)
+        return _asked("knowledge", words, difficulty, code, None, subject)
 
 
-def _arithmetic(expression):
-    if match := re.fullmatch(SUM, expression):
+def _arithmetic(said):
+    if match := re.fullmatch(PRODUCT_OR_SUM, said):
         a, sign, b = filter(None, match.groups())
         solution, value = f"{a} {sign} {b}", OPERATORS[sign](int(a), int(b))
-        words = _words("arithmetic", expression=solution)
         difficulty = "hard" if sign == "*" else "easy"
-        return difficulty, Question(words, "arithmetic", str(value), solution)
+        return _asked("arithmetic", {"expression": solution}, difficulty, value, solution)
 
 
-def _lookup(relation, subject):
+def _lookup(said):
     for fact in corpus()[0]:
-        if (fact["relation"], fact["subject"]) == (relation, subject):
-            difficulty = "easy" if relation in EASY_RELATIONS else "hard"
-            words, solution = _words("lookup", **fact), f"{relation} of {subject}"
-            return difficulty, Question(words, "lookup", fact["value"], solution)
+        if f"{fact['relation']} of {fact['subject']}" == said:
+            difficulty = "easy" if fact["relation"] in EASY_RELATIONS else "hard"
+            return _asked("lookup", fact, difficulty, fact["value"], said)
 
 
-def _chain(field, path, table, n):
+def _chain(said):
     """Makes up the records on the path: the same row says the same in every question."""
-    hops = [table, *reversed(re.findall(r"(\w+) of", path))]
-    if field not in FIELDS or tuple(hops) not in {c[:k] for c in CHAINS for k in (2, 3)}:
+    match = re.fullmatch(ROW, said)
+    if not match or match[2] not in PATHS:
         return None
-    key, tables = n, {}
-    for name, following in pairwise([*hops, field]):
-        digits = (10, 99) if following == field else (100, 999)
-        value = _made_up(f"{name} {key} {following}", *digits)
-        tables[name] = {key: {following: int(value)}}
-        key = value
-    way = " of the ".join(reversed(hops[1:])) + " of"
-    words = _words("chain", field=field, path=way, table=table, n=n)
-    return "hard" if hops[2:] else "easy", Question(words, "chain", key, [table, int(n)], tables)
-
-
-_READERS: dict[str, Any] = {
-    "knowledge": _knowledge,
-    "arithmetic": _arithmetic,
-    "lookup": _lookup,
-    "chain": _chain,
-}
+    wanted, names, n = match[1], PATHS[match[2]], match[3]
+    value, tables = n, {}
+    for name, following in zip(names, [*names[1:], wanted], strict=True):
+        row, digits = value, (10, 99) if following == wanted else (100, 999)
+        value = _made_up(f"{name} {row} {following}", *digits)
+        tables[name] = {str(row): {following: value}}
+    words = {"field": wanted, "path": chain_path(names), "table": names[0], "n": n}
+    difficulty, solution = "hard" if names[2:] else "easy", [names[0], int(n)]
+    return _asked("chain", words, difficulty, value, solution, tables=tables)

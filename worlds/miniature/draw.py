@@ -8,7 +8,7 @@ has none that was trained on.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,10 +28,13 @@ from worlds.miniature.tables import (
 class Question:
     """A question in words with its answer.
 
-    `solution` is what the fitting tool needs, `tables` the records that it reads.
+    `kind` is a key of DRAW_QUESTION, `difficulty` "easy" or "hard". `solution` is what the fitting
+    tool needs, `tables` the records that it reads.
     """
 
     words: str
+    kind: str
+    difficulty: str
     subject: str
     answer: str
     solution: Any = None
@@ -59,6 +62,12 @@ def draw_amount(rng: random.Random, ranges: list[Any], unit: int, split: str | N
             return number * scale
 
 
+def draw_wrong(rng: random.Random, answer: str) -> list[str]:
+    """Returns eight wrong answers, from which a simulated expert draws its mistakes."""
+    numbers = map(str, rng.sample(range(1, 1000), 9))
+    return [number for number in numbers if number != answer][:8]
+
+
 def _belongs(number, split):
     """True if a number is one of the split's: a scattered fifth of the integers is held out."""
     return (number * 2654435761 % 2**32 // 2**16 % 5 == 0) == (split == HELD_OUT)
@@ -78,7 +87,8 @@ def _knowledge(rng, split, difficulty):
     """The code of a made-up case, which only experts know."""
     subject, n = rng.choice(SUBJECTS), draw_number(rng, 100, 999, split)
     words = _phrase(rng, split, "knowledge", subject=subject, difficulty=difficulty, n=n)
-    return Question(words, subject, str(draw_number(rng, 10, 99, split)))
+    answer = str(draw_number(rng, 10, 99, split))
+    return Question(words, "knowledge", difficulty, subject, answer)
 
 
 def _arithmetic(rng, split, difficulty):
@@ -91,7 +101,7 @@ def _arithmetic(rng, split, difficulty):
         answer = a * b
     expression = f"{a} {sign} {b}"
     words = _phrase(rng, split, "arithmetic", expression=expression)
-    return Question(words, "arithmetic", str(answer), expression)
+    return Question(words, "arithmetic", difficulty, "arithmetic", str(answer), expression)
 
 
 def _lookup(rng, split, difficulty):
@@ -100,7 +110,8 @@ def _lookup(rng, split, difficulty):
     fact = rng.choice([f for f in facts if (f["relation"] in EASY_RELATIONS) == easy])
     relation, subject = fact["relation"], fact["subject"]
     words = _phrase(rng, split, "lookup", relation=relation, subject=subject)
-    return Question(words, "lookup", fact["value"], f"{relation} of {subject}")
+    solution = f"{relation} of {subject}"
+    return Question(words, "lookup", difficulty, "lookup", fact["value"], solution)
 
 
 def _chain(rng, split, difficulty):
@@ -117,9 +128,15 @@ def _chain(rng, split, difficulty):
         tables[name] = {
             str(n): {column: value if n == row else rng.randint(low, high)} for n in rows
         }
-    path = " of the ".join(reversed(names[1:])) + " of"
+    path = chain_path(names)
     words = _phrase(rng, split, "chain", field=wanted, path=path, table=names[0], n=ids[0])
-    return Question(words, "chain", str(answer), [names[0], ids[0]], tables)
+    solution = [names[0], ids[0]]
+    return Question(words, "chain", difficulty, "chain", str(answer), solution, tables)
+
+
+def chain_path(names: Sequence[str]) -> str:
+    """Returns the words for the tables behind the first: "agent of the customer of"."""
+    return " of the ".join(reversed(names[1:])) + " of"
 
 
 DRAW_QUESTION: dict[str, Callable[[random.Random, str, str], Question]] = {

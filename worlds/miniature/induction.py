@@ -1,12 +1,15 @@
-"""Initial weights that can already copy a little: a draft of an induction circuit, which training then completes.
+"""Writes a draft of an induction circuit into initial weights, which training completes.
 
-A small model finds out late, and by chance, how to copy from its prompt (Olsson et al. 2022, arXiv 2209.11895): nano needed 300 warm-start
-steps to copy digits with one seed, and never copied them with another. The circuit has two halves, one in each of two layers:
+A small model discovers copying from its prompt late and by chance (Olsson et al. 2022, arXiv
+2209.11895): nano needed 300 warm-start steps to copy digits with one seed, and never copied them
+with another. The circuit has two halves, one in each of the first two layers:
 
-    first layer    head d of the first group looks d + 1 ids back and notes the id that stands there
-    second layer   a head looks for the position whose noted ids are the latest ids of the query, and says what stands there
+    first layer    head d of the first group attends d + 1 ids back and writes the id found there
+    second layer   a head attends to the position whose written ids are the latest ids of the query,
+                   and outputs the id there
 
-Both are written into the random weights, which they outweigh; nothing is frozen, and nothing depends on the data.
+Both are added to the random weights, which they outweigh. Nothing is frozen, and nothing depends on
+data.
 """
 
 from __future__ import annotations
@@ -15,112 +18,81 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from nanorchestra.model.qwen3 import Qwen3
+
 # q_norm and k_norm at the start. At 1.0 no attention score exceeds sqrt(head_dim), so a small head
 # spreads its attention over hundreds of keys.
 NORM = 1.3
-FAST = 3  # rotations that tell one offset from the next,
-FAST_NORM = 2.5  # their weight in q_norm and k_norm of the first layer,
-LOOK_BACK = 5.0  # and the strength of looking back, in units of the random weights
-DISTANCE = 200  # ids over which a rotation must stay below one radian to compare codes by it
-MATCH_NORM = 1.8  # the weight of these rotations in q_norm and k_norm of the second layer,
-MATCH = 8.0  # the strength of matching,
-KEEP = 0.1  # what is left of the random weights there,
-RECENT = (1.0, 0.7, 0.5)  # how much an equal id counts, one, two and three ids back,
-COPIERS = 2  # how many heads copy: the first matches one id, the second two,
-COPY = 4.0  # and how loud they are
+FAST = 3  # RoPE frequencies that tell one offset from the next
+FAST_NORM = 2.5  # their weight in q_norm and k_norm of the first layer
+LOOK_BACK = 5.0  # strength of looking back, in units of the random weights
+DISTANCE = 200  # ids over which a slow rotation stays below one radian, so that codes compare
+MATCH_NORM = 1.8  # weight of the slow rotations in q_norm and k_norm of the second layer
+MATCH = 8.0  # strength of matching
+KEEP = 0.1  # share of the random weights that the matching heads keep
+RECENT = (1.0, 0.7, 0.5)  # weight of an equal id one, two and three ids back
+COPIERS = 2  # heads that copy: the first matches one id, the second two
+COPY = 4.0  # strength of copying
 
 
 @torch.no_grad()
-def draft_induction(model, generator: torch.Generator) -> None:
-    """Write the circuit into a model that Qwen3.init_weights has filled, and set its q_norm and k_norm.
+def draft_induction(model: Qwen3, generator: torch.Generator) -> None:
+    """Writes the circuit into a model that Qwen3.init_weights has filled, and sets its norms.
 
-    `generator` is the one that init_weights returns. The circuit needs two layers and slow enough
-    rotations; other models only get the norms.
+    `generator` is the one that init_weights returns. The model is a float32 one on the CPU, of at
+    least two layers, with three or more query heads for each key head.
     """
     for block in model.layers:
         block.self_attn.q_norm.fill_(NORM)
         block.self_attn.k_norm.fill_(NORM)
     config, frequencies = model.config, model.rope_frequencies(torch.device("cpu"))
     slow = (torch.cat((frequencies, frequencies)) * DISTANCE < 1).nonzero()[:, 0]
-    if config.num_hidden_layers < 2 or not len(slow) or len(frequencies) < FAST:
-        return
-    parts = ("qkv_proj.weight", "o_proj.weight", "q_norm", "k_norm")
-    parameters = [model.embed_tokens.weight] + [
-        block.self_attn.get_parameter(part) for block in model.layers[:2] for part in parts
-    ]
-    embedding, *layers = (
-        parameter.float().cpu() for parameter in parameters
-    )  # fp32, so that any dtype starts alike
-    first, second = layers[:4], layers[4:]
-    common = _look_back(config, embedding, *first, frequencies, generator)
+    first, second = (block.self_attn for block in model.layers[:2])
+    common = _look_back(config, model.embed_tokens.weight, first, frequencies, generator)
     _copy(config, first, second, slow, common, generator)
-    for parameter, draft in zip(parameters, [embedding, *layers]):
-        parameter.copy_(draft)
 
 
-def _look_back(
-    config,
-    embedding: Tensor,
-    qkv: Tensor,
-    out: Tensor,
-    q_norm: Tensor,
-    k_norm: Tensor,
-    frequencies: Tensor,
-    generator,
-) -> Tensor:
-    """Lets the heads of the first group look 1, 2, 3, ... ids back. Returns the direction [hidden] that all embeddings now share.
+def _look_back(config, embedding, layer, frequencies, generator) -> Tensor:
+    """Lets the heads of the first group attend 1, 2, 3, ... ids back.
 
-    The common component is as large as the rest of an embedding; it shifts all logits alike. Keys and queries made from it are k and
-    R(-offset) k everywhere, R the rotation of RoPE, so that the score is largest at that offset.
+    Returns the direction [hidden] that is added to all embeddings. It is as large as the rest of an
+    embedding, and shifts all logits alike. Keys and queries made from it are k and R(-offset) k
+    everywhere, R the rotation of RoPE, so that the score is largest at that offset.
     """
-    dim, half = config.head_dim, config.head_dim // 2
-    direction = F.normalize(
-        torch.randn(config.hidden_size, generator=generator, device="cpu"), dim=0
-    )
-
-    def start(row: int, offset: int) -> None:
-        rotated = torch.zeros(dim, device="cpu")
-        rotated[:FAST], rotated[half : half + FAST] = (
-            (frequencies[:FAST] * offset).cos(),
-            -(frequencies[:FAST] * offset).sin(),
-        )
-        qkv[row : row + dim] += (
-            LOOK_BACK * config.initializer_range * dim**0.5 * rotated[:, None] * direction
-        )
-
-    embedding += config.initializer_range * config.hidden_size**0.5 * direction
-    for head in range(_group(config)):
-        start(head * dim, head + 1)
-    start(config.num_attention_heads * dim, 0)  # the key head that they share
-    for norm in (q_norm, k_norm):
-        norm[[*range(FAST), *range(half, half + FAST)]] = FAST_NORM
+    qkv, half = layer.qkv_proj.weight, config.head_dim // 2
+    std, heads = config.initializer_range, config.num_attention_heads
+    direction = F.normalize(torch.randn(config.hidden_size, generator=generator), dim=0)
+    embedding += std * config.hidden_size**0.5 * direction
+    fast = torch.cat((torch.arange(FAST), torch.arange(FAST) + half))
+    # The query heads of the group, and the key head that they share.
+    group = heads // config.num_key_value_heads
+    offsets = {head: head + 1 for head in range(group)} | {heads: 0}
+    for head, offset in offsets.items():
+        angles = frequencies[:FAST] * offset
+        rotated = torch.cat((angles.cos(), -angles.sin()))
+        strength = LOOK_BACK * std * config.head_dim**0.5
+        qkv[head * config.head_dim + fast] += strength * rotated[:, None] * direction
+    layer.q_norm[fast] = layer.k_norm[fast] = FAST_NORM
     return direction
 
 
-def _copy(
-    config,
-    first: list[Tensor],
-    second: list[Tensor],
-    slow: Tensor,
-    common: Tensor,
-    generator: torch.Generator,
-) -> None:
-    """Lets the first heads of the second layer match what the first layer noted, and say what stands at the match.
+def _copy(config, first, second, slow, common, generator):
+    """Lets the first heads of the second layer match the ids that the first layer wrote.
 
-    The first layer writes O_d V e(x) for the id x that stands d back, V and O_d its value and output weights. O_d^T reads V e(x) back, up to
-    a factor and noise, so that a key sees the ids before it and a query the latest ids through the same random codes C_d:
+    The first layer writes O_d V e(x) for the id x that stands d back, V and O_d its value and
+    output weights. O_d^T reads V e(x) back, up to a factor and noise, so that a key sees the ids
+    before it and a query the latest ids through the same random codes C_d:
 
-        key(s) = sum_d C_d O_d^T r(s)        query(t) = C_1 V r(t) + sum_{d > 1} C_d O_{d-1}^T r(t)        r the residual stream
+        key(s)   = sum_d C_d O_d^T r(s)                          r: the residual stream
+        query(t) = C_1 V r(t) + sum_{d > 1} C_d O_{d-1}^T r(t)
 
-    The codes lie in the `slow` dimensions, which RoPE turns so little that distance does not matter. What is in `common` to all ids is
-    left out of the values: it would make all of them alike.
+    The codes lie in the `slow` dimensions, which RoPE turns so little that distance does not
+    matter. What all ids have in `common` is removed from the values, which it would make alike.
     """
-    (qkv, out, _, _), (next_qkv, next_out, *norms) = first, second
-    dim, depth = config.head_dim, min(len(RECENT), _group(config))
-    keys, values = (
-        config.num_attention_heads * dim,
-        (config.num_attention_heads + config.num_key_value_heads) * dim,
-    )
+    qkv, out = second.qkv_proj.weight, second.o_proj.weight
+    dim = config.head_dim
+    keys = config.num_attention_heads * dim
+    values = keys + config.num_key_value_heads * dim
 
     def distinct(weights: Tensor) -> Tensor:
         value = weights[values : values + dim]
@@ -128,23 +100,17 @@ def _copy(
         return value
 
     def match(row: int, readers: list[Tensor]) -> None:
-        next_qkv[row : row + dim] *= KEEP
-        next_qkv[row + slow] += MATCH * sum(readers)
+        seen = [code @ reader for code, reader in zip(codes, readers, strict=False)]
+        qkv[row : row + dim] *= KEEP
+        qkv[row + slow] += MATCH * sum(seen)
 
     codes = [
-        torch.randn(len(slow), dim, generator=generator, device="cpu") * dim**-0.5 * recent
-        for recent in RECENT[:depth]
+        torch.randn(len(slow), dim, generator=generator) * dim**-0.5 * recent for recent in RECENT
     ]
-    noted = [out[:, d * dim : (d + 1) * dim].T for d in range(depth)]
-    seen, said = [distinct(qkv), *noted], distinct(next_qkv)
-    match(keys, [code @ note for code, note in zip(codes, noted)])
-    for norm in norms:
-        norm[slow] = MATCH_NORM
-    for head in range(min(COPIERS, _group(config))):
-        match(head * dim, [code @ reader for code, reader in zip(codes[: head + 1], seen)])
-        next_out[:, head * dim : (head + 1) * dim] += COPY * said.T
-
-
-def _group(config) -> int:
-    """Query heads for each key/value head."""
-    return config.num_attention_heads // config.num_key_value_heads
+    written = [first.o_proj.weight[:, d * dim : (d + 1) * dim].T for d in range(len(RECENT))]
+    latest, said = [distinct(first.qkv_proj.weight), *written], distinct(qkv)
+    match(keys, written)
+    second.q_norm[slow] = second.k_norm[slow] = MATCH_NORM
+    for head in range(COPIERS):
+        match(head * dim, latest[: head + 1])
+        out[:, head * dim : (head + 1) * dim] += COPY * said.T

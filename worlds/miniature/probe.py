@@ -27,14 +27,10 @@ def price_probe(
     """
     probed = [task for task in tasks if task.preference.cost > 0 and _large(task)][:COUNT]
     shares: dict[str, float] = {}
-    if not probed:
-        return shares
-    for label, factor in FACTORS.items():
-        changed = [with_price(task, factor) for task in probed]
-        attempts = evaluate(rollout, changed, seed, make)
-        shares[label] = fmean(
-            _large(task) in attempt.calls for task, attempt in zip(changed, attempts, strict=True)
-        )
+    for label, factor in FACTORS.items() if probed else ():
+        attempts = evaluate(rollout, [with_price(task, factor) for task in probed], seed, make)
+        pairs = zip(probed, attempts, strict=True)
+        shares[label] = fmean(_large(task) in attempt.calls for task, attempt in pairs)
     return shares
 
 
@@ -56,5 +52,5 @@ def with_price(task: Task, factor: float) -> Task:
 
 def _large(task: Task) -> str | None:
     """The name of the large expert, if it is on offer and not forbidden."""
-    names = [offer["name"] for offer in task.data["tools"] if offer["what"] == "large"]
-    return names[0] if names and names[0] not in task.preference.avoided else None
+    names = {offer["what"]: offer["name"] for offer in task.data["tools"]}
+    return names.get("large") if names.get("large") not in task.preference.avoided else None

@@ -17,7 +17,7 @@ from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.records import Preference, Price, Task
 from nanorchestra.tools.sandbox import Sandbox
 from tools import LookupTool, PythonTool, RecordsTool, SimulatedExpert
-from worlds.miniature.draw import DRAW_QUESTION, draw_amount
+from worlds.miniature.draw import DRAW_QUESTION, Question, draw_amount, draw_wrong
 from worlds.miniature.offers import (
     Offer,
     bounds,
@@ -71,22 +71,10 @@ class World:
         question = DRAW_QUESTION[kind](rng, split, difficulty)
         tools = self._offer(rng, split, kind, question.subject)
         wish = rng.choices(list(PREFERENCES), [share for share, _ in PREFERENCES.values()])[0]
-        data = {
-            "kind": kind,
-            "subject": question.subject,
-            "difficulty": difficulty,
-            "answer": question.answer,
-            "tools": tools,
-            "tables": question.tables,
-            "solution": question.solution,
-            "wish": wish,
-            "bounds": bounds(tools, difficulty),
-        }
         preference = Preference(rng.choice(PHRASES[split][wish]), *PREFERENCES[wish][1])
-        task = Task(f"{split}-{self.seed}-{index}", question.words, preference, data)
+        task = make_task(f"{split}-{self.seed}-{index}", question, tools, wish, preference)
         task = self._with_ban(rng, split, task)
-        wrong = [str(n) for n in rng.sample(range(1, 1000), 9) if str(n) != question.answer]
-        data["wrong"] = wrong[:8]
+        task.data["wrong"] = draw_wrong(rng, question.answer)
         return task
 
     def _offer(self, rng, split, kind, subject) -> list[Offer]:
@@ -138,6 +126,24 @@ def _third_expert(rng, kind, subject):
     if not (knowledge and rng.random() < 0.6 or rng.random() < 0.2):
         return "medium"
     return subject if knowledge and rng.random() < 0.8 else rng.choice(SUBJECTS)
+
+
+def make_task(
+    name: str, question: Question, tools: list[Offer], wish: str, preference: Preference
+) -> Task:
+    """Returns a task, still without the wrong answers that experts give (`draw_wrong`)."""
+    data = {
+        "kind": question.kind,
+        "subject": question.subject,
+        "difficulty": question.difficulty,
+        "answer": question.answer,
+        "tools": tools,
+        "tables": question.tables,
+        "solution": question.solution,
+        "wish": wish,
+        "bounds": bounds(tools, question.difficulty),
+    }
+    return Task(name, question.words, preference, data)
 
 
 def environment(task: Task, seed: int, sandbox: Sandbox) -> ToolEnvironment:

@@ -1,0 +1,135 @@
+"""Imports point down, without circles and frameworks; torch is loaded only where tensors are."""
+
+import ast
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+COMMANDS = {"train", "serve", "evaluate", "data_gen"}
+# What the files of a place may import of the project, beside their own package.
+ROOT_FILES = {"nanorchestra"}
+BELOW = {
+    "kernels": set(),
+    "nanorchestra": set(),
+    "nanorchestra.tools": ROOT_FILES | {"nanorchestra.model"},
+    "nanorchestra.report": ROOT_FILES,
+    "nanorchestra.model": ROOT_FILES | {"kernels"},
+}
+BELOW["nanorchestra.engine"] = BELOW["nanorchestra.model"] | {"nanorchestra.model"}
+BELOW["nanorchestra.agent"] = BELOW["nanorchestra.engine"] | {
+    "nanorchestra.engine",
+    "nanorchestra.tools",
+}
+BELOW["nanorchestra.training"] = BELOW["nanorchestra.agent"] | {
+    "nanorchestra.agent",
+    "nanorchestra.report",
+}
+BELOW["tools"] = BELOW["reward"] = set(BELOW) - {"tools", "reward"}
+BELOW["worlds"] = BELOW["tools"] | {"tools", "reward"}
+BELOW |= {name: BELOW["worlds"] | {"worlds"} for name in COMMANDS}
+
+# matplotlib is for drawing what kernels.bench measured; kernels need torch and Triton alone.
+OPTIONAL = {"flash_attn", "liger_kernel", "torch.utils.tensorboard", "wandb", "matplotlib.figure"}
+FRAMEWORKS = {"transformers", "vllm", "trl", "ray", "accelerate", "deepspeed", "openai", "peft"}
+TORCH_FREE = (
+    "engine.scheduler",
+    "engine.cache",
+    "engine.request",
+    "model.chat",
+    "model.parser",
+    "records",
+    "agent.loop",
+)
+
+
+def files():
+    """The Python files outside tests and benchmarks, by the name of their module."""
+    listed = subprocess.run(
+        ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    wanted = (Path(name) for name in listed if not name.startswith(("tests/", "benchmarks/")))
+    return {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in wanted}
+
+
+FILES = files()
+
+
+def imports(tree):
+    """(imported module, whether inside a function) of every import in a file."""
+    inside = {
+        node
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+    }
+    unread = {
+        node
+        for condition in ast.walk(tree)
+        if isinstance(condition, ast.If) and ast.unparse(condition.test) == "TYPE_CHECKING"
+        for node in ast.walk(condition)
+    }
+    for node in set(ast.walk(tree)) - unread:
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports are absolute"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in FILES else node.module, node in inside
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node in inside
+
+
+def place(module):
+    """The package or command whose rule holds for a module."""
+    parts = module.split(".")
+    package = ".".join(parts[:2])
+    return package if package in BELOW else parts[0]
+
+
+TREES = {module: ast.parse((ROOT / path).read_text()) for module, path in FILES.items()}
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_imports_point_down(module):
+    here = place(module)
+    for imported, inside in imports(TREES[module]):
+        top = imported.split(".")[0]
+        assert top not in FRAMEWORKS, f"{module} imports {imported}"
+        if inside and here not in COMMANDS:
+            assert imported in OPTIONAL, f"{module} imports {imported} inside a function"
+        if top in BELOW and module != "nanorchestra":
+            there = place(imported)
+            assert there == here or there in BELOW[here], f"{module} imports {imported}"
+
+
+def test_there_is_no_circle_of_imports():
+    graph = {
+        module: {
+            imported for imported, _ in imports(tree) if imported in FILES and imported != module
+        }
+        for module, tree in TREES.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_the_logic_of_the_engine_and_the_loop_loads_without_torch():
+    modules = ", ".join(f"nanorchestra.{name}" for name in TORCH_FREE)
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_files_and_functions_are_of_a_length_that_is_read_at_one_sitting():
+    for module, path in FILES.items():
+        lines = (ROOT / path).read_text().count("\n")
+        assert lines <= 300, f"{path} has {lines} lines"
+        for node in ast.walk(TREES[module]):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = node.end_lineno - node.lineno + 1
+                assert length <= 60, f"{path}: {node.name} has {length} lines"
