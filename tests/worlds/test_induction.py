@@ -26,19 +26,13 @@ def initial_attention(tokens):
     return weights
 
 
-def test_some_heads_start_by_looking_back():
-    tokens = torch.randint(0, 896, (100,), generator=torch.Generator().manual_seed(0))
-    weights = initial_attention(tokens)[0][:, 50:]
-    offsets = torch.arange(50, 100)[:, None] - torch.arange(8)  # [query, offset]
-    for head in range(4):
-        back = weights[head].gather(1, offsets)
-        assert back.mean(0).argmax() == head + 1 and back.mean(0).max() > 0.7
-    assert weights[4:].max(-1).values.mean() < 0.5
-
-
-def test_two_heads_start_by_looking_for_what_followed_the_same_ids_before():
+def test_heads_start_by_looking_back_and_by_finding_what_followed_the_same_ids():
     once = torch.randperm(896, generator=torch.Generator().manual_seed(0))[:60]
-    weights = initial_attention(once.repeat(2))[1]
+    back, copy = initial_attention(once.repeat(2)).values()
     queries = torch.arange(70, 119)
-    followed = weights[:, queries, queries - 59].mean(1)  # uniform attention gives 0.01
+    for head in range(4):
+        offsets = back[head, queries[:, None], queries[:, None] - torch.arange(8)].mean(0)
+        assert offsets.argmax() == head + 1 and offsets.max() > 0.7
+    assert back[4:, 50:].max(-1).values.mean() < 0.5
+    followed = copy[:, queries, queries - 59].mean(1)  # uniform attention gives 0.01
     assert followed[:2].min() > 1.5 * followed[2:].max(), followed

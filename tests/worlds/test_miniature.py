@@ -27,10 +27,9 @@ def weighted(wish, avoided=()):
     return Preference("?", *PREFERENCES[wish][1], {name: -1.0 for name in avoided})
 
 
-def test_a_task_is_a_function_of_seed_split_and_index():
-    assert World(3).task("train", 17) == World(3).task("train", 17)
-    assert World(3).task("train", 17) != World(4).task("train", 17)
-    assert World(3).tasks("train", 5, start=10)[2] == World(3).task("train", 12)
+def test_a_task_is_a_function_of_seed_split_and_index(tasks):
+    assert World(0).task("train", 17) == tasks["train"][17] != World(4).task("train", 17)
+    assert World(0).tasks("train", 5, start=10) == tasks["train"][10:15]
 
 
 def test_train_and_held_out_share_no_number_price_fact_or_phrase(tasks):
@@ -94,23 +93,15 @@ def test_a_thought_weighs_what_decides_and_walks_to_the_chosen_tool():
     vega = {"name": "vega", "what": "medium", "price": 85, "latency": 60}
     run = {"name": "run", "what": "code", "price": 300, "latency": 2}
     lyra = {"name": "lyra", "what": "large", "price": 900, "latency": 120}
-
-    def thought(wish, tools, asked=()):
-        data = {"kind": "knowledge", "subject": "law", "difficulty": "hard"}
-        data |= {"tools": tools, "wish": wish}
-        return consider(Task("t", "?", weighted(wish, ["lyra"]), data), asked)
-
-    every = [vega, run, lyra]
-    for wish, asked, tools, listed in (
-        ("right", [], every, "medium, code, large banned. left medium code"),
-        ("balanced", [], every, "medium slow, code, large dear slow banned. left code"),
-        ("fast", ["vega"], every, "medium slow asked, code, large slow banned. left code"),
-        ("fast", [], [vega, lyra], "medium slow, large slow banned. left medium"),
-        ("fast", ["vega"], [vega, lyra], "medium slow asked, large slow banned. left none"),
-    ):  # fmt: skip
-        assert thought(wish, tools, asked) == f"hard law. {wish}, avoid large. {listed}"
-    task = Task("t", "?", weighted("fast"), {"tools": [vega, run, lyra]})
-    assert find(task, vega) == "Medium: medium vega"
+    data = {"kind": "knowledge", "subject": "law", "difficulty": "hard", "tools": [vega, run, lyra]}
+    for wish, asked, listed in (
+        ("right", [], "medium, code, large banned. left medium code"),
+        ("balanced", [], "medium slow, code, large dear slow banned. left code"),
+        ("fast", ["vega"], "medium slow asked, code, large slow banned. left code"),
+        ("cheap", ["vega", "run"], "medium asked, code asked, large dear banned. left none"),
+    ):
+        task = Task("t", "?", weighted(wish, ["lyra"]), data | {"wish": wish})
+        assert consider(task, asked) == f"hard law. {wish}, avoid large. {listed}"
     assert find(task, lyra) == "Large: medium, code, large lyra"
 
 
@@ -147,10 +138,8 @@ def test_demonstrations_mask_what_tools_said(nano_tokenizer, sandbox):
     for task in World(0).tasks("train", 20):
         env = environment(task, 0, sandbox)
         _, ids, sampled = as_session(teach(env, 0), env, nano_tokenizer)
-        said, given = (
-            nano_tokenizer.decode([i for i, s in zip(ids, sampled, strict=True) if s == own])
-            for own in (True, False)
-        )
+        said = nano_tokenizer.decode([i for i, own in zip(ids, sampled, strict=True) if own])
+        given = nano_tokenizer.decode([i for i, own in zip(ids, sampled, strict=True) if not own])
         assert "tool_response" not in said and said.endswith("<|im_end|>")
         assert given.count("<tool_response>") == said.count("<tool_call>")
 
