@@ -40,11 +40,11 @@ GPUS = {  # NVIDIA's data sheets; the network is that of its DGX
 class Costs:
     """FLOPs of a forward pass, the bytes that it reads in bf16, and what a backward pass needs."""
 
-    weight_bytes: float  # of all matrices
-    token_flops: float  # of a token in the layers
-    logit_flops: float  # of a token's logits
-    pair_flops: float  # of a pair of query and key
-    kv_bytes: float  # of a token's keys and values
+    weight_bytes: int  # of all matrices
+    token_flops: int  # of a token in the layers
+    logit_flops: int  # of a token's logits
+    pair_flops: int  # of a pair of query and key
+    kv_bytes: int  # of a token's keys and values
     activations: int  # numbers that a layer keeps of a token for its backward pass, with kernels
     adapter_numbers: int  # numbers of adapters of rank 1
 

@@ -88,8 +88,8 @@ class Packed:
     tokens, positions: int64 [T]; `attend` closes over the segments. `pairs` counts the pairs of an
     id and an id it attends to, itself included.
     One entry per sampled id [N]: source int64 (index in tokens whose hidden state predicts it),
-    targets int64, sampler_logprobs and advantages float32, sequences int64 (number of its sample),
-    trajectory_ids int64 (sampled ids of its trajectory).
+    targets int64, sequences int64 (number of its sample), trajectory_ids int64 (sampled ids of its
+    trajectory), sampler_logprobs and advantages float32.
     """
 
     tokens: Tensor
@@ -98,10 +98,10 @@ class Packed:
     pairs: int
     source: Tensor
     targets: Tensor
-    sampler_logprobs: Tensor
-    advantages: Tensor
     sequences: Tensor
     trajectory_ids: Tensor
+    sampler_logprobs: Tensor
+    advantages: Tensor
 
 
 def pack(
@@ -129,27 +129,19 @@ def pack(
         layout.lay_branches(sequences, places, start, prompt)
         for sample, place in zip(group.samples, places, strict=True):
             total = sample.trajectory_ids or sample.count
+            logprobs = sample.logprobs or [0.0] * len(sample.ids)
             for i, token in enumerate(sample.ids):
                 if sample.sampled[i]:
                     integers.append((place[i], token, number, total))
-                    logprob = sample.logprobs[i] if sample.logprobs else 0.0
-                    floats.append((logprob, sample.advantage))
+                    floats.append((logprobs[i], sample.advantage))
             number += 1
-    columns = torch.tensor(integers, dtype=torch.int64, device=device).reshape(-1, 4)
-    source, targets, sequence, trajectory_ids = columns.T.contiguous()
-    columns = torch.tensor(floats, dtype=torch.float32, device=device).reshape(-1, 2)
-    logprobs, advantages = columns.T.contiguous()
     return Packed(
         torch.tensor(layout.tokens, device=device),
         torch.tensor(layout.positions, device=device),
         packed_attention(layout.segments, attention),
         sum(layout.positions) + len(layout.positions),
-        source=source,
-        targets=targets,
-        sampler_logprobs=logprobs,
-        advantages=advantages,
-        sequences=sequence,
-        trajectory_ids=trajectory_ids,
+        *torch.tensor(integers, dtype=torch.int64, device=device).reshape(-1, 4).T.contiguous(),
+        *torch.tensor(floats, device=device).reshape(-1, 2).T.contiguous(),
     )
 
 
@@ -177,14 +169,11 @@ class _Layout:
         Prompts are of one world if their first SHARED_IDS ids agree. Returns by these ids the
         length of the beginning and its segment. Each prompt keeps at least one id of its own.
         """
-        worlds: dict[tuple[int, ...], list[list[int]]] = {}
-        for prompt in prompts:
-            worlds.setdefault(tuple(prompt[:SHARED_IDS]), []).append(prompt)
         beginnings = {}
-        for key, members in worlds.items():
-            common = 0
-            if len(members) > 1:
-                common = min(common_prefix(members), min(map(len, members)) - 1)
+        for key, numbers in _alike(prompts, 0).items():
+            members = [prompts[i] for i in numbers]
+            common = min(common_prefix(members), min(map(len, members)) - 1)
+            common *= len(members) > 1
             segment = self.lay(members[0][:common], 0, None) if common else None
             beginnings[key] = common, segment
         return beginnings
@@ -196,11 +185,7 @@ class _Layout:
 
         Appends to places[i] the indices in the pack of the ids of sequence i.
         """
-        branches: dict[tuple[int, ...], list[int]] = {}
-        for i, ids in enumerate(sequences):
-            if len(ids) > depth:
-                branches.setdefault(tuple(ids[depth : depth + SHARED_IDS]), []).append(i)
-        for branch in branches.values():
+        for branch in _alike(sequences, depth).values():
             members, taken = [sequences[i] for i in branch], [places[i] for i in branch]
             end = common_prefix(members)
             segment = self.lay(members[0][depth:end], depth, prefix)
@@ -208,6 +193,15 @@ class _Layout:
                 place.extend(range(segment.start, segment.start + segment.length))
             if len(branch) > 1:
                 self.lay_branches(members, taken, end, segment)
+
+
+def _alike(sequences: Sequence[list[int]], depth: int) -> dict[tuple[int, ...], list[int]]:
+    """The indices of the sequences that go on after `depth` ids, by their next SHARED_IDS ids."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for i, ids in enumerate(sequences):
+        if len(ids) > depth:
+            found.setdefault(tuple(ids[depth : depth + SHARED_IDS]), []).append(i)
+    return found
 
 
 def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
@@ -253,7 +247,5 @@ def _halves(group: Group, budget: int, fair: float, cost: Callable[[Group], floa
     if small or len(group.samples) == 1:
         return [group]
     half = len(group.samples) // 2
-    parts = [
-        Group(group.prompt, samples) for samples in (group.samples[:half], group.samples[half:])
-    ]
-    return [piece for part in parts for piece in _halves(part, budget, fair, cost)]
+    halves = (Group(group.prompt, part) for part in (group.samples[:half], group.samples[half:]))
+    return [piece for part in halves for piece in _halves(part, budget, fair, cost)]

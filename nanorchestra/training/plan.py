@@ -19,12 +19,10 @@ from nanorchestra.training.costs import GB, GPUS, Costs, Gpu
 
 LIBRARIES, FRAGMENTS = 1.5 * GB, 0.05  # CUDA and NCCL; of what is allocated
 LOSS = 1.5 * GB  # logits and gradients of activations, a chunk or a layer of each
-TYPICAL = 0.25  # of the context that an attempt fills
-PROMPT, SAMPLED = 0.375, 0.25  # of the ids of an attempt; the rest are observations
+TYPICAL, PROMPT, SAMPLED = 0.25, 0.375, 0.25  # of the context; of the ids of an attempt
 TRAINING, ROLLOUT = 0.40, 0.65  # efficiency; torchtitan reports 0.33 to 0.39 for Llama-3.1-8B
 PER_NODE = 8  # GPUs
 WAYS = ({}, {"parallel.cpu_offload": True}, {"lora.rank": 32})
-Table = dict[str, tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -38,9 +36,8 @@ class Setup:
     @property
     def total(self) -> int:
         """How many numbers the model has, without its norms."""
-        costs = Costs.of(self.model)
-        untied = not self.model.tie_word_embeddings
-        return int(costs.weight_bytes + untied * costs.logit_flops) // 2
+        costs, tied = Costs.of(self.model), self.model.tie_word_embeddings
+        return costs.weight_bytes // 2 + (0 if tied else costs.logit_flops // 2)
 
     @property
     def trained(self) -> int:
@@ -54,7 +51,7 @@ class Setup:
         return min(self.gpus, PER_NODE) if self.config.parallel.shard == "node" else self.gpus
 
 
-def memory(setup: Setup) -> Table:
+def memory(setup: Setup) -> dict[str, tuple[float, float]]:
     """Returns the bytes of one GPU by part: while it rolls out, and while it trains."""
     config, total, trained, costs = setup.config, setup.total, setup.trained, Costs.of(setup.model)
     grpo, rollout, full = config.grpo, config.rollout, not config.lora.rank
@@ -89,7 +86,7 @@ def peak(setup: Setup) -> float:
     return max(map(sum, zip(*memory(setup).values(), strict=True)))
 
 
-def seconds(setup: Setup, gpu: Gpu) -> Table:
+def seconds(setup: Setup, gpu: Gpu) -> dict[str, tuple[float, float]]:
     """Returns the seconds of a step by phase: the roofline, and what to expect.
 
     Backward counts twice a forward (once with adapters), recomputation once. Per micro-batch bf16
@@ -97,13 +94,12 @@ def seconds(setup: Setup, gpu: Gpu) -> Table:
     """
     config, costs, shards = setup.config, Costs.of(setup.model), setup.shards
     groups = config.grpo.prompts / setup.gpus
-    attempts = groups * config.grpo.group_size
-    length = TYPICAL * config.rollout.context_tokens
+    attempts, length = groups * config.grpo.group_size, TYPICAL * config.rollout.context_tokens
     tokens, sampled = length * (PROMPT * groups + (1 - PROMPT) * attempts), SAMPLED * length
     flops = tokens * costs.token_flops + attempts * length**2 / 2 * costs.pair_flops
     forward = (flops + attempts * sampled * costs.logit_flops) / gpu.flops
-    reads = costs.weight_bytes + attempts * length / 2 * costs.kv_bytes
-    rollout = max(sampled * reads / gpu.bandwidth, forward)
+    reads = sampled * (costs.weight_bytes + attempts * length / 2 * costs.kv_bytes)
+    rollout = max(reads / gpu.bandwidth, forward)
     passes = (2 if config.lora.rank else 3) + config.parallel.activation_checkpointing
     training, batches = forward * passes, max(1.0, tokens / config.grpo.token_budget)
     link = gpu.link if shards <= PER_NODE else gpu.network
@@ -128,9 +124,9 @@ def smallest(setup: Setup, way: dict[str, object], limit: float) -> str:
 
 
 def plan(config: Config, gpus: int, limit: float | None, name: str) -> tuple[str, bool]:
-    """Returns the plan as text, and whether the config fits. UserError.
+    """Returns the plan as text, and whether the config fits in `limit` bytes of a GPU. UserError.
 
-    limit: bytes of one GPU, None: as sold. model.path need only end in the name of a preset.
+    Without a limit it is the GPU's as sold. model.path may end in the name of a preset.
     """
     require(gpus > 0, f"--gpus is {gpus}; it must be 1 or more")
     require(name in GPUS, f"--gpu is {name!r}; it must be one of {', '.join(GPUS)}")
@@ -143,8 +139,7 @@ def plan(config: Config, gpus: int, limit: float | None, name: str) -> tuple[str
     setup = Setup(config, gpus, model)
     fits = peak(setup) <= limit
     lines = [
-        f"{setup.total / GB:.2f} B parameters, {setup.trained / GB:.2f} B trained",
-        f"{gpus} x {name.upper()}\n",
+        f"{setup.total / GB:.2f} B numbers, {setup.trained / GB:.2f} B trained, {gpus} x {name}\n",
         f"{'GB on each GPU':20}{'rollout':>10}{'training':>10}",
         *(f"  {part:18}{a / GB:10.2f}{b / GB:10.2f}" for part, (a, b) in memory(setup).items()),
         f"\n{'seconds of a step':20}{'roofline':>10}{'expected':>10}",
@@ -152,5 +147,4 @@ def plan(config: Config, gpus: int, limit: float | None, name: str) -> tuple[str
         f"\n{peak(setup) / GB:.1f} of {limit / GB:g} GB: {'fits' if fits else 'too much'}",
         f"The fewest GPUs of {limit / GB:g} GB:",
     ]
-    lines += [smallest(setup, way, limit) for way in WAYS]
-    return "\n".join(lines), fits
+    return "\n".join(lines + [smallest(setup, way, limit) for way in WAYS]), fits

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nanorchestra.model import lora
 from nanorchestra.model.qwen3 import Qwen3
-from nanorchestra.model.sharded import is_sharded, local
+from nanorchestra.model.sharded import is_sharded
 from nanorchestra.training.costs import Costs, model_flops
 from nanorchestra.training.logprobs import full_kl, token_logprobs
 from nanorchestra.training.objectives import Objective, kl_estimate, loss_normaliser, policy_loss
@@ -163,8 +163,9 @@ class Trainer:
         self, hidden: Tensor, packed: Packed, temperature: float = 1.0, weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         weight = self.model.output_weight if weight is None else weight
-        options = {"temperature": temperature, "vocab_limit": self.vocab_limit}
-        return token_logprobs(hidden, weight, packed.targets, **options)
+        return token_logprobs(
+            hidden, weight, packed.targets, temperature=temperature, vocab_limit=self.vocab_limit
+        )
 
     def _kl(
         self,
@@ -251,10 +252,7 @@ class Trainer:
             offload = self.settings.cpu_offload
             shard_model(reference, self.ranks, self.settings.dtype, cpu_offload=offload)
         self.reference = reference.to_empty(device=self.model.norm.device)
-        pairs = zip(reference.parameters(), self.model.parameters(), strict=True)
-        with torch.no_grad():
-            for copied, parameter in pairs:
-                local(copied).copy_(local(parameter))
+        reference.load_state_dict(self.model.state_dict())
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns weights, moments and reference by name; writing to them writes to the trainer.
@@ -266,14 +264,14 @@ class Trainer:
         for optimizer in self.optimizers:
             for p in (p for group in optimizer.param_groups for p in group["params"]):
                 state = optimizer.state[p]
-                if not state and isinstance(optimizer, Muon):
-                    state["momentum_buffer"] = torch.zeros_like(p)
-                elif not state:
-                    state["step"] = torch.zeros((), device=p.device)
-                    state["exp_avg"] = torch.zeros_like(p)
-                    state["exp_avg_sq"] = torch.zeros_like(p)
-                name = names[id(p)]
-                tensors |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
+                if not state:
+                    muon = isinstance(optimizer, Muon)
+                    keys = ("momentum_buffer",) if muon else ("exp_avg", "exp_avg_sq")
+                    state |= {key: torch.zeros_like(p) for key in keys}
+                    if not muon:
+                        state["step"] = torch.zeros((), device=p.device)
+                found = {f"optimizer.{names[id(p)]}.{key}": x for key, x in state.items()}
+                tensors |= found
         if self.reference is not None:
             frozen = self.reference.named_parameters()
             tensors |= {f"reference.{name}": p.detach() for name, p in frozen}
