@@ -21,7 +21,7 @@ const about = make("p", box), table = make("table", make("div", box, undefined, 
 const legend = make("p", box, "", "note"), text = make("pre", box);
 groups.ariaLabel = "group";
 colours.ariaLabel = "colour";
-data.groups.forEach((group, i) => { make("option", groups, `step ${group.step}: ${group.task}`).value = i; });
+data.groups.forEach((group, i) => { make("option", groups, `${group.phase}, step ${group.step}: ${group.task}`).value = i; });
 for (const name of ["mask", "ratio", "advantage"]) make("option", colours, `colour: ${name}`).value = name;
 const start = data.groups.findIndex(group => String(group.step) === step && group.task === task);
 groups.value = start < 0 ? data.groups.length - 1 : start;

@@ -19,46 +19,37 @@ Row = dict[str, Any]
 def browser(rows: list[Row], piece: Callable[[int], str]) -> str:
     """Return the HTML for rows of trajectories.jsonl; piece(id) is the text of an id.
 
-    Returns "" if no group of training is among them.
+    Groups are shown in their order, evenly spaced to SHOWN_IDS ids, and the last one always.
     """
-    groups, recorded = thin(rows)
+    groups: dict[tuple[str, int, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["phase"], row["step"], row["task_id"]), []).append(row)
     if not groups:
         return ""
-    used = {token for group in groups for row in group for token in row["ids"]}
+    every = -(-sum(len(row["ids"]) for row in rows) // SHOWN_IDS)
+    shown = list(groups.values())[::-1][:: max(1, every)][::-1]
+    used = {token for group in shown for row in group for token in row["ids"]}
     data = {
         "pieces": {token: piece(token) for token in sorted(used)},
         "groups": [
             {
+                "phase": group[0]["phase"],
                 "step": group[0]["step"],
                 "task": group[0]["task_id"],
                 "question": group[0]["question"],
                 "preference": group[0]["preference_text"],
                 "attempts": [_attempt(row) for row in group],
             }
-            for group in groups
+            for group in shown
         ],
     }
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return (
-        f'<h2>Trajectories, id by id</h2><p class="note">{len(groups)} of the last {recorded} '
+        f'<h2>Trajectories, id by id</h2><p class="note">{len(shown)} of the last {len(groups)} '
         "groups. Point at an id for its numbers; click on an attempt to see it.</p>"
         '<div id="browser"><noscript>This needs JavaScript.</noscript></div>'
         f'<script type="application/json" id="attempts">{text}</script><script>{SCRIPT}</script>'
     )
-
-
-def thin(rows: list[Row], most: int = SHOWN_IDS) -> tuple[list[list[Row]], int]:
-    """Return groups of training in their order, evenly spaced to `most` ids, and how many exist.
-
-    The last group is always among them.
-    """
-    groups: dict[tuple[int, str], list[Row]] = {}
-    for row in rows:
-        if row["phase"] in ("grpo", "skipped"):
-            groups.setdefault((row["step"], row["task_id"]), []).append(row)
-    found = list(groups.values())
-    ids = sum(len(row["ids"]) for group in found for row in group)
-    return found[::-1][:: max(1, -(-ids // most))][::-1], len(found)
 
 
 def _attempt(row: Row) -> Row:

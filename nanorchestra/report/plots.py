@@ -6,16 +6,18 @@ is in m$, thousandths of a dollar.
 
 from __future__ import annotations
 
+import fnmatch
 import io
 import math
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from nanorchestra.report.run import entries
+from nanorchestra.report.run import entries, scalars
 
 COLOURS = ("#1f63c4", "#e39b2d", "#2f9e6e", "#b5499b", "#6fb7e0", "#c8502b", "#8a919c", "#7a5538")
 BEFORE, AFTER = "#8a919c", "#1f63c4"
@@ -33,9 +35,9 @@ STYLE = {
     "legend.fontsize": 8,
     "svg.hashsalt": "nanorchestra",  # the same figure gives the same bytes
 }
-# A table: title with unit, keys of a row ("a.b" looks inside a dict, "a.*" takes all of it), factor
+# A table: title with unit, patterns for the keys of a row (as run.scalars names them), factor
 LEARNING = (
-    ("Reward and its parts", "reward reward_parts.*", 1),
+    ("Reward and its parts", "reward reward_parts/*", 1),
     ("Right answers, %", "accuracy", 100),
     ("Cost per task, m$", "cost_usd", 1000),
     ("Latency per task, s", "latency_s", 1),
@@ -43,7 +45,7 @@ LEARNING = (
     ("Used a tool to avoid, %", "avoided_rate", 100),
 )
 HELD_OUT = (("Reward", "reward", 1), *LEARNING[1:3])
-TOOLS = ("Calls per trajectory, by kind of tool", "calls.*", 1)
+TOOLS = ("Calls per trajectory, by kind of tool", "calls/*", 1)
 WARM_START = ("Warm start: loss, nats per token", "loss", 1)
 HEALTH = (
     ("GRPO loss", "loss", 1),
@@ -53,10 +55,10 @@ HEALTH = (
     ("Gradient norm", "grad_norm", 1),
     ("Ratios clipped, %", "clip_fraction", 100),
     ("Std of rewards within a group", "group_std", 1),
-    ("Left out of training, %", "filtered.*", 100),
+    ("Left out of training, %", "filtered/*", 100),
     ("Well-formed trajectories, %", "well_formed", 100),
     ("Turns per trajectory", "turns", 1),
-    ("Seconds per step", "phase_seconds.*", 1),
+    ("Seconds per step", "phase_seconds/*", 1),
     ("Tokens per second", "tokens_per_s", 1),
     ("Model FLOPs utilisation, %", "mfu", 100),
     ("Peak memory so far, MB", "memory_mb", 1),
@@ -88,29 +90,30 @@ def curves(rows: Rows, *tables: Table) -> list[Panel]:
     return [_curve(rows, *table) for table in tables]
 
 
-def _curve(rows: Rows, title: str, keys: str, factor: float) -> Panel:
-    window, names = smoothing(rows), _expanded(rows, keys)
+def _curve(rows: Rows, title: str, patterns: str, factor: float) -> Panel:
+    values = [(row["step"], scalars(row)) for row in rows]
+    names = sorted({name for _, found in values for name in found})
+    keys = [key for pattern in patterns.split() for key in fnmatch.filter(names, pattern)]
+    window = min(25, max(1, len(rows) // 10))  # of the strong lines
 
     def draw(axis: Axes) -> None:
         axis.set_title(title)
         axis.set_xlabel("step")
-        drawn = [0.0]
-        for key, colour in zip(names, COLOURS * 9, strict=False):
-            points = [(row["step"], lookup(row, key)) for row in rows]
-            points = [(step, factor * value) for step, value in points if value is not None]
-            if points:
-                steps, values = zip(*points, strict=True)
-                axis.plot(steps, values, color=colour, alpha=0.28, linewidth=0.9)
-                mean = trailing_mean(values, window)
-                label = key.rpartition(".")[2].replace("_", " ")
-                marker = "o" if len(points) == 1 else None
-                axis.plot(steps, mean, color=colour, label=label, linewidth=1.8, marker=marker)
-                drawn += values
-        if not axis.lines:
+        if not keys:
             return _empty(axis)
+        drawn = [0.0]
+        for key, colour in zip(keys, COLOURS * 9, strict=False):
+            points = [(step, factor * found[key]) for step, found in values if key in found]
+            steps, heights = zip(*points, strict=True)
+            axis.plot(steps, heights, color=colour, alpha=0.28, linewidth=0.9)
+            label = key.rpartition("/")[2].replace("_", " ")
+            marker = "o" if len(points) == 1 else None
+            mean = _trailing_mean(heights, window)
+            axis.plot(steps, mean, color=colour, label=label, linewidth=1.8, marker=marker)
+            drawn += heights
         room = 0.05
-        if len(names) > 1:
-            room += 0.11 * math.ceil(len(names) / 3)  # above the lines, for the legend
+        if len(keys) > 1:
+            room += 0.11 * math.ceil(len(keys) / 3)  # above the lines, for the legend
             axis.legend(loc="upper left", ncols=3, columnspacing=1, handlelength=1)
         if max(drawn) > min(drawn):
             axis.set_ylim(min(drawn), max(drawn) + room * (max(drawn) - min(drawn)))
@@ -149,36 +152,11 @@ def frontier(summary: dict[str, Any]) -> Panel:
     return draw
 
 
-def lookup(row: dict[str, Any], key: str) -> float | None:
-    """Return row[key], or row["a"]["b"] for the key "a.b"; None if it is missing or no number."""
-    value: Any = row
-    for part in key.split(".", 1):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value if isinstance(value, int | float) else None
-
-
-def smoothing(rows: Rows) -> int:
-    """Return over how many steps strong lines are averaged: a tenth of all, between 1 and 25."""
-    return min(25, max(1, len(rows) // 10))
-
-
-def trailing_mean(values: Sequence[float], window: int) -> list[float]:
+def _trailing_mean(values: Sequence[float], window: int) -> list[float]:
     """Return the mean of each value and the up to window - 1 before it."""
-    starts = (max(0, end - window) for end in range(1, len(values) + 1))
-    return [sum(values[s:end]) / (end - s) for end, s in enumerate(starts, 1)]
-
-
-def _expanded(rows: Rows, keys: str) -> list[str]:
-    """Return the keys, with "a.*" replaced by those of the dicts `a` in the rows."""
-    found = []
-    for key in keys.split():
-        outer, star, _ = key.partition(".*")
-        inner = sorted({name for row in rows for name in row.get(outer) or {}}) if star else []
-        found += [f"{outer}.{name}" for name in inner] if star else [key]
-    return found
+    recent = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
+    return list(map(fmean, recent))
 
 
 def _empty(axis: Axes) -> None:
     axis.text(0.5, 0.5, "no data yet", transform=axis.transAxes, ha="center", color=BEFORE)
-    axis.set_xticks([])
-    axis.set_yticks([])

@@ -53,11 +53,9 @@ class Run:
         path = Path(path)
         try:
             path.mkdir(parents=True)
-        except FileExistsError:
-            message = f"{path}: already exists; resume that run or choose another run name"
-            raise UserError(message) from None
         except OSError as error:
-            raise UserError(f"{path}: cannot be made ({error.strerror})") from None
+            advice = "resume that run or choose another run name"
+            raise UserError(f"{path}: cannot be made ({error.strerror}); {advice}") from None
         write_whole(path / "config.toml", config_text)
         return cls(path)
 
@@ -80,18 +78,16 @@ class Run:
     def append(self, name: str, row: dict[str, Any]) -> None:
         """Add one line to the log "metrics" or "trajectories"; numbers not finite become null.
 
-        UserError if the disk takes no more; the log is then as it was before.
+        UserError if the disk takes no more.
         """
+        path = self._log(name)
         if name not in self._files:
-            self._files[name] = self._log(name).open("ab", buffering=0)
-        file, line = self._files[name], memoryview((_dumps(row) + "\n").encode())
-        start = file.seek(0, os.SEEK_END)
+            self._files[name] = path.open("a", encoding="utf-8")
         try:
-            while line:  # a raw write may be short
-                line = line[file.write(line) :]
+            self._files[name].write(_dumps(row) + "\n")
+            self._files[name].flush()
         except OSError as error:
-            file.truncate(start)
-            message = f"{self._log(name)}: cannot be written ({error.strerror}); free space, resume"
+            message = f"{path}: cannot be written ({error.strerror}); free space, resume"
             raise UserError(message) from error
 
     def rows(self, name: str, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
@@ -118,27 +114,17 @@ class Run:
         """Return the bytes of each log, all of them on disk; a checkpoint keeps them."""
         for file in self._files.values():
             os.fsync(file.fileno())
-        return {name: self._size(name) for name in LOGS}
+        return {name: self._log(name).stat().st_size for name in LOGS if self._log(name).exists()}
 
     def truncate(self, offsets: dict[str, int]) -> None:
-        """Cut the logs to `offsets`, so that a resumed run repeats no row.
-
-        UserError, with nothing cut, if a log is shorter than its offset.
-        """
-        for name in LOGS:
-            whole = self._size(name) >= offsets[name]
-            require(whole, f"{self._log(name)}: ends before the checkpoint; restore the file")
+        """Cut the logs to `offsets`, so that a resumed run repeats no row."""
         for name in LOGS:
             if self._log(name).exists():
-                os.truncate(self._log(name), offsets[name])
+                os.truncate(self._log(name), offsets.get(name, 0))
 
     def write_json(self, name: str, value: Any) -> None:
         """Replace the file `name` in the run by `value` as JSON, as `append` writes it."""
-        self.write_text(name, _dumps(value, indent=2) + "\n")
-
-    def write_text(self, name: str, text: str) -> None:
-        """Replace the file `name` in the run by `text`. UserError if it cannot be written."""
-        write_whole(self.path / name, text)
+        write_whole(self.path / name, _dumps(value, indent=2) + "\n")
 
     def summary(self) -> dict[str, Any]:
         """Return summary.json, or {} while the run has none."""
@@ -148,34 +134,27 @@ class Run:
     def _log(self, name: str) -> Path:
         return self.path / f"{name}.jsonl"
 
-    def _size(self, name: str) -> int:
-        return self._log(name).stat().st_size if self._log(name).exists() else 0
-
 
 def entries(summary: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
     """Return (key, label, scores) of the held-out results: before, after, then the routers."""
     held_out = summary.get("held_out") or {}
     found = [(key, label, held_out[key]) for key, label in ENTRIES.items() if held_out.get(key)]
-    domains = [
-        (f"{key}-domains", f"domains, {label}", scores["domains"])
-        for key, label, scores in found
-        if "domains" in scores
-    ]
+    for key, label, scores in tuple(found):
+        if "domains" in scores:
+            found.append((f"{key}-domains", f"domains, {label}", scores["domains"]))
     routers = held_out.get("routers") or {}
-    return found + domains + [(key, ROUTERS.get(key, key), routers[key]) for key in routers]
+    return found + [(key, ROUTERS.get(key, key), routers[key]) for key in routers]
 
 
 def cells(scores: dict[str, Any]) -> list[str]:
     """Return the scores as text, one for each of COLUMNS; "-" where there is none."""
-    shown = []
-    for key, (_, factor, decimals) in COLUMNS.items():
-        value = scores.get(key)
-        if value is None:
-            shown.append("-")
-        else:
-            value *= factor
-            shown.append(number(value) if decimals is None else f"{value:.{decimals}f}")
-    return shown
+    return [_cell(scores.get(key), *column[1:]) for key, column in COLUMNS.items()]
+
+
+def _cell(value: float | None, factor: float, decimals: int | None) -> str:
+    if value is None:
+        return "-"
+    return number(factor * value) if decimals is None else f"{factor * value:.{decimals}f}"
 
 
 def table(summary: dict[str, Any]) -> str:
@@ -190,6 +169,17 @@ def table(summary: dict[str, Any]) -> str:
         aligned = map(str.rjust, values, widths[1:])
         lines.append("  ".join([label.ljust(widths[0]), *aligned]))
     return "\n".join(lines)
+
+
+def scalars(row: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    """Return the numbers of a row; those of a dict inside it are named dict/name."""
+    found: dict[str, float] = {}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            found |= scalars(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and name != "step":
+            found[prefix + name] = float(value)
+    return found
 
 
 def number(value: float) -> str:

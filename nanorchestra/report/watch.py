@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nanorchestra.errors import UserError, require
-from nanorchestra.report.run import Run
+from nanorchestra.report.run import Run, scalars
 
 ROOT = Path(__file__).resolve().parents[2]
 # what run.log_to may name, and the module it needs
@@ -27,8 +27,8 @@ class Watch:
 
     def __init__(self, run: Run, log_to: str = "", every: float = 0.0) -> None:
         self.run, self.every = run, every
-        modules, start = needed(log_to), {"tensorboard": _tensorboard, "wandb": _wandb}
-        self.logs: list[Log] = [start[name](modules[name], run.path) for name in modules]
+        start = {"tensorboard": _tensorboard, "wandb": _wandb}
+        self.logs = [start[name](module, run.path) for name, module in needed(log_to).items()]
         self._begun = time.monotonic()
         self._writer: subprocess.Popen | None = None
 
@@ -79,17 +79,6 @@ def needed(log_to: str) -> dict[str, Any]:
             message = f"run.log_to is {log_to!r}, but {name} is not installed: pip install {name}"
             raise UserError(message) from None
     return modules
-
-
-def scalars(row: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """Return the numbers of a row; those of a dict inside it are named dict/name."""
-    found: dict[str, float] = {}
-    for name, value in row.items():
-        if isinstance(value, dict):
-            found |= scalars(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float) and name != "step":
-            found[prefix + name] = float(value)
-    return found
 
 
 def _tensorboard(module: Any, path: Path) -> Log:

@@ -15,6 +15,7 @@ from nanorchestra.agent.policy import EndpointRollout
 from nanorchestra.config import Config
 from nanorchestra.engine.request import SamplingParams
 from nanorchestra.errors import require
+from nanorchestra.files import write_whole
 from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.model.weights import named_hf_tensors
 from nanorchestra.records import Task, Trajectory
@@ -61,7 +62,7 @@ class TrainingRun:
         shape = model.config
         self.config = config = build.choose_attention(config, ranks, self.dtype)
         if ranks.first and self.on_gpu:  # a resumed run has the same kernels
-            folder.write_text("config.toml", to_toml(config))
+            write_whole(folder.path / "config.toml", to_toml(config))
         self.examples = load_kept(config, self.tokenizer, self.say)
         self.trainer = build.build_trainer(config, model, self.tokenizer, ranks, self.dtype)
         self.engine = build.build_engine(config, shape, self.tokenizer, ranks, self.dtype)

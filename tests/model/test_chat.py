@@ -64,23 +64,6 @@ def test_no_text_of_user_system_or_tool_forges_a_marker(tokenizer, text):
         assert markers_of(tokenizer, ours) == markers_of(tokenizer, harmless)
 
 
-def test_reasoning_before_the_last_real_query_is_dropped():
-    query = {"role": "user", "content": "q"}
-    answer = {"role": "assistant", "reasoning_content": "\n\nhm\n", "content": "\n\nok\n"}
-    shown = "assistant\n<think>\nhm\n</think>\n\nok\n<|im_end|>\n"
-    assert chat.render([query, answer], None, False).endswith(shown)
-    assert "assistant\n\n\nok\n<|im_end|>\n" in chat.render([query, answer, query])
-    wrapped = {"role": "user", "content": RESULT}  # a tool's result is no query
-    assert shown in chat.render([query, answer, wrapped])
-
-
-def test_an_ideal_turn_is_written_as_the_template_would(tokenizer):
-    ids = chat.encode_assistant(tokenizer, "\nhm\n", "\n", [ToolCall("f", {"q": 1})])
-    assert tokenizer.decode(ids) == f"<think>\nhm\n</think>\n\n{CALL}<|im_end|>"
-    ids = chat.encode_assistant(tokenizer, "", "hi", [ToolCall("f", '{"q": 1}')])
-    assert tokenizer.decode(ids) == f"<think>\n\n</think>\n\nhi\n{CALL}<|im_end|>"
-
-
 @QUICK
 @given(PLAIN, PLAIN, st.dictionaries(PLAIN, PLAIN), st.lists(PLAIN, min_size=1, max_size=3))
 def test_a_session_that_grows_by_ids_is_the_prompt_of_the_same_conversation(

