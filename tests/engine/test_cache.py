@@ -39,6 +39,13 @@ def matched(cache: PageCache, ids: list[int]) -> int:
     return length
 
 
+def test_a_prefix_is_matched_up_to_full_pages_and_never_wholly():
+    cache = PageCache(16, page_size=4)
+    filled(cache, list(range(10)))  # two full pages and a half
+    for length, found in ((20, 8), (9, 8), (8, 4), (5, 4), (4, 0)):
+        assert matched(cache, list(range(length))) == found
+
+
 def test_two_sequences_that_compute_the_same_page_end_up_with_one():
     """mini-sglang freed the duplicate while a table still pointed at it: a use-after-free."""
     cache, ids = PageCache(16, page_size=4), list(range(9))

@@ -8,7 +8,6 @@ import pytest
 from paged_world import World, reference
 
 from nanorchestra.engine.cache import PageTable
-from nanorchestra.engine.request import Request
 
 
 def test_a_step_decodes_all_running_requests_before_it_prefills():
@@ -56,25 +55,6 @@ def test_the_newest_is_preempted_keeps_its_place_and_comes_to_the_same_end():
     assert list(world.done) == [0, 1, 2, 3]
     world.assert_correct(*requests)
     assert world.cache.available == 8
-
-
-def turn(world: World, ids: list[int], table: PageTable) -> Request:
-    request = world.submit(ids, 3, table)
-    world.run()
-    world.assert_correct(request)
-    return request
-
-
-def test_a_session_prefills_only_what_is_new():
-    world, table, ids = World(), PageTable(), list(range(10))
-    ids = turn(world, ids, table).ids
-    for _ in range(4):
-        before, known = world.prefilled, len(ids) - 1  # the last sampled token has no KV yet
-        request = turn(world, ids + [7, 8, 9, 9, 9], table)
-        assert request.cached_tokens == known and world.prefilled - before == 6
-        ids = request.ids
-    world.scheduler.close(table)
-    assert world.cache.available == 32
 
 
 @pytest.mark.parametrize("steps", [0, 3, 8], ids=["waiting", "mid-prefill", "decoding"])
