@@ -42,18 +42,15 @@ from nanorchestra.agent.policy import check_endpoint
 from nanorchestra.config import Config
 from nanorchestra.errors import INTERRUPTED, ArgumentParser, UserError, command, require
 from nanorchestra.report.run import Run
-from nanorchestra.report.watch import needed
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.build import device_and_dtype
 from nanorchestra.training.costs import GB
 from nanorchestra.training.overlap import running
-from nanorchestra.training.phases import record_rollouts, train
+from nanorchestra.training.phases import train
 from nanorchestra.training.plan import plan
 from nanorchestra.training.ranks import Ranks
 from nanorchestra.training.run import TrainingRun
 from worlds.mixture import Worlds
-
-FIRST = int(os.environ.get("RANK", 0)) == 0  # this process writes the records
 
 
 class Stop:
@@ -98,14 +95,11 @@ def parse(arguments: list[str]) -> Namespace:
         help="record N steps of rollouts, train nothing",
     )
     add("--plan", action="store_true", help="print memory by part and time by phase; no training")
-    add("--gpus", type=int, help="for --plan: how many GPUs (default: 1)")
-    add("--gpu", help="for --plan: h100, h200, a100 or 4090 (default: h100)")
+    add("--gpus", type=int, default=1, help="for --plan: how many GPUs (default: 1)")
+    add("--gpu", default="h100", help="for --plan: h100, h200, a100 or 4090 (default: h100)")
     add("--memory", type=float, metavar="GB", help="for --plan: of one GPU (default: as sold)")
     settings.add_settings(parser)
     options = parser.parse_args(arguments)
-    for name in ("gpus", "gpu", "memory"):
-        missing = options.plan or getattr(options, name) is None
-        require(missing, f"--{name} is for --plan; add --plan")
     fixed = [name for name in settings.given_settings(options) if name not in settings.RESUMABLE]
     fixed += [name for name in ("config", "dry_run") if getattr(options, name)]
     require(
@@ -116,44 +110,35 @@ def parse(arguments: list[str]) -> Namespace:
     return options
 
 
-def open_run(options: Namespace) -> tuple[Config, Run, bool]:
+def choose_run(options: Namespace) -> tuple[Config, Path, bool]:
     """Returns the config, the run's directory, and whether to continue what is in it. UserError."""
     given = settings.given_settings(options)
     if options.resume:
         folder = Run.open(options.resume)
         config, summary = settings.load_config(folder.path / "config.toml", given), folder.summary()
         require(
-            not summary or (config.grpo.steps > summary["steps"] and not config.rollout.only),
+            not summary or config.grpo.steps > summary["steps"],
             f"{folder.path}: this run is finished; --grpo.steps above {summary.get('steps')} "
             "extends it",
         )
-        return config, folder, True
-    config = settings.load_config(settings.find_config(options.config or "nano"), given)
+        return config, folder.path, True
+    config = settings.load_config(options.config or "nano", given)
     if config.rollout.only:  # there is no update to overlap with
         config = config.replace({"rollout.overlap": False})
-    needed(config.run.log_to)
     check_endpoint(config.rollout)
     if options.dry_run:
         config = settings.scaled_down(config, str(NANO))
-    device_and_dtype(config)  # says now what is wrong with it
     path = Path(config.run.root) / config.run.name
-    begun = (path / "config.toml").exists()
-    if begun and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
-        # torchrun starts the same command again after a failure
-        return settings.load_config(path / "config.toml"), Run.open(path), True
-    if not FIRST:
-        return config, Run(path), False
-    if begun and options.dry_run:
-        shutil.rmtree(path)  # an earlier dry run
-    return config, Run.create(path, settings.to_toml(config)), False
+    # torchrun starts the same command again after a failure.
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    return config, path, again and (path / "config.toml").exists()
 
 
 def keep_freed_memory() -> None:
     """Makes glibc keep freed memory; returning it costs a tenth of a step on a CPU in new pages."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt:
-        mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, at its maximum
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, at its maximum
+    mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 @contextmanager
@@ -183,67 +168,73 @@ def ending_together(ranks: Ranks) -> Iterator[None]:
 def main(arguments: list[str]) -> int:
     """Runs the command; returns its exit status."""
     options = parse(arguments)
+    config, path, resumed = choose_run(options)
     if options.plan:
-        config = settings.load_config(
-            settings.find_config(options.config or "nano"), settings.given_settings(options)
-        )
-        gpus = 1 if options.gpus is None else options.gpus
-        memory = options.memory and options.memory * GB
-        text, fits = plan(config, gpus, memory, options.gpu or "h100")
+        text, fits = plan(config, options.gpus, options.memory and options.memory * GB, options.gpu)
         print(text)
         return 0 if fits else 1
-    config, folder, resumed = open_run(options)
-    if FIRST:
-        folder.lock()
+    device, _ = device_and_dtype(config)
     keep_freed_memory()
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     torch.set_num_threads(config.run.threads or max(1, cores))
     stop = Stop()
-    device, dtype = device_and_dtype(config)
-    sharded = device == "cuda" or dtype != torch.float32
-    ranks = Ranks.start(device, shard=config.parallel.shard, sharded=sharded)
+    ranks = Ranks.start(device, shard=config.parallel.shard, sharded=device == "cuda")
     with ending_together(ranks), Sandbox() as sandbox:
         # After a restart a slow rank may find the directory that rank 0 has just made.
         resumed = ranks.gather(resumed)[0]
-        finished = run_phases(config, folder, ranks, sandbox, stop, resumed=resumed)
+        dry_run = options.dry_run
+        run = open_run(config, path, ranks, sandbox, stop, resumed=resumed, dry_run=dry_run)
+        finished = train(run)
+        run.checkpoints.wait()
+        run.watch.close()
+        if finished:
+            run.say(f"finished: {path} has report.html, summary.json and more")
+        else:
+            run.say(f"stopped; go on with: python train.py --resume {path}")
         ranks.close()
     # torchrun would start again what ends with another status than 0.
-    return 0 if finished or ranks.world > 1 else 130
+    return 0 if finished or ranks.world > 1 else INTERRUPTED
 
 
-def run_phases(
-    config: Config, folder: Run, ranks: Ranks, sandbox: Sandbox, stop: Stop, *, resumed: bool
-) -> bool:
-    """Builds the run and trains; returns whether it came to its end. UserError."""
+def open_run(
+    config: Config,
+    path: Path,
+    ranks: Ranks,
+    sandbox: Sandbox,
+    stop: Stop,
+    *,
+    resumed: bool,
+    dry_run: bool,
+) -> TrainingRun:
+    """Makes the run's directory and builds the run, or restores it if it is `resumed`. UserError.
+
+    dry_run: the directory of an earlier dry run is replaced.
+    """
+    folder, new = Run(path), ranks.first and not resumed
+
+    def claim() -> None:
+        if new:
+            if dry_run and (path / "config.toml").exists():
+                shutil.rmtree(path)
+            Run.create(path, settings.to_toml(config))
+            print(f"writing to {path}: config.toml, metrics.jsonl, report.html, model/ and more")
+        if ranks.first:
+            folder.lock()
 
     def build() -> TrainingRun:
         worlds = Worlds(config.task.world, config.run.seed, sandbox)
         return TrainingRun(config, folder, ranks, worlds, stop)
 
+    ranks.together(claim)
     try:
         run = ranks.together(build)
     except UserError:
-        if ranks.first and not resumed:
-            shutil.rmtree(folder.path, ignore_errors=True)  # frees the name for a corrected command
+        if new:
+            shutil.rmtree(path)  # frees the name for a corrected command
         raise
-    if resumed and ranks.first:
-        folder.write_text("config.toml", settings.to_toml(run.config))
-        (folder.path / "summary.json").unlink(missing_ok=True)  # of a run that is extended
     if resumed:
         run.restore()
-    elif ranks.first:
-        print(f"writing to {folder.path}: config.toml, metrics.jsonl, report.html, model/ and more")
-    finished = record_rollouts(run) if config.rollout.only else train(run)
-    run.checkpoints.wait()
-    run.watch.close()
-    if ranks.first and finished:
-        made = folder.path / ("trajectories.jsonl" if config.rollout.only else "model")
-        report, summary = folder.path / "report.html", folder.path / "summary.json"
-        print(f"report: {report}   {made.stem}: {made}   summary: {summary}", flush=True)
-    elif ranks.first:
-        where = f"{run.progress.phase} step {run.progress.step}"
-        print(f"stopped at {where}; go on with: python train.py --resume {folder.path}", flush=True)
-    return finished
+    return run
 
 
 if __name__ == "__main__":

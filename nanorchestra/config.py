@@ -11,19 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-LARGEST = 2**53  # of any number: a float holds integers exactly up to here
-SMALLEST = 1e-9  # least value of a setting that must be above 0
-
 Optimizer = Literal["adamw", "muon"]
-Attention = Literal["auto", "triton", "flash-attn"]
 
 
-def setting(
-    default: Any, help: str, *, least: float = 0, most: float = LARGEST, resume: bool = False
-) -> Any:
-    """Returns a dataclass field. `resume`: the setting may be changed when a run is resumed."""
-    metadata = {"help": help, "least": least, "most": most, "resume": resume}
-    return dataclasses.field(default=default, metadata=metadata)
+def setting(default: Any, help: str, *, least: float = 0) -> Any:
+    """Returns a dataclass field; `least` is the smallest value of a number."""
+    return dataclasses.field(default=default, metadata={"help": help, "least": least})
 
 
 @dataclass(frozen=True)
@@ -33,18 +26,13 @@ class RunSection:
     name: str = setting("nano", "name of the run's directory")
     root: str = setting("runs", "directory of all runs")
     seed: int = setting(0, "seed of everything that is drawn at random")
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: cuda if there is a GPU")
-    dtype: Literal["auto", "float32", "bfloat16"] = setting(
-        "auto", "dtype of computing, auto: bfloat16 on cuda, float32 on cpu; weights stay float32"
+    device: Literal["auto", "cpu"] = setting("auto", "auto: a GPU if there is one")
+    threads: int = setting(0, "CPU threads of torch, 0: cores / ranks of this machine")
+    checkpoint_every: int = setting(10, "steps between checkpoints", least=1)
+    attention: Literal["auto", "triton"] = setting(
+        "auto", "GPU kernel, auto: flash-attn where it is installed and fits, else triton"
     )
-    threads: int = setting(0, "CPU threads of torch, 0: cores / ranks of this machine", most=1024)
-    checkpoint_every: int = setting(10, "steps between checkpoints", least=1, resume=True)
-    record_groups: int = setting(1, "groups per step that are recorded in full", resume=True)
-    attention: Attention = setting("auto", "training's GPU kernel, auto: flash-attn if it fits")
-    log_to: str = setting("", "tensorboard, wandb, or both with a comma between", resume=True)
-    report_every: float = setting(
-        120.0, "seconds between live reports, 0: only at the end", resume=True
-    )
+    log_to: str = setting("", "tensorboard, wandb, or both with a comma between")
 
 
 @dataclass(frozen=True)
@@ -87,7 +75,7 @@ class WarmStartSection:
     optimizer: Optimizer = setting("muon", "optimizer of the warm start")
     learning_rate: float = setting(4e-3, "peak learning rate")
     trajectories: str = setting(
-        "", "runs, or their trajectories.jsonl, to imitate instead of the teacher; comma-separated"
+        "", "runs whose attempts to imitate instead of the teacher's; comma-separated"
     )
 
 
@@ -99,14 +87,13 @@ class GrpoSection:
         100,
         "GRPO steps in all. With --resume a larger number extends the run; the learning rate then "
         "follows the schedule of the new number",
-        resume=True,
     )
     prompts: int = setting(16, "groups per step", least=1)
     group_size: int = setting(8, "attempts per group", least=2)
     optimizer: Optimizer = setting("adamw", "optimizer of GRPO")
     learning_rate: float = setting(3e-4, "peak learning rate")
     warmup_steps: int = setting(5, "steps over which the learning rate rises to its peak")
-    final_fraction: float = setting(0.1, "of the peak learning rate, at the last step", most=1)
+    final_fraction: float = setting(0.1, "of the peak learning rate, at the last step")
     objective: Literal["grpo", "toolorchestra", "dr_grpo", "dapo", "gspo", "cispo"] = setting(
         "grpo", "advantage, loss and filters; see nanorchestra/training/objectives.py"
     )
@@ -126,21 +113,20 @@ class LoraSection:
     """Low-rank adapters."""
 
     rank: int = setting(0, "rank of the adapters that are trained, 0: train the model itself")
-    alpha: float = setting(32.0, "adapters are scaled by alpha / rank", least=SMALLEST)
+    alpha: float = setting(32.0, "adapters are scaled by alpha / rank", least=0.01)
 
 
 @dataclass(frozen=True)
 class RolloutSection:
     """Sampling of attempts."""
 
-    temperature: float = setting(1.0, "sampling temperature of GRPO's attempts", least=SMALLEST)
+    temperature: float = setting(1.0, "sampling temperature of GRPO's attempts", least=0.01)
     turns: int = setting(50, "turns of an attempt at most", least=1)
     turn_tokens: int = setting(160, "tokens of a turn at most", least=1)
     context_tokens: int = setting(1024, "tokens of an attempt's context at most", least=1)
     page_size: int = setting(16, "tokens of a KV page", least=1)
     pages: int = setting(0, "KV pages, 0: as many as a step can need")
     max_batch_tokens: int = setting(4096, "tokens of an engine step at most", least=1)
-    attention: Attention = setting("auto", "prefill's GPU kernel, auto: flash-attn if it fits")
     lockstep: bool = setting(True, "no engine step while a tool runs: reproducible from the seed")
     context: Literal["append", "rebuild"] = setting(
         "append", "one growing session, or a prompt composed anew each turn"
@@ -161,11 +147,7 @@ class EvaluationSection:
 
     tasks: int = setting(480, "held-out tasks before and after GRPO", least=1)
     temperature: float = setting(1.0, "sampling temperature, 0: greedy")
-    every: int = setting(0, "GRPO steps between evaluations during training, 0: none", resume=True)
-    every_tasks: int = setting(64, "held-out tasks of each of these", least=1, resume=True)
-    best: Literal["reward", "accuracy", "preference", "cost_per_correct_usd"] = setting(
-        "reward", "measure by which model-best/ is chosen"
-    )
+    every: int = setting(0, "GRPO steps between evaluations during training, 0: none")
 
 
 @dataclass(frozen=True)
@@ -184,12 +166,9 @@ class Config:
 
     def replace(self, values: Mapping[str, Any]) -> Config:
         """Returns a copy with some values changed; keys are "section.name"."""
-        sections: dict[str, dict[str, Any]] = {}
+        config = self
         for name, value in values.items():
             section, key = name.split(".")
-            sections.setdefault(section, {})[key] = value
-        changed = {
-            section: dataclasses.replace(getattr(self, section), **entries)
-            for section, entries in sections.items()
-        }
-        return dataclasses.replace(self, **changed)
+            changed = dataclasses.replace(getattr(config, section), **{key: value})
+            config = dataclasses.replace(config, **{section: changed})
+        return config

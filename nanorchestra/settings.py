@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import tomli_w
 
-from nanorchestra.config import SMALLEST, Config
+from nanorchestra.config import Config
 from nanorchestra.errors import ArgumentParser, UserError, require
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 SMALL = {  # of a dry run: the lengths of the miniature, two steps of each phase
     "run.device": "cpu",
-    "run.dtype": "float32",
     "run.threads": 1,
     "warm_start.prompts": 2,
     "warm_start.trajectories": "",
@@ -36,7 +36,6 @@ SMALL = {  # of a dry run: the lengths of the miniature, two steps of each phase
     "rollout.pages": 0,
     "rollout.max_batch_tokens": 1024,
     "evaluation.tasks": 4,
-    "evaluation.every_tasks": 4,
 }
 SETTINGS = {  # field and type of each setting
     f"{section}.{field.name}": (field, get_type_hints(kind)[field.name])
@@ -44,7 +43,7 @@ SETTINGS = {  # field and type of each setting
     for field in dataclasses.fields(kind)
 }
 # Those that may change when a run is resumed.
-RESUMABLE = [name for name, (field, _) in SETTINGS.items() if field.metadata["resume"]]
+RESUMABLE = ("run.checkpoint_every", "run.log_to", "grpo.steps", "evaluation.every")
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
@@ -61,17 +60,16 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def _reader(kind, help, least, most, resume):
-    """A function that reads text as a value of `kind`, for argparse."""
+def _reader(kind: type, help: str, least: float) -> Callable[[str], Any]:
+    """Returns a function that reads text as a value of `kind`, for argparse."""
 
     def read(text: str) -> Any:
         try:
             value = {"true": True, "false": False}[text] if kind is bool else kind(text)
         except (KeyError, ValueError):
             raise argparse.ArgumentTypeError(f"{text!r} is no {kind.__name__}") from None
-        low = "above 0" if least == SMALLEST else f"at least {least}"
-        if kind in (int, float) and not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text} must be {low} and at most {most}")
+        if kind in (int, float) and not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} must be at least {least}")
         return value
 
     return read
@@ -82,52 +80,44 @@ def given_settings(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(options).items() if name in SETTINGS}
 
 
-def find_config(name: str) -> Path:
-    """Returns the file `name`, or configs/`name`.toml. UserError if there is neither."""
-    shipped = {path.stem: path for path in sorted(CONFIGS.glob("*.toml"))}
-    require(
-        name in shipped or Path(name).is_file(),
-        f"--config {name}: there is no such file; give a TOML file, or one of {', '.join(shipped)}",
-    )
-    return Path(name) if Path(name).is_file() else shipped[name]
+def load_config(name: str | Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Returns the config of a TOML file, or of configs/`name`.toml, changed by `overrides`.
 
-
-def load_config(path: str | Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
-    """Returns the config of a TOML file (None: the defaults), changed by `overrides`.
-
-    Keys of `overrides` are "section.name". UserError for a file that cannot be read, for unknown
-    names, and for values of the wrong type or outside their range.
+    None: the defaults. Keys of `overrides` are "section.name". UserError for a file that cannot be
+    read, for unknown names, and for values of the wrong type or outside their range.
     """
     parser = ArgumentParser(allow_abbrev=False)
     add_settings(parser)
     try:
-        sections = tomllib.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+        sections = tomllib.loads(_find(name).read_text(encoding="utf-8")) if name else {}
         words = [
-            f"--{section}.{name}={str(value).lower() if isinstance(value, bool) else value}"
+            f"--{section}.{key}={str(value).lower() if isinstance(value, bool) else value}"
             for section, entries in sections.items()
-            for name, value in entries.items()
+            for key, value in entries.items()
         ]
-        config = Config().replace(given_settings(parser.parse_args(words)))
+        given = given_settings(parser.parse_args(words))
     except (OSError, ValueError, AttributeError, UserError) as error:
-        raise UserError(f"{path}: {error}") from None
-    config = config.replace(overrides or {})
+        raise UserError(f"{name}: {error}") from None
+    config = Config().replace(given | dict(overrides or {}))
     _check_together(config)
     return config
 
 
+def _find(name: str | Path) -> Path:
+    shipped = {path.stem: path for path in sorted(CONFIGS.glob("*.toml"))}
+    path = shipped.get(str(name), Path(name))
+    require(path.is_file(), f"no such file; give a TOML file, or one of {', '.join(shipped)}")
+    return path
+
+
 def _check_together(config: Config) -> None:
     """Checks what no setting alone can tell. UserError."""
-    run, cap, rollout = config.run, config.grpo.importance_cap, config.rollout
-    context, pages = rollout.context_tokens, -(-rollout.context_tokens // rollout.page_size)
+    cap, rollout = config.grpo.importance_cap, config.rollout
+    context, least = rollout.context_tokens, -(-rollout.context_tokens // rollout.page_size)
     require(
-        run.name.strip(". ") and "/" not in run.name,
-        f"run.name is {run.name!r}; it must be the name of a directory, without a path",
-    )
-    require(cap == 0 or cap >= 1, f"grpo.importance_cap is {cap}; it must be 0 or at least 1")
-    require(
-        cap or not rollout.overlap,
-        "rollout.overlap is true, so attempts come from weights one update old; "
-        "grpo.importance_cap is 0, it must be at least 1 (2, say) to correct for it",
+        cap >= 1 or cap == rollout.overlap == 0,
+        f"grpo.importance_cap is {cap}; it must be at least 1, or 0 without rollout.overlap, whose "
+        "attempts come from weights one update old (2, say, corrects for it)",
     )
     require(
         rollout.turn_tokens < context,
@@ -135,8 +125,8 @@ def _check_together(config: Config) -> None:
         f"{context}",
     )
     require(
-        rollout.pages == 0 or rollout.pages >= pages,
-        f"rollout.pages is {rollout.pages}; it must be 0, or at least {pages}: those of one "
+        rollout.pages == 0 or rollout.pages >= least,
+        f"rollout.pages is {rollout.pages}; it must be 0, or at least {least}: those of one "
         f"attempt of rollout.context_tokens = {context}",
     )
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from kernels import external
+from kernels.external import choose_attention
 from nanorchestra.config import Config
 from nanorchestra.engine.engine import Engine
-from nanorchestra.errors import UserError, require
+from nanorchestra.errors import require
 from nanorchestra.model import lora
 from nanorchestra.model.quantise import is_quantised
 from nanorchestra.model.qwen3 import PRESETS, ModelConfig, Qwen3
@@ -26,18 +26,10 @@ SPARE_PAGES = 64
 
 
 def device_and_dtype(config: Config) -> tuple[str, torch.dtype]:
-    """Returns what run.device and run.dtype mean on this machine. UserError: no CUDA device."""
-    available = torch.cuda.is_available()
-    device, dtype = config.run.device, config.run.dtype
-    require(
-        device != "cuda" or available,
-        "run.device is 'cuda', and there is no CUDA device here; it must be auto or cpu",
-    )
-    if device == "auto":
-        device = "cuda" if available else "cpu"
-    if dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" else "float32"
-    return device, getattr(torch, dtype)
+    """Returns the device of training on this machine, and the dtype of computing on it."""
+    if config.run.device == "auto" and torch.cuda.is_available():
+        return "cuda", torch.bfloat16
+    return "cpu", torch.float32
 
 
 def build_model(
@@ -89,39 +81,6 @@ def _miniature(config, ranks, worlds, saved, build) -> tuple[Qwen3, Tokenizer]:
     return build(shape), tokenizer
 
 
-def choose_attention(config: Config, ranks: Ranks, dtype: torch.dtype) -> Config:
-    """Returns the config with the attention kernels that this machine uses.
-
-    auto takes flash-attn where rank 0 can use it. UserError if a kernel cannot run here.
-    """
-    asked = {"run.attention": config.run.attention, "rollout.attention": config.rollout.attention}
-    if ranks.device.type != "cuda":
-        require(
-            "flash-attn" not in asked.values(),
-            "run.attention, rollout.attention: flash-attn needs a CUDA device; each must be auto "
-            "or triton here",
-        )
-        return config.replace(dict.fromkeys(asked, "triton"))
-    chosen: dict[str, str] = {}
-    if ranks.first:
-        page_size = config.rollout.page_size
-        try:
-            found = {
-                "run.attention": external.choose_attention(config.run.attention, dtype),
-                "rollout.attention": external.choose_attention(
-                    config.rollout.attention, dtype, page_size
-                ),
-            }
-        except ValueError as error:
-            raise UserError(
-                f"run.attention, rollout.attention: {error}; each must be auto or triton here"
-            ) from None
-        for name, (kernel, why) in found.items():
-            print(f"{name}: {kernel} ({why})", flush=True)
-            chosen[name] = kernel
-    return config.replace(ranks.gather(chosen)[0])
-
-
 def build_trainer(
     config: Config, model: Qwen3, tokenizer: Tokenizer, ranks: Ranks, dtype: torch.dtype
 ) -> Trainer:
@@ -131,7 +90,7 @@ def build_trainer(
         activation_checkpointing=config.parallel.activation_checkpointing,
         cpu_offload=config.parallel.cpu_offload,
         dtype=dtype,
-        attention=config.run.attention,
+        attention=choose_attention(config.run.attention, dtype)[0],
     )
     return Trainer(
         model,
@@ -165,5 +124,5 @@ def build_engine(
         max_batch_tokens=limits.max_batch_tokens,
         max_running=rows,
         max_context=limits.context_tokens,
-        attention=limits.attention,
+        attention=config.run.attention,
     )

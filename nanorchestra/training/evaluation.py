@@ -10,6 +10,7 @@ from nanorchestra.training.run import TrainingRun
 from nanorchestra.training.sampling import DividedRollout
 
 DOMAIN_TASKS = 24  # held-out tasks of domains that are mixed in with the miniature
+MIDWAY_TASKS = 64  # held-out tasks of an evaluation during training, at most
 
 
 def evaluate(run: TrainingRun, name: str) -> dict[str, Any]:
@@ -31,25 +32,22 @@ def evaluate(run: TrainingRun, name: str) -> dict[str, Any]:
 def evaluate_midway(run: TrainingRun) -> None:
     """Evaluates after every evaluation.every steps and after the last, on tasks of its own.
 
-    Writes a row of phase "evaluation", and model-best/ if it is the best so far, the first of
-    equals. Training continues as if there had been no evaluation.
+    Writes a row of phase "evaluation", and model-best/ if the reward is the best so far. Training
+    continues as if there had been no evaluation.
     """
     settings, step, start = run.config.evaluation, run.progress.step, time.monotonic()
     if not settings.every or (step % settings.every and step < run.config.grpo.steps):
         return
-    tasks = run.worlds.held_out(settings.every_tasks, settings.tasks)
+    tasks = run.worlds.held_out(min(MIDWAY_TASKS, settings.tasks), settings.tasks)
     summary = run.worlds.summarise(tasks, _attempts(run, tasks, f"step {step}")[1])
     run.engine.update_weights()  # the next step finds no cached pages of these attempts
     means = {name: value for name, value in summary.items() if not isinstance(value, dict)}
     seconds = time.monotonic() - start
     run.record({"phase": "evaluation", "step": step, **means, "seconds": seconds})
-    value, best = summary[settings.best], run.progress.best
-    sign = -1 if settings.best == "cost_per_correct_usd" else 1
-    if value is not None and (best is None or sign * value > sign * best["value"]):
-        run.progress.best = {"measure": settings.best, "step": step, "value": value}
+    reward, best = summary["reward"], run.progress.best
+    if best is None or reward > best["reward"]:
+        run.progress.best = {"step": step, "reward": reward}
         run.export(run.folder.path / "model-best")
-        if run.ranks.first:
-            run.folder.write_json("model-best.json", run.progress.best)
 
 
 def _attempts(

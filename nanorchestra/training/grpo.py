@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 
-from nanorchestra.model.weights import named_hf_tensors
 from nanorchestra.records import Trajectory
 from nanorchestra.training.evaluation import evaluate_midway
 from nanorchestra.training.optimizers import Schedule
@@ -76,14 +74,16 @@ def grpo_step(run: TrainingRun, sampler: Sampler, learning_rate: float) -> None:
             length=config.rollout.context_tokens,
         )
         metrics = result.metrics
-        note_logprobs(run.ranks, batch.kept, result.logprobs, recorded(run, batch, metrics))
+        note_logprobs(run.ranks, batch.kept, result.logprobs)
     updated = time.monotonic()
 
     run.ahead = coming.result() if coming else None
     waited = time.monotonic() - updated
-    # Without new weights, too: as in a resumed run, no step finds cached pages of the one before.
-    weights = named_hf_tensors(run.trainer.model, run.dtype) if update else None
-    run.engine.update_weights(weights)
+    # Without an update, too: as in a resumed run, no step finds cached pages of the one before.
+    if update:
+        run.publish()
+    else:
+        run.engine.update_weights()
     published = time.monotonic()
 
     run.progress.step += 1
@@ -92,56 +92,39 @@ def grpo_step(run: TrainingRun, sampler: Sampler, learning_rate: float) -> None:
     _record(run, batch, metrics, times)
 
 
-def recorded(run: TrainingRun, batch: Batch, metrics: dict[str, float]) -> list[Trajectory]:
-    """Returns the attempts to record: the first groups, or all if they are needed later."""
-    count = run.config.run.record_groups * run.config.grpo.group_size
-    everything = "skipped" in metrics or run.config.rollout.only
-    return batch.trajectories if everything else batch.trajectories[:count]
-
-
-def _record(run, batch, metrics, times):
-    progress, size = run.progress, run.config.grpo.group_size
-    phase = "skipped" if "skipped" in metrics else progress.phase
-    for task, trajectory in zip(batch.tasks, recorded(run, batch, metrics), strict=False):
-        run.record_trajectory(phase, task, trajectory)
+def _record(
+    run: TrainingRun, batch: Batch, metrics: dict[str, float], times: dict[str, float]
+) -> None:
+    """Records the step and its first group, or all attempts if they are needed later."""
+    progress, size, only = run.progress, run.config.grpo.group_size, run.config.rollout.only
+    skipped = "skipped" in metrics
+    pairs = list(zip(batch.tasks, batch.trajectories, strict=True))
+    for task, trajectory in pairs if skipped or only else pairs[:size]:
+        run.record_trajectory("skipped" if skipped else progress.phase, task, trajectory)
     row = {
-        "phase": progress.phase,
-        "step": progress.step,
         **run.worlds.measure(batch.tasks, batch.trajectories, size),
         "tokens_per_s": batch.tokens_per_s,
-        "seconds": sum(times.values()),
         "filtered": batch.filtered,
         "retried": batch.retried,
     }
-    line = f"step {progress.step:4d}/{run.steps}  {in_words(row)}"
-    if not (batch.kept or run.config.rollout.only):
-        reasons = ", ".join(f"{why} {share:.0%}" for why, share in batch.filtered.items())
-        line += f"  no update: no group has an advantage ({reasons})"
-    run.say(line)
-    run.record_update(row, metrics, times, 'trajectories.jsonl, phase "skipped"')
-
-
-def in_words(row: dict[str, Any]) -> str:
-    """Returns the means of a row of metrics as a line for the terminal."""
-    return (
-        f"reward {row['reward']:.3f}  accuracy {row['accuracy']:.2f}  "
-        f"cost {row['cost_usd'] * 1e3:.2f} m$  latency {row['latency_s']:.1f} s  "
-        f"preference {row['preference']:.2f}  {row['tokens_per_s']:,.0f} tokens/s"
+    line = (
+        f"step {progress.step:4d}/{run.steps}  reward {row['reward']:.3f}  "
+        f"accuracy {row['accuracy']:.2f}  cost {row['cost_usd'] * 1e3:.2f} m$  "
+        f"latency {row['latency_s']:.1f} s  preference {row['preference']:.2f}  "
+        f"{row['tokens_per_s']:,.0f} tokens/s"
     )
+    if not (batch.kept or only):
+        line += f"  no update: no group has an advantage ({', '.join(batch.filtered)})"
+    run.say(line)
+    run.record_update(row, metrics, times)
 
 
-def note_logprobs(
-    ranks: Ranks, kept: list[list[Trajectory]], logprobs: Logprobs, recorded: list[Trajectory]
-) -> None:
-    """Writes on the recorded trajectories the trainer's log-probabilities of their sampled ids.
+def note_logprobs(ranks: Ranks, kept: list[list[Trajectory]], logprobs: Logprobs) -> None:
+    """Writes on the trajectories the trainer's log-probabilities of their sampled ids.
 
     `logprobs` belong to the samples of as_group(members) for each of `kept`.
     """
-    wanted = {id(trajectory) for trajectory in recorded}
-    pairs = []
-    for members, samples in zip(kept, logprobs, strict=True):
-        order = [member for member in members for _ in contexts(member)]
-        pairs += [p for p in zip(order, samples, strict=True) if id(p[0]) in wanted]
-    everywhere = ranks.gather([values for _, values in pairs])
-    for (member, _), found in zip(pairs, zip(*everywhere, strict=True), strict=True):
+    order = [member for members in kept for member in members for _ in contexts(member)]
+    everywhere = ranks.gather([values for samples in logprobs for values in samples])
+    for member, found in zip(order, zip(*everywhere, strict=True), strict=True):
         member.trainer_logprobs += next(values for values in found if values is not None)

@@ -1,4 +1,4 @@
-"""Writes demonstrations as ids: the turns of a teacher in an environment, in either context."""
+"""Writes demonstrations as trajectories: the turns of a teacher in an environment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.rebuild import Notes
 from nanorchestra.model import chat
 from nanorchestra.model.tokenizer import Tokenizer
-from nanorchestra.records import ToolCall, ToolResult
+from nanorchestra.records import ToolCall, ToolResult, Trajectory, Turn
 
 
 @dataclass(frozen=True)
@@ -24,47 +24,33 @@ class Lesson:
     call: ToolCall | None = None
     result: ToolResult | None = None
 
-    def ids(self, tokenizer: Tokenizer) -> list[int]:
-        """Returns the ids that the policy should sample in this turn."""
-        calls = [self.call] if self.call else []
-        return chat.encode_assistant(tokenizer, self.thought, self.content, calls)
 
+def demonstration(
+    lessons: Iterable[Lesson], env: Environment, tokenizer: Tokenizer, prompt_tokens: int = 0
+) -> Trajectory:
+    """Returns a demonstration as the trajectory of a policy that says the same.
 
-def as_session(
-    lessons: Iterable[Lesson], env: Environment, tokenizer: Tokenizer
-) -> tuple[list[int], list[int], list[bool]]:
-    """Returns a demonstration as one growing session.
-
-    Its prompt, the ids that follow, and which of these the policy should sample. `lessons` may act
-    in `env` as they are iterated over.
+    It is one growing session, or with `prompt_tokens` every turn has a prompt of its own of at most
+    so many ids (agent/rebuild.py). `lessons` may act in `env` as they are iterated over.
     """
-    prompt = chat.encode(tokenizer, env.messages, env.tools)
-    ids: list[int] = []
-    sampled: list[bool] = []
+    notes = Notes(tokenizer, env, prompt_tokens) if prompt_tokens else None
+    t, context = Trajectory(env.task.id, 0, 0, [], [], [], []), 0
+    given = chat.encode(tokenizer, (notes or env).messages, env.tools)
+    t.prompt_length = len(given)
     for lesson in lessons:
-        said, given = lesson.ids(tokenizer), []
-        if lesson.result:
-            text = lesson.result.content
-            if lesson.call:
-                given = chat.encode_observations(tokenizer, [text])
-            else:
-                given = chat.encode_user(tokenizer, text)
-        ids += said + given
-        sampled += [True] * len(said) + [False] * len(given)
-    return prompt, ids, sampled
-
-
-def as_turns(
-    lessons: Iterable[Lesson], env: Environment, tokenizer: Tokenizer, prompt_tokens: int
-) -> list[tuple[list[int], list[int]]]:
-    """Returns a demonstration with a prompt per turn (agent/rebuild.py).
-
-    The prompt, of at most `prompt_tokens` ids, and the ids that the policy should sample.
-    """
-    notes, turns = Notes(tokenizer, env, prompt_tokens), []
-    for lesson in lessons:
-        prompt = chat.encode(tokenizer, notes.messages, notes.tools)
-        turns.append((prompt, lesson.ids(tokenizer)))
-        if lesson.result:
-            notes.observe(lesson.content, [lesson.call] if lesson.call else [], [lesson.result])
-    return turns
+        calls = [lesson.call] if lesson.call else []
+        said = chat.encode_assistant(tokenizer, lesson.thought, lesson.content, calls)
+        t.ids += given + said
+        t.sampled += [False] * len(given) + [True] * len(said)
+        t.turns.append(Turn(len(t.ids) - len(said), len(t.ids), "stop", context=context))
+        if not lesson.result:
+            break
+        if notes:
+            notes.observe(lesson.content, calls, [lesson.result])
+            context, given = len(t.ids), chat.encode(tokenizer, notes.messages, notes.tools)
+        elif calls:
+            given = chat.encode_observations(tokenizer, [lesson.result.content])
+        else:
+            given = chat.encode_user(tokenizer, lesson.result.content)
+    t.logprobs = [0.0] * len(t.ids)
+    return t

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from nanorchestra.model.lora import merge, save_adapter
@@ -11,13 +10,18 @@ from nanorchestra.report.page import write_report
 from nanorchestra.report.run import table
 from nanorchestra.report.watch import peak_memory_mb
 from nanorchestra.training.evaluation import evaluate
-from nanorchestra.training.grpo import grpo, in_words
+from nanorchestra.training.grpo import grpo
 from nanorchestra.training.run import TrainingRun
 from nanorchestra.training.warm_start import warm_start
 
 
 def train(run: TrainingRun) -> bool:
-    """Trains from where the run is to its end; returns False if it is asked to stop on the way."""
+    """Trains from where the run is to its end; returns False if it is asked to stop on the way.
+
+    With rollout.only it samples as GRPO would, records all attempts, and trains nothing.
+    """
+    if run.config.rollout.only:
+        run.progress.phase = "rollouts"
     if run.progress.phase == "warm_start":
         if run.on_gpu:
             run.engine.sleep()  # until the first evaluation
@@ -30,13 +34,14 @@ def train(run: TrainingRun) -> bool:
     run.publish()
     if not grpo(run):
         return False
-    after = evaluate(run, "after")
-    run.export(run.folder.path / "model")
-    if run.config.lora.rank:  # the sum of both phases, for the model that the run began with
-        _save_adapter(run, "adapter", run.folder.path / "adapter" / "warm_start")
+    results = {} if run.config.rollout.only else _finish(run)
     run.checkpoints.wait()
     if run.ranks.first:
-        _write_results(run, after)
+        progress, seed = run.progress, run.config.run.seed
+        summary = {"seconds": run.elapsed, "steps": progress.step, "seed": seed, **results}
+        run.folder.write_json("summary.json", summary)
+        run.watch.close()
+        write_report(run.folder.path)
     return True
 
 
@@ -58,41 +63,22 @@ def _save_adapter(run: TrainingRun, name: str, before: Path | None = None) -> No
     save_adapter(run.trainer.model, path, base, before=before, write=run.ranks.first)
 
 
-def record_rollouts(run: TrainingRun) -> bool:
-    """Samples rollout.only steps as training would, records all attempts, trains nothing.
-
-    Returns False if the run is asked to stop on the way.
-    """
-    run.progress.phase = "rollouts"
-    run.publish()
-    if not grpo(run):
-        return False
-    if run.ranks.first:
-        rows = list(run.folder.rows("metrics"))
-        names = [name for name, value in rows[0].items() if isinstance(value, float)]
-        means = {name: fmean(r[name] for r in rows if r[name] is not None) for name in names}
-        _write_summary(run, {"rollouts": means})
-        print(f"means: {in_words(means)}")
-    return True
-
-
-def _write_results(run: TrainingRun, after: dict[str, Any]) -> None:
-    """Writes summary.json and the report, and prints the results."""
-    tasks = run.worlds.held_out(run.config.evaluation.tasks)
+def _finish(run: TrainingRun) -> dict[str, Any]:
+    """Evaluates and writes the model; returns the results, which rank 0 prints."""
+    path, trainer, worlds = run.folder.path, run.trainer, run.worlds
+    after = evaluate(run, "after")
+    run.export(path / "model")
+    if run.config.lora.rank:  # the sum of both phases, for the model that the run began with
+        _save_adapter(run, "adapter", path / "adapter" / "warm_start")
+    if not run.ranks.first:
+        return {}
+    tasks = worlds.held_out(run.config.evaluation.tasks)
     held_out = {"tasks": len(tasks), "before": run.progress.before, "after": after}
     results = {
         "peak_memory_mb": peak_memory_mb(cuda=False),
-        "parameters": sum(p.numel() for p in run.trainer.model.parameters()),
+        "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "best": run.progress.best,
-        "held_out": held_out | {"routers": run.worlds.routers(tasks)},
+        "held_out": held_out | {"routers": worlds.routers(tasks)},
     }
-    _write_summary(run, results)
     print(table(results))
-
-
-def _write_summary(run: TrainingRun, results: dict[str, Any]) -> None:
-    progress, seed = run.progress, run.config.run.seed
-    summary = {"seconds": run.elapsed, "steps": progress.step, "seed": seed, **results}
-    run.folder.write_json("summary.json", summary)
-    run.watch.close()
-    write_report(run.folder.path)
+    return results

@@ -30,6 +30,7 @@ from nanorchestra.training.sampling import Batch
 from nanorchestra.training.trajectories import load_kept, to_row
 
 KEEP_CHECKPOINTS = 2
+REPORT_EVERY = 120.0  # seconds between live reports
 SKIP_LIMIT = 3  # steps in a row without an update end the run
 
 
@@ -44,7 +45,7 @@ class Progress:
     lesson_tools: int = 1  # that the warm start's lessons offer,
     lesson_since: int = 0  # from this step on
     skipped: int = 0  # steps in a row that were not finite
-    best: dict[str, Any] | None = None  # measure, step and value of model-best/
+    best: dict[str, Any] | None = None  # step and reward of model-best/
 
 
 class TrainingRun:
@@ -58,16 +59,12 @@ class TrainingRun:
     def __init__(self, config: Config, folder: Run, ranks: Ranks, worlds: Any, stop: Any):
         self.folder, self.ranks, self.worlds, self.stop = folder, ranks, worlds, stop
         self.dtype = build.device_and_dtype(config)[1]
+        self.config = config
         model, self.tokenizer = build.build_model(config, ranks, self.dtype, worlds, folder.path)
-        shape = model.config
-        self.config = config = build.choose_attention(config, ranks, self.dtype)
-        if ranks.first and self.on_gpu:  # a resumed run has the same kernels
-            write_whole(folder.path / "config.toml", to_toml(config))
         self.examples = load_kept(config, self.tokenizer, self.say)
         self.trainer = build.build_trainer(config, model, self.tokenizer, ranks, self.dtype)
-        self.engine = build.build_engine(config, shape, self.tokenizer, ranks, self.dtype)
-        watched = (config.run.log_to, config.run.report_every) if ranks.first else ()
-        self.watch = Watch(folder, *watched)
+        self.engine = build.build_engine(config, model.config, self.tokenizer, ranks, self.dtype)
+        self.watch = Watch(folder, *((config.run.log_to, REPORT_EVERY) if ranks.first else ()))
         self.checkpoints = Checkpoints(folder.path / "checkpoints", KEEP_CHECKPOINTS, ranks)
         self.peak_flops = peak_flops(ranks.device, self.dtype)
         self.progress, self.ahead, self.started = Progress(), None, time.monotonic()
@@ -131,26 +128,34 @@ class TrainingRun:
             self.watch.log(row)
 
     def record_update(
-        self, row: dict[str, Any], metrics: dict[str, float], times: dict[str, float], where: str
+        self, row: dict[str, Any], metrics: dict[str, float], times: dict[str, float]
     ) -> None:
-        """Records a step's row with the metrics of its update and its seconds by phase.
+        """Records a step: `row`, the metrics of its update, and its seconds by phase.
 
         `mfu` is the share of the peak FLOPs that the update used, None where that is not known.
-        UserError after SKIP_LIMIT steps in a row whose loss or gradient was not finite; `where`
-        names the file that shows what they were computed on.
+        UserError after SKIP_LIMIT steps in a row whose loss or gradient was not finite.
         """
-        progress, metrics = self.progress, dict(metrics)
-        flops, seconds = metrics.pop("flops", None), times["train"]
-        metrics.pop("tokens", None)
+        progress, flops = self.progress, metrics.get("flops")
         known = flops and self.peak_flops
-        mfu = flops / seconds / self.peak_flops / self.ranks.world if known else None
-        usage = {"mfu": mfu, "memory_mb": peak_memory_mb(self.on_gpu)}
-        self.record({**row, **metrics, "phase_seconds": times, **usage})
+        mfu = flops / times["train"] / self.peak_flops / self.ranks.world if known else None
+        shown = {name: value for name, value in metrics.items() if name not in ("flops", "tokens")}
+        self.record(
+            {
+                "phase": progress.phase,
+                "step": progress.step,
+                "seconds": sum(times.values()),
+                **row,
+                **shown,
+                "phase_seconds": times,
+                "mfu": mfu,
+                "memory_mb": peak_memory_mb(self.on_gpu),
+            }
+        )
         progress.skipped = progress.skipped + 1 if "skipped" in metrics else 0
         require(
             progress.skipped < SKIP_LIMIT,
             f"{progress.phase} step {progress.step}: the loss or its gradient is not finite, "
-            f"{progress.skipped} steps in a row; it was computed on {self.folder.path / where}",
+            f"{progress.skipped} steps in a row; {self.folder.path} has them in metrics.jsonl",
         )
 
     def record_trajectory(self, phase: str, task: Task, trajectory: Trajectory) -> None:
@@ -192,11 +197,9 @@ class TrainingRun:
         notes = {
             "progress": dataclasses.asdict(progress),
             "offsets": self.folder.offsets() if self.ranks.first else {},
-            "optimizer": self.trainer.optimizer_kind,
-            "reference": self.trainer.reference is not None,
             "ahead": self.ahead.to_notes() if self.ahead else None,
         }
-        order = 0 if progress.phase == "warm_start" else 1
+        order = int(progress.phase != "warm_start")
         name = f"{order}-{progress.phase}-{progress.step:06d}"
         tensors = {} if self.config.rollout.only else self.trainer.tensors()
         self.checkpoints.save(name, tensors, notes)
@@ -206,11 +209,13 @@ class TrainingRun:
 
         The number of ranks may differ from that of the run so far.
         """
+        grpo = self.config.grpo
 
         def prepare(notes: dict[str, Any]) -> dict[str, Any]:
-            if self.config.rollout.only:
-                return {}
-            return self.trainer.prepare(notes["optimizer"], notes["reference"])
+            phase = notes["progress"]["phase"]
+            if phase == "warm_start":
+                return self.trainer.prepare(self.config.warm_start.optimizer, False)
+            return self.trainer.prepare(grpo.optimizer, grpo.kl_coef > 0) if phase == "grpo" else {}
 
         notes = self.checkpoints.restore(prepare)
         offsets = {"metrics": 0, "trajectories": 0}
@@ -219,6 +224,8 @@ class TrainingRun:
             self.ahead = Batch.from_notes(notes["ahead"]) if notes["ahead"] else None
         if self.ranks.first:
             self.folder.truncate(offsets)
+            write_whole(self.folder.path / "config.toml", to_toml(self.config))
+            (self.folder.path / "summary.json").unlink(missing_ok=True)  # the run is extended
         self.say(f"resuming {self.folder.path} at {self.progress.phase} step {self.progress.step}")
 
     def export(self, path: Path) -> None:

@@ -16,7 +16,7 @@ from nanorchestra.errors import require
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.training.objectives import group_advantages, objective_of, overlong_punishment
 from nanorchestra.training.ranks import Ranks
-from nanorchestra.training.trajectories import contexts, from_row, to_row
+from nanorchestra.training.trajectories import from_row, longest_context, to_row
 
 FAILED_SHARE = 0.5  # a step of which more attempts fail ends the run
 
@@ -113,21 +113,20 @@ class Sampler:
         if member.status == "token_limit":
             return -1.0
         limit = self.config.rollout.context_tokens
-        length = max(end - begin for begin, _, end in contexts(member))
-        return overlong_punishment(length, limit, round(self.objective.overlong_share * limit))
+        share = round(self.objective.overlong_share * limit)
+        return overlong_punishment(longest_context(member), limit, share)
 
     def _draw(self, step: int, again: int) -> tuple[list[Task], list[int]]:
         """The task and the seed of each attempt of a step. `again` counts its extra rollouts."""
         grpo, warm_start = self.config.grpo, self.config.warm_start
-        number, place = step, f"{step}"
-        if again:  # tasks that no step begins with
+        number = step
+        if again:  # one that no step begins with
             number = grpo.steps + step * self.objective.resample + again - 1
-            place = f"{step}/{again}"
         first = warm_start.steps * warm_start.prompts + number * grpo.prompts
         drawn = self.worlds.tasks(grpo.prompts, first)
         tasks = [task for task in drawn for _ in range(grpo.group_size)]
         seeds = [
-            random.Random(f"{self.config.run.seed}/rollout/{place}/{i}").getrandbits(48)
+            random.Random(f"{self.config.run.seed}/rollout/{number}/{i}").getrandbits(48)
             for i in range(len(tasks))
         ]
         return tasks, seeds
@@ -135,23 +134,25 @@ class Sampler:
 
 def _check_failures(trajectories: list[Trajectory], step: int) -> None:
     failed = [t for t in trajectories if t.status == "infrastructure"]
-    results = [result for t in failed for turn in t.turns for result in turn.results]
-    said = next((result.content for result in results if result.infrastructure), "")
+    results = [result for t in failed for turn in t.turns[-1:] for result in turn.results]
+    said = [result.content[:200] for result in results if result.infrastructure]
     require(
         len(failed) <= FAILED_SHARE * len(trajectories),
         f"step {step + 1}: {len(failed)} of {len(trajectories)} attempts failed, repeated ones "
-        f"too, for reasons of the infrastructure; the first: {said[:200]}",
+        f"too, for reasons of the infrastructure; the first: {said[:1]}",
     )
 
 
+@dataclass
 class DividedRollout:
     """A rollout whose attempts are divided over the ranks; every rank has all trajectories.
 
     Attempts `together` in a row are made by one rank.
     """
 
-    def __init__(self, rollout: Rollout, ranks: Ranks, together: int = 1):
-        self.rollout, self.ranks, self.together = rollout, ranks, together
+    rollout: Rollout
+    ranks: Ranks
+    together: int = 1
 
     def run(
         self,
@@ -162,6 +163,6 @@ class DividedRollout:
         """Returns an attempt in each environment, as Rollout.run does."""
 
         def run(pairs: list[tuple[Environment, int]]) -> list[Trajectory]:
-            return self.rollout.run([env for env, _ in pairs], [s for _, s in pairs], on_done)
+            return self.rollout.run(*zip(*pairs, strict=True), on_done) if pairs else []
 
         return self.ranks.map(run, list(zip(environments, seeds, strict=True)), self.together)

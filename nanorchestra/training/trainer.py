@@ -237,7 +237,6 @@ class Trainer:
     def new_optimizer(self, kind: str) -> None:
         """Replaces the optimizer ("adamw" or "muon"), and so forgets all moments."""
         self.optimizers = build_optimizers(self.model, kind)
-        self.optimizer_kind = kind
 
     def freeze_reference(self) -> None:
         """Keeps a frozen copy of the model for the KL term; of a LoRA model its base, uncopied."""

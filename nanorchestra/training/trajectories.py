@@ -7,22 +7,20 @@ keeps those that were right and well formed, and of each task the best paid.
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from nanorchestra.config import Config
-from nanorchestra.errors import UserError, require
+from nanorchestra.errors import require
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Preference, Task, ToolCall, ToolResult, Trajectory, Turn
+from nanorchestra.report.run import Run
 from nanorchestra.training.packing import Group, Sample
 
 PHASES = ("rollouts", "grpo")  # rows of trajectories.jsonl that are attempts at training tasks
 BEST = 4  # attempts at a task that are imitated, at most
-T = TypeVar("T")
 
 
 def to_row(task: Task, trajectory: Trajectory) -> dict[str, Any]:
@@ -55,6 +53,11 @@ def contexts(trajectory: Trajectory) -> list[tuple[int, int, int]]:
     return [(begin, start, end) for (begin, start), end in zip(starts.items(), ends, strict=True)]
 
 
+def longest_context(trajectory: Trajectory) -> int:
+    """Returns the ids of the longest context."""
+    return max(end - begin for begin, _, end in contexts(trajectory))
+
+
 def as_group(members: Sequence[Trajectory]) -> Group:
     """Returns attempts at one task as the trainer takes them: a sample per context."""
     samples = []
@@ -69,81 +72,56 @@ def as_group(members: Sequence[Trajectory]) -> Group:
 def load_kept(
     config: Config, tokenizer: Tokenizer, say: Callable[[str], Any]
 ) -> list[list[Trajectory]]:
-    """Returns the recorded trajectories that the warm start imitates, by task; [] without them.
+    """Returns the recorded trajectories to imitate, by task, in random order; [] without them.
 
     Kept are attempts at training tasks that are right and well formed, in contexts that fit: of
-    each task the BEST by reward, no two alike. Says how many are not, by reason. UserError names
-    the line of a row that train.py did not record with this tokenizer; or none is kept.
+    each task the BEST by reward, no two alike. Says how many are not, by reason. UserError for rows
+    that were not recorded with this tokenizer, or if none is kept.
     """
-    settings, longest = config.warm_start, config.rollout.context_tokens
+    settings, tasks, reasons = config.warm_start, {}, Counter()
     if not (settings.steps and settings.trajectories):
         return []
-    tasks: dict[tuple[str, tuple[int, ...]], dict[tuple[int, ...], Trajectory]] = {}
-    reasons: Counter[str] = Counter()
-    for source in settings.trajectories.split(","):
-        path = Path(source.strip())
-        path = path / "trajectories.jsonl" if path.is_dir() else path
-        for phase, trajectory in _read(path, tokenizer):
-            ids = tuple(trajectory.ids)
-            task = tasks.setdefault((trajectory.task_id, ids[: trajectory.prompt_length]), {})
-            faults = {
-                "of an evaluation or a skipped step": phase not in PHASES,
-                "cut or badly formed": not trajectory.well_formed,
-                "wrong": trajectory.outcome < 1,
-                "too long": any(end - begin > longest for begin, _, end in contexts(trajectory)),
-                "the same again": ids in task,
-            }
-            why = [fault for fault, holds in faults.items() if holds][:1]
-            reasons.update(why)
-            if not why:
-                task[ids] = trajectory
-    ranked = [sorted(task.values(), key=lambda t: -t.reward) for task in tasks.values() if task]
-    kept = [members[:BEST] for members in ranked]
-    reasons["not of the best of their task"] = sum(len(members[BEST:]) for members in ranked)
+    for phase, trajectory in _recorded(settings.trajectories, tokenizer):
+        ids = tuple(trajectory.ids)
+        task = tasks.setdefault((trajectory.task_id, ids[: trajectory.prompt_length]), {})
+        faults = {
+            "of an evaluation or a skipped step": phase not in PHASES,
+            "cut or badly formed": not trajectory.well_formed,
+            "wrong": trajectory.outcome < 1,
+            "too long": longest_context(trajectory) > config.rollout.context_tokens,
+            "the same again": ids in task,
+        }
+        why = next((fault for fault, holds in faults.items() if holds), None)
+        if why:
+            reasons[why] += 1
+        else:
+            task[ids] = trajectory
+    kept = []
+    for attempts in filter(None, tasks.values()):
+        ranked = sorted(attempts.values(), key=lambda t: -t.reward)
+        kept.append(ranked[:BEST])
+        reasons["not of the best of their task"] += len(ranked[BEST:])
     tally = ", ".join(f"{count} {why}" for why, count in reasons.most_common() if count) or "none"
     require(kept, f"warm_start.trajectories: no trajectory is kept ({tally})")
     count = sum(map(len, kept))
     say(f"warm start on {count} recorded trajectories of {len(kept)} tasks; not kept: {tally}")
-    return kept
+    return random.Random(config.run.seed).sample(kept, len(kept))
 
 
-def take(items: Sequence[T], start: int, count: int, seed: int) -> list[T]:
-    """Returns items[start : start + count] of an endless sequence of shuffled epochs."""
-    epochs = range(start // len(items), (start + count - 1) // len(items) + 1)
-    shuffled: list[T] = []
-    for epoch in epochs:
-        rng = random.Random(f"{seed}/trajectories/{epoch}")
-        shuffled += rng.sample(items, len(items))
-    return shuffled[start % len(items) :][:count]
-
-
-def _read(path: Path, tokenizer: Tokenizer) -> Iterator[tuple[str, Trajectory]]:
-    """Yields phase and trajectory of each line. UserError."""
-    require(
-        path.is_file(),
-        f"{path}: no such file; warm_start.trajectories takes runs or their trajectories.jsonl, "
-        "separated by commas",
-    )
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.endswith(b"\n"):  # else its writer was killed, or is at work
-                yield _parse(line, f"{path}, line {number}", tokenizer)
-
-
-def _parse(line: bytes, where: str, tokenizer: Tokenizer) -> tuple[str, Trajectory]:
-    try:
-        row = json.loads(line)
-        _, trajectory = from_row(row)
-        known = all(0 <= i < tokenizer.vocab_size for i in trajectory.ids)
-        said = [part["text"] for part in row["text"] if part["role"] == "assistant"]
-        phase = row["phase"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{where}: not a trajectory of train.py ({error!r})") from None
-    spoken = [trajectory.ids[turn.start : turn.end] for turn in trajectory.turns]
-    require(
-        known and said == [tokenizer.decode(ids, skip_special=True) for ids in spoken],
-        f"{where}: its ids do not spell its text, so another tokenizer has written it; start "
-        "from the model that recorded it, model.path = RUN/model, or one with its tokenizer",
-    )
-    # The warm start needs no log-probabilities; those of an endpoint's ids are None.
-    return phase, dataclasses.replace(trajectory, logprobs=[0.0] * len(trajectory.ids))
+def _recorded(runs: str, tokenizer: Tokenizer) -> Iterator[tuple[str, Trajectory]]:
+    """Yields phase and trajectory of each row of `runs`, a list with commas."""
+    for name in runs.split(","):
+        for row in Run.open(name.strip()).rows("trajectories"):
+            _, t = from_row(row)
+            said = [part["text"] for part in row["text"] if part["role"] == "assistant"]
+            spoken = [t.ids[turn.start : turn.end] for turn in t.turns]
+            require(
+                max(t.ids) < tokenizer.vocab_size
+                and said == [tokenizer.decode(ids, skip_special=True) for ids in spoken],
+                f"{name}: its ids do not spell its text, so another tokenizer has written it; "
+                "start from the model that recorded it, model.path = RUN/model, or one with its "
+                "tokenizer",
+            )
+            # The warm start needs no log-probabilities; those of an endpoint's ids are None.
+            t.logprobs = [0.0] * len(t.ids)
+            yield row["phase"], t

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 
 from nanorchestra.records import Task
-from nanorchestra.training.lessons import as_session, as_turns
+from nanorchestra.training.lessons import demonstration
 from nanorchestra.training.optimizers import Schedule
-from nanorchestra.training.packing import Group, Sample
+from nanorchestra.training.packing import Group
 from nanorchestra.training.run import TrainingRun
-from nanorchestra.training.trajectories import as_group, take
+from nanorchestra.training.trajectories import as_group
 
 WARMUP_STEPS = 20
 HOLD = 0.5  # of the steps have the full learning rate: copying is learnt suddenly, sometimes late
@@ -37,45 +37,33 @@ def warm_start(run: TrainingRun) -> bool:
             ):
                 progress.lesson_tools += 1
                 progress.lesson_since = progress.step
-            _record(run, groups, metrics, times)
+            _record(run, metrics, times)
             bar.update()
             stopped = run.end_step()
     return not stopped
 
 
 def _lessons(run: TrainingRun) -> list[Group]:
-    """The demonstrations of the next step."""
+    """The demonstrations of the next step: recorded attempts, or the teacher's."""
     count, progress = run.config.warm_start.prompts, run.progress
     first = progress.step * count
     if run.examples:
-        chosen = take(run.examples, first, count, run.config.run.seed)
-        return [as_group(members) for members in chosen]
+        return [as_group(run.examples[i % len(run.examples)]) for i in range(first, first + count)]
+    limits, worlds = run.config.rollout, run.worlds
+    room = limits.context_tokens - limits.turn_tokens if limits.context == "rebuild" else 0
+
+    def demonstrate(task: Task) -> Group:
+        env = worlds.environment(task, 0)
+        return as_group([demonstration(worlds.teach(env), env, run.tokenizer, room)])
+
     most_tools = progress.lesson_tools if progress.lesson_tools <= FEW_TOOLS else 0
-    tasks = run.worlds.lesson_tasks(count, first, most_tools)
-    return run.ranks.map(lambda mine: [_demonstration(run, task) for task in mine], tasks)
+    tasks = worlds.lesson_tasks(count, first, most_tools)
+    return run.ranks.map(lambda mine: list(map(demonstrate, mine)), tasks)
 
 
-def _demonstration(run: TrainingRun, task: Task) -> Group:
-    """The teacher's attempt at a task."""
-    limits, env = run.config.rollout, run.worlds.environment(task, 0)
-    lessons = run.worlds.teach(env)
-    if limits.context == "append":
-        prompt, ids, sampled = as_session(lessons, env, run.tokenizer)
-        return Group.of([(prompt, Sample(ids, sampled))])
-    room = limits.context_tokens - limits.turn_tokens
-    turns = as_turns(lessons, env, run.tokenizer, room)
-    return Group.of([(prompt, Sample(ids, [True] * len(ids))) for prompt, ids in turns])
-
-
-def _record(run, groups, metrics, times):
-    step, seconds = run.progress.step, sum(times.values())
-    speed = metrics["tokens"] / seconds
-    if "skipped" in metrics and run.ranks.first:
-        ids = [group.prompt + sample.ids for group in groups for sample in group.samples]
-        texts = [run.tokenizer.decode(sequence) for sequence in ids]
-        run.folder.write_json("skipped.json", {"step": step, "texts": texts})
-    row = {"phase": "warm_start", "step": step, "tokens_per_s": speed, "seconds": seconds}
-    run.record_update(row, metrics, times, "skipped.json")
+def _record(run: TrainingRun, metrics: dict[str, float], times: dict[str, float]) -> None:
+    step, speed = run.progress.step, metrics["tokens"] / sum(times.values())
+    run.record_update({"tokens_per_s": speed}, metrics, times)
     if step % PRINT_EVERY == 0:
-        steps, loss = run.config.warm_start.steps, metrics["loss"]
-        run.say(f"warm start step {step:4d}/{steps}  loss {loss:.3f}  {speed:,.0f} tokens/s")
+        loss = metrics["loss"]
+        run.say(f"warm start step {step:4d}/{run.steps}  loss {loss:.3f}  {speed:,.0f} tokens/s")
