@@ -113,6 +113,7 @@ def make_training(tmp_path, sandbox, monkeypatch, nano_model, nano_tokenizer):
         "grpo.prompts": 2,
         "grpo.group_size": 2,
         "grpo.bounds": "task",
+        "grpo.optimizer": "muon",
         "rollout.turn_tokens": 12,
     }
 

@@ -8,9 +8,7 @@ from nanorchestra.config import Config
 from nanorchestra.errors import ArgumentParser, UserError
 from nanorchestra.settings import (
     CONFIGS,
-    SETTINGS,
     add_settings,
-    find_config,
     given_settings,
     load_config,
     to_toml,
@@ -26,7 +24,7 @@ def parse(*words):
 def test_a_config_is_written_resolved_and_read_back(tmp_path):
     words = ("--grpo.steps", "7", "--run.name=x", "--grpo.learning_rate", "1")
     given = parse(*words, "--rollout.overlap", "false", "--run.root", 'a "b" \\ é\n')
-    config = load_config(find_config("nano"), given)
+    config = load_config("nano", given)
     assert (config.grpo.steps, config.run.name, config.grpo.learning_rate) == (7, "x", 1.0)
     assert not config.rollout.overlap and config.rollout.temperature == 1.25
     (tmp_path / "config.toml").write_text(to_toml(config), encoding="utf-8")
@@ -38,19 +36,10 @@ def test_every_shipped_config_is_valid_and_found_by_its_name():
     paths = sorted(CONFIGS.glob("*.toml"))
     assert {"nano", "qwen3-4b", "qwen3-8b"} <= {path.stem for path in paths}
     for path in paths:
-        assert find_config(path.stem) == path
+        assert load_config(path.stem) == load_config(path)
         assert load_config(path).run.name == path.stem
-    with pytest.raises(UserError, match=r"--config qwen4: .* nano, .*qwen3-4b"):
-        find_config("qwen4")
-
-
-def test_the_help_has_every_setting_with_its_default():
-    parser = ArgumentParser()
-    add_settings(parser)
-    text = " ".join(parser.format_help().split())
-    for name, (field, _) in SETTINGS.items():
-        assert f"--{name} " in text and field.metadata["help"].split()[0] in text
-    assert "(default: 0.0003)" in text and "(default: '')" in text
+    with pytest.raises(UserError, match=r"qwen4: no such file; .* nano, .*qwen3-4b"):
+        load_config("qwen4")
 
 
 @pytest.mark.parametrize(
@@ -59,19 +48,12 @@ def test_the_help_has_every_setting_with_its_default():
         (["--grpo.stepz", "7"], "unrecognized arguments: --grpo.stepz"),
         (["--grpo.steps", "1.5"], "--grpo.steps: '1.5' is no int"),
         (["--grpo.steps", "-1"], "--grpo.steps: -1 must be at least 0"),
-        (["--grpo.steps"], "--grpo.steps: expected one argument"),
         (["--grpo.bounds", "none"], "'group', 'task'"),
         (["--grpo.group_size", "1"], "--grpo.group_size: 1 must be at least 2"),
-        (["--rollout.overlap", "1"], "'1' is no bool"),
-        (["--rollout.temperature", "0"], "--rollout.temperature: 0 must be above 0"),
+        (["--rollout.temperature", "0"], "--rollout.temperature: 0 must be at least 0.01"),
         (["--grpo.learning_rate", "nan"], "--grpo.learning_rate: nan must be"),
-        (["--run.seed", "18446744073709551616"], "at most 9007199254740992"),
-        (["--run.threads", "100000"], "at most 1024"),
-        (["--grpo.final_fraction", "1.5"], "at most 1"),
-        (["--run.name", "a/b"], "name of a directory"),
-        (["--run.name", ".."], "name of a directory"),
-        (["--grpo.importance_cap", "0.5"], "it must be 0 or at least 1"),
-        (["--rollout.overlap", "true"], "grpo.importance_cap is 0, it must be at least 1"),
+        (["--grpo.importance_cap", "0.5"], "it must be at least 1, or 0 without"),
+        (["--rollout.overlap", "true"], "importance_cap is 0.0; it must be at least 1"),
         (["--rollout.turn_tokens", "4096"], "below rollout.context_tokens, 1024"),
         (["--rollout.pages", "63"], "rollout.pages is 63; it must be 0, or at least 64"),
     ],
@@ -87,11 +69,9 @@ def test_a_wrong_option_is_named_in_one_line(words, says):
     [
         ("[grpo\n", "bad.toml: Expected"),
         ("[grpo]\nsteppes = 3\n", "bad.toml: unrecognized arguments: --grpo.steppes"),
-        ("[grp]\nsteps = 3\n", "bad.toml: unrecognized arguments: --grp.steps"),
         ("steps = 3\n", r"bad.toml: "),
         ("[grpo]\nsteps = 'many'\n", "bad.toml: argument --grpo.steps: 'many' is no int"),
         ("[grpo]\nsteps = true\n", "'true' is no int"),
-        ("[grpo]\nbounds = 'all'\n", "--grpo.bounds: invalid choice: 'all'"),
     ],
 )
 def test_a_wrong_file_is_named_in_one_line(tmp_path, text, says):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -20,11 +19,9 @@ from conftest import TIMINGS, steps_of
 
 import train as program
 from nanorchestra.agent.load import NANO
-from nanorchestra.config import Config
 from nanorchestra.errors import UserError
 from nanorchestra.records import Trajectory, Turn
 from nanorchestra.report.run import Run
-from nanorchestra.settings import load_config, to_toml
 from nanorchestra.training import evaluation, grpo, sampling
 from nanorchestra.training.ranks import Ranks
 from nanorchestra.training.warm_start import warm_start
@@ -33,17 +30,19 @@ ROOT = Path(__file__).parent.parent
 SETTINGS = {
     "run.threads": 1,
     "run.checkpoint_every": 2,
-    "warm_start.prompts": 3,
+    "model.path": NANO,  # its attempts differ in their rewards, so that GRPO learns
+    "warm_start.steps": 3,
+    "warm_start.prompts": 2,
+    "grpo.steps": 3,
     "grpo.prompts": 2,
-    "grpo.group_size": 4,
+    "grpo.group_size": 3,
     "grpo.min_std": 0,
-    "evaluation.tasks": 4,
+    "grpo.bounds": "task",
+    "evaluation.tasks": 2,
     "rollout.turns": 2,
     "rollout.turn_tokens": 64,
 }
 SMALL = [word for name, value in SETTINGS.items() for word in (f"--{name}", value)]
-# Starts from the bundled model, whose attempts differ in their rewards, so that GRPO learns.
-REAL = [*SMALL, "--model.path", NANO, "--warm_start.steps", 1, "--grpo.bounds", "task"]
 
 
 def start(*arguments, ranks=0, node=0, port=0, restarts=0):
@@ -90,67 +89,36 @@ def final(run):
     return summary["steps"], summary["held_out"]
 
 
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory):
-    root = tmp_path_factory.mktemp("runs")
-    mixed = ["--task.world", "miniature=0.7, domains=0.3", "--warm_start.steps", 5]
-    code, out = train(*SMALL, *mixed, "--grpo.steps", 5, "--run.root", root, "--run.name", "a")
-    assert code == 0, out
-    return root / "a", out, [*SMALL, *mixed, "--grpo.steps", 5]
-
-
 @pytest.mark.slow
-def test_a_run_killed_in_either_phase_and_stopped_ends_the_same(straight, tmp_path):
-    run, out, arguments = straight
+def test_a_killed_run_ends_the_same_and_can_be_extended(tmp_path):
+    small = [*SMALL, "--task.world", "miniature=0.7, domains=0.3", "--run.root", tmp_path]
+    code, out = train(*small, "--run.name", "straight")
+    assert code == 0 and "before" in out and "after" in out and "strongest" in out, out
+    run, cut = tmp_path / "straight", tmp_path / "cut"
     files = {"config.toml", "metrics.jsonl", "trajectories.jsonl", "report.html", "summary.json"}
-    assert files | {"checkpoints", "model", "tokenizer"} <= set(os.listdir(run))
-    assert "before" in out and "after" in out and "strongest" in out
-    cut = tmp_path / "cut"
-    command = [*arguments, "--run.root", tmp_path, "--run.name", "cut"]
-    for phase, how in (("warm_start", "KILL"), ("grpo", "KILL"), ("grpo", "INT")):
-        process = start(*command)
-        wait_for(process, cut, phase, 4 if how == "INT" else 3)
-        process.send_signal(signal.Signals[f"SIG{how}"])
-        out, _ = process.communicate(timeout=100)
-        command = ["--resume", cut]
-    assert process.returncode == 0 or (process.returncode == 130 and "--resume" in out)
-    code, out = train(*command)
-    assert code == 0 or "finished" in out
+    assert files | {"checkpoints", "model"} <= set(os.listdir(run))
+    process = start(*small, "--run.name", "cut")
+    wait_for(process, cut, "warm_start", 3)
+    process.kill()
+    process.communicate(timeout=100)
+    code, out = train("--resume", cut)
+    assert code == 0 and "resuming" in out, out
     assert rows(cut) == rows(run) and final(cut) == final(run)
-    assert (cut / "model" / "model.safetensors").read_bytes() == (
-        run / "model" / "model.safetensors"
-    ).read_bytes()
-
-
-@pytest.mark.slow
-def test_a_finished_run_is_extended(straight, tmp_path):
-    run = tmp_path / "longer"
-    shutil.copytree(straight[0], run)
-    code, out = train("--resume", run, "--grpo.steps", 7, "--evaluation.every", 7)
-    assert code == 0 and "resuming" in out and "at grpo step 5" in out
-    assert rows(run)[:10] == rows(straight[0])
-    assert [(row["phase"], row["step"]) for row in rows(run)[10:]] == [
-        ("grpo", 6),
-        ("grpo", 7),
-        ("evaluation", 7),
-    ]
-    assert final(run)[0] == 7 and load_config(run / "config.toml").grpo.steps == 7
-    for more in ([], ["--grpo.steps", "6"]):
-        with pytest.raises(UserError, match="finished; --grpo.steps above 7 extends it"):
-            program.open_run(program.parse(["--resume", str(run), *more]))
+    models = [(path / "model" / "model.safetensors").read_bytes() for path in (cut, run)]
+    assert models[0] == models[1]
+    more = program.parse(["--resume", str(run), "--grpo.steps", "4"])
+    assert program.choose_run(more)[0].grpo.steps == 4
+    with pytest.raises(UserError, match="finished; --grpo.steps above 3 extends it"):
+        program.choose_run(program.parse(["--resume", str(run)]))
 
 
 @pytest.mark.parametrize(
     "arguments, says",
     [
         (["--gpus", "abc", "--plan"], "--gpus: invalid int"),
-        (["--gpus", "8"], "--gpus is for --plan; add --plan"),
-        (["--gpu", "h200"], "--gpu is for --plan"),
         (["--rollouts", "x"], "--rollouts: invalid int value"),
-        (["--run.name", ""], "run.name"),
-        (["--run.device", "cuda"], "run.device is 'cuda'"),
         (["--grpo.stepz", "3"], "unrecognized arguments: --grpo.stepz"),
-        (["--config", "qwen4"], "--config qwen4: there is no such file"),
+        (["--config", "qwen4"], "qwen4: no such file"),
         (["--resume", "nowhere"], "nowhere"),
         (["--resume", "x", "--run.seed", "1"], "cannot change run.seed, only run.checkpoint_every"),
         (["--run.root", "/proc/nothing"], "/proc/nothing"),
@@ -162,23 +130,12 @@ def test_a_finished_run_is_extended(straight, tmp_path):
 def test_a_bad_argument_is_one_line_and_makes_nothing(
     tmp_path, monkeypatch, capsys, arguments, says
 ):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(program, "Stop", lambda: None)  # leaves the test's signal handlers alone
     monkeypatch.chdir(tmp_path)
     assert program.main(arguments) == 2
     said = capsys.readouterr().err
     assert said.startswith("train.py: ") and says in said and said.count("\n") == 1
     assert not list(tmp_path.glob("runs/*"))
-
-
-def test_a_run_whose_small_files_are_damaged_does_not_go_on(tmp_path):
-    run = Run.create(tmp_path / "run", to_toml(Config()))
-    options = program.parse(["--resume", str(run.path)])
-    assert program.open_run(options)[2]
-    for content, says in (('{"steps": 3', "not JSON"), ('{"steps": 100}', "is finished")):
-        (run.path / "summary.json").write_text(content)
-        with pytest.raises(UserError, match=says):
-            program.open_run(options)
 
 
 def test_only_a_second_sigint_ends_the_run_at_once():
@@ -203,12 +160,10 @@ def test_steps_that_are_not_finite_are_recorded_and_end_the_run(make_training):
         metrics=dict(bad), logprobs=[[[]] * len(group.samples) for group in args[0]]
     )
     run.progress.phase = "warm_start"
-    with pytest.raises(UserError, match="warm_start step 3: .* 3 steps in a row; .*skipped.json"):
+    with pytest.raises(UserError, match="warm_start step 3: .* 3 steps in a row"):
         warm_start(run)
-    shown = json.loads((run.folder.path / "skipped.json").read_text())
-    assert shown["step"] == 3 and len(shown["texts"]) == 2
     run.progress.phase, run.progress.step, run.progress.skipped = "grpo", 0, 0
-    with pytest.raises(UserError, match='grpo step 3: .*trajectories.jsonl, phase "skipped"'):
+    with pytest.raises(UserError, match="grpo step 3: .* 3 steps in a row"):
         grpo.grpo(run)
     recorded = list(run.folder.rows("trajectories"))
     assert {row["phase"] for row in recorded} == {"skipped"} and len(recorded) == 3 * 2 * 2
@@ -218,41 +173,35 @@ def test_a_step_without_advantages_says_so_and_changes_nothing(make_training, ca
     run = make_training("same", {"grpo.steps": 2, "grpo.min_std": 9.0})
     before = {name: tensor.clone() for name, tensor in run.trainer.tensors().items()}
     assert grpo.grpo(run)
-    assert (
-        capsys.readouterr().out.count("no update: no group has an advantage (homogeneous 100%)")
-        == 2
-    )
+    assert capsys.readouterr().out.count("no group has an advantage (homogeneous)") == 2
     for name, tensor in run.trainer.tensors().items():
         assert torch.equal(tensor, before[name])
 
 
 def test_evaluations_midway_change_nothing_and_the_first_best_model_stays(make_training):
-    plain = make_training("plain", {"grpo.steps": 5})
+    plain = make_training("plain", {"grpo.steps": 3})
     assert grpo.grpo(plain)
-    every = {"evaluation.every": 2, "evaluation.every_tasks": 3, "evaluation.tasks": 5}
-    run = make_training(
-        "midway", {"grpo.steps": 5, "evaluation.best": "cost_per_correct_usd"} | every
-    )
-    values, asked, summarise = iter([0.3, 0.3, 0.1]), [], run.worlds.summarise
+    every = {"grpo.steps": 3, "evaluation.every": 2, "evaluation.tasks": 3}
+    run = make_training("midway", every)
+    rewards, asked, summarise = iter([0.3, 0.3]), [], run.worlds.summarise
 
     def measured(tasks, trajectories):
         asked.append([task.id for task in tasks])
-        return summarise(tasks, trajectories) | {"cost_per_correct_usd": next(values)}
+        return summarise(tasks, trajectories) | {"reward": next(rewards)}
 
     run.worlds.summarise = measured
     assert grpo.grpo(run)
     made = steps_of(run)
     assert [row for row in made if row["phase"] == "grpo"] == steps_of(plain)
-    assert [row["step"] for row in made if row["phase"] == "evaluation"] == [2, 4, 5]
-    assert asked[0] == [f"held_out-0-{i}" for i in (5, 6, 7)]  # not those of before and after
-    best = {"measure": "cost_per_correct_usd", "step": 5, "value": 0.1}
-    assert json.loads((run.folder.path / "model-best.json").read_text()) == best
+    assert [row["step"] for row in made if row["phase"] == "evaluation"] == [2, 3]
+    assert asked[0] == [f"held_out-0-{i}" for i in (3, 4, 5)]  # not those of before and after
     run.checkpoints.wait()
     again = make_training("midway", resume=True)
-    assert again.progress.best == best and (again.folder.path / "model-best").is_dir()
-    again.worlds.summarise = lambda *_: {"cost_per_correct_usd": 0.1}
+    assert again.progress.best == {"step": 2, "reward": 0.3}
+    again.worlds.summarise = lambda *_: {"reward": 0.4}
     evaluation.evaluate_midway(again)
-    assert again.progress.best == best
+    assert again.progress.best == {"step": 3, "reward": 0.4}
+    assert (again.folder.path / "model-best").is_dir()
 
 
 def test_failed_attempts_are_repeated_then_left_out_then_end_the_run(make_training):
@@ -301,54 +250,41 @@ def test_the_trainers_log_probabilities_reach_the_trajectories_from_all_ranks():
         turns = [Turn(start, start + 1, "", context=begin) for begin, start in contexts]
         return Trajectory("t", 0, 1, [5, 6, 7], [False, True, True], [], [], turns)
 
-    whole, turns, other = trajectory((0, 1)), trajectory((0, 1), (1, 2)), trajectory((0, 1))
+    whole, turns = trajectory((0, 1)), trajectory((0, 1), (1, 2))
     # A second rank has computed the second turn.
     ranks = types.SimpleNamespace(gather=lambda mine: [mine, [None, None, [-3.5]]])
-    logprobs = [[[-1.5, -2.5], [-3.0], None], [[-4.0]]]
-    grpo.note_logprobs(ranks, [[whole, turns], [other]], logprobs, [whole, turns])
-    found = [t.trainer_logprobs for t in (whole, turns, other)]
-    assert found == [[-1.5, -2.5], [-3.0, -3.5], []]
-
-
-def test_a_context_longer_than_the_models_is_refused(make_training):
-    with pytest.raises(UserError, match="rollout.context_tokens is 99999; it must be at most"):
-        make_training("long", {"rollout.context_tokens": 99999})
+    grpo.note_logprobs(ranks, [[whole, turns]], [[[-1.5, -2.5], [-3.0], None]])
+    assert [t.trainer_logprobs for t in (whole, turns)] == [[-1.5, -2.5], [-3.0, -3.5]]
 
 
 @pytest.mark.slow
-def test_one_of_two_ranks_is_killed_or_asked_to_stop_and_the_run_ends_the_same(tmp_path):
+def test_one_of_two_ranks_is_killed_or_asked_to_stop_and_the_run_goes_on(tmp_path):
     def child(process, rank):
         pids = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         return int(pids[rank])
 
-    command = [*REAL, "--grpo.optimizer", "muon", "--grpo.kl_coef", 0.1, "--grpo.steps", 5]
-    command += ["--run.root", tmp_path, "--run.name"]
-    code, out = train(*command, "straight", ranks=2)
-    assert code == 0, out
-    run, cut = tmp_path / "straight", tmp_path / "cut"
-    assert any(row.get("grad_norm", 0) > 0 for row in rows(run) if row["phase"] == "grpo")
-    process = start(*command, "cut", ranks=2, restarts=1)
-    wait_for(process, cut, "grpo", 2)
+    run = tmp_path / "nano"
+    command = [*SMALL, "--run.root", tmp_path, "--grpo.optimizer", "muon", "--grpo.kl_coef", 0.1]
+    process = start(*command, "--warm_start.steps", 0, "--grpo.steps", 9, ranks=2, restarts=1)
+    wait_for(process, run, "grpo", 2)
     os.kill(child(process, 1), signal.SIGKILL)  # torchrun starts the same command again
-    wait_for(process, cut, "grpo", 4)
+    wait_for(process, run, "grpo", 3)
     os.kill(child(process, 1), signal.SIGTERM)  # rank 1 alone is asked
     out, _ = process.communicate(timeout=300)
-    assert process.returncode == 0 and out.count("resuming") == 1, out
-    made = rows(cut)
-    assert made == rows(run)[: len(made)] and any(row["step"] == 4 for row in made)
-    assert "stopped at grpo step" in out or final(cut) == final(run)
+    assert process.returncode == 0 and out.count("resuming") == 1 and "stopped" in out, out
+    steps = [row["step"] for row in rows(run)]
+    assert steps == list(range(1, len(steps) + 1)) and 3 <= len(steps) < 9
+    assert any(row.get("grad_norm", 0) > 0 for row in rows(run))
 
 
 @pytest.mark.slow
-def test_a_dry_run_of_a_big_config_passes_on_two_nodes_and_can_be_repeated(tmp_path):
-    dry = ["--config", "qwen3-8b-multinode", "--dry-run", "--run.root", tmp_path]
+def test_a_dry_run_of_a_big_config_passes_on_two_nodes(tmp_path):
+    run = tmp_path / "qwen3-8b-multinode-dry-run"
+    Run.create(run, "an earlier one")
     port = free_port()
+    dry = ["--config", "qwen3-8b-multinode", "--dry-run", "--run.root", tmp_path]
+    dry += ["--lora.rank", 4, "--rollout.overlap", "true", "--grpo.importance_cap", 2]
     nodes = [start(*dry, ranks=1, node=node, port=port) for node in (0, 1)]
     outs = [node.communicate(timeout=300)[0] for node in nodes]
     assert all(node.returncode == 0 for node in nodes), outs
-    run = tmp_path / "qwen3-8b-multinode-dry-run"
-    assert any(row.get("grad_norm", 0) > 0 for row in rows(run))
-    lora = ["--lora.rank", 4, "--rollout.overlap", "true", "--grpo.importance_cap", 2]
-    code, out = train(*dry, *lora)
-    assert code == 0 and f"writing to {run}" in out, out
-    assert (run / "adapter").is_dir() and len(rows(run)) == 2
+    assert any(row.get("grad_norm", 0) > 0 for row in rows(run)) and (run / "adapter").is_dir()

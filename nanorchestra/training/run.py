@@ -60,11 +60,11 @@ class TrainingRun:
         self.folder, self.ranks, self.worlds, self.stop = folder, ranks, worlds, stop
         self.dtype = build.device_and_dtype(config)[1]
         self.config = config
+        self.watch = Watch(folder, *((config.run.log_to, REPORT_EVERY) if ranks.first else ()))
         model, self.tokenizer = build.build_model(config, ranks, self.dtype, worlds, folder.path)
         self.examples = load_kept(config, self.tokenizer, self.say)
         self.trainer = build.build_trainer(config, model, self.tokenizer, ranks, self.dtype)
         self.engine = build.build_engine(config, model.config, self.tokenizer, ranks, self.dtype)
-        self.watch = Watch(folder, *((config.run.log_to, REPORT_EVERY) if ranks.first else ()))
         self.checkpoints = Checkpoints(folder.path / "checkpoints", KEEP_CHECKPOINTS, ranks)
         self.peak_flops = peak_flops(ranks.device, self.dtype)
         self.progress, self.ahead, self.started = Progress(), None, time.monotonic()

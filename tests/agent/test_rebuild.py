@@ -13,7 +13,7 @@ from nanorchestra.agent.loop import Limits
 from nanorchestra.agent.rebuild import Notes
 from nanorchestra.model import chat
 from nanorchestra.records import Preference, Task, ToolCall, ToolResult
-from nanorchestra.training.lessons import as_turns
+from nanorchestra.training.lessons import demonstration
 from worlds.miniature.teacher import teach
 from worlds.miniature.world import World, environment
 
@@ -168,9 +168,9 @@ def test_the_teacher_shows_what_the_loop_will_compose(nano_tokenizer, sandbox):
     limits = Limits(context_tokens=1000, turn_tokens=200)
     for task in World(0).tasks("train", 12):
         env = environment(task, 0, sandbox)
-        turns = as_turns(teach(env, 0), env, nano_tokenizer, 800)
-        script = [nano_tokenizer.decode(said) for _, said in turns]
+        shown = demonstration(teach(env, 0), env, nano_tokenizer, 800)
+        said = [shown.ids[turn.start : turn.end] for turn in shown.turns]
+        script = [nano_tokenizer.decode(ids) for ids in said]
         envs = [environment(task, 0, sandbox)]
         ((t,), engine) = play(nano_tokenizer, script, envs=envs, limits=limits, rebuild=True)
-        assert [session.prompt for session in engine.sessions] == [prompt for prompt, _ in turns]
-        assert [t.ids[turn.start : turn.end] for turn in t.turns] == [said for _, said in turns]
+        assert (t.ids, t.sampled, len(t.turns)) == (shown.ids, shown.sampled, len(said))

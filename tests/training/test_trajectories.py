@@ -16,7 +16,7 @@ from nanorchestra.records import Preference, Task, ToolCall, ToolResult, Traject
 from nanorchestra.training.packing import pack
 from nanorchestra.training.ranks import Ranks
 from nanorchestra.training.run import Progress, TrainingRun
-from nanorchestra.training.trajectories import as_group, from_row, load_kept, take
+from nanorchestra.training.trajectories import as_group, from_row, load_kept
 from nanorchestra.training.warm_start import warm_start
 
 CALL = ToolCall("echo", {"text": "hi"})
@@ -42,6 +42,7 @@ def made(tokenizer, task="t0", reward=0.5, answer="42", rebuilt=False, **changes
 def write(path, tokenizer, *attempts):
     """Records pairs of phase and trajectory in a run's directory, as a run does; the rows."""
     path.mkdir(exist_ok=True)
+    (path / "config.toml").touch()
     rows = []
     run = types.SimpleNamespace(
         ranks=Ranks(),
@@ -88,7 +89,8 @@ def test_what_is_kept_and_why_the_rest_is_not(nano_tokenizer, tmp_path):
     attempts = [(p, made(nano_tokenizer, **c)) for p, entries in changes.items() for c in entries]
     rows = write(tmp_path, nano_tokenizer, *attempts)
     kept, said = load(tmp_path, nano_tokenizer)
-    assert [[t.reward for t in group] for group in kept] == [[0.9, 0.8, 0.7, 0.6], [0.1], [0.5]]
+    rewards = sorted([t.reward for t in group] for group in kept)
+    assert rewards == [[0.1], [0.5], [0.9, 0.8, 0.7, 0.6]]
     assert said == (
         "warm start on 6 recorded trajectories of 3 tasks; not kept: 2 of an evaluation or a "
         "skipped step, 2 not of the best of their task, 1 the same again, 1 wrong, "
@@ -98,7 +100,7 @@ def test_what_is_kept_and_why_the_rest_is_not(nano_tokenizer, tmp_path):
     longest = max(len(trajectory.ids) for _, trajectory in attempts)
     assert load(tmp_path, nano_tokenizer, longest) == (kept, said)
     with pytest.raises(UserError, match=r"no trajectory is kept \(.* too long.*\)"):
-        load(tmp_path / "trajectories.jsonl", nano_tokenizer, 5)
+        load(tmp_path, nano_tokenizer, 5)
 
 
 @pytest.mark.parametrize("rebuilt", [False, True])
@@ -117,51 +119,19 @@ def test_a_row_brings_the_trajectory_back_and_only_sampled_ids_are_learnt(
     assert packed.tokens[packed.source].tolist() == [trajectory.ids[i - 1] for i in places]
 
 
-@pytest.mark.parametrize(
-    "spoil, says",
-    [
-        (lambda row: row.pop("ids"), "not a trajectory of train.py"),
-        (lambda row: row.pop("phase"), "not a trajectory of train.py"),
-        (lambda row: row.update(turns=[{"start": 0}]), "not a trajectory of train.py"),
-        (lambda row: row.update(ids=["a"]), "not a trajectory of train.py"),
-        (lambda row: row["ids"].__setitem__(0, 10**6), "another tokenizer has written it"),
-        (lambda row: row["text"][0].update(text="else"), "another tokenizer has written it"),
-        (lambda row: row["text"].clear(), "another tokenizer has written it"),
-    ],
-)
-def test_a_bad_row_gets_one_line_with_its_number(nano_tokenizer, tmp_path, spoil, says):
-    attempts = [("grpo", made(nano_tokenizer, task=f"t{i}")) for i in range(3)]
-    rows = write(tmp_path, nano_tokenizer, *attempts)
-    spoil(rows[1])
-    save(tmp_path, rows)
-    with pytest.raises(UserError, match=f"trajectories.jsonl, line 2: .*{says}") as error:
-        load(tmp_path, nano_tokenizer)
-    assert "\n" not in str(error.value)
-
-
-def test_bad_files(nano_tokenizer, tmp_path):
-    write(tmp_path, nano_tokenizer, ("grpo", made(nano_tokenizer)))
-    path = tmp_path / "trajectories.jsonl"
-    row = path.read_text()
-    path.write_text(row + row[:99])  # its writer was killed, or is at work
+def test_rows_of_another_tokenizer_and_missing_runs_are_refused(nano_tokenizer, tmp_path):
+    (row,) = write(tmp_path, nano_tokenizer, ("grpo", made(nano_tokenizer)))
+    with (tmp_path / "trajectories.jsonl").open("a") as file:
+        file.write(json.dumps(row)[:99])  # its writer was killed, or is at work
     assert len(load(tmp_path, nano_tokenizer)[0]) == 1
-    for text, says in ((row + "{\n", "line 2: not a traj"), ("", "no trajectory is kept")):
-        path.write_text(text)
-        with pytest.raises(UserError, match=says):
-            load(tmp_path, nano_tokenizer)
-    with pytest.raises(UserError, match="no such file; warm_start.trajectories takes runs"):
-        load(tmp_path / "nowhere", nano_tokenizer)
-    path.write_text(row)
     other = train_bpe(["a different text of other words; " * 9], nano_tokenizer.vocab_size)
     with pytest.raises(UserError, match="another tokenizer"):
         load(tmp_path, other)
-
-
-def test_epochs_are_shuffled_and_a_step_can_be_taken_again():
-    items = list("abcdefg")
-    row = [x for step in range(7) for x in take(items, step * 3, 3, seed=1)]
-    assert all(sorted(row[i : i + 7]) == items for i in (0, 7, 14)) and row[:7] != row[7:14]
-    assert take(items, 5, 20, 1) == take(items, 0, 25, 1)[5:] != take(items, 0, 25, 2)[5:]
+    save(tmp_path, [row | {"ids": [10**6, *row["ids"][1:]]}])
+    with pytest.raises(UserError, match="another tokenizer"):
+        load(tmp_path, nano_tokenizer)
+    with pytest.raises(UserError, match="holds no config.toml; give the directory of a run"):
+        load(tmp_path / "nowhere", nano_tokenizer)
 
 
 def test_a_warm_start_learns_from_several_files(nano_tokenizer, tmp_path, make_training, capsys):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import random
 
-import pytest
 import torch
 from scripted import ANSWER, call, play
 from test_trainer import gradients
 
-from nanorchestra.training.objectives import loss_normaliser
 from nanorchestra.training.packing import Group, Sample
 from nanorchestra.training.trajectories import as_group
 
@@ -41,21 +39,3 @@ def test_the_gradient_of_trajectories_is_the_sum_over_their_turns(nano_model, na
     for name in together:
         torch.testing.assert_close(together[name], apart[name], rtol=1e-4, atol=1e-6)
     assert len(group.prompt) > 100 and len(group.samples) == 5 and group.sampled == total
-
-
-def test_the_loss_weighs_attempts_and_not_turns(nano_tokenizer):
-    made = attempts(nano_tokenizer)
-    groups = [as_group(made)]
-    tokens = sum(sum(t.sampled) for t in made)
-    for aggregation, normaliser in (("token", tokens), ("sequence", 2), ("constant", 2 * 7)):
-        assert loss_normaliser(groups, aggregation, 7) == pytest.approx(normaliser)
-
-
-def test_a_growing_session_is_one_sample(nano_tokenizer):
-    ((t,), _) = play(nano_tokenizer, [call(), call(), ANSWER])
-    t.advantage = 0.5
-    group = as_group([t])
-    prompt, (sample,) = group.prompt, group.samples
-    p = t.prompt_length
-    assert (prompt, sample.ids, sample.sampled) == (t.ids[:p], t.ids[p:], t.sampled[p:])
-    assert sample.logprobs == t.logprobs[p:] and sample.advantage == 0.5

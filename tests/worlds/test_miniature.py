@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 
 from nanorchestra.records import Preference, Task
-from nanorchestra.training.lessons import as_session
+from nanorchestra.training.lessons import demonstration
 from worlds.evaluation import task_bounds
 from worlds.miniature.offers import describe, plain_choice, title
 from worlds.miniature.probe import with_price
@@ -137,7 +137,8 @@ def test_first_lessons_offer_few_tools_and_keep_the_one_that_fits(sandbox):
 def test_demonstrations_mask_what_tools_said(nano_tokenizer, sandbox):
     for task in World(0).tasks("train", 20):
         env = environment(task, 0, sandbox)
-        _, ids, sampled = as_session(teach(env, 0), env, nano_tokenizer)
+        t = demonstration(teach(env, 0), env, nano_tokenizer)
+        ids, sampled = (part[t.prompt_length :] for part in (t.ids, t.sampled))
         said = nano_tokenizer.decode([i for i, own in zip(ids, sampled, strict=True) if own])
         given = nano_tokenizer.decode([i for i, own in zip(ids, sampled, strict=True) if not own])
         assert "tool_response" not in said and said.endswith("<|im_end|>")

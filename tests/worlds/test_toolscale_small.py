@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanorchestra.training.lessons import as_session
+from nanorchestra.training.lessons import demonstration
 from worlds.toolscale import small
 from worlds.toolscale.dataset import teach
 from worlds.toolscale.small import small_world
@@ -31,9 +31,9 @@ def test_prompts_and_golden_conversations_fit_a_small_context_and_score(world, n
         for index in range(len(tasks)):
             env = world.environment(world.task(split, index), 0)
             assert env.score("") == 0
-            prompt, ids, _ = as_session(teach(env), env, nano_tokenizer)
+            shown = demonstration(teach(env), env, nano_tokenizer)
             assert env.score("") == 1 and env.over
-            assert len(prompt) <= 900 and len(prompt) + len(ids) <= 1024
+            assert shown.prompt_length <= 900 and len(shown.ids) <= 1024
 
 
 def test_tasks_are_proved_and_the_prompt_has_all_that_the_first_call_needs(world):
