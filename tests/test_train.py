@@ -91,7 +91,7 @@ def final(run):
 
 @pytest.mark.slow
 def test_a_killed_run_ends_the_same_and_can_be_extended(tmp_path):
-    small = [*SMALL, "--task.world", "miniature=0.7, domains=0.3", "--run.root", tmp_path]
+    small = [*SMALL, "--run.root", tmp_path]
     code, out = train(*small, "--run.name", "straight")
     assert code == 0 and "before" in out and "after" in out and "strongest" in out, out
     run, cut = tmp_path / "straight", tmp_path / "cut"
