@@ -100,9 +100,7 @@ def echoing(tool=None, system=None, number=0):
     return ToolEnvironment(task, [tool or EchoTool()], lambda answer: float(answer == "42"), system)
 
 
-def play(
-    tokenizer, *scripts, envs=None, finish="stop", limits=LIMITS, on_event=None, **settings
-):
+def play(tokenizer, *scripts, envs=None, finish="stop", limits=LIMITS, on_event=None, **settings):
     """(trajectories, engine) of an attempt a script; with rebuild=True, of one attempt.
 
     `params` of the engine are (seed, budget).

@@ -142,7 +142,7 @@ def read(message: dict[str, Any]) -> tuple[str, str, list[ToolCall]]:
     for call in message.get("tool_calls") or ():
         arguments = call["function"].get("arguments") or {}
         if isinstance(arguments, str):
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 arguments = json.loads(arguments)
         calls.append(ToolCall(call["function"]["name"], arguments))
     return reasoning, content, calls

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nanorchestra.engine.cache import PageCache, PageTable
+from nanorchestra.engine.gpu import GpuRunner
 from nanorchestra.engine.guide import ToolCallGrammar
 from nanorchestra.engine.request import Completion, Limits, OnToken, Request, SamplingParams
 from nanorchestra.engine.runner import Runner
@@ -81,8 +82,6 @@ class Engine:
         self._asleep = False
         self._counts = {"steps": 0, "prefill_tokens": 0, "sampled_tokens": 0}
         if by_kernel(weight):
-            from nanorchestra.engine.gpu import GpuRunner  # needs Triton
-
             self.runner = GpuRunner(model, num_pages, page_size, self.vocab_size, attention)
         else:
             self.runner = Runner(model, num_pages, page_size, self.vocab_size)

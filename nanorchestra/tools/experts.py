@@ -55,7 +55,7 @@ def chat_completion(
                 break
         except (requests.ConnectionError, requests.Timeout) as error:
             problem = type(error).__name__
-        except (requests.RequestException, ValueError) as error:
+        except (requests.RequestException, ValueError, RecursionError) as error:
             problem = f"{type(error).__name__}: {error}"
             break
     raise EndpointError((problem.replace(key, "...") if key else problem)[:300])
