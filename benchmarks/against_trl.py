@@ -1,10 +1,11 @@
-"""A step of GRPO here and in TRL's GRPOTrainer: the same model, prompts, group size, lengths, reward, objective and threads, in one run.
+"""One GRPO step here and in TRL's GRPOTrainer: the same model, prompts, lengths and objective.
 
-    python benchmarks/against_trl.py [--model assets/nano] [--prompts 16] [--group 8] [--length 64] [--steps 4] [--rounds 2] [--json FILE]
+    python benchmarks/against_trl.py [--prompts 16] [--group 8] [--length 64] [--json FILE]
 
-TRL lives in a virtual environment of the benchmark's own (runs/trl-venv), made by the first run from the package index; torch and
-transformers are this environment's. The two sides take turns, each in processes of its own; every process makes one step to warm up, and its
-peak of resident memory is the operating system's. On a machine that others use too, look at the CPU seconds, with --threads 1. Completions go to their full length on both sides.
+TRL lives in a virtual environment of the benchmark's own (runs/trl-venv), made by the first run
+from the package index; torch and transformers are this environment's. The two sides take turns,
+each in processes of its own. Every process makes one step to warm up. Completions go to their full
+length on both sides. On a shared machine, compare the CPU seconds, with --threads 1.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 HOME = ROOT / "runs" / "trl-venv"
-# Without their dependencies, which would bring another torch; these are the ones that importing GRPOTrainer takes.
+# What importing GRPOTrainer takes, without dependencies, which would bring another torch.
 PACKAGES = [
     "trl==1.16.0",
     "accelerate",
@@ -43,6 +44,7 @@ PACKAGES = [
 
 
 def trl_python() -> Path:
+    """Returns the interpreter that has TRL, installing it first if it is missing."""
     python = HOME / "bin" / "python"
     if not python.exists():
         venv.create(HOME, with_pip=True)
@@ -58,9 +60,10 @@ def trl_python() -> Path:
 
 
 def prompts_of(options) -> list[str]:
-    """Random words of about 200 ids; the same for both sides, which tokenise them with the same tokenizer."""
+    """Returns texts of random words, about 200 ids each."""
     rng = random.Random(0)
-    words = "law history medicine cheap fast avoid large small price seconds expert records answer question tool dollars".split()
+    words = ["law", "history", "medicine", "cheap", "fast", "avoid", "large", "small", "price"]
+    words += ["seconds", "expert", "records", "answer", "question", "tool", "dollars"]
     return [" ".join(rng.choice(words) for _ in range(100)) for _ in range(options.prompts)]
 
 
@@ -70,10 +73,12 @@ def reward_of(text: str) -> float:
 
 
 def memory_mb() -> float:
+    """Returns the peak of resident memory so far, in MB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def ours(options) -> dict:
+    """Measures the steps of this project."""
     import torch
 
     sys.path.insert(0, str(ROOT))
@@ -113,7 +118,7 @@ def ours(options) -> dict:
                     prompt,
                     [
                         Sample(m.token_ids, [True] * len(m.token_ids), m.logprobs, a)
-                        for m, a in zip(members, advantages)
+                        for m, a in zip(members, advantages, strict=True)
                     ],
                 )
             )
@@ -133,6 +138,7 @@ def ours(options) -> dict:
 
 
 def theirs(options) -> dict:
+    """Measures the steps of TRL."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -204,6 +210,7 @@ def theirs(options) -> dict:
 
 
 def main() -> int:
+    """Runs both sides in turn and prints medians."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--model", type=Path, default=ROOT / "assets" / "nano", help="a checkpoint that both load"
@@ -245,7 +252,8 @@ def main() -> int:
         or runs["ours"][0]["prompt_ids"] != runs["theirs"][0]["prompt_ids"]
     ):
         print(
-            f"the work differs: {runs['ours'][0]['sampled']} sampled ids after {runs['ours'][0]['prompt_ids']} here, "
+            f"the work differs: {runs['ours'][0]['sampled']} sampled ids after "
+            f"{runs['ours'][0]['prompt_ids']} here, "
             f"{runs['theirs'][0]['sampled']} after {runs['theirs'][0]['prompt_ids']} there",
             file=sys.stderr,
         )
@@ -259,12 +267,14 @@ def main() -> int:
         for side, results in runs.items()
     }
     print(
-        f"{options.prompts} groups of {options.group}, {options.length} sampled ids each, {options.threads} threads; load of the machine {os.getloadavg()[0]:.1f}"
+        f"{options.prompts} groups of {options.group}, {options.length} sampled ids each, "
+        f"{options.threads} threads; load of the machine {os.getloadavg()[0]:.1f}"
     )
     print(f"{'':14}{'s/step':>10}{'CPU s':>10}{'peak MB':>10}{'above the start MB':>20}")
     for side, row in figures.items():
         print(
-            f"{ {'ours': 'nanorchestra', 'theirs': 'TRL'}[side]:14}{row['seconds']:>10.2f}{row['cpu']:>10.2f}{row['peak_mb']:>10.0f}{row['above_start_mb']:>20.0f}"
+            f"{ {'ours': 'nanorchestra', 'theirs': 'TRL'}[side]:14}{row['seconds']:>10.2f}"
+            f"{row['cpu']:>10.2f}{row['peak_mb']:>10.0f}{row['above_start_mb']:>20.0f}"
         )
     print(
         f"{'TRL / here':14}"

@@ -1,9 +1,10 @@
-"""The same training by one process and by two: seconds of a step of the warm start and of GRPO, and of a whole run of the preset computed from them.
+"""The same training by one process and by two: seconds of a warm-start step and of a GRPO step.
 
     python benchmarks/ranks.py [--steps 10] [--json FILE]
 
-Three runs from the bundled checkpoint on the same tasks, one after the other: one rank on one core, one rank on two (whose rollouts then go on beside
-its updates), two ranks on a core each. For cores that do nothing else.
+Three runs from the bundled checkpoint on the same tasks, one after the other: one rank on one core,
+one rank on two cores with rollouts beside its updates, two ranks on a core each. The seconds of the
+whole preset are computed from them. For cores that do nothing else.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ RUNS = {
 
 
 def measure(root: Path, ranks: int, threads: int, steps: int) -> dict[str, float]:
-    """Median seconds of a step of each phase, the first ones left out, and the seconds outside of steps."""
+    """Returns median seconds of a step of each phase, and the seconds outside of steps."""
     name = f"{ranks}x{threads}"
     start = (
         [sys.executable]
@@ -74,6 +75,7 @@ def measure(root: Path, ranks: int, threads: int, steps: int) -> dict[str, float
 
 
 def main() -> int:
+    """Makes the three runs and prints their times."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--steps", type=int, default=10, help="measured steps of GRPO (default: 10)"
