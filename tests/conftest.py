@@ -25,10 +25,6 @@ if not torch.cuda.is_available():
     import kernel_interpreter  # noqa: F401  (teaches the interpreter bfloat16)
 
 
-# What differs between two equal runs in a row of metrics.
-TIMINGS = {"seconds", "tokens_per_s", "phase_seconds", "mfu", "memory_mb"}
-
-
 @pytest.fixture
 def generator():
     """Random numbers that differ from run to run; KERNEL_SEED, which is printed, repeats them."""
@@ -133,12 +129,6 @@ def make_training(tmp_path, sandbox, monkeypatch, nano_model, nano_tokenizer):
         return run
 
     return make
-
-
-def steps_of(run):
-    """The rows of metrics.jsonl without what differs between equal runs."""
-    rows = run.folder.rows("metrics")
-    return [{key: value for key, value in row.items() if key not in TIMINGS} for row in rows]
 
 
 class Stop:

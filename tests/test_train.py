@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TIMINGS, steps_of
+from run_rows import TIMINGS, steps_of
 
 import train as program
 from nanorchestra.agent.load import NANO

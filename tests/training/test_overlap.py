@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import steps_of
+from run_rows import steps_of
 
 from nanorchestra.model.weights import named_hf_tensors
 from nanorchestra.training import grpo as program

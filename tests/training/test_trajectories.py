@@ -7,7 +7,7 @@ import json
 import types
 
 import pytest
-from conftest import steps_of
+from run_rows import steps_of
 
 from nanorchestra.config import Config
 from nanorchestra.errors import UserError
