@@ -31,6 +31,7 @@ SETTINGS = {
     "run.threads": 1,
     "run.checkpoint_every": 2,
     "model.path": NANO,  # its attempts differ in their rewards, so that GRPO learns
+    "task.world": "miniature",
     "warm_start.steps": 3,
     "warm_start.prompts": 2,
     "grpo.steps": 3,
