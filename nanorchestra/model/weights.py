@@ -133,7 +133,10 @@ def hf_rows(config: ModelConfig, name: str, rows: int) -> list[tuple[str, slice]
 
 
 def _stored(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of a checkpoint directory, shard by shard."""
+    """Yield (name, tensor) of a checkpoint directory, shard by shard.
+
+    A bare backbone, such as Qwen3-Embedding, has names without their first "model".
+    """
     files = {SINGLE}
     if (path / INDEX).is_file():
         files = set(read_json(path / INDEX)["weight_map"].values())
@@ -142,7 +145,8 @@ def _stored(path: Path) -> Iterator[tuple[str, Tensor]]:
             with safe_open(path / file, framework="pt") as shard:
                 names = shard.keys()
                 for name in names:
-                    yield name, shard.get_tensor(name)
+                    bare = not name.startswith(("model.", "lm_head."))
+                    yield f"model.{name}" if bare else name, shard.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise UserError(
                 f"{path / file}: not a whole safetensors file ({error}); is the download complete?"

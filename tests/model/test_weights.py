@@ -59,12 +59,15 @@ def test_transformers_loads_what_we_save_bit_for_bit(dtype, tied, shard, tmp_pat
     assert same(again, model) and again.config == model.config and tokenizer is None
 
 
-def test_a_tied_checkpoint_with_a_copy_of_the_embeddings_loads(tmp_path):
+def test_a_tied_checkpoint_with_a_copy_of_the_embeddings_and_a_bare_backbone_load(tmp_path):
     model = a_model(tie_word_embeddings=True)
     save_checkpoint(model, None, tmp_path)
     tensors = load_file(tmp_path / SINGLE)
     copied = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
     save_file(copied, tmp_path / SINGLE)
+    assert same(load_model(tmp_path)[0], model)
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(bare, tmp_path / SINGLE)  # as Qwen3-Embedding's
     assert same(load_model(tmp_path)[0], model)
 
 
