@@ -95,11 +95,13 @@ def parse(arguments: list[str]) -> Namespace:
         help="record N steps of rollouts, train nothing",
     )
     add("--plan", action="store_true", help="print memory by part and time by phase; no training")
-    add("--gpus", type=int, default=1, help="for --plan: how many GPUs (default: 1)")
-    add("--gpu", default="h100", help="for --plan: h100, h200, a100 or 4090 (default: h100)")
+    add("--gpus", type=int, help="for --plan: how many GPUs (default: 1)")
+    add("--gpu", help="for --plan: h100, h200, a100 or 4090 (default: h100)")
     add("--memory", type=float, metavar="GB", help="for --plan: of one GPU (default: as sold)")
     settings.add_settings(parser)
     options = parser.parse_args(arguments)
+    planning = [name for name in ("gpus", "gpu", "memory") if getattr(options, name) is not None]
+    require(options.plan or not planning, f"--{' --'.join(planning)}: only for --plan; add --plan")
     fixed = [name for name in settings.given_settings(options) if name not in settings.RESUMABLE]
     fixed += [name for name in ("config", "dry_run") if getattr(options, name)]
     require(
@@ -170,7 +172,9 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments)
     config, path, resumed = choose_run(options)
     if options.plan:
-        text, fits = plan(config, options.gpus, options.memory and options.memory * GB, options.gpu)
+        gpus = 1 if options.gpus is None else options.gpus
+        memory = options.memory and options.memory * GB
+        text, fits = plan(config, gpus, memory, options.gpu or "h100")
         print(text)
         return 0 if fits else 1
     device, _ = device_and_dtype(config)

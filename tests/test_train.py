@@ -117,6 +117,7 @@ def test_a_killed_run_ends_the_same_and_can_be_extended(tmp_path):
     "arguments, says",
     [
         (["--gpus", "abc", "--plan"], "--gpus: invalid int"),
+        (["--gpus", "2"], "only for --plan"),
         (["--rollouts", "x"], "--rollouts: invalid int value"),
         (["--grpo.stepz", "3"], "unrecognized arguments: --grpo.stepz"),
         (["--config", "qwen4"], "qwen4: no such file"),
