@@ -2,8 +2,9 @@
 
 How a new tool reaches the model:
 1. Write the class here: a name, a kind, a description, the JSON schema `parameters` of its
-   arguments, and `call(arguments) -> ToolResult`, the observation with its cost and latency (the
-   contract is `Tool` in nanorchestra/agent/environment.py). Every call is billed.
+   arguments, `blocking` (True if a call waits), and `call(arguments) -> ToolResult`, the
+   observation with its cost and latency. The contract is `Tool` in
+   nanorchestra/agent/environment.py. A call that cannot be run costs nothing.
 2. List it in the catalogue: add its kind and settings to nanorchestra/tools/catalogue.json, and
    make it in `load_tools`, which reads the JSON file given with `--tools`. Or offer it in a world.
 3. nanorchestra/model/chat.py renders its schema into the prompt, through `function_schema`.
