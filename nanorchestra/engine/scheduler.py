@@ -171,10 +171,10 @@ class Scheduler:
                     return False
         return True
 
-    def _revoke(self, older_than: int) -> bool:
-        """Takes the newest parked session's pages. False if none is newer than `older_than`."""
+    def _revoke(self, session: int) -> bool:
+        """Takes the newest parked session's pages. False if none is newer than `session`."""
         table = max(self.parked, key=self.parked.__getitem__, default=None)
-        if table is None or self.parked[table] <= older_than:
+        if table is None or self.parked[table] <= session:
             return False
         self.close(table)
         return True
