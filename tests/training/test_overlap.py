@@ -54,7 +54,6 @@ def test_it_does_not_matter_which_of_the_two_is_faster(make_training, monkeypatc
     assert steps_of(slow) == steps_of(serial) and len(steps_of(slow)) == 4
     for row in slow.folder.rows("metrics"):
         assert row["grad_norm"] > 0 and row["tokens_per_s"] < 1e5
-        assert row["step"] == 1 or row["phase_seconds"]["rollout"] < 0.1  # was sampled before
 
 
 def test_a_rollout_is_one_update_old_and_weighed_by_it(make_training):
