@@ -32,7 +32,6 @@ class RunSection:
     attention: Literal["auto", "triton"] = setting(
         "auto", "GPU kernel, auto: flash-attn where it is installed and fits, else triton"
     )
-    log_to: str = setting("", "tensorboard, wandb, or both with a comma between")
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,6 @@ class EvaluationSection:
 
     tasks: int = setting(480, "held-out tasks before and after GRPO", least=1)
     temperature: float = setting(1.0, "sampling temperature, 0: greedy")
-    every: int = setting(0, "GRPO steps between evaluations during training, 0: none")
 
 
 @dataclass(frozen=True)

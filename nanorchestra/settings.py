@@ -43,7 +43,7 @@ SETTINGS = {  # field and type of each setting
     for field in dataclasses.fields(kind)
 }
 # Those that may change when a run is resumed.
-RESUMABLE = ("run.checkpoint_every", "run.log_to", "grpo.steps", "evaluation.every")
+RESUMABLE = ("run.checkpoint_every", "grpo.steps")
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:

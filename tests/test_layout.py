@@ -33,7 +33,7 @@ BELOW["worlds"] = BELOW["tools"] | {"tools", "reward"}
 BELOW |= {name: BELOW["worlds"] | {"worlds"} for name in COMMANDS}
 
 # matplotlib is for drawing what kernels.bench measured; kernels need torch and Triton alone.
-OPTIONAL = {"flash_attn", "liger_kernel", "torch.utils.tensorboard", "wandb", "matplotlib.figure"}
+OPTIONAL = {"flash_attn", "liger_kernel", "matplotlib.figure"}
 FRAMEWORKS = {"transformers", "vllm", "trl", "ray", "accelerate", "deepspeed", "openai", "peft"}
 TORCH_FREE = (
     "engine.scheduler",

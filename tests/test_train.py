@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_rows import TIMINGS, steps_of
+from run_rows import TIMINGS
 
 import train as program
 from nanorchestra.agent.load import NANO
 from nanorchestra.errors import UserError
 from nanorchestra.records import Trajectory, Turn
 from nanorchestra.report.run import Run
-from nanorchestra.training import evaluation, grpo, sampling
+from nanorchestra.training import grpo, sampling
 from nanorchestra.training.ranks import Ranks
 from nanorchestra.training.warm_start import warm_start
 
@@ -124,7 +124,6 @@ def test_a_killed_run_ends_the_same_and_can_be_extended(tmp_path):
         (["--resume", "nowhere"], "nowhere"),
         (["--resume", "x", "--run.seed", "1"], "cannot change run.seed, only run.checkpoint_every"),
         (["--run.root", "/proc/nothing"], "/proc/nothing"),
-        (["--run.log_to", "tensorbord"], "run.log_to"),
         (["--model.path", ".", "--run.threads", "1"], "config.json"),
         (["--task.world", "nowhere", "--run.threads", "1"], "there is no world 'nowhere'"),
     ],
@@ -178,32 +177,6 @@ def test_a_step_without_advantages_says_so_and_changes_nothing(make_training, ca
     assert capsys.readouterr().out.count("no group has an advantage (homogeneous)") == 2
     for name, tensor in run.trainer.tensors().items():
         assert torch.equal(tensor, before[name])
-
-
-def test_evaluations_midway_change_nothing_and_the_first_best_model_stays(make_training):
-    plain = make_training("plain", {"grpo.steps": 3})
-    assert grpo.grpo(plain)
-    every = {"grpo.steps": 3, "evaluation.every": 2, "evaluation.tasks": 3}
-    run = make_training("midway", every)
-    rewards, asked, summarise = iter([0.3, 0.3]), [], run.worlds.summarise
-
-    def measured(tasks, trajectories):
-        asked.append([task.id for task in tasks])
-        return summarise(tasks, trajectories) | {"reward": next(rewards)}
-
-    run.worlds.summarise = measured
-    assert grpo.grpo(run)
-    made = steps_of(run)
-    assert [row for row in made if row["phase"] == "grpo"] == steps_of(plain)
-    assert [row["step"] for row in made if row["phase"] == "evaluation"] == [2, 3]
-    assert asked[0] == [f"held_out-0-{i}" for i in (3, 4, 5)]  # not those of before and after
-    run.checkpoints.wait()
-    again = make_training("midway", resume=True)
-    assert again.progress.best == {"step": 2, "reward": 0.3}
-    again.worlds.summarise = lambda *_: {"reward": 0.4}
-    evaluation.evaluate_midway(again)
-    assert again.progress.best == {"step": 3, "reward": 0.4}
-    assert (again.folder.path / "model-best").is_dir()
 
 
 def test_failed_attempts_are_repeated_then_left_out_then_end_the_run(make_training):

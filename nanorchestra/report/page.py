@@ -49,9 +49,8 @@ def write_report(run_path: str | Path) -> Path:
     """
     run = Run.open(run_path)
     rows, summary = list(run.rows("metrics")), run.summary()
-    warm, grpo, evaluations = (
-        [row for row in rows if row["phase"] == phase]
-        for phase in ("warm_start", "grpo", "evaluation")
+    warm, grpo = (
+        [row for row in rows if row["phase"] == phase] for phase in ("warm_start", "grpo")
     )
     learning, calls = plots.curves(grpo, *plots.LEARNING), plots.curves(grpo, plots.TOOLS)
     frontier = [plots.frontier(summary)]
@@ -62,10 +61,6 @@ def write_report(run_path: str | Path) -> Path:
         _section("Learning curves", f"Means over the training tasks of each step. {SMOOTH}"),
         _figure(learning),
     ]
-    if evaluations:
-        note = "The best of these is in model-best/."
-        parts += [_section("During training, on held-out tasks", note)]
-        parts += [_figure(plots.curves(evaluations, *plots.HELD_OUT))]
     if splits := _splits(summary):
         parts += [_section("By preference and kind of task", "Held-out tasks.", _table(splits))]
     health = plots.curves(warm, plots.WARM_START) + plots.curves(grpo, *plots.HEALTH)

@@ -44,7 +44,6 @@ LEARNING = (
     ("Preference score", "preference", 1),
     ("Used a tool to avoid, %", "avoided_rate", 100),
 )
-HELD_OUT = (("Reward", "reward", 1), *LEARNING[1:3])
 TOOLS = ("Calls per trajectory, by kind of tool", "calls/*", 1)
 WARM_START = ("Warm start: loss, nats per token", "loss", 1)
 HEALTH = (

@@ -1,4 +1,4 @@
-"""Shows a run while it goes on: its report, written again and again, and TensorBoard or wandb."""
+"""Writes the report of a run again and again while it goes on, and measures its memory."""
 
 from __future__ import annotations
 
@@ -7,35 +7,21 @@ import resource
 import subprocess
 import sys
 import time
-import tomllib
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
-from nanorchestra.errors import UserError, require
-from nanorchestra.report.run import Run, scalars
+from nanorchestra.report.run import Run
 
 ROOT = Path(__file__).resolve().parents[2]
-# what run.log_to may name, and the module it needs
-LOGS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
-Log = Callable[[dict[str, Any]], None]
 
 
 class Watch:
     """On the rank that writes. `every`: seconds between two reports, 0 for none during the run."""
 
-    def __init__(self, run: Run, log_to: str = "", every: float = 0.0) -> None:
+    def __init__(self, run: Run, every: float = 0.0) -> None:
         self.run, self.every = run, every
-        start = {"tensorboard": _tensorboard, "wandb": _wandb}
-        self.logs = [start[name](module, run.path) for name, module in needed(log_to).items()]
         self._begun = time.monotonic()
         self._writer: subprocess.Popen | None = None
-
-    def log(self, row: dict[str, Any]) -> None:
-        """Send a row of metrics.jsonl to TensorBoard and wandb."""
-        for log in self.logs:
-            log(row)
 
     def report(self) -> None:
         """Begin to write the report if it is time; called at every step.
@@ -63,59 +49,6 @@ class Watch:
         if self._writer:
             self._writer.terminate()
             self._writer.wait()
-
-
-def needed(log_to: str) -> dict[str, Any]:
-    """Return {name: module} for `log_to`: "", "tensorboard", "wandb" or "tensorboard,wandb".
-
-    UserError for another name, or if one is not installed.
-    """
-    modules = {}
-    for name in filter(None, log_to.split(",")):
-        require(name in LOGS, f"run.log_to is {log_to!r}; it must be empty or of {list(LOGS)}")
-        try:
-            modules[name] = import_module(LOGS[name])
-        except ImportError:
-            message = f"run.log_to is {log_to!r}, but {name} is not installed: pip install {name}"
-            raise UserError(message) from None
-    return modules
-
-
-def _tensorboard(module: Any, path: Path) -> Log:
-    """Write events to path/tensorboard/PHASE; repeated steps of a resumed run replace the old."""
-    writers: dict[str, Any] = {}
-
-    def log(row: dict[str, Any]) -> None:
-        phase, step = row["phase"], row["step"]
-        if phase not in writers:
-            folder = str(path / "tensorboard" / phase)
-            writers[phase] = module.SummaryWriter(folder, purge_step=step)
-        for name, value in scalars(row).items():
-            writers[phase].add_scalar(name, value, step)
-        writers[phase].flush()
-
-    return log
-
-
-def _wandb(module: Any, path: Path) -> Log:
-    """Log to the project "nanorchestra"; name and age of a run make its id, for resuming."""
-    config = path / "config.toml"
-    module.init(
-        project="nanorchestra",
-        name=path.name,
-        id=f"{path.name}-{config.stat().st_mtime_ns}",
-        resume="allow",
-        dir=str(path),
-        config=tomllib.loads(config.read_text(encoding="utf-8")),
-    )
-    for phase in ("warm_start", "grpo", "evaluation"):
-        module.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
-
-    def log(row: dict[str, Any]) -> None:
-        values = scalars(row) | {"step": row["step"]}
-        module.log({f"{row['phase']}/{name}": value for name, value in values.items()})
-
-    return log
 
 
 def peak_memory_mb(cuda: bool) -> float:

@@ -7,7 +7,6 @@ import time
 import torch
 
 from nanorchestra.records import Trajectory
-from nanorchestra.training.evaluation import evaluate_midway
 from nanorchestra.training.optimizers import Schedule
 from nanorchestra.training.overlap import beside
 from nanorchestra.training.ranks import Ranks
@@ -41,7 +40,6 @@ def grpo(run: TrainingRun) -> bool:
         while run.progress.step < run.steps and not stopped:
             grpo_step(run, sampler, schedule.at(run.progress.step))
             bar.update()
-            evaluate_midway(run)
             stopped = run.end_step()
     torch.set_num_threads(threads)
     return not stopped

@@ -77,7 +77,6 @@ def _finish(run: TrainingRun) -> dict[str, Any]:
     results = {
         "peak_memory_mb": peak_memory_mb(cuda=False),
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
-        "best": run.progress.best,
         "held_out": held_out | {"routers": worlds.routers(tasks)},
     }
     print(table(results))

@@ -45,7 +45,6 @@ class Progress:
     lesson_tools: int = 1  # that the warm start's lessons offer,
     lesson_since: int = 0  # from this step on
     skipped: int = 0  # steps in a row that were not finite
-    best: dict[str, Any] | None = None  # step and reward of model-best/
 
 
 class TrainingRun:
@@ -60,7 +59,7 @@ class TrainingRun:
         self.folder, self.ranks, self.worlds, self.stop = folder, ranks, worlds, stop
         self.dtype = build.device_and_dtype(config)[1]
         self.config = config
-        self.watch = Watch(folder, *((config.run.log_to, REPORT_EVERY) if ranks.first else ()))
+        self.watch = Watch(folder, REPORT_EVERY if ranks.first else 0.0)
         model, self.tokenizer = build.build_model(config, ranks, self.dtype, worlds, folder.path)
         self.examples = load_kept(config, self.tokenizer, self.say)
         self.trainer = build.build_trainer(config, model, self.tokenizer, ranks, self.dtype)
@@ -122,10 +121,9 @@ class TrainingRun:
         return tqdm(total=total, initial=done, desc=what, unit=unit, disable=hidden)
 
     def record(self, row: dict[str, Any]) -> None:
-        """Appends a row to metrics.jsonl, and logs it to TensorBoard or wandb."""
+        """Appends a row to metrics.jsonl."""
         if self.ranks.first:
             self.folder.append("metrics", row)
-            self.watch.log(row)
 
     def record_update(
         self, row: dict[str, Any], metrics: dict[str, float], times: dict[str, float]

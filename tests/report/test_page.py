@@ -30,7 +30,6 @@ def record(run, stage):
         run.append("metrics", SCORES | nested | {"phase": "grpo", "step": step, "kl": None})
         run.append("trajectories", row())
     if stage == "whole":
-        run.append("metrics", SCORES | {"phase": "evaluation", "step": 30})
         for _ in range(12):
             run.append("trajectories", row(phase="after"))
         run.write_json("summary.json", {"seconds": 431.0, "held_out": HELD_OUT})
