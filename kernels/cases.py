@@ -99,7 +99,7 @@ def pointwise() -> list[Case]:
     halves = liger and (lambda gate_up: liger.liger_swiglu(*gate_up.chunk(2, 1)))
     gated = {"eager": swiglu.reference, "liger": halves}
     return [
-        Case("add_rms_norm", lambda: (randn(T, HIDDEN), *hidden()), norm.add_rms_norm, 4 * size),
+        Case("rms_norm, residual", lambda: (*hidden(), randn(T, HIDDEN)), norm.rms_norm, 4 * size),
         Case("rms_norm", hidden, norm.rms_norm_train, 5 * size, 0, normed, 2),
         Case("norm_rope_store", qkv, norm_rope_store, 4 * T * heads * D),
         Case("swiglu", gates, swiglu.swiglu_train, 8 * wide, 0, gated, 1),

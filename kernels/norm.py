@@ -1,6 +1,6 @@
 """RMSNorm of rows: x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich 2019, eq. 4).
 
-`rms_norm` reads and writes one element per element of x, `add_rms_norm` two, the backward pass
+`rms_norm` reads and writes one element per element of x, with a residual two; the backward pass
 reads two and writes one. A few FLOPs each: bandwidth is the limit. At T = 8192, N = 4096 in bf16
 they move 134, 268 and 201 MB. One program owns ROWS whole rows in registers: one row from N = 4096
 on.
@@ -42,11 +42,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     grid = (triton.cdiv(rows, tile["ROWS"]),)
     _rms_norm[grid](x, residual, weight, out, rows, x.stride(0), eps, width, **tile)
     return out
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns (rms_norm of x + residual [T, N], residual); x is added to residual in place."""
-    return rms_norm(x, weight, eps, residual), residual
 
 
 def rms_norm_train(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -22,10 +22,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     check((None, None), strided=True, gate_up=gate_up)
     rows, width = gate_up.shape
     require(width % 2 == 0, f"gate_up has {width} columns; expected an even number")
-    out = gate_up.new_empty(rows, width // 2)
-    grid = (rows * triton.cdiv(width // 2, BLOCK),)
-    _swiglu[grid](gate_up, out, gate_up.stride(0), width // 2, BLOCK)
-    return out
+    return _launch(gate_up, None, gate_up.new_empty(rows, width // 2))
 
 
 def swiglu_train(gate_up: Tensor) -> Tensor:
@@ -41,35 +38,32 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
-        gate_up, grad = *ctx.saved_tensors, grad.contiguous()
-        rows, width = grad.shape
-        out = gate_up.new_empty(gate_up.shape)
-        grid = (rows * triton.cdiv(width, BLOCK),)
-        _swiglu_backward[grid](grad, gate_up, out, gate_up.stride(0), width, BLOCK)
-        return out
+        (gate_up,) = ctx.saved_tensors
+        return _launch(gate_up, grad.contiguous(), gate_up.new_empty(gate_up.shape))
+
+
+def _launch(gate_up: Tensor, grad: Tensor | None, out: Tensor) -> Tensor:
+    rows, width = gate_up.shape
+    grid = (rows * triton.cdiv(width // 2, BLOCK),)
+    _swiglu[grid](gate_up, grad, out, gate_up.stride(0), width // 2, BLOCK)
+    return out
 
 
 @triton.jit
-def _swiglu(gate_up_ptr, out_ptr, stride, F: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu(gate_up_ptr, grad_ptr, out_ptr, stride, F: tl.constexpr, BLOCK: tl.constexpr):
+    """Fills out with the product [T, F], or if grad_ptr is given with the gradient [T, 2 * F]."""
     row = (tl.program_id(0) // tl.cdiv(F, BLOCK)).to(tl.int64)
     cols = tl.program_id(0) % tl.cdiv(F, BLOCK) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < F
     gate = tl.load(gate_up_ptr + row * stride + cols, inside, 0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * stride + F + cols, inside, 0.0).to(tl.float32)
-    tl.store(out_ptr + row * F + cols, gate * tl.sigmoid(gate) * up, inside)
-
-
-@triton.jit
-def _swiglu_backward(grad_ptr, gate_up_ptr, out_ptr, stride, F: tl.constexpr, BLOCK: tl.constexpr):
-    row = (tl.program_id(0) // tl.cdiv(F, BLOCK)).to(tl.int64)
-    cols = tl.program_id(0) % tl.cdiv(F, BLOCK) * BLOCK + tl.arange(0, BLOCK)
-    inside = cols < F
-    gate = tl.load(gate_up_ptr + row * stride + cols, inside, 0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * stride + F + cols, inside, 0.0).to(tl.float32)
-    grad = tl.load(grad_ptr + row * F + cols, inside, 0.0).to(tl.float32)
     s = tl.sigmoid(gate)
-    tl.store(out_ptr + row * 2 * F + cols, grad * up * s * (1 + gate * (1 - s)), inside)
-    tl.store(out_ptr + row * 2 * F + F + cols, grad * gate * s, inside)
+    if grad_ptr is None:
+        tl.store(out_ptr + row * F + cols, gate * s * up, inside)
+    else:
+        grad = tl.load(grad_ptr + row * F + cols, inside, 0.0).to(tl.float32)
+        tl.store(out_ptr + row * 2 * F + cols, grad * up * s * (1 + gate * (1 - s)), inside)
+        tl.store(out_ptr + row * 2 * F + F + cols, grad * gate * s, inside)
 
 
 def reference(gate_up: Tensor) -> Tensor:

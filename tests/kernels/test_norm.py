@@ -36,8 +36,7 @@ def test_norms_are_exact_and_the_sum_is_rounded_for_the_residual_only(generator,
         total = x.double() + residual.double()
         exact = norm.reference(x.double(), weight.double(), EPS)
         assert_close(norm.rms_norm(x, weight, EPS), exact, POINTWISE)
-        out, updated = norm.add_rms_norm(x, residual, weight, EPS)
-        assert updated is residual
+        out = norm.rms_norm(x, weight, EPS, residual)
         assert_close(residual, total, POINTWISE)
         assert_close(out, norm.reference(total, weight.double(), EPS), POINTWISE)
     assert norm.rms_norm(x[:0], weight, EPS).shape == (0, width)
@@ -61,7 +60,7 @@ def test_small_rows_feel_eps(generator):
     x *= torch.tensor([1e-3, 3e-3, 0.0, 1.0], device=DEVICE)[:, None]
     expected = norm.reference(x.double(), weight.double(), EPS)
     assert_close(norm.rms_norm(x, weight, EPS), expected, POINTWISE)
-    assert_close(norm.add_rms_norm(x, torch.zeros_like(x), weight, EPS)[0], expected, POINTWISE)
+    assert_close(norm.rms_norm(x, weight, EPS, torch.zeros_like(x)), expected, POINTWISE)
     ones = torch.ones_like(x)
     exact = gradients(x.double(), weight.double(), ones.double(), norm.reference)[0]
     got = gradients(x, weight, ones, norm.rms_norm_train)[0]
@@ -86,7 +85,8 @@ def test_a_row_has_the_same_bits_in_any_batch_and_run(generator, width):
     residual = randn(generator, 7, width)
 
     def run(rows):
-        normed, total = norm.add_rms_norm(x[rows], residual[rows].clone(), weight, EPS)
+        total = residual[rows].clone()
+        normed = norm.rms_norm(x[rows], weight, EPS, total)
         dx, dweight = gradients(x[rows], weight, residual[rows], norm.rms_norm_train)
         return norm.rms_norm(x[rows], weight, EPS), normed, total, dx, dweight
 
@@ -109,6 +109,6 @@ def test_offsets_beyond_32_bits(generator):
     exact = norm.reference(x.double(), weight.double(), EPS)
     assert_close(norm.rms_norm(x, weight, EPS), exact, POINTWISE)
     zeros, ones = torch.zeros(3, 16, dtype=torch.float16, device=DEVICE), weight.expand(3, 16)
-    assert_close(norm.add_rms_norm(x, zeros, weight, EPS)[0], exact, POINTWISE)
+    assert_close(norm.rms_norm(x, weight, EPS, zeros), exact, POINTWISE)
     far, near = (gradients(each, weight, ones, norm.rms_norm_train) for each in (x, x + 0))
     assert torch.equal(far[0], near[0])
