@@ -18,10 +18,10 @@ from torch import Tensor
 from kernels.common import FP32, output_tile
 
 CONFIGS = {
-    80: {"BLOCK_T": 128, "BLOCK_V": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 4},
-    89: {"BLOCK_T": 128, "BLOCK_V": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3},
-    90: {"BLOCK_T": 128, "BLOCK_V": 256, "BLOCK_N": 64, "num_warps": 8, "num_stages": 4},
-    FP32: {"BLOCK_T": 64, "BLOCK_V": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2},
+    80: {"BLOCK_T": 128, "BLOCK_V": 128, "BLOCK_N": 64, "num_stages": 4},
+    89: {"BLOCK_T": 128, "BLOCK_V": 128, "BLOCK_N": 64, "num_stages": 3},
+    90: {"BLOCK_T": 128, "BLOCK_V": 256, "BLOCK_N": 64, "num_stages": 4},
+    FP32: {"BLOCK_T": 64, "BLOCK_V": 64, "BLOCK_N": 32, "num_stages": 2},
 }
 GROUP = 16  # tiles of rows that run together and share the chunks in L2
 
@@ -37,7 +37,17 @@ def logprob_forward(
     results = hidden.new_empty(3, tokens, dtype=torch.float32)
     triton.set_allocator(_scratch)  # of this thread
     _chunk[(triton.cdiv(tokens, tile["BLOCK_T"]) * chunks,)](
-        hidden, weight, targets, partials, 1 / temperature, tokens, vocab, width, GROUP, **tile
+        hidden,
+        weight,
+        targets,
+        partials,
+        1 / temperature,
+        tokens,
+        vocab,
+        width,
+        GROUP,
+        **tile,
+        num_warps=8,
     )
     block = triton.next_power_of_2(chunks)
     _merge[(tokens,)](partials, targets, results, tokens, vocab, chunks, block, tile["BLOCK_V"])

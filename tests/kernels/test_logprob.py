@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_check import DEVICE, DTYPES, GRADIENT, assert_close, randn
 
-from kernels import logprob, logprob_backward, logprob_forward
+from kernels import logprob, logprob_forward
 from kernels.logprob import linear_logprob
 
 EXACT = 2e-5  # nats, absolute
@@ -17,7 +17,7 @@ TILE = {"BLOCK_T": 16, "BLOCK_V": 32, "BLOCK_N": 16}
 def small_tiles(monkeypatch):
     monkeypatch.setattr(logprob_forward, "CONFIGS", {80: TILE})
     monkeypatch.setattr(logprob_forward, "GROUP", 2)
-    monkeypatch.setattr(logprob_backward, "BLOCK", 64)
+    monkeypatch.setattr(logprob, "BLOCK", 64)
 
 
 def problem(generator, tokens, width, rows, vocab, dtype=torch.float32, scale=0.5):
@@ -91,7 +91,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_run(generator):
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 30])
 def test_gradients(generator, monkeypatch, dtype, chunk_bytes):
     """Over one chunk of the vocabulary and over two, one of them partial."""
-    monkeypatch.setattr(logprob_backward, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(logprob, "CHUNK_BYTES", chunk_bytes)
     hidden, weight, targets = problem(generator, 32, 48, 330, 321, dtype, scale=0.2)
     grad = randn(generator, 32).sign() * (0.75 + 0.5 * torch.rand(32, generator=generator))
     factors = [x.requires_grad_() for x in (hidden, weight)]
@@ -107,12 +107,12 @@ def test_gradients(generator, monkeypatch, dtype, chunk_bytes):
 
 
 def test_gradient_of_one_factor(generator, monkeypatch):
-    """The other's is not computed; .sum() passes a gradient of stride 0.
+    """A frozen weight has none; .sum() passes a gradient of stride 0.
 
     Rounded after each of eleven chunks, dhidden would be off by more than GRADIENT allows.
     """
-    monkeypatch.setattr(logprob_backward, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(logprob_backward, "BLOCK", 256)
+    monkeypatch.setattr(logprob, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(logprob, "BLOCK", 256)
     monkeypatch.setattr(logprob_forward, "CONFIGS", {80: TILE | {"BLOCK_V": 256}})
     *data, targets = problem(generator, 16, 64, 2800, 2800, torch.bfloat16, scale=0.2)
     for which in (0, 1):
@@ -125,7 +125,7 @@ def test_gradient_of_one_factor(generator, monkeypatch):
 
 
 def test_chunks_fit_the_memory_they_are_given():
-    width = logprob_backward.chunk_width(8192, 151936, 2)
+    width = logprob.chunk_width(8192, 151936, 2)
     assert width == 10240 and 8192 * (width * (4 + 2) + 4096 * 4) < 650e6
-    assert logprob_backward.chunk_width(1, 151936, 2) == 151936
-    assert logprob_backward.chunk_width(10**6, 151936, 2) == 256
+    assert logprob.chunk_width(1, 151936, 2) == 151936
+    assert logprob.chunk_width(10**6, 151936, 2) == 256
