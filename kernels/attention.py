@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.common import HEAD_DIMS, PAGE_SIZES, check, require
 
@@ -43,6 +44,13 @@ def check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor) -> 
 
 
 @triton.jit
+def softmax_start(M: tl.constexpr, D: tl.constexpr):
+    """Returns peak and total [M] and acc [M, D] before the first tile."""
+    zeros = tl.zeros([M, D], tl.float32)
+    return tl.full([M], -1e30, tl.float32), tl.zeros([M], tl.float32), zeros
+
+
+@triton.jit
 def softmax_step(scores, peak, total, SCALE: tl.constexpr):
     """Adds a tile of scores [M, N] to peak and total [M].
 
@@ -56,6 +64,7 @@ def softmax_step(scores, peak, total, SCALE: tl.constexpr):
 
 @triton.jit
 def attend_pages(
+    page,
     state,
     q,
     pages,
@@ -70,15 +79,15 @@ def attend_pages(
 ):
     """Adds keys first .. stop - 1 of a kv head, tile by tile, to the softmax of rows q [M, D].
 
-    state: (page of key `first`, peak, total, acc); pages: (k_cache, v_cache, table, kv head); end:
-    number of stored keys. A row sees keys up to its limit, [M, 1] or one for all; None: it sees all
-    of them. Returns the state.
+    page: that of key `first`; state: (peak, total, acc); pages: (k_cache, v_cache, table, kv head);
+    end: number of stored keys. A row sees keys up to its limit, [M, 1] or one for all; None: it
+    sees all of them. Returns the page of key `stop` and the state.
 
     p is rounded to the dtype of v, as tensor cores want it. EXACT: a second product adds what the
     rounding lost, which costs no bytes from memory.
     """
     D: tl.constexpr = q.shape[1]
-    page, peak, total, acc = state
+    peak, total, acc = state
     k_cache, v_cache, table, head = pages
     keys = tl.arange(0, BLOCK_N)
     tile = keys[:, None] * D + tl.arange(0, D)[None, :]
@@ -99,7 +108,7 @@ def attend_pages(
         if EXACT:
             lost = (p - rounded.to(tl.float32)).to(v.dtype)
             acc = tl.dot(lost, v, acc, input_precision="ieee")
-    return page, peak, total, acc
+    return page, (peak, total, acc)
 
 
 @triton.jit
@@ -107,11 +116,9 @@ def attend_split(
     q, pages, first, end, HKV: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """Returns the mean value [M, D] of keys first .. end - 1 for rows q, and log2-sum-exp [M]."""
-    M: tl.constexpr = q.shape[0]
-    peak, total = tl.full([M], -1e30, tl.float32), tl.zeros([M], tl.float32)
-    state = tl.load(pages[2] + first // PAGE), peak, total, tl.zeros(q.shape, tl.float32)
-    _, peak, total, acc = attend_pages(
-        state, q, pages, end - 1, first, end, end, HKV, PAGE, BLOCK_N, True
+    page, state = tl.load(pages[2] + first // PAGE), softmax_start(q.shape[0], q.shape[1])
+    _, (peak, total, acc) = attend_pages(
+        page, state, q, pages, end - 1, first, end, end, HKV, PAGE, BLOCK_N, True
     )
     return acc / total[:, None], peak + tl.log2(total)
 
@@ -128,19 +135,12 @@ def reference(
 
     The shapes are those of prefill_attention; the arithmetic is in the dtype of q.
     """
-    out, first, heads = torch.zeros_like(q), 0, q.shape[1]
+    out, first = torch.zeros_like(q), 0
     for table, start, count in zip(tables, starts, counts, strict=True):
-        k, v = (_contiguous(cache, table, start + count, heads) for cache in (k_cache, v_cache))
-        rows = slice(first, first := first + count)
-        scores = torch.einsum("thd,hnd->htn", q[rows], k) / q.shape[2] ** 0.5
-        unseen = torch.ones(count, start + count, dtype=torch.bool, device=q.device).triu(start + 1)
-        p = scores.masked_fill(unseen, -torch.inf).softmax(-1)
-        out[rows] = torch.einsum("htn,hnd->thd", p, v)
+        length, rows = start + count, slice(first, first := first + count)
+        pages = table[: -(-length // k_cache.shape[2])]
+        k, v = (x[pages].transpose(0, 1).flatten(1, 2)[:, :length] for x in (k_cache, v_cache))
+        seen = torch.ones(count, length, dtype=torch.bool, device=q.device).tril(start)
+        each = scaled_dot_product_attention(q[rows].transpose(0, 1), k, v, seen, enable_gqa=True)
+        out[rows] = each.transpose(0, 1)
     return out
-
-
-def _contiguous(cache: Tensor, table: Tensor, length: int, heads: int) -> Tensor:
-    """The first `length` keys or values of a sequence for each query head: [H, length, D]."""
-    pages = cache[table[: -(-length // cache.shape[2])]]
-    rows = pages.transpose(0, 1).flatten(1, 2)[:, :length]
-    return rows.repeat_interleave(heads // cache.shape[1], 0)

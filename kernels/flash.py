@@ -15,15 +15,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.attention import LOG2E, softmax_step
-from kernels.common import FP32, check, pick, require
+from kernels.attention import LOG2E, softmax_start, softmax_step
+from kernels.common import FP32
 
 CONFIGS = {  # BLOCK_M is also the block of the work list
-    80: {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2},
-    89: {"BLOCK_M": 128, "BLOCK_N": 32, "num_warps": 8, "num_stages": 3},
-    90: {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3},
-    FP32: {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2},
+    80: {"BLOCK_M": 128, "BLOCK_N": 64, "num_stages": 2},
+    89: {"BLOCK_M": 128, "BLOCK_N": 32, "num_stages": 3},
+    90: {"BLOCK_M": 128, "BLOCK_N": 64, "num_stages": 3},
+    FP32: {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 2},
 }
 HEAD_DIMS = (16, 32, 64, 128)
 
@@ -36,35 +37,8 @@ class Work:
     visits: Tensor  # int32 [visits, 4]: spans (start, end, key_start, key_end)
 
 
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, work: Work) -> tuple[Tensor, Tensor]:
-    """Returns out [T, H, D], and lse fp32 [H, T], the natural logarithm of the sum of exp(score).
-
-    q [T, H, D], k and v [T, Hkv, D]; work: blocks of queries that cover the pack.
-    """
-    shape = check_inputs(q, k, v)
-    tokens, heads, dim = q.shape
-    out = q.new_empty(tokens, heads, dim)
-    lse = q.new_empty(heads, tokens, dtype=torch.float32)
-    _forward[(len(work.items) * heads,)](
-        q, k, v, out, lse, work.items, work.visits, tokens, **shape, **pick(CONFIGS, q.dtype)
-    )
-    return out, lse
-
-
-def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
-    """Returns the constants H, G and D of the kernels. ValueError for what they do not take."""
-    check((None, None, None), q=q)
-    tokens, heads, dim = q.shape
-    require(dim in HEAD_DIMS, f"head_dim is {dim}; expected one of {HEAD_DIMS}")
-    check((tokens, None, dim), q.dtype, k=k)
-    check(k.shape, q.dtype, v=v)
-    kv_heads = k.shape[1]
-    require(heads % kv_heads == 0, f"{heads} query heads; expected a multiple of {kv_heads}")
-    return {"H": heads, "G": heads // kv_heads, "D": dim}
-
-
 @triton.jit
-def _forward(
+def flash_forward(
     q,
     k,
     v,
@@ -79,42 +53,48 @@ def _forward(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    item = items + tl.program_id(0) // H * 4
+    """Fills out [T, H, D], and lse fp32 [H, T], the natural logarithm of the sum of exp(score)."""
     head = tl.program_id(0) % H
-    first, last = tl.load(item), tl.load(item + 1)
+    first, last, visit, end = fields(items + tl.program_id(0) // H * 4)
     rows, columns = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    here = rows < last
-    base = (first.to(tl.int64) * H + head) * D
-    tile = tl.arange(0, BLOCK_M)[:, None] * (H * D) + tl.arange(0, D)
-    query = tl.load(q + base + tile, here[:, None], 0.0)  # [BLOCK_M, D]
-    kv_tile = columns[:, None] * (H // G * D) + head // G * D + tl.arange(0, D)
-    peak = tl.full([BLOCK_M], -1e30, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, D], tl.float32)
-    for visit in range(tl.load(item + 2), tl.load(item + 3)):
-        limit, begin, edge, stop = walk(visits + visit * 4, rows, first, last, BLOCK_N)
+    query = load_rows(q, first, last, head, H, BLOCK_M, D)
+    peak, total, acc = softmax_start(BLOCK_M, D)
+    for index in range(visit, end):
+        limit, begin, edge, stop = walk(visits + index * 4, rows, first, last, BLOCK_N)
         for offset in range(0, stop - begin, BLOCK_N):
             key = begin + offset
-            at = key.to(tl.int64) * (H // G * D)
-            exists = (key + columns < stop)[:, None]
-            keys = tl.load(k + at + kv_tile, exists, 0.0)  # [BLOCK_N, D]
+            keys = load_rows(k, key, stop, head // G, H // G, BLOCK_N, D)
             scores = tl.dot(query, keys.T, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
             if key >= edge:
                 # finite: what a row that sees nothing yet adds up shrinks to 0 at its first key
                 scores = tl.where((key + columns)[None, :] < limit[:, None], scores, -1e9)
             p, shrink, peak, total = softmax_step(scores, peak, total, D**-0.5 * LOG2E)
-            values = tl.load(v + at + kv_tile, exists, 0.0)
-            p = p.to(values.dtype)
-            acc = tl.dot(p, values, acc * shrink, input_precision="ieee")
-    tl.store(out + base + tile, acc / total[:, None], here[:, None])
+            values = load_rows(v, key, stop, head // G, H // G, BLOCK_N, D)
+            acc = tl.dot(p.to(values.dtype), values, acc * shrink, input_precision="ieee")
+    here = rows < last
+    tl.store(pointers(out, first, head, H, BLOCK_M, D), acc / total[:, None], here[:, None])
     log_sum = (peak + tl.log2(total)) * (1 / LOG2E)
     tl.store(lse + head.to(tl.int64) * tokens + rows, log_sum, here)
 
 
 @triton.jit
-def span_of(visit):
-    """Returns (start, end, key_start, key_end): causal if start == key_start, else all see all."""
-    return tl.load(visit), tl.load(visit + 1), tl.load(visit + 2), tl.load(visit + 3)
+def pointers(x, row, head, HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
+    """Returns those of ROWS rows of one head, from `row` on, in x [T, HEADS, D]: [ROWS, D]."""
+    tile = tl.arange(0, ROWS)[:, None] * (HEADS * D) + tl.arange(0, D)
+    return x + (row.to(tl.int64) * HEADS + head) * D + tile
+
+
+@triton.jit
+def load_rows(x, row, stop, head, HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
+    """Returns these rows, with zeros from row `stop` on."""
+    exists = row + tl.arange(0, ROWS) < stop
+    return tl.load(pointers(x, row, head, HEADS, ROWS, D), exists[:, None], 0.0)
+
+
+@triton.jit
+def fields(row):
+    """Returns the four numbers of an item or a visit (see Work)."""
+    return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
 
 
 @triton.jit
@@ -124,7 +104,7 @@ def walk(visit, rows, first, last, BLOCK_N: tl.constexpr):
     A row sees the keys from begin to below its limit. Tiles begin .. edge need no mask, edge ..
     stop do.
     """
-    start, end, key_start, key_end = span_of(visit)
+    start, end, key_start, key_end = fields(visit)
     causal = start == key_start
     limit = tl.where((rows >= start) & (rows < end), tl.where(causal, rows + 1, key_end), 0)
     stop = tl.where(causal, tl.minimum(key_end, last), key_end)
@@ -134,20 +114,12 @@ def walk(visit, rows, first, last, BLOCK_N: tl.constexpr):
     return limit, key_start, edge, stop
 
 
-def visible(spans: list[tuple[int, int, int, int]], tokens: int) -> Tensor:
-    """Returns the mask that spans describe, bool [T, T]: which key (column) a query (row) sees."""
-    seen = torch.zeros(tokens, tokens, dtype=torch.bool)
+def reference(q: Tensor, k: Tensor, v: Tensor, spans: list[tuple[int, int, int, int]]) -> Tensor:
+    """Returns out [T, H, D], in the dtype of the arguments."""
+    seen = torch.zeros(len(q), len(q), dtype=torch.bool, device=q.device)  # [query, key]
     for start, end, key_start, key_end in spans:
-        block = torch.ones(end - start, key_end - key_start, dtype=torch.bool)
-        seen[start:end, key_start:key_end] |= block.tril() if start == key_start else block
-    return seen
-
-
-def reference(
-    q: Tensor, k: Tensor, v: Tensor, spans: list[tuple[int, int, int, int]]
-) -> tuple[Tensor, Tensor]:
-    """Returns out [T, H, D] and lse [H, T], in the dtype of the arguments."""
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    scores = torch.einsum("thd,shd->hts", q, k) * q.shape[-1] ** -0.5
-    scores = scores.masked_fill(~visible(spans, len(q)).to(q.device), float("-inf"))
-    return torch.einsum("hts,shd->thd", scores.softmax(-1), v), scores.logsumexp(-1)
+        block = seen[start:end, key_start:key_end].fill_(True)
+        if start == key_start:
+            block.tril_()
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, seen, enable_gqa=True).transpose(0, 1)

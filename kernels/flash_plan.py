@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+import triton
 from torch import Tensor
 
-from kernels.common import pick, require
-from kernels.flash import CONFIGS, Work, flash_forward
-from kernels.flash_backward import QUERY_CONFIGS, flash_backward
-from kernels.flash_backward_keys import KEY_CONFIGS
+from kernels.common import Config, check, pick, require
+from kernels.flash import CONFIGS, HEAD_DIMS, Work, flash_forward
+from kernels.flash_backward import KEY_CONFIGS, QUERY_CONFIGS, backward_keys, backward_queries
 
 Span = tuple[int, int, int, int]
 
@@ -45,7 +45,7 @@ def plan(spans: Sequence[Span], device: torch.device | str, dtype: torch.dtype) 
     # No block crosses into a segment without a prefix: so a tree has the same bits in any pack.
     roots = sorted({span[0] for span in spans} - prefixed) + [tokens]
 
-    def work(configs: dict[int, dict[str, int]], side: str) -> Work:
+    def work(configs: dict[int, Config], side: str) -> Work:
         block = pick(configs, dtype)[side]
         blocks = [
             (first, min(first + block, end))
@@ -63,22 +63,52 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
 
     ValueError unless the plan covers T tokens.
     """
-    require(plan.tokens == len(q), f"the plan covers {plan.tokens} tokens; q has {len(q)}")
     return _FlashAttention.apply(q.contiguous(), k.contiguous(), v.contiguous(), plan)
 
 
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
-        out, lse = flash_forward(q, k, v, plan.forward)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plan = plan
+        check((plan.tokens, None, None), q=q)
+        tokens, heads, dim = q.shape
+        require(dim in HEAD_DIMS, f"head_dim is {dim}; expected one of {HEAD_DIMS}")
+        check((tokens, None, dim), q.dtype, k=k)
+        check(k.shape, q.dtype, v=v)
+        group, rest = divmod(heads, k.shape[1])
+        require(not rest, f"{heads} query heads; expected a multiple of {k.shape[1]}")
+        ctx.plan, ctx.shape = plan, {"H": heads, "G": group, "D": dim}
+        out = q.new_empty(q.shape)
+        lse = q.new_empty(heads, tokens, dtype=torch.float32)
+        tensors = q, k, v, out, lse
+        _launch(flash_forward, CONFIGS, plan.forward, heads, ctx.shape, tensors)
+        ctx.save_for_backward(*tensors)
         return out
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        work = ctx.plan.queries, ctx.plan.keys
-        return *flash_backward(grad.contiguous(), *ctx.saved_tensors, *work), None
+        q, k, v, _, lse = ctx.saved_tensors
+        plan, grad, delta = ctx.plan, grad.contiguous(), lse.new_empty(lse.shape)
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        tensors = grad, *ctx.saved_tensors, delta, dq
+        _launch(backward_queries, QUERY_CONFIGS, plan.queries, len(lse), ctx.shape, tensors)
+        tensors = grad, q, k, v, lse, delta, dk, dv
+        _launch(backward_keys, KEY_CONFIGS, plan.keys, k.shape[1], ctx.shape, tensors)
+        return dq, dk, dv, None
+
+
+def _launch(
+    kernel: triton.JITFunction,
+    configs: dict[int, Config],
+    work: Work,
+    heads: int,
+    shape: dict[str, int],
+    tensors: tuple[Tensor, ...],
+) -> None:
+    """Launches a program for each item of the work and each head."""
+    config = pick(configs, tensors[0].dtype)
+    kernel[(len(work.items) * heads,)](
+        *tensors, work.items, work.visits, len(tensors[0]), **shape, **config, num_warps=8
+    )
 
 
 def _work(

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention import attend_pages, check_cache
+from kernels.attention import attend_pages, check_cache, softmax_start
 from kernels.common import check
 
 ROWS = 128  # query rows of a work item
@@ -109,10 +109,21 @@ def _prefill(
     end = position + tl.minimum(rows, BLOCK_M)
     whole = (position + 1) // BLOCK_N * BLOCK_N  # keys in tiles that even the first row sees
     pages = k_cache, v_cache, table, head // (H // HKV)
-    peak, total = tl.full([BLOCK_M], -1e30, tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    state = tl.load(table), peak, total, tl.zeros([BLOCK_M, D], tl.float32)
-    state = attend_pages(state, queries, pages, None, 0, whole, end, HKV, PAGE, BLOCK_N, False)
-    _, _, total, acc = attend_pages(
-        state, queries, pages, position + row, whole, end, end, HKV, PAGE, BLOCK_N, False
+    page, state = attend_pages(
+        tl.load(table),
+        softmax_start(BLOCK_M, D),
+        queries,
+        pages,
+        None,
+        0,
+        whole,
+        end,
+        HKV,
+        PAGE,
+        BLOCK_N,
+        False,
+    )
+    _, (_, total, acc) = attend_pages(
+        page, state, queries, pages, position + row, whole, end, end, HKV, PAGE, BLOCK_N, False
     )
     tl.store(out + token * (H * D) + columns, acc / total[:, None], row < rows)
