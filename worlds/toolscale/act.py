@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nanorchestra.files import read_json
-from worlds.toolscale.program import Json, ToolError, run
+from worlds.toolscale.program import Json, run
 from worlds.toolscale.words import Words
 from worlds.toolscale.world import World
 
@@ -33,18 +33,18 @@ class Act:
         self.world, self.w, self.me = world, words, draft["person"]["key"]
         self.rng = random.Random(draft["seed"])
         self.tables = dict(world.tables)
-        self.calls: list[tuple[str, Json]] = []
-        self.results: Json = {}  # of the reads: a later wish need not look them up again
-        self.sentences: list[str] = []
+        self.calls = []  # (name, arguments)
+        self.results = {}  # of the reads: a later wish need not look them up again
+        self.sentences = []
         self.frames = list(PHRASES["next"])  # that no sentence has used yet
-        self.communicate: list[str] = []
-        self.unknown: list[str] = []  # what the user does not know
-        self.deals: set[str] = set()
+        self.communicate = []
+        self.unknown = []  # what the user does not know
+        self.deals = []  # keys of those that wishes are about
 
     # --- calls
 
     def call(self, role: str, *values: Any) -> Any:
-        """Makes one golden call and returns its result. Raises UnfitError if it fails.
+        """Makes one golden call and returns its result. Raises ToolError if it fails.
 
         A read that was made before and would return the same is not made again.
         """
@@ -53,10 +53,7 @@ class Act:
         name = self.w.tool[role]
         tool = self.world.by_name[name]
         arguments = dict(zip(tool["function"]["parameters"]["properties"], values, strict=True))
-        try:
-            result = run(tool, arguments, self.tables)
-        except ToolError as error:
-            raise UnfitError(str(error)) from None
+        result = run(tool, arguments, self.tables)
         memo = name + json.dumps(arguments)
         if tool["kind"] in ("write", "handover") or self.results.get(memo) != result:
             if memo in self.results:
@@ -97,12 +94,9 @@ class Act:
             what = f"({w.category}: {category}) with a {w.price} of at most ${limit}"
         else:
             key, name = self.place(row[w.place.key])
-            found = [row for row in self.call("at_place", key) if row[w.status] == w.open]
+            found = matching(self.call("at_place", key), w.status, w.open)
             what = f"{w.at} {name} that is {w.open}"
-        if len(found) < 2:
-            raise UnfitError("nothing to choose from")
-        chosen = choose(found, key=lambda row: row[w.price.field])
-        return chosen[w.item.key], f"the {pick} {w.item} {what}"
+        return extreme(found, w.price.field, choose)[w.item.key], f"the {pick} {w.item} {what}"
 
     def noun(self, key: str) -> str:
         """Returns the words for an item by its title."""
@@ -110,14 +104,7 @@ class Act:
         return self.w.blueprint["item"]["noun"].format(title=title)
 
     def deal(self, ref: Json) -> tuple[str, str]:
-        """Finds a deal of the user; each deal once."""
-        key, words = self._deal(ref)
-        if key in self.deals:
-            raise UnfitError("the same deal twice")
-        self.deals.add(key)
-        return key, words
-
-    def _deal(self, ref: Json) -> tuple[str, str]:
+        """Finds a deal of the user by its id, item, quantity or day."""
         w, deal = self.w, self.w.blueprint["deal"]
         if ref["by"] == "id":
             return ref["key"], f"your {w.deal} {ref['key']}"
@@ -125,20 +112,19 @@ class Act:
         row = self.row("deal", ref["key"])
         if ref["by"] == "title":
             item, noun = self.item({"by": "title", "key": row[w.item.key]})
-            rows = [row for row in self.call("list_deals", self.me) if row[w.item.key] == item]
-            return only(rows)[w.deal.key], f"your {w.deal} {deal.get('for', 'for')} {noun}"
-        rows = [row for row in self.call("list_deals", self.me) if row[w.status] == w.standing]
+            found = only(matching(self.call("list_deals", self.me), w.item.key, item))
+            return found[w.deal.key], f"your {w.deal} {deal.get('for', 'for')} {noun}"
+        rows = matching(self.call("list_deals", self.me), w.status, w.standing)
         if ref["by"] == "quantity":
             quantity = row[w.quantity.field]
-            rows = [row for row in rows if row[w.quantity.field] == quantity]
+            found = only(matching(rows, w.quantity.field, quantity))
             words = f"{deal.get('with', 'for')} {self.count(quantity)}"
-            return only(rows)[w.deal.key], f"your {w.standing} {w.deal} {words}"
-        if len(rows) < 2 or any(name == w.tool["create"] for name, _ in self.calls):
-            raise UnfitError("nothing to choose from, or the newest is one of this task")
+            return found[w.deal.key], f"your {w.standing} {w.deal} {words}"
+        if any(name == w.tool["create"] for name, _ in self.calls):
+            raise UnfitError("the newest is one of this task")
         pick, choose = DAYS[ref["pick"]]
-        day = choose(row[w.created.field] for row in rows)
-        rows = [row for row in rows if row[w.created.field] == day]
-        return only(rows)[w.deal.key], f"your {pick} {w.deal} that is {w.standing}"
+        found = extreme(rows, w.created.field, choose)
+        return found[w.deal.key], f"your {pick} {w.deal} that is {w.standing}"
 
     def extra(self, ref: Json) -> tuple[str, str]:
         """Finds an extra of the user by its id or topic."""
@@ -150,8 +136,7 @@ class Act:
 
     def about(self, topic: str) -> tuple[Json, str]:
         """Returns the user's only extra about the topic, and the words for it."""
-        rows = self.call("list_extras", self.me)
-        row = only([row for row in rows if row[self.w.topic.field] == topic])
+        row = only(matching(self.call("list_extras", self.me), self.w.topic.field, topic))
         return row, self.w.blueprint["extra"]["noun"].format(topic=topic)
 
     # --- words
@@ -173,6 +158,21 @@ class Act:
         self.say(self.rng.choice(PHRASES["asking"]).format(pattern), **words)
         text = f"{value:.2f}".removesuffix(".00") if isinstance(value, float) else str(value)
         self.communicate.append(text)
+
+
+def matching(rows: list[Json], field: str, value: Any) -> list[Json]:
+    """Returns the rows that have this value in the field."""
+    return [row for row in rows if row[field] == value]
+
+
+def extreme(rows: list[Json], field: str, choose: Any) -> Json:
+    """Returns the only row with the least or greatest value, as `choose` (min or max) says.
+
+    Raises UnfitError if there is nothing to choose from, or more than one such row.
+    """
+    if len(rows) < 2:
+        raise UnfitError("nothing to choose from")
+    return only(matching(rows, field, choose(row[field] for row in rows)))
 
 
 def only(rows: list[Json]) -> Json:

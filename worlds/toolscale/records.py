@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterable
 from typing import Any
@@ -41,7 +40,7 @@ def draw_tables(w: Words, fields: Json, rng: random.Random) -> Tables:
     days = sorted(rng.sample(range(359), count))
     dates = [(f"2025-{day // 30 + 1:02d}-{day % 30 % 28 + 1:02d}",) for day in days]
     draws.fill(fields, "deal", dates, count)
-    draws.fill(fields, "extra", itertools.repeat(()), rng.randint(50, 64))
+    draws.fill(fields, "extra", [()] * 64, rng.randint(50, 64))
     return draws.tables
 
 
@@ -54,15 +53,12 @@ def charge(w: Words, person: Json, item: Json, quantity: int, option: str) -> fl
 class Draws:
     """Draws values: each method is a kind of draw that the JSON files name.
 
-    `row` is the record so far (for a wish, that of the person who calls).
+    `row` is the record so far (for a wish, that of the person who calls); `given` has the values of
+    the record that are not drawn.
     """
 
     def __init__(self, w: Words, rng: random.Random, tables: Tables):
         self.w, self.rng, self.tables = w, rng, tables
-
-    def draw(self, row: Json, kind: str, *values: Any) -> Any:
-        """Draws one value."""
-        return getattr(self, kind)(row, *values)
 
     def fill(self, fields: Json, name: str, given: Iterable[tuple], count: int) -> None:
         """Draws `count` records of a role; `given` has what the next record does not draw."""
@@ -70,70 +66,72 @@ class Draws:
         numbers = self.rng.sample(range(start, start + 4 * count), count)
         rows = self.tables[role.table] = {}
         for number, values in zip(sorted(numbers), given, strict=False):
-            key, values = f"{role.prefix}{number}", iter(values)
-            rows[key] = row = {role.key: key}
+            key = f"{role.prefix}{number}"
+            self.row, self.given = {}, iter((key, *values))
             for field, (kind, *more) in fields[name].items():
-                if kind in ("next", "price"):
-                    row[field] = next(values)
-                elif field not in row:
-                    row[field] = self.draw(row, kind, *more)
+                self.row[field] = getattr(self, kind)(*more)
+            rows[key] = self.row
 
-    def integer(self, row: Json, low: int, high: int, step: int) -> int:
+    def next(self) -> Any:
+        """The next of the given values."""
+        return next(self.given)
+
+    def integer(self, low: int, high: int, step: int) -> int:
         """A number from `low` to `high`."""
         return self.rng.randrange(low, high + 1, step)
 
-    def number(self, row: Json, low: int, high: int) -> str:
+    def number(self, low: int, high: int) -> str:
         """Digits."""
         return str(self.rng.randint(low, high))
 
-    def enum(self, row: Json, values: list[Any]) -> Any:
+    def enum(self, values: list[Any]) -> Any:
         """One of the values."""
         return self.rng.choice(values)
 
     name = enum  # one of the values, which the schema does not list
 
-    def state(self, row: Json, values: list[str]) -> str:
+    def state(self, values: list[str]) -> str:
         """The first value as a rule."""
         return values[self.rng.random() < 0.08]
 
-    def states(self, row: Json, values: list[str]) -> str:
+    def states(self, values: list[str]) -> str:
         """The first of three values as a rule."""
         return self.rng.choices(values, (8, 1, 1))[0]
 
-    def date(self, row: Json, first: int, last: int) -> str:
+    def date(self, first: int, last: int) -> str:
         """A day of these years."""
         return draw_date(self.rng, first, last)
 
-    def phone(self, row: Json) -> str:
+    def phone(self) -> str:
         """A phone number."""
         return f"555-{self.rng.randint(1000, 9999)}"
 
-    def link(self, row: Json, table: str) -> str:
+    def link(self, table: str) -> str:
         """A key of the table."""
         return self.rng.choice(list(self.tables[table]))
 
-    def email(self, row: Json, hosts: list[str]) -> str:
+    def email(self, hosts: list[str]) -> str:
         """The address of a person."""
-        return f"{row['first_name']}.{row['last_name']}@{self.rng.choice(hosts)}".lower()
+        return f"{self.row['first_name']}.{self.row['last_name']}@{self.rng.choice(hosts)}".lower()
 
-    def quantity(self, row: Json) -> int:
+    def quantity(self) -> int:
         """A quantity within the limit."""
         return self.rng.randint(1, max(2, self.w.rules.limit - 1))
 
-    def balance(self, row: Json) -> float:
+    def balance(self) -> float:
         """Money enough for some items, or for hardly one."""
         low, high = self.w.blueprint["item"]["price"][1:]
         return round(self.rng.uniform(0, 6 * high if self.rng.random() < 0.8 else low), 2)
 
-    def stock(self, row: Json) -> int:
+    def stock(self) -> int:
         """What an item has left: sometimes nothing, or little."""
         low, high = self.w.blueprint["item"]["stock"][1:]
         many = (self.rng.randint(low, high) for _ in range(5))
         return self.rng.choice([0, self.rng.randint(1, 3), *many])
 
-    def total(self, row: Json) -> float:
+    def total(self) -> float:
         """What a deal costs."""
-        w = self.w
+        w, row = self.w, self.row
         person = self.tables[w.person.table][row[w.person.key]]
         item = self.tables[w.item.table][row[w.item.key]]
         return round(charge(w, person, item, row[w.quantity.field], row[w.option.field]), 2)

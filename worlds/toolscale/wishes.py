@@ -8,32 +8,21 @@ beside.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from worlds.toolscale.act import PHRASES, Act, UnfitError
-from worlds.toolscale.program import Json
+from worlds.toolscale.program import Json, ToolError
 from worlds.toolscale.records import charge
 from worlds.toolscale.words import Word, Words
 from worlds.toolscale.world import World
 
 MOST_CALLS = 12
-# How an argument of a wish is found: its value and the words for it. Others stand in the wish.
-FOUND: dict[str, Callable[[Act, Json], tuple[Any, str]]] = {
-    "me": lambda act, wish: (act.me, ""),
-    "item": lambda act, wish: act.item(wish["item"]),
-    "deal": lambda act, wish: act.deal(wish["deal"]),
-    "extra": lambda act, wish: act.extra(wish["extra"]),
-    "other": lambda act, wish: act.person(wish["other"]),
-    "place": lambda act, wish: act.place(wish["place"], wish["phrase"] % 3 > 0),
-    "quantity": lambda act, wish: (wish["quantity"], act.count(wish["quantity"])),
-    "amount": lambda act, wish: (float(wish["value"]), ""),
-}
 
 
 def act_out(world: World, words: Words, draft: Json) -> Act:
-    """Returns the act of a draft; it depends on nothing else. Raises UnfitError if it cannot be.
+    """Returns the act of a draft; it depends on nothing else.
 
+    Raises UnfitError or ToolError if it cannot be acted out, or is about the same deal twice.
     A draft is JSON: the `person` who calls, the `wishes`, the `level` and the `seed`.
     """
     act = Act(world, words, draft)
@@ -42,8 +31,8 @@ def act_out(world: World, words: Words, draft: Json) -> Act:
         act.unknown.append(f"your {words.person} number")
     for wish in draft["wishes"]:
         SPECIAL.get(wish["kind"], _wish)(act, wish)
-    if len(act.calls) > MOST_CALLS:
-        raise UnfitError("too many calls")
+    if len(act.calls) > MOST_CALLS or len(set(act.deals)) < len(act.deals):
+        raise UnfitError("too many calls, or the same deal twice")
     return act
 
 
@@ -52,9 +41,8 @@ def _wish(act: Act, wish: Json) -> None:
     words, values = vars(act.w) | wish, []
     words |= {name: text.format(**words) for name, text in kind.get("words", {}).items()}
     for name in kind["call"]:
-        if name in FOUND:
-            value, words[name] = FOUND[name](act, wish)
-        values.append(value if name in FOUND else wish[name])
+        value, words[name] = _argument(act, wish, name)
+        values.append(value)
     if "unless" in wish:
         after = _unless(act, wish["unless"], values, words)
     tool = kind.get("tool", wish["kind"])
@@ -73,6 +61,28 @@ def _wish(act: Act, wish: Json) -> None:
         act.say(_pattern(act, wish), after, **words)
     for field, patterns in kind.get("told", {}).items() if wish.get("told") else ():
         act.ask(_one_of(patterns, wish), result[field])
+
+
+def _argument(act: Act, wish: Json, name: str) -> tuple[Any, Any]:
+    """How an argument of a wish is found: its value and the words for it."""
+    match name:
+        case "me":
+            return act.me, ""
+        case "deal":
+            key, words = act.deal(wish["deal"])
+            act.deals.append(key)
+            return key, words
+        case "item" | "extra":
+            return getattr(act, name)(wish[name])
+        case "other":
+            return act.person(wish["other"])
+        case "place":
+            return act.place(wish["place"], wish["phrase"] % 3 > 0)
+        case "quantity":
+            return wish["quantity"], act.count(wish["quantity"])
+        case "amount":
+            return float(wish["value"]), ""
+    return wish[name], wish[name]
 
 
 def _one_of(patterns: list[str], wish: Json) -> str:
@@ -117,11 +127,9 @@ def _unless(act: Act, unless: Json, values: list[Any], words: Json) -> str:
 
 def _refused(act: Act, tool: str, values: list[Any]) -> None:
     """A call that a rule forbids; a person is to look at it."""
-    if tool not in act.w.tool:
-        raise UnfitError(f"no tool to {tool}")
     try:
         act.call(tool, *values)
-    except UnfitError:
+    except ToolError:
         act.call("handover", act.me, "exception")
     else:
         raise UnfitError("no rule forbids it")
