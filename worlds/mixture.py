@@ -145,7 +145,9 @@ class Worlds:
         for name, world in self.domains.items():
             yield from toolscale.texts(world, counts[name])
 
-    def group_rewards(self, task: Task, members: Sequence[Trajectory], bounds: str) -> list[float]:
+    def training_rewards(
+        self, task: Task, members: Sequence[Trajectory], bounds: str
+    ) -> list[float]:
         """Returns what the group's advantages are computed from.
 
         bounds "group": the paper's rewards, with extrema of the group. "task": the absolute ones.

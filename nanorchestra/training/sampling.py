@@ -90,7 +90,7 @@ class Sampler:
         batch.kept, reasons = [], Counter()
         for start in range(0, len(batch.tasks), grpo.group_size):
             task, members = batch.tasks[start], batch.trajectories[start : start + grpo.group_size]
-            rewards = self.worlds.group_rewards(task, members, grpo.bounds)
+            rewards = self.worlds.training_rewards(task, members, grpo.bounds)
             if objective.overlong_share:
                 pairs = zip(rewards, members, strict=True)
                 rewards = [reward + self._overlong(member) for reward, member in pairs]

@@ -103,5 +103,5 @@ def test_measures_leave_out_what_the_infrastructure_failed():
     assert row["reward"] == pytest.approx(fmean(t.reward for t in made if t is not made[2]))
     none = worlds.measure([task] * 3, attempts(failed, failed, failed), 3)
     assert none["accuracy"] == none["group_std"] == 0
-    assert worlds.group_rewards(task, made[:3], "task") == [t.reward for t in made[:3]]
-    assert worlds.group_rewards(task, made[:3], "group")[1:] == [0.0, 0.0]
+    assert worlds.training_rewards(task, made[:3], "task") == [t.reward for t in made[:3]]
+    assert worlds.training_rewards(task, made[:3], "group")[1:] == [0.0, 0.0]
