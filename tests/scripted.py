@@ -94,10 +94,10 @@ class EchoTool:
         return self.result or ToolResult(arguments["text"], 0.25, 2.0)
 
 
-def echoing(tool=None, system=None, number=0):
+def echoing(tool=None, number=0):
     """The environment of a question whose answer is 42."""
     task = Task(f"t{number}", "question?", Preference("be cheap"), {})
-    return ToolEnvironment(task, [tool or EchoTool()], lambda answer: float(answer == "42"), system)
+    return ToolEnvironment(task, [tool or EchoTool()], lambda answer: float(answer == "42"))
 
 
 def play(tokenizer, *scripts, envs=None, finish="stop", limits=LIMITS, on_event=None, **settings):

@@ -161,11 +161,9 @@ class Worlds:
         self, rollout: Rollout, tasks: Sequence[Task], seeds: Sequence[int]
     ) -> tuple[list[Trajectory], int]:
         """Returns one scored attempt at each training task, and how many were repeated."""
-
-        def make(i: int) -> Environment:
-            return self.environment(tasks[i], seeds[i])
-
-        return evaluation.attempt(rollout, tasks, seeds, make)
+        return evaluation.attempt(
+            rollout, tasks, seeds, lambda i: self.environment(tasks[i], seeds[i])
+        )
 
     def evaluate(
         self, rollout: Rollout, tasks: Sequence[Task], on_done: Callable[[Trajectory], Any]

@@ -59,20 +59,13 @@ class Environment(Protocol):
 class ToolEnvironment:
     """A question, the tools to answer it with, and `grade(answer) -> outcome in [0, 1]`."""
 
-    def __init__(
-        self,
-        task: Task,
-        tools: Sequence[Tool],
-        grade: Callable[[str], float],
-        system: str | None = None,
-    ):
+    def __init__(self, task: Task, tools: Sequence[Tool], grade: Callable[[str], float]):
         self.task, self._grade = task, grade
         self.by_name = {tool.name: tool for tool in tools}
         self.tools = [function_schema(tool) for tool in tools]
         self.kinds = {tool.name: tool.kind for tool in tools}
-        words = " ".join(part for part in (task.question, task.preference.text) if part)
-        self.messages = [{"role": "system", "content": system}] if system else []
-        self.messages.append({"role": "user", "content": words})
+        words = " ".join(filter(None, (task.question, task.preference.text)))
+        self.messages = [{"role": "user", "content": words}]
 
     async def execute(self, call: ToolCall) -> ToolResult:
         """Runs one call. A call that cannot be run returns the reason, and costs nothing."""

@@ -49,7 +49,7 @@ class Attempt:
         self.emit = on_event or (lambda kind, payload: None)
         self.on_token = (lambda token, _: on_event("token", token)) if on_event else None
         self.trajectory = Trajectory(env.task.id, seed, 0, [], [], [], [])
-        self.conversation: Conversation | None = None
+        self.conversation = None
         self.context = 0  # where in the trajectory the conversation begins
         room = self.limits.context_tokens - self.limits.turn_tokens
         self.notes = Notes(self.tokenizer, env, room) if rollout.rebuild else None
@@ -60,8 +60,7 @@ class Attempt:
         try:
             t.status = await self._play()
         finally:
-            if self.conversation is not None:
-                self.conversation.close()
+            self._close()
         sampled = sum(t.sampled)
         t.cost_usd += self.rollout.price.cost(len(t.ids) - sampled, sampled)
         t.well_formed &= t.status == "answered" and bool(t.answer)
@@ -101,16 +100,19 @@ class Attempt:
 
     def _open(self) -> None:
         """Begins the conversation; with rebuilt context, a new one for every turn."""
-        if self.conversation is not None:
-            if self.notes is None:
-                return
-            self.conversation.close()
+        if self.conversation and not self.notes:
+            return
+        self._close()
         t, start = self.trajectory, self.notes or self.env
         prompt = chat.encode(self.tokenizer, start.messages, start.tools)
         self.context = len(t.ids)
         t.prompt_length = t.prompt_length or len(prompt)
         self.conversation = self.rollout.open(self, start, prompt)
         self._extend(prompt)
+
+    def _close(self) -> None:
+        if self.conversation:
+            self.conversation.close()
 
     def _record(self, completion: Any) -> tuple[Turn, ParsedTurn]:
         """Adds a sampled turn to the trajectory; returns it with its parts."""

@@ -22,7 +22,8 @@ KINDS = {"find": "search", "run": "code", "orion": "expert", "rows": "records"}
 
 def notes_of(tokenizer, room=30_000):
     tools = [EchoTool(name, kind) for name, kind in KINDS.items()]
-    env = ToolEnvironment(Task("t", "Who?", Preference(), {}), tools, len, system="Use tools.")
+    env = ToolEnvironment(Task("t", "Who?", Preference(), {}), tools, len)
+    env.messages.insert(0, {"role": "system", "content": "Use tools."})
     return Notes(tokenizer, env, room)
 
 

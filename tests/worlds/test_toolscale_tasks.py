@@ -8,11 +8,11 @@ import random
 
 import pytest
 
-from worlds.toolscale import verify as proof
 from worlds.toolscale.act import UnfitError
 from worlds.toolscale.domains import build
 from worlds.toolscale.pipeline import make_batch
 from worlds.toolscale.plan import LEVELS, Planner
+from worlds.toolscale.program import ToolError
 from worlds.toolscale.score import Scorer, communicated
 from worlds.toolscale.tasks import to_task
 from worlds.toolscale.verify import altered, mentions, signature, task_text, verify
@@ -81,31 +81,31 @@ def test_the_level_is_a_dial():
 def test_each_reason_to_throw_a_task_away(batch):
     world, task = find(batch, lambda t: True)
     actions(task)[-1]["arguments"] |= {next(iter(actions(task)[-1]["arguments"])): "unknown"}
-    assert verify(world, task) == proof.ERRS
+    assert verify(world, task) == "a golden call errs"
 
     _, task = find(batch, lambda t: True)
     task["evaluation_criteria"] |= {"actions": [], "reward_basis": ["DB"]}
-    assert verify(world, task) == proof.NOTHING
+    assert verify(world, task) == "solved by doing nothing"
 
     _, task = find(batch, lambda t: " number is " in words(t)["known_info"])
     words(task)["known_info"] = "You are a customer."
-    assert verify(world, task) == proof.UNDETERMINED
+    assert verify(world, task) == "an argument is not determined by the text"
 
     people = next(iter(world.tables.values()))
     _, task = find(batch, lambda t: "first_name" in actions(t)[0]["arguments"] and actions(t)[1:])
     given = [value for action in actions(task)[1:] for value in action["arguments"].values()]
     person = next(value for value in given if isinstance(value, str) and value in people)
     words(task)["known_info"] += f" Your number is {person}."
-    assert verify(world, task) == proof.LEAK
+    assert verify(world, task) == "an identifier that a lookup reveals is in the text"
 
     _, task = find(batch, lambda t: t["evaluation_criteria"]["communicate_info"])
     told = task["evaluation_criteria"]["communicate_info"][0]
     words(task)["task_instructions"] += f" You think of {told}."
-    assert verify(world, task) == proof.TOLD
+    assert verify(world, task) == "the answer is in the text"
 
     _, task = find(batch, lambda t: t["evaluation_criteria"]["communicate_info"])
     task["evaluation_criteria"]["reward_basis"] = ["COMMUNICATE"]  # what is called does not matter
-    assert verify(world, task) == proof.ALTERED
+    assert verify(world, task) == "solved with an argument altered"
 
 
 def test_what_the_user_says_fits_one_record_alone():
@@ -122,7 +122,7 @@ def test_what_the_user_says_fits_one_record_alone():
             used = {wish[role]["by"] for wish in draft["wishes"] if role in wish} & ways
             met |= used
             if used:
-                with pytest.raises(UnfitError):
+                with pytest.raises((UnfitError, ToolError)):
                     act_out(double, w, draft)
         assert met == ways
 

@@ -116,8 +116,8 @@ def texts(world: ToolScaleWorld, count: int) -> Iterator[str]:
 
 def split(tasks: Sequence[Json]) -> dict[str, list[Json]]:
     """Returns {"train", "held_out"}: every fifth task of each domain is held out."""
-    splits: dict[str, list[Json]] = {"train": [], "held_out": []}
-    counts: Counter[str] = Counter()
+    splits = {"train": [], "held_out": []}
+    counts = Counter()
     for task in tasks:
         counts[task["domain"]] += 1
         splits["train" if counts[task["domain"]] % HELD_OUT else "held_out"].append(task)
@@ -141,7 +141,7 @@ def load_world(path: str | Path, seed: int = 0) -> ToolScaleWorld:
 
 def load_tasks(path: Path) -> list[Json]:
     """Returns the tasks of a file, one a line. Raises UserError that names the line and field."""
-    tasks: dict[str, Json] = {}
+    tasks = {}
     for number, task in read_json_lines(path):
         where = f"{path}, line {number}"
         check_shape("task", task, where)

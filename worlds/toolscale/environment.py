@@ -8,7 +8,7 @@ from typing import Any
 
 from nanorchestra.records import Price, Task, ToolCall, ToolResult
 from worlds.toolscale.program import Json, ToolError
-from worlds.toolscale.score import Call, Scorer
+from worlds.toolscale.score import Scorer
 from worlds.toolscale.user import ScriptedUser, ended
 from worlds.toolscale.verify import altered
 from worlds.toolscale.world import World
@@ -41,8 +41,8 @@ class DomainEnvironment:
         self.experts = {expert["alias"]: expert for expert in task.data["experts"]}
         self.user, self.scorer = ScriptedUser(tau2["user_scenario"]), Scorer(world, tau2)
         self.tables = dict(world.tables)
-        self.calls: list[Call] = []
-        self.said: list[str] = []
+        self.calls = []
+        self.said = []
         self.over = False
         self.tools = world.functions(tau2["tools"])
         self.offered = [tool["function"]["name"] for tool in self.tools]
@@ -53,7 +53,7 @@ class DomainEnvironment:
             system += HAND_OVER
         if task.preference.text:
             system += f"\n\nYour operator's wish: {task.preference.text}"
-        self.messages: list[Json] = [
+        self.messages = [
             {"role": "system", "content": system},
             {"role": "user", "content": task.question},
         ]

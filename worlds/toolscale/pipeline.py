@@ -38,8 +38,8 @@ def make_batch(seed: int, levels: Sequence[int], domain: str, number: int) -> Js
     were thrown away for each reason.
     """
     world, words = build(domain, seed)
-    tasks: dict[str, Json] = {}  # by signature
-    rejected: Counter[str] = Counter()
+    tasks = {}  # by signature
+    rejected = Counter()
     for attempt in range(40 * BATCH):
         place = number * BATCH + len(tasks)
         rng = random.Random(f"{seed}/{world.domain}/{number}/{attempt}")
@@ -82,7 +82,7 @@ def make_all(
     """
     if done := len(list((out / "parts").iterdir())):
         print(f"going on with {done} batches that were there", file=sys.stderr)
-    kept: dict[str, list[Json]] = {domain: [] for domain in wanted}
+    kept = {domain: [] for domain in wanted}
     lacking, first = dict(wanted), 0
     rejected, seen = Counter(), set()
     with tqdm(total=sum(wanted.values()), desc="tasks", unit="task", disable=None) as bar:

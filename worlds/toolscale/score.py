@@ -30,8 +30,8 @@ class Scorer:
     def __init__(self, world: World, task: Json):
         criteria = task["evaluation_criteria"]
         self.world, self.basis = world, criteria["reward_basis"]
-        self.golden: list[Call] = [(a["name"], a["arguments"]) for a in criteria["actions"]]
-        self.told: list[str] = criteria["communicate_info"]
+        self.golden = [(a["name"], a["arguments"]) for a in criteria["actions"]]
+        self.told = criteria["communicate_info"]
 
     @cached_property
     def gold(self) -> Tables:

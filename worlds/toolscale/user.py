@@ -55,7 +55,7 @@ class ScriptedUser:
 
     def __init__(self, scenario: Json):
         parts = scenario["instructions"]
-        self.wishes: list[str] = []
+        self.wishes = []
         wanted = first_person(parts["reason_for_call"])
         for sentence in re.split(r"(?<=[.!?]) +(?=[A-Z\"])", wanted):
             if self.wishes and re.match(r"(If|Should|Unless|Otherwise)\b", sentence):

@@ -18,12 +18,6 @@ from worlds.toolscale.program import Json, ToolError
 from worlds.toolscale.score import Call, Scorer, communicated
 from worlds.toolscale.world import World
 
-ERRS = "a golden call errs"
-NOTHING = "solved by doing nothing"
-ALTERED = "solved with an argument altered"
-UNDETERMINED = "an argument is not determined by the text"
-LEAK = "an identifier that a lookup reveals is in the text"
-TOLD = "the answer is in the text"
 DUPLICATE = "near duplicate"
 
 
@@ -40,19 +34,19 @@ def verify(world: World, task: Json) -> str | None:
     golden, told = scorer.golden, scorer.told
     try:
         if scorer.score([], []):
-            return NOTHING
+            return "solved by doing nothing"
     except ToolError:
-        return ERRS
+        return "a golden call errs"
     for value, known in _arguments(world, golden):
         stands = mentions(text, value)
         if stands and known and any(value in rows for rows in world.tables.values()):
-            return LEAK
+            return "an identifier that a lookup reveals is in the text"
         if not stands and not known:
-            return UNDETERMINED
+            return "an argument is not determined by the text"
     if any(communicated(info, [text]) for info in told):
-        return TOLD
+        return "the answer is in the text"
     wrong = altered(world, golden, random.Random(task["id"]))
-    return ALTERED if scorer.score(wrong, told) else None
+    return "solved with an argument altered" if scorer.score(wrong, told) else None
 
 
 def _arguments(world: World, calls: list[Call]) -> Iterator[tuple[Any, bool]]:
@@ -89,10 +83,9 @@ def altered(world: World, calls: list[Call], rng: random.Random) -> list[Call]:
     at, argument = rng.choice(places)
     name, arguments = calls[at]
     value = arguments[argument]
-    choices = world.by_name[name]["function"]["parameters"]["properties"][argument].get("enum")
-    if choices is None:
-        choices = next((list(rows) for rows in world.tables.values() if value in rows), None)
-    if choices is not None:
+    enum = world.by_name[name]["function"]["parameters"]["properties"][argument].get("enum")
+    choices = enum or next((rows for rows in world.tables.values() if value in rows), None)
+    if choices:
         other = rng.choice([choice for choice in choices if choice != value])
     else:
         other = f"{value}x" if isinstance(value, str) else value + 1

@@ -70,6 +70,8 @@ def draw_words(blueprint: Json, common: Json, template: Json, rng: random.Random
         for name, factor in blueprint["deal"]["option"][1]
     }
     w.option_names = list(w.options)
+    w.final_options = [None, *w.option_names[1:]]
+    w.reserved_options = [None, w.option_names[-1]]
     w.handover_reasons = list(w.handover)
     w.reasons = [*w.handover, "exception"]
     w.reasons_text = ", ".join(f"`{reason}`" for reason in w.handover)
@@ -91,18 +93,11 @@ def draw_words(blueprint: Json, common: Json, template: Json, rng: random.Random
 
 def _draw_rules(w: Words, rng: random.Random) -> Words:
     """The limits that the tools enforce, and the forms in which tools and policy name them."""
-    r, choices = Words(limit=rng.randint(*w.blueprint["deal"]["limit"])), w.common["rules"]
-
-    def draw(*names: str) -> list[Any]:
-        return [rng.choice(choices[name]) for name in names]
-
-    r.fee, *discounts = draw("fee", "silver discount", "gold discount")
-    r.discount = dict(zip(w.tiers, (0, *discounts), strict=True))
-    r.final = rng.choice([None, *w.option_names[1:]])
-    r.reserved = rng.choice([None, w.option_names[-1]])
-    r.most, r.top_up, r.least_points, r.rate = draw("most", "top_up", "least_points", "rate")
-    thresholds = draw("silver threshold", "gold threshold")
-    r.thresholds = dict(zip(w.tiers, (0, *thresholds), strict=True))
+    r = Words(limit=rng.randint(*w.blueprint["deal"]["limit"]))
+    for name, choices in expand(w.common["rules"], w).items():
+        setattr(r, name, rng.choice(choices))
+    r.discount = dict(zip(w.tiers, (0, r.silver_discount, r.gold_discount), strict=True))
+    r.thresholds = dict(zip(w.tiers, (0, r.silver_points, r.gold_points), strict=True))
     r.same_category, r.per_item = rng.random() < 0.5, rng.random() < 0.5
     r.final = None if r.final == r.reserved else r.final
     r.most_points = r.least_points + 400
