@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanorchestra.engine.attention import DecodeBatch, PagedAttention
+from nanorchestra.engine.attention import DecodeBatch
 from nanorchestra.engine.request import Request
 from nanorchestra.engine.sampler import Draw, Sampler
 from nanorchestra.engine.scheduler import Plan
@@ -45,13 +45,12 @@ class Runner:
         self.k_cache, self.v_cache = (
             self.model.embed_tokens.weight.new_zeros(self._shape) for _ in range(2)
         )
-        pages = self.k_cache, self.v_cache, self.model.config.num_attention_heads
-        self._batches = [DecodeBatch(*pages) for _ in range(BATCHES)]
-        self._extension = PagedAttention(*pages)
+        heads = self.model.config.num_attention_heads
+        self._batches = [DecodeBatch(self.k_cache, self.v_cache, heads) for _ in range(BATCHES)]
 
     def sleep(self) -> None:
         """Gives the memory of the pages back, and of everything kept from step to step."""
-        self.k_cache = self.v_cache = self._batches = self._extension = None
+        self.k_cache = self.v_cache = self._batches = None
 
     def launch(self, plan: Plan, after: Any = None) -> Any:
         """Starts a step; returns what `draws` needs: here logits [len(plan.sampling), vocab].
@@ -104,16 +103,15 @@ class Runner:
     def _hidden(self, plan: Plan) -> tuple[Tensor, dict[Request, int]]:
         """Computes hidden states [T, hidden]; returns them and the index of each request's last.
 
-        Decodes stand first, batch by batch, then chunks: those with a prefix, then the others.
+        Decodes stand first, batch by batch, then chunks.
         """
         batches = self._decode_batches(plan.decodes)
         decodes = [request for batch in batches for request in batch.rows]
-        prefills = sorted(plan.prefills, key=lambda chunk: not chunk[1])
-        chunks = [(request, len(request.ids) - 1, 1) for request in decodes] + prefills
+        chunks = [(request, len(request.ids) - 1, 1) for request in decodes] + plan.prefills
         tokens, positions, slots = self._inputs(chunks)
         ends = accumulate(count for _, _, count in chunks)
         place = {chunk[0]: end - 1 for chunk, end in zip(chunks, ends, strict=True)}
-        return self.model(tokens, positions, self._attend(batches, prefills, slots)), place
+        return self.model(tokens, positions, self._attend(batches, plan.prefills, slots)), place
 
     def _inputs(self, chunks: list[Chunk]) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, positions and slots (page * page_size + offset) of the chunks, int64 [T]."""
@@ -128,24 +126,36 @@ class Runner:
     def _attend(self, batches: list[DecodeBatch], chunks: list[Chunk], slots: Tensor) -> Attend:
         """Returns attend(layer, q, k, v) for the model: stores the KV, then each part attends."""
         rows = cache_rows(slots, self.kv_heads, self.page_size)
-        paged = [(r.table.pages, start, count) for r, start, count in chunks if start]
-        sizes = [len(batch.rows) for batch in batches]
-        if paged:
-            self._extension.plan(paged)
-            batches, sizes = [*batches, self._extension], [*sizes, sum(n for *_, n in paged)]
-        sizes += [count for _, start, count in chunks if not start]
+        sizes = [len(batch.rows) for batch in batches] + [count for *_, count in chunks]
+        histories = [self._history(*chunk) for chunk in chunks]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            store_kv(k, v, self.k_cache[layer], self.v_cache[layer], rows)
+            caches = self.k_cache[layer], self.v_cache[layer]
+            store_kv(k, v, *caches, rows)
             parts = list(zip(*(x.split(sizes) for x in (q, k, v)), strict=True))
             out = [b.attend(layer, *part) for b, part in zip(batches, parts, strict=False)]
-            for part in parts[len(batches) :]:
-                qkv = (x.transpose(0, 1)[None] for x in part)
-                attended = F.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
+            for part, history in zip(parts[len(batches) :], histories, strict=True):
+                query, *kv = (x.transpose(0, 1)[None] for x in part)
+                mask = None
+                if history is not None:
+                    seen, mask = history
+                    kv = (cache.view(-1, cache.shape[-1])[seen][None] for cache in caches)
+                attended = F.scaled_dot_product_attention(
+                    query, *kv, mask, is_causal=mask is None, enable_gqa=True
+                )
                 out.append(attended[0].transpose(0, 1))
             return out[0] if len(out) == 1 else torch.cat(out)
 
         return attend
+
+    def _history(self, request: Request, start: int, count: int) -> tuple[Tensor, Tensor] | None:
+        """Rows of the cache [Hkv, keys] that a chunk sees, and its mask; None at the beginning."""
+        if not start:
+            return None
+        end, size = start + count, self.page_size
+        slots = self._ints(request.table.pages)[:, None] * size + torch.arange(size)
+        rows = cache_rows(slots.view(-1)[:end], self.kv_heads, size)
+        return rows.T, torch.ones(count, end, dtype=torch.bool).tril(start)
 
     def _decode_batches(self, decodes: list[Request]) -> list[DecodeBatch]:
         """Returns the decode batches of this step, old ones that can go on and at most one new.
