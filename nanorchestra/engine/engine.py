@@ -237,7 +237,7 @@ class Engine:
 
         None says that the model has been changed already. The cache is emptied: requests in flight
         and sessions go on with the new weights, on KV computed anew. Each sampled token records
-        the version that drew it. Raises ValueError if the tensors are not the model's.
+        the version that drew it. Raises UserError if the tensors are not the model's.
         """
         try:
             if tensors is not None:
