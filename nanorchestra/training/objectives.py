@@ -33,6 +33,7 @@ from torch import Tensor
 from nanorchestra.config import GrpoSection
 from nanorchestra.training.packing import Group, Packed
 
+ADVANTAGE_CLIP = 3.0
 MAX_LOG_RATIO = 20.0  # keeps exp finite; the bounds of every surrogate lie far inside
 
 
@@ -47,9 +48,8 @@ class Objective:
     dual_clip: float = 0.0  # bounds the loss where the advantage is negative; 0: no bound
     importance_cap: float = 0.0  # of the weight between trainer and sampler; 0: no weight
     kl_coef: float = 0.0
-    kl: Literal["full", "k2", "k3"] = "full"  # exact over the vocabulary, or an estimate
+    kl: Literal["full", "k2"] = "full"  # exact over the vocabulary, or an estimate
     normalise_std: bool = True
-    advantage_clip: float = 3.0
     drop_invalid_format: bool = False  # leave attempts of bad format out of the loss
     resample: int = 0  # further rollouts per step while too few groups have an advantage
     overlong_share: float = 0.0  # of the context, within which the reward falls by up to 1
@@ -87,7 +87,7 @@ def group_advantages(
         A_i = (R_i - mean R) / (std R + 1e-6)     DeepSeekMath section 4.1.2; std over n - 1
         A_i = R_i - mean R                        without normalise_std: Dr. GRPO equation 3
 
-    cut to +- advantage_clip. A member that is left out has the advantage 0. The reason is None for
+    cut to +- ADVANTAGE_CLIP. A member that is left out has the advantage 0. The reason is None for
     a member that enters the loss, else
 
     "infrastructure"  valid[i] is False: a tool failed, not the policy. Not in mean and std.
@@ -113,8 +113,7 @@ def group_advantages(
         elif objective.drop_invalid_format and not formed:
             reason = "invalid_format"
         else:
-            bound = objective.advantage_clip
-            advantage = max(-bound, min(bound, (reward - mean) / scale))
+            advantage = max(-ADVANTAGE_CLIP, min(ADVANTAGE_CLIP, (reward - mean) / scale))
         advantages.append(advantage)
         reasons.append(reason)
     return advantages, reasons
@@ -196,14 +195,12 @@ def _log_ratio(logprobs: Tensor, others: Tensor) -> Tensor:
     return (logprobs - others).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
-    """Returns the estimate of KL(policy || reference) from each sampled id (Schulman 2020).
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Returns the estimate k2 of KL(policy || reference) from each sampled id (Schulman 2020).
 
-    With d = logprob - ref_logprob, "k2" is d^2 / 2, whose gradient on policy is that of the KL;
-    "k3" is exp(-d) - 1 + d, which is never negative and unbiased.
+    It is d^2 / 2 with d = logprob - ref_logprob. Its gradient on policy is that of the KL.
     """
-    difference = logprobs - ref_logprobs
-    return difference.square() / 2 if kind == "k2" else torch.expm1(-difference) + difference
+    return (logprobs - ref_logprobs).square() / 2
 
 
 def loss_normaliser(groups: Sequence[Group], aggregation: str, length: int) -> float:

@@ -9,7 +9,7 @@ the whole sequences. Nothing here computes with a model.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -59,15 +59,13 @@ class Group:
         samples = []
         for prompt, sample in parts:
             rest = prompt[common:]
-            samples.append(
-                Sample(
-                    rest + sample.ids,
-                    [False] * len(rest) + sample.sampled,
-                    sample.logprobs and [0.0] * len(rest) + sample.logprobs,
-                    sample.advantage,
-                    sample.trajectory_ids,
-                )
+            given = replace(
+                sample,
+                ids=rest + sample.ids,
+                sampled=[False] * len(rest) + sample.sampled,
+                logprobs=sample.logprobs and [0.0] * len(rest) + sample.logprobs,
             )
+            samples.append(given)
         return cls(parts[0][0][:common], samples)
 
     @property
@@ -223,21 +221,18 @@ def divide(
     """
     fair = sum(map(cost, groups)) / ranks
     pieces = [piece for group in groups for piece in _halves(group, token_budget, fair, cost)]
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0.0] * ranks
+    owners, loads = [0] * len(pieces), [0.0] * ranks
     for i in sorted(range(len(pieces)), key=lambda i: -cost(pieces[i])):
-        rank = loads.index(min(loads))
-        shares[rank].append(i)
-        loads[rank] += cost(pieces[i])
+        owners[i] = loads.index(min(loads))
+        loads[owners[i]] += cost(pieces[i])
     batches: list[list[list[Group]]] = [[] for _ in range(ranks)]
-    for share, own in zip(shares, batches, strict=True):
-        room = 0
-        for piece in (pieces[i] for i in sorted(share)):
-            if piece.tokens > room:
-                own.append([])
-                room = token_budget
-            own[-1].append(piece)
-            room -= piece.tokens
+    rooms = [0] * ranks  # in the last micro-batch of each rank
+    for piece, rank in zip(pieces, owners, strict=True):
+        if piece.tokens > rooms[rank]:
+            batches[rank].append([])
+            rooms[rank] = token_budget
+        batches[rank][-1].append(piece)
+        rooms[rank] -= piece.tokens
     most = max(map(len, batches))
     return [own + [[]] * (most - len(own)) for own in batches]
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nanorchestra.model.lora import merge, save_adapter
+from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.report.page import write_report
 from nanorchestra.report.run import table
 from nanorchestra.report.watch import peak_memory_mb
@@ -67,7 +68,9 @@ def _finish(run: TrainingRun) -> dict[str, Any]:
     """Evaluates and writes the model; returns the results, which rank 0 prints."""
     path, trainer, worlds = run.folder.path, run.trainer, run.worlds
     after = evaluate(run, "after")
-    run.export(path / "model")
+    # The other ranks send their shards to rank 0.
+    first, dtype = run.ranks.first, run.dtype
+    save_checkpoint(trainer.model, run.tokenizer, path / "model", dtype=dtype, write=first)
     if run.config.lora.rank:  # the sum of both phases, for the model that the run began with
         _save_adapter(run, "adapter", path / "adapter" / "warm_start")
     if not run.ranks.first:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -16,7 +15,6 @@ from nanorchestra.config import Config
 from nanorchestra.engine.request import SamplingParams
 from nanorchestra.errors import require
 from nanorchestra.files import write_whole
-from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.model.weights import named_hf_tensors
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.report.run import Run
@@ -120,11 +118,6 @@ class TrainingRun:
         hidden = None if self.ranks.first else True
         return tqdm(total=total, initial=done, desc=what, unit=unit, disable=hidden)
 
-    def record(self, row: dict[str, Any]) -> None:
-        """Appends a row to metrics.jsonl."""
-        if self.ranks.first:
-            self.folder.append("metrics", row)
-
     def record_update(
         self, row: dict[str, Any], metrics: dict[str, float], times: dict[str, float]
     ) -> None:
@@ -137,18 +130,18 @@ class TrainingRun:
         known = flops and self.peak_flops
         mfu = flops / times["train"] / self.peak_flops / self.ranks.world if known else None
         shown = {name: value for name, value in metrics.items() if name not in ("flops", "tokens")}
-        self.record(
-            {
-                "phase": progress.phase,
-                "step": progress.step,
-                "seconds": sum(times.values()),
-                **row,
-                **shown,
-                "phase_seconds": times,
-                "mfu": mfu,
-                "memory_mb": peak_memory_mb(self.on_gpu),
-            }
-        )
+        whole = {
+            "phase": progress.phase,
+            "step": progress.step,
+            "seconds": sum(times.values()),
+            **row,
+            **shown,
+            "phase_seconds": times,
+            "mfu": mfu,
+            "memory_mb": peak_memory_mb(self.on_gpu),
+        }
+        if self.ranks.first:
+            self.folder.append("metrics", whole)
         progress.skipped = progress.skipped + 1 if "skipped" in metrics else 0
         require(
             progress.skipped < SKIP_LIMIT,
@@ -225,8 +218,3 @@ class TrainingRun:
             write_whole(self.folder.path / "config.toml", to_toml(self.config))
             (self.folder.path / "summary.json").unlink(missing_ok=True)  # the run is extended
         self.say(f"resuming {self.folder.path} at {self.progress.phase} step {self.progress.step}")
-
-    def export(self, path: Path) -> None:
-        """Writes the model in Hugging Face layout; the other ranks send their shards to rank 0."""
-        model, first = self.trainer.model, self.ranks.first
-        save_checkpoint(model, self.tokenizer, path, dtype=self.dtype, write=first)

@@ -185,7 +185,7 @@ class Trainer:
             options = {"temperature": temperature, "vocab_limit": self.vocab_limit}
             return full_kl(hidden, ref_hidden, weight, ref_weight, **options)
         ref_logprobs, _ = self._logprobs(ref_hidden, packed, temperature, ref_weight)
-        return kl_estimate(logprobs, ref_logprobs, objective.kl)
+        return kl_estimate(logprobs, ref_logprobs)
 
     def _backward(self, loss: Tensor, last: bool) -> None:
         """Adds to the gradients. Replicas (HSDP) all-reduce once, after the last micro-batch."""

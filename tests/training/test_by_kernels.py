@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 
 import pytest
 import torch
 from kernel_check import DEVICE
 
 from nanorchestra.model import ops, packed_attention
-from nanorchestra.model.qwen3 import PRESETS, Qwen3
 from nanorchestra.training import logprobs as head
 from nanorchestra.training.packing import Group, Sample, pack
 
@@ -19,16 +18,7 @@ def ids(count: int, start: int = 5) -> list[int]:
 
 
 @pytest.mark.slow
-def test_gradients_by_kernels_are_those_of_plain_pytorch(monkeypatch):
-    shape = dataclasses.replace(
-        PRESETS["nano"],
-        vocab_size=320,
-        hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-    )
+def test_gradients_by_kernels_are_those_of_plain_pytorch(monkeypatch, nano_model):
     twins = [
         Sample(ids(20, 3), [True] * 20),
         Sample(ids(20, 3)[:17] + [1, 2], [False] * 4 + [True] * 15),
@@ -38,13 +28,11 @@ def test_gradients_by_kernels_are_those_of_plain_pytorch(monkeypatch):
     for by_kernel in (False, True):
         for module in (ops, packed_attention, head):
             monkeypatch.setattr(module, "by_kernel", lambda x, answer=by_kernel: answer)
-        model = Qwen3(shape)
-        model.init_weights(0)
-        model.to(DEVICE)
+        model = copy.deepcopy(nano_model).to(DEVICE)
         packed = pack(groups, DEVICE)
         hidden = model(packed.tokens, packed.positions, packed.attend)[packed.source]
         logprobs, entropy = head.token_logprobs(
-            hidden, model.output_weight, packed.targets, vocab_limit=300
+            hidden, model.output_weight, packed.targets, vocab_limit=690
         )
         (-logprobs.mean()).backward()
         gradients.append([logprobs.detach(), entropy, *(p.grad for p in model.parameters())])

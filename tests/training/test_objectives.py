@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import random
@@ -12,14 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanorchestra.settings import load_config
 from nanorchestra.training.objectives import (
     OBJECTIVES,
     Objective,
     group_advantages,
     kl_estimate,
     loss_normaliser,
-    objective_of,
     overlong_punishment,
     policy_loss,
 )
@@ -63,7 +60,8 @@ def run_case(case):
         importance_cap=case.get("importance_cap") or 0.0,
         kl_coef=case["beta"],
     )
-    kl = kl_estimate(logprobs, doubles(case["ref_logprobs"]), "k3")
+    difference = logprobs - doubles(case["ref_logprobs"])
+    kl = torch.expm1(-difference) + difference  # k3, TRL's only estimate
     loss, _ = policy_loss(logprobs, old, batch, objective, normaliser=case["normaliser"], kl=kl)
     return loss.item(), torch.autograd.grad(loss, logprobs)[0]
 
@@ -188,26 +186,6 @@ def test_an_objective_and_its_gradient_are_those_of_the_paper(name, seed):
     assert gradient.tolist() == pytest.approx(differences, abs=1e-7)
 
 
-@pytest.mark.parametrize("dual_clip", [0.0, 3.0])
-@pytest.mark.parametrize("kind", ["k2", "k3"])
-def test_gradients_equal_finite_differences_around_and_outside_the_clip(dual_clip, kind):
-    """With advantages of both signs, and a KL term."""
-    ratios = [0.1, 0.7, 0.79, 0.81, 1.0, 1.27, 1.29, 1.4, 2.9, 3.1, 20.0]
-    new = doubles([math.log(r) - 4 for r in ratios] * 2, grad=True)
-    batch = batch_of([len(ratios)] * 2, [1.5, -0.7], [-4.0] * len(new))
-    ref = torch.linspace(-5, -3, len(new), dtype=torch.float64)
-
-    for surrogate in ("clip", "gspo"):
-        objective = Objective(surrogate, "sequence", dual_clip=dual_clip, kl_coef=0.3)
-
-        def loss(x, objective=objective):
-            kl = kl_estimate(x, ref, kind)
-            old = batch.sampler_logprobs
-            return policy_loss(x, old, batch, objective, normaliser=7, kl=kl)[0]
-
-        assert torch.autograd.gradcheck(loss, (new,))
-
-
 @pytest.mark.parametrize("surrogate", ["clip", "gspo", "cispo"])
 @pytest.mark.parametrize("cap", [0.9, 2.0])
 def test_an_importance_cap_weighs_the_surrogate_but_not_the_kl(surrogate, cap):
@@ -215,10 +193,8 @@ def test_an_importance_cap_weighs_the_surrogate_but_not_the_kl(surrogate, cap):
     new, old = doubles(flat(groups, 1)), doubles(flat(groups, 2))
     lengths = [len(attempt[1]) for group in groups for attempt in group]
     batch = batch_of(lengths, [0.3 * i - 2 for i in range(len(lengths))], (old - 0.2).tolist())
-    objective, kl = (
-        Objective(surrogate, importance_cap=cap, kl_coef=0.3),
-        kl_estimate(new, old, "k2"),
-    )
+    objective = Objective(surrogate, importance_cap=cap, kl_coef=0.3)
+    kl = kl_estimate(new, old)
     plain, _ = policy_loss(new, old, batch, Objective(surrogate), normaliser=1)
     loss, sums = policy_loss(new, old, batch, objective, normaliser=1, kl=kl)
     weight = min(math.exp(0.2), cap)
@@ -269,12 +245,11 @@ def test_advantages_are_z_scores_with_the_sample_deviation():
     assert reasons == [None] * 4
     centred, _ = advantages_of([1.0, 0.0, 0.0, 1.0], normalise_std=False)
     assert centred == [sign * 0.5 for sign in signs]
-    one = [1.0] + [0.0] * 15
-    raw, _ = advantages_of(one, advantage_clip=9.0)
-    assert raw[0] > 3.7 and advantages_of(one)[0] == [3.0, *raw[1:]]
+    assert advantages_of([1.0] + [0.0] * 15)[0][0] == 3.0
 
 
-def test_a_group_that_teaches_nothing_is_left_out():
+def test_a_member_is_left_out_for_one_reason():
+    """A tool's failure is outside the baseline, bad format inside."""
     for rewards, min_std, expected in (
         ([0.7] * 4, 0.0, "homogeneous"),
         ([1.0, 0.9], 0.1, "homogeneous"),  # sample std 0.0707
@@ -283,17 +258,13 @@ def test_a_group_that_teaches_nothing_is_left_out():
         assert advantages_of(rewards, min_std=min_std)[1] == [expected] * len(rewards)
     alone = advantages_of([1.0, 0.0], valid=[True, False])
     assert alone == ([0.0, 0.0], ["homogeneous", "infrastructure"])
-
-
-def test_what_the_infrastructure_failed_is_outside_the_baseline_and_bad_format_inside():
-    rewards, valid = [1.0, float("nan"), 0.0, 0.5], [True, False, True, True]
-    found, reasons = advantages_of(rewards, valid)
+    found, reasons = advantages_of([1.0, float("nan"), 0.0, 0.5], [True, False, True, True])
     alone, _ = advantages_of([1.0, 0.0, 0.5])
     assert found == [alone[0], 0.0, *alone[1:]]
     assert reasons == [None, "infrastructure", None, None]
-    rewards, formed = [1.0, 0.0, 0.5], [True, False, True]
-    dropped, reasons = advantages_of(rewards, formed=formed, drop_invalid_format=True)
-    kept, none = advantages_of(rewards, formed=formed)
+    bad_format = {"rewards": [1.0, 0.0, 0.5], "formed": [True, False, True]}
+    dropped, reasons = advantages_of(**bad_format, drop_invalid_format=True)
+    kept, none = advantages_of(**bad_format)
     assert reasons == [None, "invalid_format", None] and none == [None] * 3
     assert dropped == [kept[0], 0.0, kept[2]] and kept[1] < 0
 
@@ -301,8 +272,3 @@ def test_what_the_infrastructure_failed_is_outside_the_baseline_and_bad_format_i
 def test_overlong_punishment_falls_from_zero_to_minus_one():
     values = {50: 0.0, 80: 0.0, 85: -0.25, 90: -0.5, 100: -1.0, 130: -1.0}
     assert {n: overlong_punishment(n, 100, 20) for n in values} == pytest.approx(values)
-
-
-def test_a_config_names_an_objective_and_sets_its_kl_coef_and_importance_cap():
-    grpo = load_config(None, {"grpo.objective": "gspo", "grpo.kl_coef": 0.5}).grpo
-    assert objective_of(grpo) == dataclasses.replace(OBJECTIVES["gspo"], kl_coef=0.5)

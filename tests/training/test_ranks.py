@@ -300,7 +300,7 @@ VARIANTS = {
     "one_group": {"count": 1},
     "offload": OFFLOAD,
     "full_kl": {"kl": "full", "tied": False},
-    "k3": {"kl": "k3"},
+    "k2": {"kl": "k2"},
     "lora": {"lora": 3},
     "lora_kl": {"lora": 5, "kl": "full", "tied": False, "budget": 40, **OFFLOAD},
 }

@@ -178,7 +178,7 @@ def test_a_loss_or_gradient_that_is_not_finite_changes_nothing(nano_model):
     assert all(torch.equal(a, b) for a, b in zip(before, nano_model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("kl", ["full", "k2", "k3"])
+@pytest.mark.parametrize("kl", ["full", "k2"])
 def test_the_kl_to_the_reference_is_zero_at_the_reference_and_pulls_back(nano_model, kl):
     groups = make_groups(6)
     for group in groups:
