@@ -16,7 +16,7 @@ from nanorchestra.errors import UserError
 from nanorchestra.records import ToolCall
 from worlds.toolscale import preferences, user
 from worlds.toolscale.dataset import load_tasks, load_world
-from worlds.toolscale.user import STOP, TRANSFER, ScriptedUser, ended, first_person
+from worlds.toolscale.user import STOP, TRANSFER, ScriptedUser, ended
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +68,8 @@ def test_tasks_are_functions_of_split_index_and_seed_and_splits_share_none(world
 def test_an_error_changes_nothing_and_unknown_or_unoffered_tools_are_refused(world):
     env = next(e for e in environments(world, 32) if len(e.offered) < len(e.world.tools))
     hidden = next(name for name in env.world.by_name if name not in env.offered)
-    for bad in (
-        ToolCall("nothing", {}),
-        ToolCall(hidden, {}),
-        ToolCall("calculate", {"expression": "x"}),
-        ToolCall("calculate", {}),
-        ToolCall("calculate", {}, error="not JSON"),
-    ):
+    wrong = (("nothing", {}), (hidden, {}), ("calculate", {}), ("calculate", {"expression": "x"}))
+    for bad in [ToolCall(*pair) for pair in wrong] + [ToolCall("calculate", {}, error="not JSON")]:
         result = run(env.execute(bad))
         assert result.error and result.content.startswith("Error: ")
     assert env.tables == env.world.tables
@@ -96,10 +91,6 @@ def test_experts_of_full_skill_solve_and_of_none_do_not(world):
             for result in done:
                 assert result.alias == "expert-1" and not result.error
                 assert result.cost_usd > 0 and result.latency_s > 0 and result.output_tokens >= 80
-            if skill:
-                name, arguments = env.scorer.golden[0]
-                assert done[0].content.startswith(f"expert-1 called {name}(")
-                assert "expert-1 wrote to the user: This is done." in done[-1].content
             assert call(env, "call_expert", expert="expert-9").error
             assert call(env, "call_expert", expert=[]).error
 
@@ -107,9 +98,7 @@ def test_experts_of_full_skill_solve_and_of_none_do_not(world):
 def test_the_agent_loop_plays_a_world_with_a_user(world, nano_tokenizer):
     env = next(env for env in environments(world, 32) if not env.scorer.told)
     thought, end = "<think>\nt\n</think>\n\n", "<|im_end|>"
-    calls = [
-        json.dumps({"name": name, "arguments": arguments}) for name, arguments in env.scorer.golden
-    ]
+    calls = [json.dumps({"name": name, "arguments": given}) for name, given in env.scorer.golden]
     script = [f"{thought}<tool_call>\n{text}\n</tool_call>{end}" for text in calls]
     script += [f"{thought}That is done.{end}"] * len(env.user.wishes)
     engine, limits = ScriptedEngine(nano_tokenizer, [script]), Limits(40, context_tokens=10**6)
@@ -153,17 +142,6 @@ def test_the_scripted_user_tells_what_it_knows_when_asked_confirms_and_ends():
     assert patience.index(True) == user.PATIENCE
 
 
-def test_the_scripted_user_says_only_what_is_in_the_scenario(world):
-    lines = ["What is your name?", "Please confirm.", "Done.", "Anything else?", "Why?", ""]
-    for task in world.splits["train"][:20]:
-        scenario = task["user_scenario"]
-        facts = first_person(" ".join(map(str, scenario["instructions"].values())))
-        allowed = f"{facts} Yes, please. No, thank you. Thank you, that is all. {STOP}"
-        talk = ScriptedUser(scenario)
-        said = " ".join([talk.opening, *map(talk.reply, lines * 2)])
-        assert all(word in allowed for word in said.split())
-
-
 # --- preferences and catalogues
 
 
@@ -202,10 +180,8 @@ def test_a_damaged_task_file_is_refused_and_the_line_named(made, tmp_path):
     for content, says in (
         (text[:-30], "line 40: not JSON"),
         (first + "\n" + first, "line 2: id 'railway-5-0' stands twice"),
-        ("[]\n", "line 1: "),
         ("", "at least 5 tasks"),
         (first.replace('"name"', '"title"'), r"line 1: .*actions\[0\]: 'name' is a required"),
-        (json.dumps(task | {"initial_state": {}}), "line 1: initial_state"),
         (json.dumps(task | {"evaluation_criteria": judged}), "'NL_ASSERTION' is not one of"),
     ):
         (tmp_path / "tasks.jsonl").write_text(content)

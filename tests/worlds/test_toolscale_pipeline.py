@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -13,7 +12,6 @@ import pytest
 from openai_server import openai_server, said
 
 from data_gen import main
-from nanorchestra.tools import experts
 from worlds.toolscale.dataset import load_tasks
 from worlds.toolscale.domains import HOME
 from worlds.toolscale.score import Scorer
@@ -48,11 +46,7 @@ def test_every_task_is_solved_in_the_saved_world(made):
 def test_the_bytes_do_not_depend_on_the_workers_and_figures_are_printed(made, tmp_path, capsys):
     assert run(tmp_path, "--workers", "3") == 0
     printed = capsys.readouterr().out
-    for figure in (
-        "60 tasks in ",
-        "thrown away: ",
-        "tasks by their golden calls: 1:",
-    ):
+    for figure in ("60 tasks in ", "thrown away: ", "tasks by their golden calls: 1:"):
         assert figure in printed
     for path in made.rglob("*.*"):
         assert path.read_bytes() == (tmp_path / path.relative_to(made)).read_bytes()
@@ -83,17 +77,6 @@ def test_the_tasks_of_another_run_are_never_replaced(made, tmp_path, capsys):
     assert run(tmp_path) == 2 and "settings.json: cannot be read" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_ctrl_c_is_one_line(tmp_path):
-    for wait in (0.8, 2.0):  # seconds: while it imports, and while it makes tasks
-        command = [sys.executable, "data_gen.py", "--tasks", "5000", "--out", str(tmp_path)]
-        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-        time.sleep(wait)
-        process.send_signal(signal.SIGINT)
-        error = process.communicate(timeout=20)[1]
-        assert process.returncode in (130, -signal.SIGINT) and "Traceback" not in error
-
-
 def test_show_prints_tasks_to_read_and_writes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["--show", "2", "--domains", "finance,sport"]) == 0
@@ -107,16 +90,12 @@ def test_a_bad_option_gets_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for options, says in (
         ("--tasks 0 --out x", "--tasks is 0; it must be at least 1"),
-        ("--tasks ten", "--tasks"),
         ("", "--out is missing"),
         ("--domains ferry --out x", "domain 'ferry'"),
         ("--difficulty 6 --out x", "--difficulty is '6'"),
-        ("--difficulty 4-2 --out x", "a range such as 2-4"),
-        ("--difficulty - --out x", "--difficulty is '-'"),
         ("--author llm --out x", "needs --endpoint"),
         ("--domains sport,sport --out x", "none twice"),
         (f"--out {__file__}", "is a file"),
-        ("--what", "unrecognized"),
     ):
         assert main(options.split()) == 2
         error = capsys.readouterr().err
@@ -126,35 +105,23 @@ def test_a_bad_option_gets_one_line(tmp_path, monkeypatch, capsys):
 # --- the language model author
 
 
-def blueprint(name):
-    return json.loads((HOME / "travel.json").read_text()) | {"domain": name}
-
-
-def author(url, out, *more):
-    options = ["--author", "llm", "--endpoint", url, "--tasks", "20", "--workers", "1"]
-    return main([*options, "--out", str(out), *more])
-
-
 def test_the_author_is_asked_again_with_what_was_wrong(tmp_path, capsys):
-    bad = blueprint("car_repair")
-    del bad["ask"]["gift"]
+    good = json.loads((HOME / "travel.json").read_text()) | {"domain": "car_repair"}
+    bad = good | {"ask": {name: says for name, says in good["ask"].items() if name != "gift"}}
+    options = ["--author", "llm", "--tasks", "20", "--workers", "1", "--domains", "Car repair"]
     with openai_server() as server:
-        answers = iter(["Sorry.", json.dumps(bad), f"Here: {json.dumps(blueprint('car_repair'))}"])
+        options += ["--endpoint", server.url, "--out"]
+        answers = iter(["Sorry.", json.dumps(bad), f"Here: {json.dumps(good)}"])
         server.answer = lambda body: said(next(answers))
-        assert author(server.url, tmp_path, "--domains", "Car repair") == 0
-        assert author(server.url, tmp_path, "--domains", "Car repair") == 0  # nothing is asked
+        for _ in range(2):  # the second time nothing is asked
+            assert main([*options, str(tmp_path)]) == 0
+        server.answer = lambda body: said("no")
+        assert main([*options, str(tmp_path / "more")]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("data_gen.py: domain 'Car repair': 'gpt-5' at http://")
     questions = [body["messages"][-1]["content"] for body in server.bodies]
     assert 'the domain "Car repair"' in questions[0] and "'gift'" in questions[2]
-    assert len(questions) == 3
+    assert len(questions) == 6
     tasks = load_tasks(tmp_path / "tasks.jsonl")
     assert len(tasks) == 20 and {task["domain"] for task in tasks} == {"car_repair"}
     World.load(tmp_path / "worlds" / "car_repair")
-
-
-def test_a_domain_that_cannot_be_written_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(experts.time, "sleep", lambda seconds: None)
-    with openai_server() as server:
-        server.answer = lambda body: said("no")
-        assert author(server.url, tmp_path, "--domains", "a") == 2
-    error = capsys.readouterr().err
-    assert "domain 'a': 'gpt-5' at http://" in error and error.count("\n") == 1

@@ -52,10 +52,6 @@ def test_every_task_is_solved_by_its_golden_calls_and_not_without_them(batch):
             assert scorer.score(calls[:skipped] + calls[skipped + 1 :], said) == 0
         if said:
             assert scorer.score(calls, []) == 0
-
-
-def test_the_text_has_no_gaps(batch):
-    for task in batch[1]["tasks"]:
         text = task_text(task)
         assert not any(mark in text for mark in ("{", "}", "<", "None", "  ", "..", " .", "_"))
         assert words(task)["reason_for_call"].startswith(("You ", "Today "))
@@ -142,19 +138,10 @@ def test_near_duplicates_share_a_signature_and_others_do_not(batch):
 # --- scoring
 
 
-@pytest.fixture
-def attempt(batch):
-    def fits(task):
-        return len(actions(task)) > 3 and task["evaluation_criteria"]["communicate_info"]
-
-    world, task = find(batch, fits)
+def test_extra_reads_and_failed_calls_do_no_harm_and_an_extra_write_does(batch):
+    world, task = find(batch, lambda t: t["evaluation_criteria"]["communicate_info"])
     scorer = Scorer(world, task)
-    told = task["evaluation_criteria"]["communicate_info"]
-    return world, task, scorer, scorer.golden, told
-
-
-def test_extra_reads_and_failed_calls_do_no_harm_and_an_extra_write_does(attempt):
-    world, _, scorer, calls, said = attempt
+    calls, said = scorer.golden, scorer.told
     harmless = [("calculate", {"expression": "1 + 1"}), ("nothing", {}), (calls[-1][0], {})]
     assert scorer.score([*harmless, *calls, *harmless], ["hello", *said]) == 1
     email = next(name for name in world.by_name if "email" in name)
@@ -163,19 +150,6 @@ def test_extra_reads_and_failed_calls_do_no_harm_and_an_extra_write_does(attempt
     extra = (email, {person: active[0][person], "email": "x@y.example"})
     parts = scorer.parts([*calls, extra], said)
     assert not parts["DB"] and parts["ACTION"] and parts["COMMUNICATE"]
-
-
-def test_an_action_with_a_missing_argument_is_noticed(attempt):
-    _, task, scorer, calls, said = attempt
-    position = next(i for i, (_, arguments) in enumerate(calls) if len(arguments) > 1)
-    name, arguments = calls[position]
-
-    def passes(given):
-        others = [*calls[:position], (name, given), *calls[position + 1 :]]
-        return scorer.parts(others, said)["ACTION"]
-
-    short = dict(list(arguments.items())[:-1])
-    assert passes(arguments) and not passes(short) and not passes(arguments | {"more": 1})
 
 
 def test_numbers_and_calculations_count_by_their_value(batch):
