@@ -89,8 +89,6 @@ def test_the_prompt_holds_what_is_known(nano_tokenizer):
     notes.observe("Which one?", [], [ToolResult("The first.")])
     said = "Problem: Who?\n\nYou: Which one?\n\nUser: The first.\n\nDocuments:\n\nDoc 1: "
     assert notes.messages[-1]["content"].startswith(said)
-    see(notes, *(("find", {"query": "q"}, "a" * length) for length in (5000, 6000)))
-    assert notes.documents[4:] == [("Doc 5: ", "a" * 4000)]
 
 
 def test_the_oldest_evidence_goes_first_and_heads_stay(nano_tokenizer):
@@ -148,15 +146,11 @@ def test_budgets_are_kept_in_ids_whatever_the_text(nano_tokenizer):
 
 
 def test_every_turn_has_its_own_prompt_and_the_trajectory_holds_them_all(nano_tokenizer):
-    script = [call("hi"), call("ho"), ANSWER]
-    ((t,), engine) = play(
-        nano_tokenizer, script, envs=[echoing(EchoTool(kind="expert"))], rebuild=True
-    )
+    script, envs = [call("hi"), call("ho"), ANSWER], [echoing(EchoTool(kind="expert"))]
+    ((t,), engine) = play(nano_tokenizer, script, envs=envs, rebuild=True)
     assert (t.status, t.outcome, len(t.turns), len(engine.sessions)) == ("answered", 1.0, 3, 3)
     prompts = [session.prompt for session in engine.sessions]
     assert [t.ids[turn.context : turn.start] for turn in t.turns] == prompts
-    pairs = zip(prompts, t.turns, strict=True)
-    assert t.ids == [i for prompt, turn in pairs for i in prompt + t.ids[turn.start : turn.end]]
     assert t.prompt_length == len(prompts[0])
     last = nano_tokenizer.decode(prompts[2])
     assert "Attempt1 answer by echo: hi\n\nAttempt2 answer by echo: ho\n\n" in last
