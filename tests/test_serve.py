@@ -9,7 +9,6 @@ import io
 import itertools
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -20,7 +19,6 @@ from scripted import EchoTool, ScriptedEngine
 import serve
 from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.errors import UserError
-from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.records import ToolResult
 from worlds.miniature.ask import EXAMPLES, LINE_UP
 
@@ -36,11 +34,11 @@ def think(thought, name=None, content=""):
 def talk(nano_tokenizer, sandbox, monkeypatch):
     """talk(*lines of the script) -> (Session, what it has written)."""
 
-    def start(*lines, out=None, tools=None, turns=50, context=2048, finish="stop"):
+    def start(*lines, out=None, tools=None, turns=50):
         out = out or io.StringIO()
         monkeypatch.setattr(sys, "stdout", out)
-        engine = ScriptedEngine(nano_tokenizer, itertools.repeat(iter(lines)), finish)
-        limits = Limits(turns, context, context)
+        engine = ScriptedEngine(nano_tokenizer, itertools.repeat(iter(lines)))
+        limits = Limits(turns, 2048, 2048)
         rollout = Rollout(engine, nano_tokenizer, lambda *_: None, limits)
         return serve.Session(rollout, sandbox, tools, 0), out.getvalue
 
@@ -107,22 +105,17 @@ def test_colours_are_for_terminals_and_texts_cannot_drive_one(talk, monkeypatch)
     assert not set(out()) & set("\033\r\x9b\007") and "a[2Jbcd" in out()
 
 
-@pytest.mark.parametrize(
-    "script, settings, says",
-    [
+def test_broken_calls_and_missing_answers_are_told(talk):
+    for script, settings, says in (
         (["<tool_call>\n{oops}\n</tool_call><|im_end|>", think("t")], {}, "call   {oops}"),
         ([think("t", "nothing"), think("t")], {}, "no tool named 'nothing'"),
         ([think("t")], {}, "answer none (answered)"),
         ([think("t", "orion")], {"turns": 1}, "answer none (turn_limit)"),
-        (["<think>\nendless"], {"finish": "length"}, "answer none (token_limit)"),
-        ([], {"context": 20}, "answer none (token_limit)"),
         ([think("t", content="less than 5 <tool")], {}, "less than 5 <tool"),
-    ],
-)
-def test_broken_calls_and_missing_answers_are_told(talk, script, settings, says):
-    session, out = talk(*script, **settings)
-    session.handle(LAW)
-    assert says in out()
+    ):
+        session, out = talk(*script, **settings)
+        session.handle(LAW)
+        assert says in out()
 
 
 def test_commands(talk, nano_tokenizer):
@@ -203,28 +196,13 @@ def test_a_pipe_asks_a_question_a_line_and_goes_on_after_a_refusal(command_line)
     assert outside.startswith("serve.py: outside") and nonsense.startswith("serve.py: /nonsense")
 
 
-@pytest.mark.parametrize(
-    "arguments, says",
-    [
-        (["--seed", "x"], "--seed: invalid int"),
+def test_a_mistake_is_one_line_and_status_2(command_line):
+    for arguments, says in (
         (["--temperature", "-1"], "temperature is -1.0"),
         (["--tools", "/no/file"], "/no/file: cannot be read"),
         (["--ask", "who are you?"], "outside the miniature's world"),
-    ],
-)
-def test_a_mistake_is_one_line_and_status_2(command_line, arguments, says):
-    status, out, err = command_line(*arguments)
-    *notice, line = err.splitlines()
-    assert status == 2 and says in line and line.startswith("serve.py: ")
-    assert len(notice) <= 1 and out == ""
-
-
-@pytest.mark.slow
-def test_a_real_process_reads_a_pipe_of_any_bytes(tmp_path, nano_model, nano_tokenizer):
-    save_checkpoint(nano_model, nano_tokenizer, tmp_path / "m")
-    done = subprocess.run(
-        [sys.executable, serve.__file__, "--model", str(tmp_path / "m")],
-        input=b"\xff\xfe hi\n/tools\n/help\n",
-        capture_output=True,
-    )
-    assert done.returncode == 2 and b"Traceback" not in done.stderr and b"orion" in done.stdout
+    ):
+        status, out, err = command_line(*arguments)
+        *notice, line = err.splitlines()
+        assert status == 2 and says in line and line.startswith("serve.py: ")
+        assert len(notice) <= 1 and out == ""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 
-import pytest
-from scripted import ANSWER, EchoTool, call, echoing, play
+from scripted import EchoTool, play
 
 from nanorchestra.agent import rebuild
 from nanorchestra.agent.environment import ToolEnvironment
@@ -143,20 +142,6 @@ def test_budgets_are_kept_in_ids_whatever_the_text(nano_tokenizer):
         assert lengths[-1] <= room and "\ufffd" not in nano_tokenizer.decode(ids)
     assert max(a - b for a, b in zip(lengths, lengths[1:], strict=False)) < 40
     assert lengths[-1] > 250
-
-
-def test_every_turn_has_its_own_prompt_and_the_trajectory_holds_them_all(nano_tokenizer):
-    script, envs = [call("hi"), call("ho"), ANSWER], [echoing(EchoTool(kind="expert"))]
-    ((t,), engine) = play(nano_tokenizer, script, envs=envs, rebuild=True)
-    assert (t.status, t.outcome, len(t.turns), len(engine.sessions)) == ("answered", 1.0, 3, 3)
-    prompts = [session.prompt for session in engine.sessions]
-    assert [t.ids[turn.context : turn.start] for turn in t.turns] == prompts
-    assert t.prompt_length == len(prompts[0])
-    last = nano_tokenizer.decode(prompts[2])
-    assert "Attempt1 answer by echo: hi\n\nAttempt2 answer by echo: ho\n\n" in last
-    assert "<think>" not in last  # what it thought before is gone
-    sampled = sum(t.sampled)  # every prompt is read, and paid
-    assert t.cost_usd == pytest.approx(0.5 + (len(t.ids) - sampled + 2 * sampled) / 1e6)
 
 
 def test_the_teacher_shows_what_the_loop_will_compose(nano_tokenizer, sandbox):

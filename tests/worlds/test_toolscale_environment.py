@@ -146,10 +146,11 @@ def test_the_scripted_user_tells_what_it_knows_when_asked_confirms_and_ends():
 
 
 def test_words_say_what_is_preferred_and_splits_share_no_phrasing_expert_or_price():
-    rng, splits = random.Random(0), ("train", "held_out")
-    said = {split: set() for split in splits}
-    for split in splits:
+    rng, said, offered = random.Random(0), {}, {}
+    for split in ("train", "held_out"):
+        said[split], offered[split] = set(), []
         for _ in range(300):
+            offered[split] += preferences.catalogue(rng, split, 3)
             wish = preferences.draw(rng, ["expert-1", "expert-2", "expert-3"], split)
             sentences = wish.text.split(". ")
             changed = [getattr(wish, what) != usual for what, usual in preferences.DEFAULTS]
@@ -158,10 +159,6 @@ def test_words_say_what_is_preferred_and_splits_share_no_phrasing_expert_or_pric
             assert all(tool in wish.text for tool in wish.tools)
             said[split].update(re.sub(r"expert-\d", "X", text).rstrip(".") for text in sentences)
     assert not (said["train"] & said["held_out"]) - {""} and len(said["train"]) > 30
-    offered = {
-        split: [expert for _ in range(300) for expert in preferences.catalogue(rng, split, 3)]
-        for split in splits
-    }
     assert not {e["model"] for e in offered["train"]} & {e["model"] for e in offered["held_out"]}
     # Every model has stood behind every alias.
     assert len({(e["alias"], e["model"]) for e in offered["train"]}) == 18
