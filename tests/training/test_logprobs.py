@@ -58,16 +58,6 @@ def test_both_heads_equal_the_plain_formula(monkeypatch, chunk, temperature, lim
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(ours, theirs, strict=False))
 
 
-def test_gradients_equal_finite_differences():
-    hidden, weight, targets, ref_hidden, ref_weight = head(count=5)
-    options = {"temperature": 0.7, "vocab_limit": 8}
-    for function in (
-        lambda h, w: token_logprobs(h, w, targets, **options)[0],
-        lambda h, w: full_kl(h, ref_hidden, w, ref_weight, **options),
-    ):
-        assert torch.autograd.gradcheck(function, (hidden, weight))
-
-
 def test_ids_beyond_the_tokenizer_have_no_probability_and_no_gradient():
     """The padded rows of an embedding, which the sampler masks as well."""
     hidden, weight, targets, ref_hidden, ref_weight = head()

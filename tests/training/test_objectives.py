@@ -1,11 +1,9 @@
-"""The objectives against TRL's numbers, the papers' equations, and finite differences."""
+"""The objectives against the papers' equations and their finite differences."""
 
 from __future__ import annotations
 
-import json
 import math
 import random
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +20,6 @@ from nanorchestra.training.objectives import (
 )
 from nanorchestra.training.packing import Group, Sample, pack
 
-CASES = json.loads((Path(__file__).parents[1] / "data" / "trl_grpo.json").read_text())
 LIMIT = 9  # the most ids of an attempt: the constant of Dr. GRPO
 
 
@@ -42,49 +39,6 @@ def batch_of(lengths, advantages, sampler):
     )
 
 
-# TRL.
-
-
-def run_case(case):
-    logprobs, old = doubles(case["logprobs"], grad=True), doubles(case["old_logprobs"])
-    sampler = case.get("sampler_logprobs", case["old_logprobs"])
-    batch = batch_of(case["lengths"], case["advantages"], sampler)
-    mean_of_means = case["loss_type"] == "grpo" and case["normaliser"] == len(case["lengths"])
-    surrogate = "gspo" if case.get("level") == "sequence" else "clip"
-    objective = Objective(
-        surrogate="cispo" if case["loss_type"] == "cispo" else surrogate,
-        aggregation="sequence" if mean_of_means else "token",
-        clip_low=case["clip_low"],
-        clip_high=case["clip_high"],
-        dual_clip=case["dual_clip"] or 0.0,
-        importance_cap=case.get("importance_cap") or 0.0,
-        kl_coef=case["beta"],
-    )
-    difference = logprobs - doubles(case["ref_logprobs"])
-    kl = torch.expm1(-difference) + difference  # k3, TRL's only estimate
-    loss, _ = policy_loss(logprobs, old, batch, objective, normaliser=case["normaliser"], kl=kl)
-    return loss.item(), torch.autograd.grad(loss, logprobs)[0]
-
-
-def case_name(case):
-    keys = ("loss_type", "level", "clip_high", "dual_clip", "beta", "importance_cap")
-    return "-".join(str(case.get(key)) for key in keys)
-
-
-@pytest.mark.parametrize("case", CASES, ids=case_name)
-def test_loss_and_gradient_equal_those_of_trl(case):
-    loss, gradient = run_case(case)
-    theirs = doubles(case["gradient"])
-    assert loss == pytest.approx(case["loss"], abs=1e-9)
-    if case.get("level") == "sequence" and case.get("importance_cap"):
-        # the weight is that of an id here, and in TRL the mean of the sequence's
-        gradient, theirs = (
-            torch.stack([part.sum() for part in x.split(case["lengths"])])
-            for x in (gradient, theirs)
-        )
-    assert torch.allclose(gradient, theirs, rtol=0, atol=1e-9)
-
-
 # The papers.
 
 
@@ -97,7 +51,9 @@ def attempts(seed):
         for _ in range(4):
             old = [rng.uniform(-3, -0.1) for _ in range(rng.randint(1, LIMIT))]
             reward = rng.choice((0.0, 0.3, 1.0, 1.2)) + rng.random() / 10
-            group.append((reward, [x + rng.gauss(0, 0.4) for x in old], old))
+            new = [x + rng.gauss(0, 0.4) for x in old]
+            new[0] += 3 * rng.randint(0, 1)  # a ratio above the dual clip
+            group.append((reward, new, old))
         made.append(group)
     return made
 
@@ -169,7 +125,7 @@ def ours(name, groups, logprobs):
 def test_an_objective_and_its_gradient_are_those_of_the_paper(name, seed):
     groups = attempts(seed)
     ratios = [math.exp(a - b) for a, b in zip(flat(groups, 1), flat(groups, 2), strict=True)]
-    assert min(ratios) < 0.8 and max(ratios) > 1.28
+    assert min(ratios) < 0.8 and max(ratios) > 10
     logprobs = doubles(flat(groups, 1), grad=True)
     loss = ours(name, groups, logprobs)
     (gradient,) = torch.autograd.grad(loss, logprobs)

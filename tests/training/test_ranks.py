@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -17,6 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
+import test_trainer
 import torch
 from safetensors.torch import load_file
 
@@ -30,7 +30,7 @@ from nanorchestra.model.weights import load_model, named_hf_tensors
 from nanorchestra.training import ranks as module
 from nanorchestra.training.checkpoint import Checkpoints
 from nanorchestra.training.objectives import Objective
-from nanorchestra.training.packing import Group, Sample
+from nanorchestra.training.packing import Group
 from nanorchestra.training.ranks import Ranks, shard_model
 from nanorchestra.training.trainer import Trainer, TrainerSettings
 
@@ -50,21 +50,7 @@ ONE = Ranks()
 
 
 def make_groups(seed: int, count: int = 5) -> list[Group]:
-    rng = random.Random(seed)
-
-    def ids(n: int) -> list[int]:
-        return [rng.randrange(VOCAB - 6) for _ in range(n)]
-
-    groups = []
-    for _ in range(count):
-        samples = []
-        for _ in range(rng.choice((1, 2, 4))):
-            said = ids(rng.randint(2, 30))
-            sampled = [rng.random() < 0.7 for _ in said[1:]] + [True]
-            logprobs = [rng.uniform(-5, -4) for _ in said]
-            samples.append(Sample(said, sampled, logprobs, rng.uniform(-2, 2)))
-        groups.append(Group([3, 4] + ids(rng.randint(3, 30)), samples))
-    return groups
+    return test_trainer.make_groups(seed, count, vocab=VOCAB - 6)
 
 
 def make_model(tied: bool = True, seed: int = 0) -> Qwen3:
