@@ -80,8 +80,8 @@ def flash_forward(
 @triton.jit
 def pointers(x, row, head, HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
     """Returns those of ROWS rows of one head, from `row` on, in x [T, HEADS, D]: [ROWS, D]."""
-    tile = tl.arange(0, ROWS)[:, None] * (HEADS * D) + tl.arange(0, D)
-    return x + (row.to(tl.int64) * HEADS + head) * D + tile
+    tile = tl.arange(0, ROWS)[:, None] * (HEADS * D) + head * D + tl.arange(0, D)
+    return x + row.to(tl.int64) * (HEADS * D) + tile
 
 
 @triton.jit
