@@ -12,6 +12,8 @@ infinity, or if all are minus infinity; the token is below vocab even then.
 chunks.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -22,29 +24,34 @@ from kernels.noise import exponential
 from kernels.noise import reference as noise
 
 
-def buffers(
-    seeds: Tensor, positions: Tensor, temperature: Tensor, vocab: int, block: int
+def draw(
+    kernel: triton.JITFunction,
+    inputs: tuple[Any, ...],
+    request: tuple[Tensor, Tensor, Tensor],
+    vocab: int,
+    block: int,
+    programs: int,
+    **constants: int,
 ) -> tuple[Tensor, Tensor]:
-    """Returns what `choose` fills: partials fp32 [4, B, chunks] and winners int32 [B, chunks].
+    """Returns tokens int64 [B] and log-probabilities fp32 [B].
 
-    partials: best score, its z, maximum of z, sum exp(z - maximum). seeds and positions int64 [B],
-    temperature fp32 [B]; block: ids of a chunk.
+    kernel: one that ends in `choose`, for chunks of `block` ids and so many programs a chunk, with
+    its first arguments. request: seeds and positions int64 [B], temperature fp32 [B].
     """
-    batch = len(seeds)
+    seeds, positions, temperature = request
+    batch, chunks = len(seeds), triton.cdiv(vocab, block)
     check((batch,), torch.int64, seeds=seeds, positions=positions)
     check((batch,), torch.float32, temperature=temperature)
-    chunks = triton.cdiv(vocab, block)
+    # best score, its z, maximum of z, sum exp(z - maximum)
     partials = temperature.new_empty(4, batch, chunks)
-    return partials, seeds.new_empty(batch, chunks, dtype=torch.int32)
-
-
-def merged(partials: Tensor, winners: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """Returns tokens int64 [B] and log-probabilities fp32 [B]."""
-    batch, chunks = winners.shape
-    tokens = winners.new_empty(batch, dtype=torch.int64)
-    logprobs = partials.new_empty(batch)
+    winners = seeds.new_empty(batch, chunks, dtype=torch.int32)
+    sizes = batch, vocab
+    kernel[(chunks, programs)](
+        *inputs, *request, partials, winners, *sizes, BLOCK_V=block, num_warps=8, **constants
+    )
+    tokens, logprobs = seeds.new_empty(batch), temperature.new_empty(batch)
     block = triton.next_power_of_2(chunks)
-    _merge[(batch,)](partials, winners, tokens, logprobs, batch, vocab, chunks, block)
+    _merge[(batch,)](partials, winners, tokens, logprobs, *sizes, chunks, block)
     return tokens, logprobs
 
 

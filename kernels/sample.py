@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common import FP32, check, output_tile, require
-from kernels.draw import buffers, choose, merged
+from kernels.draw import choose, draw
 
 CONFIGS = {  # at 64 rows two programs fit a multiprocessor: one loads while the other chooses
     80: {"BLOCK_N": 64, "num_stages": 4},
@@ -38,22 +38,8 @@ def sample_linear(
     tile = output_tile(CONFIGS, hidden, weight, seeds, vocab)
     batch, width = hidden.shape
     require(batch <= MAX_BATCH, f"the batch has {batch} rows; expected at most {MAX_BATCH}")
-    request = seeds, positions, temperature
-    state = buffers(*request, vocab, BLOCK_V)
-    _linear[(triton.cdiv(vocab, BLOCK_V),)](
-        hidden,
-        weight,
-        *request,
-        *state,
-        batch,
-        vocab,
-        width,
-        MAX_BATCH,
-        BLOCK_V,
-        **tile,
-        num_warps=8,
-    )
-    return merged(*state, vocab)
+    request, tile = (seeds, positions, temperature), tile | {"N": width, "BLOCK_B": MAX_BATCH}
+    return draw(_linear, (hidden, weight), request, vocab, BLOCK_V, 1, **tile)
 
 
 def sample_logits(
@@ -66,13 +52,8 @@ def sample_logits(
     check((len(seeds), None), strided=True, logits=logits)
     batch, width = logits.shape
     require(1 <= vocab <= width, f"vocab is {vocab}; expected 1 to {width}")
-    request = seeds, positions, temperature
-    state = buffers(*request, vocab, READY_V)
-    grid = triton.cdiv(vocab, READY_V), batch
-    _ready[grid](
-        logits, logits.stride(0), width, *request, *state, batch, vocab, READY_V, num_warps=8
-    )
-    return merged(*state, vocab)
+    inputs, request = (logits, logits.stride(0), width), (seeds, positions, temperature)
+    return draw(_ready, inputs, request, vocab, READY_V, batch)
 
 
 @triton.jit(do_not_specialize=["batch"])  # the same code, and so the same bits, for any batch

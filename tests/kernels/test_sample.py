@@ -33,6 +33,12 @@ def keys(count, value=0):
     return torch.full((count,), value, dtype=torch.int64, device=DEVICE)
 
 
+def buffers(rows, chunks):
+    """What `choose` fills."""
+    winners = torch.empty(rows, chunks, dtype=torch.int32, device=DEVICE)
+    return torch.empty(4, rows, chunks, device=DEVICE), winners
+
+
 def assert_drawn(out, logits, request, vocab):
     """The tokens are those of the reference unless two scores are nearer than rounding."""
     (tokens, logprobs), (seeds, positions, degrees) = out, request
@@ -87,7 +93,7 @@ def test_draws_follow_the_distribution(degree, block):
     weight[:, 0] = torch.cat([logits, torch.full((2,), 9.0)])  # two rows too many
     hidden = torch.eye(16)[:1].repeat(count, 1).to(DEVICE)
     request = keys(count, 1234), torch.arange(count).to(DEVICE), torch.full((count,), degree)
-    partials, winners = draw.buffers(*request, 10, block)
+    partials, winners = buffers(count, -(-10 // block))
     state = partials, winners, count, 10, 16, 4096, block, 16
     sample._linear[(-(-10 // block),)](hidden, weight.to(DEVICE), *request, *state)
     # 4,000 programs of _merge would take long
@@ -117,7 +123,7 @@ def test_noise_of_the_kernel_is_that_of_torch(generator, rows, chunks, block):
     """Over equal logits the draw is the smallest E, whose value shows in the score."""
     vocab = chunks * block
     request = *requests(generator, rows)[:2], torch.ones(rows, device=DEVICE)
-    partials, winners = draw.buffers(*request, vocab, block)
+    partials, winners = buffers(rows, chunks)
     logits = torch.zeros(rows, vocab, device=DEVICE)
     sizes = partials, winners, rows, vocab, block
     sample._ready[(chunks, rows)](logits, vocab, vocab, *request, *sizes)
