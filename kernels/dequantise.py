@@ -4,7 +4,8 @@
 
 int8: values int8 [N, K], scales fp32 [N, 1], no zeros. int4: scales fp16 and zeros uint8 [N, K /
 group], values uint8 [N, K / 2], where byte j of a group has its column j in the low nibble and
-column j + group / 2 in the high one (as in nanorchestra/model/quantise.py).
+column j + group / 2 in the high one (as in nanorchestra/model/quantise.py, whose `dequantise` is
+the reference).
 
 Reads N K bytes, or N K (1/2 + 3/group), and writes N K elements: bandwidth is the limit. One
 program owns up to BLOCK bytes of one row.
@@ -64,14 +65,3 @@ def _dequantise(values, scales, zeros, out, width, HALF: tl.constexpr, BLOCK: tl
         out += group * (2 * HALF) + columns % HALF
         tl.store(out, ((packed & 15).to(tl.float32) - zero) * scale, inside)
         tl.store(out + HALF, ((packed >> 4).to(tl.float32) - zero) * scale, inside)
-
-
-def reference(
-    values: Tensor, scales: Tensor, zeros: Tensor | None = None, group: int = 128
-) -> Tensor:
-    """Returns W [N, K] in float64, which holds it exactly."""
-    if zeros is None:
-        return values.double() * scales.double()
-    halves = values.unflatten(1, (-1, group // 2))  # [N, groups, group / 2]
-    q = torch.cat((halves & 15, halves >> 4), 2).double()
-    return ((q - zeros[..., None]) * scales[..., None].double()).flatten(1)

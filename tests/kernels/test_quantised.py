@@ -2,17 +2,10 @@
 
 import pytest
 import torch
-from kernel_check import (
-    DEVICE,
-    DTYPES,
-    POINTWISE,
-    assert_close,
-    randn,
-)
+from kernel_check import DEVICE, DTYPES, POINTWISE, assert_close, randn
 from torch import nn
 
 from kernels import dequantise, quantised
-from kernels.dequantise import reference
 from kernels.quantised import ROWS, quantised_linear
 from nanorchestra.model.quantise import QuantisedLinear
 
@@ -36,6 +29,14 @@ def weights(generator, bits, n, k, group=128):
         return (draw(256, n, k) - 128).to(torch.int8), scales, None, k
     values, zeros = draw(256, n, k // 2).to(torch.uint8), draw(16, n, groups).to(torch.uint8)
     return values, scales.half(), zeros, group
+
+
+def reference(values, scales, zeros, group):
+    """W [N, K] in float64, which holds it exactly: as the layer that stores it computes W."""
+    n, k = scales.shape[0], scales.shape[1] * group
+    layer = QuantisedLinear(nn.Linear(k, n, device=DEVICE), 8 if zeros is None else 4, group)
+    layer.values, layer.scales, layer.zeros = values, scales, zeros
+    return layer.dequantise(torch.float64)
 
 
 def exact(x, weight, bias=None):
@@ -90,36 +91,16 @@ def test_long_sums_keep_fp32(generator, monkeypatch, bits, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits, group", [(8, 256), (4, 128), (4, 32)])
-def test_agrees_with_the_layer_that_stores_it(generator, bits, group, dtype):
-    """W bit for bit, the product within rounding; beyond ROWS rows it is the layer's own."""
-    layer = QuantisedLinear(nn.Linear(256, 20, device=DEVICE), bits, group).requires_grad_(False)
-    layer.write(slice(0, 20), randn(generator, 20, 256, scale=0.05))
-    if bits == 4:
-        drawn = torch.randint(0, 8, layer.zeros.shape, generator=generator)
-        layer.zeros += drawn.to(torch.uint8).to(DEVICE)
-    layer.bias.data = layer.bias.to(dtype)
-    weight = layer.values, layer.scales, layer.zeros, group
-    assert torch.equal(dequantise.dequantise(*weight, dtype), layer.dequantise(dtype))
-    for rows in (3, ROWS, ROWS + 1):
-        x = randn(generator, rows, 256, dtype=dtype)
-        out = quantised_linear(x, *weight, layer.bias)
-        if rows > ROWS:
-            assert torch.equal(out, layer(x))
-        else:
-            assert_close(out, exact(x, layer.dequantise(torch.float64), layer.bias), POINTWISE)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_dequantised_sizes(generator, dtype):
-    for n, k in [(1, 1), (3, 63), (5, 64), (2, 65), (3, 200)]:
-        weight = weights(generator, 8, n, k)
-        out = dequantise.dequantise(*weight, dtype)
-        assert torch.equal(out, (weight[0] * weight[1]).to(dtype)), "in fp32, rounded once"
-    for group, k in [(32, 32), (32, 160), (64, 448), (128, 384), (256, 256)]:
-        weight = weights(generator, 4, 3, k, group)
-        out = dequantise.dequantise(*weight, dtype)
-        assert torch.equal(out, reference(*weight).float().to(dtype))
+def test_weights_written_out(generator, dtype):
+    """Bit for bit those of the layer; beyond ROWS rows the product is torch's with them."""
+    shapes = [(1, 1), (3, 63), (5, 64), (2, 65), (3, 200)]
+    drawn = [weights(generator, 8, n, k) for n, k in shapes]
+    shapes = [(32, 32), (32, 160), (64, 448), (128, 384), (256, 256)]
+    for weight in drawn + [weights(generator, 4, 3, k, group) for group, k in shapes]:
+        want = reference(*weight).float().to(dtype)
+        assert torch.equal(dequantise.dequantise(*weight, dtype), want)
+        x = randn(generator, ROWS + 1, want.shape[1], dtype=dtype)
+        assert torch.equal(quantised_linear(x, *weight, None), nn.functional.linear(x, want))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
