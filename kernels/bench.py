@@ -1,13 +1,12 @@
 """Measures the kernels beside the GPU's own ceilings: `python -m kernels.bench [--kernel NAME]`.
 
 Every kernel runs at the shapes of cases.py with a cold L2 cache; times are medians. Peers are
-torch, eager and compiled, SDPA and cuBLAS, and flash-attn and liger where they are installed. A
+torch, eager and compiled, SDPA and cuBLAS, and flash-attn where it is installed. A
 speed is a share of what this GPU was just measured to copy or to multiply. Without a GPU, the
 command prints the times that no kernel can beat on an H200, writes nothing, and exits with status
 1.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from triton.testing import do_bench
 
-from kernels.cases import Case, select
+from kernels.cases import Case, parser, select
 
 DEVICE = "cuda"
 H200 = 4.3e12, 790e12  # measured: bytes/s copied, read and written, and bf16 FLOP/s
@@ -57,28 +56,11 @@ def median(run: Callable[..., Any], arguments: tuple[Any, ...] = ()) -> float:
     return do_bench(lambda: run(*arguments), return_mode="median")
 
 
-def plot(results: list[dict[str, Any]], machine: str, path: Path) -> None:
-    """Draws a bar for each case: its share of the ceiling that binds it."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 0.32 * len(results) + 1.2), layout="constrained")
-    axes = figure.subplots()
-    shares = [100 * result["share"] for result in results]
-    bars = axes.barh([result["name"] for result in results], shares)
-    axes.bar_label(bars, fmt="%.0f%%", padding=3)
-    axes.invert_yaxis()
-    axes.set(xlabel=f"% of what this GPU copies or multiplies, {machine}")
-    figure.savefig(path, dpi=120)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status."""
-    about = __doc__.split("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m kernels.bench", description=about)
-    parser.add_argument("--kernel", default="", help="only cases whose name contains this")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    parser.add_argument("--plot", type=Path, help="where to draw them (a .png file)")
-    options = parser.parse_args(argv)
+    arguments = parser("bench", __doc__)
+    arguments.add_argument("--json", type=Path, help="where to write the figures")
+    options = arguments.parse_args(argv)
     cases = select(options.kernel)
     if not torch.cuda.is_available():
         for case in cases:
@@ -92,8 +74,6 @@ def main(argv: list[str] | None = None) -> int:
     if options.json:
         report = {"machine": machine, "ceilings": limits, "results": results}
         options.json.write_text(json.dumps(report, indent=1) + "\n")
-    if options.plot:
-        plot(results, machine, options.plot)
     return 0
 
 

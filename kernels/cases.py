@@ -5,6 +5,7 @@ Pages have 256 tokens, the smallest that flash-attn takes. Inputs are made on to
 device.
 """
 
+import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,17 +20,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kernels import external, norm, sample, swiglu
 from kernels.decode import decode_attention
 from kernels.dequantise import dequantise
+from kernels.external import flash_attn_varlen_func as flash_attn
 from kernels.flash_plan import flash_attention, plan
 from kernels.logprob import linear_logprob
 from kernels.prefill import prefill_attention, prefill_work
 from kernels.quantised import quantised_linear
 from kernels.rope import norm_rope_store
-
-try:
-    from liger_kernel.transformers import functional as liger
-except ImportError:
-    liger = None
-flash_attn = external.flash_attn_varlen_func
 
 H, HKV, D, HIDDEN, FF, VOCAB, PAGE = 32, 8, 128, 4096, 12288, 151936, 256
 T, EPS = 8192, 1e-6
@@ -68,6 +64,13 @@ class Case:
         return run if self.gradients else forward
 
 
+def parser(command: str, about: str) -> argparse.ArgumentParser:
+    """Returns the parser of a command over the cases; `about` begins with a line for its help."""
+    made = argparse.ArgumentParser(f"python -m kernels.{command}", description=about.split("\n")[0])
+    made.add_argument("--kernel", default="", help="only cases whose name contains this")
+    return made
+
+
 def select(word: str) -> list[Case]:
     """Returns the cases whose name contains the word. Exits with status 2 if there are none."""
     decodes = decode(64, 4096), decode(1, 32768), decode(64, 4352, shared=4096)
@@ -95,9 +98,7 @@ def pointwise() -> list[Case]:
     def gates() -> Inputs:
         return (randn(T, 2 * FF),)
 
-    normed = {"eager": norm.reference, "liger": liger and liger.liger_rms_norm}
-    halves = liger and (lambda gate_up: liger.liger_swiglu(*gate_up.chunk(2, 1)))
-    gated = {"eager": swiglu.reference, "liger": halves}
+    normed, gated = {"eager": norm.reference}, {"eager": swiglu.reference}
     return [
         Case("rms_norm, residual", lambda: (*hidden(), randn(T, HIDDEN)), norm.rms_norm, 4 * size),
         Case("rms_norm", hidden, norm.rms_norm_train, 5 * size, 0, normed, 2),
@@ -184,11 +185,10 @@ def outputs() -> list[Case]:
     def loss(*arguments: Any) -> Tensor:
         return linear_logprob(*arguments)[0].mean()
 
-    fused = liger and (lambda *x: liger.liger_fused_linear_cross_entropy(*x[:3]))
     product = {"cuBLAS": lambda hidden, weight, *_: hidden @ weight.T}  # writes the logits
     return [
         Case("linear_logprob", tokens, loss, size, T * flops, product),
-        Case("linear_logprob backward", tokens, loss, 3 * size, 4 * T * flops, {"liger": fused}, 2),
+        Case("linear_logprob backward", tokens, loss, 3 * size, 4 * T * flops, {}, 2),
         Case("sample_linear", hidden, sample.sample_linear, size, 64 * flops, product),
         Case("sample_logits", logits, sample.sample_logits, 1024 * VOCAB),
     ]

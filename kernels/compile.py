@@ -7,17 +7,17 @@ block, and the instruction that multiplies matrices. Exit status 1 if a kernel s
 fit.
 """
 
-import argparse
 import re
 import subprocess
 import sys
 import tempfile
+from multiprocessing import get_context
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from kernels.cases import Case, select
+from kernels.cases import parser, select
 
 SHARED_MEMORY = {80: 166912, 89: 101376, 90: 232448}  # bytes a block may have
 
@@ -45,54 +45,44 @@ class Driver:
         return GPUTarget("cuda", self.arch, 32)
 
 
-def compile_case(case: Case, driver: Driver) -> bool:
-    """Prints a line for each kernel that no earlier case has compiled; returns whether all fit."""
-    driver.compiled.clear()
-    title, fine = f"sm_{driver.arch}  {case.name:42}", True
-    try:
-        with torch.device("meta"):
-            case.functions()["own"](*case.make())
-    except triton.runtime.errors.OutOfResources as error:
-        print(f"{title} WRONG: {error}", flush=True)
-        return False
-    for name, cubin, shared in driver.compiled:
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(cubin)
-            file.flush()
-            command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
-            code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        registers, spilled = map(int, re.search(r"REG:(\d+) STACK:(\d+)", code).groups())
-        mma = re.search(r"HG?MMA|$", code)[0]
-        print(
-            f"{title} {name:18} {registers:4} registers  {spilled:4} B spilled  "
-            f"{shared:7,} B shared  {mma}{'  WRONG: spills' * bool(spilled)}",
-            flush=True,
-        )
-        fine = fine and not spilled
-    return fine
+def compile_cases(arch: int, word: str) -> list[str]:
+    """Returns a line for each kernel of the cases that no earlier case has compiled."""
+    driver, lines = Driver(arch), []
+    triton.runtime.driver.set_active(driver)
+    for case in select(word):
+        driver.compiled.clear()
+        title = f"sm_{arch}  {case.name:42}"
+        try:
+            with torch.device("meta"):
+                case.functions()["own"](*case.make())
+        except triton.runtime.errors.OutOfResources as error:
+            lines.append(f"{title} WRONG: {error}")
+            continue
+        for name, cubin, shared in driver.compiled:
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+                file.write(cubin)
+                file.flush()
+                command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
+                code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            registers, spilled = map(int, re.search(r"REG:(\d+) STACK:(\d+)", code).groups())
+            mma = re.search(r"HG?MMA|$", code)[0]
+            lines.append(
+                f"{title} {name:18} {registers:4} registers  {spilled:4} B spilled  "
+                f"{shared:7,} B shared  {mma}{'  WRONG: spills' * bool(spilled)}"
+            )
+    return lines
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status."""
-    about = __doc__.split("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m kernels.compile", description=about)
-    parser.add_argument("--kernel", default="", help="only cases whose name contains this")
-    parser.add_argument("--arch", type=int, nargs="+", choices=SHARED_MEMORY, default=[80, 89, 90])
-    options = parser.parse_args(argv)
-    cases = select(options.kernel)
-    if len(options.arch) == 1:
-        driver = Driver(options.arch[0])
-        triton.runtime.driver.set_active(driver)
-        return int(not all([compile_case(case, driver) for case in cases]))
+    options = parser("compile", __doc__).parse_args(argv)
+    select(options.kernel)
     # a kernel keeps what it was compiled to: one process a GPU
-    command = [sys.executable, "-m", "kernels.compile", "--kernel", options.kernel, "--arch"]
-    runs = [
-        subprocess.Popen([*command, str(arch)], stdout=subprocess.PIPE, text=True)
-        for arch in options.arch
-    ]
-    for run in runs:
-        print(run.communicate()[0], end="", flush=True)
-    return max(run.returncode for run in runs)
+    tasks = [(arch, options.kernel) for arch in SHARED_MEMORY]
+    with get_context("spawn").Pool(len(tasks)) as pool:
+        lines = sum(pool.starmap(compile_cases, tasks), [])
+    print("\n".join(lines))
+    return int(any("WRONG" in line for line in lines))
 
 
 if __name__ == "__main__":

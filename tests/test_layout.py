@@ -32,8 +32,7 @@ BELOW["tools"] = BELOW["reward"] = set(BELOW) - {"tools", "reward"}
 BELOW["worlds"] = BELOW["tools"] | {"tools", "reward"}
 BELOW |= {name: BELOW["worlds"] | {"worlds"} for name in COMMANDS}
 
-# matplotlib is for drawing what kernels.bench measured; kernels need torch and Triton alone.
-OPTIONAL = {"flash_attn", "liger_kernel", "matplotlib.figure"}
+OPTIONAL = {"flash_attn"}
 FRAMEWORKS = {"transformers", "vllm", "trl", "ray", "accelerate", "deepspeed", "openai", "peft"}
 TORCH_FREE = (
     "engine.scheduler",
