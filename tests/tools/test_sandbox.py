@@ -169,32 +169,22 @@ def test_nothing_is_left_when_the_owner_is_killed(tmp_path):
     wait_for(lambda: gone(worker) and gone(child) and not os.listdir(tmp_path))
 
 
-@pytest.fixture
-def altered_child(monkeypatch, tmp_path):
-    """altered_child(old, new) lets sandboxes run another sandbox_child.py."""
+def test_without_landlock_no_file_can_be_opened_and_without_seccomp_nothing_runs(
+    monkeypatch, tmp_path
+):
+    """An older kernel computes without files; if seccomp says no, the source is not looked at."""
+    child, table = sandbox_module.CHILD, sandbox_module.CHILD.with_name("sandbox.json")
+    (tmp_path / table.name).write_text(table.read_text())
+    monkeypatch.setattr(sandbox_module, "CHILD", tmp_path / "child.py")
 
     def alter(old, new):
-        child = sandbox_module.CHILD
-        source = child.read_text()
-        assert old in source
-        (tmp_path / "child.py").write_text(source.replace(old, new))
-        table = child.with_name("sandbox.json")
-        (tmp_path / table.name).write_text(table.read_text())
-        monkeypatch.setattr(sandbox_module, "CHILD", tmp_path / "child.py")
+        assert old in child.read_text()
+        (tmp_path / "child.py").write_text(child.read_text().replace(old, new))
 
-    return alter
-
-
-def test_a_machine_that_cannot_confine_is_refused(altered_child):
-    """Confinement fails closed: when seccomp says no, the source is never looked at."""
-    altered_child("PR_SET_SECCOMP, 2,", "PR_SET_SECCOMP, 99,")
+    alter("PR_SET_SECCOMP, 2,", "PR_SET_SECCOMP, 99,")
     with pytest.raises(UserError, match="cannot be confined here .exit status 97"):
         Sandbox(workers=1)
-
-
-def test_without_landlock_no_file_can_be_opened(altered_child):
-    """An older kernel: computing works, files do not."""
-    altered_child("landlock_ruleset(directory)\n", "-1\n")
+    alter("landlock_ruleset(directory)\n", "-1\n")
     with Sandbox(workers=1) as one:
         assert one.run("import math, statistics, json\nmath.factorial(5)").stdout == "120\n"
         for path, mode in (("/etc/passwd", "r"), ("/proc/1/environ", "r"), ("here", "w")):

@@ -14,7 +14,6 @@ from openai_server import openai_server, said
 from data_gen import main
 from worlds.toolscale.dataset import load_tasks
 from worlds.toolscale.domains import HOME
-from worlds.toolscale.score import Scorer
 from worlds.toolscale.world import World
 
 ROOT = Path(__file__).parents[2]
@@ -32,22 +31,14 @@ def made(tmp_path_factory):
     return out
 
 
-def test_every_task_is_solved_in_the_saved_world(made):
-    names = sorted(path.name for path in made.iterdir())
-    assert names == ["settings.json", "tasks.jsonl", "worlds"]
-    tasks = load_tasks(made / "tasks.jsonl")
-    assert len(tasks) == 60 and [task["domain"] for task in tasks[:4]] == ["travel", "weather"] * 2
-    worlds = {domain: World.load(made / "worlds" / domain) for domain in ("travel", "weather")}
-    for task in tasks:
-        scorer = Scorer(worlds[task["domain"]], task)
-        assert scorer.score(scorer.golden, scorer.told) == 1 and scorer.score([], []) == 0
-
-
 def test_the_bytes_do_not_depend_on_the_workers_and_figures_are_printed(made, tmp_path, capsys):
     assert run(tmp_path, "--workers", "3") == 0
     printed = capsys.readouterr().out
     for figure in ("60 tasks in ", "thrown away: ", "tasks by their golden calls: 1:"):
         assert figure in printed
+    assert {path.name for path in made.iterdir()} == {"settings.json", "tasks.jsonl", "worlds"}
+    domains = [task["domain"] for task in load_tasks(made / "tasks.jsonl")]
+    assert domains == ["travel", "weather"] * 30
     for path in made.rglob("*.*"):
         assert path.read_bytes() == (tmp_path / path.relative_to(made)).read_bytes()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterable
 from typing import Any
@@ -23,13 +24,12 @@ def field_shape(value: Any, kind: str, *values: Any) -> Json:
 def draw_tables(w: Words, fields: Json, rng: random.Random) -> Tables:
     """Returns about 350 records. `fields` has, for each role, {field: [kind of draw, *values]}."""
     common, draws = w.common, Draws(w, rng, {})
-    names = [(first, last) for first in common["first"] for last in common["last"]]
+    names = list(itertools.product(common["first"], common["last"]))
     draws.fill(fields, "person", rng.sample(names, 80), rng.randint(60, 80))
     patterns = w.blueprint["place"]["names"]
     places = [(p.format(city=city), city) for p in patterns for city in common["cities"]]
     draws.fill(fields, "place", rng.sample(places, 26), rng.randint(18, 26))
-    heads, tails = w.blueprint["item"]["titles"]
-    titles = [f"{head} {tail}" for head in heads for tail in tails]
+    titles = list(map(" ".join, itertools.product(*w.blueprint["item"]["titles"])))
     titles = rng.sample(titles, min(len(titles), 70))
     # In twentieths of a dollar and each once, so that "the cheapest" is one item.
     low, high = (int(20 * price) for price in w.blueprint["item"]["price"][1:])
