@@ -148,8 +148,9 @@ def test_extra_reads_and_failed_calls_do_no_harm_and_an_extra_write_does(batch):
     person, *_ = world.by_name[email]["function"]["parameters"]["properties"]
     active = [row for row in next(iter(world.tables.values())).values() if "active" in row.values()]
     extra = (email, {person: active[0][person], "email": "x@y.example"})
-    parts = scorer.parts([*calls, extra], said)
-    assert not parts["DB"] and parts["ACTION"] and parts["COMMUNICATE"]
+    assert scorer.score([*calls, extra], said) == 0
+    scorer.basis = ["ACTION", "COMMUNICATE"]
+    assert scorer.score([*calls, extra], said) == 1
 
 
 def test_numbers_and_calculations_count_by_their_value(batch):

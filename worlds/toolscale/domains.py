@@ -56,7 +56,7 @@ def build(name: str, seed: int) -> tuple[World, Words]:
         words = draw_words(blueprint, common, template, rng)
         for role in ROLES:
             fields[role] = expand(template["fields"][role], words)
-            for field, *draw in words.fields[role]:
+            for field, *draw in words.fields.get(role, ()):
                 name_ = Word(field).field
                 require(name_ not in fields[role], f"{name}: {role}.fields: {field!r} is in use")
                 fields[role][name_] = draw
@@ -69,8 +69,7 @@ def build(name: str, seed: int) -> tuple[World, Words]:
         shapes = {field: field_shape(row[field], *draw) for field, draw in draws.items()}
         schema[name_] = {"key": key, "fields": shapes}
     tools = [_tool(role, template, words) for role in template["tools"] if role in words.tool]
-    habits = expand(template["habits"], words)
-    text = _policy(words, schema, tools, habits)
+    text = _policy(expand(template["policy"], words), schema, tools)
     return World(blueprint["domain"], schema, tables, tools, text), words
 
 
@@ -110,20 +109,8 @@ def _program(steps: list[Any], named: dict[str, list[Any]], words: Words) -> lis
     return program
 
 
-def _policy(words: Words, schema: Json, tools: list[Json], habits: list[str]) -> str:
-    """The policy in Markdown: habits, tables, and each tool with its program's rules."""
-    lines = [
-        f"# Policy of {words.business}",
-        "",
-        f"You are the agent of {words.business}. Today is {words.today}.",
-        "",
-        "## How to work",
-        "",
-        *(f"- {habit}" for habit in habits),
-        "",
-        "## Records",
-        "",
-    ]
+def _policy(lines: list[str], schema: Json, tools: list[Json]) -> str:
+    """The policy in Markdown: the given lines, tables, and each tool with its program's rules."""
     for table, shape in schema.items():
         fields = ", ".join(
             f"{name} ({' / '.join(spec['enum'])})" if "enum" in spec else name

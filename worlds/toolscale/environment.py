@@ -7,10 +7,12 @@ import random
 from typing import Any
 
 from nanorchestra.records import Price, Task, ToolCall, ToolResult
-from worlds.toolscale.program import Json, ToolError
+from worlds.toolscale import preferences
+from worlds.toolscale.program import ToolError
 from worlds.toolscale.score import Scorer
 from worlds.toolscale.user import ScriptedUser, ended
 from worlds.toolscale.verify import altered
+from worlds.toolscale.words import expand
 from worlds.toolscale.world import World
 
 EXPERT = "call_expert"
@@ -49,7 +51,9 @@ class DomainEnvironment:
         self.kinds = {EXPERT: "expert"}
         system = ROLE.format(policy=tau2.get("policy") or world.policy)
         if self.experts:
-            self.tools.append(_expert_tool(self.experts))
+            descriptions = (expert["description"] for expert in self.experts.values())
+            words = {"names": list(self.experts), "descriptions": " ".join(descriptions)}
+            self.tools.append(expand(preferences.TABLES["tool"], words))
             system += HAND_OVER
         if task.preference.text:
             system += f"\n\nYour operator's wish: {task.preference.text}"
@@ -135,17 +139,3 @@ class DomainEnvironment:
             output_tokens=tokens[1],
             alias=alias,
         )
-
-
-def _expert_tool(experts: dict[str, Json]) -> Json:
-    shape = {
-        "type": "string",
-        "enum": list(experts),
-        "description": " ".join(expert["description"] for expert in experts.values()),
-    }
-    function = {
-        "name": EXPERT,
-        "description": "Lets an expert do this turn.",
-        "parameters": {"type": "object", "properties": {"expert": shape}, "required": ["expert"]},
-    }
-    return {"type": "function", "function": function}

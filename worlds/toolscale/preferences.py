@@ -1,7 +1,7 @@
 """Draws what users prefer, in words and as a vector, and the experts that a task offers.
 
-preferences.json holds phrasings, experts and price schedules. Those of the split "held_out" never
-occur in "train".
+preferences.json holds phrasings, experts, price schedules and the tool that asks an expert. The
+phrasings, experts and schedules of the split "held_out" never occur in "train".
 """
 
 from __future__ import annotations

@@ -43,10 +43,6 @@ class Scorer:
 
     def score(self, calls: Sequence[Call], messages: Sequence[str]) -> float:
         """Returns the reward of an attempt that made these calls and sent these messages."""
-        return float(all(self.parts(calls, messages).values()))
-
-    def parts(self, calls: Sequence[Call], messages: Sequence[str]) -> dict[str, bool]:
-        """Returns which parts of the reward basis hold."""
         tables = dict(self.world.tables)
         for name, arguments in calls:
             with contextlib.suppress(ToolError):  # a call that fails changes nothing
@@ -57,7 +53,7 @@ class Scorer:
             "ACTION": all(self._comparable(call) in made for call in self.golden),
             "COMMUNICATE": all(communicated(info, messages) for info in self.told),
         }
-        return {basis: parts[basis] for basis in self.basis}
+        return float(all(parts[basis] for basis in self.basis))
 
     def _comparable(self, call: Call) -> tuple[str, Json | float]:
         name, arguments = call

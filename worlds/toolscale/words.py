@@ -76,7 +76,7 @@ def draw_words(blueprint: Json, common: Json, template: Json, rng: random.Random
     w.reasons = [*w.handover, "exception"]
     w.reasons_text = ", ".join(f"`{reason}`" for reason in w.handover)
     w.created = rng.choice(common["created"])
-    w.fields = {"deal": [], "extra": []}
+    w.fields = {}
     for role in ("person", "place", "item"):
         fields = blueprint[role]["fields"]
         many = len(fields)
