@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_check import DEVICE, DTYPES, randn
 
-from kernels import draw, noise, sample
+from kernels import draw, sample
 from kernels.sample import sample_linear, sample_logits
 
 EXACT = 2e-5  # nats, absolute
@@ -46,7 +46,7 @@ def assert_drawn(out, logits, request, vocab):
     wanted, _ = draw.reference(logits, seeds, positions, degrees.double(), vocab)
     warm = (degrees >= 1e-5)[:, None]
     z = logits[:, :vocab] / torch.where(warm, degrees[:, None].double(), 1.0)
-    best = (z - noise.reference(seeds, positions, vocab).log() * warm).sort(-1).values
+    best = (z - draw.noise(seeds, positions, vocab).log() * warm).sort(-1).values
     sure = best[:, -1] - best[:, max(-2, -vocab)] > (1e-4 if vocab > 1 else -1)
     assert sure.double().mean() >= 0.5 and torch.equal(tokens[sure], wanted[sure])
     assert (logprobs - z.log_softmax(-1).gather(1, tokens[:, None])[:, 0]).abs().max() <= EXACT
@@ -111,27 +111,11 @@ def test_noise_is_exponential_and_independent():
         (count * 0 - 1, count << 32),
         (count << 32, count * 0 + 2**32),
     ):
-        e = noise.reference(seeds, positions, 200)
+        e = draw.noise(seeds, positions, 200)
         assert abs(e.mean() - 1) < 0.01 and abs(e.var() - 1) < 0.03
         u = (torch.exp(-e) - 0.5) * math.sqrt(12)
         pairs = (u[:, 1:], u[:, :-1]), (u[1:], u[:-1]), (u[:, 16:], u[:, :-16]), (u[16:], u[:-16])
         assert all(abs((a * b).mean()) * math.sqrt(a.numel()) < 5 for a, b in pairs)
-
-
-@pytest.mark.parametrize("rows, chunks, block", [(2, 4, 32), (1, 1, 2**17)])
-def test_noise_of_the_kernel_is_that_of_torch(generator, rows, chunks, block):
-    """Over equal logits the draw is the smallest E, whose value shows in the score."""
-    vocab = chunks * block
-    request = *requests(generator, rows)[:2], torch.ones(rows, device=DEVICE)
-    partials, winners = buffers(rows, chunks)
-    logits = torch.zeros(rows, vocab, device=DEVICE)
-    sizes = partials, winners, rows, vocab, block
-    sample._ready[(chunks, rows)](logits, vocab, vocab, *request, *sizes)
-    exact = noise.reference(*request[:2], vocab).view(rows, chunks, block)
-    scores = -exact.min(-1).values.log()
-    torch.testing.assert_close(partials[0].double(), scores, atol=1e-5, rtol=1e-6)
-    firsts = torch.arange(chunks, device=DEVICE) * block
-    assert torch.equal(winners.long(), exact.argmin(-1) + firsts)
 
 
 def test_a_request_has_the_same_token_in_any_batch_and_run(generator):
