@@ -118,7 +118,15 @@ def decode(rows: int, length: int, shared: int = 0) -> Case:
         spans = torch.tensor([(16 * i, 16, shared) for i in range(groups)], dtype=torch.int32)
         lengths = torch.full((rows,), length, dtype=torch.int32)
         caches = randn(2, count, HKV, PAGE, D)
-        return randn(rows, H, D), *caches, tables, lengths, spans.view(-1, 3), length
+        return (
+            randn(rows, H, D),
+            *caches,
+            tables,
+            lengths,
+            spans.view(-1, 3),
+            length,
+            randn(rows, H, D),
+        )
 
     keys = rows * (length - shared) + groups * shared
     name = f"decode_attention B={rows} n={length} shared={shared}"
@@ -133,7 +141,7 @@ def prefill(start: int, count: int) -> Case:
     def make() -> Inputs:
         tables = torch.arange(end // PAGE, dtype=torch.int32)[None]
         caches, work = randn(2, end // PAGE, HKV, PAGE, D), prefill_work([start], [count])
-        return randn(count, H, D), *caches, tables, work
+        return randn(count, H, D), *caches, tables, work, randn(count, H, D)
 
     sizes = cache(lambda: external.sizes_of([count], [end], "cuda"))
     theirs = flash_attn and (lambda *x: external.external_prefill(*x[:4], sizes()))

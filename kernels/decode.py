@@ -30,20 +30,20 @@ def decode_attention(
     lengths: Tensor,
     groups: Tensor,
     max_length: int,
-    out: Tensor | None = None,
+    out: Tensor,
 ) -> Tensor:
-    """Returns out [B, H, D] for q [B, H, D] with any row stride, and caches as in attention.py.
+    """Fills and returns out [B, H, D].
 
-    Row b sees the first lengths[b] <= max_length keys (int32 [B]) of the pages tables[b] (int32 [B,
-    max_pages]); with none its output is 0. max_length sets the grid, so that a captured graph
-    serves all lengths up to it. groups int32 [N, 3]: see decode_shared.py.
+    q [B, H, D] with any row stride; caches as in attention.py. Row b sees the first lengths[b] <=
+    max_length keys (int32 [B]) of the pages tables[b] (int32 [B, max_pages]); with none its output
+    is 0. max_length sets the grid, so that a captured graph serves all lengths up to it. groups
+    int32 [N, 3]: see decode_shared.py.
     """
     shape = check_cache(q, k_cache, v_cache, tables)
     rows, heads, dim = q.shape
     check((rows,), torch.int32, lengths=lengths)
     require(len(tables) == rows, f"tables has {len(tables)} rows; expected {rows}")
     check((None, 3), torch.int32, groups=groups)
-    out = q.new_empty(q.shape) if out is None else out
     check(q.shape, q.dtype, out=out)
     shape |= {"G": heads // shape["HKV"], "SPLIT": SPLIT}
     splits, count = triton.cdiv(max_length, SPLIT), len(groups)

@@ -46,17 +46,17 @@ def prefill_attention(
     v_cache: Tensor,
     tables: Tensor,
     work: Tensor,
-    out: Tensor | None = None,
+    out: Tensor,
 ) -> Tensor:
-    """Returns out [T, H, D] for q [T, H, D] with any row stride, and caches as in attention.py.
+    """Fills and returns out [T, H, D].
 
-    tables int32 [B, max_pages]; work int32 [W, 4]. The keys and values of the new tokens are
+    q [T, H, D] with any row stride; caches as in attention.py; tables int32 [B, max_pages]; work
+    int32 [W, 4]. The keys and values of the new tokens are
     already in the pages. Rows of q that no work item holds are not written; an item of 0 rows is
     padding.
     """
     shape = check_cache(q, k_cache, v_cache, tables)
     _, heads, dim = q.shape
-    out = q.new_empty(q.shape) if out is None else out
     check(q.shape, q.dtype, out=out)
     check((None, 4), torch.int32, work=work)
     # Products in fp32 need many registers.

@@ -32,7 +32,7 @@ def test_limits(generator):
         cache = Cache(generator, [20, 30], torch.float32, **shape)
         groups = torch.zeros(0, 3, dtype=torch.int32)
         inputs = cache.q, cache.k, cache.v, cache.tables, cache.lengths
-        return decode.decode_attention(*inputs, groups, 30)
+        return decode.decode_attention(*inputs, groups, 30, cache.q)
 
     ids, ones = torch.zeros(4, dtype=torch.int64), torch.ones(4)
     crowd, many = torch.ones(65, 32), torch.zeros(65, dtype=torch.int64)

@@ -33,7 +33,9 @@ class Chunks(Cache):
 
     def attend(self, work=None):
         work = prefill_work(self.starts, self.counts) if work is None else work
-        return prefill_attention(self.q, self.k, self.v, self.tables, work.to(DEVICE))
+        return prefill_attention(
+            self.q, self.k, self.v, self.tables, work.to(DEVICE), self.q.new_empty(self.q.shape)
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
