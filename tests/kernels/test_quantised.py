@@ -77,19 +77,6 @@ def test_the_tiles_of_a_gpu(generator, monkeypatch, bits):
         compare(generator, bits, m, 40, k, torch.bfloat16, with_bias=False)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_long_sums_keep_fp32(generator, monkeypatch, bits, dtype):
-    """Thousands of terms of one sign, over splits: a sum kept in 16 bits would stand still."""
-    monkeypatch.setattr(quantised, "BLOCK_K", 128)
-    x = (1 + randn(generator, 2, 2048).abs()).to(dtype)
-    values, scales, zeros, group = weights(generator, bits, 16, 2048)
-    if bits == 8:
-        values = values.abs().clamp(0, 127)
-    weight = values, scales, None if bits == 8 else torch.zeros_like(zeros), group
-    assert_close(quantised_linear(x, *weight, None), exact(x, reference(*weight)), POINTWISE)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_written_out(generator, dtype):
     """Bit for bit those of the layer; beyond ROWS rows the product is torch's with them."""
