@@ -111,7 +111,7 @@ class GpuRunner(Runner):
         self._copy_pages(plan.copies)
         if not plan.prefills and not plan.forks:
             return self._decode(plan.decodes, after)
-        hidden, requests = self._last_hidden(plan, *self._hidden(plan)), plan.sampling
+        hidden, requests = self._last_hidden(plan), plan.sampling
         noise = self._ints([(*_noise(r.params), len(r.ids)) for r in requests]).view(-1, 3)
         return _Launched(requests, hidden, *self._draw(hidden, *noise.T.contiguous()))
 
@@ -150,7 +150,7 @@ class GpuRunner(Runner):
         noise = rows[:, SEED].contiguous(), rows[:, TEMPERATURE], rows[:, POSITION] + 1
         return hidden, *self._draw(hidden, *noise)
 
-    def _hidden(self, plan: Plan) -> tuple[Tensor, dict[Request, int]]:
+    def _hidden(self, plan: Plan) -> tuple[Tensor, list[Request]]:
         order, decodes, chunks = [], None, None
         if plan.decodes:
             order, decodes = self._decodes(plan.decodes, len(plan.decodes))
@@ -159,19 +159,11 @@ class GpuRunner(Runner):
         if plan.prefills:
             tables = padded_rows([request.table.pages for request, _, _ in plan.prefills])
             tables = torch.from_numpy(tables.clip(0)).int().to(self.device)
-            starts, counts = (
-                [start for _, start, _ in plan.prefills],
-                [n for *_, n in plan.prefills],
-            )
+            _, starts, counts = zip(*plan.prefills, strict=True)
             work = prefill_work(starts, counts).to(self.device)
             sizes = sizes_of(counts, np.add(starts, counts).tolist(), self.device)
             chunks = _Chunks(self._inputs(plan.prefills), tables, work, sizes)
-        place = {request: i for i, request in enumerate(order)}
-        end = len(order) - 1
-        for request, _, count in plan.prefills:
-            end += count
-            place[request] = end
-        return self._forward(decodes, chunks), place
+        return self._forward(decodes, chunks), order
 
     def _forward(self, decodes: _Decodes | None, chunks: _Chunks | None) -> Tensor:
         """Runs the tokens through the model -> hidden states [T, hidden], decodes first."""

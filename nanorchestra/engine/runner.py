@@ -58,7 +58,7 @@ class Runner:
         after: the launched step whose draws are this one's newest ids (steps.py).
         """
         self._copy_pages(plan.copies)
-        return self.model.logits(self._last_hidden(plan, *self._hidden(plan)))
+        return self.model.logits(self._last_hidden(plan))
 
     def draws(self, launched: Any, requests: list[Request]) -> list[Draw]:
         """Draws a token for each of the requests. Raises NotFiniteError."""
@@ -88,8 +88,14 @@ class Runner:
             [request.allowed for request in requests],
         )
 
-    def _last_hidden(self, plan: Plan, hidden: Tensor, place: dict[Request, int]) -> Tensor:
-        """Picks the hidden states [R, hidden] of plan.sampling, given each request's place."""
+    def _last_hidden(self, plan: Plan) -> Tensor:
+        """Computes the step. Returns the hidden states [R, hidden] of plan.sampling."""
+        hidden, decodes = self._hidden(plan)
+        place = {request: i for i, request in enumerate(decodes)}
+        end = len(decodes) - 1
+        for request, _, count in plan.prefills:
+            end += count
+            place[request] = end
         place |= {request: place[leader] for request, leader in plan.forks}
         return hidden.index_select(0, self._ints([place[request] for request in plan.sampling]))
 
@@ -100,18 +106,14 @@ class Runner:
             for cache in (self.k_cache, self.v_cache):
                 cache.index_copy_(1, to, cache.index_select(1, source))
 
-    def _hidden(self, plan: Plan) -> tuple[Tensor, dict[Request, int]]:
-        """Computes hidden states [T, hidden]; returns them and the index of each request's last.
-
-        Decodes stand first, batch by batch, then chunks.
-        """
+    def _hidden(self, plan: Plan) -> tuple[Tensor, list[Request]]:
+        """Returns hidden states [T, hidden], decodes first, and the decodes in their order."""
         batches = self._decode_batches(plan.decodes)
         decodes = [request for batch in batches for request in batch.rows]
         chunks = [(request, len(request.ids) - 1, 1) for request in decodes] + plan.prefills
         tokens, positions, slots = self._inputs(chunks)
-        ends = accumulate(count for _, _, count in chunks)
-        place = {chunk[0]: end - 1 for chunk, end in zip(chunks, ends, strict=True)}
-        return self.model(tokens, positions, self._attend(batches, plan.prefills, slots)), place
+        attend = self._attend(batches, plan.prefills, slots)
+        return self.model(tokens, positions, attend), decodes
 
     def _inputs(self, chunks: list[Chunk]) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, positions and slots (page * page_size + offset) of the chunks, int64 [T]."""
