@@ -7,13 +7,13 @@ import random
 import pytest
 import torch
 
+from nanorchestra.engine import attention
 from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.engine.sampler import Sampler
 from nanorchestra.errors import UserError
 from nanorchestra.model import chat
 from nanorchestra.model.packed_attention import Segment, packed_attention
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
-from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.model.weights import named_hf_tensors
 
 VOCAB = 97
@@ -91,11 +91,14 @@ def ragged_prompts() -> list[list[int]]:
         {"max_running": 3, "max_batch_tokens": 40},
         {"page_size": 1},
         {"page_size": 4, "num_pages": 58, "max_batch_tokens": 64},
+        {"page_size": 2, "block": 1000},
     ],
-    ids=["usual", "chunked prefill", "few at a time", "pages of one", "a tiny pool"],
+    ids=["usual", "chunked prefill", "few at a time", "pages of one", "a tiny pool", "blocks"],
 )
-def test_a_request_gets_the_text_and_logprobs_it_has_alone(model, settings):
+def test_a_request_gets_the_text_and_logprobs_it_has_alone(model, settings, monkeypatch):
     """Seeds and temperatures differ from row to row; some rows are greedy, some end early."""
+    settings = dict(settings)
+    monkeypatch.setattr(attention, "BLOCK_FLOATS", settings.pop("block", attention.BLOCK_FLOATS))
     engine, prompts = Engine(model, **{"num_pages": 1500} | settings), ragged_prompts()
     params = [
         SamplingParams(max_tokens=3 + 4 * (i % 5), seed=i, temperature=(0.0, 0.7, 1.4)[i % 3])
@@ -107,21 +110,6 @@ def test_a_request_gets_the_text_and_logprobs_it_has_alone(model, settings):
         assert (completion.prompt_tokens, completion.finish_reason) == (len(prompt), "length")
         assert_logprobs(model, prompt, completion, p.temperature or 1.0)
     assert_no_leak(engine)
-
-
-def test_greedy_text_is_that_of_transformers(model, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    save_checkpoint(model, None, tmp_path / "model")
-    peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
-    prompts = ragged_prompts()[2:8]
-    for prompt, completion in zip(
-        prompts, Engine(model, num_pages=99).generate(prompts, GREEDY), strict=True
-    ):
-        ids = torch.tensor([prompt])
-        out = peer.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20
-        )
-        assert out[0, len(prompt) :].tolist() == completion.token_ids
 
 
 def test_sessions_prefill_only_what_is_new(model):

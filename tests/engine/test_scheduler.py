@@ -57,44 +57,6 @@ def test_the_newest_is_preempted_keeps_its_place_and_comes_to_the_same_end():
     assert world.cache.available == 8
 
 
-@pytest.mark.parametrize("steps", [0, 3, 8], ids=["waiting", "mid-prefill", "decoding"])
-@pytest.mark.parametrize("prompt", [[9] * 20, list(range(12))], ids=["own", "follower"])
-def test_abort_gives_the_pages_back_at_once(steps, prompt):
-    world = World(max_batch_tokens=8)
-    other, request = world.submit(list(range(12))), world.submit(prompt, max_tokens=30)
-    for _ in range(steps):
-        world.step()
-    world.finish(request, "abort")
-    world.scheduler.check()
-    length = len(request.ids)
-    assert request not in world.scheduler.waiting + world.scheduler.running
-    assert request.table.pages == []
-    world.run()
-    assert len(request.ids) == length, "a token came after the abort"
-    world.assert_correct(other)
-    assert world.cache.available == 32
-
-
-def test_a_step_is_planned_ahead_only_if_all_requests_decode_and_pages_suffice():
-    world = World(num_pages=6, page_size=2, max_batch_tokens=8)
-    a, b = world.submit([1, 2], max_tokens=5), world.submit([3], max_tokens=9)
-    plan = world.scheduler.plan()
-    assert world.scheduler.plan_ahead(plan) is None, "a prefill"
-    world.scheduler.commit(plan)
-    for request in (a, b):
-        request.accept(4, 0.0)
-    plan = world.scheduler.plan()
-    ahead = world.scheduler.plan_ahead(plan)
-    assert ahead.decodes == [a, b] and not ahead.copies
-    assert [len(r.table.pages) for r in (a, b)] == [2, 2], "pages for the token after the next"
-    world.scheduler.commit(plan)
-    world.submit([5])
-    assert world.scheduler.plan_ahead(ahead) is None, "a request waits"
-    world.finish(world.requests[-1], "abort")
-    a.limit = len(a.ids) + 1
-    assert world.scheduler.plan_ahead(ahead) is None, "a request reaches its limit"
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_storm(seed):
     """Submissions, sessions, aborts and new weights in any order: all text is right, no leak."""

@@ -130,15 +130,3 @@ def test_copy_weights_refuses_what_does_not_fit():
     tensors.pop("model.layers.1.mlp.up_proj.weight")
     with pytest.raises(UserError, match="model.layers.1.mlp.up_proj.weight of shape .* is missing"):
         copy_weights(a_model(), tensors.items())
-
-
-def test_a_save_replaces_the_old_checkpoint_as_a_whole(tmp_path, monkeypatch):
-    path = tmp_path / "model"
-    with monkeypatch.context() as patch:
-        patch.setattr(saving, "SHARD_BYTES", 3000)
-        save_checkpoint(a_model(0), None, path)
-    save_checkpoint(a_model(1), None, path)
-    assert same(load_model(path)[0], a_model(1))
-    names = sorted(entry.name for entry in path.iterdir())
-    assert names == ["config.json", "generation_config.json", SINGLE]
-    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
