@@ -125,7 +125,8 @@ def make_training(tmp_path, sandbox, monkeypatch, nano_model, nano_tokenizer):
         run.progress.phase = "grpo"
         if resume:
             run.restore()
-        run.publish()
+        else:
+            run.publish()
         return run
 
     return make

@@ -21,8 +21,9 @@ def train(run: TrainingRun) -> bool:
 
     With rollout.only it samples as GRPO would, records all attempts, and trains nothing.
     """
-    if run.config.rollout.only:
+    if run.config.rollout.only and run.progress.phase == "warm_start":
         run.progress.phase = "rollouts"
+        run.publish()
     if run.progress.phase == "warm_start":
         if run.on_gpu:
             run.engine.sleep()  # until the first evaluation
@@ -32,7 +33,6 @@ def train(run: TrainingRun) -> bool:
         _begin_grpo(run)
         if run.ranks.any(run.stop.asked):
             return False
-    run.publish()
     if not grpo(run):
         return False
     results = {} if run.config.rollout.only else _finish(run)
@@ -55,6 +55,7 @@ def _begin_grpo(run: TrainingRun) -> None:
     run.trainer.new_optimizer(config.grpo.optimizer)
     if config.grpo.kl_coef:
         run.trainer.freeze_reference()
+    run.publish()
     run.progress.phase, run.progress.step = "grpo", 0
     run.save()
 

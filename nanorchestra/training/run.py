@@ -189,6 +189,7 @@ class TrainingRun:
             "progress": dataclasses.asdict(progress),
             "offsets": self.folder.offsets() if self.ranks.first else {},
             "ahead": self.ahead.to_notes() if self.ahead else None,
+            "weight_version": self.engine.weight_version,
         }
         order = int(progress.phase != "warm_start")
         name = f"{order}-{progress.phase}-{progress.step:06d}"
@@ -213,6 +214,8 @@ class TrainingRun:
         if notes:
             self.progress, offsets = Progress(**notes["progress"]), notes["offsets"]
             self.ahead = Batch.from_notes(notes["ahead"]) if notes["ahead"] else None
+            self.engine.weight_version = notes["weight_version"] - 1
+            self.publish()
         if self.ranks.first:
             self.folder.truncate(offsets)
             write_whole(self.folder.path / "config.toml", to_toml(self.config))

@@ -114,6 +114,9 @@ def test_stopped_or_killed_and_resumed_it_ends_the_same(make_training):
         again = make_training(name, resume=True)
         assert again.progress.step == at and program.grpo(again)
         assert steps_of(again) == steps_of(whole)
+        ours, theirs = (list(run.folder.rows("trajectories")) for run in (again, whole))
+        for row, same in zip(ours, theirs, strict=True):
+            assert row["weight_versions"] == same["weight_versions"]
         models = [named_hf_tensors(run.trainer.model) for run in (again, whole)]
         for (_, ours), (_, theirs) in zip(*models, strict=True):
             assert torch.equal(ours, theirs)
