@@ -94,7 +94,9 @@ class GrpoSection:
     warmup_steps: int = setting(5, "steps over which the learning rate rises to its peak")
     final_fraction: float = setting(0.1, "of the peak learning rate, at the last step")
     objective: Literal["grpo", "toolorchestra", "dr_grpo", "dapo", "gspo", "cispo"] = setting(
-        "grpo", "advantage, loss and filters; see nanorchestra/training/objectives.py"
+        "grpo",
+        "advantage, loss and filters; see docs/training.md. Another one than the file's does not take "
+        "the file's kl_coef and min_std",
     )
     bounds: Literal["group", "task"] = setting(
         "group", "extrema of the reward's parts: of the group (the paper), or of the price list"

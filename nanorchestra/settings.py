@@ -42,7 +42,8 @@ SETTINGS = {  # field and type of each setting
     for section, kind in get_type_hints(Config).items()
     for field in dataclasses.fields(kind)
 }
-# Those that may change when a run is resumed.
+# Those that a file chooses for its objective, and those that may change when a run is resumed.
+OF_OBJECTIVE = ("grpo.kl_coef", "grpo.min_std")
 RESUMABLE = ("run.checkpoint_every", "grpo.steps")
 
 
@@ -83,7 +84,8 @@ def given_settings(options: argparse.Namespace) -> dict[str, Any]:
 def load_config(name: str | Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
     """Returns the config of a TOML file, or of configs/`name`.toml, changed by `overrides`.
 
-    None: the defaults. Keys of `overrides` are "section.name". UserError for a file that cannot be
+    None: the defaults. Keys of `overrides` are "section.name". With another grpo.objective than the
+    file's, the settings OF_OBJECTIVE have their defaults. UserError for a file that cannot be
     read, for unknown names, and for values of the wrong type or outside their range.
     """
     parser = ArgumentParser(allow_abbrev=False)
@@ -98,7 +100,10 @@ def load_config(name: str | Path | None, overrides: Mapping[str, Any] | None = N
         given = given_settings(parser.parse_args(words))
     except (OSError, ValueError, AttributeError, UserError) as error:
         raise UserError(f"{name}: {error}") from None
-    config = Config().replace(given | dict(overrides or {}))
+    config, overrides = Config().replace(given), dict(overrides or {})
+    if overrides.get("grpo.objective", config.grpo.objective) != config.grpo.objective:
+        given = {name: value for name, value in given.items() if name not in OF_OBJECTIVE}
+    config = Config().replace(given | overrides)
     _check_together(config)
     return config
 
@@ -118,6 +123,11 @@ def _check_together(config: Config) -> None:
         cap >= 1 or cap == rollout.overlap == 0,
         f"grpo.importance_cap is {cap}; it must be at least 1, or 0 without rollout.overlap, whose "
         "attempts come from weights one update old (2, say, corrects for it)",
+    )
+    require(
+        config.grpo.objective != "gspo" or not cap,
+        f"grpo.importance_cap is {cap}; gspo weighs whole sequences, so it must be 0, and "
+        "rollout.overlap false",
     )
     require(
         rollout.turn_tokens < context,

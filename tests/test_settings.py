@@ -42,6 +42,14 @@ def test_every_shipped_config_is_valid_and_found_by_its_name():
         load_config("qwen4")
 
 
+def test_another_objective_does_not_keep_what_the_file_chose_for_the_first():
+    assert load_config("nano", parse("--grpo.objective", "grpo")) == load_config("nano")
+    other = load_config("nano", parse("--grpo.objective", "cispo")).grpo
+    assert other.kl_coef == Config().grpo.kl_coef and other.learning_rate == 1e-3
+    big = load_config("qwen3-8b", parse("--grpo.objective", "dapo", "--grpo.kl_coef", "0.5")).grpo
+    assert (big.min_std, big.kl_coef) == (Config().grpo.min_std, 0.5)
+
+
 @pytest.mark.parametrize(
     "words, says",
     [
@@ -54,6 +62,7 @@ def test_every_shipped_config_is_valid_and_found_by_its_name():
         (["--grpo.learning_rate", "nan"], "--grpo.learning_rate: nan must be"),
         (["--grpo.importance_cap", "0.5"], "it must be at least 1, or 0 without"),
         (["--rollout.overlap", "true"], "importance_cap is 0.0; it must be at least 1"),
+        (["--grpo.objective", "gspo", "--grpo.importance_cap", "2"], "gspo weighs whole sequences"),
         (["--rollout.turn_tokens", "4096"], "below rollout.context_tokens, 1024"),
         (["--rollout.pages", "63"], "rollout.pages is 63; it must be 0, or at least 64"),
     ],
