@@ -91,7 +91,8 @@ class Trainer:
 
         temperature: that of the sampler. length: the most ids of a trajectory, for the aggregation
         "constant". With an importance cap the old log-probabilities are those of this forward pass:
-        with one update per step the two policies are the same. Without it they are the sampler's.
+        with one update per step the two policies are the same. So they are for GSPO, whose bounds
+        are narrower than the sampler's rounding. Else they are the sampler's.
 
         Beside the metrics of `policy_loss` and `_finish`: loss, entropy in nats, `logprob_gap` and
         `logprob_gap_max`, the mean and largest |trainer - sampler| of the log-probabilities.
@@ -105,7 +106,8 @@ class Trainer:
             hidden = self._hidden(self.model, packed)  # [N, H], of the ids before sampled ones
             logprobs, entropy = self._logprobs(hidden, packed, temperature)
             kl = self._kl(hidden, logprobs, packed, objective, temperature)
-            old = logprobs if objective.importance_cap else packed.sampler_logprobs
+            own = objective.importance_cap or objective.surrogate == "gspo"
+            old = logprobs if own else packed.sampler_logprobs
             loss, terms = policy_loss(
                 logprobs, old, packed, objective, normaliser=normaliser, kl=kl
             )

@@ -9,7 +9,7 @@ import torch
 
 from nanorchestra.model.packed_attention import Segment, packed_attention
 from nanorchestra.training.costs import model_flops
-from nanorchestra.training.objectives import Objective
+from nanorchestra.training.objectives import OBJECTIVES, Objective
 from nanorchestra.training.packing import Group, Sample, pack
 from nanorchestra.training.trainer import Trainer, TrainerSettings
 
@@ -82,14 +82,14 @@ def test_a_packed_step_has_the_gradient_of_the_samples_one_by_one(nano_model):
     near(packed, {name: p.grad for name, p in nano_model.named_parameters()})
 
 
-OBJECTIVES = [
+SURROGATES = [
     Objective(importance_cap=2.0),
     Objective("gspo", "sequence", clip_low=0.1, clip_high=0.1),
     Objective("cispo", "constant"),
 ]
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda o: o.surrogate)
+@pytest.mark.parametrize("objective", SURROGATES, ids=lambda o: o.surrogate)
 @pytest.mark.parametrize("budget", [1, 60])
 def test_micro_batches_do_not_change_the_gradient(nano_model, objective, budget):
     groups = make_groups(1)
@@ -157,6 +157,17 @@ def test_the_update_lowers_the_loss_and_its_state_goes_on_exactly(nano_model, ki
     for name, tensor in tensors.items():
         tensor.copy_(saved[name])
     assert [trainer.supervised_step(groups, 3e-3)["loss"] for _ in range(3)] == straight
+
+
+def test_gspo_clips_no_sequence_for_the_samplers_rounding(nano_model):
+    groups = make_groups(3)
+    for group in groups:
+        for sample in group.samples:
+            logprobs = iter(alone(nano_model, group.prompt, sample).tolist())
+            sample.logprobs = [next(logprobs) + 0.01 if drawn else 0.0 for drawn in sample.sampled]
+    trainer = Trainer(nano_model, vocab_limit=690)
+    metrics = trainer.policy_step(groups, 0.0, OBJECTIVES["gspo"]).metrics
+    assert metrics["clip_fraction"] == 0 and metrics["grad_norm"] > 0
 
 
 def test_a_loss_or_gradient_that_is_not_finite_changes_nothing(nano_model):
