@@ -95,7 +95,7 @@ class GrpoSection:
     final_fraction: float = setting(0.1, "of the peak learning rate, at the last step")
     objective: Literal["grpo", "toolorchestra", "dr_grpo", "dapo", "gspo", "cispo"] = setting(
         "grpo",
-        "advantage, loss and filters; see docs/training.md. Another one than the file's does not take "
+        "advantage, loss and filters (docs/training.md); another one than the file's does not take "
         "the file's kl_coef and min_std",
     )
     bounds: Literal["group", "task"] = setting(

@@ -34,6 +34,7 @@ from nanorchestra.config import GrpoSection
 from nanorchestra.training.packing import Group, Packed
 
 ADVANTAGE_CLIP = 3.0
+MIN_SCALE = 0.05  # of advantages: attempts with the same calls and outcome spread less
 MAX_LOG_RATIO = 20.0  # keeps exp finite; the bounds of every surrogate lie far inside
 
 
@@ -84,11 +85,12 @@ def group_advantages(
 ) -> tuple[list[float], list[str | None]]:
     """Returns the advantage of each member of a group, and why a member is left out of the loss.
 
-        A_i = (R_i - mean R) / (std R + 1e-6)     DeepSeekMath section 4.1.2; std over n - 1
-        A_i = R_i - mean R                        without normalise_std: Dr. GRPO equation 3
+        A_i = (R_i - mean R) / std R     DeepSeekMath section 4.1.2; std over n - 1
+        A_i = R_i - mean R               without normalise_std: Dr. GRPO equation 3
 
-    cut to +- ADVANTAGE_CLIP. A member that is left out has the advantage 0. The reason is None for
-    a member that enters the loss, else
+    cut to +- ADVANTAGE_CLIP. The divisor is at least MIN_SCALE: a smaller spread comes from a few
+    tokens more or less, which would otherwise count as much as a wrong answer. A member that is
+    left out has the advantage 0. The reason is None for a member that enters the loss, else
 
     "infrastructure"  valid[i] is False: a tool failed, not the policy. Not in mean and std.
     "homogeneous"     at most one member counts, or their std is not above `min_std`.
@@ -100,7 +102,7 @@ def group_advantages(
         mean = math.fsum(counted) / len(counted)
         squares = math.fsum((reward - mean) ** 2 for reward in counted)
         spread = math.sqrt(squares / (len(counted) - 1))
-    scale = spread + 1e-6 if objective.normalise_std else 1.0
+    scale = max(spread, MIN_SCALE) + 1e-6 if objective.normalise_std else 1.0
 
     advantages: list[float] = []
     reasons: list[str | None] = []

@@ -202,6 +202,8 @@ def test_advantages_are_z_scores_with_the_sample_deviation():
     centred, _ = advantages_of([1.0, 0.0, 0.0, 1.0], normalise_std=False)
     assert centred == [sign * 0.5 for sign in signs]
     assert advantages_of([1.0] + [0.0] * 15)[0][0] == 3.0
+    noise, _ = advantages_of([0.80, 0.81, 0.82, 0.81])  # attempts that differ by a few tokens
+    assert max(map(abs, noise)) < 0.25
 
 
 def test_a_member_is_left_out_for_one_reason():
