@@ -136,18 +136,10 @@ class Ranks:
     def map(
         self, function: Callable[[list[T]], Sequence[R]], items: Sequence[T], together: int = 1
     ) -> list[R]:
-        """Returns function(items), computed in shares; `together` items in a row share a rank."""
-        if self.world == 1:
-            return list(function(list(items)))
-        shares: list[list[int]] = [[] for _ in range(self.world)]
-        for i in range(len(items)):
-            shares[i // together % self.world].append(i)
-        computed = self.gather(list(function([items[i] for i in shares[self.rank]])))
-        results: list[Any] = [None] * len(items)
-        for share, values in zip(shares, computed, strict=True):
-            for i, value in zip(share, values, strict=True):
-                results[i] = value
-        return results
+        """Returns function(items), computed in shares of whole runs of `together` items."""
+        share = -(-len(items) // (self.world * together)) * together
+        mine = items[share * self.rank : share * (self.rank + 1)]
+        return [result for part in self.gather(list(function(list(mine)))) for result in part]
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
         """Returns the float64 sum over the ranks of each value; all ranks have the same names."""
