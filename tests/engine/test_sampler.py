@@ -62,21 +62,6 @@ def test_noise_is_uniform_and_independent_in_seed_and_position():
     assert uniforms([-1], [3]) == uniforms([2**64 - 1], [3])
 
 
-def test_a_draw_does_not_depend_on_the_other_rows():
-    torch.manual_seed(2)
-    logits, sampler, none = torch.randn(24, 150), Sampler(150), [None] * 24
-    params = [
-        SamplingParams(seed=i, temperature=(0.0, 0.7)[i % 2], top_k=(0, 9, 0)[i % 3])
-        for i in range(24)
-    ]
-    drawn = sampler(logits, params, range(24), none)
-    turned = sampler(logits.flip(0), params[::-1], range(23, -1, -1), none)
-    for i, (one, other) in enumerate(zip(drawn, turned[::-1], strict=True)):
-        (alone,) = Sampler(150)(logits[i : i + 1], [params[i]], [i], [None])
-        assert alone.token == one.token == other.token
-        assert alone.logprob == pytest.approx(one.logprob, abs=1e-6)
-
-
 def test_greedy_is_the_argmax_with_the_lowest_id_on_ties_and_logprob_at_temperature_one():
     logits = torch.tensor([0.0, 3.0, 3.0, 1.0])
     params = [SamplingParams(temperature=t, top_k=1) for t in (0.0, 1e-6)]

@@ -80,9 +80,6 @@ DAMAGES = {
     "model.embed_tokens.weight has shape [41, 24]; expected [41, 32]": lambda path: edit_json(
         path / "config.json", hidden_size=32
     ),
-    "layers.2.input_layernorm.weight of shape [24] is missing": lambda path: edit_json(
-        path / "config.json", num_hidden_layers=3
-    ),
     "model.layers.1.input_layernorm.weight has shape [24]; expected no tensor": lambda path: (
         edit_json(path / "config.json", num_hidden_layers=1)
     ),
@@ -130,3 +127,15 @@ def test_copy_weights_refuses_what_does_not_fit():
     tensors.pop("model.layers.1.mlp.up_proj.weight")
     with pytest.raises(UserError, match="model.layers.1.mlp.up_proj.weight of shape .* is missing"):
         copy_weights(a_model(), tensors.items())
+
+
+def test_a_save_replaces_the_old_checkpoint_as_a_whole(tmp_path, monkeypatch):
+    path = tmp_path / "model"
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "SHARD_BYTES", 3000)
+        save_checkpoint(a_model(0), None, path)
+    save_checkpoint(a_model(1), None, path)
+    assert same(load_model(path)[0], a_model(1))
+    names = sorted(entry.name for entry in path.iterdir())
+    assert names == ["config.json", "generation_config.json", SINGLE]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
