@@ -5,8 +5,12 @@ Plain data. Costs are US dollars, latencies seconds. No torch.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from nanorchestra.errors import require
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,8 @@ class ToolResult:
     """The observation that a call returned, and what it cost; tokens are those of an expert.
 
     `infrastructure` marks a failure that the policy did not cause: the attempt leaves its group.
-    `alias` is the expert behind a tool that offers several, "" for other tools.
+    `refused` marks a call that was not run and does not count as one. `alias` is the expert behind
+    a tool that offers several, "" for other tools.
     """
 
     content: str
@@ -66,6 +71,7 @@ class ToolResult:
     input_tokens: int = 0
     output_tokens: int = 0
     alias: str = ""
+    refused: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,8 @@ class Preference:
     """What the user wants, in words for the prompt and as weights for the reward.
 
     `tools` maps a tool's name to its weight: negative to avoid the tool, positive to favour it.
+    The loop enforces three hard limits: tools `never` to call, `usd` to spend at most, `seconds`
+    until the answer at most; None is no limit.
     """
 
     text: str = ""
@@ -80,6 +88,61 @@ class Preference:
     cost: float = 0.0
     latency: float = 0.0
     tools: dict[str, float] = field(default_factory=dict)
+    never: list[str] = field(default_factory=list)
+    usd: float | None = None
+    seconds: float | None = None
+
+    @property
+    def words(self) -> str:
+        """What the prompt says: the text, and a sentence for each hard limit."""
+        limits = [f"Never call {name}." for name in self.never]
+        limits += [f"Spend at most ${self.usd:g}."] if self.usd is not None else []
+        limits += [f"Answer within {self.seconds:g} seconds."] if self.seconds is not None else []
+        return " ".join(filter(None, [self.text, *limits]))
+
+    @classmethod
+    def of(cls, text: str, vector: Mapping[str, Any], where: str) -> Preference:
+        """Returns the preference of a text and a vector, which is at `where` for the UserError.
+
+        Entries are the weights "outcome" (or "accuracy"), "cost", "latency" and those of tools, and
+        the limits "never" (a list), "usd" and "seconds".
+        """
+        given: dict[str, Any] = {"tools": {}, "never": list(vector.get("never", []))}
+        for name, value in vector.items():
+            name, limit = ("outcome" if name == "accuracy" else name), name in ("usd", "seconds")
+            known = name in ("outcome", "cost", "latency") or limit
+            number = isinstance(value, int | float) and math.isfinite(value)
+            require(
+                name == "never" or number and (not known or value >= 0) and (not limit or value),
+                f"{where}: {name} is {value!r}; it must be a number"
+                + (", above 0" if limit else ", at least 0" if known else ""),
+            )
+            if known:
+                given[name] = float(value)
+            elif name != "never":
+                given["tools"][name] = float(value)
+        return cls(text, **given)
+
+    @classmethod
+    def parse(cls, text: str, where: str) -> Preference:
+        """Returns the preference of a line, of which the words NAME=VALUE are the vector.
+
+        "Be quick. latency=1 search=-0.5 never=python usd=0.05 seconds=60" is an example. UserError
+        names `where` the line is from.
+        """
+        said, vector = [], {}
+        for word in text.split():
+            name, sign, value = word.rpartition("=")
+            if not (sign and name):
+                said.append(word)
+            elif name == "never":
+                vector.setdefault(name, []).append(value)
+            else:
+                try:
+                    vector[name] = float(value)
+                except ValueError:
+                    vector[name] = value
+        return cls.of(" ".join(said), vector, where)
 
     @property
     def avoided(self) -> tuple[str, ...]:
@@ -122,9 +185,11 @@ class Trajectory:
     an endpoint wrote has log-probability None. With rebuilt context the ids are prompt and turn,
     prompt and turn, ...
 
-    status: "answered", "turn_limit", "token_limit", or "infrastructure" (a failure that the policy
-    did not cause: the attempt leaves its group). trainer_logprobs: the trainer's log-probabilities
-    of the sampled ids, in order, before its update; empty if it did not train on them.
+    status: "answered", "turn_limit", "token_limit", "user_limit" (a limit of the preference), or
+    "infrastructure" (a failure that the policy did not cause: the attempt leaves its group).
+    verdict: how the answer was judged, "" if the world does not say it. trainer_logprobs: the
+    trainer's log-probabilities of the sampled ids, in order, before its update; empty if it did not
+    train on them.
     """
 
     task_id: str
@@ -145,3 +210,4 @@ class Trajectory:
     reward: float = 0.0
     advantage: float = 0.0
     trainer_logprobs: list[float] = field(default_factory=list)
+    verdict: str = ""

@@ -39,12 +39,19 @@ class Tool(Protocol):
 
 
 class Environment(Protocol):
-    """One attempt at one task. `tools` are OpenAI function objects, `kinds` maps some to a kind."""
+    """One attempt at one task. `tools` are OpenAI function objects, `kinds` maps some to a kind.
+
+    `verdict` is a word for how `score` judged the answer, "" if there is nothing to say.
+    """
 
     task: Task
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
     kinds: dict[str, str]
+    verdict: str
+
+    def most_usd(self, call: ToolCall) -> float:
+        """Returns the most US dollars that a call can cost, as far as is known."""
 
     async def execute(self, call: ToolCall) -> ToolResult:
         """Returns the observation of one call; never raises for what the policy wrote."""
@@ -53,31 +60,43 @@ class Environment(Protocol):
         """Returns the user's reply to a message without calls; None if it is the answer."""
 
     def score(self, answer: str) -> float:
-        """Returns the outcome in [0, 1]."""
+        """Returns the outcome in [0, 1]; it may wait for a judge, and raise EndpointError."""
 
 
 class ToolEnvironment:
     """A question, the tools to answer it with, and `grade(answer) -> outcome in [0, 1]`."""
+
+    verdict = ""
 
     def __init__(self, task: Task, tools: Sequence[Tool], grade: Callable[[str], float]):
         self.task, self._grade = task, grade
         self.by_name = {tool.name: tool for tool in tools}
         self.tools = [function_schema(tool) for tool in tools]
         self.kinds = {tool.name: tool.kind for tool in tools}
-        words = " ".join(filter(None, (task.question, task.preference.text)))
+        words = " ".join(filter(None, (task.question, task.preference.words)))
         self.messages = [{"role": "user", "content": words}]
+
+    def most_usd(self, call: ToolCall) -> float:
+        """Returns what the tool's `most_usd(arguments)` says, or its price per call; else 0."""
+        tool = self.by_name.get(call.name)
+        if self._problem(call) or not hasattr(tool, "most_usd"):
+            return getattr(tool, "usd_per_call", 0.0)
+        return tool.most_usd(call.arguments)
+
+    def _problem(self, call: ToolCall) -> str | None:
+        """Returns why a call cannot be run; None if it can."""
+        if call.error:
+            return call.error
+        if call.name not in self.by_name:
+            return f"no tool named {call.name!r}; the tools are {', '.join(self.by_name)}"
+        problem = argument_error(call.arguments, self.by_name[call.name].parameters)
+        return problem and f"{call.name}: {problem}"
 
     async def execute(self, call: ToolCall) -> ToolResult:
         """Runs one call. A call that cannot be run returns the reason, and costs nothing."""
-        tool = self.by_name.get(call.name)
-        if call.error:
-            problem = call.error
-        elif tool is None:
-            problem = f"no tool named {call.name!r}; the tools are {', '.join(self.by_name)}"
-        elif problem := argument_error(call.arguments, tool.parameters):
-            problem = f"{call.name}: {problem}"
-        if problem:
-            return ToolResult(f"Error: {problem}", error=True)
+        if problem := self._problem(call):
+            return refused(problem)
+        tool = self.by_name[call.name]
         try:
             if tool.blocking:
                 result = await in_thread(tool.call, call.arguments)
@@ -96,6 +115,11 @@ class ToolEnvironment:
     def score(self, answer: str) -> float:
         """Returns the grade of the answer."""
         return self._grade(answer)
+
+
+def refused(problem: str) -> ToolResult:
+    """Returns the observation of a call that is not run."""
+    return ToolResult(f"Error: {problem}", error=True, refused=True)
 
 
 def function_schema(tool: Tool) -> dict[str, Any]:

@@ -15,12 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanorchestra.agent.environment import Environment
+from nanorchestra.agent.environment import Environment, in_thread
+from nanorchestra.agent.limits import SECONDS_PER_TOKEN, UserLimits
 from nanorchestra.agent.rebuild import Notes
 from nanorchestra.model import chat
 from nanorchestra.records import ParsedTurn, Price, ToolCall, ToolResult, Trajectory, Turn
+from nanorchestra.tools.experts import EndpointError
 
-SECONDS_PER_TOKEN = 0.01  # latency of a sampled id of the policy
 OnEvent = Callable[[str, Any], None]  # ("token", id), ("turn", ParsedTurn) or ("results", Turn)
 
 
@@ -49,6 +50,7 @@ class Attempt:
         self.emit = on_event or (lambda kind, payload: None)
         self.on_token = (lambda token, _: on_event("token", token)) if on_event else None
         self.trajectory = Trajectory(env.task.id, seed, 0, [], [], [], [])
+        self.user = UserLimits(env, self.trajectory, rollout.price)
         self.conversation = None
         self.context = 0  # where in the trajectory the conversation begins
         room = self.limits.context_tokens - self.limits.turn_tokens
@@ -61,10 +63,16 @@ class Attempt:
             t.status = await self._play()
         finally:
             self._close()
-        sampled = sum(t.sampled)
-        t.cost_usd += self.rollout.price.cost(len(t.ids) - sampled, sampled)
+        t.cost_usd += self.user.own_usd()
         t.well_formed &= t.status == "answered" and bool(t.answer)
-        t.outcome = self.env.score(t.answer) if t.status == "answered" else 0.0
+        if t.status == "answered":
+            try:
+                t.outcome = await in_thread(self.env.score, t.answer)  # a judge may take its time
+            except EndpointError as error:
+                t.status = "infrastructure"
+                problem = f"Error: the judge did not answer ({error})"
+                t.turns[-1].results = [ToolResult(problem, error=True, infrastructure=True)]
+            t.verdict = self.env.verdict
         return t
 
     async def _play(self) -> str:
@@ -73,15 +81,16 @@ class Attempt:
             self._open()
             used = len(self.trajectory.ids) - self.context
             budget = min(self.limits.turn_tokens, self.limits.context_tokens - used)
-            if budget <= 0:
-                return "token_limit"
+            allowed = self.user.affordable(budget)
+            if allowed <= 0:
+                return "token_limit" if budget <= 0 else "user_limit"
             # Noise is a function of (seed, position), and prompts of one length begin alike.
             seed = (self.seed + number * SEED_STEP) % 2**63 if self.notes else self.seed
-            params = self.rollout.params(seed, budget)
+            params = self.rollout.params(seed, allowed)
             completion = await self.conversation.sample(params, self.on_token)
             turn, parsed = self._record(completion)
             if completion.finish_reason == "length":
-                return "token_limit"
+                return "token_limit" if allowed == budget else "user_limit"
             if completion.finish_reason == "error":
                 results = [ToolResult(completion.text, error=True, infrastructure=True)]
                 turn.results = results
@@ -128,17 +137,17 @@ class Attempt:
         return turn, parsed
 
     async def _execute(self, turn: Turn, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        """Runs the calls of a turn side by side; those beyond the limit are refused.
+        """Runs the calls of a turn side by side; those beyond a limit are refused.
 
         Every call is billed; the turn takes as long as its slowest call.
         """
-        t, most = self.trajectory, self.limits.calls_per_turn
-        results = await asyncio.gather(*(self.env.execute(call) for call in calls[:most]))
-        refusal = ToolResult(f"Error: at most {most} calls in one turn", error=True)
-        turn.calls, turn.results = list(calls), results + [refusal] * len(calls[most:])
+        t = self.trajectory
+        turn.calls = list(calls)
+        turn.results = await self.user.execute(calls, self.limits.calls_per_turn)
         for call, result in zip(turn.calls, turn.results, strict=True):
-            name = result.alias or call.name
-            t.calls[name] = t.calls.get(name, 0) + 1
+            if not result.refused:
+                name = result.alias or call.name
+                t.calls[name] = t.calls.get(name, 0) + 1
         t.cost_usd += sum(result.cost_usd for result in turn.results)
         t.latency_s += max(result.latency_s for result in turn.results)
         self.emit("results", turn)

@@ -6,6 +6,7 @@ import json
 import random
 from typing import Any
 
+from nanorchestra.agent.environment import refused
 from nanorchestra.records import Price, Task, ToolCall, ToolResult
 from worlds.toolscale import preferences
 from worlds.toolscale.program import ToolError
@@ -16,6 +17,7 @@ from worlds.toolscale.words import expand
 from worlds.toolscale.world import World
 
 EXPERT = "call_expert"
+STEP_TOKENS = 600  # that an expert writes for a turn at most
 ROLE = (
     "You serve the user under the policy below. In each turn either write to the user or call a "
     "tool, never both.\n\n<policy>\n{policy}\n</policy>"
@@ -37,6 +39,8 @@ class DomainEnvironment:
     nothing.
     """
 
+    verdict = ""
+
     def __init__(self, world: World, task: Task, seed: int):
         tau2 = task.data["task"]
         self.world, self.task, self.seed = world, task, seed
@@ -55,13 +59,20 @@ class DomainEnvironment:
             words = {"names": list(self.experts), "descriptions": " ".join(descriptions)}
             self.tools.append(expand(preferences.TABLES["tool"], words))
             system += HAND_OVER
-        if task.preference.text:
-            system += f"\n\nYour operator's wish: {task.preference.text}"
+        if wish := task.preference.words:
+            system += f"\n\nYour operator's wish: {wish}"
         self.messages = [
             {"role": "system", "content": system},
             {"role": "user", "content": task.question},
         ]
         self.history = [system, task.question]  # what an expert reads
+
+    def most_usd(self, call: ToolCall) -> float:
+        """Returns the price of an expert's longest turn; the tools of a domain are free."""
+        if call.error or call.name != EXPERT or call.arguments.get("expert") not in [*self.experts]:
+            return 0.0
+        expert = self.experts[call.arguments["expert"]]
+        return _price(expert).cost(sum(map(len, self.history)), STEP_TOKENS)
 
     async def execute(self, call: ToolCall) -> ToolResult:
         """Runs a call of a domain tool or an expert. One that fails is an error observation."""
@@ -95,7 +106,7 @@ class DomainEnvironment:
         if call.error is not None or call.name not in self.offered:
             names = ", ".join(sorted(self.offered))
             problem = call.error or f"no tool named {call.name!r}; the tools are {names}"
-            return ToolResult(f"Error: {problem}", error=True)
+            return refused(problem)
         self.calls.append((call.name, call.arguments))
         try:
             value = self.world.call(self.tables, call.name, call.arguments)
@@ -113,11 +124,10 @@ class DomainEnvironment:
         """
         if alias not in list(self.experts):
             names = ", ".join(self.experts)
-            problem = f"Error: {EXPERT}: expert must be one of {names}, not {alias!r}"
-            return ToolResult(problem, error=True)
+            return refused(f"{EXPERT}: expert must be one of {names}, not {alias!r}")
         expert = self.experts[alias]
         rng = random.Random(f"{self.task.id}/{self.seed}/{alias}/{len(self.history)}")
-        tokens = sum(map(len, self.history)) // 4, rng.randint(80, 600)
+        tokens = sum(map(len, self.history)) // 4, rng.randint(80, STEP_TOKENS)
         left = [call for call in self.scorer.golden if call not in self.calls]
         right = rng.random() < expert["skill"]
         if left and (right or rng.random() < 0.5):
@@ -130,12 +140,15 @@ class DomainEnvironment:
             answer = self._say(content)
             said = f"The user: {answer}" if answer else "The user has ended the conversation."
             text = f"{alias} wrote to the user: {content}\n{said}"
-        price = Price(expert["input_per_million"], expert["output_per_million"])
         return ToolResult(
             text,
-            price.cost(*tokens),
+            _price(expert).cost(*tokens),
             expert["latency_s"] * rng.uniform(0.8, 1.2),
             input_tokens=tokens[0],
             output_tokens=tokens[1],
             alias=alias,
         )
+
+
+def _price(expert: dict[str, Any]) -> Price:
+    return Price(expert["input_per_million"], expert["output_per_million"])

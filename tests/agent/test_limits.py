@@ -1,0 +1,79 @@
+"""The user's hard limits hold whatever the policy writes, and refused calls count as none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from scripted import ANSWER, EchoTool, call, echoing, play
+
+from nanorchestra.agent.loop import Limits
+from nanorchestra.errors import UserError
+from nanorchestra.records import Preference
+
+TWO = call("a").replace("<|im_end|>", "") + "\n" + call("b").split("\n\n")[1]
+
+
+class Priced(EchoTool):
+    """Says what it can cost: what it does cost."""
+
+    def most_usd(self, arguments):
+        return 0.25
+
+
+def limited(tokenizer, script, tool=None, limits=None, **wish):
+    env = echoing(tool or Priced())
+    task = replace(env.task, preference=Preference(**wish))
+    env = type(env)(task, list(env.by_name.values()), lambda answer: float(answer == "42"))
+    (t,), engine = play(tokenizer, script, envs=[env], limits=limits or Limits())
+    said = [result.content for turn in t.turns for result in turn.results]
+    return t, said, engine, env.messages[0]["content"]
+
+
+def test_a_forbidden_tool_is_not_called_and_a_refused_call_earns_no_weight(nano_tokenizer):
+    t, said, _, prompt = limited(nano_tokenizer, [call(), ANSWER], never=["echo"])
+    assert said == ["Error: the user forbids echo"] and "Never call echo." in prompt
+    assert t.calls == {} and t.cost_usd < 0.01 and t.outcome == 1
+    by_alias = limited(nano_tokenizer, [call("orion"), ANSWER], never=["orion"])
+    assert by_alias[1] == ["Error: the user forbids orion"]
+    wrong = call().replace("text", "words")
+    for refused, says in ((call(name="nothing"), "no tool"), (wrong, "unexpected")):
+        t, said, _, _ = limited(nano_tokenizer, [refused, ANSWER])
+        assert says in said[0] and t.calls == {}
+    t, said, _, _ = limited(nano_tokenizer, [TWO, ANSWER], limits=Limits(calls_per_turn=1))
+    assert "at most 1 calls" in said[1] and t.calls == {"echo": 1}
+
+
+def test_no_call_begins_that_could_cost_more_than_the_user_allows(nano_tokenizer):
+    for usd, calls in ((0.2, 0), (0.3, 1), (0.6, 2)):
+        t, said, _, prompt = limited(nano_tokenizer, [TWO, ANSWER], usd=usd)
+        assert t.calls.get("echo", 0) == calls and t.cost_usd <= usd and t.status == "answered"
+        assert len([text for text in said if "may cost $0.25" in text]) == 2 - calls
+        assert f"Spend at most ${usd:g}." in prompt
+    assert limited(nano_tokenizer, [call()] * 3, usd=1e-9)[0].status == "user_limit"
+
+
+def test_a_call_is_given_up_in_time_for_an_answer(nano_tokenizer):
+    t, said, _, prompt = limited(nano_tokenizer, [call(), ANSWER], seconds=2.0)  # 2 s, virtual
+    assert "was given up" in said[0] and t.latency_s <= 2 and t.status == "answered"
+    assert "Answer within 2 seconds." in prompt and t.cost_usd > 0.25  # its cost is known
+    tool = Priced(blocking=True, seconds=1.5)
+    t, said, _, _ = limited(nano_tokenizer, [call(), ANSWER], tool, seconds=0.8)  # waited for
+    assert "was given up" in said[0] and 0.25 < t.cost_usd < 0.26 and t.calls == {"echo": 1}
+    _, _, engine, _ = limited(nano_tokenizer, [ANSWER], seconds=0.5)
+    assert engine.params[0][1] == 50  # tokens of 10 ms
+
+
+def test_a_preference_is_a_line_of_words_and_a_vector():
+    wish = Preference.parse("Be quick. latency=1 gpt-5=-1 never=python usd=0.05 accuracy=2", "it")
+    assert wish == Preference(
+        "Be quick.", 2.0, 0.0, 1.0, {"gpt-5": -1.0}, never=["python"], usd=0.05
+    )
+    for line, problem in (
+        ("cost=much", "it: cost is 'much'"),
+        ("cost=-1", "at least 0"),
+        ("usd=0", "above 0"),
+        ("search=nan", "must be a number"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            Preference.parse(line, "it")
