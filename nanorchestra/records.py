@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from nanorchestra.errors import require
@@ -60,7 +60,9 @@ class ToolResult:
 
     `infrastructure` marks a failure that the policy did not cause: the attempt leaves its group.
     `refused` marks a call that was not run and does not count as one. `alias` is the expert behind
-    a tool that offers several, "" for other tools.
+    a tool that offers several, "" for other tools. `retries` counts
+    the requests that were repeated. `found` is what the call adds to the attempt's Evidence.
+    `parts` are the calls that this one made, as `part` writes them; their cost is in cost_usd.
     """
 
     content: str
@@ -72,6 +74,34 @@ class ToolResult:
     output_tokens: int = 0
     alias: str = ""
     refused: bool = False
+    retries: int = 0
+    found: dict[str, list[Any]] = field(default_factory=dict)
+    parts: list[dict[str, Any]] = field(default_factory=list)
+
+
+def part(name: str, arguments: dict[str, Any], result: ToolResult) -> dict[str, Any]:
+    """Returns a call and its result as one JSON object."""
+    return {"name": name, "arguments": arguments} | asdict(result)
+
+
+@dataclass
+class Evidence:
+    """What an attempt has found out about `problem`; the experts of the published roles read it.
+
+    `code` holds pairs of a program and its output, `attempts` pairs of an expert's alias and its
+    answer. The last document is the best hit of the newest search.
+    """
+
+    problem: str
+    documents: list[str] = field(default_factory=list)
+    code: list[list[str]] = field(default_factory=list)
+    attempts: list[list[str]] = field(default_factory=list)
+
+    def add(self, result: ToolResult) -> None:
+        """Adds what a call found; a document that is there already is not added again."""
+        for name, items in result.found.items():
+            known = getattr(self, name)
+            known += [item for item in items if name != "documents" or item not in known]
 
 
 @dataclass(frozen=True)

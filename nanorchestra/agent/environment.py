@@ -1,7 +1,7 @@
 """The environment of an attempt: first messages, tools, the execution of calls, the score.
 
 `ToolEnvironment` is the one most worlds need: tools, a question and a grade for the answer. A tool
-never raises into the loop: an exception becomes an error observation, marked as infrastructure.
+never raises into the loop: an exception becomes an error observation, which the policy can act on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
-from nanorchestra.records import Task, ToolCall, ToolResult
+from nanorchestra.records import Evidence, Task, ToolCall, ToolResult
 
 MAX_OBSERVATION_CHARS = 16_000
 
@@ -25,7 +25,8 @@ class Tool(Protocol):
     """What the orchestrator may call under `name`; `parameters` is the JSON schema of `call`.
 
     `kind` says what is behind the name ("code", "search", "expert", ...). A `blocking` call runs in
-    a thread, so that it does not hold up other attempts.
+    a thread, so that it does not hold up other attempts. A tool with `bind(evidence)` is replaced
+    in each attempt by what that returns, which reads the attempt's Evidence.
     """
 
     name: str
@@ -70,7 +71,9 @@ class ToolEnvironment:
 
     def __init__(self, task: Task, tools: Sequence[Tool], grade: Callable[[str], float]):
         self.task, self._grade = task, grade
-        self.by_name = {tool.name: tool for tool in tools}
+        self.evidence = Evidence(task.question)
+        bound = (t.bind(self.evidence) if hasattr(t, "bind") else t for t in tools)
+        self.by_name = {tool.name: tool for tool in bound}
         self.tools = [function_schema(tool) for tool in tools]
         self.kinds = {tool.name: tool.kind for tool in tools}
         words = " ".join(filter(None, (task.question, task.preference.words)))
@@ -104,7 +107,8 @@ class ToolEnvironment:
                 result = tool.call(call.arguments)
         except Exception as error:  # whatever a tool raises is an observation
             text = f"Error: {call.name} failed: {type(error).__name__}: {error}"
-            return ToolResult(text, error=True, infrastructure=True)
+            return ToolResult(text, error=True)
+        self.evidence.add(result)
         if len(result.content) <= MAX_OBSERVATION_CHARS:
             return result
         return replace(result, content=result.content[:MAX_OBSERVATION_CHARS] + "\n[cut]")
