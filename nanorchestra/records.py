@@ -195,7 +195,8 @@ class Turn:
     """One sampling of the policy, its calls and their observations.
 
     Trajectory.ids[start:end] were sampled, after the prompt ids[context:start]: the whole
-    trajectory so far, or with rebuilt context the turn's own prompt.
+    trajectory so far, or with rebuilt context the turn's own prompt. A turn that is not
+    `well_formed` was cut, holds a call that is not JSON, or none where a tool gives the answer.
     """
 
     start: int
@@ -204,6 +205,7 @@ class Turn:
     calls: list[ToolCall] = field(default_factory=list)
     results: list[ToolResult] = field(default_factory=list)
     context: int = 0
+    well_formed: bool = True
 
 
 @dataclass

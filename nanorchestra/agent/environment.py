@@ -24,9 +24,10 @@ MAX_OBSERVATION_CHARS = 16_000
 class Tool(Protocol):
     """What the orchestrator may call under `name`; `parameters` is the JSON schema of `call`.
 
-    `kind` says what is behind the name ("code", "search", "expert", ...). A `blocking` call runs in
-    a thread, so that it does not hold up other attempts. A tool with `bind(evidence)` is replaced
-    in each attempt by what that returns, which reads the attempt's Evidence.
+    `kind` says what is behind the name ("code", "search", "expert", ...). A tool of kind "answer"
+    gives the final answer: its first result that is no error ends the attempt. A `blocking` call
+    runs in a thread, so that it does not hold up other attempts. A tool with `bind(evidence)` is
+    replaced in each attempt by what that returns, which reads the attempt's Evidence.
     """
 
     name: str

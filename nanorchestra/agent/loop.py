@@ -17,7 +17,7 @@ from typing import Any
 
 from nanorchestra.agent.environment import Environment, in_thread
 from nanorchestra.agent.limits import SECONDS_PER_TOKEN, UserLimits
-from nanorchestra.agent.rebuild import Notes
+from nanorchestra.agent.rebuild import ANSWER, Notes, counted
 from nanorchestra.model import chat
 from nanorchestra.records import ParsedTurn, Price, ToolCall, ToolResult, Trajectory, Turn
 from nanorchestra.tools.experts import EndpointError
@@ -36,6 +36,7 @@ class Limits:
 
 
 DEFAULT_PRICE = Price(0.2, 0.2)
+NO_CALL = ToolResult("Error: no tool was called; call one of the tools", error=True)
 SEED_STEP = 0x9E3779B97F4A7C15  # between the seeds of two turns with prompts of their own
 
 
@@ -55,6 +56,7 @@ class Attempt:
         self.context = 0  # where in the trajectory the conversation begins
         room = self.limits.context_tokens - self.limits.turn_tokens
         self.notes = Notes(self.tokenizer, env, room) if rollout.rebuild else None
+        self.has_answer = ANSWER in env.kinds.values()
 
     async def run(self) -> Trajectory:
         """Returns the trajectory, with its cost and outcome."""
@@ -89,13 +91,18 @@ class Attempt:
             params = self.rollout.params(seed, allowed)
             completion = await self.conversation.sample(params, self.on_token)
             turn, parsed = self._record(completion)
-            if completion.finish_reason == "length":
+            cut = completion.finish_reason == "length"
+            if cut and not (self.notes and self.has_answer):  # such a turn is void
                 return "token_limit" if allowed == budget else "user_limit"
             if completion.finish_reason == "error":
                 results = [ToolResult(completion.text, error=True, infrastructure=True)]
                 turn.results = results
             elif parsed.calls:
                 results = await self._execute(turn, parsed.calls)
+                if self._answered(turn):
+                    return "answered"
+            elif self.has_answer:
+                results = [NO_CALL]
             else:
                 self.trajectory.answer = parsed.content
                 reply = await self.env.reply(parsed.content)
@@ -104,7 +111,7 @@ class Attempt:
                 results = [reply]
             if any(result.infrastructure for result in results):
                 return "infrastructure"
-            self._observe(parsed, results)
+            self._observe(parsed, turn.calls, results)
         return "turn_limit"
 
     def _open(self) -> None:
@@ -132,7 +139,8 @@ class Attempt:
         self._extend(ids, completion.logprobs, completion.weight_versions)
         t.latency_s += SECONDS_PER_TOKEN * len(ids)
         parsed = chat.parse(self.tokenizer, ids)
-        t.well_formed &= parsed.well_formed
+        turn.well_formed = parsed.well_formed and bool(parsed.calls or not self.has_answer)
+        t.well_formed &= turn.well_formed
         self.emit("turn", parsed)
         return turn, parsed
 
@@ -142,8 +150,11 @@ class Attempt:
         Every call is billed; the turn takes as long as its slowest call.
         """
         t = self.trajectory
-        turn.calls = list(calls)
-        turn.results = await self.user.execute(calls, self.limits.calls_per_turn)
+        turn.calls = counted(calls, self.env.kinds) if self.has_answer else list(calls)
+        turn.results = await self.user.execute(turn.calls, self.limits.calls_per_turn)
+        if self.has_answer:
+            turn.well_formed &= not all(result.refused for result in turn.results)
+            t.well_formed &= turn.well_formed
         for call, result in zip(turn.calls, turn.results, strict=True):
             if not result.refused:
                 name = result.alias or call.name
@@ -153,13 +164,23 @@ class Attempt:
         self.emit("results", turn)
         return turn.results
 
-    def _observe(self, parsed: ParsedTurn, results: list[ToolResult]) -> None:
+    def _answered(self, turn: Turn) -> bool:
+        """Whether a tool has given the answer, which ends the attempt; the answer is kept."""
+        for call, result in zip(turn.calls, turn.results, strict=True):
+            if self.env.kinds.get(call.name) == ANSWER and not result.error:
+                self.trajectory.answer = result.content
+                return True
+        return False
+
+    def _observe(
+        self, parsed: ParsedTurn, calls: Sequence[ToolCall], results: list[ToolResult]
+    ) -> None:
         """Shows the policy the results of its calls, or the user's reply to its message."""
         if self.notes is not None:
-            self.notes.observe(parsed.content, parsed.calls, results)
+            self.notes.observe(parsed.content, calls, results)
             return
         contents = [result.content for result in results]
-        if parsed.calls:
+        if calls:
             role, ids = "tool", chat.encode_observations(self.tokenizer, contents)
         else:
             role, ids = "user", chat.encode_user(self.tokenizer, contents[0])
