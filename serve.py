@@ -91,9 +91,10 @@ class Session:
             task = as_task(question, self.wish)
             env = environment(task, seed, self.sandbox)
         else:
-            task = Task("asked", question, Preference(self.wish), {})
+            names = [tool.name for tool in self.tools]
+            task = Task("asked", question, Preference.parse(self.wish, "/prefer", names), {})
             env = ToolEnvironment(task, self.tools, grade=lambda answer: 0.0)
-        console.say("task", f"{task.question} {task.preference.text}")
+        console.say("task", f"{task.question} {task.preference.words}")
         (trajectory,) = self.rollout.run([env], [seed], on_event=console.on_event)
         if not trajectory.answer:
             console.say("answer", f"none ({trajectory.status})")

@@ -226,7 +226,7 @@ def open_run(
             folder.lock()
 
     def build() -> TrainingRun:
-        worlds = Worlds(config.task.world, config.run.seed, sandbox)
+        worlds = Worlds(config.task, config.run.seed, sandbox)
         return TrainingRun(config, folder, ranks, worlds, stop)
 
     ranks.together(claim)

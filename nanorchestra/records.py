@@ -6,7 +6,7 @@ Plain data. Costs are US dollars, latencies seconds. No torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -131,11 +131,14 @@ class Preference:
         return " ".join(filter(None, [self.text, *limits]))
 
     @classmethod
-    def of(cls, text: str, vector: Mapping[str, Any], where: str) -> Preference:
+    def of(
+        cls, text: str, vector: Mapping[str, Any], where: str, tools: Collection[str] | None = None
+    ) -> Preference:
         """Returns the preference of a text and a vector, which is at `where` for the UserError.
 
-        Entries are the weights "outcome" (or "accuracy"), "cost", "latency" and those of tools, and
-        the limits "never" (a list), "usd" and "seconds".
+        It names no others than `tools`, if these are given. Entries are the weights "outcome" (or
+        "accuracy"), "cost", "latency" and those of tools, and the limits "never" (a list), "usd"
+        and "seconds".
         """
         given: dict[str, Any] = {"tools": {}, "never": list(vector.get("never", []))}
         for name, value in vector.items():
@@ -151,14 +154,19 @@ class Preference:
                 given[name] = float(value)
             elif name != "never":
                 given["tools"][name] = float(value)
+        unknown = {*given["tools"], *given["never"]} - {*(tools or ())}
+        require(
+            tools is None or not unknown,
+            f"{where}: there is no {', '.join(unknown)}; the tools are {', '.join(tools or ())}",
+        )
         return cls(text, **given)
 
     @classmethod
-    def parse(cls, text: str, where: str) -> Preference:
+    def parse(cls, text: str, where: str, tools: Collection[str] | None = None) -> Preference:
         """Returns the preference of a line, of which the words NAME=VALUE are the vector.
 
         "Be quick. latency=1 search=-0.5 never=python usd=0.05 seconds=60" is an example. UserError
-        names `where` the line is from.
+        as that of `of`.
         """
         said, vector = [], {}
         for word in text.split():
@@ -172,7 +180,7 @@ class Preference:
                     vector[name] = float(value)
                 except ValueError:
                     vector[name] = value
-        return cls.of(" ".join(said), vector, where)
+        return cls.of(" ".join(said), vector, where, tools)
 
     @property
     def avoided(self) -> tuple[str, ...]:

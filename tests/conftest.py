@@ -120,7 +120,7 @@ def make_training(tmp_path, sandbox, monkeypatch, nano_model, nano_tokenizer):
         else:
             config = load_config(None, small | (settings or {}))
             folder = Run.create(path, to_toml(config))
-        worlds = Worlds(config.task.world, config.run.seed, sandbox)
+        worlds = Worlds(config.task, config.run.seed, sandbox)
         run = TrainingRun(config, folder, Ranks(), worlds, Stop(steps))
         run.progress.phase = "grpo"
         if resume:

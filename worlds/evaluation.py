@@ -71,8 +71,8 @@ def evaluate(
 def summarise(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     """Returns means per task: over all tasks, by preference, and by kind of question.
 
-    `failed` counts the attempts that the infrastructure failed; no mean includes them. UserError if
-    all of them did.
+    `failed` counts the attempts that the infrastructure failed; no mean includes them. `verdicts`
+    are the shares of how a judge decided. UserError if all attempts failed.
     """
     pairs = _finished(tasks, trajectories)
     require(
@@ -98,6 +98,7 @@ def summarise(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict
         "cost_per_correct_usd": scores["cost_usd"] / right if right else None,
         "by_preference": split("wish"),
         "by_kind": split("kind"),
+        "verdicts": _shares(Counter(t.verdict for _, t in pairs if t.verdict), len(pairs)),
     }
 
 
@@ -107,8 +108,8 @@ def measure(
     """Returns means over a training step's attempts, for its row of metrics.
 
     Also `group_std`, the mean spread of reward within a group; calls per attempt by what is behind
-    the alias; and how attempts ended. No mean includes attempts that the infrastructure failed,
-    unless there are no others.
+    the alias; how attempts ended, and how a judge decided. No mean includes attempts that the
+    infrastructure failed, unless there are no others.
     """
     pairs = _finished(tasks, trajectories) or list(zip(tasks, trajectories, strict=True))
     groups = [
@@ -131,6 +132,7 @@ def measure(
         "group_std": fmean(spreads) if spreads else 0.0,
         "calls": _shares(calls, len(pairs)),
         "statuses": _shares(statuses, len(tasks)),
+        "verdicts": _shares(Counter(t.verdict for _, t in pairs if t.verdict), len(pairs)),
     }
 
 

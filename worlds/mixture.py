@@ -19,12 +19,13 @@ from typing import Any
 
 from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import Rollout
+from nanorchestra.config import TaskSection
 from nanorchestra.errors import require
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.lessons import Lesson
 from reward import POLICY, PRICES, group_rewards
-from worlds import evaluation, routers
+from worlds import evaluation, questions, routers
 from worlds.miniature import world as miniature
 from worlds.miniature.induction import draft_induction
 from worlds.miniature.offers import describe
@@ -81,13 +82,13 @@ class Worlds:
     measure = staticmethod(evaluation.measure)
     summarise = staticmethod(evaluation.summarise)
 
-    def __init__(self, text: str, seed: int, sandbox: Sandbox):
+    def __init__(self, settings: TaskSection, seed: int, sandbox: Sandbox):
         self.seed, self.sandbox = seed, sandbox
-        self.shares = parse_mixture(text)
+        self.shares = parse_mixture(settings.world)
         self.miniature = miniature.World(seed)
         self.has_miniature = MINIATURE in self.shares
         names = [name for name in self.shares if name != MINIATURE]
-        self.domains = {name: open_domains(name, seed) for name in names}
+        self.domains = {name: open_world(name, seed, sandbox, settings) for name in names}
         self.price = PRICES[POLICY]
 
     def places(self, count: int, start: int = 0) -> list[tuple[str, int]]:
@@ -135,6 +136,11 @@ class Worlds:
         """Returns a demonstration, which acts in `env` as it is iterated over."""
         if isinstance(env, toolscale.DomainEnvironment):
             return toolscale.teach(env)
+        require(
+            not isinstance(env, questions.QuestionEnvironment),
+            "task.world: nothing demonstrates questions; set warm_start.steps = 0, or imitate "
+            "recorded attempts with warm_start.trajectories",
+        )
         return teach(env, 0)
 
     def texts(self, count: int) -> Iterator[str]:
@@ -193,16 +199,21 @@ class Worlds:
         ]
 
 
-def open_domains(name: str, seed: int) -> toolscale.ToolScaleWorld:
+def open_world(
+    name: str, seed: int, sandbox: Sandbox, settings: TaskSection
+) -> toolscale.ToolScaleWorld | questions.QuestionWorld:
     """Returns a world beside the miniature: "domains", or one that was read from files. UserError.
 
-    Files are a directory that data_gen.py wrote, or a .jsonl file of tau2 tasks.
+    Files are "questions:FILE", a directory that data_gen.py wrote, or a .jsonl file of tau2 tasks.
     """
     if name == DOMAINS:
         return small_world(seed, name)
+    if name.startswith(questions.PREFIX):
+        return questions.load_world(name, seed, sandbox, settings)
     require(
         Path(name).exists(),
-        f"task.world: there is no world {name!r}; it must be {MINIATURE}, {DOMAINS}, a "
-        "directory that data_gen.py wrote, or a .jsonl file of tau2 tasks",
+        f"task.world: there is no world {name!r}; it must be {MINIATURE}, {DOMAINS}, "
+        f"{questions.PREFIX}FILE, a directory that data_gen.py wrote, or a .jsonl file of tau2 "
+        "tasks",
     )
     return toolscale.load_world(name, seed)

@@ -73,7 +73,8 @@ class Attempt:
             except EndpointError as error:
                 t.status = "infrastructure"
                 problem = f"Error: the judge did not answer ({error})"
-                t.turns[-1].results = [ToolResult(problem, error=True, infrastructure=True)]
+                failed = ToolResult(problem, error=True, infrastructure=True)
+                t.turns[-1].results[-1:] = [failed]
             t.verdict = self.env.verdict
         return t
 

@@ -8,11 +8,12 @@ from statistics import fmean
 
 import pytest
 
+from nanorchestra.config import TaskSection
 from nanorchestra.errors import UserError
 from nanorchestra.records import Trajectory
 from worlds import evaluation, mixture
 from worlds.miniature.world import World
-from worlds.mixture import Worlds, open_domains, parse_mixture, places
+from worlds.mixture import Worlds, open_world, parse_mixture, places
 
 
 class Domains:
@@ -22,8 +23,8 @@ class Domains:
 
 @pytest.fixture
 def worlds(monkeypatch):
-    monkeypatch.setattr(mixture, "open_domains", lambda name, seed: Domains())
-    return lambda text, seed=0: Worlds(text, seed, sandbox=None)
+    monkeypatch.setattr(mixture, "open_world", lambda *_: Domains())
+    return lambda text, seed=0: Worlds(TaskSection(text), seed, sandbox=None)
 
 
 def test_any_run_of_places_holds_each_world_by_its_share_and_goes_through_its_tasks():
@@ -78,11 +79,11 @@ def test_a_world_that_is_missing_or_empty_is_named(tmp_path):
     (tmp_path / "bare.jsonl").write_text(json.dumps(task))
     for name in ("minature", tmp_path / "empty", tmp_path / "none.jsonl", tmp_path / "bare.jsonl"):
         with pytest.raises(UserError, match=str(name)):
-            open_domains(str(name), 0)
+            open_world(str(name), 0, None, TaskSection())
 
 
 def test_measures_leave_out_what_the_infrastructure_failed():
-    worlds = Worlds("miniature", 0, sandbox=None)
+    worlds = Worlds(TaskSection(), 0, sandbox=None)
     (task,) = worlds.tasks(1, 0)
     calls = {task.data["tools"][0]["name"]: 1}
 

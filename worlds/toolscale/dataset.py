@@ -17,7 +17,7 @@ from nanorchestra.agent.loop import SECONDS_PER_TOKEN
 from nanorchestra.errors import require
 from nanorchestra.files import read_json_lines
 from nanorchestra.model import chat
-from nanorchestra.records import Preference, Price, Task, ToolCall
+from nanorchestra.records import Price, Task, ToolCall
 from nanorchestra.training.lessons import Lesson
 from reward import POLICY, PRICES
 from worlds.toolscale import preferences
@@ -61,7 +61,7 @@ class ToolScaleWorld:
             "task": tau2,
             "experts": offered,
             "tools": tools,
-            "wish": _kind_of(preference),
+            "wish": preferences.kind_of(preference),
             "bounds": _bounds(tau2, offered),
         }
         question = ScriptedUser(tau2["user_scenario"]).opening
@@ -70,12 +70,6 @@ class ToolScaleWorld:
     def environment(self, task: Task, seed: int) -> DomainEnvironment:
         """Returns one attempt at a task; `seed` is that of the simulated experts."""
         return DomainEnvironment(self.worlds[task.data["kind"]], task, seed)
-
-
-def _kind_of(wish: Preference) -> str:
-    if wish.cost == wish.latency:
-        return "balanced" if wish.cost else "right"
-    return "cheap" if wish.cost > wish.latency else "fast"
 
 
 def _bounds(tau2: Json, offered: Sequence[Json]) -> tuple:

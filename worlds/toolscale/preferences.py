@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nanorchestra.files import read_json
-from nanorchestra.records import Preference
+from nanorchestra.records import Preference, Price
 from reward import PRICES
 from worlds.toolscale.program import Json
 
@@ -52,9 +52,7 @@ def catalogue(rng: random.Random, split: str, count: int) -> list[Json]:
     offered = []
     for number, model in enumerate(rng.sample(sorted(experts), min(count, len(experts))), 1):
         alias, expert, price = f"expert-{number}", experts[model], PRICES[model]
-        factor = random.Random(f"schedule/{schedule}/{model}").uniform(0.4, 2.5)
-        given = float(f"{price.input_per_million * factor:.2g}")
-        sampled = float(f"{price.output_per_million * factor:.2g}")
+        given, sampled = scheduled(schedule, model, price)
         latency = round(expert["seconds"] * rng.uniform(0.7, 1.4))
         description, skill = rng.choice(TABLES["descriptions"]), rng.choice(expert["words"])
         description = description.format(
@@ -72,3 +70,18 @@ def catalogue(rng: random.Random, split: str, count: int) -> list[Json]:
             }
         )
     return offered
+
+
+def scheduled(schedule: int, model: str, price: Price) -> list[float]:
+    """Returns the input and output price of a model under a schedule, in USD per million tokens."""
+    factor = random.Random(f"schedule/{schedule}/{model}").uniform(0.4, 2.5)
+    return [
+        float(f"{usd * factor:.2g}") for usd in (price.input_per_million, price.output_per_million)
+    ]
+
+
+def kind_of(wish: Preference) -> str:
+    """Returns the name of a preference in summaries."""
+    if wish.cost == wish.latency:
+        return "balanced" if wish.cost else "right"
+    return "cheap" if wish.cost > wish.latency else "fast"

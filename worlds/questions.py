@@ -1,0 +1,274 @@
+"""Questions with known answers: FRAMES, HLE, GeneralThought, any JSONL of question and answer.
+
+A task offers a random subset of a catalogue's tools. Experts have aliases and prices that change
+from task to task and stand in a description, as in the paper (arXiv 2511.21689). The user's
+preference comes with the row, from the config, or is drawn. A task is a function of split, index
+and seed alone.
+
+Experts are the endpoints of the catalogue, or simulations: these know the row's answer and give it
+with a probability that grows with the price of the model behind them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nanorchestra.agent.environment import Tool, ToolEnvironment
+from nanorchestra.config import TaskSection
+from nanorchestra.errors import UserError, require
+from nanorchestra.files import read_json_lines
+from nanorchestra.records import Preference, Price, Task, ToolCall, ToolResult
+from nanorchestra.tools.sandbox import Sandbox
+from tools import SimulatedExpert, Skill, load_tools
+from worlds.judge import Judge
+from worlds.miniature.tables import EXPERT_NAMES
+from worlds.toolscale import preferences
+
+PREFIX = "questions:"
+FIELDS = {  # of a row, under the names that public data sets use
+    "question": ("question", "problem", "prompt"),
+    "answer": ("answer", "reference_answer"),
+    "id": ("id", "question_id", "index"),
+    "kind": ("category", "task"),
+    "vector": ("vector", "pref_vec"),
+}
+HELD_OUT = 5  # every fifth question, by its hash, is held out
+OFFERED = 0.7  # probability of a tool to be on offer
+MISTAKES = 8  # wrong answers that simulated experts choose from
+READ, WRITTEN = 1500, 800  # tokens of a usual expert's call
+LATENCY_S = 20.0  # of an expert whose entry states none
+
+
+@dataclass(frozen=True)
+class Row:
+    """One question; `preference` None: the world's."""
+
+    id: str
+    question: str
+    answer: str
+    kind: str
+    preference: Preference | None = None
+
+
+class QuestionEnvironment(ToolEnvironment):
+    """One attempt at a question. An expert that is called without a task gets the question."""
+
+    def __init__(self, task: Task, tools: Sequence[Tool], judge: Judge):
+        super().__init__(task, tools, grade=lambda answer: 0.0)
+        self.judge = judge
+
+    async def execute(self, call: ToolCall) -> ToolResult:
+        """Runs one call, as ToolEnvironment does."""
+        if self.kinds.get(call.name) == "expert" and call.arguments == {}:
+            call = replace(call, arguments={"task": self.task.question})
+        return await super().execute(call)
+
+    def score(self, answer: str) -> float:
+        """Returns 1.0 if the judge accepts the answer, else 0.0."""
+        outcome, self.verdict = self.judge.grade(
+            self.task.question, self.task.data["answer"], answer
+        )
+        return outcome
+
+
+@dataclass(frozen=True)
+class QuestionWorld:
+    """Rows by split ("train", "held_out"), and the catalogue's tools to answer them with.
+
+    `wish` is the preference of every row without one, None: drawn. `name` stands in every task's
+    data.
+    """
+
+    name: str
+    splits: dict[str, list[Row]]
+    tools: tuple[Tool, ...]
+    judge: Judge
+    seed: int
+    simulated: bool
+    wish: Preference | None = None
+
+    def task(self, split: str, index: int) -> Task:
+        """Returns task `index` of a split, whose rows are taken round and round."""
+        rows = self.splits[split]
+        row = rows[index % len(rows)]
+        rng = random.Random(f"{self.seed}/{split}/{index}/{row.id}")
+        offers = self._offers(rng, split)
+        aliases = {offer["what"]: offer["name"] for offer in offers}
+        wish = row.preference or self.wish
+        if wish is None:
+            wish = preferences.draw(rng, list(aliases.values()), split)
+        else:
+            wish = _renamed(wish, aliases)
+        wrong = {other.answer for other in rng.sample(rows, min(len(rows), MISTAKES))}
+        data = {
+            "kind": row.kind,
+            "world": self.name,
+            "answer": row.answer,
+            "wrong": sorted(wrong - {row.answer}) or ["unknown"],
+            "tools": offers,
+            "wish": preferences.kind_of(wish),
+            "bounds": _bounds(offers),
+        }
+        return Task(f"{row.id}/{split}-{index}", row.question, wish, data)
+
+    def environment(self, task: Task, seed: int) -> QuestionEnvironment:
+        """Returns one attempt at a task; `seed` is that of the simulated experts."""
+        by_name = {tool.name: tool for tool in self.tools}
+        tools = [self._tool(by_name[o["what"]], o, task, seed) for o in task.data["tools"]]
+        return QuestionEnvironment(task, tools, self.judge)
+
+    def _offers(self, rng: random.Random, split: str) -> list[dict[str, Any]]:
+        """Draws the tools on offer, with alias, description and prices; one expert at least."""
+        chosen = [tool for tool in self.tools if rng.random() < OFFERED]
+        experts = [tool for tool in self.tools if hasattr(tool, "price")]
+        if experts and not any(hasattr(tool, "price") for tool in chosen):
+            chosen.append(rng.choice(experts))
+        rng.shuffle(chosen)
+        aliases = iter(rng.sample(EXPERT_NAMES, len(EXPERT_NAMES)))
+        schedule = rng.choice(preferences.TABLES["schedules"][split])
+        offers = []
+        for tool in chosen:
+            offer = {"name": tool.name, "what": tool.name, "description": tool.description}
+            if hasattr(tool, "price"):
+                usd = preferences.scheduled(schedule, tool.name, tool.price)
+                seconds = getattr(tool, "latency_s", None) or LATENCY_S
+                offer |= {"name": next(aliases), "price": usd, "latency_s": seconds}
+                offer["description"] = rng.choice(preferences.TABLES["descriptions"]).format(
+                    alias=offer["name"],
+                    skill=tool.description.strip().rstrip("."),
+                    input=usd[0],
+                    output=usd[1],
+                    seconds=round(seconds),
+                )
+            offers.append(offer)
+        return offers
+
+    def _tool(self, tool: Tool, offer: dict[str, Any], task: Task, seed: int) -> Tool:
+        """Returns a tool of the catalogue as the task offers it."""
+        new = {"name": offer["name"], "description": offer["description"]}
+        if "price" not in offer:
+            return replace(tool, **new)
+        price = Price(*offer["price"])
+        if self.simulated:
+            expert = SimulatedExpert(
+                **new,
+                skill=Skill(_skill(tool.price), 0.1, 0.5),
+                gold=task.data["answer"],
+                wrong=tuple(task.data["wrong"]),
+                price=price,
+                input_tokens=READ,
+                output_tokens=WRITTEN,
+                latency_s=offer["latency_s"],
+                seed=f"{task.id}/{seed}",
+            )
+            expert.parameters = tool.parameters
+        else:
+            expert = replace(tool, price=price, **new)
+        expert.parameters = expert.parameters | {"required": []}
+        return expert
+
+
+def _skill(price: Price) -> float:
+    """The probability that a simulated expert is right: a half at $0.1 a million tokens, then more.
+
+    $1 buys 0.68, $10 0.86.
+    """
+    return min(0.97, max(0.3, 0.68 + 0.18 * math.log10(max(price.output_per_million, 1e-9))))
+
+
+def _bounds(offers: Sequence[dict[str, Any]]) -> list[list[float]]:
+    """Bounds of US dollars and seconds: from nothing to a call of each expert on offer."""
+    experts = [offer for offer in offers if "price" in offer]
+    usd = sum(Price(*offer["price"]).cost(READ, WRITTEN) for offer in experts)
+    return [[0.0, usd or 0.01], [0.0, sum(o["latency_s"] for o in experts) or LATENCY_S]]
+
+
+def _renamed(wish: Preference, aliases: dict[str, str]) -> Preference:
+    """Returns a preference over the tools on offer, under their aliases, in the words too."""
+    words = [aliases.get(word.strip(".,;:!?"), word) for word in wish.text.split(" ")]
+    tools = {aliases[name]: weight for name, weight in wish.tools.items() if name in aliases}
+    never = [aliases[name] for name in wish.never if name in aliases]
+    return replace(wish, text=" ".join(words), tools=tools, never=never)
+
+
+def load_world(name: str, seed: int, sandbox: Sandbox, settings: TaskSection) -> QuestionWorld:
+    """Opens "questions:FILE" with the catalogue of `settings`.
+
+    Rows that are no question are left out, which one line on stderr says. UserError if none is
+    left, or a setting does not fit the catalogue.
+    """
+    file = Path(name.removeprefix(PREFIX))
+    require(settings.tools, f"task.world is {name!r}, which needs a catalogue of tools: task.tools")
+    tools = {tool.name: tool for tool in load_tools(settings.tools, sandbox)}
+    judge = tools.pop(settings.judge, None)
+    require(
+        not settings.judge or getattr(judge, "kind", "") == "expert",
+        f"task.judge is {settings.judge!r}; it must be an expert of {settings.tools}",
+    )
+    require(tools, f"{settings.tools}: no tool is left to offer beside the judge")
+    wish = None
+    if settings.preference:
+        wish = Preference.parse(settings.preference, "task.preference", tools)
+    splits = {"train": [], "held_out": []}
+    for row in load_rows(file):
+        digest = hashlib.sha256(row.question.encode()).digest()
+        splits["train" if int.from_bytes(digest[:4]) % HELD_OUT else "held_out"].append(row)
+    require(
+        all(splits.values()),
+        f"{file}: {sum(map(len, splits.values()))} questions are too few; every fifth by its hash "
+        "is held out",
+    )
+    for split, rows in splits.items():
+        random.Random(f"{seed}/{split}").shuffle(rows)
+    simulated = settings.experts == "simulated"
+    return QuestionWorld(name, splits, tuple(tools.values()), Judge(judge), seed, simulated, wish)
+
+
+def load_rows(file: Path) -> list[Row]:
+    """Returns the questions of a file; says on stderr how many rows are none, and why the first."""
+    rows, problems, count = [], [], 0
+    for count, (number, value) in enumerate(read_json_lines(file), 1):  # noqa: B007
+        try:
+            rows.append(_row(value, file, number))
+        except UserError as problem:
+            problems.append(str(problem))
+    require(rows, problems[0] if problems else f"{file}: the file has no rows")
+    if problems:
+        left_out = f"{len(problems)} of {count} rows are left out; the first: {problems[0]}"
+        print(left_out, file=sys.stderr)
+    return rows
+
+
+def _row(value: Any, file: Path, number: int) -> Row:
+    """Returns a row. UserError names line and field."""
+    where = f"{file}, line {number}"
+    require(isinstance(value, dict), f"{where}: it must be an object of question and answer")
+    known = {key.lower(): field for key, field in value.items()}
+    found = {
+        field: next((known[name] for name in names if known.get(name) not in (None, "")), None)
+        for field, names in FIELDS.items()
+    }
+    for field in ("question", "answer"):
+        text = found[field]
+        text = str(text) if isinstance(text, int | float) else text
+        require(
+            isinstance(text, str) and text.strip(),
+            f"{where}: no {field}; it must be a text, under the name {' or '.join(FIELDS[field])}",
+        )
+        found[field] = text.strip()
+    require(not known.get("image"), f"{where}: the question has an image, which no tool can see")
+    vector, text = found["vector"] or {}, known.get("preference") or ""
+    require(
+        isinstance(vector, dict) and isinstance(text, str),
+        f"{where}: preference must be a text, and vector an object of numbers",
+    )
+    wish = Preference.of(text, vector, where) if vector or text else None
+    kind = str(found["kind"] or file.stem)
+    return Row(str(found["id"] or number), found["question"], found["answer"], kind, wish)
