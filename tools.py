@@ -20,17 +20,19 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nanorchestra.agent.environment import Tool, schema_error
-from nanorchestra.errors import require
+from nanorchestra.errors import ArgumentParser, command, require
 from nanorchestra.files import read_json
 from nanorchestra.records import Price, ToolResult
+from nanorchestra.tools.corpus import build_index, read_passages
 from nanorchestra.tools.experts import EndpointError, chat_completion
-from nanorchestra.tools.index import Index, load_passages
+from nanorchestra.tools.index import Index
 from nanorchestra.tools.sandbox import Sandbox
 
 
@@ -63,7 +65,7 @@ class PythonTool:
 
 @dataclass
 class LookupTool:
-    """Finds the passages of a corpus that are most like a query."""
+    """Finds the passages of a corpus that fit a query best, and names their sources."""
 
     name: str
     description: str
@@ -71,12 +73,19 @@ class LookupTool:
     usd_per_call: float = 0.0
     latency_s: float = 0.0
     passages: int = 1
-    kind, blocking, parameters = "search", False, _arguments(query="string")
+    kind, parameters = "search", _arguments(query="string")
+
+    @property
+    def blocking(self) -> bool:
+        """True if a search takes long."""
+        return self.index.blocking
 
     def call(self, arguments: dict[str, Any]) -> ToolResult:
-        """Returns the best passages, one a line."""
-        found = [text for _, text in self.index.search(arguments["query"], k=self.passages)]
-        return ToolResult("\n".join(found) or "nothing found", self.usd_per_call, self.latency_s)
+        """Returns the best passages, one a line, and [source] after those that have one."""
+        hits = self.index.search(arguments["query"], k=self.passages)
+        found = [f"{hit.text} [{hit.source}]" if hit.source else hit.text for hit in hits]
+        text = "\n".join(found) or "nothing found"
+        return ToolResult(text, self.usd_per_call, self.latency_s, found={"documents": found[::-1]})
 
 
 @dataclass
@@ -200,9 +209,27 @@ def load_tools(path: str | Path, sandbox: Sandbox) -> list[Tool]:
         if kind == "code":
             tools[name] = PythonTool(sandbox=sandbox, **settings)
         elif kind == "search":
-            index = Index(load_passages(settings.pop("corpus")))
+            corpus = Path(settings.pop("corpus"))
+            index = Index.open(corpus) if corpus.is_dir() else Index(read_passages(corpus))
             tools[name] = LookupTool(index=index, **settings)
         else:
             usd = (settings.pop(f"{side}_usd_per_million") for side in ("input", "output"))
             tools[name] = EndpointExpert(price=Price(*usd), **settings)
     return list(tools.values())
+
+
+@command("tools.py")
+def main(arguments: list[str]) -> int:
+    """Builds an index of a corpus, for tools of the kind "search"."""
+    parser = ArgumentParser(prog="tools.py", description="What the tools need on disk.")
+    index = parser.add_subparsers(required=True).add_parser("index", help="index a corpus")
+    index.add_argument("path", help="a directory of texts, or a JSONL file")
+    index.add_argument("--out", required=True, help="the directory of the index")
+    index.add_argument("--embed", metavar="CHECKPOINT", help="index vectors of Qwen3-Embedding")
+    given = parser.parse_args(arguments)
+    print(f"indexed {build_index(given.path, given.out, given.embed)} passages in {given.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -54,7 +54,7 @@ def test_a_good_catalogue_becomes_tools_that_work(load):
     assert result.content == "1\nError: ZeroDivisionError: division by zero (line 2)"
     assert result.error and result.cost_usd == 0.001 and result.latency_s > 0
     assert code.call({"code": "x = 1"}).content == "(no output)" and code.timeout_s == 2
-    found = search.call({"query": "gold"}).content.split("\n")
+    found = search.call({"query": "gold has"}).content.split("\n")
     assert found[0].startswith("Gold") and len(found) == 2
     assert search.call({"query": "?"}).content == "nothing found"
     assert expert.price == Price(1, 2) and vars(expert).items() >= settings.items()

@@ -1,79 +1,173 @@
-"""Finds passages by their words, without an embedding model, in a FAISS inner-product index.
+"""Finds passages by their words, with BM25, or by their meaning, with vectors in a FAISS index.
 
-Each distinct word, each pair of neighbouring words and each trigram of letters of a text is hashed
-to a signed coordinate, weighted by its inverse document frequency. Vectors have length 1, so a
-score is a cosine in [-1, 1]. Trigrams forgive a plural or a misspelling. The index is the same on
-every machine. Only this file imports faiss.
+An index of a few thousand passages is built in memory: `Index(passages)`. corpus.py builds larger
+ones in a directory, which `Index.open` maps into memory. Any number of threads may search.
 """
 
 from __future__ import annotations
 
+import json
+import mmap
 import re
-import zlib
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
+import bm25s
 import faiss
 import numpy as np
+import torch
+from bm25s.stopwords import STOPWORDS_EN
 
 from nanorchestra.errors import require
-from nanorchestra.files import read_json_lines
+from nanorchestra.files import read_json
+from nanorchestra.tools.embed import Embedder
 
-DIMENSIONS = 2048
-TRIGRAM_WEIGHT = 0.5  # against 1 for a word: the best of a few tried on the miniature's corpus
+MANIFEST, TEXTS, ENDS, WORDS, VECTORS = (
+    "index.json",
+    "passages.jsonl",
+    "ends.npy",
+    "bm25",
+    "vectors",
+)
+CANDIDATES = 10  # passages by BM25 whose word pairs are compared with the query's
+SIMILAR = 0.8  # ratio of difflib above which an unknown word is read as a known one
+
+
+class Passage(NamedTuple):
+    """A piece of a corpus; `source` is its file or address, "" if the corpus names none."""
+
+    text: str
+    source: str = ""
+
+
+class Found(NamedTuple):
+    """A passage and its score: of BM25, or the cosine of the vectors."""
+
+    score: float
+    text: str
+    source: str
 
 
 class Index:
-    """Passages and their vectors, row by row in the same order."""
+    """Passages, and the ranker that finds their rows. `blocking` if a search takes long."""
 
-    def __init__(self, passages: list[str]):
-        self.passages = passages
-        counts = np.stack([features(passage) for passage in passages])  # [passages, DIMENSIONS]
-        used = np.count_nonzero(counts, axis=0)
-        self._idf = np.log1p(len(passages) / (1.0 + used)).astype(np.float32)  # [DIMENSIONS]
-        vectors = counts * self._idf
-        vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-        self._faiss = faiss.IndexFlatIP(DIMENSIONS)
-        self._faiss.add(vectors)
+    def __init__(
+        self, passages: Sequence[str | Passage], ranker: WordRanker | VectorRanker | None = None
+    ):
+        if ranker is None:
+            passages = [Passage(p) if isinstance(p, str) else p for p in passages]
+            ranker = WordRanker(word_index(p.text for p in passages), passages)
+        self.passages, self._ranker = passages, ranker
+        self.blocking = isinstance(ranker, VectorRanker)
 
-    def search(self, query: str, k: int = 3) -> list[tuple[float, str]]:
-        """Returns the `k` passages most like `query` as (cosine, passage), best first.
+    @classmethod
+    def open(cls, path: str | Path) -> Index:
+        """Returns the index that build_index wrote, by vectors if it has any. Raises UserError."""
+        path = Path(path)
+        built = (path / WORDS).is_dir() or (path / VECTORS).is_dir()
+        require(built, f"{path}: not a whole index; build it: python tools.py index PATH --out DIR")
+        passages = SavedPassages(path)
+        if (path / VECTORS).is_dir():
+            return cls(passages, VectorRanker(path / VECTORS))
+        words = bm25s.BM25.load(path / WORDS, mmap=True, show_progress=False)
+        return cls(passages, WordRanker(words, passages))
 
-        There are fewer if the index holds fewer, and none for a query without words.
-        """
-        vector = features(query) * self._idf
-        norm = float(np.sqrt(vector @ vector))
-        if norm == 0.0:
+    def search(self, query: str, k: int = 3) -> list[Found]:
+        """Returns the `k` best passages, best first; fewer if fewer have anything in common."""
+        return [Found(score, *self.passages[row]) for score, row in self._ranker.rank(query, k)]
+
+
+class SavedPassages(Sequence[Passage]):
+    """The passages of an index directory, read from the mapped file when they are asked for."""
+
+    def __init__(self, path: Path):
+        with open(path / TEXTS, "rb") as file:
+            self._lines = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        # int64 [passages], in bytes; a plain array over the mapped file is read faster
+        self._ends = np.asarray(np.load(path / ENDS, mmap_mode="r"))
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, row: int) -> Passage:
+        start = self._ends[row - 1] if row else 0
+        return Passage(*json.loads(self._lines[start : self._ends[row]]))
+
+
+class WordRanker:
+    """BM25 (Robertson and Zaragoza 2009); neighbouring words of the query weigh more together.
+
+    An unknown word is read as the most similar known one that begins alike, if there is one.
+    """
+
+    def __init__(self, words: bm25s.BM25, passages: Sequence[Passage]):
+        self._words, self._passages = words, passages
+        self._alike: dict[str, list[str]] = defaultdict(list)  # by their first two letters
+        for word in words.vocab_dict:
+            self._alike[word[:2]].append(word)
+
+    def rank(self, query: str, k: int) -> list[tuple[float, int]]:
+        """Returns (score, row) of the passages with a word of the query, best first."""
+        words = [known for word in words_of(query) for known in self._known(word)]
+        if not words:
             return []
-        scores, rows = self._faiss.search((vector / norm)[None], min(k, len(self.passages)))
-        found = zip(scores[0], rows[0], strict=True)
-        return [(float(score), self.passages[row]) for score, row in found]
+        scores = torch.from_numpy(self._words.get_scores(words))  # [passages]
+        pairs, found = set(pairwise(words)), []
+        for row in scores.topk(min(max(k, CANDIDATES), len(scores))).indices.sort().values.tolist():
+            there = pairs.intersection(pairwise(words_of(self._passages[row].text)))
+            score = scores[row].item() * (1 + len(there) / max(1, len(pairs)))
+            if score > 0:
+                found.append((score, row))
+        return sorted(found, key=lambda pair: -pair[0])[:k]
+
+    def _known(self, word: str) -> list[str]:
+        if word in self._words.vocab_dict:
+            return [word]
+        return get_close_matches(word, self._alike.get(word[:2], ()), n=1, cutoff=SIMILAR)
 
 
-def load_passages(path: str | Path) -> list[str]:
-    """Returns the "text" of each line of a JSONL file. UserError names file, line and field."""
-    passages = []
-    for number, row in read_json_lines(path):
-        text = row.get("text") if isinstance(row, dict) else None
-        problem = f'{path}, line {number}: text is {text!r}; it must be as in {{"text": "..."}}'
-        require(isinstance(text, str) and text.strip(), problem)
-        passages.append(text)
-    require(passages, f'{path}: no passage; it must have lines like {{"text": "..."}}')
-    return passages
+class VectorRanker:
+    """Exact inner products in FAISS, on all GPUs if faiss-gpu is installed. One query at a time."""
+
+    def __init__(self, path: Path):
+        self._embedder = Embedder(read_json(path / "settings.json")["checkpoint"])
+        self._faiss = faiss.read_index(str(path / "flat.faiss"), faiss.IO_FLAG_MMAP_IFC)
+        if faiss.get_num_gpus():
+            options = faiss.GpuMultipleClonerOptions()
+            options.shard = options.useFloat16 = True
+            self._faiss = faiss.index_cpu_to_all_gpus(self._faiss, options)
+        self._lock = threading.Lock()
+
+    def rank(self, query: str, k: int) -> list[tuple[float, int]]:
+        """Returns (cosine, row) of the nearest passages, best first; none for an empty query."""
+        if not query.strip():
+            return []
+        with self._lock:
+            vector = self._embedder.queries([query])
+            scores, rows = self._faiss.search(vector, min(k, self._faiss.ntotal))
+        return list(zip(scores[0].tolist(), rows[0].tolist(), strict=True))
 
 
-def features(text: str) -> np.ndarray:
-    """Returns a text's hashed words, pairs and trigrams, float32 [DIMENSIONS], without idf."""
-    words = re.findall(r"\w+", text.lower())
-    weights = {f"{a} {b}": 1.0 for a, b in pairwise(words)}
-    for word in words:
-        weights[word] = 1.0
-        padded = f"^{word}$"
-        for i in range(len(padded) - 2):
-            weights["~" + padded[i : i + 3]] = TRIGRAM_WEIGHT
-    vector = np.zeros(DIMENSIONS, np.float32)
-    for feature, weight in weights.items():
-        # crc32 is the same in every process, unlike hash(). With signs, collisions cancel.
-        code = zlib.crc32(feature.encode("utf-8", "surrogatepass"))
-        vector[(code >> 1) % DIMENSIONS] += weight if code & 1 else -weight
-    return vector
+def word_index(texts: Iterable[str]) -> bm25s.BM25:
+    """Returns the BM25 index of texts. UserError if there is no word in them."""
+    vocabulary: dict[str, int] = {}
+    rows = [
+        [vocabulary.setdefault(word, len(vocabulary)) for word in words_of(text)] for text in texts
+    ]
+    require(vocabulary, "the passages hold no word; an index needs text")
+    index = bm25s.BM25(backend="numpy")
+    index.index((rows, vocabulary), create_empty_token=False, show_progress=False)
+    return index
+
+
+def words_of(text: str) -> list[str]:
+    """Returns the words of a text in lower case, without the commonest of English."""
+    return [word for word in re.findall(r"\w+", text.lower()) if word not in _COMMON]
+
+
+_COMMON = frozenset(STOPWORDS_EN)

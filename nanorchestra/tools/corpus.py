@@ -1,0 +1,164 @@
+"""Reads a corpus, cuts it into passages and builds an index of it in a directory, for index.py.
+
+A directory holds index.json (which corpus), the passages, and bm25/ or vectors/. Each part is
+written whole, vectors block by block: a build that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import faiss
+import numpy as np
+from tqdm import tqdm
+
+from nanorchestra.errors import UserError, require
+from nanorchestra.files import read_json, replace_directory, write_whole
+from nanorchestra.tools.embed import Embedder
+from nanorchestra.tools.index import (
+    ENDS,
+    MANIFEST,
+    TEXTS,
+    VECTORS,
+    WORDS,
+    Passage,
+    SavedPassages,
+    word_index,
+)
+
+# At most 1,000 characters: to the end of the text, else of a paragraph, else of a word.
+_CHUNK = re.compile(
+    r"\S.{0,999}(?=\Z)|\S.{300,999}(?=\n[ \t]*\n)|\S.{0,999}(?=\s)|\S{1000}", re.DOTALL
+)
+_TEXT_FIELDS, _SOURCE_FIELDS = ("text", "contents", "content"), ("source", "url", "title", "id")
+BLOCK = 256  # passages whose vectors are written together
+
+
+def build_index(source: str | Path, out: str | Path, checkpoint: str | None = None) -> int:
+    """Builds, or goes on building, an index of a directory or JSONL file; returns its passages.
+
+    `checkpoint` is a Qwen3-Embedding directory, whose vectors are indexed; None: the words are.
+    What is there already is kept if the corpus has not changed. Raises UserError.
+    """
+    source, out = Path(source).resolve(), Path(out).resolve()
+    require(source.exists(), f"{source}: no such file or directory; give a corpus to index")
+    require(not out.is_relative_to(source), f"{out}: --out must not lie in the corpus")
+    ours = not out.exists() or (out / MANIFEST).is_file() or not any(out.iterdir())
+    require(ours, f"{out}: holds other files; --out must be new, or an index")
+    files = _files(source)
+    stats = [(str(file.relative_to(source)), *_state(file)) for file in files]
+    manifest = {"corpus": str(source), "state": hashlib.sha256(repr(stats).encode()).hexdigest()}
+    try:
+        if not (out / MANIFEST).is_file() or read_json(out / MANIFEST) != manifest:
+            _write_passages(source, files, out, manifest)
+        passages = SavedPassages(out)
+        if checkpoint:
+            _write_vectors(passages, out, str(Path(checkpoint).resolve()))
+        elif not (out / WORDS).exists():
+            with replace_directory(out / WORDS) as new:
+                word_index(p.text for p in passages).save(new, show_progress=False)
+    except (OSError, RuntimeError) as error:  # FAISS raises RuntimeError
+        raise UserError(f"{out}: cannot be written ({error})") from None
+    return len(passages)
+
+
+def read_passages(path: str | Path) -> list[Passage]:
+    """Returns the passages of a JSONL file, a row each. UserError names file, line and field."""
+    passages = list(_rows(Path(path)))
+    require(passages, f'{path}: no passage; it must have lines like {{"text": "..."}}')
+    return passages
+
+
+def _files(source: Path) -> list[Path]:
+    """Returns the files of a corpus in order, without hidden ones."""
+    if source.is_file():
+        return [source]
+    files = (file for file in source.rglob("*") if file.is_file())
+    return sorted(f for f in files if not any(p[0] == "." for p in f.relative_to(source).parts))
+
+
+def _state(file: Path) -> tuple[int, int]:
+    stat = file.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _documents(source: Path, files: list[Path]) -> Iterator[Passage]:
+    """Yields rows of JSONL files and whole other files; what is not text is named and left out."""
+    for file in files:
+        if file.suffix == ".jsonl":
+            yield from _rows(file)
+            continue
+        try:
+            name = file.name if file == source else str(file.relative_to(source))
+            yield Passage(file.read_text(encoding="utf-8"), name)
+        except (OSError, ValueError) as error:
+            print(f"left out {file}: not a readable text in UTF-8 ({error})", file=sys.stderr)
+
+
+def _rows(file: Path) -> Iterator[Passage]:
+    """Yields the rows of a JSONL file of any size. Raises UserError."""
+    try:
+        with open(file, encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _passage(f"{file}, line {number}", line)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: not a text file in UTF-8 ({error})") from None
+
+
+def _passage(place: str, line: str) -> Passage:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{place}: not JSON ({error})") from None
+    fields = row if isinstance(row, dict) else {}
+    text = next((fields[name] for name in _TEXT_FIELDS if name in fields), None)
+    problem = f'{place}: text is {text!r}; it must be as in {{"text": "..."}}'
+    require(isinstance(text, str) and text.strip(), problem)
+    return Passage(text, next((str(fields[n]) for n in _SOURCE_FIELDS if fields.get(n)), ""))
+
+
+def _write_passages(source: Path, files: list[Path], out: Path, manifest: dict[str, str]) -> None:
+    """Writes the passages of a corpus as lines of [text, source], and where each line ends."""
+    ends, end = [], 0
+    with replace_directory(out) as new:
+        with open(new / TEXTS, "wb") as lines:
+            for document in _documents(source, files):
+                for text in _CHUNK.findall(document.text.strip()):
+                    end += lines.write(json.dumps([text, document.source]).encode() + b"\n")
+                    ends.append(end)
+        require(ends, f"{source}: no text to index; a file must be text, or JSONL of {{text}}")
+        np.save(new / ENDS, np.array(ends, np.int64))
+        write_whole(new / MANIFEST, json.dumps(manifest, indent=1))
+
+
+def _write_vectors(passages: SavedPassages, out: Path, checkpoint: str) -> None:
+    """Writes the vectors of passages; the blocks of a build that was stopped are kept."""
+    settings = {"checkpoint": checkpoint}
+    done = out / VECTORS / "settings.json"
+    if done.is_file() and read_json(done) == settings:
+        return
+    embedder = Embedder(checkpoint)
+    key = hashlib.sha256(checkpoint.encode()).hexdigest()[:16]
+    part = out / f"vectors-{key}.part"  # float32 [passages so far, dimension]
+    with open(part, "ab") as file:
+        width = 4 * embedder.dimension
+        begin = file.tell() // width
+        file.truncate(begin * width)
+        for i in tqdm(range(begin, len(passages), BLOCK), desc="embedding", unit="block"):
+            block = [passages[j].text for j in range(i, min(i + BLOCK, len(passages)))]
+            file.write(embedder.passages(block).tobytes())
+            file.flush()
+    index = faiss.IndexFlatIP(embedder.dimension)
+    index.add(np.memmap(part, np.float32, "r").reshape(-1, embedder.dimension))
+    with replace_directory(out / VECTORS) as new:
+        faiss.write_index(index, str(new / "flat.faiss"))
+        write_whole(new / "settings.json", json.dumps(settings))
+    part.unlink()

@@ -1,0 +1,85 @@
+"""Computes the vectors of texts with Qwen3-Embedding (arXiv 2506.05176), by our own decoder.
+
+A text's vector is the normalised hidden state of its last token, <|endoftext|>. A query stands
+behind an instruction, a passage alone. Any Qwen3 backbone in Hugging Face layout loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanorchestra.errors import require
+from nanorchestra.model.packed_attention import Segment, packed_attention
+from nanorchestra.model.qwen3 import Qwen3
+from nanorchestra.model.weights import load_model
+
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+MAX_TOKENS = 8192  # of a text; what is beyond them is cut
+PACK_TOKENS = 16384  # computed at once
+
+
+class Embedder:
+    """A model on the GPU in bf16, or on the CPU in fp32; `dimension` is its hidden size.
+
+    Raises UserError for anything wrong with the checkpoint.
+    """
+
+    def __init__(self, checkpoint: str | Path):
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = "bfloat16" if self._device == "cuda" else "float32"
+        # A backbone has no output matrix, whatever its configuration says about tying one.
+        self._model, self._tokenizer = load_model(
+            checkpoint,
+            self._device,
+            dtype,
+            build=lambda config: Qwen3(replace(config, tie_word_embeddings=True)),
+        )
+        require(self._tokenizer, f"{checkpoint}: no tokenizer.json")
+        self.dimension = self._model.config.hidden_size
+
+    def queries(self, texts: Sequence[str]) -> np.ndarray:
+        """Returns the vectors of queries, float32 [texts, dimension] of length 1."""
+        return self.passages([f"Instruct: {INSTRUCTION}\nQuery:{text}" for text in texts])
+
+    def passages(self, texts: Sequence[str]) -> np.ndarray:
+        """Returns the vectors of passages, float32 [texts, dimension] of length 1."""
+        end = self._tokenizer.token_id("<|endoftext|>")
+        rows = [[*self._tokenizer.encode(text)[: MAX_TOKENS - 1], end] for text in texts]
+        vectors = np.empty((len(rows), self.dimension), np.float32)
+        for pack in _packs(rows):
+            vectors[pack] = self._embed([rows[i] for i in pack]).cpu().numpy()
+        return vectors
+
+    @torch.inference_mode()
+    def _embed(self, rows: list[list[int]]) -> Tensor:
+        """Returns float32 [rows, dimension]: the rows of ids are packed without padding."""
+        lengths = torch.tensor([len(row) for row in rows])
+        ends = lengths.cumsum(0)
+        segments = [
+            Segment(end - length, length)
+            for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)
+        ]
+        tokens = torch.tensor(sum(rows, []), device=self._device)  # [T]
+        positions = torch.cat([torch.arange(len(row)) for row in rows]).to(self._device)
+        hidden = self._model(tokens, positions, packed_attention(segments))  # [T, hidden]
+        return F.normalize(hidden[(ends - 1).to(self._device)].float(), dim=-1)
+
+
+def _packs(rows: list[list[int]]) -> Iterator[list[int]]:
+    """Yields places of rows that are computed together, at most PACK_TOKENS ids or one row."""
+    pack, size = [], 0
+    for i, row in enumerate(rows):
+        if pack and size + len(row) > PACK_TOKENS:
+            yield pack
+            pack, size = [], 0
+        pack.append(i)
+        size += len(row)
+    if pack:
+        yield pack
