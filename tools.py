@@ -44,7 +44,7 @@ def _arguments(**types: str) -> dict[str, Any]:
 
 @dataclass
 class PythonTool:
-    """Runs code in the sandbox. `latency_s` None: the measured time."""
+    """Runs code in the sandbox; a second costs `usd_per_second`. `latency_s` None: measured."""
 
     name: str
     description: str
@@ -52,6 +52,7 @@ class PythonTool:
     usd_per_call: float = 0.0
     latency_s: float | None = None
     timeout_s: float = 5.0
+    usd_per_second: float = 0.0
     kind, blocking, parameters = "code", True, _arguments(code="string")
 
     def call(self, arguments: dict[str, Any]) -> ToolResult:
@@ -60,7 +61,8 @@ class PythonTool:
         error = f"Error: {result.error}" if result.error else ""
         text = "\n".join(part for part in (result.stdout.strip(), error) if part)
         seconds = result.seconds if self.latency_s is None else self.latency_s
-        return ToolResult(text or "(no output)", self.usd_per_call, seconds, error=bool(error))
+        usd = self.usd_per_call + self.usd_per_second * seconds
+        return ToolResult(text or "(no output)", usd, seconds, error=bool(error))
 
 
 @dataclass

@@ -48,12 +48,16 @@ def load(tmp_path, monkeypatch, sandbox):
 def test_a_good_catalogue_becomes_tools_that_work(load):
     settings = {"key_variable": "MY_KEY", "timeout_s": 9.5, "max_tokens": 100}
     code, search, expert = load(
-        [CODE | {"timeout_s": 2}, SEARCH | {"passages": 2}, EXPERT | settings]
+        [
+            CODE | {"timeout_s": 60, "usd_per_second": 0.5},
+            SEARCH | {"passages": 2},
+            EXPERT | settings,
+        ]
     )
     result = code.call({"code": "print(1)\n1/0"})
     assert result.content == "1\nError: ZeroDivisionError: division by zero (line 2)"
-    assert result.error and result.cost_usd == 0.001 and result.latency_s > 0
-    assert code.call({"code": "x = 1"}).content == "(no output)" and code.timeout_s == 2
+    assert result.error and result.cost_usd == 0.001 + 0.5 * result.latency_s > 0.001
+    assert code.call({"code": "x = 1"}).content == "(no output)" and code.timeout_s == 60
     found = search.call({"query": "gold has"}).content.split("\n")
     assert found[0].startswith("Gold") and len(found) == 2
     assert search.call({"query": "?"}).content == "nothing found"

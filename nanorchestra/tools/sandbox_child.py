@@ -46,17 +46,36 @@ def main() -> None:
     directory = os.getcwd()
     for name in TABLE["preload"]:  # so that importing them costs a run nothing
         importlib.import_module(name)
-    ruleset = landlock_ruleset(directory)
+    ruleset = landlock_ruleset(directory, sys.argv[1:])
     filter_program = seccomp_filter(with_files=ruleset >= 0)
     gc.collect()
     gc.freeze()  # collecting would write to, and so copy, pages shared with the children
     with contextlib.suppress(BrokenPipeError):
         for line in sys.stdin:
-            print(json.dumps(serve(**json.loads(line), confinement=(ruleset, filter_program))))
+            request = json.loads(line)
+            load_libraries(request["code"], sys.argv[1:])
+            print(json.dumps(serve(**request, confinement=(ruleset, filter_program))))
             sys.stdout.flush()
             for entry in os.scandir(directory):
                 os.unlink(entry.path)  # Landlock lets a run make plain files only
     shutil.rmtree(directory, ignore_errors=True)
+
+
+def load_libraries(code: str, places: list[str]) -> None:
+    """Imports the libraries that the code names, from the directories `places`, for later runs too.
+
+    On one thread, since a child has no right to more. A library that cannot be imported stays away.
+    """
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    sys.path += places
+    for name in TABLE["libraries"]:
+        if name in code and name not in sys.modules:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed(0)
+            gc.freeze()
+    del sys.path[len(sys.path) - len(places) :]
 
 
 def serve(code: str, timeout_s: float, confinement: tuple) -> dict:
@@ -107,11 +126,14 @@ def confine(worker: int, out: int, err: int, ruleset: int, filter_program) -> No
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     for descriptor, place in ((os.open(os.devnull, os.O_RDONLY), 0), (out, 1), (err, 2)):
         os.dup2(descriptor, place)
+    with open("/proc/self/statm") as file:  # what the worker holds is shared, and not counted
+        loaded = int(file.read().split()[0]) * resource.getpagesize()
     if ruleset >= 0:
         check(libc.syscall(SYS_LANDLOCK_RESTRICT, ruleset, 0))
     os.closerange(3, 256)
     os.environ.clear()
     for limit, value in LIMITS.items():
+        value += loaded if limit == resource.RLIMIT_AS else 0
         resource.setrlimit(limit, (value, value))
     check(libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(filter_program), 0, 0))
 
@@ -123,10 +145,11 @@ def check(result: int) -> int:
     return result
 
 
-def landlock_ruleset(directory: str) -> int:
+def landlock_ruleset(directory: str, places: list[str]) -> int:
     """Returns a descriptor of the file rules, -1 on a kernel without Landlock.
 
-    Python's library and shared libraries can be read, plain files in `directory` made and changed.
+    Python's library, shared libraries and the packages of TABLE["packages"] in `places` can be
+    read, plain files in `directory` made and changed.
     The access bits are those of <linux/landlock.h>; all thirteen of its first version are denied
     unless granted.
     """
@@ -136,7 +159,9 @@ def landlock_ruleset(directory: str) -> int:
     attributes = struct.pack("<Q", (1 << 13) - 1)
     ruleset = check(libc.syscall(SYS_LANDLOCK_CREATE, attributes, len(attributes), 0))
     library = os.path.dirname(os.path.dirname(os.path.abspath(os.__file__)))
-    readable = filter(os.path.isdir, (library, sys.base_prefix + "/lib", *READABLE))
+    packages = (os.path.join(place, name) for place in places for name in TABLE["packages"])
+    folders = (library, sys.base_prefix + "/lib", *READABLE, *packages)
+    readable = filter(os.path.isdir, folders)
     rules = dict.fromkeys(readable, read_file | read_dir)
     rules[directory] = write_file | read_file | read_dir | remove_file | make_file
     for path, access in rules.items():

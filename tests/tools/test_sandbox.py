@@ -32,6 +32,30 @@ def test_programs_run_and_a_last_expression_is_shown(sandbox, code, stdout):
 
 
 @pytest.mark.parametrize(
+    "library, code, stdout",
+    [
+        ("numpy", "import numpy as np\nnp.linalg.inv(np.eye(1) * 2)", "array([[0.5]])\n"),
+        ("numpy", "import numpy\nnumpy.random.rand(1)", "array([0.5488135])\n"),
+        (
+            "sympy",
+            "from sympy.abc import x\nimport sympy\nsympy.factor(x**2 - 1)",
+            "(x - 1)*(x + 1)\n",
+        ),
+        ("pandas", "import pandas as pd\npd.Timestamp('2020-01-03').day_name()", "'Friday'\n"),
+    ],
+)
+def test_libraries_are_there_in_every_run_and_their_neighbours_are_not(
+    sandbox, library, code, stdout
+):
+    pytest.importorskip(library)
+    assert [sandbox.run(code).stdout for _ in range(2)] == [stdout] * 2
+    assert "No module named 'pytest'" in sandbox.run("import pytest").error
+    listed = sandbox.run(f"import os, {library}\nos.listdir({library}.__path__[0] + '/..')")
+    assert "PermissionError" in listed.error
+    assert "MemoryError" in sandbox.run(f"import {library}\nx = bytearray(1 << 30)").error
+
+
+@pytest.mark.parametrize(
     "code, error",
     [
         ("print('so far')\n1/0", "ZeroDivisionError: division by zero (line 2)"),
@@ -184,7 +208,7 @@ def test_without_landlock_no_file_can_be_opened_and_without_seccomp_nothing_runs
     alter("PR_SET_SECCOMP, 2,", "PR_SET_SECCOMP, 99,")
     with pytest.raises(UserError, match="cannot be confined here .exit status 97"):
         Sandbox(workers=1)
-    alter("landlock_ruleset(directory)\n", "-1\n")
+    alter("landlock_ruleset(directory, sys.argv[1:])\n", "-1\n")
     with Sandbox(workers=1) as one:
         assert one.run("import math, statistics, json\nmath.factorial(5)").stdout == "120\n"
         for path, mode in (("/etc/passwd", "r"), ("/proc/1/environ", "r"), ("here", "w")):
