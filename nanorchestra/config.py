@@ -60,9 +60,9 @@ class TaskSection:
 
     world: str = setting(
         "miniature",
-        "miniature, domains (a few small databases), a directory of data_gen.py, a .jsonl file of "
-        "tau2 tasks, questions:FILE with a .jsonl file of questions and answers, or a mixture: "
-        "'miniature=0.9, data/=0.1'",
+        "miniature, domains (a few small databases), a directory of data_gen.py or tau2-bench, a "
+        ".jsonl file of tau2 tasks or ToolScale rows, questions:FILE with a .jsonl file of "
+        "questions and answers, or a mixture: 'miniature=0.9, data/=0.1'",
     )
     tools: str = setting("", "catalogue of the tools for questions, a file as tools.py describes")
     experts: Literal["simulated", "real"] = setting(
@@ -70,6 +70,9 @@ class TaskSection:
     )
     judge: str = setting(
         "", "expert of the catalogue, then not on offer, that judges what no rule accepts"
+    )
+    user: str = setting(
+        "", "expert of the catalogue that plays the users of domains; empty: a script"
     )
     preference: str = setting(
         "", "of rows without one: words, weights and limits (docs/questions.md); empty: drawn"

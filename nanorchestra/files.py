@@ -16,7 +16,7 @@ from nanorchestra.errors import UserError
 def read_json(path: str | Path) -> Any:
     """Returns the JSON value of a file. UserError names the file and what is wrong with it."""
     try:
-        return json.loads(_read(path))
+        return json.loads(read_text(path))
     except ValueError as error:
         raise UserError(f"{path}: not JSON ({error}); is the file whole?") from None
 
@@ -26,7 +26,7 @@ def read_json_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
 
     UserError names the file, and the line that is not JSON.
     """
-    for number, line in enumerate(_read(path).split("\n"), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             try:
                 yield number, json.loads(line)
@@ -34,7 +34,8 @@ def read_json_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
                 raise UserError(f"{path}, line {number}: not JSON ({error})") from None
 
 
-def _read(path: str | Path) -> str:
+def read_text(path: str | Path) -> str:
+    """Returns the text of a file. UserError names the file and what is wrong with it."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:

@@ -25,6 +25,7 @@ from nanorchestra.records import Task, Trajectory
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.lessons import Lesson
 from reward import POLICY, PRICES, group_rewards
+from tools import load_tools
 from worlds import evaluation, questions, routers
 from worlds.miniature import world as miniature
 from worlds.miniature.induction import draft_induction
@@ -204,7 +205,8 @@ def open_world(
 ) -> toolscale.ToolScaleWorld | questions.QuestionWorld:
     """Returns a world beside the miniature: "domains", or one that was read from files. UserError.
 
-    Files are "questions:FILE", a directory that data_gen.py wrote, or a .jsonl file of tau2 tasks.
+    Files are "questions:FILE", a directory of data_gen.py or of tau2-bench, or a .jsonl file of
+    tau2 tasks or of ToolScale's rows.
     """
     if name == DOMAINS:
         return small_world(seed, name)
@@ -213,7 +215,15 @@ def open_world(
     require(
         Path(name).exists(),
         f"task.world: there is no world {name!r}; it must be {MINIATURE}, {DOMAINS}, "
-        f"{questions.PREFIX}FILE, a directory that data_gen.py wrote, or a .jsonl file of tau2 "
-        "tasks",
+        f"{questions.PREFIX}FILE, a directory of data_gen.py or tau2-bench, or a .jsonl file of "
+        "tau2 tasks or ToolScale rows",
     )
-    return toolscale.load_world(name, seed)
+    tools = load_tools(settings.tools, sandbox) if settings.tools else ()
+    experts = {"": None} | {tool.name: tool for tool in tools if tool.kind == "expert"}
+    for role, expert in (("user", settings.user), ("judge", settings.judge)):
+        require(
+            expert in experts,
+            f"task.{role} is {expert!r}; it must be an expert of the catalogue task.tools, "
+            f"{settings.tools!r}",
+        )
+    return toolscale.load_world(name, seed, experts[settings.user], experts[settings.judge])

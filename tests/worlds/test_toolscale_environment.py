@@ -173,18 +173,18 @@ def test_words_say_what_is_preferred_and_splits_share_no_phrasing_expert_or_pric
 def test_a_damaged_task_file_is_refused_and_the_line_named(made, tmp_path):
     text = (made / "tasks.jsonl").read_text()
     task = json.loads(first := text.splitlines()[0])
-    judged = task["evaluation_criteria"] | {"reward_basis": ["NL_ASSERTION"]}
+    judged = task["evaluation_criteria"] | {"reward_basis": ["STYLE"]}
     for content, says in (
         (text[:-30], "line 40: not JSON"),
         (first + "\n" + first, "line 2: id 'railway-5-0' stands twice"),
         ("", "at least 5 tasks"),
         (first.replace('"name"', '"title"'), r"line 1: .*actions\[0\]: 'name' is a required"),
-        (json.dumps(task | {"evaluation_criteria": judged}), "'NL_ASSERTION' is not one of"),
+        (json.dumps(task | {"evaluation_criteria": judged}), "'STYLE' is not one of"),
     ):
         (tmp_path / "tasks.jsonl").write_text(content)
         with pytest.raises(UserError, match=says):
             load_world(tmp_path / "tasks.jsonl")
     (tmp_path / "tasks.jsonl").write_text(text)
     assert len(load_tasks(tmp_path / "tasks.jsonl")) == 40
-    with pytest.raises(UserError, match="worlds/railway/schema.json: cannot be read"):
+    with pytest.raises(UserError, match="worlds/railway/db.json: cannot be read"):
         load_world(tmp_path)

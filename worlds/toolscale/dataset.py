@@ -1,6 +1,7 @@
 """The tasks and worlds of a run: read from files, split, and offered with experts and preferences.
 
-`load_world(DIR)` reads what data_gen.py wrote; small.py makes tasks in memory. The world's
+`load_world(PATH)` reads what data_gen.py wrote, rows of ToolScale as released, or a domain of
+tau2-bench; small.py makes tasks in memory. The world's
 `task(split, index)` returns a Task, its `environment(task, seed)` one attempt at it.
 """
 
@@ -8,21 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nanorchestra.agent.environment import Tool
 from nanorchestra.agent.loop import SECONDS_PER_TOKEN
 from nanorchestra.errors import require
-from nanorchestra.files import read_json_lines
+from nanorchestra.files import read_json, read_json_lines
 from nanorchestra.model import chat
-from nanorchestra.records import Price, Task, ToolCall
+from nanorchestra.records import Preference, Price, Task, ToolCall
 from nanorchestra.training.lessons import Lesson
 from reward import POLICY, PRICES
 from worlds.toolscale import preferences
 from worlds.toolscale.environment import DomainEnvironment
 from worlds.toolscale.program import Json
+from worlds.toolscale.rows import read_row, restored, unfit
+from worlds.toolscale.tau2 import load_domain
 from worlds.toolscale.user import ScriptedUser
 from worlds.toolscale.world import World, check_shape
 
@@ -34,8 +39,9 @@ STEP_TOKENS = 4000, 400  # that an expert reads and writes for a step, for the b
 class ToolScaleWorld:
     """tau2 tasks and their worlds.
 
-    `splits`: split -> tau2 tasks. `experts`: how many a task offers. A task with a `policy` of its
-    own shows that instead of its world's. `name` stands in the data of every task.
+    `splits`: split -> tau2 tasks. `experts`: how many a task offers that has none of its own. A
+    task with a `policy` of its own shows that instead of its world's. `name` stands in the data of
+    every task. `user` and `judge` are language models; None: the script, and no judge.
     """
 
     splits: dict[str, list[Json]]
@@ -43,13 +49,18 @@ class ToolScaleWorld:
     seed: int = 0
     experts: int = 3
     name: str = ""
+    user: Tool | None = None
+    judge: Tool | None = None
 
     def task(self, split: str, index: int) -> Task:
         """Returns task `index` of a split ("train", "held_out"), taken round and round."""
         tau2 = self.splits[split][index % len(self.splits[split])]
         rng = random.Random(f"{self.seed}/{split}/{index}/{tau2['id']}")
-        offered = preferences.catalogue(rng, split, self.experts) if self.experts else []
-        preference = preferences.draw(rng, [expert["alias"] for expert in offered], split)
+        if "experts" in tau2:
+            offered, preference = tau2["experts"], Preference(**tau2["preference"])
+        else:
+            offered = preferences.catalogue(rng, split, self.experts) if self.experts else []
+            preference = preferences.draw(rng, [expert["alias"] for expert in offered], split)
         world = self.worlds[tau2["domain"]]
         functions = [tool["function"] for tool in world.functions(tau2["tools"])]
         tools = [(f["name"], world.by_name[f["name"]]["kind"], f["description"]) for f in functions]
@@ -69,7 +80,8 @@ class ToolScaleWorld:
 
     def environment(self, task: Task, seed: int) -> DomainEnvironment:
         """Returns one attempt at a task; `seed` is that of the simulated experts."""
-        return DomainEnvironment(self.worlds[task.data["kind"]], task, seed)
+        world = self.worlds[task.data["kind"]].started(task.data["task"].get("initial_state"))
+        return DomainEnvironment(world, task, seed, self.user, self.judge)
 
 
 def _bounds(tau2: Json, offered: Sequence[Json]) -> tuple:
@@ -118,26 +130,55 @@ def split(tasks: Sequence[Json]) -> dict[str, list[Json]]:
     return splits
 
 
-def load_world(path: str | Path, seed: int = 0) -> ToolScaleWorld:
-    """Reads a directory that data_gen.py wrote, or a .jsonl file of such tasks, and the worlds.
+def load_world(
+    path: str | Path, seed: int = 0, user: Tool | None = None, judge: Tool | None = None
+) -> ToolScaleWorld:
+    """Reads a directory that data_gen.py wrote, a .jsonl file of tasks, or a tau2 directory.
 
-    The worlds are in worlds/DOMAIN beside the tasks. Raises UserError if something is missing or
-    damaged.
+    A .jsonl file may also hold rows of ToolScale. The domains are in worlds/DOMAIN beside the
+    tasks; a tau2 directory (tasks.json) is itself one. Tasks that cannot be scored here are left
+    out, with a line on stderr. Raises UserError if something is missing or damaged.
     """
-    file = Path(path) if str(path).endswith(".jsonl") else Path(path) / "tasks.jsonl"
-    tasks = load_tasks(file)
+    path = Path(path)
+    if (path / "tasks.json").is_file():
+        file, home = path / "tasks.json", path.resolve().parent
+    else:
+        file = path if path.suffix == ".jsonl" else path / "tasks.jsonl"
+        home = file.parent / "worlds"
+    tasks, kept, left_out = load_tasks(file), [], Counter()
     domains = sorted({task["domain"] for task in tasks})
-    worlds = {domain: World.load(file.parent / "worlds" / domain) for domain in domains}
-    splits = split(tasks)
-    require(all(splits.values()), f"{file}: a domain needs at least {HELD_OUT} tasks")
-    return ToolScaleWorld(splits, worlds, seed, name=str(path))
+    worlds = {domain: load_domain(home / domain) for domain in domains}
+    for task in tasks:
+        world = worlds[task["domain"]]
+        if why := unfit(world, task, judge):
+            left_out[why] += 1
+            continue
+        named = task.get("tools", world.by_name)
+        task["tools"] = [name for name in world.by_name if name in named] or list(world.by_name)
+        for action in task["evaluation_criteria"]["actions"] if file.suffix == ".jsonl" else ():
+            tool = world.by_name[action["name"]]
+            action["arguments"] = restored(action["arguments"], tool["function"]["parameters"])
+        kept.append(task)
+    said = ", ".join(f"{count} ({why})" for why, count in left_out.items())
+    said = f"of {len(tasks)} tasks {said or 'none'} are left out"
+    splits = split(kept)
+    require(all(splits.values()), f"{file}: a domain needs at least {HELD_OUT} tasks; {said}")
+    if left_out:
+        print(f"{file}: {said}", file=sys.stderr)
+    return ToolScaleWorld(splits, worlds, seed, name=str(path), user=user, judge=judge)
 
 
 def load_tasks(path: Path) -> list[Json]:
-    """Returns the tasks of a file, one a line. Raises UserError that names the line and field."""
-    tasks = {}
-    for number, task in read_json_lines(path):
-        where = f"{path}, line {number}"
+    """Returns the tasks of a .jsonl file, or of a tau2 directory's tasks.json.
+
+    Raises UserError that names the line and field.
+    """
+    tasks, listed = {}, path.suffix == ".json"
+    for number, row in enumerate(read_json(path), 1) if listed else read_json_lines(path):
+        where = f"{path}, {'task' if listed else 'line'} {number}"
+        task = read_row(row, where, path.resolve().parent.name if listed else "")
+        if task is None:
+            continue
         check_shape("task", task, where)
         require(task["id"] not in tasks, f"{where}: id {task['id']!r} stands twice")
         tasks[task["id"]] = task

@@ -1,4 +1,4 @@
-"""An environment that the agent loop plays: domain tools, a scripted user, simulated experts."""
+"""An environment that the agent loop plays: domain tools, a user, simulated experts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import json
 import random
 from typing import Any
 
-from nanorchestra.agent.environment import refused
+from nanorchestra.agent.environment import Tool, in_thread, refused
 from nanorchestra.records import Price, Task, ToolCall, ToolResult
+from nanorchestra.tools.experts import EndpointError
 from worlds.toolscale import preferences
 from worlds.toolscale.program import ToolError
-from worlds.toolscale.score import Scorer
-from worlds.toolscale.user import ScriptedUser, ended
+from worlds.toolscale.score import Scorer, judged
+from worlds.toolscale.user import ModelUser, ScriptedUser, ended
 from worlds.toolscale.verify import altered
 from worlds.toolscale.words import expand
 from worlds.toolscale.world import World
@@ -34,6 +35,7 @@ class DomainEnvironment:
 
     `call_expert(expert)` hands the turn over: what the expert writes goes to the user, what it
     calls is done, and the policy reads what happened. `seed` is that of the simulated experts.
+    `user` and `judge` are language models; None: the script, and no judge. Neither is billed.
 
     Invariant: `tables` are the world's with all of `calls` done; those that fail change
     nothing.
@@ -41,11 +43,19 @@ class DomainEnvironment:
 
     verdict = ""
 
-    def __init__(self, world: World, task: Task, seed: int):
+    def __init__(
+        self,
+        world: World,
+        task: Task,
+        seed: int,
+        user: Tool | None = None,
+        judge: Tool | None = None,
+    ):
         tau2 = task.data["task"]
         self.world, self.task, self.seed = world, task, seed
         self.experts = {expert["alias"]: expert for expert in task.data["experts"]}
-        self.user, self.scorer = ScriptedUser(tau2["user_scenario"]), Scorer(world, tau2)
+        scenario, self.judge, self.scorer = tau2["user_scenario"], judge, Scorer(world, tau2)
+        self.user = ModelUser(scenario, user) if user else ScriptedUser(scenario)
         self.tables = dict(world.tables)
         self.calls = []
         self.said = []
@@ -57,7 +67,7 @@ class DomainEnvironment:
         if self.experts:
             descriptions = (expert["description"] for expert in self.experts.values())
             words = {"names": list(self.experts), "descriptions": " ".join(descriptions)}
-            self.tools.append(expand(preferences.TABLES["tool"], words))
+            self.tools.append(tau2.get("asking") or expand(preferences.TABLES["tool"], words))
             system += HAND_OVER
         if wish := task.preference.words:
             system += f"\n\nYour operator's wish: {wish}"
@@ -77,30 +87,35 @@ class DomainEnvironment:
     async def execute(self, call: ToolCall) -> ToolResult:
         """Runs a call of a domain tool or an expert. One that fails is an error observation."""
         if call.error is None and call.name == EXPERT and self.experts:
-            return self._hand_over(call.arguments.get("expert"))
+            return await self._hand_over(call.arguments.get("expert"))
         return self._call(call)
 
     async def reply(self, content: str) -> ToolResult | None:
         """Returns the user's answer; None if the conversation is over."""
-        answer = self._say(content)
-        return None if answer is None else ToolResult(answer)
+        if self.over:
+            return None
+        self.said.append(content)
+        try:
+            answer = await in_thread(self.user.reply, content)
+        except EndpointError as error:
+            problem = f"Error: the user did not answer ({error})"
+            return ToolResult(problem, error=True, infrastructure=True)
+        self.history += [f"The agent: {content}", f"The user: {answer}"]
+        self.over = ended(answer)
+        return None if self.over else ToolResult(answer)
 
     def score(self, answer: str) -> float:
-        """Returns the task's reward, 0.0 or 1.0. `reply` has heard the answer already."""
-        return self.scorer.score(self.calls, self.said)
+        """Returns the task's reward, 0.0 or 1.0. `reply` has heard the answer already.
+
+        Raises EndpointError if the judge does not answer.
+        """
+        reward, claims = self.scorer.score(self.calls, self.said), self.scorer.claims
+        right = reward and (not claims or judged(self.judge, claims, self.history[1:]))
+        return float(right)
 
     def last_word(self) -> str:
         """Returns a message with all that the user wants to be told."""
         return f"This is done. {', '.join(self.scorer.told)}".strip()
-
-    def _say(self, content: str) -> str | None:
-        if self.over:
-            return None
-        self.said.append(content)
-        answer = self.user.reply(content)
-        self.history += [content, answer]
-        self.over = ended(answer)
-        return None if self.over else answer
 
     def _call(self, call: ToolCall) -> ToolResult:
         if call.error is not None or call.name not in self.offered:
@@ -110,13 +125,15 @@ class DomainEnvironment:
         self.calls.append((call.name, call.arguments))
         try:
             value = self.world.call(self.tables, call.name, call.arguments)
-            result = ToolResult(json.dumps(value, ensure_ascii=False))
+            if not isinstance(value, str):
+                value = json.dumps(value, ensure_ascii=False, default=_plain)
+            result = ToolResult(value)
         except ToolError as problem:
             result = ToolResult(f"Error: {problem}", error=True)
         self.history.append(result.content)
         return result
 
-    def _hand_over(self, alias: Any) -> ToolResult:
+    async def _hand_over(self, alias: Any) -> ToolResult:
         """A declared simulation of an expert.
 
         With probability `skill` it does the next golden step; else it does one with an argument
@@ -129,7 +146,7 @@ class DomainEnvironment:
         rng = random.Random(f"{self.task.id}/{self.seed}/{alias}/{len(self.history)}")
         tokens = sum(map(len, self.history)) // 4, rng.randint(80, STEP_TOKENS)
         left = [call for call in self.scorer.golden if call not in self.calls]
-        right = rng.random() < expert["skill"]
+        right, answer = rng.random() < expert["skill"], None
         if left and (right or rng.random() < 0.5):
             name, arguments = left[0] if right else altered(self.world, left[:1], rng)[0]
             found = self._call(ToolCall(name, arguments)).content
@@ -137,13 +154,16 @@ class DomainEnvironment:
             text = f"{alias} called {name}({arguments}): {found}"
         else:
             content = self.last_word() if right else "One moment, I am looking into it."
-            answer = self._say(content)
-            said = f"The user: {answer}" if answer else "The user has ended the conversation."
+            answer = await self.reply(content)
+            said = (
+                f"The user: {answer.content}" if answer else "The user has ended the conversation."
+            )
             text = f"{alias} wrote to the user: {content}\n{said}"
         return ToolResult(
             text,
             _price(expert).cost(*tokens),
             expert["latency_s"] * rng.uniform(0.8, 1.2),
+            infrastructure=answer is not None and answer.infrastructure,
             input_tokens=tokens[0],
             output_tokens=tokens[1],
             alias=alias,
@@ -152,3 +172,7 @@ class DomainEnvironment:
 
 def _price(expert: dict[str, Any]) -> Price:
     return Price(expert["input_per_million"], expert["output_per_million"])
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump() if hasattr(value, "model_dump") else str(value)

@@ -1,59 +1,85 @@
 """Scores an attempt at a task: 0 or 1, the product over the task's reward basis, as in tau2-bench.
 
 DB: the tables after the calls equal those after the golden calls.
-ACTION: every golden call is among the calls with exactly its arguments; a calculation counts by
-    its value.
+ACTION: every golden call is among the calls with exactly its arguments, or with those that its
+    `compare_args` names; a calculation counts by its value.
 COMMUNICATE: every information stands in a message; numbers are compared as numbers ("1,000" is
     1000, and 5 is not in 15).
+NL_ASSERTION: `judged` asks a language model. A verdict that cannot be read is a no.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Sequence
 from functools import cached_property
 
+from nanorchestra.agent.environment import Tool
 from worlds.toolscale.program import Json, Tables, ToolError, calculate
+from worlds.toolscale.user import ask
 from worlds.toolscale.world import World
 
 Call = tuple[str, Json]  # (name, arguments)
 _NUMBER = re.compile(r"(?<![\w.])(?<!\d[-:])\d+(?:\.\d+)?(?!\w)(?![-:.]\d)")
+JUDGE = """A service agent has talked to a user:
+
+{talk}
+
+Is each of these statements true of the conversation?
+
+{claims}
+
+Answer with a JSON list that has true or false for each statement, and nothing else."""
 
 
 class Scorer:
     """Scores attempts at one task.
 
-    `golden` are the task's calls; `told` is what the user wants to be told.
+    `golden` are the task's calls; `told` is what the user wants to be told; `claims` are for a
+    judge.
     """
 
     def __init__(self, world: World, task: Json):
         criteria = task["evaluation_criteria"]
         self.world, self.basis = world, criteria["reward_basis"]
         self.golden = [(a["name"], a["arguments"]) for a in criteria["actions"]]
+        self.compared = [a.get("compare_args") for a in criteria["actions"]]
         self.told = criteria["communicate_info"]
+        self.claims = "NL_ASSERTION" in self.basis and criteria.get("nl_assertions") or ()
 
     @cached_property
     def gold(self) -> Tables:
-        """The tables after the golden calls. Raises ToolError if one of them fails."""
-        tables = dict(self.world.tables)
-        for name, arguments in self.golden:
-            self.world.call(tables, name, arguments)
-        return tables
+        """The tables after the golden calls."""
+        return self._after(self.golden)
 
     def score(self, calls: Sequence[Call], messages: Sequence[str]) -> float:
-        """Returns the reward of an attempt that made these calls and sent these messages."""
+        """Returns the reward of an attempt that made these calls and sent these messages.
+
+        `claims` are left to `judged`.
+        """
+        golden = zip(self.golden, self.compared, strict=True)
+        parts = {
+            "DB": self._after(calls) == self.gold,
+            "ACTION": all(self._made(*wanted, calls) for wanted in golden),
+            "COMMUNICATE": all(communicated(info, messages) for info in self.told),
+            "NL_ASSERTION": True,
+        }
+        return float(all(parts[basis] for basis in self.basis))
+
+    def _after(self, calls: Sequence[Call]) -> Tables:
         tables = dict(self.world.tables)
         for name, arguments in calls:
             with contextlib.suppress(ToolError):  # a call that fails changes nothing
                 self.world.call(tables, name, arguments)
-        made = [self._comparable(call) for call in calls]
-        parts = {
-            "DB": tables == self.gold,
-            "ACTION": all(self._comparable(call) in made for call in self.golden),
-            "COMMUNICATE": all(communicated(info, messages) for info in self.told),
-        }
-        return float(all(parts[basis] for basis in self.basis))
+        return tables
+
+    def _made(self, wanted: Call, keys: list[str] | None, calls: Sequence[Call]) -> bool:
+        if keys is None:
+            return self._comparable(wanted) in map(self._comparable, calls)
+        given = [arguments for name, arguments in calls if name == wanted[0]]
+        return any(all(a.get(key) == wanted[1].get(key) for key in keys) for a in given)
 
     def _comparable(self, call: Call) -> tuple[str, Json | float]:
         name, arguments = call
@@ -72,6 +98,16 @@ def communicated(info: str, messages: Sequence[str]) -> bool:
         return any(float(n) == value for message in messages for n in _NUMBER.findall(message))
     words = rf"(?<!\w){re.escape(info)}(?!\w)"
     return any(info in message and re.search(words, message) for message in messages)
+
+
+def judged(expert: Tool, claims: Sequence[str], talk: Sequence[str]) -> bool:
+    """Returns whether a language model finds that all claims are true. Raises EndpointError."""
+    numbered = [f"{number}. {claim}" for number, claim in enumerate(claims, 1)]
+    text = JUDGE.format(talk="\n".join(talk), claims="\n".join(numbered))
+    answer = ask(expert, text)
+    with contextlib.suppress(LookupError, ValueError):
+        return json.loads(re.findall(r"\[[^\[\]]*\]", answer)[-1]) == [True] * len(claims)
+    return False
 
 
 def _spoken(text: str) -> str:

@@ -1,6 +1,6 @@
-"""The scripted user of a task.
+"""The user of a task: scripted, or a language model.
 
-It opens with its first wish, says who it is when asked, confirms what it is asked to
+The scripted user opens with its first wish, says who it is when asked, confirms what it is asked to
 confirm, says that it does not know what the scenario says it does not know, goes on to its next
 wish, and ends when none is left. It says nothing that is not in the scenario.
 """
@@ -9,10 +9,25 @@ from __future__ import annotations
 
 import re
 
+from nanorchestra.agent.environment import Tool
+from nanorchestra.tools.experts import EndpointError
 from worlds.toolscale.program import Json
 
 STOP, TRANSFER = SIGNALS = ("###STOP###", "###TRANSFER###")  # tau2's, which end a conversation
-PATIENCE = 40  # messages that the user answers
+PATIENCE = 40  # messages that the scripted user answers
+ROLE = """You play a customer who writes to a service agent. Stay in this role, and use nothing \
+but this scenario:
+
+{facts}
+
+The conversation so far:
+
+{talk}
+
+Write your next message and nothing else: a short one, in the first person. Say what the scenario \
+says when it is needed, a wish at a time. Never invent a fact: what is not in the scenario you do \
+not know. When all that you want is done, or cannot be done, write {stop}. When you are handed \
+over to a person, write {transfer}."""
 _HANDED = re.compile(r"hand(ed|ing)? (you )?over|transferr|human agent|connect(ed|ing)? you")
 _CONFIRM = re.compile(
     r"confirm|proceed|go ahead|shall i|should i|would you like me to|do you want me to|\byes\b|"
@@ -93,3 +108,32 @@ class ScriptedUser:
             return f"{last} {STOP}"
         self.said += 1
         return self.wishes[self.said - 1]
+
+
+class ModelUser:
+    """A language model that plays the scenario.
+
+    It opens as the scripted user does, so that no task waits for a model before it begins.
+    """
+
+    def __init__(self, scenario: Json, expert: Tool):
+        facts = {"persona": scenario.get("persona")} | scenario["instructions"]
+        self.facts = "\n".join(f"{field}: {text}" for field, text in facts.items() if text)
+        self.expert, self.talk = expert, [f"You: {ScriptedUser(scenario).opening}"]
+
+    def reply(self, message: str) -> str:
+        """Returns the answer to a message of the agent. Raises EndpointError."""
+        self.talk.append(f"Agent: {message}")
+        talk = "\n".join(self.talk)
+        text = ROLE.format(facts=self.facts, talk=talk, stop=STOP, transfer=TRANSFER)
+        answer = ask(self.expert, text)
+        self.talk.append(f"You: {answer}")
+        return answer
+
+
+def ask(expert: Tool, text: str) -> str:
+    """Returns what a language model answers. Raises EndpointError."""
+    result = expert.call({"task": text})
+    if result.error:
+        raise EndpointError(result.content)
+    return result.content

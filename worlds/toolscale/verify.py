@@ -33,11 +33,12 @@ def verify(world: World, task: Json) -> str | None:
     scorer, text = Scorer(world, task), task_text(task)
     golden, told = scorer.golden, scorer.told
     try:
-        if scorer.score([], []):
-            return "solved by doing nothing"
+        arguments = list(_arguments(world, golden))
     except ToolError:
         return "a golden call errs"
-    for value, known in _arguments(world, golden):
+    if scorer.score([], []):
+        return "solved by doing nothing"
+    for value, known in arguments:
         stands = mentions(text, value)
         if stands and known and any(value in rows for rows in world.tables.values()):
             return "an identifier that a lookup reveals is in the text"
@@ -78,15 +79,18 @@ def signature(task: Json) -> str:
 
 
 def altered(world: World, calls: list[Call], rng: random.Random) -> list[Call]:
-    """Returns the calls with one argument altered."""
+    """Returns the calls with one argument altered; as they are if none has an argument."""
     places = [(at, name) for at, (_, arguments) in enumerate(calls) for name in arguments]
+    if not places:
+        return calls
     at, argument = rng.choice(places)
     name, arguments = calls[at]
     value = arguments[argument]
-    enum = world.by_name[name]["function"]["parameters"]["properties"][argument].get("enum")
-    choices = enum or next((rows for rows in world.tables.values() if value in rows), None)
+    shape = world.by_name[name]["function"]["parameters"]["properties"].get(argument, {})
+    tables = world.tables.values() if isinstance(value, str) else ()
+    choices = shape.get("enum") or next((rows for rows in tables if value in rows), None)
     if choices:
         other = rng.choice([choice for choice in choices if choice != value])
     else:
-        other = f"{value}x" if isinstance(value, str) else value + 1
+        other = value + 1 if isinstance(value, int | float) else f"{value}x"
     return [*calls[:at], (name, arguments | {argument: other}), *calls[at + 1 :]]

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from nanorchestra.agent.environment import argument_error, schema_error
 from nanorchestra.errors import require
-from nanorchestra.files import read_json, write_whole
+from nanorchestra.files import read_json, read_text, write_whole
 from worlds.toolscale.program import Json, Tables, ToolError, run
 
 SHAPES = read_json(Path(__file__).with_name("shapes.json"))
@@ -49,7 +49,21 @@ class World:
         problem = argument_error(arguments, tool["function"]["parameters"])
         if problem is not None:
             raise ToolError(f"{name}: {problem}")
-        return run(tool, arguments, tables)
+        return self.invoke(tables, name, arguments)
+
+    def invoke(self, tables: Tables, name: str, arguments: Json) -> Any:
+        """Does a call that has been checked, or one of a task's set-up."""
+        return run(self.by_name[name], arguments, tables)
+
+    def started(self, state: Json | None) -> World:
+        """Returns the world as a tau2 `initial_state` says. Raises ToolError if a call fails."""
+        if not state:
+            return self
+        data = state.get("initialization_data", {}).get("agent_data") or {}
+        tables = merge(self.tables, {"db": data} if "db" in self.tables else data)
+        for action in state.get("initialization_actions", ()):
+            self.invoke(tables, action["func_name"], action["arguments"])
+        return replace(self, tables=tables)
 
     def functions(self, names: Collection[str]) -> list[Json]:
         """Returns the OpenAI function objects of the tools named."""
@@ -70,9 +84,16 @@ class World:
     def load(cls, directory: Path) -> World:
         """Reads a directory. Raises UserError if a part is missing, damaged or of another form."""
         parts = [read_shape(name, directory / f"{name}.json") for name in ("schema", "db", "tools")]
-        policy = directory / "policy.md"
-        require(policy.is_file(), f"{policy}: cannot be read")
-        return cls(directory.name, *parts, policy.read_text(encoding="utf-8"))
+        return cls(directory.name, *parts, read_text(directory / "policy.md"))
+
+
+def merge(old: Any, new: Any) -> Any:
+    """Returns `new`, or both together, field by field, if both are objects or pydantic models."""
+    if hasattr(old, "model_dump"):
+        return type(old).model_validate(merge(old.model_dump(), new))
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return new
+    return old | {key: merge(old.get(key), value) for key, value in new.items()}
 
 
 def read_shape(name: str, path: Path) -> Any:

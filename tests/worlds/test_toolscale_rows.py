@@ -1,0 +1,297 @@
+"""Tasks that others wrote: tau2 directories, ToolScale's rows, domains whose tools are Python."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from scripted import ScriptedEngine
+
+from nanorchestra.agent.loop import Limits, Rollout
+from nanorchestra.errors import UserError
+from nanorchestra.records import ToolCall, ToolResult
+from nanorchestra.tools.experts import EndpointError
+from worlds.toolscale.dataset import load_world
+
+DATA = Path(__file__).parents[2].parent / "shared" / "data"
+real = pytest.mark.skipif(not DATA.exists(), reason="../shared/data is not here")
+KIT = """
+class Toolkit:
+    def __init__(self, db):
+        self.db = db
+"""
+SHOP = f'''{KIT}
+    def exchange_delivered_order_items(
+        self, order_id: str, item_ids: list[str], new_item_ids: list[str], payment_method_id: str
+    ):
+        """Exchanges items."""
+        order = self.db["orders"][order_id]
+        order.update(status="exchange requested", new=sorted(new_item_ids))
+        return order
+'''
+CINEMA = f'''{KIT}
+    def cancel_booking(self, booking_id: str, on: str, refund: float | None = None) -> dict:
+        """Cancels a booking."""
+        booking = self.db["bookings"][booking_id]
+        booking.update(status="canceled", canceled_at=on)
+        if on == "never":
+            raise ValueError("not a day")
+        return booking
+'''
+NOTES = f'''{KIT}
+    def create_task(self, user_id: str, title: str, description: str = ""):
+        """Makes a task."""
+        self.db["users"][user_id]["tasks"].append(key := f"task_{{len(self.db['tasks']) + 1}}")
+        self.db["tasks"][key] = {{"title": title, "status": "pending"}}
+
+    def update_task_status(self, task_id: str, status: str):
+        """Changes a task."""
+        self.db["tasks"][task_id]["status"] = status
+
+    def transfer_to_human_agents(self, summary: str):
+        """Hands over."""
+        return "Transferred"
+'''
+
+
+def domain(directory, source, toolkit):
+    """A domain's files in a directory that can be written."""
+    directory.mkdir(parents=True)
+    for file in source.iterdir():
+        (directory / file.name).symlink_to(file)
+    (directory / "toolkit.py").write_text(toolkit)
+    return directory
+
+
+def row(number, basis=None, **arguments):
+    """A row as the hub offers it: the arguments of all tools in one struct."""
+    every = {"booking_id": f"B{number}", "on": "2026-05-15", "club_id": None, "refund": None}
+    instructions = {
+        "domain": "movie",
+        "task_instructions": "Be quick.",
+        "reason_for_call": "You want to cancel your booking.",
+        "known_info": "You are Ana Silva.",
+        "unknown_info": None,
+    }
+    criteria = {
+        "actions": [{"name": "cancel_booking", "arguments": every | arguments}],
+        "communicate_info": ["S78YJLG-B1"],
+        "nl_assertions": ["It is polite.", "It is short."],
+        "reward_basis": basis,
+    }
+    return {
+        "id": str(number),
+        "description": {"purpose": "", "relevant_policies": None, "notes": None},
+        "user_scenario": {"persona": None, "instructions": instructions},
+        "initial_state": None,
+        "evaluation_criteria": criteria,
+    }
+
+
+@pytest.fixture
+def cinema(tmp_path):
+    """Writes rows beside a domain of one's own; returns their file."""
+    home = tmp_path / "worlds" / "movie"
+    home.mkdir(parents=True)
+    bookings = {f"B{n}": {"status": "confirmed"} for n in range(9)}
+    (home / "db.json").write_text(json.dumps({"bookings": bookings}))
+    (home / "policy.md").write_text("Be kind.")
+    (home / "toolkit.py").write_text(CINEMA)
+
+    def write(*rows):
+        (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        return tmp_path / "data.jsonl"
+
+    return write
+
+
+def environment(world, name):
+    """One attempt at the task of that id."""
+    (found,) = (
+        (s, i) for s in world.splits for i, t in enumerate(world.splits[s]) if t["id"] == name
+    )
+    return world.environment(world.task(*found), 0)
+
+
+def call(env, name, /, **arguments):
+    return asyncio.run(env.execute(ToolCall(name, arguments)))
+
+
+def play(env, tokenizer, golden=True):
+    """The trajectory of a policy that makes the golden calls, or none, and says what is asked."""
+    calls = [{"name": n, "arguments": a} for n, a in env.scorer.golden] if golden else []
+    script = [f"<tool_call>\n{json.dumps(made)}\n</tool_call><|im_end|>" for made in calls]
+    script += [f"{env.last_word()}<|im_end|>"] * 9
+    engine, limits = ScriptedEngine(tokenizer, [script]), Limits(40, context_tokens=10**6)
+    (t,) = Rollout(engine, tokenizer, lambda seed, budget: None, limits).run([env], [0])
+    assert not any(result.error for turn in t.turns for result in turn.results)
+    return t.outcome
+
+
+@real
+@pytest.mark.parametrize("kind", ["retail", "movie"])
+def test_golden_calls_score_1_and_nothing_done_0(tmp_path, nano_tokenizer, kind):
+    """A task of tau2-bench, and a row as ToolScale's hub offers it, play from end to end."""
+    if kind == "retail":
+        world = load_world(domain(tmp_path / "retail", DATA / "tau2" / "retail", SHOP))
+        name = "retail/99"
+    else:
+        domain(tmp_path / "worlds" / "movie", DATA / "toolscale" / "movie", CINEMA)
+        rows = (row(n, booking_id="S78YJLG-B1") for n in range(5))
+        (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        world, name = load_world(tmp_path / "data.jsonl"), "movie/4"
+    for golden in (True, False):
+        assert play(environment(world, name), nano_tokenizer, golden) == golden
+
+
+def test_what_one_table_of_all_tools_did_to_arguments_is_undone(cinema):
+    """Fields of other tools are null there, and days have become times or milliseconds."""
+    days = "2026-05-15T00:00:00", "2026-05-15 00:00:00", 1778803200000, "2026-05-15", "15 May"
+    world = load_world(cinema(*(row(n, on=day, refund=5) for n, day in enumerate(days))))
+    for n in range(5):
+        env, day = environment(world, f"movie/{n}"), "15 May" if n == 4 else "2026-05-15"
+        assert env.scorer.golden == [
+            ("cancel_booking", {"booking_id": f"B{n}", "on": day, "refund": 5})
+        ]
+    assert env.user.wishes == ["I want to cancel my booking.", "Be quick."]
+    schema = env.tools[0]["function"]["parameters"]
+    assert schema["required"] == ["booking_id", "on"]
+    assert schema["properties"]["refund"] == {"anyOf": [{"type": "number"}, {"type": "null"}]}
+
+
+def trained(number, **changes):
+    """A row that the published orchestrator was trained on."""
+    asked = {"expert": {"type": "string", "description": "expert-1: strong. expert-2: weak."}}
+    return {
+        "id": number,
+        "index": f"movie____{number}",
+        "category": "func_call",
+        "tools": [{"function": {"name": "call_expert", "parameters": {"properties": asked}}}],
+        "model_mapping": {"expert-1": "gpt-5", "expert-2": "new-7b", "search-1": "gpt-5"},
+        "tool_pricing": {
+            "gpt-5": {"input_tokens_per_million": 1.25e-06, "output_tokens_per_million": 1e-05},
+            "new-7b": {"input_tokens_per_million": 0.2, "output_tokens_per_million": 0.3},
+            "code_interpreter_per_second": 8.3e-06,
+        },
+        "pref_vec": {"accuracy": 3, "cost": 0.1, "latency": 0.1, "expert-1": 3, "search-1": 1},
+        "example": row(number),
+    } | changes
+
+
+def test_a_training_row_brings_its_experts_prices_and_preference(cinema):
+    question = {"index": "stem____1", "category": "qa", "problem": "1 + 1?", "answer": "2"}
+    env = environment(load_world(cinema(question, *map(trained, range(5)))), "movie____0")
+    wish = env.task.preference
+    assert (wish.outcome, wish.cost, wish.latency) == (3, 0.1, 0.1)
+    assert wish.tools == {"expert-1": 3, "expert-2": 0}
+    prices = [(e["input_per_million"], e["output_per_million"]) for e in env.experts.values()]
+    assert prices == [pytest.approx((1.25, 10)), (0.2, 0.3)]
+    assert env.tools[-1]["function"] == trained(0)["tools"][0]["function"]
+    result = call(env, "call_expert", expert="expert-1")
+    assert result.alias == "expert-1" and result.cost_usd > 0 and json.dumps(env.task.data)
+    for wrong, says in (
+        (trained(5, tool_pricing={}), "line 6: tool_pricing has no .*'gpt-5'"),
+        (trained(5, pref_vec={"cost": "low"}), "line 6: pref_vec.cost: 'low' is not of type"),
+        (trained(5, example={"id": "5"}), "line 6: example: 'user_scenario' is a required"),
+        (trained(1), "line 6: id 'movie____1' stands twice"),
+        ([], "line 6: .*not of type 'object'"),
+    ):
+        with pytest.raises(UserError, match=says):
+            load_world(cinema(*map(trained, range(5)), wrong))
+
+
+@real
+def test_initial_states_and_compared_arguments_of_tau2(tmp_path, nano_tokenizer, capsys):
+    world = load_world(domain(tmp_path / "mock", DATA / "tau2" / "mock", NOTES))
+    says = capsys.readouterr().err
+    assert all(f"1 ({why})" in says for why in ("the user has tools", "ENV_ASSERTION")), says
+    names = [task["id"] for split in world.splits.values() for task in split]
+    for name in names:
+        assert play(environment(world, name), nano_tokenizer) == 1, name
+    for way in ("data", "actions"):
+        env = environment(world, f"mock/update_task_with_initialization_{way}")
+        (db,) = env.tables.values()
+        assert db["tasks"]["task_2"]["title"] == "Project Review" and len(db["tasks"]) == 2
+        assert db["users"]["user_1"] | {"name": "Test User"} == db["users"]["user_1"]
+    env = environment(world, "mock/impossible_task_1")  # compares no argument
+    assert env.score("") == 0
+    assert call(env, "transfer_to_human_agents", summary="in other words").content == "Transferred"
+    assert env.score("") == 1
+
+
+class Model:
+    """A language model that answers what a test has written."""
+
+    def __init__(self, *answers, error=False):
+        self.answers, self.error, self.asked = list(answers), error, []
+
+    def call(self, arguments):
+        self.asked.append(arguments["task"])
+        return ToolResult(self.answers.pop(0), error=self.error)
+
+
+def test_the_user_and_the_judge_may_be_language_models(cinema, nano_tokenizer):
+    path = cinema(*(row(n, ["DB", "NL_ASSERTION"]) for n in range(5)))
+    with pytest.raises(UserError, match=r"5 \(task.judge is needed\)"):
+        load_world(path)
+    for verdict, outcome in (("So: [true, true]", 1), ("[true, false]", 0), ("yes, both", 0)):
+        user, judge = Model("Wait.", "Thanks. ###STOP###"), Model(verdict)
+        world = load_world(path, user=user, judge=judge)
+        assert play(environment(world, "movie/0"), nano_tokenizer) == outcome
+        assert "You are Ana Silva." in user.asked[0] and "You: Wait." in user.asked[1]
+        assert "The user: Wait." in judge.asked[0] and "2. It is short." in judge.asked[0]
+    world = load_world(path, user=Model("down", error=True), judge=Model("down", error=True))
+    env = environment(world, "movie/0")
+    result = asyncio.run(env.reply("Hello."))
+    assert result.infrastructure and "down" in result.content
+    call(env, "cancel_booking", **env.scorer.golden[0][1])
+    with pytest.raises(EndpointError, match="down"):
+        env.score("")
+
+
+PACKAGE = f"""
+import copy
+from types import SimpleNamespace
+{CINEMA.replace('["bookings"]', ".bookings").replace("return booking", "return self.db")}
+    def show(self):
+        return self.db
+
+    show.__tool_type__ = "read"
+
+class DB(SimpleNamespace):
+    @classmethod
+    def model_validate(cls, value):
+        return cls(**copy.deepcopy(value))
+
+    def model_dump(self):
+        return vars(self)
+
+def get_environment():
+    shape = {{name: {{"type": "string"}} for name in ("booking_id", "on")}}
+    functions = ("cancel_booking", {{"properties": shape}}), ("show", {{"properties": {{}}}})
+    functions = [{{"name": n, "description": n, "parameters": p}} for n, p in functions]
+    tools = [SimpleNamespace(openai_schema={{"function": f}}) for f in functions]
+    return SimpleNamespace(tools=Toolkit(DB()), get_tools=lambda: tools)
+"""
+
+
+def test_a_domain_of_tau2s_package_plays_and_one_without_code_is_named(cinema, monkeypatch):
+    path = cinema(*map(row, range(5)))
+    (path.parent / "worlds" / "movie" / "toolkit.py").unlink()
+    with pytest.raises(UserError, match=r"worlds/movie: needs tools.json, .*ModuleNotFoundError"):
+        load_world(path)
+    package = path.parent / "tau2" / "domains" / "movie"
+    package.mkdir(parents=True)
+    (package / "environment.py").write_text(PACKAGE)
+    monkeypatch.syspath_prepend(path.parent)
+    env = environment(load_world(path), "movie/1")
+    start = env.tables["db"]
+    assert not call(env, "show").error and env.tables["db"] is start  # reading needs no copy
+    failed = call(env, "cancel_booking", booking_id="B1", on="never")
+    assert failed.content == "Error: not a day" and env.tables["db"] == start
+    result = call(env, "cancel_booking", **env.scorer.golden[0][1])
+    assert json.loads(result.content)["bookings"]["B1"]["status"] == "canceled"
+    asyncio.run(env.reply(env.last_word()))
+    assert env.score("") == 1 and start.bookings["B1"]["status"] == "confirmed"

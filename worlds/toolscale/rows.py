@@ -1,0 +1,125 @@
+"""Reads tasks that others wrote into the form of tasks.jsonl.
+
+They are tau2-bench's tasks, the rows of ToolScale as its hub offers them, or the rows that the
+published orchestrator was trained on, which hold a tau2 task with the experts on offer, their
+prices and a preference.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import UTC, datetime
+from typing import Any
+
+from nanorchestra.errors import require
+from worlds.toolscale.preferences import TABLES
+from worlds.toolscale.program import Json, ToolError
+from worlds.toolscale.world import World, check_shape
+
+DEFAULTS = {"actions": [], "communicate_info": [], "reward_basis": ["DB", "COMMUNICATE"]}
+PER_TOKEN = 1e-3  # the released rows have dollars per token where they say per million
+FEATURES = {"outcome": "accuracy", "cost": "cost", "latency": "latency"}
+MIDNIGHT = re.compile(r"(\d{4}-\d\d-\d\d)[T ]00:00:00(\.0+)?(Z|\+00:00)?")
+
+
+def read_row(row: Json, where: str, domain: str = "") -> Json | None:
+    """Returns the task of a row, of which `where` says where it stands; None for a question.
+
+    `domain` is that of a tau2 directory. Raises UserError.
+    """
+    check_shape("row", row, where)
+    if "domain" in row:  # ours
+        return row
+    if row.get("category") == "qa":
+        return None
+    task, index = row.get("example", row), row.get("index", "")
+    scenario, state = task["user_scenario"], task.get("initial_state") or {}
+    parts, criteria = scenario["instructions"], task["evaluation_criteria"] or {}
+    parts = {"reason_for_call": parts} if isinstance(parts, str) else parts
+    domain = domain or index.partition("____")[0] or parts.get("domain")
+    wanted = (parts.get("reason_for_call"), parts.get("task_instructions"))
+    told = {"reason_for_call": " ".join(filter(None, wanted)), "task_instructions": None}
+    return {
+        "id": index or f"{domain}/{task['id']}",
+        "domain": domain,
+        "user_scenario": scenario | {"instructions": parts | told},
+        "initial_state": {key: value for key, value in state.items() if value},
+        "evaluation_criteria": DEFAULTS | {k: v for k, v in criteria.items() if v is not None},
+    } | (_offer(row, where) if "model_mapping" in row else {})
+
+
+def _offer(row: Json, where: str) -> Json:
+    """The tools, the experts and the preference of a training row."""
+    functions = {f["name"]: f for f in (tool.get("function", tool) for tool in row["tools"])}
+    asking, wish = functions.pop("call_expert", None), row["pref_vec"]
+    simulated = TABLES["experts"]["train"] | TABLES["experts"]["held_out"]
+    experts = []
+    for alias, model in row["model_mapping"].items():
+        if asking and alias not in json.dumps(asking):
+            continue
+        prices = row["tool_pricing"].get(model, {}).items()
+        usd = {key.split("_")[0]: n * 1e6 if n < PER_TOKEN else n for key, n in prices}
+        require(
+            {"input", "output"} <= usd.keys(),
+            f"{where}: tool_pricing has no input and output price of {model!r}",
+        )
+        expert = simulated.get(model, TABLES["others"])
+        experts.append(
+            {
+                "alias": alias,
+                "model": model,
+                "description": f"{alias}: ${usd['input']:g} and ${usd['output']:g} per million.",
+                "input_per_million": usd["input"],
+                "output_per_million": usd["output"],
+                "latency_s": float(expert["seconds"]),
+                "skill": expert["skill"],
+            }
+        )
+    weights = {part: wish.get(feature, 0.0) for part, feature in FEATURES.items()}
+    weights["tools"] = {e["alias"]: wish.get(e["alias"], 0.0) for e in experts}
+    asking = asking and {"type": "function", "function": asking}
+    return {"tools": [*functions], "experts": experts, "preference": weights, "asking": asking}
+
+
+def restored(value: Any, shape: Json) -> Any:
+    """Undoes what the hub's one table for all tools did to an argument of this JSON schema.
+
+    Fields of other tools are there as null, and days have become times, or milliseconds.
+    """
+    if isinstance(value, dict):
+        inner = shape.get("properties", {})
+        return {k: restored(v, inner.get(k, {})) for k, v in value.items() if v is not None}
+    if isinstance(value, list):
+        return [restored(v, shape.get("items", {})) for v in value]
+    if isinstance(value, int) and shape.get("type") == "string":
+        value = datetime.fromtimestamp(value / 1000, UTC).isoformat()
+    day = isinstance(value, str) and MIDNIGHT.fullmatch(value)
+    return day[1] if day else value
+
+
+def unfit(world: World, task: Json, judge: Any) -> str:
+    """Returns why a task cannot be played and scored here; "" if it can."""
+    criteria, state = task["evaluation_criteria"], task.get("initial_state") or {}
+    actions, basis = criteria["actions"], criteria["reward_basis"]
+    acts = actions + state.get("initialization_actions", [])
+    data = state.get("initialization_data", {})
+    missing = {action["name"] for action in actions} - world.by_name.keys()
+    reasons = {
+        "the user has tools": data.get("user_data")
+        or any("user" in (act.get("requestor"), act.get("env_type")) for act in acts),
+        "message_history": "message_history" in state,
+        "ENV_ASSERTION": "ENV_ASSERTION" in basis,
+        "task.judge is needed": "NL_ASSERTION" in basis
+        and criteria.get("nl_assertions")
+        and not judge,
+        f"no tool {min(missing, default='')}": missing,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            return reason
+    try:
+        world.started(state)
+    except ToolError as error:
+        return f"initial_state: {error}"
+    return ""

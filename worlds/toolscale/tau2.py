@@ -1,0 +1,121 @@
+"""Domains whose tools are Python: a toolkit of the user's, or one of tau2-bench's package.
+
+    DIR/db.json, DIR/policy.md    as for every domain
+    DIR/toolkit.py                class Toolkit: made with the value of db.json, which is its `db`
+
+Each public method with a docstring is a tool; its schema comes from its type hints, and what it
+raises is what the agent reads. A domain without tools.json and toolkit.py is one of the package's:
+tau2.domains.DOMAIN.environment.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from nanorchestra.errors import UserError
+from nanorchestra.files import read_json, read_text
+from worlds.toolscale.program import Json, Tables, ToolError
+from worlds.toolscale.world import World
+
+TYPES = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    list: "array",
+    dict: "object",
+    NoneType: "null",
+}
+READS = ("read", "think", "generic")  # tau2's types of tools that change nothing
+KINDS = {"calculate": "calculate", "transfer_to_human_agents": "handover"}
+
+
+@dataclass
+class ToolkitWorld(World):
+    """A world whose tools are methods of `kit`, a class. Its only table is `db`, as the kit has it.
+
+    A call works on a copy of it, unless the tool says that it only reads.
+    """
+
+    kit: Callable[[Any], Any]
+
+    def invoke(self, tables: Tables, name: str, arguments: Json) -> Any:
+        """Calls the method of that name. Raises ToolError, and then `tables` are as they were."""
+        db = tables["db"]
+        if self.by_name.get(name, {}).get("kind") != "read":
+            db = copy.deepcopy(db)
+        toolkit = self.kit(db)
+        try:
+            value = getattr(toolkit, name)(**arguments)
+        except Exception as error:  # whatever a toolkit raises is what the agent reads
+            raise ToolError(str(error) or type(error).__name__) from None
+        tables["db"] = toolkit.db
+        return value
+
+
+def load_domain(directory: Path) -> World:
+    """Reads a domain whose tools are programs, a toolkit, or in tau2-bench's package. UserError."""
+    if (directory / "tools.json").is_file():
+        return World.load(directory)
+    db, policy = read_json(directory / "db.json"), read_text(directory / "policy.md")
+    source = directory / "toolkit.py"
+    try:
+        if source.is_file():
+            spec = spec_from_file_location(f"toolkit_{directory.name}", source)
+            module = module_from_spec(spec)
+            spec.loader.exec_module(module)
+            toolkit = module.Toolkit(db)
+            functions = list(map(_function, _methods(toolkit)))
+        else:
+            name = f"tau2.domains.{directory.name}.environment"
+            environment = importlib.import_module(name).get_environment()
+            toolkit, db = environment.tools, type(environment.tools.db).model_validate(db)
+            functions = [tool.openai_schema["function"] for tool in environment.get_tools()]
+    except Exception as error:  # whatever the code of others raises
+        raise UserError(
+            f"{directory}: needs tools.json, a toolkit.py with a class Toolkit, or the package of "
+            "tau2-bench with this domain, installed from its repository (PyPI's tau2 is another "
+            f"project); found {type(error).__name__}: {error}"
+        ) from None
+    tools = [{"kind": _kind(getattr(toolkit, f["name"])), "function": f} for f in functions]
+    return ToolkitWorld(directory.name, {}, {"db": db}, tools, policy, type(toolkit))
+
+
+def _methods(toolkit: Any) -> list[Callable]:
+    """The methods that are tools."""
+    found = inspect.getmembers(toolkit, inspect.ismethod)
+    return [method for name, method in found if method.__doc__ and name[0] != "_"]
+
+
+def _kind(method: Callable) -> str:
+    """The kind of a tool; one that does not say what it does may write."""
+    usual = "read" if getattr(method, "__tool_type__", "") in READS else "write"
+    return KINDS.get(method.__name__, usual)
+
+
+def _function(method: Callable) -> Json:
+    """The OpenAI function object of a method."""
+    hints, parameters = get_type_hints(method), inspect.signature(method).parameters
+    schema = {
+        "type": "object",
+        "properties": {name: _shape(hints.get(name)) for name in parameters},
+        "required": [name for name, p in parameters.items() if p.default is p.empty],
+    }
+    words = inspect.getdoc(method)
+    return {"name": method.__name__, "description": words, "parameters": schema}
+
+
+def _shape(hint: Any) -> Json:
+    """The JSON schema of a type hint; {} for one that says nothing."""
+    origin, inner = get_origin(hint) or hint, get_args(hint)
+    if origin in TYPES:
+        return {"type": TYPES[origin]}
+    return {"anyOf": list(map(_shape, inner))} if inner else {}
