@@ -85,12 +85,13 @@ class TrainingRun:
     def rollout(self, temperature: float) -> Rollout:
         """Returns what makes attempts: the engine, or the model behind rollout.endpoint."""
         settings = self.config.rollout
-        limits = Limits(settings.turns, settings.turn_tokens, settings.context_tokens)
+        most = settings.turn_tokens, settings.context_tokens, settings.calls_per_turn
+        limits = Limits(settings.turns, *most)
         if settings.endpoint:
             return EndpointRollout(settings, self.tokenizer, limits)
 
         def params(seed: int, budget: int) -> SamplingParams:
-            return SamplingParams(max_tokens=budget, temperature=temperature, seed=seed)
+            return SamplingParams(budget, temperature, settings.top_p, seed=seed)
 
         return Rollout(
             self.engine,
@@ -207,7 +208,9 @@ class TrainingRun:
             phase = notes["progress"]["phase"]
             if phase == "warm_start":
                 return self.trainer.prepare(self.config.warm_start.optimizer, False)
-            return self.trainer.prepare(grpo.optimizer, grpo.kl_coef > 0) if phase == "grpo" else {}
+            if phase != "grpo":
+                return {}
+            return self.trainer.prepare(grpo.optimizer, grpo.kl_coef > 0, **grpo.adamw)
 
         notes = self.checkpoints.restore(prepare)
         offsets = {"metrics": 0, "trajectories": 0}
