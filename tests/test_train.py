@@ -23,6 +23,7 @@ from nanorchestra.config import Config
 from nanorchestra.errors import UserError
 from nanorchestra.records import Trajectory, Turn
 from nanorchestra.report.run import Run
+from nanorchestra.settings import load_config
 from nanorchestra.training import grpo, sampling
 from nanorchestra.training.ranks import Ranks
 from nanorchestra.training.warm_start import warm_start
@@ -169,6 +170,15 @@ def test_steps_that_are_not_finite_are_recorded_and_end_the_run(make_training):
         grpo.grpo(run)
     recorded = list(run.folder.rows("trajectories"))
     assert {row["phase"] for row in recorded} == {"skipped"} and len(recorded) == 3 * 2 * 2
+
+
+def test_epochs_become_steps_in_the_config_of_the_run(make_training):
+    changes = {"grpo.epochs": 2, "grpo.prompts": 64}
+    run = make_training("epochs", changes | {"task.world": "domains"})
+    assert run.config.grpo.steps == math.ceil(2 * run.worlds.epoch() / 64) > 2
+    assert load_config(run.folder.path / "config.toml") == run.config
+    with pytest.raises(UserError, match="grpo.epochs: the miniature has tasks without end"):
+        make_training("endless", changes)
 
 
 def test_every_mini_batch_is_an_update_and_their_metrics_are_one_row(make_training):

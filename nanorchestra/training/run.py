@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,11 @@ class TrainingRun:
     def __init__(self, config: Config, folder: Run, ranks: Ranks, worlds: Any, stop: Any):
         self.folder, self.ranks, self.worlds, self.stop = folder, ranks, worlds, stop
         self.dtype = build.device_and_dtype(config)[1]
+        if config.grpo.epochs:
+            steps = math.ceil(config.grpo.epochs * worlds.epoch() / config.grpo.prompts)
+            config = config.replace({"grpo.steps": steps, "grpo.epochs": 0})
+            if ranks.first:
+                write_whole(folder.path / "config.toml", to_toml(config))
         self.config = config
         self.watch = Watch(folder, REPORT_EVERY if ranks.first else 0.0)
         model, self.tokenizer = build.build_model(config, ranks, self.dtype, worlds, folder.path)
