@@ -26,8 +26,8 @@ from nanorchestra.records import Preference, Price, Trajectory
 POLICY = "Qwen/Qwen3-8B"
 
 # The published system's prices. A task may quote others in its prompt, and then charges those.
-_LISTED = tomllib.loads(Path(__file__).with_name("assets").joinpath("prices.toml").read_text())
-PRICES: dict[str, Price] = {model: Price(*usd) for model, usd in _LISTED.items()}
+_LISTED = tomllib.loads(Path(__file__).with_name("assets").joinpath("experts.toml").read_text())
+PRICES = {name: Price(*settings["usd"]) for name, settings in _LISTED["experts"].items()}
 
 
 class Bounds(NamedTuple):

@@ -8,32 +8,48 @@ worlds/toolscale/program.py interprets, and its environment runs these itself:
    observation with its cost and latency. The contract is `Tool` in
    nanorchestra/agent/environment.py. A call that cannot be run costs nothing.
 2. List it in the catalogue: add its kind and settings to nanorchestra/tools/catalogue.json, and
-   make it in `load_tools`, which reads the JSON file given with `--tools`. Or offer it in a world.
+   make it in `Catalogue`, which reads the file given with `--tools`. Or offer it in a world.
 3. nanorchestra/model/chat.py renders its schema into the prompt, through `function_schema`.
 4. nanorchestra/agent/environment.py checks the arguments of each call and runs it.
 
-Experts are other language models: `EndpointExpert` asks any OpenAI-compatible endpoint,
+Experts are other language models: `ExpertTool` and `RoleTool` ask OpenAI-compatible endpoints,
 `SimulatedExpert` is a declared simulation with the prices of its task and a virtual latency.
 """
 
 from __future__ import annotations
 
-import json
-import random
+import math
+import os
+import re
 import sys
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nanorchestra.agent.environment import Tool, schema_error
+from nanorchestra.agent.nested import Orchestrator
 from nanorchestra.errors import ArgumentParser, command, require
-from nanorchestra.files import read_json
+from nanorchestra.files import read_json, read_toml
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.tools.corpus import build_index, read_passages
-from nanorchestra.tools.experts import EndpointError, chat_completion
+from nanorchestra.tools.functions import load_functions, tool
 from nanorchestra.tools.index import Index
+from nanorchestra.tools.models import Endpoint, Expert, ExpertTool, Spending
+from nanorchestra.tools.roles import KINDS as ROLES
+from nanorchestra.tools.roles import RoleTool
 from nanorchestra.tools.sandbox import Sandbox
+from nanorchestra.tools.simulated import RecordsTool, SimulatedExpert, Skill
+
+__all__ = [
+    "RecordsTool",
+    "SimulatedExpert",
+    "Skill",
+    "load_tools",
+    "tool",
+]  # beside the tools below
+SANDBOX_USD = 0.0000083  # a second, as published
+PRESETS = Path(__file__).parent / "assets" / "experts.toml"
+CATALOGUE = Path(__file__).parent / "nanorchestra" / "tools" / "catalogue.json"
 
 
 def _arguments(**types: str) -> dict[str, Any]:
@@ -90,134 +106,164 @@ class LookupTool:
         return ToolResult(text, self.usd_per_call, self.latency_s, found={"documents": found[::-1]})
 
 
-@dataclass
-class RecordsTool:
-    """Reads one row of a table by its id. `tables` is {table: {id as text: row}}."""
+def load_tools(path: str | Path, sandbox: Sandbox, tokenizer: Any = None) -> list[Tool]:
+    """Returns the tools of a catalogue; docs/tools.md describes its form.
 
-    name: str
-    description: str
-    tables: dict[str, dict[str, dict[str, Any]]]
-    usd_per_call: float = 0.0
-    latency_s: float = 0.0
-    kind, blocking, parameters = "records", False, _arguments(table="string", id="integer")
-
-    def call(self, arguments: dict[str, Any]) -> ToolResult:
-        """Returns the row as JSON."""
-        table, key = arguments["table"], str(arguments["id"])
-        row = self.tables.get(table, {}).get(key)
-        if row is not None:
-            text = json.dumps(row)
-        elif table in self.tables:
-            text = f"Error: no {table} {key}"
-        else:
-            text = f"Error: no table {table}; there are {', '.join(self.tables)}"
-        return ToolResult(text, self.usd_per_call, self.latency_s, error=row is None)
-
-
-@dataclass(frozen=True)
-class Skill:
-    """Probabilities of a simulated expert: of being right, and of saying that it is unsure."""
-
-    right: float
-    unsure_if_right: float
-    unsure_if_wrong: float
-
-
-@dataclass
-class SimulatedExpert:
-    """A simulated language model that answers the task's question, as its skill and seed decide.
-
-    Within an attempt it repeats its answer; with another seed it may err differently.
+    `path` names files, with commas between them. A TOML or JSON file holds `tools`, OpenAI function
+    objects with a kind and its settings, and may hold `experts`, `endpoints`, `aliases` and
+    `max_usd`, which change the presets of assets/experts.toml. A JSON list is the `tools` alone. A
+    Python file holds functions decorated with @tool. `tokenizer` cuts what the experts of a
+    published role read. UserError names file, entry, setting and what is right.
     """
+    tables, tools = {"tools": []} | _table(PRESETS), []
+    for file in map(str.strip, str(path).split(",")):
+        if file.endswith(".py"):
+            tools += load_functions(file)
+            continue
+        for key, value in _table(file).items():
+            if key == "tools":
+                tables[key] += value
+            elif isinstance(value, dict):
+                for name, settings in value.items():
+                    nested = isinstance(settings, dict)
+                    known = tables[key].get(name, {}) if nested else {}
+                    tables[key][name] = known | settings if nested else settings
+            else:
+                tables[key] = value
+    tools = Catalogue(str(path), tables, sandbox, tokenizer).tools() + tools
+    require(tools, f"{path}: no tool; [[tools]] must name one")
+    names = [each.name for each in tools]
+    twice = {name for name in names if names.count(name) > 1}
+    require(not twice, f"{path}: two tools are named {min(twice, default='')!r}")
+    return tools
 
-    name: str
-    description: str
-    skill: Skill
-    gold: str
-    wrong: tuple[str, ...]
-    price: Price
-    input_tokens: int
-    output_tokens: int
-    latency_s: float
-    seed: str
-    kind, blocking, parameters = "expert", False, _arguments()
 
-    def call(self, arguments: dict[str, Any]) -> ToolResult:
-        """Returns "sure: ANSWER" or "unsure: ANSWER"."""
-        rng, skill = random.Random(f"{self.seed}/{self.name}"), self.skill
-        right = rng.random() < skill.right
-        unsure = rng.random() < (skill.unsure_if_right if right else skill.unsure_if_wrong)
-        answer = self.gold if right else rng.choice(self.wrong)
-        tokens = self.input_tokens, round(self.output_tokens * rng.uniform(0.85, 1.15))
-        seconds = self.latency_s * rng.uniform(0.85, 1.15)
-        text = f"{'unsure' if unsure else 'sure'}: {answer}"
-        return ToolResult(text, self.price.cost(*tokens), seconds, False, False, *tokens)
+def _table(file: str | Path) -> dict[str, Any]:
+    """Returns one file of a catalogue, with its tools as flat objects. UserError."""
+    table = read_toml(file) if Path(file).suffix == ".toml" else read_json(file)
+    table = {"tools": table} if isinstance(table, list) else table
+    if isinstance(table, dict) and isinstance(entries := table.get("tools"), list):
+        table["tools"] = [_flat(entry) if isinstance(entry, dict) else entry for entry in entries]
+    problem = schema_error(table, read_json(CATALOGUE))
+    require(not problem, f"{file}: {problem}")
+    return table
+
+
+def _flat(entry: dict[str, Any]) -> dict[str, Any]:
+    """Returns an entry without the nesting of an OpenAI function object."""
+    function = entry.get("function")
+    if isinstance(function, dict):
+        entry = function | {k: v for k, v in entry.items() if k not in ("type", "function")}
+    is_role = entry.get("name") in ROLES and "model" in str(entry.get("parameters"))
+    return ({"kind": "role"} if is_role else {}) | entry
 
 
 @dataclass
-class EndpointExpert:
-    """An expert behind an OpenAI-compatible endpoint; its key is in the variable `key_variable`.
+class Catalogue:
+    """Makes the tools of merged tables, whose form is checked. `path` stands in messages."""
 
-    An endpoint that does not answer is an infrastructure error.
-    """
+    path: str
+    tables: dict[str, Any]
+    sandbox: Sandbox
+    tokenizer: Any
 
-    name: str
-    description: str
-    base_url: str
-    model: str
-    price: Price
-    key_variable: str = "OPENAI_API_KEY"
-    timeout_s: float = 120.0
-    max_tokens: int = 4096
-    kind, blocking, parameters = "expert", True, _arguments(task="string")
+    def __post_init__(self) -> None:
+        for name, settings in self.tables["endpoints"].items():
+            require("base_url" in settings, f"{self.path}: endpoints.{name}: base_url is missing")
+        endpoints = {name: Endpoint(**s) for name, s in self.tables["endpoints"].items()}
+        self.keyless: dict[str, dict[str, Expert]] = {}  # by the variable of the missing key
+        spending, self.experts = Spending(self.tables.get("max_usd", math.inf)), {}
+        for name, settings in self.tables["experts"].items():
+            settings, where = dict(settings), f"{self.path}: experts.{name}"
+            for key in ("endpoint", "model", "usd"):
+                require(key in settings, f"{where}: {key} is missing")
+            host = self._known(endpoints, settings.pop("endpoint"), f"{where}.endpoint")
+            price = Price(*settings.pop("usd"))
+            self.experts[name] = Expert(host, price=price, spending=spending, **settings)
 
-    def call(self, arguments: dict[str, Any]) -> ToolResult:
-        """Returns the model's answer to the task."""
-        messages = [{"role": "user", "content": arguments["task"]}]
-        body = {"model": self.model, "messages": messages, "max_tokens": self.max_tokens}
-        start = time.monotonic()
-        try:
-            message, tokens = chat_completion(
-                self.base_url, body, key_variable=self.key_variable, timeout_s=self.timeout_s
-            )
-        except EndpointError as error:
-            text = f"Error: {self.name} did not answer ({error})"
-            return ToolResult(text, error=True, infrastructure=True)
-        text, seconds = message.get("content") or "", time.monotonic() - start
-        return ToolResult(text, self.price.cost(*tokens), seconds, False, False, *tokens)
+    def tools(self) -> list[Tool]:
+        """Returns the tools on offer, without those that only help a role."""
+        made = [self._make(entry) for entry in self.tables["tools"]]
+        roles = [t for t in made if isinstance(t, RoleTool)]
+        helpers = []
+        for role in roles:
+            role.helpers = [t for t in made if t.kind == role.kind and t not in roles]
+            helpers += role.helpers
+            if role.kind == "code" and not role.helpers:
+                role.helpers = [
+                    PythonTool(
+                        "python", "", self.sandbox, timeout_s=60.0, usd_per_second=SANDBOX_USD
+                    )
+                ]
+        for key, experts in self.keyless.items():
+            needed = f"{self.path}: {key} is not set, which {', '.join(experts)} need"
+            print(needed, file=sys.stderr)
+        offered = [t for t in made if t not in helpers]
+        plain = [t for t in offered if not isinstance(t, Orchestrator)]
+        for outer in offered:
+            while isinstance(outer, Orchestrator):
+                inner = replace(outer, depth=outer.depth - 1) if outer.depth > 1 else None
+                outer.tools = plain + [inner] * (inner is not None)
+                outer = inner
+        return offered
 
-
-CATALOGUE = Path(__file__).parent / "nanorchestra" / "tools" / "catalogue.json"
-
-
-def load_tools(path: str | Path, sandbox: Sandbox) -> list[Tool]:
-    """Returns the tools of a catalogue: a JSON list of objects, as the schema CATALOGUE says.
-
-        [{"name": "python", "kind": "code", "description": "Runs code.", "usd_per_call": 0.001},
-         {"name": "wiki", "kind": "search", "description": "Finds facts.", "usd_per_call": 0,
-          "corpus": "facts.jsonl"},
-         {"name": "big", "kind": "expert", "description": "Answers any task.", "model": "big-72b",
-          "base_url": "http://localhost:8000/v1", "key_variable": "BIG_KEY",
-          "input_usd_per_million": 0.9, "output_usd_per_million": 0.9}]
-
-    UserError names the entry, the setting and what is right.
-    """
-    entries, tools = read_json(path), {}
-    problem = schema_error(entries, read_json(CATALOGUE))
-    require(not problem, f"{path}: {problem}")
-    for settings in entries:
-        name, kind = settings["name"], settings.pop("kind")
-        require(name not in tools, f"{path}: two tools are named {name!r}")
-        if kind == "code":
-            tools[name] = PythonTool(sandbox=sandbox, **settings)
-        elif kind == "search":
+    def _make(self, entry: dict[str, Any]) -> Tool:
+        """Returns the tool of one entry."""
+        settings = {key: value for key, value in entry.items() if key != "kind"}
+        if entry["kind"] == "code":
+            return PythonTool(sandbox=self.sandbox, **settings)
+        if entry["kind"] == "search":
             corpus = Path(settings.pop("corpus"))
             index = Index.open(corpus) if corpus.is_dir() else Index(read_passages(corpus))
-            tools[name] = LookupTool(index=index, **settings)
-        else:
-            usd = (settings.pop(f"{side}_usd_per_million") for side in ("input", "output"))
-            tools[name] = EndpointExpert(price=Price(*usd), **settings)
-    return list(tools.values())
+            return LookupTool(index=index, **settings)
+        where = f"{self.path}: {entry['name']}"
+        if entry["kind"] == "expert":
+            expert = self._expert(settings.pop("expert"), where)
+            return ExpertTool(expert=expert, price=expert.price, **settings)
+        if entry["kind"] == "role":
+            return self._role(where, **settings)
+        found = (Path(entry["model"]) / "config.json").exists()
+        require(found, f"{where}: model is {entry['model']!r}; it must be a checkpoint's directory")
+        return Orchestrator(**settings)
+
+    def _role(
+        self,
+        where: str,
+        name: str,
+        description: str,
+        models: list[str] = (),
+        parameters: dict[str, Any] | None = None,
+    ) -> RoleTool:
+        """Returns a published role; published parameters state aliases, prices and latencies."""
+        stated = str(parameters)
+        choices = re.search(r"Choices: \[([^]]*)\]", stated)
+        aliases = models or re.findall(r"[\w.-]+", choices[1] if choices else "")
+        require(aliases, f"{where}: models is missing; it must list experts or aliases of them")
+        experts = {}
+        for alias in aliases:
+            model = self.tables["aliases"].get(alias, alias)
+            expert = self._expert(model, f"{where}: {alias}")
+            row = re.search(
+                re.escape(alias) + r" \| \$+([\d.]+) \| \$+([\d.]+) \| ([\d.]+)s", stated
+            )
+            if row:
+                usd_in, usd_out, seconds = map(float, row.groups())
+                expert = replace(expert, price=Price(usd_in, usd_out), latency_s=seconds)
+            experts[alias] = expert
+        return RoleTool(name, description, experts, (), parameters, self.tokenizer)
+
+    def _expert(self, name: str, where: str) -> Expert:
+        """Returns an expert by its name."""
+        expert = self._known(self.experts, name, where)
+        key = expert.endpoint.key_variable
+        if key and not os.environ.get(key, "").strip():
+            self.keyless.setdefault(key, {})[name] = expert
+        return expert
+
+    def _known(self, table: dict[str, Any], name: str, where: str) -> Any:
+        """Returns an entry of a table. UserError lists those that there are."""
+        require(name in table, f"{where} is {name!r}; it must be one of {', '.join(table)}")
+        return table[name]
 
 
 @command("tools.py")

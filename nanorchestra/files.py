@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,14 @@ def read_json(path: str | Path) -> Any:
         return json.loads(read_text(path))
     except ValueError as error:
         raise UserError(f"{path}: not JSON ({error}); is the file whole?") from None
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """Returns the tables of a TOML file. UserError names the file and what is wrong with it."""
+    try:
+        return tomllib.loads(read_text(path))
+    except ValueError as error:
+        raise UserError(f"{path}: not TOML ({error})") from None
 
 
 def read_json_lines(path: str | Path) -> Iterator[tuple[int, Any]]:

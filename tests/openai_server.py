@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,11 +14,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 class Server:
     """`answer(body)` returns the reply to a request: a chat completion (see `said`), or bytes.
 
-    `status` is its HTTP status. `bodies` and `headers` hold what was asked.
+    `status` is its HTTP status, `reply_headers` are its headers. `bodies` and `headers` hold what
+    was asked, `open` how many requests are open and `most_open` how many were at once. `fault`
+    "drip" sends a byte at a time without end, "break" half of the reply.
     """
 
     def __init__(self):
         self.bodies, self.headers, self.status, self.answer = [], [], 200, lambda body: said("42")
+        self.reply_headers, self.fault, self.open, self.most_open = {}, "", 0, 0
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -24,12 +29,21 @@ class Server:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 server.bodies.append(body)
                 server.headers.append(dict(self.headers))
+                server.open += 1
+                server.most_open = max(server.most_open, server.open)
                 reply = server.answer(body)
+                server.open -= 1
                 reply = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
                 self.send_response(server.status)
-                self.send_header("Content-Length", str(len(reply)))
+                self.send_header("Content-Length", str(len(reply) << (server.fault == "drip") * 20))
+                for name, value in server.reply_headers.items():
+                    self.send_header(name, value)
                 self.end_headers()
-                self.wfile.write(reply)
+                with contextlib.suppress(OSError):  # the client has gone away
+                    while server.fault == "drip":
+                        self.wfile.write(b" ")
+                        time.sleep(0.02)
+                    self.wfile.write(reply[: len(reply) // 2] if server.fault == "break" else reply)
 
             def log_message(self, *args):
                 pass

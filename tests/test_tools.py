@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from pathlib import Path
 
 import pytest
 from openai_server import openai_server, said
 
 from nanorchestra.agent.environment import function_schema
 from nanorchestra.errors import UserError
-from nanorchestra.records import Price
-from tools import EndpointExpert, RecordsTool, SimulatedExpert, Skill, load_tools
+from nanorchestra.records import Evidence, Price
+from tools import RecordsTool, SimulatedExpert, Skill, load_tools
 
 CODE = {"name": "py", "description": "runs Python", "kind": "code", "usd_per_call": 0.001}
 SEARCH = {
@@ -20,20 +23,26 @@ SEARCH = {
     "usd_per_call": 0,
     "corpus": "corpus.jsonl",
 }
-EXPERT = {
-    "name": "llm-8b.v2",
-    "description": "an expert",
-    "kind": "expert",
-    "base_url": "http://localhost:8000/v1",
-    "model": "m",
-    "input_usd_per_million": 1,
-    "output_usd_per_million": 2,
-}
+EXPERT = {"name": "llm", "description": "an expert", "kind": "expert", "expert": "mine"}
+MINE = {"endpoint": "here", "model": "m-1", "usd": [1, 2], "max_tokens": 100}
+ANSWER = {"name": "answer", "description": "ends", "kind": "role", "models": ["a-1", "boxed"]}
+ROLES = [ANSWER | {"name": name} for name in ("enhance_reasoning", "search", "answer")]
+PUBLISHED = Path(__file__).parents[2] / "shared/data/toolorchestra_tools.json"
+
+
+def catalogue(*tools, here="http://localhost:8000/v1", endpoint=None, **tables):
+    """A catalogue with an expert "mine", which is "a-1" too, and "boxed" at the endpoint `here`."""
+    return {
+        "tools": list(tools),
+        "endpoints": {"here": {"base_url": here} | (endpoint or {})},
+        "experts": {"mine": MINE, "boxed": MINE | {"boxed": True, "context_tokens": 400}},
+        "aliases": {"a-1": "mine"},
+    } | tables
 
 
 @pytest.fixture
 def load(tmp_path, monkeypatch, sandbox):
-    """load(entries) with a corpus beside the file."""
+    """load(content of a JSON file) with a corpus beside the file."""
     monkeypatch.chdir(tmp_path)
     facts = '{"text": "Gold has the atomic number 79."}\n{"text": "Iron has 26."}\n'
     (tmp_path / "corpus.jsonl").write_text(facts)
@@ -45,15 +54,17 @@ def load(tmp_path, monkeypatch, sandbox):
     return run
 
 
+@pytest.fixture
+def server():
+    with openai_server() as served:
+        yield served
+        served.fault = ""
+
+
 def test_a_good_catalogue_becomes_tools_that_work(load):
-    settings = {"key_variable": "MY_KEY", "timeout_s": 9.5, "max_tokens": 100}
-    code, search, expert = load(
-        [
-            CODE | {"timeout_s": 60, "usd_per_second": 0.5},
-            SEARCH | {"passages": 2},
-            EXPERT | settings,
-        ]
-    )
+    function = {"type": "function", "function": {"name": "py", "description": "runs Python"}}
+    settings = {"kind": "code", "usd_per_call": 0.001, "timeout_s": 60, "usd_per_second": 0.5}
+    code, search, expert = load(catalogue(function | settings, SEARCH | {"passages": 2}, EXPERT))
     result = code.call({"code": "print(1)\n1/0"})
     assert result.content == "1\nError: ZeroDivisionError: division by zero (line 2)"
     assert result.error and result.cost_usd == 0.001 + 0.5 * result.latency_s > 0.001
@@ -61,24 +72,180 @@ def test_a_good_catalogue_becomes_tools_that_work(load):
     found = search.call({"query": "gold has"}).content.split("\n")
     assert found[0].startswith("Gold") and len(found) == 2
     assert search.call({"query": "?"}).content == "nothing found"
-    assert expert.price == Price(1, 2) and vars(expert).items() >= settings.items()
+    assert expert.price == Price(1, 2) and expert.expert.max_tokens == 100
     schema = function_schema(search)["function"]
     assert schema["parameters"]["required"] == ["query"] and schema["name"] == "wiki"
 
 
-def test_an_expert_is_asked_and_billed_and_its_silence_is_infrastructure(monkeypatch):
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    with openai_server() as server:
-        expert = EndpointExpert("big", "", server.url, "m", Price(1.0, 2.0), max_tokens=7)
-        server.answer = lambda body: said("Paris", usage=(1000, 500))
+def test_an_expert_is_asked_and_billed_and_a_reasoning_model_as_it_wants(load, server):
+    thinker = {"thinker": MINE | {"reasoning": True, "temperature": 0.3}, "mine": MINE}
+    tools = EXPERT, EXPERT | {"name": "t", "expert": "thinker"}
+    expert, other = load(catalogue(*tools, here=server.url, experts=thinker))
+    server.answer = lambda body: said("<think>of</think>\nParis", usage=(1000, 500))
+    result = expert.call({"task": "capital of France?"})
+    assert (result.content, result.cost_usd) == ("Paris", pytest.approx(0.002))
+    assert (result.input_tokens, result.output_tokens, result.retries) == (1000, 500, 0)
+    messages = [{"role": "user", "content": "capital of France?"}]
+    other.call({"task": "capital of France?"})
+    asked = {"model": "m-1", "messages": messages}
+    assert server.bodies == [asked | {"max_tokens": 100}, asked | {"max_completion_tokens": 100}]
+
+
+def test_an_expert_that_fails_is_a_short_observation_and_billed(load, server, monkeypatch):
+    endpoint = {"timeout_s": 0.2, "key_variable": "MY_KEY"}
+    (expert,) = load(catalogue(EXPERT, here=server.url, endpoint=endpoint))
+    faults = {
+        "MY_KEY is not set": None,
+        "llm gave an empty answer": said(""),
+        "gave no answer": said(None, reasoning="hm"),
+        "limit of 100 tokens": said(None, finish="length"),
+        "refused: no": said(None, refusal="no"),
+        "HTTP 400: no llm": b"no m-1",
+        "not JSON: <html>": b"<html>",
+        "within 0.2 s": "drip",
+    }
+    for says, reply in faults.items():
+        server.status = 400 if "400" in says else 200
+        server.answer, server.fault = lambda body, r=reply: r, "drip" if reply == "drip" else ""
         result = expert.call({"task": "capital of France?"})
-        assert (result.content, result.cost_usd) == ("Paris", pytest.approx(0.002))
-        assert (result.input_tokens, result.output_tokens) == (1000, 500)
-        messages = [{"role": "user", "content": "capital of France?"}]
-        assert server.bodies[0] == {"model": "m", "messages": messages, "max_tokens": 7}
-        server.status = 500
-        result = expert.call({"task": "?"})
-    assert result.infrastructure and result.error and "big did not answer" in result.content
+        assert result.content.startswith("Error: llm ") and says in result.content
+        assert result.error and not result.infrastructure and len(result.content) < 350
+        assert (result.cost_usd > 0) == (isinstance(reply, dict) or reply == "drip"), says
+        monkeypatch.setenv("MY_KEY", "k")
+
+
+def test_a_run_spends_no_more_than_its_cap_and_says_so(load, server):
+    server.answer = lambda body: said("a", usage=(10, 100))
+    one, two = load(catalogue(EXPERT, EXPERT | {"name": "two"}, here=server.url, max_usd=0.0006))
+    assert not one.call({"task": "t"}).error and not two.call({"task": "t"}).error
+    result = one.call({"task": "t"})
+    assert result.error and "more than the run has left" in result.content
+    assert len(server.bodies) == 2 and result.cost_usd == 0
+
+
+def test_an_endpoint_has_so_many_calls_at_once_as_it_says(load, server):
+    server.answer = lambda body: time.sleep(0.05) or said("a")
+    tools = EXPERT, EXPERT | {"name": "two"}
+    experts = load(catalogue(*tools, here=server.url, endpoint={"concurrency": 2}))
+    calls = [threading.Thread(target=experts[i % 2].call, args=({"task": "t"},)) for i in range(6)]
+    for call in calls:
+        call.start()
+    for call in calls:
+        call.join()
+    assert server.most_open == 2 and len(server.bodies) == 6
+
+
+def test_published_roles_read_the_evidence_and_return_what_was_found(load, server):
+    reason, search, answer = load(catalogue(*ROLES, SEARCH, here=server.url))
+    evidence = Evidence("What is gold?", ["old document"], [["print(2)", "2"]], [["a-1", "lead"]])
+    reason, search, answer = (tool.bind(evidence) for tool in (reason, search, answer))
+    server.answer = lambda body: said("```python\nprint(6*7)\n```", usage=(100, 50))
+    result = reason.call({"model": "a-1"})
+    assert result.found == {"code": [["print(6*7)", "42"]]} and "42" in result.content
+    assert [part["name"] for part in result.parts] == ["expert", "python"]
+    assert result.cost_usd == pytest.approx(0.0002, rel=1e-2) and result.alias == "a-1"
+    (message,) = server.bodies[-1]["messages"]
+    texts = ["Doc 1: old document", "print(2)", "Attempt1 answer by a-1: lead", "What is gold?"]
+    places = [message["content"].index(text) for text in [*texts, "Do not answer"]]
+    assert places == sorted(places)
+    server.answer = lambda body: said("<query>atomic number of gold</query>")
+    assert search.call({"model": "a-1"}).found["documents"][-1].startswith("Gold has")
+    server.answer = lambda body: said("<query>gold</query>")
+    assert search.call({"model": "a-1"}).content == "Error: a-1 wrote no query"
+    evidence.documents += ["long " * 500]
+    for model, said_by_it in (
+        ("a-1", "<answer>79</answer>."),
+        ("boxed", r"so \boxed{\frac{1}{2}}"),
+    ):
+        server.answer = lambda body, text=said_by_it: said(text)
+        result = answer.call({"model": model})
+        assert result.content == {"a-1": "79", "boxed": r"\frac{1}{2}"}[model]
+    assert len(server.bodies[-1]["messages"][0]["content"]) < 1500  # its budget is 400 tokens
+    assert answer.call({"model": "gpt"}).refused
+
+
+@pytest.mark.skipif(not PUBLISHED.exists(), reason="needs ../shared/data")
+def test_the_published_file_loads_as_it_is(sandbox, monkeypatch, capsys):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    tools = {tool.name: tool for tool in load_tools(PUBLISHED, sandbox)}
+    assert list(tools) == ["enhance_reasoning", "answer", "search"]
+    published = [entry["function"] for entry in json.loads(PUBLISHED.read_text())]
+    assert [function_schema(tool)["function"] for tool in tools.values()] == published
+    expert = tools["answer"].experts["answer-math-2"]
+    assert (expert.model, expert.price, expert.latency_s) == (
+        "Qwen/Qwen2.5-Math-7B-Instruct",
+        Price(0.2, 0.2),
+        9,
+    )
+    assert tools["search"].experts["search-1"].latency_s == 22
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "OPENAI_API_KEY" in line]
+    assert line.endswith("OPENAI_API_KEY is not set, which gpt-5, gpt-5-mini need")
+
+
+def test_an_orchestrator_can_be_an_expert_to_a_set_depth(load, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    deputy = {"name": "deputy", "kind": "orchestrator", "description": "d", "model": "."}
+    code, outer = load({"tools": [CODE, deputy | {"depth": 2}]})
+    plain, inner = outer.tools
+    assert plain is code and inner.name == "deputy" and inner.tools == [code]
+
+
+MY_TOOLS = '''
+from typing import Literal
+from tools import tool
+
+@tool(usd_per_call=0.5, timeout_s=0.2)
+def convert(amount: float, to: Literal["EUR", "USD"] = "EUR", names: list[str] | None = None):
+    """Converts money.
+
+    Args:
+        amount: in francs
+    """
+    import time
+    if amount < 0:
+        raise ValueError("negative")
+    time.sleep(amount)
+    return {"to": to}
+'''
+
+
+def test_a_python_function_is_a_tool_with_its_schema(tmp_path, sandbox):
+    (tmp_path / "my_tools.py").write_text(MY_TOOLS)
+    (tmp_path / "t.json").write_text(json.dumps([CODE]))
+    code, convert = load_tools(f"{tmp_path}/t.json, {tmp_path}/my_tools.py", sandbox)
+    assert (code.name, convert.name, convert.description) == ("py", "convert", "Converts money.")
+    amount = {"type": "number", "description": "in francs"}
+    names = {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
+    assert convert.parameters == {
+        "type": "object",
+        "properties": {"amount": amount, "to": {"enum": ["EUR", "USD"]}, "names": names},
+        "required": ["amount"],
+    }
+    for amount, says, error in (
+        (0, '{"to": "EUR"}', False),
+        (-1, "negative", True),
+        (9, "0.2 s", True),
+    ):
+        result = convert.call({"amount": amount})
+        assert says in result.content and result.error == error and result.cost_usd == 0.5
+
+
+def test_a_function_that_cannot_be_a_tool_is_refused_in_one_line(tmp_path, sandbox):
+    for content, says in (
+        ("1/0", "line 2: ZeroDivisionError: division by zero"),
+        ("a b", "line 2: SyntaxError: "),
+        ("x = 1", "no function is decorated with @tool"),
+        ("@tool\ndef f(x: str): pass", "function f: it has no docstring"),
+        ('@tool\ndef f(x):\n "d"', "function f: parameter x has no type hint"),
+        ('@tool\ndef f(x: set):\n "d"', "function f: parameter x is <class 'set'>; it must be"),
+        ('@tool\ndef f(*x: str):\n "d"', r"function f: \*x: str is not offered"),
+    ):
+        (tmp_path / "mine.py").write_text(f"from tools import tool\n{content}")
+        with pytest.raises(UserError, match=says) as refused:
+            load_tools(tmp_path / "mine.py", sandbox)
+        assert str(refused.value).startswith(f"{tmp_path}/mine.py") and "\n" not in str(
+            refused.value
+        )
 
 
 def test_a_simulated_expert_is_right_as_often_as_its_skill_says():
@@ -113,20 +280,29 @@ def test_records_are_read_by_table_and_id():
 
 def test_a_bad_catalogue_is_one_line_that_names_the_file_and_the_setting(load, tmp_path):
     (tmp_path / "broken.jsonl").write_text('{"text": 1}\n')
+    key = {"key_variable": "sk-123"}
     for content, says in (
-        ({}, "t.json: {} is not of type 'array'"),
-        ([{}], r"t.json: \[0\]: .* is a required property"),
+        ([], "t.json: no tool"),
+        (7, "t.json: 7 is not of type 'object'"),
+        ([{}], r"t.json: tools\[0\]: .* is a required property"),
         ([CODE, CODE], "t.json: two tools are named 'py'"),
-        ([CODE | {"kind": "Code"}], r"t.json: \[0\].kind: "),
-        ([CODE | {"usd_per_call": float("inf")}], r"t.json: \[0\].usd_per_call: "),
-        ([CODE | {"usd_per_call": "1"}], r"t.json: \[0\].usd_per_call: "),
-        ([CODE | {"name": "a b"}], r"t.json: \[0\].name: "),
-        ([CODE | {"colour": 1}], r"t.json: \[0\]: .*colour"),
-        ([CODE, SEARCH | {"passages": 0}], r"t.json: \[1\].passages: "),
+        ([CODE | {"kind": "Code"}], r"t.json: tools\[0\].kind: "),
+        ([CODE | {"usd_per_call": float("inf")}], r"t.json: tools\[0\].usd_per_call: "),
+        ([CODE | {"name": "a b"}], r"t.json: tools\[0\].name: "),
+        ([CODE | {"colour": 1}], r"t.json: tools\[0\]: .*colour"),
+        ([CODE, SEARCH | {"passages": 0}], r"t.json: tools\[1\].passages: "),
         ([SEARCH | {"corpus": "none.jsonl"}], "none.jsonl: "),
         ([SEARCH | {"corpus": "broken.jsonl"}], "broken.jsonl, line 1: "),
-        ([EXPERT | {"base_url": "http://user:key@h/v1"}], r"t.json: \[0\].base_url: "),
-        ([EXPERT | {"key_variable": "sk-123"}], r"t.json: \[0\].key_variable: "),
+        (catalogue(EXPERT, here="http://user:key@h/v1"), "t.json: endpoints.here.base_url: "),
+        (catalogue(EXPERT, endpoint=key), "t.json: endpoints.here.key_variable: "),
+        (catalogue(EXPERT, experts={}), "t.json: llm is 'mine'; it must be one of gpt-5, "),
+        (
+            catalogue(EXPERT, experts={"mine": {"usd": [1, 1]}}),
+            "t.json: experts.mine: endpoint is ",
+        ),
+        (catalogue(EXPERT, experts={"mine": MINE | {"endpoint": "x"}}), "t.json: experts.mine.end"),
+        (catalogue(ANSWER | {"models": ["big"]}), "t.json: answer: big is 'big'; it must be one"),
+        ([CODE | {"kind": "role", "name": "answer"}], r"t.json: tools\[0\]: .*usd_per_call"),
     ):
         with pytest.raises(UserError, match=f"^{says}") as refused:
             load(content)

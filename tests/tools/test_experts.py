@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from email.utils import formatdate
+
 import pytest
 from openai_server import openai_server, said
 
@@ -9,35 +13,67 @@ from nanorchestra.tools import experts
 from nanorchestra.tools.experts import EndpointError, chat_completion
 
 KEY = "sk-secret/key"
+BODY = {"model": "m", "messages": [{"role": "user", "content": "x" * 300}]}
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """The seconds between the tries, which pass at once."""
+    waited = []
+    monkeypatch.setattr(experts.time, "sleep", waited.append)
+    return waited
 
 
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    monkeypatch.setattr(experts.time, "sleep", lambda seconds: None)  # between the tries
     with openai_server() as served:
         yield served
+        served.fault = ""
 
 
 def test_a_completion_is_a_message_and_its_tokens(server):
     server.answer = lambda body: said("hi", [("f", "{}")], "tool_calls", (7, 2), reasoning="r")
     message, tokens = chat_completion(server.url + "/", {"model": "m"})
     assert (message["content"], message["reasoning"], tokens) == ("hi", "r", (7, 2))
-    assert message["finish_reason"] == "tool_calls"
+    assert (message["finish_reason"], message["retries"]) == ("tool_calls", 0)
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
     assert server.bodies == [{"model": "m"}]
     assert server.headers[0]["Authorization"] == f"Bearer {KEY}"
-    server.answer = lambda body: {"choices": [{"message": {}}], "usage": None}
-    assert chat_completion(server.url, {}) == ({"finish_reason": None}, (0, 0))
+
+
+@pytest.mark.parametrize(
+    "content, text",
+    [
+        ([{"type": "text", "text": "a"}, "b", {"type": "image_url"}], "ab"),
+        (7, "7"),
+        (None, ""),
+        ("half \ud800", "half \ufffd"),
+    ],
+)
+def test_content_of_any_form_is_text_that_can_be_written(server, content, text):
+    server.answer = lambda body: said(content)
+    message, _ = chat_completion(server.url, BODY)
+    assert message["content"] == text
+
+
+@pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": None}, {"prompt_tokens": "9"}, 3])
+def test_tokens_that_the_reply_does_not_state_are_counted(server, usage):
+    server.answer = lambda body: said("y" * 60) | {"usage": usage}
+    _, (given, written) = chat_completion(server.url, BODY)
+    assert 75 <= given <= 150 and 15 <= written <= 60
 
 
 NONSENSE = {
     "no JSON": b"hello",
+    "a page": b"<!DOCTYPE html>\n<title>502</title>",
+    "nothing": b"",
+    "an error": {"error": {"message": "quota", "code": 7}},
+    "an error in words": {"error": "quota"},
+    "a list": [],
     "no choice": {"choices": []},
     "no message": {"choices": [{}]},
-    "a number": said(7),
     "a call without a name": said(tool_calls=[{"function": {}}]),
-    "no count": said("42", usage=("many", 1)),
 }
 
 
@@ -45,21 +81,70 @@ NONSENSE = {
 def test_what_is_no_completion_is_an_error_in_one_line_at_once(server, what):
     server.answer = lambda body: NONSENSE[what]
     with pytest.raises(EndpointError) as error:
-        chat_completion(server.url, {})
+        chat_completion(server.url, BODY)
     assert "\n" not in str(error.value) and len(server.bodies) == 1
+    assert ("quota" in str(error.value)) == what.startswith("an error")
+    # A reply of a model is billed, even if it cannot be read; a gateway's page is not.
+    written = what in ("no choice", "no message", "a call without a name")
+    assert (error.value.tokens > (0, 0)) == written
 
 
 @pytest.mark.parametrize("status, tries", [(500, 3), (429, 3), (401, 1)])
-def test_a_refusal_is_tried_again_if_it_may_pass_and_told_without_the_key(server, status, tries):
+def test_a_refusal_is_tried_again_if_it_may_pass_and_told_without_the_key(
+    server, waits, status, tries
+):
     server.status = status
     server.answer = lambda body: f"the model\n`big` and the key {KEY} {'x' * 999}".encode()
     with pytest.raises(EndpointError) as error:
         chat_completion(server.url, {})
     assert len(server.bodies) == tries and len(str(error.value)) <= 300
     assert str(error.value).startswith(f"HTTP {status}: the model `big` and the key ... x")
+    assert len(waits) == tries - 1 == error.value.retries and all(0.5 < w <= 4 for w in waits)
 
 
-def test_an_endpoint_that_is_not_there_is_tried_three_times_and_named(server, monkeypatch):
+def test_the_wait_is_as_long_as_the_server_says_but_within_the_time_out(server, waits):
+    for value, low, high in (("7", 7, 7), (formatdate(time.time() + 30, usegmt=True), 25, 30)):
+        waits.clear()
+        server.status, server.reply_headers = 429, {"Retry-After": value}
+        with pytest.raises(EndpointError):
+            chat_completion(server.url, {})
+        assert len(waits) == 2 and all(low <= wait <= high for wait in waits)
+    waits.clear()
+    server.reply_headers = {"Retry-After": "86400"}
+    with pytest.raises(EndpointError, match="^HTTP 429"):
+        chat_completion(server.url, {})
+    assert not waits
+
+
+def test_a_missing_key_is_named(server, monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY")
+    server.status = 401
+    with pytest.raises(EndpointError, match="^the environment variable OPENAI_API_KEY is not set"):
+        chat_completion(server.url, {})
+    assert "Authorization" not in server.headers[0]
+
+
+def test_a_body_that_drips_ends_at_the_time_out_of_the_whole_call(server):
+    server.fault, before = "drip", threading.active_count()
+    start = time.monotonic()
+    with pytest.raises(EndpointError, match=r"^no whole reply within 0.3 s$") as error:
+        chat_completion(server.url, BODY, timeout_s=0.3)
+    assert time.monotonic() - start < 1.5 and len(server.bodies) == 1
+    assert error.value.tokens[0] >= 75  # the server has worked
+    server.fault = ""
+    while threading.active_count() > before:  # the thread of the call ends too
+        assert time.monotonic() - start < 5
+        time.sleep(0.02)
+
+
+def test_a_reply_that_breaks_off_is_billed(server):
+    server.fault = "break"
+    with pytest.raises(EndpointError, match="breaks off") as error:
+        chat_completion(server.url, BODY)
+    assert error.value.tokens > (75, 0) and len(server.bodies) == 1
+
+
+def test_an_endpoint_that_is_not_there_is_tried_three_times_and_named(monkeypatch, waits):
     tries, post = [], experts.requests.post
     monkeypatch.setattr(experts.requests, "post", lambda *a, **k: tries.append(1) or post(*a, **k))
     with pytest.raises(EndpointError, match="^ConnectionError$"):

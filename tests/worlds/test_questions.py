@@ -24,12 +24,15 @@ MODELS = {"strong": (1.25, 10), "middle": (0.25, 2), "quick": (0.8, 0.8), "judge
 def catalogue(folder, url="http://127.0.0.1:9/v1"):
     """The path of a catalogue: an interpreter, three experts and a judge."""
     tools = [{"name": "python", "kind": "code", "description": "Runs it.", "usd_per_call": 0.001}]
-    for name, usd in MODELS.items():
-        prices = {"input_usd_per_million": usd[0], "output_usd_per_million": usd[1]}
-        expert = {"name": name, "kind": "expert", "description": f"a {name} model", "model": name}
-        tools.append(expert | prices | {"base_url": url})
+    for name in MODELS:
+        expert = {"name": name, "kind": "expert", "description": f"a {name} model"}
+        tools.append(expert | {"expert": name})
+    experts = {
+        name: {"endpoint": "here", "model": name, "usd": usd} for name, usd in MODELS.items()
+    }
+    tables = {"tools": tools, "experts": experts, "endpoints": {"here": {"base_url": url}}}
     path = folder / "tools.json"
-    path.write_text(json.dumps(tools))
+    path.write_text(json.dumps(tables))
     return str(path)
 
 

@@ -1,0 +1,80 @@
+"""Tools without anything behind them: records of a task, and declared simulations of experts."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from nanorchestra.records import Price, ToolResult
+
+
+@dataclass
+class RecordsTool:
+    """Reads one row of a table by its id. `tables` is {table: {id as text: row}}."""
+
+    name: str
+    description: str
+    tables: dict[str, dict[str, dict[str, Any]]]
+    usd_per_call: float = 0.0
+    latency_s: float = 0.0
+    kind, blocking = "records", False
+    parameters = {
+        "type": "object",
+        "properties": {"table": {"type": "string"}, "id": {"type": "integer"}},
+        "required": ["table", "id"],
+    }
+
+    def call(self, arguments: dict[str, Any]) -> ToolResult:
+        """Returns the row as JSON."""
+        table, key = arguments["table"], str(arguments["id"])
+        row = self.tables.get(table, {}).get(key)
+        if row is not None:
+            text = json.dumps(row)
+        elif table in self.tables:
+            text = f"Error: no {table} {key}"
+        else:
+            text = f"Error: no table {table}; there are {', '.join(self.tables)}"
+        return ToolResult(text, self.usd_per_call, self.latency_s, error=row is None)
+
+
+@dataclass(frozen=True)
+class Skill:
+    """Probabilities of a simulated expert: of being right, and of saying that it is unsure."""
+
+    right: float
+    unsure_if_right: float
+    unsure_if_wrong: float
+
+
+@dataclass
+class SimulatedExpert:
+    """A simulated language model that answers the task's question, as its skill and seed decide.
+
+    Within an attempt it repeats its answer; with another seed it may err differently.
+    """
+
+    name: str
+    description: str
+    skill: Skill
+    gold: str
+    wrong: tuple[str, ...]
+    price: Price
+    input_tokens: int
+    output_tokens: int
+    latency_s: float
+    seed: str
+    kind, blocking = "expert", False
+    parameters = {"type": "object", "properties": {}}
+
+    def call(self, arguments: dict[str, Any]) -> ToolResult:
+        """Returns "sure: ANSWER" or "unsure: ANSWER"."""
+        rng, skill = random.Random(f"{self.seed}/{self.name}"), self.skill
+        right = rng.random() < skill.right
+        unsure = rng.random() < (skill.unsure_if_right if right else skill.unsure_if_wrong)
+        answer = self.gold if right else rng.choice(self.wrong)
+        tokens = self.input_tokens, round(self.output_tokens * rng.uniform(0.85, 1.15))
+        seconds = self.latency_s * rng.uniform(0.85, 1.15)
+        text = f"{'unsure' if unsure else 'sure'}: {answer}"
+        return ToolResult(text, self.price.cost(*tokens), seconds, False, False, *tokens)
