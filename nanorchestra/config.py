@@ -103,7 +103,15 @@ class GrpoSection:
     )
     prompts: int = setting(16, "groups per step", least=1)
     group_size: int = setting(8, "attempts per group", least=2)
+    epochs: int = setting(0, "times over the world's training tasks, instead of steps; 0: steps")
+    mini_batch: int = setting(
+        0,
+        "samples of an update, of which a step makes several; 0: one update a step. A sample is an "
+        "attempt, with rebuilt context a turn",
+    )
     optimizer: Optimizer = setting("adamw", "optimizer of GRPO")
+    beta2: float = setting(0.95, "AdamW's decay of squared gradients")
+    weight_decay: float = setting(0.0, "AdamW's weight decay")
     learning_rate: float = setting(3e-4, "peak learning rate")
     warmup_steps: int = setting(5, "steps over which the learning rate rises to its peak")
     final_fraction: float = setting(0.1, "of the peak learning rate, at the last step")
@@ -117,10 +125,16 @@ class GrpoSection:
     )
     min_std: float = setting(0.01, "groups whose rewards spread less are left out")
     kl_coef: float = setting(0.0, "weight of the KL divergence from the model before GRPO")
+    entropy_coef: float = setting(0.0, "weight of the entropy, which the loss then raises")
     importance_cap: float = setting(
         0.0, "cap of the trainer/sampler importance weight, at least 1; 0: no such weight"
     )
     token_budget: int = setting(16384, "packed tokens of a micro-batch", least=1)
+
+    @property
+    def adamw(self) -> dict[str, float]:
+        """The settings of AdamW."""
+        return {"beta2": self.beta2, "weight_decay": self.weight_decay}
 
 
 @dataclass(frozen=True)
@@ -136,7 +150,9 @@ class RolloutSection:
     """Sampling of attempts."""
 
     temperature: float = setting(1.0, "sampling temperature of GRPO's attempts", least=0.01)
+    top_p: float = setting(1.0, "samples from the most probable ids of this total probability")
     turns: int = setting(50, "turns of an attempt at most", least=1)
+    calls_per_turn: int = setting(4, "calls of a turn that are run at most", least=1)
     turn_tokens: int = setting(160, "tokens of a turn at most", least=1)
     context_tokens: int = setting(1024, "tokens of an attempt's context at most", least=1)
     page_size: int = setting(16, "tokens of a KV page", least=1)

@@ -228,8 +228,8 @@ class Trajectory:
     status: "answered", "turn_limit", "token_limit", "user_limit" (a limit of the preference), or
     "infrastructure" (a failure that the policy did not cause: the attempt leaves its group).
     verdict: how the answer was judged, "" if the world does not say it. trainer_logprobs: the
-    trainer's log-probabilities of the sampled ids, in order, before its update; empty if it did not
-    train on them.
+    trainer's log-probabilities of the sampled ids, in order, before its update, None for those that
+    the loss leaves out; empty if it did not train on them.
     """
 
     task_id: str
@@ -249,5 +249,5 @@ class Trajectory:
     calls: dict[str, int] = field(default_factory=dict)
     reward: float = 0.0
     advantage: float = 0.0
-    trainer_logprobs: list[float] = field(default_factory=list)
+    trainer_logprobs: list[float | None] = field(default_factory=list)
     verdict: str = ""

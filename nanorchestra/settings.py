@@ -24,6 +24,7 @@ SMALL = {  # of a dry run: the lengths of the miniature, two steps of each phase
     "run.threads": 1,
     "warm_start.prompts": 2,
     "warm_start.trajectories": "",
+    "grpo.epochs": 0,
     "grpo.steps": 2,
     "grpo.prompts": 2,
     "grpo.group_size": 4,

@@ -19,9 +19,11 @@ from run_rows import TIMINGS
 
 import train as program
 from nanorchestra.agent.load import NANO
+from nanorchestra.config import Config
 from nanorchestra.errors import UserError
 from nanorchestra.records import Trajectory, Turn
 from nanorchestra.report.run import Run
+from nanorchestra.settings import load_config
 from nanorchestra.training import grpo, sampling
 from nanorchestra.training.ranks import Ranks
 from nanorchestra.training.warm_start import warm_start
@@ -158,7 +160,7 @@ def test_steps_that_are_not_finite_are_recorded_and_end_the_run(make_training):
     run = make_training("bad", {"warm_start.steps": 5, "warm_start.prompts": 2})
     run.trainer.supervised_step = lambda *args: dict(bad)
     run.trainer.policy_step = lambda *args, **options: types.SimpleNamespace(
-        metrics=dict(bad), logprobs=[[[]] * len(group.samples) for group in args[0]]
+        metrics=dict(bad), logprobs=[[[0.0] * s.count for s in g.samples] for g in args[0]]
     )
     run.progress.phase = "warm_start"
     with pytest.raises(UserError, match="warm_start step 3: .* 3 steps in a row"):
@@ -168,6 +170,34 @@ def test_steps_that_are_not_finite_are_recorded_and_end_the_run(make_training):
         grpo.grpo(run)
     recorded = list(run.folder.rows("trajectories"))
     assert {row["phase"] for row in recorded} == {"skipped"} and len(recorded) == 3 * 2 * 2
+
+
+def test_epochs_become_steps_in_the_config_of_the_run(make_training):
+    changes = {"grpo.epochs": 2, "grpo.prompts": 64}
+    run = make_training("epochs", changes | {"task.world": "domains"})
+    assert run.config.grpo.steps == math.ceil(2 * run.worlds.epoch() / 64) > 2
+    assert load_config(run.folder.path / "config.toml") == run.config
+    with pytest.raises(UserError, match="grpo.epochs: the miniature has tasks without end"):
+        make_training("endless", changes)
+
+
+def test_every_mini_batch_is_an_update_and_their_metrics_are_one_row(make_training):
+    changes = {"grpo.steps": 1, "grpo.min_std": 0.0, "rollout.context": "rebuild"}
+    run, sizes = make_training("mini", changes | {"grpo.mini_batch": 3}), []
+    step = run.trainer.policy_step
+
+    def counted(groups, *arguments, **options):
+        sizes.append(sum(len(group.samples) for group in groups))
+        assert all(sample.old_logprobs for group in groups for sample in group.samples)
+        return step(groups, *arguments, **options)
+
+    run.trainer.policy_step = counted
+    assert grpo.grpo(run)
+    (row,), recorded = run.folder.rows("metrics"), list(run.folder.rows("trajectories"))
+    assert len(sizes) > 1 and max(sizes) <= 3 and row["grad_norm"] > 0
+    assert row["learning_rate"] == pytest.approx(Config().grpo.learning_rate / 5)
+    drawn = [sum(t["sampled"]) for t in recorded]
+    assert [len(t["trainer_logprobs"]) for t in recorded] == drawn
 
 
 def test_a_step_without_advantages_says_so_and_changes_nothing(make_training, capsys):
@@ -223,13 +253,15 @@ def test_groups_without_advantages_are_sampled_again_from_other_tasks(make_train
 def test_the_trainers_log_probabilities_reach_the_trajectories_from_all_ranks():
     def trajectory(*contexts):
         turns = [Turn(start, start + 1, "", context=begin) for begin, start in contexts]
-        return Trajectory("t", 0, 1, [5, 6, 7], [False, True, True], [], [], turns)
+        drawn = [False, True, len(turns) == 1, True]
+        return Trajectory("t", 0, 1, [5, 6, 7, 8], drawn, [0.0] * 4, [], turns)
 
-    whole, turns = trajectory((0, 1)), trajectory((0, 1), (1, 2))
+    whole, turns = trajectory((0, 1)), trajectory((0, 1), (2, 3))
     # A second rank has computed the second turn.
     ranks = types.SimpleNamespace(gather=lambda mine: [mine, [None, None, [-3.5]]])
-    grpo.note_logprobs(ranks, [[whole, turns]], [[[-1.5, -2.5], [-3.0], None]])
-    assert [t.trainer_logprobs for t in (whole, turns)] == [[-1.5, -2.5], [-3.0, -3.5]]
+    logprobs = grpo.gathered(ranks, [[[-1.5, -2.5, -0.5], [-3.0], None]])
+    grpo.note_logprobs([[whole, turns]], logprobs, False)
+    assert [t.trainer_logprobs for t in (whole, turns)] == [[-1.5, -2.5, -0.5], [-3.0, -3.5]]
 
 
 @pytest.mark.slow

@@ -101,6 +101,14 @@ class Worlds:
         found = self.places(count, start)
         return [self.domains.get(name, self.miniature).task(TRAIN, n) for name, n in found]
 
+    def epoch(self) -> int:
+        """Returns how many training tasks the worlds have. UserError if they have no end."""
+        require(
+            not self.has_miniature,
+            "grpo.epochs: the miniature has tasks without end; set grpo.steps, and epochs to 0",
+        )
+        return sum(len(world.splits[TRAIN]) for world in self.domains.values())
+
     def lesson_tasks(self, count: int, start: int, most_tools: int = 0) -> list[Task]:
         """Returns tasks to demonstrate, with `most_tools` tools on offer at most (0: no limit).
 

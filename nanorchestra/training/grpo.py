@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 import torch
 
 from nanorchestra.records import Trajectory
+from nanorchestra.training.objectives import Objective
 from nanorchestra.training.optimizers import Schedule
 from nanorchestra.training.overlap import beside
+from nanorchestra.training.packing import Logprobs, mini_batches
 from nanorchestra.training.ranks import Ranks
 from nanorchestra.training.run import TrainingRun
 from nanorchestra.training.sampling import Batch, Sampler
-from nanorchestra.training.trajectories import as_group, contexts
-
-# Log-probabilities by group and sample, None where another rank computed them.
-Logprobs = list[list[list[float] | None]]
+from nanorchestra.training.trajectories import as_group, in_loss, samples_of
 
 
 def grpo(run: TrainingRun) -> bool:
@@ -61,18 +61,8 @@ def grpo_step(run: TrainingRun, sampler: Sampler, learning_rate: float) -> None:
         run.engine.sleep()  # lends its KV memory to the trainer
     sampled = time.monotonic()
 
-    metrics: dict[str, float] = {}
     update = batch.kept and not config.rollout.only
-    if update:
-        result = run.trainer.policy_step(
-            [as_group(members) for members in batch.kept],
-            learning_rate,
-            sampler.objective,
-            temperature=config.rollout.temperature,
-            length=config.rollout.context_tokens,
-        )
-        metrics = result.metrics
-        note_logprobs(run.ranks, batch.kept, result.logprobs)
+    metrics = learn(run, batch.kept, sampler.objective, learning_rate) if update else {}
     updated = time.monotonic()
 
     run.ahead = coming.result() if coming else None
@@ -88,6 +78,38 @@ def grpo_step(run: TrainingRun, sampler: Sampler, learning_rate: float) -> None:
     times = {"rollout": sampled - start, "train": updated - sampled}
     times |= {"weights": published - updated - waited, "wait": waited}
     _record(run, batch, metrics, times)
+
+
+def learn(
+    run: TrainingRun, kept: list[list[Trajectory]], objective: Objective, learning_rate: float
+) -> dict[str, float]:
+    """Updates the model by the attempts of a step; returns the metrics.
+
+    With grpo.mini_batch there are several updates. Their ratios are to the policy before the first,
+    whose log-probabilities the trainer computes, and their metrics are means.
+    """
+    config, trainer = run.config, run.trainer
+    temperature, length = config.rollout.temperature, config.rollout.context_tokens
+    by_turn = objective.drop_invalid_format
+    groups = [as_group(members, by_turn) for members in kept]
+    options = {"temperature": temperature, "length": length}
+    size = config.grpo.mini_batch
+    if not size:
+        result = trainer.policy_step(groups, learning_rate, objective, **options)
+        note_logprobs(kept, gathered(run.ranks, result.logprobs), by_turn)
+        return result.metrics
+    old = gathered(run.ranks, trainer.score(groups, temperature))
+    samples = [sample for group in groups for sample in group.samples]
+    for sample, logprobs in zip(samples, old, strict=True):
+        sample.old_logprobs = logprobs
+    note_logprobs(kept, old, by_turn)
+    parts = mini_batches(groups, size)
+    rows = [trainer.policy_step(p, learning_rate, objective, **options).metrics for p in parts]
+    totals = Counter()
+    for row in rows:
+        totals.update(row)
+    summed = ("flops", "tokens")
+    return {name: x if name in summed else x / len(rows) for name, x in totals.items()}
 
 
 def _record(
@@ -117,12 +139,20 @@ def _record(
     run.record_update(row, metrics, times)
 
 
-def note_logprobs(ranks: Ranks, kept: list[list[Trajectory]], logprobs: Logprobs) -> None:
-    """Writes on the trajectories the trainer's log-probabilities of their sampled ids.
-
-    `logprobs` belong to the samples of as_group(members) for each of `kept`.
-    """
-    order = [member for members in kept for member in members for _ in contexts(member)]
+def gathered(ranks: Ranks, logprobs: Logprobs) -> list[list[float]]:
+    """Returns the log-probabilities of each sample, whichever rank computed them."""
     everywhere = ranks.gather([values for samples in logprobs for values in samples])
-    for member, found in zip(order, zip(*everywhere, strict=True), strict=True):
-        member.trainer_logprobs += next(values for values in found if values is not None)
+    found = zip(*everywhere, strict=True)
+    return [next(values for values in some if values is not None) for some in found]
+
+
+def note_logprobs(kept: list[list[Trajectory]], logprobs: list[list[float]], by_turn: bool) -> None:
+    """Writes on the trajectories the log-probabilities of the samples that as_group makes of them.
+
+    Sampled ids that are not in the loss have None.
+    """
+    rest = iter(logprobs)
+    for member in (member for members in kept for member in members):
+        values = iter([x for _ in samples_of(member, by_turn) for x in next(rest)])
+        pairs = zip(member.sampled, in_loss(member, by_turn), strict=True)
+        member.trainer_logprobs = [next(values) if used else None for drawn, used in pairs if drawn]

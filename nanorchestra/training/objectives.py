@@ -2,7 +2,7 @@
 
 The loss of every objective is the sum over the sampled ids of all micro-batches and ranks
 
-    loss = sum_i w_i (v_i L_i + kl_coef kl_i) / normaliser
+    loss = sum_i w_i (v_i L_i + kl_coef kl_i + entropy_coef logprob_i^2 / 2) / normaliser
 
 L is the surrogate, w and the normaliser are the aggregation, and v = min(pi_old / pi_sampler, cap)
 if there is an importance cap (else 1). The normaliser is that of the whole step, so losses and
@@ -11,7 +11,7 @@ gradients of micro-batches and ranks add up.
 | objective | advantage | L | aggregation | paper |
 |---|---|---|---|---|
 | GRPO | (R - mean) / std | clip | token (the paper: sequence) | arXiv 2402.03300 |
-| ToolOrchestra | as GRPO, cut at 3 | clip, dual clip | token | arXiv 2511.21689 |
+| ToolOrchestra | as GRPO, cut at 3, +0.1 from 1 on | clip, dual clip | token | arXiv 2511.21689 |
 | Dr. GRPO | R - mean | clip | constant | arXiv 2503.20783 |
 | DAPO | as GRPO, overlong punishment | clip, higher upper bound | token | arXiv 2503.14476 |
 | GSPO | as GRPO | gspo | sequence | arXiv 2507.18071 |
@@ -49,16 +49,18 @@ class Objective:
     dual_clip: float = 0.0  # bounds the loss where the advantage is negative; 0: no bound
     importance_cap: float = 0.0  # of the weight between trainer and sampler; 0: no weight
     kl_coef: float = 0.0
+    entropy_coef: float = 0.0
     kl: Literal["full", "k2"] = "full"  # exact over the vocabulary, or an estimate
     normalise_std: bool = True
-    drop_invalid_format: bool = False  # leave attempts of bad format out of the loss
+    boost: float = 0.0  # added to advantages of at least 1
+    drop_invalid_format: bool = False  # leave badly formed turns and attempts out of the loss
     resample: int = 0  # further rollouts per step while too few groups have an advantage
     overlong_share: float = 0.0  # of the context, within which the reward falls by up to 1
 
 
 OBJECTIVES = {
     "grpo": Objective(),
-    "toolorchestra": Objective(dual_clip=10.0, drop_invalid_format=True, kl="k2"),
+    "toolorchestra": Objective(dual_clip=10.0, drop_invalid_format=True, kl="k2", boost=0.1),
     "dr_grpo": Objective(aggregation="constant", normalise_std=False),
     "dapo": Objective(resample=3, overlong_share=0.2),
     "gspo": Objective("gspo", "sequence", clip_low=3e-4, clip_high=4e-4),
@@ -68,9 +70,10 @@ OBJECTIVES = {
 
 
 def objective_of(settings: GrpoSection) -> Objective:
-    """Returns the objective that [grpo] names, with its kl_coef and importance_cap."""
-    cap, kl_coef = settings.importance_cap, settings.kl_coef
-    return replace(OBJECTIVES[settings.objective], importance_cap=cap, kl_coef=kl_coef)
+    """Returns the objective that [grpo] names, with its coefficients and importance_cap."""
+    names = ("importance_cap", "kl_coef", "entropy_coef")
+    given = {name: getattr(settings, name) for name in names}
+    return replace(OBJECTIVES[settings.objective], **given)
 
 
 # Rewards to advantages.
@@ -79,7 +82,7 @@ def objective_of(settings: GrpoSection) -> Objective:
 def group_advantages(
     rewards: Sequence[float],
     valid: Sequence[bool],
-    well_formed: Sequence[bool],
+    answered: Sequence[bool],
     objective: Objective,
     min_std: float,
 ) -> tuple[list[float], list[str | None]]:
@@ -88,13 +91,14 @@ def group_advantages(
         A_i = (R_i - mean R) / std R     DeepSeekMath section 4.1.2; std over n - 1
         A_i = R_i - mean R               without normalise_std: Dr. GRPO equation 3
 
-    cut to +- ADVANTAGE_CLIP. The divisor is at least MIN_SCALE: a smaller spread comes from a few
-    tokens more or less, which would otherwise count as much as a wrong answer. A member that is
-    left out has the advantage 0. The reason is None for a member that enters the loss, else
+    cut to +- ADVANTAGE_CLIP, plus the objective's boost where it is at least 1. The divisor is at
+    least MIN_SCALE: a smaller spread comes from a few tokens more or less, which would otherwise
+    count as much as a wrong answer. A member that is left out has the advantage 0. The reason is
+    None for a member that enters the loss, else
 
     "infrastructure"  valid[i] is False: a tool failed, not the policy. Not in mean and std.
     "homogeneous"     at most one member counts, or their std is not above `min_std`.
-    "invalid_format"  well_formed[i] is False and drop_invalid_format is True. In mean and std.
+    "invalid_format"  answered[i] is False and drop_invalid_format is True. In mean and std.
     """
     counted = [reward for reward, ok in zip(rewards, valid, strict=True) if ok]
     mean = spread = 0.0
@@ -106,7 +110,7 @@ def group_advantages(
 
     advantages: list[float] = []
     reasons: list[str | None] = []
-    for reward, ok, formed in zip(rewards, valid, well_formed, strict=True):
+    for reward, ok, formed in zip(rewards, valid, answered, strict=True):
         advantage, reason = 0.0, None
         if not ok:
             reason = "infrastructure"
@@ -116,6 +120,7 @@ def group_advantages(
             reason = "invalid_format"
         else:
             advantage = max(-ADVANTAGE_CLIP, min(ADVANTAGE_CLIP, (reward - mean) / scale))
+            advantage += objective.boost if advantage >= 1 else 0.0
         advantages.append(advantage)
         reasons.append(reason)
     return advantages, reasons
@@ -262,6 +267,8 @@ def policy_loss(
         columns |= {"importance_capped": importance > objective.importance_cap}
     if kl is not None:
         losses = losses + objective.kl_coef * kl
+    if objective.entropy_coef:  # E[d logprob^2 / 2] = -d entropy, over ids that the policy draws
+        losses = losses + objective.entropy_coef * logprobs.square() / 2
     if objective.aggregation == "sequence":
         losses = losses / batch.trajectory_ids
     sums = torch.stack([column.sum(dtype=torch.float64) for column in columns.values()])

@@ -85,17 +85,21 @@ def _orthogonalised(directions: list[Tensor]) -> list[Tensor]:
     return rows
 
 
-def build_optimizers(model: torch.nn.Module, kind: str) -> list[torch.optim.Optimizer]:
-    """Returns optimizers over all trained parameters, without weight decay.
+def build_optimizers(
+    model: torch.nn.Module, kind: str, *, beta2: float = 0.95, weight_decay: float = 0.0
+) -> list[torch.optim.Optimizer]:
+    """Returns optimizers over all trained parameters.
 
-    "adamw", or "muon": Muon for the matrices of the layers, AdamW for everything else.
+    "adamw", or "muon": Muon for the matrices of the layers, without weight decay, AdamW with these
+    settings for everything else.
     """
     layers = model.layers.parameters() if kind == "muon" else ()
     matrices = [p for p in layers if p.dim() == 2 and p.requires_grad]
     taken = {id(p) for p in matrices}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
     rest = [{"params": others}]  # none if only adapters are trained
-    adamw = torch.optim.AdamW(rest, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    betas = (0.9, beta2)
+    adamw = torch.optim.AdamW(rest, lr=0.0, betas=betas, weight_decay=weight_decay, fused=True)
     return [adamw, Muon(matrices)] if matrices else [adamw]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from torch import Tensor
 from nanorchestra.model.ops import Attend
 from nanorchestra.model.packed_attention import Segment, packed_attention
 
+# Log-probabilities by group and sample, None where another rank computed them.
+Logprobs = list[list[list[float] | None]]
 SHARED_IDS = 16  # a shared prefix shorter than this costs more as a segment than it saves
 
 
@@ -25,7 +28,8 @@ class Sample:
     """The ids that follow a prompt in one attempt, or in one turn of an attempt.
 
     `sampled` and `logprobs` have one entry per id: whether the policy sampled it, and the sampler's
-    log-probability. `trajectory_ids` counts the sampled ids of the whole attempt if the attempt is
+    log-probability. `old_logprobs` are the trainer's before the step, one per sampled id, if it has
+    computed them. `trajectory_ids` counts the sampled ids of the whole attempt if the attempt is
     divided over several samples; the loss then still weighs attempts, not samples.
     """
 
@@ -34,6 +38,7 @@ class Sample:
     logprobs: list[float] | None = None
     advantage: float = 0.0
     trajectory_ids: int | None = None
+    old_logprobs: list[float] | None = None
 
     @property
     def count(self) -> int:
@@ -87,7 +92,8 @@ class Packed:
     id and an id it attends to, itself included.
     One entry per sampled id [N]: source int64 (index in tokens whose hidden state predicts it),
     targets int64, sequences int64 (number of its sample), trajectory_ids int64 (sampled ids of its
-    trajectory), sampler_logprobs and advantages float32.
+    trajectory), sampler_logprobs, old_logprobs (the sampler's where the sample has none) and
+    advantages float32.
     """
 
     tokens: Tensor
@@ -99,6 +105,7 @@ class Packed:
     sequences: Tensor
     trajectory_ids: Tensor
     sampler_logprobs: Tensor
+    old_logprobs: Tensor
     advantages: Tensor
 
 
@@ -115,7 +122,7 @@ def pack(
         layout.lay([0], 0, None)
     beginnings = layout.lay_beginnings([group.prompt for group in groups])
     integers: list[tuple[int, int, int, int]] = []  # source, target, sequence, trajectory_ids
-    floats: list[tuple[float, float]] = []  # sampler's log-probability, advantage
+    floats: list[tuple[float, float, float]] = []  # log-probabilities, advantage
     number = 0
     for group in groups:
         start = len(group.prompt)
@@ -128,10 +135,12 @@ def pack(
         for sample, place in zip(group.samples, places, strict=True):
             total = sample.trajectory_ids or sample.count
             logprobs = sample.logprobs or [0.0] * len(sample.ids)
+            old = iter(sample.old_logprobs or ())
             for i, token in enumerate(sample.ids):
                 if sample.sampled[i]:
                     integers.append((place[i], token, number, total))
-                    floats.append((logprobs[i], sample.advantage))
+                    drawn = logprobs[i]
+                    floats.append((drawn, next(old, drawn), sample.advantage))
             number += 1
     return Packed(
         torch.tensor(layout.tokens, device=device),
@@ -139,7 +148,7 @@ def pack(
         packed_attention(layout.segments, attention),
         sum(layout.positions) + len(layout.positions),
         *torch.tensor(integers, dtype=torch.int64, device=device).reshape(-1, 4).T.contiguous(),
-        *torch.tensor(floats, device=device).reshape(-1, 2).T.contiguous(),
+        *torch.tensor(floats, device=device).reshape(-1, 3).T.contiguous(),
     )
 
 
@@ -200,6 +209,29 @@ def _alike(sequences: Sequence[list[int]], depth: int) -> dict[tuple[int, ...], 
         if len(ids) > depth:
             found.setdefault(tuple(ids[depth : depth + SHARED_IDS]), []).append(i)
     return found
+
+
+def mini_batches(groups: Sequence[Group], size: int) -> list[list[Group]]:
+    """Deals the samples out in turn to as few parts as have at most `size` each; 0: one part."""
+    count = -(-sum(len(group.samples) for group in groups) // size) if size else 1
+    parts, number = [[Group(group.prompt, []) for group in groups] for _ in range(count)], 0
+    for i, group in enumerate(groups):
+        for sample in group.samples:
+            parts[number % count][i].samples.append(sample)
+            number += 1
+    return [[group for group in part if group.samples] for part in parts]
+
+
+def by_sample(
+    groups: Sequence[Group], computed: Sequence[tuple[Sequence[Group], list[float]]]
+) -> Logprobs:
+    """Returns the log-probabilities of micro-batches, one per sampled id, by group and sample."""
+    found = {}
+    for batch, logprobs in computed:
+        values = iter(logprobs)
+        for sample in (sample for group in batch for sample in group.samples):
+            found[id(sample)] = list(islice(values, sample.count))
+    return [[found.get(id(sample)) for sample in group.samples] for group in groups]
 
 
 def common_prefix(sequences: Sequence[Sequence[int]]) -> int:

@@ -52,7 +52,7 @@ def _begin_grpo(run: TrainingRun) -> None:
     if config.lora.rank:
         _save_adapter(run, "adapter/warm_start")
         merge(run.trainer.model, config.run.seed + 1)
-    run.trainer.new_optimizer(config.grpo.optimizer)
+    run.trainer.new_optimizer(config.grpo.optimizer, **config.grpo.adamw)
     if config.grpo.kl_coef:
         run.trainer.freeze_reference()
     run.publish()

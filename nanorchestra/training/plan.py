@@ -101,6 +101,7 @@ def seconds(setup: Setup, gpu: Gpu) -> dict[str, tuple[float, float]]:
     reads = sampled * (costs.weight_bytes + attempts * length / 2 * costs.kv_bytes)
     rollout = max(reads / gpu.bandwidth, forward)
     passes = (2 if config.lora.rank else 3) + config.parallel.activation_checkpointing
+    passes += config.grpo.mini_batch > 0  # the old log-probabilities
     training, batches = forward * passes, max(1.0, tokens / config.grpo.token_budget)
     link = gpu.link if shards <= PER_NODE else gpu.network
     gathering = batches * 4 * (setup.total + setup.trained) * (shards - 1) / shards / link

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,11 @@ class TrainingRun:
     def __init__(self, config: Config, folder: Run, ranks: Ranks, worlds: Any, stop: Any):
         self.folder, self.ranks, self.worlds, self.stop = folder, ranks, worlds, stop
         self.dtype = build.device_and_dtype(config)[1]
+        if config.grpo.epochs:
+            steps = math.ceil(config.grpo.epochs * worlds.epoch() / config.grpo.prompts)
+            config = config.replace({"grpo.steps": steps, "grpo.epochs": 0})
+            if ranks.first:
+                write_whole(folder.path / "config.toml", to_toml(config))
         self.config = config
         self.watch = Watch(folder, REPORT_EVERY if ranks.first else 0.0)
         model, self.tokenizer = build.build_model(config, ranks, self.dtype, worlds, folder.path)
@@ -85,12 +91,13 @@ class TrainingRun:
     def rollout(self, temperature: float) -> Rollout:
         """Returns what makes attempts: the engine, or the model behind rollout.endpoint."""
         settings = self.config.rollout
-        limits = Limits(settings.turns, settings.turn_tokens, settings.context_tokens)
+        most = settings.turn_tokens, settings.context_tokens, settings.calls_per_turn
+        limits = Limits(settings.turns, *most)
         if settings.endpoint:
             return EndpointRollout(settings, self.tokenizer, limits)
 
         def params(seed: int, budget: int) -> SamplingParams:
-            return SamplingParams(max_tokens=budget, temperature=temperature, seed=seed)
+            return SamplingParams(budget, temperature, settings.top_p, seed=seed)
 
         return Rollout(
             self.engine,
@@ -207,7 +214,9 @@ class TrainingRun:
             phase = notes["progress"]["phase"]
             if phase == "warm_start":
                 return self.trainer.prepare(self.config.warm_start.optimizer, False)
-            return self.trainer.prepare(grpo.optimizer, grpo.kl_coef > 0) if phase == "grpo" else {}
+            if phase != "grpo":
+                return {}
+            return self.trainer.prepare(grpo.optimizer, grpo.kl_coef > 0, **grpo.adamw)
 
         notes = self.checkpoints.restore(prepare)
         offsets = {"metrics": 0, "trajectories": 0}

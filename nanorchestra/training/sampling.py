@@ -16,7 +16,7 @@ from nanorchestra.errors import require
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.training.objectives import group_advantages, objective_of, overlong_punishment
 from nanorchestra.training.ranks import Ranks
-from nanorchestra.training.trajectories import from_row, longest_context, to_row
+from nanorchestra.training.trajectories import from_row, in_loss, longest_context, to_row
 
 FAILED_SHARE = 0.5  # a step of which more attempts fail ends the run
 
@@ -97,7 +97,10 @@ class Sampler:
             advantages, why = group_advantages(
                 rewards,
                 [member.status != "infrastructure" for member in members],
-                [member.well_formed for member in members],
+                [
+                    bool(m.answer) and m.status == "answered" and any(in_loss(m, True))
+                    for m in members
+                ],
                 objective,
                 grpo.min_std,
             )

@@ -12,7 +12,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from nanorchestra.training.costs import Costs, model_flops
 from nanorchestra.training.logprobs import full_kl, token_logprobs
 from nanorchestra.training.objectives import Objective, kl_estimate, loss_normaliser, policy_loss
 from nanorchestra.training.optimizers import Muon, build_optimizers
-from nanorchestra.training.packing import Group, Packed, divide, pack
+from nanorchestra.training.packing import Group, Logprobs, Packed, by_sample, divide, pack
 from nanorchestra.training.ranks import Ranks, shard_model
 
 MAX_NORM = 1.0  # gradients above are scaled down to it
@@ -51,7 +50,7 @@ class StepResult:
     """
 
     metrics: dict[str, float]
-    logprobs: list[list[list[float] | None]]
+    logprobs: Logprobs
 
 
 class Trainer:
@@ -90,24 +89,26 @@ class Trainer:
         """Updates the model by one step of an objective; returns its metrics and log-probabilities.
 
         temperature: that of the sampler. length: the most ids of a trajectory, for the aggregation
-        "constant". With an importance cap the old log-probabilities are those of this forward pass:
-        with one update per step the two policies are the same. So they are for GSPO, whose bounds
-        are narrower than the sampler's rounding. Else they are the sampler's.
+        "constant". The old log-probabilities are those of the samples, if they have any. Else, with
+        an importance cap they are those of this forward pass: with one update per step the two
+        policies are the same. So they are for GSPO, whose bounds are narrower than the sampler's
+        rounding. Else they are the sampler's.
 
         Beside the metrics of `policy_loss` and `_finish`: loss, entropy in nats, `logprob_gap` and
         `logprob_gap_max`, the mean and largest |trainer - sampler| of the log-probabilities.
         """
         count = sum(group.sampled for group in groups)
         normaliser = loss_normaliser(groups, objective.aggregation, length)
+        known = any(sample.old_logprobs for group in groups for sample in group.samples)
         metrics: Counter[str] = Counter()
-        computed: dict[int, list[float]] = {}  # log-probabilities by id() of their sample
+        computed: list[tuple[list[Group], list[float]]] = []
         largest_gap = 0.0
         for batch, packed, last in self._micro_batches(groups):
             hidden = self._hidden(self.model, packed)  # [N, H], of the ids before sampled ones
             logprobs, entropy = self._logprobs(hidden, packed, temperature)
             kl = self._kl(hidden, logprobs, packed, objective, temperature)
             own = objective.importance_cap or objective.surrogate == "gspo"
-            old = logprobs if own else packed.sampler_logprobs
+            old = logprobs if own and not known else packed.old_logprobs
             loss, terms = policy_loss(
                 logprobs, old, packed, objective, normaliser=normaliser, kl=kl
             )
@@ -118,11 +119,19 @@ class Trainer:
             terms |= {"entropy": float(entropy.sum()), "logprob_gap": float(gaps.sum())}
             metrics.update({name: value / count for name, value in terms.items()})
             metrics.update(loss=loss.item(), flops=self._flops(packed, reference=kl is not None))
-            computed |= _by_sample(batch, logprobs.tolist())
+            computed.append((batch, logprobs.tolist()))
         metrics = self._finish(metrics, learning_rate, groups)
         metrics["logprob_gap_max"] = max(self.ranks.gather(largest_gap))
-        found = [[computed.get(id(sample)) for sample in group.samples] for group in groups]
-        return StepResult(metrics, found)
+        return StepResult(metrics, by_sample(groups, computed))
+
+    @torch.no_grad()
+    def score(self, groups: Sequence[Group], temperature: float = 1.0) -> Logprobs:
+        """Returns the log-probabilities as a policy step does, without an update."""
+        computed: list[tuple[list[Group], list[float]]] = []
+        for batch, packed, _ in self._micro_batches(groups):
+            hidden = self._hidden(self.model, packed)
+            computed.append((batch, self._logprobs(hidden, packed, temperature)[0].tolist()))
+        return by_sample(groups, computed)
 
     def supervised_step(self, groups: Sequence[Group], learning_rate: float) -> dict[str, float]:
         """Updates the model by one step on demonstrations; returns its metrics.
@@ -236,9 +245,9 @@ class Trainer:
 
     # State.
 
-    def new_optimizer(self, kind: str) -> None:
-        """Replaces the optimizer ("adamw" or "muon"), and so forgets all moments."""
-        self.optimizers = build_optimizers(self.model, kind)
+    def new_optimizer(self, kind: str, **settings: float) -> None:
+        """Replaces the optimizer (optimizers.build_optimizers), and so forgets all moments."""
+        self.optimizers = build_optimizers(self.model, kind, **settings)
 
     def freeze_reference(self) -> None:
         """Keeps a frozen copy of the model for the KL term; of a LoRA model its base, uncopied."""
@@ -278,17 +287,10 @@ class Trainer:
             tensors |= {f"reference.{name}": p.detach() for name, p in frozen}
         return tensors
 
-    def prepare(self, optimizer: str, reference: bool) -> dict[str, Tensor]:
+    def prepare(self, optimizer: str, reference: bool, **settings: float) -> dict[str, Tensor]:
         """Returns `tensors()` after a fresh optimizer, for a checkpoint to be read into."""
-        self.new_optimizer(optimizer)
+        self.new_optimizer(optimizer, **settings)
         self.reference = None
         if reference:
             self.freeze_reference()
         return self.tensors()
-
-
-def _by_sample(batch: Sequence[Group], logprobs: list[float]) -> dict[int, list[float]]:
-    """The log-probabilities of a micro-batch by id() of their sample."""
-    values = iter(logprobs)
-    samples = [sample for group in batch for sample in group.samples]
-    return {id(sample): list(islice(values, sample.count)) for sample in samples}

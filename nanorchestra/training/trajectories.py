@@ -58,15 +58,29 @@ def longest_context(trajectory: Trajectory) -> int:
     return max(end - begin for begin, _, end in contexts(trajectory))
 
 
-def as_group(members: Sequence[Trajectory]) -> Group:
+def in_loss(t: Trajectory, by_turn: bool = False) -> list[bool]:
+    """Returns which ids enter the loss: sampled ones, with `by_turn` of well-formed turns only."""
+    mask = list(t.sampled)
+    for turn in t.turns:
+        if by_turn and not turn.well_formed:
+            mask[turn.start : turn.end] = [False] * (turn.end - turn.start)
+    return mask
+
+
+def samples_of(t: Trajectory, by_turn: bool = False) -> list[tuple[list[int], Sample]]:
+    """Returns prompt and sample of each context that has ids in the loss."""
+    mask, samples = in_loss(t, by_turn), []
+    for begin, start, end in contexts(t):
+        ids, used, logprobs = (x[start:end] for x in (t.ids, mask, t.logprobs))
+        if any(used):
+            sample = Sample(ids, used, logprobs, t.advantage, sum(mask))
+            samples.append((t.ids[begin:start], sample))
+    return samples
+
+
+def as_group(members: Sequence[Trajectory], by_turn: bool = False) -> Group:
     """Returns attempts at one task as the trainer takes them: a sample per context."""
-    samples = []
-    for t in members:
-        total = sum(t.sampled)
-        for begin, start, end in contexts(t):
-            ids, sampled, logprobs = (x[start:end] for x in (t.ids, t.sampled, t.logprobs))
-            samples.append((t.ids[begin:start], Sample(ids, sampled, logprobs, t.advantage, total)))
-    return Group.of(samples)
+    return Group.of([pair for t in members for pair in samples_of(t, by_turn)])
 
 
 def load_kept(

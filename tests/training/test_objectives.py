@@ -86,6 +86,7 @@ def paper(name, groups, changed):
         for (reward, first, old), logprobs in zip(group, present, strict=True):
             centred = reward - mean(rewards)
             z = centred / (std(rewards) + 1e-6)
+            z += 0.1 * (name == "toolorchestra" and z >= 1)  # its published code
             ratios = [math.exp(a - b) for a, b in zip(logprobs, old, strict=True)]
             if name in ("grpo", "dapo", "toolorchestra"):  # DAPO equation 8
                 for r in ratios:
@@ -160,6 +161,18 @@ def test_an_importance_cap_weighs_the_surrogate_but_not_the_kl(surrogate, cap):
     assert sums["ratio"] == pytest.approx((new - old + 0.2).exp().sum().item())
 
 
+def test_the_entropy_term_has_the_entropys_gradient_over_what_is_drawn():
+    weights = doubles([0.3, -1.2, 2.0, 0.1], grad=True)
+    logprobs = weights.log_softmax(0)
+    (expected,) = torch.autograd.grad(-(logprobs.exp() * logprobs).sum(), weights)
+    found = torch.zeros_like(weights)
+    for token, probability in enumerate(logprobs.exp().tolist()):
+        batch, drawn = batch_of([1], [0.0], [0.0]), weights.log_softmax(0)[token : token + 1]
+        loss, _ = policy_loss(drawn, drawn, batch, Objective(entropy_coef=0.5), normaliser=1)
+        found += probability * torch.autograd.grad(loss, weights)[0]
+    assert found.tolist() == pytest.approx((-0.5 * expected).tolist(), abs=1e-12)
+
+
 def test_metrics_count_what_the_clip_stopped():
     ratios, advantages = [1.5, 1.5, 0.5, 0.5, 30.0, 1.0], [1.0, -1.0, 1.0, -1.0, -1.0, 1.0]
     batch = batch_of([1] * 6, advantages, [0.0] * 6)
@@ -220,6 +233,8 @@ def test_a_member_is_left_out_for_one_reason():
     alone, _ = advantages_of([1.0, 0.0, 0.5])
     assert found == [alone[0], 0.0, *alone[1:]]
     assert reasons == [None, "infrastructure", None, None]
+    boosted, _ = advantages_of([1.0] + [0.0] * 15, boost=0.1)
+    assert boosted[0] == 3.1 and boosted[1:] == advantages_of([1.0] + [0.0] * 15)[0][1:]
     bad_format = {"rewards": [1.0, 0.0, 0.5], "formed": [True, False, True]}
     dropped, reasons = advantages_of(**bad_format, drop_invalid_format=True)
     kept, none = advantages_of(**bad_format)

@@ -29,7 +29,9 @@ def test_muon_is_torchs_to_the_bit_on_whole_matrices():
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_every_trained_parameter_has_one_optimizer(nano_model, kind):
     nano_model.embed_tokens.weight.requires_grad_(False)
-    optimizers = build_optimizers(nano_model, kind)
+    optimizers = build_optimizers(nano_model, kind, beta2=0.999, weight_decay=0.01)
+    adamw = optimizers[0].param_groups[0]
+    assert (adamw["betas"], adamw["weight_decay"]) == ((0.9, 0.999), 0.01)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     taken = [id(p) for group in groups for p in group["params"]]
     trained = [p for p in nano_model.parameters() if p.requires_grad]

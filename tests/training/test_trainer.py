@@ -10,7 +10,7 @@ import torch
 from nanorchestra.model.packed_attention import Segment, packed_attention
 from nanorchestra.training.costs import model_flops
 from nanorchestra.training.objectives import OBJECTIVES, Objective
-from nanorchestra.training.packing import Group, Sample, pack
+from nanorchestra.training.packing import Group, Sample, mini_batches, pack
 from nanorchestra.training.trainer import Trainer, TrainerSettings
 
 
@@ -168,6 +168,27 @@ def test_gspo_clips_no_sequence_for_the_samplers_rounding(nano_model):
     trainer = Trainer(nano_model, vocab_limit=690)
     metrics = trainer.policy_step(groups, 0.0, OBJECTIVES["gspo"]).metrics
     assert metrics["clip_fraction"] == 0 and metrics["grad_norm"] > 0
+
+
+def test_the_ratio_of_later_updates_is_to_the_policy_before_the_first(nano_model):
+    groups, trainer = make_groups(3), Trainer(nano_model, vocab_limit=690)
+    for group, scores in zip(groups, trainer.score(groups), strict=True):
+        for sample, old in zip(group.samples, scores, strict=True):
+            assert old == pytest.approx(alone(nano_model, group.prompt, sample).tolist(), abs=1e-4)
+            sample.old_logprobs = old
+    tight = Objective(clip_low=1e-4, clip_high=1e-4)
+    stopped = [trainer.policy_step(groups, 1e-2, tight).metrics["clip_fraction"] for _ in "ab"]
+    assert stopped[0] == 0 and stopped[1] > 0.2
+
+
+def test_mini_batches_deal_out_every_sample_once():
+    groups = make_groups(0, groups=4, samples=5)
+    for size, sizes in ((7, [7, 7, 6]), (20, [20]), (0, [20])):
+        parts = mini_batches(groups, size)
+        dealt = [[id(s) for g in part for s in g.samples] for part in parts]
+        assert [len(part) for part in dealt] == sizes
+        assert sorted(sum(dealt, [])) == sorted(id(s) for g in groups for s in g.samples)
+    assert all(len(part) == 4 for part in mini_batches(groups, 7)), "a part is of all groups"
 
 
 def test_a_loss_or_gradient_that_is_not_finite_changes_nothing(nano_model):

@@ -13,6 +13,7 @@ from nanorchestra.config import Config
 from nanorchestra.errors import UserError
 from nanorchestra.model.tokenizer import train_bpe
 from nanorchestra.records import Preference, Task, ToolCall, ToolResult, Trajectory, Turn
+from nanorchestra.training.grpo import note_logprobs
 from nanorchestra.training.packing import pack
 from nanorchestra.training.ranks import Ranks
 from nanorchestra.training.run import Progress, TrainingRun
@@ -117,6 +118,19 @@ def test_a_row_brings_the_trajectory_back_and_only_sampled_ids_are_learnt(
     packed, places = pack([group]), [i for i, s in enumerate(trajectory.sampled) if s]
     assert packed.targets.tolist() == [trajectory.ids[i] for i in places]
     assert packed.tokens[packed.source].tolist() == [trajectory.ids[i - 1] for i in places]
+
+
+@pytest.mark.parametrize("rebuilt", [False, True])
+def test_a_badly_formed_turn_leaves_the_loss_alone_the_others_stay(nano_tokenizer, rebuilt):
+    t = made(nano_tokenizer, rebuilt=rebuilt, advantage=1.0)
+    bad, good = t.turns
+    bad.well_formed = False
+    (sample,) = as_group([t], by_turn=True).samples
+    kept = [x for x, drawn in zip(sample.ids, sample.sampled, strict=True) if drawn]
+    assert kept == t.ids[good.start : good.end] and sample.trajectory_ids == len(kept)
+    assert sum(s.count for s in as_group([t]).samples) == sum(t.sampled)
+    note_logprobs([[t]], [[-1.0] * len(kept)], True)
+    assert t.trainer_logprobs == [None] * (bad.end - bad.start) + [-1.0] * len(kept)
 
 
 def test_rows_of_another_tokenizer_and_missing_runs_are_refused(nano_tokenizer, tmp_path):
