@@ -69,9 +69,10 @@ class Session:
         """Handles one line; UserError if nothing can be done with it."""
         name, _, rest = line.partition(" ")
         if name == "/prefer":
-            self.wish = rest.strip() or self.wish
-            text = self.wish if self.tools else as_preference(self.wish, LINE_UP)[1].text
-            self.console.line(f"preference: {text}")
+            wish = rest.strip() or self.wish
+            wanted = self.preference(wish) if self.tools else as_preference(wish, LINE_UP)[1]
+            self.wish = wish
+            self.console.line(f"preference: {wanted.words}")
         elif name == "/tools":
             for offer in LINE_UP if self.tools is None else ():
                 self.console.line(f"  {offer['name']:12} {describe(offer)}")
@@ -83,6 +84,10 @@ class Session:
             require(not line.startswith("/"), f"{name}: no such command; /help lists them")
             self.ask(line)
 
+    def preference(self, wish: str) -> Preference:
+        """Returns the user's wish about the catalogue's tools. UserError."""
+        return Preference.parse(wish, "/prefer", [tool.name for tool in self.tools])
+
     def ask(self, question: str) -> Trajectory:
         """Runs one attempt at a question, shows it and returns it."""
         console, seed = self.console, self.seed
@@ -91,8 +96,7 @@ class Session:
             task = as_task(question, self.wish)
             env = environment(task, seed, self.sandbox)
         else:
-            names = [tool.name for tool in self.tools]
-            task = Task("asked", question, Preference.parse(self.wish, "/prefer", names), {})
+            task = Task("asked", question, self.preference(self.wish), {})
             env = ToolEnvironment(task, self.tools, grade=lambda answer: 0.0)
         console.say("task", f"{task.question} {task.preference.words}")
         (trajectory,) = self.rollout.run([env], [seed], on_event=console.on_event)

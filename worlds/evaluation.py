@@ -120,7 +120,10 @@ def measure(
     calls: Counter[str] = Counter()
     parts: Counter[str] = Counter()
     for task, trajectory in pairs:
-        behind = {offer["name"]: offer["what"] for offer in task.data["tools"]}
+        offers = task.data["tools"]
+        behind = {offer["name"]: offer["what"] for offer in offers}
+        for offer in offers:  # questions.py: the experts of a tool that offers several
+            behind |= {name: spec["what"] for name, spec in offer.get("models", {}).items()}
         for name, count in trajectory.calls.items():
             calls[behind.get(name, "unknown")] += count
         parts.update(reward_parts(trajectory, task.preference, task_bounds(task)))

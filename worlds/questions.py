@@ -1,9 +1,9 @@
 """Questions with known answers: FRAMES, HLE, GeneralThought, any JSONL of question and answer.
 
-A task offers a random subset of a catalogue's tools. Experts have aliases and prices that change
-from task to task and stand in a description, as in the paper (arXiv 2511.21689). The user's
-preference comes with the row, from the config, or is drawn. A task is a function of split, index
-and seed alone.
+A training task offers a random subset of a catalogue's tools. Experts have aliases and prices that
+change from task to task and stand in a description, as in the paper (arXiv 2511.21689). Held-out
+tasks offer the catalogue as it is. The user's preference comes with the row, from the config, or is
+drawn. A task is a function of split, index and seed alone.
 
 Experts are the endpoints of the catalogue, or simulations: these know the row's answer and give it
 with a probability that grows with the price of the model behind them.
@@ -12,7 +12,6 @@ with a probability that grows with the price of the model behind them.
 from __future__ import annotations
 
 import hashlib
-import math
 import random
 import sys
 from collections.abc import Sequence
@@ -26,9 +25,9 @@ from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json_lines
 from nanorchestra.records import Preference, Price, Task, ToolCall, ToolResult
 from nanorchestra.tools.sandbox import Sandbox
-from tools import SimulatedExpert, Skill, load_tools
+from tools import load_tools
+from worlds import catalogue
 from worlds.judge import Judge
-from worlds.miniature.tables import EXPERT_NAMES
 from worlds.toolscale import preferences
 
 PREFIX = "questions:"
@@ -39,11 +38,10 @@ FIELDS = {  # of a row, under the names that public data sets use
     "kind": ("category", "task"),
     "vector": ("vector", "pref_vec"),
 }
-HELD_OUT = 5  # every fifth question, by its hash, is held out
-OFFERED = 0.7  # probability of a tool to be on offer
+HELD_OUT = "held_out"  # the split of every fifth question, by its hash
+EVERY = 5
 MISTAKES = 8  # wrong answers that simulated experts choose from
-READ, WRITTEN = 1500, 800  # tokens of a usual expert's call
-LATENCY_S = 20.0  # of an expert whose entry states none
+READ = 1500  # tokens that an expert reads in a usual call, for the bounds of a reward
 
 
 @dataclass(frozen=True)
@@ -64,11 +62,18 @@ class QuestionEnvironment(ToolEnvironment):
         super().__init__(task, tools, grade=lambda answer: 0.0)
         self.judge = judge
 
+    def most_usd(self, call: ToolCall) -> float:
+        """Returns the most that a call can cost, as ToolEnvironment does."""
+        return super().most_usd(self._whole(call))
+
     async def execute(self, call: ToolCall) -> ToolResult:
         """Runs one call, as ToolEnvironment does."""
+        return await super().execute(self._whole(call))
+
+    def _whole(self, call: ToolCall) -> ToolCall:
         if self.kinds.get(call.name) == "expert" and call.arguments == {}:
-            call = replace(call, arguments={"task": self.task.question})
-        return await super().execute(call)
+            return replace(call, arguments={"task": self.task.question})
+        return call
 
     def score(self, answer: str) -> float:
         """Returns 1.0 if the judge accepts the answer, else 0.0."""
@@ -99,8 +104,9 @@ class QuestionWorld:
         rows = self.splits[split]
         row = rows[index % len(rows)]
         rng = random.Random(f"{self.seed}/{split}/{index}/{row.id}")
-        offers = self._offers(rng, split)
-        aliases = {offer["what"]: offer["name"] for offer in offers}
+        offers = catalogue.draw_offers(self.tools, rng, varied=split != HELD_OUT)
+        aliases = {o["what"]: o["name"] for o in offers}
+        aliases |= {spec["what"]: name for o in offers for name, spec in o["models"].items()}
         wish = row.preference or self.wish
         if wish is None:
             wish = preferences.draw(rng, list(aliases.values()), split)
@@ -121,73 +127,19 @@ class QuestionWorld:
     def environment(self, task: Task, seed: int) -> QuestionEnvironment:
         """Returns one attempt at a task; `seed` is that of the simulated experts."""
         by_name = {tool.name: tool for tool in self.tools}
-        tools = [self._tool(by_name[o["what"]], o, task, seed) for o in task.data["tools"]]
+        tools = []
+        for offer in task.data["tools"]:
+            tool = by_name[offer["what"]]
+            stand_in = catalogue.Simulation(task, seed) if self.simulated else None
+            tools.append(catalogue.offered(tool, offer, stand_in))
         return QuestionEnvironment(task, tools, self.judge)
-
-    def _offers(self, rng: random.Random, split: str) -> list[dict[str, Any]]:
-        """Draws the tools on offer, with alias, description and prices; one expert at least."""
-        chosen = [tool for tool in self.tools if rng.random() < OFFERED]
-        experts = [tool for tool in self.tools if hasattr(tool, "price")]
-        if experts and not any(hasattr(tool, "price") for tool in chosen):
-            chosen.append(rng.choice(experts))
-        rng.shuffle(chosen)
-        aliases = iter(rng.sample(EXPERT_NAMES, len(EXPERT_NAMES)))
-        schedule = rng.choice(preferences.TABLES["schedules"][split])
-        offers = []
-        for tool in chosen:
-            offer = {"name": tool.name, "what": tool.name, "description": tool.description}
-            if hasattr(tool, "price"):
-                usd = preferences.scheduled(schedule, tool.name, tool.price)
-                seconds = getattr(tool, "latency_s", None) or LATENCY_S
-                offer |= {"name": next(aliases), "price": usd, "latency_s": seconds}
-                offer["description"] = rng.choice(preferences.TABLES["descriptions"]).format(
-                    alias=offer["name"],
-                    skill=tool.description.strip().rstrip("."),
-                    input=usd[0],
-                    output=usd[1],
-                    seconds=round(seconds),
-                )
-            offers.append(offer)
-        return offers
-
-    def _tool(self, tool: Tool, offer: dict[str, Any], task: Task, seed: int) -> Tool:
-        """Returns a tool of the catalogue as the task offers it."""
-        new = {"name": offer["name"], "description": offer["description"]}
-        if "price" not in offer:
-            return replace(tool, **new)
-        price = Price(*offer["price"])
-        if self.simulated:
-            expert = SimulatedExpert(
-                **new,
-                skill=Skill(_skill(tool.price), 0.1, 0.5),
-                gold=task.data["answer"],
-                wrong=tuple(task.data["wrong"]),
-                price=price,
-                input_tokens=READ,
-                output_tokens=WRITTEN,
-                latency_s=offer["latency_s"],
-                seed=f"{task.id}/{seed}",
-            )
-            expert.parameters = tool.parameters
-        else:
-            expert = replace(tool, price=price, **new)
-        expert.parameters = expert.parameters | {"required": []}
-        return expert
-
-
-def _skill(price: Price) -> float:
-    """The probability that a simulated expert is right: a half at $0.1 a million tokens, then more.
-
-    $1 buys 0.68, $10 0.86.
-    """
-    return min(0.97, max(0.3, 0.68 + 0.18 * math.log10(max(price.output_per_million, 1e-9))))
 
 
 def _bounds(offers: Sequence[dict[str, Any]]) -> list[list[float]]:
     """Bounds of US dollars and seconds: from nothing to a call of each expert on offer."""
-    experts = [offer for offer in offers if "price" in offer]
-    usd = sum(Price(*offer["price"]).cost(READ, WRITTEN) for offer in experts)
-    return [[0.0, usd or 0.01], [0.0, sum(o["latency_s"] for o in experts) or LATENCY_S]]
+    experts = [spec for offer in offers for spec in offer["models"].values()]
+    usd = sum(Price(*spec["usd"]).cost(READ, catalogue.WRITTEN) for spec in experts)
+    return [[0.0, usd or 0.01], [0.0, sum(s["latency_s"] for s in experts) or catalogue.LATENCY_S]]
 
 
 def _renamed(wish: Preference, aliases: dict[str, str]) -> Preference:
@@ -207,7 +159,7 @@ def load_world(name: str, seed: int, sandbox: Sandbox, settings: TaskSection) ->
     file = Path(name.removeprefix(PREFIX))
     require(settings.tools, f"task.world is {name!r}, which needs a catalogue of tools: task.tools")
     tools = {tool.name: tool for tool in load_tools(settings.tools, sandbox)}
-    judge = tools.pop(settings.judge, None)
+    judge, _ = tools.pop(settings.judge, None), tools.pop(settings.user, None)
     require(
         not settings.judge or getattr(judge, "kind", "") == "expert",
         f"task.judge is {settings.judge!r}; it must be an expert of {settings.tools}",
@@ -215,11 +167,12 @@ def load_world(name: str, seed: int, sandbox: Sandbox, settings: TaskSection) ->
     require(tools, f"{settings.tools}: no tool is left to offer beside the judge")
     wish = None
     if settings.preference:
-        wish = Preference.parse(settings.preference, "task.preference", tools)
-    splits = {"train": [], "held_out": []}
+        names = [name for tool in tools.values() for name in (tool.name, *catalogue.models(tool))]
+        wish = Preference.parse(settings.preference, "task.preference", names)
+    splits = {"train": [], HELD_OUT: []}
     for row in load_rows(file):
         digest = hashlib.sha256(row.question.encode()).digest()
-        splits["train" if int.from_bytes(digest[:4]) % HELD_OUT else "held_out"].append(row)
+        splits["train" if int.from_bytes(digest[:4]) % EVERY else HELD_OUT].append(row)
     require(
         all(splits.values()),
         f"{file}: {sum(map(len, splits.values()))} questions are too few; every fifth by its hash "

@@ -81,11 +81,14 @@ class ToolEnvironment:
         self.messages = [{"role": "user", "content": words}]
 
     def most_usd(self, call: ToolCall) -> float:
-        """Returns what the tool's `most_usd(arguments)` says, or its price per call; else 0."""
-        tool = self.by_name.get(call.name)
-        if self._problem(call) or not hasattr(tool, "most_usd"):
-            return getattr(tool, "usd_per_call", 0.0)
-        return tool.most_usd(call.arguments)
+        """Returns what the tool's `most_usd(arguments)` says, or its prices; 0 without any."""
+        if self._problem(call):
+            return 0.0
+        tool = self.by_name[call.name]
+        if hasattr(tool, "most_usd"):
+            return tool.most_usd(call.arguments)
+        by_time = getattr(tool, "usd_per_second", 0.0) * getattr(tool, "timeout_s", 0.0)
+        return getattr(tool, "usd_per_call", 0.0) + by_time
 
     def _problem(self, call: ToolCall) -> str | None:
         """Returns why a call cannot be run; None if it can."""

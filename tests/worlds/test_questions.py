@@ -4,35 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+import re
+import threading
 from pathlib import Path
 
 import pytest
 from openai_server import openai_server, said
 
 import train
+from nanorchestra.agent.load import NANO, load_rollout
+from nanorchestra.agent.loop import Limits
 from nanorchestra.config import TaskSection
 from nanorchestra.errors import UserError
-from nanorchestra.records import ToolCall
+from nanorchestra.model import chat
+from nanorchestra.records import Price, ToolCall
 from worlds.mixture import Worlds
 from worlds.questions import load_rows
 
 FRAMES = Path(__file__).parents[3] / "shared" / "data" / "frames.jsonl"
 ROWS = [{"question": f"What is {n} plus {n}?", "answer": 2 * n} for n in range(60)]
-MODELS = {"strong": (1.25, 10), "middle": (0.25, 2), "quick": (0.8, 0.8), "judge": (1.25, 10)}
+MODELS = {"strong": [1.25, 10], "middle": [0.25, 2], "quick": [0.8, 0.8], "judge": [1.25, 10]}
 
 
 def catalogue(folder, url="http://127.0.0.1:9/v1"):
     """The path of a catalogue: an interpreter, three experts and a judge."""
     tools = [{"name": "python", "kind": "code", "description": "Runs it.", "usd_per_call": 0.001}]
-    for name in MODELS:
-        expert = {"name": name, "kind": "expert", "description": f"a {name} model"}
-        tools.append(expert | {"expert": name})
-    experts = {
-        name: {"endpoint": "here", "model": name, "usd": usd} for name, usd in MODELS.items()
-    }
-    tables = {"tools": tools, "experts": experts, "endpoints": {"here": {"base_url": url}}}
+    words = {name: f"a {name} model" for name in MODELS}
+    tools += [
+        {"name": name, "kind": "expert", "description": words[name], "expert": name}
+        for name in MODELS
+    ]
+    experts = {name: {"endpoint": "here", "model": name, "usd": MODELS[name]} for name in MODELS}
+    endpoints = {"here": {"base_url": url, "concurrency": 64}}
     path = folder / "tools.json"
-    path.write_text(json.dumps(tables))
+    path.write_text(json.dumps({"tools": tools, "experts": experts, "endpoints": endpoints}))
     return str(path)
 
 
@@ -57,16 +63,17 @@ def test_a_task_offers_a_subset_under_aliases_and_prices_of_its_own(world):
     worlds = world()
     tasks = worlds.tasks(40, 0)
     offers = [offer for task in tasks for offer in task.data["tools"]]
-    experts = [offer for offer in offers if "price" in offer]
+    experts = [offer for offer in offers if offer["models"]]
     assert {offer["what"] for offer in offers} == {"python", *MODELS} - {"judge"}
     assert len({tuple(sorted(o["what"] for o in t.data["tools"])) for t in tasks}) > 3
-    assert all(any("price" in offer for offer in task.data["tools"]) for task in tasks)
+    assert all(any(offer["models"] for offer in task.data["tools"]) for task in tasks)
     strong = [offer for offer in experts if offer["what"] == "strong"]
     assert len({offer["name"] for offer in strong}) > 5
-    assert len({tuple(offer["price"]) for offer in strong}) > 2
+    assert len({tuple(offer["models"][offer["name"]]["usd"]) for offer in strong}) > 2
     for offer in experts:
-        assert f"${offer['price'][0]}" in offer["description"] and offer["what"] != offer["name"]
-        assert offer["name"] in offer["description"]
+        usd = offer["models"][offer["name"]]["usd"][0]
+        assert f"${usd}" in offer["description"] and offer["name"] in offer["description"]
+        assert offer["what"] != offer["name"]
     for task in tasks:
         env = worlds.environment(task, 0)
         assert [tool["function"]["name"] for tool in env.tools] == [
@@ -75,6 +82,8 @@ def test_a_task_offers_a_subset_under_aliases_and_prices_of_its_own(world):
         assert set(task.preference.tools) <= set(env.by_name)
         assert json.loads(json.dumps(task.data)) == task.data
     assert world().tasks(40, 0) == tasks and len({t.preference.text for t in tasks}) > 10
+    (listed,) = {json.dumps(task.data["tools"]) for task in worlds.held_out(9)}
+    assert "$10.0" in listed and '"name": "strong"' in listed
 
 
 def test_no_question_is_both_trained_on_and_held_out(world):
@@ -90,15 +99,38 @@ def test_a_simulated_expert_is_paid_as_quoted_and_the_stronger_is_right_more_oft
     for task in worlds.tasks(200, 0):
         env = worlds.environment(task, 1)
         for offer in task.data["tools"]:
-            if "price" not in offer:
-                continue
-            result = asyncio.run(env.execute(ToolCall(offer["name"], {})))
-            price = env.by_name[offer["name"]].price
-            assert [price.input_per_million, price.output_per_million] == offer["price"]
-            assert result.cost_usd == price.cost(result.input_tokens, result.output_tokens) > 0
-            right[offer["what"]].append(task.data["answer"] == result.content.split(": ")[1])
+            for alias, model in offer["models"].items():
+                result = asyncio.run(env.execute(ToolCall(alias, {})))
+                usd = Price(*model["usd"]).cost(result.input_tokens, result.output_tokens)
+                assert result.cost_usd == usd > 0
+                assert usd <= env.most_usd(ToolCall(alias, {}))
+                right[offer["what"]].append(task.data["answer"] == result.content)
     shares = {name: sum(found) / len(found) for name, found in right.items() if found}
     assert shares["strong"] > shares["middle"] > shares["quick"] > 0.5
+
+
+def test_a_published_role_has_some_of_its_experts_in_another_order(world, tmp_path):
+    roles = {"answer": ["strong", "middle", "quick"], "enhance_reasoning": ["strong", "quick"]}
+    made = json.loads(Path(catalogue(tmp_path)).read_text())
+    made["tools"] = [
+        {"kind": "role", "name": name, "description": "It.", "models": models}
+        for name, models in roles.items()
+    ]
+    (tmp_path / "roles.json").write_text(json.dumps(made))
+    worlds, orders = world(tools=str(tmp_path / "roles.json"), judge=""), set()
+    for task in worlds.tasks(12, 0):
+        env = worlds.environment(task, 0)
+        for offer in task.data["tools"]:
+            assert set(offer["models"]) <= set(roles[offer["name"]])
+            orders.add((offer["name"], *((a, m["what"]) for a, m in offer["models"].items())))
+            said = env.by_name[offer["name"]].parameters["properties"]["model"]["description"]
+            alias, model = random.Random(task.id).choice(list(offer["models"].items()))
+            assert f"{alias} | ${model['usd'][0]:g} | ${model['usd'][1]:g} |" in said
+            result = asyncio.run(env.execute(ToolCall(offer["name"], {"model": alias})))
+            printed = re.findall(r"output\n(.*)\n", result.content) or [result.content]
+            assert printed[0] in [task.data["answer"], *task.data["wrong"]] and not result.error
+            assert result.alias == alias and result.cost_usd > 0
+    assert len(orders) > 12
 
 
 def test_a_row_or_the_config_says_what_the_user_wants(world):
@@ -143,11 +175,16 @@ def test_what_does_not_fit_the_catalogue_is_named(world, settings, problem):
 @pytest.mark.slow
 @pytest.mark.skipif(not FRAMES.exists(), reason="the data beside the project are absent")
 def test_training_on_frames_asks_real_experts_and_a_real_judge(tmp_path, monkeypatch):
+    nano, alone = load_rollout(NANO, Limits(), 1.0, 1), threading.Lock()
+
     def answer(body):
         if body["model"] == "judge":
             right = len(server.bodies) % 2
             return said(f"<correct>{bool(right)}</correct>" if len(server.bodies) % 5 else "Hm.")
-        return said("sure: 42", usage=(100, 20))
+        ids = chat.encode(nano.tokenizer, body["messages"])
+        with alone:
+            (done,) = nano.engine.generate([ids], nano.params(len(server.bodies), 24))
+        return said(f"sure: {done.text}", usage=(len(ids), len(done.token_ids)))
 
     monkeypatch.setitem(train.settings.SMALL, "rollout.turns", 4)
     monkeypatch.setitem(train.settings.SMALL, "grpo.group_size", 12)
@@ -163,12 +200,16 @@ def test_training_on_frames_asks_real_experts_and_a_real_judge(tmp_path, monkeyp
     asked = [body["model"] for body in server.bodies]
     paid = 0
     for row in rows:
-        prices = {offer["name"]: offer.get("price") for offer in row["task"]["data"]["tools"]}
+        offers = row["task"]["data"]["tools"]
+        prices = {name: model["usd"] for o in offers for name, model in o["models"].items()}
+        spent = sum(result["cost_usd"] for turn in row["turns"] for result in turn["results"])
+        own = Price(0.2, 0.2).cost(len(row["ids"]), 0)
+        assert row["cost_usd"] == pytest.approx(spent + own, abs=1e-9)
         for turn in row["turns"]:
             for call, result in zip(turn["calls"], turn["results"], strict=True):
-                if result["input_tokens"]:
-                    usd, paid = prices[call["name"]], paid + 1
-                    assert result["cost_usd"] == pytest.approx((100 * usd[0] + 20 * usd[1]) / 1e6)
+                if tokens := result["input_tokens"]:
+                    usd, paid = Price(*prices[call["name"]]), paid + 1
+                    assert result["cost_usd"] == usd.cost(tokens, result["output_tokens"])
     assert 0 < paid <= len(asked) - asked.count("judge")
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     assert any("loss" in row for row in metrics)

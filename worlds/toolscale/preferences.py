@@ -72,9 +72,14 @@ def catalogue(rng: random.Random, split: str, count: int) -> list[Json]:
     return offered
 
 
-def scheduled(schedule: int, model: str, price: Price) -> list[float]:
-    """Returns the input and output price of a model under a schedule, in USD per million tokens."""
-    factor = random.Random(f"schedule/{schedule}/{model}").uniform(0.4, 2.5)
+def scheduled(schedule: int | None, model: str, price: Price) -> list[float]:
+    """Returns the input and output price of a model under a schedule, in USD per million tokens.
+
+    None: the list prices.
+    """
+    factor = 1.0
+    if schedule is not None:
+        factor = random.Random(f"schedule/{schedule}/{model}").uniform(0.4, 2.5)
     return [
         float(f"{usd * factor:.2g}") for usd in (price.input_per_million, price.output_per_million)
     ]
