@@ -3,10 +3,12 @@
     python serve.py                             the bundled nano in its miniature world
     python serve.py --ask "law case 372 is hard: what is its code?"        one question
     python serve.py --model PATH --tools FILE   another checkpoint, with tools and experts of yours
+    python serve.py --trace FILE                records every attempt, a JSON line each
+    python serve.py --replay FILE               shows recorded attempts again, and calls nothing
 
 Questions can also be piped in, one a line; they do not build on each other. In the miniature,
 worlds/miniature/ask.py turns a question into a task and refuses what nano does not know. The file
-of tools is described in tools.py.
+of tools is described in docs/tools.md.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ if __name__ == "__main__":
 
 import argparse
 import contextlib
+import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -29,9 +32,13 @@ from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.engine.stream import TurnStream
 from nanorchestra.errors import ArgumentParser, UserError, command, require
+from nanorchestra.files import append_line, read_json_lines
+from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Preference, Task, Trajectory
 from nanorchestra.report.terminal import Console, summary
+from nanorchestra.report.trace import tree
 from nanorchestra.tools.sandbox import Sandbox
+from nanorchestra.training.trajectories import from_row, replay, to_row
 from tools import load_tools
 from worlds.evaluation import score
 from worlds.miniature.ask import EXAMPLES, LINE_UP, as_preference, as_task
@@ -64,6 +71,7 @@ class Session:
         self.rollout, self.sandbox, self.tools, self.seed = rollout, sandbox, tools, seed
         self.console = Console(sys.stdout, lambda: TurnStream(rollout.tokenizer))
         self.wish, self.status = "", 0
+        self.trace: Path | None = None
 
     def handle(self, line: str) -> None:
         """Handles one line; UserError if nothing can be done with it."""
@@ -110,6 +118,8 @@ class Session:
             text += f"; {verdict}, reward {reward:.2f} ({task.data['wish']})"
         console.say("cost", text)
         console.end()
+        if self.trace:
+            append_line(self.trace, json.dumps(to_row(task, trajectory)))
         return trajectory
 
 
@@ -145,6 +155,21 @@ def converse(session: Session, lines: Iterable[str], at_prompt: bool = False) ->
             session.console.line(" [stopped]")
 
 
+def show_again(path: Path, tokenizer: Tokenizer) -> None:
+    """Shows the recorded attempts of a file as they happened, each with the tree of its calls."""
+    console = Console(sys.stdout, lambda: TurnStream(tokenizer))
+    for number, row in read_json_lines(path):
+        try:
+            task, trajectory = from_row(row)
+        except (KeyError, TypeError):
+            raise UserError(
+                f"{path}, line {number}: not a recorded attempt; --trace and training write them"
+            ) from None
+        console.say("task", f"{task.question} {task.preference.words}")
+        replay(trajectory, tokenizer, console.on_event)
+        console.line(tree(row))
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Returns the options. UserError if one is wrong."""
     parser = ArgumentParser(
@@ -154,7 +179,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", type=Path, default=NANO, metavar="PATH", help="a checkpoint (default: nano)")
     add("--ask", metavar="QUESTION", help="answer this and end")
-    add("--tools", type=Path, metavar="FILE", help="a JSON file of tools, see tools.py")
+    add("--tools", metavar="FILE", help="a catalogue, see docs/tools.md")
+    add("--trace", type=Path, metavar="FILE", help="add every attempt to this file, as JSON")
+    add(
+        "--replay",
+        type=Path,
+        metavar="FILE",
+        help="show the attempts of such a file again, and end",
+    )
     add("--seed", type=int, default=0, help="of sampling and simulated experts (default: 0)")
     add("--temperature", type=float, default=0.0, help="of sampling (default: 0, greedy)")
     add("--quantise", choices=("int8", "int4"), help="round the linear layers while loading")
@@ -167,11 +199,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     """Runs the command and returns its exit status."""
     options = parse(arguments)
+    tokenizer = Tokenizer.from_dir(options.model) if options.tools or options.replay else None
+    if options.replay:
+        show_again(options.replay, tokenizer)
+        return 0
     with Sandbox() as sandbox:
-        tools = load_tools(options.tools, sandbox) if options.tools else None
+        tools = load_tools(options.tools, sandbox, tokenizer) if options.tools else None
         limits = Limits(turn_tokens=MAX_CONTEXT, context_tokens=MAX_CONTEXT)
         rollout = load_rollout(options.model, limits, options.temperature, 1, options.quantise)
         session = Session(rollout, sandbox, tools, options.seed)
+        session.trace = options.trace
         if tools is None or options.model == NANO:
             print(NOTICE, file=sys.stdout if sys.stdout.isatty() else sys.stderr)
         if options.ask is None and sys.stdin.isatty() and sys.stdout.isatty():

@@ -53,6 +53,15 @@ def read_text(path: str | Path) -> str:
         raise UserError(f"{path}: not a text file in UTF-8 ({error})") from None
 
 
+def append_line(path: str | Path, line: str) -> None:
+    """Adds a line to a file. UserError if the place cannot be written."""
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+
+
 def write_whole(path: str | Path, data: bytes | str) -> None:
     """Replaces the file `path` by `data`; a reader sees the old file or the new one, never a part.
 

@@ -186,6 +186,24 @@ def test_ask_answers_one_question_and_says_what_nano_is(command_line):
     assert command_line("--ask", LAW, script=[think("t")])[0] == 1  # no answer
 
 
+def test_an_attempt_is_recorded_and_shown_again_without_calling_anything(
+    command_line, tmp_path, monkeypatch, nano_tokenizer, capsys
+):
+    file = str(tmp_path / "trace.jsonl")
+    script = [think("ask orion", "orion"), think("t", content="57")]
+    _, before, _ = command_line("--ask", LAW, "--trace", file, script=script)
+    monkeypatch.setattr(serve.Tokenizer, "from_dir", lambda path: nano_tokenizer)
+    monkeypatch.setattr(serve, "load_rollout", None)
+    monkeypatch.setattr(serve, "Sandbox", None)
+    assert serve.main(["--replay", file]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    attempt = before[: before.index("  cost")].splitlines()
+    assert shown[: len(attempt)] == attempt and any("  orion {}: " in line for line in shown)
+    (tmp_path / "trace.jsonl").write_text('{"task": 3}\n')
+    assert serve.main(["--replay", file]) == 2
+    assert "trace.jsonl, line 1: not a recorded attempt" in capsys.readouterr().err
+
+
 def test_a_pipe_asks_a_question_a_line_and_goes_on_after_a_refusal(command_line):
     typed = f"{LAW}\n\nwho are you?\n/nonsense\n/prefer be fast\n47+36\n/quit\n{LAW}\n"
     script = [think("t", content="1"), think("t", content="83")]

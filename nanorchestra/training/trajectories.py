@@ -14,6 +14,7 @@ from typing import Any
 
 from nanorchestra.config import Config
 from nanorchestra.errors import require
+from nanorchestra.model import chat
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Preference, Task, ToolCall, ToolResult, Trajectory, Turn
 from nanorchestra.report.run import Run
@@ -38,6 +39,19 @@ def from_row(row: dict[str, Any]) -> tuple[Task, Trajectory]:
         results = [ToolResult(**result) for result in turn["results"]]
         values["turns"].append(Turn(**turn | {"calls": calls, "results": results}))
     return Task(**task), Trajectory(**values)
+
+
+def replay(
+    trajectory: Trajectory, tokenizer: Tokenizer, on_event: Callable[[str, Any], None]
+) -> None:
+    """Repeats the events of `Rollout.run` from the record; nothing is sampled or called."""
+    for turn in trajectory.turns:
+        ids = trajectory.ids[turn.start : turn.end]
+        for token in ids:
+            on_event("token", token)
+        on_event("turn", chat.parse(tokenizer, ids))
+        if turn.calls:
+            on_event("results", turn)
 
 
 def contexts(trajectory: Trajectory) -> list[tuple[int, int, int]]:

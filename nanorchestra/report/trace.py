@@ -1,0 +1,47 @@
+"""Shows a recorded attempt as a tree of its calls, with what each of them cost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from nanorchestra.report.run import number
+
+SHOWN_CHARS = 100  # of arguments and of a result
+
+
+def tree(row: dict[str, Any]) -> str:
+    """Returns the tree of a row that training.trajectories.to_row made.
+
+    A branch has name, arguments, result, US dollars, seconds, an expert's tokens and its retries.
+    Calls that a call made are its branches; their cost is part of its own.
+    """
+    lines, calls_usd = [_short(row["task"]["question"])], 0.0
+    for count, turn in enumerate(row["turns"], 1):
+        lines.append(f"turn {count}: {turn['end'] - turn['start']} tokens")
+        for call, result in zip(turn["calls"], turn["results"], strict=False):
+            lines += _branches(call | result, "  ")
+            calls_usd += result["cost_usd"]
+    own, whole = row["cost_usd"] - calls_usd, row["cost_usd"]
+    lines.append(f"policy ${number(own)} + calls ${number(calls_usd)} = ${number(whole)}")
+    return "\n".join([*lines, f"{row['status']}: {_short(row['answer'])}"])
+
+
+def _branches(call: dict[str, Any], indent: str) -> Iterator[str]:
+    """Yields the lines of a call and of those that it made."""
+    name = f"{call['name']}/{call['alias']}" if call["alias"] else call["name"]
+    arguments = json.dumps(call["arguments"], ensure_ascii=False)
+    spent = [f"${number(call['cost_usd'])}", f"{call['latency_s']:.1f} s"]
+    if call["output_tokens"]:
+        spent.append(f"{call['input_tokens']} + {call['output_tokens']} tokens")
+    if call["retries"]:
+        spent.append(f"{call['retries']} retries")
+    yield f"{indent}{name} {_short(arguments)}: {_short(call['content'])} ({', '.join(spent)})"
+    for inner in call["parts"]:
+        yield from _branches(inner, indent + "  ")
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= SHOWN_CHARS else line[:SHOWN_CHARS] + "..."
