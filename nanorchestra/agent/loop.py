@@ -55,8 +55,9 @@ class Attempt:
         self.conversation = None
         self.context = 0  # where in the trajectory the conversation begins
         room = self.limits.context_tokens - self.limits.turn_tokens
-        self.notes = Notes(self.tokenizer, env, room) if rollout.rebuild else None
         self.has_answer = ANSWER in env.kinds.values()
+        rebuild = rollout.rebuild or self.has_answer
+        self.notes = Notes(self.tokenizer, env, room) if rebuild else None
 
     async def run(self) -> Trajectory:
         """Returns the trajectory, with its cost and outcome."""
@@ -93,7 +94,7 @@ class Attempt:
             completion = await self.conversation.sample(params, self.on_token)
             turn, parsed = self._record(completion)
             cut = completion.finish_reason == "length"
-            if cut and not (self.notes and self.has_answer):  # such a turn is void
+            if cut and not self.has_answer:  # such a turn is void
                 return "token_limit" if allowed == budget else "user_limit"
             if completion.finish_reason == "error":
                 results = [ToolResult(completion.text, error=True, infrastructure=True)]
@@ -200,7 +201,8 @@ class Attempt:
 class Rollout:
     """Plays attempts on one engine. `params(seed, budget)` makes the SamplingParams of a turn.
 
-    `price` is that of the policy's own tokens. With `rebuild` every turn has a prompt of its own.
+    `price` is that of the policy's own tokens. With `rebuild` every turn has a prompt of its own,
+    as it has where a tool gives the answer.
     """
 
     def __init__(

@@ -46,6 +46,7 @@ def demonstration(
         if not lesson.result:
             break
         if notes:
+            notes.evidence.add(lesson.result)
             notes.observe(lesson.content, calls, [lesson.result])
             context, given = len(t.ids), chat.encode(tokenizer, notes.messages, notes.tools)
         elif calls:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 
+import pytest
+from openai_server import openai_server, said
 from scripted import EchoTool, play
 
 from nanorchestra.agent.environment import ToolEnvironment
@@ -12,6 +16,7 @@ from nanorchestra.agent.rebuild import Notes
 from nanorchestra.model import chat
 from nanorchestra.records import Preference, Task, ToolCall, ToolResult
 from nanorchestra.training.lessons import demonstration
+from tools import load_tools
 from worlds.miniature.teacher import teach
 from worlds.miniature.world import World, environment
 
@@ -114,3 +119,103 @@ def test_the_teacher_shows_what_the_loop_will_compose(nano_tokenizer, sandbox):
         envs = [environment(task, 0, sandbox)]
         ((t,), engine) = play(nano_tokenizer, script, envs=envs, limits=limits, rebuild=True)
         assert (t.ids, t.sampled, len(t.turns)) == (shown.ids, shown.sampled, len(said))
+
+
+PUBLISHED = Path(__file__).parents[3] / "shared/data/toolorchestra_tools.json"
+SYSTEM = {"role": "system", "content": "You are good at using tools."}
+CODE = "print(6 * 7)"
+REPLIES = {  # of the experts, by the last words that they are asked with
+    "query": "<think>who?</think>I need it.\n<query>river of stones and trees</query>",
+    "code": f"```python\n{CODE}\n```",
+    "answer": "So it is \\boxed{42}.",
+}
+
+
+def turn(*calls):
+    """What the policy writes: calls (name, alias); `text` stands for a message."""
+    blocks = [
+        f'<tool_call>\n{{"name": "{name}", "arguments": {{"model": "{alias}"}}}}\n</tool_call>'
+        for name, alias in calls
+    ]
+    return "<think>\nt\n</think>\n\n" + ("\n".join(blocks) or "I do not know.") + "<|im_end|>"
+
+
+def expected(tokenizer, documents, code):
+    """Section 1.1 of the published system: documents, then code; sentences of its FRAMES script.
+
+    24,000 ids in all, of a document 4,000 characters; documents are of digits, one id each.
+    """
+    worked, kept = "", []
+    for program, output in code:
+        worked += f"```python\n{program}\n```\n\n```output\n{output}\n```\n\n"
+    room = 24_000 - count(tokenizer, "Documents:\n", worked)
+    for i, text in reversed([*enumerate(documents, 1)]):
+        whole, cut = f"Doc {i}: {text[:4000]}\n\n", f"Doc {i}: ... "
+        fits = count(tokenizer, whole) <= room
+        left = room - count(tokenizer, cut, "\n\n")
+        kept.insert(0, whole if fits else f"{cut}{text[:4000][-left:]}\n\n")
+        room -= count(tokenizer, whole)
+        if not fits:
+            break
+    context = ("Documents:\n" if kept else "") + "".join(kept) + worked
+    content = f"Problem: How much? Be cheap.\n\n{context}\n\nChoose an appropriate tool."
+    return [SYSTEM, {"role": "user", "content": content}]
+
+
+def count(tokenizer, *texts):
+    return sum(len(tokenizer.encode(text)) for text in texts)
+
+
+@pytest.mark.skipif(not PUBLISHED.exists(), reason="needs the published tool file")
+def test_a_published_episode_meets_the_published_prompt_in_each_turn(
+    nano_tokenizer, tmp_path, sandbox, monkeypatch
+):
+    for key in ("OPENAI_API_KEY", "TOGETHER_API_KEY"):
+        monkeypatch.setenv(key, "k")
+    rng = random.Random(0)
+    texts = [f"river stone {i} " + "".join(rng.choices("123456789", k=4500)) for i in range(8)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "corpus.jsonl").write_text(lines)
+    wiki = {"name": "wiki", "description": "finds", "kind": "search", "usd_per_call": 0.01}
+    with openai_server() as server:
+
+        def reply(body):
+            asked = body["messages"][-1]["content"].rpartition("\n\n")[2]
+            role = "query" if "query" in asked else "code" if "code" in asked else "answer"
+            return said(REPLIES[role], usage=(1000, 100))
+
+        server.answer = reply
+        here = {name: {"base_url": server.url} for name in ("openai", "together")}
+        extra = {
+            "tools": [wiki | {"corpus": str(tmp_path / "corpus.jsonl"), "passages": 8}],
+            "endpoints": here,
+        }
+        (tmp_path / "here.json").write_text(json.dumps(extra))
+        tools = load_tools(f"{PUBLISHED},{tmp_path / 'here.json'}", sandbox, nano_tokenizer)
+        env = ToolEnvironment(
+            Task("t", "How much?", Preference("Be cheap."), {}), tools, lambda a: float(a == "42")
+        )
+        script = [
+            turn(("search", "search-1")),
+            turn(),  # void: no call
+            turn(("search", "nobody")),
+            turn(("enhance_reasoning", "reasoner-1"), ("enhance_reasoning", "reasoner-2")),
+            turn(("answer", "answer-4"), ("search", "search-2")),
+            turn(),  # never
+        ]
+        limits = Limits(turn_tokens=500, context_tokens=60_000)
+        ((t,), engine) = play(nano_tokenizer, script, envs=[env], limits=limits, rebuild=True)
+    found = list(env.evidence.documents)
+    assert sorted(found[:8]) == sorted(texts) and len(server.bodies) == 3
+    problem = 'search({"model": "nobody"}): Error: search: no model \'nobody\'; there are search-1'
+    assert found[8].startswith(problem)
+    known = [([], []), (found[:8], []), (found[:8], []), (found, []), (found, [(CODE, "42")])]
+    for session, state in zip(engine.sessions, known, strict=True):
+        messages = expected(nano_tokenizer, *state)
+        assert session.prompt == chat.encode(nano_tokenizer, messages, env.tools)
+    assert [turn.well_formed for turn in t.turns] == [True, False, False, True, True]
+    assert (t.status, t.answer, t.outcome) == ("answered", "42", 1.0)
+    assert t.calls == {"search-1": 1, "reasoner-1": 1, "answer-4": 1}
+    assert t.cost_usd > 2 * (1000 * 1.25 + 100 * 10) / 1e6 + 1100 * 0.8 / 1e6 + 0.01
+    read = [count(nano_tokenizer, body["messages"][0]["content"]) for body in server.bodies]
+    assert read[1] > 36_000 and 23_900 < read[2] < 24_100, "each expert has a budget of its own"
