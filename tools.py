@@ -38,6 +38,7 @@ from nanorchestra.tools.models import Endpoint, Expert, ExpertTool, Spending
 from nanorchestra.tools.roles import KINDS as ROLES
 from nanorchestra.tools.roles import RoleTool
 from nanorchestra.tools.sandbox import Sandbox
+from nanorchestra.tools.search import WebSearch
 from nanorchestra.tools.simulated import RecordsTool, SimulatedExpert, Skill
 
 __all__ = [
@@ -216,6 +217,8 @@ class Catalogue:
             corpus = Path(settings.pop("corpus"))
             index = Index.open(corpus) if corpus.is_dir() else Index(read_passages(corpus))
             return LookupTool(index=index, **settings)
+        if entry["kind"] == "web":
+            return WebSearch(**settings)
         where = f"{self.path}: {entry['name']}"
         if entry["kind"] == "expert":
             expert = self._expert(settings.pop("expert"), where)

@@ -33,23 +33,30 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 def read_json_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
     """Yields (line number, value) of a JSON Lines file, without its blank lines.
 
-    UserError names the file, and the line that is not JSON.
+    A file of any size is read line by line. UserError names it, and the line that is not JSON.
     """
-    for number, line in enumerate(read_text(path).split("\n"), 1):
-        if line.strip():
-            try:
-                yield number, json.loads(line)
-            except ValueError as error:
-                raise UserError(f"{path}, line {number}: not JSON ({error})") from None
+    with _reading(path), open(path, encoding="utf-8", newline="\n") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    yield number, json.loads(line)
+                except ValueError as error:
+                    raise UserError(f"{path}, line {number}: not JSON ({error})") from None
 
 
 def read_text(path: str | Path) -> str:
     """Returns the text of a file. UserError names the file and what is wrong with it."""
-    try:
+    with _reading(path):
         return Path(path).read_text(encoding="utf-8")
+
+
+@contextmanager
+def _reading(path: str | Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
+    except UnicodeDecodeError as error:
         raise UserError(f"{path}: not a text file in UTF-8 ({error})") from None
 
 

@@ -6,19 +6,19 @@ written whole, vectors block by block: a build that was stopped goes on where it
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import faiss
 import numpy as np
 from tqdm import tqdm
 
 from nanorchestra.errors import UserError, require
-from nanorchestra.files import read_json, replace_directory, write_whole
+from nanorchestra.files import read_json, read_json_lines, read_text, replace_directory, write_whole
 from nanorchestra.tools.embed import Embedder
 from nanorchestra.tools.index import (
     ENDS,
@@ -50,9 +50,10 @@ def build_index(source: str | Path, out: str | Path, checkpoint: str | None = No
     require(not out.is_relative_to(source), f"{out}: --out must not lie in the corpus")
     ours = not out.exists() or (out / MANIFEST).is_file() or not any(out.iterdir())
     require(ours, f"{out}: holds other files; --out must be new, or an index")
-    files = _files(source)
-    stats = [(str(file.relative_to(source)), *_state(file)) for file in files]
-    manifest = {"corpus": str(source), "state": hashlib.sha256(repr(stats).encode()).hexdigest()}
+    files = [source] if source.is_file() else sorted(filter(Path.is_file, source.rglob("[!.]*")))
+    files = [f for f in files if not any(p[0] == "." for p in f.relative_to(source).parts)]
+    stats = [(f, f.stat()) for f in files]
+    manifest = {"corpus": [[str(f), stat.st_size, stat.st_mtime_ns] for f, stat in stats]}
     try:
         if not (out / MANIFEST).is_file() or read_json(out / MANIFEST) != manifest:
             _write_passages(source, files, out, manifest)
@@ -74,19 +75,6 @@ def read_passages(path: str | Path) -> list[Passage]:
     return passages
 
 
-def _files(source: Path) -> list[Path]:
-    """Returns the files of a corpus in order, without hidden ones."""
-    if source.is_file():
-        return [source]
-    files = (file for file in source.rglob("*") if file.is_file())
-    return sorted(f for f in files if not any(p[0] == "." for p in f.relative_to(source).parts))
-
-
-def _state(file: Path) -> tuple[int, int]:
-    stat = file.stat()
-    return stat.st_size, stat.st_mtime_ns
-
-
 def _documents(source: Path, files: list[Path]) -> Iterator[Passage]:
     """Yields rows of JSONL files and whole other files; what is not text is named and left out."""
     for file in files:
@@ -95,34 +83,18 @@ def _documents(source: Path, files: list[Path]) -> Iterator[Passage]:
             continue
         try:
             name = file.name if file == source else str(file.relative_to(source))
-            yield Passage(file.read_text(encoding="utf-8"), name)
-        except (OSError, ValueError) as error:
-            print(f"left out {file}: not a readable text in UTF-8 ({error})", file=sys.stderr)
+            yield Passage(read_text(file), name)
+        except UserError as error:
+            print(f"left out: {error}", file=sys.stderr)
 
 
 def _rows(file: Path) -> Iterator[Passage]:
-    """Yields the rows of a JSONL file of any size. Raises UserError."""
-    try:
-        with open(file, encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield _passage(f"{file}, line {number}", line)
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not a text file in UTF-8 ({error})") from None
-
-
-def _passage(place: str, line: str) -> Passage:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{place}: not JSON ({error})") from None
-    fields = row if isinstance(row, dict) else {}
-    text = next((fields[name] for name in _TEXT_FIELDS if name in fields), None)
-    problem = f'{place}: text is {text!r}; it must be as in {{"text": "..."}}'
-    require(isinstance(text, str) and text.strip(), problem)
-    return Passage(text, next((str(fields[n]) for n in _SOURCE_FIELDS if fields.get(n)), ""))
+    for number, row in read_json_lines(file):
+        fields = row if isinstance(row, dict) else {}
+        text = next((fields[name] for name in _TEXT_FIELDS if name in fields), None)
+        problem = f'{file}, line {number}: text is {text!r}; it must be as in {{"text": "..."}}'
+        require(isinstance(text, str) and text.strip(), problem)
+        yield Passage(text, next((str(fields[n]) for n in _SOURCE_FIELDS if fields.get(n)), ""))
 
 
 def _write_passages(source: Path, files: list[Path], out: Path, manifest: dict[str, str]) -> None:
@@ -146,8 +118,7 @@ def _write_vectors(passages: SavedPassages, out: Path, checkpoint: str) -> None:
     if done.is_file() and read_json(done) == settings:
         return
     embedder = Embedder(checkpoint)
-    key = hashlib.sha256(checkpoint.encode()).hexdigest()[:16]
-    part = out / f"vectors-{key}.part"  # float32 [passages so far, dimension]
+    part = out / f"{quote(checkpoint, '')}.part"  # float32 [passages so far, dimension]
     with open(part, "ab") as file:
         width = 4 * embedder.dimension
         begin = file.tell() // width

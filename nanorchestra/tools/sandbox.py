@@ -14,8 +14,8 @@ Guaranteed on Linux, x86_64 or aarch64; elsewhere `Sandbox()` raises UserError:
 - no file outside the scratch directory is written; none is read but the standard library, numpy,
   sympy and pandas where they are installed, and the system's shared libraries (Landlock, Linux
   5.13). On an older kernel no file can be opened;
-- an end after `timeout_s`; at most 512 MiB of memory beside the loaded libraries, 16 MiB a file, 32
-  open files; output is cut at 8 KiB;
+- an end after `timeout_s`; at most 768 MiB of memory, 16 MiB a file, 32 open files; output is cut
+  at 8 KiB;
 - nothing is left: children die with their worker, and a worker removes its directory and ends when
   its owner ends.
 
@@ -29,17 +29,15 @@ import queue
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from nanorchestra.errors import UserError
-from nanorchestra.files import read_json
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
-LIBRARIES = read_json(CHILD.with_name("sandbox.json"))["libraries"]
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,8 @@ class _Worker:
     def _start(self) -> subprocess.Popen[str]:
         self.directory = tempfile.mkdtemp(prefix="sandbox-")
         # As -I, which would ignore the hash seed.
-        command = [sys.executable, "-P", "-s", "-S", "-B", "-X", "utf8", str(CHILD), *_places()]
+        command = [sys.executable, "-P", "-s", "-S", "-B", "-X", "utf8", str(CHILD)]
+        command.append(sysconfig.get_path("purelib"))  # where numpy, sympy and pandas are
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -139,9 +138,3 @@ class _Worker:
             process.kill()
             process.communicate()  # closes the pipes
             shutil.rmtree(self.directory, ignore_errors=True)
-
-
-def _places() -> list[str]:
-    """Returns the directories in which the libraries that programs may use are installed."""
-    found = (find_spec(name) for name in LIBRARIES)
-    return sorted({str(Path(spec.origin).parents[1]) for spec in found if spec and spec.origin})

@@ -27,7 +27,7 @@ import types
 with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "sandbox.json")) as _file:
     TABLE = json.load(_file)
 LIMITS = {
-    resource.RLIMIT_AS: 512 << 20,
+    resource.RLIMIT_AS: 768 << 20,  # up to 200 MiB of it are libraries
     resource.RLIMIT_FSIZE: 16 << 20,
     resource.RLIMIT_NOFILE: 32,
     resource.RLIMIT_CORE: 0,
@@ -46,14 +46,14 @@ def main() -> None:
     directory = os.getcwd()
     for name in TABLE["preload"]:  # so that importing them costs a run nothing
         importlib.import_module(name)
-    ruleset = landlock_ruleset(directory, sys.argv[1:])
+    ruleset = landlock_ruleset(directory, sys.argv[1])
     filter_program = seccomp_filter(with_files=ruleset >= 0)
     gc.collect()
     gc.freeze()  # collecting would write to, and so copy, pages shared with the children
     with contextlib.suppress(BrokenPipeError):
         for line in sys.stdin:
             request = json.loads(line)
-            load_libraries(request["code"], sys.argv[1:])
+            load_libraries(request["code"], sys.argv[1])
             print(json.dumps(serve(**request, confinement=(ruleset, filter_program))))
             sys.stdout.flush()
             for entry in os.scandir(directory):
@@ -61,13 +61,13 @@ def main() -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def load_libraries(code: str, places: list[str]) -> None:
-    """Imports the libraries that the code names, from the directories `places`, for later runs too.
+def load_libraries(code: str, place: str) -> None:
+    """Imports the libraries that the code names, from the directory `place`, for later runs too.
 
     On one thread, since a child has no right to more. A library that cannot be imported stays away.
     """
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    sys.path += places
+    sys.path.append(place)
     for name in TABLE["libraries"]:
         if name in code and name not in sys.modules:
             with contextlib.suppress(Exception):
@@ -75,7 +75,7 @@ def load_libraries(code: str, places: list[str]) -> None:
             if "numpy" in sys.modules:
                 sys.modules["numpy"].random.seed(0)
             gc.freeze()
-    del sys.path[len(sys.path) - len(places) :]
+    sys.path.pop()
 
 
 def serve(code: str, timeout_s: float, confinement: tuple) -> dict:
@@ -126,14 +126,11 @@ def confine(worker: int, out: int, err: int, ruleset: int, filter_program) -> No
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     for descriptor, place in ((os.open(os.devnull, os.O_RDONLY), 0), (out, 1), (err, 2)):
         os.dup2(descriptor, place)
-    with open("/proc/self/statm") as file:  # what the worker holds is shared, and not counted
-        loaded = int(file.read().split()[0]) * resource.getpagesize()
     if ruleset >= 0:
         check(libc.syscall(SYS_LANDLOCK_RESTRICT, ruleset, 0))
     os.closerange(3, 256)
     os.environ.clear()
     for limit, value in LIMITS.items():
-        value += loaded if limit == resource.RLIMIT_AS else 0
         resource.setrlimit(limit, (value, value))
     check(libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(filter_program), 0, 0))
 
@@ -145,11 +142,11 @@ def check(result: int) -> int:
     return result
 
 
-def landlock_ruleset(directory: str, places: list[str]) -> int:
+def landlock_ruleset(directory: str, place: str) -> int:
     """Returns a descriptor of the file rules, -1 on a kernel without Landlock.
 
-    Python's library, shared libraries and the packages of TABLE["packages"] in `places` can be
-    read, plain files in `directory` made and changed.
+    Python's library, shared libraries and the packages of TABLE["packages"] in `place` can be read,
+    plain files in `directory` made and changed.
     The access bits are those of <linux/landlock.h>; all thirteen of its first version are denied
     unless granted.
     """
@@ -159,7 +156,7 @@ def landlock_ruleset(directory: str, places: list[str]) -> int:
     attributes = struct.pack("<Q", (1 << 13) - 1)
     ruleset = check(libc.syscall(SYS_LANDLOCK_CREATE, attributes, len(attributes), 0))
     library = os.path.dirname(os.path.dirname(os.path.abspath(os.__file__)))
-    packages = (os.path.join(place, name) for place in places for name in TABLE["packages"])
+    packages = (os.path.join(place, name) for name in TABLE["packages"])
     folders = (library, sys.base_prefix + "/lib", *READABLE, *packages)
     readable = filter(os.path.isdir, folders)
     rules = dict.fromkeys(readable, read_file | read_dir)

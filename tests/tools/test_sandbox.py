@@ -208,7 +208,7 @@ def test_without_landlock_no_file_can_be_opened_and_without_seccomp_nothing_runs
     alter("PR_SET_SECCOMP, 2,", "PR_SET_SECCOMP, 99,")
     with pytest.raises(UserError, match="cannot be confined here .exit status 97"):
         Sandbox(workers=1)
-    alter("landlock_ruleset(directory, sys.argv[1:])\n", "-1\n")
+    alter("landlock_ruleset(directory, sys.argv[1])\n", "-1\n")
     with Sandbox(workers=1) as one:
         assert one.run("import math, statistics, json\nmath.factorial(5)").stdout == "120\n"
         for path, mode in (("/etc/passwd", "r"), ("/proc/1/environ", "r"), ("here", "w")):

@@ -1,0 +1,101 @@
+"""Web search against a scripted Tavily: documents, prices, the cache, and every fault."""
+
+from __future__ import annotations
+
+import pytest
+from openai_server import openai_server
+
+from nanorchestra.errors import UserError
+from nanorchestra.tools import search as search_module
+from nanorchestra.tools.search import WebSearch
+
+KEY = "tvly-secret"
+LONG = "The tower is 330 m high. " * 10
+HITS = [
+    {"url": "http://a", "title": "A", "content": "excerpt of a", "score": 0.4},
+    {"url": "http://b", "title": "B", "content": "excerpt of b", "score": 0.9},
+    {"url": "http://c", "title": None, "content": "excerpt of c", "score": 0.1},
+]
+
+
+def answer(body):
+    if "urls" not in body:
+        return {"results": HITS, "response_time": 1}
+    return {"results": [{"url": "http://b", "raw_content": LONG}], "failed_results": []}
+
+
+@pytest.fixture
+def tavily(monkeypatch):
+    monkeypatch.setenv("TAVILY_API_KEY", KEY)
+    again = search_module._AGAIN.new(backoff_factor=0)
+    monkeypatch.setattr(search_module, "_AGAIN", again)
+    with openai_server() as server:
+        server.answer = answer
+        yield server
+
+
+@pytest.fixture
+def make(tavily, tmp_path):
+    """make(...) a tool that asks the scripted server."""
+    return lambda **more: WebSearch(
+        "web", "", str(tmp_path / "cache"), **{"pages": 2, "base_url": tavily.url} | more
+    )
+
+
+def test_pages_come_best_first_and_are_billed_and_asked_for_once(tavily, make, tmp_path):
+    web = make()
+    result = web.call({"query": "tower " * 100})
+    best, other = result.content.split("\n\n")
+    assert best.startswith("B\nhttp://b (score 0.90)\nThe tower is 330 m") and LONG in best
+    assert other == "A\nhttp://a (score 0.40)\nexcerpt of a"
+    assert result.found == {"documents": [other, best]}
+    assert result.cost_usd == pytest.approx(0.01 + 0.002) and result.latency_s > 0
+    asked, extracted = tavily.bodies
+    assert len(asked["query"]) == 400 and extracted["urls"] == ["http://b", "http://a"]
+    assert tavily.headers[0]["Authorization"] == f"Bearer {KEY}"
+    assert web.call({"query": "tower " * 100}) == result and len(tavily.bodies) == 2
+    assert make(offline=True).call({"query": "tower " * 100}) == result
+    assert not any(KEY in file.read_text() for file in (tmp_path / "cache").iterdir())
+    missing = make(offline=True).call({"query": "other"})
+    assert missing.error and "offline" in missing.content and missing.cost_usd == 0
+
+
+def test_every_fault_is_a_short_error_and_the_next_call_works(tavily, make, monkeypatch):
+    web = make(timeout_s=0.3)
+    for fault, status, reply, says in (
+        ("", 401, {"detail": KEY}, "401"),
+        ("", 429, {}, "429"),
+        ("", 500, b"<html>", "500"),
+        ("", 200, b"<html>", "JSON"),
+        ("", 200, b"", "JSON"),
+        ("", 200, {"answer": 1}, "results"),
+        ("", 200, {"results": [{"url": 5}]}, "5 is not of type"),
+        ("break", 200, {"results": HITS}, "IncompleteRead"),
+        ("drip", 200, {}, "no reply within 0.3 s"),
+    ):
+        tavily.fault, tavily.status, tavily.answer = fault, status, lambda body, r=reply: r
+        tavily.bodies.clear()
+        result = web.call({"query": "q"})
+        assert result.error and says in result.content and result.cost_usd == 0, result
+        assert len(result.content) < 300 and KEY not in result.content
+        assert len(tavily.bodies) == (3 if status in (429, 500) else 1)
+    tavily.fault, tavily.status, tavily.answer = "", 200, lambda body: answer(body)
+    assert not web.call({"query": "q"}).error
+    tavily.answer = lambda body: answer(body) if "query" in body else b"<html>"
+    result = make(pages=3).call({"query": "r"})
+    assert "excerpt of b" in result.content and "excerpts only" in result.content
+    assert not result.error and result.cost_usd == pytest.approx(0.01)
+
+
+def test_a_missing_key_is_named_and_a_full_disk_costs_the_cache_alone(make, monkeypatch):
+    web = make()
+
+    def full(path, data):
+        raise UserError(f"{path}: cannot be written (No space left on device)")
+
+    monkeypatch.setattr(search_module, "write_whole", full)
+    with pytest.warns(UserWarning, match="No space left"):
+        assert "http://b" in web.call({"query": "q"}).content
+    monkeypatch.delenv("TAVILY_API_KEY")
+    with pytest.raises(UserError, match="TAVILY_API_KEY is not set"):
+        make()
