@@ -99,12 +99,12 @@ def cinema(tmp_path):
     (home / "db.json").write_text(json.dumps({"bookings": bookings}))
     (home / "policy.md").write_text("Be kind.")
     (home / "toolkit.py").write_text(CINEMA)
+    return lambda *rows: written(tmp_path, rows)
 
-    def write(*rows):
-        (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        return tmp_path / "data.jsonl"
 
-    return write
+def written(directory, rows):
+    (directory / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return directory / "data.jsonl"
 
 
 def environment(world, name):
@@ -134,14 +134,11 @@ def play(env, tokenizer, golden=True):
 @pytest.mark.parametrize("kind", ["retail", "movie"])
 def test_golden_calls_score_1_and_nothing_done_0(tmp_path, nano_tokenizer, kind):
     """A task of tau2-bench, and a row as ToolScale's hub offers it, play from end to end."""
-    if kind == "retail":
-        world = load_world(domain(tmp_path / "retail", DATA / "tau2" / "retail", SHOP))
-        name = "retail/99"
-    else:
+    domain(path := tmp_path / "retail", DATA / "tau2" / "retail", SHOP)
+    if kind == "movie":
         domain(tmp_path / "worlds" / "movie", DATA / "toolscale" / "movie", CINEMA)
-        rows = (row(n, booking_id="S78YJLG-B1") for n in range(5))
-        (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        world, name = load_world(tmp_path / "data.jsonl"), "movie/4"
+        path = written(tmp_path, [row(n, booking_id="S78YJLG-B1") for n in range(5)])
+    world, name = load_world(path), {"retail": "retail/99", "movie": "movie/4"}[kind]
     for golden in (True, False):
         assert play(environment(world, name), nano_tokenizer, golden) == golden
 
@@ -278,7 +275,8 @@ def get_environment():
 
 
 def test_a_domain_of_tau2s_package_plays_and_one_without_code_is_named(cinema, monkeypatch):
-    path = cinema(*map(row, range(5)))
+    state = {"initialization_data": {"agent_data": {"bookings": {"B1": {"seat": 7}}}}}
+    path = cinema(*(row(n) | {"initial_state": state} for n in range(5)))
     (path.parent / "worlds" / "movie" / "toolkit.py").unlink()
     with pytest.raises(UserError, match=r"worlds/movie: needs tools.json, .*ModuleNotFoundError"):
         load_world(path)
@@ -292,6 +290,7 @@ def test_a_domain_of_tau2s_package_plays_and_one_without_code_is_named(cinema, m
     failed = call(env, "cancel_booking", booking_id="B1", on="never")
     assert failed.content == "Error: not a day" and env.tables["db"] == start
     result = call(env, "cancel_booking", **env.scorer.golden[0][1])
-    assert json.loads(result.content)["bookings"]["B1"]["status"] == "canceled"
+    booking = {"status": "canceled", "seat": 7, "canceled_at": "2026-05-15"}
+    assert json.loads(result.content)["bookings"]["B1"] == booking
     asyncio.run(env.reply(env.last_word()))
     assert env.score("") == 1 and start.bookings["B1"]["status"] == "confirmed"

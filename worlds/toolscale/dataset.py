@@ -101,8 +101,10 @@ def _bounds(tau2: Json, offered: Sequence[Json]) -> tuple:
 def teach(env: DomainEnvironment) -> Iterator[Lesson]:
     """Yields the golden calls, what the user wants to know, and answers until the user is content.
 
-    No calls of experts: the lessons show how the tools are used, not which expert to ask.
+    No calls of experts: the lessons show how the tools are used, not which expert to ask. The user
+    is the scripted one, which comes to an end.
     """
+    env.user = ScriptedUser(env.task.data["task"]["user_scenario"])
     for name, arguments in env.scorer.golden:
         call = ToolCall(name, arguments)
         yield Lesson("", call=call, result=asyncio.run(env.execute(call)))
