@@ -22,6 +22,7 @@ from nanorchestra.agent.loop import Rollout
 from nanorchestra.config import TaskSection
 from nanorchestra.errors import require
 from nanorchestra.records import Task, Trajectory
+from nanorchestra.tools.models import ExpertTool
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.lessons import Lesson
 from reward import POLICY, PRICES, group_rewards
@@ -227,11 +228,11 @@ def open_world(
         "tau2 tasks or ToolScale rows",
     )
     tools = load_tools(settings.tools, sandbox) if settings.tools else ()
-    experts = {"": None} | {tool.name: tool for tool in tools if tool.kind == "expert"}
-    for role, expert in (("user", settings.user), ("judge", settings.judge)):
-        require(
-            expert in experts,
-            f"task.{role} is {expert!r}; it must be an expert of the catalogue task.tools, "
-            f"{settings.tools!r}",
-        )
-    return toolscale.load_world(name, seed, experts[settings.user], experts[settings.judge])
+    experts = {"": None} | {tool.name: tool for tool in tools if isinstance(tool, ExpertTool)}
+    named = settings.user, settings.judge
+    require(
+        experts.keys() >= set(named),
+        f"task.user and task.judge are {named}; each must be an expert of the catalogue "
+        f"task.tools, {settings.tools!r}, or empty",
+    )
+    return toolscale.load_world(name, seed, *map(experts.get, named))

@@ -7,12 +7,15 @@ import json
 from pathlib import Path
 
 import pytest
+from openai_server import openai_server, said
 from scripted import ScriptedEngine
 
 from nanorchestra.agent.loop import Limits, Rollout
+from nanorchestra.config import TaskSection
 from nanorchestra.errors import UserError
-from nanorchestra.records import ToolCall, ToolResult
+from nanorchestra.records import ToolCall
 from nanorchestra.tools.experts import EndpointError
+from worlds.mixture import open_world
 from worlds.toolscale.dataset import load_world
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
@@ -95,10 +98,10 @@ def cinema(tmp_path):
     """Writes rows beside a domain of one's own; returns their file."""
     home = tmp_path / "worlds" / "movie"
     home.mkdir(parents=True)
-    bookings = {f"B{n}": {"status": "confirmed"} for n in range(9)}
-    (home / "db.json").write_text(json.dumps({"bookings": bookings}))
-    (home / "policy.md").write_text("Be kind.")
-    (home / "toolkit.py").write_text(CINEMA)
+    db = {"bookings": {f"B{n}": {"status": "confirmed"} for n in range(9)}}
+    files = {"db.json": json.dumps(db), "policy.md": "Be kind.", "toolkit.py": CINEMA}
+    for name, text in files.items():
+        (home / name).write_text(text)
     return lambda *rows: written(tmp_path, rows)
 
 
@@ -218,34 +221,34 @@ def test_initial_states_and_compared_arguments_of_tau2(tmp_path, nano_tokenizer,
     assert env.score("") == 1
 
 
-class Model:
-    """A language model that answers what a test has written."""
-
-    def __init__(self, *answers, error=False):
-        self.answers, self.error, self.asked = list(answers), error, []
-
-    def call(self, arguments):
-        self.asked.append(arguments["task"])
-        return ToolResult(self.answers.pop(0), error=self.error)
-
-
-def test_the_user_and_the_judge_may_be_language_models(cinema, nano_tokenizer):
-    path = cinema(*(row(n, ["DB", "NL_ASSERTION"]) for n in range(5)))
+def test_the_user_and_the_judge_may_be_experts_of_the_catalogue(cinema, nano_tokenizer, tmp_path):
+    path = str(cinema(*(row(n, ["DB", "NL_ASSERTION"]) for n in range(5))))
     with pytest.raises(UserError, match=r"5 \(task.judge is needed\)"):
         load_world(path)
-    for verdict, outcome in (("So: [true, true]", 1), ("[true, false]", 0), ("yes, both", 0)):
-        user, judge = Model("Wait.", "Thanks. ###STOP###"), Model(verdict)
-        world = load_world(path, user=user, judge=judge)
-        assert play(environment(world, "movie/0"), nano_tokenizer) == outcome
-        assert "You are Ana Silva." in user.asked[0] and "You: Wait." in user.asked[1]
-        assert "The user: Wait." in judge.asked[0] and "2. It is short." in judge.asked[0]
-    world = load_world(path, user=Model("down", error=True), judge=Model("down", error=True))
-    env = environment(world, "movie/0")
-    result = asyncio.run(env.reply("Hello."))
-    assert result.infrastructure and "down" in result.content
-    call(env, "cancel_booking", **env.scorer.golden[0][1])
-    with pytest.raises(EndpointError, match="down"):
-        env.score("")
+    with pytest.raises(UserError, match=r"task.user and task.judge are \('me', ''\)"):
+        open_world(path, 0, None, TaskSection(user="me"))
+    with openai_server() as server:
+        big = {"name": "big", "kind": "expert", "description": "Wise.", "expert": "m"}
+        experts = {"m": {"endpoint": "here", "model": "m", "usd": [1, 1]}}
+        tables = {"endpoints": {"here": {"base_url": server.url}}, "experts": experts}
+        (tmp_path / "c.json").write_text(json.dumps(tables | {"tools": [big]}))
+        settings = TaskSection(tools=str(tmp_path / "c.json"), user="big", judge="big")
+        world = open_world(path, 0, None, settings)
+        for verdict, outcome in (("So: [true, true]", 1), ("[true, false]", 0), ("yes, both", 0)):
+            answers = iter(["Wait.", "Thanks. ###STOP###", verdict])
+            server.bodies.clear()
+            server.answer = lambda body, answers=answers: said(next(answers))
+            assert play(environment(world, "movie/0"), nano_tokenizer) == outcome
+            first, second, third = (body["messages"][0]["content"] for body in server.bodies)
+            assert "You are Ana Silva." in first and "You: Wait." in second
+            assert "The user: Wait." in third and "2. It is short." in third
+        server.status, server.answer = 400, lambda body: b"no"
+        env = environment(world, "movie/0")
+        result = asyncio.run(env.reply("Hello."))
+        assert result.infrastructure and "HTTP 400" in result.content
+        call(env, "cancel_booking", **env.scorer.golden[0][1])
+        with pytest.raises(EndpointError, match="HTTP 400"):
+            env.score("")
 
 
 PACKAGE = f"""

@@ -17,23 +17,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
+from nanorchestra.agent.environment import function_schema
 from nanorchestra.errors import UserError
 from nanorchestra.files import read_json, read_text
+from nanorchestra.tools.functions import tool
 from worlds.toolscale.program import Json, Tables, ToolError
 from worlds.toolscale.world import World
 
-TYPES = {
-    str: "string",
-    int: "integer",
-    float: "number",
-    bool: "boolean",
-    list: "array",
-    dict: "object",
-    NoneType: "null",
-}
 READS = ("read", "think", "generic")  # tau2's types of tools that change nothing
 KINDS = {"calculate": "calculate", "transfer_to_human_agents": "handover"}
 
@@ -73,12 +65,12 @@ def load_domain(directory: Path) -> World:
             module = module_from_spec(spec)
             spec.loader.exec_module(module)
             toolkit = module.Toolkit(db)
-            functions = list(map(_function, _methods(toolkit)))
+            functions = [function_schema(tool(method))["function"] for method in _methods(toolkit)]
         else:
             name = f"tau2.domains.{directory.name}.environment"
             environment = importlib.import_module(name).get_environment()
             toolkit, db = environment.tools, type(environment.tools.db).model_validate(db)
-            functions = [tool.openai_schema["function"] for tool in environment.get_tools()]
+            functions = [given.openai_schema["function"] for given in environment.get_tools()]
     except Exception as error:  # whatever the code of others raises
         raise UserError(
             f"{directory}: needs tools.json, a toolkit.py with a class Toolkit, or the package of "
@@ -99,23 +91,3 @@ def _kind(method: Callable) -> str:
     """The kind of a tool; one that does not say what it does may write."""
     usual = "read" if getattr(method, "__tool_type__", "") in READS else "write"
     return KINDS.get(method.__name__, usual)
-
-
-def _function(method: Callable) -> Json:
-    """The OpenAI function object of a method."""
-    hints, parameters = get_type_hints(method), inspect.signature(method).parameters
-    schema = {
-        "type": "object",
-        "properties": {name: _shape(hints.get(name)) for name in parameters},
-        "required": [name for name, p in parameters.items() if p.default is p.empty],
-    }
-    words = inspect.getdoc(method)
-    return {"name": method.__name__, "description": words, "parameters": schema}
-
-
-def _shape(hint: Any) -> Json:
-    """The JSON schema of a type hint; {} for one that says nothing."""
-    origin, inner = get_origin(hint) or hint, get_args(hint)
-    if origin in TYPES:
-        return {"type": TYPES[origin]}
-    return {"anyOf": list(map(_shape, inner))} if inner else {}
