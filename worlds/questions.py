@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -105,13 +106,12 @@ class QuestionWorld:
         row = rows[index % len(rows)]
         rng = random.Random(f"{self.seed}/{split}/{index}/{row.id}")
         offers = catalogue.draw_offers(self.tools, rng, varied=split != HELD_OUT)
-        aliases = {o["what"]: o["name"] for o in offers}
-        aliases |= {spec["what"]: name for o in offers for name, spec in o["models"].items()}
         wish = row.preference or self.wish
         if wish is None:
-            wish = preferences.draw(rng, list(aliases.values()), split)
+            named = [name for o in offers for name in o["models"] or [o["name"]]]
+            wish = preferences.draw(rng, named, split)
         else:
-            wish = _renamed(wish, aliases)
+            wish = _renamed(wish, offers)
         wrong = {other.answer for other in rng.sample(rows, min(len(rows), MISTAKES))}
         data = {
             "kind": row.kind,
@@ -142,12 +142,25 @@ def _bounds(offers: Sequence[dict[str, Any]]) -> list[list[float]]:
     return [[0.0, usd or 0.01], [0.0, sum(s["latency_s"] for s in experts) or catalogue.LATENCY_S]]
 
 
-def _renamed(wish: Preference, aliases: dict[str, str]) -> Preference:
-    """Returns a preference over the tools on offer, under their aliases, in the words too."""
-    words = [aliases.get(word.strip(".,;:!?"), word) for word in wish.text.split(" ")]
-    tools = {aliases[name]: weight for name, weight in wish.tools.items() if name in aliases}
-    never = [aliases[name] for name in wish.never if name in aliases]
-    return replace(wish, text=" ".join(words), tools=tools, never=never)
+def _renamed(wish: Preference, offers: Sequence[dict[str, Any]]) -> Preference:
+    """Returns a preference over the tools on offer, under their aliases, in the words too.
+
+    A model behind several roles has an alias in each; what is not on offer is left out.
+    """
+    aliases: dict[str, list[str]] = {}
+    for offer in offers:
+        behind = offer["models"] or {offer["name"]: offer}
+        for alias, spec in behind.items():
+            aliases.setdefault(spec["what"], []).append(alias)
+        if offer["name"] not in behind:  # a role, which keeps its name
+            aliases[offer["what"]] = [offer["name"]]
+    names = "|".join(map(re.escape, sorted(aliases, key=len, reverse=True)))
+    text = re.sub(rf"(?<![\w-])({names})(?![\w-])", lambda m: " or ".join(aliases[m[1]]), wish.text)
+    tools = {
+        alias: weight for name, weight in wish.tools.items() for alias in aliases.get(name, ())
+    }
+    never = [alias for name in wish.never for alias in aliases.get(name, ())]
+    return replace(wish, text=text, tools=tools, never=never)
 
 
 def load_world(name: str, seed: int, sandbox: Sandbox, settings: TaskSection) -> QuestionWorld:

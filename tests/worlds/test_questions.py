@@ -7,18 +7,25 @@ import json
 import random
 import re
 import threading
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from openai_server import openai_server, said
+from scripted import ANSWER, call
 
 import train
 from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import Limits
 from nanorchestra.config import TaskSection
+from nanorchestra.engine.engine import Engine
+from nanorchestra.engine.request import SamplingParams
 from nanorchestra.errors import UserError
 from nanorchestra.model import chat
 from nanorchestra.records import Price, ToolCall
+from nanorchestra.training import run as running
+from worlds import catalogue as offers
 from worlds.mixture import Worlds
 from worlds.questions import load_rows
 
@@ -117,7 +124,8 @@ def test_a_published_role_has_some_of_its_experts_in_another_order(world, tmp_pa
         for name, models in roles.items()
     ]
     (tmp_path / "roles.json").write_text(json.dumps(made))
-    worlds, orders = world(tools=str(tmp_path / "roles.json"), judge=""), set()
+    settings = {"tools": str(tmp_path / "roles.json"), "judge": "", "preference": "never=strong"}
+    worlds, orders = world(**settings), set()
     for task in worlds.tasks(12, 0):
         env = worlds.environment(task, 0)
         for offer in task.data["tools"]:
@@ -130,15 +138,19 @@ def test_a_published_role_has_some_of_its_experts_in_another_order(world, tmp_pa
             printed = re.findall(r"output\n(.*)\n", result.content) or [result.content]
             assert printed[0] in [task.data["answer"], *task.data["wrong"]] and not result.error
             assert result.alias == alias and result.cost_usd > 0
+        hidden = [
+            a for o in task.data["tools"] for a, m in o["models"].items() if m["what"] == "strong"
+        ]
+        assert task.preference.never == hidden
     assert len(orders) > 12
 
 
 def test_a_row_or_the_config_says_what_the_user_wants(world):
-    row = {"preference": "No strong please.", "pref_vec": {"strong": -1, "accuracy": 3, "x": 1}}
+    row = {"preference": "No strong, please.", "pref_vec": {"strong": -1, "accuracy": 3, "x": 1}}
     for task in world([row | ROWS[n] for n in range(40)]).tasks(20, 0):
         names = {offer["what"]: offer["name"] for offer in task.data["tools"]}
         alias = names.get("strong", "strong")
-        assert task.preference.text == f"No {alias} please." and task.preference.outcome == 3
+        assert task.preference.text == f"No {alias}, please." and task.preference.outcome == 3
         assert task.preference.tools == ({alias: -1.0} if "strong" in names else {})
     for task in world(preference="Be frugal. cost=1 never=strong usd=0.02").tasks(20, 0):
         names = [o["name"] for o in task.data["tools"] if o["what"] == "strong"]
@@ -172,45 +184,75 @@ def test_what_does_not_fit_the_catalogue_is_named(world, settings, problem):
         world(**settings)
 
 
+class Menu:
+    """Holds a policy that knows no questions to some turns, among which it draws: a grammar."""
+
+    def __init__(self, tokenizer, turns):
+        self.turns = [tuple(tokenizer.backend.encode(turn).ids) for turn in turns]
+        self.size = tokenizer.vocab_size
+
+    def start(self, names):
+        return ()
+
+    def advance(self, state, token):
+        return *state, token
+
+    def allowed(self, state):
+        mask, at = np.zeros(self.size, bool), len(state)
+        for turn in self.turns:
+            if turn[:at] == state and at < len(turn):
+                mask[turn[at]] = True
+        return mask
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not FRAMES.exists(), reason="the data beside the project are absent")
 def test_training_on_frames_asks_real_experts_and_a_real_judge(tmp_path, monkeypatch):
     nano, alone = load_rollout(NANO, Limits(), 1.0, 1), threading.Lock()
+    names = ["orion", "vega", "lyra"]
+    turns = [call(name=name).replace('{"text": "hi"}', "{}") for name in names]
+    turns += [ANSWER.replace("42", number) for number in ("42", "43", "44")]
+    turns = [
+        turn.replace("\nt\n", f"\n{word}\n") for word, turn in zip("abcdef", turns, strict=True)
+    ]
+    monkeypatch.setattr(offers, "EXPERT_NAMES", names)
+    monkeypatch.setattr(Engine, "_grammar", Menu(nano.tokenizer, turns))
+    monkeypatch.setattr(running, "SamplingParams", partial(SamplingParams, tools=("a turn",)))
+    monkeypatch.setitem(train.settings.SMALL, "grpo.group_size", 8)
 
     def answer(body):
+        asked = body["messages"][0]["content"]
         if body["model"] == "judge":
-            right = len(server.bodies) % 2
-            return said(f"<correct>{bool(right)}</correct>" if len(server.bodies) % 5 else "Hm.")
+            right = "<answer>42</answer>" in asked
+            return said(f"<correct>{right}</correct>" if "<answer>44" not in asked else "Hm.")
         ids = chat.encode(nano.tokenizer, body["messages"])
         with alone:
-            (done,) = nano.engine.generate([ids], nano.params(len(server.bodies), 24))
-        return said(f"sure: {done.text}", usage=(len(ids), len(done.token_ids)))
+            (done,) = nano.engine.generate([ids], SamplingParams(max_tokens=8))
+        return said(f"It is{done.text}.", usage=(len(ids), len(done.token_ids)))
 
-    monkeypatch.setitem(train.settings.SMALL, "rollout.turns", 4)
-    monkeypatch.setitem(train.settings.SMALL, "grpo.group_size", 12)
-    monkeypatch.setattr("nanorchestra.training.phases.write_report", lambda path: None)
     with openai_server() as server:
         server.answer = answer
-        options = ["--config", "qwen3-0.6b", "--dry-run", "--run.root", str(tmp_path)]
+        options = ["--config", "toolorchestra-8b", "--dry-run", "--run.root", str(tmp_path)]
+        options += ["--rollout.temperature", "4"]  # each turn of the menu is drawn
         options += ["--task.world", f"questions:{FRAMES}", "--task.experts", "real"]
         options += ["--task.tools", catalogue(tmp_path, server.url), "--task.judge", "judge"]
         assert train.main(options) == 0
+    asked = [body["model"] for body in server.bodies]
     (run,) = tmp_path.glob("*-dry-run")
     rows = [json.loads(line) for line in (run / "trajectories.jsonl").open()]
-    asked = [body["model"] for body in server.bodies]
     paid = 0
     for row in rows:
-        offers = row["task"]["data"]["tools"]
-        prices = {name: model["usd"] for o in offers for name, model in o["models"].items()}
         spent = sum(result["cost_usd"] for turn in row["turns"] for result in turn["results"])
         own = Price(0.2, 0.2).cost(len(row["ids"]), 0)
         assert row["cost_usd"] == pytest.approx(spent + own, abs=1e-9)
+        experts = [offer["models"] for offer in row["task"]["data"]["tools"]]
+        prices = {name: spec["usd"] for models in experts for name, spec in models.items()}
         for turn in row["turns"]:
-            for call, result in zip(turn["calls"], turn["results"], strict=True):
+            for made, result in zip(turn["calls"], turn["results"], strict=True):
                 if tokens := result["input_tokens"]:
-                    usd, paid = Price(*prices[call["name"]]), paid + 1
+                    usd, paid = Price(*prices[made["name"]]), paid + 1
                     assert result["cost_usd"] == usd.cost(tokens, result["output_tokens"])
-    assert 0 < paid <= len(asked) - asked.count("judge")
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").open()]
-    assert any("loss" in row for row in metrics)
-    assert any({"model", "unparsed"} <= set(row["verdicts"]) for row in metrics)
+    assert 0 < paid <= len(asked) - asked.count("judge") and "judge" in asked
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    assert any("loss" in step for step in steps)
+    assert any({"model", "unparsed"} <= set(step["verdicts"]) for step in steps)
