@@ -116,38 +116,36 @@ def load_tools(path: str | Path, sandbox: Sandbox, tokenizer: Any = None) -> lis
     Python file holds functions decorated with @tool. `tokenizer` cuts what the experts of a
     published role read. UserError names file, entry, setting and what is right.
     """
-    tables, tools = {"tools": []} | _table(PRESETS), []
+    tables, functions = read_toml(PRESETS), []
     for file in map(str.strip, str(path).split(",")):
         if file.endswith(".py"):
-            tools += load_functions(file)
-            continue
-        for key, value in _table(file).items():
-            if key == "tools":
-                tables[key] += value
-            elif isinstance(value, dict):
-                for name, settings in value.items():
-                    nested = isinstance(settings, dict)
-                    known = tables[key].get(name, {}) if nested else {}
-                    tables[key][name] = known | settings if nested else settings
-            else:
-                tables[key] = value
-    tools = Catalogue(str(path), tables, sandbox, tokenizer).tools() + tools
+            functions += load_functions(file)
+        else:
+            tables = _merged(tables, _table(file))
+    problem = schema_error(tables, read_json(CATALOGUE))
+    require(not problem, f"{path}: {problem}")
+    tools = Catalogue(str(path), tables, sandbox, tokenizer).tools() + functions
     require(tools, f"{path}: no tool; [[tools]] must name one")
     names = [each.name for each in tools]
-    twice = {name for name in names if names.count(name) > 1}
-    require(not twice, f"{path}: two tools are named {min(twice, default='')!r}")
+    twice = [name for name in names if names.count(name) > 1]
+    require(not twice, f"{path}: two tools are named {''.join(twice[:1])!r}")
     return tools
 
 
-def _table(file: str | Path) -> dict[str, Any]:
+def _table(file: str) -> Any:
     """Returns one file of a catalogue, with its tools as flat objects. UserError."""
-    table = read_toml(file) if Path(file).suffix == ".toml" else read_json(file)
+    table = read_toml(file) if file.endswith(".toml") else read_json(file)
     table = {"tools": table} if isinstance(table, list) else table
     if isinstance(table, dict) and isinstance(entries := table.get("tools"), list):
         table["tools"] = [_flat(entry) if isinstance(entry, dict) else entry for entry in entries]
-    problem = schema_error(table, read_json(CATALOGUE))
-    require(not problem, f"{file}: {problem}")
     return table
+
+
+def _merged(old: Any, new: Any) -> Any:
+    """Returns `new` over `old`: tables are merged, lists are joined."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return old | {key: _merged(old.get(key), value) for key, value in new.items()}
+    return old + new if isinstance(old, list) and isinstance(new, list) else new
 
 
 def _flat(entry: dict[str, Any]) -> dict[str, Any]:
@@ -169,36 +167,27 @@ class Catalogue:
     tokenizer: Any
 
     def __post_init__(self) -> None:
-        for name, settings in self.tables["endpoints"].items():
-            require("base_url" in settings, f"{self.path}: endpoints.{name}: base_url is missing")
         endpoints = {name: Endpoint(**s) for name, s in self.tables["endpoints"].items()}
-        self.keyless: dict[str, dict[str, Expert]] = {}  # by the variable of the missing key
-        spending, self.experts = Spending(self.tables.get("max_usd", math.inf)), {}
+        spending = Spending(self.tables.get("max_usd", math.inf))
+        self.experts, self.unset = {}, set()
         for name, settings in self.tables["experts"].items():
-            settings, where = dict(settings), f"{self.path}: experts.{name}"
-            for key in ("endpoint", "model", "usd"):
-                require(key in settings, f"{where}: {key} is missing")
-            host = self._known(endpoints, settings.pop("endpoint"), f"{where}.endpoint")
-            price = Price(*settings.pop("usd"))
-            self.experts[name] = Expert(host, price=price, spending=spending, **settings)
+            where = f"{self.path}: experts.{name}.endpoint"
+            host = self._known(endpoints, settings["endpoint"], where)
+            price = Price(*settings["usd"])
+            rest = {key: value for key, value in settings.items() if key not in ("endpoint", "usd")}
+            self.experts[name] = Expert(host, price=price, spending=spending, **rest)
 
     def tools(self) -> list[Tool]:
         """Returns the tools on offer, without those that only help a role."""
-        made = [self._make(entry) for entry in self.tables["tools"]]
+        made = [self._make(entry) for entry in self.tables.get("tools", [])]
         roles = [t for t in made if isinstance(t, RoleTool)]
         helpers = []
         for role in roles:
             role.helpers = [t for t in made if t.kind == role.kind and t not in roles]
             helpers += role.helpers
             if role.kind == "code" and not role.helpers:
-                role.helpers = [
-                    PythonTool(
-                        "python", "", self.sandbox, timeout_s=60.0, usd_per_second=SANDBOX_USD
-                    )
-                ]
-        for key, experts in self.keyless.items():
-            needed = f"{self.path}: {key} is not set, which {', '.join(experts)} need"
-            print(needed, file=sys.stderr)
+                limits = {"timeout_s": 60.0, "usd_per_second": SANDBOX_USD}
+                role.helpers = [PythonTool("python", "", self.sandbox, **limits)]
         offered = [t for t in made if t not in helpers]
         plain = [t for t in offered if not isinstance(t, Orchestrator)]
         for outer in offered:
@@ -259,8 +248,9 @@ class Catalogue:
         """Returns an expert by its name."""
         expert = self._known(self.experts, name, where)
         key = expert.endpoint.key_variable
-        if key and not os.environ.get(key, "").strip():
-            self.keyless.setdefault(key, {})[name] = expert
+        if key and key not in self.unset and not os.environ.get(key, "").strip():
+            self.unset.add(key)
+            print(f"{where}: {name} needs {key}, which is not set", file=sys.stderr)
         return expert
 
     def _known(self, table: dict[str, Any], name: str, where: str) -> Any:

@@ -179,7 +179,7 @@ def test_the_published_file_loads_as_it_is(sandbox, monkeypatch, capsys):
     )
     assert tools["search"].experts["search-1"].latency_s == 22
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "OPENAI_API_KEY" in line]
-    assert line.endswith("OPENAI_API_KEY is not set, which gpt-5, gpt-5-mini need")
+    assert line.endswith("reasoner-1: gpt-5 needs OPENAI_API_KEY, which is not set")
 
 
 def test_an_orchestrator_can_be_an_expert_to_a_set_depth(load, tmp_path):
@@ -298,7 +298,7 @@ def test_a_bad_catalogue_is_one_line_that_names_the_file_and_the_setting(load, t
         (catalogue(EXPERT, experts={}), "t.json: llm is 'mine'; it must be one of gpt-5, "),
         (
             catalogue(EXPERT, experts={"mine": {"usd": [1, 1]}}),
-            "t.json: experts.mine: endpoint is ",
+            "t.json: experts.mine: 'endpoint' is ",
         ),
         (catalogue(EXPERT, experts={"mine": MINE | {"endpoint": "x"}}), "t.json: experts.mine.end"),
         (catalogue(ANSWER | {"models": ["big"]}), "t.json: answer: big is 'big'; it must be one"),

@@ -39,16 +39,11 @@ _COMPLETION = Draft202012Validator(read_json(Path(__file__).with_name("completio
 class EndpointError(Exception):
     """An endpoint did not answer, or its answer is not a chat completion, after all attempts.
 
-    `tokens` are those that the endpoint has worked for all the same.
+    `tokens` are those that it has worked for all the same, `retries` the requests that were
+    repeated. A request may be repeated after `wait` seconds; None: it is no use.
     """
 
-    def __init__(self, problem: str, tokens: Tokens = (0, 0), retries: int = 0):
-        super().__init__(problem)
-        self.tokens, self.retries = tokens, retries
-
-
-class _RequestError(Exception):
-    """A reply that is no use; `wait` seconds until it may be tried again, None: never."""
+    retries = 0
 
     def __init__(self, problem: str, tokens: Tokens = (0, 0), wait: float | None = None):
         super().__init__(problem)
@@ -80,19 +75,21 @@ def chat_completion(
             message, tokens = within(left, partial(_ask, url, body, headers, end))
             return message | {"retries": attempt}, tokens
         except TimeoutError:
-            error = _RequestError(f"no whole reply within {timeout_s:g} s", (_count(body), 0))
-        except _RequestError as refused:
+            error = EndpointError(f"no whole reply within {timeout_s:g} s", (_count(body), 0))
+        except EndpointError as refused:
             error = refused
-        if error.wait is None or attempt == attempts - 1:
-            break
-        wait = max(error.wait, min(2.0 ** (attempt + 1), 10.0) * random.uniform(0.5, 1.0))
-        if time.monotonic() + wait >= end:
+        wait = max(error.wait or 0.0, min(2.0 ** (attempt + 1), 10.0) * random.uniform(0.5, 1.0))
+        late = time.monotonic() + wait >= end
+        if error.wait is None or late or attempt == attempts - 1:
             break
         time.sleep(wait)
-    problem = str(error).replace(key, "...") if key else str(error)
+    problem = " ".join(str(error).split())
+    problem = problem.replace(key, "...") if key else problem
     if "HTTP 401" in problem and not key:
         problem = f"the environment variable {key_variable} is not set; {problem}"
-    raise EndpointError(" ".join(problem.split())[:300], error.tokens, attempt)
+    final = EndpointError(problem[:300], error.tokens)
+    final.retries = attempt
+    raise final
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
@@ -120,7 +117,7 @@ def count_tokens(text: str) -> int:
 
 
 def _ask(url: str, body: dict[str, Any], headers: dict[str, str], end: float):
-    """Returns (message, tokens) of one request. _RequestError; TimeoutError at the time `end`."""
+    """Returns (message, tokens) of one request. EndpointError; TimeoutError at the time `end`."""
     data, left = bytearray(), max(end - time.monotonic(), 0.001)
     try:
         with requests.post(url, json=body, headers=headers, timeout=left, stream=True) as reply:
@@ -131,15 +128,15 @@ def _ask(url: str, body: dict[str, Any], headers: dict[str, str], end: float):
     except (requests.Timeout, urllib3.exceptions.TimeoutError):
         raise TimeoutError from None
     except requests.ConnectionError:
-        raise _RequestError("ConnectionError", wait=0.0) from None
+        raise EndpointError("ConnectionError", wait=0.0) from None
     except urllib3.exceptions.HTTPError:
-        raise _RequestError("the reply breaks off", (_count(body), len(data) // 4)) from None
+        raise EndpointError("the reply breaks off", (_count(body), len(data) // 4)) from None
     except (requests.RequestException, ValueError) as error:
-        raise _RequestError(f"{type(error).__name__}: {error}") from None
+        raise EndpointError(f"{type(error).__name__}: {error}") from None
     text = data.decode("utf-8", "replace")
     if (status := reply.status_code) >= 400:
         again = status in RETRIED or status >= 500
-        raise _RequestError(
+        raise EndpointError(
             f"HTTP {status}: {text}", wait=_retry_after(reply.headers) if again else None
         )
     return _read(text, body)
@@ -156,7 +153,7 @@ def _retry_after(headers: Mapping[str, str]) -> float:
 
 
 def _read(text: str, body: dict[str, Any]) -> tuple[dict[str, Any], Tokens]:
-    """Returns (message, tokens) of a chat completion. _RequestError if it is not one.
+    """Returns (message, tokens) of a chat completion. EndpointError if it is not one.
 
     What was begun as JSON is billed: an answer was written, even if it cannot be read.
     """
@@ -165,14 +162,14 @@ def _read(text: str, body: dict[str, Any]) -> tuple[dict[str, Any], Tokens]:
     except (ValueError, RecursionError):
         begun = text.lstrip().startswith("{")
         tokens = (_count(body), count_tokens(text)) if begun else (0, 0)
-        raise _RequestError(f"not JSON: {text.strip()[:80] or 'an empty reply'}", tokens) from None
+        raise EndpointError(f"not JSON: {text.strip()[:80] or 'an empty reply'}", tokens) from None
     if isinstance(reply, dict) and (error := reply.get("error")):
         said = error.get("message") if isinstance(error, dict) else error
-        raise _RequestError(f"the endpoint says: {said}")
+        raise EndpointError(f"the endpoint says: {said}")
     problem = best_match(_COMPLETION.iter_errors(reply))
     if problem:
         tokens = (_count(body), count_tokens(text)) if isinstance(reply, dict) else (0, 0)
-        raise _RequestError(
+        raise EndpointError(
             f"not a chat completion: {problem.json_path}: {problem.message}", tokens
         )
     choice = reply["choices"][0]

@@ -92,9 +92,8 @@ def load_functions(path: str | Path) -> list[FunctionTool]:
     except UserError as error:
         raise UserError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-        line = error.lineno if isinstance(error, SyntaxError) else lines[-1]
+        # the second frame is of the file itself
+        line = getattr(error, "lineno", 0) or traceback.extract_tb(error.__traceback__)[1].lineno
         problem = f"{path}, line {line}: {type(error).__name__}: {error}"
         raise UserError(problem.splitlines()[0]) from None
     found = [value for value in module.values() if isinstance(value, FunctionTool)]
