@@ -211,7 +211,7 @@ class Catalogue:
         where = f"{self.path}: {entry['name']}"
         if entry["kind"] == "expert":
             expert = self._expert(settings.pop("expert"), where)
-            return ExpertTool(expert=expert, price=expert.price, **settings)
+            return ExpertTool(expert=expert, **settings)
         if entry["kind"] == "role":
             return self._role(where, **settings)
         found = (Path(entry["model"]) / "config.json").exists()

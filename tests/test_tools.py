@@ -72,7 +72,7 @@ def test_a_good_catalogue_becomes_tools_that_work(load):
     found = search.call({"query": "gold has"}).content.split("\n")
     assert found[0].startswith("Gold") and len(found) == 2
     assert search.call({"query": "?"}).content == "nothing found"
-    assert expert.price == Price(1, 2) and expert.expert.max_tokens == 100
+    assert expert.expert.price == Price(1, 2) and expert.expert.max_tokens == 100
     schema = function_schema(search)["function"]
     assert schema["parameters"]["required"] == ["query"] and schema["name"] == "wiki"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from nanorchestra.agent.environment import Tool, ToolEnvironment
 from nanorchestra.agent.load import load_rollout
-from nanorchestra.agent.loop import Limits
+from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.records import Preference, Task, ToolResult, part
 
 MAX_CONTEXT = 16_384  # tokens of a conversation
@@ -19,8 +20,8 @@ MAX_CONTEXT = 16_384  # tokens of a conversation
 class Orchestrator:
     """Another orchestrator as an expert: a checkpoint at `model`, with `tools` of its own.
 
-    Its tools are those of its catalogue, itself among them while `depth` is above 1. It is loaded
-    at its first call, and works on one task at a time.
+    Its tools are those of its catalogue, itself among them while `depth` is above 1. The checkpoint
+    is loaded at the first call, once for each depth, and works on one task at a time.
     """
 
     name: str
@@ -36,18 +37,13 @@ class Orchestrator:
         "required": ["task"],
     }
 
-    def __post_init__(self) -> None:
-        self._rollout, self._free = None, threading.Lock()
-
     def call(self, arguments: dict[str, Any]) -> ToolResult:
         """Returns its answer to the task, with the cost of its tokens and of all its calls."""
         task = Task(self.name, arguments["task"], Preference(), {})
         env = ToolEnvironment(task, self.tools, grade=lambda answer: 0.0)
-        with self._free:
-            if self._rollout is None:
-                limits = Limits(self.turns, turn_tokens=MAX_CONTEXT, context_tokens=MAX_CONTEXT)
-                self._rollout = load_rollout(Path(self.model), limits, 0.0, 1)
-            (attempt,) = self._rollout.run([env], [0])
+        rollout, free = _loaded(self.model, self.turns, self.depth)
+        with free:
+            (attempt,) = rollout.run([env], [0])
         text = attempt.answer or f"Error: {self.name} found no answer ({attempt.status})"
         return ToolResult(
             text,
@@ -60,3 +56,10 @@ class Orchestrator:
                 for call, result in zip(turn.calls, turn.results, strict=False)
             ],
         )
+
+
+@functools.cache
+def _loaded(model: str, turns: int, depth: int) -> tuple[Rollout, threading.Lock]:
+    """Returns a checkpoint for the orchestrators of one depth, and the lock of its user."""
+    limits = Limits(turns, turn_tokens=MAX_CONTEXT, context_tokens=MAX_CONTEXT)
+    return load_rollout(Path(model), limits, 0.0, 1), threading.Lock()

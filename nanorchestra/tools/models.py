@@ -140,12 +140,11 @@ class Expert:
 
 @dataclass
 class ExpertTool:
-    """An expert for a task that the policy writes, at the `price` that a task quotes."""
+    """An expert for a task that the policy writes."""
 
     name: str
     description: str
     expert: Expert
-    price: Price
     kind, blocking = "expert", True
     parameters = {
         "type": "object",
@@ -153,16 +152,10 @@ class ExpertTool:
         "required": ["task"],
     }
 
-    @property
-    def latency_s(self) -> float:
-        """The stated seconds of an answer."""
-        return self.expert.latency_s
-
     def most_usd(self, arguments: dict[str, Any]) -> float:
         """Returns the US dollars of the longest answer."""
-        return replace(self.expert, price=self.price).most_usd(arguments["task"])
+        return self.expert.most_usd(arguments["task"])
 
     def call(self, arguments: dict[str, Any]) -> ToolResult:
         """Returns the expert's answer to the task."""
-        expert = replace(self.expert, price=self.price)
-        return replace(expert.ask(arguments["task"], self.name), alias="")
+        return replace(self.expert.ask(arguments["task"], self.name), alias="")
