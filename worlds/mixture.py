@@ -216,11 +216,13 @@ def open_world(
         "tau2 tasks or ToolScale rows",
     )
     tools = load_tools(settings.tools, sandbox) if settings.tools else ()
-    experts = {"": None} | {tool.name: tool for tool in tools if isinstance(tool, ExpertTool)}
-    named = settings.user, settings.judge
+    experts = {tool.name: tool for tool in tools if isinstance(tool, ExpertTool)}
+    named, simulated = (settings.user, settings.judge), settings.experts == "simulated"
     require(
-        experts.keys() >= set(named),
+        {"", *experts} >= set(named),
         f"task.user and task.judge are {named}; each must be an expert of the catalogue "
         f"task.tools, {settings.tools!r}, or empty",
     )
-    return toolscale.load_world(name, seed, *map(experts.get, named))
+    offered = {tool.expert.model: tool for name, tool in experts.items() if name not in named}
+    models = toolscale.Models(*map(experts.get, named), None if simulated else offered)
+    return toolscale.load_world(name, seed, models)

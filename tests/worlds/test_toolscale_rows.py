@@ -221,34 +221,67 @@ def test_initial_states_and_compared_arguments_of_tau2(tmp_path, nano_tokenizer,
     assert env.score("") == 1
 
 
-def test_the_user_and_the_judge_may_be_experts_of_the_catalogue(cinema, nano_tokenizer, tmp_path):
-    path = str(cinema(*(row(n, ["DB", "NL_ASSERTION"]) for n in range(5))))
-    with pytest.raises(UserError, match=r"5 \(task.judge is needed\)"):
-        load_world(path)
-    with pytest.raises(UserError, match=r"task.user and task.judge are \('me', ''\)"):
-        open_world(path, 0, None, TaskSection(user="me"))
+@pytest.fixture
+def catalogue(tmp_path):
+    """(Server, settings) of a catalogue whose experts, big and other, are the server's model m."""
     with openai_server() as server:
-        big = {"name": "big", "kind": "expert", "description": "Wise.", "expert": "m"}
-        experts = {"m": {"endpoint": "here", "model": "m", "usd": [1, 1]}}
-        tables = {"endpoints": {"here": {"base_url": server.url}}, "experts": experts}
-        (tmp_path / "c.json").write_text(json.dumps(tables | {"tools": [big]}))
-        settings = TaskSection(tools=str(tmp_path / "c.json"), user="big", judge="big")
-        world = open_world(path, 0, None, settings)
-        for verdict, outcome in (("So: [true, true]", 1), ("[true, false]", 0), ("yes, both", 0)):
-            answers = iter(["Wait.", "Thanks. ###STOP###", verdict])
-            server.bodies.clear()
-            server.answer = lambda body, answers=answers: said(next(answers))
-            assert play(environment(world, "movie/0"), nano_tokenizer) == outcome
-            first, second, third = (body["messages"][0]["content"] for body in server.bodies)
-            assert "You are Ana Silva." in first and "You: Wait." in second
-            assert "The user: Wait." in third and "2. It is short." in third
-        server.status, server.answer = 400, lambda body: b"no"
-        env = environment(world, "movie/0")
-        result = asyncio.run(env.reply("Hello."))
-        assert result.infrastructure and "HTTP 400" in result.content
-        call(env, "cancel_booking", **env.scorer.golden[0][1])
-        with pytest.raises(EndpointError, match="HTTP 400"):
-            env.score("")
+        given = {"kind": "expert", "description": "Wise.", "expert": "m"}
+        tables = {
+            "endpoints": {"here": {"base_url": server.url}},
+            "experts": {"m": {"endpoint": "here", "model": "m", "usd": [1, 1]}},
+            "tools": [{"name": "big"} | given, {"name": "other"} | given],
+        }
+        (tmp_path / "c.json").write_text(json.dumps(tables))
+        yield server, {"tools": str(tmp_path / "c.json")}
+
+
+def test_the_user_and_the_judge_may_be_language_models(cinema, nano_tokenizer, catalogue):
+    path = str(cinema(*(row(n, ["DB", "NL_ASSERTION"]) for n in range(5))))
+    for settings, says in (({}, r"5 \(task.judge is needed\)"), ({"user": "me"}, "'me', ''")):
+        with pytest.raises(UserError, match=says):
+            open_world(path, 0, None, TaskSection(**settings))
+    server, settings = catalogue
+    world = open_world(path, 0, None, TaskSection(**settings, user="big", judge="big"))
+    for verdict, outcome in (("So: [true, true]", 1), ("[true, false]", 0), ("yes, both", 0)):
+        answers = iter(["Wait.", "Thanks. ###STOP###", verdict])
+        server.bodies.clear()
+        server.answer = lambda body, answers=answers: said(next(answers))
+        assert play(environment(world, "movie/0"), nano_tokenizer) == outcome
+        first, second, third = (body["messages"][0]["content"] for body in server.bodies)
+        assert "You are Ana Silva." in first and "You: Wait." in second
+        assert "The user: Wait." in third and "2. It is short." in third
+    server.status, server.answer = 400, lambda body: b"no"
+    env = environment(world, "movie/0")
+    result = asyncio.run(env.reply("Hello."))
+    assert result.infrastructure and "HTTP 400" in result.content
+    call(env, "cancel_booking", **env.scorer.golden[0][1])
+    with pytest.raises(EndpointError, match="HTTP 400"):
+        env.score("")
+
+
+def test_real_experts_do_a_turn_and_a_failing_one_does_nothing(cinema, catalogue):
+    usd = {"m": {"input_tokens_per_million": 2.0, "output_tokens_per_million": 4.0}}
+    changes = {"model_mapping": {"expert-1": "m", "expert-2": "absent"}, "tool_pricing": usd}
+    changes["tool_pricing"]["absent"] = usd["m"]
+    server, settings = catalogue
+    path = str(cinema(*(trained(n, **changes) for n in range(5))))
+    world = open_world(path, 0, None, TaskSection(**settings, experts="real"))
+    env = environment(world, "movie____0")
+    assert list(env.experts) == ["expert-1"]  # the catalogue has no other
+    (_, golden) = env.scorer.golden[0]
+    made = json.dumps({"name": "cancel_booking", "arguments": golden})
+    server.answer = lambda body: said(f"<tool_call>{made}</tool_call>")
+    result = call(env, "call_expert", expert="expert-1")
+    assert result.content.startswith("expert-1 called cancel_booking({")
+    assert result.cost_usd == pytest.approx((10 * 2 + 5 * 4) / 1e6) and result.alias == "expert-1"
+    asked = server.bodies[0]["messages"][0]["content"]
+    assert "Be kind." in asked and '"cancel_booking"' in asked and "call_expert" not in asked
+    server.answer = lambda body: said(env.last_word())
+    assert "The user: Be quick." in call(env, "call_expert", expert="expert-1").content
+    assert env.score("") == 1
+    server.status = 400
+    before = list(env.history)
+    assert call(env, "call_expert", expert="expert-1").error and env.history == before
 
 
 PACKAGE = f"""

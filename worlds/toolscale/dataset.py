@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanorchestra.agent.environment import Tool
 from nanorchestra.agent.loop import SECONDS_PER_TOKEN
 from nanorchestra.errors import require
 from nanorchestra.files import read_json, read_json_lines
@@ -24,7 +23,7 @@ from nanorchestra.records import Preference, Price, Task, ToolCall
 from nanorchestra.training.lessons import Lesson
 from reward import POLICY, PRICES
 from worlds.toolscale import preferences
-from worlds.toolscale.environment import DomainEnvironment
+from worlds.toolscale.environment import SIMULATED, DomainEnvironment, Models
 from worlds.toolscale.program import Json
 from worlds.toolscale.rows import read_row, restored, unfit
 from worlds.toolscale.tau2 import load_domain
@@ -41,7 +40,7 @@ class ToolScaleWorld:
 
     `splits`: split -> tau2 tasks. `experts`: how many a task offers that has none of its own. A
     task with a `policy` of its own shows that instead of its world's. `name` stands in the data of
-    every task. `user` and `judge` are language models; None: the script, and no judge.
+    every task. With `models.experts` these alone are offered.
     """
 
     splits: dict[str, list[Json]]
@@ -49,17 +48,20 @@ class ToolScaleWorld:
     seed: int = 0
     experts: int = 3
     name: str = ""
-    user: Tool | None = None
-    judge: Tool | None = None
+    models: Models = SIMULATED
 
     def task(self, split: str, index: int) -> Task:
         """Returns task `index` of a split ("train", "held_out"), taken round and round."""
         tau2 = self.splits[split][index % len(self.splits[split])]
         rng = random.Random(f"{self.seed}/{split}/{index}/{tau2['id']}")
-        if "experts" in tau2:
-            offered, preference = tau2["experts"], Preference(**tau2["preference"])
-        else:
+        offered = tau2.get("experts")
+        if offered is None:
             offered = preferences.catalogue(rng, split, self.experts) if self.experts else []
+        if self.models.experts is not None:
+            offered = [expert for expert in offered if expert["model"] in self.models.experts]
+        if "preference" in tau2:
+            preference = Preference(**tau2["preference"])
+        else:
             preference = preferences.draw(rng, [expert["alias"] for expert in offered], split)
         world = self.worlds[tau2["domain"]]
         functions = [tool["function"] for tool in world.functions(tau2["tools"])]
@@ -81,7 +83,7 @@ class ToolScaleWorld:
     def environment(self, task: Task, seed: int) -> DomainEnvironment:
         """Returns one attempt at a task; `seed` is that of the simulated experts."""
         world = self.worlds[task.data["kind"]].started(task.data["task"].get("initial_state"))
-        return DomainEnvironment(world, task, seed, self.user, self.judge)
+        return DomainEnvironment(world, task, seed, self.models)
 
 
 def _bounds(tau2: Json, offered: Sequence[Json]) -> tuple:
@@ -132,9 +134,7 @@ def split(tasks: Sequence[Json]) -> dict[str, list[Json]]:
     return splits
 
 
-def load_world(
-    path: str | Path, seed: int = 0, user: Tool | None = None, judge: Tool | None = None
-) -> ToolScaleWorld:
+def load_world(path: str | Path, seed: int = 0, models: Models = SIMULATED) -> ToolScaleWorld:
     """Reads a directory that data_gen.py wrote, a .jsonl file of tasks, or a tau2 directory.
 
     A .jsonl file may also hold rows of ToolScale. The domains are in worlds/DOMAIN beside the
@@ -152,7 +152,7 @@ def load_world(
     worlds = {domain: load_domain(home / domain) for domain in domains}
     for task in tasks:
         world = worlds[task["domain"]]
-        if why := unfit(world, task, judge):
+        if why := unfit(world, task, models.judge):
             left_out[why] += 1
             continue
         named = task.get("tools", world.by_name)
@@ -167,7 +167,7 @@ def load_world(
     require(all(splits.values()), f"{file}: a domain needs at least {HELD_OUT} tasks; {said}")
     if left_out:
         print(f"{file}: {said}", file=sys.stderr)
-    return ToolScaleWorld(splits, worlds, seed, name=str(path), user=user, judge=judge)
+    return ToolScaleWorld(splits, worlds, seed, name=str(path), models=models)
 
 
 def load_tasks(path: Path) -> list[Json]:

@@ -1,16 +1,18 @@
-"""An environment that the agent loop plays: domain tools, a user, simulated experts."""
+"""An environment that the agent loop plays: domain tools, a user, experts."""
 
 from __future__ import annotations
 
 import json
 import random
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nanorchestra.agent.environment import Tool, in_thread, refused
-from nanorchestra.records import Price, Task, ToolCall, ToolResult
+from nanorchestra.model.parser import StreamParser
+from nanorchestra.records import ParsedTurn, Price, Task, ToolCall, ToolResult
 from nanorchestra.tools.experts import EndpointError
 from worlds.toolscale import preferences
-from worlds.toolscale.program import ToolError
+from worlds.toolscale.program import Json, ToolError
 from worlds.toolscale.score import Scorer, judged
 from worlds.toolscale.user import ModelUser, ScriptedUser, ended
 from worlds.toolscale.verify import altered
@@ -29,13 +31,36 @@ HAND_OVER = (
     "only."
 )
 
+TURN = """{talk}
+
+You are the agent, and these are your functions:
+{tools}
+
+Do the agent's next turn and nothing else: write either a message to the user, or one call as
+<tool_call>{{"name": ..., "arguments": {{...}}}}</tool_call>."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """The language models that take part: the user, the judge, and experts by their models.
+
+    None: the scripted user, no judge, and simulated experts.
+    """
+
+    user: Tool | None = None
+    judge: Tool | None = None
+    experts: dict[str, Tool] | None = None
+
+
+SIMULATED = Models()
+
 
 class DomainEnvironment:
     """One attempt at a task of a world; `calls` and `said` are what will be scored.
 
     `call_expert(expert)` hands the turn over: what the expert writes goes to the user, what it
     calls is done, and the policy reads what happened. `seed` is that of the simulated experts.
-    `user` and `judge` are language models; None: the script, and no judge. Neither is billed.
+    The user and the judge are not billed.
 
     Invariant: `tables` are the world's with all of `calls` done; those that fail change
     nothing.
@@ -43,19 +68,12 @@ class DomainEnvironment:
 
     verdict = ""
 
-    def __init__(
-        self,
-        world: World,
-        task: Task,
-        seed: int,
-        user: Tool | None = None,
-        judge: Tool | None = None,
-    ):
+    def __init__(self, world: World, task: Task, seed: int, models: Models = SIMULATED):
         tau2 = task.data["task"]
         self.world, self.task, self.seed = world, task, seed
         self.experts = {expert["alias"]: expert for expert in task.data["experts"]}
-        scenario, self.judge, self.scorer = tau2["user_scenario"], judge, Scorer(world, tau2)
-        self.user = ModelUser(scenario, user) if user else ScriptedUser(scenario)
+        scenario, self.models, self.scorer = tau2["user_scenario"], models, Scorer(world, tau2)
+        self.user = ModelUser(scenario, models.user) if models.user else ScriptedUser(scenario)
         self.tables = dict(world.tables)
         self.calls = []
         self.said = []
@@ -64,6 +82,7 @@ class DomainEnvironment:
         self.offered = [tool["function"]["name"] for tool in self.tools]
         self.kinds = {EXPERT: "expert"}
         system = ROLE.format(policy=tau2.get("policy") or world.policy)
+        self.history = [system, f"The user: {task.question}"]  # what an expert reads
         if self.experts:
             descriptions = (expert["description"] for expert in self.experts.values())
             words = {"names": list(self.experts), "descriptions": " ".join(descriptions)}
@@ -75,13 +94,14 @@ class DomainEnvironment:
             {"role": "system", "content": system},
             {"role": "user", "content": task.question},
         ]
-        self.history = [system, task.question]  # what an expert reads
 
     def most_usd(self, call: ToolCall) -> float:
         """Returns the price of an expert's longest turn; the tools of a domain are free."""
         if call.error or call.name != EXPERT or call.arguments.get("expert") not in [*self.experts]:
             return 0.0
         expert = self.experts[call.arguments["expert"]]
+        if self.models.experts is not None:
+            return self._asked(expert).most_usd({"task": self._turn()})
         return _price(expert).cost(sum(map(len, self.history)), STEP_TOKENS)
 
     async def execute(self, call: ToolCall) -> ToolResult:
@@ -110,7 +130,7 @@ class DomainEnvironment:
         Raises EndpointError if the judge does not answer.
         """
         reward, claims = self.scorer.score(self.calls, self.said), self.scorer.claims
-        right = reward and (not claims or judged(self.judge, claims, self.history[1:]))
+        right = reward and (not claims or judged(self.models.judge, claims, self.history[1:]))
         return float(right)
 
     def last_word(self) -> str:
@@ -130,47 +150,64 @@ class DomainEnvironment:
             result = ToolResult(value)
         except ToolError as problem:
             result = ToolResult(f"Error: {problem}", error=True)
-        self.history.append(result.content)
+        arguments = json.dumps(call.arguments, ensure_ascii=False)
+        self.history.append(f"The agent called {call.name}({arguments}): {result.content}")
         return result
 
     async def _hand_over(self, alias: Any) -> ToolResult:
+        """Lets an expert do the turn; one that has failed has done nothing."""
+        if alias not in list(self.experts):
+            names = ", ".join(self.experts)
+            return refused(f"{EXPERT}: expert must be one of {names}, not {alias!r}")
+        expert, answer = self.experts[alias], None
+        if self.models.experts is None:
+            turn, result = self._simulated(expert)
+        else:
+            result = await in_thread(self._asked(expert).call, {"task": self._turn()})
+            parser = StreamParser()
+            parser.feed("" if result.error else result.content)
+            turn = parser.finish()
+        if result.error:
+            text = result.content
+        elif turn.calls:
+            self._call(turn.calls[0])
+            text = self.history[-1].replace("The agent", alias, 1)
+        else:
+            answer = await self.reply(turn.content)
+            said = f"The user: {answer.content}" if answer else "The user has ended the talk."
+            text = f"{alias} wrote to the user: {turn.content}\n{said}"
+        failed = answer is not None and answer.infrastructure
+        return replace(result, content=text, infrastructure=failed, alias=alias)
+
+    def _turn(self) -> str:
+        """What an expert is asked."""
+        return TURN.format(talk="\n".join(self.history), tools=json.dumps(self.tools[:-1]))
+
+    def _asked(self, expert: Json) -> Tool:
+        """The language model behind an expert, at the price that the task quotes."""
+        return replace(
+            self.models.experts[expert["model"]], name=expert["alias"], price=_price(expert)
+        )
+
+    def _simulated(self, expert: Json) -> tuple[ParsedTurn, ToolResult]:
         """A declared simulation of an expert.
 
         With probability `skill` it does the next golden step; else it does one with an argument
         altered, or says nothing of use.
         """
-        if alias not in list(self.experts):
-            names = ", ".join(self.experts)
-            return refused(f"{EXPERT}: expert must be one of {names}, not {alias!r}")
-        expert = self.experts[alias]
-        rng = random.Random(f"{self.task.id}/{self.seed}/{alias}/{len(self.history)}")
+        rng = random.Random(f"{self.task.id}/{self.seed}/{expert['alias']}/{len(self.history)}")
         tokens = sum(map(len, self.history)) // 4, rng.randint(80, STEP_TOKENS)
         left = [call for call in self.scorer.golden if call not in self.calls]
-        right, answer = rng.random() < expert["skill"], None
+        right, calls = rng.random() < expert["skill"], ()
         if left and (right or rng.random() < 0.5):
-            name, arguments = left[0] if right else altered(self.world, left[:1], rng)[0]
-            found = self._call(ToolCall(name, arguments)).content
-            arguments = json.dumps(arguments, ensure_ascii=False)
-            text = f"{alias} called {name}({arguments}): {found}"
-        else:
-            content = self.last_word() if right else "One moment, I am looking into it."
-            answer = await self.reply(content)
-            said = (
-                f"The user: {answer.content}" if answer else "The user has ended the conversation."
-            )
-            text = f"{alias} wrote to the user: {content}\n{said}"
-        return ToolResult(
-            text,
-            _price(expert).cost(*tokens),
-            expert["latency_s"] * rng.uniform(0.8, 1.2),
-            infrastructure=answer is not None and answer.infrastructure,
-            input_tokens=tokens[0],
-            output_tokens=tokens[1],
-            alias=alias,
-        )
+            calls = (ToolCall(*(left if right else altered(self.world, left[:1], rng))[0]),)
+        content = self.last_word() if right else "One moment, I am looking into it."
+        cost, seconds = _price(expert).cost(*tokens), expert["latency_s"] * rng.uniform(0.8, 1.2)
+        done = ToolResult("", cost, seconds, input_tokens=tokens[0], output_tokens=tokens[1])
+        return ParsedTurn("", content, calls), done
 
 
-def _price(expert: dict[str, Any]) -> Price:
+def _price(expert: Json) -> Price:
     return Price(expert["input_per_million"], expert["output_per_million"])
 
 
