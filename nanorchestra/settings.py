@@ -19,7 +19,7 @@ from nanorchestra.config import Config
 from nanorchestra.errors import ArgumentParser, UserError, require
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-SMALL = {  # of a dry run: the lengths of the miniature, two steps of each phase
+SMALL = {  # of a dry run: lengths that the miniature's model can take, two steps of each phase
     "run.device": "cpu",
     "run.threads": 1,
     "warm_start.prompts": 2,
@@ -30,9 +30,9 @@ SMALL = {  # of a dry run: the lengths of the miniature, two steps of each phase
     "grpo.group_size": 4,
     "grpo.min_std": 0.0,
     "grpo.token_budget": 2048,
-    "rollout.turns": 2,
+    "rollout.turns": 4,
     "rollout.turn_tokens": 96,
-    "rollout.context_tokens": 1024,
+    "rollout.context_tokens": 2048,
     "rollout.page_size": 16,
     "rollout.pages": 0,
     "rollout.max_batch_tokens": 1024,
