@@ -12,6 +12,8 @@ worlds/toolscale/program.py interprets, and its environment runs these itself:
 3. nanorchestra/model/chat.py renders its schema into the prompt, through `function_schema`.
 4. nanorchestra/agent/environment.py checks the arguments of each call and runs it.
 
+A Python function decorated with `@tool` needs none of this: `--tools my_tools.py`.
+
 Experts are other language models: `ExpertTool` and `RoleTool` ask OpenAI-compatible endpoints,
 `SimulatedExpert` is a declared simulation with the prices of its task and a virtual latency.
 """
@@ -141,11 +143,12 @@ def _table(file: str) -> Any:
     return table
 
 
-def _merged(old: Any, new: Any) -> Any:
-    """Returns `new` over `old`: tables are merged, lists are joined."""
+def _merged(old: Any, new: Any, key: str = "") -> Any:
+    """Returns `new` over `old`: tables are merged, and the lists of `tools` joined."""
     if isinstance(old, dict) and isinstance(new, dict):
-        return old | {key: _merged(old.get(key), value) for key, value in new.items()}
-    return old + new if isinstance(old, list) and isinstance(new, list) else new
+        return old | {name: _merged(old.get(name), value, name) for name, value in new.items()}
+    joined = key == "tools" and isinstance(old, list) and isinstance(new, list)
+    return old + new if joined else new
 
 
 def _flat(entry: dict[str, Any]) -> dict[str, Any]:

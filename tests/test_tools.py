@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from pathlib import Path
@@ -307,3 +308,14 @@ def test_a_bad_catalogue_is_one_line_that_names_the_file_and_the_setting(load, t
         with pytest.raises(UserError, match=f"^{says}") as refused:
             load(content)
         assert "\n" not in str(refused.value)
+
+
+def test_the_catalogues_of_the_documentation_load(tmp_path, sandbox):
+    page = (Path(__file__).parents[1] / "docs/tools.md").read_text()
+    blocks = re.findall(r"```(toml|python)\n(.*?)```", page, re.DOTALL)
+    names = []
+    for i, (kind, text) in enumerate(blocks):
+        file = tmp_path / f"{i}.{kind.replace('python', 'py')}"
+        file.write_text(text)
+        names += [tool.name for tool in load_tools(file, sandbox)]
+    assert names == ["python", "coder", "mini", "convert", "answer"]
