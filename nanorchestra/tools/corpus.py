@@ -50,7 +50,7 @@ def build_index(source: str | Path, out: str | Path, checkpoint: str | None = No
     require(not out.is_relative_to(source), f"{out}: --out must not lie in the corpus")
     ours = not out.exists() or (out / MANIFEST).is_file() or not any(out.iterdir())
     require(ours, f"{out}: holds other files; --out must be new, or an index")
-    files = [source] if source.is_file() else sorted(filter(Path.is_file, source.rglob("[!.]*")))
+    files = [source] if source.is_file() else sorted(filter(Path.is_file, source.rglob("*")))
     files = [f for f in files if not any(p[0] == "." for p in f.relative_to(source).parts)]
     stats = [(f, f.stat()) for f in files]
     manifest = {"corpus": [[str(f), stat.st_size, stat.st_mtime_ns] for f, stat in stats]}

@@ -51,7 +51,8 @@ def pages(tmp_path):
     (folder / "iron.txt").write_text("Iron rusts.")
     (folder / "rows.jsonl").write_text('{"contents": "Tin melts.", "url": "http://tin"}\n')
     (folder / "image.png").write_bytes(b"\x89PNG\xff")
-    (folder / ".hidden").write_text("secret")
+    (folder / ".git").mkdir()
+    (folder / ".git" / "config").write_text("secret")
     return folder
 
 
