@@ -223,6 +223,8 @@ def open_world(
         f"task.user and task.judge are {named}; each must be an expert of the catalogue "
         f"task.tools, {settings.tools!r}, or empty",
     )
-    offered = {tool.expert.model: tool for name, tool in experts.items() if name not in named}
+    offered = {
+        tool.expert.model: tool.expert for name, tool in experts.items() if name not in named
+    }
     models = toolscale.Models(*map(experts.get, named), None if simulated else offered)
     return toolscale.load_world(name, seed, models)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from nanorchestra.agent.environment import Tool, in_thread, refused
 from nanorchestra.model.parser import StreamParser
 from nanorchestra.records import ParsedTurn, Price, Task, ToolCall, ToolResult
 from nanorchestra.tools.experts import EndpointError
+from nanorchestra.tools.models import Expert
 from worlds.toolscale import preferences
 from worlds.toolscale.program import Json, ToolError
 from worlds.toolscale.score import Scorer, judged
@@ -49,7 +51,7 @@ class Models:
 
     user: Tool | None = None
     judge: Tool | None = None
-    experts: dict[str, Tool] | None = None
+    experts: dict[str, Expert] | None = None
 
 
 SIMULATED = Models()
@@ -101,7 +103,7 @@ class DomainEnvironment:
             return 0.0
         expert = self.experts[call.arguments["expert"]]
         if self.models.experts is not None:
-            return self._asked(expert).most_usd({"task": self._turn()})
+            return self._asked(expert).most_usd(self._turn())
         return _price(expert).cost(sum(map(len, self.history)), STEP_TOKENS)
 
     async def execute(self, call: ToolCall) -> ToolResult:
@@ -163,7 +165,8 @@ class DomainEnvironment:
         if self.models.experts is None:
             turn, result = self._simulated(expert)
         else:
-            result = await in_thread(self._asked(expert).call, {"task": self._turn()})
+            ask = partial(self._asked(expert).ask, name=alias)
+            result = await in_thread(ask, self._turn())
             parser = StreamParser()
             parser.feed("" if result.error else result.content)
             turn = parser.finish()
@@ -183,11 +186,9 @@ class DomainEnvironment:
         """What an expert is asked."""
         return TURN.format(talk="\n".join(self.history), tools=json.dumps(self.tools[:-1]))
 
-    def _asked(self, expert: Json) -> Tool:
+    def _asked(self, expert: Json) -> Expert:
         """The language model behind an expert, at the price that the task quotes."""
-        return replace(
-            self.models.experts[expert["model"]], name=expert["alias"], price=_price(expert)
-        )
+        return replace(self.models.experts[expert["model"]], price=_price(expert))
 
     def _simulated(self, expert: Json) -> tuple[ParsedTurn, ToolResult]:
         """A declared simulation of an expert.
