@@ -152,13 +152,9 @@ def test_what_one_table_of_all_tools_did_to_arguments_is_undone(cinema):
     world = load_world(cinema(*(row(n, on=day, refund=5) for n, day in enumerate(days))))
     for n in range(5):
         env, day = environment(world, f"movie/{n}"), "15 May" if n == 4 else "2026-05-15"
-        assert env.scorer.golden == [
-            ("cancel_booking", {"booking_id": f"B{n}", "on": day, "refund": 5})
-        ]
+        ((_, arguments),) = env.scorer.golden
+        assert arguments == {"booking_id": f"B{n}", "on": day, "refund": 5}
     assert env.user.wishes == ["I want to cancel my booking.", "Be quick."]
-    schema = env.tools[0]["function"]["parameters"]
-    assert schema["required"] == ["booking_id", "on"]
-    assert schema["properties"]["refund"] == {"anyOf": [{"type": "number"}, {"type": "null"}]}
 
 
 def trained(number, **changes):
@@ -207,8 +203,7 @@ def test_initial_states_and_compared_arguments_of_tau2(tmp_path, nano_tokenizer,
     world = load_world(domain(tmp_path / "mock", DATA / "tau2" / "mock", NOTES))
     says = capsys.readouterr().err
     assert all(f"1 ({why})" in says for why in ("the user has tools", "ENV_ASSERTION")), says
-    names = [task["id"] for split in world.splits.values() for task in split]
-    for name in names:
+    for name in [task["id"] for split in world.splits.values() for task in split]:
         assert play(environment(world, name), nano_tokenizer) == 1, name
     for way in ("data", "actions"):
         env = environment(world, f"mock/update_task_with_initialization_{way}")
@@ -260,11 +255,12 @@ def test_the_user_and_the_judge_may_be_language_models(cinema, nano_tokenizer, c
 
 
 def test_real_experts_do_a_turn_and_a_failing_one_does_nothing(cinema, catalogue):
-    usd = {"m": {"input_tokens_per_million": 2.0, "output_tokens_per_million": 4.0}}
-    changes = {"model_mapping": {"expert-1": "m", "expert-2": "absent"}, "tool_pricing": usd}
-    changes["tool_pricing"]["absent"] = usd["m"]
+    usd = {"input_tokens_per_million": 2.0, "output_tokens_per_million": 4.0}
+    behind = {"expert-1": "m", "expert-2": "absent"}
+    prices = {"m": usd, "absent": usd}
     server, settings = catalogue
-    path = str(cinema(*(trained(n, **changes) for n in range(5))))
+    rows = (trained(n, model_mapping=behind, tool_pricing=prices) for n in range(5))
+    path = str(cinema(*rows))
     world = open_world(path, 0, None, TaskSection(**settings, experts="real"))
     env = environment(world, "movie____0")
     assert list(env.experts) == ["expert-1"]  # the catalogue has no other

@@ -44,8 +44,8 @@ class Scorer:
     def __init__(self, world: World, task: Json):
         criteria = task["evaluation_criteria"]
         self.world, self.basis = world, criteria["reward_basis"]
-        self.golden = [(a["name"], a["arguments"]) for a in criteria["actions"]]
-        self.compared = [a.get("compare_args") for a in criteria["actions"]]
+        self.actions = criteria["actions"]
+        self.golden = [(action["name"], action["arguments"]) for action in self.actions]
         self.told = criteria["communicate_info"]
         self.claims = "NL_ASSERTION" in self.basis and criteria.get("nl_assertions") or ()
 
@@ -59,10 +59,9 @@ class Scorer:
 
         `claims` are left to `judged`.
         """
-        golden = zip(self.golden, self.compared, strict=True)
         parts = {
             "DB": self._after(calls) == self.gold,
-            "ACTION": all(self._made(*wanted, calls) for wanted in golden),
+            "ACTION": all(self._made(action, calls) for action in self.actions),
             "COMMUNICATE": all(communicated(info, messages) for info in self.told),
             "NL_ASSERTION": True,
         }
@@ -75,11 +74,12 @@ class Scorer:
                 self.world.call(tables, name, arguments)
         return tables
 
-    def _made(self, wanted: Call, keys: list[str] | None, calls: Sequence[Call]) -> bool:
+    def _made(self, action: Json, calls: Sequence[Call]) -> bool:
+        name, wanted, keys = action["name"], action["arguments"], action.get("compare_args")
         if keys is None:
-            return self._comparable(wanted) in map(self._comparable, calls)
-        given = [arguments for name, arguments in calls if name == wanted[0]]
-        return any(all(a.get(key) == wanted[1].get(key) for key in keys) for a in given)
+            return self._comparable((name, wanted)) in map(self._comparable, calls)
+        given = [arguments for other, arguments in calls if other == name]
+        return any(all(a.get(key) == wanted.get(key) for key in keys) for a in given)
 
     def _comparable(self, call: Call) -> tuple[str, Json | float]:
         name, arguments = call
