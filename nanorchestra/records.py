@@ -140,20 +140,24 @@ class Preference:
         "accuracy"), "cost", "latency" and those of tools, and the limits "never" (a list), "usd"
         and "seconds".
         """
-        given: dict[str, Any] = {"tools": {}, "never": list(vector.get("never", []))}
+        never = vector.get("never", [])
+        require(
+            isinstance(never, list) and all(isinstance(name, str) for name in never),
+            f"{where}: never is {never!r}; it must be a list of tools",
+        )
+        given: dict[str, Any] = {"tools": {}, "never": never}
         for name, value in vector.items():
-            name, limit = ("outcome" if name == "accuracy" else name), name in ("usd", "seconds")
-            known = name in ("outcome", "cost", "latency") or limit
-            number = isinstance(value, int | float) and math.isfinite(value)
+            if name == "never":
+                continue
+            name, least = ("outcome" if name == "accuracy" else name), -math.inf
+            if name in ("outcome", "cost", "latency", "usd", "seconds"):
+                least = 1e-9 if name in ("usd", "seconds") else 0
             require(
-                name == "never" or number and (not known or value >= 0) and (not limit or value),
+                isinstance(value, int | float) and least <= value < math.inf,
                 f"{where}: {name} is {value!r}; it must be a number"
-                + (", above 0" if limit else ", at least 0" if known else ""),
+                + (f", at least {least:g}" if least >= 0 else ""),
             )
-            if known:
-                given[name] = float(value)
-            elif name != "never":
-                given["tools"][name] = float(value)
+            (given["tools"] if least < 0 else given)[name] = float(value)
         unknown = {*given["tools"], *given["never"]} - {*(tools or ())}
         require(
             tools is None or not unknown,

@@ -30,7 +30,7 @@ Compare them in a few words, then end with <correct>True</correct> or <correct>F
 VERDICT = re.compile(r"<correct>\s*(true|false)\s*</correct>", re.IGNORECASE)
 MARKED = (re.compile(r"<answer>(.*?)</answer>", re.S), re.compile(r"\\boxed\{(.*)\}", re.S))
 LEAD = re.compile(r"^(?:the )?(?:final |correct )?answer(?: is)?\b[\s:]*", re.I)
-NUMBER = re.compile(r"[$€£]?([-+]?\d+(?:\.\d+)?(?:e[-+]?\d{1,4})?)( ?%)?", re.I)
+NUMBER = re.compile(r"[$€£]?([-+]?\d+(?:\.\d+)?(?:e[-+]?\d{1,4})?)")
 CHOICE = re.compile(r"\(?([a-z])(?:[).:].*|)", re.I | re.S)
 
 
@@ -90,7 +90,6 @@ def normalise(answer: str) -> str:
     return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
 
 
-def _number(text: str) -> tuple[Decimal, bool] | None:
-    """Returns (value, whether it is a percentage) of a text that is a number."""
+def _number(text: str) -> Decimal | None:
     found = NUMBER.fullmatch(text)
-    return (Decimal(found[1]), bool(found[2])) if found else None
+    return found and Decimal(found[1])

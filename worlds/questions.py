@@ -216,25 +216,26 @@ def _row(value: Any, file: Path, number: int) -> Row:
     """Returns a row. UserError names line and field."""
     where = f"{file}, line {number}"
     require(isinstance(value, dict), f"{where}: it must be an object of question and answer")
-    known = {key.lower(): field for key, field in value.items()}
+    known = {key.lower(): field for key, field in value.items() if field not in (None, "", {})}
+    require("image" not in known, f"{where}: the question has an image, which no tool can see")
     found = {
-        field: next((known[name] for name in names if known.get(name) not in (None, "")), None)
+        field: next((known[name] for name in names if name in known), None)
         for field, names in FIELDS.items()
     }
     for field in ("question", "answer"):
-        text = found[field]
-        text = str(text) if isinstance(text, int | float) else text
         require(
-            isinstance(text, str) and text.strip(),
+            isinstance(found[field], str | int | float) and str(found[field]).strip(),
             f"{where}: no {field}; it must be a text, under the name {' or '.join(FIELDS[field])}",
         )
-        found[field] = text.strip()
-    require(not known.get("image"), f"{where}: the question has an image, which no tool can see")
-    vector, text = found["vector"] or {}, known.get("preference") or ""
+    vector, text = found["vector"] or {}, known.get("preference", "")
     require(
         isinstance(vector, dict) and isinstance(text, str),
         f"{where}: preference must be a text, and vector an object of numbers",
     )
-    wish = Preference.of(text, vector, where) if vector or text else None
-    kind = str(found["kind"] or file.stem)
-    return Row(str(found["id"] or number), found["question"], found["answer"], kind, wish)
+    return Row(
+        id=str(found["id"] or number),
+        question=str(found["question"]).strip(),
+        answer=str(found["answer"]).strip(),
+        kind=str(found["kind"] or file.stem),
+        preference=Preference.of(text, vector, where) if vector or text else None,
+    )

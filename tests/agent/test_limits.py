@@ -72,8 +72,10 @@ def test_a_preference_is_a_line_of_words_and_a_vector():
     for line, problem in (
         ("cost=much", "it: cost is 'much'"),
         ("cost=-1", "at least 0"),
-        ("usd=0", "above 0"),
+        ("usd=0", "at least 1e-09"),
         ("search=nan", "must be a number"),
     ):
         with pytest.raises(UserError, match=problem):
             Preference.parse(line, "it")
+    with pytest.raises(UserError, match="never is 'python'; it must be a list"):
+        Preference.of("", {"never": "python"}, "it")
