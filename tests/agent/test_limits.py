@@ -9,7 +9,7 @@ from scripted import ANSWER, EchoTool, call, echoing, play
 
 from nanorchestra.agent.loop import Limits
 from nanorchestra.errors import UserError
-from nanorchestra.records import Preference
+from nanorchestra.records import Preference, ToolResult
 
 TWO = call("a").replace("<|im_end|>", "") + "\n" + call("b").split("\n\n")[1]
 
@@ -57,7 +57,7 @@ def test_a_call_is_given_up_in_time_for_an_answer(nano_tokenizer):
     t, said, _, prompt = limited(nano_tokenizer, [call(), ANSWER], seconds=2.0)  # 2 s, virtual
     assert "was given up" in said[0] and t.latency_s <= 2 and t.status == "answered"
     assert "Answer within 2 seconds." in prompt and t.cost_usd > 0.25  # its cost is known
-    tool = Priced(blocking=True, seconds=1.5)
+    tool = Priced(blocking=True, seconds=1.5, result=ToolResult("late", 0.25, 0.0))
     t, said, _, _ = limited(nano_tokenizer, [call(), ANSWER], tool, seconds=0.8)  # waited for
     assert "was given up" in said[0] and 0.25 < t.cost_usd < 0.26 and t.calls == {"echo": 1}
     _, _, engine, _ = limited(nano_tokenizer, [ANSWER], seconds=0.5)

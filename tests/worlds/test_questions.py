@@ -119,10 +119,10 @@ def test_a_simulated_expert_is_paid_as_quoted_and_the_stronger_is_right_more_oft
 def test_a_published_role_has_some_of_its_experts_in_another_order(world, tmp_path):
     roles = {"answer": ["strong", "middle", "quick"], "enhance_reasoning": ["strong", "quick"]}
     made = json.loads(Path(catalogue(tmp_path)).read_text())
-    made["tools"] = [
-        {"kind": "role", "name": name, "description": "It.", "models": models}
-        for name, models in roles.items()
-    ]
+    model = {"type": "string", "description": "as listed"}
+    listed = {"type": "object", "properties": {"model": model}, "required": ["model"]}
+    common = {"kind": "role", "description": "It.", "parameters": listed}
+    made["tools"] = [common | {"name": name, "models": roles[name]} for name in roles]
     (tmp_path / "roles.json").write_text(json.dumps(made))
     settings = {"tools": str(tmp_path / "roles.json"), "judge": "", "preference": "never=strong"}
     worlds, orders = world(**settings), set()
@@ -143,6 +143,8 @@ def test_a_published_role_has_some_of_its_experts_in_another_order(world, tmp_pa
         ]
         assert task.preference.never == hidden
     assert len(orders) > 12
+    env = worlds.environment(worlds.held_out(1)[0], 0)
+    assert all(tool["function"]["parameters"] == listed for tool in env.tools)
 
 
 def test_a_row_or_the_config_says_what_the_user_wants(world):
