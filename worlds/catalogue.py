@@ -103,7 +103,6 @@ def offered(tool: Tool, offer: dict[str, Any], simulation: Simulation | None) ->
     tool = replace(tool, name=offer["name"], description=offer["description"])
     if made:
         (tool.expert,) = made.values()
-        tool.price = tool.expert.price
         tool.parameters = tool.parameters | {"required": []}
     return tool
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from openai_server import openai_server, said
-from scripted import ANSWER, call
+from scripted import call
 
 import train
 from nanorchestra.agent.load import NANO, load_rollout
@@ -25,11 +25,12 @@ from nanorchestra.errors import UserError
 from nanorchestra.model import chat
 from nanorchestra.records import Price, ToolCall
 from nanorchestra.training import run as running
-from worlds import catalogue as offers
 from worlds.mixture import Worlds
 from worlds.questions import load_rows
 
 FRAMES = Path(__file__).parents[3] / "shared" / "data" / "frames.jsonl"
+PUBLISHED = Path(__file__).parents[2] / "assets" / "toolorchestra.toml"
+HOSTS = ("openai", "together", "here")
 ROWS = [{"question": f"What is {n} plus {n}?", "answer": 2 * n} for n in range(60)]
 MODELS = {"strong": [1.25, 10], "middle": [0.25, 2], "quick": [0.8, 0.8], "judge": [1.25, 10]}
 
@@ -211,33 +212,36 @@ class Menu:
 @pytest.mark.skipif(not FRAMES.exists(), reason="the data beside the project are absent")
 def test_training_on_frames_asks_real_experts_and_a_real_judge(tmp_path, monkeypatch):
     nano, alone = load_rollout(NANO, Limits(), 1.0, 1), threading.Lock()
-    names = ["orion", "vega", "lyra"]
-    turns = [call(name=name).replace('{"text": "hi"}', "{}") for name in names]
-    turns += [ANSWER.replace("42", number) for number in ("42", "43", "44")]
+    roles = {"answer": ("answer-1", "answer-2", "answer-3", "answer-4"), "search": ("search-1",)}
+    roles |= {"enhance_reasoning": ("reasoner-1",)}
     turns = [
-        turn.replace("\nt\n", f"\n{word}\n") for word, turn in zip("abcdef", turns, strict=True)
+        call(alias, name).replace('"text"', '"model"').replace("\nt\n", f"\n{alias[-2:]}\n")
+        for name, aliases in roles.items()
+        for alias in aliases
     ]
-    monkeypatch.setattr(offers, "EXPERT_NAMES", names)
     monkeypatch.setattr(Engine, "_grammar", Menu(nano.tokenizer, turns))
     monkeypatch.setattr(running, "SamplingParams", partial(SamplingParams, tools=("a turn",)))
-    monkeypatch.setitem(train.settings.SMALL, "grpo.group_size", 8)
 
     def answer(body):
-        asked = body["messages"][0]["content"]
         if body["model"] == "judge":
-            right = "<answer>42</answer>" in asked
-            return said(f"<correct>{right}</correct>" if "<answer>44" not in asked else "Hm.")
-        ids = chat.encode(nano.tokenizer, body["messages"])
+            n = sum(body["model"] == "judge" for body in server.bodies)
+            return said(f"<correct>{n % 2 == 0}</correct>" if n % 3 else "Hm.")
+        ids = chat.encode(nano.tokenizer, body["messages"])[-500:]
         with alone:
-            (done,) = nano.engine.generate([ids], SamplingParams(max_tokens=8))
-        return said(f"It is{done.text}.", usage=(len(ids), len(done.token_ids)))
+            (done,) = nano.engine.generate([ids], SamplingParams(max_tokens=8, seed=len(ids)))
+        text = f"It is{done.text}.\n```python\nprint(1)\n```<query>who was the first lady</query>"
+        return said(text, usage=(len(ids), len(done.token_ids)))
 
     with openai_server() as server:
         server.answer = answer
+        here = {"base_url": server.url, "key_variable": ""}
+        tables = json.loads(Path(catalogue(tmp_path)).read_text())
+        tables |= {"tools": tables["tools"][-1:], "endpoints": dict.fromkeys(HOSTS, here)}
+        (tmp_path / "mine.json").write_text(json.dumps(tables))
         options = ["--config", "toolorchestra-8b", "--dry-run", "--run.root", str(tmp_path)]
         options += ["--rollout.temperature", "4"]  # each turn of the menu is drawn
         options += ["--task.world", f"questions:{FRAMES}", "--task.experts", "real"]
-        options += ["--task.tools", catalogue(tmp_path, server.url), "--task.judge", "judge"]
+        options += ["--task.tools", f"{PUBLISHED},{tmp_path}/mine.json", "--task.judge", "judge"]
         assert train.main(options) == 0
     asked = [body["model"] for body in server.bodies]
     (run,) = tmp_path.glob("*-dry-run")
@@ -247,14 +251,14 @@ def test_training_on_frames_asks_real_experts_and_a_real_judge(tmp_path, monkeyp
         spent = sum(result["cost_usd"] for turn in row["turns"] for result in turn["results"])
         own = Price(0.2, 0.2).cost(len(row["ids"]), 0)
         assert row["cost_usd"] == pytest.approx(spent + own, abs=1e-9)
-        experts = [offer["models"] for offer in row["task"]["data"]["tools"]]
-        prices = {name: spec["usd"] for models in experts for name, spec in models.items()}
         for turn in row["turns"]:
             for made, result in zip(turn["calls"], turn["results"], strict=True):
-                if tokens := result["input_tokens"]:
-                    usd, paid = Price(*prices[made["name"]]), paid + 1
-                    assert result["cost_usd"] == usd.cost(tokens, result["output_tokens"])
-    assert 0 < paid <= len(asked) - asked.count("judge") and "judge" in asked
+                if made["name"] == "answer" and not result["error"]:
+                    (role,) = (o for o in row["task"]["data"]["tools"] if o["name"] == "answer")
+                    usd, paid = Price(*role["models"][result["alias"]]["usd"]), paid + 1
+                    tokens = result["input_tokens"], result["output_tokens"]
+                    assert result["cost_usd"] == usd.cost(*tokens) > 0
+    assert 0 < paid < len(asked) - asked.count("judge") and "judge" in asked
     steps = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     assert any("loss" in step for step in steps)
     assert any({"model", "unparsed"} <= set(step["verdicts"]) for step in steps)
