@@ -137,7 +137,9 @@ def test_an_endpoint_has_so_many_calls_at_once_as_it_says(load, server):
 
 
 def test_published_roles_read_the_evidence_and_return_what_was_found(load, server):
-    reason, search, answer = load(catalogue(*ROLES, SEARCH, here=server.url))
+    reason, search, answer = load(
+        catalogue(*ROLES, SEARCH | {"usd_per_call": 0.25}, here=server.url)
+    )
     evidence = Evidence("What is gold?", ["old document"], [["print(2)", "2"]], [["a-1", "lead"]])
     reason, search, answer = (tool.bind(evidence) for tool in (reason, search, answer))
     server.answer = lambda body: said("```python\nprint(6*7)\n```", usage=(100, 50))
@@ -150,7 +152,8 @@ def test_published_roles_read_the_evidence_and_return_what_was_found(load, serve
     places = [message["content"].index(text) for text in [*texts, "Do not answer"]]
     assert places == sorted(places)
     server.answer = lambda body: said("<query>atomic number of gold</query>")
-    assert search.call({"model": "a-1"}).found["documents"][-1].startswith("Gold has")
+    result = search.call({"model": "a-1"})
+    assert result.found["documents"][-1].startswith("Gold has") and result.cost_usd > 0.25
     server.answer = lambda body: said("<query>gold</query>")
     assert search.call({"model": "a-1"}).content == "Error: a-1 wrote no query"
     evidence.documents += ["long " * 500]
