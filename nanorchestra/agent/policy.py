@@ -102,6 +102,7 @@ class EndpointConversation:
         try:
             message, tokens = await in_thread(self.rollout.ask, body)
         except EndpointError as error:
+            self.trajectory.cost_usd += self.rollout.bill.cost(*error.tokens)
             text = f"Error: {params['model']} at {self.rollout.url} failed ({error})"
             return _completion([], "error", text)
         self.trajectory.cost_usd += self.rollout.bill.cost(*tokens)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from nanorchestra.evidence import Budget, shown
 from nanorchestra.records import Evidence, ToolResult, part
@@ -35,20 +35,12 @@ NO_OUTPUT = "(no output)"  # of an interpreter
 NESTED = r"\{(?:[^{}]|\{[^{}]*\})*\}"
 
 
-class Helper(Protocol):
-    """A tool that an expert's role uses: a search for its query, or an interpreter for its code."""
-
-    name: str
-
-    def call(self, arguments: dict[str, Any]) -> ToolResult:
-        """Returns the observation and its price."""
-
-
 @dataclass
 class RoleTool:
     """A published role: the policy chooses one of `experts` by its alias.
 
-    `helpers` do what the expert writes: the first search that finds a document, the interpreter.
+    `helpers` are the tools for what the expert writes: searches, of which the first that finds a
+    document counts, or an interpreter.
     `given` are the parameters of a published file; without them the experts describe themselves.
     `tokenizer` cuts what an expert reads; None: its tokens are estimated.
     """
@@ -56,7 +48,7 @@ class RoleTool:
     name: str
     description: str
     experts: dict[str, Expert]
-    helpers: Sequence[Helper] = ()
+    helpers: Sequence[Any] = ()
     given: dict[str, Any] | None = None
     tokenizer: Any = None
     evidence: Evidence = field(default_factory=lambda: Evidence(""))
