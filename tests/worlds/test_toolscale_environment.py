@@ -56,6 +56,7 @@ def test_golden_play_scores_1_and_silence_0(world):
 
 def test_tasks_are_functions_of_split_index_and_seed_and_splits_share_none(world, made):
     assert world.task("train", 3) == load_world(made).task("train", 3)
+    assert load_world(f"{made}/").name == f"{made}/", "tasks name their world as task.world does"
     assert world.task("train", 3) != load_world(made, seed=1).task("train", 3)
     ids = {
         split: {world.task(split, index).data["task"]["id"] for index in range(40)}

@@ -141,7 +141,7 @@ def load_world(path: str | Path, seed: int = 0, models: Models = SIMULATED) -> T
     tasks; a tau2 directory (tasks.json) is itself one. Tasks that cannot be scored here are left
     out, with a line on stderr. Raises UserError if something is missing or damaged.
     """
-    path = Path(path)
+    name, path = str(path), Path(path)  # task.world names it so, "data/" too
     if (path / "tasks.json").is_file():
         file, home = path / "tasks.json", path.resolve().parent
     else:
@@ -167,7 +167,7 @@ def load_world(path: str | Path, seed: int = 0, models: Models = SIMULATED) -> T
     require(all(splits.values()), f"{file}: a domain needs at least {HELD_OUT} tasks; {said}")
     if left_out:
         print(f"{file}: {said}", file=sys.stderr)
-    return ToolScaleWorld(splits, worlds, seed, name=str(path), models=models)
+    return ToolScaleWorld(splits, worlds, seed, name=name, models=models)
 
 
 def load_tasks(path: Path) -> list[Json]:
