@@ -7,6 +7,7 @@ import json
 import random
 import re
 import threading
+import zlib
 from functools import partial
 from pathlib import Path
 
@@ -224,7 +225,9 @@ def test_training_on_frames_asks_real_experts_and_a_real_judge(tmp_path, monkeyp
 
     def answer(body):
         if body["model"] == "judge":
-            n = sum(body["model"] == "judge" for body in server.bodies)
+            n = zlib.crc32(
+                b"d" + json.dumps(body["messages"]).encode()
+            )  # whatever the order of requests
             return said(f"<correct>{n % 2 == 0}</correct>" if n % 3 else "Hm.")
         ids = chat.encode(nano.tokenizer, body["messages"])[-500:]
         with alone:
