@@ -2,8 +2,8 @@
 
     W[n, k] = (values[n, k] - zeros[n, k // group]) * scales[n, k // group]
 
-int8 has one scale a row and no zeros. int4 is that of AWQ (Lin et al. 2023, arXiv 2306.00978); the
-packing is in dequantise.py. The weights enter the product as small integers, exact in x.dtype, and
+int8 has one scale a row and no zeros. int4 has both for each group; the packing
+is in dequantise.py. The weights enter the product as small integers, exact in x.dtype, and
 the scales join in fp32. That reads N K bytes, or N K (1/2 + 3/group), for 2 M N K FLOPs: bandwidth
 is the limit. More than ROWS rows of x are multiplied by torch with W written out in x.dtype.
 

@@ -19,6 +19,7 @@ _SUPPORTED = {
     "use_sliding_window": (False,),
     "tie_word_embeddings": (False, True),
     "attention_bias": (False, True),
+    "quantization_config": (None,),
 }
 _DEFAULTS = {  # those of transformers
     "head_dim": 128,

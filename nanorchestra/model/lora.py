@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from nanorchestra.files import write_whole
@@ -21,8 +21,6 @@ from nanorchestra.model.quantise import linears
 from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.sharded import fill, whole
 from nanorchestra.model.weights import hf_rows
-
-TENSORS = "adapter_model.safetensors"
 
 
 class LoRALinear(nn.Module):
@@ -91,13 +89,6 @@ def reset(model: Qwen3, seed: int) -> None:
         fill(module.lora_b, torch.zeros(module.lora_b.shape))
 
 
-def merge(model: Qwen3, seed: int) -> None:
-    """Add the adapters to the base and reset them: the model computes the same."""
-    for _, module in adapters(model):
-        fill(module.weight, module.merged())
-    reset(model, seed)
-
-
 class Base:
     """The model without its adapters: a reference model that takes no memory."""
 
@@ -125,19 +116,11 @@ class Base:
         return iter(())
 
 
-def save_adapter(
-    model: Qwen3,
-    path: str | Path,
-    base: str = "",
-    *,
-    before: str | Path | None = None,
-    write: bool = True,
-) -> None:
+def save_adapter(model: Qwen3, path: Path, base: str = "", write: bool = True) -> None:
     """Write the adapters in PEFT's layout, which peft.PeftModel loads onto the model named `base`.
 
-    `before` holds adapters that were merged before these began; the result is then the sum of both,
-    with the ranks added. All ranks of a sharded model call this, one of them with `write`. Raises
-    UserError if `path` cannot be written.
+    All ranks of a sharded model call this, one of them with `write`. Raises UserError if `path`
+    cannot be written.
     """
     tensors, targets = {}, set()
     for name, module in adapters(model):
@@ -150,22 +133,14 @@ def save_adapter(
             tensors[f"base_model.model.{part}.lora_B.weight"] = b[rows].contiguous()
     if not write:
         return
-    if before is not None:  # B_1 A_1 + B_2 A_2 = [B_1 B_2] [A_1; A_2]
-        earlier = load_file(Path(before) / TENSORS)
-        tensors = {
-            name: torch.cat([earlier[name], tensor], 0 if "lora_A" in name else 1)
-            for name, tensor in tensors.items()
-        }
-    rank = len(next(iter(tensors.values())))  # of the first A
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": rank,
-        "lora_alpha": module.scale * rank,
+        "r": module.rank,
+        "lora_alpha": module.scale * module.rank,
         "target_modules": sorted(targets),
     }
-    path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     write_whole(path / "adapter_config.json", json.dumps(config, indent=2) + "\n")
-    write_whole(path / TENSORS, save(tensors, {"format": "pt"}))
+    write_whole(path / "adapter_model.safetensors", save(tensors, {"format": "pt"}))

@@ -1,16 +1,11 @@
 """Weight-only quantisation: matrices in 8 or 4 bits, activations in full precision.
 
-A QuantisedLinear takes the place of an nn.Linear. It rounds full-precision weights itself, or takes
-the tensors of an AWQ checkpoint (Lin et al. 2023, arXiv 2306.00978; "gemm" layout). Embeddings,
+A QuantisedLinear takes the place of an nn.Linear and rounds its full-precision weights. Embeddings,
 norms and biases stay as they are; the lm_head takes 8 bits in either mode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +13,6 @@ from torch import Tensor, nn
 
 from kernels.quantised import quantised_linear
 from nanorchestra.errors import require
-from nanorchestra.files import read_json
 from nanorchestra.model.ops import by_kernel, linear
 
 MODES = ("int8", "int4")
@@ -26,16 +20,6 @@ GROUP = 128  # input columns that share a scale in int4, as in most published 4-
 _BLOCK = 1024  # output rows converted at a time; bounds the full-precision copies in memory
 # fp16, spaced 2^-24 here, still keeps a scale so well that no weight moves by over half a step.
 _SMALLEST_SCALE = 2.0**-21
-# Column c of eight lies in this nibble of its int32 in an AWQ checkpoint, the lowest being 0.
-_AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
-
-
-@dataclass(frozen=True)
-class Slot:
-    """The place of one checkpoint tensor: its shape, and what writes it."""
-
-    shape: list[int]
-    write: Callable[[Tensor], None]
 
 
 class QuantisedLinear(nn.Module):
@@ -97,24 +81,6 @@ class QuantisedLinear(nn.Module):
         if self.bits == 4:
             self.zeros[rows] = 8
 
-    def awq_slots(self, prefix: str, rows: slice) -> dict[str, Slot]:
-        """Return the slots of AWQ's three tensors for these rows."""
-        count, groups = rows.stop - rows.start, self.in_features // self.group
-
-        def write(buffer: Tensor, tensor: Tensor) -> None:
-            if buffer is not self.scales:
-                tensor = unpack_awq(tensor.to(buffer.device))
-            tensor = tensor.T
-            if buffer is self.values:
-                tensor = pack_nibbles(tensor.unflatten(1, (-1, self.group)))
-            buffer[rows] = tensor
-
-        return {
-            f"{prefix}qweight": Slot([self.in_features, count // 8], partial(write, self.values)),
-            f"{prefix}qzeros": Slot([groups, count // 8], partial(write, self.zeros)),
-            f"{prefix}scales": Slot([groups, count], partial(write, self.scales)),
-        }
-
 
 def quantise_model(model: nn.Module, mode: str) -> None:
     """Replace every nn.Linear by an empty QuantisedLinear, in place.
@@ -126,12 +92,7 @@ def quantise_model(model: nn.Module, mode: str) -> None:
     for name, module in linears(model):
         is_int4 = mode == "int4" and name != "lm_head"
         bits, group = (4, GROUP) if is_int4 else (8, module.in_features)
-        replace_linear(model, name, bits, group)
-
-
-def replace_linear(model: nn.Module, name: str, bits: int, group: int) -> None:
-    """Put an empty QuantisedLinear in the place of an nn.Linear."""
-    model.set_submodule(name, QuantisedLinear(model.get_submodule(name), bits, group))
+        model.set_submodule(name, QuantisedLinear(module, bits, group))
 
 
 def linears(model: nn.Module, kind: type[nn.Module] = nn.Linear) -> list[tuple[str, Any]]:
@@ -144,22 +105,6 @@ def is_quantised(model: nn.Module) -> bool:
     return bool(linears(model, QuantisedLinear))
 
 
-def awq_group_size(file: Path) -> int | None:
-    """Return the group size of an AWQ checkpoint from its config.json; None in full precision.
-
-    Raises UserError for any quantisation but AWQ's 4 bits in "gemm" layout.
-    """
-    config = read_json(file).get("quantization_config")
-    if config is None:
-        return None
-    layout = config.get("version", "gemm").lower()
-    require(
-        (config["quant_method"], config.get("bits"), layout) == ("awq", 4, "gemm"),
-        f"{file}: quantization_config = {config}: expected AWQ in 4 bits, 'gemm' layout",
-    )
-    return config.get("group_size", GROUP)
-
-
 def pack_nibbles(q: Tensor) -> Tensor:
     """Pack uint8 [rows, groups, group] of 0..15 -> [rows, in / 2] (see QuantisedLinear)."""
     low, high = q.chunk(2, dim=2)
@@ -170,9 +115,3 @@ def unpack_nibbles(packed: Tensor, group: int) -> Tensor:
     """Invert pack_nibbles: uint8 [rows, in / 2] -> [rows, groups, group]."""
     halves = packed.unflatten(1, (-1, group // 2))
     return torch.cat((halves & 15, halves >> 4), dim=2)
-
-
-def unpack_awq(packed: Tensor) -> Tensor:
-    """Unpack int32 [rows, columns / 8] of an AWQ checkpoint -> uint8 [rows, columns] of 0..15."""
-    shifts = 4 * torch.tensor(_AWQ_NIBBLES, dtype=torch.int32, device=packed.device)
-    return (packed[..., None] >> shifts & 15).to(torch.uint8).flatten(1)

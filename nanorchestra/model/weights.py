@@ -8,6 +8,7 @@ at once where the model is quantised. saving.py writes checkpoints.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -21,18 +22,23 @@ from nanorchestra.files import read_json
 from nanorchestra.model.hf_config import read_config
 from nanorchestra.model.quantise import (
     QuantisedLinear,
-    Slot,
-    awq_group_size,
     is_quantised,
     linears,
     quantise_model,
-    replace_linear,
 )
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.sharded import fill, whole
 from nanorchestra.model.tokenizer import Tokenizer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one checkpoint tensor: its shape, and what writes it."""
+
+    shape: list[int]
+    write: Callable[[Tensor], None]
 
 
 def load_model(
@@ -44,24 +50,20 @@ def load_model(
 ) -> tuple[Qwen3, Tokenizer | None]:
     """Return the model of a checkpoint directory and its tokenizer, None without tokenizer.json.
 
-    `quantise`, "int8" or "int4", rounds the matrices as they are read; an AWQ checkpoint keeps its
-    4 bits. `build` makes the model without memory; dtype None keeps the dtypes it chooses. Raises
-    UserError for anything wrong with the directory.
+    `quantise`, "int8" or "int4", rounds the matrices as they are read. `build` makes the model
+    without memory; dtype None keeps the dtypes it chooses. Raises UserError for anything wrong with
+    the directory.
     """
     path = Path(path)
-    config, group = read_config(path), awq_group_size(path / "config.json")
-    require(not group or not quantise, f"{path}: quantise = {quantise!r}: is quantised already")
+    config = read_config(path)
     with torch.device("meta"):
         model = build(config)
     if dtype is not None:
         model.to(getattr(torch, dtype))
-    if group:
-        for name, _ in linears(model.layers):
-            replace_linear(model.layers, name, 4, group)
-    elif quantise:
+    if quantise:
         quantise_model(model, quantise)
     model.to_empty(device=device)
-    _write(hf_slots(model, bool(group)), _stored(path), str(path))
+    _write(hf_slots(model), _stored(path), str(path))
     has_tokenizer = (path / "tokenizer.json").exists()
     return model, Tokenizer.from_dir(path) if has_tokenizer else None
 
@@ -94,8 +96,8 @@ def named_hf_tensors(
             yield from ((part, matrix[rows]) for part, rows in parts)
 
 
-def hf_slots(model: Qwen3, awq: bool = False) -> dict[str, Slot]:
-    """Return where each HF tensor goes; `awq`: 4-bit matrices come as the tensors of AWQ."""
+def hf_slots(model: Qwen3) -> dict[str, Slot]:
+    """Return where each HF tensor goes."""
     slots: dict[str, Slot] = {}
     for name, parameter in model.named_parameters():
         for part, rows in hf_rows(model.config, name, len(parameter)):
@@ -103,11 +105,8 @@ def hf_slots(model: Qwen3, awq: bool = False) -> dict[str, Slot]:
             slots[part] = Slot(shape, partial(fill, parameter, begin=rows.start))
     for name, module in linears(model, QuantisedLinear):
         for part, rows in hf_rows(model.config, f"{name}.weight", module.out_features):
-            if awq and module.bits == 4:
-                slots |= module.awq_slots(part.removesuffix("weight"), rows)
-            else:
-                shape = [rows.stop - rows.start, module.in_features]
-                slots[part] = Slot(shape, partial(module.write, rows))
+            shape = [rows.stop - rows.start, module.in_features]
+            slots[part] = Slot(shape, partial(module.write, rows))
     return slots
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from nanorchestra.model.lora import merge, save_adapter
+from nanorchestra.model.lora import save_adapter
 from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.report.page import write_report
 from nanorchestra.report.run import table
@@ -47,22 +46,14 @@ def train(run: TrainingRun) -> bool:
 
 
 def _begin_grpo(run: TrainingRun) -> None:
-    """Makes the weights of now the reference of GRPO, with a fresh optimizer."""
+    """Makes the weights of now (with LoRA: the base) GRPO's reference; makes a fresh optimizer."""
     config = run.config
-    if config.lora.rank:
-        _save_adapter(run, "adapter/warm_start")
-        merge(run.trainer.model, config.run.seed + 1)
     run.trainer.new_optimizer(config.grpo.optimizer)
     if config.grpo.kl_coef:
         run.trainer.freeze_reference()
     run.publish()
     run.progress.phase, run.progress.step = "grpo", 0
     run.save()
-
-
-def _save_adapter(run: TrainingRun, name: str, before: Path | None = None) -> None:
-    path, base = run.folder.path / name, run.config.model.path
-    save_adapter(run.trainer.model, path, base, before=before, write=run.ranks.first)
 
 
 def _finish(run: TrainingRun) -> dict[str, Any]:
@@ -72,8 +63,8 @@ def _finish(run: TrainingRun) -> dict[str, Any]:
     # The other ranks send their shards to rank 0.
     first, dtype = run.ranks.first, run.dtype
     save_checkpoint(trainer.model, run.tokenizer, path / "model", dtype=dtype, write=first)
-    if run.config.lora.rank:  # the sum of both phases, for the model that the run began with
-        _save_adapter(run, "adapter", path / "adapter" / "warm_start")
+    if run.config.lora.rank:
+        save_adapter(trainer.model, path / "adapter", run.config.model.path, write=first)
     if not run.ranks.first:
         return {}
     tasks = worlds.held_out(run.config.evaluation.tasks)

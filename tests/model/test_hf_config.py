@@ -1,20 +1,16 @@
 """config.json: what is read, what is written, what is refused."""
 
-import json
-
 import pytest
 from transformers import Qwen3Config
 
 from nanorchestra.errors import UserError
 from nanorchestra.model.hf_config import config_from_hf, config_to_hf
-from nanorchestra.model.quantise import awq_group_size
 from nanorchestra.model.qwen3 import PRESETS, ModelConfig
 
 TINY = dict(
     model_type="qwen3", vocab_size=320, hidden_size=48, intermediate_size=96, head_dim=16,
     num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
 )  # fmt: skip
-AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "group_size": 32, "zero_point": True}
 
 
 @pytest.mark.parametrize(
@@ -32,6 +28,7 @@ def test_a_config_comes_back_from_its_file_and_from_transformers(config: ModelCo
     [
         ({"model_type": "llama"}, "model_type = 'llama': expected 'qwen3'"),
         ({"hidden_size": None}, "hidden_size = None: expected a positive number"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type = 'yarn'"),
     ],
     ids=str,
@@ -41,18 +38,3 @@ def test_a_config_that_is_not_supported_is_refused_in_one_line(change, words):
         config_from_hf(TINY | change, "here/config.json")
     message = str(refusal.value)
     assert message.startswith("here/config.json: ") and words in message and "\n" not in message
-
-
-def test_only_awq_in_4_bits_is_read(tmp_path):
-    file = tmp_path / "config.json"
-
-    def group_of(config):
-        file.write_text(json.dumps({"quantization_config": config}))
-        return awq_group_size(file)
-
-    assert group_of(None) is None
-    assert group_of(AWQ) == 32 and group_of(AWQ | {"version": "GEMM"}) == 32
-    assert group_of({"quant_method": "awq", "bits": 4}) == 128
-    for change in ({"quant_method": "gptq"}, {"version": "gemv"}, {"bits": 8}):
-        with pytest.raises(UserError, match="expected AWQ in 4 bits, 'gemm' layout"):
-            group_of(AWQ | change)

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from nanorchestra.errors import UserError
 from nanorchestra.model import saving
-from nanorchestra.model.lora import adapters, add_adapters, merge, reset, save_adapter
+from nanorchestra.model.lora import adapters, add_adapters, reset, save_adapter
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.model.sharded import fill, whole
@@ -158,7 +158,7 @@ def second_half(ranks: Ranks, folder: str) -> dict[str, torch.Tensor]:
 
 
 def adapted(ranks: Ranks, source: str, target: str) -> dict[str, torch.Tensor]:
-    """As train.py with lora.rank: warm start, merge, steps with the base as the reference.
+    """As train.py with lora.rank: warm start, then steps with the base as the reference.
 
     In float64, since Adam's first step is the gradient's sign: rounding of a gradient that is
     nearly zero would move a weight by twice the learning rate.
@@ -173,14 +173,12 @@ def adapted(ranks: Ranks, source: str, target: str) -> dict[str, torch.Tensor]:
     reset(model, 1)
     trainer = Trainer(model, vocab_limit=VOCAB - 6, ranks=ranks, optimizer="muon")
     values = [trainer.supervised_step(make_groups(step), 3e-3)["loss"] for step in range(3)]
-    save_adapter(model, Path(target) / "before", source, write=ranks.first)
-    merge(model, 2)
     trainer.new_optimizer("adamw")
     trainer.freeze_reference()
     for step in range(3):
         result = trainer.policy_step(make_groups(step), 3e-3, Objective(kl_coef=0.5))
         values.append(result.metrics["loss"])
-    save_adapter(model, target, source, before=Path(target) / "before", write=ranks.first)
+    save_adapter(model, Path(target), source, write=ranks.first)
     weights = {name: value.clone() for name, value in named_hf_tensors(model)}
     return {"losses": torch.tensor(values)} | weights
 
