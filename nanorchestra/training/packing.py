@@ -113,26 +113,18 @@ def pack(
     layout = _Layout()
     if not groups:
         layout.lay([0], 0, None)
-    beginnings = layout.lay_beginnings([group.prompt for group in groups])
+    pairs = [(group.prompt, sample) for group in groups for sample in group.samples]
+    places: list[list[int]] = [[] for _ in pairs]  # in the pack, of the ids of each sequence
+    layout.lay_branches([prompt + sample.ids for prompt, sample in pairs], places, 0, None)
     integers: list[tuple[int, int, int, int]] = []  # source, target, sequence, trajectory_ids
     floats: list[tuple[float, float]] = []  # sampler's log-probability, advantage
-    number = 0
-    for group in groups:
-        start = len(group.prompt)
-        common, beginning = beginnings[tuple(group.prompt[:SHARED_IDS])]
-        prompt = layout.lay(group.prompt[common:], common, beginning)
-        last = prompt.start + prompt.length - 1
-        places = [[last] for _ in group.samples]  # in the pack: the last prompt id, the sample's
-        sequences = [group.prompt + sample.ids for sample in group.samples]
-        layout.lay_branches(sequences, places, start, prompt)
-        for sample, place in zip(group.samples, places, strict=True):
-            total = sample.trajectory_ids or sample.count
-            logprobs = sample.logprobs or [0.0] * len(sample.ids)
-            for i, token in enumerate(sample.ids):
-                if sample.sampled[i]:
-                    integers.append((place[i], token, number, total))
-                    floats.append((logprobs[i], sample.advantage))
-            number += 1
+    for number, ((prompt, sample), place) in enumerate(zip(pairs, places, strict=True)):
+        total = sample.trajectory_ids or sample.count
+        logprobs = sample.logprobs or [0.0] * len(sample.ids)
+        for i, token in enumerate(sample.ids):
+            if sample.sampled[i]:
+                integers.append((place[len(prompt) + i - 1], token, number, total))
+                floats.append((logprobs[i], sample.advantage))
     return Packed(
         torch.tensor(layout.tokens, device=device),
         torch.tensor(layout.positions, device=device),
@@ -159,31 +151,22 @@ class _Layout:
         self.positions.extend(range(position, position + len(ids)))
         return segment
 
-    def lay_beginnings(
-        self, prompts: list[list[int]]
-    ) -> dict[tuple[int, ...], tuple[int, Segment | None]]:
-        """Lays what the prompts of each world begin with.
-
-        Prompts are of one world if their first SHARED_IDS ids agree. Returns by these ids the
-        length of the beginning and its segment. Each prompt keeps at least one id of its own.
-        """
-        beginnings = {}
-        for key, numbers in _alike(prompts, 0).items():
-            members = [prompts[i] for i in numbers]
-            common = min(common_prefix(members), min(map(len, members)) - 1)
-            common *= len(members) > 1
-            segment = self.lay(members[0][:common], 0, None) if common else None
-            beginnings[key] = common, segment
-        return beginnings
-
     def lay_branches(
-        self, sequences: list[list[int]], places: list[list[int]], depth: int, prefix: Segment
+        self,
+        sequences: list[list[int]],
+        places: list[list[int]],
+        depth: int,
+        prefix: Segment | None,
     ) -> None:
         """Lays what follows the first `depth` ids, in which the sequences agree, as a tree.
 
         Appends to places[i] the indices in the pack of the ids of sequence i.
         """
-        for branch in _alike(sequences, depth).values():
+        branches: dict[tuple[int, ...], list[int]] = {}  # by the next SHARED_IDS ids
+        for i, ids in enumerate(sequences):
+            if len(ids) > depth:
+                branches.setdefault(tuple(ids[depth : depth + SHARED_IDS]), []).append(i)
+        for branch in branches.values():
             members, taken = [sequences[i] for i in branch], [places[i] for i in branch]
             end = common_prefix(members)
             segment = self.lay(members[0][depth:end], depth, prefix)
@@ -191,15 +174,6 @@ class _Layout:
                 place.extend(range(segment.start, segment.start + segment.length))
             if len(branch) > 1:
                 self.lay_branches(members, taken, end, segment)
-
-
-def _alike(sequences: Sequence[list[int]], depth: int) -> dict[tuple[int, ...], list[int]]:
-    """The indices of the sequences that go on after `depth` ids, by their next SHARED_IDS ids."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    for i, ids in enumerate(sequences):
-        if len(ids) > depth:
-            found.setdefault(tuple(ids[depth : depth + SHARED_IDS]), []).append(i)
-    return found
 
 
 def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
