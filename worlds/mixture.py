@@ -28,7 +28,6 @@ from worlds import evaluation, routers
 from worlds.miniature import world as miniature
 from worlds.miniature.induction import draft_induction
 from worlds.miniature.offers import describe
-from worlds.miniature.probe import price_probe
 from worlds.miniature.tables import HELD_OUT, TRAIN
 from worlds.miniature.teacher import teach, texts
 from worlds.toolscale import dataset as toolscale
@@ -118,13 +117,6 @@ class Worlds:
         found = self.places(count, start)
         return [self.domains[name].task(HELD_OUT, n) for name, n in found]
 
-    def held_out_domains(self, count: int) -> list[Task]:
-        """Returns held-out tasks of the domains beside the miniature; [] if either is missing."""
-        if not (self.has_miniature and self.domains):
-            return []
-        found = (place for place in places(self.shares, self.seed) if place[0] in self.domains)
-        return [self.domains[name].task(HELD_OUT, n) for name, n in islice(found, count)]
-
     def environment(self, task: Task, seed: int) -> Environment:
         """Returns the environment of one attempt at a task."""
         if domain := self.domains.get(task.data.get("world")):
@@ -170,10 +162,6 @@ class Worlds:
     ) -> list[Trajectory]:
         """Returns one scored attempt at each held-out task."""
         return evaluation.evaluate(rollout, tasks, self.seed, self.environment, on_done)
-
-    def price_probe(self, rollout: Rollout, tasks: Sequence[Task]) -> dict[str, float]:
-        """Returns how often the policy asks the large expert, by the factor on its price."""
-        return price_probe(rollout, tasks, self.seed, self.environment)
 
     def routers(self, tasks: Sequence[Task]) -> dict[str, dict[str, Any]]:
         """Returns the summary of each fixed router, which plays the miniature only."""

@@ -123,7 +123,7 @@ def _curve(rows: Rows, title: str, patterns: str, factor: float) -> Panel:
 
 def frontier(summary: dict[str, Any]) -> Panel:
     """Return the panel of right answers against cost on held-out tasks, with one standard error."""
-    found = [entry for entry in entries(summary) if not entry[0].endswith("-domains")]
+    found = entries(summary)
 
     def draw(axis: Axes) -> None:
         axis.set_title("Right answers, %, against cost")

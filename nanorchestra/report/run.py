@@ -139,9 +139,6 @@ def entries(summary: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
     """Return (key, label, scores) of the held-out results: before, after, then the routers."""
     held_out = summary.get("held_out") or {}
     found = [(key, label, held_out[key]) for key, label in ENTRIES.items() if held_out.get(key)]
-    for key, label, scores in tuple(found):
-        if "domains" in scores:
-            found.append((f"{key}-domains", f"domains, {label}", scores["domains"]))
     routers = held_out.get("routers") or {}
     return found + [(key, ROUTERS.get(key, key), routers[key]) for key in routers]
 
