@@ -13,7 +13,6 @@ from nanorchestra.config import Config
 from nanorchestra.engine.engine import Engine
 from nanorchestra.errors import require
 from nanorchestra.model import lora
-from nanorchestra.model.quantise import is_quantised
 from nanorchestra.model.qwen3 import PRESETS, ModelConfig, Qwen3
 from nanorchestra.model.tokenizer import Tokenizer, train_bpe
 from nanorchestra.model.weights import load_model
@@ -58,10 +57,6 @@ def build_model(
     model, tokenizer = load_model(path, device=device, dtype=None, build=build)
     lora.reset(model, seed)
     require(tokenizer, f"{path}: no tokenizer.json; training needs it beside the weights")
-    require(
-        not is_quantised(model),
-        f"{path}: the checkpoint is quantised; training needs one in full precision",
-    )
     return model, tokenizer
 
 

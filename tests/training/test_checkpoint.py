@@ -21,18 +21,10 @@ def truncated(folder):
     file.write_bytes(file.read_bytes()[:-7])
 
 
-def overwritten(folder):
-    file = next(folder.glob("*.distcp"))
-    data = file.read_bytes()
-    middle = len(data) // 2  # of a tensor, where only the checksum notices
-    file.write_bytes(data[:middle] + b"\x55" * 200 + data[middle + 200 :])
-
-
 @pytest.mark.parametrize(
     "damage",
     [
         truncated,
-        overwritten,
         lambda folder: (folder / "notes.json").unlink(),
         lambda folder: (folder / "notes.json").write_text("{"),
         lambda folder: (folder / ".metadata").write_bytes(b""),
