@@ -22,7 +22,7 @@ def test_an_unknown_kernel_is_refused_in_one_line(command, capsys):
 def test_a_benchmark_without_a_gpu_says_so_and_writes_nothing(tmp_path, capsys):
     assert bench.main(["--kernel", "swiglu", "--json", str(tmp_path / "f.json")]) == 1
     out, error = capsys.readouterr()
-    assert "374.6 us at least on an H200" in out and not list(tmp_path.iterdir())
+    assert not out and not list(tmp_path.iterdir())
     assert error == "there is no GPU here: nothing was measured, nothing was written\n"
 
 
