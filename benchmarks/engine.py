@@ -1,6 +1,6 @@
 """Measures the engine beside transformers' `generate` and beside what the machine could do.
 
-    python -m benchmarks.engine [--json PATH] [--rounds 2] [--threads 2]
+    python benchmarks/engine.py [--json PATH] [--rounds 2] [--threads 2]
 
 Works: samples in groups, a tool loop beside prefilling every turn anew, decoding, prefill. On the
 CPU in float32 with a model of 28M parameters, whose time goes into arithmetic, and with nano, whose
@@ -27,6 +27,8 @@ from statistics import median
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.model.qwen3 import PRESETS, Qwen3
