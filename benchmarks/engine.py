@@ -267,7 +267,7 @@ def run(bench: Bench, on_gpu: bool) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """Measures, prints, and writes the figures where --json says."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine")
+    parser = argparse.ArgumentParser(prog="benchmarks/engine.py")
     parser.add_argument("--json", type=Path, help="where to write all figures")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--rounds", type=int, default=2, help="timed rounds (default: 2)")
