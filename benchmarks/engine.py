@@ -1,6 +1,6 @@
 """Measures the engine beside transformers' `generate` and beside what the machine could do.
 
-    python benchmarks/engine.py [--json PATH] [--rounds 2] [--threads 2]
+    python benchmarks/engine.py [--json PATH] [--rounds 1] [--threads 2]
 
 Works: samples in groups, a tool loop beside prefilling every turn anew, decoding, prefill. On the
 CPU in float32 with a model of 28M parameters, whose time goes into arithmetic, and with nano, whose
@@ -270,7 +270,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks/engine.py")
     parser.add_argument("--json", type=Path, help="where to write all figures")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
-    parser.add_argument("--rounds", type=int, default=2, help="timed rounds (default: 2)")
+    parser.add_argument("--rounds", type=int, default=1, help="timed rounds (default: 1)")
     options = parser.parse_args(argv)
     if find_spec("transformers") is None:
         print("transformers is not installed: pip install -r requirements-dev.txt", file=sys.stderr)
