@@ -32,7 +32,7 @@ from nanorchestra.agent.environment import Tool, schema_error
 from nanorchestra.agent.nested import Orchestrator
 from nanorchestra.errors import ArgumentParser, command, require
 from nanorchestra.files import read_json, read_toml
-from nanorchestra.records import Price, ToolResult
+from nanorchestra.records import Price, ToolResult, arguments_schema
 from nanorchestra.tools.corpus import build_index, read_passages
 from nanorchestra.tools.functions import load_functions, tool
 from nanorchestra.tools.index import Index
@@ -55,12 +55,6 @@ PRESETS = Path(__file__).parent / "assets" / "experts.toml"
 CATALOGUE = Path(__file__).parent / "nanorchestra" / "tools" / "catalogue.json"
 
 
-def _arguments(**types: str) -> dict[str, Any]:
-    """Returns the schema of an object that has all these properties, by their JSON types."""
-    schema = {"type": "object", "properties": {name: {"type": t} for name, t in types.items()}}
-    return schema | ({"required": list(types)} if types else {})
-
-
 @dataclass
 class PythonTool:
     """Runs code in the sandbox; a second costs `usd_per_second`. `latency_s` None: measured."""
@@ -72,7 +66,7 @@ class PythonTool:
     latency_s: float | None = None
     timeout_s: float = 5.0
     usd_per_second: float = 0.0
-    kind, blocking, parameters = "code", True, _arguments(code="string")
+    kind, blocking, parameters = "code", True, arguments_schema(code="string")
 
     def call(self, arguments: dict[str, Any]) -> ToolResult:
         """Returns what the code printed, and its error."""
@@ -94,7 +88,7 @@ class LookupTool:
     usd_per_call: float = 0.0
     latency_s: float = 0.0
     passages: int = 1
-    kind, parameters = "search", _arguments(query="string")
+    kind, parameters = "search", arguments_schema(query="string")
 
     @property
     def blocking(self) -> bool:

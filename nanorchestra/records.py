@@ -79,6 +79,12 @@ class ToolResult:
     parts: list[dict[str, Any]] = field(default_factory=list)
 
 
+def arguments_schema(**types: str) -> dict[str, Any]:
+    """Returns the schema of an object that has all these properties, by their JSON types."""
+    schema = {"type": "object", "properties": {name: {"type": t} for name, t in types.items()}}
+    return schema | ({"required": list(types)} if types else {})
+
+
 def part(name: str, arguments: dict[str, Any], result: ToolResult) -> dict[str, Any]:
     """Returns a call and its result as one JSON object."""
     return {"name": name, "arguments": arguments} | asdict(result)

@@ -11,7 +11,7 @@ from typing import Any
 from nanorchestra.agent.environment import Tool, ToolEnvironment
 from nanorchestra.agent.load import load_rollout
 from nanorchestra.agent.loop import Limits, Rollout
-from nanorchestra.records import Preference, Task, ToolResult, part
+from nanorchestra.records import Preference, Task, ToolResult, arguments_schema, part
 
 MAX_CONTEXT = 16_384  # tokens of a conversation
 
@@ -31,11 +31,7 @@ class Orchestrator:
     depth: int = 1
     turns: int = 10
     kind, blocking = "expert", True
-    parameters = {
-        "type": "object",
-        "properties": {"task": {"type": "string"}},
-        "required": ["task"],
-    }
+    parameters = arguments_schema(task="string")
 
     def call(self, arguments: dict[str, Any]) -> ToolResult:
         """Returns its answer to the task, with the cost of its tokens and of all its calls."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from nanorchestra.records import Price, ToolResult
+from nanorchestra.records import Price, ToolResult, arguments_schema
 from nanorchestra.tools.experts import EndpointError, chat_completion, count_tokens
 
 
@@ -146,11 +146,7 @@ class ExpertTool:
     description: str
     expert: Expert
     kind, blocking = "expert", True
-    parameters = {
-        "type": "object",
-        "properties": {"task": {"type": "string"}},
-        "required": ["task"],
-    }
+    parameters = arguments_schema(task="string")
 
     def most_usd(self, arguments: dict[str, Any]) -> float:
         """Returns the US dollars of the longest answer."""

@@ -24,7 +24,7 @@ from urllib3.util import Retry
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json, write_whole
-from nanorchestra.records import ToolResult
+from nanorchestra.records import ToolResult, arguments_schema
 from nanorchestra.tools.experts import within
 
 KEY_VARIABLE = "TAVILY_API_KEY"
@@ -62,11 +62,7 @@ class WebSearch:
     timeout_s: float = 60.0
     base_url: str = "https://api.tavily.com"
     kind, blocking = "search", True
-    parameters = {
-        "type": "object",
-        "properties": {"query": {"type": "string"}},
-        "required": ["query"],
-    }
+    parameters = arguments_schema(query="string")
 
     def __post_init__(self) -> None:
         problem = f"{self.name}: the environment variable {KEY_VARIABLE} is not set; set it, or"

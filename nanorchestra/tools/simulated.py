@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from nanorchestra.records import Price, ToolResult
+from nanorchestra.records import Price, ToolResult, arguments_schema
 
 
 @dataclass
@@ -20,11 +20,7 @@ class RecordsTool:
     usd_per_call: float = 0.0
     latency_s: float = 0.0
     kind, blocking = "records", False
-    parameters = {
-        "type": "object",
-        "properties": {"table": {"type": "string"}, "id": {"type": "integer"}},
-        "required": ["table", "id"],
-    }
+    parameters = arguments_schema(table="string", id="integer")
 
     def call(self, arguments: dict[str, Any]) -> ToolResult:
         """Returns the row as JSON."""
@@ -66,7 +62,7 @@ class SimulatedExpert:
     latency_s: float
     seed: str
     kind, blocking = "expert", False
-    parameters = {"type": "object", "properties": {}}
+    parameters = arguments_schema()
 
     def call(self, arguments: dict[str, Any]) -> ToolResult:
         """Returns "sure: ANSWER" or "unsure: ANSWER"."""
