@@ -62,7 +62,7 @@ class ScriptedSession:
             weight_versions=[3] * len(ids),
         )
         self.engine.queue.append(
-            SimpleNamespace(id=next(self.engine.numbers), completion=completion)
+            SimpleNamespace(id=next(self.engine.numbers), completed=lambda: completion)
         )
         self.engine.params.append(params)
         return self.engine.queue[-1]

@@ -269,7 +269,7 @@ class Rollout:
                     self._sampling[session.submit(params, on_token=on_token).id] = future
                 self._ready.clear()
                 for request in self.engine.step():
-                    self._sampling.pop(request.id).set_result(request.completion)
+                    self._sampling.pop(request.id).set_result(request.completed())
             await asyncio.sleep(0)  # each attempt that was woken runs on to its next wait
 
 

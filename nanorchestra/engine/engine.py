@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
@@ -94,7 +95,7 @@ class Engine:
         """Samples each prompt to its end. Returns the completions in the same order.
 
         Equal prompts share their prefill; give them different seeds. Raises UserError if a prompt
-        cannot be served, and then serves none.
+        cannot be served, and then serves none; NotFiniteError if the model computes NaN.
         """
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)
@@ -112,7 +113,7 @@ class Engine:
         finally:
             for request in requests:
                 self.abort(request)
-        return [request.completion for request in requests]
+        return [request.completed() for request in requests]
 
     def submit(
         self, ids: Sequence[int], params: SamplingParams, on_token: OnToken | None = None
@@ -129,8 +130,10 @@ class Engine:
     def step(self) -> list[Request]:
         """Computes one step, if there is work. Returns the requests that finished in it.
 
-        If the computation fails, all running requests are aborted, the cache is emptied, and the
-        error is raised. An error of a callback is raised as it is; its token has been accepted.
+        A request whose logits are not finite finishes with reason "error", and the cache is emptied
+        since its pages hold NaN: the others compute their KV anew. If the computation fails, all
+        running requests are aborted, the cache is emptied, and the error is raised. An error of a
+        callback is raised as it is; its token has been accepted.
         """
         require(not self._asleep, "engine: it sleeps, its KV memory is lent; call wake() first")
         plan = self._steps.plan()
@@ -154,8 +157,15 @@ class Engine:
     def _accept(self, plan: Plan, draws: list[Draw]) -> list[Request]:
         """Appends the tokens, then calls back, since a callback may abort any request."""
         drawn = list(zip(plan.sampling, draws, strict=True))
-        finished = []
+        finished = [request for request, draw in drawn if not math.isfinite(draw.logprob)]
+        for request in finished:
+            self._finish(request, "error")
+        if finished:
+            self._forget()
+            self.runner.wake()
+            drawn = [pair for pair in drawn if not pair[0].finished]
         for request, draw in drawn:
+            request.top_logprobs = draw.top
             if reason := request.accept(draw.token, draw.logprob, self.weight_version):
                 self._finish(request, reason)
                 finished.append(request)
@@ -193,13 +203,17 @@ class Engine:
         on_token: OnToken | None = None,
         table: PageTable | None = None,
         session: int = -1,
+        grammar: ToolCallGrammar | None = None,
     ) -> Request:
-        """Checks what a caller gives and makes the request. Raises UserError. The one door."""
+        """Checks what a caller gives and makes the request. Raises UserError. The one door.
+
+        grammar: guides the draws in place of that of params.tools. Any thread may call this.
+        """
         ids = self.limits.check_ids(ids)
         self.limits.check_length(ids, sampled=1)
         possible = self.tokenizer or not params.tools
         require(possible, "sampling parameters: tools are given, but the engine has no tokenizer")
-        grammar = self._grammar if params.tools else None
+        grammar = grammar or (self._grammar if params.tools else None)
         return Request(
             id=next(self._ids),
             ids=ids,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from nanorchestra.engine.cache import PageTable
-from nanorchestra.errors import UserError, require
+from nanorchestra.errors import NotFiniteError, UserError, require
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,6 +32,7 @@ class SamplingParams:
     seed: int = 0  # the noise is a function of (seed, position): equal prompts need other seeds
     stop_token_ids: tuple[int, ...] = ()  # ids that end the text, beside the end-of-text ids
     ignore_eos: bool = False  # go on past the end-of-text ids
+    top_logprobs: int = 0  # reports so many of the most probable ids of each draw
     tools: tuple[str, ...] = ()  # hold tool calls to valid JSON with one of these names (guide.py)
 
     def __post_init__(self):
@@ -40,6 +41,7 @@ class SamplingParams:
             ("temperature", 0 <= self.temperature <= 3.4e38, "from 0 to 3.4e38, fp32's largest"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("top_k", 0 <= self.top_k < 2**31, "from 0 (off) to 2**31 - 1"),
+            ("top_logprobs", 0 <= self.top_logprobs <= 20, "from 0 to 20"),
             ("tools", all(self.tools), "names that are not empty"),
         ):
             value = getattr(self, name)
@@ -54,11 +56,6 @@ class SamplingParams:
     def truncated(self) -> bool:
         """True if the draw is from the most probable ids alone."""
         return not self.greedy and (self.top_p < 1 or self.top_k > 0)
-
-    @property
-    def plain(self) -> bool:
-        """True if the draw is from the whole vocabulary: no truncation, no grammar."""
-        return not (self.truncated or self.tools)
 
 
 @dataclass(frozen=True)
@@ -105,8 +102,8 @@ class Completion:
     token_ids are all sampled ids, a stop id included. logprobs and weight_versions have one entry
     for each: its log-probability under the distribution it was drawn from, and the version of the
     weights that drew it. cached_tokens: prompt tokens whose KV did not have to be computed. text:
-    the ids decoded without special tokens. finish_reason: "stop" (a stop id), "length" (a limit)
-    or "abort".
+    the ids decoded without special tokens. finish_reason: "stop" (a stop id), "length" (a limit),
+    "abort", or "error" (the model's logits were not finite).
     """
 
     prompt_tokens: int
@@ -131,11 +128,12 @@ class Request:
     table: PageTable = field(default_factory=PageTable)
     keeps_pages: bool = False  # at its end the table stays with its session
     session: int = -1  # id of its session's first request, or its own: its age
-    grammar: ToolCallGrammar | None = None
+    grammar: ToolCallGrammar | None = None  # or what has its `advance` and `allowed`
     grammar_state: State | None = None
     cached_tokens: int | None = None  # None: not admitted yet
     logprobs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
+    top_logprobs: Sequence[tuple[int, float]] = ()  # of the newest token
     completion: Completion | None = None
 
     def __post_init__(self):
@@ -144,10 +142,22 @@ class Request:
         if self.session < 0:
             self.session = self.id
 
+    def completed(self) -> Completion:
+        """Returns the completion. NotFiniteError if the model computed NaN for it."""
+        if self.completion.finish_reason == "error":
+            raise NotFiniteError
+        return self.completion
+
     @property
     def finished(self) -> bool:
         """True once there is a completion."""
         return self.completion is not None
+
+    @property
+    def plain(self) -> bool:
+        """True if the draw is from the whole vocabulary, and only the drawn id is reported."""
+        params = self.params
+        return not (params.truncated or params.top_logprobs or self.grammar)
 
     @cached_property
     def prompt_hash(self) -> int:

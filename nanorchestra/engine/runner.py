@@ -61,7 +61,7 @@ class Runner:
         return self.model.logits(self._last_hidden(plan))
 
     def draws(self, launched: Any, requests: list[Request]) -> list[Draw]:
-        """Draws a token for each of the requests. Raises NotFiniteError."""
+        """Draws a token for each of the requests."""
         return self._sample(launched, requests) if requests else []
 
     @torch.inference_mode()

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from nanorchestra.engine.request import SamplingParams
-from nanorchestra.errors import NotFiniteError
 
 BLOCK = 64  # ids
 SMALLEST = -80.0  # log of a probability that a softmax in fp32 still holds
@@ -26,7 +25,8 @@ class Draw(NamedTuple):
     """A token and its log-probability under the distribution drawn from (greedy: temperature 1)."""
 
     token: int
-    logprob: float
+    logprob: float  # not finite if the row's logits are not
+    top: Sequence[tuple[int, float]] = ()  # the most probable (id, logprob), best first
 
 
 class Sampler:
@@ -49,7 +49,7 @@ class Sampler:
         """Draws one token a row of logits [R, >= vocab_size].
 
         positions [R]: the index that the token will have in its sequence. allowed [R]: the ids that
-        may be drawn, bool [vocab_size], or None for all. Raises NotFiniteError for NaN logits.
+        may be drawn, bool [vocab_size], or None for all.
         """
         device = logits.device
         temperature = np.array([1.0 if p.greedy else p.temperature for p in params], np.float32)
@@ -68,9 +68,13 @@ class Sampler:
         if greedy := [i for i, p in enumerate(params) if p.greedy]:
             tokens[greedy] = scaled[greedy].argmax(1)
         logprobs = weights.gather(1, tokens[:, None])[:, 0].double().div_(total).log_()
-        if not torch.isfinite(logprobs).all():
-            raise NotFiniteError
-        return [Draw(*row) for row in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
+        draws = list(map(Draw, tokens.tolist(), logprobs.tolist()))
+        for row, p in enumerate(params):
+            if p.top_logprobs:
+                values, ids = weights[row].topk(p.top_logprobs)
+                values = values.double().div_(total[row]).log_().tolist()
+                draws[row] = draws[row]._replace(top=list(zip(ids.tolist(), values, strict=True)))
+        return draws
 
     def score(self, logits: Tensor, targets: Tensor) -> list[float]:
         """Returns log p(targets [R]) at temperature 1, in the bits that a draw of them reports.

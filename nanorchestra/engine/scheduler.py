@@ -89,7 +89,7 @@ class Scheduler:
         host (top-k, grammars) rule it out too. A request may still finish by its token: its row
         of the next step is then ignored.
         """
-        going_on = [r for r in plan.decodes if len(r.ids) + 1 < r.limit and r.params.plain]
+        going_on = [r for r in plan.decodes if len(r.ids) + 1 < r.limit and r.plain]
         pages = sum(self.cache.missing(r.table, len(r.ids) + 1) for r in going_on)
         if going_on != self.running or self.waiting or pages > self.cache.available:
             return None

@@ -54,7 +54,7 @@ class Session:
         request = self.submit(params)
         while not request.finished:
             self._engine.step()
-        return request.completion
+        return request.completed()
 
     def close(self) -> None:
         """Gives the pages back and aborts an open turn. The ids stay readable."""

@@ -255,8 +255,9 @@ def test_tokens_are_streamed_in_order_and_none_follows_an_abort(model):
     assert_no_leak(engine)
 
 
-def test_a_failed_step_aborts_its_requests_and_leaves_the_engine_whole():
-    """NaN weights: the error is raised, and what the step wrote reaches no other request."""
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_failed_step_ends_its_requests_and_leaves_the_engine_whole(raises, monkeypatch):
+    """NaN weights: what the step wrote reaches no other request, whether or not an error came."""
     model = make_model()
     engine = Engine(model, num_pages=9, page_size=4, max_batch_tokens=16)
     session = engine.session([5, 6, 7])
@@ -266,16 +267,43 @@ def test_a_failed_step_aborts_its_requests_and_leaves_the_engine_whole():
     with torch.no_grad():
         weight.fill_(float("nan"))
     request, waiting = engine.submit(range(9), GREEDY), engine.submit([8] * 17, GREEDY)
-    with pytest.raises(FloatingPointError):
-        engine.step()
-    assert request.completion.finish_reason == "abort"
+    if raises:
+        monkeypatch.setattr(engine.runner, "draws", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    else:
+        assert request in engine.step()
+    assert request.completion.finish_reason == ("abort" if raises else "error")
     engine.abort(waiting)
+    monkeypatch.undo()
+    with pytest.raises(FloatingPointError):
+        engine.generate([[1, 2]], GREEDY)
     with torch.no_grad():
         weight.copy_(good)
     params = SamplingParams(max_tokens=10, temperature=0)
     assert engine.generate([[1, 2]], params)[0].token_ids == naive_sample(model, [1, 2], params)
     assert session.sample(params).token_ids == naive_sample(model, history, params)
     session.close()
+    assert_no_leak(engine)
+
+
+def test_a_request_whose_logits_are_not_finite_fails_alone():
+    model = make_model()
+    model.lm_head = model.lm_head or torch.nn.Linear(32, VOCAB, bias=False)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(make_model(1).embed_tokens.weight)
+        model.embed_tokens.weight[96] = float("nan")
+    others = [[5, 6, 7], [9] * 13]
+    expected = [naive_sample(model, prompt, GREEDY) for prompt in others]
+    assert not any(96 in ids for ids in expected)
+    engine = Engine(model, num_pages=40, page_size=4)
+    running = engine.submit(others[0], GREEDY)
+    for _ in range(3):
+        engine.step()
+    bad, late = engine.submit([8] * 5 + [96], GREEDY), engine.submit(others[1], GREEDY)
+    finish(engine)
+    assert bad.completion.finish_reason == "error" and not bad.completion.token_ids
+    assert [r.completion.token_ids for r in (running, late)] == expected
     assert_no_leak(engine)
 
 

@@ -80,11 +80,19 @@ def test_ids_beyond_the_tokenizer_are_neither_drawn_nor_normalised_over():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_logits_that_are_not_finite_are_an_error(bad):
+def test_a_row_of_logits_that_are_not_finite_has_no_finite_logprob(bad):
     logits = torch.zeros(150)
     logits[5] = bad
-    with pytest.raises(FloatingPointError, match="not finite"):
-        draw(logits, [SamplingParams()] * 2, 150)
+    assert not np.isfinite(draw(logits, [SamplingParams()] * 2, 150)[1]).any()
+
+
+def test_the_most_probable_ids_are_those_of_the_distribution_drawn_from():
+    logits = torch.arange(150.0) / 50
+    params = SamplingParams(temperature=0.5, top_logprobs=3)
+    expected = (logits / 0.5).log_softmax(0)[-3:].flip(0).tolist()
+    plain, told = Sampler(150)(logits.expand(2, -1), [SamplingParams(), params], [0, 1], [None] * 2)
+    ids, values = zip(*told.top, strict=True)
+    assert ids == (149, 148, 147) and np.allclose(values, expected) and plain.top == ()
 
 
 def test_only_allowed_ids_are_drawn_and_normalised_over():
