@@ -13,24 +13,24 @@ class TurnStream:
     """Gives the deltas of one turn: (kind, text) of kind "reasoning", "content" or "tool_call".
 
     A call is given whole; the k-th is `calls[k]`. No delta holds half a character. Joined, the
-    deltas are what `chat.parse` gives for the whole turn.
+    deltas are what `chat.parse` gives for the whole turn. Without `calls`, a tag
+    of a call is content.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, calls: bool = True):
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._parser = StreamParser()
+        self._parser = StreamParser(calls)
 
     @property
     def calls(self) -> list:
         """The tool calls that are complete."""
         return self._parser.calls
 
-    def feed(self, token: int) -> list[tuple[str, str]]:
-        """Returns the deltas that are certain once this id is sampled. Special ids have no text."""
-        if not self._tokenizer.decode([token], skip_special=True):
-            return []
-        return self._parser.feed(self._decoder.decode(self._tokenizer.bytes_of(token)))
+    def feed(self, *tokens: int) -> list[tuple[str, str]]:
+        """Returns the deltas that are certain once these are sampled. Special ids have no text."""
+        text = self._decoder.decode(self._tokenizer.text_bytes(tokens))
+        return self._parser.feed(text) if text else []
 
     def finish(self) -> tuple[list[tuple[str, str]], ParsedTurn]:
         """Returns the deltas that waited for the end, and the whole turn."""

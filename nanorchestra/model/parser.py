@@ -40,9 +40,11 @@ class StreamParser:
 
     The deltas of a kind, "reasoning" or "content", joined with those that `finish` leaves in
     `last_deltas`, are that part of the turn. The k-th "tool_call" delta is the text of `calls[k]`.
+    With `has_calls` False all that follows the reasoning is content.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_calls: bool = True) -> None:
+        self._call_tag = CALL if has_calls else ""
         self.calls: list[ToolCall] = []
         self.last_deltas: list[tuple[str, str]] = []
         self._parts = {"reasoning": "", "content": ""}
@@ -70,8 +72,8 @@ class StreamParser:
         elif not self._kind and (final or not THINK.startswith(text)):
             self._kind = "content"
         while self._kind:
-            tag = THINK_END if self._kind == "reasoning" else CALL
-            body, found, rest = self._text.partition(tag)
+            tag = THINK_END if self._kind == "reasoning" else self._call_tag
+            body, found, rest = self._text.partition(tag) if tag else (self._text, "", "")
             if not found and not final:
                 body = body[: _certain(body, tag)].rstrip("\n")  # line breaks may end the section
             visible = body.lstrip("\n")

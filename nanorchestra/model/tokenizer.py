@@ -126,8 +126,12 @@ class Tokenizer:
 
         skip_special drops <|im_end|> and the like, but not <think> or <tool_call>.
         """
-        kept = [i for i in ids if i not in self._special_ids] if skip_special else ids
-        return b"".join(map(self.bytes_of, kept)).decode("utf-8", "replace")
+        whole = self.text_bytes(ids) if skip_special else b"".join(map(self.bytes_of, ids))
+        return whole.decode("utf-8", "replace")
+
+    def text_bytes(self, ids: Sequence[int]) -> bytes:
+        """Return the bytes of `ids` without special tokens."""
+        return b"".join(self._bytes[i] for i in ids if i not in self._special_ids)
 
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes of one id below vocab_size; b"" for an id that is not used."""
