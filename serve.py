@@ -199,12 +199,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     """Runs the command and returns its exit status."""
     options = parse(arguments)
-    tokenizer = Tokenizer.from_dir(options.model) if options.tools or options.replay else None
     if options.replay:
-        show_again(options.replay, tokenizer)
+        show_again(options.replay, Tokenizer.from_dir(options.model))
         return 0
     with Sandbox() as sandbox:
-        tools = load_tools(options.tools, sandbox, tokenizer) if options.tools else None
+        tools = load_tools(options.tools, sandbox) if options.tools else None
         limits = Limits(turn_tokens=MAX_CONTEXT, context_tokens=MAX_CONTEXT)
         rollout = load_rollout(options.model, limits, options.temperature, 1, options.quantise)
         session = Session(rollout, sandbox, tools, options.seed)

@@ -24,35 +24,31 @@ import math
 import os
 import re
 import sys
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nanorchestra.agent.environment import Tool, schema_error
+from nanorchestra.agent.environment import Tool
 from nanorchestra.agent.nested import Orchestrator
 from nanorchestra.errors import ArgumentParser, command, require
-from nanorchestra.files import read_json, read_toml
-from nanorchestra.records import Price, ToolResult, arguments_schema
-from nanorchestra.tools.corpus import build_index, read_passages
+from nanorchestra.files import merge, read_json, read_toml
+from nanorchestra.records import Price, ToolResult
+from nanorchestra.schemas import arguments_schema, schema_error
+from nanorchestra.tools.corpus import build_index, open_index
 from nanorchestra.tools.functions import load_functions, tool
 from nanorchestra.tools.index import Index
 from nanorchestra.tools.models import Endpoint, Expert, ExpertTool, Spending
-from nanorchestra.tools.roles import KINDS as ROLES
-from nanorchestra.tools.roles import RoleTool
+from nanorchestra.tools.roles import ROLES, RoleTool
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.search import WebSearch
 from nanorchestra.tools.simulated import RecordsTool, SimulatedExpert, Skill
 
-__all__ = [
-    "RecordsTool",
-    "SimulatedExpert",
-    "Skill",
-    "load_tools",
-    "tool",
-]  # beside the tools below
+__all__ = ["RecordsTool", "SimulatedExpert", "Skill", "load_tools", "tool"]  # beside those below
 SANDBOX_USD = 0.0000083  # a second, as published
 PRESETS = Path(__file__).parent / "assets" / "experts.toml"
 CATALOGUE = Path(__file__).parent / "nanorchestra" / "tools" / "catalogue.json"
+LISTED = re.compile(r"([\w.-]+) \| \$+([\d.]+) \| \$+([\d.]+) \| ([\d.]+)s")  # of published roles
 
 
 @dataclass
@@ -72,10 +68,11 @@ class PythonTool:
         """Returns what the code printed, and its error."""
         result = self.sandbox.run(arguments["code"], timeout_s=self.timeout_s)
         error = f"Error: {result.error}" if result.error else ""
-        text = "\n".join(part for part in (result.stdout.strip(), error) if part)
+        text = "\n".join(filter(None, [result.stdout.strip(), error])) or "(no output)"
         seconds = result.seconds if self.latency_s is None else self.latency_s
         usd = self.usd_per_call + self.usd_per_second * seconds
-        return ToolResult(text or "(no output)", usd, seconds, error=bool(error))
+        found = {"code": [[arguments["code"], text]]}
+        return ToolResult(text, usd, seconds, error=bool(error), found=found)
 
 
 @dataclass
@@ -99,121 +96,84 @@ class LookupTool:
         """Returns the best passages, one a line, and [source] after those that have one."""
         hits = self.index.search(arguments["query"], k=self.passages)
         found = [f"{hit.text} [{hit.source}]" if hit.source else hit.text for hit in hits]
-        text = "\n".join(found) or "nothing found"
-        return ToolResult(text, self.usd_per_call, self.latency_s, found={"documents": found[::-1]})
+        text, found = "\n".join(found) or "nothing found", {"documents": found[::-1]}
+        return ToolResult(text, self.usd_per_call, self.latency_s, found=found)
 
 
-def load_tools(path: str | Path, sandbox: Sandbox, tokenizer: Any = None) -> list[Tool]:
+def load_tools(path: str | Path, sandbox: Sandbox) -> list[Tool]:
     """Returns the tools of a catalogue; docs/tools.md describes its form.
 
     `path` names files, with commas between them. A TOML or JSON file holds `tools`, OpenAI function
     objects with a kind and its settings, and may hold `experts`, `endpoints`, `aliases` and
     `max_usd`, which change the presets of assets/experts.toml. A JSON list is the `tools` alone. A
-    Python file holds functions decorated with @tool. `tokenizer` cuts what the experts of a
-    published role read. UserError names file, entry, setting and what is right.
+    Python file holds functions decorated with @tool. UserError names file, entry, setting and what
+    is right.
     """
-    tables, functions = read_toml(PRESETS), []
+    schema, tables, entries, functions = read_json(CATALOGUE), read_toml(PRESETS), [], []
     for file in map(str.strip, str(path).split(",")):
         if file.endswith(".py"):
             functions += load_functions(file)
-        else:
-            tables = _merged(tables, _table(file))
-    problem = schema_error(tables, read_json(CATALOGUE))
+            continue
+        table = read_toml(file) if file.endswith(".toml") else read_json(file)
+        problem = schema_error(table, schema["$defs"]["file"] | {"$defs": schema["$defs"]})
+        require(not problem, f"{file}: {problem}")
+        table = {"tools": table} if isinstance(table, list) else table
+        entries += map(_flat, table.pop("tools", []))
+        tables = merge(tables, table)
+    problem = schema_error(tables | {"tools": entries}, schema)
     require(not problem, f"{path}: {problem}")
-    tools = Catalogue(str(path), tables, sandbox, tokenizer).tools() + functions
+    tools = Catalogue(str(path), tables, sandbox).tools(entries) + functions
     require(tools, f"{path}: no tool; [[tools]] must name one")
-    names = [each.name for each in tools]
-    twice = [name for name in names if names.count(name) > 1]
-    require(not twice, f"{path}: two tools are named {''.join(twice[:1])!r}")
+    ((name, count),) = Counter(each.name for each in tools).most_common(1)
+    require(count == 1, f"{path}: two tools are named {name!r}")
     return tools
-
-
-def _table(file: str) -> Any:
-    """Returns one file of a catalogue, with its tools as flat objects. UserError."""
-    table = read_toml(file) if file.endswith(".toml") else read_json(file)
-    table = {"tools": table} if isinstance(table, list) else table
-    if isinstance(table, dict) and isinstance(entries := table.get("tools"), list):
-        table["tools"] = [_flat(entry) if isinstance(entry, dict) else entry for entry in entries]
-    return table
-
-
-def _merged(old: Any, new: Any, key: str = "") -> Any:
-    """Returns `new` over `old`: tables are merged, and the lists of `tools` joined."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        return old | {name: _merged(old.get(name), value, name) for name, value in new.items()}
-    joined = key == "tools" and isinstance(old, list) and isinstance(new, list)
-    return old + new if joined else new
 
 
 def _flat(entry: dict[str, Any]) -> dict[str, Any]:
     """Returns an entry without the nesting of an OpenAI function object."""
-    function = entry.get("function")
-    if isinstance(function, dict):
-        entry = function | {k: v for k, v in entry.items() if k not in ("type", "function")}
+    outer = {key: value for key, value in entry.items() if key not in ("type", "function")}
+    entry = entry.get("function", {}) | outer
     is_role = entry.get("name") in ROLES and "model" in str(entry.get("parameters"))
     return ({"kind": "role"} if is_role else {}) | entry
 
 
-@dataclass
 class Catalogue:
     """Makes the tools of merged tables, whose form is checked. `path` stands in messages."""
 
-    path: str
-    tables: dict[str, Any]
-    sandbox: Sandbox
-    tokenizer: Any
+    def __init__(self, path: str, tables: dict[str, Any], sandbox: Sandbox):
+        self.path, self.tables, self.sandbox = path, tables, sandbox
+        self.endpoints = {name: Endpoint(**s) for name, s in tables["endpoints"].items()}
+        self.spending = Spending(tables.get("max_usd", math.inf))
+        self.unset: set[str] = set()
 
-    def __post_init__(self) -> None:
-        endpoints = {name: Endpoint(**s) for name, s in self.tables["endpoints"].items()}
-        spending = Spending(self.tables.get("max_usd", math.inf))
-        self.experts, self.unset = {}, set()
-        for name, settings in self.tables["experts"].items():
-            where = f"{self.path}: experts.{name}.endpoint"
-            host = self._known(endpoints, settings["endpoint"], where)
-            price = Price(*settings["usd"])
-            rest = {key: value for key, value in settings.items() if key not in ("endpoint", "usd")}
-            self.experts[name] = Expert(host, price=price, spending=spending, **rest)
-
-    def tools(self) -> list[Tool]:
+    def tools(self, entries: list[dict[str, Any]]) -> list[Tool]:
         """Returns the tools on offer, without those that only help a role."""
-        made = [self._make(entry) for entry in self.tables.get("tools", [])]
+        made = [self._make(**entry) for entry in entries]
         roles = [t for t in made if isinstance(t, RoleTool)]
-        helpers = []
+        plain = [t for t in made if not isinstance(t, RoleTool)]
         for role in roles:
-            role.helpers = [t for t in made if t.kind == role.kind and t not in roles]
-            helpers += role.helpers
+            role.helpers = [t for t in plain if t.kind == role.kind]
             if role.kind == "code" and not role.helpers:
                 limits = {"timeout_s": 60.0, "usd_per_second": SANDBOX_USD}
                 role.helpers = [PythonTool("python", "", self.sandbox, **limits)]
-        offered = [t for t in made if t not in helpers]
-        plain = [t for t in offered if not isinstance(t, Orchestrator)]
+        offered = [t for t in made if all(t not in role.helpers for role in roles)]
         for outer in offered:
-            while isinstance(outer, Orchestrator):
-                inner = replace(outer, depth=outer.depth - 1) if outer.depth > 1 else None
-                outer.tools = plain + [inner] * (inner is not None)
-                outer = inner
+            if isinstance(outer, Orchestrator):
+                outer.tools = [t for t in offered if not isinstance(t, Orchestrator)]
         return offered
 
-    def _make(self, entry: dict[str, Any]) -> Tool:
+    def _make(self, kind: str, **settings: Any) -> Tool:
         """Returns the tool of one entry."""
-        settings = {key: value for key, value in entry.items() if key != "kind"}
-        if entry["kind"] == "code":
+        where = f"{self.path}: {settings['name']}"
+        if kind == "code":
             return PythonTool(sandbox=self.sandbox, **settings)
-        if entry["kind"] == "search":
-            corpus = Path(settings.pop("corpus"))
-            index = Index.open(corpus) if corpus.is_dir() else Index(read_passages(corpus))
-            return LookupTool(index=index, **settings)
-        if entry["kind"] == "web":
-            return WebSearch(**settings)
-        where = f"{self.path}: {entry['name']}"
-        if entry["kind"] == "expert":
-            expert = self._expert(settings.pop("expert"), where)
-            return ExpertTool(expert=expert, **settings)
-        if entry["kind"] == "role":
-            return self._role(where, **settings)
-        found = (Path(entry["model"]) / "config.json").exists()
-        require(found, f"{where}: model is {entry['model']!r}; it must be a checkpoint's directory")
-        return Orchestrator(**settings)
+        if kind == "search":
+            return LookupTool(index=open_index(settings.pop("corpus")), **settings)
+        if kind == "web":
+            return WebSearch(spending=self.spending, **settings)
+        if kind == "expert":
+            return ExpertTool(expert=self._expert(settings.pop("expert"), where), **settings)
+        return self._role(where, **settings) if kind == "role" else Orchestrator(**settings)
 
     def _role(
         self,
@@ -224,36 +184,34 @@ class Catalogue:
         parameters: dict[str, Any] | None = None,
     ) -> RoleTool:
         """Returns a published role; published parameters state aliases, prices and latencies."""
-        stated = str(parameters)
-        choices = re.search(r"Choices: \[([^]]*)\]", stated)
-        aliases = models or re.findall(r"[\w.-]+", choices[1] if choices else "")
-        require(aliases, f"{where}: models is missing; it must list experts or aliases of them")
+        stated = parameters["properties"]["model"]["description"] if parameters else ""
+        listed = {alias: map(float, numbers) for alias, *numbers in LISTED.findall(stated)}
+        require(models or listed, f"{where}: models is missing; it must list experts or aliases")
         experts = {}
-        for alias in aliases:
-            model = self.tables["aliases"].get(alias, alias)
-            expert = self._expert(model, f"{where}: {alias}")
-            row = re.search(
-                re.escape(alias) + r" \| \$+([\d.]+) \| \$+([\d.]+) \| ([\d.]+)s", stated
-            )
-            if row:
-                usd_in, usd_out, seconds = map(float, row.groups())
-                expert = replace(expert, price=Price(usd_in, usd_out), latency_s=seconds)
+        for alias in models or listed:
+            expert = self._expert(self.tables["aliases"].get(alias, alias), f"{where}: {alias}")
+            if alias in listed:
+                given, sampled, seconds = listed[alias]
+                expert = replace(expert, price=Price(given, sampled), latency_s=seconds)
             experts[alias] = expert
-        return RoleTool(name, description, experts, (), parameters, self.tokenizer)
+        return RoleTool(name, description, experts, given=parameters)
 
     def _expert(self, name: str, where: str) -> Expert:
         """Returns an expert by its name."""
-        expert = self._known(self.experts, name, where)
-        key = expert.endpoint.key_variable
+        settings = {**_known(self.tables["experts"], name, where)}
+        place = f"{self.path}: experts.{name}.endpoint"
+        host = _known(self.endpoints, settings.pop("endpoint"), place)
+        key, price = host.key_variable, Price(*settings.pop("usd"))
         if key and key not in self.unset and not os.environ.get(key, "").strip():
             self.unset.add(key)
             print(f"{where}: {name} needs {key}, which is not set", file=sys.stderr)
-        return expert
+        return Expert(host, price=price, spending=self.spending, **settings)
 
-    def _known(self, table: dict[str, Any], name: str, where: str) -> Any:
-        """Returns an entry of a table. UserError lists those that there are."""
-        require(name in table, f"{where} is {name!r}; it must be one of {', '.join(table)}")
-        return table[name]
+
+def _known(table: dict[str, Any], name: str, where: str) -> Any:
+    """Returns an entry of a table. UserError lists those that there are."""
+    require(name in table, f"{where} is {name!r}; it must be one of {', '.join(table)}")
+    return table[name]
 
 
 @command("tools.py")

@@ -30,6 +30,13 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path}: not TOML ({error})") from None
 
 
+def merge(old: Any, new: Any) -> Any:
+    """Returns `new`, or both together, field by field, if both are objects."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return new
+    return old | {key: merge(old.get(key), value) for key, value in new.items()}
+
+
 def read_json_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
     """Yields (line number, value) of a JSON Lines file, without its blank lines.
 

@@ -79,35 +79,9 @@ class ToolResult:
     parts: list[dict[str, Any]] = field(default_factory=list)
 
 
-def arguments_schema(**types: str) -> dict[str, Any]:
-    """Returns the schema of an object that has all these properties, by their JSON types."""
-    schema = {"type": "object", "properties": {name: {"type": t} for name, t in types.items()}}
-    return schema | ({"required": list(types)} if types else {})
-
-
 def part(name: str, arguments: dict[str, Any], result: ToolResult) -> dict[str, Any]:
     """Returns a call and its result as one JSON object."""
     return {"name": name, "arguments": arguments} | asdict(result)
-
-
-@dataclass
-class Evidence:
-    """What an attempt has found out about `problem`; the experts of the published roles read it.
-
-    `code` holds pairs of a program and its output, `attempts` pairs of an expert's alias and its
-    answer. The last document is the best hit of the newest search.
-    """
-
-    problem: str
-    documents: list[str] = field(default_factory=list)
-    code: list[list[str]] = field(default_factory=list)
-    attempts: list[list[str]] = field(default_factory=list)
-
-    def add(self, result: ToolResult) -> None:
-        """Adds what a call found; a document that is there already is not added again."""
-        for name, items in result.found.items():
-            known = getattr(self, name)
-            known += [item for item in items if name != "documents" or item not in known]
 
 
 @dataclass(frozen=True)

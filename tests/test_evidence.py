@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from nanorchestra.evidence import Budget, shown
-from nanorchestra.records import Evidence
+from nanorchestra.evidence import Budget, Evidence
 
 
 def count(tokenizer, *texts):
@@ -12,13 +11,13 @@ def count(tokenizer, *texts):
 
 def test_the_oldest_documents_go_first_and_heads_stay(nano_tokenizer):
     known = Evidence("?", [f"{word} " * 30 for word in ("red", "green", "blue")])
-    known.code, known.attempts = [["a", "b"]], [["orion", "c"]]
+    known.code, known.attempts, known.tokenizer = [["a", "b"]], [["orion", "c"]], nano_tokenizer
     worked = "```python\na\n```\n\n```output\nb\n```\n\nAttempt1 answer by orion: c\n"
     newest = f"Doc 3: {'blue ' * 30}\n\n"
     exactly = count(nano_tokenizer, "Documents:\n", newest, worked)
 
     def text(total):
-        return shown(known, nano_tokenizer, Budget(total))
+        return known.shown(Budget(total))
 
     assert text(exactly) == f"Documents:\n{newest}{worked}"
     more, less = text(exactly + 30), text(exactly - 1)
@@ -29,16 +28,17 @@ def test_the_oldest_documents_go_first_and_heads_stay(nano_tokenizer):
 
 
 def test_code_and_attempts_have_shares_of_their_own(nano_tokenizer):
-    known, budget = Evidence("?", ["short " * 9]), Budget(240, 160, 80, document_chars=5)
+    known, budget = Evidence("?", tokenizer=nano_tokenizer), Budget(240, 160, 80, document_chars=5)
     known.attempts = [["orion", f"maybe {i} " * 4] for i in range(9)]
-    attempts = shown(Evidence("?", attempts=known.attempts), nano_tokenizer, budget)
+    attempts = known.shown(budget)
+    known.documents.append("short " * 9)
     assert 60 < count(nano_tokenizer, attempts) <= 80 and "\nAttempt9 " in attempts
     known.code.append(["x = 1\n" * 10, "1\n" * 20])
-    text = shown(known, nano_tokenizer, budget)
+    text = known.shown(budget)
     documents = "Documents:\nDoc 1: short\n\n"
     assert text.startswith(documents) and text.endswith(attempts)
     assert count(nano_tokenizer, text.removeprefix(documents)) <= 160
     known.code.append(["y = 2\n" * 60, "2"])  # more than all: no room for documents
-    text = shown(known, nano_tokenizer, budget)
+    text = known.shown(budget)
     assert 120 < count(nano_tokenizer, text) <= 160 and "Documents:" not in text
     assert text.startswith("```python\n... ") and "```output\n2\n```" in text

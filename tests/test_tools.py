@@ -13,7 +13,9 @@ from openai_server import openai_server, said
 
 from nanorchestra.agent.environment import function_schema
 from nanorchestra.errors import UserError
-from nanorchestra.records import Evidence, Price
+from nanorchestra.evidence import Evidence
+from nanorchestra.records import Price
+from nanorchestra.tools.models import most_usd
 from tools import RecordsTool, SimulatedExpert, Skill, load_tools
 
 CODE = {"name": "py", "description": "runs Python", "kind": "code", "usd_per_call": 0.001}
@@ -21,7 +23,6 @@ SEARCH = {
     "name": "wiki",
     "description": "finds facts",
     "kind": "search",
-    "usd_per_call": 0,
     "corpus": "corpus.jsonl",
 }
 EXPERT = {"name": "llm", "description": "an expert", "kind": "expert", "expert": "mine"}
@@ -96,17 +97,16 @@ def test_an_expert_that_fails_is_a_short_observation_and_billed(load, server, mo
     endpoint = {"timeout_s": 0.2, "key_variable": "MY_KEY"}
     (expert,) = load(catalogue(EXPERT, here=server.url, endpoint=endpoint))
     faults = {
-        "MY_KEY is not set": None,
-        "llm gave an empty answer": said(""),
-        "gave no answer": said(None, reasoning="hm"),
-        "limit of 100 tokens": said(None, finish="length"),
+        "MY_KEY is not set; HTTP 401": b"who are you?",
+        "llm gave no answer: nothing (finish_reason 'stop')": said(""),
+        "reasoning alone (finish_reason 'length')": said(None, finish="length", reasoning="hm"),
         "refused: no": said(None, refusal="no"),
         "HTTP 400: no llm": b"no m-1",
         "not JSON: <html>": b"<html>",
         "within 0.2 s": "drip",
     }
     for says, reply in faults.items():
-        server.status = 400 if "400" in says else 200
+        server.status = int(*re.findall(r"HTTP (\d+)", says) or [200])
         server.answer, server.fault = lambda body, r=reply: r, "drip" if reply == "drip" else ""
         result = expert.call({"task": "capital of France?"})
         assert result.content.startswith("Error: llm ") and says in result.content
@@ -124,6 +124,17 @@ def test_a_run_spends_no_more_than_its_cap_and_says_so(load, server):
     assert len(server.bodies) == 2 and result.cost_usd == 0
 
 
+def test_web_search_counts_in_the_cap_of_a_run_and_of_a_user(load, server):
+    prices = {"usd_per_search": 0.03, "usd_per_page": 0.01, "pages": 2, "offline": True}
+    web = {"kind": "web", "name": "web", "description": "d", "cache": "cache"} | prices
+    tools = load(catalogue(EXPERT, web, here=server.url, max_usd=0.051))
+    assert most_usd(tools[1], {"query": "q"}) == pytest.approx(0.05)
+    assert "offline" in tools[1].call({"query": "q"}).content  # it fits, and costs nothing
+    server.answer = lambda body: said("a", usage=(0, 1000))
+    assert not tools[0].call({"task": "t"}).error  # $0.002
+    assert "more than the run has left" in tools[1].call({"query": "q"}).content
+
+
 def test_an_endpoint_has_so_many_calls_at_once_as_it_says(load, server):
     server.answer = lambda body: time.sleep(0.05) or said("a")
     tools = EXPERT, EXPERT | {"name": "two"}
@@ -136,11 +147,12 @@ def test_an_endpoint_has_so_many_calls_at_once_as_it_says(load, server):
     assert server.most_open == 2 and len(server.bodies) == 6
 
 
-def test_published_roles_read_the_evidence_and_return_what_was_found(load, server):
+def test_published_roles_read_the_evidence_and_return_what_was_found(load, server, nano_tokenizer):
     reason, search, answer = load(
         catalogue(*ROLES, SEARCH | {"usd_per_call": 0.25}, here=server.url)
     )
-    evidence = Evidence("What is gold?", ["old document"], [["print(2)", "2"]], [["a-1", "lead"]])
+    known = ["old document"], [["print(2)", "2"]], [["a-1", "lead"]]
+    evidence = Evidence("What is gold?", *known, nano_tokenizer)
     reason, search, answer = (tool.bind(evidence) for tool in (reason, search, answer))
     server.answer = lambda body: said("```python\nprint(6*7)\n```", usage=(100, 50))
     result = reason.call({"model": "a-1"})
@@ -154,6 +166,9 @@ def test_published_roles_read_the_evidence_and_return_what_was_found(load, serve
     server.answer = lambda body: said("<query>atomic number of gold</query>")
     result = search.call({"model": "a-1"})
     assert result.found["documents"][-1].startswith("Gold has") and result.cost_usd > 0.25
+    own, both = (r.experts["a-1"].most_usd(r.prompt(r.experts["a-1"])) for r in (reason, search))
+    assert search.most_usd({"model": "a-1"}) == both + 0.25  # helpers are billed too
+    assert reason.most_usd({"model": "a-1"}) == own + 60 * 0.0000083
     server.answer = lambda body: said("<query>gold</query>")
     assert search.call({"model": "a-1"}).content == "Error: a-1 wrote no query"
     evidence.documents += ["long " * 500]
@@ -190,8 +205,7 @@ def test_an_orchestrator_can_be_an_expert_to_a_set_depth(load, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     deputy = {"name": "deputy", "kind": "orchestrator", "description": "d", "model": "."}
     code, outer = load({"tools": [CODE, deputy | {"depth": 2}]})
-    plain, inner = outer.tools
-    assert plain is code and inner.name == "deputy" and inner.tools == [code]
+    assert outer.tools == [code] and outer.depth == 2
 
 
 MY_TOOLS = '''
@@ -287,7 +301,7 @@ def test_a_bad_catalogue_is_one_line_that_names_the_file_and_the_setting(load, t
     key = {"key_variable": "sk-123"}
     for content, says in (
         ([], "t.json: no tool"),
-        (7, "t.json: 7 is not of type 'object'"),
+        (7, "t.json: 7 is not of type 'object', 'array'"),
         ([{}], r"t.json: tools\[0\]: .* is a required property"),
         ([CODE, CODE], "t.json: two tools are named 'py'"),
         ([CODE | {"kind": "Code"}], r"t.json: tools\[0\].kind: "),

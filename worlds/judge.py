@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from nanorchestra.agent.environment import Tool
-from nanorchestra.tools.experts import EndpointError
+from nanorchestra.tools.http import EndpointError
 
 MOST_WORDS = 500  # of an answer; a longer one is wrong, as published
 PROMPT = """Is a student's answer to a question right? The reference answer is right. The \

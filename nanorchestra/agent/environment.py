@@ -7,16 +7,15 @@ never raises into the loop: an exception becomes an error observation, which the
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Protocol
 
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import best_match
-
-from nanorchestra.records import Evidence, Task, ToolCall, ToolResult
+from nanorchestra.evidence import Evidence
+from nanorchestra.records import Task, ToolCall, ToolResult
+from nanorchestra.schemas import argument_error
+from nanorchestra.tools.http import in_daemon
+from nanorchestra.tools.models import most_usd
 
 MAX_OBSERVATION_CHARS = 16_000
 
@@ -43,13 +42,15 @@ class Tool(Protocol):
 class Environment(Protocol):
     """One attempt at one task. `tools` are OpenAI function objects, `kinds` maps some to a kind.
 
-    `verdict` is a word for how `score` judged the answer, "" if there is nothing to say.
+    `evidence` is what the attempt has found; `verdict` is a word for how `score` judged the answer,
+    "" if there is nothing to say.
     """
 
     task: Task
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
     kinds: dict[str, str]
+    evidence: Evidence
     verdict: str
 
     def most_usd(self, call: ToolCall) -> float:
@@ -81,14 +82,8 @@ class ToolEnvironment:
         self.messages = [{"role": "user", "content": words}]
 
     def most_usd(self, call: ToolCall) -> float:
-        """Returns what the tool's `most_usd(arguments)` says, or its prices; 0 without any."""
-        if self._problem(call):
-            return 0.0
-        tool = self.by_name[call.name]
-        if hasattr(tool, "most_usd"):
-            return tool.most_usd(call.arguments)
-        by_time = getattr(tool, "usd_per_second", 0.0) * getattr(tool, "timeout_s", 0.0)
-        return getattr(tool, "usd_per_call", 0.0) + by_time
+        """Returns the most US dollars of a call; 0 if it cannot be run."""
+        return 0.0 if self._problem(call) else most_usd(self.by_name[call.name], call.arguments)
 
     def _problem(self, call: ToolCall) -> str | None:
         """Returns why a call cannot be run; None if it can."""
@@ -112,7 +107,6 @@ class ToolEnvironment:
         except Exception as error:  # whatever a tool raises is an observation
             text = f"Error: {call.name} failed: {type(error).__name__}: {error}"
             return ToolResult(text, error=True)
-        self.evidence.add(result)
         if len(result.content) <= MAX_OBSERVATION_CHARS:
             return result
         return replace(result, content=result.content[:MAX_OBSERVATION_CHARS] + "\n[cut]")
@@ -140,38 +134,6 @@ def function_schema(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def schema_error(value: Any, schema: dict[str, Any]) -> str | None:
-    """Returns what is wrong with `value` under a JSON schema, in one line; None if nothing is."""
-    error = best_match(Draft202012Validator(schema).iter_errors(value))
-    if error is None:
-        return None
-    message = error.message[-300:]  # a long one begins with the value
-    where = error.json_path.lstrip("$.")
-    return f"{where}: {message}" if where else message
-
-
-def argument_error(arguments: Any, parameters: dict[str, Any]) -> str | None:
-    """Returns why a tool with these `parameters` cannot take `arguments`; None if it can.
-
-    Arguments that the schema does not name are errors.
-    """
-    strict = {"type": "object", "additionalProperties": False}
-    return schema_error(arguments, strict | parameters)
-
-
 async def in_thread(call: Callable[[Any], Any], argument: Any) -> Any:
-    """Returns `call(argument)` from a daemon thread.
-
-    Unlike asyncio.to_thread it leaves neither Ctrl-C nor the exit waiting for a slow endpoint.
-    """
-    future: Future = Future()
-    future.set_running_or_notify_cancel()  # so that a cancelled attempt leaves it alone
-
-    def work() -> None:
-        try:
-            future.set_result(call(argument))
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return await asyncio.wrap_future(future)
+    """Returns `call(argument)` from a daemon thread."""
+    return await asyncio.wrap_future(in_daemon(lambda: call(argument)))

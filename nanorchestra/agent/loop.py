@@ -20,7 +20,7 @@ from nanorchestra.agent.limits import SECONDS_PER_TOKEN, UserLimits
 from nanorchestra.agent.rebuild import ANSWER, Notes, counted
 from nanorchestra.model import chat
 from nanorchestra.records import ParsedTurn, Price, ToolCall, ToolResult, Trajectory, Turn
-from nanorchestra.tools.experts import EndpointError
+from nanorchestra.tools.http import EndpointError
 
 OnEvent = Callable[[str, Any], None]  # ("token", id), ("turn", ParsedTurn) or ("results", Turn)
 
@@ -56,6 +56,7 @@ class Attempt:
         self.context = 0  # where in the trajectory the conversation begins
         room = self.limits.context_tokens - self.limits.turn_tokens
         self.has_answer = ANSWER in env.kinds.values()
+        env.evidence.tokenizer = self.tokenizer
         rebuild = rollout.rebuild or self.has_answer
         self.notes = Notes(self.tokenizer, env, room) if rebuild else None
 
@@ -74,8 +75,7 @@ class Attempt:
             except EndpointError as error:
                 t.status = "infrastructure"
                 problem = f"Error: the judge did not answer ({error})"
-                failed = ToolResult(problem, error=True, infrastructure=True)
-                t.turns[-1].results[-1:] = [failed]
+                t.turns[-1].results[-1:] = [ToolResult(problem, error=True, infrastructure=True)]
             t.verdict = self.env.verdict
         return t
 
@@ -178,8 +178,11 @@ class Attempt:
         self, parsed: ParsedTurn, calls: Sequence[ToolCall], results: list[ToolResult]
     ) -> None:
         """Shows the policy the results of its calls, or the user's reply to its message."""
-        if self.notes is not None:
-            self.notes.observe(parsed.content, calls, results)
+        for pair in zip(calls, results, strict=False):
+            self.env.evidence.add(*pair)
+        if self.notes and not calls:
+            self.notes.hear(parsed.content, results[0])
+        if self.notes:
             return
         contents = [result.content for result in results]
         if calls:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from nanorchestra.agent.environment import Tool, ToolEnvironment
 from nanorchestra.agent.load import load_rollout
 from nanorchestra.agent.loop import Limits, Rollout
-from nanorchestra.records import Preference, Task, ToolResult, arguments_schema, part
+from nanorchestra.errors import require
+from nanorchestra.records import Preference, Task, ToolResult, part
+from nanorchestra.schemas import arguments_schema
 
 MAX_CONTEXT = 16_384  # tokens of a conversation
 
@@ -20,8 +22,8 @@ MAX_CONTEXT = 16_384  # tokens of a conversation
 class Orchestrator:
     """Another orchestrator as an expert: a checkpoint at `model`, with `tools` of its own.
 
-    Its tools are those of its catalogue, itself among them while `depth` is above 1. The checkpoint
-    is loaded at the first call, once for each depth, and works on one task at a time.
+    Its tools are those of its catalogue, and itself while `depth` is above 1. The checkpoint is
+    loaded at the first call, once for each depth, and works on one task at a time.
     """
 
     name: str
@@ -33,25 +35,24 @@ class Orchestrator:
     kind, blocking = "expert", True
     parameters = arguments_schema(task="string")
 
+    def __post_init__(self) -> None:
+        found = (Path(self.model) / "config.json").exists()
+        problem = f"{self.name}: model is {self.model!r}; it must be a checkpoint's directory"
+        require(found, problem)
+
     def call(self, arguments: dict[str, Any]) -> ToolResult:
         """Returns its answer to the task, with the cost of its tokens and of all its calls."""
         task = Task(self.name, arguments["task"], Preference(), {})
-        env = ToolEnvironment(task, self.tools, grade=lambda answer: 0.0)
+        inner = [replace(self, depth=self.depth - 1)] if self.depth > 1 else []
+        env = ToolEnvironment(task, [*self.tools, *inner], grade=lambda answer: 0.0)
         rollout, free = _loaded(self.model, self.turns, self.depth)
         with free:
             (attempt,) = rollout.run([env], [0])
+        made = (pair for t in attempt.turns for pair in zip(t.calls, t.results, strict=False))
+        parts = [part(call.name, call.arguments, result) for call, result in made]
         text = attempt.answer or f"Error: {self.name} found no answer ({attempt.status})"
-        return ToolResult(
-            text,
-            attempt.cost_usd,
-            attempt.latency_s,
-            error=not attempt.answer,
-            parts=[
-                part(call.name, call.arguments, result)
-                for turn in attempt.turns
-                for call, result in zip(turn.calls, turn.results, strict=False)
-            ],
-        )
+        spent = attempt.cost_usd, attempt.latency_s
+        return ToolResult(text, *spent, error=not attempt.answer, parts=parts)
 
 
 @functools.cache

@@ -22,7 +22,8 @@ from nanorchestra.errors import require
 from nanorchestra.model import chat
 from nanorchestra.model.parser import THINK, THINK_END
 from nanorchestra.records import ParsedTurn, Price, ToolCall, Trajectory
-from nanorchestra.tools.experts import EndpointError, chat_completion, is_base_url
+from nanorchestra.tools.experts import chat_completion, is_base_url
+from nanorchestra.tools.http import EndpointError
 
 PARALLEL = 16  # requests at a time
 

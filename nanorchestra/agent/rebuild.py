@@ -6,14 +6,13 @@ is that of its FRAMES script. docs/differences.md lists what differs. No torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from nanorchestra.evidence import Budget, shown
+from nanorchestra.evidence import Budget
 from nanorchestra.model import chat
-from nanorchestra.records import Evidence, ToolCall, ToolResult
+from nanorchestra.records import ToolCall, ToolResult
 
 SYSTEM = {"role": "system", "content": "You are good at using tools."}
 ASK = "Choose an appropriate tool."
@@ -33,38 +32,23 @@ def counted(calls: Sequence[ToolCall], kinds: dict[str, str]) -> list[ToolCall]:
 
 
 class Notes:
-    """Keeps what one attempt has found out. Its `messages` are the prompt of the next turn.
+    """Composes the prompt of each turn, its `messages`, from the problem and `env.evidence`.
 
-    A prompt has at most `prompt_tokens` ids. Results say what they add to the evidence (`found`).
-    Those that do not are put down by the kind of their tool: "search", a document; "code", code and
-    its output; "expert", an attempt. Any other result, and an error, is a document that begins with
-    its call. What the policy and the user say becomes part of the problem.
+    A prompt has at most `prompt_tokens` ids. What the policy and the user say becomes part of the
+    problem.
     """
 
     def __init__(self, tokenizer: Any, env: Any, prompt_tokens: int):
         self.tokenizer, self.prompt_tokens = tokenizer, prompt_tokens
         *before, user = env.messages
         self._before, self.problem = before or [SYSTEM], f"Problem: {user['content']}"
-        self.tools, self._kinds = env.tools, env.kinds
-        self.evidence = getattr(env, "evidence", None) or Evidence(user["content"])
+        self.tools, self.evidence = env.tools, env.evidence
+        self.evidence.tokenizer = tokenizer
 
-    def observe(self, said: str, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> None:
-        """Takes down the results of a turn's calls, or of a turn without calls the user's reply."""
-        if not calls and not results[0].error:
-            self.problem += f"\n\nYou: {said}\n\nUser: {results[0].content}"
-        for call, result in zip(calls, results, strict=False):
-            if not result.found and result.content.strip():
-                self.evidence.add(replace(result, found=self._found(call, result)))
-
-    def _found(self, call: ToolCall, result: ToolResult) -> dict[str, list[Any]]:
-        kind, text = self._kinds.get(call.name), result.content
-        if kind == "code" and isinstance(code := call.arguments.get("code"), str):
-            return {"code": [[code, text]]}
-        if kind == "expert" and not result.error:
-            return {"attempts": [[result.alias or call.name, text]]}
-        if kind != "search" or result.error:
-            text = f"{call.name}({json.dumps(call.arguments, ensure_ascii=False)}): {text}"
-        return {"documents": [text]}
+    def hear(self, said: str, reply: ToolResult) -> None:
+        """Takes down a message without calls, and the user's reply to it."""
+        if not reply.error:
+            self.problem += f"\n\nYou: {said}\n\nUser: {reply.content}"
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -72,7 +56,7 @@ class Notes:
         bare = chat.encode(self.tokenizer, self._messages(""), self.tools)
         room = max(0, self.prompt_tokens - len(bare) - JOINTS)
         budget = replace(BUDGET, total=min(BUDGET.total, room))
-        return self._messages(shown(self.evidence, self.tokenizer, budget))
+        return self._messages(self.evidence.shown(budget))
 
     def _messages(self, evidence: str) -> list[dict[str, Any]]:
         content = f"{self.problem}\n\n{evidence}\n\n{ASK}"

@@ -26,6 +26,7 @@ from nanorchestra.tools.index import (
     TEXTS,
     VECTORS,
     WORDS,
+    Index,
     Passage,
     SavedPassages,
     word_index,
@@ -66,6 +67,11 @@ def build_index(source: str | Path, out: str | Path, checkpoint: str | None = No
     except (OSError, RuntimeError) as error:  # FAISS raises RuntimeError
         raise UserError(f"{out}: cannot be written ({error})") from None
     return len(passages)
+
+
+def open_index(path: str | Path) -> Index:
+    """Returns a built index, or the index of a JSONL file, which is made in memory. UserError."""
+    return Index.open(path) if Path(path).is_dir() else Index(read_passages(path))
 
 
 def read_passages(path: str | Path) -> list[Passage]:

@@ -26,7 +26,7 @@ from typing import Any
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_text
 from nanorchestra.records import ToolResult
-from nanorchestra.tools.experts import within
+from nanorchestra.tools.http import within
 
 TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object"}
 TYPES |= {list: "array", type(None): "null"}

@@ -7,38 +7,51 @@ where it has failed.
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from nanorchestra.records import Price, ToolResult, arguments_schema
-from nanorchestra.tools.experts import EndpointError, chat_completion, count_tokens
+from nanorchestra.records import Price, ToolResult
+from nanorchestra.schemas import arguments_schema
+from nanorchestra.tools.experts import chat_completion, count_tokens
+from nanorchestra.tools.http import EndpointError
 
 
 class Spending:
-    """US dollars that the experts of a run may cost together; thread-safe.
+    """US dollars that the endpoints of a run may cost together; thread-safe.
 
-    Invariant: what is spent and what open calls can cost at most is never above `most`.
+    Invariant: `spent`, which counts an open call at its most, is never above `most`.
     """
 
     def __init__(self, most: float = math.inf):
-        self.most, self.spent, self._open, self._lock = most, 0.0, 0.0, threading.Lock()
+        self.most, self.spent, self._lock = most, 0.0, threading.Lock()
 
-    def reserve(self, usd: float) -> bool:
-        """Returns whether a call that costs `usd` at most fits, and keeps that much for it."""
+    def bounded(self, name: str, most_usd: float, call: Callable[[], ToolResult]) -> ToolResult:
+        """Returns `call()`, or an error if that could cost more than is left."""
+        usd = 0.0
         with self._lock:
-            fits = self.spent + self._open + usd <= self.most
-            self._open += usd if fits else 0.0
-        return fits
+            if self.spent + most_usd > self.most:
+                problem = f"{name} could cost ${most_usd:.2g}, more than the run has left to spend"
+                return ToolResult(f"Error: {problem}", error=True, alias=name)
+            self.spent += most_usd
+        try:
+            result = call()
+            usd = result.cost_usd
+            return result
+        finally:
+            with self._lock:
+                self.spent += usd - most_usd
 
-    def settle(self, reserved: float, spent: float) -> None:
-        """Replaces what was kept for a call by what it has cost."""
-        with self._lock:
-            self._open -= reserved
-            self.spent += spent
+
+def most_usd(tool: Any, arguments: dict[str, Any]) -> float:
+    """Returns the most US dollars of a call, as the tool's `most_usd` or its prices say."""
+    if hasattr(tool, "most_usd"):
+        return tool.most_usd(arguments)
+    by_time = getattr(tool, "usd_per_second", 0.0) * getattr(tool, "timeout_s", 0.0)
+    return getattr(tool, "usd_per_call", 0.0) + by_time
 
 
 @dataclass(frozen=True)
@@ -57,14 +70,6 @@ class Endpoint:
     def free(self) -> threading.Semaphore:
         """Counts the calls that may still begin."""
         return threading.Semaphore(self.concurrency)
-
-    def complete(self, body: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, int]]:
-        """Returns a message and its tokens, as `chat_completion` does. EndpointError."""
-        if self.key_variable and not os.environ.get(self.key_variable, "").strip():
-            raise EndpointError(f"the environment variable {self.key_variable} is not set")
-        return chat_completion(
-            self.base_url, body, key_variable=self.key_variable, timeout_s=self.timeout_s
-        )
 
 
 @dataclass(frozen=True)
@@ -95,47 +100,38 @@ class Expert:
 
     def ask(self, text: str, name: str) -> ToolResult:
         """Returns the reply to one message; the policy knows this expert as `name`."""
+        return self.spending.bounded(name, self.most_usd(text), lambda: self._ask(text, name))
+
+    def _ask(self, text: str, name: str) -> ToolResult:
         limit = "max_completion_tokens" if self.reasoning else "max_tokens"
-        body = {"model": self.model, "messages": [{"role": "user", "content": text}]}
-        body[limit] = self.max_tokens
+        body: dict[str, Any] = {"model": self.model, limit: self.max_tokens}
+        body["messages"] = [{"role": "user", "content": text}]
         if self.temperature is not None and not self.reasoning:
             body["temperature"] = self.temperature
-        most, usd = self.most_usd(text), 0.0
-        if not self.spending.reserve(most):
-            problem = f"Error: {name} could cost ${most:.2g}, more than the run has left to spend"
-            return ToolResult(problem, error=True, alias=name)
-        try:
-            with self.endpoint.free:
-                start = time.monotonic()
-                result = self._complete(body, name)
-            usd = self.price.cost(result.input_tokens, result.output_tokens)
-            return replace(result, cost_usd=usd, latency_s=time.monotonic() - start, alias=name)
-        finally:
-            self.spending.settle(most, usd)
-
-    def _complete(self, body: dict[str, Any], name: str) -> ToolResult:
-        """Returns the reply to a request, without cost and latency."""
-        try:
-            message, tokens = self.endpoint.complete(body)
-        except EndpointError as error:
-            problem, tokens, retries = f"did not answer: {error}", error.tokens, error.retries
-        else:
-            text, retries = message["content"].rpartition("</think>")[2].strip(), message["retries"]
-            problem = "" if text else self._emptiness(message)
+        server = self.endpoint
+        keys = {"key_variable": server.key_variable, "timeout_s": server.timeout_s}
+        with server.free:
+            start = time.monotonic()
+            try:
+                message, tokens = chat_completion(server.base_url, body, **keys)
+                said, retries = message["content"].rpartition("</think>")[2], message["retries"]
+                problem = "" if said.strip() else _emptiness(message)
+            except EndpointError as error:
+                problem, tokens, retries = f"did not answer: {error}", error.tokens, error.retries
+        seconds, usd = time.monotonic() - start, self.price.cost(*tokens)
         if problem:
-            text = f"Error: {name} {problem}".replace(self.model, name)
-        return ToolResult(
-            text, 0.0, 0.0, bool(problem), False, *tokens, alias=name, retries=retries
-        )
+            said = f"Error: {name} {problem}".replace(self.model, name)
+        settings = {"alias": name, "retries": retries}
+        return ToolResult(said.strip(), usd, seconds, bool(problem), False, *tokens, **settings)
 
-    def _emptiness(self, message: dict[str, Any]) -> str:
-        """Returns why a message has no content."""
-        if refusal := message.get("refusal"):
-            return f"refused: {refusal[:200]}"
-        if message["finish_reason"] == "length":
-            return f"reached its limit of {self.max_tokens} tokens before an answer"
-        reasoning = message.get("reasoning") or message.get("reasoning_content")
-        return "reasoned, but gave no answer" if reasoning else "gave an empty answer"
+
+def _emptiness(message: dict[str, Any]) -> str:
+    """Returns why a message has no content."""
+    if refusal := message.get("refusal"):
+        return f"refused: {refusal[:200]}"
+    reasoned = message.get("reasoning") or message.get("reasoning_content")
+    after = "reasoning alone" if reasoned else "nothing"
+    return f"gave no answer: {after} (finish_reason {message['finish_reason']!r})"
 
 
 @dataclass
@@ -154,4 +150,6 @@ class ExpertTool:
 
     def call(self, arguments: dict[str, Any]) -> ToolResult:
         """Returns the expert's answer to the task."""
-        return replace(self.expert.ask(arguments["task"], self.name), alias="")
+        result = self.expert.ask(arguments["task"], self.name)
+        found = {} if result.error else {"attempts": [[self.name, result.content]]}
+        return replace(result, alias="", found=found)

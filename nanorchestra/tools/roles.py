@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from nanorchestra.evidence import Budget, shown
-from nanorchestra.records import Evidence, ToolResult, part
-from nanorchestra.tools.experts import BYTES_PER_TOKEN
-from nanorchestra.tools.models import Expert
+from nanorchestra.evidence import Budget, Evidence
+from nanorchestra.records import ToolResult, part
+from nanorchestra.schemas import arguments_schema
+from nanorchestra.tools.models import Expert, most_usd
 
-KINDS = {"enhance_reasoning": "code", "search": "search", "answer": "answer"}  # of each role
 CODE = (
     "Do not answer the question. Write Python code, complete in itself, that works out or checks "
     "what the answer needs, and prints intermediate results. Put it between ```python and ```."
@@ -28,11 +27,16 @@ QUERY = (
 )
 TAGS = "Think between <think> and </think>, then write the answer between <answer> and </answer>."
 BOXED = "Reason step by step, and put the final answer within \\boxed{}."
-QUERY_CHARS = (10, 390)  # a shorter query is not run, a longer one is cut
+ROLES = {  # the kind of observation, what the expert is asked for, and where it stands in the reply
+    "enhance_reasoning": ("code", CODE, r"```python\s+(.*?)\s*(?:```|\Z)"),
+    "search": ("search", QUERY, r"<query>\s*([^<]{10,}?)\s*(?:<|\Z)"),
+    "answer": ("answer", TAGS, ""),
+}
+ANSWERS = (r"<answer>\s*(.*?)\s*(?:</answer>|\Z)", r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
+COLUMNS = (
+    "Model | price per million input tokens | price per million output tokens | average latency"
+)
 WHOLE = 10**9  # characters of a document
-NO_HELPER = "Error: nothing to search in; the catalogue offers no search"
-NO_OUTPUT = "(no output)"  # of an interpreter
-NESTED = r"\{(?:[^{}]|\{[^{}]*\})*\}"
 
 
 @dataclass
@@ -42,7 +46,6 @@ class RoleTool:
     `helpers` are the tools for what the expert writes: searches, of which the first that finds a
     document counts, or an interpreter.
     `given` are the parameters of a published file; without them the experts describe themselves.
-    `tokenizer` cuts what an expert reads; None: its tokens are estimated.
     """
 
     name: str
@@ -50,45 +53,43 @@ class RoleTool:
     experts: dict[str, Expert]
     helpers: Sequence[Any] = ()
     given: dict[str, Any] | None = None
-    tokenizer: Any = None
-    evidence: Evidence = field(default_factory=lambda: Evidence(""))
+    evidence: Evidence | None = None
     blocking = True
 
     @property
     def kind(self) -> str:
         """The kind of observation: code, search or answer."""
-        return KINDS[self.name]
+        return ROLES[self.name][0]
 
     @property
     def parameters(self) -> dict[str, Any]:
         """One argument, `model`; its description has the aliases, notes, prices and latencies."""
         if self.given:
             return self.given
-        lines = [f"The model used. Choices: {list(self.experts)}."]
-        lines += [f"{alias} {expert.note}" for alias, expert in self.experts.items() if expert.note]
-        table = [
-            "Model | price per million input tokens | price per million output tokens | "
-            "average latency"
-        ]
+        notes, rows = [f"The model used. Choices: {list(self.experts)}."], [COLUMNS]
         for alias, expert in self.experts.items():
-            usd = expert.price
-            prices = f"${usd.input_per_million:g} | ${usd.output_per_million:g}"
-            table.append(f"{alias} | {prices} | {expert.latency_s:g}s")
-        model = {"type": "string", "description": "\n".join([" ".join(lines), *table])}
-        return {"type": "object", "properties": {"model": model}, "required": ["model"]}
+            notes += [f"{alias} {expert.note}"] if expert.note else []
+            usd = f"${expert.price.input_per_million:g} | ${expert.price.output_per_million:g}"
+            rows.append(f"{alias} | {usd} | {expert.latency_s:g}s")
+        schema = arguments_schema(model="string")
+        schema["properties"]["model"]["description"] = "\n".join([" ".join(notes), *rows])
+        return schema
 
     def bind(self, evidence: Evidence) -> RoleTool:
         """Returns this tool for one attempt."""
         return replace(self, evidence=evidence)
 
     def most_usd(self, arguments: dict[str, Any]) -> float:
-        """Returns the US dollars of the longest reply."""
-        expert = self.experts.get(arguments["model"])
-        return expert.most_usd(self.prompt(expert)) if expert else 0.0
+        """Returns the US dollars of the longest reply and of all helpers."""
+        if arguments["model"] not in self.experts:
+            return 0.0
+        expert = self.experts[arguments["model"]]
+        helpers = sum(most_usd(helper, {}) for helper in self.helpers)
+        return expert.most_usd(self.prompt(expert)) + helpers
 
     def call(self, arguments: dict[str, Any]) -> ToolResult:
         """Returns code and its output, documents, or an answer; each also as `found`."""
-        alias = arguments["model"]
+        alias, (kind, _, mark) = arguments["model"], ROLES[self.name]
         if alias not in self.experts:
             problem = f"Error: {self.name}: no model {alias!r}; there are {', '.join(self.experts)}"
             return ToolResult(problem, error=True, refused=True)
@@ -96,84 +97,43 @@ class RoleTool:
         reply = expert.ask(self.prompt(expert), alias)
         if reply.error:
             return reply
-        if self.name == "answer":
-            text = final_answer(reply.content, expert.boxed)
+        if kind == "answer":
+            text = final_answer(reply.content)
             return replace(reply, content=text, found={"attempts": [[alias, text]]})
-        written = (query if self.name == "search" else code)(reply.content)
-        if not written:
-            problem = f"Error: {alias} wrote no {'query' if self.name == 'search' else 'code'}"
-            return replace(reply, content=problem, error=True)
-        return self._help(reply, written)
-
-    def _help(self, reply: ToolResult, written: str) -> ToolResult:
-        """Returns what the helpers make of a query or a program, with the cost of all calls."""
-        search = self.name == "search"
-        arguments = {"query" if search else "code": written}
-        calls, result = [("expert", {}, reply)], ToolResult(NO_HELPER, error=True)
-        for helper in self.helpers:
-            result = helper.call(arguments)
-            calls.append((helper.name, arguments, result))
-            if not search or result.found.get("documents"):
+        what = "query" if kind == "search" else "code"
+        written = {what: (re.findall(mark, reply.content, re.DOTALL) or [""])[-1]}
+        problem = "nothing to search in; the catalogue offers no search"
+        problem = problem if written[what] else f"{alias} wrote no {what}"
+        calls, result = [("expert", {}, reply)], ToolResult(f"Error: {problem}", error=True)
+        for helper in self.helpers if written[what] else ():
+            result = helper.call(written)
+            calls.append((helper.name, written, result))
+            if kind == "code" or result.found.get("documents"):
                 break
-        content, found = result.content, {}
-        if search:
-            found = result.found
-        elif content != NO_OUTPUT:
-            found = {"code": [[written, content]]}
-            content = f"```python\n{written}\n```\n\n```output\n{content}\n```"
+        program = f"```python\n{written[what]}\n```\n\n```output\n{result.content}\n```"
         return replace(
             reply,
-            content=content,
+            content=program if "code" in result.found else result.content,
             cost_usd=sum(result.cost_usd for _, _, result in calls),
             latency_s=sum(result.latency_s for _, _, result in calls),
             error=result.error,
-            found=found,
+            found=result.found,
             parts=[part(*call) for call in calls],
         )
 
     def prompt(self, expert: Expert) -> str:
         """Returns what the expert reads: evidence in its budget, the problem, and what to do."""
-        ask = {"search": QUERY, "enhance_reasoning": CODE}.get(self.name)
-        ask = ask or (BOXED if expert.boxed else TAGS)
-        tokenizer, ids = (self.tokenizer, 1) if self.tokenizer else (_Bytes, BYTES_PER_TOKEN)
-        problem = self.evidence.problem
-        room = expert.context_tokens * ids - len(tokenizer.encode(problem))
-        worked = expert.code_tokens * ids
-        context = shown(self.evidence, tokenizer, Budget(max(room, 0), worked, worked, WHOLE))
-        return "\n\n".join(filter(None, [context.strip(), problem, ask]))
+        evidence, ask = self.evidence, ROLES[self.name][1]
+        ask = BOXED if ask == TAGS and expert.boxed else ask
+        room = expert.context_tokens - evidence.count(evidence.problem)
+        budget = Budget(max(room, 0), expert.code_tokens, expert.code_tokens, WHOLE)
+        context = evidence.shown(budget).strip()
+        return "\n\n".join(filter(None, [context, evidence.problem, ask]))
 
 
-class _Bytes:
-    """Stands for a tokenizer that is not known: the bytes of a text."""
-
-    @staticmethod
-    def encode(text: str) -> bytes:
-        return text.encode("utf-8", "replace")
-
-    @staticmethod
-    def decode(ids: bytes) -> str:
-        return ids.decode("utf-8", "replace")
-
-
-def final_answer(text: str, boxed: bool) -> str:
-    """Returns what an expert marked as its answer, by a box or by tags; else the whole text."""
-    if boxed:
-        found = re.findall(r"\\boxed(" + NESTED + ")", text)
-        return found[-1][1:-1].strip() if found else text
-    found = re.findall(r"<answer>(.*?)(?:</answer>|$)", text, re.DOTALL)
-    return found[-1].strip() if found else text
-
-
-def query(text: str) -> str:
-    """Returns the query of an expert's reply, "" for none or one that is too short."""
-    written = text.rpartition("<query>")[2].partition("</query>")[0] if "<query>" in text else ""
-    shortest, longest = QUERY_CHARS
-    written = " ".join(written.split())
-    return written[:longest] if len(written) >= shortest else ""
-
-
-def code(text: str) -> str:
-    """Returns the last Python program of an expert's reply, "" for none."""
-    return (
-        text.rpartition("```python")[2].partition("```")[0].strip() if "```python" in text else ""
-    )
+def final_answer(text: str) -> str:
+    """Returns what is marked as the answer, by tags or by a box; else the whole text."""
+    for mark in ANSWERS:
+        if found := re.findall(mark, text, re.DOTALL):
+            return found[-1].strip()
+    return text.strip()

@@ -7,7 +7,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from nanorchestra.records import Price, ToolResult, arguments_schema
+from nanorchestra.records import Price, ToolResult
+from nanorchestra.schemas import arguments_schema
 
 
 @dataclass
@@ -73,4 +74,5 @@ class SimulatedExpert:
         tokens = self.input_tokens, round(self.output_tokens * rng.uniform(0.85, 1.15))
         seconds = self.latency_s * rng.uniform(0.85, 1.15)
         text = f"{'unsure' if unsure else 'sure'}: {answer}"
-        return ToolResult(text, self.price.cost(*tokens), seconds, False, False, *tokens)
+        usd, found = self.price.cost(*tokens), {"attempts": [[self.name, text]]}
+        return ToolResult(text, usd, seconds, False, False, *tokens, found=found)

@@ -46,8 +46,10 @@ def demonstration(
         if not lesson.result:
             break
         if notes:
-            notes.evidence.add(lesson.result)
-            notes.observe(lesson.content, calls, [lesson.result])
+            if calls:
+                notes.evidence.add(lesson.call, lesson.result)
+            else:
+                notes.hear(lesson.content, lesson.result)
             context, given = len(t.ids), chat.encode(tokenizer, notes.messages, notes.tools)
         elif calls:
             given = chat.encode_observations(tokenizer, [lesson.result.content])

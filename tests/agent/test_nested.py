@@ -9,7 +9,8 @@ from nanorchestra.agent.loop import Rollout
 from nanorchestra.records import Price
 
 
-def test_it_answers_a_task_with_its_own_tools_and_bills_them(nano_tokenizer, monkeypatch):
+def test_it_answers_a_task_with_its_own_tools_and_bills_them(nano_tokenizer, monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
     loaded = []
 
     def load(path, limits, temperature, running):
@@ -19,7 +20,7 @@ def test_it_answers_a_task_with_its_own_tools_and_bills_them(nano_tokenizer, mon
 
     monkeypatch.setattr(nested, "load_rollout", load)
     nested._loaded.cache_clear()
-    deputy = nested.Orchestrator("deputy", "d", "model", [EchoTool()], turns=2)
+    deputy = nested.Orchestrator("deputy", "d", tmp_path, [EchoTool()], depth=2, turns=2)
     result = deputy.call({"task": "what?"})
     assert result.content == "42" and not result.error
     (inner,) = result.parts

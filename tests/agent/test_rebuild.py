@@ -20,11 +20,16 @@ from tools import load_tools
 from worlds.miniature.teacher import teach
 from worlds.miniature.world import World, environment
 
-KINDS = {"find": "search", "run": "code", "orion": "expert", "rows": "records"}
+FOUND = {  # what the results of each tool add
+    "find": lambda arguments, text: {"documents": [text]},
+    "run": lambda arguments, text: {"code": [[arguments["code"], text]]},
+    "orion": lambda arguments, text: {"attempts": [["orion", text]]},
+    "rows": lambda arguments, text: {},
+}
 
 
 def notes_of(tokenizer, room=30_000):
-    tools = [EchoTool(name, kind) for name, kind in KINDS.items()]
+    tools = [EchoTool(name) for name in FOUND]
     env = ToolEnvironment(Task("t", "Who?", Preference(), {}), tools, len)
     env.messages.insert(0, {"role": "system", "content": "Use tools."})
     return Notes(tokenizer, env, room)
@@ -32,7 +37,8 @@ def notes_of(tokenizer, room=30_000):
 
 def see(notes, *results):
     for name, arguments, text in results:
-        notes.observe("", [ToolCall(name, arguments)], [ToolResult(text)])
+        found = {} if text.startswith("Error") else FOUND[name](arguments, text)
+        notes.evidence.add(ToolCall(name, arguments), ToolResult(text, found=found))
 
 
 def ids_of(notes):
@@ -80,11 +86,12 @@ def test_the_prompt_holds_what_is_known(nano_tokenizer):
         ("nothing", {}, "Error: no tool named 'nothing'"),
         ("run", {}, "Error: run: 'code' is a required property"),
     )
-    notes.observe("", [ToolCall("orion", {})], [ToolResult("<|im_end|>", alias="expert-1")])
+    found = {"attempts": [["expert-1", "<|im_end|>"]]}
+    notes.evidence.add(ToolCall("ask", {}), ToolResult("<|im_end|>", found=found))
     assert notes.messages == [*frame, {"role": "user", "content": PROMPT}]
     starts = ids_of(notes).count(nano_tokenizer.token_id("<|im_start|>"))
     assert starts == 3, "no text forges a role"
-    notes.observe("Which one?", [], [ToolResult("The first.")])
+    notes.hear("Which one?", ToolResult("The first."))
     said = "Problem: Who?\n\nYou: Which one?\n\nUser: The first.\n\nDocuments:\nDoc 1: "
     assert notes.messages[-1]["content"].startswith(said)
 
@@ -98,7 +105,7 @@ def test_budgets_are_kept_in_ids_whatever_the_text(nano_tokenizer):
     bare = len(ids_of(notes))
     for _ in range(12):
         code, text = ("".join(rng.choices(words, k=k)) for k in (20, rng.randrange(80)))
-        see(notes, (rng.choice(list(KINDS)), {"code": code}, text))
+        see(notes, (rng.choice(list(FOUND)), {"code": code}, text))
     lengths = []
     for room in range(0, 900, 7):
         notes.prompt_tokens = bare + room
@@ -191,7 +198,7 @@ def test_a_published_episode_meets_the_published_prompt_in_each_turn(
             "endpoints": here,
         }
         (tmp_path / "here.json").write_text(json.dumps(extra))
-        tools = load_tools(f"{PUBLISHED},{tmp_path / 'here.json'}", sandbox, nano_tokenizer)
+        tools = load_tools(f"{PUBLISHED},{tmp_path / 'here.json'}", sandbox)
         env = ToolEnvironment(
             Task("t", "How much?", Preference("Be cheap."), {}), tools, lambda a: float(a == "42")
         )

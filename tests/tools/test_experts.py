@@ -9,8 +9,9 @@ from email.utils import formatdate
 import pytest
 from openai_server import openai_server, said
 
-from nanorchestra.tools import experts
-from nanorchestra.tools.experts import EndpointError, chat_completion
+from nanorchestra.tools import http
+from nanorchestra.tools.experts import chat_completion
+from nanorchestra.tools.http import EndpointError
 
 KEY = "sk-secret/key"
 BODY = {"model": "m", "messages": [{"role": "user", "content": "x" * 300}]}
@@ -20,7 +21,7 @@ BODY = {"model": "m", "messages": [{"role": "user", "content": "x" * 300}]}
 def waits(monkeypatch):
     """The seconds between the tries, which pass at once."""
     waited = []
-    monkeypatch.setattr(experts.time, "sleep", waited.append)
+    monkeypatch.setattr(http.time, "sleep", waited.append)
     return waited
 
 
@@ -99,7 +100,7 @@ def test_a_refusal_is_tried_again_if_it_may_pass_and_told_without_the_key(
         chat_completion(server.url, {})
     assert len(server.bodies) == tries and len(str(error.value)) <= 300
     assert str(error.value).startswith(f"HTTP {status}: the model `big` and the key ... x")
-    assert len(waits) == tries - 1 == error.value.retries and all(0.5 < w <= 4 for w in waits)
+    assert len(waits) == tries - 1 == error.value.retries and all(1 <= w <= 4 for w in waits)
 
 
 def test_the_wait_is_as_long_as_the_server_says_but_within_the_time_out(server, waits):
@@ -144,8 +145,8 @@ def test_a_reply_that_breaks_off_is_billed(server):
 
 
 def test_an_endpoint_that_is_not_there_is_tried_three_times_and_named(monkeypatch, waits):
-    tries, post = [], experts.requests.post
-    monkeypatch.setattr(experts.requests, "post", lambda *a, **k: tries.append(1) or post(*a, **k))
+    tries, post = [], http.requests.post
+    monkeypatch.setattr(http.requests, "post", lambda *a, **k: tries.append(1) or post(*a, **k))
     with pytest.raises(EndpointError, match="^ConnectionError$"):
         chat_completion("http://127.0.0.1:9/v1", {})
     assert len(tries) == 3

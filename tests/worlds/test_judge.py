@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nanorchestra.records import ToolResult
-from nanorchestra.tools.experts import EndpointError
+from nanorchestra.tools.http import EndpointError
 from worlds.judge import Judge
 
 

@@ -118,7 +118,7 @@ def test_a_simulated_expert_is_paid_as_quoted_and_the_stronger_is_right_more_oft
     assert shares["strong"] > shares["middle"] > shares["quick"] > 0.5
 
 
-def test_a_published_role_has_some_of_its_experts_in_another_order(world, tmp_path):
+def test_a_published_role_has_some_of_its_experts_in_another_order(world, tmp_path, nano_tokenizer):
     roles = {"answer": ["strong", "middle", "quick"], "enhance_reasoning": ["strong", "quick"]}
     made = json.loads(Path(catalogue(tmp_path)).read_text())
     model = {"type": "string", "description": "as listed"}
@@ -130,6 +130,7 @@ def test_a_published_role_has_some_of_its_experts_in_another_order(world, tmp_pa
     worlds, orders = world(**settings), set()
     for task in worlds.tasks(12, 0):
         env = worlds.environment(task, 0)
+        env.evidence.tokenizer = nano_tokenizer
         for offer in task.data["tools"]:
             assert set(offer["models"]) <= set(roles[offer["name"]])
             orders.add((offer["name"], *((a, m["what"]) for a, m in offer["models"].items())))

@@ -14,7 +14,7 @@ from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.config import TaskSection
 from nanorchestra.errors import UserError
 from nanorchestra.records import ToolCall
-from nanorchestra.tools.experts import EndpointError
+from nanorchestra.tools.http import EndpointError
 from worlds.mixture import open_world
 from worlds.toolscale.dataset import load_world
 

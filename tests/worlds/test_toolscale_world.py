@@ -8,8 +8,8 @@ import random
 
 import pytest
 
-from nanorchestra.agent.environment import schema_error
 from nanorchestra.errors import UserError
+from nanorchestra.schemas import schema_error
 from worlds.toolscale.domains import BUILT_IN, HOME, build, load_blueprint
 from worlds.toolscale.program import ToolError, calculate, run
 from worlds.toolscale.world import World

@@ -12,7 +12,8 @@ import re
 from pathlib import Path
 
 from nanorchestra.errors import UserError, require
-from nanorchestra.tools.experts import EndpointError, chat_completion
+from nanorchestra.tools.experts import chat_completion
+from nanorchestra.tools.http import EndpointError
 from worlds.toolscale.domains import build, load_blueprint
 from worlds.toolscale.world import write_json
 
@@ -42,7 +43,7 @@ def write_blueprint(domain: str, directory: Path, endpoint: str, model: str, see
     for _ in range(ATTEMPTS):
         try:
             body = {"model": model, "messages": messages}
-            message, _ = chat_completion(endpoint, body, timeout_s=180.0, attempts=2)
+            message, _ = chat_completion(endpoint, body, timeout_s=180.0)
             answer = message.get("content") or ""
             found = re.search(r"\{.*\}", answer, re.DOTALL)
             blueprint = json.loads(found[0] if found else "")

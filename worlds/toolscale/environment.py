@@ -9,9 +9,10 @@ from functools import partial
 from typing import Any
 
 from nanorchestra.agent.environment import Tool, in_thread, refused
+from nanorchestra.evidence import Evidence
 from nanorchestra.model.parser import StreamParser
 from nanorchestra.records import ParsedTurn, Price, Task, ToolCall, ToolResult
-from nanorchestra.tools.experts import EndpointError
+from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.models import Expert
 from worlds.toolscale import preferences
 from worlds.toolscale.program import Json, ToolError
@@ -79,7 +80,7 @@ class DomainEnvironment:
         self.tables = dict(world.tables)
         self.calls = []
         self.said = []
-        self.over = False
+        self.over, self.evidence = False, Evidence(task.question)
         self.tools = world.functions(tau2["tools"])
         self.offered = [tool["function"]["name"] for tool in self.tools]
         self.kinds = {EXPERT: "expert"}

@@ -21,7 +21,7 @@ from typing import Any
 
 from nanorchestra.agent.environment import function_schema
 from nanorchestra.errors import UserError
-from nanorchestra.files import read_json, read_text
+from nanorchestra.files import merge, read_json, read_text
 from nanorchestra.tools.functions import tool
 from worlds.toolscale.program import Json, Tables, ToolError
 from worlds.toolscale.world import World
@@ -51,6 +51,13 @@ class ToolkitWorld(World):
             raise ToolError(str(error) or type(error).__name__) from None
         tables["db"] = toolkit.db
         return value
+
+    def merged(self, data: Json) -> Tables:
+        """Returns `db` with a task's data in it; one of pydantic is validated again."""
+        db = self.tables["db"]
+        if hasattr(db, "model_dump"):
+            return {"db": type(db).model_validate(merge(db.model_dump(), data))}
+        return {"db": merge(db, data)}
 
 
 def load_domain(directory: Path) -> World:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from nanorchestra.agent.environment import Tool
-from nanorchestra.tools.experts import EndpointError
+from nanorchestra.tools.http import EndpointError
 from worlds.toolscale.program import Json
 
 STOP, TRANSFER = SIGNALS = ("###STOP###", "###TRANSFER###")  # tau2's, which end a conversation

@@ -18,9 +18,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanorchestra.agent.environment import argument_error, schema_error
 from nanorchestra.errors import require
-from nanorchestra.files import read_json, read_text, write_whole
+from nanorchestra.files import merge, read_json, read_text, write_whole
+from nanorchestra.schemas import argument_error, schema_error
 from worlds.toolscale.program import Json, Tables, ToolError, run
 
 SHAPES = read_json(Path(__file__).with_name("shapes.json"))
@@ -60,10 +60,14 @@ class World:
         if not state:
             return self
         data = state.get("initialization_data", {}).get("agent_data") or {}
-        tables = merge(self.tables, {"db": data} if "db" in self.tables else data)
+        tables = self.merged(data)
         for action in state.get("initialization_actions", ()):
             self.invoke(tables, action["func_name"], action["arguments"])
         return replace(self, tables=tables)
+
+    def merged(self, data: Json) -> Tables:
+        """Returns the tables with a task's data in them."""
+        return merge(self.tables, data)
 
     def functions(self, names: Collection[str]) -> list[Json]:
         """Returns the OpenAI function objects of the tools named."""
@@ -85,15 +89,6 @@ class World:
         """Reads a directory. Raises UserError if a part is missing, damaged or of another form."""
         parts = [read_shape(name, directory / f"{name}.json") for name in ("schema", "db", "tools")]
         return cls(directory.name, *parts, read_text(directory / "policy.md"))
-
-
-def merge(old: Any, new: Any) -> Any:
-    """Returns `new`, or both together, field by field, if both are objects or pydantic models."""
-    if hasattr(old, "model_dump"):
-        return type(old).model_validate(merge(old.model_dump(), new))
-    if not (isinstance(old, dict) and isinstance(new, dict)):
-        return new
-    return old | {key: merge(old.get(key), value) for key, value in new.items()}
 
 
 def read_shape(name: str, path: Path) -> Any:

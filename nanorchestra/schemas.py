@@ -1,0 +1,33 @@
+"""JSON schemas: what is wrong with a value under one, and the schema of a tool's arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import best_match
+
+
+def schema_error(value: Any, schema: dict[str, Any]) -> str | None:
+    """Returns what is wrong with `value` under a JSON schema, in one line; None if nothing is."""
+    error = best_match(Draft202012Validator(schema).iter_errors(value))
+    if error is None:
+        return None
+    message = error.message[-300:]  # a long one begins with the value
+    where = error.json_path.lstrip("$.")
+    return f"{where}: {message}" if where else message
+
+
+def argument_error(arguments: Any, parameters: dict[str, Any]) -> str | None:
+    """Returns why a tool with these `parameters` cannot take `arguments`; None if it can.
+
+    Arguments that the schema does not name are errors.
+    """
+    strict = {"type": "object", "additionalProperties": False}
+    return schema_error(arguments, strict | parameters)
+
+
+def arguments_schema(**types: str) -> dict[str, Any]:
+    """Returns the schema of an object that has all these properties, by their JSON types."""
+    schema = {"type": "object", "properties": {name: {"type": t} for name, t in types.items()}}
+    return schema | ({"required": list(types)} if types else {})
