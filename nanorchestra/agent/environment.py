@@ -42,8 +42,9 @@ class Tool(Protocol):
 class Environment(Protocol):
     """One attempt at one task. `tools` are OpenAI function objects, `kinds` maps some to a kind.
 
-    `evidence` is what the attempt has found; `verdict` is a word for how `score` judged the answer,
-    "" if there is nothing to say.
+    `evidence` is what the attempt has found. `prompt` are the ids of messages and tools, empty if
+    they are not encoded yet. `verdict` is a word for how `score` judged the answer, "" if there is
+    nothing to say.
     """
 
     task: Task
@@ -51,6 +52,7 @@ class Environment(Protocol):
     tools: list[dict[str, Any]]
     kinds: dict[str, str]
     evidence: Evidence
+    prompt: Sequence[int]
     verdict: str
 
     def most_usd(self, call: ToolCall) -> float:
@@ -69,7 +71,7 @@ class Environment(Protocol):
 class ToolEnvironment:
     """A question, the tools to answer it with, and `grade(answer) -> outcome in [0, 1]`."""
 
-    verdict = ""
+    verdict, prompt = "", ()
 
     def __init__(self, task: Task, tools: Sequence[Tool], grade: Callable[[str], float]):
         self.task, self._grade = task, grade

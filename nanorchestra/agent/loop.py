@@ -22,7 +22,8 @@ from nanorchestra.model import chat
 from nanorchestra.records import ParsedTurn, Price, ToolCall, ToolResult, Trajectory, Turn
 from nanorchestra.tools.http import EndpointError
 
-OnEvent = Callable[[str, Any], None]  # ("token", id), ("turn", ParsedTurn) or ("results", Turn)
+# ("start", Trajectory), ("token", id), ("turn", ParsedTurn) or ("results", Turn)
+OnEvent = Callable[[str, Any], None]
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,12 @@ class Attempt:
     async def run(self) -> Trajectory:
         """Returns the trajectory, with its cost and outcome."""
         t = self.trajectory
+        self.emit("start", t)
         try:
             t.status = await self._play()
         finally:
             self._close()
-        t.cost_usd += self.user.own_usd()
+            t.cost_usd += self.user.own_usd()
         t.well_formed &= t.status == "answered" and bool(t.answer)
         if t.status == "answered":
             try:
@@ -122,7 +124,8 @@ class Attempt:
             return
         self._close()
         t, start = self.trajectory, self.notes or self.env
-        prompt = chat.encode(self.tokenizer, start.messages, start.tools)
+        known = getattr(start, "prompt", ())
+        prompt = list(known) or chat.encode(self.tokenizer, start.messages, start.tools)
         self.context = len(t.ids)
         t.prompt_length = t.prompt_length or len(prompt)
         self.conversation = self.rollout.open(self, start, prompt)

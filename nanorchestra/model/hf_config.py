@@ -42,6 +42,23 @@ def read_config(path: str | Path) -> ModelConfig:
     return replace(config, eos_token_ids=ids or config.eos_token_ids)
 
 
+def read_sampling(path: str | Path) -> dict[str, float]:
+    """Return temperature, top_p and top_k of generation_config.json; greedy if it does not sample.
+
+    Raises UserError for one that is not a number.
+    """
+    file = Path(path) / "generation_config.json"
+    stated = read_json(file) if file.is_file() else {}
+    stated = stated if stated.get("do_sample") else {"temperature": 0.0}
+    values = {name: stated.get(name) for name in ("temperature", "top_p", "top_k")}
+    for name, value in values.items():
+        if value is None:
+            values[name] = 0 if name == "top_k" else 1.0
+        number = isinstance(values[name], int | float)
+        require(number, f"{file}: {name} = {value!r}: expected a number")
+    return values
+
+
 def config_from_hf(data: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
     """Return the configuration that config.json holds; `source` names it in messages.
 

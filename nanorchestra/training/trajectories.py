@@ -45,6 +45,7 @@ def replay(
     trajectory: Trajectory, tokenizer: Tokenizer, on_event: Callable[[str, Any], None]
 ) -> None:
     """Repeats the events of `Rollout.run` from the record; nothing is sampled or called."""
+    on_event("start", trajectory)
     for turn in trajectory.turns:
         ids = trajectory.ids[turn.start : turn.end]
         for token in ids:

@@ -84,7 +84,8 @@ def test_lockstep_keeps_the_order_of_the_attempts_and_without_it_others_go_on(na
 def test_events_tell_what_happens_and_exceptions_reach_the_caller(nano_tokenizer):
     seen = []
     (t,), _ = run(nano_tokenizer, [call(), ANSWER], on_event=lambda *event: seen.append(event))
-    assert [kind for kind, _ in seen if kind != "token"] == ["turn", "results", "turn"]
+    kinds = [kind for kind, _ in seen if kind != "token"]
+    assert kinds == ["start", "turn", "results", "turn"] and seen[0][1] is t
     tokens = [payload for kind, payload in seen if kind == "token"]
     assert tokens == [i for i, sampled in zip(t.ids, t.sampled, strict=True) if sampled]
 
@@ -93,6 +94,21 @@ def test_events_tell_what_happens_and_exceptions_reach_the_caller(nano_tokenizer
 
     with pytest.raises(RuntimeError, match="listener"):
         run(nano_tokenizer, *[[call(), ANSWER]] * 3, on_event=fail)
+
+
+def test_an_attempt_goes_on_from_known_ids_and_is_billed_when_it_is_stopped(nano_tokenizer):
+    class Stop(EchoTool):
+        def call(self, arguments):
+            raise KeyboardInterrupt
+
+    env, seen = echoing(Stop()), []
+    env.prompt = [1, 2, 3]
+    with pytest.raises(KeyboardInterrupt):
+        play(nano_tokenizer, [call()], envs=[env], on_event=lambda *event: seen.append(event))
+    t = seen[0][1]
+    (turn,) = t.turns
+    assert t.ids[: turn.start] == [1, 2, 3] and not turn.results
+    assert t.cost_usd == pytest.approx((3 * 1.0 + (turn.end - 3) * 2.0) / 1e6)
 
 
 def test_turns_with_equal_prompts_are_drawn_apart(nano_tokenizer):

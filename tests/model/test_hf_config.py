@@ -4,7 +4,7 @@ import pytest
 from transformers import Qwen3Config
 
 from nanorchestra.errors import UserError
-from nanorchestra.model.hf_config import config_from_hf, config_to_hf
+from nanorchestra.model.hf_config import config_from_hf, config_to_hf, read_sampling
 from nanorchestra.model.qwen3 import PRESETS, ModelConfig
 
 TINY = dict(
@@ -38,3 +38,19 @@ def test_a_config_that_is_not_supported_is_refused_in_one_line(change, words):
         config_from_hf(TINY | change, "here/config.json")
     message = str(refusal.value)
     assert message.startswith("here/config.json: ") and words in message and "\n" not in message
+
+
+def test_sampling_is_as_the_checkpoint_says_and_greedy_without_a_word(tmp_path):
+    file = tmp_path / "generation_config.json"
+    greedy = (0.0, 1.0, 0)
+    assert tuple(read_sampling(tmp_path).values()) == greedy
+    for stated, sampling in (
+        ('{"temperature": 0.7}', greedy),
+        ('{"do_sample": true, "top_k": 20}', (1.0, 1.0, 20)),
+        ('{"do_sample": true, "temperature": 0.6, "top_p": 0.95}', (0.6, 0.95, 0)),
+    ):
+        file.write_text(stated)
+        assert tuple(read_sampling(tmp_path).values()) == sampling
+    file.write_text('{"do_sample": true, "top_p": "high"}')
+    with pytest.raises(UserError, match="json: top_p = 'high': expected a number"):
+        read_sampling(tmp_path)
