@@ -5,12 +5,13 @@ Plain data. Costs are US dollars, latencies seconds. No torch.
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from nanorchestra.errors import require
+from nanorchestra.schemas import schema_error
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,19 @@ def part(name: str, arguments: dict[str, Any], result: ToolResult) -> dict[str, 
     return {"name": name, "arguments": arguments} | asdict(result)
 
 
+WEIGHT = {"type": "number", "minimum": 0, "maximum": 1e9}
+LIMIT = {"type": "number", "exclusiveMinimum": 0, "maximum": 1e9}
+VECTOR = {  # of a preference; other names are weights of tools
+    "properties": {
+        "never": {"type": "array", "items": {"type": "string"}},
+        **dict.fromkeys(("outcome", "accuracy", "cost", "latency"), WEIGHT),
+        **dict.fromkeys(("usd", "seconds"), LIMIT),
+    },
+    "additionalProperties": {"type": "number", "minimum": -1e9, "maximum": 1e9},
+}
+NUMBER = re.compile(r"[-+]?\d*\.?\d+(e[-+]?\d+)?")
+
+
 @dataclass(frozen=True)
 class Preference:
     """What the user wants, in words for the prompt and as weights for the reward.
@@ -120,30 +134,16 @@ class Preference:
         "accuracy"), "cost", "latency" and those of tools, and the limits "never" (a list), "usd"
         and "seconds".
         """
-        never = vector.get("never", [])
-        require(
-            isinstance(never, list) and all(isinstance(name, str) for name in never),
-            f"{where}: never is {never!r}; it must be a list of tools",
-        )
-        given: dict[str, Any] = {"tools": {}, "never": never}
-        for name, value in vector.items():
-            if name == "never":
-                continue
-            name, least = ("outcome" if name == "accuracy" else name), -math.inf
-            if name in ("outcome", "cost", "latency", "usd", "seconds"):
-                least = 1e-9 if name in ("usd", "seconds") else 0
-            require(
-                isinstance(value, int | float) and least <= value < math.inf,
-                f"{where}: {name} is {value!r}; it must be a number"
-                + (f", at least {least:g}" if least >= 0 else ""),
-            )
-            (given["tools"] if least < 0 else given)[name] = float(value)
-        unknown = {*given["tools"], *given["never"]} - {*(tools or ())}
+        problem = schema_error(dict(vector), VECTOR)
+        require(not problem, f"{where}: {problem}")
+        given = {"outcome" if name == "accuracy" else name: v for name, v in vector.items()}
+        own = {name: given.pop(name) for name in VECTOR["properties"] if name in given}
+        unknown = {*given, *own.get("never", ())} - {*(tools or ())}
         require(
             tools is None or not unknown,
             f"{where}: there is no {', '.join(unknown)}; the tools are {', '.join(tools or ())}",
         )
-        return cls(text, **given)
+        return cls(text, tools=given, **own)
 
     @classmethod
     def parse(cls, text: str, where: str, tools: Collection[str] | None = None) -> Preference:
@@ -154,16 +154,13 @@ class Preference:
         """
         said, vector = [], {}
         for word in text.split():
-            name, sign, value = word.rpartition("=")
-            if not (sign and name):
-                said.append(word)
-            elif name == "never":
+            name, _, value = word.rpartition("=")
+            if name == "never":
                 vector.setdefault(name, []).append(value)
+            elif name:
+                vector[name] = float(value) if NUMBER.fullmatch(value) else value
             else:
-                try:
-                    vector[name] = float(value)
-                except ValueError:
-                    vector[name] = value
+                said.append(word)
         return cls.of(" ".join(said), vector, where, tools)
 
     @property

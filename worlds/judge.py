@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from dataclasses import dataclass
 from decimal import Decimal
 
 from nanorchestra.agent.environment import Tool
-from nanorchestra.tools.http import EndpointError
+from nanorchestra.tools.roles import final_answer
+from worlds.toolscale.user import ask
 
 MOST_WORDS = 500  # of an answer; a longer one is wrong, as published
 PROMPT = """Is a student's answer to a question right? The reference answer is right. The \
@@ -28,55 +28,35 @@ Reference answer: {gold}
 
 Compare them in a few words, then end with <correct>True</correct> or <correct>False</correct>."""
 VERDICT = re.compile(r"<correct>\s*(true|false)\s*</correct>", re.IGNORECASE)
-MARKED = (re.compile(r"<answer>(.*?)</answer>", re.S), re.compile(r"\\boxed\{(.*)\}", re.S))
 LEAD = re.compile(r"^(?:the )?(?:final |correct )?answer(?: is)?\b[\s:]*", re.I)
 NUMBER = re.compile(r"[$€£]?([-+]?\d+(?:\.\d+)?(?:e[-+]?\d{1,4})?)")
 CHOICE = re.compile(r"\(?([a-z])(?:[).:].*|)", re.I | re.S)
 
 
-@dataclass(frozen=True)
-class Judge:
-    """Judges answers; `expert` is the language model, None: the rules alone."""
+def grade(question: str, gold: str, answer: str, expert: Tool | None = None) -> tuple[float, str]:
+    """Returns the outcome of an answer, 1.0 or 0.0, and what decided it.
 
-    expert: Tool | None = None
-
-    def grade(self, question: str, gold: str, answer: str) -> tuple[float, str]:
-        """Returns the outcome, 1.0 or 0.0, and what decided it.
-
-        That is "exact", "number", "choice", "empty" or "long" of the rules, "model" or "unparsed"
-        of the language model, "none" without one. Raises EndpointError if it does not answer.
-        """
-        answer = extract(answer)
-        words = len(answer.split())
-        if not 0 < words <= MOST_WORDS:
-            return 0.0, "long" if words else "empty"
-        said, right = normalise(answer), normalise(gold)
-        if said == right and said or answer == gold:
-            return 1.0, "exact"
-        if _number(right) is not None and _number(said) == _number(right):
-            return 1.0, "number"
-        if re.fullmatch("[a-z]", right) and (choice := CHOICE.fullmatch(said)):
-            return float(choice[1] == right), "choice"
-        return self._ask(question, gold, answer) if self.expert else (0.0, "none")
-
-    def _ask(self, question: str, gold: str, answer: str) -> tuple[float, str]:
-        answer = re.sub(r"</?(answer|correct)>", "", answer, flags=re.I)
-        task = PROMPT.format(question=question, gold=gold, answer=answer)
-        result = self.expert.call({"task": task})
-        if result.error:
-            raise EndpointError(result.content)
-        verdicts = VERDICT.findall(result.content)
-        if not verdicts:
-            return 0.0, "unparsed"
-        return float(verdicts[-1].lower() == "true"), "model"
-
-
-def extract(answer: str) -> str:
-    """Returns the part of an answer that is marked, by <answer> tags or a box, or all of it."""
-    for mark in MARKED:
-        if found := mark.findall(answer):
-            return found[-1].strip()
-    return answer.strip()
+    That is "exact", "number", "choice", "empty" or "long" of the rules, "model" or "unparsed" of
+    the language model `expert`, "none" without one. Raises EndpointError if it does not answer.
+    """
+    answer = final_answer(answer)
+    words = len(answer.split())
+    if not 0 < words <= MOST_WORDS:
+        return 0.0, "long" if words else "empty"
+    said, right = normalise(answer), normalise(gold)
+    if said == right and said or answer == gold:
+        return 1.0, "exact"
+    if _number(right) is not None and _number(said) == _number(right):
+        return 1.0, "number"
+    if re.fullmatch("[a-z]", right) and (choice := CHOICE.fullmatch(said)):
+        return float(choice[1] == right), "choice"
+    if not expert:
+        return 0.0, "none"
+    answer = re.sub(r"</?(answer|correct)>", "", answer, flags=re.I)
+    verdicts = VERDICT.findall(
+        ask(expert, PROMPT.format(question=question, gold=gold, answer=answer))
+    )
+    return (float(verdicts[-1].lower() == "true"), "model") if verdicts else (0.0, "unparsed")
 
 
 def normalise(answer: str) -> str:

@@ -207,24 +207,26 @@ def open_world(
     """
     if name == DOMAINS:
         return small_world(seed, name)
-    if name.startswith(questions.PREFIX):
-        return questions.load_world(name, seed, sandbox, settings)
+    asks = name.startswith(questions.PREFIX)
     require(
-        Path(name).exists(),
+        asks or Path(name).exists(),
         f"task.world: there is no world {name!r}; it must be {MINIATURE}, {DOMAINS}, "
         f"{questions.PREFIX}FILE, a directory of data_gen.py or tau2-bench, or a .jsonl file of "
         "tau2 tasks or ToolScale rows",
     )
     tools = load_tools(settings.tools, sandbox) if settings.tools else ()
     experts = {tool.name: tool for tool in tools if isinstance(tool, ExpertTool)}
-    named, simulated = (settings.user, settings.judge), settings.experts == "simulated"
+    named = (settings.user, settings.judge)
     require(
         {"", *experts} >= set(named),
         f"task.user and task.judge are {named}; each must be an expert of the catalogue "
         f"task.tools, {settings.tools!r}, or empty",
     )
-    offered = {
-        tool.expert.model: tool.expert for name, tool in experts.items() if name not in named
-    }
-    models = toolscale.Models(*map(experts.get, named), None if simulated else offered)
+    user, judge = map(experts.get, named)
+    offered = [tool for tool in tools if tool.name not in named]
+    if asks:
+        return questions.load_world(name, seed, settings, offered, judge)
+    models = {tool.expert.model: tool.expert for tool in offered if isinstance(tool, ExpertTool)}
+    simulated = settings.experts == "simulated"
+    models = toolscale.Models(user, judge, None if simulated else models)
     return toolscale.load_world(name, seed, models)

@@ -15,6 +15,7 @@ import hashlib
 import random
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,20 +25,33 @@ from nanorchestra.agent.environment import Tool, ToolEnvironment
 from nanorchestra.config import TaskSection
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json_lines
-from nanorchestra.records import Preference, Price, Task, ToolCall, ToolResult
-from nanorchestra.tools.sandbox import Sandbox
-from tools import load_tools
+from nanorchestra.records import Preference, Task
+from nanorchestra.schemas import schema_error
+from nanorchestra.tools.models import ExpertTool
 from worlds import catalogue
-from worlds.judge import Judge
+from worlds.catalogue import Offer
+from worlds.judge import grade
 from worlds.toolscale import preferences
 
 PREFIX = "questions:"
-FIELDS = {  # of a row, under the names that public data sets use
-    "question": ("question", "problem", "prompt"),
-    "answer": ("answer", "reference_answer"),
-    "id": ("id", "question_id", "index"),
-    "kind": ("category", "task"),
-    "vector": ("vector", "pref_vec"),
+NAMES = {  # of a row's fields in public data sets
+    "problem": "question",
+    "prompt": "question",
+    "reference_answer": "answer",
+    "question_id": "id",
+    "index": "id",
+    "category": "kind",
+    "task": "kind",
+    "pref_vec": "vector",
+}
+ROW = {
+    "properties": {
+        "question": {"type": "string", "pattern": r"\S"},
+        "answer": {"type": ["string", "number"], "pattern": r"\S"},
+        "preference": {"type": "string"},
+        "vector": {"type": "object"},
+    },
+    "required": ["question", "answer"],
 }
 HELD_OUT = "held_out"  # the split of every fifth question, by its hash
 EVERY = 5
@@ -57,30 +71,14 @@ class Row:
 
 
 class QuestionEnvironment(ToolEnvironment):
-    """One attempt at a question. An expert that is called without a task gets the question."""
+    """One attempt at a question, whose answer `judge` grades."""
 
-    def __init__(self, task: Task, tools: Sequence[Tool], judge: Judge):
-        super().__init__(task, tools, grade=lambda answer: 0.0)
-        self.judge = judge
-
-    def most_usd(self, call: ToolCall) -> float:
-        """Returns the most that a call can cost, as ToolEnvironment does."""
-        return super().most_usd(self._whole(call))
-
-    async def execute(self, call: ToolCall) -> ToolResult:
-        """Runs one call, as ToolEnvironment does."""
-        return await super().execute(self._whole(call))
-
-    def _whole(self, call: ToolCall) -> ToolCall:
-        if self.kinds.get(call.name) == "expert" and call.arguments == {}:
-            return replace(call, arguments={"task": self.task.question})
-        return call
+    judge: ExpertTool | None = None
 
     def score(self, answer: str) -> float:
         """Returns 1.0 if the judge accepts the answer, else 0.0."""
-        outcome, self.verdict = self.judge.grade(
-            self.task.question, self.task.data["answer"], answer
-        )
+        gold = self.task.data["answer"]
+        outcome, self.verdict = grade(self.task.question, gold, answer, self.judge)
         return outcome
 
 
@@ -94,8 +92,8 @@ class QuestionWorld:
 
     name: str
     splits: dict[str, list[Row]]
-    tools: tuple[Tool, ...]
-    judge: Judge
+    tools: Sequence[Tool]
+    judge: ExpertTool | None
     seed: int
     simulated: bool
     wish: Preference | None = None
@@ -104,11 +102,12 @@ class QuestionWorld:
         """Returns task `index` of a split, whose rows are taken round and round."""
         rows = self.splits[split]
         row = rows[index % len(rows)]
-        rng = random.Random(f"{self.seed}/{split}/{index}/{row.id}")
-        offers = catalogue.draw_offers(self.tools, rng, varied=split != HELD_OUT)
+        draw = {"seed": f"{self.seed}/{split}/{index}/{row.id}", "varied": split != HELD_OUT}
+        rng = random.Random(draw["seed"])
+        offers = catalogue.draw(self.tools, rng, draw["varied"])
         wish = row.preference or self.wish
         if wish is None:
-            named = [name for o in offers for name in o["models"] or [o["name"]]]
+            named = [name for offer in offers for name in offer.behind or [offer.what]]
             wish = preferences.draw(rng, named, split)
         else:
             wish = _renamed(wish, offers)
@@ -118,7 +117,8 @@ class QuestionWorld:
             "world": self.name,
             "answer": row.answer,
             "wrong": sorted(wrong - {row.answer}) or ["unknown"],
-            "tools": offers,
+            "tools": [offer.row() for offer in offers],
+            "draw": draw,
             "wish": preferences.kind_of(wish),
             "bounds": _bounds(offers),
         }
@@ -126,116 +126,98 @@ class QuestionWorld:
 
     def environment(self, task: Task, seed: int) -> QuestionEnvironment:
         """Returns one attempt at a task; `seed` is that of the simulated experts."""
-        by_name = {tool.name: tool for tool in self.tools}
-        tools = []
-        for offer in task.data["tools"]:
-            tool = by_name[offer["what"]]
-            stand_in = catalogue.Simulation(task, seed) if self.simulated else None
-            tools.append(catalogue.offered(tool, offer, stand_in))
-        return QuestionEnvironment(task, tools, self.judge)
+        tools, draw = self.tools, task.data["draw"]
+        if self.simulated:
+            tools = [catalogue.simulated(tool, task, seed) for tool in tools]
+        offers = catalogue.draw(tools, random.Random(draw["seed"]), draw["varied"])
+        env = QuestionEnvironment(task, [offer.tool for offer in offers], grade=None)
+        env.judge = self.judge
+        return env
 
 
-def _bounds(offers: Sequence[dict[str, Any]]) -> list[list[float]]:
+def _bounds(offers: Sequence[Offer]) -> list[list[float]]:
     """Bounds of US dollars and seconds: from nothing to a call of each expert on offer."""
-    experts = [spec for offer in offers for spec in offer["models"].values()]
-    usd = sum(Price(*spec["usd"]).cost(READ, catalogue.WRITTEN) for spec in experts)
-    return [[0.0, usd or 0.01], [0.0, sum(s["latency_s"] for s in experts) or catalogue.LATENCY_S]]
+    experts = [expert for offer in offers for expert in catalogue.models(offer.tool).values()]
+    usd = sum(expert.price.cost(READ, catalogue.WRITTEN) for expert in experts)
+    seconds = sum(expert.latency_s for expert in experts)
+    return [[0.0, usd or 0.01], [0.0, seconds or catalogue.LATENCY_S]]
 
 
-def _renamed(wish: Preference, offers: Sequence[dict[str, Any]]) -> Preference:
+def _renamed(wish: Preference, offers: Sequence[Offer]) -> Preference:
     """Returns a preference over the tools on offer, under their aliases, in the words too.
 
     A model behind several roles has an alias in each; what is not on offer is left out.
     """
-    aliases: dict[str, list[str]] = {}
+    aliases = defaultdict(list)
     for offer in offers:
-        behind = offer["models"] or {offer["name"]: offer}
-        for alias, spec in behind.items():
-            aliases.setdefault(spec["what"], []).append(alias)
-        if offer["name"] not in behind:  # a role, which keeps its name
-            aliases[offer["what"]] = [offer["name"]]
+        for alias, name in (offer.behind | {offer.tool.name: offer.what}).items():
+            aliases[name].append(alias)
     names = "|".join(map(re.escape, sorted(aliases, key=len, reverse=True)))
     text = re.sub(rf"(?<![\w-])({names})(?![\w-])", lambda m: " or ".join(aliases[m[1]]), wish.text)
-    tools = {
-        alias: weight for name, weight in wish.tools.items() for alias in aliases.get(name, ())
-    }
-    never = [alias for name in wish.never for alias in aliases.get(name, ())]
+    tools = {alias: weight for name, weight in wish.tools.items() for alias in aliases[name]}
+    never = [alias for name in wish.never for alias in aliases[name]]
     return replace(wish, text=text, tools=tools, never=never)
 
 
-def load_world(name: str, seed: int, sandbox: Sandbox, settings: TaskSection) -> QuestionWorld:
-    """Opens "questions:FILE" with the catalogue of `settings`.
+def load_world(
+    name: str, seed: int, settings: TaskSection, tools: Sequence[Tool], judge: ExpertTool | None
+) -> QuestionWorld:
+    """Opens "questions:FILE" with the tools of a catalogue.
 
     Rows that are no question are left out, which one line on stderr says. UserError if none is
-    left, or a setting does not fit the catalogue.
+    left, or a preference names no tool.
     """
-    file = Path(name.removeprefix(PREFIX))
-    require(settings.tools, f"task.world is {name!r}, which needs a catalogue of tools: task.tools")
-    tools = {tool.name: tool for tool in load_tools(settings.tools, sandbox)}
-    judge, _ = tools.pop(settings.judge, None), tools.pop(settings.user, None)
-    require(
-        not settings.judge or getattr(judge, "kind", "") == "expert",
-        f"task.judge is {settings.judge!r}; it must be an expert of {settings.tools}",
-    )
-    require(tools, f"{settings.tools}: no tool is left to offer beside the judge")
-    wish = None
+    file, wish = Path(name.removeprefix(PREFIX)), None
+    require(tools, f"task.world is {name!r}, which needs a catalogue of tools: task.tools")
+    names = [name for tool in tools for name in (tool.name, *catalogue.models(tool))]
     if settings.preference:
-        names = [name for tool in tools.values() for name in (tool.name, *catalogue.models(tool))]
         wish = Preference.parse(settings.preference, "task.preference", names)
     splits = {"train": [], HELD_OUT: []}
     for row in load_rows(file):
+        unknown = set(row.preference.never if row.preference else ()) - set(names)
+        known = f"the tools are {', '.join(names)}"
+        require(not unknown, f"{file}: question {row.id}: never is {unknown}; {known}")
         digest = hashlib.sha256(row.question.encode()).digest()
         splits["train" if int.from_bytes(digest[:4]) % EVERY else HELD_OUT].append(row)
-    require(
-        all(splits.values()),
-        f"{file}: {sum(map(len, splits.values()))} questions are too few; every fifth by its hash "
-        "is held out",
-    )
+    count = sum(map(len, splits.values()))
+    few = f"{file}: {count} questions are too few; every fifth by its hash is held out"
+    require(all(splits.values()), few)
     for split, rows in splits.items():
         random.Random(f"{seed}/{split}").shuffle(rows)
     simulated = settings.experts == "simulated"
-    return QuestionWorld(name, splits, tuple(tools.values()), Judge(judge), seed, simulated, wish)
+    return QuestionWorld(name, splits, tools, judge, seed, simulated, wish)
 
 
 def load_rows(file: Path) -> list[Row]:
     """Returns the questions of a file; says on stderr how many rows are none, and why the first."""
-    rows, problems, count = [], [], 0
-    for count, (number, value) in enumerate(read_json_lines(file), 1):  # noqa: B007
+    rows, problems = [], []
+    for number, value in read_json_lines(file):
         try:
             rows.append(_row(value, file, number))
         except UserError as problem:
             problems.append(str(problem))
     require(rows, problems[0] if problems else f"{file}: the file has no rows")
     if problems:
-        left_out = f"{len(problems)} of {count} rows are left out; the first: {problems[0]}"
-        print(left_out, file=sys.stderr)
+        count = f"{len(problems)} of {len(rows) + len(problems)} rows are left out"
+        print(f"{count}; the first: {problems[0]}", file=sys.stderr)
     return rows
 
 
 def _row(value: Any, file: Path, number: int) -> Row:
     """Returns a row. UserError names line and field."""
-    where = f"{file}, line {number}"
+    where, known = f"{file}, line {number}", {}
     require(isinstance(value, dict), f"{where}: it must be an object of question and answer")
-    known = {key.lower(): field for key, field in value.items() if field not in (None, "", {})}
+    for name, field in value.items():
+        if field not in (None, "", {}):
+            known.setdefault(NAMES.get(name.lower(), name.lower()), field)
     require("image" not in known, f"{where}: the question has an image, which no tool can see")
-    found = {
-        field: next((known[name] for name in names if name in known), None)
-        for field, names in FIELDS.items()
-    }
-    for field in ("question", "answer"):
-        require(
-            isinstance(found[field], str | int | float) and str(found[field]).strip(),
-            f"{where}: no {field}; it must be a text, under the name {' or '.join(FIELDS[field])}",
-        )
-    vector, text = found["vector"] or {}, known.get("preference", "")
-    require(
-        isinstance(vector, dict) and isinstance(text, str),
-        f"{where}: preference must be a text, and vector an object of numbers",
-    )
+    problem = schema_error(known, ROW)
+    require(not problem, f"{where}: {problem}")
+    text, vector = known.get("preference", ""), known.get("vector", {})
     return Row(
-        id=str(found["id"] or number),
-        question=str(found["question"]).strip(),
-        answer=str(found["answer"]).strip(),
-        kind=str(found["kind"] or file.stem),
+        id=str(known.get("id", number)),
+        question=known["question"].strip(),
+        answer=str(known["answer"]).strip(),
+        kind=str(known.get("kind", file.stem)),
         preference=Preference.of(text, vector, where) if vector or text else None,
     )

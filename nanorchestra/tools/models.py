@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from nanorchestra.evidence import Evidence
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.schemas import arguments_schema
 from nanorchestra.tools.experts import chat_completion, count_tokens
@@ -136,20 +137,28 @@ def _emptiness(message: dict[str, Any]) -> str:
 
 @dataclass
 class ExpertTool:
-    """An expert for a task that the policy writes."""
+    """An expert for a task that the policy writes; without one it receives the whole problem."""
 
     name: str
     description: str
     expert: Expert
+    evidence: Evidence | None = None
     kind, blocking = "expert", True
-    parameters = arguments_schema(task="string")
+    parameters = arguments_schema(task="string") | {"required": []}
+
+    def bind(self, evidence: Evidence) -> ExpertTool:
+        """Returns this tool for one attempt."""
+        return replace(self, evidence=evidence)
 
     def most_usd(self, arguments: dict[str, Any]) -> float:
         """Returns the US dollars of the longest answer."""
-        return self.expert.most_usd(arguments["task"])
+        return self.expert.most_usd(self._task(arguments))
 
     def call(self, arguments: dict[str, Any]) -> ToolResult:
         """Returns the expert's answer to the task."""
-        result = self.expert.ask(arguments["task"], self.name)
+        result = self.expert.ask(self._task(arguments), self.name)
         found = {} if result.error else {"attempts": [[self.name, result.content]]}
         return replace(result, alias="", found=found)
+
+    def _task(self, arguments: dict[str, Any]) -> str:
+        return arguments.get("task") or self.evidence.problem

@@ -169,19 +169,20 @@ def test_a_row_that_is_no_question_is_left_out_with_one_line(tmp_path, capsys):
     (row,) = load_rows(lines(tmp_path / "rows.jsonl", bad))
     assert (row.question, row.answer) == ("Who?", "Ada")
     said = capsys.readouterr().err
-    assert "5 of 6 rows are left out" in said and "line 1: no answer; it must be" in said
+    assert "5 of 6 rows are left out" in said and "line 1: 'answer' is a required" in said
     assert said.count("\n") == 1
-    with pytest.raises(UserError, match="line 1: no answer"):
+    with pytest.raises(UserError, match="line 1: 'answer' is a required"):
         load_rows(lines(tmp_path / "rows.jsonl", bad[:1]))
 
 
 @pytest.mark.parametrize(
     "settings, problem",
     [
-        ({"tools": ""}, "needs a catalogue"),
-        ({"judge": "python"}, "task.judge is 'python'"),
+        ({"tools": "", "judge": ""}, "needs a catalogue"),
+        ({"judge": "python"}, r"task.judge are \('', 'python'\)"),
         ({"preference": "never=stong"}, "task.preference: there is no stong"),
         ({"rows": ROWS[:1]}, "are too few"),
+        ({"rows": [*ROWS, ROWS[0] | {"vector": {"never": ["stong"]}}]}, "61: never is {'stong'}"),
     ],
 )
 def test_what_does_not_fit_the_catalogue_is_named(world, settings, problem):
