@@ -6,6 +6,7 @@ import json
 import re
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -153,7 +154,7 @@ def test_published_roles_read_the_evidence_and_return_what_was_found(load, serve
     )
     known = ["old document"], [["print(2)", "2"]], [["a-1", "lead"]]
     evidence = Evidence("What is gold?", *known, nano_tokenizer)
-    reason, search, answer = (tool.bind(evidence) for tool in (reason, search, answer))
+    reason, search, answer = (replace(tool, evidence=evidence) for tool in (reason, search, answer))
     server.answer = lambda body: said("```python\nprint(6*7)\n```", usage=(100, 50))
     result = reason.call({"model": "a-1"})
     assert result.found == {"code": [["print(6*7)", "42"]]} and "42" in result.content
@@ -209,11 +210,12 @@ def test_an_orchestrator_can_be_an_expert_to_a_set_depth(load, tmp_path):
 
 
 MY_TOOLS = '''
+from __future__ import annotations
 from typing import Literal
 from tools import tool
 
 @tool(usd_per_call=0.5, timeout_s=0.2)
-def convert(amount: float, to: Literal["EUR", "USD"] = "EUR", names: list[str] | None = None):
+def convert(amount: float, to: Literal["EUR", "USD"] = "EUR", names: set[str] | None = None):
     """Converts money.
 
     Args:
@@ -223,7 +225,7 @@ def convert(amount: float, to: Literal["EUR", "USD"] = "EUR", names: list[str] |
     if amount < 0:
         raise ValueError("negative")
     time.sleep(amount)
-    return {"to": to}
+    return {"to": to, "names": names and sorted(names | {"b"})}
 '''
 
 
@@ -233,18 +235,22 @@ def test_a_python_function_is_a_tool_with_its_schema(tmp_path, sandbox):
     code, convert = load_tools(f"{tmp_path}/t.json, {tmp_path}/my_tools.py", sandbox)
     assert (code.name, convert.name, convert.description) == ("py", "convert", "Converts money.")
     amount = {"type": "number", "description": "in francs"}
-    names = {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
+    listed = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    names = {"anyOf": [listed, {"type": "null"}]}
+    names |= {"default": None}
+    to = {"type": "string", "enum": ["EUR", "USD"], "default": "EUR"}
     assert convert.parameters == {
         "type": "object",
-        "properties": {"amount": amount, "to": {"enum": ["EUR", "USD"]}, "names": names},
+        "properties": {"amount": amount, "to": to, "names": names},
         "required": ["amount"],
+        "additionalProperties": False,
     }
     for amount, says, error in (
-        (0, '{"to": "EUR"}', False),
+        (0, '{"to": "EUR", "names": ["a", "b"]}', False),
         (-1, "negative", True),
         (9, "0.2 s", True),
     ):
-        result = convert.call({"amount": amount})
+        result = convert.call({"amount": amount, "names": ["a"]})
         assert says in result.content and result.error == error and result.cost_usd == 0.5
 
 
@@ -255,8 +261,8 @@ def test_a_function_that_cannot_be_a_tool_is_refused_in_one_line(tmp_path, sandb
         ("x = 1", "no function is decorated with @tool"),
         ("@tool\ndef f(x: str): pass", "function f: it has no docstring"),
         ('@tool\ndef f(x):\n "d"', "function f: parameter x has no type hint"),
-        ('@tool\ndef f(x: set):\n "d"', "function f: parameter x is <class 'set'>; it must be"),
-        ('@tool\ndef f(*x: str):\n "d"', r"function f: \*x: str is not offered"),
+        ('import io\n@tool\ndef f(x: io.IOBase):\n "d"', "Unable to generate pydantic-core schema"),
+        ('@tool\ndef f(*x: str):\n "d"', "function f: name each parameter"),
     ):
         (tmp_path / "mine.py").write_text(f"from tools import tool\n{content}")
         with pytest.raises(UserError, match=says) as refused:

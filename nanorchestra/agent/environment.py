@@ -25,8 +25,8 @@ class Tool(Protocol):
 
     `kind` says what is behind the name ("code", "search", "expert", ...). A tool of kind "answer"
     gives the final answer: its first result that is no error ends the attempt. A `blocking` call
-    runs in a thread, so that it does not hold up other attempts. A tool with `bind(evidence)` is
-    replaced in each attempt by what that returns, which reads the attempt's Evidence.
+    runs in a thread, so that it does not hold up other attempts. A tool with a field `evidence`
+    has the attempt's there.
     """
 
     name: str
@@ -76,7 +76,8 @@ class ToolEnvironment:
     def __init__(self, task: Task, tools: Sequence[Tool], grade: Callable[[str], float]):
         self.task, self._grade = task, grade
         self.evidence = Evidence(task.question)
-        bound = (t.bind(self.evidence) if hasattr(t, "bind") else t for t in tools)
+        bind = {"evidence": self.evidence}
+        bound = (replace(t, **bind) if hasattr(t, "evidence") else t for t in tools)
         self.by_name = {tool.name: tool for tool in bound}
         self.tools = [function_schema(tool) for tool in tools]
         self.kinds = {tool.name: tool.kind for tool in tools}

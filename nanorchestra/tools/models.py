@@ -146,10 +146,6 @@ class ExpertTool:
     kind, blocking = "expert", True
     parameters = arguments_schema(task="string") | {"required": []}
 
-    def bind(self, evidence: Evidence) -> ExpertTool:
-        """Returns this tool for one attempt."""
-        return replace(self, evidence=evidence)
-
     def most_usd(self, arguments: dict[str, Any]) -> float:
         """Returns the US dollars of the longest answer."""
         return self.expert.most_usd(self._task(arguments))

@@ -75,10 +75,6 @@ class RoleTool:
         schema["properties"]["model"]["description"] = "\n".join([" ".join(notes), *rows])
         return schema
 
-    def bind(self, evidence: Evidence) -> RoleTool:
-        """Returns this tool for one attempt."""
-        return replace(self, evidence=evidence)
-
     def most_usd(self, arguments: dict[str, Any]) -> float:
         """Returns the US dollars of the longest reply and of all helpers."""
         if arguments["model"] not in self.experts:
