@@ -19,16 +19,17 @@ from tqdm import tqdm
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json, read_json_lines, read_text, replace_directory, write_whole
+from nanorchestra.schemas import schema_error
 from nanorchestra.tools.embed import Embedder
 from nanorchestra.tools.index import (
     ENDS,
-    MANIFEST,
     TEXTS,
     VECTORS,
     WORDS,
     Index,
     Passage,
     SavedPassages,
+    open_saved,
     word_index,
 )
 
@@ -36,8 +37,13 @@ from nanorchestra.tools.index import (
 _CHUNK = re.compile(
     r"\S.{0,999}(?=\Z)|\S.{300,999}(?=\n[ \t]*\n)|\S.{0,999}(?=\s)|\S{1000}", re.DOTALL
 )
-_TEXT_FIELDS, _SOURCE_FIELDS = ("text", "contents", "content"), ("source", "url", "title", "id")
-BLOCK = 256  # passages whose vectors are written together
+TEXT_FIELDS, SOURCE_FIELDS = ("text", "contents", "content"), ("source", "url", "title", "id")
+ROW = {  # of a JSONL corpus
+    "type": "object",
+    "properties": dict.fromkeys(TEXT_FIELDS, {"type": "string", "pattern": r"\S"}),
+    "anyOf": [{"required": [name]} for name in TEXT_FIELDS],
+}
+BLOCK = 32  # passages whose vectors are written together
 
 
 def build_index(source: str | Path, out: str | Path, checkpoint: str | None = None) -> int:
@@ -49,15 +55,17 @@ def build_index(source: str | Path, out: str | Path, checkpoint: str | None = No
     source, out = Path(source).resolve(), Path(out).resolve()
     require(source.exists(), f"{source}: no such file or directory; give a corpus to index")
     require(not out.is_relative_to(source), f"{out}: --out must not lie in the corpus")
-    ours = not out.exists() or (out / MANIFEST).is_file() or not any(out.iterdir())
+    manifest = out / "index.json"
+    ours = not out.exists() or manifest.is_file() or not any(out.iterdir())
     require(ours, f"{out}: holds other files; --out must be new, or an index")
     files = [source] if source.is_file() else sorted(filter(Path.is_file, source.rglob("*")))
     files = [f for f in files if not any(p[0] == "." for p in f.relative_to(source).parts)]
-    stats = [(f, f.stat()) for f in files]
-    manifest = {"corpus": [[str(f), stat.st_size, stat.st_mtime_ns] for f, stat in stats]}
+    stats = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
     try:
-        if not (out / MANIFEST).is_file() or read_json(out / MANIFEST) != manifest:
-            _write_passages(source, files, out, manifest)
+        if not manifest.is_file() or read_json(manifest) != stats:
+            with replace_directory(out) as new:
+                _write_passages(source, files, new)
+                write_whole(new / manifest.name, json.dumps(stats))
         passages = SavedPassages(out)
         if checkpoint:
             _write_vectors(passages, out, str(Path(checkpoint).resolve()))
@@ -69,9 +77,9 @@ def build_index(source: str | Path, out: str | Path, checkpoint: str | None = No
     return len(passages)
 
 
-def open_index(path: str | Path) -> Index:
+def open_index(path: str) -> Index:
     """Returns a built index, or the index of a JSONL file, which is made in memory. UserError."""
-    return Index.open(path) if Path(path).is_dir() else Index(read_passages(path))
+    return open_saved(Path(path)) if Path(path).is_dir() else Index(read_passages(path))
 
 
 def read_passages(path: str | Path) -> list[Passage]:
@@ -96,25 +104,24 @@ def _documents(source: Path, files: list[Path]) -> Iterator[Passage]:
 
 def _rows(file: Path) -> Iterator[Passage]:
     for number, row in read_json_lines(file):
-        fields = row if isinstance(row, dict) else {}
-        text = next((fields[name] for name in _TEXT_FIELDS if name in fields), None)
-        problem = f'{file}, line {number}: text is {text!r}; it must be as in {{"text": "..."}}'
-        require(isinstance(text, str) and text.strip(), problem)
-        yield Passage(text, next((str(fields[n]) for n in _SOURCE_FIELDS if fields.get(n)), ""))
+        problem = schema_error(row, ROW)
+        require(
+            not problem, f'{file}, line {number}: {problem}; it must be as in {{"text": "..."}}'
+        )
+        text = next(row[name] for name in TEXT_FIELDS if name in row)
+        yield Passage(text, next((str(row[name]) for name in SOURCE_FIELDS if name in row), ""))
 
 
-def _write_passages(source: Path, files: list[Path], out: Path, manifest: dict[str, str]) -> None:
+def _write_passages(source: Path, files: list[Path], out: Path) -> None:
     """Writes the passages of a corpus as lines of [text, source], and where each line ends."""
     ends, end = [], 0
-    with replace_directory(out) as new:
-        with open(new / TEXTS, "wb") as lines:
-            for document in _documents(source, files):
-                for text in _CHUNK.findall(document.text.strip()):
-                    end += lines.write(json.dumps([text, document.source]).encode() + b"\n")
-                    ends.append(end)
-        require(ends, f"{source}: no text to index; a file must be text, or JSONL of {{text}}")
-        np.save(new / ENDS, np.array(ends, np.int64))
-        write_whole(new / MANIFEST, json.dumps(manifest, indent=1))
+    with open(out / TEXTS, "wb") as lines:
+        for document in _documents(source, files):
+            for text in _CHUNK.findall(document.text.strip()):
+                end += lines.write(json.dumps([text, document.source]).encode() + b"\n")
+                ends.append(end)
+    require(ends, f"{source}: no text to index; a file must be text, or JSONL of {{text}}")
+    np.save(out / ENDS, np.array(ends, np.int64))
 
 
 def _write_vectors(passages: SavedPassages, out: Path, checkpoint: str) -> None:
@@ -126,16 +133,15 @@ def _write_vectors(passages: SavedPassages, out: Path, checkpoint: str) -> None:
     embedder = Embedder(checkpoint)
     part = out / f"{quote(checkpoint, '')}.part"  # float32 [passages so far, dimension]
     with open(part, "ab") as file:
-        width = 4 * embedder.dimension
-        begin = file.tell() // width
+        begin = file.tell() // (width := 4 * embedder.dimension)
         file.truncate(begin * width)
         for i in tqdm(range(begin, len(passages), BLOCK), desc="embedding", unit="block"):
-            block = [passages[j].text for j in range(i, min(i + BLOCK, len(passages)))]
-            file.write(embedder.passages(block).tobytes())
+            texts = [passages[j].text for j in range(i, min(i + BLOCK, len(passages)))]
+            file.write(embedder.passages(texts).tobytes())
             file.flush()
     index = faiss.IndexFlatIP(embedder.dimension)
     index.add(np.memmap(part, np.float32, "r").reshape(-1, embedder.dimension))
     with replace_directory(out / VECTORS) as new:
         faiss.write_index(index, str(new / "flat.faiss"))
-        write_whole(new / "settings.json", json.dumps(settings))
+        write_whole(new / done.name, json.dumps(settings))
     part.unlink()

@@ -6,14 +6,14 @@ behind an instruction, a passage alone. Any Qwen3 backbone in Hugging Face layou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from nanorchestra.errors import require
 from nanorchestra.model.packed_attention import Segment, packed_attention
@@ -22,7 +22,6 @@ from nanorchestra.model.weights import load_model
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 MAX_TOKENS = 8192  # of a text; what is beyond them is cut
-PACK_TOKENS = 16384  # computed at once
 
 
 class Embedder:
@@ -48,38 +47,19 @@ class Embedder:
         """Returns the vectors of queries, float32 [texts, dimension] of length 1."""
         return self.passages([f"Instruct: {INSTRUCTION}\nQuery:{text}" for text in texts])
 
+    @torch.inference_mode()
     def passages(self, texts: Sequence[str]) -> np.ndarray:
-        """Returns the vectors of passages, float32 [texts, dimension] of length 1."""
+        """Returns the vectors of passages, float32 [texts, dimension] of length 1.
+
+        All are computed at once, packed without padding.
+        """
         end = self._tokenizer.token_id("<|endoftext|>")
         rows = [[*self._tokenizer.encode(text)[: MAX_TOKENS - 1], end] for text in texts]
-        vectors = np.empty((len(rows), self.dimension), np.float32)
-        for pack in _packs(rows):
-            vectors[pack] = self._embed([rows[i] for i in pack]).cpu().numpy()
-        return vectors
-
-    @torch.inference_mode()
-    def _embed(self, rows: list[list[int]]) -> Tensor:
-        """Returns float32 [rows, dimension]: the rows of ids are packed without padding."""
-        lengths = torch.tensor([len(row) for row in rows])
-        ends = lengths.cumsum(0)
-        segments = [
-            Segment(end - length, length)
-            for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)
-        ]
+        lengths = [len(row) for row in rows]
+        ends = list(accumulate(lengths))
+        segments = [Segment(end - n, n) for end, n in zip(ends, lengths, strict=True)]
         tokens = torch.tensor(sum(rows, []), device=self._device)  # [T]
-        positions = torch.cat([torch.arange(len(row)) for row in rows]).to(self._device)
+        positions = torch.cat([torch.arange(n, device=self._device) for n in lengths])
         hidden = self._model(tokens, positions, packed_attention(segments))  # [T, hidden]
-        return F.normalize(hidden[(ends - 1).to(self._device)].float(), dim=-1)
-
-
-def _packs(rows: list[list[int]]) -> Iterator[list[int]]:
-    """Yields places of rows that are computed together, at most PACK_TOKENS ids or one row."""
-    pack, size = [], 0
-    for i, row in enumerate(rows):
-        if pack and size + len(row) > PACK_TOKENS:
-            yield pack
-            pack, size = [], 0
-        pack.append(i)
-        size += len(row)
-    if pack:
-        yield pack
+        last = hidden[torch.tensor(ends, device=self._device) - 1]  # [texts, hidden]
+        return F.normalize(last.float(), dim=-1).cpu().numpy()

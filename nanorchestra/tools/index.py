@@ -1,7 +1,7 @@
 """Finds passages by their words, with BM25, or by their meaning, with vectors in a FAISS index.
 
 An index of a few thousand passages is built in memory: `Index(passages)`. corpus.py builds larger
-ones in a directory, which `Index.open` maps into memory. Any number of threads may search.
+ones in a directory, which `open_saved` maps into memory. Any number of threads may search.
 """
 
 from __future__ import annotations
@@ -27,13 +27,7 @@ from nanorchestra.errors import require
 from nanorchestra.files import read_json
 from nanorchestra.tools.embed import Embedder
 
-MANIFEST, TEXTS, ENDS, WORDS, VECTORS = (
-    "index.json",
-    "passages.jsonl",
-    "ends.npy",
-    "bm25",
-    "vectors",
-)
+TEXTS, ENDS, WORDS, VECTORS = "passages.jsonl", "ends.npy", "bm25", "vectors"
 CANDIDATES = 10  # passages by BM25 whose word pairs are compared with the query's
 SIMILAR = 0.8  # ratio of difflib above which an unknown word is read as a known one
 
@@ -53,35 +47,6 @@ class Found(NamedTuple):
     source: str
 
 
-class Index:
-    """Passages, and the ranker that finds their rows. `blocking` if a search takes long."""
-
-    def __init__(
-        self, passages: Sequence[str | Passage], ranker: WordRanker | VectorRanker | None = None
-    ):
-        if ranker is None:
-            passages = [Passage(p) if isinstance(p, str) else p for p in passages]
-            ranker = WordRanker(word_index(p.text for p in passages), passages)
-        self.passages, self._ranker = passages, ranker
-        self.blocking = isinstance(ranker, VectorRanker)
-
-    @classmethod
-    def open(cls, path: str | Path) -> Index:
-        """Returns the index that build_index wrote, by vectors if it has any. Raises UserError."""
-        path = Path(path)
-        built = (path / WORDS).is_dir() or (path / VECTORS).is_dir()
-        require(built, f"{path}: not a whole index; build it: python tools.py index PATH --out DIR")
-        passages = SavedPassages(path)
-        if (path / VECTORS).is_dir():
-            return cls(passages, VectorRanker(path / VECTORS))
-        words = bm25s.BM25.load(path / WORDS, mmap=True, show_progress=False)
-        return cls(passages, WordRanker(words, passages))
-
-    def search(self, query: str, k: int = 3) -> list[Found]:
-        """Returns the `k` best passages, best first; fewer if fewer have anything in common."""
-        return [Found(score, *self.passages[row]) for score, row in self._ranker.rank(query, k)]
-
-
 class SavedPassages(Sequence[Passage]):
     """The passages of an index directory, read from the mapped file when they are asked for."""
 
@@ -99,19 +64,30 @@ class SavedPassages(Sequence[Passage]):
         return Passage(*json.loads(self._lines[start : self._ends[row]]))
 
 
-class WordRanker:
-    """BM25 (Robertson and Zaragoza 2009); neighbouring words of the query weigh more together.
+class Index:
+    """Passages ranked by BM25 (Robertson and Zaragoza 2009); pairs of neighbours weigh more.
 
-    An unknown word is read as the most similar known one that begins alike, if there is one.
+    An unknown word of a query is read as the most similar known one that begins alike, if there is
+    one. `words` is a saved index of the passages; None: it is made. UserError without any word.
     """
 
-    def __init__(self, words: bm25s.BM25, passages: Sequence[Passage]):
-        self._words, self._passages = words, passages
+    blocking = False
+
+    def __init__(self, passages: Sequence[str | Passage], words: bm25s.BM25 | None = None):
+        self.passages = passages
+        if words is None:
+            self.passages = [Passage(p) if isinstance(p, str) else p for p in passages]
+            words = word_index(p.text for p in self.passages)
+        self._words = words
         self._alike: dict[str, list[str]] = defaultdict(list)  # by their first two letters
         for word in words.vocab_dict:
             self._alike[word[:2]].append(word)
 
-    def rank(self, query: str, k: int) -> list[tuple[float, int]]:
+    def search(self, query: str, k: int = 3) -> list[Found]:
+        """Returns the `k` best passages, best first; fewer if fewer have anything in common."""
+        return [Found(score, *self.passages[row]) for score, row in self._rank(query, k)]
+
+    def _rank(self, query: str, k: int) -> list[tuple[float, int]]:
         """Returns (score, row) of the passages with a word of the query, best first."""
         words = [known for word in words_of(query) for known in self._known(word)]
         if not words:
@@ -119,7 +95,7 @@ class WordRanker:
         scores = torch.from_numpy(self._words.get_scores(words))  # [passages]
         pairs, found = set(pairwise(words)), []
         for row in scores.topk(min(max(k, CANDIDATES), len(scores))).indices.sort().values.tolist():
-            there = pairs.intersection(pairwise(words_of(self._passages[row].text)))
+            there = pairs.intersection(pairwise(words_of(self.passages[row].text)))
             score = scores[row].item() * (1 + len(there) / max(1, len(pairs)))
             if score > 0:
                 found.append((score, row))
@@ -131,19 +107,24 @@ class WordRanker:
         return get_close_matches(word, self._alike.get(word[:2], ()), n=1, cutoff=SIMILAR)
 
 
-class VectorRanker:
-    """Exact inner products in FAISS, on all GPUs if faiss-gpu is installed. One query at a time."""
+class VectorIndex(Index):
+    """Passages ranked by exact inner products in FAISS, on all GPUs if faiss-gpu is installed.
 
-    def __init__(self, path: Path):
+    One query at a time.
+    """
+
+    blocking = True
+
+    def __init__(self, passages: Sequence[Passage], path: Path):
+        self.passages, self._lock = passages, threading.Lock()
         self._embedder = Embedder(read_json(path / "settings.json")["checkpoint"])
         self._faiss = faiss.read_index(str(path / "flat.faiss"), faiss.IO_FLAG_MMAP_IFC)
         if faiss.get_num_gpus():
             options = faiss.GpuMultipleClonerOptions()
             options.shard = options.useFloat16 = True
             self._faiss = faiss.index_cpu_to_all_gpus(self._faiss, options)
-        self._lock = threading.Lock()
 
-    def rank(self, query: str, k: int) -> list[tuple[float, int]]:
+    def _rank(self, query: str, k: int) -> list[tuple[float, int]]:
         """Returns (cosine, row) of the nearest passages, best first; none for an empty query."""
         if not query.strip():
             return []
@@ -151,6 +132,19 @@ class VectorRanker:
             vector = self._embedder.queries([query])
             scores, rows = self._faiss.search(vector, min(k, self._faiss.ntotal))
         return list(zip(scores[0].tolist(), rows[0].tolist(), strict=True))
+
+
+def open_saved(path: Path) -> Index:
+    """Returns the index that build_index wrote, by vectors if it has any. Raises UserError."""
+    vectors, words = path / VECTORS, path / WORDS
+    require(
+        vectors.is_dir() or words.is_dir(),
+        f"{path}: not a whole index; build it: python tools.py index PATH --out DIR",
+    )
+    passages = SavedPassages(path)
+    if vectors.is_dir():
+        return VectorIndex(passages, vectors)
+    return Index(passages, bm25s.BM25.load(words, mmap=True, show_progress=False))
 
 
 def word_index(texts: Iterable[str]) -> bm25s.BM25:

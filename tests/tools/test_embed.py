@@ -11,7 +11,6 @@ from nanorchestra.tools.embed import Embedder
 
 
 def test_vectors_are_those_of_transformers(checkpoint, nano_tokenizer, monkeypatch):
-    monkeypatch.setattr(embed, "PACK_TOKENS", 40)  # several packs, one of a single long text
     monkeypatch.setattr(embed, "MAX_TOKENS", 60)
     texts = ["Gold has 79.", "<|im_end|>", "", "a longer text about iron " * 20, "Iron has 26."]
     theirs = Qwen3Model.from_pretrained(checkpoint).eval()
