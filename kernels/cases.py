@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels import external, norm, sample, swiglu
+from kernels import external, norm, swiglu
 from kernels.decode import decode_attention
+from kernels.decode_plan import decode_work
 from kernels.dequantise import dequantise
 from kernels.external import flash_attn_varlen_func as flash_attn
 from kernels.flash_plan import flash_attention, plan
@@ -26,6 +27,8 @@ from kernels.logprob import linear_logprob
 from kernels.prefill import prefill_attention, prefill_work
 from kernels.quantised import quantised_linear
 from kernels.rope import norm_rope_store
+from kernels.sample import sample
+from kernels.truncate import truncation
 
 H, HKV, D, HIDDEN, FF, VOCAB, PAGE = 32, 8, 128, 4096, 12288, 151936, 256
 T, EPS = 8192, 1e-6
@@ -115,7 +118,8 @@ def decode(rows: int, length: int, shared: int = 0) -> Case:
         tables = torch.arange(count, dtype=torch.int32).view(rows, -1)
         first = torch.arange(rows) // 16 * 16
         tables[:, : shared // PAGE] = tables[first, : shared // PAGE]
-        spans = torch.tensor([(16 * i, 16, shared) for i in range(groups)], dtype=torch.int32)
+        spans = [(16 * i, 16, shared) for i in range(groups)]
+        work = decode_work([length] * rows, spans, 16).to(torch.get_default_device())
         lengths = torch.full((rows,), length, dtype=torch.int32)
         caches = randn(2, count, HKV, PAGE, D)
         return (
@@ -123,8 +127,7 @@ def decode(rows: int, length: int, shared: int = 0) -> Case:
             *caches,
             tables,
             lengths,
-            spans.view(-1, 3),
-            length,
+            work,
             randn(rows, H, D),
         )
 
@@ -181,14 +184,13 @@ def outputs() -> list[Case]:
     def tokens() -> Inputs:
         return randn(T, HIDDEN), randn(VOCAB, HIDDEN), torch.randint(VOCAB, (T,)), 60.0, VOCAB
 
-    def request(rows: int) -> Inputs:
-        return *torch.randint(4096, (2, rows)), torch.full((rows,), 60.0), VOCAB
-
-    def hidden() -> Inputs:
-        return randn(64, HIDDEN), randn(VOCAB, HIDDEN), *request(64)
-
     def logits() -> Inputs:
-        return torch.randn(256, VOCAB), *request(256)
+        uniform = torch.rand(256, dtype=torch.float64)
+        return torch.randn(256, VOCAB), uniform, torch.ones(256), VOCAB
+
+    def limits() -> Inputs:
+        top_k = torch.full((256,), 20, dtype=torch.int32)
+        return torch.randn(256, VOCAB), torch.ones(256), top_k, torch.full((256,), 0.95), VOCAB
 
     def loss(*arguments: Any) -> Tensor:
         return linear_logprob(*arguments)[0].mean()
@@ -197,8 +199,8 @@ def outputs() -> list[Case]:
     return [
         Case("linear_logprob", tokens, loss, size, T * flops, product),
         Case("linear_logprob backward", tokens, loss, 3 * size, 4 * T * flops, {}, 2),
-        Case("sample_linear", hidden, sample.sample_linear, size, 64 * flops, product),
-        Case("sample_logits", logits, sample.sample_logits, 1024 * VOCAB),
+        Case("sample", logits, sample, 1024 * VOCAB),
+        Case("truncation", limits, truncation, 1024 * VOCAB),
     ]
 
 

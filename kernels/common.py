@@ -59,6 +59,13 @@ def check(
         require(block.is_contiguous(), f"{name} has strides {x.stride()}; it must be contiguous")
 
 
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """Returns a @ b in fp32: the sums are fp32 anyway, and are not rounded to 16 bits."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
 def output_tile(
     configs: dict[int, Config], hidden: Tensor, weight: Tensor, targets: Tensor, vocab: int
 ) -> Config:

@@ -36,8 +36,9 @@ def linear_logprob(
 
     hidden [T, N], weight [V, N] of one dtype, targets int64 [T]. The log-probabilities are
     differentiable in hidden and weight, the entropies are not; gradients have the dtype of hidden,
-    so fp16 needs loss scaling. Only the first `vocab` rows of weight count. A target outside
-    0..vocab-1 has the log-probability minus infinity: a check would cost a synchronisation.
+    so fp16 needs loss scaling. Only the first `vocab` rows of weight count. A negative target is
+    ignored: its log-probability and gradient are 0, so a mask meets no infinity. A target from
+    vocab on has the log-probability minus infinity: a check would cost a synchronisation.
     """
     return _LinearLogprob.apply(hidden, weight, targets, temperature, vocab)
 
@@ -91,8 +92,10 @@ def _gradient(logits, out, targets, logsumexp, grad, scale, start, width, BLOCK:
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here, inside = row * width + columns, columns < width
     logp = tl.load(logits + here, inside, 0.0) * scale - tl.load(logsumexp + row)
-    onehot = tl.where(start + columns == tl.load(targets + row), 1.0, 0.0)
-    tl.store(out + here, tl.load(grad + row) * (onehot - tl.exp(logp)) * scale, inside)
+    target = tl.load(targets + row)
+    onehot = tl.where(start + columns == target, 1.0, 0.0)
+    slope = tl.where(target < 0, 0.0, tl.load(grad + row) * scale)
+    tl.store(out + here, slope * (onehot - tl.exp(logp)), inside)
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:

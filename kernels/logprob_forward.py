@@ -122,6 +122,6 @@ def _merge(
     target = tl.load(targets + row)
     known = (target >= 0) & (target < vocab)
     chosen = tl.load(partials + 3 * plane + target // BLOCK_V, known, float("-inf"))
-    tl.store(results + row, chosen - top - tl.log(total))
+    tl.store(results + row, tl.where(target < 0, 0.0, chosen - top - tl.log(total)))
     tl.store(results + tokens + row, tl.log(total) - weighted / total)
     tl.store(results + 2 * tokens + row, top + tl.log(total))

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import linear
 
-from kernels.common import check, pick
+from kernels.common import check, pick, wide_product
 from kernels.dequantise import check_weights, dequantise
 
 ROWS = 64
@@ -29,17 +29,26 @@ STAGES = {80: {"num_stages": 5}, 89: {"num_stages": 4}, 90: {"num_stages": 6}}
 
 
 def quantised_linear(
-    x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, group: int, bias: Tensor | None
+    x: Tensor,
+    values: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    group: int,
+    bias: Tensor | None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Returns x W^T + bias [M, N] for x [M, K] and bias [N] of x.dtype, or None.
 
-    The weights are those of dequantise.py. Up to ROWS rows, the bits of a row do not depend on M.
+    The weights are those of dequantise.py. dtype: of the result, that of x by default. Up to ROWS
+    rows, the bits of a row do not depend on M.
     """
+    dtype = dtype or x.dtype
     n, k = check_weights(values, scales, zeros, group)
     check((None, k), x=x)
     m = len(x)
     if m > ROWS:
-        return linear(x, dequantise(values, scales, zeros, group, x.dtype), bias)
+        weight = dequantise(values, scales, zeros, group, x.dtype)
+        return linear(x, weight, bias) if dtype == x.dtype else wide_product(x, weight.T)
     if bias is not None:
         check((n,), x.dtype, bias=bias)
     tile = {"BLOCK_M": 8 if m <= 8 else 16, "BLOCK_N": BLOCK_N, **pick(STAGES)}
@@ -52,7 +61,7 @@ def quantised_linear(
         # x, now the larger part of what is read, is read once for each BLOCK_N outputs
         stages = min(4, tile["num_stages"])
         tile |= {"BLOCK_M": 32, "BLOCK_N": 2 * BLOCK_N, "num_stages": stages}
-    out = x.new_empty(m, n)
+    out = x.new_empty(m, n, dtype=dtype)
     parts = out if splits == 1 else x.new_empty(splits, m, n, dtype=torch.float32)
     added = bias if splits == 1 else None
     grid = triton.cdiv(m, tile["BLOCK_M"]), triton.cdiv(n, tile["BLOCK_N"]), splits

@@ -155,9 +155,8 @@ class Request:
 
     @property
     def plain(self) -> bool:
-        """True if the draw is from the whole vocabulary, and only the drawn id is reported."""
-        params = self.params
-        return not (params.truncated or params.top_logprobs or self.grammar)
+        """True if the draw needs no grammar, and only the drawn id is reported."""
+        return not (self.params.top_logprobs or self.grammar)
 
     @cached_property
     def prompt_hash(self) -> int:

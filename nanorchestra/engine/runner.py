@@ -58,7 +58,7 @@ class Runner:
         after: the launched step whose draws are this one's newest ids (steps.py).
         """
         self._copy_pages(plan.copies)
-        return self.model.logits(self._last_hidden(plan))
+        return self._logits(self._last_hidden(plan))
 
     def draws(self, launched: Any, requests: list[Request]) -> list[Draw]:
         """Draws a token for each of the requests."""
@@ -77,8 +77,11 @@ class Runner:
         hidden, values = self.model(tokens, positions, attend), []
         for n in range(0, len(tokens) - 1, SCORED):
             targets = tokens[n + 1 : n + 1 + SCORED]
-            values += self.sampler.score(self.model.logits(hidden[n:][: len(targets)]), targets)
+            values += self.sampler.score(self._logits(hidden[n:][: len(targets)]), targets)
         return [values[start : start + count - 1] for start, count in spans]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.model.logits(hidden)
 
     def _sample(self, logits: Tensor, requests: list[Request]) -> list[Draw]:
         return self.sampler(
@@ -111,19 +114,9 @@ class Runner:
         batches = self._decode_batches(plan.decodes)
         decodes = [request for batch in batches for request in batch.rows]
         chunks = [(request, len(request.ids) - 1, 1) for request in decodes] + plan.prefills
-        tokens, positions, slots = self._inputs(chunks)
+        tokens, positions, slots = map(self._ints, token_inputs(chunks, self.page_size))
         attend = self._attend(batches, plan.prefills, slots)
         return self.model(tokens, positions, attend), decodes
-
-    def _inputs(self, chunks: list[Chunk]) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, positions and slots (page * page_size + offset) of the chunks, int64 [T]."""
-        tokens, positions, slots, size = [], [], [], self.page_size
-        for request, start, count in chunks:
-            span, pages = range(start, start + count), request.table.pages
-            tokens += request.ids[start : start + count]
-            positions += span
-            slots += [pages[n // size] * size + n % size for n in span]
-        return self._ints(tokens), self._ints(positions), self._ints(slots)
 
     def _attend(self, batches: list[DecodeBatch], chunks: list[Chunk], slots: Tensor) -> Attend:
         """Returns attend(layer, q, k, v) for the model: stores the KV, then each part attends."""
@@ -180,3 +173,14 @@ class Runner:
 
     def _ints(self, values: Sequence[int]) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int64, device=self.device)
+
+
+def token_inputs(chunks: list[Chunk], size: int) -> tuple[list[int], list[int], list[int]]:
+    """Returns tokens, positions and slots (page * size + offset) of the chunks' ids."""
+    tokens, positions, slots = [], [], []
+    for request, start, count in chunks:
+        span, pages = range(start, start + count), request.table.pages
+        tokens += request.ids[start : start + count]
+        positions += span
+        slots += [pages[n // size] * size + n % size for n in span]
+    return tokens, positions, slots

@@ -85,9 +85,9 @@ class Scheduler:
         """Plans the step after `plan`, which is still being computed, or returns None.
 
         The next step can be planned before this step's tokens are read if all requests decode,
-        none waits, none reaches its limit, and enough pages are free. Rows whose draw needs the
-        host (top-k, grammars) rule it out too. A request may still finish by its token: its row
-        of the next step is then ignored.
+        none waits, none reaches its limit, and enough pages are free. Rows that the host draws,
+        with a grammar say, rule it out too. A request may still finish by its token: its row of the
+        next step is then ignored.
         """
         going_on = [r for r in plan.decodes if len(r.ids) + 1 < r.limit and r.plain]
         pages = sum(self.cache.missing(r.table, len(r.ids) + 1) for r in going_on)

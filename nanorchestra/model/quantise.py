@@ -51,9 +51,14 @@ class QuantisedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product; a GPU kernel reads the stored bits, a CPU dequantises W first."""
+        return self.product(x, x.dtype)
+
+    def product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the product in dtype, x.dtype or fp32."""
         if by_kernel(x):
-            return quantised_linear(x, self.values, self.scales, self.zeros, self.group, self.bias)
-        return linear(x, self.dequantise(x.dtype), self.bias)
+            stored = self.values, self.scales, self.zeros, self.group
+            return quantised_linear(x, *stored, self.bias, dtype)
+        return linear(x, self.dequantise(x.dtype), self.bias).to(dtype)
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """Return W [out, in] in dtype, computed in fp32 and rounded once."""

@@ -5,11 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from kernel_check import DEVICE, flash_attn_varlen_func
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from kernels.decode_plan import decode_work
+from nanorchestra.engine import gpu
 from nanorchestra.engine.engine import Engine, SamplingParams
+from nanorchestra.errors import UserError
+from nanorchestra.model.quantise import quantise_model
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
+from nanorchestra.model.weights import copy_weights, named_hf_tensors
 
 SHAPE = ModelConfig(320, 32, 48, 1, 4, 2, head_dim=16, tie_word_embeddings=True)
+UNTIED = ModelConfig(320, 128, 128, 1, 4, 2, head_dim=32)  # can be quantised
 
 
 @pytest.fixture(scope="module")
@@ -23,12 +30,34 @@ def model():
 def engine(model, monkeypatch):
     """Makes engines that compute by kernels, or as on a CPU."""
 
-    def make(kernels: bool = True, **settings) -> Engine:
+    def make(kernels: bool = True, own: Qwen3 = model, **settings) -> Engine:
         monkeypatch.setattr("nanorchestra.engine.engine.by_kernel", lambda x: kernels)
         options = {"num_pages": 64, "page_size": 16, "max_batch_tokens": 48}
-        return Engine(model.to(DEVICE if kernels else "cpu"), **options | settings)
+        return Engine(own.to(DEVICE if kernels else "cpu"), **options | settings)
 
     return make
+
+
+@pytest.fixture
+def fake_graphs(monkeypatch):
+    """Graphs that compute at their replay. Returns the sizes captured, and counts the replays."""
+    sizes, counts = [], {"replay": 0}
+
+    class Graph:
+        def __init__(self, runner, size):
+            sizes.append(size)
+            self.runner, self.inputs, self.used = runner, gpu.Inputs(size, DEVICE), False
+
+        def replay(self):
+            self.used, counts["replay"] = True, counts["replay"] + 1
+            with _disable_current_modes():  # of the device, not of the host
+                counts["inside"] = True
+                outputs = self.runner._compute(self.inputs)
+                counts["inside"] = False
+                return outputs
+
+    monkeypatch.setattr(gpu, "_Graph", Graph)
+    return sizes, counts
 
 
 def ids(count: int, start: int = 5) -> list[int]:
@@ -37,32 +66,147 @@ def ids(count: int, start: int = 5) -> list[int]:
 
 @pytest.mark.slow
 def test_kernels_give_the_tokens_of_the_cpu(engine):
-    """Prompts within a page, over pages, in chunks, in a group, with a shared prefix."""
+    """Prompts within a page, over pages, in chunks, in a group, with a shared prefix.
+
+    Greedy, sampled, truncated: the same seed draws the same token.
+    """
     prompts = [ids(3), ids(40), ids(17, 50), ids(60), ids(60), ids(60)[:40] + ids(5, 9)]
-    params = SamplingParams(max_tokens=4, temperature=0)
+    kinds = [{"temperature": 0.0}, {}, {}, {}, {"temperature": 0.7}, {"top_p": 0.6}]
+    params = [SamplingParams(max_tokens=4, seed=i, **kind) for i, kind in enumerate(kinds)]
     own = engine().generate(prompts, params)
     for a, b in zip(engine(kernels=False).generate(prompts, params), own, strict=True):
         assert a.token_ids == b.token_ids
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
 
 
-def test_rows_that_pad_a_graph_change_nothing(engine):
+@pytest.mark.parametrize("quantise", ["", "int8"])
+def test_graphs_change_no_token_and_write_no_other_page(engine, fake_graphs, quantise):
+    """Padded steps of decodes and of chunks; a model with a quantised output matrix has graphs."""
+    model, own = Qwen3(UNTIED), Qwen3(UNTIED)
+    model.init_weights(0)
+    own.load_state_dict(model.state_dict())
+    if quantise:
+        quantise_model(own, quantise)
+        copy_weights(own, named_hf_tensors(model))
+    params = [SamplingParams(max_tokens=4, temperature=t, seed=7) for t in (0.0, 1.0)]
+    outcomes = []
+    for graphs in (False, True):
+        serving = engine(own=own)
+        serving.runner.graphs = graphs
+        if graphs:
+            serving.runner.k_cache.fill_(float("nan"))
+        done = serving.generate([ids(5), ids(18)], params)
+        done += serving.generate([ids(5, 3), ids(18, 3)], params)
+        outcomes.append(done)
+    for a, b in zip(*outcomes, strict=True):
+        assert a.token_ids == b.token_ids and a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+    assert fake_graphs[1]["replay"] >= 4
+    assert any(size.tokens for size in fake_graphs[0]), "the mixed steps have a graph too"
+    pages = serving.runner.k_cache[0].isfinite().flatten(1).any(1).nonzero()[:, 0].tolist()
+    assert len(pages) <= 8, "padding is stored nowhere"
+
+
+class _Host(TorchDispatchMode):
+    """Records what the host asks of the device: operations, and copies that wait."""
+
+    VIEWS = ("view", "slice", "select", "empty", "split", "alias", "detach", "as_strided", "t.")
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.__name__
+        if not name.startswith(self.VIEWS):
+            self.operations.append(name)
+        waits = name.startswith(("_local_scalar_dense", "_to_copy", "nonzero"))
+        if name.startswith("copy_"):
+            waits = not (len(args) > 2 and args[2] or (kwargs or {}).get("non_blocking"))
+        if waits:
+            self.waiting.append(name)
+        return function(*args, **kwargs or {})
+
+    def __enter__(self):
+        self.operations, self.waiting = [], []
+        return super().__enter__()
+
+
+@pytest.mark.parametrize("quantise", ["", "int8"])
+def test_a_step_that_looks_ahead_waits_for_nothing(engine, fake_graphs, monkeypatch, quantise):
+    """No pageable copy and no synchronisation; at most 10 operations of the host."""
+    own = Qwen3(UNTIED)
+    own.init_weights(0)
+    if quantise:
+        tensors = [(name, x.clone()) for name, x in named_hf_tensors(own)]
+        quantise_model(own, quantise)
+        copy_weights(own, tensors)
+    serving, host = engine(own=own), _Host()
+    serving.runner.graphs, seen = True, []
+    made = [(torch, name) for name in ("tensor", "as_tensor")]  # waiting, if for a device
+    made += [(torch.Tensor, name) for name in ("to", "cpu", "cuda", "item", "tolist")]
+    launch, fill = serving.runner.launch, serving.runner._host.fill
+
+    def filled(*given):
+        with _disable_current_modes():  # in the host's own memory
+            return fill(*given)
+
+    serving.runner._host.fill = filled
+
+    def watched(right, name):
+        def call(*given, **options):
+            moves = "device" in options or name not in ("tensor", "as_tensor")
+            if moves and not fake_graphs[1].get("inside"):
+                host.waiting.append(name)
+            return right(*given, **options)
+
+        return call
+
+    def recorded(plan, after=None):
+        if after is None:
+            return launch(plan, after)
+        with monkeypatch.context() as patch, host:
+            for owner, name in made:
+                patch.setattr(owner, name, watched(getattr(owner, name), name))
+            launched = launch(plan, after)
+        seen.append((fake_graphs[1]["replay"], len(host.operations), host.waiting))
+        return launched
+
+    serving.runner.launch = recorded
+    serving.generate([ids(3), ids(9)], SamplingParams(max_tokens=9, ignore_eos=True))
+    (before, *_), (replays, operations, _) = seen[-2:]
+    assert len(seen) > 4 and replays == before + 1
+    assert all(not waiting for *_, waiting in seen), seen
+    assert operations + 1 <= 10, host.operations
+
+
+def test_sleep_brings_the_graphs_in_use_back_before_a_request_waits(engine, fake_graphs):
     serving = engine()
-    runner, params = serving.runner, SamplingParams(max_tokens=4, temperature=0)
-    requests = [serving.submit(ids(n), params) for n in (5, 18)]
-    serving.step()
-    plan, outcomes = serving.scheduler.plan(), []
-    before = runner.k_cache.clone()
-    for size in (2, 4):
-        order, decodes = runner._decodes(plan.decodes, size)
-        hidden, tokens, _ = runner._decode_step(decodes)
-        outcomes.append((hidden[:2], tokens[:2]))
-    assert order == requests
-    assert torch.equal(outcomes[0][1], outcomes[1][1])
-    assert torch.allclose(outcomes[0][0], outcomes[1][0], atol=1e-6)
-    changed = (runner.k_cache != before).flatten(3).any(3).nonzero()  # layer, page, head
-    written = {request.table.pages[(len(request.ids) - 1) // 16] for request in requests}
-    assert set(changed[:, 1].tolist()) <= written
+    serving.runner.graphs = True
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    for start in (5, 6):
+        serving.generate([ids(3, start), ids(9, start)], params)
+    used, captured = list(fake_graphs[0]), fake_graphs[0]
+    unused = gpu.Sizes(8, 4, 0, 0, 0, 0, 8, 4)
+    serving.runner._captured[unused] = gpu._Graph(serving.runner, unused)
+    captured.clear()
+    serving.sleep()
+    assert not serving.runner._captured and not captured
+    serving.wake()
+    assert used and set(captured) == set(used), "those in use, and no other"
+    serving.generate([ids(3, 7), ids(9, 7)], params)
+    assert len(captured) == len(used), "nothing is captured in service"
+
+
+def test_work_and_scratch_grow_with_what_is_used():
+    """512 rows of which one is long: today's keys, not 512 times the longest."""
+    made = decode_work([131072] + [300] * 511, ())
+    sizes = gpu.Sizes(512, len(made.own), 0, 0, 0, 0, 512, 2048).padded()
+    assert len(made.own) == made.results == 512 + 2 * 511
+    assert sizes.own <= 1.5 * len(made.own) + 4 and sizes.shared == 0
+    assert sizes.own * 32 * 128 * 4 < 40e6, "bytes of partial results"
+
+
+def test_what_the_kernels_cannot_serve_is_refused_when_the_engine_is_made(engine):
+    with pytest.raises(UserError, match="page size is 24; the GPU's kernels take 16, 32, 64"):
+        engine(page_size=24)
+    with pytest.raises(UserError, match="head_dim is 24; the GPU's kernels take 16, 32, 64"):
+        engine(own=Qwen3(ModelConfig(64, 48, 48, 1, 2, 1, head_dim=24)))
 
 
 def test_nan_in_the_weights_is_an_error(engine):

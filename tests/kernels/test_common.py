@@ -6,6 +6,7 @@ from paged_cache import Cache
 
 from kernels import decode, flash_plan, logprob, norm, quantised, rope, sample, swiglu
 from kernels.common import check
+from kernels.decode_plan import decode_work
 
 ONES = torch.ones(4, 8)
 
@@ -30,12 +31,10 @@ def test_shapes_dtypes_and_strides(given, message):
 def test_limits(generator):
     def decoded(**shape):
         cache = Cache(generator, [20, 30], torch.float32, **shape)
-        groups = torch.zeros(0, 3, dtype=torch.int32)
         inputs = cache.q, cache.k, cache.v, cache.tables, cache.lengths
-        return decode.decode_attention(*inputs, groups, 30, cache.q)
+        return decode.decode_attention(*inputs, decode_work([20, 30], ()), cache.q)
 
     ids, ones = torch.zeros(4, dtype=torch.int64), torch.ones(4)
-    crowd, many = torch.ones(65, 32), torch.zeros(65, dtype=torch.int64)
     hidden, weight = torch.ones(4, 32), torch.ones(40, 32)
     cache, eighth = torch.ones(2, 1, 16, 16), torch.ones(4, 64, dtype=torch.uint8)
     pack = flash_plan.plan([(0, 5, 0, 5)], "cpu", torch.float32)
@@ -54,9 +53,7 @@ def test_limits(generator):
         ),
         (lambda: logprob.linear_logprob(ONES, ONES, ids, 1.0, 4), "hidden size is 8"),
         (lambda: logprob.linear_logprob(hidden, weight, ids, 1.0, 41), "expected 1 to 40"),
-        (lambda: sample.sample_linear(hidden, weight, ids, ids, ones, 0), "vocab is 0"),
-        (lambda: sample.sample_logits(hidden, ids, ids, ones, 33), "expected 1 to 32"),
-        (lambda: sample.sample_linear(crowd, weight, many, many, ones, 40), "at most 64"),
+        (lambda: sample.sample(hidden, ones.double(), ones, 33), "expected 1 to 32"),
         (lambda: quantised.quantised_linear(ONES, eighth, ones, ones, 48, None), "group is 48"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -9,26 +9,31 @@ import torch
 from kernel_check import DEVICE, DTYPES, POINTWISE, assert_close, randn
 from paged_cache import Cache, joined
 
-from kernels import attention, decode, decode_shared
+from kernels import attention, decode, decode_plan
 from kernels.attention import reference
 from kernels.decode import decode_attention
+from kernels.decode_plan import DecodeWork, decode_work, group_rows
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     monkeypatch.setattr(attention, "BLOCK_N", 16)
-    monkeypatch.setattr(decode, "SPLIT", 32)
-    monkeypatch.setattr(decode_shared, "ROWS", 4)
+    split_keys(monkeypatch, 32)
+    monkeypatch.setattr(decode_plan, "TILE", {2: 16, 4: 8})
 
 
-def groups_of(*groups):
-    return torch.tensor(groups, dtype=torch.int32, device=DEVICE).view(-1, 3)
+def split_keys(monkeypatch, keys):
+    for module in (decode, decode_plan):
+        monkeypatch.setattr(module, "SPLIT", keys)
 
 
-def attend(cache, rows=slice(None), groups=(), max_length=None):
-    longest = max_length or int(cache.lengths.max()) or 1
-    inputs = cache.tables[rows], cache.lengths[rows], groups_of(*groups), longest
-    q = cache.q[rows]
+def attend(cache, rows=slice(None), groups=(), padding=0):
+    q, lengths = cache.q[rows], cache.lengths[rows]
+    most = group_rows(q.shape[1] // cache.k.shape[1], q.element_size())
+    work = decode_work(lengths.tolist(), groups, most)
+    items = (torch.nn.functional.pad(x, (0, 0, 0, padding)) for x in work[1:3])
+    work = DecodeWork(work.starts, *items, work.results + padding).to(DEVICE)
+    inputs = cache.tables[rows], lengths, work
     return decode_attention(q, cache.k, cache.v, *inputs, q.new_empty(q.shape))
 
 
@@ -58,7 +63,7 @@ def test_lengths_around_tiles_pages_and_splits(generator, dtype):
 )
 def test_shapes(generator, monkeypatch, heads, kv_heads, dim, page, block, split):
     monkeypatch.setattr(attention, "BLOCK_N", block)
-    monkeypatch.setattr(decode, "SPLIT", split)
+    split_keys(monkeypatch, split)
     lengths = torch.randint(1, 3 * split, (2,), generator=generator).tolist()
     cache = Cache(generator, lengths, torch.bfloat16, heads, kv_heads, dim, page)
     assert_close(attend(cache), exact(cache), POINTWISE)
@@ -75,14 +80,14 @@ def test_a_row_has_the_same_bits_in_any_batch_and_run(generator, dtype):
     cache = Cache(generator, [70, 3, 0, 32], dtype, 2, 1)
     out = attend(cache)
     assert torch.equal(out, attend(cache))
-    assert torch.equal(out, attend(cache, groups=[(0, 0, 0)], max_length=100))  # a larger grid
+    assert torch.equal(out, attend(cache, padding=5))  # a larger grid
     for row in range(4):
         assert torch.equal(out[row], attend(cache, slice(row, row + 1))[0])
 
 
 def test_many_splits_are_merged_in_blocks(generator, monkeypatch):
     """The one key of the last split, a block of its own, weighs more than any split before it."""
-    monkeypatch.setattr(decode, "SPLIT", 16)
+    split_keys(monkeypatch, 16)
     cache = Cache(generator, [16 * 16 + 1], torch.float32, heads=1, kv_heads=1)
     query = cache.q[0, 0]  # the key's score is 5
     cache.k[cache.tables[0, 16], 0, 0] = query * (5 * 16**0.5 / query.square().sum())
@@ -94,8 +99,9 @@ def test_offsets_beyond_32_bits(generator):
     cache = torch.empty(32770, 1, 256, 256, dtype=torch.float16, device=DEVICE)
     cache[-1, 0, :20] = randn(generator, 20, 256, dtype=torch.float16)
     q = randn(generator, 1, 1, 256, dtype=torch.float16)
-    table, lengths = groups_of((32769,) * 3)[:, :1], groups_of((20,) * 3)[0, :1]
-    out = decode_attention(q, cache, cache, table, lengths, groups_of(), 20, q.new_empty(q.shape))
+    table, lengths = (torch.tensor(x, dtype=torch.int32).to(DEVICE) for x in ([[32769]], [20]))
+    work = decode_work([20], ()).to(DEVICE)
+    out = decode_attention(q, cache, cache, table, lengths, work, q.new_empty(q.shape))
     last = cache[-1:].double()
     assert_close(out, reference(q.double(), last, last, table * 0, [19], [1]), POINTWISE)
 
@@ -109,15 +115,34 @@ def test_groups_read_shared_pages_once(generator, dtype, heads):
     cache = joined(*(Cache(generator, part, dtype, heads, 1, shared=64) for part in lengths))
     expected = exact(cache)
     cache.tables[1:3, :4] = 2**30  # shared pages are read through the first row only
-    groups = [(4, 2, 32), (0, 0, 64), (0, 3, 64)]  # in any order; the second is padding
+    groups = [(4, 2, 32), (0, 3, 64)]  # in any order
     out = attend(cache, groups=groups)
     assert_close(out, expected, POINTWISE)
     assert torch.equal(out[3], attend(cache, slice(3, 4))[0])  # in no group
-    assert torch.equal(out, attend(cache, groups=groups[::-1], max_length=130))
+    assert torch.equal(out, attend(cache, groups=groups[::-1], padding=3))
 
 
-def test_a_group_in_several_tiles(generator, monkeypatch):
-    """More query heads than a tile has rows: in fp32 8 rows a tile, of 8 tiles 3 have rows."""
-    monkeypatch.setattr(decode_shared, "ROWS", 16)
+def test_a_group_in_several_tiles(generator):
+    """More query heads than a tile has rows: in fp32 8 a tile, so 2 of the 6 rows."""
     cache = Cache(generator, [64, 65, 97, 64, 70, 66], torch.float32, 3, 1, shared=64)
     assert_close(attend(cache, groups=[(0, 6, 64)]), exact(cache), POINTWISE)
+
+
+def test_the_work_has_each_split_once_and_none_is_empty(generator):
+    """Lengths that differ much: 3 + 1 + 512 splits, not 3 x 512."""
+    for _ in range(20):
+        count = int(torch.randint(1, 9, (), generator=generator))
+        lengths = torch.randint(0, 700, (count,), generator=generator).tolist()
+        shared = min(lengths[: count // 2], default=0)
+        groups = [(0, count // 2, shared)] if count > 3 else []
+        work = decode_work(lengths, groups, 3)
+        splits = [-(-n // 32) for n in lengths]
+        assert work.results == sum(splits) and max(map(len, work[1:3])) <= work.results
+        covered = [
+            (first + i, split)
+            for items in (work.own, work.shared)
+            for first, rows, split in items.tolist()
+            for i in range(rows)
+        ]
+        assert sorted(covered) == [(row, s) for row, n in enumerate(splits) for s in range(n)]
+        assert len(work.shared) == len(groups) * -(-(count // 2) // 3) * (shared // 32)

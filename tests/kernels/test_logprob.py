@@ -67,8 +67,9 @@ def test_rows_beyond_the_vocabulary_do_not_count(generator):
     weight[40:] = float("nan")
     for have, want in zip(linear_logprob(hidden, weight, targets, 1.0, 40), clean, strict=True):
         assert torch.equal(have, want)
-    missing = torch.tensor([-1, 40, 63, 40, -5], device=DEVICE)
-    assert linear_logprob(hidden, weight, missing, 1.0, 40)[0].tolist() == [-math.inf] * 5
+    missing = torch.tensor([3, 40, 63, 40, 5], device=DEVICE)
+    logprobs = linear_logprob(hidden, weight, missing, 1.0, 40)[0].tolist()
+    assert logprobs[1:4] == [-math.inf] * 3 and math.isfinite(sum(logprobs[::4]))
     hidden[:, 0], weight[:40] = 3.0, 0.0
     weight[:40, 0] = -9.0  # all logits of the vocabulary far below 0
     expected = torch.full((5,), -math.log(40), dtype=torch.float64)
@@ -104,6 +105,17 @@ def test_gradients(generator, monkeypatch, dtype, chunk_bytes):
     for have, want in zip(got, wanted, strict=True):
         assert_close(have, want, GRADIENT)
     assert (got[1][321:] == 0).all()
+
+
+def test_an_ignored_target_counts_nothing_also_under_a_mask(generator):
+    """Its log-probability times a mask of 0 is 0, not NaN, and it has no gradient."""
+    hidden, weight, targets = problem(generator, 5, 32, 64, 40)
+    targets[[1, 4]] = torch.tensor([-1, -100], device=DEVICE)
+    hidden.requires_grad_()
+    logprobs, _ = linear_logprob(hidden, weight, targets, 1.0, 40)
+    assert logprobs[[1, 4]].tolist() == [0, 0] and torch.isfinite(logprobs * (targets >= 0)).all()
+    (gradient,) = torch.autograd.grad(logprobs.sum(), hidden)
+    assert (gradient[[1, 4]] == 0).all() and (gradient[[0, 2, 3]].abs().sum(1) > 0).all()
 
 
 def test_gradient_of_one_factor(generator, monkeypatch):

@@ -1,4 +1,4 @@
-"""Sampling in the output matrix: the reference's tokens, the law of the draws, their bits."""
+"""Draws from logits: the reference's tokens, the law of the draws, their bits, truncation."""
 
 import math
 
@@ -6,133 +6,111 @@ import pytest
 import torch
 from kernel_check import DEVICE, DTYPES, randn
 
-from kernels import draw, sample
-from kernels.sample import sample_linear, sample_logits
+from kernels import sample, truncate
+from kernels.sample import reference
+from kernels.truncate import truncation
+from nanorchestra.engine.request import SamplingParams
+from nanorchestra.engine.sampler import Sampler, uniforms
 
 EXACT = 2e-5  # nats, absolute
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(sample, "BLOCK_V", 32)
-    monkeypatch.setattr(sample, "READY_V", 64)
-    monkeypatch.setattr(sample, "CONFIGS", {80: {"BLOCK_N": 16, "num_stages": 1}})
+    monkeypatch.setattr(sample, "BLOCK", 64)
+    monkeypatch.setattr(truncate, "BLOCK", 128)
 
 
 def requests(generator, batch, temperature=None):
-    """Seeds of all sizes and signs, positions beyond 2^31, some greedy temperatures."""
-    seeds = torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator)
-    positions = torch.randint(0, 2**40, (batch,), generator=generator)
+    """Noise of all sizes, some greedy temperatures."""
+    uniform = torch.rand(batch, dtype=torch.float64, generator=generator)
     degrees = torch.rand(batch, generator=generator) * 1.5 + 0.2
     degrees[::3] = 0.0
     degrees = degrees if temperature is None else torch.full((batch,), temperature)
-    return seeds.to(DEVICE), positions.to(DEVICE), degrees.to(DEVICE)
-
-
-def keys(count, value=0):
-    return torch.full((count,), value, dtype=torch.int64, device=DEVICE)
-
-
-def buffers(rows, chunks):
-    """What `choose` fills."""
-    winners = torch.empty(rows, chunks, dtype=torch.int32, device=DEVICE)
-    return torch.empty(4, rows, chunks, device=DEVICE), winners
-
-
-def assert_drawn(out, logits, request, vocab):
-    """The tokens are those of the reference unless two scores are nearer than rounding."""
-    (tokens, logprobs), (seeds, positions, degrees) = out, request
-    assert tokens.dtype == torch.int64 and logprobs.dtype == torch.float32
-    wanted, _ = draw.reference(logits, seeds, positions, degrees.double(), vocab)
-    warm = (degrees >= 1e-5)[:, None]
-    z = logits[:, :vocab] / torch.where(warm, degrees[:, None].double(), 1.0)
-    best = (z - draw.noise(seeds, positions, vocab).log() * warm).sort(-1).values
-    sure = best[:, -1] - best[:, max(-2, -vocab)] > (1e-4 if vocab > 1 else -1)
-    assert sure.double().mean() >= 0.5 and torch.equal(tokens[sure], wanted[sure])
-    assert (logprobs - z.log_softmax(-1).gather(1, tokens[:, None])[:, 0]).abs().max() <= EXACT
+    return uniform.to(DEVICE), degrees.to(DEVICE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_linear(generator, dtype):
-    shapes = [(1, 16, 1, 1), (3, 48, 40, 33), (16, 32, 64, 64), (17, 16, 100, 97), (64, 16, 70, 31)]
-    for batch, width, rows, vocab in shapes:
-        hidden = randn(generator, batch, width, dtype=dtype)
-        weight = randn(generator, rows, width, dtype=dtype, scale=0.5)
-        request = requests(generator, batch)
-        out = sample_linear(hidden, weight, *request, vocab=vocab)
-        assert_drawn(out, hidden.double() @ weight.double().T, request, vocab)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_logits(generator, dtype):
-    for batch, width, vocab in [(1, 1, 1), (2, 200, 63), (2, 200, 64), (3, 200, 65), (4, 200, 200)]:
-        # rows farther apart than they are wide
+def test_tokens_and_log_probabilities(generator, monkeypatch, dtype):
+    """Within a block and over several, rows farther apart than they are wide."""
+    for batch, width, vocab in [(1, 1, 1), (2, 200, 63), (2, 200, 64), (9, 200, 65), (4, 200, 200)]:
         logits = randn(generator, batch, width + 8, dtype=dtype, scale=2.0)[:, :width]
-        request = requests(generator, batch)
-        out = sample_logits(logits, *request, vocab=vocab)
-        assert_drawn(out, logits.double(), request, vocab)
+        uniform, degrees = requests(generator, batch)
+        tokens, logprobs = sample.sample(logits, uniform, degrees, vocab)
+        wanted, exact = reference(logits.double(), uniform, degrees.double(), vocab)
+        assert torch.equal(tokens, wanted)
+        assert ((logprobs - exact).abs() <= EXACT).all()
+    monkeypatch.undo()  # the tiles of a GPU
+    logits, (uniform, degrees) = randn(generator, 3, 5000), requests(generator, 3)
+    tokens, _ = sample.sample(logits, uniform, degrees, 4999)
+    assert torch.equal(tokens, reference(logits.double(), uniform, degrees.double(), 4999)[0])
 
 
-def test_the_tiles_of_a_gpu(generator, monkeypatch):
-    """Both kernels draw with the same noise; a near tie may fall either way."""
-    monkeypatch.undo()
-    hidden, weight = randn(generator, 7, 32), randn(generator, 300, 32, scale=0.5)
-    request, logits = requests(generator, 7), hidden.double() @ weight.double().T
-    linear = sample_linear(hidden, weight, *request, vocab=290)
-    ready = sample_logits(logits.float(), *request, vocab=290)
-    assert_drawn(linear, logits, request, 290)
-    assert_drawn(ready, logits, request, 290)
-    assert (linear[0] == ready[0]).sum() >= 6
+def test_the_same_seed_draws_the_same_token_as_on_the_cpu(generator):
+    """Greedy, warm, truncated: the kernels and the Sampler, with their own logits and noise."""
+    rows, vocab = 12, 300
+    logits = randn(generator, rows, vocab, scale=2.0)
+    kinds = [{}, {"temperature": 0.0}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.7}]
+    kinds.append({"top_k": 40, "top_p": 0.9, "temperature": 0.8})
+    params = [SamplingParams(seed=i - 3, **kinds[i % 6]) for i in range(rows)]
+    places = [100 * i for i in range(rows)]
+    wanted = Sampler(vocab)(logits.cpu(), params, places, [None] * rows)
+    noise = torch.from_numpy(uniforms([p.seed for p in params], places)).to(DEVICE)
+    degrees, top_p = (
+        torch.tensor([getattr(p, name) for p in params], device=DEVICE)
+        for name in ("temperature", "top_p")
+    )
+    top_k = torch.tensor([p.top_k for p in params], dtype=torch.int32, device=DEVICE)
+    floors = truncation(logits, degrees, top_k, top_p, vocab)
+    tokens, logprobs = sample.sample(logits, noise, degrees, vocab, floors)
+    assert tokens.tolist() == [draw.token for draw in wanted]
+    assert logprobs.tolist() == pytest.approx([draw.logprob for draw in wanted], abs=EXACT)
 
 
-@pytest.mark.parametrize("degree, block", [(0.5, 16), (1.0, 4)])
-def test_draws_follow_the_distribution(degree, block):
-    """4,000 positions over 10 ids: chi-square below its 0.999 quantile for 9 degrees of freedom."""
-    count, logits = 4000, torch.linspace(-1.5, 1.5, 10)
-    weight = torch.zeros(12, 16)
-    weight[:, 0] = torch.cat([logits, torch.full((2,), 9.0)])  # two rows too many
-    hidden = torch.eye(16)[:1].repeat(count, 1).to(DEVICE)
-    request = keys(count, 1234), torch.arange(count).to(DEVICE), torch.full((count,), degree)
-    partials, winners = buffers(count, -(-10 // block))
-    state = partials, winners, count, 10, 16, 4096, block, 16
-    sample._linear[(-(-10 // block),)](hidden, weight.to(DEVICE), *request, *state)
-    # 4,000 programs of _merge would take long
-    tokens = winners.gather(1, partials[0].argmax(1, keepdim=True))[:, 0]
-    expected = count * (logits.double() / degree).softmax(0)
-    assert ((tokens.cpu().bincount(minlength=10) - expected) ** 2 / expected).sum() < 27.88
+def test_truncation_keeps_what_a_sort_would(generator):
+    """All combinations of limits, ties, forbidden ids, an odd vocabulary, padding beyond it."""
+    logits = randn(generator, 8, 310, scale=3.0)
+    logits[:, 301:] = 50.0  # padding
+    logits[5, 100:] = -math.inf
+    logits[6, :300] = logits[6, :300].round()  # many ties
+    cases = [(0, 1.0), (1, 1.0), (7, 1.0), (0, 0.5), (300, 0.99), (20, 0.9), (9, 0.8), (0, 1e-6)]
+    top_k, top_p = (torch.tensor(x, device=DEVICE) for x in zip(*cases, strict=True))
+    degrees = torch.full((8,), 0.7, device=DEVICE)
+    floors = truncation(logits, degrees, top_k.int(), top_p, 301)
+    for row, (k, p) in enumerate(cases):
+        z = logits[row, :301]
+        best = z.sort(descending=True).values
+        within = best[k - 1 if k else -1]  # ties of the k-th are kept
+        kept = torch.where(z >= within, z, -math.inf).double()
+        share = (kept / 0.7).softmax(0)
+        above = torch.stack([share[kept > one].sum() for one in best.double()])
+        least = best[(above < p) & (best >= within) & (best > -math.inf)].min()
+        assert ((z >= floors[row]) == (z >= least))[z > -math.inf].all(), (k, p)
+    greedy = truncation(logits, degrees * 0, top_k.int(), top_p, 301)
+    assert (greedy == -math.inf).all() and floors[0] == -math.inf
 
 
-def test_noise_is_exponential_and_independent():
-    """By seed and by position: mean, variance, no correlation of neighbouring ids or rows."""
-    count = torch.arange(2000, device=DEVICE)
-    for seeds, positions in (
-        (count, count * 0 + 5),
-        (count * 0 + 5, count),
-        (count * 0 - 1, count << 32),
-        (count << 32, count * 0 + 2**32),
-    ):
-        e = draw.noise(seeds, positions, 200)
-        assert abs(e.mean() - 1) < 0.01 and abs(e.var() - 1) < 0.03
-        u = (torch.exp(-e) - 0.5) * math.sqrt(12)
-        pairs = (u[:, 1:], u[:, :-1]), (u[1:], u[:-1]), (u[:, 16:], u[:, :-16]), (u[16:], u[:-16])
-        assert all(abs((a * b).mean()) * math.sqrt(a.numel()) < 5 for a, b in pairs)
+def test_draws_follow_the_distribution():
+    """60 even steps of the noise over 10 ids: each has its share, rounded."""
+    logits, steps, degree = torch.linspace(-1.5, 1.5, 10), 60, 0.5
+    logits = torch.cat([logits, torch.full((2,), 9.0)]).expand(steps, -1).to(DEVICE)
+    uniform = (torch.arange(steps, dtype=torch.float64) / steps).to(DEVICE)
+    degrees = torch.full((steps,), degree, device=DEVICE)
+    tokens, _ = sample.sample(logits, uniform, degrees, 10)
+    expected = steps * (logits[0, :10].double() / degree).softmax(0)
+    assert (tokens.bincount(minlength=10) - expected).abs().max() <= 1
 
 
 def test_a_request_has_the_same_token_in_any_batch_and_run(generator):
-    request, logits = requests(generator, 20), randn(generator, 3, 70)
-    hidden, weight = (randn(generator, n, 32, dtype=torch.bfloat16) for n in (20, 70))
+    (uniform, degrees), logits = requests(generator, 3), randn(generator, 3, 70)
 
-    def linear(rows):
-        return sample_linear(hidden[rows], weight, *(x[rows] for x in request), vocab=65)
+    def run(rows):
+        return sample.sample(logits[rows], uniform[rows], degrees[rows], 65)
 
-    def ready(rows):
-        return sample_logits(logits[rows], *(x[:3][rows] for x in request), vocab=65)
-
-    for run, last in ((linear, 19), (ready, 2)):
-        together, again = run(slice(None)), run(slice(None))
-        for row in (1, last):
-            for one, all_, twice in zip(run(slice(row, row + 1)), together, again, strict=True):
-                assert torch.equal(one[0], all_[row]) and torch.equal(all_, twice)
+    together, again = run(slice(None)), run(slice(None))
+    for row in (1, 2):
+        for one, all_, twice in zip(run(slice(row, row + 1)), together, again, strict=True):
+            assert torch.equal(one[0], all_[row]) and torch.equal(all_, twice)
 
 
 def test_greedy_ties_go_to_the_lowest_id_and_near_ties_do_not():
@@ -140,30 +118,22 @@ def test_greedy_ties_go_to_the_lowest_id_and_near_ties_do_not():
     logits = torch.zeros(4, 200, device=DEVICE)
     logits[0, [70, 71, 130]], logits[1, [64, 199]], logits[2] = 2.0, 1.0, -3.0
     logits[3] = torch.arange(200) * 1e-10
-    greedy = keys(4), keys(4), torch.zeros(4, device=DEVICE)
-    tokens, logprobs = sample_logits(logits, *greedy, vocab=200)
+    greedy = torch.full((4,), 0.7, dtype=torch.float64), torch.zeros(4)
+    tokens, logprobs = sample.sample(logits, *(x.to(DEVICE) for x in greedy), 200)
     assert tokens.tolist() == [70, 64, 0, 199]
     exact = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
     assert (logprobs - exact).abs().max() <= EXACT
 
 
-def test_ids_beyond_the_vocabulary_are_never_drawn(generator):
-    """Padding rows may hold anything; zeros in their place would be drawn here."""
-    hidden, weight = torch.ones(64, 16, device=DEVICE), torch.full((64, 16), -4.0, device=DEVICE)
-    weight[40:] = float("nan")
-    tokens, logprobs = sample_linear(hidden, weight, *requests(generator, 64, 1.0), vocab=40)
-    assert tokens.max() < 40 and (logprobs + math.log(40)).abs().max() <= EXACT
-
-
-def test_forbidden_ids(generator):
-    """Whole chunks of minus infinity, as a guide leaves them."""
+def test_forbidden_ids_and_the_edges_of_the_noise(generator):
+    """Whole blocks of minus infinity, as a guide leaves them; u at 0 and just below 1."""
     logits = torch.full((4, 200), -math.inf, device=DEVICE)
     logits[:, [5, 140, 190]] = randn(generator, 4, 3)
-    request = requests(generator, 4)
-    tokens, logprobs = sample_logits(logits, *request, vocab=200)
-    assert set(tokens.tolist()) <= {5, 140, 190}
-    degrees = torch.where(request[2] < 1e-5, 1.0, request[2])[:, None].double()
-    exact = (logits.double() / degrees).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    uniform, degrees = requests(generator, 4, 1.0)
+    uniform[:2] = torch.tensor([0.0, 1 - 2**-53])
+    tokens, logprobs = sample.sample(logits, uniform, degrees, 200)
+    assert tokens[:2].tolist() == [5, 190] and set(tokens.tolist()) <= {5, 140, 190}
+    exact = logits.double().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
     assert (logprobs - exact).abs().max() <= EXACT
 
 
@@ -174,17 +144,18 @@ def test_broken_logits_show(bad):
     for ids in [range(130)] if bad == -math.inf else [[129], range(0, 130, 2)]:
         logits = torch.zeros(1, 130, device=DEVICE)
         logits[0, list(ids)] = bad
-        request = keys(1, 1), keys(1, 1), torch.ones(1, device=DEVICE)
-        token, logprob = sample_logits(logits, *request, vocab=130)
+        uniform, degrees = torch.full((1,), 0.5, dtype=torch.float64), torch.ones(1)
+        token, logprob = sample.sample(logits, uniform.to(DEVICE), degrees.to(DEVICE), 130)
         assert logprob.isnan().all() and 0 <= token.item() < 130
 
 
 def test_offsets_beyond_32_bits(monkeypatch):
     """Three rows 1.2e9 elements apart: the third begins beyond 2^31. Few pages take memory."""
-    monkeypatch.setattr(sample, "READY_V", 16)
+    monkeypatch.setattr(sample, "BLOCK", 16)
     base = torch.empty(2 * 1_200_000_000 + 64, dtype=torch.float16, device=DEVICE)
     logits = base.as_strided((3, 16), (1_200_000_000, 1))
     logits.zero_()
     logits[[0, 1, 2], [3, 9, 14]] = 5.0
-    greedy = keys(3), keys(3), torch.zeros(3, device=DEVICE)
-    assert sample_logits(logits, *greedy, vocab=16)[0].tolist() == [3, 9, 14]
+    greedy = torch.zeros(3, dtype=torch.float64), torch.zeros(3)
+    tokens, _ = sample.sample(logits, *(x.to(DEVICE) for x in greedy), 16)
+    assert tokens.tolist() == [3, 9, 14]

@@ -1,0 +1,167 @@
+"""The inputs of a GPU's step: one block of memory, filled on the host and copied at once.
+
+`Sizes` gives the shapes of all inputs, so equal sizes can share a captured graph. Padding has no
+effect: its slots are -1, its rows have no keys, its items of work no rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from kernels.decode_plan import SPLIT, decode_work
+from kernels.prefill import prefill_work
+from nanorchestra.engine.attention import group_by_prefix
+from nanorchestra.engine.request import Request
+from nanorchestra.engine.runner import token_inputs
+from nanorchestra.engine.sampler import uniforms
+from nanorchestra.engine.scheduler import Plan
+
+# Numbers of decodes that have a graph. A larger batch is launched kernel by kernel.
+BATCHES = (1, 2, 4, *range(8, 64, 8), *range(64, 513, 32))
+TOKENS = "tokens", "positions", "slots"
+CHUNKS = (0, 32, 64, 128, 256, 512)  # tokens of chunks in a step that has a graph
+
+
+class Sizes(NamedTuple):
+    """The counts of a step: what a graph is captured for."""
+
+    decodes: int
+    own: int  # items of decode_plan.py
+    shared: int
+    tokens: int  # of chunks
+    chunks: int
+    work: int  # items of prefill.py
+    sampled: int
+    pages: int  # of a row of the tables
+    truncated: bool = False  # a row has top-k or top-p
+
+    def padded(self) -> Sizes:
+        """Returns the sizes of the graph for these: about 1.5 times the work at most."""
+        decodes, own, shared, tokens, chunks, work, sampled, pages, truncated = self
+        batches = [at_least(BATCHES, n) if n else 0 for n in (decodes, sampled)]
+        own, shared, chunks, work = map(grown, (own, shared, chunks, work))
+        tokens, pages = at_least(CHUNKS, tokens), 4 * grown(-(-pages // 4))
+        return Sizes(batches[0], own, shared, tokens, chunks, work, batches[1], pages, truncated)
+
+
+def grown(count: int) -> int:
+    """Returns the least number from `count` on of 0, 4, 6, 9, 13, 19, ...: each 1.5 times more."""
+    size = 4
+    while size < count:
+        size += size // 2
+    return size if count else 0
+
+
+def at_least(bounds: Iterable[int], count: int) -> int:
+    """Returns the first of the bounds from `count` on."""
+    return next(bound for bound in bounds if bound >= count)
+
+
+class Inputs:
+    """Tensors of one block: of the T tokens, decodes first, and of the R sampled rows.
+
+    tokens, positions, slots int64 [T]; of the decodes: source int64 [D], their rows in the step
+    before, lengths and starts int32 [D], own and shared int32 [N, 3]; tables int32, of the decodes
+    and then of the chunks, and work int32 [W, 4]; rows int64 [R], their places among the tokens,
+    uniform fp64 [R], the noise of their draws, temperature and top_p fp32 [R], top_k int32 [R].
+    """
+
+    def __init__(self, sizes: Sizes, device: torch.device | str, pinned: bool = False):
+        decodes, own, shared, tokens, chunks, work, rows, pages, _ = self.sizes = sizes
+        long = dict.fromkeys(TOKENS, (decodes + tokens,))
+        long |= {"source": (decodes,), "rows": (rows,)}
+        short = {"own": (own, 3), "shared": (shared, 3), "work": (work, 4), "top_k": (rows,)}
+        short |= {"lengths": (decodes,), "starts": (decodes,), "tables": (decodes + chunks, pages)}
+        fields = [(name, torch.int64, shape) for name, shape in long.items()]
+        fields += [(name, torch.int32, shape) for name, shape in short.items()]
+        fields += [(name, torch.float32, (rows,)) for name in ("temperature", "top_p")]
+        fields += [("uniform", torch.float64, (rows,))]
+        # Each begins at a multiple of 16 bytes, which the kernels are compiled for.
+        words = [-(-math.prod(shape) * dtype.itemsize // 16) * 2 for _, dtype, shape in fields]
+        ends = list(accumulate(words))
+        total = ends[-1]
+        self.flat = torch.zeros(total, dtype=torch.int64, device=device, pin_memory=pinned)
+        for (name, dtype, shape), end, size in zip(fields, ends, words, strict=True):
+            part = self.flat[end - size : end].view(dtype)[: math.prod(shape)]
+            setattr(self, name, part.view(shape))
+        self.slots.fill_(-1)
+
+    def write(self, name: str, values: Sequence, start: int = 0) -> None:
+        """Writes the first values of an input on the host, from row `start` on."""
+        if len(values):
+            getattr(self, name).numpy()[start : start + len(values)] = values
+
+
+class Host:
+    """Fills the inputs of steps in host memory; pinned, so that copies of it wait for nothing.
+
+    most: rows of an item of shared work (decode_plan.group_rows).
+    """
+
+    def __init__(self, page_size: int, most: int, pinned: bool):
+        self.page_size, self.most, self.pinned = page_size, most, pinned
+        self._grouped: tuple[list, list[Request], list] = [], [], []
+
+    def fill(self, plan: Plan, before: dict[Request, int] | None, captured: bool) -> Inputs:
+        """Returns a step's inputs, padded to the sizes of a graph if `captured`.
+
+        before: the rows of the draws that are the decodes' newest ids, which the device has.
+        """
+        order, groups = self._groups(plan.decodes)
+        ahead, size, sampling = before is not None, self.page_size, plan.sampling
+        lengths = [len(request.ids) + ahead for request in order]
+        work = decode_work(lengths, groups, self.most)
+        chunked, starts, counts = zip(*plan.prefills, strict=True) if plan.prefills else ((),) * 3
+        prefill = prefill_work(starts, counts)
+        tables = [request.table.pages for request in (*order, *chunked)]
+        sizes = Sizes(
+            *(len(order), len(work.own), len(work.shared), sum(counts), len(chunked), len(prefill)),
+            sampled=len(sampling),
+            pages=-(-max(map(len, tables)) // 4) * 4,
+            truncated=any(request.params.truncated for request in sampling),
+        )
+        host = Inputs(sizes.padded() if captured else sizes, "cpu", self.pinned)
+        first = host.sizes.decodes
+        decodes = [(request, len(request.ids) - 1, 1) for request in order]
+        for start, chunks in ((0, decodes), (first, plan.prefills)):
+            for name, values in zip(TOKENS, token_inputs(chunks, size), strict=True):
+                host.write(name, values, start)
+        if ahead:
+            newest = [(pages, n - 1) for pages, n in zip(tables, lengths, strict=False)]
+            host.write("positions", [n for _, n in newest])
+            host.write("slots", [pages[n // size] * size + n % size for pages, n in newest])
+            host.write("source", [before[request] for request in order])
+        for row, pages in enumerate(tables):
+            row += (first - len(order)) * (row >= len(order))
+            host.tables.numpy()[row, : len(pages)] = pages
+        items = {"starts": work.starts, "own": work.own, "shared": work.shared, "work": prefill}
+        for name, values in {"lengths": lengths, **items}.items():
+            host.write(name, values)
+        place = {request: i for i, request in enumerate(order)}
+        place |= zip(chunked, (first + end - 1 for end in accumulate(counts)), strict=True)
+        place |= {request: place[leader] for request, leader in plan.forks}
+        host.write("rows", [place[request] for request in sampling])
+        params = [request.params for request in sampling]
+        places = [len(request.ids) + ahead for request in sampling]
+        host.write("uniform", uniforms([p.seed for p in params], places))
+        for name in ("temperature", "top_k", "top_p"):
+            host.write(name, [getattr(p, name) for p in params])
+        return host
+
+    def _groups(self, decodes: list[Request]) -> tuple[list[Request], list[tuple[int, int, int]]]:
+        """Orders them by the pages they share; (first row, rows, shared keys) of each group."""
+        if self._grouped[0] != decodes:
+            size, order, groups = self.page_size, [], []
+            whole = [r.table.pages[: (len(r.ids) - 1) // size] for r in decodes]
+            for indices, pages in group_by_prefix(whole):
+                shared = pages * size // SPLIT * SPLIT
+                if shared and len(indices) > 1:
+                    groups.append((len(order), len(indices), shared))
+                order += [decodes[i] for i in indices]
+            self._grouped = list(decodes), order, groups
+        return self._grouped[1:]
