@@ -23,13 +23,16 @@ if __name__ == "__main__":
 import argparse
 import contextlib
 import json
+import os
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from nanorchestra import SamplingParams
 from nanorchestra.agent.environment import Tool, ToolEnvironment
 from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import Limits, Rollout
+from nanorchestra.engine.engine import Engine
 from nanorchestra.engine.stream import TurnStream
 from nanorchestra.errors import ArgumentParser, UserError, command, require
 from nanorchestra.files import append_line, read_json_lines
@@ -37,6 +40,7 @@ from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Preference, Task, Trajectory
 from nanorchestra.report.terminal import Console, summary
 from nanorchestra.report.trace import tree
+from nanorchestra.serving.http import Server, serve_http
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.trajectories import from_row, replay, to_row
 from tools import load_tools
@@ -44,7 +48,7 @@ from worlds.evaluation import score
 from worlds.miniature.ask import EXAMPLES, LINE_UP, as_preference, as_task
 from worlds.miniature.offers import describe
 from worlds.miniature.tables import SUBJECTS
-from worlds.miniature.world import environment
+from worlds.miniature.world import environment as make_miniature
 
 MAX_CONTEXT = 16_384  # tokens of a conversation
 HELP = f"""nano knows four kinds of questions, about {", ".join(SUBJECTS)} and more:
@@ -102,7 +106,7 @@ class Session:
         self.seed += 1
         if self.tools is None:
             task = as_task(question, self.wish)
-            env = environment(task, seed, self.sandbox)
+            env = make_miniature(task, seed, self.sandbox)
         else:
             task = Task("asked", question, self.preference(self.wish), {})
             env = ToolEnvironment(task, self.tools, grade=lambda answer: 0.0)
@@ -187,12 +191,41 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         metavar="FILE",
         help="show the attempts of such a file again, and end",
     )
+    add("--http", action="store_true", help="serve OpenAI's API and a page in place of a prompt")
+    add("--host", default="127.0.0.1", help="with --http: where to listen (default: 127.0.0.1)")
+    add("--port", type=int, default=8000, help="with --http (default: 8000)")
+    add("--key-env", metavar="NAME", help="with --http: the variable that holds the API key")
     add("--seed", type=int, default=0, help="of sampling and simulated experts (default: 0)")
     add("--temperature", type=float, default=0.0, help="of sampling (default: 0, greedy)")
     add("--quantise", choices=("int8", "int4"), help="round the linear layers while loading")
     options = parser.parse_args(arguments)
     SamplingParams(temperature=options.temperature)  # checks it
     return options
+
+
+def serve_openai(options: argparse.Namespace, session: Session) -> None:
+    """Serves the session's rollout, world and tools over HTTP until a signal ends it."""
+    key = os.environ.get(options.key_env, "") if options.key_env else ""
+    require(key or not options.key_env, f"--key-env: {options.key_env} is not set")
+    rollout = session.rollout
+    rollout.engine = Engine(rollout.engine.model, rollout.tokenizer, max_running=256)
+
+    def environment(question: str, wish: str, seed: int) -> ToolEnvironment:
+        if session.tools is not None:
+            names = [tool.name for tool in session.tools]
+            preference = Preference.parse(wish, "metadata", names)
+            task = Task("asked", question, preference, {})
+            return ToolEnvironment(task, session.tools, grade=lambda answer: 0.0)
+        task = as_task(question, wish)
+        limits = Preference.parse(wish, "metadata")
+        bounds = {name: getattr(limits, name) for name in ("never", "usd", "seconds")}
+        task = replace(task, preference=replace(task.preference, **bounds))
+        return make_miniature(task, seed, session.sandbox)
+
+    given = {"temperature": options.temperature, "top_p": 1.0, "top_k": 0}
+    hosts = None if options.host in ("127.0.0.1", "::1", "localhost") else ["*"]
+    server = Server(rollout, options.model.resolve().name, environment, given, key, hosts)
+    serve_http(server, options.host, options.port)
 
 
 @command("serve.py")
@@ -208,6 +241,9 @@ def main(arguments: list[str]) -> int:
         rollout = load_rollout(options.model, limits, options.temperature, 1, options.quantise)
         session = Session(rollout, sandbox, tools, options.seed)
         session.trace = options.trace
+        if options.http:
+            serve_openai(options, session)
+            return 0
         if tools is None or options.model == NANO:
             print(NOTICE, file=sys.stdout if sys.stdout.isatty() else sys.stderr)
         if options.ask is None and sys.stdin.isatty() and sys.stdout.isatty():

@@ -24,6 +24,7 @@ BELOW["nanorchestra.agent"] = BELOW["nanorchestra.engine"] | {
     "nanorchestra.engine",
     "nanorchestra.tools",
 }
+BELOW["nanorchestra.serving"] = BELOW["nanorchestra.agent"] | {"nanorchestra.agent"}
 BELOW["nanorchestra.training"] = BELOW["nanorchestra.agent"] | {
     "nanorchestra.agent",
     "nanorchestra.report",

@@ -165,8 +165,7 @@ class Engine:
             self.runner.wake()
             drawn = [pair for pair in drawn if not pair[0].finished]
         for request, draw in drawn:
-            request.top_logprobs = draw.top
-            if reason := request.accept(draw.token, draw.logprob, self.weight_version):
+            if reason := request.accept(*draw, self.weight_version):
                 self._finish(request, reason)
                 finished.append(request)
         for request, draw in drawn:

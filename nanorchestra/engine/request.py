@@ -133,7 +133,7 @@ class Request:
     cached_tokens: int | None = None  # None: not admitted yet
     logprobs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
-    top_logprobs: Sequence[tuple[int, float]] = ()  # of the newest token
+    top_logprobs: list[Sequence[tuple[int, float]]] = field(default_factory=list)
     completion: Completion | None = None
 
     def __post_init__(self):
@@ -168,9 +168,16 @@ class Request:
         """The ids that the grammar lets follow, bool [vocab_size], or None for all."""
         return self.grammar and self.grammar.allowed(self.grammar_state)
 
-    def accept(self, token: int, logprob: float, weight_version: int = 0) -> str:
+    def accept(
+        self,
+        token: int,
+        logprob: float,
+        top: Sequence[tuple[int, float]] = (),
+        weight_version: int = 0,
+    ) -> str:
         """Appends a sampled token. Returns the reason to finish, or ""."""
         self.ids.append(token)
+        self.top_logprobs.append(top)
         self.logprobs.append(logprob)
         self.weight_versions.append(weight_version)
         if self.grammar is not None:

@@ -8,6 +8,7 @@ chat.py is the opposite direction.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -155,8 +156,13 @@ def _read_call(text: str) -> tuple[ToolCall, int]:
     return ToolCall(name, {}, raw, error), length
 
 
+def _finite(number: str) -> float:
+    value = float(number)
+    return value if math.isfinite(value) else _refuse(number)
+
+
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not a JSON number")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse)
+_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
