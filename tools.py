@@ -34,7 +34,7 @@ from nanorchestra.agent.nested import Orchestrator
 from nanorchestra.errors import ArgumentParser, command, require
 from nanorchestra.files import merge, read_json, read_toml
 from nanorchestra.records import Price, ToolResult
-from nanorchestra.schemas import arguments_schema, schema_error
+from nanorchestra.schemas import Json, arguments_schema, schema_error
 from nanorchestra.tools.corpus import build_index, open_index
 from nanorchestra.tools.functions import load_functions, tool
 from nanorchestra.tools.index import Index
@@ -64,7 +64,7 @@ class PythonTool:
     usd_per_second: float = 0.0
     kind, blocking, parameters = "code", True, arguments_schema(code="string")
 
-    def call(self, arguments: dict[str, Any]) -> ToolResult:
+    def call(self, arguments: Json) -> ToolResult:
         """Returns what the code printed, and its error."""
         result = self.sandbox.run(arguments["code"], timeout_s=self.timeout_s)
         error = f"Error: {result.error}" if result.error else ""
@@ -87,12 +87,10 @@ class LookupTool:
     passages: int = 1
     kind, parameters = "search", arguments_schema(query="string")
 
-    @property
-    def blocking(self) -> bool:
-        """True if a search takes long."""
-        return self.index.blocking
+    def __post_init__(self) -> None:
+        self.blocking = self.index.blocking
 
-    def call(self, arguments: dict[str, Any]) -> ToolResult:
+    def call(self, arguments: Json) -> ToolResult:
         """Returns the best passages, one a line, and [source] after those that have one."""
         hits = self.index.search(arguments["query"], k=self.passages)
         found = [f"{hit.text} [{hit.source}]" if hit.source else hit.text for hit in hits]
@@ -129,7 +127,7 @@ def load_tools(path: str | Path, sandbox: Sandbox) -> list[Tool]:
     return tools
 
 
-def _flat(entry: dict[str, Any]) -> dict[str, Any]:
+def _flat(entry: Json) -> Json:
     """Returns an entry without the nesting of an OpenAI function object."""
     outer = {key: value for key, value in entry.items() if key not in ("type", "function")}
     entry = entry.get("function", {}) | outer
@@ -140,13 +138,13 @@ def _flat(entry: dict[str, Any]) -> dict[str, Any]:
 class Catalogue:
     """Makes the tools of merged tables, whose form is checked. `path` stands in messages."""
 
-    def __init__(self, path: str, tables: dict[str, Any], sandbox: Sandbox):
+    def __init__(self, path: str, tables: Json, sandbox: Sandbox):
         self.path, self.tables, self.sandbox = path, tables, sandbox
         self.endpoints = {name: Endpoint(**s) for name, s in tables["endpoints"].items()}
         self.spending = Spending(tables.get("max_usd", math.inf))
         self.unset: set[str] = set()
 
-    def tools(self, entries: list[dict[str, Any]]) -> list[Tool]:
+    def tools(self, entries: list[Json]) -> list[Tool]:
         """Returns the tools on offer, without those that only help a role."""
         made = [self._make(**entry) for entry in entries]
         roles = [t for t in made if isinstance(t, RoleTool)]
@@ -181,7 +179,7 @@ class Catalogue:
         name: str,
         description: str,
         models: list[str] = (),
-        parameters: dict[str, Any] | None = None,
+        parameters: Json | None = None,
     ) -> RoleTool:
         """Returns a published role; published parameters state aliases, prices and latencies."""
         stated = parameters["properties"]["model"]["description"] if parameters else ""
@@ -208,7 +206,7 @@ class Catalogue:
         return Expert(host, price=price, spending=self.spending, **settings)
 
 
-def _known(table: dict[str, Any], name: str, where: str) -> Any:
+def _known(table: Json, name: str, where: str) -> Any:
     """Returns an entry of a table. UserError lists those that there are."""
     require(name in table, f"{where} is {name!r}; it must be one of {', '.join(table)}")
     return table[name]

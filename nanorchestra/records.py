@@ -5,13 +5,15 @@ Plain data. Costs are US dollars, latencies seconds. No torch.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from nanorchestra.errors import require
-from nanorchestra.schemas import schema_error
+from nanorchestra.schemas import Json, schema_error
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class ToolCall:
     """
 
     name: str
-    arguments: dict[str, Any]
+    arguments: Json
     raw: str = ""
     error: str | None = None
 
@@ -77,10 +79,10 @@ class ToolResult:
     refused: bool = False
     retries: int = 0
     found: dict[str, list[Any]] = field(default_factory=dict)
-    parts: list[dict[str, Any]] = field(default_factory=list)
+    parts: list[Json] = field(default_factory=list)
 
 
-def part(name: str, arguments: dict[str, Any], result: ToolResult) -> dict[str, Any]:
+def part(name: str, arguments: Json, result: ToolResult) -> Json:
     """Returns a call and its result as one JSON object."""
     return {"name": name, "arguments": arguments} | asdict(result)
 
@@ -95,7 +97,7 @@ VECTOR = {  # of a preference; other names are weights of tools
     },
     "additionalProperties": {"type": "number", "minimum": -1e9, "maximum": 1e9},
 }
-NUMBER = re.compile(r"[-+]?\d*\.?\d+(e[-+]?\d+)?")
+PAIR = re.compile(r"(\S+)=(\S*)")
 
 
 @dataclass(frozen=True)
@@ -149,19 +151,14 @@ class Preference:
     def parse(cls, text: str, where: str, tools: Collection[str] | None = None) -> Preference:
         """Returns the preference of a line, of which the words NAME=VALUE are the vector.
 
-        "Be quick. latency=1 search=-0.5 never=python usd=0.05 seconds=60" is an example. UserError
-        as that of `of`.
+        "Be quick. latency=1 search=-0.5 never=python,code usd=0.05 seconds=60" is an example.
+        UserError as that of `of`.
         """
-        said, vector = [], {}
-        for word in text.split():
-            name, _, value = word.rpartition("=")
-            if name == "never":
-                vector.setdefault(name, []).append(value)
-            elif name:
-                vector[name] = float(value) if NUMBER.fullmatch(value) else value
-            else:
-                said.append(word)
-        return cls.of(" ".join(said), vector, where, tools)
+        vector: Json = dict(PAIR.findall(text))
+        for name, value in vector.items():
+            with suppress(ValueError):
+                vector[name] = value.split(",") if name == "never" else json.loads(value)
+        return cls.of(" ".join(PAIR.sub("", text).split()), vector, where, tools)
 
     @property
     def avoided(self) -> tuple[str, ...]:
@@ -176,7 +173,7 @@ class Task:
     id: str
     question: str
     preference: Preference
-    data: dict[str, Any]
+    data: Json
 
 
 @dataclass

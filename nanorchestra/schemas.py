@@ -7,8 +7,10 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
+Json = dict[str, Any]  # a JSON object
 
-def schema_error(value: Any, schema: dict[str, Any]) -> str | None:
+
+def schema_error(value: Any, schema: Json) -> str | None:
     """Returns what is wrong with `value` under a JSON schema, in one line; None if nothing is."""
     error = best_match(Draft202012Validator(schema).iter_errors(value))
     if error is None:
@@ -18,7 +20,7 @@ def schema_error(value: Any, schema: dict[str, Any]) -> str | None:
     return f"{where}: {message}" if where else message
 
 
-def argument_error(arguments: Any, parameters: dict[str, Any]) -> str | None:
+def argument_error(arguments: Any, parameters: Json) -> str | None:
     """Returns why a tool with these `parameters` cannot take `arguments`; None if it can.
 
     Arguments that the schema does not name are errors.
@@ -27,7 +29,7 @@ def argument_error(arguments: Any, parameters: dict[str, Any]) -> str | None:
     return schema_error(arguments, strict | parameters)
 
 
-def arguments_schema(**types: str) -> dict[str, Any]:
+def arguments_schema(**types: str) -> Json:
     """Returns the schema of an object that has all these properties, by their JSON types."""
     schema = {"type": "object", "properties": {name: {"type": t} for name, t in types.items()}}
     return schema | ({"required": list(types)} if types else {})

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from nanorchestra.agent.environment import Tool
 from nanorchestra.records import Price, Task, ToolResult
-from nanorchestra.tools.experts import count_tokens
+from nanorchestra.tools.http import count_tokens
 from nanorchestra.tools.models import Expert, ExpertTool, Spending
 from nanorchestra.tools.roles import RoleTool
 from worlds.miniature.tables import EXPERT_NAMES
@@ -39,8 +39,7 @@ class Offer(NamedTuple):
         specs = {}
         for alias, expert in models(self.tool).items():
             usd = [expert.price.input_per_million, expert.price.output_per_million]
-            latency_s = expert.latency_s
-            specs[alias] = {"what": self.behind[alias], "usd": usd, "latency_s": latency_s}
+            specs[alias] = {"what": self.behind[alias], "usd": usd}
         words = {"name": self.tool.name, "description": self.tool.description}
         return words | {"what": self.what, "models": specs}
 
@@ -55,16 +54,14 @@ def models(tool: Tool) -> dict[str, Expert]:
 def draw(tools: Sequence[Tool], rng: random.Random, varied: bool) -> list[Offer]:
     """Returns the offers of a task: the catalogue as it is, or `varied` as in the paper.
 
-    A varied task has a random subset of the tools, one expert at least, and of a published role
-    some of its experts, in any order behind its aliases. Other experts have aliases of their own.
-    Prices follow a schedule.
+    A varied task has a random subset of the tools, or all if no expert is among it, and of a
+    published role some of its experts, in any order behind its aliases. Other experts have aliases
+    of their own. Prices follow a schedule.
     """
     if not varied:
         return [_offer(tool, {name: name for name in models(tool)}) for tool in tools]
     chosen = [tool for tool in tools if isinstance(tool, RoleTool) or rng.random() < OFFERED]
-    needed = [tool for tool in tools if models(tool)] or tools
-    if not any(tool in needed for tool in chosen):
-        chosen.append(rng.choice(needed))
+    chosen = chosen if any(map(models, chosen)) else list(tools)
     rng.shuffle(chosen)
     schedule = rng.choice(preferences.TABLES["schedules"]["train"])
     names, offers = iter(rng.sample(EXPERT_NAMES, len(EXPERT_NAMES))), []

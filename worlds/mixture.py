@@ -22,6 +22,7 @@ from nanorchestra.agent.loop import Rollout
 from nanorchestra.config import TaskSection
 from nanorchestra.errors import require
 from nanorchestra.records import Task, Trajectory
+from nanorchestra.schemas import Json
 from nanorchestra.tools.models import ExpertTool
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.lessons import Lesson
@@ -179,13 +180,13 @@ class Worlds:
         """Returns one scored attempt at each held-out task."""
         return evaluation.evaluate(rollout, tasks, self.seed, self.environment, on_done)
 
-    def routers(self, tasks: Sequence[Task]) -> dict[str, dict[str, Any]]:
+    def routers(self, tasks: Sequence[Task]) -> dict[str, Json]:
         """Returns the summary of each fixed router, which plays the miniature only."""
         if not self.has_miniature:
             return {}
         return routers.evaluate_routers(tasks, self.seed, self.sandbox)
 
-    def tools(self, task: Task) -> list[dict[str, Any]]:
+    def tools(self, task: Task) -> list[Json]:
         """Returns name, kind and description of the tools on offer, for the records."""
         return [
             {

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from nanorchestra.evidence import Evidence
 from nanorchestra.records import Task, ToolCall, ToolResult
-from nanorchestra.schemas import argument_error
+from nanorchestra.schemas import Json, argument_error
 from nanorchestra.tools.http import in_daemon
 from nanorchestra.tools.models import most_usd
 
@@ -32,10 +32,10 @@ class Tool(Protocol):
     name: str
     kind: str
     description: str
-    parameters: dict[str, Any]
+    parameters: Json
     blocking: bool
 
-    def call(self, arguments: dict[str, Any]) -> ToolResult:
+    def call(self, arguments: Json) -> ToolResult:
         """Returns the observation and its price."""
 
 
@@ -48,8 +48,8 @@ class Environment(Protocol):
     """
 
     task: Task
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]]
+    messages: list[Json]
+    tools: list[Json]
     kinds: dict[str, str]
     evidence: Evidence
     prompt: Sequence[int]
@@ -127,7 +127,7 @@ def refused(problem: str) -> ToolResult:
     return ToolResult(f"Error: {problem}", error=True, refused=True)
 
 
-def function_schema(tool: Tool) -> dict[str, Any]:
+def function_schema(tool: Tool) -> Json:
     """Returns the OpenAI function object that stands in the prompt for `tool`."""
     function = {
         "name": tool.name,

@@ -22,8 +22,9 @@ from nanorchestra.errors import require
 from nanorchestra.model import chat
 from nanorchestra.model.parser import THINK, THINK_END
 from nanorchestra.records import ParsedTurn, Price, ToolCall, Trajectory
-from nanorchestra.tools.experts import chat_completion, is_base_url
+from nanorchestra.schemas import Json
 from nanorchestra.tools.http import EndpointError
+from nanorchestra.tools.models import chat_completion, is_base_url
 
 PARALLEL = 16  # requests at a time
 
@@ -55,7 +56,7 @@ class EndpointRollout(Rollout):
     """
 
     def __init__(self, section: RolloutSection, tokenizer: Any, limits: Limits):
-        def params(seed: int, budget: int) -> dict[str, Any]:
+        def params(seed: int, budget: int) -> Json:
             return {
                 "model": section.model,
                 "seed": seed % 2**31,
@@ -72,7 +73,7 @@ class EndpointRollout(Rollout):
         """Opens a conversation that begins with the messages of `start`."""
         return EndpointConversation(self, attempt.trajectory, list(start.messages), start.tools)
 
-    def ask(self, body: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, int]]:
+    def ask(self, body: Json) -> tuple[Json, tuple[int, int]]:
         """Returns what `chat_completion` does, when fewer than PARALLEL requests are open."""
         with self.free:
             return chat_completion(self.url, body)
@@ -84,8 +85,8 @@ class EndpointConversation:
 
     rollout: EndpointRollout
     trajectory: Trajectory
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]]
+    messages: list[Json]
+    tools: list[Json]
 
     def append(self, ids: list[int], role: str, contents: list[str]) -> None:
         """Adds observations, each for its call, or the user's reply."""
@@ -97,7 +98,7 @@ class EndpointConversation:
     def close(self) -> None:
         """Does nothing: the server keeps no state."""
 
-    async def sample(self, params: dict[str, Any], on_token: Any = None) -> Completion:
+    async def sample(self, params: Json, on_token: Any = None) -> Completion:
         """Returns the next turn. finish_reason "error": there is none, and `text` says why."""
         body = params | {"messages": self.messages} | ({"tools": self.tools} if self.tools else {})
         try:
@@ -115,7 +116,7 @@ class EndpointConversation:
         self._record(message, chat.parse(tokenizer, ids))
         return _completion(ids, "stop" if len(ids) == len(whole) else "length")
 
-    def _record(self, message: dict[str, Any], parsed: ParsedTurn) -> None:
+    def _record(self, message: Json, parsed: ParsedTurn) -> None:
         """Appends a message as the loop parses it, with the server's own field of reasoning."""
         said = {"role": "assistant", "content": parsed.content}
         field = "reasoning" if message.get("reasoning") else "reasoning_content"
@@ -129,7 +130,7 @@ class EndpointConversation:
         self.messages.append(said | ({"tool_calls": calls} if calls else {}))
 
 
-def read(message: dict[str, Any]) -> tuple[str, str, list[ToolCall]]:
+def read(message: Json) -> tuple[str, str, list[ToolCall]]:
     """Returns (reasoning, content, calls) of a message.
 
     Reasoning has a field of its own, or stands before </think> in the content. Arguments that are

@@ -13,6 +13,7 @@ from typing import Any
 from nanorchestra.evidence import Budget
 from nanorchestra.model import chat
 from nanorchestra.records import ToolCall, ToolResult
+from nanorchestra.schemas import Json
 
 SYSTEM = {"role": "system", "content": "You are good at using tools."}
 ASK = "Choose an appropriate tool."
@@ -51,13 +52,13 @@ class Notes:
             self.problem += f"\n\nYou: {said}\n\nUser: {reply.content}"
 
     @property
-    def messages(self) -> list[dict[str, Any]]:
+    def messages(self) -> list[Json]:
         """The prompt of the next turn; longer than `prompt_tokens` only if it has no evidence."""
         bare = chat.encode(self.tokenizer, self._messages(""), self.tools)
         room = max(0, self.prompt_tokens - len(bare) - JOINTS)
         budget = replace(BUDGET, total=min(BUDGET.total, room))
         return self._messages(self.evidence.shown(budget))
 
-    def _messages(self, evidence: str) -> list[dict[str, Any]]:
+    def _messages(self, evidence: str) -> list[Json]:
         content = f"{self.problem}\n\n{evidence}\n\n{ASK}"
         return [*self._before, {"role": "user", "content": content}]

@@ -56,8 +56,7 @@ def build_index(source: str | Path, out: str | Path, checkpoint: str | None = No
     require(source.exists(), f"{source}: no such file or directory; give a corpus to index")
     require(not out.is_relative_to(source), f"{out}: --out must not lie in the corpus")
     manifest = out / "index.json"
-    ours = not out.exists() or manifest.is_file() or not any(out.iterdir())
-    require(ours, f"{out}: holds other files; --out must be new, or an index")
+    require(not out.exists() or manifest.is_file(), f"{out}: --out must be new, or an index")
     files = [source] if source.is_file() else sorted(filter(Path.is_file, source.rglob("*")))
     files = [f for f in files if not any(p[0] == "." for p in f.relative_to(source).parts)]
     stats = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files]

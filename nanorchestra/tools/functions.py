@@ -26,6 +26,7 @@ from pydantic import TypeAdapter, validate_call
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.records import ToolResult
+from nanorchestra.schemas import Json
 from nanorchestra.tools.http import within
 
 
@@ -35,13 +36,13 @@ class FunctionTool:
 
     name: str
     description: str
-    parameters: dict[str, Any]
+    parameters: Json
     function: Callable[..., Any]
     usd_per_call: float = 0.0
     timeout_s: float = 60.0
     kind, blocking = "function", True
 
-    def call(self, arguments: dict[str, Any]) -> ToolResult:
+    def call(self, arguments: Json) -> ToolResult:
         """Returns what the function returns: text, a ToolResult, or else JSON."""
         start, error = time.monotonic(), True
         try:

@@ -13,17 +13,18 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import requests
 import urllib3
 from urllib3.util import Retry
 
-from nanorchestra.schemas import schema_error
+from nanorchestra.schemas import Json, schema_error
 
 ATTEMPTS = 3
 RETRIED = (408, 409, 429)  # and every status from 500
 MOST_BYTES = 32 << 20  # of a reply
+BYTES_PER_TOKEN = 3  # of text whose tokens are not known; rather too many tokens than too few
 T = TypeVar("T")
 
 
@@ -43,8 +44,8 @@ class EndpointError(Exception):
 
 
 def post(
-    url: str, body: dict[str, Any], schema: dict[str, Any], key_variable: str, timeout_s: float
-) -> tuple[dict[str, Any], int]:
+    url: str, body: Json, schema: Json, key_variable: str, timeout_s: float
+) -> tuple[Json, int]:
     """Returns a JSON reply that fits `schema`, and how many requests were repeated.
 
     All of it takes `timeout_s` seconds at most. A connection error and the status 408, 409, 429 or
@@ -72,7 +73,14 @@ def post(
     if "HTTP 401" in problem and not key:
         problem = f"the environment variable {key_variable} is not set; {problem}"
     error.args, error.retries = (problem[:300],), attempt
+    if error.received is not None:
+        error.tokens = count_tokens(json.dumps(body)), count_tokens(error.received)
     raise error
+
+
+def count_tokens(text: str) -> int:
+    """Returns an estimate of the tokens of a text, from its bytes."""
+    return -(-len(text.encode("utf-8", "replace")) // BYTES_PER_TOKEN)
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
@@ -95,7 +103,7 @@ def in_daemon(call: Callable[[], T]) -> Future[T]:
     return future
 
 
-def _send(url: str, body: dict[str, Any], headers: dict[str, str], end: float) -> str:
+def _send(url: str, body: Json, headers: dict[str, str], end: float) -> str:
     """Returns the reply to one request. EndpointError; TimeoutError after the time `end`."""
     data, left = bytearray(), end - time.monotonic() + 1  # `within` ends it first
     try:
@@ -120,7 +128,7 @@ def _send(url: str, body: dict[str, Any], headers: dict[str, str], end: float) -
     raise EndpointError(f"HTTP {status}: {text}", wait=wait)
 
 
-def _read(text: str, schema: dict[str, Any]) -> dict[str, Any]:
+def _read(text: str, schema: Json) -> Json:
     """Returns the JSON of a reply. EndpointError if it is another; what was begun as JSON is kept.
 
     A gateway's page is no reply that was begun, nor is an error object.

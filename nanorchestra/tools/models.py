@@ -1,4 +1,4 @@
-"""Language models offered as tools: endpoints, experts with prices, what a run may spend on them.
+"""Language models behind OpenAI-compatible endpoints, offered as tools with their prices.
 
 What an expert cannot do is an observation, never an exception. What it has cost is counted also
 where it has failed.
@@ -6,19 +6,24 @@ where it has failed.
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from nanorchestra.evidence import Evidence
+from nanorchestra.files import read_json
 from nanorchestra.records import Price, ToolResult
-from nanorchestra.schemas import arguments_schema
-from nanorchestra.tools.experts import chat_completion, count_tokens
-from nanorchestra.tools.http import EndpointError
+from nanorchestra.schemas import Json, arguments_schema
+from nanorchestra.tools.http import EndpointError, count_tokens, post
+
+_COMPLETION = read_json(Path(__file__).with_name("completion.json"))
 
 
 class Spending:
@@ -47,12 +52,57 @@ class Spending:
                 self.spent += usd - most_usd
 
 
-def most_usd(tool: Any, arguments: dict[str, Any]) -> float:
+def most_usd(tool: Any, arguments: Json) -> float:
     """Returns the most US dollars of a call, as the tool's `most_usd` or its prices say."""
     if hasattr(tool, "most_usd"):
         return tool.most_usd(arguments)
     by_time = getattr(tool, "usd_per_second", 0.0) * getattr(tool, "timeout_s", 0.0)
     return getattr(tool, "usd_per_call", 0.0) + by_time
+
+
+def chat_completion(
+    base_url: str,
+    body: Json,
+    *,
+    key_variable: str = "OPENAI_API_KEY",
+    timeout_s: float = 120.0,
+) -> tuple[Json, tuple[int, int]]:
+    """Returns an assistant's message, with `finish_reason` and `retries`, and its tokens.
+
+    `body` is the request's JSON (model, messages, ...). Content in parts is joined to text. Tokens,
+    input and output, are estimated where the reply does not state them. Raises EndpointError.
+    """
+    url = f"{base_url.rstrip('/')}/chat/completions"
+    reply, retries = post(url, body, _COMPLETION, key_variable, timeout_s)
+    choice, usage = reply["choices"][0], reply.get("usage")
+    usage = usage if isinstance(usage, dict) else {}
+    asked = body.get("messages"), body.get("tools")
+    tokens = []
+    for name, part in (("prompt_tokens", asked), ("completion_tokens", choice["message"])):
+        stated = usage.get(name)
+        known = isinstance(stated, int) and stated > 0
+        tokens.append(stated if known else count_tokens(json.dumps(part, ensure_ascii=False)))
+    message = choice["message"] | {
+        "content": _text(choice["message"].get("content")),
+        "finish_reason": choice.get("finish_reason"),
+        "retries": retries,
+    }
+    return message, tuple(tokens)
+
+
+def is_base_url(url: str) -> bool:
+    """Returns whether `url` is http or https with a host, and without a key or query."""
+    return re.fullmatch(r"https?://[^\s@?#]+", url) is not None
+
+
+def _text(content: Any) -> str:
+    """Returns content as text: a string, null, a number, or a list of parts."""
+    if isinstance(content, list):
+        return "".join(map(_text, content))
+    if isinstance(content, dict):
+        return _text(content.get("text"))
+    text = "" if content is None else str(content)
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 @dataclass(frozen=True)
@@ -105,7 +155,7 @@ class Expert:
 
     def _ask(self, text: str, name: str) -> ToolResult:
         limit = "max_completion_tokens" if self.reasoning else "max_tokens"
-        body: dict[str, Any] = {"model": self.model, limit: self.max_tokens}
+        body: Json = {"model": self.model, limit: self.max_tokens}
         body["messages"] = [{"role": "user", "content": text}]
         if self.temperature is not None and not self.reasoning:
             body["temperature"] = self.temperature
@@ -126,7 +176,7 @@ class Expert:
         return ToolResult(said.strip(), usd, seconds, bool(problem), False, *tokens, **settings)
 
 
-def _emptiness(message: dict[str, Any]) -> str:
+def _emptiness(message: Json) -> str:
     """Returns why a message has no content."""
     if refusal := message.get("refusal"):
         return f"refused: {refusal[:200]}"
@@ -146,15 +196,15 @@ class ExpertTool:
     kind, blocking = "expert", True
     parameters = arguments_schema(task="string") | {"required": []}
 
-    def most_usd(self, arguments: dict[str, Any]) -> float:
+    def most_usd(self, arguments: Json) -> float:
         """Returns the US dollars of the longest answer."""
         return self.expert.most_usd(self._task(arguments))
 
-    def call(self, arguments: dict[str, Any]) -> ToolResult:
+    def call(self, arguments: Json) -> ToolResult:
         """Returns the expert's answer to the task."""
         result = self.expert.ask(self._task(arguments), self.name)
         found = {} if result.error else {"attempts": [[self.name, result.content]]}
         return replace(result, alias="", found=found)
 
-    def _task(self, arguments: dict[str, Any]) -> str:
+    def _task(self, arguments: Json) -> str:
         return arguments.get("task") or self.evidence.problem

@@ -14,7 +14,7 @@ from typing import Any
 
 from nanorchestra.evidence import Budget, Evidence
 from nanorchestra.records import ToolResult, part
-from nanorchestra.schemas import arguments_schema
+from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.models import Expert, most_usd
 
 CODE = (
@@ -52,7 +52,7 @@ class RoleTool:
     description: str
     experts: dict[str, Expert]
     helpers: Sequence[Any] = ()
-    given: dict[str, Any] | None = None
+    given: Json | None = None
     evidence: Evidence | None = None
     blocking = True
 
@@ -62,7 +62,7 @@ class RoleTool:
         return ROLES[self.name][0]
 
     @property
-    def parameters(self) -> dict[str, Any]:
+    def parameters(self) -> Json:
         """One argument, `model`; its description has the aliases, notes, prices and latencies."""
         if self.given:
             return self.given
@@ -75,7 +75,7 @@ class RoleTool:
         schema["properties"]["model"]["description"] = "\n".join([" ".join(notes), *rows])
         return schema
 
-    def most_usd(self, arguments: dict[str, Any]) -> float:
+    def most_usd(self, arguments: Json) -> float:
         """Returns the US dollars of the longest reply and of all helpers."""
         if arguments["model"] not in self.experts:
             return 0.0
@@ -83,7 +83,7 @@ class RoleTool:
         helpers = sum(most_usd(helper, {}) for helper in self.helpers)
         return expert.most_usd(self.prompt(expert)) + helpers
 
-    def call(self, arguments: dict[str, Any]) -> ToolResult:
+    def call(self, arguments: Json) -> ToolResult:
         """Returns code and its output, documents, or an answer; each also as `found`."""
         alias, (kind, _, mark) = arguments["model"], ROLES[self.name]
         if alias not in self.experts:

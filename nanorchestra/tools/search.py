@@ -13,12 +13,11 @@ import time
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json, write_whole
 from nanorchestra.records import ToolResult
-from nanorchestra.schemas import arguments_schema
+from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.http import EndpointError, post
 from nanorchestra.tools.models import Spending
 
@@ -54,11 +53,11 @@ class WebSearch:
         require(self.offline or os.environ.get(KEY_VARIABLE), f"{problem} offline = true")
         Path(self.cache).mkdir(parents=True, exist_ok=True)
 
-    def most_usd(self, arguments: dict[str, Any]) -> float:
+    def most_usd(self, arguments: Json) -> float:
         """Returns the US dollars of a search whose pages are all read."""
         return self.usd_per_search + self.usd_per_page * self.pages
 
-    def call(self, arguments: dict[str, Any]) -> ToolResult:
+    def call(self, arguments: Json) -> ToolResult:
         """Returns the best documents, best first: title, address, score, text."""
         query = arguments["query"].strip()[:QUERY_CHARS]
         most_usd = self.most_usd(arguments)
@@ -89,7 +88,7 @@ class WebSearch:
         content = "\n\n".join(documents) + note
         return ToolResult(content, usd, seconds + more, found={"documents": found})
 
-    def _ask(self, path: str, body: dict[str, Any]) -> tuple[list[dict[str, Any]], float]:
+    def _ask(self, path: str, body: Json) -> tuple[list[Json], float]:
         """Returns the results of a request and its seconds, from the cache if they are there."""
         digest = hashlib.sha256(json.dumps([path, body], sort_keys=True).encode()).hexdigest()
         stored = Path(self.cache) / f"{digest}.json"

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import dataclass
-from typing import Any
 
 from nanorchestra.records import Price, ToolResult
-from nanorchestra.schemas import arguments_schema
+from nanorchestra.schemas import Json, arguments_schema
 
 
 @dataclass
@@ -17,13 +16,13 @@ class RecordsTool:
 
     name: str
     description: str
-    tables: dict[str, dict[str, dict[str, Any]]]
+    tables: dict[str, dict[str, Json]]
     usd_per_call: float = 0.0
     latency_s: float = 0.0
     kind, blocking = "records", False
     parameters = arguments_schema(table="string", id="integer")
 
-    def call(self, arguments: dict[str, Any]) -> ToolResult:
+    def call(self, arguments: Json) -> ToolResult:
         """Returns the row as JSON."""
         table, key = arguments["table"], str(arguments["id"])
         row = self.tables.get(table, {}).get(key)
@@ -65,7 +64,7 @@ class SimulatedExpert:
     kind, blocking = "expert", False
     parameters = arguments_schema()
 
-    def call(self, arguments: dict[str, Any]) -> ToolResult:
+    def call(self, arguments: Json) -> ToolResult:
         """Returns "sure: ANSWER" or "unsure: ANSWER"."""
         rng, skill = random.Random(f"{self.seed}/{self.name}"), self.skill
         right = rng.random() < skill.right

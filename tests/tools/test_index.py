@@ -74,7 +74,7 @@ def test_a_directory_is_indexed_once_and_again_when_it_changes(pages, tmp_path, 
     assert open_saved(out).search("steel") and not open_saved(out).search("iron")
     assert main(["index", str(missing), "--out", str(out)]) == 2
     assert main(["index", str(pages), "--out", str(tmp_path)]) == 2
-    assert "holds other files" in capsys.readouterr().err and pages.is_dir()
+    assert "--out must be new" in capsys.readouterr().err and pages.is_dir()
 
 
 def test_many_threads_search_one_saved_index(tmp_path):

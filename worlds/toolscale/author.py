@@ -12,8 +12,8 @@ import re
 from pathlib import Path
 
 from nanorchestra.errors import UserError, require
-from nanorchestra.tools.experts import chat_completion
 from nanorchestra.tools.http import EndpointError
+from nanorchestra.tools.models import chat_completion
 from worlds.toolscale.domains import build, load_blueprint
 from worlds.toolscale.world import write_json
 

@@ -10,8 +10,8 @@ import pytest
 from openai_server import openai_server, said
 
 from nanorchestra.tools import http
-from nanorchestra.tools.experts import chat_completion
 from nanorchestra.tools.http import EndpointError
+from nanorchestra.tools.models import chat_completion
 
 KEY = "sk-secret/key"
 BODY = {"model": "m", "messages": [{"role": "user", "content": "x" * 300}]}
