@@ -7,7 +7,7 @@ worlds/toolscale/program.py interprets, and its environment runs these itself:
    arguments, `blocking` (True if a call waits), and `call(arguments) -> ToolResult`, the
    observation with its cost and latency. The contract is `Tool` in
    nanorchestra/agent/environment.py. A call that cannot be run costs nothing.
-2. List it in the catalogue: add its kind and settings to nanorchestra/tools/catalogue.json, and
+2. List it in the catalogue: add its kind and settings to nanorchestra/shapes/catalogue.json, and
    make it in `Catalogue`, which reads the file given with `--tools`. Or offer it in a world.
 3. nanorchestra/model/chat.py renders its schema into the prompt, through `function_schema`.
 4. nanorchestra/agent/environment.py checks the arguments of each call and runs it.
@@ -34,7 +34,7 @@ from nanorchestra.agent.nested import Orchestrator
 from nanorchestra.errors import ArgumentParser, command, require
 from nanorchestra.files import merge, read_json, read_toml
 from nanorchestra.records import Price, ToolResult
-from nanorchestra.schemas import Json, arguments_schema, schema_error
+from nanorchestra.schemas import Json, arguments_schema, check
 from nanorchestra.tools.corpus import build_index, open_index
 from nanorchestra.tools.functions import load_functions, tool
 from nanorchestra.tools.index import Index
@@ -47,7 +47,6 @@ from nanorchestra.tools.simulated import RecordsTool, SimulatedExpert, Skill
 __all__ = ["RecordsTool", "SimulatedExpert", "Skill", "load_tools", "tool"]  # beside those below
 SANDBOX_USD = 0.0000083  # a second, as published
 PRESETS = Path(__file__).parent / "assets" / "experts.toml"
-CATALOGUE = Path(__file__).parent / "nanorchestra" / "tools" / "catalogue.json"
 LISTED = re.compile(r"([\w.-]+) \| \$+([\d.]+) \| \$+([\d.]+) \| ([\d.]+)s")  # of published roles
 
 
@@ -107,19 +106,17 @@ def load_tools(path: str | Path, sandbox: Sandbox) -> list[Tool]:
     Python file holds functions decorated with @tool. UserError names file, entry, setting and what
     is right.
     """
-    schema, tables, entries, functions = read_json(CATALOGUE), read_toml(PRESETS), [], []
+    tables, entries, functions = read_toml(PRESETS), [], []
     for file in map(str.strip, str(path).split(",")):
         if file.endswith(".py"):
             functions += load_functions(file)
             continue
         table = read_toml(file) if file.endswith(".toml") else read_json(file)
-        problem = schema_error(table, schema["$defs"]["file"] | {"$defs": schema["$defs"]})
-        require(not problem, f"{file}: {problem}")
+        check(table, "file", file)
         table = {"tools": table} if isinstance(table, list) else table
         entries += map(_flat, table.pop("tools", []))
         tables = merge(tables, table)
-    problem = schema_error(tables | {"tools": entries}, schema)
-    require(not problem, f"{path}: {problem}")
+    check(tables | {"tools": entries}, "catalogue", str(path))
     tools = Catalogue(str(path), tables, sandbox).tools(entries) + functions
     require(tools, f"{path}: no tool; [[tools]] must name one")
     ((name, count),) = Counter(each.name for each in tools).most_common(1)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from nanorchestra.errors import require
-from nanorchestra.schemas import Json, schema_error
+from nanorchestra.schemas import SHAPES, Json, check
 
 
 @dataclass(frozen=True)
@@ -87,16 +87,6 @@ def part(name: str, arguments: Json, result: ToolResult) -> Json:
     return {"name": name, "arguments": arguments} | asdict(result)
 
 
-WEIGHT = {"type": "number", "minimum": 0, "maximum": 1e9}
-LIMIT = {"type": "number", "exclusiveMinimum": 0, "maximum": 1e9}
-VECTOR = {  # of a preference; other names are weights of tools
-    "properties": {
-        "never": {"type": "array", "items": {"type": "string"}},
-        **dict.fromkeys(("outcome", "accuracy", "cost", "latency"), WEIGHT),
-        **dict.fromkeys(("usd", "seconds"), LIMIT),
-    },
-    "additionalProperties": {"type": "number", "minimum": -1e9, "maximum": 1e9},
-}
 PAIR = re.compile(r"(\S+)=(\S*)")
 
 
@@ -128,7 +118,7 @@ class Preference:
 
     @classmethod
     def of(
-        cls, text: str, vector: Mapping[str, Any], where: str, tools: Collection[str] | None = None
+        cls, text: str, vector: Json, where: str, tools: Collection[str] | None = None
     ) -> Preference:
         """Returns the preference of a text and a vector, which is at `where` for the UserError.
 
@@ -136,10 +126,11 @@ class Preference:
         "accuracy"), "cost", "latency" and those of tools, and the limits "never" (a list), "usd"
         and "seconds".
         """
-        problem = schema_error(dict(vector), VECTOR)
-        require(not problem, f"{where}: {problem}")
+        check(vector, "preference", where)
         given = {"outcome" if name == "accuracy" else name: v for name, v in vector.items()}
-        own = {name: given.pop(name) for name in VECTOR["properties"] if name in given}
+        own = {
+            name: given.pop(name) for name in SHAPES["preference"]["properties"] if name in given
+        }
         unknown = {*given, *own.get("never", ())} - {*(tools or ())}
         require(
             tools is None or not unknown,

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
+from nanorchestra.errors import require
+from nanorchestra.files import read_json
+
 Json = dict[str, Any]  # a JSON object
+SHAPES = {file.stem: read_json(file) for file in Path(__file__).with_name("shapes").glob("*.json")}
+
+
+def check(value: Any, shape: Json | str, where: str) -> None:
+    """Raises UserError, which begins with `where`, unless `value` has a shape: a schema, or a name.
+
+    The named ones are files in shapes/.
+    """
+    problem = schema_error(value, SHAPES[shape] if isinstance(shape, str) else shape)
+    require(problem is None, f"{where}: {problem}")
 
 
 def schema_error(value: Any, schema: Json) -> str | None:

@@ -26,7 +26,7 @@ from nanorchestra.config import TaskSection
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json_lines
 from nanorchestra.records import Preference, Task
-from nanorchestra.schemas import schema_error
+from nanorchestra.schemas import check
 from nanorchestra.tools.models import ExpertTool
 from worlds import catalogue
 from worlds.catalogue import Offer
@@ -43,15 +43,6 @@ NAMES = {  # of a row's fields in public data sets
     "category": "kind",
     "task": "kind",
     "pref_vec": "vector",
-}
-ROW = {
-    "properties": {
-        "question": {"type": "string", "pattern": r"\S"},
-        "answer": {"type": ["string", "number"], "pattern": r"\S"},
-        "preference": {"type": "string"},
-        "vector": {"type": "object"},
-    },
-    "required": ["question", "answer"],
 }
 HELD_OUT = "held_out"  # the split of every fifth question, by its hash
 EVERY = 5
@@ -211,8 +202,7 @@ def _row(value: Any, file: Path, number: int) -> Row:
         if field not in (None, "", {}):
             known.setdefault(NAMES.get(name.lower(), name.lower()), field)
     require("image" not in known, f"{where}: the question has an image, which no tool can see")
-    problem = schema_error(known, ROW)
-    require(not problem, f"{where}: {problem}")
+    check(known, "question", where)
     text, vector = known.get("preference", ""), known.get("vector", {})
     return Row(
         id=str(known.get("id", number)),

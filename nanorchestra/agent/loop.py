@@ -53,8 +53,7 @@ class Attempt:
         self.on_token = (lambda token, _: on_event("token", token)) if on_event else None
         self.trajectory = Trajectory(env.task.id, seed, 0, [], [], [], [])
         self.user = UserLimits(env, self.trajectory, rollout.price)
-        self.conversation = None
-        self.context = 0  # where in the trajectory the conversation begins
+        self.conversation, self.context = None, 0  # and where in the trajectory it begins
         room = self.limits.context_tokens - self.limits.turn_tokens
         self.has_answer = ANSWER in env.kinds.values()
         env.evidence.tokenizer = self.tokenizer
@@ -115,7 +114,7 @@ class Attempt:
                 results = [reply]
             if any(result.infrastructure for result in results):
                 return "infrastructure"
-            self._observe(parsed, turn.calls, results)
+            self._observe(parsed.content, turn, results)
         return "turn_limit"
 
     def _open(self) -> None:
@@ -177,18 +176,16 @@ class Attempt:
                 return True
         return False
 
-    def _observe(
-        self, parsed: ParsedTurn, calls: Sequence[ToolCall], results: list[ToolResult]
-    ) -> None:
+    def _observe(self, said: str, turn: Turn, results: list[ToolResult]) -> None:
         """Shows the policy the results of its calls, or the user's reply to its message."""
-        for pair in zip(calls, results, strict=False):
+        for pair in zip(turn.calls, results, strict=False):
             self.env.evidence.add(*pair)
-        if self.notes and not calls:
-            self.notes.hear(parsed.content, results[0])
+        if self.notes and not turn.calls:
+            self.notes.hear(said, results[0])
         if self.notes:
             return
         contents = [result.content for result in results]
-        if calls:
+        if turn.calls:
             role, ids = "tool", chat.encode_observations(self.tokenizer, contents)
         else:
             role, ids = "user", chat.encode_user(self.tokenizer, contents[0])

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json, read_json_lines, read_text, replace_directory, write_whole
-from nanorchestra.schemas import schema_error
+from nanorchestra.schemas import check
 from nanorchestra.tools.embed import Embedder
 from nanorchestra.tools.index import (
     ENDS,
@@ -38,11 +38,6 @@ _CHUNK = re.compile(
     r"\S.{0,999}(?=\Z)|\S.{300,999}(?=\n[ \t]*\n)|\S.{0,999}(?=\s)|\S{1000}", re.DOTALL
 )
 TEXT_FIELDS, SOURCE_FIELDS = ("text", "contents", "content"), ("source", "url", "title", "id")
-ROW = {  # of a JSONL corpus
-    "type": "object",
-    "properties": dict.fromkeys(TEXT_FIELDS, {"type": "string", "pattern": r"\S"}),
-    "anyOf": [{"required": [name]} for name in TEXT_FIELDS],
-}
 BLOCK = 32  # passages whose vectors are written together
 
 
@@ -103,10 +98,7 @@ def _documents(source: Path, files: list[Path]) -> Iterator[Passage]:
 
 def _rows(file: Path) -> Iterator[Passage]:
     for number, row in read_json_lines(file):
-        problem = schema_error(row, ROW)
-        require(
-            not problem, f'{file}, line {number}: {problem}; it must be as in {{"text": "..."}}'
-        )
+        check(row, "passage", f"{file}, line {number}")
         text = next(row[name] for name in TEXT_FIELDS if name in row)
         yield Passage(text, next((str(row[name]) for name in SOURCE_FIELDS if name in row), ""))
 

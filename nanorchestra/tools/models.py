@@ -14,16 +14,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from nanorchestra.evidence import Evidence
-from nanorchestra.files import read_json
 from nanorchestra.records import Price, ToolResult
-from nanorchestra.schemas import Json, arguments_schema
+from nanorchestra.schemas import SHAPES, Json, arguments_schema
 from nanorchestra.tools.http import EndpointError, count_tokens, post
-
-_COMPLETION = read_json(Path(__file__).with_name("completion.json"))
 
 
 class Spending:
@@ -73,7 +69,7 @@ def chat_completion(
     input and output, are estimated where the reply does not state them. Raises EndpointError.
     """
     url = f"{base_url.rstrip('/')}/chat/completions"
-    reply, retries = post(url, body, _COMPLETION, key_variable, timeout_s)
+    reply, retries = post(url, body, SHAPES["completion"], key_variable, timeout_s)
     choice, usage = reply["choices"][0], reply.get("usage")
     usage = usage if isinstance(usage, dict) else {}
     asked = body.get("messages"), body.get("tools")

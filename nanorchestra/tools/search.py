@@ -17,7 +17,7 @@ from pathlib import Path
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json, write_whole
 from nanorchestra.records import ToolResult
-from nanorchestra.schemas import Json, arguments_schema
+from nanorchestra.schemas import SHAPES, Json, arguments_schema
 from nanorchestra.tools.http import EndpointError, post
 from nanorchestra.tools.models import Spending
 
@@ -25,7 +25,6 @@ KEY_VARIABLE = "TAVILY_API_KEY"
 QUERY_CHARS = 400  # Tavily's limit
 PAGE_CHARS = 10_000  # of a document; a page is cut there
 MIN_CHARS = 100  # of a page; a shorter one is replaced by the excerpts of the search
-_REPLY = read_json(Path(__file__).with_name("search.json"))
 
 
 @dataclass
@@ -99,7 +98,7 @@ class WebSearch:
                 problem = "offline, and this query has no stored reply; use another tool"
                 raise EndpointError(problem) from missing
         start, url = time.monotonic(), f"{self.base_url}/{path}"
-        reply, _ = post(url, body, _REPLY, KEY_VARIABLE, self.timeout_s)
+        reply, _ = post(url, body, SHAPES["tavily"], KEY_VARIABLE, self.timeout_s)
         answer = reply["results"], time.monotonic() - start
         try:
             write_whole(stored, json.dumps(answer))

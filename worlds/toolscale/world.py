@@ -18,9 +18,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanorchestra.errors import require
 from nanorchestra.files import merge, read_json, read_text, write_whole
-from nanorchestra.schemas import argument_error, schema_error
+from nanorchestra.schemas import argument_error, check
 from worlds.toolscale.program import Json, Tables, ToolError, run
 
 SHAPES = read_json(Path(__file__).with_name("shapes.json"))
@@ -100,8 +99,7 @@ def read_shape(name: str, path: Path) -> Any:
 
 def check_shape(name: str, value: Any, where: str) -> None:
     """Raises UserError, which begins with `where`, if the value has not the shape of that name."""
-    problem = schema_error(value, SHAPES[name] | {"$defs": SHAPES["$defs"]})
-    require(problem is None, f"{where}: {problem}")
+    check(value, SHAPES[name] | {"$defs": SHAPES["$defs"]}, where)
 
 
 def write_json(path: Path, value: Any) -> None:
