@@ -208,7 +208,9 @@ def serve_openai(options: argparse.Namespace, session: Session) -> None:
     key = os.environ.get(options.key_env, "") if options.key_env else ""
     require(key or not options.key_env, f"--key-env: {options.key_env} is not set")
     rollout = session.rollout
-    rollout.engine = Engine(rollout.engine.model, rollout.tokenizer, max_running=256)
+    rollout.engine = Engine(
+        rollout.engine.model, rollout.tokenizer, max_running=256, max_batch_tokens=1024
+    )
 
     def environment(question: str, wish: str, seed: int) -> ToolEnvironment:
         if session.tools is not None:

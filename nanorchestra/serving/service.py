@@ -20,7 +20,8 @@ from typing import Any
 from nanorchestra.engine.engine import Engine
 from nanorchestra.errors import NotFiniteError, UserError
 
-CHUNKS = 1000  # a second, of all streams together; beyond that a chunk holds several tokens
+CHUNKS = 400  # a second, of all streams together: beyond that a chunk holds several tokens,
+PACE_S = 0.2  # those of this time at most
 
 
 class ApiError(UserError):
@@ -105,7 +106,7 @@ class Service:
             if request.finished:
                 del self.live[request]
             if now >= answer.due or request.finished:
-                answer.due = now + len(self.live) / CHUNKS
+                answer.due = now + min(PACE_S, len(self.live) / CHUNKS)
                 answer.ready.set()
 
 

@@ -1,102 +1,16 @@
-"""A running server. The model babbles, unless the last message names a line of the script."""
+"""A small model that babbles, and a server of it."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import socket
-import threading
-import time
 
 import pytest
 import torch
-from scripted import EchoTool
+from running_server import Running, scripted
 
-from nanorchestra.agent.environment import ToolEnvironment
-from nanorchestra.agent.loop import Limits as AttemptLimits
-from nanorchestra.agent.loop import Rollout
 from nanorchestra.engine.engine import Engine
-from nanorchestra.engine.sampler import Draw
 from nanorchestra.model.qwen3 import PRESETS, Qwen3
-from nanorchestra.records import Preference, Task
-from nanorchestra.serving.http import Server
 from nanorchestra.serving.service import Limits
-
-CALL = '<tool_call>\n{"name": "echo", "arguments": {"text": "hi"}}\n</tool_call>'
-SCRIPT = {
-    "say": "<think>\nhmm\n</think>\n\nAnswer: fourty-two, or so.<|im_end|>",
-    "call": f"<think>\nhmm\n</think>\n\n{CALL}\n{CALL}<|im_end|>",
-    "ask": f"<think>\nhmm\n</think>\n\n{CALL}<|im_end|>",
-    "poison": "",
-}
-
-
-def scripted(engine):
-    """Replaces the draws of the requests whose prompt names a line of the script."""
-    draws, tokenizer = engine.runner.draws, engine.tokenizer
-
-    def line(request):
-        prompt = tokenizer.decode(request.ids[: request.prompt_tokens])
-        said = prompt.rpartition("<|im_start|>user\n")[2]
-        if "<tool_response>" in said:
-            return SCRIPT["say"]
-        return next((text for word, text in SCRIPT.items() if f"!{word}" in said), None)
-
-    def draw(launched, requests):
-        drawn = draws(launched, requests)
-        for row, request in enumerate(requests):
-            text, count = line(request), len(request.ids) - request.prompt_tokens
-            if text == "":
-                drawn[row] = Draw(0, math.nan)
-            elif text is not None:
-                token = tokenizer.backend.encode(text).ids[count]
-                drawn[row] = Draw(token, -0.5, [(token, -0.5)] * request.params.top_logprobs)
-        return drawn
-
-    engine.runner.draws = draw
-    return engine
-
-
-def wait(condition, seconds=5):
-    """Waits until the condition holds."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.01)
-
-
-class Running:
-    """A server in a thread. `wishes` are what its environments were asked for."""
-
-    def __init__(self, engine, tool=None, **settings):
-        self.wishes = []
-
-        def environment(question, wish, seed):
-            self.wishes.append(wish)
-            task = Task("asked", question, Preference.parse(wish, "metadata", ["echo"]), {})
-            return ToolEnvironment(task, [tool or EchoTool()], lambda answer: 0.0)
-
-        rollout = Rollout(engine, engine.tokenizer, None, AttemptLimits(8, 200, 400))
-        given = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-        self.server = Server(rollout, "nano", environment, given, **settings)
-        listening = socket.create_server(("127.0.0.1", 0))
-        self.base = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        self.engine, self.service = engine, self.server.service
-        self.thread = threading.Thread(target=self.server.run, args=([listening],))
-        self.thread.start()
-        wait(lambda: self.server.started)
-
-    def stop(self):
-        """Ends it as a signal does."""
-        self.server.should_exit = True
-        self.thread.join(10)
-        assert not self.thread.is_alive()
-
-    def assert_idle(self):
-        """No request is left, and no page is held."""
-        wait(lambda: not self.service.live and not self.engine.has_work)
-        self.engine.scheduler.check()
-        assert self.engine.cache.available == self.engine.cache.num_pages
 
 
 @pytest.fixture(scope="session")

@@ -194,6 +194,7 @@ def test_the_asynchronous_client_streams_side_by_side(running):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_litellm_calls_tools(running):
     messages = [{"role": "user", "content": "!call"}]
     settings = {"api_base": f"{running.base}/v1", "api_key": "none", "tools": [TOOL]}
