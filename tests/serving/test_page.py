@@ -34,7 +34,7 @@ def test_a_conversation_shows_reasoning_calls_costs_and_the_answer(running, brow
     page.get_by_label("Message").press("Enter")
     page.get_by_text("Answer: fourty-two, or so.").wait_for(timeout=5000)
     assert "$0.25, 2.0 s" in page.locator(".call").inner_text()
-    assert "2 turns, 1 calls" in page.locator(".sum").inner_text()
+    assert "turns: 2, calls: 1" in page.locator(".sum").inner_text()
     assert page.locator(".user").inner_text() == "<b>please</b> !ask"  # text, not markup
     page.locator(".think summary").first.click()
     assert page.locator(".think p").first.inner_text() == "hmm"
