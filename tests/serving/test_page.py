@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 playwright = pytest.importorskip("playwright.sync_api")
+ARGS = ["--no-sandbox", "--disable-gpu"]
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +15,7 @@ def browser():
     path = shutil.which("chromium") or shutil.which("google-chrome")
     with playwright.sync_playwright() as started:
         try:
-            browser = started.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+            browser = started.chromium.launch(executable_path=path, args=ARGS)
         except playwright.Error as error:
             pytest.skip(f"no Chromium ({str(error).splitlines()[0]})")
         yield browser
