@@ -51,7 +51,7 @@ def scripted(engine):
     return engine
 
 
-def wait(condition, seconds=5):
+def wait(condition, seconds=20):
     """Waits until the condition holds."""
     end = time.monotonic() + seconds
     while not condition():
@@ -83,7 +83,7 @@ class Running:
     def stop(self):
         """Ends it as a signal does."""
         self.server.should_exit = True
-        self.thread.join(10)
+        self.thread.join(30)
         assert not self.thread.is_alive()
 
     def assert_idle(self):

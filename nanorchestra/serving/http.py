@@ -24,15 +24,16 @@ from starlette.routing import Route
 
 from nanorchestra.agent.loop import Rollout
 from nanorchestra.errors import UserError
+from nanorchestra.schemas import Json
 from nanorchestra.serving.orchestrate import MakeEnvironment, Orchestration
 from nanorchestra.serving.protocol import (
     OPENAPI,
     Choice,
-    as_answer,
     as_choices,
     dumps,
     merge,
     read_body,
+    usage,
 )
 from nanorchestra.serving.service import ApiError, Limits, Service
 
@@ -58,32 +59,39 @@ class Server(uvicorn.Server):
         rollout: Rollout,
         name: str,
         make_environment: MakeEnvironment,
-        given: dict[str, Any],
+        given: Json,
         key: str = "",
         hosts: list[str] | None = None,
         limits: Limits | None = None,
     ):
-        self.names, self.key, self.make_environment = (name, f"{name}+tools"), key, make_environment
-        self.rollout, room = rollout, rollout.engine.max_context
-        self.given = given | {"max_tokens": room}
+        self.rollout, self.make_environment, room = (
+            rollout,
+            make_environment,
+            rollout.engine.max_context,
+        )
+        self.names, self.key, self.given = (
+            (name, f"{name}+tools"),
+            key,
+            given | {"max_tokens": room},
+        )
         self.limits = limits or Limits(body_bytes=(1 << 16) + 32 * room)
         self.service = Service(rollout.engine, self.limits)
         owner = {"object": "model", "created": 0, "owned_by": "nanorchestra"}
         models = {"object": "list", "data": [{"id": name} | owner for name in self.names]}
+        published = {"/openapi.json": OPENAPI, "/health": {"status": "ok"}, "/v1/models": models}
         routes = [
             Route("/", lambda request: HTMLResponse(PAGE, headers=POLICY)),
-            Route("/openapi.json", lambda request: answer(OPENAPI)),
-            Route("/health", lambda request: answer({"status": "ok"})),
-            Route("/v1/models", lambda request: answer(models)),
             Route("/metrics", lambda request: Response(self._metrics())),
+            *(
+                Route(path, lambda request: answer(published[request.url.path]))
+                for path in published
+            ),
             *(Route(path, self._complete, methods=["POST"]) for path in FORMS),
         ]
         kinds = HTTPException, UserError, ClientDisconnect, Exception
-        app = Starlette(
-            routes=routes,
-            middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts or LOCAL)],
-            exception_handlers=dict.fromkeys(kinds, refuse),
-        )
+        hosts = Middleware(TrustedHostMiddleware, allowed_hosts=hosts or LOCAL)
+        refusals = dict.fromkeys(kinds, refuse)
+        app = Starlette(routes=routes, middleware=[hosts], exception_handlers=refusals)
         stop = int(self.limits.drain_s) + 5
         config = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": stop}
         super().__init__(uvicorn.Config(app, **config))
@@ -92,38 +100,35 @@ class Server(uvicorn.Server):
         """Lets what runs go on to its end, or to the deadline."""
         self.service.drain()
         await super().shutdown(sockets)
-        self.service.jobs.put(None)  # ends the thread
+        self.service.jobs.put(None)
 
     def _metrics(self):
-        engine, queues = self.service.engine, self.service.engine.scheduler
-        rows = {
-            "requests_waiting": len(queues.waiting),
-            "requests_running": len(queues.running),
-            "pages": engine.cache.num_pages,
-            "pages_used": engine.cache.num_pages - engine.cache.available,
-            **{f"{name}_total": value for name, value in engine.stats.items()},
-            **self.service.seconds,
-        }
+        engine, rows = self.rollout.engine, dict(self.service.seconds)
+        rows |= {f"{name}_total": value for name, value in engine.stats.items()}
+        rows["requests_waiting"] = len(engine.scheduler.waiting)
+        rows["requests_running"] = len(engine.scheduler.running)
+        rows["pages"] = engine.cache.num_pages
+        rows["pages_used"] = engine.cache.num_pages - engine.cache.available
         return "".join(f"nanorchestra_{name} {value}\n" for name, value in rows.items())
 
     async def _body(self, request, form):
         """A checked body. ApiError if the client may not ask, or asks too much."""
-        given = request.headers.get("authorization", "").encode()
+        given, limits = request.headers.get("authorization", "").encode(), self.limits
         if self.key and not hmac.compare_digest(given, f"Bearer {self.key}".encode()):
             raise ApiError("the API key is missing or wrong", 401)
         if request.headers.get("content-type", "").partition(";")[0] != JSON:
             raise ApiError(f"the Content-Type must be {JSON}", 415)
-        parts, size = [], 0
+        raw, size = b"", 0
         try:
-            async with asyncio.timeout(self.limits.body_s):
+            async with asyncio.timeout(limits.body_s):
                 async for part in request.stream():
                     size += len(part)
-                    parts += [part] if size <= self.limits.body_bytes else []
+                    raw += part if size <= limits.body_bytes else b""
         except TimeoutError:
             raise ApiError("the body did not come in time", 408) from None
-        if size > self.limits.body_bytes:
-            raise ApiError(f"the body has more than {self.limits.body_bytes} bytes", 413)
-        body = await asyncio.to_thread(read_body, b"".join(parts), form, self.given)
+        if size > limits.body_bytes:
+            raise ApiError(f"the body has more than {limits.body_bytes} bytes", 413)
+        body = await asyncio.to_thread(read_body, raw, form, self.given)
         if body["model"] not in self.names:
             raise ApiError(f"model: it must be {' or '.join(self.names)}", 404, "model")
         return body
@@ -163,12 +168,10 @@ async def sampled(work, choices):
             yield prompt | {"choices": [choice.feed(tokens, reason)]}
             if choice.finish_reason and not reason:
                 work.abort(request)
-    prompts = {id(request.params): request.prompt_tokens for request in requests[:: body["n"]]}
-    counts = sum(prompts.values()), sum(choice.count for choice in choices)
-    usage = dict(zip(("prompt_tokens", "completion_tokens"), counts, strict=True))
+    prompt = sum(request.prompt_tokens for request in requests[:: body["n"]])
     cached = sum(request.completion.cached_tokens for request in requests)
-    details = {"total_tokens": sum(counts), "prompt_tokens_details": {"cached_tokens": cached}}
-    yield {"choices": [], "usage": usage | details}
+    count = sum(choice.count for choice in choices)
+    yield {"choices": [], "usage": usage(prompt, count, cached)}
 
 
 async def collect(request, chunks):
@@ -180,7 +183,12 @@ async def collect(request, chunks):
         for choice in chunk.pop("choices"):
             merge(choices[choice["index"]], choice)
         whole |= chunk
-    return whole | {"choices": [as_answer(choices[i]) for i in sorted(choices)]}
+    for choice in choices.values():
+        if delta := choice.pop("delta", None):
+            choice["message"] = {"content": None} | delta
+            for call in delta.get("tool_calls", ()):
+                del call["index"]
+    return whole | {"choices": [choices[index] for index in sorted(choices)]}
 
 
 async def events(head, chunks, options):
@@ -202,15 +210,13 @@ def answer(value: Any, status: int = 200) -> Response:
 
 def refuse(request: Any, error: Exception) -> Response:
     """Returns the response for an exception, in OpenAI's form."""
-    status, message = 500, "internal error"
-    if isinstance(error, UserError):
-        status, message = getattr(error, "status", 400), str(error)
-    elif isinstance(error, HTTPException):
-        status, message = error.status_code, error.detail
+    status, message = getattr(error, "status", 400), str(error)
+    if not isinstance(error, UserError):
+        status = getattr(error, "status_code", 500)
+        message = getattr(error, "detail", "internal error")
     kind = "invalid_request_error" if status < 500 else "server_error"
-    param = getattr(error, "param", None)
-    said = {"message": message, "type": kind, "param": param, "code": None}
-    return answer({"error": said}, status)
+    said = {"message": message, "type": kind, "param": getattr(error, "param", None)}
+    return answer({"error": said | {"code": None}}, status)
 
 
 def serve_http(server: Server, host: str, port: int) -> None:

@@ -13,77 +13,70 @@ from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import Attempt, Rollout
 from nanorchestra.engine.request import SamplingParams
 from nanorchestra.engine.stream import TurnStream
-from nanorchestra.serving.protocol import SAMPLING, messages_of
+from nanorchestra.schemas import Json
+from nanorchestra.serving.protocol import SAMPLING, usage
 from nanorchestra.serving.service import ApiError, Service
 
 MakeEnvironment = Callable[[str, str, int], Environment]  # of a question, a wish and a seed
-FOREIGN = ("tools", "stop", "logprobs", "return_token_ids", "response_format")
-WISH = ("preference", "usd", "seconds", "never")  # of the metadata
+ALONE = {"tools": [], "stop": [], "logprobs": False, "return_token_ids": False, "n": 1}
+ALONE |= {"response_format": {"type": "text"}}  # what else a plain model has
 
 
 class Orchestration:
     """One attempt at the last message of a body. Its owner closes it, whatever happens."""
 
-    def __init__(
-        self, service: Service, rollout: Rollout, make: MakeEnvironment, body: dict[str, Any]
-    ):
-        *before, asked = messages_of(body)
-        for name in FOREIGN:
-            if body[name] not in ([], False, {"type": "text"}):
-                raise ApiError(f"{name}: a model with +tools has none", param=name)
-        if asked["role"] != "user" or body["n"] > 1:
-            raise ApiError("messages, n: +tools gives one answer to a last message of the user")
+    def __init__(self, service: Service, rollout: Rollout, make: MakeEnvironment, body: Json):
+        for name, value in ALONE.items():
+            if body[name] != value:
+                raise ApiError(f"{name}: it must be {value!r} with +tools", param=name)
+        *before, asked = body["messages"]
+        if asked["role"] != "user":
+            raise ApiError("messages: the last one must be the user's", param="messages")
         given, seed = body.get("metadata", {}), body.get("seed", secrets.randbits(62))
-        wishes = [f"{name}={given[name]}" for name in WISH[1:] if name in given]
-        env = make(asked["content"], " ".join([given.get(WISH[0], ""), *wishes]), seed)
+        limits = [f"{name}={given[name]}" for name in ("usd", "seconds", "never") if name in given]
+        env = make(asked["content"], " ".join([given.get("preference", ""), *limits]), seed)
         env.messages[:0] = before
-        self.service, self.tokenizer, rollout = service, rollout.tokenizer, copy.copy(rollout)
+        rollout, chosen = copy.copy(rollout), {name: body[name] for name in SAMPLING}
         rollout.open = lambda attempt, start, prompt: Conversation(service, prompt)
-        chosen = {name: body[name] for name in SAMPLING}
         rollout.params = lambda seed, most: SamplingParams(most, seed=seed, **chosen)
-        self.events: asyncio.Queue = asyncio.Queue()
+        self.tokenizer, self.events = rollout.tokenizer, asyncio.Queue()
         attempt = Attempt(rollout, 0, env, seed, lambda *event: self.events.put_nowait(event))
-        limit = asyncio.wait_for(attempt.run(), service.limits.request_s)
-        self.task = asyncio.ensure_future(limit)
+        self.task = asyncio.ensure_future(asyncio.wait_for(attempt.run(), service.limits.request_s))
         self.task.add_done_callback(lambda task: self.events.put_nowait(("end", task)))
 
     def close(self) -> None:
         """Ends the attempt."""
         self.task.cancel()
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+    async def chunks(self) -> AsyncIterator[Json]:
         """Yields reasoning, calls and results as they come, then the answer, then the usage."""
-        stream, kind = TurnStream(self.tokenizer), ""
+        stream, (kind, payload) = TurnStream(self.tokenizer), ("", None)
         yield _chunk({"role": "assistant"})
         while kind != "end":
             kind, payload = await self.events.get()
-            deltas = []
-            if kind == "token":
-                deltas = stream.feed(payload)
-            elif kind == "turn":
+            deltas = stream.feed(payload) if kind == "token" else []
+            if kind == "turn":
                 deltas, stream = stream.finish()[0], TurnStream(self.tokenizer)
-            elif kind == "results":
-                for call, result in zip(payload.calls, payload.results, strict=True):
-                    yield _chunk({}, result={"name": call.name} | asdict(result))
             for part, text in deltas:
                 if part == "reasoning":
                     yield _chunk({"reasoning_content": text})
                 elif part == "tool_call":
                     yield _chunk({}, call=text)
+            for result in payload.results if kind == "results" else ():
+                yield _chunk({}, result=asdict(result))
         try:
             t = payload.result()
         except TimeoutError:
             raise ApiError("the request took too long", 504) from None
         if t.status == "infrastructure":
             raise ApiError(t.turns[-1].results[-1].content, 502)
-        reason = "stop" if t.status == "answered" else "length"
-        told = {"status": t.status, "cost_usd": t.cost_usd, "latency_s": t.latency_s}
-        turns = [asdict(turn) for turn in t.turns]
-        delta = {"content": t.answer} if t.answer else {}
-        yield _chunk(delta, reason, calls=t.calls, turns=turns, **told)
-        counts = len(t.ids) - sum(t.sampled), sum(t.sampled)
-        usage = dict(zip(("prompt_tokens", "completion_tokens"), counts, strict=True))
-        yield {"choices": [], "usage": usage | {"total_tokens": len(t.ids)}}
+        told = {name: getattr(t, name) for name in ("status", "cost_usd", "latency_s", "calls")}
+        reason, delta = "stop" if t.status == "answered" else "length", {}
+        if t.answer:
+            delta["content"] = t.answer
+        yield _chunk(delta, reason, turns=[asdict(turn) for turn in t.turns], **told)
+        sampled = sum(t.sampled)
+        yield {"choices": [], "usage": usage(len(t.ids) - sampled, sampled)}
 
 
 def _chunk(delta, reason=None, **told):

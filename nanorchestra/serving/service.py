@@ -25,7 +25,7 @@ PACE_S = 0.2  # those of this time at most
 
 
 class ApiError(UserError):
-    """A request that is answered by an error with this HTTP status."""
+    """A request that is answered by an error with this HTTP status; `param` names its field."""
 
     def __init__(self, message: str, status: int = 400, param: str | None = None):
         super().__init__(message)
@@ -49,8 +49,8 @@ class Service:
     def __init__(self, engine: Engine, limits: Limits):
         self.engine, self.limits, self.draining = engine, limits, False
         self.live: dict[Any, Answer] = {}
-        self.jobs: queue.SimpleQueue = queue.SimpleQueue()  # for the thread
-        self.seconds: Counter[str] = Counter()  # sums and counts, by metric
+        self.jobs = queue.SimpleQueue()  # calls for the thread; None ends it
+        self.seconds = Counter()  # sums and counts of durations, for the metrics
         threading.Thread(target=self._work, daemon=True).start()
 
     def open(self, choices: list[tuple]) -> Answer:
@@ -77,14 +77,16 @@ class Service:
 
     def note(self, name: str, since: float) -> None:
         """Counts a duration up to now."""
-        self.seconds.update({f"{name}_seconds_sum": time.monotonic() - since})
+        self.seconds[f"{name}_seconds_sum"] += time.monotonic() - since
         self.seconds[f"{name}_seconds_count"] += 1
 
     def _work(self):
         """The thread: a step if there is work, then what was asked for meanwhile."""
-        while True:
-            start, works = time.monotonic(), self.engine.has_work
-            if works:
+        job = self.jobs.get()
+        while job:
+            job()
+            while self.jobs.empty() and self.engine.has_work:
+                start = time.monotonic()
                 try:
                     self.engine.step()
                 except Exception:
@@ -92,12 +94,9 @@ class Service:
                     for request in list(self.live):
                         self.engine.abort(request)
                 self.note("token_gap", start)
-            while not works or not self.jobs.empty():
-                job, works = self.jobs.get(), True
-                if job is None:
-                    return
-                job()
+                self.loop.call_soon_threadsafe(self._look)
             self.loop.call_soon_threadsafe(self._look)
+            job = self.jobs.get()
 
     def _look(self):
         """After a step: wakes the answers that have ended, or whose next chunk is due."""

@@ -26,7 +26,7 @@ NAMED = {"type": "function", "function": {"name": "other"}}
 
 @pytest.fixture
 def client(running):
-    return openai.OpenAI(base_url=f"{running.base}/v1", api_key="none", max_retries=0, timeout=10)
+    return openai.OpenAI(base_url=f"{running.base}/v1", api_key="none", max_retries=0, timeout=30)
 
 
 def ask(client, text, **settings):
