@@ -10,14 +10,13 @@ import re
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanorchestra.errors import require
 from nanorchestra.schemas import SHAPES, Json, check
 
 
-@dataclass(frozen=True)
-class Price:
+class Price(NamedTuple):
     """What a language model charges, in US dollars per million tokens."""
 
     input_per_million: float
@@ -25,8 +24,8 @@ class Price:
 
     def cost(self, input_tokens: int, output_tokens: int) -> float:
         """Returns the US dollars of one answer."""
-        input_usd = input_tokens * self.input_per_million
-        return (input_usd + output_tokens * self.output_per_million) / 1e6
+        usd_in, usd_out = self
+        return (input_tokens * usd_in + output_tokens * usd_out) / 1e6
 
 
 @dataclass(frozen=True)

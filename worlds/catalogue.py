@@ -38,8 +38,7 @@ class Offer(NamedTuple):
         """Returns the offer as JSON, for a task's data; `usd` is per million tokens."""
         specs = {}
         for alias, expert in models(self.tool).items():
-            usd = [expert.price.input_per_million, expert.price.output_per_million]
-            specs[alias] = {"what": self.behind[alias], "usd": usd}
+            specs[alias] = {"what": self.behind[alias], "usd": list(expert.price)}
         words = {"name": self.tool.name, "description": self.tool.description}
         return words | {"what": self.what, "models": specs}
 

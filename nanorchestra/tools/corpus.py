@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 import faiss
 import numpy as np
+from bm25s.utils.corpus import JsonlCorpus
 from tqdm import tqdm
 
 from nanorchestra.errors import UserError, require
@@ -22,14 +23,13 @@ from nanorchestra.files import read_json, read_json_lines, read_text, replace_di
 from nanorchestra.schemas import check
 from nanorchestra.tools.embed import Embedder
 from nanorchestra.tools.index import (
-    ENDS,
     TEXTS,
     VECTORS,
     WORDS,
     Index,
     Passage,
-    SavedPassages,
     open_saved,
+    saved_passages,
     word_index,
 )
 
@@ -60,12 +60,12 @@ def build_index(source: str | Path, out: str | Path, checkpoint: str | None = No
             with replace_directory(out) as new:
                 _write_passages(source, files, new)
                 write_whole(new / manifest.name, json.dumps(stats))
-        passages = SavedPassages(out)
+        passages = saved_passages(out)
         if checkpoint:
             _write_vectors(passages, out, str(Path(checkpoint).resolve()))
         elif not (out / WORDS).exists():
             with replace_directory(out / WORDS) as new:
-                word_index(p.text for p in passages).save(new, show_progress=False)
+                word_index(text for text, _ in passages).save(new, show_progress=False)
     except (OSError, RuntimeError) as error:  # FAISS raises RuntimeError
         raise UserError(f"{out}: cannot be written ({error})") from None
     return len(passages)
@@ -104,18 +104,16 @@ def _rows(file: Path) -> Iterator[Passage]:
 
 
 def _write_passages(source: Path, files: list[Path], out: Path) -> None:
-    """Writes the passages of a corpus as lines of [text, source], and where each line ends."""
-    ends, end = [], 0
-    with open(out / TEXTS, "wb") as lines:
+    """Writes the passages of a corpus as lines of [text, source]."""
+    with open(out / TEXTS, "w", encoding="utf-8") as lines:
         for document in _documents(source, files):
             for text in _CHUNK.findall(document.text.strip()):
-                end += lines.write(json.dumps([text, document.source]).encode() + b"\n")
-                ends.append(end)
-    require(ends, f"{source}: no text to index; a file must be text, or JSONL of {{text}}")
-    np.save(out / ENDS, np.array(ends, np.int64))
+                lines.write(json.dumps([text, document.source]) + "\n")
+    found = saved_passages(out)  # writes where each line begins
+    require(found, f"{source}: no text to index; a file must be text, or JSONL of {{text}}")
 
 
-def _write_vectors(passages: SavedPassages, out: Path, checkpoint: str) -> None:
+def _write_vectors(passages: JsonlCorpus, out: Path, checkpoint: str) -> None:
     """Writes the vectors of passages; the blocks of a build that was stopped are kept."""
     settings = {"checkpoint": checkpoint}
     done = out / VECTORS / "settings.json"
@@ -127,7 +125,7 @@ def _write_vectors(passages: SavedPassages, out: Path, checkpoint: str) -> None:
         begin = file.tell() // (width := 4 * embedder.dimension)
         file.truncate(begin * width)
         for i in tqdm(range(begin, len(passages), BLOCK), desc="embedding", unit="block"):
-            texts = [passages[j].text for j in range(i, min(i + BLOCK, len(passages)))]
+            texts = [text for text, _ in passages[i : i + BLOCK]]
             file.write(embedder.passages(texts).tobytes())
             file.flush()
     index = faiss.IndexFlatIP(embedder.dimension)

@@ -1,13 +1,11 @@
 """Finds passages by their words, with BM25, or by their meaning, with vectors in a FAISS index.
 
 An index of a few thousand passages is built in memory: `Index(passages)`. corpus.py builds larger
-ones in a directory, which `open_saved` maps into memory. Any number of threads may search.
+ones in a directory, which `open_saved` maps into memory. Threads take turns to search.
 """
 
 from __future__ import annotations
 
-import json
-import mmap
 import re
 import threading
 from collections import defaultdict
@@ -19,15 +17,15 @@ from typing import NamedTuple
 
 import bm25s
 import faiss
-import numpy as np
 import torch
 from bm25s.stopwords import STOPWORDS_EN
+from bm25s.utils.corpus import JsonlCorpus
 
 from nanorchestra.errors import require
 from nanorchestra.files import read_json
 from nanorchestra.tools.embed import Embedder
 
-TEXTS, ENDS, WORDS, VECTORS = "passages.jsonl", "ends.npy", "bm25", "vectors"
+TEXTS, WORDS, VECTORS = "passages.jsonl", "bm25", "vectors"
 CANDIDATES = 10  # passages by BM25 whose word pairs are compared with the query's
 SIMILAR = 0.8  # ratio of difflib above which an unknown word is read as a known one
 
@@ -47,23 +45,6 @@ class Found(NamedTuple):
     source: str
 
 
-class SavedPassages(Sequence[Passage]):
-    """The passages of an index directory, read from the mapped file when they are asked for."""
-
-    def __init__(self, path: Path):
-        with open(path / TEXTS, "rb") as file:
-            self._lines = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        # int64 [passages], in bytes; a plain array over the mapped file is read faster
-        self._ends = np.asarray(np.load(path / ENDS, mmap_mode="r"))
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def __getitem__(self, row: int) -> Passage:
-        start = self._ends[row - 1] if row else 0
-        return Passage(*json.loads(self._lines[start : self._ends[row]]))
-
-
 class Index:
     """Passages ranked by BM25 (Robertson and Zaragoza 2009); pairs of neighbours weigh more.
 
@@ -74,7 +55,7 @@ class Index:
     blocking = False
 
     def __init__(self, passages: Sequence[str | Passage], words: bm25s.BM25 | None = None):
-        self.passages = passages
+        self.passages, self._lock = passages, threading.Lock()
         if words is None:
             self.passages = [Passage(p) if isinstance(p, str) else p for p in passages]
             words = word_index(p.text for p in self.passages)
@@ -85,7 +66,8 @@ class Index:
 
     def search(self, query: str, k: int = 3) -> list[Found]:
         """Returns the `k` best passages, best first; fewer if fewer have anything in common."""
-        return [Found(score, *self.passages[row]) for score, row in self._rank(query, k)]
+        with self._lock:  # a saved corpus is read by one thread at a time
+            return [Found(score, *self.passages[row]) for score, row in self._rank(query, k)]
 
     def _rank(self, query: str, k: int) -> list[tuple[float, int]]:
         """Returns (score, row) of the passages with a word of the query, best first."""
@@ -95,7 +77,7 @@ class Index:
         scores = torch.from_numpy(self._words.get_scores(words))  # [passages]
         pairs, found = set(pairwise(words)), []
         for row in scores.topk(min(max(k, CANDIDATES), len(scores))).indices.sort().values.tolist():
-            there = pairs.intersection(pairwise(words_of(self.passages[row].text)))
+            there = pairs.intersection(pairwise(words_of(self.passages[row][0])))
             score = scores[row].item() * (1 + len(there) / max(1, len(pairs)))
             if score > 0:
                 found.append((score, row))
@@ -108,10 +90,7 @@ class Index:
 
 
 class VectorIndex(Index):
-    """Passages ranked by exact inner products in FAISS, on all GPUs if faiss-gpu is installed.
-
-    One query at a time.
-    """
+    """Passages ranked by exact inner products in FAISS, on all GPUs if faiss-gpu is installed."""
 
     blocking = True
 
@@ -128,9 +107,8 @@ class VectorIndex(Index):
         """Returns (cosine, row) of the nearest passages, best first; none for an empty query."""
         if not query.strip():
             return []
-        with self._lock:
-            vector = self._embedder.queries([query])
-            scores, rows = self._faiss.search(vector, min(k, self._faiss.ntotal))
+        vector = self._embedder.queries([query])
+        scores, rows = self._faiss.search(vector, min(k, self._faiss.ntotal))
         return list(zip(scores[0].tolist(), rows[0].tolist(), strict=True))
 
 
@@ -141,10 +119,15 @@ def open_saved(path: Path) -> Index:
         vectors.is_dir() or words.is_dir(),
         f"{path}: not a whole index; build it: python tools.py index PATH --out DIR",
     )
-    passages = SavedPassages(path)
+    passages = saved_passages(path)
     if vectors.is_dir():
         return VectorIndex(passages, vectors)
     return Index(passages, bm25s.BM25.load(words, mmap=True, show_progress=False))
+
+
+def saved_passages(path: Path) -> JsonlCorpus:
+    """Returns the passages of an index directory as [text, source], read from the mapped file."""
+    return JsonlCorpus(path / TEXTS, show_progress=False)
 
 
 def word_index(texts: Iterable[str]) -> bm25s.BM25:

@@ -69,7 +69,7 @@ class RoleTool:
         notes, rows = [f"The model used. Choices: {list(self.experts)}."], [COLUMNS]
         for alias, expert in self.experts.items():
             notes += [f"{alias} {expert.note}"] if expert.note else []
-            usd = f"${expert.price.input_per_million:g} | ${expert.price.output_per_million:g}"
+            usd = " | ".join(f"${usd:g}" for usd in expert.price)
             rows.append(f"{alias} | {usd} | {expert.latency_s:g}s")
         schema = arguments_schema(model="string")
         schema["properties"]["model"]["description"] = "\n".join([" ".join(notes), *rows])

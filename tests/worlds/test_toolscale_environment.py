@@ -164,7 +164,7 @@ def test_words_say_what_is_preferred_and_splits_share_no_phrasing_expert_or_pric
     # Every model has stood behind every alias.
     assert len({(e["alias"], e["model"]) for e in offered["train"]}) == 18
     for expert in offered["train"]:
-        assert str(expert["input_per_million"]) in expert["description"]
+        assert str(expert["usd"][0]) in expert["description"]
         assert expert["model"] not in expert["description"]
 
 

@@ -182,7 +182,7 @@ def test_a_training_row_brings_its_experts_prices_and_preference(cinema):
     wish = env.task.preference
     assert (wish.outcome, wish.cost, wish.latency) == (3, 0.1, 0.1)
     assert wish.tools == {"expert-1": 3, "expert-2": 0}
-    prices = [(e["input_per_million"], e["output_per_million"]) for e in env.experts.values()]
+    prices = [tuple(e["usd"]) for e in env.experts.values()]
     assert prices == [pytest.approx((1.25, 10)), (0.2, 0.3)]
     assert env.tools[-1]["function"] == trained(0)["tools"][0]["function"]
     result = call(env, "call_expert", expert="expert-1")

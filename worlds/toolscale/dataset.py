@@ -93,7 +93,7 @@ def _bounds(tau2: Json, offered: Sequence[Json]) -> tuple:
     message; without experts, the policy.
     """
     steps = 1 + len(tau2["evaluation_criteria"]["actions"])
-    prices = [Price(e["input_per_million"], e["output_per_million"]) for e in offered]
+    prices = [Price(*e["usd"]) for e in offered]
     cost = max(price.cost(*STEP_TOKENS) for price in prices or [PRICES[POLICY]])
     alone = STEP_TOKENS[1] * SECONDS_PER_TOKEN
     latency = max((expert["latency_s"] for expert in offered), default=alone)

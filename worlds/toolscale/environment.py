@@ -105,7 +105,7 @@ class DomainEnvironment:
         expert = self.experts[call.arguments["expert"]]
         if self.models.experts is not None:
             return self._asked(expert).most_usd(self._turn())
-        return _price(expert).cost(sum(map(len, self.history)), STEP_TOKENS)
+        return Price(*expert["usd"]).cost(sum(map(len, self.history)), STEP_TOKENS)
 
     async def execute(self, call: ToolCall) -> ToolResult:
         """Runs a call of a domain tool or an expert. One that fails is an error observation."""
@@ -189,7 +189,7 @@ class DomainEnvironment:
 
     def _asked(self, expert: Json) -> Expert:
         """The language model behind an expert, at the price that the task quotes."""
-        return replace(self.models.experts[expert["model"]], price=_price(expert))
+        return replace(self.models.experts[expert["model"]], price=Price(*expert["usd"]))
 
     def _simulated(self, expert: Json) -> tuple[ParsedTurn, ToolResult]:
         """A declared simulation of an expert.
@@ -204,13 +204,12 @@ class DomainEnvironment:
         if left and (right or rng.random() < 0.5):
             calls = (ToolCall(*(left if right else altered(self.world, left[:1], rng))[0]),)
         content = self.last_word() if right else "One moment, I am looking into it."
-        cost, seconds = _price(expert).cost(*tokens), expert["latency_s"] * rng.uniform(0.8, 1.2)
+        cost, seconds = (
+            Price(*expert["usd"]).cost(*tokens),
+            expert["latency_s"] * rng.uniform(0.8, 1.2),
+        )
         done = ToolResult("", cost, seconds, input_tokens=tokens[0], output_tokens=tokens[1])
         return ParsedTurn("", content, calls), done
-
-
-def _price(expert: Json) -> Price:
-    return Price(expert["input_per_million"], expert["output_per_million"])
 
 
 def _plain(value: Any) -> Any:

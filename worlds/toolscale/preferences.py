@@ -45,8 +45,8 @@ def catalogue(rng: random.Random, split: str, count: int) -> list[Json]:
     """Returns `count` experts of the split as a task offers them.
 
     Each has alias, model (which the policy does not see), description, skill (the share of turns
-    that its simulation does right), latency_s, and prices in US dollars per million tokens: the
-    model's list prices times a factor of the task's price schedule.
+    that its simulation does right), latency_s, and usd, the prices of input and output per million tokens:
+    the model's list prices times a factor of the task's price schedule.
     """
     schedule, experts = rng.choice(TABLES["schedules"][split]), TABLES["experts"][split]
     offered = []
@@ -63,8 +63,7 @@ def catalogue(rng: random.Random, split: str, count: int) -> list[Json]:
                 "alias": alias,
                 "model": model,
                 "description": description,
-                "input_per_million": given,
-                "output_per_million": sampled,
+                "usd": [given, sampled],
                 "latency_s": float(latency),
                 "skill": expert["skill"],
             }
@@ -80,9 +79,7 @@ def scheduled(schedule: int | None, model: str, price: Price) -> list[float]:
     factor = 1.0
     if schedule is not None:
         factor = random.Random(f"schedule/{schedule}/{model}").uniform(0.4, 2.5)
-    return [
-        float(f"{usd * factor:.2g}") for usd in (price.input_per_million, price.output_per_million)
-    ]
+    return [float(f"{usd * factor:.2g}") for usd in price]
 
 
 def kind_of(wish: Preference) -> str:

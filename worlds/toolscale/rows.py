@@ -70,8 +70,7 @@ def _offer(row: Json, where: str) -> Json:
                 "alias": alias,
                 "model": model,
                 "description": f"{alias}: ${usd['input']:g} and ${usd['output']:g} per million.",
-                "input_per_million": usd["input"],
-                "output_per_million": usd["output"],
+                "usd": [usd["input"], usd["output"]],
                 "latency_s": float(expert["seconds"]),
                 "skill": expert["skill"],
             }
