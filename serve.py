@@ -109,7 +109,7 @@ class Session:
             env = make_miniature(task, seed, self.sandbox)
         else:
             task = Task("asked", question, self.preference(self.wish), {})
-            env = ToolEnvironment(task, self.tools, grade=lambda answer: 0.0)
+            env = ToolEnvironment(task, self.tools)
         console.say("task", f"{task.question} {task.preference.words}")
         (trajectory,) = self.rollout.run([env], [seed], on_event=console.on_event)
         if not trajectory.answer:
@@ -217,7 +217,7 @@ def serve_openai(options: argparse.Namespace, session: Session) -> None:
             names = [tool.name for tool in session.tools]
             preference = Preference.parse(wish, "metadata", names)
             task = Task("asked", question, preference, {})
-            return ToolEnvironment(task, session.tools, grade=lambda answer: 0.0)
+            return ToolEnvironment(task, session.tools)
         task = as_task(question, wish)
         limits = Preference.parse(wish, "metadata")
         bounds = {name: getattr(limits, name) for name in ("never", "usd", "seconds")}

@@ -128,8 +128,7 @@ def _flat(entry: Json) -> Json:
     """Returns an entry without the nesting of an OpenAI function object."""
     outer = {key: value for key, value in entry.items() if key not in ("type", "function")}
     entry = entry.get("function", {}) | outer
-    is_role = entry.get("name") in ROLES and "model" in str(entry.get("parameters"))
-    return ({"kind": "role"} if is_role else {}) | entry
+    return ({"kind": "role"} if entry.get("name") in ROLES else {}) | entry
 
 
 class Catalogue:
@@ -168,28 +167,22 @@ class Catalogue:
             return WebSearch(spending=self.spending, **settings)
         if kind == "expert":
             return ExpertTool(expert=self._expert(settings.pop("expert"), where), **settings)
-        return self._role(where, **settings) if kind == "role" else Orchestrator(**settings)
+        return self._role(where, settings) if kind == "role" else Orchestrator(**settings)
 
-    def _role(
-        self,
-        where: str,
-        name: str,
-        description: str,
-        models: list[str] = (),
-        parameters: Json | None = None,
-    ) -> RoleTool:
+    def _role(self, where: str, entry: Json) -> RoleTool:
         """Returns a published role; published parameters state aliases, prices and latencies."""
-        stated = parameters["properties"]["model"]["description"] if parameters else ""
+        given, experts = entry.get("parameters"), {}
+        stated = given["properties"]["model"]["description"] if given else ""
         listed = {alias: map(float, numbers) for alias, *numbers in LISTED.findall(stated)}
-        require(models or listed, f"{where}: models is missing; it must list experts or aliases")
-        experts = {}
-        for alias in models or listed:
+        models = entry.get("models", listed)
+        require(models, f"{where}: models is missing; it must list experts or aliases")
+        for alias in models:
             expert = self._expert(self.tables["aliases"].get(alias, alias), f"{where}: {alias}")
             if alias in listed:
-                given, sampled, seconds = listed[alias]
-                expert = replace(expert, price=Price(given, sampled), latency_s=seconds)
+                *usd, seconds = listed[alias]
+                expert = replace(expert, price=Price(*usd), latency_s=seconds)
             experts[alias] = expert
-        return RoleTool(name, description, experts, given=parameters)
+        return RoleTool(entry["name"], entry["description"], experts, given=given)
 
     def _expert(self, name: str, where: str) -> Expert:
         """Returns an expert by its name."""

@@ -95,7 +95,7 @@ def test_an_expert_is_asked_and_billed_and_a_reasoning_model_as_it_wants(load, s
 
 
 def test_an_expert_that_fails_is_a_short_observation_and_billed(load, server, monkeypatch):
-    endpoint = {"timeout_s": 0.2, "key_variable": "MY_KEY"}
+    endpoint = {"timeout_s": 0.8, "key_variable": "MY_KEY"}
     (expert,) = load(catalogue(EXPERT, here=server.url, endpoint=endpoint))
     faults = {
         "MY_KEY is not set; HTTP 401": b"who are you?",
@@ -104,7 +104,7 @@ def test_an_expert_that_fails_is_a_short_observation_and_billed(load, server, mo
         "refused: no": said(None, refusal="no"),
         "HTTP 400: no llm": b"no m-1",
         "not JSON: <html>": b"<html>",
-        "within 0.2 s": "drip",
+        "within 0.8 s": "drip",
     }
     for says, reply in faults.items():
         server.status = int(*re.findall(r"HTTP (\d+)", says) or [200])

@@ -121,7 +121,7 @@ class QuestionWorld:
         if self.simulated:
             tools = [catalogue.simulated(tool, task, seed) for tool in tools]
         offers = catalogue.draw(tools, random.Random(draw["seed"]), draw["varied"])
-        env = QuestionEnvironment(task, [offer.tool for offer in offers], grade=None)
+        env = QuestionEnvironment(task, [offer.tool for offer in offers])
         env.judge = self.judge
         return env
 

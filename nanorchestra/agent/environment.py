@@ -73,7 +73,9 @@ class ToolEnvironment:
 
     verdict, prompt = "", ()
 
-    def __init__(self, task: Task, tools: Sequence[Tool], grade: Callable[[str], float]):
+    def __init__(
+        self, task: Task, tools: Sequence[Tool], grade: Callable[[str], float] = lambda answer: 0.0
+    ):
         self.task, self._grade = task, grade
         self.evidence = Evidence(task.question)
         bind = {"evidence": self.evidence}

@@ -59,11 +59,16 @@ class UserLimits:
             elif seconds <= 0:
                 problem = "the user's time for calls is over; answer now"
             usd -= 0.0 if problem else bound
-            running.append(_refuse(problem) if problem else self._call(call, seconds))
+            running.append(self._call(call, seconds, problem))
         return await asyncio.gather(*running)
 
-    async def _call(self, call: ToolCall, seconds: float) -> ToolResult:
-        """Runs a call; one without a result after `seconds` is given up, billed at its most."""
+    async def _call(self, call: ToolCall, seconds: float, problem: str | None) -> ToolResult:
+        """Runs a call, or refuses it; one without a result after `seconds` is given up.
+
+        That is billed at its most.
+        """
+        if problem:
+            return refused(problem)
         late = f"Error: {call.name} was given up after {seconds:.1f} s, the user's limit"
         try:
             async with asyncio.timeout(None if seconds == math.inf else seconds):
@@ -79,7 +84,3 @@ class UserLimits:
         t, wish = self.trajectory, self.env.task.preference
         usd = math.inf if wish.usd is None else wish.usd - t.cost_usd - self.own_usd()
         return usd, math.inf if wish.seconds is None else wish.seconds - t.latency_s
-
-
-async def _refuse(problem: str) -> ToolResult:
-    return refused(problem)

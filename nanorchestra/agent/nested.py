@@ -44,7 +44,7 @@ class Orchestrator:
         """Returns its answer to the task, with the cost of its tokens and of all its calls."""
         task = Task(self.name, arguments["task"], Preference(), {})
         inner = [replace(self, depth=self.depth - 1)] if self.depth > 1 else []
-        env = ToolEnvironment(task, [*self.tools, *inner], grade=lambda answer: 0.0)
+        env = ToolEnvironment(task, [*self.tools, *inner])
         rollout, free = _loaded(self.model, self.turns, self.depth)
         with free:
             (attempt,) = rollout.run([env], [0])

@@ -68,7 +68,7 @@ class WebSearch:
             hits, seconds = self._ask("search", body | {"chunks_per_source": 3})
         except EndpointError as error:
             return ToolResult(f"Error: {self.name}: {error}", error=True)
-        hits = sorted(hits, key=lambda hit: -hit.get("score", 0.0))[: self.pages]
+        hits = hits[: self.pages]  # best first
         if not hits:
             return ToolResult("nothing found", self.usd_per_search, seconds)
         body = {"urls": [h["url"] for h in hits], "extract_depth": "advanced", "format": "text"}

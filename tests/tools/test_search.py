@@ -13,8 +13,8 @@ from nanorchestra.tools.search import WebSearch
 KEY = "tvly-secret"
 LONG = "The tower is 330 m high. " * 10
 HITS = [
-    {"url": "http://a", "title": "A", "content": "excerpt of a", "score": 0.4},
     {"url": "http://b", "title": "B", "content": "excerpt of b", "score": 0.9},
+    {"url": "http://a", "title": "A", "content": "excerpt of a", "score": 0.4},
     {"url": "http://c", "title": None, "content": "excerpt of c", "score": 0.1},
 ]
 

@@ -60,7 +60,7 @@ class ToolScaleWorld:
         if self.models.experts is not None:
             offered = [expert for expert in offered if expert["model"] in self.models.experts]
         if "preference" in tau2:
-            preference = Preference(**tau2["preference"])
+            preference = Preference.of("", tau2["preference"], tau2["id"])
         else:
             preference = preferences.draw(rng, [expert["alias"] for expert in offered], split)
         world = self.worlds[tau2["domain"]]

@@ -204,11 +204,9 @@ class DomainEnvironment:
         if left and (right or rng.random() < 0.5):
             calls = (ToolCall(*(left if right else altered(self.world, left[:1], rng))[0]),)
         content = self.last_word() if right else "One moment, I am looking into it."
-        cost, seconds = (
-            Price(*expert["usd"]).cost(*tokens),
-            expert["latency_s"] * rng.uniform(0.8, 1.2),
-        )
-        done = ToolResult("", cost, seconds, input_tokens=tokens[0], output_tokens=tokens[1])
+        seconds = expert["latency_s"] * rng.uniform(0.8, 1.2)
+        usd = Price(*expert["usd"]).cost(*tokens)
+        done = ToolResult("", usd, seconds, False, False, *tokens)
         return ParsedTurn("", content, calls), done
 
 

@@ -45,7 +45,7 @@ def catalogue(rng: random.Random, split: str, count: int) -> list[Json]:
     """Returns `count` experts of the split as a task offers them.
 
     Each has alias, model (which the policy does not see), description, skill (the share of turns
-    that its simulation does right), latency_s, and usd, the prices of input and output per million tokens:
+    that its simulation does right), latency_s, and usd per million tokens of input and of output:
     the model's list prices times a factor of the task's price schedule.
     """
     schedule, experts = rng.choice(TABLES["schedules"][split]), TABLES["experts"][split]

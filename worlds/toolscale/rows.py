@@ -19,7 +19,6 @@ from worlds.toolscale.world import World, check_shape
 
 DEFAULTS = {"actions": [], "communicate_info": [], "reward_basis": ["DB", "COMMUNICATE"]}
 PER_TOKEN = 1e-3  # the released rows have dollars per token where they say per million
-FEATURES = {"outcome": "accuracy", "cost": "cost", "latency": "latency"}
 MIDNIGHT = re.compile(r"(\d{4}-\d\d-\d\d)[T ]00:00:00(\.0+)?(Z|\+00:00)?")
 
 
@@ -58,25 +57,24 @@ def _offer(row: Json, where: str) -> Json:
     for alias, model in row["model_mapping"].items():
         if asking and alias not in json.dumps(asking):
             continue
-        prices = row["tool_pricing"].get(model, {}).items()
-        usd = {key.split("_")[0]: n * 1e6 if n < PER_TOKEN else n for key, n in prices}
-        require(
-            {"input", "output"} <= usd.keys(),
-            f"{where}: tool_pricing has no input and output price of {model!r}",
-        )
+        prices, keys = row["tool_pricing"].get(model, {}), ("input", "output")
+        usd = [prices.get(f"{key}_tokens_per_million") for key in keys]
+        problem = f"{where}: tool_pricing has no input and output price of {model!r}"
+        require(None not in usd, problem)
+        usd = [n * 1e6 if n < PER_TOKEN else n for n in usd]
         expert = simulated.get(model, TABLES["others"])
         experts.append(
             {
                 "alias": alias,
                 "model": model,
-                "description": f"{alias}: ${usd['input']:g} and ${usd['output']:g} per million.",
-                "usd": [usd["input"], usd["output"]],
+                "description": f"{alias}: ${usd[0]:g} and ${usd[1]:g} per million.",
+                "usd": usd,
                 "latency_s": float(expert["seconds"]),
                 "skill": expert["skill"],
             }
         )
-    weights = {part: wish.get(feature, 0.0) for part, feature in FEATURES.items()}
-    weights["tools"] = {e["alias"]: wish.get(e["alias"], 0.0) for e in experts}
+    names = "accuracy", "cost", "latency", *(expert["alias"] for expert in experts)
+    weights = {name: wish.get(name, 0.0) for name in names}
     asking = asking and {"type": "function", "function": asking}
     return {"tools": [*functions], "experts": experts, "preference": weights, "asking": asking}
 
@@ -104,19 +102,17 @@ def unfit(world: World, task: Json, judge: Any) -> str:
     acts = actions + state.get("initialization_actions", [])
     data = state.get("initialization_data", {})
     missing = {action["name"] for action in actions} - world.by_name.keys()
+    judged = "NL_ASSERTION" in basis and criteria.get("nl_assertions")
+    users = data.get("user_data") or any("user" in act.values() for act in acts)
     reasons = {
-        "the user has tools": data.get("user_data")
-        or any("user" in (act.get("requestor"), act.get("env_type")) for act in acts),
+        "the user has tools": users,
         "message_history": "message_history" in state,
         "ENV_ASSERTION": "ENV_ASSERTION" in basis,
-        "task.judge is needed": "NL_ASSERTION" in basis
-        and criteria.get("nl_assertions")
-        and not judge,
+        "task.judge is needed": judged and not judge,
         f"no tool {min(missing, default='')}": missing,
     }
-    for reason, holds in reasons.items():
-        if holds:
-            return reason
+    if why := next((reason for reason, holds in reasons.items() if holds), ""):
+        return why
     try:
         world.started(state)
     except ToolError as error:

@@ -13,9 +13,9 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import runpy
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +68,10 @@ def load_domain(directory: Path) -> World:
     source = directory / "toolkit.py"
     try:
         if source.is_file():
-            spec = spec_from_file_location(f"toolkit_{directory.name}", source)
-            module = module_from_spec(spec)
-            spec.loader.exec_module(module)
-            toolkit = module.Toolkit(db)
-            functions = [function_schema(tool(method))["function"] for method in _methods(toolkit)]
+            toolkit = runpy.run_path(str(source))["Toolkit"](db)
+            methods = inspect.getmembers(toolkit, inspect.ismethod)
+            made = [tool(m) for name, m in methods if m.__doc__ and name[0] != "_"]
+            functions = [function_schema(each)["function"] for each in made]
         else:
             name = f"tau2.domains.{directory.name}.environment"
             environment = importlib.import_module(name).get_environment()
@@ -86,12 +85,6 @@ def load_domain(directory: Path) -> World:
         ) from None
     tools = [{"kind": _kind(getattr(toolkit, f["name"])), "function": f} for f in functions]
     return ToolkitWorld(directory.name, {}, {"db": db}, tools, policy, type(toolkit))
-
-
-def _methods(toolkit: Any) -> list[Callable]:
-    """The methods that are tools."""
-    found = inspect.getmembers(toolkit, inspect.ismethod)
-    return [method for name, method in found if method.__doc__ and name[0] != "_"]
 
 
 def _kind(method: Callable) -> str:
