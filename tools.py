@@ -166,7 +166,9 @@ class Catalogue:
         if kind == "web":
             return WebSearch(spending=self.spending, **settings)
         if kind == "expert":
-            return ExpertTool(expert=self._expert(settings.pop("expert"), where), **settings)
+            name = settings["name"]
+            expert = self._expert(settings.pop("expert"), where, name)
+            return ExpertTool(experts={name: expert}, **settings)
         return self._role(where, settings) if kind == "role" else Orchestrator(**settings)
 
     def _role(self, where: str, entry: Json) -> RoleTool:
@@ -177,15 +179,16 @@ class Catalogue:
         models = entry.get("models", listed)
         require(models, f"{where}: models is missing; it must list experts or aliases")
         for alias in models:
-            expert = self._expert(self.tables["aliases"].get(alias, alias), f"{where}: {alias}")
+            behind = self.tables["aliases"].get(alias, alias)
+            expert = self._expert(behind, f"{where}: {alias}", alias)
             if alias in listed:
                 *usd, seconds = listed[alias]
                 expert = replace(expert, price=Price(*usd), latency_s=seconds)
             experts[alias] = expert
         return RoleTool(entry["name"], entry["description"], experts, given=given)
 
-    def _expert(self, name: str, where: str) -> Expert:
-        """Returns an expert by its name."""
+    def _expert(self, name: str, where: str, alias: str) -> Expert:
+        """Returns an expert by its name, for a tool that knows it by an alias."""
         settings = {**_known(self.tables["experts"], name, where)}
         place = f"{self.path}: experts.{name}.endpoint"
         host = _known(self.endpoints, settings.pop("endpoint"), place)
@@ -193,7 +196,7 @@ class Catalogue:
         if key and key not in self.unset and not os.environ.get(key, "").strip():
             self.unset.add(key)
             print(f"{where}: {name} needs {key}, which is not set", file=sys.stderr)
-        return Expert(host, price=price, spending=self.spending, **settings)
+        return Expert(alias, host, price=price, spending=self.spending, **settings)
 
 
 def _known(table: Json, name: str, where: str) -> Any:

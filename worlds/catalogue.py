@@ -10,10 +10,10 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
 
 from nanorchestra.agent.environment import Tool
 from nanorchestra.records import Price, Task, ToolResult
+from nanorchestra.schemas import Json
 from nanorchestra.tools.http import count_tokens
 from nanorchestra.tools.models import Expert, ExpertTool, Spending
 from nanorchestra.tools.roles import RoleTool
@@ -27,45 +27,38 @@ FORMS = preferences.TABLES["descriptions"]
 REPLY = "```python\nprint({answer!r})\n```\n<query>{question}</query>\n<answer>{answer}</answer>"
 
 
-class Offer(NamedTuple):
-    """A tool as a task offers it, its name in the catalogue, and the experts behind its aliases."""
-
-    tool: Tool
-    what: str
-    behind: dict[str, str]
-
-    def row(self) -> dict[str, Any]:
-        """Returns the offer as JSON, for a task's data; `usd` is per million tokens."""
-        specs = {}
-        for alias, expert in models(self.tool).items():
-            specs[alias] = {"what": self.behind[alias], "usd": list(expert.price)}
-        words = {"name": self.tool.name, "description": self.tool.description}
-        return words | {"what": self.what, "models": specs}
+def row(tool: Tool) -> Json:
+    """Returns an offer as JSON, for a task's data; `usd` is per million tokens."""
+    models = {
+        alias: {"what": expert.name, "usd": list(expert.price)}
+        for alias, expert in experts_of(tool).items()
+    }
+    what = tool.expert.name if isinstance(tool, ExpertTool) else tool.name
+    words = {"name": tool.name, "description": tool.description}
+    return words | {"what": what, "models": models}
 
 
-def models(tool: Tool) -> dict[str, Expert]:
+def experts_of(tool: Tool) -> dict[str, Expert]:
     """Returns the language models behind a tool, by alias; {} if it has none."""
-    if isinstance(tool, RoleTool):
-        return tool.experts
-    return {tool.name: tool.expert} if isinstance(tool, ExpertTool) else {}
+    return getattr(tool, "experts", {})
 
 
-def draw(tools: Sequence[Tool], rng: random.Random, varied: bool) -> list[Offer]:
-    """Returns the offers of a task: the catalogue as it is, or `varied` as in the paper.
+def draw(tools: Sequence[Tool], rng: random.Random, varied: bool) -> list[Tool]:
+    """Returns what a task offers: the catalogue as it is, or `varied` as in the paper.
 
     A varied task has a random subset of the tools, or all if no expert is among it, and of a
     published role some of its experts, in any order behind its aliases. Other experts have aliases
     of their own. Prices follow a schedule.
     """
     if not varied:
-        return [_offer(tool, {name: name for name in models(tool)}) for tool in tools]
+        return [_offer(tool, {name: name for name in experts_of(tool)}) for tool in tools]
     chosen = [tool for tool in tools if isinstance(tool, RoleTool) or rng.random() < OFFERED]
-    chosen = chosen if any(map(models, chosen)) else list(tools)
+    chosen = chosen if any(map(experts_of, chosen)) else list(tools)
     rng.shuffle(chosen)
     schedule = rng.choice(preferences.TABLES["schedules"]["train"])
     names, offers = iter(rng.sample(EXPERT_NAMES, len(EXPERT_NAMES))), []
     for tool in chosen:
-        known = list(models(tool))
+        known = list(experts_of(tool))
         count = rng.randint(1, len(known)) if isinstance(tool, RoleTool) else 0
         shuffled = dict(zip(rng.sample(known, count), rng.sample(known, count), strict=True))
         behind = shuffled or {next(names): name for name in known}
@@ -75,39 +68,35 @@ def draw(tools: Sequence[Tool], rng: random.Random, varied: bool) -> list[Offer]
 
 def _offer(
     tool: Tool, behind: dict[str, str], schedule: int | None = None, form: str = FORMS[0]
-) -> Offer:
-    """Returns the offer of a tool; `behind` maps aliases to its models, at a schedule's prices."""
-    experts, words, name = {}, tool.description, tool.name
+) -> Tool:
+    """Returns a tool as a task offers it: aliases for the experts `behind`, a schedule's prices."""
+    experts, name, words = {}, tool.name, tool.description
     for alias, model in behind.items():
-        expert = models(tool)[model]
+        expert = tool.experts[model]
         usd = preferences.scheduled(schedule, expert.model, expert.price)
         seconds = expert.latency_s or LATENCY_S
         experts[alias] = replace(expert, price=Price(*usd), latency_s=seconds)
     if isinstance(tool, RoleTool):  # it states the prices itself
-        given = tool.given if schedule is None else None
-        return Offer(replace(tool, experts=experts, given=given), name, behind)
-    changes = {}
-    for name, expert in experts.items():
-        changes, skill = {"expert": expert}, words.strip().rstrip(".")
+        return replace(tool, experts=experts, given=tool.given if schedule is None else None)
+    for name in experts:  # one, or none
         numbers = {"input": usd[0], "output": usd[1], "seconds": round(seconds)}
-        words = form.format(alias=name, skill=skill, **numbers)
+        words = form.format(alias=name, skill=words.strip().rstrip("."), **numbers)
     for unit in ("call", "second"):
         if usd := getattr(tool, f"usd_per_{unit}", 0.0):
             words = f"{words} Price: ${usd:g} a {unit}."
-    return Offer(replace(tool, name=name, description=words, **changes), tool.name, behind)
+    changes = {"experts": experts} if experts else {}
+    return replace(tool, name=name, description=words, **changes)
 
 
 def simulated(tool: Tool, task: Task, seed: int) -> Tool:
     """Returns a tool of the catalogue whose language models are simulated for one attempt."""
     form, made = REPLY if isinstance(tool, RoleTool) else "{answer}", {}
-    for name, expert in models(tool).items():
+    for name, expert in experts_of(tool).items():
         usd = max(expert.price.output_per_million, 1e-9)
         skill = min(0.97, max(0.3, 0.68 + 0.18 * math.log10(usd)))  # 0.86 at $10
         settings = vars(expert) | {"spending": Spending()}
         made[name] = Simulation(**settings, task=task, seed=seed, skill=skill, form=form)
-    if isinstance(tool, RoleTool):
-        return replace(tool, experts=made)
-    return replace(tool, expert=made[tool.name]) if made else tool
+    return replace(tool, experts=made) if made else tool
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from nanorchestra.records import Preference, Task
 from nanorchestra.schemas import check
 from nanorchestra.tools.models import ExpertTool
 from worlds import catalogue
-from worlds.catalogue import Offer
 from worlds.judge import grade
 from worlds.toolscale import preferences
 
@@ -98,7 +97,7 @@ class QuestionWorld:
         offers = catalogue.draw(self.tools, rng, draw["varied"])
         wish = row.preference or self.wish
         if wish is None:
-            named = [name for offer in offers for name in offer.behind or [offer.what]]
+            named = [name for tool in offers for name in catalogue.experts_of(tool) or [tool.name]]
             wish = preferences.draw(rng, named, split)
         else:
             wish = _renamed(wish, offers)
@@ -108,7 +107,7 @@ class QuestionWorld:
             "world": self.name,
             "answer": row.answer,
             "wrong": sorted(wrong - {row.answer}) or ["unknown"],
-            "tools": [offer.row() for offer in offers],
+            "tools": [catalogue.row(tool) for tool in offers],
             "draw": draw,
             "wish": preferences.kind_of(wish),
             "bounds": _bounds(offers),
@@ -121,28 +120,30 @@ class QuestionWorld:
         if self.simulated:
             tools = [catalogue.simulated(tool, task, seed) for tool in tools]
         offers = catalogue.draw(tools, random.Random(draw["seed"]), draw["varied"])
-        env = QuestionEnvironment(task, [offer.tool for offer in offers])
+        env = QuestionEnvironment(task, offers)
         env.judge = self.judge
         return env
 
 
-def _bounds(offers: Sequence[Offer]) -> list[list[float]]:
+def _bounds(offers: Sequence[Tool]) -> list[list[float]]:
     """Bounds of US dollars and seconds: from nothing to a call of each expert on offer."""
-    experts = [expert for offer in offers for expert in catalogue.models(offer.tool).values()]
+    experts = [expert for tool in offers for expert in catalogue.experts_of(tool).values()]
     usd = sum(expert.price.cost(READ, catalogue.WRITTEN) for expert in experts)
     seconds = sum(expert.latency_s for expert in experts)
     return [[0.0, usd or 0.01], [0.0, seconds or catalogue.LATENCY_S]]
 
 
-def _renamed(wish: Preference, offers: Sequence[Offer]) -> Preference:
+def _renamed(wish: Preference, offers: Sequence[Tool]) -> Preference:
     """Returns a preference over the tools on offer, under their aliases, in the words too.
 
     A model behind several roles has an alias in each; what is not on offer is left out.
     """
     aliases = defaultdict(list)
-    for offer in offers:
-        for alias, name in (offer.behind | {offer.tool.name: offer.what}).items():
-            aliases[name].append(alias)
+    for tool in offers:
+        for alias, expert in catalogue.experts_of(tool).items():
+            aliases[expert.name].append(alias)
+        if not isinstance(tool, ExpertTool):
+            aliases[tool.name].append(tool.name)
     names = "|".join(map(re.escape, sorted(aliases, key=len, reverse=True)))
     text = re.sub(rf"(?<![\w-])({names})(?![\w-])", lambda m: " or ".join(aliases[m[1]]), wish.text)
     tools = {alias: weight for name, weight in wish.tools.items() for alias in aliases[name]}
@@ -160,7 +161,7 @@ def load_world(
     """
     file, wish = Path(name.removeprefix(PREFIX)), None
     require(tools, f"task.world is {name!r}, which needs a catalogue of tools: task.tools")
-    names = [name for tool in tools for name in (tool.name, *catalogue.models(tool))]
+    names = [name for tool in tools for name in (tool.name, *catalogue.experts_of(tool))]
     if settings.preference:
         wish = Preference.parse(settings.preference, "task.preference", names)
     splits = {"train": [], HELD_OUT: []}

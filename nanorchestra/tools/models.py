@@ -33,19 +33,15 @@ class Spending:
 
     def bounded(self, name: str, most_usd: float, call: Callable[[], ToolResult]) -> ToolResult:
         """Returns `call()`, or an error if that could cost more than is left."""
-        usd = 0.0
         with self._lock:
             if self.spent + most_usd > self.most:
                 problem = f"{name} could cost ${most_usd:.2g}, more than the run has left to spend"
                 return ToolResult(f"Error: {problem}", error=True, alias=name)
             self.spent += most_usd
-        try:
-            result = call()
-            usd = result.cost_usd
-            return result
-        finally:
-            with self._lock:
-                self.spent += usd - most_usd
+        result = call()
+        with self._lock:
+            self.spent += result.cost_usd - most_usd
+        return result
 
 
 def most_usd(tool: Any, arguments: Json) -> float:
@@ -96,7 +92,7 @@ def _text(content: Any) -> str:
     if isinstance(content, list):
         return "".join(map(_text, content))
     if isinstance(content, dict):
-        return _text(content.get("text"))
+        content = content.get("text")
     text = "" if content is None else str(content)
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
@@ -123,11 +119,13 @@ class Endpoint:
 class Expert:
     r"""A language model with its price.
 
+    `name` is its name in the catalogue's tools, whatever its alias in a task.
     A `reasoning` model has a fixed temperature, and its limit is named max_completion_tokens.
     `code_tokens` and `context_tokens` bound what it reads in a published role. `boxed`: it marks
     its answer by \boxed{}, not by tags. `note` and `latency_s` are told to the policy.
     """
 
+    name: str
     endpoint: Endpoint
     model: str
     price: Price
@@ -183,14 +181,22 @@ def _emptiness(message: Json) -> str:
 
 @dataclass
 class ExpertTool:
-    """An expert for a task that the policy writes; without one it receives the whole problem."""
+    """An expert for a task that the policy writes; without one it receives the whole problem.
+
+    `experts` has one, under the name of the tool.
+    """
 
     name: str
     description: str
-    expert: Expert
+    experts: dict[str, Expert]
     evidence: Evidence | None = None
     kind, blocking = "expert", True
     parameters = arguments_schema(task="string") | {"required": []}
+
+    @property
+    def expert(self) -> Expert:
+        """The expert."""
+        return self.experts[self.name]
 
     def most_usd(self, arguments: Json) -> float:
         """Returns the US dollars of the longest answer."""
