@@ -26,6 +26,7 @@ from nanorchestra.files import read_json
 from nanorchestra.tools.embed import Embedder
 
 TEXTS, WORDS, VECTORS = "passages.jsonl", "bm25", "vectors"
+WORD, COMMON = r"\w+", frozenset(STOPWORDS_EN)
 CANDIDATES = 10  # passages by BM25 whose word pairs are compared with the query's
 SIMILAR = 0.8  # ratio of difflib above which an unknown word is read as a known one
 
@@ -132,19 +133,13 @@ def saved_passages(path: Path) -> JsonlCorpus:
 
 def word_index(texts: Iterable[str]) -> bm25s.BM25:
     """Returns the BM25 index of texts. UserError if there is no word in them."""
-    vocabulary: dict[str, int] = {}
-    rows = [
-        [vocabulary.setdefault(word, len(vocabulary)) for word in words_of(text)] for text in texts
-    ]
-    require(vocabulary, "the passages hold no word; an index needs text")
+    tokens = bm25s.tokenize(texts, token_pattern=WORD, show_progress=False)
+    require(tokens.vocab, "the passages hold no word; an index needs text")
     index = bm25s.BM25(backend="numpy")
-    index.index((rows, vocabulary), create_empty_token=False, show_progress=False)
+    index.index(tokens, create_empty_token=False, show_progress=False)
     return index
 
 
 def words_of(text: str) -> list[str]:
     """Returns the words of a text in lower case, without the commonest of English."""
-    return [word for word in re.findall(r"\w+", text.lower()) if word not in _COMMON]
-
-
-_COMMON = frozenset(STOPWORDS_EN)
+    return [word for word in re.findall(WORD, text.lower()) if word not in COMMON]

@@ -181,7 +181,8 @@ class DomainEnvironment:
             said = f"The user: {answer.content}" if answer else "The user has ended the talk."
             text = f"{alias} wrote to the user: {turn.content}\n{said}"
         failed = answer is not None and answer.infrastructure
-        return replace(result, content=text, infrastructure=failed, alias=alias)
+        found = {} if result.error else {"attempts": [[alias, text]]}
+        return replace(result, content=text, infrastructure=failed, alias=alias, found=found)
 
     def _turn(self) -> str:
         """What an expert is asked."""
