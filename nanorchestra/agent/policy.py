@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,7 @@ from nanorchestra.model.parser import THINK, THINK_END
 from nanorchestra.records import ParsedTurn, Price, ToolCall, Trajectory
 from nanorchestra.schemas import Json
 from nanorchestra.tools.http import EndpointError
-from nanorchestra.tools.models import chat_completion, is_base_url
-
-PARALLEL = 16  # requests at a time
+from nanorchestra.tools.models import Endpoint
 
 
 def check_endpoint(section: RolloutSection) -> None:
@@ -42,7 +40,7 @@ def check_endpoint(section: RolloutSection) -> None:
         "them with --rollouts N, then imitate them with --warm_start.trajectories RUN",
     )
     require(
-        not url or is_base_url(url),
+        not url or re.fullmatch(r"https?://[^\s@?#]+", url),
         f"rollout.endpoint is {url!r}; it must be a base URL such as http://localhost:8000/v1, "
         "without a key: that comes from OPENAI_API_KEY",
     )
@@ -66,17 +64,12 @@ class EndpointRollout(Rollout):
 
         rebuild = section.context == "rebuild"
         super().__init__(None, tokenizer, params, limits, Price(0.0, 0.0), rebuild=rebuild)
-        self.url, self.free = section.endpoint, threading.Semaphore(PARALLEL)
+        self.server = Endpoint(section.endpoint, "OPENAI_API_KEY", timeout_s=120.0)
         self.bill = Price(section.input_usd_per_million, section.output_usd_per_million)
 
     def open(self, attempt: Attempt, start: Any, prompt: list[int]) -> EndpointConversation:
         """Opens a conversation that begins with the messages of `start`."""
         return EndpointConversation(self, attempt.trajectory, list(start.messages), start.tools)
-
-    def ask(self, body: Json) -> tuple[Json, tuple[int, int]]:
-        """Returns what `chat_completion` does, when fewer than PARALLEL requests are open."""
-        with self.free:
-            return chat_completion(self.url, body)
 
 
 @dataclass
@@ -102,10 +95,10 @@ class EndpointConversation:
         """Returns the next turn. finish_reason "error": there is none, and `text` says why."""
         body = params | {"messages": self.messages} | ({"tools": self.tools} if self.tools else {})
         try:
-            message, tokens = await in_thread(self.rollout.ask, body)
+            message, tokens = await in_thread(self.rollout.server.complete, body)
         except EndpointError as error:
             self.trajectory.cost_usd += self.rollout.bill.cost(*error.tokens)
-            text = f"Error: {params['model']} at {self.rollout.url} failed ({error})"
+            text = f"Error: {params['model']} at {self.rollout.server.base_url} failed ({error})"
             return _completion([], "error", text)
         self.trajectory.cost_usd += self.rollout.bill.cost(*tokens)
         reasoning, content, calls = read(message)

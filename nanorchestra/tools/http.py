@@ -32,11 +32,11 @@ class EndpointError(Exception):
     """A server has not answered as it should, after all attempts; the message never has the key.
 
     `received` is the text of a reply that was begun, None if there is nothing to bill; `tokens` are
-    those of a language model that has worked for it. `retries` counts the requests that were
-    repeated. A request may be repeated after `wait` seconds; None: it is no use.
+    those of a language model that has worked for it. `spent` are the requests that were repeated
+    and the seconds of all. A request may be repeated after `wait` seconds; None: it is no use.
     """
 
-    tokens, retries = (0, 0), 0
+    tokens, spent = (0, 0), (0, 0.0)
 
     def __init__(self, problem: str, received: str | None = None, wait: float | None = None):
         super().__init__(problem)
@@ -45,8 +45,8 @@ class EndpointError(Exception):
 
 def post(
     url: str, body: Json, schema: Json, key_variable: str, timeout_s: float
-) -> tuple[Json, int]:
-    """Returns a JSON reply that fits `schema`, and how many requests were repeated.
+) -> tuple[Json, tuple[int, float]]:
+    """Returns a JSON reply that fits `schema`, and (requests that were repeated, seconds).
 
     All of it takes `timeout_s` seconds at most. A connection error and the status 408, 409, 429 or
     from 500 are tried again, after a random wait or as long as the server's Retry-After says. The
@@ -54,11 +54,12 @@ def post(
     """
     key = "".join(os.environ.get(key_variable, "").split())
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    end = time.monotonic() + timeout_s
+    start = time.monotonic()
+    end = start + timeout_s
     for attempt in range(ATTEMPTS):
         try:
             text = within(end - time.monotonic(), lambda: _send(url, body, headers, end))
-            return _read(text, schema), attempt
+            return _read(text, schema), (attempt, time.monotonic() - start)
         except TimeoutError:
             error = EndpointError(f"no whole reply within {timeout_s:g} s", "")
         except EndpointError as refused:
@@ -72,7 +73,7 @@ def post(
     problem = problem.replace(key, "...") if key else problem
     if "HTTP 401" in problem and not key:
         problem = f"the environment variable {key_variable} is not set; {problem}"
-    error.args, error.retries = (problem[:300],), attempt
+    error.args, error.spent = (problem[:300],), (attempt, time.monotonic() - start)
     if error.received is not None:
         error.tokens = count_tokens(json.dumps(body)), count_tokens(error.received)
     raise error

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -52,51 +50,6 @@ def most_usd(tool: Any, arguments: Json) -> float:
     return getattr(tool, "usd_per_call", 0.0) + by_time
 
 
-def chat_completion(
-    base_url: str,
-    body: Json,
-    *,
-    key_variable: str = "OPENAI_API_KEY",
-    timeout_s: float = 120.0,
-) -> tuple[Json, tuple[int, int]]:
-    """Returns an assistant's message, with `finish_reason` and `retries`, and its tokens.
-
-    `body` is the request's JSON (model, messages, ...). Content in parts is joined to text. Tokens,
-    input and output, are estimated where the reply does not state them. Raises EndpointError.
-    """
-    url = f"{base_url.rstrip('/')}/chat/completions"
-    reply, retries = post(url, body, SHAPES["completion"], key_variable, timeout_s)
-    choice, usage = reply["choices"][0], reply.get("usage")
-    usage = usage if isinstance(usage, dict) else {}
-    asked = body.get("messages"), body.get("tools")
-    tokens = []
-    for name, part in (("prompt_tokens", asked), ("completion_tokens", choice["message"])):
-        stated = usage.get(name)
-        known = isinstance(stated, int) and stated > 0
-        tokens.append(stated if known else count_tokens(json.dumps(part, ensure_ascii=False)))
-    message = choice["message"] | {
-        "content": _text(choice["message"].get("content")),
-        "finish_reason": choice.get("finish_reason"),
-        "retries": retries,
-    }
-    return message, tuple(tokens)
-
-
-def is_base_url(url: str) -> bool:
-    """Returns whether `url` is http or https with a host, and without a key or query."""
-    return re.fullmatch(r"https?://[^\s@?#]+", url) is not None
-
-
-def _text(content: Any) -> str:
-    """Returns content as text: a string, null, a number, or a list of parts."""
-    if isinstance(content, list):
-        return "".join(map(_text, content))
-    if isinstance(content, dict):
-        content = content.get("text")
-    text = "" if content is None else str(content)
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
 @dataclass(frozen=True)
 class Endpoint:
     """An OpenAI-compatible server; `key_variable` "" if it needs no key.
@@ -110,9 +63,43 @@ class Endpoint:
     concurrency: int = 16
 
     @cached_property
-    def free(self) -> threading.Semaphore:
-        """Counts the calls that may still begin."""
+    def _free(self) -> threading.Semaphore:
         return threading.Semaphore(self.concurrency)
+
+    def complete(self, body: Json) -> tuple[Json, tuple[int, int]]:
+        """Returns an assistant's message, with `finish_reason` and `spent`, and its tokens.
+
+        `body` is the request's JSON (model, messages, ...). Content in parts is joined to text.
+        Tokens, input and output, are estimated where the reply does not state them. Raises
+        EndpointError; its `spent`, as that of the message, is what `post` says.
+        """
+        url, shape = f"{self.base_url.rstrip('/')}/chat/completions", SHAPES["completion"]
+        with self._free:
+            reply, spent = post(url, body, shape, self.key_variable, self.timeout_s)
+        choice, usage = reply["choices"][0], reply.get("usage")
+        usage = usage if isinstance(usage, dict) else {}
+        asked = body.get("messages"), body.get("tools")
+        tokens = []
+        for name, part in (("prompt_tokens", asked), ("completion_tokens", choice["message"])):
+            stated = usage.get(name)
+            known = isinstance(stated, int) and stated > 0
+            tokens.append(stated if known else count_tokens(json.dumps(part, ensure_ascii=False)))
+        message = choice["message"] | {
+            "content": _text(choice["message"].get("content")),
+            "finish_reason": choice.get("finish_reason"),
+            "spent": spent,
+        }
+        return message, tuple(tokens)
+
+
+def _text(content: Any) -> str:
+    """Returns content as text: a string, null, a number, or a list of parts."""
+    if isinstance(content, list):
+        return "".join(map(_text, content))
+    if isinstance(content, dict):
+        content = content.get("text")
+    text = "" if content is None else str(content)
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 @dataclass(frozen=True)
@@ -153,19 +140,15 @@ class Expert:
         body["messages"] = [{"role": "user", "content": text}]
         if self.temperature is not None and not self.reasoning:
             body["temperature"] = self.temperature
-        server = self.endpoint
-        keys = {"key_variable": server.key_variable, "timeout_s": server.timeout_s}
-        with server.free:
-            start = time.monotonic()
-            try:
-                message, tokens = chat_completion(server.base_url, body, **keys)
-                said, retries = message["content"].rpartition("</think>")[2], message["retries"]
-                problem = "" if said.strip() else _emptiness(message)
-            except EndpointError as error:
-                problem, tokens, retries = f"did not answer: {error}", error.tokens, error.retries
-        seconds, usd = time.monotonic() - start, self.price.cost(*tokens)
+        try:
+            message, tokens = self.endpoint.complete(body)
+            said, spent = message["content"].rpartition("</think>")[2], message["spent"]
+            problem = "" if said.strip() else _emptiness(message)
+        except EndpointError as error:
+            problem, tokens, spent = f"did not answer: {error}", error.tokens, error.spent
         if problem:
             said = f"Error: {name} {problem}".replace(self.model, name)
+        (retries, seconds), usd = spent, self.price.cost(*tokens)
         settings = {"alias": name, "retries": retries}
         return ToolResult(said.strip(), usd, seconds, bool(problem), False, *tokens, **settings)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,9 +96,9 @@ class WebSearch:
             if self.offline:
                 problem = "offline, and this query has no stored reply; use another tool"
                 raise EndpointError(problem) from missing
-        start, url = time.monotonic(), f"{self.base_url}/{path}"
-        reply, _ = post(url, body, SHAPES["tavily"], KEY_VARIABLE, self.timeout_s)
-        answer = reply["results"], time.monotonic() - start
+        url = f"{self.base_url}/{path}"
+        reply, (_, seconds) = post(url, body, SHAPES["tavily"], KEY_VARIABLE, self.timeout_s)
+        answer = reply["results"], seconds
         try:
             write_whole(stored, json.dumps(answer))
         except UserError as error:

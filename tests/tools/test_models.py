@@ -11,10 +11,14 @@ from openai_server import openai_server, said
 
 from nanorchestra.tools import http
 from nanorchestra.tools.http import EndpointError
-from nanorchestra.tools.models import chat_completion
+from nanorchestra.tools.models import Endpoint
 
 KEY = "sk-secret/key"
 BODY = {"model": "m", "messages": [{"role": "user", "content": "x" * 300}]}
+
+
+def chat_completion(url, body, timeout_s=120.0):
+    return Endpoint(url, "OPENAI_API_KEY", timeout_s).complete(body)
 
 
 @pytest.fixture
@@ -37,7 +41,7 @@ def test_a_completion_is_a_message_and_its_tokens(server):
     server.answer = lambda body: said("hi", [("f", "{}")], "tool_calls", (7, 2), reasoning="r")
     message, tokens = chat_completion(server.url + "/", {"model": "m"})
     assert (message["content"], message["reasoning"], tokens) == ("hi", "r", (7, 2))
-    assert (message["finish_reason"], message["retries"]) == ("tool_calls", 0)
+    assert (message["finish_reason"], message["spent"][0]) == ("tool_calls", 0)
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
     assert server.bodies == [{"model": "m"}]
     assert server.headers[0]["Authorization"] == f"Bearer {KEY}"
@@ -100,7 +104,7 @@ def test_a_refusal_is_tried_again_if_it_may_pass_and_told_without_the_key(
         chat_completion(server.url, {})
     assert len(server.bodies) == tries and len(str(error.value)) <= 300
     assert str(error.value).startswith(f"HTTP {status}: the model `big` and the key ... x")
-    assert len(waits) == tries - 1 == error.value.retries and all(1 <= w <= 4 for w in waits)
+    assert len(waits) == tries - 1 == error.value.spent[0] and all(1 <= w <= 4 for w in waits)
 
 
 def test_the_wait_is_as_long_as_the_server_says_but_within_the_time_out(server, waits):

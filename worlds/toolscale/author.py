@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.tools.http import EndpointError
-from nanorchestra.tools.models import chat_completion
+from nanorchestra.tools.models import Endpoint
 from worlds.toolscale.domains import build, load_blueprint
 from worlds.toolscale.world import write_json
 
@@ -40,10 +40,11 @@ def write_blueprint(domain: str, directory: Path, endpoint: str, model: str, see
     example = json.dumps(load_blueprint("railway"))
     text = PROMPT.format(example=example, domain=domain, name=name)
     messages = [{"role": "user", "content": text}]
+    server = Endpoint(endpoint, "OPENAI_API_KEY", timeout_s=180.0)
     for _ in range(ATTEMPTS):
         try:
             body = {"model": model, "messages": messages}
-            message, _ = chat_completion(endpoint, body, timeout_s=180.0)
+            message, _ = server.complete(body)
             answer = message.get("content") or ""
             found = re.search(r"\{.*\}", answer, re.DOTALL)
             blueprint = json.loads(found[0] if found else "")
