@@ -159,7 +159,7 @@ def test_published_roles_read_the_evidence_and_return_what_was_found(load, serve
     result = reason.call({"model": "a-1"})
     assert result.found == {"code": [["print(6*7)", "42"]]} and "42" in result.content
     assert [part["name"] for part in result.parts] == ["expert", "python"]
-    assert result.cost_usd == pytest.approx(0.0002, rel=1e-2) and result.alias == "a-1"
+    assert result.cost_usd == pytest.approx(0.0002, rel=0.1) and result.alias == "a-1"
     (message,) = server.bodies[-1]["messages"]
     texts = ["Doc 1: old document", "print(2)", "Attempt1 answer by a-1: lead", "What is gold?"]
     places = [message["content"].index(text) for text in [*texts, "Do not answer"]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from functools import partial
 
 import pytest
 from openai_server import openai_server, said
@@ -142,7 +143,7 @@ def test_a_failure_is_infrastructure_and_keeps_what_was_before(server, nano_toke
 
 
 def test_attempts_run_side_by_side_up_to_a_limit(server, nano_tokenizer, monkeypatch):
-    monkeypatch.setattr(policy, "PARALLEL", 3)
+    monkeypatch.setattr(policy, "Endpoint", partial(policy.Endpoint, concurrency=3))
     three, free = threading.Barrier(3), threading.Semaphore(3)
 
     def answer(body):
