@@ -13,25 +13,19 @@ from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import Attempt, Rollout
 from nanorchestra.engine.request import SamplingParams
 from nanorchestra.engine.stream import TurnStream
-from nanorchestra.schemas import Json
-from nanorchestra.serving.protocol import SAMPLING, usage
+from nanorchestra.schemas import Json, check
+from nanorchestra.serving.protocol import OPENAPI, SAMPLING, usage
 from nanorchestra.serving.service import ApiError, Service
 
 MakeEnvironment = Callable[[str, str, int], Environment]  # of a question, a wish and a seed
-ALONE = {"tools": [], "stop": [], "logprobs": False, "return_token_ids": False, "n": 1}
-ALONE |= {"response_format": {"type": "text"}}  # what else a plain model has
 
 
 class Orchestration:
     """One attempt at the last message of a body. Its owner closes it, whatever happens."""
 
     def __init__(self, service: Service, rollout: Rollout, make: MakeEnvironment, body: Json):
-        for name, value in ALONE.items():
-            if body[name] != value:
-                raise ApiError(f"{name}: it must be {value!r} with +tools", param=name)
         *before, asked = body["messages"]
-        if asked["role"] != "user":
-            raise ApiError("messages: the last one must be the user's", param="messages")
+        check({**body, "last": asked}, OPENAPI["components"]["schemas"]["WithTools"], "+tools")
         given, seed = body.get("metadata", {}), body.get("seed", secrets.randbits(62))
         limits = [f"{name}={given[name]}" for name in ("usd", "seconds", "never") if name in given]
         env = make(asked["content"], " ".join([given.get("preference", ""), *limits]), seed)

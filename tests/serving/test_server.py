@@ -86,8 +86,14 @@ BAD = {
     "too long": (CHAT, json.dumps(said("word " * 3000)), "the context of 2048"),
     "an id": (TEXT, b'{"model": "nano", "prompt": [99999]}', "token id 99999"),
     "an empty prompt": (TEXT, b'{"model": "nano", "prompt": ""}', "prompt: it is empty"),
+    "mixed prompts": (TEXT, b'{"model": "nano", "prompt": ["a", 5]}', "prompt: 5 is not"),
+    "ids and text": (TEXT, b'{"model": "nano", "prompt": [5, "a"]}', "prompt: [5, 'a'] is not"),
     "no prompt": (TEXT, b'{"model": "nano", "prompt": []}', "prompt: "),
-    "tools with tools": (CHAT, json.dumps(said(tools=[BIG]) | {"model": "nano+tools"}), "tools: "),
+    "tools with tools": (
+        CHAT,
+        json.dumps(said(tools=[BIG]) | {"model": "nano+tools"}),
+        "+tools: tools",
+    ),
 }
 
 
