@@ -94,8 +94,7 @@ class Attempt:
             params = self.rollout.params(seed, allowed)
             completion = await self.conversation.sample(params, self.on_token)
             turn, parsed = self._record(completion)
-            cut = completion.finish_reason == "length"
-            if cut and not self.has_answer:  # such a turn is void
+            if completion.finish_reason == "length" and not self.has_answer:  # the turn is void
                 return "token_limit" if allowed == budget else "user_limit"
             if completion.finish_reason == "error":
                 results = [ToolResult(completion.text, error=True, infrastructure=True)]
@@ -131,8 +130,8 @@ class Attempt:
         self._extend(prompt)
 
     def _close(self) -> None:
-        if self.conversation:
-            self.conversation.close()
+        if self.conversation and (cut := self.conversation.close()):
+            self._extend(cut.token_ids, cut.logprobs, cut.weight_versions)
 
     def _record(self, completion: Any) -> tuple[Turn, ParsedTurn]:
         """Adds a sampled turn to the trajectory; returns it with its parts."""
@@ -220,8 +219,7 @@ class Rollout:
         rebuild: bool = False,
     ):
         self.engine, self.tokenizer, self.params = engine, tokenizer, params
-        self.limits, self.price = limits, price
-        self.lockstep, self.rebuild = lockstep, rebuild
+        self.limits, self.price, self.lockstep, self.rebuild = limits, price, lockstep, rebuild
 
     def run(
         self,
@@ -295,6 +293,6 @@ class Conversation:
         self.rollout._changed.set()
         return future
 
-    def close(self) -> None:
-        """Ends the session and gives its pages back."""
-        self.session.close()
+    def close(self) -> Any:
+        """Ends the session. Returns the Completion of a turn that it cut, or None."""
+        return self.session.close()

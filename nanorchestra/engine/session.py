@@ -56,12 +56,14 @@ class Session:
             self._engine.step()
         return request.completed()
 
-    def close(self) -> None:
-        """Gives the pages back and aborts an open turn. The ids stay readable."""
-        self._closed = True
-        if self._request is not None:
-            self._engine.abort(self._request)
+    def close(self) -> Completion | None:
+        """Gives the pages back. Aborts an open turn and returns it. The ids stay readable."""
+        self._closed, request = True, self._request
+        is_open = request is not None and not request.finished
+        if is_open:
+            self._engine.abort(request)
         self._engine.scheduler.close(self._table)
+        return request.completion if is_open else None
 
     def _settled(self) -> list[int]:
         ids = self.ids
