@@ -50,12 +50,11 @@ def read_sampling(path: str | Path) -> dict[str, float]:
     file = Path(path) / "generation_config.json"
     stated = read_json(file) if file.is_file() else {}
     stated = stated if stated.get("do_sample") else {"temperature": 0.0}
-    values = {name: stated.get(name) for name in ("temperature", "top_p", "top_k")}
-    for name, value in values.items():
-        if value is None:
-            values[name] = 0 if name == "top_k" else 1.0
-        number = isinstance(values[name], int | float)
-        require(number, f"{file}: {name} = {value!r}: expected a number")
+    values = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    for name in values.keys() & {name for name, value in stated.items() if value is not None}:
+        values[name] = stated[name]
+        number = isinstance(stated[name], int | float)
+        require(number, f"{file}: {name} = {stated[name]!r}: expected a number")
     return values
 
 
