@@ -1,46 +1,56 @@
 """Talking to an orchestrator: what happens is shown as it happens, and mistakes are one line.
 
-The engine is scripted; tools, worlds, rewards and the loop are real.
+Here the engine is scripted, or nano; tools, worlds and the loop are real. test_terminal.py drives
+the real program in a pseudo-terminal.
 """
 
 from __future__ import annotations
 
 import io
 import itertools
+import json
 import os
+import re
 import signal
 import sys
 import threading
 import time
 
 import pytest
+from openai_server import openai_server, said
 from scripted import EchoTool, ScriptedEngine
 
 import serve
+from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.errors import UserError
-from nanorchestra.records import ToolResult
-from worlds.miniature.ask import EXAMPLES, LINE_UP
+from nanorchestra.model import chat
+from nanorchestra.records import Price, ToolResult
+from nanorchestra.report import terminal
+from nanorchestra.report.terminal import Console
+from worlds.miniature.ask import EXAMPLES
+from worlds.session import COMMANDS, Miniature, Offered, Session, open_world, price
 
 LAW = EXAMPLES[0]
 
 
-def think(thought, name=None, content=""):
-    call = f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
-    return f"<think>\n{thought}\n</think>\n\n{content}{call if name else ''}<|im_end|>"
+def think(thought, name=None, content="", **arguments):
+    written = json.dumps({"name": name, "arguments": arguments})
+    call = f"<tool_call>\n{written}\n</tool_call>" if name else ""
+    return f"<think>\n{thought}\n</think>\n\n{content}{call}<|im_end|>"
 
 
 @pytest.fixture
-def talk(nano_tokenizer, sandbox, monkeypatch):
+def talk(nano_tokenizer, sandbox):
     """talk(*lines of the script) -> (Session, what it has written)."""
 
     def start(*lines, out=None, tools=None, turns=50):
         out = out or io.StringIO()
-        monkeypatch.setattr(sys, "stdout", out)
         engine = ScriptedEngine(nano_tokenizer, itertools.repeat(iter(lines)))
         limits = Limits(turns, 2048, 2048)
         rollout = Rollout(engine, nano_tokenizer, lambda *_: None, limits)
-        return serve.Session(rollout, sandbox, tools, 0), out.getvalue
+        world = Miniature(sandbox) if tools is None else Offered(tools)
+        return Session(rollout, world, "scripted", 0, out), out.getvalue
 
     return start
 
@@ -50,10 +60,12 @@ def command_line(talk, monkeypatch, capsys):
     """command_line(*arguments, script, typed) -> (status, stdout, stderr) of serve.main."""
 
     def run(*arguments, script=(), typed=""):
-        stdout = sys.stdout
-        session, _ = talk(*script)
-        monkeypatch.setattr(sys, "stdout", stdout)
-        monkeypatch.setattr(serve, "load_rollout", lambda *_: session.rollout)
+        def load(path, limits, *_):
+            rollout = talk(*script)[0].rollout
+            rollout.engine.model = load_rollout(NANO, limits, 0.0, 1).engine.model
+            return rollout
+
+        monkeypatch.setattr(serve, "load_rollout", load)
         monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
         status = serve.main(list(arguments))
         return status, *capsys.readouterr()
@@ -61,11 +73,16 @@ def command_line(talk, monkeypatch, capsys):
     return run
 
 
-def spy(call, blocking=False):
+def spy(call=lambda arguments: ToolResult("seen", 0.25, 2.0), blocking=False):
     """A tool of the user's own."""
     tool = EchoTool("spy", "expert", blocking)
     tool.parameters, tool.call = {"type": "object", "properties": {}}, call
     return tool
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
 
 def test_thought_call_result_answer_and_price_come_in_order(talk):
@@ -73,11 +90,12 @@ def test_thought_call_result_answer_and_price_come_in_order(talk):
     t = session.ask(LAW)
     lines = out().splitlines()
     labels = [line.split()[0] for line in lines]
-    assert labels == ["task", "think", "call", "result", "think", "answer", "cost"]
-    assert f"{LAW} Mind cost and time." in lines[0] and '"orion"' in lines[2]
+    assert labels[:7] == ["task", "think", "call", "result", "think", "answer", "cost"]
+    assert lines[0].endswith(LAW) and '"orion"' in lines[2]
     assert "(orion: $0." in lines[3] and lines[5].split() == ["answer", "57"]
-    assert f"${t.cost_usd:.3f}" in lines[6] and "reward" in lines[6]
-    assert f"{t.latency_s:.1f} s, calls: 1, turns: 2; " in lines[6] and "\033" not in out()
+    assert f"${t.cost_usd:.3f}" in lines[6] and "2 turns, " in lines[6]
+    assert re.fullmatch(r"orion \(1\): \$0.\d+, \d+.\d s", lines[7].strip())
+    assert lines[8].split()[0] in ("right", "wrong,") and "\033" not in out()
 
 
 def test_a_call_is_shown_before_its_result(talk):
@@ -91,10 +109,6 @@ def test_a_call_is_shown_before_its_result(talk):
 
 
 def test_colours_are_for_terminals_and_texts_cannot_drive_one(talk, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
     monkeypatch.delenv("NO_COLOR", raising=False)
     session, out = talk(think("t"), out=Terminal())
     session.handle(LAW)
@@ -108,48 +122,105 @@ def test_colours_are_for_terminals_and_texts_cannot_drive_one(talk, monkeypatch)
 def test_broken_calls_and_missing_answers_are_told(talk):
     for script, settings, says in (
         (["<tool_call>\n{oops}\n</tool_call><|im_end|>", think("t")], {}, "call   {oops}"),
-        ([think("t", "nothing"), think("t")], {}, "no tool named 'nothing'"),
+        ([think("t", "nothing"), think("t")], {}, "error  Error: no tool named 'nothing'"),
         ([think("t")], {}, "answer none (answered)"),
         ([think("t", "orion")], {"turns": 1}, "answer none (turn_limit)"),
         ([think("t", content="less than 5 <tool")], {}, "less than 5 <tool"),
     ):
         session, out = talk(*script, **settings)
         session.handle(LAW)
-        assert says in out()
+        assert says in out() and session.status == ("none" in says or not session.last["answer"])
+        assert "nothing (" not in out(), "what was not run is not billed"
 
 
 def test_commands(talk, nano_tokenizer):
-    session, out = talk(think("t", content="57"))
+    session, out = talk(*[think("t", content="57")] * 3)
+    bare = nano_tokenizer.decode(session.ask(LAW).ids)
+    assert f"{LAW}<|im_end|>" in bare, "nothing is appended unless it was asked for"
     session.handle("/prefer be cheap and avoid orion")
-    assert "preference: Be cheap. Do not use large orion." in out()
-    prompt = f"{LAW} Be cheap. Do not use large orion.<|im_end|>"
-    assert prompt in nano_tokenizer.decode(session.ask(LAW).ids) and "(cheap)" in out()
-    session.handle("/tools")
-    assert all(f"{offer['what']} {offer['name']}" in out() for offer in LINE_UP)
+    session.handle("/budget usd=0.05 seconds=60")
+    added = "Be cheap. Do not use large orion. Spend at most $0.05. Answer within 60 seconds."
+    assert f"added to a question: {added}" in out()
+    assert f"{LAW} {added}<|im_end|>" in nano_tokenizer.decode(session.ask(LAW).ids)
+    for line, problem in (
+        ("/frob now", "^/frob: no such command; /help lists them$"),
+        ("/budget usd=much", "/budget: usd: 'much' is not of type 'number'"),
+        ("/tools frob", "^/tools: no 'frob'; there are orion, calc"),
+        ("/load /no/file", "^/no/file: cannot be read"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            session.handle(line)
+    assert session.wishes["budget"] == "usd=0.05 seconds=60", "a refused line changes nothing"
+    session.handle("/budget off")
+    session.handle("/prefer off")
+    session.handle("/tools orion")
+    assert "added to a question: nothing" in out()
+    last = nano_tokenizer.decode(session.ask(LAW).ids)
+    assert f"{LAW}<|im_end|>" in last and '"lyra"' in last and '"orion"' not in last
+    session.handle("/trace")
+    assert f"{LAW}\nturn 1: " in out() and out().endswith("answered: 57\n")
     session.handle("/help")
-    assert all(word in out() for word in ["/prefer", "/tools", *EXAMPLES])
-    with pytest.raises(UserError, match="^/frob: no such command; /help lists them$"):
-        session.handle("/frob now")
-    session, out = talk(tools=[spy(None)])
+    assert all(word in out() for word in [*COMMANDS, *EXAMPLES])
+
+
+def test_prices_are_in_dollars(talk):
+    """The miniature's offers are in US cents: 300 for a million tokens, 30 for a thousand calls."""
+    session, out = talk()
     session.handle("/tools")
-    assert "spy          says it again" in out()
+    assert "orion ($3 in, $3 out per million tokens)" in out()
+    assert "calc ($0.0003 per call)" in out()
+    tool = spy()
+    assert price(tool) == "free"
+    tool.usd_per_second, tool.experts = 2.5e-5, {"a": EchoTool(), "b": EchoTool()}
+    for expert, usd in zip(tool.experts.values(), (0.25, 2.0), strict=True):
+        expert.price = Price(usd, 8 * usd)
+    assert price(tool).count("per million tokens") == 2 and "$2.5e-05 per second" in price(tool)
 
 
-def type_lines(monkeypatch, *lines):
-    """What is typed at the prompt; an exception is raised there, and at the end stands Ctrl-D."""
-    lines = itertools.chain(lines, itertools.repeat(EOFError()))
+def test_a_conversation_sees_what_was_said_in_the_cache(sandbox, tmp_path, capsys):
+    """Real engine, real tools: nano babbles, but its prompt is all that was said before."""
+    rollout = load_rollout(NANO, Limits(2, 48, 2048), 0.0, 1)
+    cached = []
+    sample = rollout.engine.make_request
 
-    def prompt(_):
-        if isinstance(line := next(lines), BaseException):
-            raise line
-        return line
+    def make_request(ids, *rest):
+        request = sample(ids, *rest)
+        cached.append(request)
+        return request
 
-    monkeypatch.setattr("builtins.input", prompt)
+    rollout.engine.make_request = make_request
+    session = Session(rollout, Offered([spy()]), "", 0, io.StringIO())
+    first = session.ask("My name is Ada.")
+    second = session.ask("What is my name?")
+    end = [rollout.tokenizer.im_end] * (first.ids[-1] != rollout.tokenizer.im_end)
+    asked = chat.encode_user(rollout.tokenizer, "What is my name?")
+    assert second.ids[: second.prompt_length] == first.ids + end + asked
+    follow_up = cached[len(first.turns)]
+    assert follow_up.cached_tokens >= len(first.ids) - 16, "a page of 16 tokens may be begun"
+    session.handle(f"/save {tmp_path / 'talk.json'}")
+    session.handle("/reset")
+    assert session.ask("Hello").prompt_length < first.prompt_length + 16
+    session.handle(f"/load {tmp_path / 'talk.json'}")
+    third = session.ask("And now?")
+    assert third.ids[: len(second.ids)] == second.ids
+    session.handle("/tools spy")
+    assert "Ada" in rollout.tokenizer.decode(fourth := session.ask("Still?").ids)
+    assert '"spy"' not in rollout.tokenizer.decode(fourth[:40])
+    for text in ("[]", "[1, 2]", '[[{"role": 3}], []]', '[[{"role": "user"}], [-1e99]]', "{}"):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(UserError, match="bad.json: not a conversation"):
+            session.handle(f"/load {tmp_path / 'bad.json'}")
 
 
-def test_ctrl_c_stops_an_answer_at_once_and_the_next_question_is_answered(
-    talk, monkeypatch, capsys
-):
+def test_a_full_context_is_told_and_the_conversation_goes_on(talk):
+    session, out = talk(think("t", content="57"), tools=[spy()])
+    session.handle("long " * 3000)
+    assert "answer none (the context is full" in out() and session.talk.messages == []
+    session.handle("short")
+    assert "answer 57" in out()
+
+
+def test_ctrl_c_stops_an_answer_at_once_and_shows_its_cost(talk, monkeypatch, capsys):
     late, failures = threading.Event(), []
     monkeypatch.setattr(threading, "excepthook", failures.append)
 
@@ -160,29 +231,144 @@ def test_ctrl_c_stops_an_answer_at_once_and_the_next_question_is_answered(
 
     tool = spy(call, blocking=True)
     session, out = talk(think("t", "spy"), think("t", content="57"), tools=[tool])
-    type_lines(monkeypatch, "anything", "/frob", "again")
+    session.at_prompt = True
     start = time.monotonic()
-    serve.converse(session, serve.typed(), at_prompt=True)
+    assert serve.converse(session, ["anything", "/frob", "again"]) == 2
     assert time.monotonic() - start < 2
     late.set()
     time.sleep(0.05)
-    assert "[stopped]" in out() and "answer 57" in out() and "late" not in out()
+    assert "answer none (stopped)" in out() and "answer 57" in out() and "late" not in out()
+    (first, _), *_ = re.findall(r"cost   \$(\S+), .* turns, (\d+) tokens", out())
+    assert float(first) > 0, "the stopped answer has a cost"
+    assert "anything" in session.rollout.tokenizer.decode(session.rollout.engine.sessions[1].prompt)
     assert not failures and capsys.readouterr().err.startswith("serve.py: /frob: no such command")
 
 
-@pytest.mark.parametrize("end", [KeyboardInterrupt(), EOFError(), "/quit"])
-def test_the_prompt_is_left_at_once(talk, monkeypatch, end):
-    type_lines(monkeypatch, "", end, LAW)
-    session, out = talk()
-    serve.converse(session, serve.typed(), at_prompt=True)
-    assert out().strip() == ""
+def test_tokens_of_a_stopped_turn_are_kept_and_billed(talk):
+    rollout = load_rollout(NANO, Limits(2, 1024, 2048), 1.0, 1)
+    session = Session(rollout, Offered([spy()]), "", 0, io.StringIO())
+    session.at_prompt, seen = True, []
+    show = session.console.on_event
+
+    def on_event(kind, payload):
+        show(kind, payload)
+        seen.append(kind)
+        if seen.count("token") == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    session.console.on_event = on_event
+    t = session.ask("hello")
+    sampled = sum(t.sampled)
+    assert t.status == "stopped" and sampled >= 5 and rollout.engine.cache.available == 129
+    assert t.cost_usd == pytest.approx(rollout.price.cost(len(t.ids) - sampled, sampled))
+    session.console.on_event = show
+    assert session.ask("go on").ids[: len(t.ids)] == t.ids
 
 
-def test_ask_answers_one_question_and_says_what_nano_is(command_line):
+def test_lines_break_between_words_within_the_width(monkeypatch):
+    words = ["a", "word", "naïve", "日本語日本語", "🙂🙂", "e\u0301tude", "x" * 12, "\t", "\n"]
+    for width in (24, 37, 80):
+        monkeypatch.setattr(
+            terminal.shutil, "get_terminal_size", lambda w=width: os.terminal_size((w, 9))
+        )
+        out = Terminal()
+        console = Console(out, None)
+        text = " ".join(words * 9)
+        for start in range(0, len(text), 3):
+            console.say("answer", text[start : start + 3])
+        console.end()
+        shown = re.sub(r"\033\[\d*[mK]", "", out.getvalue())
+        lines = shown.splitlines()
+        assert all(terminal.wcswidth(line) < width for line in lines)
+        assert all(line.startswith(" " * 9) for line in lines[1:] if line.strip())
+        assert shown.split().count("word") == shown.split().count("x" * 12) == 9
+        assert "".join(shown.split()) == "answer" + "".join(text.split())
+
+
+def test_folded_reasoning_takes_one_line(talk, monkeypatch):
+    size = os.terminal_size((60, 9))
+    monkeypatch.setattr(terminal.shutil, "get_terminal_size", lambda: size)
+    thought = "many words " * 30 + "\nand a line"
+    for folded, lines in ((True, 1), (False, 5)):
+        session, out = talk(think(thought, content="57"), out=Terminal(), tools=[spy()])
+        session.at_prompt = True
+        if folded:
+            session.handle("/fold")
+        session.handle("question")
+        shown = re.sub(r"\033(\[\d*[mK]|[78])", "", out())
+        assert (shown[: shown.index("  answer")].strip().count("\n") + 1 >= lines) is True
+        assert shown.index("  answer") < 60 or not folded
+
+
+def test_a_checkpoint_without_tools_offers_python_and_search(sandbox, tmp_path):
+    """The world of a run of the miniature is its own; any other checkpoint answers any question."""
+    run = tmp_path / "run" / "model"
+    run.mkdir(parents=True)
+    for world, kind in (("miniature", Miniature), ("questions:q.jsonl", Offered)):
+        (tmp_path / "run" / "config.toml").write_text(f'[task]\nworld = "{world}"\n')
+        assert type(open_world(run, None, None, sandbox)) is kind
+    (python,) = open_world(tmp_path, None, None, sandbox).tools
+    assert python.call({"code": "6 * 7"}).content == "42"
+    assert type(open_world(NANO, None, None, sandbox)) is Miniature
+
+
+def test_tools_an_index_and_an_expert_work_in_one_conversation(talk, sandbox, tmp_path, capsys):
+    """An expert behind an endpoint may say anything; the conversation goes on and is billed."""
+    from tools import main as tools_main
+
+    assert tools_main(["index", "docs", "--out", str(tmp_path / "index")]) == 0
+    with openai_server() as server:
+        (tmp_path / "tools.toml").write_text(
+            f"""
+            [endpoints.here]
+            base_url = "{server.url}"
+            [experts.sage]
+            endpoint = "here"
+            model = "m"
+            usd = [1000.0, 1000.0]
+            [[tools]]
+            kind = "expert"
+            expert = "sage"
+            name = "sage"
+            description = "answers"
+            [[tools]]
+            kind = "code"
+            name = "python"
+            description = "runs"
+            """
+        )
+        world = open_world(NANO, str(tmp_path / "tools.toml"), str(tmp_path / "index"), sandbox)
+        script = [
+            think("t", "python", code="6 * 7"),
+            think("t", "search", query="prefix sharing of pages"),
+            think("t", content="42"),
+            *[think("t", "sage", task="what?"), think("t", content="done")] * 4,
+        ]
+        session, out = talk(*script, tools=world.tools)
+        session.handle("What is six times seven?")
+        assert "result 42 " in out() and "search (1): " in out()
+        assert "[engine.md]" in session.last["turns"][1]["results"][0]["content"]
+        reply = said("ninety")
+        for content, shown in ((["a", {"text": "b"}], "ab"), (17, "17"), (None, "gave no answer")):
+            server.answer = lambda body, content=content: said(content)
+            session.handle("and now?")
+            assert shown in out()
+        del reply["usage"]
+        server.answer = lambda body: reply
+        session.handle("missing usage")
+        assert session.last["cost_usd"] > 0.01, "estimated where the reply does not state it"
+        assert len(session.talk.messages) == 10
+
+
+def test_ask_answers_one_question_and_says_what_is_loaded(command_line):
     script = [think("t", "orion"), think("t", content="57")]
     status, out, err = command_line("--ask", LAW, script=script)
     assert status == 0 and "answer 57" in out and "cost   $" in out
-    assert err.count("\n") == 1 and "only its miniature world" in err
+    assert err.count("\n") == 1 and "assets/nano" in err and "the miniature" in err
+    status, out, _ = command_line("--ask", LAW, "--json", script=script)
+    row = json.loads(out)
+    assert status == 0 and row["answer"] == "57" and row["task"]["question"] == LAW
+    assert row["calls"] == {"orion": 1} and row["turns"][0]["results"][0]["cost_usd"] > 0
     assert command_line("--ask", LAW, script=[think("t")])[0] == 1  # no answer
 
 
@@ -198,26 +384,28 @@ def test_an_attempt_is_recorded_and_shown_again_without_calling_anything(
     assert serve.main(["--replay", file]) == 0
     shown = capsys.readouterr().out.splitlines()
     attempt = before[: before.index("  cost")].splitlines()
-    assert shown[: len(attempt)] == attempt and any("  orion {}: " in line for line in shown)
+    assert list(map(str.rstrip, shown[: len(attempt)])) == attempt
+    assert any("  orion {}: " in line for line in shown)
     (tmp_path / "trace.jsonl").write_text('{"task": 3}\n')
     assert serve.main(["--replay", file]) == 2
     assert "trace.jsonl, line 1: not a recorded attempt" in capsys.readouterr().err
 
 
 def test_a_pipe_asks_a_question_a_line_and_goes_on_after_a_refusal(command_line):
-    typed = f"{LAW}\n\nwho are you?\n/nonsense\n/prefer be fast\n47+36\n/quit\n{LAW}\n"
-    script = [think("t", content="1"), think("t", content="83")]
+    typed = f"{LAW}\n\nwho are you?\n/nonsense\n/prefer be fast\n47+36\n/example\n/quit\n{LAW}\n"
+    script = [think("t", content="1"), think("t", content="83"), think("t", content="2")]
     status, out, err = command_line(typed=typed, script=script)
-    assert status == 2 and out.count("answer") == 2 == out.count("  task ")
-    assert "answer 83" in out and "right" in out
+    assert status == 2 and out.count("answer ") == 3 == out.count("  task ")
+    assert "answer 83" in out and "right" in out and "session: $" in out
     _, outside, nonsense = err.splitlines()
     assert outside.startswith("serve.py: outside") and nonsense.startswith("serve.py: /nonsense")
 
 
-def test_a_mistake_is_one_line_and_status_2(command_line):
+def test_a_mistake_is_one_line_and_status_2(command_line, tmp_path):
     for arguments, says in (
-        (["--temperature", "-1"], "temperature is -1.0"),
+        (["--temperature", "-1", "--ask", LAW], "temperature is -1.0"),
         (["--tools", "/no/file"], "/no/file: cannot be read"),
+        (["--index", str(tmp_path)], "not a whole index"),
         (["--ask", "who are you?"], "outside the miniature's world"),
     ):
         status, out, err = command_line(*arguments)

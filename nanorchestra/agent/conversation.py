@@ -1,0 +1,60 @@
+"""What was said in a conversation, so that the next attempt goes on from it. No torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanorchestra.errors import UserError
+from nanorchestra.files import read_json, write_whole
+from nanorchestra.model import chat
+from nanorchestra.model.tokenizer import Tokenizer
+from nanorchestra.records import Trajectory
+
+
+@dataclass
+class Conversation:
+    """Questions and answers as messages, and all that followed the first question as ids.
+
+    An attempt continues the ids, so that the engine's cache serves what was said. Tools may change
+    in between: their descriptions stand before the ids.
+    """
+
+    tokenizer: Tokenizer
+    messages: list[dict[str, str]] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+
+    def lead(self, env: Any) -> None:
+        """Puts what was said before the message of `env`."""
+        (asked,) = env.messages
+        if self.messages:
+            said = [*self._head(env), *self.ids]
+            env.prompt = said + chat.encode_user(self.tokenizer, asked["content"])
+        env.messages = [*self.messages, asked]
+
+    def keep(self, env: Any, attempt: Trajectory) -> None:
+        """Adds the attempt at `env` that `lead` began, whether it has ended or was stopped."""
+        self.messages = [*env.messages, {"role": "assistant", "content": attempt.answer}]
+        self.ids = attempt.ids[len(self._head(env)) :]
+        if self.ids[-1:] != [self.tokenizer.im_end]:
+            self.ids.append(self.tokenizer.im_end)
+
+    def _head(self, env: Any) -> list[int]:
+        """Returns the ids of the tools and the first question."""
+        return chat.encode(self.tokenizer, self.messages[:1], env.tools)
+
+    def save(self, path: str) -> None:
+        """Writes the conversation as JSON. UserError if the place cannot be written."""
+        write_whole(path, json.dumps([self.messages, self.ids]) + "\n")
+
+    def load(self, path: str) -> None:
+        """Reads what `save` wrote with the same tokenizer. UserError if it is not that."""
+        said = read_json(path)
+        try:
+            messages, ids = said
+            chat.encode(self.tokenizer, messages)
+            self.tokenizer.decode(ids)
+        except (TypeError, ValueError, LookupError, AttributeError):
+            raise UserError(f"{path}: not a conversation of this model, as /save writes") from None
+        self.messages, self.ids = messages, ids

@@ -1,0 +1,251 @@
+"""A conversation with an orchestrator: what it may be about, and what can be typed.
+
+It is about any question, with the tools of a catalogue, or about the miniature's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import TextIO
+
+from nanorchestra.agent.conversation import Conversation
+from nanorchestra.agent.environment import Tool, ToolEnvironment
+from nanorchestra.agent.load import NANO
+from nanorchestra.agent.loop import Rollout
+from nanorchestra.engine.stream import TurnStream
+from nanorchestra.errors import UserError, require
+from nanorchestra.files import append_line, read_json_lines, read_toml
+from nanorchestra.model.tokenizer import Tokenizer
+from nanorchestra.records import Preference, Task, Trajectory
+from nanorchestra.report.terminal import Console, footer
+from nanorchestra.report.trace import tree
+from nanorchestra.tools.corpus import open_index
+from nanorchestra.tools.sandbox import Sandbox
+from nanorchestra.training.trajectories import from_row, replay, to_row
+from tools import SANDBOX_USD, LookupTool, PythonTool, load_tools
+from worlds.miniature.ask import EXAMPLES, as_task
+from worlds.miniature.world import environment
+
+PYTHON = "Runs Python code and returns what it prints; numpy, sympy and pandas can be imported."
+SEARCH = "Finds passages of documents for a query of a few words."
+PER_MILLION = "${0.input_per_million:g} in, ${0.output_per_million:g} out per million tokens"
+TOTAL = "\nsession: ${usd:.4g}, {seconds:.1f} s, {answers} answers, {tokens} tokens"
+KEYS = "Ctrl-C stops an answer, /quit or Ctrl-D leaves; Tab completes, Alt-Enter breaks the line"
+WHY = {"token_limit": "the context is full; /reset begins anew"}
+
+
+class Offered:
+    """Tools for any question, in one conversation. Those in `off` are not on offer."""
+
+    title = "any question; seconds of tools are measured, prices are the catalogue's"
+    examples = ["What is the 1000th prime number?", "Which of your tools is the cheapest?"]
+
+    def __init__(self, tools: list[Tool]):
+        self.tools, self.off = tools, set()
+
+    def open(self, question: str, wish: str, seed: int, budget: str = "") -> ToolEnvironment:
+        """Returns an attempt, under what was typed after /prefer and /budget. UserError."""
+        names = [tool.name for tool in self.tools]
+        preference = Preference.parse(f"{wish} {budget}", "/prefer and /budget", names)
+        tools = [tool for tool in self.tools if tool.name not in self.off]
+        return ToolEnvironment(Task("asked", question, preference, {}), tools)
+
+
+class Miniature(Offered):
+    """The miniature's questions, each a task of its own, and its simulated experts."""
+
+    title = (
+        "the miniature: four kinds of questions (/example), each on its own; experts are "
+        "simulated, prices and seconds of tools virtual"
+    )
+    examples = EXAMPLES
+
+    def __init__(self, sandbox: Sandbox):
+        self.sandbox, self.off, tools = sandbox, set(), {}
+        for example in EXAMPLES:
+            tools |= self.open(example, "", 0).by_name
+        self.tools = list(tools.values())
+
+    def open(self, question: str, wish: str, seed: int, budget: str = "") -> ToolEnvironment:
+        """Returns an attempt; no words about a wish without one. UserError outside this world."""
+        task, limits = as_task(question, wish), Preference.parse(f"{wish} {budget}", "/budget")
+        bounds = {name: getattr(limits, name) for name in ("never", "usd", "seconds")}
+        wanted = replace(task.preference, **bounds, **({} if wish else {"text": ""}))
+        task.data["tools"] = [o for o in task.data["tools"] if o["name"] not in self.off]
+        return environment(replace(task, preference=wanted), seed, self.sandbox)
+
+
+def open_world(model: Path, catalogue: str | None, index: str | None, sandbox: Sandbox) -> Offered:
+    """Returns the world of a checkpoint: the miniature, if it was trained there.
+
+    Tools of `catalogue` and search in `index` make another. Without a catalogue there is Python.
+    """
+    config = model.parent / "config.toml"
+    small = config.is_file() and read_toml(config)["task"]["world"] == "miniature"
+    if (small or model.resolve() == NANO) and not (catalogue or index):
+        return Miniature(sandbox)
+    tools = [PythonTool("python", PYTHON, sandbox, 0.0, None, 60.0, SANDBOX_USD)]
+    tools = load_tools(catalogue, sandbox) if catalogue else tools
+    if index:
+        tools.append(LookupTool("search", SEARCH, open_index(index)))
+    return Offered(tools)
+
+
+class Session:
+    """Answers questions and commands. The method do_X is the command /X, its docstring the help.
+
+    `about` is a line about the model. `status` is the exit status, 1 if a question had no answer.
+    `last` is the row of the last attempt. At a prompt, Ctrl-C ends no more than an answer.
+    """
+
+    at_prompt = as_json = False
+    status, trace = 0, None
+
+    def __init__(self, rollout: Rollout, world: Offered, about: str, seed: int, stream: TextIO):
+        self.rollout, self.world, self.about = rollout, world, about
+        self.console = Console(stream, lambda: TurnStream(rollout.tokenizer))
+        self.seeds, self.examples = itertools.count(seed), itertools.cycle(world.examples)
+        self.wishes, self.total, self.last = {"wish": "", "budget": ""}, Counter(), {}
+        self.do_reset("")
+
+    def handle(self, line: str) -> None:
+        """Handles what was typed; UserError if nothing can be done with it."""
+        name, _, rest = line.partition(" ")
+        if name.startswith("/"):
+            require(name in COMMANDS, f"{name}: no such command; /help lists them")
+            getattr(self, "do_" + name[1:])(rest.strip())
+        else:
+            self.ask(line)
+
+    def ask(self, question: str) -> Trajectory:
+        """Runs one attempt at a question, shows it with its cost and returns it.
+
+        Ctrl-C stops it; the conversation goes on from what was said by then.
+        """
+        console, seed, begun = self.console, next(self.seeds), time.monotonic()
+        env = self.world.open(question, seed=seed, **self.wishes)
+        task, console.trajectory = env.task, None
+        if not self.at_prompt:
+            console.say("task", env.messages[0]["content"])
+        if not task.data:
+            self.talk.lead(env)
+        try:
+            self.rollout.run([env], [seed], on_event=console.on_event)
+        except KeyboardInterrupt:
+            if not console.trajectory:
+                raise
+            console.trajectory.status = "stopped"
+        finally:
+            console.rest()
+        t, seconds = console.trajectory, time.monotonic() - begun
+        if any(t.sampled) and not task.data:
+            self.talk.keep(env, t)
+        if not t.answer:
+            self.status = 1
+            console.say("answer", f"none ({WHY.get(t.status, t.status)})")
+        text = footer(t, seconds, console.sampling)
+        if task.data and t.status == "answered":
+            text += "\nright" if t.outcome else f"\nwrong, it is {task.data['answer']}"
+        self.total.update(answers=1, tokens=sum(t.sampled), usd=t.cost_usd, seconds=seconds)
+        console.say("cost", text + TOTAL.format(**self.total) * (self.total["answers"] > 1))
+        console.end()
+        self.last = to_row(task, t)
+        if self.trace:
+            append_line(self.trace, json.dumps(self.last))
+        if self.as_json:
+            print(json.dumps(self.last), flush=True)
+        if t.status == "stopped" and not self.at_prompt:
+            raise KeyboardInterrupt
+        return t
+
+    def do_prefer(self, text: str, name: str = "wish") -> None:
+        """TEXT says what matters: be cheap, avoid NAME; "off" clears it."""
+        wishes = self.wishes | ({name: "" if text == "off" else text} if text else {})
+        env = self.world.open(self.world.examples[0], seed=0, **wishes)
+        self.wishes = wishes
+        self.console.line(f"added to a question: {env.task.preference.words or 'nothing'}")
+
+    def do_budget(self, text: str) -> None:
+        """usd=0.05 seconds=60 are limits of an answer; "off" clears them."""
+        self.do_prefer(text, "budget")
+
+    def do_tools(self, text: str) -> None:
+        """What may be called, and its price; NAME switches one off, or on again."""
+        off, names = self.world.off, [tool.name for tool in self.world.tools]
+        require(not text or text in names, f"/tools: no {text!r}; there are {', '.join(names)}")
+        off ^= {text}
+        for tool in self.world.tools:
+            state = "off, " * (tool.name in off) + price(tool)
+            self.console.line(f"  {tool.name} ({state}): {tool.description}")
+
+    def do_model(self, text: str) -> None:
+        """The checkpoint, its device and sampling; the world and the tools."""
+        names = ", ".join(tool.name for tool in self.world.tools)
+        self.console.line(f"model: {self.about}\nworld: {self.world.title}\ntools: {names}")
+
+    def do_example(self, text: str) -> None:
+        """Asks an example, each time the next."""
+        example = next(self.examples)
+        self.console.line(f"> {example}")
+        self.ask(example)
+
+    def do_trace(self, text: str) -> None:
+        """The last attempt as a tree of its calls."""
+        require(self.last, "/trace: nothing was asked yet")
+        self.console.line(tree(self.last))
+
+    def do_fold(self, text: str) -> None:
+        """Cuts reasoning to one line, or shows it in full again."""
+        self.console.folded = not self.console.folded
+
+    def do_reset(self, text: str) -> None:
+        """Forgets what was said."""
+        self.talk = Conversation(self.rollout.tokenizer)
+
+    def do_save(self, file: str) -> None:
+        """FILE gets what was said."""
+        self.talk.save(file)
+
+    def do_load(self, file: str) -> None:
+        """FILE says how the conversation begins."""
+        self.talk.load(file)
+
+    def do_help(self, text: str) -> None:
+        """Examples and commands."""
+        lines = [f"{name:9}{getattr(self, 'do_' + name[1:]).__doc__}" for name in COMMANDS]
+        self.console.line("\n".join([*self.world.examples, *lines, KEYS]))
+
+
+def show_again(path: Path, tokenizer: Tokenizer) -> None:
+    """Shows the recorded attempts of a file as they happened, each with the tree of its calls."""
+    console = Console(sys.stdout, lambda: TurnStream(tokenizer))
+    for number, row in read_json_lines(path):
+        try:
+            task, trajectory = from_row(row)
+        except (KeyError, TypeError):
+            raise UserError(
+                f"{path}, line {number}: not a recorded attempt; --trace and training write them"
+            ) from None
+        console.say("task", f"{task.question} {task.preference.words}")
+        replay(trajectory, tokenizer, console.on_event)
+        console.rest()
+        console.line(tree(row))
+
+
+COMMANDS = ["/" + name[3:] for name in vars(Session) if name.startswith("do_")]
+
+
+def price(tool: Tool) -> str:
+    """Returns what a tool charges, in US dollars."""
+    models = getattr(tool, "experts", {"": getattr(tool, "expert", tool)}).values()
+    charges = [PER_MILLION.format(model.price) for model in models if hasattr(model, "price")]
+    for name, usd in vars(tool).items():
+        if name.startswith("usd_") and usd:
+            charges.append(f"${usd:g} {name[4:]}".replace("_", " "))
+    return "; ".join(dict.fromkeys(charges)) or "free"
