@@ -117,9 +117,10 @@ def attend_split(
 ):
     """Returns the mean value [M, D] of keys first .. end - 1 for rows q, and log2-sum-exp [M]."""
     page, state = tl.load(pages[2] + first // PAGE), softmax_start(q.shape[0], q.shape[1])
-    _, (peak, total, acc) = attend_pages(
+    _, state = attend_pages(
         page, state, q, pages, end - 1, first, end, end, HKV, PAGE, BLOCK_N, True
     )
+    peak, total, acc = state  # Triton 3.6 unpacks no tuple within a tuple
     return acc / total[:, None], peak + tl.log2(total)
 
 

@@ -79,7 +79,7 @@ def prefill_attention(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _prefill(
     q,
     k_cache,
@@ -123,7 +123,8 @@ def _prefill(
         BLOCK_N,
         False,
     )
-    _, (_, total, acc) = attend_pages(
+    _, state = attend_pages(
         page, state, queries, pages, position + row, whole, end, end, HKV, PAGE, BLOCK_N, False
     )
+    _, total, acc = state
     tl.store(out + token * (H * D) + columns, acc / total[:, None], row < rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,19 +26,16 @@ def load_rollout(
     It runs `running` attempts at a time, whose context the model's positions bound too. quantise:
     "int8" or "int4" rounds the linear layers. UserError if the checkpoint is not whole.
     """
-    on_gpu = {"device": "cuda", "dtype": "bfloat16"} if torch.cuda.is_available() else {}
+    cuda = torch.cuda.is_available()
+    on_gpu = {"device": "cuda", "dtype": "bfloat16"} if cuda else {}
     model, tokenizer = load_model(path, quantise=quantise, **on_gpu)
     require(tokenizer, f"{path}: no tokenizer.json; it must lie beside the weights")
     context = min(limits.context_tokens, model.config.max_position_embeddings)
-    pages = running * (-(-context // PAGE) + 1)
-    engine = Engine(
-        model,
-        tokenizer,
-        num_pages=pages,
-        page_size=PAGE,
-        max_running=running,
-        max_context=context,
-    )
+    # A GPU's pool is what memory is free; a CPU's has room for what runs.
+    pool = {} if cuda else {"num_pages": running * (-(-context // PAGE) + 1), "page_size": PAGE}
+    engine = Engine(model, tokenizer, max_running=running, max_context=context, **pool)
+    if cuda:
+        print(f"KV pool: {engine.limits.pool:,} tokens", file=sys.stderr)
 
     def params(seed: int, budget: int) -> SamplingParams:
         return SamplingParams(max_tokens=budget, temperature=temperature, seed=seed)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanorchestra.engine.cache import PageCache, PageTable
-from nanorchestra.engine.gpu import GpuRunner
+from nanorchestra.engine.gpu import GpuRunner, free_memory
 from nanorchestra.engine.guide import ToolCallGrammar
 from nanorchestra.engine.request import Completion, Limits, OnToken, Request, SamplingParams
 from nanorchestra.engine.runner import Runner
@@ -38,7 +38,8 @@ DEFAULT_POOL = 1 << 30  # bytes
 class Engine:
     """Continuous batching over a paged KV cache.
 
-    num_pages: pages of the KV pool (default: 1 GiB worth). page_size: tokens a page (default: 16
+    num_pages: pages of the KV pool (default: 1 GiB worth on a CPU, on a GPU memory_share of the
+    memory that is free then). page_size: tokens a page (default: 16
     on a CPU, 64 on a GPU). max_batch_tokens: tokens that one step computes at most. max_running:
     requests that decode at the same time. max_context: longest sequence, prompt and sampled ids
     together (default: the model's). attention: kernel of prefill on a GPU: triton, flash-attn, or
@@ -58,13 +59,17 @@ class Engine:
         max_running: int = 512,
         max_context: int | None = None,
         attention: str = "auto",
+        memory_share: float = 0.9,
     ):
         config, weight = model.config, model.embed_tokens.weight
         if page_size is None:
             page_size = 64 if by_kernel(weight) else 16
         if num_pages is None:
             numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-            num_pages = max(1, DEFAULT_POOL // (page_size * numbers * weight.element_size()))
+            room, page = DEFAULT_POOL, page_size * numbers * weight.element_size()
+            if by_kernel(weight):
+                room = memory_share * free_memory(weight.device)
+            num_pages = max(1, int(room / page))
         longest = config.max_position_embeddings
         self.max_context = longest if max_context is None else min(max_context, longest)
         settings = num_pages, page_size, max_batch_tokens, max_running, self.max_context
@@ -76,16 +81,16 @@ class Engine:
             self.vocab_size = min(self.vocab_size, tokenizer.vocab_size)
             self.eos_ids = frozenset(tokenizer.eos_ids)
         self.weight_version = 0
-        self.cache = PageCache(num_pages, page_size)
-        self.scheduler = Scheduler(self.cache, max_batch_tokens, max_running)
-        self.limits = Limits(config.vocab_size, self.max_context, num_pages * page_size)
-        self._ids = itertools.count()
-        self._asleep = False
-        self._counts = {"steps": 0, "prefill_tokens": 0, "sampled_tokens": 0}
         if by_kernel(weight):
             self.runner = GpuRunner(model, num_pages, page_size, self.vocab_size, attention)
         else:
             self.runner = Runner(model, num_pages, page_size, self.vocab_size)
+        self.cache = PageCache(num_pages, page_size)
+        self.scheduler = Scheduler(self.cache, max_batch_tokens, max_running, self.runner.mixed)
+        self.limits = Limits(config.vocab_size, self.max_context, num_pages * page_size)
+        self._ids = itertools.count()
+        self._asleep = False
+        self._counts = {"steps": 0, "prefill_tokens": 0, "sampled_tokens": 0}
         kind = OverlappedSteps if self.runner.overlaps else SerialSteps
         self._steps = kind(self.scheduler, self.runner)
 

@@ -58,6 +58,12 @@ class _Launched:
         return list(map(Draw, *(x.tolist() for x in self._host)))
 
 
+def free_memory(device: torch.device) -> int:
+    """Returns the bytes that the device has left."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
 class GpuRunner(Runner):
     """A Runner on Triton kernels.
 
@@ -85,7 +91,17 @@ class GpuRunner(Runner):
         fold = config.num_attention_heads // config.num_key_value_heads
         self._most = group_rows(fold, weight.element_size())
         self._host = Host(page_size, self._most, weight.is_cuda)
+        q, kv = (
+            n * config.head_dim
+            for n in (fold * config.num_key_value_heads, config.num_key_value_heads)
+        )
+        matrices = config.hidden_size * (2 * q + 2 * kv + 3 * config.intermediate_size)
+        # A GPU multiplies 150 to 250 rows while it reads the weights once: a step with so many
+        # tokens takes less than three steps that decode. And it has a graph.
+        self.mixed = CHUNKS[-1], matrices / (2 * q)
         super().__init__(model, num_pages, page_size, vocab_size)
+        if weight.is_cuda:
+            self.warm_up()
 
     def sleep(self) -> None:
         """As Runner.sleep; graphs go too, since they read the pages where they lay."""
@@ -104,7 +120,7 @@ class GpuRunner(Runner):
         """Compiles all kernels that a step can launch, so that no request waits for a compiler."""
         for batch in (1, 16, 64, 65):  # the bounds of tiles in quantised.py
             for tokens in (0, batch):
-                sizes = Sizes(batch, 4, 4, tokens, bool(tokens), bool(tokens), batch, 4, True)
+                sizes = Sizes(batch, 4, 4, tokens, min(tokens, 1), min(tokens, 1), batch, 4, True)
                 for case in (sizes, sizes._replace(truncated=False)):
                     self._compute(Inputs(case, self.device))
 

@@ -24,7 +24,7 @@ from nanorchestra.engine.scheduler import Plan
 # Numbers of decodes that have a graph. A larger batch is launched kernel by kernel.
 BATCHES = (1, 2, 4, *range(8, 64, 8), *range(64, 513, 32))
 TOKENS = "tokens", "positions", "slots"
-CHUNKS = (0, 32, 64, 128, 256, 512)  # tokens of chunks in a step that has a graph
+CHUNKS = (0, 32, 64, 128, 256, 384)  # tokens of chunks in a step that has a graph
 
 
 class Sizes(NamedTuple):

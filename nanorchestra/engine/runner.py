@@ -31,6 +31,7 @@ class Runner:
     """
 
     overlaps = False  # a CPU computes when it is told to: there is nothing to overlap
+    mixed: tuple[int, float] | None = None  # bounds of chunks (Scheduler)
 
     def __init__(self, model: Qwen3, num_pages: int, page_size: int, vocab_size: int):
         config, weight = model.config, model.embed_tokens.weight

@@ -13,6 +13,7 @@ a prompt in prefill waits until these pages are indexed.
 from __future__ import annotations
 
 import bisect
+import math
 from dataclasses import dataclass, field
 
 from nanorchestra.engine.cache import PageCache, PageTable
@@ -48,10 +49,19 @@ class Scheduler:
     Invariant (see `check`): `running` is in order of age, which is the session's; `waiting` is in
     order of admission. `parked` has the table of each session between turns, and the session's
     age. A waiting request holds no pages but parked ones.
+
+    mixed: tokens of prefill at most in a step that also decodes, and the context at which a token
+    of a chunk costs twice as much as at the beginning.
     """
 
-    def __init__(self, cache: PageCache, max_batch_tokens: int, max_running: int):
-        self.cache, self.max_batch_tokens = cache, max_batch_tokens
+    def __init__(
+        self,
+        cache: PageCache,
+        max_batch_tokens: int,
+        max_running: int,
+        mixed: tuple[int, float] | None = None,
+    ):
+        self.cache, self.max_batch_tokens, self.mixed = cache, max_batch_tokens, mixed
         self.max_running = min(max_running, max_batch_tokens)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -73,6 +83,8 @@ class Scheduler:
                 plan.decodes.append(request)
             position += 1
         budget = self.max_batch_tokens - len(plan.decodes)
+        if plan.decodes and self.mixed:
+            budget = min(budget, self.mixed[0])
         for request in self.running:
             if _remaining(request) > 1 and budget > 0:
                 budget -= self._prefill(plan, request, budget)
@@ -98,9 +110,13 @@ class Scheduler:
         return Plan(going_on)
 
     def _prefill(self, plan: Plan, request: Request, budget: int) -> int:
-        count = min(_remaining(request), budget)
-        plan.prefills.append((request, request.table.written, count))
-        return count
+        """Adds a chunk, and returns what it takes of the budget."""
+        start, price = request.table.written, 1.0
+        if plan.decodes and self.mixed:
+            price += start / self.mixed[1]
+        count = min(_remaining(request), max(1, int(budget / price)))
+        plan.prefills.append((request, start, count))
+        return math.ceil(count * price)
 
     def _admit_waiting(self, plan: Plan, budget: int) -> None:
         leaders = {(r.prompt_hash, len(r.ids)): r for r in self.running}

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
 import pytest
 import torch
 from kernel_check import DEVICE, flash_attn_varlen_func
@@ -200,6 +206,40 @@ def test_work_and_scratch_grow_with_what_is_used():
     assert len(made.own) == made.results == 512 + 2 * 511
     assert sizes.own <= 1.5 * len(made.own) + 4 and sizes.shared == 0
     assert sizes.own * 32 * 128 * 4 < 40e6, "bytes of partial results"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantise", ["", "int8"])
+def test_the_warm_up_compiles_all_that_a_step_can_launch(quantise):
+    """In a process without the interpreter; the compiler is only asked, not run."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    command = [sys.executable, str(Path(__file__).with_name("warm_up.py")), quantise]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "", f"compiled in service: {run.stdout}"
+
+
+def test_inputs_lie_where_the_kernels_were_compiled_for():
+    """Triton compiles anew for a pointer that is not a multiple of 16 bytes."""
+    sizes = gpu.Sizes(3, 5, 7, 9, 3, 1, 5, 4)
+    inputs = gpu.Inputs(sizes, "cpu")
+    own = {x: y for x, y in vars(inputs).items() if isinstance(y, torch.Tensor)}
+    assert len(own) == 16 and not [x for x, y in own.items() if y.data_ptr() % 16]
+    assert inputs.tables[3:].data_ptr() % 16 == 0
+    flat = own.pop("flat")
+    spans = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in own.values())
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans)), "they overlap"
+    assert spans[0][0] == flat.data_ptr() and spans[-1][1] <= flat.data_ptr() + flat.nbytes
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5])
+def test_the_pool_is_sized_by_the_free_memory(engine, monkeypatch, share):
+    monkeypatch.setattr("nanorchestra.engine.engine.free_memory", lambda device: 10_000_000)
+    page = 2 * SHAPE.num_key_value_heads * SHAPE.head_dim * 64 * 4  # bytes: k and v, one layer
+    serving = engine(num_pages=None, page_size=None, memory_share=share)
+    assert serving.limits.pool == 64 * int(share * 10_000_000 / page)
+    assert serving.runner.k_cache.nbytes * 2 <= share * 10_000_000
 
 
 def test_what_the_kernels_cannot_serve_is_refused_when_the_engine_is_made(engine):

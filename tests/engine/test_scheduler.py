@@ -7,7 +7,12 @@ import random
 import pytest
 from paged_world import World, reference
 
-from nanorchestra.engine.cache import PageTable
+from nanorchestra.engine.cache import PageCache, PageTable
+from nanorchestra.engine.inputs import CHUNKS
+from nanorchestra.engine.request import Request, SamplingParams
+from nanorchestra.engine.scheduler import Scheduler
+from nanorchestra.model.qwen3 import PRESETS
+from nanorchestra.training.costs import GPUS, Costs
 
 
 def test_a_step_decodes_all_running_requests_before_it_prefills():
@@ -103,3 +108,36 @@ def test_storm(seed):
         world.scheduler.close(session["table"])
     world.scheduler.check()
     assert world.cache.available == pages
+
+
+@pytest.mark.parametrize("model", ["qwen3-8b", "qwen3-0.6b"])
+@pytest.mark.parametrize("card", ["h200", "a100"])
+def test_no_running_request_waits_for_long_chunks_on_a_gpu(card, model):
+    """Twelve requests decode; prompts of up to 24,000 tokens come; time by the roofline.
+
+    The gap between two tokens of a request is at most three median steps.
+    """
+    costs, gpu = Costs.of(PRESETS[model]), GPUS[card]
+    far = costs.token_flops / costs.pair_flops
+    scheduler = Scheduler(PageCache(20_000, 64), 8192, 64, (CHUNKS[-1], far))
+    rng, gaps, number = random.Random(0), [], iter(range(10**6))
+    for step in range(1000):
+        if step < 12 or step % 200 == 0:
+            length = 300 if step < 12 else rng.randint(2_000, 24_000)
+            ids = [rng.randrange(9) for _ in range(length)]
+            scheduler.add(Request(next(number), ids, SamplingParams(), 10**6))
+        plan = scheduler.plan()
+        chunks = [(start, count) for _, start, count in plan.prefills]
+        tokens = len(plan.decodes) + sum(count for _, count in chunks)
+        pairs = sum(count * (start + count / 2) for start, count in chunks)
+        kv = sum(len(r.ids) for r in plan.decodes) * costs.kv_bytes / gpu.bandwidth
+        products = costs.weight_bytes / gpu.bandwidth, tokens * costs.token_flops / gpu.flops
+        if plan.decodes:
+            gaps.append(max(products) + kv + pairs * costs.pair_flops / gpu.flops)
+        scheduler.commit(plan)
+        for request in plan.sampling:
+            request.accept(rng.randrange(9), 0.0)
+            if len(request.ids) > 24_500:
+                scheduler.finish(request)
+    gaps.sort()
+    assert gaps[-1] <= 3 * gaps[len(gaps) // 2], "of more than 800 steps"
