@@ -168,11 +168,11 @@ def main(argv: list[str] | None = None) -> int:
 
     drawn = draw(results, report.with_suffix(""))
     print(f"figures: {report}", *(f"plot: {path}" for path in drawn), sep="\n")
-    statuses = [results.get(name, {}).get("status") for name in PARTS]
-    wrong = [name for name, s in zip(PARTS, statuses, strict=True) if s not in ("done", "not here")]
-    if wrong and not options.only:
-        print(f"not done: {', '.join(wrong)}")
-    return int(any(results.get(name, {}).get("status") == "failed" for name in PARTS))
+    fine = [name for name in PARTS if results.get(name, {}).get("status") in ("done", "not here")]
+    left = [name for name in PARTS if name not in fine and (name in results or not options.only)]
+    if left:
+        print(f"not done: {', '.join(left)}")
+    return int(bool(left))
 
 
 if __name__ == "__main__":

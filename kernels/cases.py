@@ -1,8 +1,8 @@
 """The kernels at shapes of Qwen3-8B, for compile.py and bench.py, with their bytes and FLOPs.
 
 32 query heads and 8 key/value heads of 128, hidden size 4096, feed-forward 12288, 151936 ids, bf16.
-Pages have 256 tokens, the smallest that flash-attn takes. Inputs are made on torch's default
-device.
+Pages have 64 tokens, as in the engine; flash-attn's have the least that it takes. Inputs are made
+on torch's default device.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from kernels.rope import norm_rope_store
 from kernels.sample import sample
 from kernels.truncate import truncation
 
-H, HKV, D, HIDDEN, FF, VOCAB, PAGE = 32, 8, 128, 4096, 12288, 151936, 256
+H, HKV, D, HIDDEN, FF, VOCAB, PAGE = 32, 8, 128, 4096, 12288, 151936, 64
 T, EPS = 8192, 1e-6
 randn = partial(torch.randn, dtype=torch.bfloat16)
 Function = Callable[..., Any]
@@ -78,7 +78,16 @@ def select(word: str) -> list[Case]:
     """Returns the cases whose name contains the word. Exits with status 2 if there are none."""
     decodes = decode(64, 4096), decode(1, 32768), decode(64, 4352, shared=4096)
     prefills = prefill(0, 8192), prefill(8192, 2048)
-    cases = [*pointwise(), *decodes, *prefills, *training(), *outputs(), *products(8), *products(4)]
+    cases = [
+        *pointwise(),
+        *decodes,
+        *prefills,
+        *training(),
+        *outputs(),
+        *products("int8"),
+        *products("int4"),
+        *products("fp8"),
+    ]
     chosen = [case for case in cases if word in case.name]
     if not chosen:
         names = ", ".join(dict.fromkeys(case.name.split()[0] for case in cases))
@@ -147,7 +156,10 @@ def prefill(start: int, count: int) -> Case:
         return randn(count, H, D), *caches, tables, work, randn(count, H, D)
 
     sizes = cache(lambda: external.sizes_of([count], [end], "cuda"))
-    theirs = flash_attn and (lambda *x: external.external_prefill(*x[:4], sizes()))
+    size = external.PAGE
+    pages = cache(lambda: randn(2, -(-end // size), HKV, size, D, device="cuda"))
+    table = cache(lambda: torch.arange(-(-end // size), dtype=torch.int32, device="cuda")[None])
+    theirs = flash_attn and (lambda q, *_: external.external_prefill(q, *pages(), table(), sizes()))
     flops = 4 * H * D * (count * start + count * (count + 1) / 2)
     name = f"prefill_attention {count} on {start}"
     return Case(name, make, prefill_attention, 4 * end * HKV * D, flops, {"flash-attn": theirs})
@@ -204,27 +216,28 @@ def outputs() -> list[Case]:
     ]
 
 
-def products(bits: int) -> list[Case]:
-    """Returns the gate and up projection with weights in 8 or 4 bits."""
-    n, k = 2 * FF, HIDDEN
+def products(mode: str) -> list[Case]:
+    """Returns the gate and up projection with quantised weights."""
+    n, k, bits = 2 * FF, HIDDEN, 4 if mode == "int4" else 8
     size = n * k * (1 if bits == 8 else 0.5 + 3 / 128)
     weight = cache(lambda: randn(n, k, device="cuda"))
 
     def quantised(*rest: Any) -> Inputs:
-        values = torch.randint(256, (n, k * bits // 8), dtype=torch.uint8)
+        values = torch.randint(126, (n, k * bits // 8), dtype=torch.uint8)
         if bits == 8:
-            return values.view(torch.int8), torch.rand(n, 1), None, k, *rest
+            kind = torch.int8 if mode == "int8" else torch.float8_e4m3fn
+            return values.view(kind), torch.rand(n, 1), None, k, *rest
         scales = torch.rand(n, k // 128, dtype=torch.float16)
         return values, scales, values[:, : k // 128].contiguous(), 128, *rest
 
     def product(rows: int) -> Case:
-        name, flops = f"quantised_linear int{bits} M={rows}", 2.0 * rows * n * k
+        name, flops = f"quantised_linear {mode} M={rows}", 2.0 * rows * n * k
         peers = {"cuBLAS": lambda x, *_: x @ weight().T}
         return Case(
             name, lambda: (randn(rows, k), *quantised(None)), quantised_linear, size, flops, peers
         )
 
     whole = Case(
-        f"dequantise int{bits}", partial(quantised, torch.bfloat16), dequantise, size + 2 * n * k
+        f"dequantise {mode}", partial(quantised, torch.bfloat16), dequantise, size + 2 * n * k
     )
     return [product(1), product(16), product(64), whole]

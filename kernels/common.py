@@ -10,7 +10,8 @@ import triton
 from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-ARCHITECTURES = (80, 89, 90)  # A100, RTX 4090, H100 and H200
+ARCHITECTURES = (80, 89, 90)  # A100, RTX 4090, H100 and H200: each has configurations
+SMALL = (86, 89, 120, 121)  # cards whose blocks have 99 KiB take those of sm_89
 HEAD_DIMS = PAGE_SIZES = (16, 32, 64, 128, 256)
 FP32 = 32  # key of a configuration for float32 tensors, which no tensor core multiplies exactly
 
@@ -20,7 +21,8 @@ Config = dict[str, int]  # tile sizes by the kernel's own names, num_warps, num_
 def pick(configs: dict[int, Config], dtype: torch.dtype | None = None) -> Config:
     """Returns the configuration for float32 if there is one, else that for the GPU at hand.
 
-    A GPU newer than all ARCHITECTURES takes the newest one's. ValueError before sm_80.
+    Another GPU takes those of the last one before it with as much shared memory. ValueError before
+    sm_80.
     """
     if dtype == torch.float32 and FP32 in configs:
         return configs[FP32]
@@ -28,7 +30,7 @@ def pick(configs: dict[int, Config], dtype: torch.dtype | None = None) -> Config
         return configs[ARCHITECTURES[0]]
     arch = triton.runtime.driver.active.get_current_target().arch
     require(arch >= 80, f"the kernels need a GPU of compute capability 8.0; it has {arch / 10}")
-    return configs[max(known for known in ARCHITECTURES if known <= arch)]
+    return configs[89 if arch in SMALL else max(x for x in (80, 90) if x <= arch)]
 
 
 def require(holds: bool, message: str) -> None:

@@ -2,10 +2,10 @@
 
     W[n, k] = (values[n, k] - zeros[n, k // group]) * scales[n, k // group]
 
-int8: values int8 [N, K], scales fp32 [N, 1], no zeros. int4: scales fp16 and zeros uint8 [N, K /
-group], values uint8 [N, K / 2], where byte j of a group has its column j in the low nibble and
-column j + group / 2 in the high one (as in nanorchestra/model/quantise.py, whose `dequantise` is
-the reference).
+8 bits: values int8 or float8_e4m3fn [N, K], scales fp32 [N, 1], no zeros. int4: scales fp16 and
+zeros uint8 [N, K / group], values uint8 [N, K / 2], where byte j of a group has its column j in the
+low nibble and column j + group / 2 in the high one (as in nanorchestra/model/quantise.py, whose
+`dequantise` is the reference).
 
 Reads N K bytes, or N K (1/2 + 3/group), and writes N K elements: bandwidth is the limit. One
 program owns up to BLOCK bytes of one row.
@@ -39,7 +39,9 @@ def check_weights(
     """Returns (N, K). ValueError if a shape, a dtype or a stride does not fit."""
     n, width = values.shape
     if zeros is None:
-        check((n, width), torch.int8, values=values)
+        eight = torch.int8, torch.float8_e4m3fn
+        require(values.dtype in eight, f"values is {values.dtype}; expected {eight}")
+        check((n, width), values.dtype, values=values)
         check((n, 1), torch.float32, scales=scales)
         return n, width
     check((n, width), torch.uint8, values=values)
@@ -54,7 +56,7 @@ def _dequantise(values, scales, zeros, out, width, HALF: tl.constexpr, BLOCK: tl
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # of values [N, width]
     inside = columns < width
-    packed = tl.load(values + row * width + columns, inside, 0)
+    packed = tl.load(values + row * width + columns, inside, 0.0 if zeros is None else 0)
     if zeros is None:
         weight = packed.to(tl.float32) * tl.load(scales + row)
         tl.store(out + row * width + columns, weight, inside)

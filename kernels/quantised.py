@@ -2,10 +2,11 @@
 
     W[n, k] = (values[n, k] - zeros[n, k // group]) * scales[n, k // group]
 
-int8 has one scale a row and no zeros. int4 has both for each group; the packing
-is in dequantise.py. The weights enter the product as small integers, exact in x.dtype, and
-the scales join in fp32. That reads N K bytes, or N K (1/2 + 3/group), for 2 M N K FLOPs: bandwidth
-is the limit. More than ROWS rows of x are multiplied by torch with W written out in x.dtype.
+8 bits (int8, or float8_e4m3fn from sm_89 on) have one scale a row and no zeros. int4 has both for
+each group; the packing is in dequantise.py. The values enter the product as they are, exact in
+bf16, and the scales join in fp32. That reads N K bytes, or N K (1/2 + 3/group), for 2 M N K FLOPs:
+bandwidth is the limit. More than ROWS rows of x are multiplied by torch with W written out in
+x.dtype.
 
 One program owns BLOCK_N outputs of up to 32 rows over one split of K. A second kernel adds the fp32
 parts of several splits in order. W^T is the left operand, so that 8 rows of x fill an instruction.
@@ -99,7 +100,7 @@ def _product(
         if zeros is None:
             left = K - step * BLOCK_K  # columns
             place = values + weight[:, None] * K + step * BLOCK_K + columns[None, :]
-            value = tl.load(place, columns[None, :] < left, 0)
+            value = tl.load(place, columns[None, :] < left, 0.0)
             run = tl.load(x + step * BLOCK_K, (columns[:, None] < left) & inside, 0.0)
             total = tl.dot(value.to(run.dtype), run, total, input_precision="ieee")
         else:  # BLOCK_K is the group

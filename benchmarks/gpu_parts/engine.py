@@ -36,7 +36,8 @@ POSITIONS = 40960
 class GpuBench(Bench):
     """A Bench whose weights are drawn on the device: 16 GB from a CPU take a minute.
 
-    graphs and ahead: whether decode steps are captured, and launched one ahead.
+    graphs and ahead: whether decode steps are captured, and launched one ahead. bounded: whether
+    chunks are small while requests decode; a measure of decoding alone prefills first.
     """
 
     def __init__(self, shape: ModelConfig, part: Part, quantise: str = ""):
@@ -48,11 +49,13 @@ class GpuBench(Bench):
             quantise_model(self.model, quantise)
             copy_weights(self.model, tensors)
         self.costs, self.ceiling = Costs.of(self.model.config), Ceiling(self.device, dtype)
-        self.graphs = self.ahead = True
+        self.graphs = self.ahead = self.bounded = True
 
     def engine(self, tokens: int, **options: Any) -> Engine:
         """As in Bench, with graphs and look-ahead switched off where they should be."""
         made = super().engine(tokens, **options)
+        if not self.bounded:
+            made.scheduler.mixed = None
         if not self.graphs:
             made.runner.graphs = False
         if not self.ahead:
@@ -116,6 +119,7 @@ def steps(part: Part) -> None:
     batches, sizes = ((1,), (30, 5)) if part.rehearse else ((1, 32), (1000, 48))
     for quantise in ("",) if part.rehearse else ("", "int8"):
         bench = bench_of(part, quantise)
+        bench.bounded = False
         for batch in batches:
             for bench.graphs, bench.ahead in itertools.product((True, False), repeat=2):
                 with by_kernels(part):
@@ -131,6 +135,7 @@ def decode(part: Part) -> None:
     """Decoding at several batch sizes, contexts of about 1,000 tokens; transformers beside it."""
     batches, sizes = ((1, 2), (30, 5)) if part.rehearse else ((1, 32, 128, 256), (1000, 64))
     bench = bench_of(part)
+    bench.bounded = False
     for batch in batches:
         with by_kernels(part):
             part.note(f"B={batch}", **bench.decode(batch, *sizes))

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_parts import Part
-from kernels import attention, bench, cases, flash, logprob, norm, rope, sample, swiglu
+from benchmarks.gpu_parts import Part, timing
+from kernels import attention, cases, flash, logprob, norm, rope, sample, swiglu
 from kernels.decode import decode_attention
 from kernels.decode_plan import decode_work, group_rows
 from kernels.flash_plan import flash_attention, plan
@@ -84,12 +84,12 @@ def check(part: Part, family: Callable[[Shape], Results], words: tuple[str, ...]
     if part.rehearse:
         part.note("checks", seconds=time.perf_counter() - start)
     else:
-        limits = bench.ceilings()
+        limits = timing.ceilings()
         part.note("ceilings", copied_tb_s=limits[0] / 1e12, product_tflop_s=limits[1] / 1e12)
         for case in cases.select(""):
             if case.name.startswith(words):
                 try:
-                    row = bench.measure(case, limits)
+                    row = timing.measure(case, limits)
                 except Exception as failure:  # the other kernels are still measured
                     wrong.append(f"{case.name}: {type(failure).__name__}: {failure}")
                     continue

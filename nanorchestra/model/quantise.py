@@ -15,7 +15,7 @@ from kernels.quantised import quantised_linear
 from nanorchestra.errors import require
 from nanorchestra.model.ops import by_kernel, linear
 
-MODES = ("int8", "int4")
+MODES = ("int8", "int4", "fp8")
 GROUP = 128  # input columns that share a scale in int4, as in most published 4-bit checkpoints
 _BLOCK = 1024  # output rows converted at a time; bounds the full-precision copies in memory
 # fp16, spaced 2^-24 here, still keeps a scale so well that no weight moves by over half a step.
@@ -25,14 +25,17 @@ _SMALLEST_SCALE = 2.0**-21
 class QuantisedLinear(nn.Module):
     """x [T, in] -> x W^T + bias [T, out], W[n, k] = (q[n, k] - zeros[n, g]) * scales[n, g].
 
-    g = k // group. With 8 bits, values int8 [out, in] hold q, scales are fp32 [out, 1], and there
-    are no zeros. With 4 bits, values uint8 [out, in / 2] hold q, scales are fp16 and zeros uint8,
-    both [out, in / group]. Byte j of a group holds column j in its low nibble and column
-    j + group / 2 in its high one, so that consecutive bytes give a kernel consecutive columns.
+    g = k // group. With 8 bits, values int8 or float8_e4m3fn [out, in] hold q, scales are fp32
+    [out, 1], and there are no zeros. With 4 bits, values uint8 [out, in / 2] hold q, scales are
+    fp16 and zeros uint8, both [out, in / group]. Byte j of a group holds column j in its low nibble
+    and column j + group / 2 in its high one, so that consecutive bytes give a kernel consecutive
+    columns.
     """
 
-    def __init__(self, linear: nn.Linear, bits: int, group: int) -> None:
-        """Take shapes, device and bias of `linear`, not its weights."""
+    def __init__(
+        self, linear: nn.Linear, bits: int, group: int, kind: torch.dtype = torch.int8
+    ) -> None:
+        """Take shapes, device and bias of `linear`, not its weights. kind: of 8 bits."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bits, self.group, self.bias = bits, group, linear.bias
@@ -42,7 +45,7 @@ class QuantisedLinear(nn.Module):
             return nn.Buffer(torch.empty(linear.out_features, columns, dtype=dtype, device=device))
 
         if bits == 8:
-            self.values = stored(linear.in_features, torch.int8)
+            self.values = stored(linear.in_features, kind)
             self.scales, self.zeros = stored(groups, torch.float32), None
         else:
             self.values = stored(linear.in_features // 2, torch.uint8)
@@ -63,6 +66,8 @@ class QuantisedLinear(nn.Module):
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """Return W [out, in] in dtype, computed in fp32 and rounded once."""
         q = self.values[:, None]  # [out, groups, group]
+        if q.is_floating_point():
+            q = q.float()
         if self.bits == 4:
             q = unpack_nibbles(self.values, self.group).to(torch.int8)
             q = q - self.zeros[..., None].to(torch.int8)
@@ -73,15 +78,20 @@ class QuantisedLinear(nn.Module):
     def write(self, rows: slice, weight: Tensor) -> None:
         """Round weight [rows, in], of any float dtype and device, to the nearest step.
 
-        A step is the largest magnitude of a group divided by 127, or by 7 with 4 bits.
+        A step is the largest magnitude of a group divided by 127, or by 7 with 4 bits. In fp8 it is
+        the distance to the next number of three binary digits after the point, 448 the largest.
         """
         largest = 127 if self.bits == 8 else 7
+        if self.values.is_floating_point():
+            largest = torch.finfo(self.values.dtype).max
         blocks = (self.values[rows], self.scales[rows], weight)
         for values, scales, block in zip(*(x.split(_BLOCK) for x in blocks), strict=True):
             block = block.to(scales.device).float().unflatten(1, (-1, self.group))
             scales.copy_((block.abs().amax(2) / largest).clamp(min=_SMALLEST_SCALE))
             # Divides by the scale as it is stored.
-            q = (block / scales[..., None].float()).round().clamp(-largest, largest)
+            q = (block / scales[..., None].float()).clamp(-largest, largest)
+            if not values.is_floating_point():
+                q = q.round()
             values.copy_(q.flatten(1) if self.bits == 8 else pack_nibbles((q + 8).to(torch.uint8)))
         if self.bits == 4:
             self.zeros[rows] = 8
@@ -90,14 +100,15 @@ class QuantisedLinear(nn.Module):
 def quantise_model(model: nn.Module, mode: str) -> None:
     """Replace every nn.Linear by an empty QuantisedLinear, in place.
 
-    "int8" scales each output row, "int4" groups of 128 input columns. Raises UserError for another
-    mode.
+    "int8" and "fp8" (e4m3) scale each output row, "int4" groups of 128 input columns. Raises
+    UserError for another mode.
     """
     require(mode in MODES, f"quantise = {mode!r}: expected one of {', '.join(MODES)}")
     for name, module in linears(model):
         is_int4 = mode == "int4" and name != "lm_head"
         bits, group = (4, GROUP) if is_int4 else (8, module.in_features)
-        model.set_submodule(name, QuantisedLinear(module, bits, group))
+        kind = torch.float8_e4m3fn if mode == "fp8" else torch.int8
+        model.set_submodule(name, QuantisedLinear(module, bits, group, kind))
 
 
 def linears(model: nn.Module, kind: type[nn.Module] = nn.Linear) -> list[tuple[str, Any]]:

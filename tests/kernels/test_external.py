@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+import triton
 from kernel_check import flash_attn_varlen_func
 
 from kernels import external
+from kernels.compile import Driver
 from kernels.external import choose_attention, sequences
 from kernels.flash import reference
 
@@ -34,7 +36,17 @@ def test_the_choice_says_why(monkeypatch, installed):
     bf16 = torch.bfloat16
     assert choose_attention("triton", bf16) == ("triton", "as asked")
     assert choose_attention("flash-attn", bf16) == ("flash-attn", "as asked")
-    assert choose_attention("auto", torch.float16, 512) == ("flash-attn", "installed")
+    for arch, faster in (
+        (80, "flash-attn"),
+        (86, "flash-attn"),
+        (90, "triton"),
+        (120, "flash-attn"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.delenv("TRITON_INTERPRET", raising=False)
+            patch.setattr(triton.runtime.driver, "_active", Driver(arch))
+            chosen = choose_attention("auto", torch.float16, 512)
+        assert chosen == (faster, "faster on this GPU")
     for dtype, page_size, why in (
         (torch.float32, 256, "not in torch.float32"),
         (bf16, 64, "not 64"),

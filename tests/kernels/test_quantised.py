@@ -31,6 +31,13 @@ def weights(generator, bits, n, k, group=128):
     return values, scales.half(), zeros, group
 
 
+def eights(generator, n, k):
+    """Numbers of fp8, all but NaN, with a scale a row."""
+    values, scales, *rest = weights(generator, 8, n, k)
+    bits = values.view(torch.uint8)
+    return bits.masked_fill(bits & 127 == 127, 7).view(torch.float8_e4m3fn), scales, *rest
+
+
 def reference(values, scales, zeros, group):
     """W [N, K] in float64, which holds it exactly: as the layer that stores it computes W."""
     n, k = scales.shape[0], scales.shape[1] * group
@@ -67,6 +74,14 @@ def test_sizes_around_the_tiles(generator, dtype):
     for group, m, n, groups in [(128, 1, 16, 1), (64, 8, 15, 5), (256, 9, 17, 3), (32, 33, 33, 9)]:
         compare(generator, 4, m, n, groups * group, dtype, group)
     compare(generator, 4, random[0], random[1], 128 * (random[2] // 10 + 1), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_of_fp8(generator, dtype):
+    """In one product, in splits of K, with tails, and written out for many rows."""
+    for m, n, k in [(1, 16, 32), (9, 17, 33), (20, 5, 320), (ROWS + 1, 6, 40)]:
+        x, weight = randn(generator, m, k, dtype=dtype), eights(generator, n, k)
+        assert_close(quantised_linear(x, *weight, None), exact(x, reference(*weight)), 3.2)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -1,0 +1,48 @@
+"""Times the kernels beside the GPU's own ceilings, at the shapes of kernels/cases.py.
+
+The L2 cache is cold, times are medians. Peers are torch, eager and compiled, SDPA and cuBLAS, and
+flash-attn where it is installed. A speed is a share of what this GPU was just measured to copy or
+to multiply.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from triton.testing import do_bench
+
+from kernels.cases import Case
+
+DEVICE = "cuda"
+
+
+def ceilings() -> tuple[float, float]:
+    """Returns the bytes/s that this GPU copies, and the FLOP/s of a bf16 product of 8192 cubed."""
+    with torch.device(DEVICE):
+        source = torch.randint(255, (1 << 30,), dtype=torch.uint8)
+        a, b = torch.randn(2, 8192, 8192, dtype=torch.bfloat16)
+    return 2e3 * source.numel() / median(source.clone), 2e3 * 8192**3 / median(torch.mm, (a, b))
+
+
+def measure(case: Case, limits: tuple[float, float]) -> dict[str, Any]:
+    """Returns milliseconds of a kernel and its peers, its share of the ceiling, and which it is."""
+    with torch.device(DEVICE):
+        arguments = case.make()
+    functions = case.functions()
+    if "eager" in functions:
+        functions["compiled"] = torch.compile(functions["eager"], dynamic=False)
+    own = median(functions.pop("own"), arguments)
+    times = {"own": own}
+    for name, run in functions.items():
+        try:
+            times[name] = median(run, arguments)
+        except Exception as error:  # a peer that does not run here
+            print(f"  {case.name}, {name}: {type(error).__name__}: {error}")
+    seconds, limit = case.floor(limits)
+    share = seconds * 1e3 / own
+    return {"name": case.name, "ms": times, "limit": limit, "share": share}
+
+
+def median(run: Callable[..., Any], arguments: tuple[Any, ...] = ()) -> float:
+    """Returns milliseconds a call, with a cold L2 cache."""
+    return do_bench(lambda: run(*arguments), return_mode="median")
