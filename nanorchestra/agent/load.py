@@ -24,7 +24,7 @@ def load_rollout(
     """Returns a rollout of a checkpoint: in bfloat16 on a GPU, in float32 on a CPU.
 
     It runs `running` attempts at a time, whose context the model's positions bound too. quantise:
-    "int8" or "int4" rounds the linear layers. UserError if the checkpoint is not whole.
+    "int8", "int4" or "fp8" rounds the linear layers. UserError if the checkpoint is not whole.
     """
     cuda = torch.cuda.is_available()
     on_gpu = {"device": "cuda", "dtype": "bfloat16"} if cuda else {}
