@@ -91,8 +91,9 @@ class Service:
                     self.engine.step()
                 except Exception:
                     logging.exception("a step of the engine failed: its requests end")
-                    for request in list(self.live):
-                        self.engine.abort(request)
+                    failed = ApiError("the engine failed", 500)
+                    for answer in set(self.live.values()):
+                        self.loop.call_soon_threadsafe(answer.close, failed)
                 self.note("token_gap", start)
                 self.loop.call_soon_threadsafe(self._look)
             self.loop.call_soon_threadsafe(self._look)

@@ -190,6 +190,15 @@ def test_a_client_that_leaves_frees_its_pages(running, stream):
     assert "fourty-two" in httpx.post(running.base + CHAT, json=said()).text
 
 
+def test_a_failed_step_is_an_error_and_the_next_answer_is_right(running, monkeypatch):
+    with monkeypatch.context() as broken:
+        broken.setattr(running.engine.runner, "launch", lambda *_: 1 / 0)
+        answer = httpx.post(running.base + CHAT, json=said(), timeout=30)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (500, "the engine failed")
+        running.assert_idle()
+    assert "fourty-two" in httpx.post(running.base + CHAT, json=said(), timeout=30).text
+
+
 def test_a_full_server_refuses_and_a_long_request_ends(start):
     server = start(limits=Limits(requests=2, request_s=0.5))
     body = said("babble", max_tokens=2000, ignore_eos=True)
