@@ -6,6 +6,7 @@ ones in a directory, which `open_saved` maps into memory. Threads take turns to 
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from collections import defaultdict
@@ -25,6 +26,7 @@ from nanorchestra.errors import require
 from nanorchestra.files import read_json
 from nanorchestra.tools.embed import Embedder
 
+logging.getLogger("bm25s").setLevel(logging.WARNING)  # it has a root handler print its DEBUG lines
 TEXTS, WORDS, VECTORS = "passages.jsonl", "bm25", "vectors"
 WORD, COMMON = r"\w+", frozenset(STOPWORDS_EN)
 CANDIDATES = 10  # passages by BM25 whose word pairs are compared with the query's
@@ -32,18 +34,14 @@ SIMILAR = 0.8  # ratio of difflib above which an unknown word is read as a known
 
 
 class Passage(NamedTuple):
-    """A piece of a corpus; `source` is its file or address, "" if the corpus names none."""
+    """A piece of a corpus; `source` is its file or address, "" if the corpus names none.
+
+    One that was found has a `score`: of BM25, or the cosine of the vectors.
+    """
 
     text: str
     source: str = ""
-
-
-class Found(NamedTuple):
-    """A passage and its score: of BM25, or the cosine of the vectors."""
-
-    score: float
-    text: str
-    source: str
+    score: float = 0.0
 
 
 class Index:
@@ -65,10 +63,11 @@ class Index:
         for word in words.vocab_dict:
             self._alike[word[:2]].append(word)
 
-    def search(self, query: str, k: int = 3) -> list[Found]:
+    def search(self, query: str, k: int = 3) -> list[Passage]:
         """Returns the `k` best passages, best first; fewer if fewer have anything in common."""
         with self._lock:  # a saved corpus is read by one thread at a time
-            return [Found(score, *self.passages[row]) for score, row in self._rank(query, k)]
+            found = self._rank(query, k)
+            return [Passage(*self.passages[row][:2], score) for score, row in found]
 
     def _rank(self, query: str, k: int) -> list[tuple[float, int]]:
         """Returns (score, row) of the passages with a word of the query, best first."""

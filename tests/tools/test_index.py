@@ -63,7 +63,7 @@ def test_a_directory_is_indexed_once_and_again_when_it_changes(pages, tmp_path, 
     assert "image.png" in said.err and "UTF-8" in said.err and "indexed 4 passages" in said.out
     index = open_saved(out)
     assert index.search("gold")[0].source == "metals/gold.md"
-    assert index.search("tin")[0] == (pytest.approx(1.4, abs=1), "Tin melts.", "http://tin")
+    assert index.search("tin")[0] == ("Tin melts.", "http://tin", pytest.approx(1.4, abs=1))
     assert index.search("secret") == [] and len(index.passages) == 4
     assert all(len(text) <= 1000 for text, _ in index.passages)
     words = (out / "bm25" / "vocab.index.json").stat()
@@ -111,7 +111,7 @@ def test_a_build_of_vectors_that_was_stopped_goes_on(checkpoint, pages, tmp_path
     index, texts = open_saved(out), embedded[:2]
     vectors = corpus_module.Embedder(checkpoint)
     query = vectors.queries(["gold"])[0]
-    wanted = np.sort(vectors.passages([text for text, _ in index.passages]) @ query)[::-1]
+    wanted = np.sort(vectors.passages([text for text, *_ in index.passages]) @ query)[::-1]
     found = index.search("gold", k=10)
     np.testing.assert_allclose([hit.score for hit in found], wanted, atol=1e-6)
     assert index.search(" ") == [] and index.blocking and len(texts) == 2
