@@ -21,42 +21,58 @@ usd_per_call = 0.001
 PASTE = "one\ntwo  words\nthree\nfour\nfive\nsix"
 
 
+ESCAPES = re.compile(r"\x1b(\[[\d;?]*[A-Za-z]|[78])")
+
+
+class Screen:
+    """A program in a pseudo-terminal, whose output is read without escape sequences."""
+
+    def __init__(self, *arguments):
+        env = os.environ | {"TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
+        self.child = pexpect.spawn(
+            sys.executable, list(arguments), cwd=ROOT, env=env, dimensions=(50, 100), timeout=240
+        )
+
+    def until(self, pattern):
+        """Returns what is shown up to `pattern`, on one line."""
+        shown = b""
+        while not (found := re.search(pattern, text := self.plain(shown))):
+            try:
+                shown += self.child.read_nonblocking(4096, 240)
+            except pexpect.EOF:
+                raise AssertionError(f"{pattern} is not in {text!r}") from None
+        return text[: found.end()]
+
+    @staticmethod
+    def plain(shown):
+        return " ".join(ESCAPES.sub("", shown.decode("utf-8", "replace")).split())
+
+
 @pytest.mark.slow
 def test_a_session_at_a_terminal(tmp_path):
     """nano babbles at this temperature, so that there is time to stop it."""
     (tmp_path / "tools.toml").write_text(TOOLS)
-    options = ["--tools", str(tmp_path / "tools.toml"), "--temperature", "3", "--seed", "3"]
-    child = pexpect.spawn(
-        sys.executable,
-        ["serve.py", *options],
-        cwd=ROOT,
-        env=os.environ | {"TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"},
-        dimensions=(50, 100),
-        encoding="utf-8",
-        timeout=240,
-    )
-    child.expect("/help lists the commands")
-    banner = child.before.replace("\r\n", " ")
+    file = str(tmp_path / "tools.toml")
+    screen = Screen("serve.py", "--tools", file, "--temperature", "3", "--seed", "3")
+    banner = screen.until("breaks the line .*>")
     for word in ("assets/nano", "float32 on cpu", "context 2048", "any question", "tools: python"):
         assert word in banner
-    child.expect("breaks the line(.|\\s)*> ")
-    child.send("half typed\x03")
-    child.send(f"\x1b[200~{PASTE}\x1b[201~\r")
-    child.expect("  (think|answer) ")
-    child.send("\x03")
-    child.expect(r"answer none \(stopped\)")
-    child.expect(r"cost   \$0\.0\d+, [\d.]+ s, \d+ turns, [1-9]\d* tokens at \d+/s")
-    child.send("/trace\r")
-    child.expect("one two words three four five six\r\n")
-    child.expect("stopped: ")
-    assert "half typed" not in child.before
-    child.send("/too\t\r")
-    child.expect(re.escape("python ($0.001 per call): Runs Python."))
-    child.send("\x1b[A\r")  # the line before
-    child.expect(re.escape("python ($0.001 per call): Runs Python."))
-    child.send("half\x1b\rtyped\x03/frob\r")
-    child.expect("serve.py: /frob: no such command")
-    child.send("\x04")
-    child.expect(pexpect.EOF)
-    child.close()
-    assert child.exitstatus == 0
+    send = screen.child.send
+    send("half typed\x03")
+    screen.until("half typed.*>")
+    send(f"\x1b[200~{PASTE}\x1b[201~\r")
+    screen.until("(think|answer) ")
+    send("\x03")
+    screen.until(r"answer none \(stopped\).* cost \$0\.0\d+, .* [1-9]\d* tokens at \d+/s")
+    send("/trace\r")
+    assert "half typed" not in screen.until("one two words three four five six .*stopped:")
+    send("/too\t\r")
+    screen.until(r"python \(\$0\.001 per call\): Runs Python\.")
+    send("\x1b[A\r")  # the line before
+    screen.until(r"python \(\$0\.001 per call\): Runs Python\.")
+    send("/frob\r")
+    screen.until("serve.py: /frob: no such command")
+    send("\x04")
+    screen.child.expect(pexpect.EOF)
+    screen.child.close()
+    assert screen.child.exitstatus == 0
