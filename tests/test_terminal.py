@@ -66,7 +66,9 @@ def test_a_session_at_a_terminal(tmp_path):
     screen.until(r"answer none \(stopped\).* cost \$0\.0\d+, .* [1-9]\d* tokens at \d+/s")
     send("/trace\r")
     assert "half typed" not in screen.until("one two words three four five six .*stopped:")
-    send("/too\t\r")
+    send("/too\t")
+    screen.until("too.*ls")
+    send("\r")
     screen.until(r"python \(\$0\.001 per call\): Runs Python\.")
     send("\x1b[A\r")  # the line before
     screen.until(r"python \(\$0\.001 per call\): Runs Python\.")
