@@ -241,6 +241,8 @@ def test_the_loop_runs_in_the_server(http, running):
     assert choice["message"] == message | {"reasoning_content": "hmmhmm"}
     assert told["calls"] == {"echo": 1} and told["cost_usd"] > 0.25 and told["latency_s"] > 2
     assert told["turns"][0]["results"][0]["content"] == "hi"
+    alone = http.post(CHAT, json=said("!ask") | {"model": "nano+tools"}).json()["nanorchestra"]
+    assert alone["turns"][0]["start"] < told["turns"][0]["start"]  # without what was said before
     with http.stream("POST", CHAT, json=body | {"stream": True, "metadata": wish}) as stream:
         chunks = events(stream)
     steps = [chunk["nanorchestra"] for chunk in chunks if "nanorchestra" in chunk]
