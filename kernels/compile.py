@@ -18,6 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from kernels.cases import parser, select
+from kernels.common import ARCHITECTURES
 
 # Bytes of shared memory that a block may have.
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 120: 101376}
@@ -81,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser("compile", __doc__).parse_args(argv)
     select(options.kernel)
     # a kernel keeps what it was compiled to: one process a GPU
-    tasks = [(arch, options.kernel) for arch in SHARED_MEMORY]
+    tasks = [(arch, options.kernel) for arch in ARCHITECTURES]
     with get_context("spawn").Pool(len(tasks)) as pool:
         lines = sum(pool.starmap(compile_cases, tasks), [])
     print("\n".join(lines))
