@@ -21,7 +21,7 @@ from nanorchestra.errors import UserError
 from nanorchestra.files import write_whole
 from nanorchestra.report import plots
 from nanorchestra.report.browser import browser
-from nanorchestra.report.run import COLUMNS, Run, cells, entries
+from nanorchestra.report.run import Run, cells, columns, entries
 
 CSS = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
 RELOAD = "setTimeout(() => location.reload(), 30000);"  # of a page whose run goes on
@@ -52,7 +52,7 @@ def write_report(run_path: str | Path) -> Path:
     warm, grpo = (
         [row for row in rows if row["phase"] == phase] for phase in ("warm_start", "grpo")
     )
-    learning, calls = plots.curves(grpo, *plots.LEARNING), plots.curves(grpo, plots.TOOLS)
+    learning, calls = plots.curves(grpo, "learning"), plots.curves(grpo, "tools")
     frontier = [plots.frontier(summary)]
     parts = [
         _header(run, summary, warm, grpo),
@@ -63,7 +63,7 @@ def write_report(run_path: str | Path) -> Path:
     ]
     if splits := _splits(summary):
         parts += [_section("By preference and kind of task", "Held-out tasks.", _table(splits))]
-    health = plots.curves(warm, plots.WARM_START) + plots.curves(grpo, *plots.HEALTH)
+    health = plots.curves(warm, "warm_start") + plots.curves(grpo, "health")
     parts += [
         _section("Which tools it calls", SMOOTH),
         _figure(calls, width=8, height=3),
@@ -111,7 +111,7 @@ def _section(title: str, note: str, content: str = "") -> str:
 
 def _table(rows: list[tuple[str, str, dict[str, Any]]]) -> str:
     """Return (class, label, scores) as a table that scrolls in its own box."""
-    titles = ["", *(title for title, *_ in COLUMNS.values())]
+    titles = ["", *columns()]
     lines = ["<tr>" + "".join(f"<th>{title}</th>" for title in titles)]
     for style, label, scores in rows:
         line = "".join(f"<td>{escape(cell)}</td>" for cell in [label, *cells(scores)])

@@ -17,23 +17,9 @@ from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json, write_whole
 
 LOGS = ("metrics", "trajectories")
-# key of the held-out results: title with unit, factor, decimals (None: three significant digits)
-COLUMNS = {
-    "reward": ("reward", 1, 3),
-    "accuracy": ("right, %", 100, 1),
-    "cost_usd": ("cost/task, m$", 1000, None),
-    "cost_per_correct_usd": ("cost/right, m$", 1000, None),
-    "latency_s": ("latency/task, s", 1, 2),
-    "preference": ("preference", 1, 3),
-    "avoided_rate": ("used avoided, %", 100, 1),
-}
-ENTRIES = {"before": "before (warm start)", "after": "after GRPO"}
-ROUTERS = {
-    "strongest": "always the strongest",
-    "cheapest": "always the cheapest",
-    "random": "random tool",
-    "rule": "hand-written rule",
-}
+# Titles of tables and panels. A column has a title with its unit, a factor, and decimals (None:
+# three significant digits); a panel a title, patterns for the keys of a metrics row, and a factor.
+TITLES = read_json(Path(__file__).with_name("report.json"))
 
 
 class Run:
@@ -138,20 +124,26 @@ class Run:
 def entries(summary: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
     """Return (key, label, scores) of the held-out results: before, after, then the routers."""
     held_out = summary.get("held_out") or {}
-    found = [(key, label, held_out[key]) for key, label in ENTRIES.items() if held_out.get(key)]
+    found = [
+        (key, label, held_out[key]) for key, label in TITLES["entries"].items() if held_out.get(key)
+    ]
     routers = held_out.get("routers") or {}
-    return found + [(key, ROUTERS.get(key, key), routers[key]) for key in routers]
+    return found + [(key, TITLES["routers"].get(key, key), routers[key]) for key in routers]
 
 
 def cells(scores: dict[str, Any]) -> list[str]:
-    """Return the scores as text, one for each of COLUMNS; "-" where there is none."""
-    return [_cell(scores.get(key), *column[1:]) for key, column in COLUMNS.items()]
+    """Return the scores as text, one for each of `columns()`; "-" where there is none."""
+    texts = []
+    for key, (_, factor, decimals) in TITLES["columns"].items():
+        value = scores.get(key)
+        digits = number if decimals is None else f"{{:.{decimals}f}}".format
+        texts.append("-" if value is None else digits(factor * value))
+    return texts
 
 
-def _cell(value: float | None, factor: float, decimals: int | None) -> str:
-    if value is None:
-        return "-"
-    return number(factor * value) if decimals is None else f"{factor * value:.{decimals}f}"
+def columns() -> list[str]:
+    """Return the titles of the columns of held-out results, with their units."""
+    return [title for title, *_ in TITLES["columns"].values()]
 
 
 def table(summary: dict[str, Any]) -> str:
@@ -159,7 +151,7 @@ def table(summary: dict[str, Any]) -> str:
     rows = [[label, *cells(scores)] for _, label, scores in entries(summary)]
     if not rows:
         return "no held-out results yet"
-    titles = ["on held-out tasks", *(title for title, *_ in COLUMNS.values())]
+    titles = ["on held-out tasks", *columns()]
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     lines = []
     for label, *values in (titles, *rows):
@@ -188,8 +180,6 @@ def number(value: float) -> str:
 
 
 def _dumps(value: Any, indent: int | None = None) -> str:
-    try:
-        return json.dumps(value, allow_nan=False, indent=indent)
-    except ValueError:  # a diverged loss is recorded too
-        finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
-        return json.dumps(finite, indent=indent)
+    # a diverged loss is recorded too
+    finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
+    return json.dumps(finite, indent=indent)
