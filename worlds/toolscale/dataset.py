@@ -64,10 +64,15 @@ class ToolScaleWorld:
         else:
             preference = preferences.draw(rng, [expert["alias"] for expert in offered], split)
         world = self.worlds[tau2["domain"]]
-        functions = [tool["function"] for tool in world.functions(tau2["tools"])]
-        tools = [(f["name"], world.by_name[f["name"]]["kind"], f["description"]) for f in functions]
-        tools += [(expert["alias"], expert["model"], expert["description"]) for expert in offered]
-        tools = [{"name": name, "what": kind, "description": text} for name, kind, text in tools]
+        tools = [
+            {"name": name, "what": tool["kind"], "description": tool["function"]["description"]}
+            for name, tool in world.by_name.items()
+            if name in tau2["tools"]
+        ]
+        tools += [
+            {"name": expert["alias"], "what": expert["model"], "description": expert["description"]}
+            for expert in offered
+        ]
         data = {
             "kind": tau2["domain"],
             "world": self.name,

@@ -153,8 +153,7 @@ class Planner(Draws):
             amount = self.integer(10, self.w.rules.top_up, 5)
             wish["unless"] = {"kind": "funds", "amount": amount}
             return
-        items, stock = self.rows["item"], self.w.stock.field
-        other = self.item()["key"]
+        items, stock, other = self.rows["item"], self.w.stock.field, self.item()["key"]
         wish["unless"] = {"kind": "instead", "key": other}
         if self.chance(0.6):  # an item that runs short, so that the condition holds
             short = [key for key, row in items.items() if row[stock] < wish["quantity"]]

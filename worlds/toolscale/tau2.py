@@ -83,11 +83,10 @@ def load_domain(directory: Path) -> World:
             "tau2-bench with this domain, installed from its repository (PyPI's tau2 is another "
             f"project); found {type(error).__name__}: {error}"
         ) from None
-    tools = [{"kind": _kind(getattr(toolkit, f["name"])), "function": f} for f in functions]
+    tools = []
+    for function in functions:
+        name = function["name"]
+        reads = getattr(getattr(toolkit, name), "__tool_type__", "") in READS
+        kind = KINDS.get(name, "read" if reads else "write")  # unless it says so, it may write
+        tools.append({"kind": kind, "function": function})
     return ToolkitWorld(directory.name, {}, {"db": db}, tools, policy, type(toolkit))
-
-
-def _kind(method: Callable) -> str:
-    """The kind of a tool; one that does not say what it does may write."""
-    usual = "read" if getattr(method, "__tool_type__", "") in READS else "write"
-    return KINDS.get(method.__name__, usual)

@@ -8,46 +8,16 @@ wish, and ends when none is left. It says nothing that is not in the scenario.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from nanorchestra.agent.environment import Tool
+from nanorchestra.files import read_toml
 from nanorchestra.tools.http import EndpointError
 from worlds.toolscale.program import Json
 
 STOP, TRANSFER = SIGNALS = ("###STOP###", "###TRANSFER###")  # tau2's, which end a conversation
 PATIENCE = 40  # messages that the scripted user answers
-ROLE = """You play a customer who writes to a service agent. Stay in this role, and use nothing \
-but this scenario:
-
-{facts}
-
-The conversation so far:
-
-{talk}
-
-Write your next message and nothing else: a short one, in the first person. Say what the scenario \
-says when it is needed, a wish at a time. Never invent a fact: what is not in the scenario you do \
-not know. When all that you want is done, or cannot be done, write {stop}. When you are handed \
-over to a person, write {transfer}."""
-_HANDED = re.compile(r"hand(ed|ing)? (you )?over|transferr|human agent|connect(ed|ing)? you")
-_CONFIRM = re.compile(
-    r"confirm|proceed|go ahead|shall i|should i|would you like me to|do you want me to|\byes\b|"
-    r"is (this|that|it) (correct|right|ok)|correct\?|all right\?"
-)
-_MORE = re.compile(r"anything else|something else|further|what else")
-_IDENTITY = re.compile(
-    r"\bname|identi|verif|number|\bid\b|zip|birth|security|who (am|are)|details|account"
-)
-_ME = r"to|for|with|from|of|give|gives|tell|tells|ask|asks|call|calls|help|helps|reach|let|about"
-_FIRST_PERSON = (
-    (rf"\b({_ME}) you\b", r"\1 me"),
-    (r"\b[Yy]ou are\b", "I am"),
-    (r"\b[Yy]ou were\b", "I was"),
-    (r"\b[Yy]ours\b", "mine"),
-    (r"\b[Yy]ourself\b", "myself"),
-    (r"\byour\b", "my"),
-    (r"\bYour\b", "My"),
-    (r"\b[Yy]ou\b", "I"),
-)
+TEXTS = read_toml(Path(__file__).with_suffix(".toml"))
 
 
 def ended(message: str) -> bool:
@@ -57,7 +27,7 @@ def ended(message: str) -> bool:
 
 def first_person(text: str) -> str:
     """Returns the text as the user says it: "You want your money." is "I want my money."."""
-    for pattern, mine in _FIRST_PERSON:
+    for pattern, mine in TEXTS["first_person"]:
         text = re.sub(pattern, mine, text)
     return text
 
@@ -87,19 +57,19 @@ class ScriptedUser:
         self.heard += 1
         text = message.casefold()
         question = "?" in text or "please" in text
-        handed = _HANDED.search(text) and "?" not in text
+        handed = re.search(TEXTS["handed"], text) and "?" not in text
         if handed or self.heard > PATIENCE:
             return f"Thank you. {TRANSFER}"
-        if _MORE.search(text):
+        if re.search(TEXTS["more"], text):
             return self._next("No, thank you.")
         if not question:
             return self._next("Thank you, that is all.")
-        if _CONFIRM.search(text):
+        if re.search(TEXTS["confirm"], text):
             return "Yes, please."
         numbers = re.findall(r"(?:any|my) ([\w -]+? number)", self.unknown.casefold())
         if any(number in text for number in numbers):
             return f"{self.unknown} {self.known}".strip()
-        if self.known and _IDENTITY.search(text):
+        if self.known and re.search(TEXTS["identity"], text):
             return self.known
         return self.wishes[self.said - 1]
 
@@ -125,7 +95,7 @@ class ModelUser:
         """Returns the answer to a message of the agent. Raises EndpointError."""
         self.talk.append(f"Agent: {message}")
         talk = "\n".join(self.talk)
-        text = ROLE.format(facts=self.facts, talk=talk, stop=STOP, transfer=TRANSFER)
+        text = TEXTS["role"].format(facts=self.facts, talk=talk, stop=STOP, transfer=TRANSFER)
         answer = ask(self.expert, text)
         self.talk.append(f"You: {answer}")
         return answer
