@@ -44,7 +44,7 @@ from nanorchestra.errors import INTERRUPTED, ArgumentParser, UserError, command,
 from nanorchestra.report.run import Run
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.build import device_and_dtype
-from nanorchestra.training.costs import GB
+from nanorchestra.training.costs import GB, GPUS
 from nanorchestra.training.overlap import running
 from nanorchestra.training.phases import train
 from nanorchestra.training.plan import plan
@@ -96,7 +96,7 @@ def parse(arguments: list[str]) -> Namespace:
     )
     add("--plan", action="store_true", help="print memory by part and time by phase; no training")
     add("--gpus", type=int, help="for --plan: how many GPUs (default: 1)")
-    add("--gpu", help="for --plan: h100, h200, a100 or 4090 (default: h100)")
+    add("--gpu", choices=GPUS, help="for --plan (default: h100)")
     add("--memory", type=float, metavar="GB", help="for --plan: of one GPU (default: as sold)")
     settings.add_settings(parser)
     options = parser.parse_args(arguments)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from nanorchestra.files import read_toml
 from nanorchestra.model.qwen3 import ModelConfig
 
 GB = 1e9
@@ -28,11 +30,8 @@ class Gpu:
     memory: float
 
 
-GPUS = {  # NVIDIA's data sheets; the network is that of its DGX
-    "h100": Gpu(989e12, 3.35e12, 450e9, 50e9, 64e9, 80 * GB),
-    "h200": Gpu(989e12, 4.8e12, 450e9, 50e9, 64e9, 141 * GB),
-    "a100": Gpu(312e12, 2.039e12, 300e9, 25e9, 32e9, 80 * GB),  # the SXM card of 80 GB
-    "4090": Gpu(165.2e12, 1.008e12, 32e9, 1.5e9, 32e9, 24 * GB),  # no NVLink
+GPUS = {
+    name: Gpu(**sheet) for name, sheet in read_toml(Path(__file__).with_name("gpus.toml")).items()
 }
 
 

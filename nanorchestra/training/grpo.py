@@ -93,23 +93,19 @@ def learn(
     by_turn = objective.drop_invalid_format
     groups = [as_group(members, by_turn) for members in kept]
     options = {"temperature": temperature, "length": length}
-    size = config.grpo.mini_batch
-    if not size:
-        result = trainer.policy_step(groups, learning_rate, objective, **options)
-        note_logprobs(kept, gathered(run.ranks, result.logprobs), by_turn)
-        return result.metrics
-    old = gathered(run.ranks, trainer.score(groups, temperature))
-    samples = [sample for group in groups for sample in group.samples]
-    for sample, logprobs in zip(samples, old, strict=True):
-        sample.old_logprobs = logprobs
-    note_logprobs(kept, old, by_turn)
-    parts = mini_batches(groups, size)
-    rows = [trainer.policy_step(p, learning_rate, objective, **options).metrics for p in parts]
-    totals = Counter()
-    for row in rows:
-        totals.update(row)
+    size, old = config.grpo.mini_batch, None
+    if size:
+        old = gathered(run.ranks, trainer.score(groups, temperature))
+        samples = [sample for group in groups for sample in group.samples]
+        for sample, logprobs in zip(samples, old, strict=True):
+            sample.old_logprobs = logprobs
+    totals, parts = Counter(), mini_batches(groups, size)
+    for part in parts:
+        result = trainer.policy_step(part, learning_rate, objective, **options)
+        totals.update(result.metrics)
+    note_logprobs(kept, old or gathered(run.ranks, result.logprobs), by_turn)
     summed = ("flops", "tokens")
-    return {name: x if name in summed else x / len(rows) for name, x in totals.items()}
+    return {name: x if name in summed else x / len(parts) for name, x in totals.items()}
 
 
 def _record(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
@@ -22,28 +22,25 @@ def beside(function: Callable[[], R], device: torch.device) -> Future[R]:
     """Starts function() in a thread; it sees what `device` has computed so far.
 
     The thread cannot be interrupted. A process that does not wait for `result()` must end by
-    os._exit, because the interpreter aborts when it ends under a thread that computes.
+    os._exit, because the interpreter waits for the thread at its end.
     """
-    future: Future[R] = Future()
 
-    def run() -> None:
-        try:
-            if device.type == "cuda":
-                stream = torch.cuda.Stream(device)
-                stream.wait_stream(torch.cuda.default_stream(device))
-                with torch.cuda.stream(stream):
-                    value = function()
-                stream.synchronize()  # steps launched ahead still read the engine's weights
-            else:
-                value = function()
-            future.set_result(value)
-        except BaseException as error:
-            future.set_exception(error)
+    def run() -> R:
+        if device.type != "cuda":
+            return function()
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.default_stream(device))
+        with torch.cuda.stream(stream):
+            value = function()
+        stream.synchronize()  # steps launched ahead still read the engine's weights
+        return value
 
-    threading.Thread(target=run, daemon=True, name=NAME).start()
+    pool = ThreadPoolExecutor(1, thread_name_prefix=NAME)
+    future = pool.submit(run)
+    pool.shutdown(wait=False)  # the thread ends with its work
     return future
 
 
 def running() -> bool:
     """Returns whether such a thread is at work."""
-    return any(thread.name == NAME for thread in threading.enumerate())
+    return any(thread.name.startswith(NAME) for thread in threading.enumerate())

@@ -9,9 +9,9 @@ from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.report.page import write_report
 from nanorchestra.report.run import table
 from nanorchestra.report.watch import peak_memory_mb
-from nanorchestra.training.evaluation import evaluate
 from nanorchestra.training.grpo import grpo
 from nanorchestra.training.run import TrainingRun
+from nanorchestra.training.sampling import DividedRollout
 from nanorchestra.training.warm_start import warm_start
 
 
@@ -43,6 +43,21 @@ def train(run: TrainingRun) -> bool:
         run.watch.close()
         write_report(run.folder.path)
     return True
+
+
+def evaluate(run: TrainingRun, name: str) -> dict[str, Any]:
+    """Returns the held-out summary of the present weights; records the attempts as phase `name`."""
+    worlds = run.worlds
+    tasks = worlds.held_out(run.config.evaluation.tasks)
+    run.engine.wake()
+    run.publish()
+    rollout = DividedRollout(run.rollout(run.config.evaluation.temperature), run.ranks)
+    share = -(-len(tasks) // run.ranks.world)
+    with run.bar(share, f"held-out tasks, {name}", unit="task") as bar:
+        trajectories = worlds.evaluate(rollout, tasks, lambda _: bar.update())
+    for task, trajectory in zip(tasks, trajectories, strict=True):
+        run.record_trajectory(name, task, trajectory)
+    return worlds.summarise(tasks, trajectories)
 
 
 def _begin_grpo(run: TrainingRun) -> None:

@@ -130,7 +130,6 @@ def plan(config: Config, gpus: int, limit: float | None, name: str) -> tuple[str
     Without a limit it is the GPU's as sold. model.path may end in the name of a preset.
     """
     require(gpus > 0, f"--gpus is {gpus}; it must be 1 or more")
-    require(name in GPUS, f"--gpu is {name!r}; it must be one of {', '.join(GPUS)}")
     limit = GPUS[name].memory if limit is None else limit
     require(limit > 0, f"--memory is {limit / GB:g}; it must be the GB of one GPU")
     path = Path(config.model.path or "nano")

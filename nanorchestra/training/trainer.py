@@ -7,7 +7,6 @@ packing nor micro-batches nor ranks change the gradient.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -253,9 +252,6 @@ class Trainer:
         """Keeps a frozen copy of the model for the KL term; of a LoRA model its base, uncopied."""
         if lora.adapters(self.model):
             self.reference = lora.Base(self.model)
-            return
-        if self.ranks.mesh is None:
-            self.reference = copy.deepcopy(self.model).requires_grad_(False)
             return
         with torch.device("meta"):
             reference = Qwen3(self.model.config).requires_grad_(False)
