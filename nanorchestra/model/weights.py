@@ -62,8 +62,7 @@ def load_model(
         model.to(getattr(torch, dtype))
     if quantise:
         quantise_model(model, quantise)
-    # As to_empty does, whose empty_like imports sympy for a tensor on "meta": 0.4 s.
-    model._apply(lambda part: torch.empty(part.shape, dtype=part.dtype, device=device))
+    model.to_empty(device=device)
     _write(hf_slots(model), _stored(path), str(path))
     has_tokenizer = (path / "tokenizer.json").exists()
     return model, Tokenizer.from_dir(path) if has_tokenizer else None
