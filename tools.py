@@ -1,8 +1,8 @@
 """What the orchestrator may call: Python, search in a corpus, records of a database, experts.
 
-How a new tool reaches the model, in worlds that run calls by `ToolEnvironment` (the miniature, and
-serve.py with `--tools`). A ToolScale task has tools of another form, data that
-worlds/toolscale/program.py interprets, and its environment runs these itself:
+How a new tool reaches the model, in worlds that run calls by `ToolEnvironment` (questions, the
+miniature, and serve.py with `--tools`; a ToolScale task has tools of another form, data that
+worlds/toolscale/program.py interprets):
 1. Write the class here: a name, a kind, a description, the JSON schema `parameters` of its
    arguments, `blocking` (True if a call waits), and `call(arguments) -> ToolResult`, the
    observation with its cost and latency. The contract is `Tool` in
