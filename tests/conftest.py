@@ -55,23 +55,32 @@ def nano_tokenizer(sandbox):
     return train_bpe(texts(World(0), 60, sandbox), 700)
 
 
-@pytest.fixture
-def nano_model(nano_tokenizer):
+@pytest.fixture(scope="session")
+def make_nano(nano_tokenizer):
+    """make_nano() returns a small model that babbles in nano_tokenizer's ids."""
     from nanorchestra.model.qwen3 import PRESETS, Qwen3
 
-    shape = dataclasses.replace(
-        PRESETS["nano"],
-        vocab_size=704,
-        hidden_size=64,
-        intermediate_size=96,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        eos_token_ids=tuple(nano_tokenizer.eos_ids),
-    )
-    model = Qwen3(shape)
-    model.init_weights(0)
-    return model
+    def make():
+        shape = dataclasses.replace(
+            PRESETS["nano"],
+            vocab_size=704,
+            hidden_size=64,
+            intermediate_size=96,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            eos_token_ids=tuple(nano_tokenizer.eos_ids),
+        )
+        model = Qwen3(shape)
+        model.init_weights(0)
+        return model
+
+    return make
+
+
+@pytest.fixture
+def nano_model(make_nano):
+    return make_nano()
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ from nanorchestra.serving.service import ApiError, Limits, Service
 
 PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 POLICY = {"content-security-policy": "default-src 'unsafe-inline'; connect-src 'self'"}
-LOCAL = ["localhost", "127.0.0.1", "["]
+LOCAL = ["localhost", "127.0.0.1", "["]  # "[": what starlette makes of [::1] and a port
 JSON = "application/json"
 FORMS = {
     "/v1/chat/completions": ("ChatRequest", "chat.completion", ".chunk"),
@@ -64,16 +64,10 @@ class Server(uvicorn.Server):
         hosts: list[str] | None = None,
         limits: Limits | None = None,
     ):
-        self.rollout, self.make_environment, room = (
-            rollout,
-            make_environment,
-            rollout.engine.max_context,
-        )
-        self.names, self.key, self.given = (
-            (name, f"{name}+tools"),
-            key,
-            given | {"max_tokens": room},
-        )
+        room = rollout.engine.max_context
+        self.rollout, self.make_environment = rollout, make_environment
+        self.names, self.key = (name, f"{name}+tools"), key
+        self.given = given | {"max_tokens": room}
         self.limits = limits or Limits(body_bytes=(1 << 16) + 32 * room)
         self.service = Service(rollout.engine, self.limits)
         owner = {"object": "model", "created": 0, "owned_by": "nanorchestra"}
