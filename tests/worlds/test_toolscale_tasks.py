@@ -13,7 +13,7 @@ from worlds.toolscale.domains import build
 from worlds.toolscale.pipeline import make_batch
 from worlds.toolscale.plan import LEVELS, Planner
 from worlds.toolscale.program import ToolError
-from worlds.toolscale.score import Scorer, communicated
+from worlds.toolscale.score import Scorer, attempt, communicated
 from worlds.toolscale.tasks import to_task
 from worlds.toolscale.verify import altered, mentions, signature, task_text, verify
 from worlds.toolscale.wishes import act_out
@@ -44,14 +44,14 @@ def test_every_task_is_solved_by_its_golden_calls_and_not_without_them(batch):
         scorer = Scorer(world, task)
         calls, said = scorer.golden, scorer.told
         wrong = altered(world, calls, random.Random(0))
-        scores = [scorer.score(*attempt) for attempt in ((calls, said), ([], []), (wrong, said))]
+        scores = [scorer.score(attempt(*a)) for a in ((calls, said), ([], []), (wrong, said))]
         assert scores == [1, 0, 0]
         assert 1 <= len(calls) <= 12 and verify(world, task) is None
         assert {name for name, _ in calls} <= set(task["tools"])
         for skipped in range(len(calls)):
-            assert scorer.score(calls[:skipped] + calls[skipped + 1 :], said) == 0
+            assert scorer.score(attempt(calls[:skipped] + calls[skipped + 1 :], said)) == 0
         if said:
-            assert scorer.score(calls, []) == 0
+            assert scorer.score(attempt(calls)) == 0
         text = task_text(task)
         assert not any(mark in text for mark in ("{", "}", "<", "None", "  ", "..", " .", "_"))
         assert words(task)["reason_for_call"].startswith(("You ", "Today "))
@@ -143,14 +143,14 @@ def test_extra_reads_and_failed_calls_do_no_harm_and_an_extra_write_does(batch):
     scorer = Scorer(world, task)
     calls, said = scorer.golden, scorer.told
     harmless = [("calculate", {"expression": "1 + 1"}), ("nothing", {}), (calls[-1][0], {})]
-    assert scorer.score([*harmless, *calls, *harmless], ["hello", *said]) == 1
+    assert scorer.score(attempt([*harmless, *calls, *harmless], ["hello", *said])) == 1
     email = next(name for name in world.by_name if "email" in name)
     person, *_ = world.by_name[email]["function"]["parameters"]["properties"]
     active = [row for row in next(iter(world.tables.values())).values() if "active" in row.values()]
     extra = (email, {person: active[0][person], "email": "x@y.example"})
-    assert scorer.score([*calls, extra], said) == 0
+    assert scorer.score(attempt([*calls, extra], said)) == 0
     scorer.basis = ["ACTION", "COMMUNICATE"]
-    assert scorer.score([*calls, extra], said) == 1
+    assert scorer.score(attempt([*calls, extra], said)) == 1
 
 
 def test_numbers_and_calculations_count_by_their_value(batch):
@@ -162,7 +162,7 @@ def test_numbers_and_calculations_count_by_their_value(batch):
             (name, {key: turn(value) for key, value in arguments.items()})
             for name, arguments in scorer.golden
         ]
-        return scorer.score(calls, said)
+        return scorer.score(attempt(calls, said))
 
     assert score(lambda value: f"0 + {value}" if "+" in str(value) else value) == 1
     assert score(lambda value: f"1 + {value}" if "+" in str(value) else value) == 0
@@ -178,3 +178,32 @@ def test_what_is_communicated_and_mentioned():
         assert not communicated(info, ["hello", said])
     assert mentions(said, 12.5) and mentions("a side effect, please", "side_effect")
     assert not mentions("train T155", 155) and not mentions("T1234", "T123")
+
+
+def test_rules_that_no_tool_enforces_are_checked_on_the_trace(batch):
+    world, task = find(batch, lambda t: True)
+
+    def kept(check, *trace, **args):
+        rule = {"text": "", "check": check, "args": args}
+        scorer = Scorer(world, task | {"rules": [rule]})
+        scorer.basis = []
+        return scorer.score(trace) == 1
+
+    write, other = ("call", "write", {"x": 1}, False), ("call", "read", {}, False)
+    failed, asked = ("call", "write", {"x": 1}, True), ("agent", "It costs $5. Shall I?")
+    yes, no = ("user", "Yes, please."), ("user", "No, but yesterday.")
+    assert kept("confirmed", asked, yes, other, write, write, tools=["write"])
+    assert not kept("confirmed", asked, no, write, tools=["write"])
+    assert not kept("confirmed", asked, yes, asked, no, write, tools=["write"])
+    assert not kept("confirmed", yes, write, tools=["write"]), "the opening is no answer"
+    assert kept("confirmed", write, tools=["write"], where={"x": 2})
+    assert kept("before", other, write, first=["read"], then=["write"])
+    assert not kept("before", write, other, first=["read"], then=["write"])
+    assert kept("said_before", asked, write, info="5", tools=["write"])
+    assert not kept("said_before", write, asked, info="5", tools=["write"])
+    assert kept("unsaid", asked, infos=["6"]) and not kept("unsaid", asked, infos=["6", "5"])
+    assert kept("last", other, write, asked, tools=["write"])
+    assert not kept("last", write, other, tools=["write"])
+    assert kept("never", failed, tools=["write"]) and not kept("never", write, tools=["write"])
+    assert kept("at_most", write, failed, tools=["write"], times=1)
+    assert not kept("at_most", write, write, tools=["write"], times=1)

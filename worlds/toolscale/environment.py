@@ -59,13 +59,13 @@ SIMULATED = Models()
 
 
 class DomainEnvironment:
-    """One attempt at a task of a world; `calls` and `said` are what will be scored.
+    """One attempt at a task of a world; `trace` is what will be scored.
 
     `call_expert(expert)` hands the turn over: what the expert writes goes to the user, what it
     calls is done, and the policy reads what happened. `seed` is that of the simulated experts.
     The user and the judge are not billed.
 
-    Invariant: `tables` are the world's with all of `calls` done; those that fail change
+    Invariant: `tables` are the world's with all calls of the trace done; those that fail change
     nothing.
     """
 
@@ -78,8 +78,7 @@ class DomainEnvironment:
         scenario, self.models, self.scorer = tau2["user_scenario"], models, Scorer(world, tau2)
         self.user = ModelUser(scenario, models.user) if models.user else ScriptedUser(scenario)
         self.tables = dict(world.tables)
-        self.calls = []
-        self.said = []
+        self.trace = [("user", task.question)]
         self.over, self.evidence = False, Evidence(task.question)
         self.tools = world.functions(tau2["tools"])
         self.offered = [tool["function"]["name"] for tool in self.tools]
@@ -117,12 +116,13 @@ class DomainEnvironment:
         """Returns the user's answer; None if the conversation is over."""
         if self.over:
             return None
-        self.said.append(content)
+        self.trace.append(("agent", content))
         try:
             answer = await in_thread(self.user.reply, content)
         except EndpointError as error:
             problem = f"Error: the user did not answer ({error})"
             return ToolResult(problem, error=True, infrastructure=True)
+        self.trace.append(("user", answer))
         self.history += [f"The agent: {content}", f"The user: {answer}"]
         self.over = ended(answer)
         return None if self.over else ToolResult(answer)
@@ -132,7 +132,7 @@ class DomainEnvironment:
 
         Raises EndpointError if the judge does not answer.
         """
-        reward, claims = self.scorer.score(self.calls, self.said), self.scorer.claims
+        reward, claims = self.scorer.score(self.trace), self.scorer.claims
         right = reward and (not claims or judged(self.models.judge, claims, self.history[1:]))
         return float(right)
 
@@ -145,7 +145,6 @@ class DomainEnvironment:
             names = ", ".join(sorted(self.offered))
             problem = call.error or f"no tool named {call.name!r}; the tools are {names}"
             return refused(problem)
-        self.calls.append((call.name, call.arguments))
         try:
             value = self.world.call(self.tables, call.name, call.arguments)
             if not isinstance(value, str):
@@ -153,6 +152,7 @@ class DomainEnvironment:
             result = ToolResult(value)
         except ToolError as problem:
             result = ToolResult(f"Error: {problem}", error=True)
+        self.trace.append(("call", call.name, call.arguments, result.error))
         arguments = json.dumps(call.arguments, ensure_ascii=False)
         self.history.append(f"The agent called {call.name}({arguments}): {result.content}")
         return result
@@ -200,7 +200,8 @@ class DomainEnvironment:
         """
         rng = random.Random(f"{self.task.id}/{self.seed}/{expert['alias']}/{len(self.history)}")
         tokens = sum(map(len, self.history)) // 4, rng.randint(80, STEP_TOKENS)
-        left = [call for call in self.scorer.golden if call not in self.calls]
+        made = [step[1:3] for step in self.trace if step[0] == "call"]
+        left = [call for call in self.scorer.golden if call not in made]
         right, calls = rng.random() < expert["skill"], ()
         if left and (right or rng.random() < 0.5):
             calls = (ToolCall(*(left if right else altered(self.world, left[:1], rng))[0]),)

@@ -6,6 +6,10 @@ ACTION: every golden call is among the calls with exactly its arguments, or with
 COMMUNICATE: every information stands in a message; numbers are compared as numbers ("1,000" is
     1000, and 5 is not in 15).
 NL_ASSERTION: `judged` asks a language model. A verdict that cannot be read is a no.
+
+A task's `rules` are sentences of its policy that no tool enforces: [{"text": what the policy says,
+"check": a name in CHECKS, "args": {...}}, ...]. Every check must hold on the trace, whatever the
+reward basis: a list of ("user", text), ("agent", text) and ("call", name, arguments, error).
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import json
 import re
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 from nanorchestra.agent.environment import Tool
 from worlds.toolscale.program import Json, Tables, ToolError, calculate
@@ -22,6 +27,8 @@ from worlds.toolscale.user import ask
 from worlds.toolscale.world import World
 
 Call = tuple[str, Json]  # (name, arguments)
+Step = tuple[Any, ...]  # of a trace
+_ASSENT = re.compile(r"\W*(yes|yep|yeah|sure|ok(ay)?|correct|right|please do|go ahead|confirmed)\b")
 _NUMBER = re.compile(r"(?<![\w.])(?<!\d[-:])\d+(?:\.\d+)?(?!\w)(?![-:.]\d)")
 JUDGE = """A service agent has talked to a user:
 
@@ -46,7 +53,7 @@ class Scorer:
         self.world, self.basis = world, criteria["reward_basis"]
         self.actions = criteria["actions"]
         self.golden = [(action["name"], action["arguments"]) for action in self.actions]
-        self.told = criteria["communicate_info"]
+        self.told, self.rules = criteria["communicate_info"], task.get("rules", ())
         self.claims = "NL_ASSERTION" in self.basis and criteria.get("nl_assertions") or ()
 
     @cached_property
@@ -54,18 +61,18 @@ class Scorer:
         """The tables after the golden calls."""
         return self._after(self.golden)
 
-    def score(self, calls: Sequence[Call], messages: Sequence[str]) -> float:
-        """Returns the reward of an attempt that made these calls and sent these messages.
-
-        `claims` are left to `judged`.
-        """
+    def score(self, trace: Sequence[Step]) -> float:
+        """Returns the reward of an attempt. `claims` are left to `judged`."""
+        calls = [step[1:3] for step in trace if step[0] == "call"]
+        messages = [step[1] for step in trace if step[0] == "agent"]
         parts = {
             "DB": self._after(calls) == self.gold,
             "ACTION": all(self._made(action, calls) for action in self.actions),
             "COMMUNICATE": all(communicated(info, messages) for info in self.told),
             "NL_ASSERTION": True,
         }
-        return float(all(parts[basis] for basis in self.basis))
+        kept = all(CHECKS[rule["check"]](trace, **rule["args"]) for rule in self.rules)
+        return float(kept and all(parts[basis] for basis in self.basis))
 
     def _after(self, calls: Sequence[Call]) -> Tables:
         tables = dict(self.world.tables)
@@ -88,6 +95,65 @@ class Scorer:
             with contextlib.suppress(ToolError, LookupError, TypeError):
                 return name, calculate(arguments["expression"])
         return call
+
+
+def attempt(calls: Sequence[Call], messages: Sequence[str] = ()) -> list[Step]:
+    """Returns the trace of calls that all succeed, and messages after them."""
+    return [("call", *call, False) for call in calls] + [("agent", text) for text in messages]
+
+
+def done(trace: Sequence[Step], tools: Sequence[str], where: Json | None = None) -> list[int]:
+    """Returns the places in the trace of the tools' calls that succeeded with these arguments."""
+    return [
+        place
+        for place, (kind, name, *rest) in enumerate(trace)
+        if kind == "call" and name in tools and not rest[1]
+        if (where or {}).items() <= rest[0].items()
+    ]
+
+
+def _confirmed(trace: Sequence[Step], **which: Any) -> bool:
+    """True if the user has assented right before each call, to a message of the agent."""
+    for place in done(trace, **which):
+        talk = [step for step in trace[:place] if step[0] != "call"][-2:]
+        if [step[0] for step in talk] != ["agent", "user"] or not _ASSENT.match(talk[1][1].lower()):
+            return False
+    return True
+
+
+def _before(trace: Sequence[Step], first: Sequence[str], then: Sequence[str]) -> bool:
+    """True if one of the first tools succeeded before any of the others."""
+    later = done(trace, then)
+    return not later or bool(done(trace[: later[0]], first))
+
+
+def _said_before(trace: Sequence[Step], info: str, tools: Sequence[str]) -> bool:
+    """True if the user was told the information before any of the tools succeeded."""
+    first = min(done(trace, tools), default=len(trace))
+    return communicated(info, [step[1] for step in trace[:first] if step[0] == "agent"])
+
+
+def _unsaid(trace: Sequence[Step], infos: Sequence[str]) -> bool:
+    """True if no message of the agent has any of the information."""
+    messages = [step[1] for step in trace if step[0] == "agent"]
+    return not any(communicated(info, messages) for info in infos)
+
+
+def _last(trace: Sequence[Step], **which: Any) -> bool:
+    """True if nothing is called after one of these calls."""
+    calls = [place for place, step in enumerate(trace) if step[0] == "call"]
+    return all(place == calls[-1] for place in done(trace, **which))
+
+
+CHECKS = {
+    "confirmed": _confirmed,  # tools, where?
+    "before": _before,  # first, then
+    "said_before": _said_before,  # info, tools
+    "unsaid": _unsaid,  # infos
+    "last": _last,  # tools, where?
+    "never": lambda trace, **which: not done(trace, **which),  # tools, where?
+    "at_most": lambda trace, tools, times: len(done(trace, tools)) <= times,
+}
 
 
 def communicated(info: str, messages: Sequence[str]) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from worlds.toolscale.program import Json, ToolError
-from worlds.toolscale.score import Call, Scorer, communicated
+from worlds.toolscale.score import Call, Scorer, attempt, communicated
 from worlds.toolscale.world import World
 
 DUPLICATE = "near duplicate"
@@ -36,7 +36,7 @@ def verify(world: World, task: Json) -> str | None:
         arguments = list(_arguments(world, golden))
     except ToolError:
         return "a golden call errs"
-    if scorer.score([], []):
+    if scorer.score([]):
         return "solved by doing nothing"
     for value, known in arguments:
         stands = mentions(text, value)
@@ -47,7 +47,7 @@ def verify(world: World, task: Json) -> str | None:
     if any(communicated(info, [text]) for info in told):
         return "the answer is in the text"
     wrong = altered(world, golden, random.Random(task["id"]))
-    return "solved with an argument altered" if scorer.score(wrong, told) else None
+    return "solved with an argument altered" if scorer.score(attempt(wrong, told)) else None
 
 
 def _arguments(world: World, calls: list[Call]) -> Iterator[tuple[Any, bool]]:
