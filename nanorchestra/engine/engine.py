@@ -10,14 +10,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from nanorchestra.engine.cache import PageCache, PageTable
 from nanorchestra.engine.gpu import GpuRunner, free_memory
-from nanorchestra.engine.guide import ToolCallGrammar
 from nanorchestra.engine.request import Completion, Limits, OnToken, Request, SamplingParams
 from nanorchestra.engine.runner import Runner
 from nanorchestra.engine.sampler import Draw
@@ -207,17 +205,13 @@ class Engine:
         on_token: OnToken | None = None,
         table: PageTable | None = None,
         session: int = -1,
-        grammar: ToolCallGrammar | None = None,
     ) -> Request:
         """Checks what a caller gives and makes the request. Raises UserError. The one door.
 
-        grammar: guides the draws in place of that of params.tools. Any thread may call this.
+        Any thread may call this.
         """
         ids = self.limits.check_ids(ids)
         self.limits.check_length(ids, sampled=1)
-        possible = self.tokenizer or not params.tools
-        require(possible, "sampling parameters: tools are given, but the engine has no tokenizer")
-        grammar = grammar or (self._grammar if params.tools else None)
         return Request(
             id=next(self._ids),
             ids=ids,
@@ -231,13 +225,7 @@ class Engine:
             table=PageTable() if table is None else table,
             keeps_pages=table is not None,
             session=session,
-            grammar=grammar,
-            grammar_state=grammar and grammar.start(params.tools),
         )
-
-    @cached_property
-    def _grammar(self) -> ToolCallGrammar:
-        return ToolCallGrammar(self.tokenizer)
 
     def score(self, list_of_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """Returns log p(ids[i + 1] | ids[: i + 1]) at temperature 1: n - 1 numbers for n ids.

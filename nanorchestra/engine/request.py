@@ -15,7 +15,7 @@ from nanorchestra.errors import NotFiniteError, UserError, require
 if TYPE_CHECKING:
     import numpy as np
 
-    from nanorchestra.engine.guide import State, ToolCallGrammar
+    from nanorchestra.engine.guide import Guide
     from nanorchestra.model.tokenizer import Tokenizer
 
 OnToken = Callable[[int, float], None]
@@ -33,7 +33,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # ids that end the text, beside the end-of-text ids
     ignore_eos: bool = False  # go on past the end-of-text ids
     top_logprobs: int = 0  # reports so many of the most probable ids of each draw
-    tools: tuple[str, ...] = ()  # hold tool calls to valid JSON with one of these names (guide.py)
+    guide: Guide | None = None  # holds calls, or the answer, to a form
 
     def __post_init__(self):
         for name, right, expected in (
@@ -42,7 +42,6 @@ class SamplingParams:
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("top_k", 0 <= self.top_k < 2**31, "from 0 (off) to 2**31 - 1"),
             ("top_logprobs", 0 <= self.top_logprobs <= 20, "from 0 to 20"),
-            ("tools", all(self.tools), "names that are not empty"),
         ):
             value = getattr(self, name)
             require(right, f"sampling parameters: {name} is {value!r}, it should be {expected}")
@@ -128,8 +127,6 @@ class Request:
     table: PageTable = field(default_factory=PageTable)
     keeps_pages: bool = False  # at its end the table stays with its session
     session: int = -1  # id of its session's first request, or its own: its age
-    grammar: ToolCallGrammar | None = None  # or what has its `advance` and `allowed`
-    grammar_state: State | None = None
     cached_tokens: int | None = None  # None: not admitted yet
     logprobs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
@@ -138,6 +135,7 @@ class Request:
 
     def __post_init__(self):
         self.prompt_tokens = len(self.ids)
+        self.guide = self.params.guide and self.params.guide.copy()
         self.resumed = bool(self.table.pages)  # it comes with the KV of its session's last turn
         if self.session < 0:
             self.session = self.id
@@ -155,8 +153,8 @@ class Request:
 
     @property
     def plain(self) -> bool:
-        """True if the draw needs no grammar, and only the drawn id is reported."""
-        return not (self.params.top_logprobs or self.grammar)
+        """True if the draw needs no guide, and only the drawn id is reported."""
+        return not (self.params.top_logprobs or self.guide)
 
     @cached_property
     def prompt_hash(self) -> int:
@@ -165,8 +163,8 @@ class Request:
 
     @property
     def allowed(self) -> np.ndarray | None:
-        """The ids that the grammar lets follow, bool [vocab_size], or None for all."""
-        return self.grammar and self.grammar.allowed(self.grammar_state)
+        """The ids that the guide lets follow, bool [vocab_size], or None for all."""
+        return self.guide and self.guide.allowed()
 
     def accept(
         self,
@@ -180,8 +178,8 @@ class Request:
         self.top_logprobs.append(top)
         self.logprobs.append(logprob)
         self.weight_versions.append(weight_version)
-        if self.grammar is not None:
-            self.grammar_state = self.grammar.advance(self.grammar_state, token)
+        if self.guide is not None:
+            self.guide.advance(token)
         if token in self.stop_ids:
             return "stop"
         return "length" if len(self.ids) >= self.limit else ""

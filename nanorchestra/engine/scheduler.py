@@ -98,7 +98,7 @@ class Scheduler:
 
         The next step can be planned before this step's tokens are read if all requests decode,
         none waits, none reaches its limit, and enough pages are free. Rows that the host draws,
-        with a grammar say, rule it out too. A request may still finish by its token: its row of the
+        with a guide say, rule it out too. A request may still finish by its token: its row of the
         next step is then ignored.
         """
         going_on = [r for r in plan.decodes if len(r.ids) + 1 < r.limit and r.plain]

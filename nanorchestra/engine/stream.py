@@ -45,6 +45,11 @@ class TurnStream(TextStream):
         """The tool calls that are complete."""
         return self._parser.calls
 
+    @property
+    def call(self) -> str | None:
+        """What stands after the tag of a call that has begun; None outside of calls."""
+        return self._parser.call
+
     def feed(self, *tokens: int) -> list[tuple[str, str]]:
         """Returns the deltas that are certain once these are sampled."""
         text = self._text(tokens)

@@ -64,6 +64,12 @@ class StreamParser:
         self.last_deltas = self._advance(final=True)
         return ParsedTurn(**self._parts, calls=tuple(self.calls), truncated=self._truncated)
 
+    @property
+    def call(self) -> str | None:
+        """What stands after the tag of a call that has begun; None outside of calls."""
+        _, begun, rest = self._text.partition(CALL)
+        return rest if begun and self._kind == "content" else None
+
     def _advance(self, final: bool) -> list[tuple[str, str]]:
         """Emit what is certain of a section, which ends at its tag, then go on with the next."""
         deltas: list[tuple[str, str]] = []
@@ -102,22 +108,22 @@ class StreamParser:
     def _take_call(self, text: str, final: bool) -> str | None:
         """Add the call at the beginning of `text`; return what follows, None if not certain yet.
 
-        What is no JSON ends at the first closing tag.
+        What is no JSON ends at the first closing tag after the error.
         """
         if CALL_END not in text and not final:
             return None
-        call, length = _read_call(text)
+        call, length, valid = _read_call(text)
         tail, closed, rest = text[length:].partition(CALL_END)
-        in_string = not length and "Unterminated string" in call.error  # so the tag may be too
+        in_string = not valid and "Unterminated string" in call.error  # so the tag may be too
         if not final and (in_string or not closed):
             return None
         self._truncated |= not closed
-        if length:
+        if valid:
             if tail.strip() and (closed or not CALL_END.startswith(tail.strip())):
                 error = f"{CALL_END} must follow the JSON object, not {tail.strip()[:20]!r}"
                 call = replace(call, error=call.error or error)
         elif closed:
-            call, _ = _read_call(tail)
+            call = _read_call(text[:length] + tail)[0]
         else:
             call = replace(call, error="cut off before the end of its JSON object")
         self.calls.append(call)
@@ -132,28 +138,29 @@ def _certain(text: str, tag: str) -> int:
     return len(text)
 
 
-def _read_call(text: str) -> tuple[ToolCall, int]:
-    """Return a call and where its JSON value ends in `text`, 0 if it is not valid JSON."""
+def _read_call(text: str) -> tuple[ToolCall, int, bool]:
+    """Return a call, where in `text` its JSON value ends or is wrong, and whether it is valid."""
     stripped = text.lstrip()
-    name, raw, length = "", text.strip(), 0
+    name, raw, length, valid = "", text.strip(), len(text) - len(stripped), False
     try:
         value, end = _DECODER.raw_decode(stripped)
-        raw, length = stripped[:end], len(text) - len(stripped) + end
+        raw, length, valid = stripped[:end], length + end, True
         name = value["name"]
         arguments = value.get("arguments") or {}
         if isinstance(arguments, str):
             arguments = _DECODER.decode(arguments)
         if isinstance(name, str) and isinstance(arguments, dict):
-            return ToolCall(name, arguments, raw), length
+            return ToolCall(name, arguments, raw), length, True
         name, error = str(name), "name must be a string and arguments a JSON object"
     except (TypeError, KeyError):
         error = "call must be a JSON object with name and arguments"
     except json.JSONDecodeError as problem:
+        length += 0 if valid else problem.pos
         reason = problem.msg.removesuffix(" at")
         error = f"call is not valid JSON: {reason} at column {problem.pos + 1}"
     except (ValueError, RecursionError) as problem:
         error = f"call is not valid JSON: {problem}"
-    return ToolCall(name, {}, raw, error), length
+    return ToolCall(name, {}, raw, error), length, valid
 
 
 def _finite(number: str) -> float:

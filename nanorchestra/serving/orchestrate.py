@@ -90,7 +90,7 @@ class Conversation:
 
     async def sample(self, params: SamplingParams, on_token: Callable) -> Any:
         """Returns the next turn's Completion. ApiError if the server ends it."""
-        answer = self.service.open([(self.ids, params, None)])
+        answer = self.service.open([(self.ids, params)])
         try:
             async for _, tokens, _ in answer:
                 for token, logprob, _ in tokens:

@@ -10,6 +10,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+from nanorchestra.engine.guide import Guide
 from nanorchestra.engine.request import SamplingParams
 from nanorchestra.engine.stream import TextStream, TurnStream
 from nanorchestra.files import read_json
@@ -17,7 +18,6 @@ from nanorchestra.model import chat
 from nanorchestra.model.parser import CALL, CALL_END
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.schemas import Json, schema_error
-from nanorchestra.serving.grammar import Form
 from nanorchestra.serving.service import ApiError
 
 OPENAPI = read_json(Path(__file__).with_name("openapi.json"))
@@ -60,12 +60,12 @@ def read_body(raw: bytes, name: str, given: Json) -> Json:
 
 
 def as_choices(body: Json, tokenizer: Tokenizer) -> list[tuple]:
-    """Returns (ids, SamplingParams, Form or None) of each choice of a body.
+    """Returns (ids, SamplingParams) of each choice of a body.
 
     Choice i of a prompt has the seed + i. UserError if a tool or a schema is wrong.
     """
-    prompts, tools, forced, schema = body.get("prompt"), body["tools"], False, None
-    described, thinks = {}, True
+    prompts, tools = body.get("prompt"), body["tools"]
+    guide = None
     if prompts is None:
         forced = body["tool_choice"] not in ("auto", "none")
         if forced and not tools:
@@ -73,25 +73,22 @@ def as_choices(body: Json, tokenizer: Tokenizer) -> list[tuple]:
         format, template = body["response_format"], body["chat_template_kwargs"]
         described = format.get("json_schema", {"schema": {"type": "object"}})
         schema = None if forced or format["type"] == "text" else described["schema"]
-        prompts, thinks = (
-            chat.encode(tokenizer, body["messages"], tools, **template),
-            template != SILENT,
-        )
+        prompts = chat.encode(tokenizer, body["messages"], tools, **template)
+        if tools or schema is not None:
+            strict, thinks = described.get("strict", False), template != SILENT
+            form = {"required": forced, "strict": strict, "thinks": thinks}
+            guide = Guide(tokenizer, tools, schema, **form)
     if isinstance(prompts, str) or isinstance(prompts[0], int):
         prompts = [prompts]
     prompts = [tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
     given = {name: body[name] for name in SAMPLING} | {
         "max_tokens": body.get("max_completion_tokens", body["max_tokens"]),
         "top_logprobs": body.get("top_logprobs", body["logprobs"]),
-        "tools": tuple(tool["function"]["name"] for tool in tools),
+        "guide": guide,
     }
-    guided = forced or schema is not None
-    form = (tokenizer, tools, schema, described.get("strict"), thinks)
     seed = body.get("seed", secrets.randbits(62))
     return [
-        (ids, SamplingParams(**given, seed=seed + i), Form(*form) if guided else None)
-        for ids in prompts
-        for i in range(body["n"])
+        (ids, SamplingParams(**given, seed=seed + i)) for ids in prompts for i in range(body["n"])
     ]
 
 

@@ -54,7 +54,7 @@ class Service:
         threading.Thread(target=self._work, daemon=True).start()
 
     def open(self, choices: list[tuple]) -> Answer:
-        """Queues (ids, SamplingParams, Form or None) of each choice of an answer.
+        """Queues (ids, SamplingParams) of each choice of an answer.
 
         ApiError if there is no room, UserError if a prompt cannot be served.
         """
@@ -63,7 +63,7 @@ class Service:
         if len(self.live) + len(choices) > self.limits.requests:
             raise ApiError(f"{len(self.live)} requests are open; try again later", 429)
         make, self.loop = self.engine.make_request, asyncio.get_running_loop()
-        answer = Answer(self, [make(ids, params, grammar=form) for ids, params, form in choices])
+        answer = Answer(self, [make(*choice) for choice in choices])
         for request in answer.requests:
             self.live[request] = answer
             self.jobs.put(partial(self.engine.scheduler.add, request))

@@ -21,7 +21,6 @@ LIMITS = Limits(vocab_size=97, context=64, pool=48)
         "top_p": (0, 1.5, math.nan),
         "top_k": (-1, 2**70),
         "max_tokens": (0, -3),
-        "tools": (("calc", ""),),
     }.items(),
 )
 def test_bad_sampling_parameters_are_refused(field, values):

@@ -5,7 +5,7 @@ import time
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanorchestra.model import chat
@@ -59,6 +59,7 @@ def test_what_an_ideal_policy_writes_is_read_back(tokenizer, content, reasoning,
 
 
 @settings(QUICK, max_examples=300)
+@example(CALL.replace('"q"', '"</tool_call>\\u001f<tool_call>"'), [])
 @given(BROKEN, st.lists(st.integers(0, 200), max_size=6))
 def test_every_split_of_any_text_gives_the_same_turn_and_deltas_that_add_up(text, cuts):
     whole = turn(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import random
 import re
@@ -20,7 +21,6 @@ import train
 from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import Limits
 from nanorchestra.config import TaskSection
-from nanorchestra.engine.engine import Engine
 from nanorchestra.engine.request import SamplingParams
 from nanorchestra.errors import UserError
 from nanorchestra.model import chat
@@ -194,19 +194,21 @@ class Menu:
     """Holds a policy that knows no questions to some turns, among which it draws: a grammar."""
 
     def __init__(self, tokenizer, turns):
-        self.turns = [tuple(tokenizer.backend.encode(turn).ids) for turn in turns]
-        self.size = tokenizer.vocab_size
+        self.turns = [tokenizer.backend.encode(turn).ids for turn in turns]
+        self.size, self.state = tokenizer.vocab_size, []
 
-    def start(self, names):
-        return ()
+    def copy(self):
+        other = copy.copy(self)
+        other.state = []
+        return other
 
-    def advance(self, state, token):
-        return *state, token
+    def advance(self, token):
+        self.state.append(token)
 
-    def allowed(self, state):
-        mask, at = np.zeros(self.size, bool), len(state)
+    def allowed(self):
+        mask, at = np.zeros(self.size, bool), len(self.state)
         for turn in self.turns:
-            if turn[:at] == state and at < len(turn):
+            if turn[:at] == self.state and at < len(turn):
                 mask[turn[at]] = True
         return mask
 
@@ -222,8 +224,8 @@ def test_training_on_frames_asks_real_experts_and_a_real_judge(tmp_path, monkeyp
         for name, aliases in roles.items()
         for alias in aliases
     ]
-    monkeypatch.setattr(Engine, "_grammar", Menu(nano.tokenizer, turns))
-    monkeypatch.setattr(running, "SamplingParams", partial(SamplingParams, tools=("a turn",)))
+    guided = partial(SamplingParams, guide=Menu(nano.tokenizer, turns))
+    monkeypatch.setattr(running, "SamplingParams", guided)
 
     def answer(body):
         if body["model"] == "judge":
