@@ -55,20 +55,23 @@ class Guide:
         think = rf"think: {begin} /(.|\n)*/ {end} /\n?\n?/"
         start = "think? " if thinks and not self.free else ""
         lark = f"start: {start}({' | '.join(bodies)})\n{think}"
-        self._matcher, self._stream, self.holds = _compiled(tokenizer, lark), None, not self.free
+        self._matcher, self.holds = _compiled(tokenizer, lark), not self.free
 
     def copy(self) -> Guide:
         """Returns the guide of one turn, at its beginning."""
         other = copy.copy(self)
-        other._matcher, other._stream = self._matcher.deep_copy(), TurnStream(self.tokenizer)
+        other._matcher = self._matcher.deep_copy()
+        other._stream, other._unread = TurnStream(self.tokenizer), []
         return other
 
     def advance(self, token: int) -> None:
         """Takes a sampled id."""
         if self.holds:
             self._matcher.consume_token(token)
-        if self.free:
-            self._stream.feed(token)
+        self._unread.append(token)
+        if self.free and b">" in self.tokenizer.bytes_of(token):  # a tag may end here
+            self._stream.feed(*self._unread)
+            self._unread.clear()
             begun = self._stream.call
             if begun is not None and not self.holds:  # what follows the tag may be in the same id
                 self._matcher.reset()
@@ -82,9 +85,9 @@ class Guide:
 
         At the end of the grammar it is the id that ends the turn.
         """
-        if self.holds:
-            return np.frombuffer(self._matcher.compute_logit_bias(), np.uint8) > 0
-        return None
+        if not self.holds:
+            return None
+        return np.frombuffer(self._matcher.compute_logit_bias(), np.uint8) > 0
 
 
 @cache
