@@ -14,9 +14,8 @@ from data_gen import main
 from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.errors import UserError
 from nanorchestra.records import ToolCall
-from worlds.toolscale import preferences, user
+from worlds.toolscale import preferences
 from worlds.toolscale.dataset import load_tasks, load_world
-from worlds.toolscale.user import STOP, TRANSFER, ScriptedUser, ended
 
 
 @pytest.fixture(scope="module")
@@ -108,39 +107,7 @@ def test_the_agent_loop_plays_a_world_with_a_user(world, nano_tokenizer):
     assert len(t.turns) == len(script)
     text = nano_tokenizer.decode(t.ids)
     for wish in env.user.wishes:  # each after the first answers "That is done."
-        assert f"<|im_start|>user\n{wish}<|im_end|>" in text
-
-
-# --- users
-
-SCENARIO = {
-    "instructions": {
-        "reason_for_call": "You want to book 2 seats on the Silver Arrow. If there are not enough "
-        "left, you want the Red Star instead. Then you need to learn what your miles are.",
-        "known_info": "You are Mei Rossi and your zip code is 12345.",
-        "unknown_info": "You do not know your passenger number.",
-    },
-}
-
-
-def test_the_scripted_user_tells_what_it_knows_when_asked_confirms_and_ends():
-    talk = ScriptedUser(SCENARIO)
-    condition = "If there are not enough left, I want the Red Star instead."
-    assert talk.opening == f"I want to book 2 seats on the Silver Arrow. {condition}"
-    known = "I am Mei Rossi and my zip code is 12345."
-    for said, answer in (
-        ("What is your name and zip code?", known),
-        ("And your passenger number?", f"I do not know my passenger number. {known}"),
-        ("I will book 2 seats. Do you confirm?", "Yes, please."),
-        ("Which colour do you like?", talk.opening),  # it invents nothing
-        ("Booked.", "Then I need to learn what my miles are."),
-        ("You have 300. Anything else?", f"No, thank you. {STOP}"),
-    ):
-        assert talk.reply(said) == answer
-    assert TRANSFER in ScriptedUser(SCENARIO).reply("You are being transferred to a human agent.")
-    talk = ScriptedUser(SCENARIO)
-    patience = [ended(talk.reply("Who are you?")) for _ in range(user.PATIENCE + 1)]
-    assert patience.index(True) == user.PATIENCE
+        assert f"<|im_start|>user\n{wish.say}<|im_end|>" in text
 
 
 # --- preferences and catalogues

@@ -154,7 +154,7 @@ def test_what_one_table_of_all_tools_did_to_arguments_is_undone(cinema):
         env, day = environment(world, f"movie/{n}"), "15 May" if n == 4 else "2026-05-15"
         ((_, arguments),) = env.scorer.golden
         assert arguments == {"booking_id": f"B{n}", "on": day, "refund": 5}
-    assert env.user.wishes == ["I want to cancel my booking.", "Be quick."]
+    assert [wish.say for wish in env.user.wishes] == ["I want to cancel my booking.", "Be quick."]
 
 
 def trained(number, **changes):

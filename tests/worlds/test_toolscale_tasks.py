@@ -10,12 +10,13 @@ import pytest
 
 from worlds.toolscale.act import UnfitError
 from worlds.toolscale.domains import build
+from worlds.toolscale.expert import altered
 from worlds.toolscale.pipeline import make_batch
 from worlds.toolscale.plan import LEVELS, Planner
 from worlds.toolscale.program import ToolError
 from worlds.toolscale.score import Scorer, attempt, communicated
 from worlds.toolscale.tasks import to_task
-from worlds.toolscale.verify import altered, mentions, signature, task_text, verify
+from worlds.toolscale.verify import mentions, signature, task_text, verify
 from worlds.toolscale.wishes import act_out
 
 
@@ -43,13 +44,15 @@ def test_every_task_is_solved_by_its_golden_calls_and_not_without_them(batch):
     for task in part["tasks"]:
         scorer = Scorer(world, task)
         calls, said = scorer.golden, scorer.told
-        wrong = altered(world, calls, random.Random(0))
-        scores = [scorer.score(attempt(*a)) for a in ((calls, said), ([], []), (wrong, said))]
+        writes = [calls[place] for place in scorer.effects]
+        wrong = altered(world, writes, random.Random(0)) if writes else []
+        scores = [scorer.score(attempt(*a)) for a in ((calls, said), ([], []), (wrong, said[1:]))]
         assert scores == [1, 0, 0]
+        assert scorer.score(attempt(writes, said)) == 1, "reads are free"
         assert 1 <= len(calls) <= 12 and verify(world, task) is None
         assert {name for name, _ in calls} <= set(task["tools"])
-        for skipped in range(len(calls)):
-            assert scorer.score(attempt(calls[:skipped] + calls[skipped + 1 :], said)) == 0
+        for skipped in range(len(writes)):
+            assert scorer.score(attempt(writes[:skipped] + writes[skipped + 1 :], said)) == 0
         if said:
             assert scorer.score(attempt(calls)) == 0
         text = task_text(task)
@@ -153,19 +156,23 @@ def test_extra_reads_and_failed_calls_do_no_harm_and_an_extra_write_does(batch):
     assert scorer.score(attempt([*calls, extra], said)) == 1
 
 
-def test_numbers_and_calculations_count_by_their_value(batch):
-    world, task = find(batch, lambda t: any(a["name"] == "calculate" for a in actions(t)))
-    scorer, said = Scorer(world, task), task["evaluation_criteria"]["communicate_info"]
+def test_a_dump_of_numbers_or_of_all_values_tells_nothing(batch):
+    world, task = find(batch, lambda t: True)
+    number = task["evaluation_criteria"] | {"communicate_info": ["37"], "actions": []}
+    tier = next(field for field, texts in world.columns.items() if 3 <= len(texts) <= 4)
+    word = task["evaluation_criteria"] | {"communicate_info": [min(world.columns[tier])]}
 
-    def score(turn):
-        calls = [
-            (name, {key: turn(value) for key, value in arguments.items()})
-            for name, arguments in scorer.golden
-        ]
-        return scorer.score(attempt(calls, said))
+    def told(criteria, *messages):
+        scorer = Scorer(world, task | {"evaluation_criteria": criteria, "rules": []})
+        scorer.basis = ["COMMUNICATE"]
+        return scorer.score(attempt([], messages)) == 1
 
-    assert score(lambda value: f"0 + {value}" if "+" in str(value) else value) == 1
-    assert score(lambda value: f"1 + {value}" if "+" in str(value) else value) == 0
+    assert told(number, "You have 37 points, 5 more than in 2024, and pay $12.50.")
+    assert told(number, *(f"Of these {n} is one." for n in range(5)), "It is 37.")
+    assert not told(number, " ".join(map(str, range(100))))
+    assert not told(number, *(" ".join(map(str, range(n, n + 5))) for n in range(0, 100, 5)))
+    assert told(word, f"It is {min(world.columns[tier])}.")
+    assert not told(word, " ".join(world.columns[tier]))
 
 
 def test_what_is_communicated_and_mentioned():

@@ -24,10 +24,11 @@ from nanorchestra.training.lessons import Lesson
 from reward import POLICY, PRICES
 from worlds.toolscale import preferences
 from worlds.toolscale.environment import SIMULATED, DomainEnvironment, Models
+from worlds.toolscale.expert import next_turn
 from worlds.toolscale.program import Json
 from worlds.toolscale.rows import read_row, restored, unfit
 from worlds.toolscale.tau2 import load_domain
-from worlds.toolscale.user import ScriptedUser
+from worlds.toolscale.user import ScriptedUser, wishes
 from worlds.toolscale.world import World, check_shape
 
 HELD_OUT = 5  # every fifth task of a domain is held out
@@ -82,7 +83,7 @@ class ToolScaleWorld:
             "wish": preferences.kind_of(preference),
             "bounds": _bounds(tau2, offered),
         }
-        question = ScriptedUser(tau2["user_scenario"]).opening
+        question = wishes(tau2)[0].say
         return Task(f"{tau2['id']}/{split}-{index}", question, preference, data)
 
     def environment(self, task: Task, seed: int) -> DomainEnvironment:
@@ -106,20 +107,19 @@ def _bounds(tau2: Json, offered: Sequence[Json]) -> tuple:
 
 
 def teach(env: DomainEnvironment) -> Iterator[Lesson]:
-    """Yields the golden calls, what the user wants to know, and answers until the user is content.
+    """Yields the turns of an agent that does all that is right until the user is content.
 
     No calls of experts: the lessons show how the tools are used, not which expert to ask. The user
     is the scripted one, which comes to an end.
     """
-    env.user = ScriptedUser(env.task.data["task"]["user_scenario"])
-    for name, arguments in env.scorer.golden:
-        call = ToolCall(name, arguments)
-        yield Lesson("", call=call, result=asyncio.run(env.execute(call)))
-    words = env.last_word()
-    while (answer := asyncio.run(env.reply(words))) is not None:
-        yield Lesson("", words, result=answer)
-        words = "Is there anything else?"
-    yield Lesson("", words)
+    env.user = ScriptedUser(env.task.data["task"], env.world)
+    while not env.over:
+        words, made = next_turn(env)
+        if made is None:
+            yield Lesson("", words, result=asyncio.run(env.reply(words)))
+        else:
+            call = ToolCall(*made)
+            yield Lesson("", call=call, result=asyncio.run(env.execute(call)))
 
 
 def texts(world: ToolScaleWorld, count: int) -> Iterator[str]:

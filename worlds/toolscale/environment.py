@@ -15,10 +15,10 @@ from nanorchestra.records import ParsedTurn, Price, Task, ToolCall, ToolResult
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.models import Expert
 from worlds.toolscale import preferences
+from worlds.toolscale.expert import turn
 from worlds.toolscale.program import Json, ToolError
 from worlds.toolscale.score import Scorer, judged
 from worlds.toolscale.user import ModelUser, ScriptedUser, ended
-from worlds.toolscale.verify import altered
 from worlds.toolscale.words import expand
 from worlds.toolscale.world import World
 
@@ -75,8 +75,8 @@ class DomainEnvironment:
         tau2 = task.data["task"]
         self.world, self.task, self.seed = world, task, seed
         self.experts = {expert["alias"]: expert for expert in task.data["experts"]}
-        scenario, self.models, self.scorer = tau2["user_scenario"], models, Scorer(world, tau2)
-        self.user = ModelUser(scenario, models.user) if models.user else ScriptedUser(scenario)
+        self.models, self.scorer = models, Scorer(world, tau2)
+        self.user = ModelUser(tau2, models.user) if models.user else ScriptedUser(tau2, world)
         self.tables = dict(world.tables)
         self.trace = [("user", task.question)]
         self.over, self.evidence = False, Evidence(task.question)
@@ -110,22 +110,28 @@ class DomainEnvironment:
         """Runs a call of a domain tool or an expert. One that fails is an error observation."""
         if call.error is None and call.name == EXPERT and self.experts:
             return await self._hand_over(call.arguments.get("expert"))
-        return self._call(call)
+        return self.do(call)
 
     async def reply(self, content: str) -> ToolResult | None:
         """Returns the user's answer; None if the conversation is over."""
         if self.over:
             return None
-        self.trace.append(("agent", content))
         try:
-            answer = await in_thread(self.user.reply, content)
+            answer = await in_thread(self.hear, content) if self.models.user else self.hear(content)
         except EndpointError as error:
             problem = f"Error: the user did not answer ({error})"
             return ToolResult(problem, error=True, infrastructure=True)
+        return None if self.over else ToolResult(answer)
+
+    def hear(self, content: str) -> str:
+        """Returns the user's answer to a message. Raises EndpointError."""
+        self.trace.append(("agent", content))
+        pending, handed = self.scorer.pending(self.trace), self.scorer.handed(self.trace)
+        answer = self.user.reply(content, pending, handed)
         self.trace.append(("user", answer))
         self.history += [f"The agent: {content}", f"The user: {answer}"]
         self.over = ended(answer)
-        return None if self.over else ToolResult(answer)
+        return answer
 
     def score(self, answer: str) -> float:
         """Returns the task's reward, 0.0 or 1.0. `reply` has heard the answer already.
@@ -140,7 +146,8 @@ class DomainEnvironment:
         """Returns a message with all that the user wants to be told."""
         return f"This is done. {', '.join(self.scorer.told)}".strip()
 
-    def _call(self, call: ToolCall) -> ToolResult:
+    def do(self, call: ToolCall) -> ToolResult:
+        """Runs a call of a domain tool."""
         if call.error is not None or call.name not in self.offered:
             names = ", ".join(sorted(self.offered))
             problem = call.error or f"no tool named {call.name!r}; the tools are {names}"
@@ -174,7 +181,7 @@ class DomainEnvironment:
         if result.error:
             text = result.content
         elif turn.calls:
-            self._call(turn.calls[0])
+            self.do(turn.calls[0])
             text = self.history[-1].replace("The agent", alias, 1)
         else:
             answer = await self.reply(turn.content)
@@ -193,19 +200,11 @@ class DomainEnvironment:
         return replace(self.models.experts[expert["model"]], price=Price(*expert["usd"]))
 
     def _simulated(self, expert: Json) -> tuple[ParsedTurn, ToolResult]:
-        """A declared simulation of an expert.
-
-        With probability `skill` it does the next golden step; else it does one with an argument
-        altered, or says nothing of use.
-        """
+        """A declared simulation of an expert, whose turns are right with probability `skill`."""
         rng = random.Random(f"{self.task.id}/{self.seed}/{expert['alias']}/{len(self.history)}")
         tokens = sum(map(len, self.history)) // 4, rng.randint(80, STEP_TOKENS)
-        made = [step[1:3] for step in self.trace if step[0] == "call"]
-        left = [call for call in self.scorer.golden if call not in made]
-        right, calls = rng.random() < expert["skill"], ()
-        if left and (right or rng.random() < 0.5):
-            calls = (ToolCall(*(left if right else altered(self.world, left[:1], rng))[0]),)
-        content = self.last_word() if right else "One moment, I am looking into it."
+        content, made = turn(self, expert["skill"], rng)
+        calls = (ToolCall(*made),) if made else ()
         seconds = expert["latency_s"] * rng.uniform(0.8, 1.2)
         usd = Price(*expert["usd"]).cost(*tokens)
         done = ToolResult("", usd, seconds, False, False, *tokens)

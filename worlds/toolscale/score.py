@@ -1,10 +1,12 @@
 """Scores an attempt at a task: 0 or 1, the product over the task's reward basis, as in tau2-bench.
 
-DB: the tables after the calls equal those after the golden calls.
-ACTION: every golden call is among the calls with exactly its arguments, or with those that its
-    `compare_args` names; a calculation counts by its value.
-COMMUNICATE: every information stands in a message; numbers are compared as numbers ("1,000" is
-    1000, and 5 is not in 15).
+DB: the tables after the calls equal those after the golden calls; the keys of new records may
+    differ.
+ACTION: what the tables do not show. The agent has handed over if and only if the golden calls do;
+    an action with `compare_args` was done with these arguments. Without DB, all golden writes were.
+    Reads and calculations are free.
+COMMUNICATE: every information stands in a message that is no list of others; numbers are compared
+    as numbers ("1,000" is 1000, and 5 is not in 15).
 NL_ASSERTION: `judged` asks a language model. A verdict that cannot be read is a no.
 
 A task's `rules` are sentences of its policy that no tool enforces: [{"text": what the policy says,
@@ -22,12 +24,13 @@ from functools import cached_property
 from typing import Any
 
 from nanorchestra.agent.environment import Tool
-from worlds.toolscale.program import Json, Tables, ToolError, calculate
+from worlds.toolscale.program import Json, Tables, ToolError
 from worlds.toolscale.user import ask
 from worlds.toolscale.world import World
 
 Call = tuple[str, Json]  # (name, arguments)
 Step = tuple[Any, ...]  # of a trace
+SPARE = 8  # numbers, or other values of its field, that a message may have beside what is told
 _ASSENT = re.compile(r"\W*(yes|yep|yeah|sure|ok(ay)?|correct|right|please do|go ahead|confirmed)\b")
 _NUMBER = re.compile(r"(?<![\w.])(?<!\d[-:])\d+(?:\.\d+)?(?!\w)(?![-:.]\d)")
 JUDGE = """A service agent has talked to a user:
@@ -61,18 +64,41 @@ class Scorer:
         """The tables after the golden calls."""
         return self._after(self.golden)
 
+    @cached_property
+    def effects(self) -> list[int]:
+        """The places of the golden calls that write, by what they do to the tables, or hand over.
+
+        What a golden call hands over is given in words of its own: its arguments are free.
+        """
+        tables, places = dict(self.world.tables), []
+        for place, (name, arguments) in enumerate(self.golden):
+            before = dict(tables)
+            with contextlib.suppress(ToolError):
+                self.world.call(tables, name, arguments)
+            if tables != before or self._hands(name):
+                places.append(place)
+        return places
+
+    def pending(self, trace: Sequence[Step]) -> list[int]:
+        """Returns the places of the golden writes and hand-overs that have not been made."""
+        calls = [step[1:3] for step in trace if step[0] == "call" and not step[3]]
+        return [place for place in self.effects if not self._made(self.actions[place], calls)]
+
+    def handed(self, trace: Sequence[Step]) -> bool:
+        """Returns whether the agent has handed the user over."""
+        return any(step[0] == "call" and self._hands(step[1]) and not step[3] for step in trace)
+
     def score(self, trace: Sequence[Step]) -> float:
         """Returns the reward of an attempt. `claims` are left to `judged`."""
         calls = [step[1:3] for step in trace if step[0] == "call"]
-        messages = [step[1] for step in trace if step[0] == "agent"]
         parts = {
-            "DB": self._after(calls) == self.gold,
-            "ACTION": all(self._made(action, calls) for action in self.actions),
-            "COMMUNICATE": all(communicated(info, messages) for info in self.told),
-            "NL_ASSERTION": True,
+            "DB": lambda: _same(self._after(calls), self.gold, self.world.tables),
+            "ACTION": lambda: self._acted(trace, calls),
+            "COMMUNICATE": lambda: all(self._told(info, trace) for info in self.told),
+            "NL_ASSERTION": lambda: True,
         }
         kept = all(CHECKS[rule["check"]](trace, **rule["args"]) for rule in self.rules)
-        return float(kept and all(parts[basis] for basis in self.basis))
+        return float(kept and all(parts[basis]() for basis in self.basis))
 
     def _after(self, calls: Sequence[Call]) -> Tables:
         tables = dict(self.world.tables)
@@ -81,25 +107,89 @@ class Scorer:
                 self.world.call(tables, name, arguments)
         return tables
 
+    def _hands(self, name: str) -> bool:
+        return self.world.by_name.get(name, {}).get("kind") == "handover"
+
+    def _acted(self, trace: Sequence[Step], calls: Sequence[Call]) -> bool:
+        known = "DB" in self.basis  # then the tables show the writes
+        needed = [
+            action
+            for place, action in enumerate(self.actions)
+            if action.get("compare_args")
+            or not known
+            and place in self.effects
+            or self._hands(action["name"])
+        ]
+        golden = any(self._hands(action["name"]) for action in self.actions)
+        return golden == self.handed(trace) and all(self._made(each, calls) for each in needed)
+
     def _made(self, action: Json, calls: Sequence[Call]) -> bool:
-        name, wanted, keys = action["name"], action["arguments"], action.get("compare_args")
+        """True if an action is among the calls. What a hand-over says in a sentence is free."""
+        wanted, keys = action["arguments"], action.get("compare_args")
         if keys is None:
-            return self._comparable((name, wanted)) in map(self._comparable, calls)
-        given = [arguments for other, arguments in calls if other == name]
+            free = self._hands(action["name"])
+            keys = [key for key, value in wanted.items() if not (free and " " in str(value))]
+        given = [arguments for name, arguments in calls if name == action["name"]]
         return any(all(a.get(key) == wanted.get(key) for key in keys) for a in given)
 
-    def _comparable(self, call: Call) -> tuple[str, Json | float]:
-        name, arguments = call
-        tool = self.world.by_name.get(name)
-        if tool and tool["kind"] == "calculate":
-            with contextlib.suppress(ToolError, LookupError, TypeError):
-                return name, calculate(arguments["expression"])
-        return call
+    def _told(self, info: str, trace: Sequence[Step]) -> bool:
+        """True if a message has the information, and few others that it might have been.
+
+        These are numbers, or what else the field of the information holds in the tables. What the
+        user has said does not count, and neither does a message with too many.
+        """
+        number = re.fullmatch(r"\$?[\d,]+(\.\d+)?", info.strip())
+        rivals = set() if number else self._rivals(info)
+        most = SPARE if number else min(SPARE, 1 + len(rivals) // 2)
+        heard, claimed = [], set()
+        for kind, text, *_ in trace:
+            if kind == "user":
+                heard.append(text)
+            elif kind == "agent":
+                found = set(_NUMBER.findall(_spoken(text))) if number else rivals
+                found = {each for each in found if communicated(each, [text])}
+                found = {each for each in found if not communicated(each, heard)}
+                if len(found) <= most:
+                    claimed |= found
+                    if len(claimed) <= 4 * most and communicated(info, [text]):
+                        return True
+        return False
+
+    def _rivals(self, info: str) -> set[str]:
+        """All texts of the fields that hold the information in some record."""
+        columns = self.world.columns.values()
+        return set().union(*(texts for texts in columns if info.casefold() in texts))
+
+
+def _same(tables: Tables, gold: Tables, start: Tables) -> bool:
+    """True if the tables are equal, but for the order in which new records got their keys."""
+    if tables == gold:
+        return True
+    made = [
+        [key for name in start for key in each[name] if key not in start[name]]
+        for each in (tables, gold)
+        if isinstance(start[next(iter(start))], dict)
+    ]
+    return any(made) and _unnamed(tables, start, made[0]) == _unnamed(gold, start, made[1])
+
+
+def _unnamed(tables: Tables, start: Tables, new: Sequence[str]) -> Json:
+    """The tables that have changed, as sorted texts in which the keys of new records are alike."""
+    pattern = "|".join(re.escape(f'"{key}"') for key in new) or r"(?!)"
+    return {
+        name: sorted(
+            re.sub(pattern, '"new"', json.dumps(row, sort_keys=True)) for row in rows.items()
+        )
+        for name, rows in tables.items()
+        if rows is not start[name]
+    }
 
 
 def attempt(calls: Sequence[Call], messages: Sequence[str] = ()) -> list[Step]:
-    """Returns the trace of calls that all succeed, and messages after them."""
-    return [("call", *call, False) for call in calls] + [("agent", text) for text in messages]
+    """Returns the trace of calls that are all confirmed and succeed, and messages after them."""
+    asked = ("agent", "Shall I do that?"), ("user", "Yes, please.")
+    steps = [step for call in calls for step in (*asked, ("call", *call, False))]
+    return steps + [("agent", text) for text in messages]
 
 
 def done(trace: Sequence[Step], tools: Sequence[str], where: Json | None = None) -> list[int]:
@@ -112,8 +202,8 @@ def done(trace: Sequence[Step], tools: Sequence[str], where: Json | None = None)
     ]
 
 
-def _confirmed(trace: Sequence[Step], **which: Any) -> bool:
-    """True if the user has assented right before each call, to a message of the agent."""
+def confirmed(trace: Sequence[Step], **which: Any) -> bool:
+    """Returns whether the user has assented right before each call, to a message of the agent."""
     for place in done(trace, **which):
         talk = [step for step in trace[:place] if step[0] != "call"][-2:]
         if [step[0] for step in talk] != ["agent", "user"] or not _ASSENT.match(talk[1][1].lower()):
@@ -146,7 +236,7 @@ def _last(trace: Sequence[Step], **which: Any) -> bool:
 
 
 CHECKS = {
-    "confirmed": _confirmed,  # tools, where?
+    "confirmed": confirmed,  # tools, where?
     "before": _before,  # first, then
     "said_before": _said_before,  # info, tools
     "unsaid": _unsaid,  # infos

@@ -1,23 +1,30 @@
 """The user of a task: scripted, or a language model.
 
-The scripted user opens with its first wish, says who it is when asked, confirms what it is asked to
-confirm, says that it does not know what the scenario says it does not know, goes on to its next
-wish, and ends when none is left. It says nothing that is not in the scenario.
+The scripted user opens with its first wish and follows what the agent's messages are about
+(user.toml): it reveals the facts that are asked for, confirms what it wants, refuses another
+operation, record, number or choice, waits while the agent works, and goes on when a wish is
+fulfilled, refused or answered. It says nothing that is not in the scenario.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 from nanorchestra.agent.environment import Tool
 from nanorchestra.files import read_toml
 from nanorchestra.tools.http import EndpointError
 from worlds.toolscale.program import Json
+from worlds.toolscale.world import World, texts_of
 
 STOP, TRANSFER = SIGNALS = ("###STOP###", "###TRANSFER###")  # tau2's, which end a conversation
 PATIENCE = 40  # messages that the scripted user answers
 TEXTS = read_toml(Path(__file__).with_suffix(".toml"))
+ABOUT, SAID, WORDS = TEXTS["about"], TEXTS["said"], TEXTS["words"]
+NUMBERS = TEXTS["numbers"]
+NAMED = rf"\b({'|'.join(NUMBERS)})\b"
 
 
 def ended(message: str) -> bool:
@@ -32,52 +39,208 @@ def first_person(text: str) -> str:
     return text
 
 
-class ScriptedUser:
-    """Plays the scenario of a tau2 task; its answers depend on the messages alone.
+@dataclass(frozen=True)
+class Wish:
+    """A wish as the user says it.
 
-    `opening` is its first message.
+    `actions` are the places of its golden actions, `told` is what the user wants to be told.
     """
 
-    def __init__(self, scenario: Json):
-        parts = scenario["instructions"]
-        self.wishes = []
-        wanted = first_person(parts["reason_for_call"])
-        for sentence in re.split(r"(?<=[.!?]) +(?=[A-Z\"])", wanted):
-            if self.wishes and re.match(r"(If|Should|Unless|Otherwise)\b", sentence):
-                self.wishes[-1] += " " + sentence  # a condition is said together with its wish
-            else:
-                self.wishes.append(sentence)
+    say: str
+    actions: tuple[int, ...]
+    told: tuple[str, ...]
+
+
+def wishes(task: Json) -> list[Wish]:
+    """Returns the wishes of a task: [{"say", "actions", "told"}, ...] in its field `wishes`.
+
+    A wish that is a text may want any of the golden actions. Without the field, the sentences of
+    the reason for the call are such wishes.
+    """
+    criteria, sentences = task["evaluation_criteria"], task.get("wishes", [])[:]
+    any_of = (*range(len(criteria["actions"])),), (*criteria["communicate_info"],)
+    wanted = "" if sentences else task["user_scenario"]["instructions"]["reason_for_call"]
+    for sentence in filter(None, re.split(r"(?<=[.!?]) +(?=[A-Z\"])", wanted)):
+        if sentences and re.match(SAID["condition"], sentence):
+            sentences[-1] += " " + sentence  # a condition is said together with its wish
+        else:
+            sentences.append(sentence)
+    return [
+        Wish(first_person(each), *any_of)
+        if isinstance(each, str)
+        else Wish(first_person(each["say"]), (*each["actions"],), (*each["told"],))
+        for each in sentences
+    ]
+
+
+def spoken(wish: Wish, heard: str) -> bool:
+    """Returns whether the user has said this, or nearly all of its words."""
+    words = set(re.findall(r"\w+", wish.say))
+    return wish.say in heard or len(words & {*re.findall(r"\w+", heard)}) > 0.9 * len(words)
+
+
+class ScriptedUser:
+    """Plays the scenario of a task; its answers depend on the messages and on what is done.
+
+    `opening` is its first message, `at` the place of the wish that it talks about.
+    """
+
+    def __init__(self, task: Json, world: World):
+        parts = task["user_scenario"]["instructions"]
+        self.world, self.actions = world, task["evaluation_criteria"]["actions"]
+        self.wishes = wishes(task)
         self.known = first_person(parts.get("known_info") or "")
         self.unknown = first_person(parts.get("unknown_info") or "")
-        self.opening, self.said = self.wishes[0], 1
-        self.heard = 0
+        clauses = re.split(r"(?<=\w\.) |,? and (?=my |I )|,? (?=in zip)", self.known)
+        self.facts = [(_patterns(clause), clause) for clause in clauses if clause]
+        self.opening, self.at = self.wishes[0].say, 0
+        self.heard, self.last = 0, ""
 
-    def reply(self, message: str) -> str:
-        """Returns the answer to a message of the agent."""
+    def reply(self, message: str, pending: Collection[int] = (), handed: bool = False) -> str:
+        """Returns the answer to a message of the agent.
+
+        `pending` are the places of the golden writes that have not been made, `handed` says whether
+        the agent has handed over.
+        """
         self.heard += 1
-        text = message.casefold()
-        question = "?" in text or "please" in text
-        handed = re.search(TEXTS["handed"], text) and "?" not in text
         if handed or self.heard > PATIENCE:
-            return f"Thank you. {TRANSFER}"
-        if re.search(TEXTS["more"], text):
-            return self._next("No, thank you.")
-        if not question:
-            return self._next("Thank you, that is all.")
-        if re.search(TEXTS["confirm"], text):
-            return "Yes, please."
-        numbers = re.findall(r"(?:any|my) ([\w -]+? number)", self.unknown.casefold())
-        if any(number in text for number in numbers):
-            return f"{self.unknown} {self.known}".strip()
-        if self.known and re.search(TEXTS["identity"], text):
-            return self.known
-        return self.wishes[self.said - 1]
+            return f"{WORDS['thanks']} {TRANSFER}"
+        self.last = answer = self._answer(message.casefold().replace("\u2019", "'"), pending)
+        return answer
+
+    def _answer(self, text: str, pending: Collection[int]) -> str:
+        sentences = re.split(r"(?<=[.!?])\s+|\n+", text)
+        asks = [sentence for sentence in sentences if re.search(TEXTS["question"], sentence)]
+        about = {
+            topic
+            for topic, pattern in ABOUT.items()
+            for sentence in sentences
+            if re.search(pattern, sentence)
+            if topic in ("more", "wait") or not sentence.startswith("if ")
+        }
+        wish = self.wishes[self.at]
+        left = [place for place in wish.actions if place in pending]
+        if "over" in about:
+            return f"{WORDS['thanks']} {TRANSFER}"
+        if facts := self._facts(asks):
+            return facts
+        proposed = [
+            sentence
+            for sentence in asks
+            if re.search(TEXTS["confirm"], sentence) or re.search(TEXTS["proposes"], sentence)
+            if not re.search(TEXTS["open"], sentence) and not re.search(ABOUT["more"], sentence)
+        ]
+        if proposed and self._wants(text, {*pending}):
+            return WORDS["yes"]
+        if "refuse" in about:
+            return self._refused(wish)
+        if proposed:
+            return f"{WORDS['no']} {wish.say}"
+        if "done" in about or (wish.actions and not left) and not asks:
+            return self._next(WORDS["thanks"])
+        if "more" in about or "bye" in about:
+            repeat = left and self.last != wish.say
+            return wish.say if repeat else self._next(WORDS["last"])
+        if "wait" in about and not any(re.search(TEXTS["open"], each) for each in asks):
+            return wish.say if self.last == WORDS["wait"] else WORDS["wait"]
+        if asks or left:
+            return wish.say
+        return self._next(WORDS["thanks"])
 
     def _next(self, last: str) -> str:
-        if self.said >= len(self.wishes):
+        if self.at + 1 >= len(self.wishes):
             return f"{last} {STOP}"
-        self.said += 1
-        return self.wishes[self.said - 1]
+        self.at += 1
+        return self.wishes[self.at].say
+
+    def _refused(self, wish: Wish) -> str:
+        """Says what the wish names for this case, once; then goes on."""
+        sentences = re.split(r"(?<=[.!?]) +", wish.say)
+        otherwise = " ".join(s for s in sentences if re.match(SAID["condition"], s))
+        if otherwise and self.last != otherwise:
+            return otherwise
+        return self._next(WORDS["accept"])
+
+    def _facts(self, asks: list[str]) -> str:
+        """The facts that the sentences ask for; "" if none."""
+        found = []
+        for sentence in asks:
+            plain = not re.search(TEXTS["proposes"], sentence)
+            if plain and re.search(TEXTS["asks"], sentence):
+                facts = [clause for patterns, clause in self.facts if _all(patterns, sentence)]
+                if not facts:
+                    fields = re.findall(SAID["unknown"], self.unknown.casefold())
+                    facts = [self.unknown for each in fields if _all(_patterns(each), sentence)]
+                if not facts and re.search(SAID["identity"], sentence):
+                    facts = [self.known]
+                found += facts
+        said = (fact[0].upper() + fact[1:].rstrip(".") + "." for fact in dict.fromkeys(found))
+        return " ".join(said)
+
+    def _wants(self, text: str, pending: Collection[int]) -> bool:
+        """Returns whether the agent proposes what the user has asked for and is not done."""
+        asked = [w for w in self.wishes[: self.at] if pending & {*w.actions}]
+        asked.append(self.wishes[self.at])
+        say = " ".join(wish.say for wish in asked).casefold()
+        if re.search(SAID["handover"], text):
+            return bool(re.search(SAID["person"], say))
+        actions = [self.actions[place] for wish in asked for place in wish.actions]
+        tools = " ".join(a["name"] for a in actions if self.actions.index(a) in pending)
+        tools = tools.replace("_", " ")
+        text = re.sub(TEXTS["charges"], "", text)
+        source = f"{say} {tools}" if not tools or re.search(SAID["unless"], say) else tools
+        proposed, wanted = (
+            {name for name, pattern in TEXTS["operations"].items() if re.search(pattern, each)}
+            for each in (text, source)
+        )
+        if proposed and wanted and not proposed & wanted:
+            return False
+        own = self._names([value for each in actions for value in each["arguments"].values()])
+        for texts in self.world.columns.values():
+            others = [other for other in texts - own if other not in say] if own & texts else ()
+            if _holds(text, others) and not _holds(text, own & texts):
+                return False
+        if not re.search(SAID["record"], text) and _miscounts(say, text):
+            return False
+        words = set(re.findall(r"[a-z]{4,}", re.sub(TEXTS["generic"], "", text)))
+        known = " ".join([say, self.known.casefold(), tools, *own])
+        return not words or any(re.search(rf"\b{word[:5]}", known) for word in words)
+
+    def _names(self, values: list[object]) -> set[str]:
+        """The texts among the values, and the names in the records that they lead to."""
+        own = reached = {value for value in values if isinstance(value, str)}
+        for _ in range(2):  # a booking, and its train
+            for rows in self.world.tables.values():
+                rows = [rows[key] for key in reached & rows.keys()]
+                reached = reached.union(*({text for _, text in texts_of(row)} for row in rows))
+        return {text.casefold() for text in own | {text for text in reached if " " in text}}
+
+
+def _miscounts(say: str, text: str) -> bool:
+    """True if what is counted has another number in the text, and the right one is not there."""
+    say, text = (re.sub(NAMED, lambda match: str(NUMBERS.index(match[0])), t) for t in (say, text))
+    return any(
+        re.search(rf"\b\d+ {unit}s?\b", text) and number not in re.findall(r"\d+", text)
+        for number, unit in re.findall(r"\b(\d+) (\w{3,}?)s?\b", say)
+    )
+
+
+def _patterns(field: str) -> list[str]:
+    """The patterns of a question about a fact: all must be found."""
+    field = "name" if re.match(SAID["name"], field) else field.casefold()
+    named = {name: each for name, each in TEXTS["facts"].items() if re.search(each, field)}
+    words = re.sub(r"^my | is .*", "", field).replace("number", "").split()
+    return [*named.values()] + ([] if named.keys() - {"number"} else [rf"\b{words[-1]}"])
+
+
+def _all(patterns: list[str], text: str) -> bool:
+    return all(re.search(pattern, text) for pattern in patterns)
+
+
+def _holds(text: str, words: Collection[str]) -> bool:
+    return any(
+        re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text) for word in words if word in text
+    )
 
 
 class ModelUser:
@@ -86,12 +249,13 @@ class ModelUser:
     It opens as the scripted user does, so that no task waits for a model before it begins.
     """
 
-    def __init__(self, scenario: Json, expert: Tool):
+    def __init__(self, task: Json, expert: Tool):
+        scenario = task["user_scenario"]
         facts = {"persona": scenario.get("persona")} | scenario["instructions"]
         self.facts = "\n".join(f"{field}: {text}" for field, text in facts.items() if text)
-        self.expert, self.talk = expert, [f"You: {ScriptedUser(scenario).opening}"]
+        self.expert, self.talk = expert, [f"You: {wishes(task)[0].say}"]
 
-    def reply(self, message: str) -> str:
+    def reply(self, message: str, pending: Collection[int] = (), handed: bool = False) -> str:
         """Returns the answer to a message of the agent. Raises EndpointError."""
         self.talk.append(f"Agent: {message}")
         talk = "\n".join(self.talk)

@@ -2,7 +2,7 @@
 
 Every golden argument must stand in the user's text, or an earlier golden call must have returned
 it. Keys that a lookup returns must not stand in the text, nor what is to be communicated. Golden
-calls must run; no call, or calls with one argument altered, must score 0. That one record alone
+calls must run; no call, or writes with one argument altered, must score 0. That one record alone
 fits what the user says is ensured when a draft is acted out (act.py).
 """
 
@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from worlds.toolscale.expert import altered
 from worlds.toolscale.program import Json, ToolError
 from worlds.toolscale.score import Call, Scorer, attempt, communicated
 from worlds.toolscale.world import World
@@ -46,8 +47,9 @@ def verify(world: World, task: Json) -> str | None:
             return "an argument is not determined by the text"
     if any(communicated(info, [text]) for info in told):
         return "the answer is in the text"
-    wrong = altered(world, golden, random.Random(task["id"]))
-    return "solved with an argument altered" if scorer.score(attempt(wrong, told)) else None
+    writes = [golden[place] for place in scorer.effects]
+    wrong = attempt(altered(world, writes, random.Random(task["id"])), told)
+    return "solved with an argument altered" if writes and scorer.score(wrong) else None
 
 
 def _arguments(world: World, calls: list[Call]) -> Iterator[tuple[Any, bool]]:
@@ -76,21 +78,3 @@ def signature(task: Json) -> str:
     words = task["user_scenario"]["instructions"]["reason_for_call"]
     names = " ".join(action["name"] for action in task["evaluation_criteria"]["actions"])
     return hashlib.sha1((re.sub(r"\d+", "#", words.casefold()) + "|" + names).encode()).hexdigest()
-
-
-def altered(world: World, calls: list[Call], rng: random.Random) -> list[Call]:
-    """Returns the calls with one argument altered; as they are if none has an argument."""
-    places = [(at, name) for at, (_, arguments) in enumerate(calls) for name in arguments]
-    if not places:
-        return calls
-    at, argument = rng.choice(places)
-    name, arguments = calls[at]
-    value = arguments[argument]
-    shape = world.by_name[name]["function"]["parameters"]["properties"].get(argument, {})
-    tables = world.tables.values() if isinstance(value, str) else ()
-    choices = shape.get("enum") or next((rows for rows in tables if value in rows), None)
-    if choices:
-        other = rng.choice([choice for choice in choices if choice != value])
-    else:
-        other = value + 1 if isinstance(value, int | float) else f"{value}x"
-    return [*calls[:at], (name, arguments | {argument: other}), *calls[at + 1 :]]

@@ -12,7 +12,7 @@ are checked.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -39,6 +39,14 @@ class World:
     def by_name(self) -> dict[str, Json]:
         """The tools by their names."""
         return {tool["function"]["name"]: tool for tool in self.tools}
+
+    @cached_property
+    def columns(self) -> dict[str, set[str]]:
+        """The texts in the records in small letters, by the name of their field."""
+        found = {}
+        for field, text in texts_of(self.tables):
+            found.setdefault(field, set()).add(text.casefold())
+        return found
 
     def call(self, tables: Tables, name: str, arguments: Any) -> Any:
         """Returns what the tool returns; may put new tables into `tables`. Raises ToolError."""
@@ -88,6 +96,17 @@ class World:
         """Reads a directory. Raises UserError if a part is missing, damaged or of another form."""
         parts = [read_shape(name, directory / f"{name}.json") for name in ("schema", "db", "tools")]
         return cls(directory.name, *parts, read_text(directory / "policy.md"))
+
+
+def texts_of(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
+    """Yields the texts in a JSON value, however deep, each after the name of its field."""
+    if isinstance(value, str):
+        yield field, value
+    elif isinstance(value, dict | list):
+        for name, inner in (
+            value.items() if isinstance(value, dict) else ((field, v) for v in value)
+        ):
+            yield from texts_of(inner, name)
 
 
 def read_shape(name: str, path: Path) -> Any:

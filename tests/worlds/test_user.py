@@ -1,0 +1,130 @@
+"""The scripted user against agent turns that were written before the script, by another voice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from worlds.toolscale.user import PATIENCE, STOP, TRANSFER, ScriptedUser, ended
+from worlds.toolscale.world import World
+
+TURNS = json.loads(Path(__file__).with_name("agent_turns.json").read_text())
+CHANGE = "I want to change my booking for the Silver Arrow to 3 seats in second class."
+PHONE = "I also want to have my phone number changed to 555-0117."
+HOURS = "Besides, I want to know what the opening hours of Basel Station are."
+SCENARIO = {
+    "instructions": {
+        "known_info": "You are Mei Rossi and your zip code is 12345.",
+        "unknown_info": "You do not know your passenger number or any booking number.",
+    },
+}
+WISHES = [
+    {"say": CHANGE.replace("my", "your").replace("I ", "You "), "actions": [0], "told": []},
+    {"say": PHONE.replace("my", "your").replace("I ", "You "), "actions": [1], "told": []},
+    {"say": HOURS.replace("I ", "you "), "actions": [], "told": ["06:00-22:00"]},
+]
+ACTIONS = [
+    {
+        "name": "change_booking",
+        "arguments": {"booking_id": "R5", "seats": 3, "travel_class": "second"},
+    },
+    {"name": "change_phone", "arguments": {"passenger_id": "P1", "phone": "555-0117"}},
+]
+TASK = {
+    "user_scenario": SCENARIO,
+    "wishes": WISHES,
+    "evaluation_criteria": {"actions": ACTIONS, "communicate_info": []},
+}
+TRAINS = {"T1": "Silver Arrow", "T2": "Red Star", "T3": "Golden Falcon"}
+
+
+def tool(name, **properties):
+    return {"kind": "write", "function": {"name": name, "parameters": {"properties": properties}}}
+
+
+@pytest.fixture(scope="module")
+def world():
+    classes = {"type": "string", "enum": ["second", "first", "flex"]}
+    tables = {
+        "bookings": {f"R{n}": {"booking_id": f"R{n}", "train_id": "T1"} for n in range(10)},
+        "fares": {name: {"travel_class": name} for name in classes["enum"]},
+        "trains": {key: {"train_id": key, "name": name} for key, name in TRAINS.items()},
+    }
+    tools = [tool("change_booking", travel_class=classes), tool("change_phone")]
+    return World("railway", {}, tables, tools, "")
+
+
+def replies(world, intent):
+    """What a user at the place of the conversation where such a turn may stand answers to each."""
+    at = 2 if intent == "end" else 0
+    pending = () if intent == "end" else (1,) if intent == "done" else (0, 1)
+    for turn in TURNS[intent]:
+        talk = ScriptedUser(TASK, world)
+        talk.at = at
+        yield turn, talk.reply(turn, pending)
+
+
+KNOWN, ZIP = "I am Mei Rossi.", "My zip code is 12345."
+RIGHT = {
+    "name": lambda said: said == KNOWN,
+    "proof": lambda said: said == ZIP,
+    "both": lambda said: "Mei Rossi" in said and "12345" in said,
+    "unknown": lambda said: said.startswith("I do not know") and "12345" not in said,
+    "open": lambda said: said == CHANGE,
+    "yes": lambda said: said.startswith("Yes"),
+    "no": lambda said: said.startswith("No"),
+    "wait": lambda said: not said.startswith("Yes") and PHONE not in said and "Rossi" not in said,
+    "done": lambda said: said == PHONE,
+    "end": lambda said: STOP in said,
+    "refuse": lambda said: said == PHONE,
+    "over": lambda said: TRANSFER in said,
+    "kept": lambda said: not ended(said),
+}
+
+
+@pytest.mark.parametrize("intent", TURNS)
+def test_the_scripted_user_understands_turns_that_others_wrote(world, intent):
+    wrong = [(turn, said) for turn, said in replies(world, intent) if not RIGHT[intent](said)]
+    share = len(wrong) / len(TURNS[intent])
+    assert share <= 0.05, "\n".join(map(str, wrong))
+
+
+def test_a_talk_from_the_first_wish_to_the_end(world):
+    talk, known = (
+        ScriptedUser(TASK, world),
+        "I do not know my passenger number or any booking number.",
+    )
+    assert talk.opening == CHANGE
+    for said, pending, answer in (
+        ("What is your name and zip code?", (0, 1), f"{KNOWN} {ZIP}"),
+        ("And your passenger number?", (0, 1), known),
+        ("I will change R5 to 3 seats in second class. Do you confirm?", (0, 1), "Yes, please."),
+        ("Which colour do you like?", (0, 1), CHANGE),  # it invents nothing
+        ("It is as you like it now.", (1,), PHONE),  # what is done is seen, whatever is said
+        ("Shall I undo the change of your seats?", (1,), f"No. {PHONE}"),
+        ("Done.", (), HOURS),
+        ("From 06:00 to 22:00.", (), f"Thank you. {STOP}"),
+    ):
+        assert talk.reply(said, pending) == answer
+    assert TRANSFER in ScriptedUser(TASK, world).reply("One moment.", (0, 1), handed=True)
+    talk = ScriptedUser(TASK, world)
+    patience = [ended(talk.reply("Who are you?")) for _ in range(PATIENCE + 1)]
+    assert patience.index(True) == PATIENCE
+
+
+def test_what_the_user_wants_if_a_rule_forbids_it_is_said_once(world):
+    say = (
+        "You want to change R5 to 3 seats. If that is not allowed, you want a person to look at it."
+    )
+    task = TASK | {"wishes": [{"say": say, "actions": [0], "told": []}, WISHES[1]]}
+    talk = ScriptedUser(task, world)
+    person = "If that is not allowed, I want a person to look at it."
+    assert talk.reply("Sorry, that is not allowed.", (0, 1)) == person
+    assert (
+        talk.reply("Would you like me to transfer you to a human agent?", (0, 1)) == "Yes, please."
+    )
+    talk = ScriptedUser(task, world)
+    talk.reply("I cannot do that.", (0, 1))
+    assert talk.reply("I really can't.", (0, 1)) == PHONE

@@ -1,0 +1,116 @@
+"""Plays an agent: the right next turn of an attempt, and turns of experts that err.
+
+The agent sees what a policy sees and has its interface. It acts on a wish only after the user has
+spoken it, asks for what a call needs, and gets the yes that a rule demands.
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from worlds.toolscale.program import Json, ToolError
+from worlds.toolscale.score import Call, communicated, confirmed, done
+from worlds.toolscale.user import TEXTS, spoken, wishes
+from worlds.toolscale.world import World
+
+if TYPE_CHECKING:
+    from worlds.toolscale.environment import DomainEnvironment
+
+SAY = TEXTS["agent"]
+TRIES = 8  # alterations of a call, until one does harm
+
+
+def next_turn(env: DomainEnvironment) -> tuple[str, Call | None]:
+    """Returns the right next turn: a message to the user, or a call."""
+    scorer, heard = env.scorer, " ".join(step[1] for step in env.trace if step[0] == "user")
+    due = _due(env, heard)
+    for place in due:
+        name, arguments = call = scorer.golden[place]
+        if missing := _missing(env, arguments, heard):
+            return SAY["ask"].format(", ".join(missing)), None
+        rules = [rule for rule in scorer.rules if _about(rule, call)]
+        asked = any(rule["check"] == "confirmed" for rule in rules)
+        if asked and not confirmed(
+            [*env.trace, ("call", *call, False)], tools=[name], where=arguments
+        ):
+            first = [rule["args"]["info"] for rule in rules if rule["check"] == "said_before"]
+            given = ", ".join(f"{key}: {value}" for key, value in arguments.items())
+            words = name.replace("_", " "), given.replace("_", " ")
+            return " ".join([*first, SAY["confirm"].format(*words)]), None
+        return "", call
+    every = wishes(env.task.data["task"])
+    told = [wish for wish in every if spoken(wish, heard)]
+    later = {info for wish in every if wish not in told for info in wish.told}
+    said = [step[1] for step in env.trace if step[0] == "agent"]
+    infos = dict.fromkeys(info for wish in told for info in wish.told if info not in later)
+    infos = [info for info in infos if not communicated(info, said)]
+    effects = {place for wish in told[-1:] for place in wish.actions} & {*scorer.effects}
+    answer = SAY["done"] if effects or infos or told and told[-1].told else SAY["refuse"]
+    return answer.format(", ".join(infos)), None
+
+
+def turn(env: DomainEnvironment, skill: float, rng: random.Random) -> tuple[str, Call | None]:
+    """Returns the next turn of an agent that is right with probability `skill`.
+
+    Else it changes what nobody asked for, if it knows a write to do; or it wastes the turn.
+    """
+    if rng.random() < skill:
+        return next_turn(env)
+    heard = " ".join(step[1] for step in env.trace if step[0] == "user")
+    writes = [place for place in _due(env, heard) if place in env.scorer.effects]
+    for place in writes * TRIES:
+        (call,) = altered(env.world, [env.scorer.golden[place]], rng)
+        tables = dict(env.tables)
+        with suppress(ToolError):
+            env.world.call(tables, *call)
+        if tables != env.tables:
+            return "", call
+    return SAY["wait"], None
+
+
+def altered(world: World, calls: list[Call], rng: random.Random) -> list[Call]:
+    """Returns the calls with one argument altered; as they are if none has an argument."""
+    places = [(at, name) for at, (_, arguments) in enumerate(calls) for name in arguments]
+    if not places:
+        return calls
+    at, argument = rng.choice(places)
+    name, arguments = calls[at]
+    value = arguments[argument]
+    shape = world.by_name[name]["function"]["parameters"]["properties"].get(argument, {})
+    tables = world.tables.values() if isinstance(value, str) else ()
+    choices = shape.get("enum") or next((rows for rows in tables if value in rows), ())
+    if others := [choice for choice in choices if choice != value]:
+        other = rng.choice(others)
+    else:
+        other = value + 1 if isinstance(value, int | float) else f"{value}x"
+    return [*calls[:at], (name, arguments | {argument: other}), *calls[at + 1 :]]
+
+
+def _due(env: DomainEnvironment, heard: str) -> list[int]:
+    """The places of the golden calls that are to be made now: their wishes have been spoken."""
+    made = [step[1:3] for step in env.trace if step[0] == "call"]
+    unspoken = [w.actions for w in wishes(env.task.data["task"]) if not spoken(w, heard)]
+    return [
+        place
+        for place, call in enumerate(env.scorer.golden)
+        if call not in made and not any(place in actions for actions in unspoken)
+    ]
+
+
+def _missing(env: DomainEnvironment, arguments: Json, heard: str) -> list[str]:
+    """The arguments that the user knows and has not said."""
+    known = env.task.data["task"]["user_scenario"]["instructions"].get("known_info") or ""
+    return [
+        name.replace("_", " ")
+        for name, value in arguments.items()
+        if isinstance(value, str) and communicated(value, [known])
+        if not communicated(value, [heard])
+    ]
+
+
+def _about(rule: Json, call: Call) -> bool:
+    """True if the rule is about the call's tool and arguments."""
+    args = rule["args"]
+    return bool(done([("call", *call, False)], args.get("tools", ()), args.get("where")))
