@@ -15,15 +15,17 @@ import json
 import os
 import shutil
 import signal
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import connection, parent_process
 from pathlib import Path
 
-from nanorchestra.errors import ArgumentParser, command, require
+from nanorchestra.errors import ArgumentParser, UserError, command, require
 from nanorchestra.files import write_whole
-from worlds.toolscale.author import write_blueprint
+from worlds.toolscale.author import try_blueprint, write_blueprint
 from worlds.toolscale.domains import BUILT_IN, build
 from worlds.toolscale.pipeline import claim, make_all, make_batch, report, show
 from worlds.toolscale.plan import LEVELS
@@ -76,7 +78,27 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 @command("data_gen.py")
 def main(arguments: list[str]) -> int:
     """Runs the command line. Returns the exit status."""
-    options, started = parse(arguments), time.monotonic()
+    options = parse(arguments)
+    try:
+        return generate(options)
+    except OSError as error:
+        raise UserError(f"--out {options.out}: cannot be written ({error.strerror})") from None
+
+
+def begin_worker() -> None:
+    """Leaves Ctrl-C to the command, which ends its workers, and ends when the command is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_follow, daemon=True).start()
+
+
+def _follow() -> None:
+    connection.wait([parent_process().sentinel])
+    os._exit(1)
+
+
+def generate(options: argparse.Namespace) -> int:
+    """Makes what the options say. Returns the exit status. Raises OSError."""
+    started = time.monotonic()
     domains, out, seed = options.domains, options.out, options.seed
     if not options.show:
         names = ("seed", "domains", "levels", "author")
@@ -84,6 +106,8 @@ def main(arguments: list[str]) -> int:
     if options.author == "llm":
         asked = out / "blueprints", options.endpoint, options.model, seed
         domains = [write_blueprint(domain, *asked) for domain in domains]
+    for domain in set(domains) - {*BUILT_IN}:
+        try_blueprint(domain, seed)
     make = partial(make_batch, seed, options.levels)
     count = options.show or options.tasks
     wanted = Counter(itertools.islice(itertools.cycle(domains), count))
@@ -96,9 +120,7 @@ def main(arguments: list[str]) -> int:
     for domain in domains:
         world, _ = build(domain, seed)
         world.save(out / "worlds" / world.domain)
-    # Ctrl-C is for this process; it ends the workers.
-    ignore = (signal.SIGINT, signal.SIG_IGN)
-    pool = ProcessPoolExecutor(options.workers, initializer=signal.signal, initargs=ignore)
+    pool = ProcessPoolExecutor(options.workers, initializer=begin_worker)
     try:
         tasks, rejected = make_all(wanted, make, out, pool.map)
     finally:

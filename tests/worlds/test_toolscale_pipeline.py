@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -51,6 +52,10 @@ def test_a_killed_run_goes_on_with_what_it_had_to_the_same_bytes(made, tmp_path,
         time.sleep(0.01)
     process.kill()
     process.wait()
+    with pytest.raises(ProcessLookupError):  # its workers end too
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, 0)
+            time.sleep(0.01)
     assert not (tmp_path / "tasks.jsonl").exists()
     assert run(tmp_path, "--workers", "1") == 0
     assert "going on with" in capsys.readouterr().err
@@ -87,6 +92,7 @@ def test_a_bad_option_gets_one_line(tmp_path, monkeypatch, capsys):
         ("--author llm --out x", "needs --endpoint"),
         ("--domains sport,sport --out x", "none twice"),
         (f"--out {__file__}", "is a file"),
+        (f"--out {__file__}/x", "cannot be written (Not a directory)"),
     ):
         assert main(options.split()) == 2
         error = capsys.readouterr().err

@@ -15,6 +15,7 @@ from nanorchestra.errors import UserError, require
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.models import Endpoint
 from worlds.toolscale.domains import build, load_blueprint
+from worlds.toolscale.pipeline import make_batch
 from worlds.toolscale.world import write_json
 
 ATTEMPTS = 3
@@ -33,6 +34,7 @@ def write_blueprint(domain: str, directory: Path, endpoint: str, model: str, see
     A file that is there already is kept. Raises UserError if no answer can be used.
     """
     name = re.sub(r"\W+", "_", domain.casefold()).strip("_")
+    require(name, f"--domains: {domain!r} has no letters")
     path, draft = directory / f"{name}.json", directory / f"draft-{name}.json"
     if path.exists():
         return str(path)
@@ -50,10 +52,10 @@ def write_blueprint(domain: str, directory: Path, endpoint: str, model: str, see
             blueprint = json.loads(found[0] if found else "")
             require(blueprint["domain"] == name, f"domain must be {name!r}")
             write_json(draft, blueprint)
-            build(str(draft), seed)
+            try_blueprint(str(draft), seed)
         except EndpointError as error:
             problem = f"no answer ({error})"
-        except (UserError, ValueError, KeyError) as error:
+        except (UserError, ValueError, LookupError, TypeError, RecursionError) as error:
             problem = str(error)
             again = f"That cannot be used: {problem}. Give the whole JSON again."
             messages[1:] = [
@@ -64,3 +66,15 @@ def write_blueprint(domain: str, directory: Path, endpoint: str, model: str, see
             draft.replace(path)
             return str(path)
     raise UserError(f"domain {domain!r}: {model!r} at {endpoint}: {problem}")
+
+
+def try_blueprint(name: str, seed: int) -> None:
+    """Raises UserError unless a world and tasks can be made of the blueprint file `name`."""
+    try:
+        build(name, seed)
+        require(make_batch(seed, (1, 5), name, 0)["tasks"], f"{name}: no task of it is fit")
+    except UserError:
+        raise
+    except Exception as error:  # whatever its words and numbers lead to
+        problem = f"{type(error).__name__}: {error}"
+        raise UserError(f"{name}: no tasks can be made of it ({problem})") from None
