@@ -91,7 +91,7 @@ class ScriptedUser:
         self.wishes = wishes(task)
         self.known = first_person(parts.get("known_info") or "")
         self.unknown = first_person(parts.get("unknown_info") or "")
-        clauses = re.split(r"(?<=\w\.) |,? and (?=my |I )|,? (?=in zip)", self.known)
+        clauses = re.split(TEXTS["clauses"], self.known.rstrip("."))
         self.facts = [(_patterns(clause), clause) for clause in clauses if clause]
         self.opening, self.at = self.wishes[0].say, 0
         self.heard, self.last = 0, ""
@@ -174,7 +174,7 @@ class ScriptedUser:
                 if not facts and re.search(SAID["identity"], sentence):
                     facts = [self.known]
                 found += facts
-        said = (fact[0].upper() + fact[1:].rstrip(".") + "." for fact in dict.fromkeys(found))
+        said = (fact[:1].upper() + fact[1:].rstrip(".") + "." for fact in dict.fromkeys(found))
         return " ".join(said)
 
     def _wants(self, text: str, pending: Collection[int]) -> bool:
@@ -227,10 +227,14 @@ def _miscounts(say: str, text: str) -> bool:
 
 def _patterns(field: str) -> list[str]:
     """The patterns of a question about a fact: all must be found."""
-    field = "name" if re.match(SAID["name"], field) else field.casefold()
-    named = {name: each for name, each in TEXTS["facts"].items() if re.search(each, field)}
-    words = re.sub(r"^my | is .*", "", field).replace("number", "").split()
-    return [*named.values()] + ([] if named.keys() - {"number"} else [rf"\b{words[-1]}"])
+    facts = TEXTS["facts"]
+    if re.match(SAID["name"], field):
+        return [facts["name"]]
+    field, number = field.casefold(), facts["number"]
+    if named := [p for p in facts.values() if p != number and re.search(p, field)]:
+        return named
+    words = re.findall(TEXTS["words of facts"], field)
+    return ["|".join(words) or "(?!)"] + [number] * bool(re.search(rf"{number}|[a-z]\d", field))
 
 
 def _all(patterns: list[str], text: str) -> bool:

@@ -2,8 +2,9 @@
 
 Every golden argument must stand in the user's text, or an earlier golden call must have returned
 it. Keys that a lookup returns must not stand in the text, nor what is to be communicated. Golden
-calls must run; no call, or writes with one argument altered, must score 0. That one record alone
-fits what the user says is ensured when a draft is acted out (act.py).
+calls must run; no call, or writes with one argument altered, must score 0. An agent that does all
+that is right must get there with the scripted user. That one record alone fits what the user says
+is ensured when a draft is acted out (act.py).
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from worlds.toolscale.expert import altered
+from nanorchestra.records import Preference, Task, ToolCall
+from worlds.toolscale.environment import DomainEnvironment
+from worlds.toolscale.expert import altered, next_turn
 from worlds.toolscale.program import Json, ToolError
 from worlds.toolscale.score import Call, Scorer, attempt, communicated
+from worlds.toolscale.user import wishes
 from worlds.toolscale.world import World
 
 DUPLICATE = "near duplicate"
@@ -49,7 +53,23 @@ def verify(world: World, task: Json) -> str | None:
         return "the answer is in the text"
     writes = [golden[place] for place in scorer.effects]
     wrong = attempt(altered(world, writes, random.Random(task["id"])), told)
-    return "solved with an argument altered" if writes and scorer.score(wrong) else None
+    if writes and scorer.score(wrong):
+        return "solved with an argument altered"
+    return None if play(world, task) else "the scripted user does not let it be solved"
+
+
+def play(world: World, task: Json) -> float:
+    """Returns the score of an agent that does all that is right."""
+    opening = wishes(task)[0].say
+    attempt = Task(task["id"], opening, Preference(), {"task": task, "experts": []})
+    env = DomainEnvironment(world, attempt, 0)
+    while not env.over:
+        words, call = next_turn(env)
+        if call:
+            env.do(ToolCall(*call))
+        else:
+            env.hear(words)
+    return env.score("")
 
 
 def _arguments(world: World, calls: list[Call]) -> Iterator[tuple[Any, bool]]:
