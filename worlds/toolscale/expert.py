@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from worlds.toolscale.program import Json, ToolError
-from worlds.toolscale.score import Call, communicated, confirmed, done
+from worlds.toolscale.score import Call, communicated, confirmed
 from worlds.toolscale.user import TEXTS, spoken, wishes
 from worlds.toolscale.world import World
 
@@ -24,21 +24,15 @@ TRIES = 8  # alterations of a call, until one does harm
 
 def next_turn(env: DomainEnvironment) -> tuple[str, Call | None]:
     """Returns the right next turn: a message to the user, or a call."""
-    scorer, heard = env.scorer, " ".join(step[1] for step in env.trace if step[0] == "user")
-    due = _due(env, heard)
-    for place in due:
+    heard, scorer = _heard(env), env.scorer
+    for place in _due(env):
         name, arguments = call = scorer.golden[place]
-        if missing := _missing(env, arguments, heard):
+        if missing := _missing(env, arguments):
             return SAY["ask"].format(", ".join(missing)), None
-        rules = [rule for rule in scorer.rules if _about(rule, call)]
-        asked = any(rule["check"] == "confirmed" for rule in rules)
-        if asked and not confirmed(
-            [*env.trace, ("call", *call, False)], tools=[name], where=arguments
-        ):
-            first = [rule["args"]["info"] for rule in rules if rule["check"] == "said_before"]
+        asks = scorer.rules and env.world.by_name[name]["kind"] == "write"
+        if asks and not confirmed([*env.trace, ("call", *call, False)], [name], arguments):
             given = ", ".join(f"{key}: {value}" for key, value in arguments.items())
-            words = name.replace("_", " "), given.replace("_", " ")
-            return " ".join([*first, SAY["confirm"].format(*words)]), None
+            return SAY["confirm"].format(name, given).replace("_", " "), None
         return "", call
     every = wishes(env.task.data["task"])
     told = [wish for wish in every if spoken(wish, heard)]
@@ -46,9 +40,8 @@ def next_turn(env: DomainEnvironment) -> tuple[str, Call | None]:
     said = [step[1] for step in env.trace if step[0] == "agent"]
     infos = dict.fromkeys(info for wish in told for info in wish.told if info not in later)
     infos = [info for info in infos if not communicated(info, said)]
-    effects = {place for wish in told[-1:] for place in wish.actions} & {*scorer.effects}
-    answer = SAY["done"] if effects or infos or told and told[-1].told else SAY["refuse"]
-    return answer.format(", ".join(infos)), None
+    done = infos or any(wish.told or {*wish.actions} & {*scorer.effects} for wish in told[-1:])
+    return SAY["done" if done else "refuse"].format(", ".join(infos)), None
 
 
 def turn(env: DomainEnvironment, skill: float, rng: random.Random) -> tuple[str, Call | None]:
@@ -58,8 +51,7 @@ def turn(env: DomainEnvironment, skill: float, rng: random.Random) -> tuple[str,
     """
     if rng.random() < skill:
         return next_turn(env)
-    heard = " ".join(step[1] for step in env.trace if step[0] == "user")
-    writes = [place for place in _due(env, heard) if place in env.scorer.effects]
+    writes = [place for place in _due(env) if place in env.scorer.effects]
     for place in writes * TRIES:
         (call,) = altered(env.world, [env.scorer.golden[place]], rng)
         tables = dict(env.tables)
@@ -88,9 +80,13 @@ def altered(world: World, calls: list[Call], rng: random.Random) -> list[Call]:
     return [*calls[:at], (name, arguments | {argument: other}), *calls[at + 1 :]]
 
 
-def _due(env: DomainEnvironment, heard: str) -> list[int]:
+def _heard(env: DomainEnvironment) -> str:
+    return " ".join(step[1] for step in env.trace if step[0] == "user")
+
+
+def _due(env: DomainEnvironment) -> list[int]:
     """The places of the golden calls that are to be made now: their wishes have been spoken."""
-    made = [step[1:3] for step in env.trace if step[0] == "call"]
+    made, heard = [step[1:3] for step in env.trace if step[0] == "call"], _heard(env)
     unspoken = [w.actions for w in wishes(env.task.data["task"]) if not spoken(w, heard)]
     return [
         place
@@ -99,18 +95,12 @@ def _due(env: DomainEnvironment, heard: str) -> list[int]:
     ]
 
 
-def _missing(env: DomainEnvironment, arguments: Json, heard: str) -> list[str]:
+def _missing(env: DomainEnvironment, arguments: Json) -> list[str]:
     """The arguments that the user knows and has not said."""
     known = env.task.data["task"]["user_scenario"]["instructions"].get("known_info") or ""
     return [
         name.replace("_", " ")
         for name, value in arguments.items()
         if isinstance(value, str) and communicated(value, [known])
-        if not communicated(value, [heard])
+        if not communicated(value, [_heard(env)])
     ]
-
-
-def _about(rule: Json, call: Call) -> bool:
-    """True if the rule is about the call's tool and arguments."""
-    args = rule["args"]
-    return bool(done([("call", *call, False)], args.get("tools", ()), args.get("where")))

@@ -56,6 +56,9 @@ class Scorer:
         self.world, self.basis = world, criteria["reward_basis"]
         self.actions = criteria["actions"]
         self.golden = [(action["name"], action["arguments"]) for action in self.actions]
+        self.handovers = [
+            name for name, tool in world.by_name.items() if tool["kind"] == "handover"
+        ]
         self.told, self.rules = criteria["communicate_info"], task.get("rules", ())
         self.claims = "NL_ASSERTION" in self.basis and criteria.get("nl_assertions") or ()
 
@@ -66,39 +69,42 @@ class Scorer:
 
     @cached_property
     def effects(self) -> list[int]:
-        """The places of the golden calls that write, by what they do to the tables, or hand over.
-
-        What a golden call hands over is given in words of its own: its arguments are free.
-        """
+        """The places of the golden calls that change a table or hand over."""
         tables, places = dict(self.world.tables), []
         for place, (name, arguments) in enumerate(self.golden):
             before = dict(tables)
             with contextlib.suppress(ToolError):
                 self.world.call(tables, name, arguments)
-            if tables != before or self._hands(name):
+            if tables != before or name in self.handovers:
                 places.append(place)
         return places
 
     def pending(self, trace: Sequence[Step]) -> list[int]:
         """Returns the places of the golden writes and hand-overs that have not been made."""
-        calls = [step[1:3] for step in trace if step[0] == "call" and not step[3]]
-        return [place for place in self.effects if not self._made(self.actions[place], calls)]
+        return [place for place in self.effects if not self._made(self.actions[place], trace)]
 
     def handed(self, trace: Sequence[Step]) -> bool:
         """Returns whether the agent has handed the user over."""
-        return any(step[0] == "call" and self._hands(step[1]) and not step[3] for step in trace)
+        return bool(done(trace, self.handovers))
 
     def score(self, trace: Sequence[Step]) -> float:
         """Returns the reward of an attempt. `claims` are left to `judged`."""
         calls = [step[1:3] for step in trace if step[0] == "call"]
         parts = {
-            "DB": lambda: _same(self._after(calls), self.gold, self.world.tables),
-            "ACTION": lambda: self._acted(trace, calls),
+            "DB": lambda: self._reached(self._after(calls)),
+            "ACTION": lambda: self._acted(trace),
             "COMMUNICATE": lambda: all(self._told(info, trace) for info in self.told),
             "NL_ASSERTION": lambda: True,
         }
         kept = all(CHECKS[rule["check"]](trace, **rule["args"]) for rule in self.rules)
         return float(kept and all(parts[basis]() for basis in self.basis))
+
+    def _reached(self, tables: Tables) -> bool:
+        """True if the tables are golden, but for the order in which new records got their keys."""
+        start, named = self.world.tables, not self.world.schema  # a toolkit's are its own
+        if tables == self.gold or named:
+            return tables == self.gold
+        return _unnamed(tables, start) == _unnamed(self.gold, start)
 
     def _after(self, calls: Sequence[Call]) -> Tables:
         tables = dict(self.world.tables)
@@ -107,30 +113,28 @@ class Scorer:
                 self.world.call(tables, name, arguments)
         return tables
 
-    def _hands(self, name: str) -> bool:
-        return self.world.by_name.get(name, {}).get("kind") == "handover"
-
-    def _acted(self, trace: Sequence[Step], calls: Sequence[Call]) -> bool:
-        known = "DB" in self.basis  # then the tables show the writes
+    def _acted(self, trace: Sequence[Step]) -> bool:
+        shown = "DB" in self.basis  # by the tables
         needed = [
             action
             for place, action in enumerate(self.actions)
             if action.get("compare_args")
-            or not known
-            and place in self.effects
-            or self._hands(action["name"])
+            or action["name"] in self.handovers
+            or (not shown and place in self.effects)
         ]
-        golden = any(self._hands(action["name"]) for action in self.actions)
-        return golden == self.handed(trace) and all(self._made(each, calls) for each in needed)
+        handing = any(name in self.handovers for name, _ in self.golden)
+        return handing == self.handed(trace) and all(self._made(each, trace) for each in needed)
 
-    def _made(self, action: Json, calls: Sequence[Call]) -> bool:
-        """True if an action is among the calls. What a hand-over says in a sentence is free."""
-        wanted, keys = action["arguments"], action.get("compare_args")
-        if keys is None:
-            free = self._hands(action["name"])
-            keys = [key for key, value in wanted.items() if not (free and " " in str(value))]
-        given = [arguments for name, arguments in calls if name == action["name"]]
-        return any(all(a.get(key) == wanted.get(key) for key in keys) for a in given)
+    def _made(self, action: Json, trace: Sequence[Step]) -> bool:
+        """True if an action was done. What a hand-over says in a sentence is free."""
+        name, wanted, keys = action["name"], action["arguments"], action.get("compare_args")
+        free = name in self.handovers
+        where = {
+            key: value
+            for key, value in wanted.items()
+            if (key in keys if keys else not (free and " " in str(value)))
+        }
+        return bool(done(trace, [name], where))
 
     def _told(self, info: str, trace: Sequence[Step]) -> bool:
         """True if a message has the information, and few others that it might have been.
@@ -161,27 +165,14 @@ class Scorer:
         return set().union(*(texts for texts in columns if info.casefold() in texts))
 
 
-def _same(tables: Tables, gold: Tables, start: Tables) -> bool:
-    """True if the tables are equal, but for the order in which new records got their keys."""
-    if tables == gold:
-        return True
-    made = [
-        [key for name in start for key in each[name] if key not in start[name]]
-        for each in (tables, gold)
-        if isinstance(start[next(iter(start))], dict)
-    ]
-    return any(made) and _unnamed(tables, start, made[0]) == _unnamed(gold, start, made[1])
-
-
-def _unnamed(tables: Tables, start: Tables, new: Sequence[str]) -> Json:
+def _unnamed(tables: Tables, start: Tables) -> Json:
     """The tables that have changed, as sorted texts in which the keys of new records are alike."""
-    pattern = "|".join(re.escape(f'"{key}"') for key in new) or r"(?!)"
+    changed = {name: rows for name, rows in tables.items() if rows is not start[name]}
+    new = (f'"{key}"' for name, rows in changed.items() for key in rows.keys() - start[name].keys())
+    new = "|".join(new) or "(?!)"
     return {
-        name: sorted(
-            re.sub(pattern, '"new"', json.dumps(row, sort_keys=True)) for row in rows.items()
-        )
-        for name, rows in tables.items()
-        if rows is not start[name]
+        name: sorted(re.sub(new, "new", json.dumps(row, sort_keys=True)) for row in rows.items())
+        for name, rows in changed.items()
     }
 
 
@@ -202,9 +193,9 @@ def done(trace: Sequence[Step], tools: Sequence[str], where: Json | None = None)
     ]
 
 
-def confirmed(trace: Sequence[Step], **which: Any) -> bool:
+def confirmed(trace: Sequence[Step], tools: Sequence[str], where: Json | None = None) -> bool:
     """Returns whether the user has assented right before each call, to a message of the agent."""
-    for place in done(trace, **which):
+    for place in done(trace, tools, where):
         talk = [step for step in trace[:place] if step[0] != "call"][-2:]
         if [step[0] for step in talk] != ["agent", "user"] or not _ASSENT.match(talk[1][1].lower()):
             return False
@@ -217,32 +208,17 @@ def _before(trace: Sequence[Step], first: Sequence[str], then: Sequence[str]) ->
     return not later or bool(done(trace[: later[0]], first))
 
 
-def _said_before(trace: Sequence[Step], info: str, tools: Sequence[str]) -> bool:
-    """True if the user was told the information before any of the tools succeeded."""
-    first = min(done(trace, tools), default=len(trace))
-    return communicated(info, [step[1] for step in trace[:first] if step[0] == "agent"])
-
-
 def _unsaid(trace: Sequence[Step], infos: Sequence[str]) -> bool:
     """True if no message of the agent has any of the information."""
     messages = [step[1] for step in trace if step[0] == "agent"]
     return not any(communicated(info, messages) for info in infos)
 
 
-def _last(trace: Sequence[Step], **which: Any) -> bool:
-    """True if nothing is called after one of these calls."""
-    calls = [place for place, step in enumerate(trace) if step[0] == "call"]
-    return all(place == calls[-1] for place in done(trace, **which))
-
-
 CHECKS = {
     "confirmed": confirmed,  # tools, where?
     "before": _before,  # first, then
-    "said_before": _said_before,  # info, tools
     "unsaid": _unsaid,  # infos
-    "last": _last,  # tools, where?
     "never": lambda trace, **which: not done(trace, **which),  # tools, where?
-    "at_most": lambda trace, tools, times: len(done(trace, tools)) <= times,
 }
 
 
