@@ -1,8 +1,7 @@
-"""The kernels at shapes of Qwen3-8B, for compile.py and bench.py, with their bytes and FLOPs.
+"""The kernels at shapes of Qwen3-8B, for compile.py and benchmarks/gpu.py, with bytes and FLOPs.
 
 32 query heads and 8 key/value heads of 128, hidden size 4096, feed-forward 12288, 151936 ids, bf16.
-Pages have 64 tokens, as in the engine; flash-attn's have the least that it takes. Inputs are made
-on torch's default device.
+Pages have 64 tokens, as in the engine. Inputs are made on torch's default device.
 """
 
 import argparse
@@ -115,7 +114,7 @@ def pointwise() -> list[Case]:
         Case("rms_norm, residual", lambda: (*hidden(), randn(T, HIDDEN)), norm.rms_norm, 4 * size),
         Case("rms_norm", hidden, norm.rms_norm_train, 5 * size, 0, normed, 2),
         Case("norm_rope_store", qkv, norm_rope_store, 4 * T * heads * D),
-        Case("swiglu", gates, swiglu.swiglu_train, 8 * wide, 0, gated, 1),
+        Case("swiglu", gates, swiglu.swiglu, 8 * wide, 0, gated, 1),
     ]
 
 
@@ -155,14 +154,9 @@ def prefill(start: int, count: int) -> Case:
         caches, work = randn(2, end // PAGE, HKV, PAGE, D), prefill_work([start], [count])
         return randn(count, H, D), *caches, tables, work, randn(count, H, D)
 
-    sizes = cache(lambda: external.sizes_of([count], [end], "cuda"))
-    size = external.PAGE
-    pages = cache(lambda: randn(2, -(-end // size), HKV, size, D, device="cuda"))
-    table = cache(lambda: torch.arange(-(-end // size), dtype=torch.int32, device="cuda")[None])
-    theirs = flash_attn and (lambda q, *_: external.external_prefill(q, *pages(), table(), sizes()))
     flops = 4 * H * D * (count * start + count * (count + 1) / 2)
     name = f"prefill_attention {count} on {start}"
-    return Case(name, make, prefill_attention, 4 * end * HKV * D, flops, {"flash-attn": theirs})
+    return Case(name, make, prefill_attention, 4 * end * HKV * D, flops)
 
 
 def training() -> list[Case]:

@@ -18,23 +18,21 @@ BLOCK = 2048
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """Returns silu(gate) * up: gate_up [T, 2 * F] with any row stride, the gate first -> [T, F]."""
-    check((None, None), strided=True, gate_up=gate_up)
-    rows, width = gate_up.shape
-    require(width % 2 == 0, f"gate_up has {width} columns; expected an even number")
-    return _launch(gate_up, None, gate_up.new_empty(rows, width // 2))
+    """Returns silu(gate) * up, differentiable: gate_up [T, 2 * F], the gate first -> [T, F].
 
-
-def swiglu_train(gate_up: Tensor) -> Tensor:
-    """Returns swiglu(gate_up), differentiable."""
+    Rows may have any stride.
+    """
     return _SwiGLU.apply(gate_up)
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_up: Tensor) -> Tensor:
+        check((None, None), strided=True, gate_up=gate_up)
+        rows, width = gate_up.shape
+        require(width % 2 == 0, f"gate_up has {width} columns; expected an even number")
         ctx.save_for_backward(gate_up)
-        return swiglu(gate_up)
+        return _launch(gate_up, None, gate_up.new_empty(rows, width // 2))
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:

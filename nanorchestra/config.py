@@ -30,7 +30,7 @@ class RunSection:
     threads: int = setting(0, "CPU threads of torch, 0: cores / ranks of this machine")
     checkpoint_every: int = setting(10, "steps between checkpoints", least=1)
     attention: Literal["auto", "triton"] = setting(
-        "auto", "GPU kernel, auto: flash-attn where it is installed and fits, else triton"
+        "auto", "GPU kernel of training, auto: flash-attn where it is installed and faster"
     )
 
 

@@ -45,9 +45,7 @@ def assert_close(out: Tensor, exact: Tensor, multiple: float) -> None:
     assert worst <= allowed, f"one element is off by {worst:.3g} (allowed: {allowed:.3g})"
 
 
-def flash_attn_varlen_func(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, block_table=None
-):
+def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal):
     """Stands in for flash-attn: computes in plain PyTorch what its documentation says."""
     assert causal and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
     outputs = []
@@ -56,9 +54,6 @@ def flash_attn_varlen_func(
         rows, length = last - first, end - start
         assert 0 < rows <= max_seqlen_q and length <= max_seqlen_k
         keys, values = k[start:end], v[start:end]
-        if block_table is not None:
-            assert k.shape[1] % 256 == 0 and k.stride(-1) == 1
-            keys, values = (x[block_table[i].long()].flatten(0, 1)[:length] for x in (k, v))
         # aligned with the last query and the last key
         mask = torch.ones(rows, length, dtype=torch.bool).tril(length - rows)
         heads_first = (x.transpose(0, 1)[None] for x in (q[first:last], keys, values))

@@ -132,7 +132,7 @@ def _pointwise(s: Shape) -> Results:
         POINTWISE,
     )
     yield from _with_gradients(
-        "swiglu", swiglu.swiglu_train, swiglu.reference, [s.randn(s.tokens, 2 * s.ff)], POINTWISE
+        "swiglu", swiglu.swiglu, swiglu.reference, [s.randn(s.tokens, 2 * s.ff)], POINTWISE
     )
     qkv = s.randn(s.tokens, (s.heads + 2 * s.kv_heads) * s.dim)
     norms, angles = s.randn(2, s.dim), torch.rand(s.tokens, s.dim // 2, device=s.device)

@@ -40,8 +40,7 @@ class Engine:
     memory that is free then). page_size: tokens a page (default: 16
     on a CPU, 64 on a GPU). max_batch_tokens: tokens that one step computes at most. max_running:
     requests that decode at the same time. max_context: longest sequence, prompt and sampled ids
-    together (default: the model's). attention: kernel of prefill on a GPU: triton, flash-attn, or
-    auto, which is flash-attn where it can be used. Raises UserError for a number below 1.
+    together (default: the model's). Raises UserError for a number below 1.
 
     The model may be shared with a trainer. Call `update_weights()` after changing it in place.
     """
@@ -56,7 +55,6 @@ class Engine:
         max_batch_tokens: int = 4096,
         max_running: int = 512,
         max_context: int | None = None,
-        attention: str = "auto",
         memory_share: float = 0.9,
     ):
         config, weight = model.config, model.embed_tokens.weight
@@ -79,10 +77,8 @@ class Engine:
             self.vocab_size = min(self.vocab_size, tokenizer.vocab_size)
             self.eos_ids = frozenset(tokenizer.eos_ids)
         self.weight_version = 0
-        if by_kernel(weight):
-            self.runner = GpuRunner(model, num_pages, page_size, self.vocab_size, attention)
-        else:
-            self.runner = Runner(model, num_pages, page_size, self.vocab_size)
+        kind = GpuRunner if by_kernel(weight) else Runner
+        self.runner = kind(model, num_pages, page_size, self.vocab_size)
         self.cache = PageCache(num_pages, page_size)
         self.scheduler = Scheduler(self.cache, max_batch_tokens, max_running, self.runner.mixed)
         self.limits = Limits(config.vocab_size, self.max_context, num_pages * page_size)

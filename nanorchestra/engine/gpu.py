@@ -7,14 +7,12 @@ reads the tokens. A launch copies one block of pinned memory (inputs.py) and wai
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.common import HEAD_DIMS, PAGE_SIZES, wide_product
 from kernels.decode import decode_attention
 from kernels.decode_plan import DecodeWork, group_rows
-from kernels.external import choose_attention, external_prefill, sizes_of
 from kernels.norm import rms_norm
 from kernels.prefill import prefill_attention
 from kernels.rope import norm_rope_store
@@ -67,15 +65,13 @@ def free_memory(device: torch.device) -> int:
 class GpuRunner(Runner):
     """A Runner on Triton kernels.
 
-    The kernels draw the rows of plain requests, the Sampler the others. `prefill`: the kernel of
-    chunks, and why. `graphs`: whether steps that occur again are captured.
+    The kernels draw the rows of plain requests, the Sampler the others. `graphs`: whether steps
+    that occur again are captured.
     """
 
     overlaps = True
 
-    def __init__(
-        self, model: Qwen3, num_pages: int, page_size: int, vocab_size: int, attention: str
-    ):
+    def __init__(self, model: Qwen3, num_pages: int, page_size: int, vocab_size: int):
         config, weight, self.vocab_size = model.config, model.embed_tokens.weight, vocab_size
         for name, value, right in (
             ("head_dim", config.head_dim, HEAD_DIMS),
@@ -83,7 +79,6 @@ class GpuRunner(Runner):
         ):
             expected = f"the GPU's kernels take {', '.join(map(str, right))}"
             require(value in right, f"engine: {name} is {value}; {expected}")
-        self.prefill = choose_attention(attention, weight.dtype, page_size)
         self.graphs = weight.is_cuda
         self._captured: dict[Sizes, _Graph] = {}
         self._seen: set[Sizes] = set()  # captured when they come again
@@ -133,7 +128,6 @@ class GpuRunner(Runner):
         captured = self.graphs and len(plan.decodes) <= BATCHES[-1]
         chunks = sum(count for *_, count in plan.prefills)
         captured &= chunks <= CHUNKS[-1] and len(plan.sampling) <= BATCHES[-1]
-        captured &= not plan.prefills or self.prefill[0] == "triton"
         host = self._host.fill(plan, after.row if after else None, captured)
         graph, sizes = self._captured.get(host.sizes), host.sizes
         if graph is None and captured and sizes in self._seen:
@@ -145,7 +139,7 @@ class GpuRunner(Runner):
         if after is not None:
             count = len(plan.decodes)
             torch.index_select(after.tokens, 0, inputs.source[:count], out=inputs.tokens[:count])
-        outputs = graph.replay() if graph else self._compute(inputs, self._external(plan))
+        outputs = graph.replay() if graph else self._compute(inputs)
         return _Launched(plan.sampling, tuple(x[: len(plan.sampling)] for x in outputs))
 
     def draws(self, launched: _Launched, requests: list[Request]) -> list[Draw]:
@@ -158,17 +152,10 @@ class GpuRunner(Runner):
             draws |= zip(special, drawn, strict=True)
         return list(draws.values())
 
-    def _external(self, plan: Plan) -> dict | None:
-        """What flash-attn wants to know of the chunks, if it computes them."""
-        if not plan.prefills or self.prefill[0] == "triton":
-            return None
-        _, starts, counts = zip(*plan.prefills, strict=True)
-        return sizes_of(counts, np.add(starts, counts).tolist(), self.device)
-
     @torch.inference_mode()
-    def _compute(self, x: Inputs, external: dict | None = None) -> Outputs:
+    def _compute(self, x: Inputs) -> Outputs:
         """Computes a step and its draws: what a graph captures."""
-        hidden = self._forward(x, external).index_select(0, x.rows)
+        hidden = self._forward(x).index_select(0, x.rows)
         if not len(hidden):
             return hidden, x.rows, x.temperature
         logits, floors = self._logits(hidden), None
@@ -183,7 +170,7 @@ class GpuRunner(Runner):
             return head.product(hidden, torch.float32)
         return wide_product(hidden, self.model.output_weight.T)
 
-    def _forward(self, x: Inputs, external: dict | None) -> Tensor:
+    def _forward(self, x: Inputs) -> Tensor:
         """Runs the tokens through the model -> hidden states [T, hidden]."""
         model = self.model
         angles = x.positions[:, None].float() * model.rope_frequencies(self.device)
@@ -195,24 +182,20 @@ class GpuRunner(Runner):
             own, caches = block.self_attn, (self.k_cache[layer], self.v_cache[layer])
             norms = own.q_norm, own.k_norm
             q = norm_rope_store(own.qkv_proj(hidden), norms, cos, sin, *caches, x.slots, own.eps)
-            hidden = own.o_proj(self._attend(q, caches, x, external).flatten(1))
+            hidden = own.o_proj(self._attend(q, caches, x).flatten(1))
             hidden = rms_norm(hidden, block.post_attention_layernorm, block.eps, residual)
             hidden = block.down_proj(swiglu(block.gate_up_proj(hidden)))
             hidden = rms_norm(hidden, norm, block.eps, residual)  # adds to the residual first
         return hidden
 
-    def _attend(
-        self, q: Tensor, caches: tuple[Tensor, Tensor], x: Inputs, external: dict | None
-    ) -> Tensor:
+    def _attend(self, q: Tensor, caches: tuple[Tensor, Tensor], x: Inputs) -> Tensor:
         """Attention of the decodes and of the chunks: q [T, H, D] -> [T, H, D]."""
         out, count, sizes = torch.empty_like(q), x.sizes.decodes, x.sizes
         if count:
             results = sizes.own + self._most * sizes.shared
             work = DecodeWork(x.starts, x.own, x.shared, results)
             decode_attention(q[:count], *caches, x.tables[:count], x.lengths, work, out[:count])
-        if external is not None:
-            out[count:] = external_prefill(q[count:], *caches, x.tables[count:], external)
-        elif sizes.tokens:
+        if sizes.tokens:
             prefill_attention(q[count:], *caches, x.tables[count:], x.work, out[count:])
         return out
 

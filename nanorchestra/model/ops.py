@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.norm import rms_norm_train
-from kernels.swiglu import swiglu_train
+from kernels.swiglu import swiglu as fused_swiglu
 
 # (layer, q [T, H, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, H, D]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -58,7 +58,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def swiglu(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up (Shazeer 2020): gate_up [T, 2 * F], gate first -> [T, F]."""
     if by_kernel(gate_up):
-        return swiglu_train(gate_up)
+        return fused_swiglu(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 

@@ -85,7 +85,7 @@ def build_trainer(
         activation_checkpointing=config.parallel.activation_checkpointing,
         cpu_offload=config.parallel.cpu_offload,
         dtype=dtype,
-        attention=choose_attention(config.run.attention, dtype)[0],
+        attention=choose_attention(config.run.attention, dtype),
     )
     return Trainer(
         model,
@@ -119,5 +119,4 @@ def build_engine(
         max_batch_tokens=limits.max_batch_tokens,
         max_running=rows,
         max_context=limits.context_tokens,
-        attention=config.run.attention,
     )

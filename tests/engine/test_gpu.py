@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_check import DEVICE, flash_attn_varlen_func
+from kernel_check import DEVICE
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from kernels.decode_plan import decode_work
@@ -259,15 +259,3 @@ def test_nan_in_the_weights_is_an_error(engine):
         serving.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
     with torch.no_grad():
         weight.copy_(good)
-
-
-def test_chunks_by_flash_attn_give_the_same_tokens(engine, monkeypatch):
-    """The stand-in for the library takes any dtype."""
-    monkeypatch.setattr("kernels.external.flash_attn_varlen_func", flash_attn_varlen_func)
-    monkeypatch.setattr("nanorchestra.engine.gpu.choose_attention", lambda *_: ("flash-attn", ""))
-    prompts = [ids(3), ids(60), ids(60)[:40] + ids(5, 9)]
-    params = SamplingParams(max_tokens=2, temperature=0)
-    by_flash = engine(attention="flash-attn", page_size=256, num_pages=8)
-    assert by_flash.runner.prefill[0] == "flash-attn"
-    own = [one.token_ids for one in by_flash.generate(prompts, params)]
-    assert own == [one.token_ids for one in engine(kernels=False).generate(prompts, params)]
