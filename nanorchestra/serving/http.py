@@ -144,11 +144,22 @@ class Server(uvicorn.Server):
             lines = events(head | {"object": kind + chunk}, chunks, body["stream_options"])
             end = BackgroundTask(work.close)
             return StreamingResponse(lines, media_type="text/event-stream", background=end)
+        tasks = whole, gone = [asyncio.ensure_future(f) for f in (collect(chunks), left(request))]
         try:
-            whole = await collect(request, chunks)
-            return answer(head | {"object": kind} | whole)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if gone.done():
+                raise ClientDisconnect
+            return answer(head | {"object": kind} | whole.result())
         finally:
             work.close()
+            for task in tasks:
+                task.cancel()
+
+
+async def left(request):
+    """Returns when the client has gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def sampled(work, choices):
@@ -168,12 +179,10 @@ async def sampled(work, choices):
     yield {"choices": [], "usage": usage(prompt, count, cached)}
 
 
-async def collect(request, chunks):
-    """Returns one answer of all chunks, while the client is there."""
+async def collect(chunks):
+    """Returns one answer of all chunks."""
     whole, choices = {}, defaultdict(dict)
     async for chunk in chunks:
-        if await request.is_disconnected():
-            raise ClientDisconnect
         for choice in chunk.pop("choices"):
             merge(choices[choice["index"]], choice)
         whole |= chunk
