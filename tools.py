@@ -21,7 +21,6 @@ Experts are other language models: `ExpertTool` and `RoleTool` ask OpenAI-compat
 from __future__ import annotations
 
 import math
-import os
 import re
 import sys
 from collections import Counter
@@ -138,7 +137,6 @@ class Catalogue:
         self.path, self.tables, self.sandbox = path, tables, sandbox
         self.endpoints = {name: Endpoint(**s) for name, s in tables["endpoints"].items()}
         self.spending = Spending(tables.get("max_usd", math.inf))
-        self.unset: set[str] = set()
 
     def tools(self, entries: list[Json]) -> list[Tool]:
         """Returns the tools on offer, without those that only help a role."""
@@ -192,10 +190,7 @@ class Catalogue:
         settings = {**_known(self.tables["experts"], name, where)}
         place = f"{self.path}: experts.{name}.endpoint"
         host = _known(self.endpoints, settings.pop("endpoint"), place)
-        key, price = host.key_variable, Price(*settings.pop("usd"))
-        if key and key not in self.unset and not os.environ.get(key, "").strip():
-            self.unset.add(key)
-            print(f"{where}: {name} needs {key}, which is not set", file=sys.stderr)
+        price = Price(*settings.pop("usd"))
         return Expert(alias, host, price=price, spending=self.spending, **settings)
 
 

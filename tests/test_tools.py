@@ -198,8 +198,7 @@ def test_the_published_file_loads_as_it_is(sandbox, monkeypatch, capsys):
         9,
     )
     assert tools["search"].experts["search-1"].latency_s == 22
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "OPENAI_API_KEY" in line]
-    assert line.endswith("reasoner-1: gpt-5 needs OPENAI_API_KEY, which is not set")
+    assert not capsys.readouterr().err, "simulated experts need no key"
 
 
 def test_an_orchestrator_can_be_an_expert_to_a_set_depth(load, tmp_path):

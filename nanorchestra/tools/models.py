@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,6 +20,8 @@ from nanorchestra.evidence import Evidence
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.schemas import SHAPES, Json, arguments_schema
 from nanorchestra.tools.http import EndpointError, count_tokens, post
+
+TOLD: dict[str, object] = {}  # variables of keys that are not set, each told once by the first rank
 
 
 class Spending:
@@ -132,6 +136,10 @@ class Expert:
 
     def ask(self, text: str, name: str) -> ToolResult:
         """Returns the reply to one message; the policy knows this expert as `name`."""
+        key = self.endpoint.key_variable
+        unset = key and not os.environ.get(key, "").strip() and os.environ.get("RANK", "0") == "0"
+        if unset and TOLD.setdefault(key, mark := object()) is mark:
+            print(f"{self.model} needs {key}, which is not set", file=sys.stderr)
         return self.spending.bounded(name, self.most_usd(text), lambda: self._ask(text, name))
 
     def _ask(self, text: str, name: str) -> ToolResult:

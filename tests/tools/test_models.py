@@ -9,9 +9,10 @@ from email.utils import formatdate
 import pytest
 from openai_server import openai_server, said
 
-from nanorchestra.tools import http
+from nanorchestra.records import Price
+from nanorchestra.tools import http, models
 from nanorchestra.tools.http import EndpointError
-from nanorchestra.tools.models import Endpoint
+from nanorchestra.tools.models import Endpoint, Expert, Spending
 
 KEY = "sk-secret/key"
 BODY = {"model": "m", "messages": [{"role": "user", "content": "x" * 300}]}
@@ -121,8 +122,15 @@ def test_the_wait_is_as_long_as_the_server_says_but_within_the_time_out(server, 
     assert not waits
 
 
-def test_a_missing_key_is_named(server, monkeypatch):
+def test_a_missing_key_is_named(server, monkeypatch, capsys):
     monkeypatch.delenv("OPENAI_API_KEY")
+    monkeypatch.setattr(models, "TOLD", {})
+    endpoint = Endpoint(server.url, "OPENAI_API_KEY")
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        for _ in range(2):
+            Expert("e", endpoint, "gpt", Price(0, 0), Spending()).ask("hi", "e")
+    assert capsys.readouterr().err == "gpt needs OPENAI_API_KEY, which is not set\n"
     server.status = 401
     with pytest.raises(EndpointError, match="^the environment variable OPENAI_API_KEY is not set"):
         chat_completion(server.url, {})
