@@ -33,6 +33,7 @@ from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.engine.engine import Engine
 from nanorchestra.errors import ArgumentParser, UserError, command, require
 from nanorchestra.model.hf_config import read_config, read_sampling
+from nanorchestra.model.quantise import MODES
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.tools.sandbox import Sandbox
 from worlds.session import COMMANDS, KEYS, Offered, Session, open_world, show_again
@@ -83,6 +84,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", type=Path, default=NANO, help="a checkpoint (default: nano)")
+    add("--quantise", choices=MODES, help="round the weights, to fit a smaller GPU")
     add("--ask", help="answer this and end")
     add("--json", action="store_true", help="write a JSON object for each question")
     add("--tools", help="a catalogue, see docs/tools.md (default: Python)")
@@ -129,7 +131,7 @@ def main(arguments: list[str]) -> int:
     with Sandbox() as sandbox:
         world = open_world(options.model, options.tools, options.index, sandbox)
         limits = Limits(turn_tokens=context // 2, context_tokens=context)
-        rollout = load_rollout(options.model, limits, 0.0, 1)
+        rollout = load_rollout(options.model, limits, 0.0, 1, options.quantise)
         rollout.params = lambda seed, most: SamplingParams(most, seed=seed, **sampling)
         if options.http:
             serve_openai(options, rollout, world, sampling)

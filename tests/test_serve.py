@@ -226,15 +226,14 @@ def test_ctrl_c_stops_an_answer_at_once_and_shows_its_cost(talk, monkeypatch, ca
 
     def call(arguments):
         os.kill(os.getpid(), signal.SIGINT)
-        late.wait(5)
+        assert late.wait(60)
         return ToolResult("late")
 
     tool = spy(call, blocking=True)
     session, out = talk(think("t", "spy"), think("t", content="57"), tools=[tool])
     session.at_prompt = True
-    start = time.monotonic()
     assert serve.converse(session, ["anything", "/frob", "again"]) == 2
-    assert time.monotonic() - start < 2
+    assert not late.is_set(), "the tool is still at work"
     late.set()
     time.sleep(0.05)
     assert "answer none (stopped)" in out() and "answer 57" in out() and "late" not in out()
