@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property
 from importlib.util import find_spec
@@ -31,6 +32,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from nanorchestra.engine.engine import Engine, SamplingParams
+from nanorchestra.model.onednn import use_onednn
 from nanorchestra.model.qwen3 import PRESETS, Qwen3
 from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.training.costs import Costs
@@ -89,6 +91,8 @@ class Bench:
         with torch.device(device):
             self.model = Qwen3(replace(SHAPES[shape], max_position_embeddings=40960)).to(dtype)
         self.model.init_weights(0)
+        self.served = self.model if device.type == "cuda" else deepcopy(self.model)
+        use_onednn(self.served)
         self.costs, self.ceiling = Costs.of(self.model.config), Ceiling(device, dtype)
 
     def ids(self, count: int) -> list[int]:
@@ -98,7 +102,7 @@ class Bench:
     def engine(self, tokens: int, **options: Any) -> Engine:
         """An engine with nothing cached and room for so many tokens."""
         page_size = 64 if self.device.type == "cuda" else 16
-        return Engine(self.model, num_pages=tokens // page_size + 64, **options)
+        return Engine(self.served, num_pages=tokens // page_size + 64, **options)
 
     def alternate(self, *works: Callable[[], Any]) -> list[float]:
         """Median seconds of each, run in turn; the first round warms up."""

@@ -12,6 +12,7 @@ from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.engine.engine import Engine
 from nanorchestra.engine.request import SamplingParams
 from nanorchestra.errors import require
+from nanorchestra.model.onednn import use_onednn
 from nanorchestra.model.weights import load_model
 
 NANO = Path(__file__).resolve().parents[2] / "assets" / "nano"  # the bundled checkpoint
@@ -29,6 +30,7 @@ def load_rollout(
     cuda = torch.cuda.is_available()
     on_gpu = {"device": "cuda", "dtype": "bfloat16"} if cuda else {}
     model, tokenizer = load_model(path, quantise=quantise, **on_gpu)
+    use_onednn(model)
     require(tokenizer, f"{path}: no tokenizer.json; it must lie beside the weights")
     context = min(limits.context_tokens, model.config.max_position_embeddings)
     # A GPU's pool is what memory is free; a CPU's has room for what runs.

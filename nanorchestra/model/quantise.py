@@ -111,14 +111,9 @@ def quantise_model(model: nn.Module, mode: str) -> None:
         model.set_submodule(name, QuantisedLinear(module, bits, group, kind))
 
 
-def linears(model: nn.Module, kind: type[nn.Module] = nn.Linear) -> list[tuple[str, Any]]:
-    """Return (name, module) of the modules of one kind."""
+def linears(model: nn.Module, kind: type | tuple[type, ...] = nn.Linear) -> list[tuple[str, Any]]:
+    """Return (name, module) of the modules of a kind, or of several."""
     return [(name, module) for name, module in model.named_modules() if isinstance(module, kind)]
-
-
-def is_quantised(model: nn.Module) -> bool:
-    """Return True if any matrix is quantised; such a model cannot be trained or saved."""
-    return bool(linears(model, QuantisedLinear))
 
 
 def pack_nibbles(q: Tensor) -> Tensor:

@@ -112,7 +112,10 @@ class Block(nn.Module):
 
 
 class Qwen3(nn.Module):
-    """The decoder. Invariant: `lm_head` is None exactly if the output is tied to the embeddings."""
+    """The decoder. `lm_head` is None if the output is tied to the embeddings.
+
+    onednn.py alone gives such a model one: a copy of the embeddings.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

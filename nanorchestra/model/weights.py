@@ -20,16 +20,13 @@ from torch import Tensor
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json
 from nanorchestra.model.hf_config import read_config
-from nanorchestra.model.quantise import (
-    QuantisedLinear,
-    is_quantised,
-    linears,
-    quantise_model,
-)
+from nanorchestra.model.onednn import OnednnLinear
+from nanorchestra.model.quantise import QuantisedLinear, linears, quantise_model
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.sharded import fill, is_sharded, whole
 from nanorchestra.model.tokenizer import Tokenizer
 
+STORED = QuantisedLinear, OnednnLinear  # they hold a matrix in a form of their own
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -38,7 +35,7 @@ class Slot:
     """The place of one checkpoint tensor: its shape, and what writes it."""
 
     shape: list[int]
-    write: Callable[[Tensor], None]
+    writes: list[Callable[[Tensor], None]]
 
 
 def load_model(
@@ -90,9 +87,10 @@ def named_hf_tensors(
 
     The tensors are views: writing to them writes to the model. Two exceptions are copies: a matrix
     with an adapter (lora.py) is merged, and a sharded one is gathered, so all ranks must iterate
-    together. Raises UserError for a quantised model.
+    together. Raises UserError for a quantised model, and for one that oneDNN holds.
     """
-    require(not is_quantised(model), "a quantised model can be neither trained nor saved")
+    held = linears(model, STORED)
+    require(not held, "a model that is quantised or oneDNN's can be neither trained nor saved")
     for name, parameter in model.named_parameters():
         parts = hf_rows(model.config, name, len(parameter))
         if parts:
@@ -108,11 +106,13 @@ def hf_slots(model: Qwen3) -> dict[str, Slot]:
     for name, parameter in model.named_parameters():
         for part, rows in hf_rows(model.config, name, len(parameter)):
             shape = [rows.stop - rows.start, *parameter.shape[1:]]
-            slots[part] = Slot(shape, partial(fill, parameter, begin=rows.start))
-    for name, module in linears(model, QuantisedLinear):
+            slots[part] = Slot(shape, [partial(fill, parameter, begin=rows.start)])
+    for name, module in linears(model, STORED):
+        if name == "lm_head" and model.config.tie_word_embeddings:
+            name = "embed_tokens"
         for part, rows in hf_rows(model.config, f"{name}.weight", module.out_features):
             shape = [rows.stop - rows.start, module.in_features]
-            slots[part] = Slot(shape, partial(module.write, rows))
+            slots.setdefault(part, Slot(shape, [])).writes.append(partial(module.write, rows))
     return slots
 
 
@@ -166,7 +166,8 @@ def _write(slots: dict[str, Slot], tensors: Iterable[tuple[str, Tensor]], source
             continue  # tied: the same matrix comes as the embeddings
         shape, expected = list(tensor.shape), slots[name].shape if name in slots else "no tensor"
         require(shape == expected, f"{source}: {name} has shape {shape}; expected {expected}")
-        slots[name].write(tensor)
+        for write in slots[name].writes:
+            write(tensor)
         missing.discard(name)
     if missing:
         name = min(missing)
