@@ -13,8 +13,6 @@ so that it can be compared across groups, steps and policies. Numbers are truste
 produce them.
 """
 
-from __future__ import annotations
-
 import math
 import tomllib
 from collections.abc import Sequence

@@ -12,8 +12,6 @@ Questions can also be piped in, one a line. Exit status: 0 if all questions were
 was not, 2 for a mistake in options, a question or a command, 130 after Ctrl-C.
 """
 
-from __future__ import annotations
-
 import sys
 
 if __name__ == "__main__":

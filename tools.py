@@ -18,8 +18,6 @@ Experts are other language models: `ExpertTool` and `RoleTool` ask OpenAI-compat
 `SimulatedExpert` is a declared simulation with the prices of its task and a virtual latency.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import sys

@@ -14,8 +14,6 @@ nanorchestra/training/phases.py has the order of a run, grpo.py a step of GRPO. 
 random is a function of run.seed, step and place: resuming and more ranks change nothing.
 """
 
-from __future__ import annotations
-
 if __name__ == "__main__":
     from nanorchestra.errors import end_on_interrupt
 

@@ -16,8 +16,6 @@ A command's file begins and ends like this, because torch takes seconds to impor
         sys.exit(main(sys.argv[1:]))
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import os

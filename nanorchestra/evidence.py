@@ -5,8 +5,6 @@ latest of each (arXiv 2511.21689; budgets are those of its training code). A pie
 its head here. Nothing imports torch.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Reads JSON files with messages for the user, and writes files whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """JSON schemas: what is wrong with a value under one, and the schema of a tool's arguments."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 One argparse parser, made from the fields of config.py, checks both sources.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """What was said in a conversation, so that the next attempt goes on from it. No torch."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from typing import Any

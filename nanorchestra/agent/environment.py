@@ -4,8 +4,6 @@
 never raises into the loop: an exception becomes an error observation, which the policy can act on.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ No torch. The limits hold whatever the policy writes: a call that could break on
 that takes too long is given up, and a turn has no more tokens than are paid for.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Sequence

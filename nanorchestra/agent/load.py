@@ -1,7 +1,5 @@
 """Loads the checkpoint that serve.py and evaluate.py run."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An orchestrator as an expert of another orchestrator."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from dataclasses import dataclass, field, replace

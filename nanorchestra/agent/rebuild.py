@@ -4,8 +4,6 @@ The published ToolOrchestra prompts its policy so (arXiv 2511.21689), with these
 is that of its FRAMES script. docs/differences.md lists what differs. No torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

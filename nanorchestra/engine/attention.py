@@ -7,8 +7,6 @@ by their log-sum-exp (Dao et al. 2022, section 3.1). Index tensors are built onc
 layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise

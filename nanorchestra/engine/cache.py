@@ -10,8 +10,6 @@ Sequences with a common prefix hold the same pages. A fork shares the half-full 
 a sequence that is about to write into a shared page gets a copy of it (copy-on-write).
 """
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@
 `update_weights` takes new weights in place. Not thread-safe: one thread owns an engine.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Sequence

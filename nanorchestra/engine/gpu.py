@@ -5,8 +5,6 @@ draw inside: the logits never leave the device, and the next step can be launche
 reads the tokens. A launch copies one block of pinned memory (inputs.py) and waits for nothing.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

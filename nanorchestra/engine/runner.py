@@ -1,7 +1,5 @@
 """Computes a planned step on a CPU: the model, the KV in its pages, the draws."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any

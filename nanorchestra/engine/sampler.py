@@ -6,8 +6,6 @@ preemption and after a restart. The token is found by inverting the cumulative d
 over blocks of the vocabulary, then within one block, so nothing of size [rows, vocab] is sorted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

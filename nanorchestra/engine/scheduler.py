@@ -10,8 +10,6 @@ last chunk, shares its pages and samples from its logits. A request that only sh
 a prompt in prefill waits until these pages are indexed.
 """
 
-from __future__ import annotations
-
 import bisect
 import math
 from dataclasses import dataclass, field

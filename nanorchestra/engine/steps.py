@@ -6,8 +6,6 @@ from one step to the next on the device. Both give the same tokens; the tests ho
 each other.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from nanorchestra.engine.runner import Runner

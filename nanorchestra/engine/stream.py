@@ -1,7 +1,5 @@
 """Turns ids, as they are sampled, into reasoning, content and tool calls. No torch."""
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ every other piece is text. Only the template makes Markers, so no user, tool or 
 one. The text between two markers is encoded at once, which gives the ids that Hugging Face gives.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby

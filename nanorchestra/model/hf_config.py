@@ -1,7 +1,5 @@
 """Reads a Qwen3 configuration from config.json in Hugging Face layout, and writes one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -75,7 +73,7 @@ def config_from_hf(data: Mapping[str, Any], source: str = "config.json") -> Mode
     for field, supported in _SUPPORTED.items():
         check(values[field] in supported, field, " or ".join(map(repr, supported)))
     for field in fields(ModelConfig):
-        if field.type in ("int", "float"):
+        if field.type in (int, float):
             number = values.get(field.name)
             positive = isinstance(number, int | float) and number > 0
             check(positive, field.name, "a positive number")

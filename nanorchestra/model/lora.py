@@ -5,8 +5,6 @@ each of its parts, so that an adapter is the one PEFT would make. `named_hf_tens
 weights, so the engine and exports know nothing of adapters.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

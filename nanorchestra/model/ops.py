@@ -4,8 +4,6 @@ All are differentiable, hold no weights, and run on any device: Triton kernels c
 PyTorch computes the others. Attention over a training pack is in packed_attention.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 

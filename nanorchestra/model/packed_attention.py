@@ -4,8 +4,6 @@ A pack is a list of segments. A segment attends to its prefixes, which are earli
 first tokens, and causally to itself. Nothing is padded, masked or copied.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache

@@ -5,8 +5,6 @@ may hold braces and closing tags. Tags are read as text, so ids that spell a tag
 chat.py is the opposite direction.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

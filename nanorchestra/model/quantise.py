@@ -4,8 +4,6 @@ A QuantisedLinear takes the place of an nn.Linear and rounds its full-precision 
 norms and biases stay as they are; the lm_head takes 8 bits in either mode.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

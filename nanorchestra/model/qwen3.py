@@ -5,8 +5,6 @@ and `attend(layer, q, k, v)`, which decides what attends to what. hf_config.py r
 weights.py reads and writes weights.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

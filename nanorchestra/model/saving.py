@@ -1,7 +1,5 @@
 """Writes a checkpoint directory in Hugging Face layout, which transformers loads."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path

@@ -5,8 +5,6 @@ are row ranges of the fused matrices. Loading holds one tensor of one shard at a
 at once where the model is quantised. saving.py writes checkpoints.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial

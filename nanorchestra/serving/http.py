@@ -1,7 +1,5 @@
 """The routes of the server: who may ask, what is answered, how errors look and how it ends."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import secrets

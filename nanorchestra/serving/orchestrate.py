@@ -1,7 +1,5 @@
 """The model NAME+tools: the whole loop runs in the server, and its chunks say what it does."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import secrets

@@ -3,8 +3,6 @@
 openapi.json, which the server publishes, has the forms and the defaults of the bodies. No torch.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 from pathlib import Path

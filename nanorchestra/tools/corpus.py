@@ -4,8 +4,6 @@ A directory holds index.json (which corpus), the passages, and bm25/ or vectors/
 written whole, vectors block by block: a build that was stopped goes on where it was.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -4,8 +4,6 @@ A text's vector is the normalised hidden state of its last token, <|endoftext|>.
 behind an instruction, a passage alone. Any Qwen3 backbone in Hugging Face layout loads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate

@@ -9,8 +9,6 @@
 Under a line "Args:" the docstring may describe parameters, as in "amount: in Swiss francs".
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -3,8 +3,6 @@
 The API key comes from an environment variable and reaches no message.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

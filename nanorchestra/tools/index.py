@@ -4,8 +4,6 @@ An index of a few thousand passages is built in memory: `Index(passages)`. corpu
 ones in a directory, which `open_saved` maps into memory. Threads take turns to search.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import threading

@@ -4,8 +4,6 @@ What an expert cannot do is an observation, never an exception. What it has cost
 where it has failed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

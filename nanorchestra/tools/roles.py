@@ -5,8 +5,6 @@ writes a query, `answer` ends an attempt. Their experts read the whole problem w
 has found, cut to the expert's token budgets; the policy chooses the expert alone.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ A stored reply keeps its price and latency, so that a run repeats itself. Offlin
 replies are read. The API key comes from the environment and reaches no message and no file.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

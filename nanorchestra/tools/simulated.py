@@ -1,7 +1,5 @@
 """Tools without anything behind them: records of a task, and declared simulations of experts."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Builds the parts of a run from its config: model, tokenizer, trainer and engine."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

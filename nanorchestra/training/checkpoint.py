@@ -5,8 +5,6 @@ checkpoint is written aside and renamed when all of it is on disk, so a director
 checkpoint's name is whole. Any number of ranks reads it, each the parts that it holds.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

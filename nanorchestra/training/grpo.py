@@ -1,7 +1,5 @@
 """The second phase of a run: GRPO. A batch of attempts is sampled, judged, learnt from; again."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Writes demonstrations as trajectories: the turns of a teacher in an environment."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ Elsewhere logits are computed for a few positions at a time, and again in the ba
 arguments and results the functions hold about WORKSPACE bytes, for any N and vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 

@@ -20,8 +20,6 @@ gradients of micro-batches and ranks add up.
 `OBJECTIVES` holds the settings of each of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

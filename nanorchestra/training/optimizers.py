@@ -1,7 +1,5 @@
 """Muon for matrices that are whole or sharded, the optimizers of a model, and the learning rate."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

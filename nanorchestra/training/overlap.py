@@ -5,8 +5,6 @@ They share only what neither writes: the engine has weights of its own, which ar
 the rollout has ended.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The order of a run: warm start, evaluation, GRPO, evaluation, results."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from nanorchestra.model.lora import save_adapter

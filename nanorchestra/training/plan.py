@@ -6,8 +6,6 @@ Memory is of one GPU in GB of 1e9 bytes, for a full token budget. Seconds are of
 attempts fill TYPICAL of their context: the roofline, and that divided by an efficiency.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """One run on one rank: its parts, how far it is, its records and its checkpoints."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import time

@@ -5,8 +5,6 @@ micro-batches as every other rank. The loss is divided by a number of the whole 
 packing nor micro-batches nor ranks change the gradient.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence

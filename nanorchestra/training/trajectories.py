@@ -4,8 +4,6 @@
 keeps those that were right and well formed, and of each task the best paid.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections import Counter

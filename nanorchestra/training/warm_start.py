@@ -1,7 +1,5 @@
 """The first phase of a run: supervised steps on the demonstrations of a teacher or of a run."""
 
-from __future__ import annotations
-
 import time
 
 from nanorchestra.records import Task
