@@ -145,18 +145,17 @@ class Scorer:
         number = re.fullmatch(r"\$?[\d,]+(\.\d+)?", info.strip())
         rivals = set() if number else self._rivals(info)
         most = SPARE if number else min(SPARE, 1 + len(rivals) // 2)
-        heard, claimed = [], set()
+        heard, claimed = set(), set()
         for kind, text, *_ in trace:
+            if kind == "call":
+                continue
+            found = _numbers(text) if number else {r for r in rivals if communicated(r, [text])}
             if kind == "user":
-                heard.append(text)
-            elif kind == "agent":
-                found = set(_NUMBER.findall(_spoken(text))) if number else rivals
-                found = {each for each in found if communicated(each, [text])}
-                found = {each for each in found if not communicated(each, heard)}
-                if len(found) <= most:
-                    claimed |= found
-                    if len(claimed) <= 4 * most and communicated(info, [text]):
-                        return True
+                heard |= found
+            elif len(found - heard) <= most:
+                claimed |= found - heard
+                if len(claimed) <= 4 * most and communicated(info, [text]):
+                    return True
         return False
 
     def _rivals(self, info: str) -> set[str]:
@@ -226,8 +225,7 @@ def communicated(info: str, messages: Sequence[str]) -> bool:
     """Returns whether a message holds `info`: as a number, or as whole words in any case."""
     info, messages = _spoken(info), [_spoken(message) for message in messages]
     if re.fullmatch(r"\$?\d+(\.\d+)?", info):
-        value = float(info.lstrip("$"))
-        return any(float(n) == value for message in messages for n in _NUMBER.findall(message))
+        return any(float(info.lstrip("$")) in _numbers(message) for message in messages)
     words = rf"(?<!\w){re.escape(info)}(?!\w)"
     return any(info in message and re.search(words, message) for message in messages)
 
@@ -240,6 +238,10 @@ def judged(expert: Tool, claims: Sequence[str], talk: Sequence[str]) -> bool:
     with contextlib.suppress(LookupError, ValueError):
         return json.loads(re.findall(r"\[[^\[\]]*\]", answer)[-1]) == [True] * len(claims)
     return False
+
+
+def _numbers(text: str) -> set[float]:
+    return set(map(float, _NUMBER.findall(_spoken(text))))
 
 
 def _spoken(text: str) -> str:
