@@ -133,7 +133,7 @@ class ScriptedUser:
         if proposed and self._wants(text, {*pending}):
             return WORDS["yes"]
         if "refuse" in about:
-            return self._refused(wish)
+            return self._refused(wish, left)
         if proposed:
             return f"{WORDS['no']} {wish.say}"
         if "done" in about or (wish.actions and not left) and not asks:
@@ -153,11 +153,11 @@ class ScriptedUser:
         self.at += 1
         return self.wishes[self.at].say
 
-    def _refused(self, wish: Wish) -> str:
-        """Says what the wish names for this case, once; then goes on."""
+    def _refused(self, wish: Wish, left: list[int]) -> str:
+        """Says once what the wish names for this case, if that is not done; then goes on."""
         sentences = re.split(r"(?<=[.!?]) +", wish.say)
         otherwise = " ".join(s for s in sentences if re.match(SAID["condition"], s))
-        if otherwise and self.last != otherwise:
+        if left and otherwise and self.last != otherwise:
             return otherwise
         return self._next(WORDS["accept"])
 
