@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nanorchestra.model.sharded import first_row, is_sharded, like, local, whole
@@ -35,8 +34,7 @@ class Muon(torch.optim.Optimizer):
 
     The update is scaled to the RMS of AdamW's, 0.2 sqrt(max(m, n)) (arXiv 2502.16982, equation 4),
     so one learning rate serves both. The numbers are those of torch.optim.Muon. Momentum stays
-    sharded. As many matrices as ranks share them are gathered at a time: each rank orthogonalises
-    one and sends the others its result, of which they take their rows.
+    sharded; a matrix is gathered and orthogonalised on every rank, which takes its rows.
     """
 
     def __init__(self, matrices: Iterable[Tensor], lr: float = 0.0):
@@ -46,41 +44,20 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         """Updates the matrices by their gradients."""
         for group in self.param_groups:
-            params, rate = group["params"], group["lr"]
-            count = params[0].device_mesh["shard"].size() if is_sharded(params[0]) else 1
-            for start in range(0, len(params), count):
-                some = params[start : start + count]
-                directions = [self._direction(p, group["momentum"]) for p in some]
-                for p, update in zip(some, _orthogonalised(directions), strict=True):
-                    values, scale = local(p), 0.2 * math.sqrt(max(p.shape))
-                    values.add_(update.to(values.device), alpha=-rate * scale)
+            for p in group["params"]:
+                update, values = orthogonalise(self._direction(p, group["momentum"])), local(p)
+                rows = update[first_row(p) :][: len(values)].to(values.device)
+                values.add_(rows, alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape)))
 
     def _direction(self, p: Tensor, momentum: float) -> Tensor:
+        """Returns the whole matrix to orthogonalise."""
         state = self.state[p]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p)
         buffer, grad = local(state["momentum_buffer"]), local(p.grad)
         buffer.lerp_(grad, 1 - momentum)
         direction = grad.lerp(buffer, momentum)
-        return like(p, direction.to(p.device_mesh.device_type)) if is_sharded(p) else direction
-
-
-def _orthogonalised(directions: list[Tensor]) -> list[Tensor]:
-    """This rank's rows of each orthogonalised matrix; rank i of the shards computes the i-th."""
-    if not is_sharded(directions[0]):
-        return [orthogonalise(direction) for direction in directions]
-    shards = directions[0].device_mesh["shard"]
-    # gathers all before any rank computes, so that the ranks compute at the same time
-    matrices = [whole(direction, torch.bfloat16) for direction in directions]
-    mine = shards.get_local_rank()
-    if mine < len(matrices):
-        matrices[mine] = orthogonalise(matrices[mine]).contiguous()
-    rows = []
-    for owner, (direction, matrix) in enumerate(zip(directions, matrices, strict=True)):
-        dist.broadcast(matrix, group=shards.get_group(), group_src=owner)
-        start = first_row(direction)
-        rows.append(matrix[start : start + len(local(direction))])
-    return rows
+        return whole(like(p, direction), torch.bfloat16) if is_sharded(p) else direction
 
 
 def build_optimizers(
