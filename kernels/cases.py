@@ -7,20 +7,17 @@ Pages have 64 tokens, as in the engine. Inputs are made on torch's default devic
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels import external, norm, swiglu
+from kernels import norm, swiglu
 from kernels.decode import decode_attention
 from kernels.decode_plan import decode_work
 from kernels.dequantise import dequantise
-from kernels.external import flash_attn_varlen_func as flash_attn
 from kernels.flash_plan import flash_attention, plan
 from kernels.logprob import linear_logprob
 from kernels.prefill import prefill_attention, prefill_work
@@ -38,32 +35,20 @@ Inputs = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel at one shape: `make` gives the arguments of `run` and of each peer."""
+    """One kernel at one shape: `make` gives the arguments of `run`."""
 
     name: str
     make: Callable[[], Inputs]
     run: Function
     bytes: float  # that must be moved
     flops: float = 0.0
-    peers: dict[str, Function | None] = field(default_factory=dict)  # None: not installed
     gradients: int = 0  # of the first so many arguments are computed too
 
-    def functions(self) -> dict[str, Function]:
-        """Returns what is measured: the kernel, under "own", and its peers."""
-        every = {"own": self.run, **self.peers}
-        return {name: self._with_gradients(run) for name, run in every.items() if run}
-
-    def floor(self, limits: tuple[float, float]) -> tuple[float, str]:
-        """Returns the least seconds at these bytes/s and FLOP/s, and which of them is the limit."""
-        return max((self.bytes / limits[0], "bandwidth"), (self.flops / limits[1], "FLOP/s"))
-
-    def _with_gradients(self, forward: Function) -> Function:
-        def run(*arguments: Any) -> Any:
-            leaves = [x.detach().requires_grad_() for x in arguments[: self.gradients]]
-            out = forward(*leaves, *arguments[self.gradients :])
-            return torch.autograd.grad(out, leaves, torch.ones_like(out))
-
-        return run if self.gradients else forward
+    def call(self, *arguments: Any, run: Function | None = None) -> Any:
+        """Returns what the kernel does, or `run` in its place."""
+        leaves = [x.detach().requires_grad_() for x in arguments[: self.gradients]]
+        out = (run or self.run)(*leaves, *arguments[self.gradients :])
+        return torch.autograd.grad(out, leaves, torch.ones_like(out)) if leaves else out
 
 
 def parser(command: str, about: str) -> argparse.ArgumentParser:
@@ -109,12 +94,11 @@ def pointwise() -> list[Case]:
     def gates() -> Inputs:
         return (randn(T, 2 * FF),)
 
-    normed, gated = {"eager": norm.reference}, {"eager": swiglu.reference}
     return [
         Case("rms_norm, residual", lambda: (*hidden(), randn(T, HIDDEN)), norm.rms_norm, 4 * size),
-        Case("rms_norm", hidden, norm.rms_norm_train, 5 * size, 0, normed, 2),
+        Case("rms_norm", hidden, norm.rms_norm_train, 5 * size, 0, 2),
         Case("norm_rope_store", qkv, norm_rope_store, 4 * T * heads * D),
-        Case("swiglu", gates, swiglu.swiglu, 8 * wide, 0, gated, 1),
+        Case("swiglu", gates, swiglu.swiglu, 8 * wide, 0, 1),
     ]
 
 
@@ -167,19 +151,10 @@ def training() -> list[Case]:
         work = plan(spans, torch.get_default_device(), torch.bfloat16)
         return randn(T, H, D), *randn(2, T, HKV, D), work
 
-    def sdpa(q: Tensor, k: Tensor, v: Tensor, _: Any) -> Tensor:
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out[0].transpose(0, 1)
-
-    pack = cache(lambda: external.sequences(spans, "cuda"))
-    theirs = flash_attn and (lambda *x: external.external_attention(*x[:3], pack()))
-    cudnn = sdpa_kernel(SDPBackend.CUDNN_ATTENTION)(sdpa)
-    peers = {"SDPA": sdpa, "SDPA cuDNN": cudnn, "flash-attn": theirs}
     size, flops = 4 * T * (H + HKV) * D, 2.0 * H * D * T * (T + 1)
     return [
-        Case("flash_attention", make, flash_attention, size, flops, peers),
-        Case("flash_attention backward", make, flash_attention, 3 * size, 3.5 * flops, peers, 3),
+        Case("flash_attention", make, flash_attention, size, flops),
+        Case("flash_attention backward", make, flash_attention, 3 * size, 3.5 * flops, 3),
     ]
 
 
@@ -201,10 +176,9 @@ def outputs() -> list[Case]:
     def loss(*arguments: Any) -> Tensor:
         return linear_logprob(*arguments)[0].mean()
 
-    product = {"cuBLAS": lambda hidden, weight, *_: hidden @ weight.T}  # writes the logits
     return [
-        Case("linear_logprob", tokens, loss, size, T * flops, product),
-        Case("linear_logprob backward", tokens, loss, 3 * size, 4 * T * flops, {}, 2),
+        Case("linear_logprob", tokens, loss, size, T * flops),
+        Case("linear_logprob backward", tokens, loss, 3 * size, 4 * T * flops, 2),
         Case("sample", logits, sample, 1024 * VOCAB),
         Case("truncation", limits, truncation, 1024 * VOCAB),
     ]
@@ -214,7 +188,6 @@ def products(mode: str) -> list[Case]:
     """Returns the gate and up projection with quantised weights."""
     n, k, bits = 2 * FF, HIDDEN, 4 if mode == "int4" else 8
     size = n * k * (1 if bits == 8 else 0.5 + 3 / 128)
-    weight = cache(lambda: randn(n, k, device="cuda"))
 
     def quantised(*rest: Any) -> Inputs:
         values = torch.randint(126, (n, k * bits // 8), dtype=torch.uint8)
@@ -226,12 +199,8 @@ def products(mode: str) -> list[Case]:
 
     def product(rows: int) -> Case:
         name, flops = f"quantised_linear {mode} M={rows}", 2.0 * rows * n * k
-        peers = {"cuBLAS": lambda x, *_: x @ weight().T}
-        return Case(
-            name, lambda: (randn(rows, k), *quantised(None)), quantised_linear, size, flops, peers
-        )
+        return Case(name, lambda: (randn(rows, k), *quantised(None)), quantised_linear, size, flops)
 
-    whole = Case(
-        f"dequantise {mode}", partial(quantised, torch.bfloat16), dequantise, size + 2 * n * k
-    )
+    make = partial(quantised, torch.bfloat16)
+    whole = Case(f"dequantise {mode}", make, dequantise, size + 2 * n * k)
     return [product(1), product(16), product(64), whole]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from triton.testing import do_bench
 
+from benchmarks.gpu_parts.peers import functions
 from kernels.cases import Case
 
 DEVICE = "cuda"
@@ -28,17 +29,16 @@ def measure(case: Case, limits: tuple[float, float]) -> dict[str, Any]:
     """Returns milliseconds of a kernel and its peers, its share of the ceiling, and which it is."""
     with torch.device(DEVICE):
         arguments = case.make()
-    functions = case.functions()
-    if "eager" in functions:
-        functions["compiled"] = torch.compile(functions["eager"], dynamic=False)
-    own = median(functions.pop("own"), arguments)
+    peers = functions(case)
+    own = median(peers.pop("own"), arguments)
     times = {"own": own}
-    for name, run in functions.items():
+    for name, run in peers.items():
         try:
             times[name] = median(run, arguments)
         except Exception as error:  # a peer that does not run here
             print(f"  {case.name}, {name}: {type(error).__name__}: {error}")
-    seconds, limit = case.floor(limits)
+    # the least seconds at these bytes/s and FLOP/s, and which of them is the limit
+    seconds, limit = max((case.bytes / limits[0], "bandwidth"), (case.flops / limits[1], "FLOP/s"))
     share = seconds * 1e3 / own
     return {"name": case.name, "ms": times, "limit": limit, "share": share}
 
