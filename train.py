@@ -62,7 +62,7 @@ class Stop:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._ask)
 
-    def _ask(self, number: int, frame: Any) -> None:
+    def _ask(self, number: int, frame: Any):
         if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         if not self.asked:
@@ -214,7 +214,7 @@ def open_run(
     """
     folder, new = Run(path), ranks.first and not resumed
 
-    def claim() -> None:
+    def claim():
         if new:
             if dry_run and (path / "config.toml").exists():
                 shutil.rmtree(path)
@@ -223,7 +223,7 @@ def open_run(
         if ranks.first:
             folder.lock()
 
-    def build() -> TrainingRun:
+    def build():
         worlds = Worlds(config.task, config.run.seed, sandbox)
         return TrainingRun(config, folder, ranks, worlds, stop)
 

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kernels import norm, swiglu
 from kernels.decode import decode_attention
@@ -84,14 +83,14 @@ def pointwise() -> list[Case]:
     """Returns norms, rotation and SwiGLU."""
     heads, size, wide = H + 2 * HKV, 2 * T * HIDDEN, 2 * T * FF
 
-    def hidden() -> Inputs:
+    def hidden():
         return randn(T, HIDDEN), randn(HIDDEN), EPS
 
-    def qkv() -> Inputs:
+    def qkv():
         angles, caches = torch.rand(2, T, D // 2), randn(2, T // PAGE, HKV, PAGE, D)
         return randn(T, heads * D), tuple(randn(2, D)), *angles, *caches, torch.arange(T), EPS
 
-    def gates() -> Inputs:
+    def gates():
         return (randn(T, 2 * FF),)
 
     return [
@@ -106,7 +105,7 @@ def decode(rows: int, length: int, shared: int = 0) -> Case:
     """Returns decodes at one length; with `shared`, 16 neighbours have so many keys in common."""
     groups, count = rows // 16 if shared else 0, rows * length // PAGE
 
-    def make() -> Inputs:
+    def make():
         tables = torch.arange(count, dtype=torch.int32).view(rows, -1)
         first = torch.arange(rows) // 16 * 16
         tables[:, : shared // PAGE] = tables[first, : shared // PAGE]
@@ -133,7 +132,7 @@ def prefill(start: int, count: int) -> Case:
     """Returns the prefill of `count` tokens on `start` earlier ones."""
     end = start + count
 
-    def make() -> Inputs:
+    def make():
         tables = torch.arange(end // PAGE, dtype=torch.int32)[None]
         caches, work = randn(2, end // PAGE, HKV, PAGE, D), prefill_work([start], [count])
         return randn(count, H, D), *caches, tables, work, randn(count, H, D)
@@ -147,7 +146,7 @@ def training() -> list[Case]:
     """Returns attention over a pack of one sequence, without and with gradients."""
     spans = [(0, T, 0, T)]
 
-    def make() -> Inputs:
+    def make():
         work = plan(spans, torch.get_default_device(), torch.bfloat16)
         return randn(T, H, D), *randn(2, T, HKV, D), work
 
@@ -162,18 +161,18 @@ def outputs() -> list[Case]:
     """Returns log-probabilities and sampling over the output matrix."""
     size, flops = 2 * VOCAB * HIDDEN, 2.0 * HIDDEN * VOCAB
 
-    def tokens() -> Inputs:
+    def tokens():
         return randn(T, HIDDEN), randn(VOCAB, HIDDEN), torch.randint(VOCAB, (T,)), 60.0, VOCAB
 
-    def logits() -> Inputs:
+    def logits():
         uniform = torch.rand(256, dtype=torch.float64)
         return torch.randn(256, VOCAB), uniform, torch.ones(256), VOCAB
 
-    def limits() -> Inputs:
+    def limits():
         top_k = torch.full((256,), 20, dtype=torch.int32)
         return torch.randn(256, VOCAB), torch.ones(256), top_k, torch.full((256,), 0.95), VOCAB
 
-    def loss(*arguments: Any) -> Tensor:
+    def loss(*arguments):
         return linear_logprob(*arguments)[0].mean()
 
     return [
@@ -189,7 +188,7 @@ def products(mode: str) -> list[Case]:
     n, k, bits = 2 * FF, HIDDEN, 4 if mode == "int4" else 8
     size = n * k * (1 if bits == 8 else 0.5 + 3 / 128)
 
-    def quantised(*rest: Any) -> Inputs:
+    def quantised(*rest):
         values = torch.randint(126, (n, k * bits // 8), dtype=torch.uint8)
         if bits == 8:
             kind = torch.int8 if mode == "int8" else torch.float8_e4m3fn
@@ -197,7 +196,7 @@ def products(mode: str) -> list[Case]:
         scales = torch.rand(n, k // 128, dtype=torch.float16)
         return values, scales, values[:, : k // 128].contiguous(), 128, *rest
 
-    def product(rows: int) -> Case:
+    def product(rows):
         name, flops = f"quantised_linear {mode} M={rows}", 2.0 * rows * n * k
         return Case(name, lambda: (randn(rows, k), *quantised(None)), quantised_linear, size, flops)
 

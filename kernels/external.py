@@ -40,7 +40,7 @@ def sequences(
     spans (start, end, key_start, key_end): those of the same queries one after the other, their own
     span last.
     """
-    seen: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    seen = {}
     for start, end, *keys in spans:
         seen.setdefault((start, end), []).append(tuple(keys))
     counts = [end - start for start, end in seen]

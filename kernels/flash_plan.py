@@ -45,7 +45,7 @@ def plan(spans: Sequence[Span], device: torch.device | str, dtype: torch.dtype) 
     # No block crosses into a segment without a prefix: so a tree has the same bits in any pack.
     roots = sorted({span[0] for span in spans} - prefixed) + [tokens]
 
-    def work(configs: dict[int, Config], side: str) -> Work:
+    def work(configs, side):
         block = pick(configs, dtype)[side]
         blocks = [
             (first, min(first + block, end))
@@ -68,7 +68,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
 
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
+    def forward(ctx, q, k, v, plan):
         check((plan.tokens, None, None), q=q)
         tokens, heads, dim = q.shape
         require(dim in HEAD_DIMS, f"head_dim is {dim}; expected one of {HEAD_DIMS}")
@@ -85,7 +85,7 @@ class _FlashAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad):
         q, k, v, _, lse = ctx.saved_tensors
         plan, grad, delta = ctx.plan, grad.contiguous(), lse.new_empty(lse.shape)
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
@@ -103,7 +103,7 @@ def _launch(
     heads: int,
     shape: dict[str, int],
     tensors: tuple[Tensor, ...],
-) -> None:
+):
     """Launches a program for each item of the work and each head."""
     config = pick(configs, tensors[0].dtype)
     kernel[(len(work.items) * heads,)](
@@ -116,7 +116,7 @@ def _work(
 ) -> Work:
     """Lists for each block the spans that touch it; blocks with most visible pairs come first."""
     firsts = [first for first, _ in blocks]
-    touching: list[list[Span]] = [[] for _ in blocks]
+    touching = [[] for _ in blocks]
     pairs = [0] * len(blocks)
     for span in spans:
         start, end, key_start, key_end = span

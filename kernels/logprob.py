@@ -45,9 +45,7 @@ def linear_logprob(
 
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, *options: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx, hidden, weight, targets, *options):
         logprobs, entropy, logsumexp = logprob_forward(hidden, weight, targets, *options)
         ctx.save_for_backward(hidden, weight, targets, logsumexp)
         ctx.options = options
@@ -55,7 +53,7 @@ class _LinearLogprob(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad, _):
         hidden, weight, targets, logsumexp = ctx.saved_tensors
         (temperature, vocab), (tokens, width) = ctx.options, hidden.shape
         grad = grad.contiguous()

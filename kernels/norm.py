@@ -51,13 +51,13 @@ def rms_norm_train(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx, x, weight, eps):
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
         return rms_norm(x, weight, eps)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad):
         (x, weight), (rows, width) = ctx.saved_tensors, grad.shape
         tile, config = _tile(x, weight), pick(BACKWARD)
         programs = min(config["PROGRAMS"], triton.cdiv(rows, tile["ROWS"]))

@@ -136,7 +136,7 @@ def reference(
     cos = torch.cat((cos, cos), -1)[:, None]  # [T, 1, D]
     sin = torch.cat((-sin, sin), -1)[:, None]
 
-    def normed_rotated(x: Tensor, weight: Tensor) -> Tensor:
+    def normed_rotated(x, weight):
         x = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
         return x * cos + x.roll(dim // 2, -1) * sin
 

@@ -27,7 +27,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_up: Tensor) -> Tensor:
+    def forward(ctx, gate_up):
         check((None, None), strided=True, gate_up=gate_up)
         rows, width = gate_up.shape
         require(width % 2 == 0, f"gate_up has {width} columns; expected an even number")
@@ -35,7 +35,7 @@ class _SwiGLU(torch.autograd.Function):
         return _launch(gate_up, None, gate_up.new_empty(rows, width // 2))
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
+    def backward(ctx, grad):
         (gate_up,) = ctx.saved_tensors
         return _launch(gate_up, grad.contiguous(), gate_up.new_empty(gate_up.shape))
 

@@ -58,7 +58,7 @@ class ArgumentParser(argparse.ArgumentParser):
 def end_on_interrupt(program: str) -> None:
     """Makes Ctrl-C end the process at once with one line and status 130, until `command` runs."""
 
-    def end(*_: object) -> NoReturn:
+    def end(*_):
         os.write(2, f"\n{program}: interrupted\n".encode())
         os._exit(INTERRUPTED)
 
@@ -73,9 +73,9 @@ def command(program: str) -> Callable[[Callable[[list[str]], int]], Callable[[li
     has gone away status 1. Other exceptions are bugs and keep their traceback.
     """
 
-    def decorate(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
+    def decorate(main):
         @functools.wraps(main)
-        def run(arguments: list[str]) -> int:
+        def run(arguments):
             if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             try:

@@ -85,7 +85,7 @@ class Evidence:
 
     def _latest(self, pieces: Sequence[Piece], budget: int) -> list[str]:
         """Returns the last pieces that fit, and what fits of the end of the one before them."""
-        kept: list[str] = []
+        kept = []
         for head, body in reversed(pieces):
             budget -= self.count(head + body)
             if budget < 0:

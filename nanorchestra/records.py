@@ -144,7 +144,7 @@ class Preference:
         "Be quick. latency=1 search=-0.5 never=python,code usd=0.05 seconds=60" is an example.
         UserError as that of `of`.
         """
-        vector: Json = dict(PAIR.findall(text))
+        vector = dict(PAIR.findall(text))
         for name, value in vector.items():
             with suppress(ValueError):
                 vector[name] = value.split(",") if name == "never" else json.loads(value)

@@ -63,7 +63,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 def _reader(kind: type, help: str, least: float) -> Callable[[str], Any]:
     """Returns a function that reads text as a value of `kind`, for argparse."""
 
-    def read(text: str) -> Any:
+    def read(text):
         try:
             value = {"true": True, "false": False}[text] if kind is bool else kind(text)
         except (KeyError, ValueError):
@@ -114,7 +114,7 @@ def _find(name: str | Path) -> Path:
     return path
 
 
-def _check_together(config: Config) -> None:
+def _check_together(config: Config):
     """Checks what no setting alone can tell. UserError."""
     cap, rollout = config.grpo.importance_cap, config.rollout
     context, least = rollout.context_tokens, -(-rollout.context_tokens // rollout.page_size)

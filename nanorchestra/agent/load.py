@@ -37,7 +37,7 @@ def load_rollout(
     if cuda:
         print(f"KV pool: {engine.limits.pool:,} tokens", file=sys.stderr)
 
-    def params(seed: int, budget: int) -> SamplingParams:
+    def params(seed, budget):
         return SamplingParams(max_tokens=budget, temperature=temperature, seed=seed)
 
     return Rollout(engine, tokenizer, params, replace(limits, context_tokens=context))

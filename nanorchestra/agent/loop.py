@@ -116,7 +116,7 @@ class Attempt:
             self._observe(parsed.content, turn, results)
         return "turn_limit"
 
-    def _open(self) -> None:
+    def _open(self):
         """Begins the conversation; with rebuilt context, a new one for every turn."""
         if self.conversation and not self.notes:
             return
@@ -129,7 +129,7 @@ class Attempt:
         self.conversation = self.rollout.open(self, start, prompt)
         self._extend(prompt)
 
-    def _close(self) -> None:
+    def _close(self):
         if self.conversation and (cut := self.conversation.close()):
             self._extend(cut.token_ids, cut.logprobs, cut.weight_versions)
 
@@ -175,7 +175,7 @@ class Attempt:
                 return True
         return False
 
-    def _observe(self, said: str, turn: Turn, results: list[ToolResult]) -> None:
+    def _observe(self, said: str, turn: Turn, results: list[ToolResult]):
         """Shows the policy the results of its calls, or the user's reply to its message."""
         for pair in zip(turn.calls, results, strict=False):
             self.env.evidence.add(*pair)
@@ -191,7 +191,7 @@ class Attempt:
         self.conversation.append(ids, role, contents)
         self._extend(ids)
 
-    def _extend(self, ids: list[int], logprobs: Any = None, versions: Any = None) -> None:
+    def _extend(self, ids: list[int], logprobs: Any = None, versions: Any = None):
         """Appends ids: sampled ones with log-probabilities and weight versions, or given ones."""
         t, given = self.trajectory, logprobs is None
         t.ids += ids
@@ -240,7 +240,7 @@ class Rollout:
         self._sampling: dict[int, asyncio.Future] = {}  # by the engine's request id
         self._changed = asyncio.Event()  # a turn is ready, or an attempt is done
 
-        async def attempt(*start) -> Trajectory:
+        async def attempt(*start):
             trajectory = await Attempt(self, *start, on_event).run()
             if on_done is not None:
                 on_done(trajectory)
@@ -256,7 +256,7 @@ class Rollout:
             raise failures.exceptions[0] from None
         return [task.result() for task in attempts]
 
-    async def _pump(self, attempts: list[asyncio.Task]) -> None:
+    async def _pump(self, attempts: list[asyncio.Task]):
         """Steps the engine until all attempts are done."""
         await asyncio.sleep(0)  # each attempt runs on to its first wait
         while unfinished := sum(not task.done() for task in attempts):

@@ -54,7 +54,7 @@ class EndpointRollout(Rollout):
     """
 
     def __init__(self, section: RolloutSection, tokenizer: Any, limits: Limits):
-        def params(seed: int, budget: int) -> Json:
+        def params(seed, budget):
             return {
                 "model": section.model,
                 "seed": seed % 2**31,
@@ -109,7 +109,7 @@ class EndpointConversation:
         self._record(message, chat.parse(tokenizer, ids))
         return _completion(ids, "stop" if len(ids) == len(whole) else "length")
 
-    def _record(self, message: Json, parsed: ParsedTurn) -> None:
+    def _record(self, message: Json, parsed: ParsedTurn):
         """Appends a message as the loop parses it, with the server's own field of reasoning."""
         said = {"role": "assistant", "content": parsed.content}
         field = "reasoning" if message.get("reasoning") else "reasoning_content"

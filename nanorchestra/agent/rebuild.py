@@ -22,7 +22,7 @@ JOINTS = 4  # ids that the ends of pieces may add where texts are joined
 
 def counted(calls: Sequence[ToolCall], kinds: dict[str, str]) -> list[ToolCall]:
     """Returns the first call of each tool, up to the one that gives the answer."""
-    first: dict[str, ToolCall] = {}
+    first = {}
     for call in calls:
         first.setdefault(call.name, call)
         if kinds.get(call.name) == ANSWER:

@@ -96,7 +96,7 @@ class DecodeBatch:
         self._masks = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
         self._aim()
 
-    def _add(self, pieces: list, slot_of: np.ndarray, pages: list, hidden: list) -> None:
+    def _add(self, pieces: list, slot_of: np.ndarray, pages: list, hidden: list):
         """Makes blocks of pieces of similar length; appends their pages and hidden keys."""
         own = slot_of is self._own
         heads = self.heads if own else self.heads * GROUP  # score rows of a piece
@@ -144,7 +144,7 @@ class DecodeBatch:
         self._aim()
         return True
 
-    def _aim(self) -> None:
+    def _aim(self):
         """Sets where the step's queries, keys and partial results lie. The last slot is empty."""
         rows = list(self.rows.values())
         self._where = torch.from_numpy(self._newest[rows])
@@ -194,7 +194,7 @@ class DecodeBatch:
         mask: Tensor,
         out: Tensor,
         lse: Tensor,
-    ) -> None:
+    ):
         """Writes the attention `out`, and the log of each softmax's denominator `lse`."""
         if query.shape[1] <= FLASH_ROWS:
             rows_first = (x.transpose(0, 1) for x in (query, keys, values))

@@ -148,7 +148,7 @@ class PageCache:
         next_page = table.written // self.page_size
         return next_page < len(table.pages) and self._refs[table.pages[next_page]] > 1
 
-    def _hold(self, page: int) -> None:
+    def _hold(self, page: int):
         self._idle.pop(page, None)
         self._refs[page] += 1
 
@@ -157,7 +157,7 @@ class PageCache:
         self._refs[page] = 1
         return page
 
-    def _drop(self, page: int) -> None:
+    def _drop(self, page: int):
         self._refs[page] -= 1
         if not self._refs[page]:
             if self._uids[page]:

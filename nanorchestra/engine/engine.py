@@ -184,7 +184,7 @@ class Engine:
         if not request.finished:
             self._finish(request, "abort")
 
-    def _finish(self, request: Request, reason: str) -> None:
+    def _finish(self, request: Request, reason: str):
         self.scheduler.finish(request)
         request.finish(reason, self.tokenizer)
 
@@ -247,7 +247,7 @@ class Engine:
             self._forget()
         return self.weight_version
 
-    def _forget(self) -> None:
+    def _forget(self):
         """Empties the cache: all KV will be computed anew."""
         self._steps.discard()
         self.scheduler.reset(self.weight_version)

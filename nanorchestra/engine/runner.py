@@ -101,7 +101,7 @@ class Runner:
         place |= {request: place[leader] for request, leader in plan.forks}
         return hidden.index_select(0, self._ints([place[request] for request in plan.sampling]))
 
-    def _copy_pages(self, copies: dict[int, int]) -> None:
+    def _copy_pages(self, copies: dict[int, int]):
         """All pages are read before any is written, since pages may have changed hands."""
         if copies:
             to, source = self._ints(list(copies)), self._ints(list(copies.values()))
@@ -123,7 +123,7 @@ class Runner:
         sizes = [len(batch.rows) for batch in batches] + [count for *_, count in chunks]
         histories = [self._history(*chunk) for chunk in chunks]
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer, q, k, v):
             caches = self.k_cache[layer], self.v_cache[layer]
             store_kv(k, v, *caches, rows)
             parts = list(zip(*(x.split(sizes) for x in (q, k, v)), strict=True))

@@ -116,7 +116,7 @@ class Scheduler:
         plan.prefills.append((request, start, count))
         return math.ceil(count * price)
 
-    def _admit_waiting(self, plan: Plan, budget: int) -> None:
+    def _admit_waiting(self, plan: Plan, budget: int):
         leaders = {(r.prompt_hash, len(r.ids)): r for r in self.running}
         coming = {self.cache.next_key(r.table, r.ids) for r in self.running if _remaining(r) > 1}
         for request in list(self.waiting):
@@ -146,14 +146,14 @@ class Scheduler:
             coming.add(self.cache.next_key(request.table, request.ids))
             budget -= self._prefill(plan, request, budget)
 
-    def _follow(self, plan: Plan, request: Request, leader: Request) -> None:
+    def _follow(self, plan: Plan, request: Request, leader: Request):
         """Lets `request` share what `leader` computes, the same ids, in the step that ends it."""
         if leader in plan.sampling and self.cache.available > len(self.running):
             self.cache.fork(leader.table, request.table, len(leader.ids))
             self._admit(request, request.prompt_tokens)
             plan.forks.append((request, leader))
 
-    def _admit(self, request: Request, cached_tokens: int) -> None:
+    def _admit(self, request: Request, cached_tokens: int):
         self.waiting.remove(request)
         bisect.insort(self.running, request, key=_age)
         if request.cached_tokens is None:
@@ -204,11 +204,11 @@ class Scheduler:
         """Takes out a request that stopped, was aborted, or whose step failed."""
         self._release(request, request.keeps_pages)
 
-    def _requeue(self, request: Request) -> None:
+    def _requeue(self, request: Request):
         self._release(request, False)
         self.add(request)
 
-    def _release(self, request: Request, keep_pages: bool) -> None:
+    def _release(self, request: Request, keep_pages: bool):
         """The one way out of a queue, for finish, abort, preemption and error alike."""
         for queue in (self.running, self.waiting):
             if request in queue:

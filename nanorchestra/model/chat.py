@@ -169,7 +169,7 @@ def _json(value: Any) -> str:
 
 
 def _ids(tokenizer: Tokenizer, pieces: Iterable[str]) -> list[int]:
-    ids: list[int] = []
+    ids = []
     for is_marker, group in groupby(pieces, lambda piece: type(piece) is Marker):
         if is_marker:
             ids += map(tokenizer.token_id, group)

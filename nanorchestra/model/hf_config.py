@@ -67,7 +67,7 @@ def config_from_hf(data: Mapping[str, Any], source: str = "config.json") -> Mode
     values |= {"num_key_value_heads": data.get("num_attention_heads")}
     values |= {name: value for name, value in {**data, **rope}.items() if value is not None}
 
-    def check(holds: bool, field: str, expected: str) -> None:
+    def check(holds, field, expected):
         require(holds, f"{source}: {field} = {values.get(field)!r}: expected {expected}")
 
     for field, supported in _SUPPORTED.items():

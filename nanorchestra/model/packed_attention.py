@@ -7,7 +7,7 @@ first tokens, and causally to itself. Nothing is padded, masked or copied.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,12 +65,12 @@ def packed_attention(segments: Sequence[Segment], kernel: str = "triton") -> Att
     prefixed = _joined([span for span in spans if not span.causal])
 
     @cache  # made by the first layer, used by all
-    def planned(device: torch.device, dtype: torch.dtype) -> Any:
+    def planned(device, dtype):
         if kernel == "flash-attn":
             return sequences(spans, device)
         return plan(spans, device, dtype)
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(layer, q, k, v):
         if kernel == "flash-attn":
             return external_attention(q, k, v, planned(q.device, q.dtype))
         if by_kernel(q):
@@ -83,8 +83,8 @@ def packed_attention(segments: Sequence[Segment], kernel: str = "triton") -> Att
 
 def _spans(segments: Sequence[Segment]) -> list[Span]:
     """Return the spans of each segment in turn: its prefixes in order of position, then itself."""
-    spans: list[Span] = []
-    seen: dict[int, list[tuple[int, int]]] = {}  # start of a segment -> the keys before it
+    spans = []
+    seen = {}  # start of a segment -> the keys before it
     for segment in segments:
         end = segment.start + segment.length
         prefix = (segment.prefix_start, segment.prefix_start + segment.prefix_length)
@@ -96,7 +96,7 @@ def _spans(segments: Sequence[Segment]) -> list[Span]:
 
 def _joined(spans: list[Span]) -> list[Span]:
     """Join spans with the same keys whose queries are neighbours: one dense call each."""
-    joined: list[Span] = []
+    joined = []
     for span in sorted(spans, key=lambda span: (span.key_start, span.key_end, span.start)):
         last = joined[-1] if joined else None
         if last and last[2:] == span[2:] and last.end == span.start:
@@ -115,9 +115,7 @@ class _PackedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, own: list[Span], prefixed: list[Span]
-    ) -> Tensor:
+    def forward(ctx, q, k, v, own, prefixed):
         out = q.new_empty(q.shape)  # [T, H, D]
         lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))  # [T, H]
         for span in own:
@@ -133,7 +131,7 @@ class _PackedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad):
         saved = ctx.saved_tensors
         dq, dk, dv = (x.new_empty(x.shape) for x in saved[:3])
         for span in ctx.own:

@@ -70,7 +70,7 @@ class StreamParser:
 
     def _advance(self, final: bool) -> list[tuple[str, str]]:
         """Emit what is certain of a section, which ends at its tag, then go on with the next."""
-        deltas: list[tuple[str, str]] = []
+        deltas = []
         text = self._text.lstrip()
         if not self._kind and text.startswith(THINK):
             self._kind, self._text = "reasoning", text[len(THINK) :]
@@ -166,7 +166,7 @@ def _finite(number: str) -> float:
     return value if math.isfinite(value) else _refuse(number)
 
 
-def _refuse(constant: str) -> None:
+def _refuse(constant: str):
     raise ValueError(f"{constant} is not a JSON number")
 
 

@@ -39,7 +39,7 @@ class QuantisedLinear(nn.Module):
         self.bits, self.group, self.bias = bits, group, linear.bias
         groups, device = linear.in_features // group, linear.weight.device
 
-        def stored(columns: int, dtype: torch.dtype) -> nn.Buffer:
+        def stored(columns, dtype):
             return nn.Buffer(torch.empty(linear.out_features, columns, dtype=dtype, device=device))
 
         if bits == 8:

@@ -48,9 +48,9 @@ def save_checkpoint(
             tokenizer.save(directory)
 
 
-def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]]):
     """Write one file, or numbered shards and their index."""
-    weight_map: dict[str, str] = {}
+    weight_map = {}
     total = 0
     for number, shard in enumerate(_shards(tensors), 1):
         file = f"model-{number:05d}.safetensors"
@@ -66,7 +66,7 @@ def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> Non
 
 def _shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
     """Yield the contents of each shard, which are dropped when the next one is asked for."""
-    shard: dict[str, Tensor] = {}
+    shard = {}
     size = 0
     for name, tensor in tensors:
         if shard and size + tensor.nbytes > SHARD_BYTES:
@@ -78,5 +78,5 @@ def _shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
     yield shard
 
 
-def _write_json(file: Path, data: dict[str, Any]) -> None:
+def _write_json(file: Path, data: dict[str, Any]):
     file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

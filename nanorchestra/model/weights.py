@@ -58,7 +58,7 @@ def load_model(
     if quantise:
         quantise_model(model, quantise)
 
-    def empty(x: Tensor) -> Tensor:  # as to_empty does, but empty_like imports sympy: 0.3 s
+    def empty(x):  # as to_empty does, but empty_like imports sympy: 0.3 s
         if is_sharded(x):
             return torch.empty_like(x, device=device)
         return torch.empty(x.shape, dtype=x.dtype, device=device)
@@ -100,7 +100,7 @@ def named_hf_tensors(
 
 def hf_slots(model: Qwen3) -> dict[str, Slot]:
     """Return where each HF tensor goes."""
-    slots: dict[str, Slot] = {}
+    slots = {}
     for name, parameter in model.named_parameters():
         for part, rows in hf_rows(model.config, name, len(parameter)):
             shape = [rows.stop - rows.start, *parameter.shape[1:]]
@@ -156,7 +156,7 @@ def _stored(path: Path) -> Iterator[tuple[str, Tensor]]:
             ) from error
 
 
-def _write(slots: dict[str, Slot], tensors: Iterable[tuple[str, Tensor]], source: str) -> None:
+def _write(slots: dict[str, Slot], tensors: Iterable[tuple[str, Tensor]], source: str):
     """Write the tensors to their slots. UserError unless they are exactly those of the slots."""
     missing = set(slots)
     for name, tensor in tensors:

@@ -101,7 +101,7 @@ def _rows(file: Path) -> Iterator[Passage]:
         yield Passage(text, next((str(row[name]) for name in SOURCE_FIELDS if name in row), ""))
 
 
-def _write_passages(source: Path, files: list[Path], out: Path) -> None:
+def _write_passages(source: Path, files: list[Path], out: Path):
     """Writes the passages of a corpus as lines of [text, source]."""
     with open(out / TEXTS, "w", encoding="utf-8") as lines:
         for document in _documents(source, files):
@@ -111,7 +111,7 @@ def _write_passages(source: Path, files: list[Path], out: Path) -> None:
     require(found, f"{source}: no text to index; a file must be text, or JSONL of {{text}}")
 
 
-def _write_vectors(passages: JsonlCorpus, out: Path, checkpoint: str) -> None:
+def _write_vectors(passages: JsonlCorpus, out: Path, checkpoint: str):
     """Writes the vectors of passages; the blocks of a build that was stopped are kept."""
     settings = {"checkpoint": checkpoint}
     done = out / VECTORS / "settings.json"

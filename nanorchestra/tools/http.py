@@ -89,10 +89,10 @@ def within(seconds: float, call: Callable[[], T]) -> T:
 
 def in_daemon(call: Callable[[], T]) -> Future[T]:
     """Runs `call` in a daemon thread, for which neither Ctrl-C nor the exit waits."""
-    future: Future[T] = Future()
+    future = Future()
     future.set_running_or_notify_cancel()  # so that a cancelled attempt leaves it alone
 
-    def work() -> None:
+    def work():
         try:
             future.set_result(call())
         except BaseException as error:

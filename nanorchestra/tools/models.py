@@ -142,7 +142,7 @@ class Expert:
 
     def _ask(self, text: str, name: str) -> ToolResult:
         limit = "max_completion_tokens" if self.reasoning else "max_tokens"
-        body: Json = {"model": self.model, limit: self.max_tokens}
+        body = {"model": self.model, limit: self.max_tokens}
         body["messages"] = [{"role": "user", "content": text}]
         if self.temperature is not None and not self.reasoning:
             body["temperature"] = self.temperature

@@ -41,7 +41,7 @@ def build_model(
     seed, path = config.run.seed, config.model.path
     offload = config.parallel.cpu_offload
 
-    def build(shape: ModelConfig) -> Qwen3:
+    def build(shape):
         model = Qwen3(shape)
         if not path:
             worlds.initialise(model, model.init_weights(seed))

@@ -67,7 +67,7 @@ class Checkpoints:
                 "the ones before it are whole: free the space, then resume"
             )
 
-    def _finish(self, name: str, aside: Path, notes: Notes, written: Future) -> None:
+    def _finish(self, name: str, aside: Path, notes: Notes, written: Future):
         """When all shards are on disk, rank 0 adds the notes, renames, and removes the oldest."""
         try:
             written.result()

@@ -106,9 +106,7 @@ def learn(
     return {name: x if name in summed else x / len(parts) for name, x in totals.items()}
 
 
-def _record(
-    run: TrainingRun, batch: Batch, metrics: dict[str, float], times: dict[str, float]
-) -> None:
+def _record(run: TrainingRun, batch: Batch, metrics: dict[str, float], times: dict[str, float]):
     """Records the step and its first group, or all attempts if they are needed later."""
     progress, size, only = run.progress, run.config.grpo.group_size, run.config.rollout.only
     skipped = "skipped" in metrics

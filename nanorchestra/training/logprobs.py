@@ -31,7 +31,7 @@ def token_logprobs(
         return linear_logprob(hidden, weight, targets, temperature, vocab_limit)
     entropy = hidden.new_empty(len(hidden), dtype=_wide(hidden))
 
-    def logprobs(rows: slice, logits: Tensor, grad: Tensor | None) -> Tensor:
+    def logprobs(rows, logits, grad):
         chosen = targets[rows, None]
         logits -= logits.logsumexp(-1, keepdim=True)
         if grad is not None:  # onehot(target) - p, times the gradient
@@ -60,7 +60,7 @@ def full_kl(
     """
     ref_hidden, ref_weight = ref_hidden.detach(), ref_weight.detach()[:vocab_limit]
 
-    def divergence(rows: slice, logits: Tensor, grad: Tensor | None) -> Tensor:
+    def divergence(rows, logits, grad):
         logq = _logits(ref_hidden[rows], ref_weight, temperature).log_softmax(-1)
         logp = logits.log_softmax(-1)
         p, difference = logp.exp(), logp.sub_(logq)

@@ -106,8 +106,8 @@ def group_advantages(
         spread = math.sqrt(squares / (len(counted) - 1))
     scale = max(spread, MIN_SCALE) + 1e-6 if objective.normalise_std else 1.0
 
-    advantages: list[float] = []
-    reasons: list[str | None] = []
+    advantages = []
+    reasons = []
     for reward, ok, formed in zip(rewards, valid, answered, strict=True):
         advantage, reason = 0.0, None
         if not ok:

@@ -23,7 +23,7 @@ def beside(function: Callable[[], R], device: torch.device) -> Future[R]:
     os._exit, because the interpreter waits for the thread at its end.
     """
 
-    def run() -> R:
+    def run():
         if device.type != "cuda":
             return function()
         stream = torch.cuda.Stream(device)

@@ -121,10 +121,10 @@ def pack(
     if not groups:
         layout.lay([0], 0, None)
     pairs = [(group.prompt, sample) for group in groups for sample in group.samples]
-    places: list[list[int]] = [[] for _ in pairs]  # in the pack, of the ids of each sequence
+    places = [[] for _ in pairs]  # in the pack, of the ids of each sequence
     layout.lay_branches([prompt + sample.ids for prompt, sample in pairs], places, 0, None)
-    integers: list[tuple[int, int, int, int]] = []  # source, target, sequence, trajectory_ids
-    floats: list[tuple[float, float, float]] = []  # log-probabilities, advantage
+    integers = []  # source, target, sequence, trajectory_ids
+    floats = []  # log-probabilities, advantage
     for number, ((prompt, sample), place) in enumerate(zip(pairs, places, strict=True)):
         total = sample.trajectory_ids or sample.count
         logprobs = sample.logprobs or [0.0] * len(sample.ids)
@@ -171,7 +171,7 @@ class _Layout:
 
         Appends to places[i] the indices in the pack of the ids of sequence i.
         """
-        branches: dict[tuple[int, ...], list[int]] = {}  # by the next SHARED_IDS ids
+        branches = {}  # by the next SHARED_IDS ids
         for i, ids in enumerate(sequences):
             if len(ids) > depth:
                 branches.setdefault(tuple(ids[depth : depth + SHARED_IDS]), []).append(i)
@@ -231,7 +231,7 @@ def divide(
     for i in sorted(range(len(pieces)), key=lambda i: -cost(pieces[i])):
         owners[i] = loads.index(min(loads))
         loads[owners[i]] += cost(pieces[i])
-    batches: list[list[list[Group]]] = [[] for _ in range(ranks)]
+    batches = [[] for _ in range(ranks)]
     rooms = [0] * ranks  # in the last micro-batch of each rank
     for piece, rank in zip(pieces, owners, strict=True):
         if piece.tokens > rooms[rank]:

@@ -58,7 +58,7 @@ def evaluate(run: TrainingRun, name: str) -> dict[str, Any]:
     return worlds.summarise(tasks, trajectories)
 
 
-def _begin_grpo(run: TrainingRun) -> None:
+def _begin_grpo(run: TrainingRun):
     """Makes the weights of now (with LoRA: the base) GRPO's reference; makes a fresh optimizer."""
     config = run.config
     run.trainer.new_optimizer(config.grpo.optimizer, **config.grpo.adamw)

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -93,7 +93,7 @@ class Ranks:
         ranks.mesh = dist.init_device_mesh(device, shape, mesh_dim_names=dimensions)
         return ranks
 
-    def _join(self, backend: str) -> None:
+    def _join(self, backend: str):
         if self.world == 1:
             store = dist.HashStore()
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
@@ -126,7 +126,7 @@ class Ranks:
         """Returns every rank's value (pickled); SharedError if one of them is a UserError."""
         if self.world == 1:
             return [value]
-        values: list[Any] = [None] * self.world
+        values = [None] * self.world
         dist.all_gather_object(values, value, group=self.group)
         for value in values:
             if isinstance(value, UserError):
@@ -178,17 +178,17 @@ class Ranks:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _say(self, word: str) -> None:
+    def _say(self, word: str):
         self._word = word
         if self._watch.is_alive():
             self._watch.join()
 
-    def _listen(self, group: dist.ProcessGroup) -> None:
+    def _listen(self, group: dist.ProcessGroup):
         """Exchanges words until all ranks are done; ends this process if the run is lost.
 
         The time-out of other collectives, as long as the longest rollout, would notice too late.
         """
-        words: list[str] = [RUNNING] * self.world
+        words = [RUNNING] * self.world
         while not all(word == DONE for word in words):
             time.sleep(BEAT)
             lost = ""

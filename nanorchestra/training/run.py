@@ -94,7 +94,7 @@ class TrainingRun:
         if settings.endpoint:
             return EndpointRollout(settings, self.tokenizer, limits)
 
-        def params(seed: int, budget: int) -> SamplingParams:
+        def params(seed, budget):
             return SamplingParams(budget, temperature, settings.top_p, seed=seed)
 
         return Rollout(
@@ -208,7 +208,7 @@ class TrainingRun:
         """
         grpo = self.config.grpo
 
-        def prepare(notes: dict[str, Any]) -> dict[str, Any]:
+        def prepare(notes):
             phase = notes["progress"]["phase"]
             if phase == "warm_start":
                 return self.trainer.prepare(self.config.warm_start.optimizer, False)

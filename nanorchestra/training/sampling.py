@@ -135,7 +135,7 @@ class Sampler:
         return tasks, seeds
 
 
-def _check_failures(trajectories: list[Trajectory], step: int) -> None:
+def _check_failures(trajectories: list[Trajectory], step: int):
     failed = [t for t in trajectories if t.status == "infrastructure"]
     results = [result for t in failed for turn in t.turns[-1:] for result in turn.results]
     said = [result.content[:200] for result in results if result.infrastructure]
@@ -165,7 +165,7 @@ class DividedRollout:
     ) -> list[Trajectory]:
         """Returns an attempt in each environment, as Rollout.run does."""
 
-        def run(pairs: list[tuple[Environment, int]]) -> list[Trajectory]:
+        def run(pairs):
             return self.rollout.run(*zip(*pairs, strict=True), on_done) if pairs else []
 
         return self.ranks.map(run, list(zip(environments, seeds, strict=True)), self.together)

@@ -97,8 +97,8 @@ class Trainer:
         count = sum(group.sampled for group in groups)
         normaliser = loss_normaliser(groups, objective.aggregation, length)
         known = any(sample.old_logprobs for group in groups for sample in group.samples)
-        metrics: Counter[str] = Counter()
-        computed: list[tuple[list[Group], list[float]]] = []
+        metrics = Counter()
+        computed = []
         largest_gap = 0.0
         for batch, packed, last in self._micro_batches(groups):
             hidden = self._hidden(self.model, packed)  # [N, H], of the ids before sampled ones
@@ -124,7 +124,7 @@ class Trainer:
     @torch.no_grad()
     def score(self, groups: Sequence[Group], temperature: float = 1.0) -> Logprobs:
         """Returns the log-probabilities as a policy step does, without an update."""
-        computed: list[tuple[list[Group], list[float]]] = []
+        computed = []
         for batch, packed, _ in self._micro_batches(groups):
             hidden = self._hidden(self.model, packed)
             computed.append((batch, self._logprobs(hidden, packed, temperature)[0].tolist()))
@@ -137,7 +137,7 @@ class Trainer:
         entropy, both in nats per id.
         """
         count = sum(group.sampled for group in groups)
-        metrics: Counter[str] = Counter()
+        metrics = Counter()
         for _, packed, last in self._micro_batches(groups):
             hidden = self._hidden(self.model, packed)
             logprobs, entropy = self._logprobs(hidden, packed)
@@ -153,7 +153,7 @@ class Trainer:
         """Yields this rank's micro-batches, packed, and whether each is the last."""
         costs = Costs.of(self.model.config)
 
-        def flops(group: Group) -> float:
+        def flops(group):
             prompt, lengths = len(group.prompt), [len(sample.ids) for sample in group.samples]
             pairs = prompt * prompt / 2 + sum(n * (prompt + n / 2) for n in lengths)
             return group.tokens * costs.token_flops + pairs * costs.pair_flops
@@ -195,7 +195,7 @@ class Trainer:
         ref_logprobs, _ = self._logprobs(ref_hidden, packed, temperature, ref_weight)
         return kl_estimate(logprobs, ref_logprobs)
 
-    def _backward(self, loss: Tensor, last: bool) -> None:
+    def _backward(self, loss: Tensor, last: bool):
         """Adds to the gradients. Replicas (HSDP) all-reduce once, after the last micro-batch."""
         if self.ranks.mesh is not None:
             self.model.set_is_last_backward(last)

@@ -58,7 +58,7 @@ def contexts(trajectory: Trajectory) -> list[tuple[int, int, int]]:
 
     ids[begin:start] is its prompt, ids[start:end] all that follows.
     """
-    starts: dict[int, int] = {}
+    starts = {}
     for turn in trajectory.turns:
         starts.setdefault(turn.context, turn.start)
     starts = starts or {0: trajectory.prompt_length}

@@ -2,7 +2,6 @@
 
 import time
 
-from nanorchestra.records import Task
 from nanorchestra.training.lessons import demonstration
 from nanorchestra.training.optimizers import Schedule
 from nanorchestra.training.packing import Group
@@ -50,7 +49,7 @@ def _lessons(run: TrainingRun) -> list[Group]:
     limits, worlds = run.config.rollout, run.worlds
     room = limits.context_tokens - limits.turn_tokens if limits.context == "rebuild" else 0
 
-    def demonstrate(task: Task) -> Group:
+    def demonstrate(task):
         env = worlds.environment(task, 0)
         return as_group([demonstration(worlds.teach(env), env, run.tokenizer, room)])
 
@@ -59,7 +58,7 @@ def _lessons(run: TrainingRun) -> list[Group]:
     return run.ranks.map(lambda mine: list(map(demonstrate, mine)), tasks)
 
 
-def _record(run: TrainingRun, metrics: dict[str, float], times: dict[str, float]) -> None:
+def _record(run: TrainingRun, metrics: dict[str, float], times: dict[str, float]):
     step, speed = run.progress.step, metrics["tokens"] / sum(times.values())
     run.record_update({"tokens_per_s": speed}, metrics, times)
     if step % PRINT_EVERY == 0:
