@@ -32,8 +32,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from nanorchestra.engine.engine import Engine, SamplingParams
+from nanorchestra.model.hf_config import PRESETS
 from nanorchestra.model.onednn import use_onednn
-from nanorchestra.model.qwen3 import PRESETS, Qwen3
+from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.training.costs import Costs
 

@@ -58,7 +58,8 @@ def nano_tokenizer(sandbox):
 @pytest.fixture(scope="session")
 def make_nano(nano_tokenizer):
     """make_nano() returns a small model that babbles in nano_tokenizer's ids."""
-    from nanorchestra.model.qwen3 import PRESETS, Qwen3
+    from nanorchestra.model.hf_config import PRESETS
+    from nanorchestra.model.qwen3 import Qwen3
 
     def make():
         shape = dataclasses.replace(

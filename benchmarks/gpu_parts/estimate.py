@@ -27,8 +27,9 @@ from nanorchestra.engine.gpu import GpuRunner  # noqa: E402
 from nanorchestra.engine.inputs import Host, Inputs, Sizes  # noqa: E402
 from nanorchestra.engine.request import Request, SamplingParams  # noqa: E402
 from nanorchestra.engine.scheduler import Plan  # noqa: E402
+from nanorchestra.model.hf_config import PRESETS
 from nanorchestra.model.quantise import quantise_model  # noqa: E402
-from nanorchestra.model.qwen3 import PRESETS, Qwen3  # noqa: E402
+from nanorchestra.model.qwen3 import Qwen3  # noqa: E402
 from nanorchestra.training.costs import Costs  # noqa: E402
 
 BANDWIDTH, FLOPS = 4.3e12, 790e12

@@ -14,7 +14,8 @@ from benchmarks.gpu_parts import Part
 from nanorchestra.config import Config
 from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.model import lora
-from nanorchestra.model.qwen3 import PRESETS, ModelConfig, Qwen3
+from nanorchestra.model.hf_config import PRESETS
+from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.weights import named_hf_tensors
 from nanorchestra.settings import load_config
 from nanorchestra.training.build import build_engine, build_trainer

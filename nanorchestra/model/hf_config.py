@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nanorchestra.errors import require
-from nanorchestra.files import read_json
+from nanorchestra.files import read_json, read_toml
 from nanorchestra.model.qwen3 import ModelConfig
 
 # field: the values that the decoder computes; the first is the default
@@ -95,3 +95,9 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 def _eos_ids(data: Mapping[str, Any]) -> tuple[int, ...]:
     ids = data.get("eos_token_id")
     return (ids,) if isinstance(ids, int) else tuple(ids or ())
+
+
+_SHAPES = read_toml(Path(__file__).with_name("presets.toml"))
+PRESETS = {
+    name: config_from_hf(shape) for name, shape in _SHAPES.items()
+}  # the published sizes, nano

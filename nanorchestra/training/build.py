@@ -11,8 +11,9 @@ from nanorchestra.config import Config
 from nanorchestra.engine.engine import Engine
 from nanorchestra.errors import require
 from nanorchestra.model import lora
+from nanorchestra.model.hf_config import PRESETS
 from nanorchestra.model.onednn import use_onednn
-from nanorchestra.model.qwen3 import PRESETS, ModelConfig, Qwen3
+from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.tokenizer import Tokenizer, train_bpe
 from nanorchestra.model.weights import load_model
 from nanorchestra.training.ranks import Ranks, shard_model

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from nanorchestra.config import Config
 from nanorchestra.errors import require
-from nanorchestra.model.hf_config import read_config
-from nanorchestra.model.qwen3 import PRESETS, ModelConfig
+from nanorchestra.model.hf_config import PRESETS, read_config
+from nanorchestra.model.qwen3 import ModelConfig
 from nanorchestra.training.costs import GB, GPUS, Costs, Gpu
 
 LIBRARIES, FRAGMENTS = 1.5 * GB, 0.05  # CUDA and NCCL; of what is allocated

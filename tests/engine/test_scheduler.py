@@ -11,7 +11,7 @@ from nanorchestra.engine.cache import PageCache, PageTable
 from nanorchestra.engine.inputs import CHUNKS
 from nanorchestra.engine.request import Request, SamplingParams
 from nanorchestra.engine.scheduler import Scheduler
-from nanorchestra.model.qwen3 import PRESETS
+from nanorchestra.model.hf_config import PRESETS
 from nanorchestra.training.costs import GPUS, Costs
 
 

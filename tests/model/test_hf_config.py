@@ -4,8 +4,8 @@ import pytest
 from transformers import Qwen3Config
 
 from nanorchestra.errors import UserError
-from nanorchestra.model.hf_config import config_from_hf, config_to_hf, read_sampling
-from nanorchestra.model.qwen3 import PRESETS, ModelConfig
+from nanorchestra.model.hf_config import PRESETS, config_from_hf, config_to_hf, read_sampling
+from nanorchestra.model.qwen3 import ModelConfig
 
 TINY = dict(
     model_type="qwen3", vocab_size=320, hidden_size=48, intermediate_size=96, head_dim=16,

@@ -9,9 +9,10 @@ import torch
 
 from nanorchestra.engine.engine import Engine
 from nanorchestra.errors import UserError
+from nanorchestra.model.hf_config import PRESETS
 from nanorchestra.model.onednn import OnednnLinear, use_onednn
 from nanorchestra.model.quantise import linears
-from nanorchestra.model.qwen3 import PRESETS, Qwen3
+from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.weights import copy_weights, named_hf_tensors
 
 

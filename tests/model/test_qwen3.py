@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from nanorchestra.model.hf_config import PRESETS
 from nanorchestra.model.packed_attention import Segment, packed_attention
-from nanorchestra.model.qwen3 import PRESETS, Qwen3
+from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.weights import load_model
 
 TINY = dict(

@@ -10,8 +10,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanorchestra.errors import UserError
+from nanorchestra.model.hf_config import PRESETS
 from nanorchestra.model.packed_attention import Segment, packed_attention
-from nanorchestra.model.qwen3 import PRESETS, Qwen3
+from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.settings import load_config
 from nanorchestra.training.costs import GB, GPUS, Costs, model_flops, peak_flops
 from nanorchestra.training.plan import Setup, memory, peak, plan, seconds, smallest

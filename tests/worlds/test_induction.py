@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from packed_reference import segment_attention
 
+from nanorchestra.model.hf_config import PRESETS
 from nanorchestra.model.packed_attention import Segment
-from nanorchestra.model.qwen3 import PRESETS, Qwen3
+from nanorchestra.model.qwen3 import Qwen3
 from worlds.miniature.induction import draft_induction
 
 
