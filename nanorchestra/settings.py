@@ -15,27 +15,10 @@ import tomli_w
 
 from nanorchestra.config import Config
 from nanorchestra.errors import ArgumentParser, UserError, require
+from nanorchestra.files import read_toml
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-SMALL = {  # of a dry run: lengths that the miniature's model can take, two steps of each phase
-    "run.device": "cpu",
-    "run.threads": 1,
-    "warm_start.prompts": 2,
-    "warm_start.trajectories": "",
-    "grpo.epochs": 0,
-    "grpo.steps": 2,
-    "grpo.prompts": 2,
-    "grpo.group_size": 4,
-    "grpo.min_std": 0.0,
-    "grpo.token_budget": 2048,
-    "rollout.turns": 4,
-    "rollout.turn_tokens": 96,
-    "rollout.context_tokens": 2048,
-    "rollout.page_size": 16,
-    "rollout.pages": 0,
-    "rollout.max_batch_tokens": 1024,
-    "evaluation.tasks": 4,
-}
+SMALL = read_toml(Path(__file__).with_name("dry_run.toml"))
 SETTINGS = {  # field and type of each setting
     f"{section}.{field.name}": (field, get_type_hints(kind)[field.name])
     for section, kind in get_type_hints(Config).items()

@@ -13,6 +13,7 @@ from typing import Any
 from nanorchestra.model.parser import CALL, CALL_END, THINK, THINK_END, Marker, parse
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import ToolCall
+from nanorchestra.schemas import Json
 
 __all__ = ["encode", "encode_assistant", "encode_observations", "encode_user", "parse", "render"]
 
@@ -22,8 +23,8 @@ RESPONSE, RESPONSE_END = Marker("<tool_response>"), Marker("</tool_response>")
 
 
 def render(
-    messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]] | None = None,
+    messages: list[Json],
+    tools: list[Json] | None = None,
     add_generation_prompt: bool = True,
     enable_thinking: bool | None = None,
 ) -> str:
@@ -37,13 +38,12 @@ def render(
 
 def encode(
     tokenizer: Tokenizer,
-    messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]] | None = None,
-    add_generation_prompt: bool = True,
+    messages: list[Json],
+    tools: list[Json] | None = None,
     enable_thinking: bool | None = None,
 ) -> list[int]:
     """Return the ids of `render`, with added-token ids only where the template puts them."""
-    return _ids(tokenizer, _prompt(messages, tools, add_generation_prompt, enable_thinking))
+    return _ids(tokenizer, _prompt(messages, tools, True, enable_thinking))
 
 
 def encode_observations(tokenizer: Tokenizer, contents: Sequence[str]) -> list[int]:
@@ -71,8 +71,8 @@ def encode_assistant(
 
 
 def _prompt(
-    messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]] | None,
+    messages: list[Json],
+    tools: list[Json] | None,
     add_generation_prompt: bool,
     enable_thinking: bool | None,
 ) -> Iterator[str]:
@@ -104,7 +104,7 @@ def _prompt(
         yield from _generation_prompt(enable_thinking)
 
 
-def _tools(system: str, tools: list[dict[str, Any]]) -> Iterator[str]:
+def _tools(system: str, tools: list[Json]) -> Iterator[str]:
     """Yield the system turn that describes the tools."""
     yield from (IM_START, "system\n", system)
     yield "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
@@ -117,7 +117,7 @@ def _tools(system: str, tools: list[dict[str, Any]]) -> Iterator[str]:
     yield from (CALL_END, IM_END, "\n")
 
 
-def _assistant(message: dict[str, Any], content: str, active: bool, is_last: bool) -> Iterator[str]:
+def _assistant(message: Json, content: str, active: bool, is_last: bool) -> Iterator[str]:
     """Yield one assistant turn; `active` ones, after the last user query, show their reasoning."""
     reasoning = message.get("reasoning_content")
     if reasoning is None:

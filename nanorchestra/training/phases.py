@@ -1,12 +1,11 @@
 """The order of a run: warm start, evaluation, GRPO, evaluation, results."""
 
-from typing import Any
-
 from nanorchestra.model.lora import save_adapter
 from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.report.page import write_report
 from nanorchestra.report.run import table
 from nanorchestra.report.watch import peak_memory_mb
+from nanorchestra.schemas import Json
 from nanorchestra.training.grpo import grpo
 from nanorchestra.training.run import TrainingRun
 from nanorchestra.training.sampling import DividedRollout
@@ -43,7 +42,7 @@ def train(run: TrainingRun) -> bool:
     return True
 
 
-def evaluate(run: TrainingRun, name: str) -> dict[str, Any]:
+def evaluate(run: TrainingRun, name: str) -> Json:
     """Returns the held-out summary of the present weights; records the attempts as phase `name`."""
     worlds = run.worlds
     tasks = worlds.held_out(run.config.evaluation.tasks)
@@ -69,7 +68,7 @@ def _begin_grpo(run: TrainingRun):
     run.save()
 
 
-def _finish(run: TrainingRun) -> dict[str, Any]:
+def _finish(run: TrainingRun) -> Json:
     """Evaluates and writes the model; returns the results, which rank 0 prints."""
     path, trainer, worlds = run.folder.path, run.trainer, run.worlds
     after = evaluate(run, "after")

@@ -18,6 +18,7 @@ from nanorchestra.model.weights import named_hf_tensors
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.report.run import Run
 from nanorchestra.report.watch import Watch, peak_memory_mb
+from nanorchestra.schemas import Json
 from nanorchestra.settings import to_toml
 from nanorchestra.training import build
 from nanorchestra.training.checkpoint import Checkpoints
@@ -38,7 +39,7 @@ class Progress:
     phase: str = "warm_start"
     step: int = 0  # finished steps of the phase
     seconds: float = 0.0  # up to the last checkpoint
-    before: dict[str, Any] | None = None  # held-out summary before GRPO
+    before: Json | None = None  # held-out summary before GRPO
     lesson_tools: int = 1  # that the warm start's lessons offer,
     lesson_since: int = 0  # from this step on
     skipped: int = 0  # steps in a row that were not finite
@@ -123,9 +124,7 @@ class TrainingRun:
         hidden = None if self.ranks.first else True
         return tqdm(total=total, initial=done, desc=what, unit=unit, disable=hidden)
 
-    def record_update(
-        self, row: dict[str, Any], metrics: dict[str, float], times: dict[str, float]
-    ) -> None:
+    def record_update(self, row: Json, metrics: dict[str, float], times: dict[str, float]) -> None:
         """Records a step: `row`, the metrics of its update, and its seconds by phase.
 
         `mfu` is the share of the peak FLOPs that the update used, None where that is not known.

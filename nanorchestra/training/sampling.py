@@ -14,6 +14,7 @@ from nanorchestra.agent.loop import Rollout
 from nanorchestra.config import Config
 from nanorchestra.errors import require
 from nanorchestra.records import Task, Trajectory
+from nanorchestra.schemas import Json
 from nanorchestra.training.objectives import group_advantages, objective_of, overlong_punishment
 from nanorchestra.training.ranks import Ranks
 from nanorchestra.training.trajectories import from_row, in_loss, longest_context, to_row
@@ -41,13 +42,13 @@ class Batch:
         """Tokens after the prompts, per second of sampling."""
         return sum(len(t.ids) - t.prompt_length for t in self.trajectories) / self.seconds
 
-    def to_notes(self) -> dict[str, Any]:
+    def to_notes(self) -> Json:
         """Returns the batch as JSON for a checkpoint, without what `Sampler.judge` computes."""
         rows = [to_row(*pair) for pair in zip(self.tasks, self.trajectories, strict=True)]
         return {"rows": rows, "retried": self.retried, "seconds": self.seconds}
 
     @classmethod
-    def from_notes(cls, notes: dict[str, Any]) -> Batch:
+    def from_notes(cls, notes: Json) -> Batch:
         """Returns the batch of `to_notes`, not yet judged."""
         tasks, trajectories = map(list, zip(*map(from_row, notes["rows"]), strict=True))
         return cls(tasks, trajectories, notes["retried"], notes["seconds"])

@@ -16,18 +16,19 @@ from nanorchestra.model import chat
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Preference, Task, ToolCall, ToolResult, Trajectory, Turn
 from nanorchestra.report.run import Run
+from nanorchestra.schemas import Json
 from nanorchestra.training.packing import Group, Sample
 
 PHASES = ("rollouts", "grpo")  # rows of trajectories.jsonl that are attempts at training tasks
 BEST = 4  # attempts at a task that are imitated, at most
 
 
-def to_row(task: Task, trajectory: Trajectory) -> dict[str, Any]:
+def to_row(task: Task, trajectory: Trajectory) -> Json:
     """Returns the task and the trajectory as one JSON object."""
     return dataclasses.asdict(trajectory) | {"task": dataclasses.asdict(task)}
 
 
-def from_row(row: dict[str, Any]) -> tuple[Task, Trajectory]:
+def from_row(row: Json) -> tuple[Task, Trajectory]:
     """Returns the arguments of the `to_row` that made `row`; ignores other keys."""
     task = row["task"] | {"preference": Preference(**row["task"]["preference"])}
     values = {field.name: row[field.name] for field in dataclasses.fields(Trajectory)}

@@ -38,11 +38,12 @@ def test_prompts_and_ids_are_those_of_qwen3s_own_template(tokenizer):
     unquoted = json.loads(re.sub(r"(?<!\\n)</think>", "end", json.dumps(rows)))
     for row, plain in zip(rows, unquoted, strict=True):
         for each in (row, plain):
-            arguments = (each["messages"], each["tools"], each["add_generation_prompt"])
-            text = chat.render(*arguments, each.get("enable_thinking"))
-            ids = chat.encode(tokenizer, *arguments, each.get("enable_thinking"))
+            arguments, thinking = (each["messages"], each["tools"]), each.get("enable_thinking")
+            text = chat.render(*arguments, each["add_generation_prompt"], thinking)
             if each is row:
                 assert text == row["text"]
+        text = chat.render(*arguments, True, thinking)
+        ids = chat.encode(tokenizer, *arguments, thinking)
         assert ids == tokenizer.backend.encode(text).ids
 
 
