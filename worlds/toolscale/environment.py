@@ -18,7 +18,7 @@ from worlds.toolscale import preferences
 from worlds.toolscale.expert import turn
 from worlds.toolscale.program import Json, ToolError
 from worlds.toolscale.score import Scorer, judged
-from worlds.toolscale.user import ModelUser, ScriptedUser, ended
+from worlds.toolscale.user import ModelUser, ScriptedUser, ended, wishes
 from worlds.toolscale.words import expand
 from worlds.toolscale.world import World
 
@@ -77,7 +77,7 @@ class DomainEnvironment:
         self.experts = {expert["alias"]: expert for expert in task.data["experts"]}
         self.models, self.scorer = models, Scorer(world, tau2)
         self.user = ModelUser(tau2, models.user) if models.user else ScriptedUser(tau2, world)
-        self.tables = dict(world.tables)
+        self.tables, self.wishes = dict(world.tables), wishes(tau2)
         self.trace = [("user", task.question)]
         self.over, self.evidence = False, Evidence(task.question)
         self.tools = world.functions(tau2["tools"])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from worlds.toolscale.program import Json, ToolError
 from worlds.toolscale.score import Call, communicated, confirmed
-from worlds.toolscale.user import TEXTS, spoken, wishes
+from worlds.toolscale.user import TEXTS, spoken
 from worlds.toolscale.world import World
 
 if TYPE_CHECKING:
@@ -34,9 +34,8 @@ def next_turn(env: DomainEnvironment) -> tuple[str, Call | None]:
             given = ", ".join(f"{key}: {value}" for key, value in arguments.items())
             return SAY["confirm"].format(name, given).replace("_", " "), None
         return "", call
-    every = wishes(env.task.data["task"])
-    told = [wish for wish in every if spoken(wish, heard)]
-    later = {info for wish in every if wish not in told for info in wish.told}
+    told = [wish for wish in env.wishes if spoken(wish, heard)]
+    later = {info for wish in env.wishes if wish not in told for info in wish.told}
     said = [step[1] for step in env.trace if step[0] == "agent"]
     infos = dict.fromkeys(info for wish in told for info in wish.told if info not in later)
     infos = [info for info in infos if not communicated(info, said)]
@@ -87,7 +86,7 @@ def _heard(env: DomainEnvironment) -> str:
 def _due(env: DomainEnvironment) -> list[int]:
     """The places of the golden calls that are to be made now: their wishes have been spoken."""
     made, heard = [step[1:3] for step in env.trace if step[0] == "call"], _heard(env)
-    unspoken = [w.actions for w in wishes(env.task.data["task"]) if not spoken(w, heard)]
+    unspoken = [w.actions for w in env.wishes if not spoken(w, heard)]
     return [
         place
         for place, call in enumerate(env.scorer.golden)

@@ -26,13 +26,12 @@ from typing import Any
 from nanorchestra.agent.environment import Tool
 from worlds.toolscale.program import Json, Tables, ToolError
 from worlds.toolscale.user import ask
-from worlds.toolscale.world import World
+from worlds.toolscale.world import World, communicated, numbers
 
 Call = tuple[str, Json]  # (name, arguments)
 Step = tuple[Any, ...]  # of a trace
 SPARE = 8  # numbers, or other values of its field, that a message may have beside what is told
 _ASSENT = re.compile(r"\W*(yes|yep|yeah|sure|ok(ay)?|correct|right|please do|go ahead|confirmed)\b")
-_NUMBER = re.compile(r"(?<![\w.])(?<!\d[-:])\d+(?:\.\d+)?(?!\w)(?![-:.]\d)")
 JUDGE = """A service agent has talked to a user:
 
 {talk}
@@ -149,7 +148,7 @@ class Scorer:
         for kind, text, *_ in trace:
             if kind == "call":
                 continue
-            found = _numbers(text) if number else {r for r in rivals if communicated(r, [text])}
+            found = numbers(text) if number else {r for r in rivals if communicated(r, [text])}
             if kind == "user":
                 heard |= found
             elif len(found - heard) <= most:
@@ -221,15 +220,6 @@ CHECKS = {
 }
 
 
-def communicated(info: str, messages: Sequence[str]) -> bool:
-    """Returns whether a message holds `info`: as a number, or as whole words in any case."""
-    info, messages = _spoken(info), [_spoken(message) for message in messages]
-    if re.fullmatch(r"\$?\d+(\.\d+)?", info):
-        return any(float(info.lstrip("$")) in _numbers(message) for message in messages)
-    words = rf"(?<!\w){re.escape(info)}(?!\w)"
-    return any(info in message and re.search(words, message) for message in messages)
-
-
 def judged(expert: Tool, claims: Sequence[str], talk: Sequence[str]) -> bool:
     """Returns whether a language model finds that all claims are true. Raises EndpointError."""
     numbered = [f"{number}. {claim}" for number, claim in enumerate(claims, 1)]
@@ -238,11 +228,3 @@ def judged(expert: Tool, claims: Sequence[str], talk: Sequence[str]) -> bool:
     with contextlib.suppress(LookupError, ValueError):
         return json.loads(re.findall(r"\[[^\[\]]*\]", answer)[-1]) == [True] * len(claims)
     return False
-
-
-def _numbers(text: str) -> set[float]:
-    return set(map(float, _NUMBER.findall(_spoken(text))))
-
-
-def _spoken(text: str) -> str:
-    return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text).casefold().strip()

@@ -17,7 +17,7 @@ from nanorchestra.agent.environment import Tool
 from nanorchestra.files import read_toml
 from nanorchestra.tools.http import EndpointError
 from worlds.toolscale.program import Json
-from worlds.toolscale.world import World, texts_of
+from worlds.toolscale.world import World, communicated, texts_of
 
 STOP, TRANSFER = SIGNALS = ("###STOP###", "###TRANSFER###")  # tau2's, which end a conversation
 PATIENCE = 40  # messages that the scripted user answers
@@ -94,7 +94,7 @@ class ScriptedUser:
         clauses = re.split(TEXTS["clauses"], self.known.rstrip("."))
         self.facts = [(_patterns(clause), clause) for clause in clauses if clause]
         self.opening, self.at = self.wishes[0].say, 0
-        self.heard, self.last = 0, ""
+        self.heard, self.last = [], ""
 
     def reply(self, message: str, pending: Collection[int] = (), handed: bool = False) -> str:
         """Returns the answer to a message of the agent.
@@ -102,8 +102,8 @@ class ScriptedUser:
         `pending` are the places of the golden writes that have not been made, `handed` says whether
         the agent has handed over.
         """
-        self.heard += 1
-        if handed or self.heard > PATIENCE:
+        self.heard.append(message)
+        if handed or len(self.heard) > PATIENCE:
             return f"{WORDS['thanks']} {TRANSFER}"
         self.last = answer = self._answer(message.casefold().replace("\u2019", "'"), pending)
         return answer
@@ -148,6 +148,11 @@ class ScriptedUser:
         return self._next(WORDS["thanks"])
 
     def _next(self, last: str) -> str:
+        """Goes on to the next wish, unless only a part of what was asked for has just been told."""
+        wish = self.wishes[self.at]
+        left = [info for info in wish.told if not communicated(info, self.heard)]
+        if left and any(communicated(info, self.heard[-1:]) for info in wish.told):
+            return wish.say
         if self.at + 1 >= len(self.wishes):
             return f"{last} {STOP}"
         self.at += 1
@@ -172,7 +177,7 @@ class ScriptedUser:
                     fields = re.findall(SAID["unknown"], self.unknown.casefold())
                     facts = [self.unknown for each in fields if _all(_patterns(each), sentence)]
                 if not facts and re.search(SAID["identity"], sentence):
-                    facts = [self.known]
+                    return self.known
                 found += facts
         said = (fact[:1].upper() + fact[1:].rstrip(".") + "." for fact in dict.fromkeys(found))
         return " ".join(said)

@@ -12,7 +12,8 @@ are checked.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +23,7 @@ from nanorchestra.files import merge, read_json, read_text, write_whole
 from nanorchestra.schemas import argument_error, check
 from worlds.toolscale.program import Json, Tables, ToolError, run
 
+_NUMBER = re.compile(r"(?<![\w.])(?<!\d[-:])\d+(?:\.\d+)?(?!\w)(?![-:.]\d)")
 SHAPES = read_json(Path(__file__).with_name("shapes.json"))
 
 
@@ -107,6 +109,24 @@ def texts_of(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
             value.items() if isinstance(value, dict) else ((field, v) for v in value)
         ):
             yield from texts_of(inner, name)
+
+
+def communicated(info: str, messages: Sequence[str]) -> bool:
+    """Returns whether a message holds `info`: as a number, or as whole words in any case."""
+    info, messages = _spoken(info), [_spoken(message) for message in messages]
+    if re.fullmatch(r"\$?\d+(\.\d+)?", info):
+        return any(float(info.lstrip("$")) in numbers(message) for message in messages)
+    words = rf"(?<!\w){re.escape(info)}(?!\w)"
+    return any(info in message and re.search(words, message) for message in messages)
+
+
+def numbers(text: str) -> set[float]:
+    """Returns the numbers in a text; "1,000" is 1000, and 5 is not in 15."""
+    return set(map(float, _NUMBER.findall(_spoken(text))))
+
+
+def _spoken(text: str) -> str:
+    return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text).casefold().strip()
 
 
 def read_shape(name: str, path: Path) -> Any:
