@@ -115,7 +115,7 @@ def preference_score(attempt: Trajectory, preference: Preference, bounds: Bounds
     return sum(weight * honoured for weight, honoured in parts) / total if total > 0 else 1.0
 
 
-def _saved(spent: float, bounds: tuple[float, float]) -> float:
+def _saved(spent, bounds) -> float:
     """The saved share of what could be spent."""
     low, high = bounds
     if high == low:
@@ -123,7 +123,7 @@ def _saved(spent: float, bounds: tuple[float, float]) -> float:
     return min(1.0, max(0.0, (high - spent) / (high - low)))
 
 
-def _min_max(values: list[float]) -> list[float]:
+def _min_max(values) -> list[float]:
     """Mn of one feature. A spread that rounding alone can explain counts as none."""
     low, high = min(values, default=0.0), max(values, default=0.0)
     if high - low <= 1e-12 * max(abs(low), abs(high)):

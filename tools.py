@@ -121,7 +121,7 @@ def load_tools(path: str | Path, sandbox: Sandbox) -> list[Tool]:
     return tools
 
 
-def _flat(entry: Json) -> Json:
+def _flat(entry) -> Json:
     """Returns an entry without the nesting of an OpenAI function object."""
     outer = {key: value for key, value in entry.items() if key not in ("type", "function")}
     entry = entry.get("function", {}) | outer
@@ -152,7 +152,7 @@ class Catalogue:
                 outer.tools = [t for t in offered if not isinstance(t, Orchestrator)]
         return offered
 
-    def _make(self, kind: str, **settings: Any) -> Tool:
+    def _make(self, kind, **settings) -> Tool:
         """Returns the tool of one entry."""
         where = f"{self.path}: {settings['name']}"
         if kind == "code":
@@ -167,7 +167,7 @@ class Catalogue:
             return ExpertTool(experts={name: expert}, **settings)
         return self._role(where, settings) if kind == "role" else Orchestrator(**settings)
 
-    def _role(self, where: str, entry: Json) -> RoleTool:
+    def _role(self, where, entry) -> RoleTool:
         """Returns a published role; published parameters state aliases, prices and latencies."""
         given, experts = entry.get("parameters"), {}
         stated = given["properties"]["model"]["description"] if given else ""
@@ -183,7 +183,7 @@ class Catalogue:
             experts[alias] = expert
         return RoleTool(entry["name"], entry["description"], experts, given=given)
 
-    def _expert(self, name: str, where: str, alias: str) -> Expert:
+    def _expert(self, name, where, alias) -> Expert:
         """Returns an expert by its name, for a tool that knows it by an alias."""
         settings = {**_known(self.tables["experts"], name, where)}
         place = f"{self.path}: experts.{name}.endpoint"
@@ -192,7 +192,7 @@ class Catalogue:
         return Expert(alias, host, price=price, spending=self.spending, **settings)
 
 
-def _known(table: Json, name: str, where: str) -> Any:
+def _known(table, name, where) -> Any:
     """Returns an entry of a table. UserError lists those that there are."""
     require(name in table, f"{where} is {name!r}; it must be one of {', '.join(table)}")
     return table[name]

@@ -29,7 +29,6 @@ from argparse import SUPPRESS, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -62,7 +61,7 @@ class Stop:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._ask)
 
-    def _ask(self, number: int, frame: Any):
+    def _ask(self, number, frame):
         if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         if not self.asked:

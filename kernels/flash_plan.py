@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-import triton
 from torch import Tensor
 
-from kernels.common import Config, check, pick, require
+from kernels.common import check, pick, require
 from kernels.flash import CONFIGS, HEAD_DIMS, Work, flash_forward
 from kernels.flash_backward import KEY_CONFIGS, QUERY_CONFIGS, backward_keys, backward_queries
 
@@ -96,14 +95,7 @@ class _FlashAttention(torch.autograd.Function):
         return dq, dk, dv, None
 
 
-def _launch(
-    kernel: triton.JITFunction,
-    configs: dict[int, Config],
-    work: Work,
-    heads: int,
-    shape: dict[str, int],
-    tensors: tuple[Tensor, ...],
-):
+def _launch(kernel, configs, work, heads, shape, tensors):
     """Launches a program for each item of the work and each head."""
     config = pick(configs, tensors[0].dtype)
     kernel[(len(work.items) * heads,)](
@@ -111,9 +103,7 @@ def _launch(
     )
 
 
-def _work(
-    spans: list[Span], blocks: list[tuple[int, int]], by_keys: bool, device: torch.device | str
-) -> Work:
+def _work(spans, blocks, by_keys, device) -> Work:
     """Lists for each block the spans that touch it; blocks with most visible pairs come first."""
     firsts = [first for first, _ in blocks]
     touching = [[] for _ in blocks]

@@ -96,7 +96,7 @@ def _gradient(logits, out, targets, logsumexp, grad, scale, start, width, BLOCK:
     tl.store(out + here, slope * (onehot - tl.exp(logp)), inside)
 
 
-def _product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+def _product(a, b, out) -> Tensor:
     """Writes a @ b to out, accumulated in fp32; out may have a wider dtype than the factors."""
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=out.dtype, out=out)

@@ -54,7 +54,7 @@ def logprob_forward(
     return results
 
 
-def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+def _scratch(size, alignment, stream) -> Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")  # holds the tensor descriptors
 
 

@@ -67,7 +67,7 @@ class _RmsNorm(torch.autograd.Function):
         return dx, parts.sum(0).to(weight.dtype), None
 
 
-def _tile(x: Tensor, weight: Tensor) -> dict[str, int]:
+def _tile(x, weight) -> dict[str, int]:
     """The constants of the kernels; a row longer than TILE has warps in proportion."""
     check((None, None), strided=True, x=x)
     width = x.shape[1]

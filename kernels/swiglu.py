@@ -40,7 +40,7 @@ class _SwiGLU(torch.autograd.Function):
         return _launch(gate_up, grad.contiguous(), gate_up.new_empty(gate_up.shape))
 
 
-def _launch(gate_up: Tensor, grad: Tensor | None, out: Tensor) -> Tensor:
+def _launch(gate_up, grad, out) -> Tensor:
     rows, width = gate_up.shape
     grid = (rows * triton.cdiv(width // 2, BLOCK),)
     _swiglu[grid](gate_up, grad, out, gate_up.stride(0), width // 2, BLOCK)

@@ -6,7 +6,6 @@ its head here. Nothing imports torch.
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,7 +82,7 @@ class Evidence:
         """Returns the ids of texts of whole lines, over whose ends no token reaches."""
         return sum(len(self.tokenizer.encode(text)) for text in texts)
 
-    def _latest(self, pieces: Sequence[Piece], budget: int) -> list[str]:
+    def _latest(self, pieces, budget) -> list[str]:
         """Returns the last pieces that fit, and what fits of the end of the one before them."""
         kept = []
         for head, body in reversed(pieces):
@@ -94,7 +93,7 @@ class Evidence:
             kept.insert(0, head + body)
         return kept
 
-    def _end(self, head: str, body: str, budget: int) -> str:
+    def _end(self, head, body, budget) -> str:
         """Returns the head and as much of the end of the body as fits, or nothing."""
         ids = self.tokenizer.encode(body)
         for start in range(max(1, len(ids) - budget + self.count(head)), len(ids)):

@@ -56,7 +56,7 @@ def read_text(path: str | Path) -> str:
 
 
 @contextmanager
-def _reading(path: str | Path) -> Iterator[None]:
+def _reading(path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -43,7 +43,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def _reader(kind: type, help: str, least: float) -> Callable[[str], Any]:
+def _reader(kind, help, least) -> Callable[[str], Any]:
     """Returns a function that reads text as a value of `kind`, for argparse."""
 
     def read(text):
@@ -90,14 +90,14 @@ def load_config(name: str | Path | None, overrides: Mapping[str, Any] | None = N
     return config
 
 
-def _find(name: str | Path) -> Path:
+def _find(name) -> Path:
     shipped = {path.stem: path for path in sorted(CONFIGS.glob("*.toml"))}
     path = shipped.get(str(name), Path(name))
     require(path.is_file(), f"no such file; give a TOML file, or one of {', '.join(shipped)}")
     return path
 
 
-def _check_together(config: Config):
+def _check_together(config):
     """Checks what no setting alone can tell. UserError."""
     cap, rollout = config.grpo.importance_cap, config.rollout
     context, least = rollout.context_tokens, -(-rollout.context_tokens // rollout.page_size)

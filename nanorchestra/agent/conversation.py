@@ -38,7 +38,7 @@ class Conversation:
         if self.ids[-1:] != [self.tokenizer.im_end]:
             self.ids.append(self.tokenizer.im_end)
 
-    def _head(self, env: Any) -> list[int]:
+    def _head(self, env) -> list[int]:
         """Returns the ids of the tools and the first question."""
         return chat.encode(self.tokenizer, self.messages[:1], env.tools)
 

@@ -88,7 +88,7 @@ class ToolEnvironment:
         """Returns the most US dollars of a call; 0 if it cannot be run."""
         return 0.0 if self._problem(call) else most_usd(self.by_name[call.name], call.arguments)
 
-    def _problem(self, call: ToolCall) -> str | None:
+    def _problem(self, call) -> str | None:
         """Returns why a call cannot be run; None if it can."""
         if call.error:
             return call.error

@@ -60,7 +60,7 @@ class UserLimits:
             running.append(self._call(call, seconds, problem))
         return await asyncio.gather(*running)
 
-    async def _call(self, call: ToolCall, seconds: float, problem: str | None) -> ToolResult:
+    async def _call(self, call, seconds, problem) -> ToolResult:
         """Runs a call, or refuses it; one without a result after `seconds` is given up.
 
         That is billed at its most.

@@ -19,7 +19,7 @@ from nanorchestra.agent.environment import Environment, in_thread
 from nanorchestra.agent.limits import SECONDS_PER_TOKEN, UserLimits
 from nanorchestra.agent.rebuild import ANSWER, Notes, counted
 from nanorchestra.model import chat
-from nanorchestra.records import ParsedTurn, Price, ToolCall, ToolResult, Trajectory, Turn
+from nanorchestra.records import ParsedTurn, Price, ToolResult, Trajectory, Turn
 from nanorchestra.tools.http import EndpointError
 
 # ("start", Trajectory), ("token", id), ("turn", ParsedTurn) or ("results", Turn)
@@ -133,7 +133,7 @@ class Attempt:
         if self.conversation and (cut := self.conversation.close()):
             self._extend(cut.token_ids, cut.logprobs, cut.weight_versions)
 
-    def _record(self, completion: Any) -> tuple[Turn, ParsedTurn]:
+    def _record(self, completion) -> tuple[Turn, ParsedTurn]:
         """Adds a sampled turn to the trajectory; returns it with its parts."""
         t, ids = self.trajectory, completion.token_ids
         start, end = len(t.ids), len(t.ids) + len(ids)
@@ -147,7 +147,7 @@ class Attempt:
         self.emit("turn", parsed)
         return turn, parsed
 
-    async def _execute(self, turn: Turn, calls: Sequence[ToolCall]) -> list[ToolResult]:
+    async def _execute(self, turn, calls) -> list[ToolResult]:
         """Runs the calls of a turn side by side; those beyond a limit are refused.
 
         Every call is billed; the turn takes as long as its slowest call.
@@ -167,7 +167,7 @@ class Attempt:
         self.emit("results", turn)
         return turn.results
 
-    def _answered(self, turn: Turn) -> bool:
+    def _answered(self, turn) -> bool:
         """Whether a tool has given the answer, which ends the attempt; the answer is kept."""
         for call, result in zip(turn.calls, turn.results, strict=True):
             if self.env.kinds.get(call.name) == ANSWER and not result.error:
@@ -175,7 +175,7 @@ class Attempt:
                 return True
         return False
 
-    def _observe(self, said: str, turn: Turn, results: list[ToolResult]):
+    def _observe(self, said, turn, results):
         """Shows the policy the results of its calls, or the user's reply to its message."""
         for pair in zip(turn.calls, results, strict=False):
             self.env.evidence.add(*pair)
@@ -191,7 +191,7 @@ class Attempt:
         self.conversation.append(ids, role, contents)
         self._extend(ids)
 
-    def _extend(self, ids: list[int], logprobs: Any = None, versions: Any = None):
+    def _extend(self, ids, logprobs=None, versions=None):
         """Appends ids: sampled ones with log-probabilities and weight versions, or given ones."""
         t, given = self.trajectory, logprobs is None
         t.ids += ids
@@ -256,7 +256,7 @@ class Rollout:
             raise failures.exceptions[0] from None
         return [task.result() for task in attempts]
 
-    async def _pump(self, attempts: list[asyncio.Task]):
+    async def _pump(self, attempts):
         """Steps the engine until all attempts are done."""
         await asyncio.sleep(0)  # each attempt runs on to its first wait
         while unfinished := sum(not task.done() for task in attempts):

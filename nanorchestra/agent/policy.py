@@ -21,7 +21,7 @@ from nanorchestra.engine.request import Completion
 from nanorchestra.errors import require
 from nanorchestra.model import chat
 from nanorchestra.model.parser import THINK, THINK_END
-from nanorchestra.records import ParsedTurn, Price, ToolCall, Trajectory
+from nanorchestra.records import Price, ToolCall, Trajectory
 from nanorchestra.schemas import Json
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.models import Endpoint
@@ -109,7 +109,7 @@ class EndpointConversation:
         self._record(message, chat.parse(tokenizer, ids))
         return _completion(ids, "stop" if len(ids) == len(whole) else "length")
 
-    def _record(self, message: Json, parsed: ParsedTurn):
+    def _record(self, message, parsed):
         """Appends a message as the loop parses it, with the server's own field of reasoning."""
         said = {"role": "assistant", "content": parsed.content}
         field = "reasoning" if message.get("reasoning") else "reasoning_content"
@@ -144,7 +144,7 @@ def read(message: Json) -> tuple[str, str, list[ToolCall]]:
     return reasoning, content, calls
 
 
-def _completion(ids: list[int], finish_reason: str, text: str = "") -> Completion:
+def _completion(ids, finish_reason, text="") -> Completion:
     """Returns a Completion of ids whose log-probabilities and weight version are unknown."""
     unknown = [None] * len(ids)
     return Completion(0, 0, ids, unknown, text, finish_reason, [-1] * len(ids))

@@ -57,6 +57,6 @@ class Notes:
         budget = replace(BUDGET, total=min(BUDGET.total, room))
         return self._messages(self.evidence.shown(budget))
 
-    def _messages(self, evidence: str) -> list[Json]:
+    def _messages(self, evidence) -> list[Json]:
         content = f"{self.problem}\n\n{evidence}\n\n{ASK}"
         return [*self._before, {"role": "user", "content": content}]

@@ -96,7 +96,7 @@ class DecodeBatch:
         self._masks = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
         self._aim()
 
-    def _add(self, pieces: list, slot_of: np.ndarray, pages: list, hidden: list):
+    def _add(self, pieces, slot_of, pages, hidden):
         """Makes blocks of pieces of similar length; appends their pages and hidden keys."""
         own = slot_of is self._own
         heads = self.heads if own else self.heads * GROUP  # score rows of a piece
@@ -120,7 +120,7 @@ class DecodeBatch:
             self._blocks.append(_Block(len(rows), members.clip(0), part, self._slots))
             self._slots += len(members)
 
-    def _copy(self, which: int, pages: np.ndarray) -> Tensor:
+    def _copy(self, which, pages) -> Tensor:
         """Copies pages [n] of all keys (0) or values (1) -> [layers, Hkv, n * page_size, D]."""
         cache = self.caches[which].flatten(1, 2)
         rows = torch.from_numpy(pages * self.kv_heads + np.arange(self.kv_heads)[:, None]).view(-1)
@@ -186,15 +186,7 @@ class DecodeBatch:
             merged.lerp_(out.index_select(1, shared), share[..., None])
         return merged.transpose(0, 1).reshape(-1, self.heads, self.dim).to(q.dtype)
 
-    def _attend_block(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor,
-        out: Tensor,
-        lse: Tensor,
-    ):
+    def _attend_block(self, query, keys, values, mask, out, lse):
         """Writes the attention `out`, and the log of each softmax's denominator `lse`."""
         if query.shape[1] <= FLASH_ROWS:
             rows_first = (x.transpose(0, 1) for x in (query, keys, values))
@@ -214,7 +206,7 @@ class DecodeBatch:
         for head in range(self.kv_heads):
             torch.bmm(weights[head], values[head], out=out[head])
 
-    def _buffer(self, name: str, dtype: torch.dtype, *shape: int) -> Tensor:
+    def _buffer(self, name, dtype, *shape) -> Tensor:
         """Memory that is kept from step to step: new tensors cost a page fault every 4 KiB."""
         if name not in self._memory:
             self._memory[name] = torch.empty(0, dtype=dtype)

@@ -143,12 +143,12 @@ class PageCache:
         table.pages.clear()
         table.written = table.committed = 0
 
-    def _shares_next(self, table: PageTable) -> bool:
+    def _shares_next(self, table) -> bool:
         """True if the next position to write lies in a page that another sequence holds too."""
         next_page = table.written // self.page_size
         return next_page < len(table.pages) and self._refs[table.pages[next_page]] > 1
 
-    def _hold(self, page: int):
+    def _hold(self, page):
         self._idle.pop(page, None)
         self._refs[page] += 1
 
@@ -157,7 +157,7 @@ class PageCache:
         self._refs[page] = 1
         return page
 
-    def _drop(self, page: int):
+    def _drop(self, page):
         self._refs[page] -= 1
         if not self._refs[page]:
             if self._uids[page]:

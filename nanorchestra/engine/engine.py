@@ -16,8 +16,7 @@ from nanorchestra.engine.cache import PageCache, PageTable
 from nanorchestra.engine.gpu import GpuRunner, free_memory
 from nanorchestra.engine.request import Completion, Limits, OnToken, Request, SamplingParams
 from nanorchestra.engine.runner import Runner
-from nanorchestra.engine.sampler import Draw
-from nanorchestra.engine.scheduler import Plan, Scheduler
+from nanorchestra.engine.scheduler import Scheduler
 from nanorchestra.engine.session import Session
 from nanorchestra.engine.steps import OverlappedSteps, SerialSteps
 from nanorchestra.errors import require
@@ -151,7 +150,7 @@ class Engine:
         self._counts["sampled_tokens"] += len(draws)
         return self._accept(plan, draws)
 
-    def _accept(self, plan: Plan, draws: list[Draw]) -> list[Request]:
+    def _accept(self, plan, draws) -> list[Request]:
         """Appends the tokens, then calls back, since a callback may abort any request."""
         drawn = list(zip(plan.sampling, draws, strict=True))
         finished = [request for request, draw in drawn if not math.isfinite(draw.logprob)]
@@ -184,7 +183,7 @@ class Engine:
         if not request.finished:
             self._finish(request, "abort")
 
-    def _finish(self, request: Request, reason: str):
+    def _finish(self, request, reason):
         self.scheduler.finish(request)
         request.finish(reason, self.tokenizer)
 

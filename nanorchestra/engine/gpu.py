@@ -151,7 +151,7 @@ class GpuRunner(Runner):
         return list(draws.values())
 
     @torch.inference_mode()
-    def _compute(self, x: Inputs) -> Outputs:
+    def _compute(self, x) -> Outputs:
         """Computes a step and its draws: what a graph captures."""
         hidden = self._forward(x).index_select(0, x.rows)
         if not len(hidden):
@@ -161,14 +161,14 @@ class GpuRunner(Runner):
             floors = truncation(logits, x.temperature, x.top_k, x.top_p, self.vocab_size)
         return hidden, *sample(logits, x.uniform, x.temperature, self.vocab_size, floors)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def _logits(self, hidden) -> Tensor:
         """The logits in fp32: the trainer's are not rounded to 16 bits either."""
         head = self.model.lm_head
         if isinstance(head, QuantisedLinear):
             return head.product(hidden, torch.float32)
         return wide_product(hidden, self.model.output_weight.T)
 
-    def _forward(self, x: Inputs) -> Tensor:
+    def _forward(self, x) -> Tensor:
         """Runs the tokens through the model -> hidden states [T, hidden]."""
         model = self.model
         angles = x.positions[:, None].float() * model.rope_frequencies(self.device)
@@ -186,7 +186,7 @@ class GpuRunner(Runner):
             hidden = rms_norm(hidden, norm, block.eps, residual)  # adds to the residual first
         return hidden
 
-    def _attend(self, q: Tensor, caches: tuple[Tensor, Tensor], x: Inputs) -> Tensor:
+    def _attend(self, q, caches, x) -> Tensor:
         """Attention of the decodes and of the chunks: q [T, H, D] -> [T, H, D]."""
         out, count, sizes = torch.empty_like(q), x.sizes.decodes, x.sizes
         if count:

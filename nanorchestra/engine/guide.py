@@ -91,13 +91,13 @@ class Guide:
 
 
 @cache
-def _known(tokenizer: Tokenizer) -> LLTokenizer:
+def _known(tokenizer) -> LLTokenizer:
     backend, size = tokenizer.backend.to_str(), tokenizer.vocab_size
     return LLTokenizer(backend, n_vocab=size, eos_token=tokenizer.im_end)
 
 
 @lru_cache(CACHED)
-def _compiled(tokenizer: Tokenizer, lark: str) -> LLMatcher:
+def _compiled(tokenizer, lark) -> LLMatcher:
     matcher = LLMatcher(_known(tokenizer), LLMatcher.grammar_from_lark(lark))
     matcher.compute_logit_bias()
     problem = matcher.get_error()
@@ -105,7 +105,7 @@ def _compiled(tokenizer: Tokenizer, lark: str) -> LLMatcher:
     return matcher
 
 
-def _call(function: Json) -> Json:
+def _call(function) -> Json:
     """Returns the schema of a call's JSON object."""
     arguments = function.get("parameters", {"type": "object"})
     properties = {"name": {"const": function["name"]}, "arguments": arguments}

@@ -153,7 +153,7 @@ class Host:
             host.write(name, [getattr(p, name) for p in params])
         return host
 
-    def _groups(self, decodes: list[Request]) -> tuple[list[Request], list[tuple[int, int, int]]]:
+    def _groups(self, decodes) -> tuple[list[Request], list[tuple[int, int, int]]]:
         """Orders them by the pages they share; (first row, rows, shared keys) of each group."""
         if self._grouped[0] != decodes:
             size, order, groups = self.page_size, [], []

@@ -1,6 +1,5 @@
 """Computes a planned step on a CPU: the model, the KV in its pages, the draws."""
 
-from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -79,10 +78,10 @@ class Runner:
             values += self.sampler.score(self._logits(hidden[n:][: len(targets)]), targets)
         return [values[start : start + count - 1] for start, count in spans]
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def _logits(self, hidden) -> Tensor:
         return self.model.logits(hidden)
 
-    def _sample(self, logits: Tensor, requests: list[Request]) -> list[Draw]:
+    def _sample(self, logits, requests) -> list[Draw]:
         return self.sampler(
             logits,
             [request.params for request in requests],
@@ -90,7 +89,7 @@ class Runner:
             [request.allowed for request in requests],
         )
 
-    def _last_hidden(self, plan: Plan) -> Tensor:
+    def _last_hidden(self, plan) -> Tensor:
         """Computes the step. Returns the hidden states [R, hidden] of plan.sampling."""
         hidden, decodes = self._hidden(plan)
         place = {request: i for i, request in enumerate(decodes)}
@@ -101,14 +100,14 @@ class Runner:
         place |= {request: place[leader] for request, leader in plan.forks}
         return hidden.index_select(0, self._ints([place[request] for request in plan.sampling]))
 
-    def _copy_pages(self, copies: dict[int, int]):
+    def _copy_pages(self, copies):
         """All pages are read before any is written, since pages may have changed hands."""
         if copies:
             to, source = self._ints(list(copies)), self._ints(list(copies.values()))
             for cache in (self.k_cache, self.v_cache):
                 cache.index_copy_(1, to, cache.index_select(1, source))
 
-    def _hidden(self, plan: Plan) -> tuple[Tensor, list[Request]]:
+    def _hidden(self, plan) -> tuple[Tensor, list[Request]]:
         """Returns hidden states [T, hidden], decodes first, and the decodes in their order."""
         batches = self._decode_batches(plan.decodes)
         decodes = [request for batch in batches for request in batch.rows]
@@ -117,7 +116,7 @@ class Runner:
         attend = self._attend(batches, plan.prefills, slots)
         return self.model(tokens, positions, attend), decodes
 
-    def _attend(self, batches: list[DecodeBatch], chunks: list[Chunk], slots: Tensor) -> Attend:
+    def _attend(self, batches, chunks, slots) -> Attend:
         """Returns attend(layer, q, k, v) for the model: stores the KV, then each part attends."""
         rows = cache_rows(slots, self.kv_heads, self.page_size)
         sizes = [len(batch.rows) for batch in batches] + [count for *_, count in chunks]
@@ -142,7 +141,7 @@ class Runner:
 
         return attend
 
-    def _history(self, request: Request, start: int, count: int) -> tuple[Tensor, Tensor] | None:
+    def _history(self, request, start, count) -> tuple[Tensor, Tensor] | None:
         """Rows of the cache [Hkv, keys] that a chunk sees, and its mask; None at the beginning."""
         if not start:
             return None
@@ -151,7 +150,7 @@ class Runner:
         rows = cache_rows(slots.view(-1)[:end], self.kv_heads, size)
         return rows.T, torch.ones(count, end, dtype=torch.bool).tril(start)
 
-    def _decode_batches(self, decodes: list[Request]) -> list[DecodeBatch]:
+    def _decode_batches(self, decodes) -> list[DecodeBatch]:
         """Returns the decode batches of this step, old ones that can go on and at most one new.
 
         The new one has the other requests, or all requests if the others are many. A request that
@@ -170,7 +169,7 @@ class Runner:
             kept.append(unused[0])
         return kept
 
-    def _ints(self, values: Sequence[int]) -> Tensor:
+    def _ints(self, values) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int64, device=self.device)
 
 

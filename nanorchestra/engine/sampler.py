@@ -87,7 +87,7 @@ class Sampler:
         values = torch.where(drawn > SMALLEST, drawn, tiny)
         return values.masked_fill_(targets >= self.vocab_size, -torch.inf).tolist()
 
-    def _padded(self, logits: Tensor, scale: Tensor | float) -> Tensor:
+    def _padded(self, logits, scale) -> Tensor:
         """Scaled logits in fp32, filled up to whole blocks with minus infinity.
 
         The memory is kept from step to step.
@@ -112,13 +112,13 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
         return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def _mix(x) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-def _truncate(weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+def _truncate(weights, params) -> Tensor:
     """Zeroes weights [R, V] outside the top-k, then outside the top-p (Holtzman et al. 2020)."""
     width = weights.shape[1]
     limits = [(p.top_k or width, p.top_p) for p in params]
@@ -131,7 +131,7 @@ def _truncate(weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     return torch.zeros_like(weights).scatter_(1, order, ordered)
 
 
-def _draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def _draw(weights, uniform) -> tuple[Tensor, Tensor]:
     """Draws from weights [R, blocks, BLOCK] >= 0 with uniform float64 [R] in [0, 1).
 
     Returns tokens int64 [R] and the total weights float64 [R].
@@ -146,7 +146,7 @@ def _draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     return block * BLOCK + _invert(within, rest), total
 
 
-def _invert(cumulative: Tensor, target: Tensor) -> Tensor:
+def _invert(cumulative, target) -> Tensor:
     """Returns the first index whose cumulative weight exceeds the target.
 
     The target is kept inside, so that rounding never leads to an index without weight.

@@ -107,7 +107,7 @@ class Scheduler:
             self.cache.grow(request.table, len(request.ids) + 1)
         return Plan(going_on)
 
-    def _prefill(self, plan: Plan, request: Request, budget: int) -> int:
+    def _prefill(self, plan, request, budget) -> int:
         """Adds a chunk, and returns what it takes of the budget."""
         start, price = request.table.written, 1.0
         if plan.decodes and self.mixed:
@@ -116,7 +116,7 @@ class Scheduler:
         plan.prefills.append((request, start, count))
         return math.ceil(count * price)
 
-    def _admit_waiting(self, plan: Plan, budget: int):
+    def _admit_waiting(self, plan, budget):
         leaders = {(r.prompt_hash, len(r.ids)): r for r in self.running}
         coming = {self.cache.next_key(r.table, r.ids) for r in self.running if _remaining(r) > 1}
         for request in list(self.waiting):
@@ -146,20 +146,20 @@ class Scheduler:
             coming.add(self.cache.next_key(request.table, request.ids))
             budget -= self._prefill(plan, request, budget)
 
-    def _follow(self, plan: Plan, request: Request, leader: Request):
+    def _follow(self, plan, request, leader):
         """Lets `request` share what `leader` computes, the same ids, in the step that ends it."""
         if leader in plan.sampling and self.cache.available > len(self.running):
             self.cache.fork(leader.table, request.table, len(leader.ids))
             self._admit(request, request.prompt_tokens)
             plan.forks.append((request, leader))
 
-    def _admit(self, request: Request, cached_tokens: int):
+    def _admit(self, request, cached_tokens):
         self.waiting.remove(request)
         bisect.insort(self.running, request, key=_age)
         if request.cached_tokens is None:
             request.cached_tokens = cached_tokens
 
-    def _fit(self, request: Request) -> bool:
+    def _fit(self, request) -> bool:
         """Takes pages for all present tokens, and leaves one for each running request.
 
         Newer parked sessions give way. If no request runs, all parked sessions do, so that every
@@ -171,7 +171,7 @@ class Scheduler:
                 return False
         return self.cache.grow(request.table, length)
 
-    def _make_room(self, request: Request) -> bool:
+    def _make_room(self, request) -> bool:
         """Takes a page for one more token of a running request, from the newest if none is free.
 
         Returns False if `request` was the newest and has been preempted.
@@ -185,7 +185,7 @@ class Scheduler:
                     return False
         return True
 
-    def _revoke(self, session: int) -> bool:
+    def _revoke(self, session) -> bool:
         """Takes the newest parked session's pages. False if none is newer than `session`."""
         table = max(self.parked, key=self.parked.__getitem__, default=None)
         if table is None or self.parked[table] <= session:
@@ -204,11 +204,11 @@ class Scheduler:
         """Takes out a request that stopped, was aborted, or whose step failed."""
         self._release(request, request.keeps_pages)
 
-    def _requeue(self, request: Request):
+    def _requeue(self, request):
         self._release(request, False)
         self.add(request)
 
-    def _release(self, request: Request, keep_pages: bool):
+    def _release(self, request, keep_pages):
         """The one way out of a queue, for finish, abort, preemption and error alike."""
         for queue in (self.running, self.waiting):
             if request in queue:
@@ -241,13 +241,13 @@ class Scheduler:
         assert all(map(_remaining, self.running + self.waiting)), "a request has nothing to compute"
 
 
-def _remaining(request: Request) -> int:
+def _remaining(request) -> int:
     return len(request.ids) - request.table.written
 
 
-def _age(request: Request) -> tuple[int, int]:
+def _age(request) -> tuple[int, int]:
     return request.session, request.id
 
 
-def _admission_order(request: Request) -> tuple[bool, int, int]:
+def _admission_order(request) -> tuple[bool, int, int]:
     return not request.resumed, request.session, request.id

@@ -1,7 +1,6 @@
 """Turns ids, as they are sampled, into reasoning, content and tool calls. No torch."""
 
 import codecs
-from collections.abc import Sequence
 
 from nanorchestra.model.parser import StreamParser
 from nanorchestra.model.tokenizer import Tokenizer
@@ -15,7 +14,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def _text(self, tokens: Sequence[int], final: bool = False) -> str:
+    def _text(self, tokens, final=False) -> str:
         return self._decoder.decode(self._tokenizer.text_bytes(tokens), final)
 
     def feed(self, *tokens: int) -> list[tuple[str, str]]:

@@ -6,9 +6,8 @@ one. The text between two markers is encoded at once, which gives the ids that H
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any
 
 from nanorchestra.model.parser import CALL, CALL_END, THINK, THINK_END, Marker, parse
 from nanorchestra.model.tokenizer import Tokenizer
@@ -70,12 +69,7 @@ def encode_assistant(
     return _ids(tokenizer, (*_think(reasoning), content, *written, IM_END))
 
 
-def _prompt(
-    messages: list[Json],
-    tools: list[Json] | None,
-    add_generation_prompt: bool,
-    enable_thinking: bool | None,
-) -> Iterator[str]:
+def _prompt(messages, tools, add_generation_prompt, enable_thinking) -> Iterator[str]:
     """Yield the pieces of a prompt."""
     roles = [message["role"] for message in messages]
     contents = [message.get("content") or "" for message in messages]
@@ -104,7 +98,7 @@ def _prompt(
         yield from _generation_prompt(enable_thinking)
 
 
-def _tools(system: str, tools: list[Json]) -> Iterator[str]:
+def _tools(system, tools) -> Iterator[str]:
     """Yield the system turn that describes the tools."""
     yield from (IM_START, "system\n", system)
     yield "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
@@ -117,7 +111,7 @@ def _tools(system: str, tools: list[Json]) -> Iterator[str]:
     yield from (CALL_END, IM_END, "\n")
 
 
-def _assistant(message: Json, content: str, active: bool, is_last: bool) -> Iterator[str]:
+def _assistant(message, content, active, is_last) -> Iterator[str]:
     """Yield one assistant turn; `active` ones, after the last user query, show their reasoning."""
     reasoning = message.get("reasoning_content")
     if reasoning is None:
@@ -135,15 +129,15 @@ def _assistant(message: Json, content: str, active: bool, is_last: bool) -> Iter
     yield from (IM_END, "\n")
 
 
-def _message(role: str, content: str) -> tuple[str, ...]:
+def _message(role, content) -> tuple[str, ...]:
     return IM_START, role + "\n", content, IM_END, "\n"
 
 
-def _think(reasoning: str) -> tuple[str, ...]:
+def _think(reasoning) -> tuple[str, ...]:
     return THINK, "\n" + reasoning.strip("\n") + "\n", THINK_END, "\n\n"
 
 
-def _calls(calls: Sequence[tuple[str, Any]], after_content: bool) -> Iterator[str]:
+def _calls(calls, after_content) -> Iterator[str]:
     """Yield (name, arguments) of each call; arguments that are text stay, absent ones are {}."""
     for k, (name, arguments) in enumerate(calls):
         if k or after_content:
@@ -152,23 +146,23 @@ def _calls(calls: Sequence[tuple[str, Any]], after_content: bool) -> Iterator[st
         yield from (CALL, f'\n{{"name": "{name}", "arguments": {text}}}\n', CALL_END)
 
 
-def _response(content: str) -> tuple[str, ...]:
+def _response(content) -> tuple[str, ...]:
     return "\n", RESPONSE, "\n" + content + "\n", RESPONSE_END
 
 
-def _generation_prompt(enable_thinking: bool | None = None) -> tuple[str, ...]:
+def _generation_prompt(enable_thinking=None) -> tuple[str, ...]:
     return IM_START, "assistant\n", *(_think("") if enable_thinking is False else ())
 
 
-def _is_response(content: str) -> bool:
+def _is_response(content) -> bool:
     return content.startswith(RESPONSE) and content.endswith(RESPONSE_END)
 
 
-def _json(value: Any) -> str:
+def _json(value) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _ids(tokenizer: Tokenizer, pieces: Iterable[str]) -> list[int]:
+def _ids(tokenizer, pieces) -> list[int]:
     ids = []
     for is_marker, group in groupby(pieces, lambda piece: type(piece) is Marker):
         if is_marker:

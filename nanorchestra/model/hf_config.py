@@ -92,7 +92,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _eos_ids(data: Mapping[str, Any]) -> tuple[int, ...]:
+def _eos_ids(data) -> tuple[int, ...]:
     ids = data.get("eos_token_id")
     return (ids,) if isinstance(ids, int) else tuple(ids or ())
 

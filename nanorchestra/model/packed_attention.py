@@ -81,7 +81,7 @@ def packed_attention(segments: Sequence[Segment], kernel: str = "triton") -> Att
     return attend
 
 
-def _spans(segments: Sequence[Segment]) -> list[Span]:
+def _spans(segments) -> list[Span]:
     """Return the spans of each segment in turn: its prefixes in order of position, then itself."""
     spans = []
     seen = {}  # start of a segment -> the keys before it
@@ -94,7 +94,7 @@ def _spans(segments: Sequence[Segment]) -> list[Span]:
     return spans
 
 
-def _joined(spans: list[Span]) -> list[Span]:
+def _joined(spans) -> list[Span]:
     """Join spans with the same keys whose queries are neighbours: one dense call each."""
     joined = []
     for span in sorted(spans, key=lambda span: (span.key_start, span.key_end, span.start)):
@@ -145,11 +145,11 @@ class _PackedAttention(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-def _heads_first(x: Tensor, places: slice) -> Tensor:
+def _heads_first(x, places) -> Tensor:
     return x[places].transpose(0, 1)[None]  # [T, heads, ...] -> [1, heads, places, ...]
 
 
-def _span_forward(q: Tensor, k: Tensor, v: Tensor, span: Span) -> tuple[Tensor, Tensor]:
+def _span_forward(q, k, v, span) -> tuple[Tensor, Tensor]:
     """Return the attention of one span: out [rows, H, D] and log-sum-exp [rows, H]."""
     q = _heads_first(q, span.rows)
     k, v = _heads_first(k, span.keys), _heads_first(v, span.keys)
@@ -157,9 +157,7 @@ def _span_forward(q: Tensor, k: Tensor, v: Tensor, span: Span) -> tuple[Tensor, 
     return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
 
-def _span_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, span: Span
-) -> Iterator[Tensor]:
+def _span_backward(grad, q, k, v, out, lse, span) -> Iterator[Tensor]:
     """Return the gradients of q [rows, H, D] and of k and v [keys, Hkv, D] from one span."""
     grad, q, out, lse = (_heads_first(x, span.rows) for x in (grad, q, out, lse))
     k, v = _heads_first(k, span.keys), _heads_first(v, span.keys)

@@ -68,7 +68,7 @@ class StreamParser:
         _, begun, rest = self._text.partition(CALL)
         return rest if begun and self._kind == "content" else None
 
-    def _advance(self, final: bool) -> list[tuple[str, str]]:
+    def _advance(self, final) -> list[tuple[str, str]]:
         """Emit what is certain of a section, which ends at its tag, then go on with the next."""
         deltas = []
         text = self._text.lstrip()
@@ -103,7 +103,7 @@ class StreamParser:
             self._kind, self._text, self._shown = "content", rest, 0
         return deltas
 
-    def _take_call(self, text: str, final: bool) -> str | None:
+    def _take_call(self, text, final) -> str | None:
         """Add the call at the beginning of `text`; return what follows, None if not certain yet.
 
         What is no JSON ends at the first closing tag after the error.
@@ -128,7 +128,7 @@ class StreamParser:
         return rest
 
 
-def _certain(text: str, tag: str) -> int:
+def _certain(text, tag) -> int:
     """Return how many characters of `text` cannot be the beginning of `tag`."""
     for size in range(len(tag) - 1, 0, -1):
         if text.endswith(tag[:size]):
@@ -136,7 +136,7 @@ def _certain(text: str, tag: str) -> int:
     return len(text)
 
 
-def _read_call(text: str) -> tuple[ToolCall, int, bool]:
+def _read_call(text) -> tuple[ToolCall, int, bool]:
     """Return a call, where in `text` its JSON value ends or is wrong, and whether it is valid."""
     stripped = text.lstrip()
     name, raw, length, valid = "", text.strip(), len(text) - len(stripped), False
@@ -161,12 +161,12 @@ def _read_call(text: str) -> tuple[ToolCall, int, bool]:
     return ToolCall(name, {}, raw, error), length, valid
 
 
-def _finite(number: str) -> float:
+def _finite(number) -> float:
     value = float(number)
     return value if math.isfinite(value) else _refuse(number)
 
 
-def _refuse(constant: str):
+def _refuse(constant):
     raise ValueError(f"{constant} is not a JSON number")
 
 

@@ -103,7 +103,7 @@ class Block(nn.Module):
             )
         return self._forward(x, cos, sin, attend)
 
-    def _forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def _forward(self, x, cos, sin, attend) -> Tensor:
         x = x + self.self_attn(rms_norm(x, self.input_layernorm, self.eps), cos, sin, attend)
         gate_up = self.gate_up_proj(rms_norm(x, self.post_attention_layernorm, self.eps))
         return x + self.down_proj(swiglu(gate_up))

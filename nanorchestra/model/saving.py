@@ -1,9 +1,8 @@
 """Writes a checkpoint directory in Hugging Face layout, which transformers loads."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -48,7 +47,7 @@ def save_checkpoint(
             tokenizer.save(directory)
 
 
-def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]]):
+def _write_shards(directory, tensors):
     """Write one file, or numbered shards and their index."""
     weight_map = {}
     total = 0
@@ -64,7 +63,7 @@ def _write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]]):
         _write_json(directory / INDEX, index)
 
 
-def _shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+def _shards(tensors) -> Iterator[dict[str, Tensor]]:
     """Yield the contents of each shard, which are dropped when the next one is asked for."""
     shard = {}
     size = 0
@@ -78,5 +77,5 @@ def _shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
     yield shard
 
 
-def _write_json(file: Path, data: dict[str, Any]):
+def _write_json(file, data):
     file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

@@ -114,7 +114,7 @@ class Tokenizer:
         """Return the ids of `text`, none of them an added token's."""
         return list(self._cached(text) if len(text) <= _CACHED else self._encode(text))
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text) -> list[int]:
         try:
             return self._plain.encode(text).ids
         except (TypeError, UnicodeEncodeError):  # half a surrogate pair, which JSON can bring

@@ -135,7 +135,7 @@ def hf_rows(config: ModelConfig, name: str, rows: int) -> list[tuple[str, slice]
     ]
 
 
-def _stored(path: Path) -> Iterator[tuple[str, Tensor]]:
+def _stored(path) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of a checkpoint directory, shard by shard.
 
     A bare backbone, such as Qwen3-Embedding, has names without their first "model".
@@ -156,7 +156,7 @@ def _stored(path: Path) -> Iterator[tuple[str, Tensor]]:
             ) from error
 
 
-def _write(slots: dict[str, Slot], tensors: Iterable[tuple[str, Tensor]], source: str):
+def _write(slots, tensors, source):
     """Write the tensors to their slots. UserError unless they are exactly those of the slots."""
     missing = set(slots)
     for name, tensor in tensors:

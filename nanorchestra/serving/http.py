@@ -16,7 +16,7 @@ from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -125,7 +125,7 @@ class Server(uvicorn.Server):
             raise ApiError(f"model: it must be {' or '.join(self.names)}", 404, "model")
         return body
 
-    async def _complete(self, request: Request) -> Response:
+    async def _complete(self, request) -> Response:
         """Answers a body, at once or as a stream."""
         form, kind, chunk = FORMS[request.url.path]
         body = await self._body(request, form)

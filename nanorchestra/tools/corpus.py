@@ -13,7 +13,6 @@ from urllib.parse import quote
 
 import faiss
 import numpy as np
-from bm25s.utils.corpus import JsonlCorpus
 from tqdm import tqdm
 
 from nanorchestra.errors import UserError, require
@@ -81,7 +80,7 @@ def read_passages(path: str | Path) -> list[Passage]:
     return passages
 
 
-def _documents(source: Path, files: list[Path]) -> Iterator[Passage]:
+def _documents(source, files) -> Iterator[Passage]:
     """Yields rows of JSONL files and whole other files; what is not text is named and left out."""
     for file in files:
         if file.suffix == ".jsonl":
@@ -94,14 +93,14 @@ def _documents(source: Path, files: list[Path]) -> Iterator[Passage]:
             print(f"left out: {error}", file=sys.stderr)
 
 
-def _rows(file: Path) -> Iterator[Passage]:
+def _rows(file) -> Iterator[Passage]:
     for number, row in read_json_lines(file):
         check(row, "passage", f"{file}, line {number}")
         text = next(row[name] for name in TEXT_FIELDS if name in row)
         yield Passage(text, next((str(row[name]) for name in SOURCE_FIELDS if name in row), ""))
 
 
-def _write_passages(source: Path, files: list[Path], out: Path):
+def _write_passages(source, files, out):
     """Writes the passages of a corpus as lines of [text, source]."""
     with open(out / TEXTS, "w", encoding="utf-8") as lines:
         for document in _documents(source, files):
@@ -111,7 +110,7 @@ def _write_passages(source: Path, files: list[Path], out: Path):
     require(found, f"{source}: no text to index; a file must be text, or JSONL of {{text}}")
 
 
-def _write_vectors(passages: JsonlCorpus, out: Path, checkpoint: str):
+def _write_vectors(passages, out, checkpoint):
     """Writes the vectors of passages; the blocks of a build that was stopped are kept."""
     settings = {"checkpoint": checkpoint}
     done = out / VECTORS / "settings.json"

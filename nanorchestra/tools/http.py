@@ -102,7 +102,7 @@ def in_daemon(call: Callable[[], T]) -> Future[T]:
     return future
 
 
-def _send(url: str, body: Json, headers: dict[str, str], end: float) -> str:
+def _send(url, body, headers, end) -> str:
     """Returns the reply to one request. EndpointError; TimeoutError after the time `end`."""
     data, left = bytearray(), end - time.monotonic() + 1  # `within` ends it first
     try:
@@ -127,7 +127,7 @@ def _send(url: str, body: Json, headers: dict[str, str], end: float) -> str:
     raise EndpointError(f"HTTP {status}: {text}", wait=wait)
 
 
-def _read(text: str, schema: Json) -> Json:
+def _read(text, schema) -> Json:
     """Returns the JSON of a reply. EndpointError if it is another; what was begun as JSON is kept.
 
     A gateway's page is no reply that was begun, nor is an error object.

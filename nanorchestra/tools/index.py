@@ -67,7 +67,7 @@ class Index:
             found = self._rank(query, k)
             return [Passage(*self.passages[row][:2], score) for score, row in found]
 
-    def _rank(self, query: str, k: int) -> list[tuple[float, int]]:
+    def _rank(self, query, k) -> list[tuple[float, int]]:
         """Returns (score, row) of the passages with a word of the query, best first."""
         words = [known for word in words_of(query) for known in self._known(word)]
         if not words:
@@ -81,7 +81,7 @@ class Index:
                 found.append((score, row))
         return sorted(found, key=lambda pair: -pair[0])[:k]
 
-    def _known(self, word: str) -> list[str]:
+    def _known(self, word) -> list[str]:
         if word in self._words.vocab_dict:
             return [word]
         return get_close_matches(word, self._alike.get(word[:2], ()), n=1, cutoff=SIMILAR)
@@ -101,7 +101,7 @@ class VectorIndex(Index):
             options.shard = options.useFloat16 = True
             self._faiss = faiss.index_cpu_to_all_gpus(self._faiss, options)
 
-    def _rank(self, query: str, k: int) -> list[tuple[float, int]]:
+    def _rank(self, query, k) -> list[tuple[float, int]]:
         """Returns (cosine, row) of the nearest passages, best first; none for an empty query."""
         if not query.strip():
             return []

@@ -94,7 +94,7 @@ class Endpoint:
         return message, tuple(tokens)
 
 
-def _text(content: Any) -> str:
+def _text(content) -> str:
     """Returns content as text: a string, null, a number, or a list of parts."""
     if isinstance(content, list):
         return "".join(map(_text, content))
@@ -140,7 +140,7 @@ class Expert:
             print(f"{self.model} needs {key}, which is not set", file=sys.stderr)
         return self.spending.bounded(name, self.most_usd(text), lambda: self._ask(text, name))
 
-    def _ask(self, text: str, name: str) -> ToolResult:
+    def _ask(self, text, name) -> ToolResult:
         limit = "max_completion_tokens" if self.reasoning else "max_tokens"
         body = {"model": self.model, limit: self.max_tokens}
         body["messages"] = [{"role": "user", "content": text}]
@@ -159,7 +159,7 @@ class Expert:
         return ToolResult(said.strip(), usd, seconds, bool(problem), False, *tokens, **settings)
 
 
-def _emptiness(message: Json) -> str:
+def _emptiness(message) -> str:
     """Returns why a message has no content."""
     if refusal := message.get("refusal"):
         return f"refused: {refusal[:200]}"
@@ -197,5 +197,5 @@ class ExpertTool:
         found = {} if result.error else {"attempts": [[self.name, result.content]]}
         return replace(result, alias="", found=found)
 
-    def _task(self, arguments: Json) -> str:
+    def _task(self, arguments) -> str:
         return arguments.get("task") or self.evidence.problem

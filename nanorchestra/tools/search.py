@@ -59,7 +59,7 @@ class WebSearch:
         most_usd = self.most_usd(arguments)
         return self.spending.bounded(self.name, most_usd, lambda: self._search(query))
 
-    def _search(self, query: str) -> ToolResult:
+    def _search(self, query) -> ToolResult:
         body = {"query": query, "search_depth": "advanced", "max_results": 20}
         try:
             hits, seconds = self._ask("search", body | {"chunks_per_source": 3})
@@ -84,7 +84,7 @@ class WebSearch:
         content = "\n\n".join(documents) + note
         return ToolResult(content, usd, seconds + more, found={"documents": found})
 
-    def _ask(self, path: str, body: Json) -> tuple[list[Json], float]:
+    def _ask(self, path, body) -> tuple[list[Json], float]:
         """Returns the results of a request and its seconds, from the cache if they are there."""
         digest = hashlib.sha256(json.dumps([path, body], sort_keys=True).encode()).hexdigest()
         stored = Path(self.cache) / f"{digest}.json"

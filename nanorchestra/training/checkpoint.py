@@ -67,7 +67,7 @@ class Checkpoints:
                 "the ones before it are whole: free the space, then resume"
             )
 
-    def _finish(self, name: str, aside: Path, notes: Notes, written: Future):
+    def _finish(self, name, aside, notes, written):
         """When all shards are on disk, rank 0 adds the notes, renames, and removes the oldest."""
         try:
             written.result()
@@ -115,7 +115,7 @@ class Checkpoints:
         return sorted(path.name for path in self.folder.glob("[!.]*"))
 
 
-def _verified(path: Path) -> Notes:
+def _verified(path) -> Notes:
     """The notes of a checkpoint. ValueError if a file is not what was written."""
     data = json.loads((path / NOTES).read_bytes())
     for file, size in data["files"].items():
@@ -124,7 +124,7 @@ def _verified(path: Path) -> Notes:
     return data["notes"]
 
 
-def _failure(error: BaseException | None) -> str | None:
+def _failure(error) -> str | None:
     """An error in one line; of a CheckpointException the first rank's."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]

@@ -12,7 +12,7 @@ from nanorchestra.training.overlap import beside
 from nanorchestra.training.packing import Logprobs, mini_batches
 from nanorchestra.training.ranks import Ranks
 from nanorchestra.training.run import TrainingRun
-from nanorchestra.training.sampling import Batch, Sampler
+from nanorchestra.training.sampling import Sampler
 from nanorchestra.training.trajectories import as_group, in_loss, samples_of
 
 
@@ -106,7 +106,7 @@ def learn(
     return {name: x if name in summed else x / len(parts) for name, x in totals.items()}
 
 
-def _record(run: TrainingRun, batch: Batch, metrics: dict[str, float], times: dict[str, float]):
+def _record(run, batch, metrics, times):
     """Records the step and its first group, or all attempts if they are needed later."""
     progress, size, only = run.progress, run.config.grpo.group_size, run.config.rollout.only
     skipped = "skipped" in metrics

@@ -126,20 +126,20 @@ class _Chunked(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None
 
 
-def _slices(count: int, size: int) -> list[slice]:
+def _slices(count, size) -> list[slice]:
     size = max(1, size)
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
+def _wide(tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+def _logits(hidden, weight, temperature) -> Tensor:
     return _wide_matmul(hidden, weight.T).div_(temperature)
 
 
-def _wide_matmul(a: Tensor, b: Tensor) -> Tensor:
+def _wide_matmul(a, b) -> Tensor:
     """The product in fp32 (fp64 for fp64). On CUDA bf16 accumulates in fp32; this keeps it."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a, b, out_dtype=torch.float32)

@@ -182,9 +182,7 @@ SURROGATES: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
 }
 
 
-def _clipped(
-    log_ratio: Tensor, advantages: Tensor, objective: Objective
-) -> tuple[Tensor, Tensor, Tensor]:
+def _clipped(log_ratio, advantages, objective) -> tuple[Tensor, Tensor, Tensor]:
     ratio = log_ratio.exp()
     bounded = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
     losses = torch.maximum(-advantages * ratio, -advantages * bounded)
@@ -196,7 +194,7 @@ def _clipped(
     return losses, stopped, dual
 
 
-def _log_ratio(logprobs: Tensor, others: Tensor) -> Tensor:
+def _log_ratio(logprobs, others) -> Tensor:
     return (logprobs - others).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 

@@ -49,7 +49,7 @@ class Muon(torch.optim.Optimizer):
                 rows = update[first_row(p) :][: len(values)].to(values.device)
                 values.add_(rows, alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape)))
 
-    def _direction(self, p: Tensor, momentum: float) -> Tensor:
+    def _direction(self, p, momentum) -> Tensor:
         """Returns the whole matrix to orthogonalise."""
         state = self.state[p]
         if not state:

@@ -243,7 +243,7 @@ def divide(
     return [own + [[]] * (most - len(own)) for own in batches]
 
 
-def _halves(group: Group, budget: int, fair: float, cost: Callable[[Group], float]) -> list[Group]:
+def _halves(group, budget, fair, cost) -> list[Group]:
     small = group.tokens <= budget and cost(group) <= fair
     if small or len(group.samples) == 1:
         return [group]

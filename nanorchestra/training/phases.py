@@ -57,7 +57,7 @@ def evaluate(run: TrainingRun, name: str) -> Json:
     return worlds.summarise(tasks, trajectories)
 
 
-def _begin_grpo(run: TrainingRun):
+def _begin_grpo(run):
     """Makes the weights of now (with LoRA: the base) GRPO's reference; makes a fresh optimizer."""
     config = run.config
     run.trainer.new_optimizer(config.grpo.optimizer, **config.grpo.adamw)
@@ -68,7 +68,7 @@ def _begin_grpo(run: TrainingRun):
     run.save()
 
 
-def _finish(run: TrainingRun) -> Json:
+def _finish(run) -> Json:
     """Evaluates and writes the model; returns the results, which rank 0 prints."""
     path, trainer, worlds = run.folder.path, run.trainer, run.worlds
     after = evaluate(run, "after")

@@ -93,7 +93,7 @@ class Ranks:
         ranks.mesh = dist.init_device_mesh(device, shape, mesh_dim_names=dimensions)
         return ranks
 
-    def _join(self, backend: str):
+    def _join(self, backend):
         if self.world == 1:
             store = dist.HashStore()
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
@@ -178,12 +178,12 @@ class Ranks:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _say(self, word: str):
+    def _say(self, word):
         self._word = word
         if self._watch.is_alive():
             self._watch.join()
 
-    def _listen(self, group: dist.ProcessGroup):
+    def _listen(self, group):
         """Exchanges words until all ranks are done; ends this process if the run is lost.
 
         The time-out of other collectives, as long as the longest rollout, would notice too late.

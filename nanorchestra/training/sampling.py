@@ -113,14 +113,14 @@ class Sampler:
                 batch.kept.append(kept)
         batch.filtered = {why: count / len(batch.tasks) for why, count in reasons.items()}
 
-    def _overlong(self, member: Trajectory) -> float:
+    def _overlong(self, member) -> float:
         if member.status == "token_limit":
             return -1.0
         limit = self.config.rollout.context_tokens
         share = round(self.objective.overlong_share * limit)
         return overlong_punishment(longest_context(member), limit, share)
 
-    def _draw(self, step: int, again: int) -> tuple[list[Task], list[int]]:
+    def _draw(self, step, again) -> tuple[list[Task], list[int]]:
         """The task and the seed of each attempt of a step. `again` counts its extra rollouts."""
         grpo, warm_start = self.config.grpo, self.config.warm_start
         number = step
@@ -136,7 +136,7 @@ class Sampler:
         return tasks, seeds
 
 
-def _check_failures(trajectories: list[Trajectory], step: int):
+def _check_failures(trajectories, step):
     failed = [t for t in trajectories if t.status == "infrastructure"]
     results = [result for t in failed for turn in t.turns[-1:] for result in turn.results]
     said = [result.content[:200] for result in results if result.infrastructure]

@@ -149,7 +149,7 @@ class Trainer:
 
     # The parts of a step.
 
-    def _micro_batches(self, groups: Sequence[Group]) -> Iterator[tuple[list[Group], Packed, bool]]:
+    def _micro_batches(self, groups) -> Iterator[tuple[list[Group], Packed, bool]]:
         """Yields this rank's micro-batches, packed, and whether each is the last."""
         costs = Costs.of(self.model.config)
 
@@ -164,25 +164,16 @@ class Trainer:
             packed = pack(batch, self.ranks.device, self.settings.attention)
             yield batch, packed, i == len(batches) - 1
 
-    def _hidden(self, model: Qwen3 | lora.Base, packed: Packed) -> Tensor:
+    def _hidden(self, model, packed) -> Tensor:
         return model(packed.tokens, packed.positions, packed.attend)[packed.source]
 
-    def _logprobs(
-        self, hidden: Tensor, packed: Packed, temperature: float = 1.0, weight: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, hidden, packed, temperature=1.0, weight=None) -> tuple[Tensor, Tensor]:
         weight = self.model.output_weight if weight is None else weight
         return token_logprobs(
             hidden, weight, packed.targets, temperature=temperature, vocab_limit=self.vocab_limit
         )
 
-    def _kl(
-        self,
-        hidden: Tensor,
-        logprobs: Tensor,
-        packed: Packed,
-        objective: Objective,
-        temperature: float,
-    ) -> Tensor | None:
+    def _kl(self, hidden, logprobs, packed, objective, temperature) -> Tensor | None:
         """KL(policy || reference) per sampled id [N]: exact over the vocabulary, or an estimate."""
         if not objective.kl_coef:
             return None
@@ -195,7 +186,7 @@ class Trainer:
         ref_logprobs, _ = self._logprobs(ref_hidden, packed, temperature, ref_weight)
         return kl_estimate(logprobs, ref_logprobs)
 
-    def _backward(self, loss: Tensor, last: bool):
+    def _backward(self, loss, last):
         """Adds to the gradients. Replicas (HSDP) all-reduce once, after the last micro-batch."""
         if self.ranks.mesh is not None:
             self.model.set_is_last_backward(last)
@@ -203,14 +194,12 @@ class Trainer:
             loss = loss * self.ranks.world  # FSDP averages over the ranks; the sum is meant
         loss.backward()
 
-    def _flops(self, packed: Packed, reference: bool = False) -> float:
+    def _flops(self, packed, reference=False) -> float:
         counts = len(packed.tokens), packed.pairs, len(packed.targets)
         adapters = bool(lora.adapters(self.model))
         return model_flops(self.model.config, *counts, adapters=adapters, reference=reference)
 
-    def _finish(
-        self, metrics: dict[str, float], learning_rate: float, groups: Sequence[Group]
-    ) -> dict[str, float]:
+    def _finish(self, metrics, learning_rate, groups) -> dict[str, float]:
         """Updates the weights, and returns the metrics of all ranks.
 
         Adds grad_norm before clipping, learning_rate and the packed tokens. If the loss or the

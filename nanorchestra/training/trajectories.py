@@ -136,7 +136,7 @@ def load_kept(
     return random.Random(config.run.seed).sample(kept, len(kept))
 
 
-def _recorded(runs: str, tokenizer: Tokenizer) -> Iterator[tuple[str, Trajectory]]:
+def _recorded(runs, tokenizer) -> Iterator[tuple[str, Trajectory]]:
     """Yields phase and trajectory of each row of `runs`, a list with commas."""
     for name in runs.split(","):
         for row in Run.open(name.strip()).rows("trajectories"):

@@ -40,7 +40,7 @@ def warm_start(run: TrainingRun) -> bool:
     return not stopped
 
 
-def _lessons(run: TrainingRun) -> list[Group]:
+def _lessons(run) -> list[Group]:
     """The demonstrations of the next step: recorded attempts, or the teacher's."""
     count, progress = run.config.warm_start.prompts, run.progress
     first = progress.step * count
@@ -58,7 +58,7 @@ def _lessons(run: TrainingRun) -> list[Group]:
     return run.ranks.map(lambda mine: list(map(demonstrate, mine)), tasks)
 
 
-def _record(run: TrainingRun, metrics: dict[str, float], times: dict[str, float]):
+def _record(run, metrics, times):
     step, speed = run.progress.step, metrics["tokens"] / sum(times.values())
     run.record_update({"tokens_per_s": speed}, metrics, times)
     if step % PRINT_EVERY == 0:
