@@ -163,15 +163,15 @@ class Scorer:
         return set().union(*(texts for texts in columns if info.casefold() in texts))
 
 
-def _unnamed(tables: Tables, start: Tables) -> Json:
-    """The tables that have changed, as sorted texts in which the keys of new records are alike."""
-    changed = {name: rows for name, rows in tables.items() if rows is not start[name]}
-    new = (f'"{key}"' for name, rows in changed.items() for key in rows.keys() - start[name].keys())
-    new = "|".join(new) or "(?!)"
-    return {
-        name: sorted(re.sub(new, "new", json.dumps(row, sort_keys=True)) for row in rows.items())
-        for name, rows in changed.items()
-    }
+def _unnamed(tables: Tables, start: Tables) -> list[Any]:
+    """What has changed, with the keys of new records alike: records as sorted texts, lost keys."""
+    changed = [(rows, start[name]) for name, rows in tables.items() if rows is not start[name]]
+    new = "|".join(f'"{key}"' for rows, old in changed for key in rows.keys() - old.keys())
+    records = [
+        row for rows, old in changed for row in rows.items() if row[1] is not old.get(row[0])
+    ]
+    texts = sorted(re.sub(new or "(?!)", "new", json.dumps(row, sort_keys=True)) for row in records)
+    return [texts, [old.keys() - rows.keys() for rows, old in changed]]
 
 
 def attempt(calls: Sequence[Call], messages: Sequence[str] = ()) -> list[Step]:
