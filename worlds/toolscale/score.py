@@ -31,7 +31,10 @@ from worlds.toolscale.world import World, communicated, numbers
 Call = tuple[str, Json]  # (name, arguments)
 Step = tuple[Any, ...]  # of a trace
 SPARE = 8  # numbers, or other values of its field, that a message may have beside what is told
-_ASSENT = re.compile(r"\W*(yes|yep|yeah|sure|ok(ay)?|correct|right|please do|go ahead|confirmed)\b")
+_ASSENT = re.compile(
+    r"\W*(yes|yep|yeah|sure|ok(ay)?|correct|right|exactly|absolutely|please (do|proceed|go)|"
+    r"go ahead|do it|proceed|(i )?confirm(ed)?|that('s| is) (right|correct|fine)|sounds good)\b"
+)
 JUDGE = """A service agent has talked to a user:
 
 {talk}

@@ -214,8 +214,9 @@ class ScriptedUser:
     def _names(self, values: list[object]) -> set[str]:
         """The texts among the values, and the names in the records that they lead to."""
         own = reached = {value for value in values if isinstance(value, str)}
+        tables = [rows for rows in self.world.tables.values() if isinstance(rows, dict)]
         for _ in range(2):  # a booking, and its train
-            for rows in self.world.tables.values():
+            for rows in tables:
                 rows = [rows[key] for key in reached & rows.keys()]
                 reached = reached.union(*({text for _, text in texts_of(row)} for row in rows))
         return {text.casefold() for text in own | {text for text in reached if " " in text}}
