@@ -10,7 +10,8 @@ from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.engine.engine import Engine
 from nanorchestra.engine.request import SamplingParams
 from nanorchestra.errors import require
-from nanorchestra.model.onednn import use_onednn
+from nanorchestra.model.hf_config import stored_dtype
+from nanorchestra.model.onednn import DTYPES, use_onednn
 from nanorchestra.model.weights import load_model
 
 NANO = Path(__file__).resolve().parents[2] / "assets" / "nano"  # the bundled checkpoint
@@ -22,12 +23,15 @@ def load_rollout(
 ) -> Rollout:
     """Returns a rollout of a checkpoint: in bfloat16 on a GPU, in float32 on a CPU.
 
-    It runs `running` attempts at a time, whose context the model's positions bound too. quantise:
-    "int8", "int4" or "fp8" rounds the linear layers. UserError if the checkpoint is not whole.
+    A checkpoint in bfloat16 stays so on a CPU that multiplies it, which is faster in half the
+    memory. `running` attempts run at a time; the model's positions bound their context too.
+    quantise: "int8", "int4" or "fp8" rounds the linear layers. UserError if the checkpoint is not
+    whole.
     """
     cuda = torch.cuda.is_available()
-    on_gpu = {"device": "cuda", "dtype": "bfloat16"} if cuda else {}
-    model, tokenizer = load_model(path, quantise=quantise, **on_gpu)
+    half = cuda or torch.bfloat16 in DTYPES and stored_dtype(path) == "bfloat16"
+    dtype, device = "bfloat16" if half else "float32", "cuda" if cuda else "cpu"
+    model, tokenizer = load_model(path, device, dtype, quantise)
     use_onednn(model)
     require(tokenizer, f"{path}: no tokenizer.json; it must lie beside the weights")
     context = min(limits.context_tokens, model.config.max_position_embeddings)

@@ -40,6 +40,12 @@ def read_config(path: str | Path) -> ModelConfig:
     return replace(config, eos_token_ids=ids or config.eos_token_ids)
 
 
+def stored_dtype(path: str | Path) -> str | None:
+    """Return the dtype of a checkpoint's weights, if its config.json says it."""
+    config = read_json(Path(path) / "config.json")
+    return config.get("dtype") or config.get("torch_dtype")
+
+
 def read_sampling(path: str | Path) -> dict[str, float]:
     """Return temperature, top_p and top_k of generation_config.json; greedy if it does not sample.
 

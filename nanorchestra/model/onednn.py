@@ -17,6 +17,9 @@ ROWS = 64  # the layout is chosen for this many, and serves any number
 _OPERATORS = all(
     hasattr(torch.ops.mkldnn, name) for name in ("_linear_pointwise", "_reorder_linear_weight")
 )
+DTYPES = [torch.float32] * _OPERATORS  # that this CPU multiplies fast
+if _OPERATORS and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    DTYPES.append(torch.bfloat16)
 
 
 class OnednnLinear(nn.Module):
@@ -54,12 +57,12 @@ class OnednnLinear(nn.Module):
 
 
 def use_onednn(model: Qwen3) -> None:
-    """Replace the matrices of a float32 model on a CPU, in place, where torch has the operators.
+    """Replace the matrices of a model on a CPU, in place, where torch has the operators.
 
-    Other models stay as they are, quantised ones too.
+    Quantised models stay as they are, and bfloat16 on a CPU without instructions for it.
     """
     weight, names = model.embed_tokens.weight, [name for name, _ in linears(model)]
-    if not (_OPERATORS and names and weight.is_cpu and weight.dtype == torch.float32):
+    if not (names and weight.is_cpu and weight.dtype in DTYPES):
         return
     for name in names:
         module = model.get_submodule(name)

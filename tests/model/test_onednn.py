@@ -7,13 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from nanorchestra.agent.load import NANO, load_rollout
+from nanorchestra.agent.loop import Limits
 from nanorchestra.engine.engine import Engine
 from nanorchestra.errors import UserError
 from nanorchestra.model.hf_config import PRESETS
-from nanorchestra.model.onednn import OnednnLinear, use_onednn
+from nanorchestra.model.onednn import DTYPES, OnednnLinear, use_onednn
 from nanorchestra.model.quantise import linears
 from nanorchestra.model.qwen3 import Qwen3
-from nanorchestra.model.weights import copy_weights, named_hf_tensors
+from nanorchestra.model.saving import save_checkpoint
+from nanorchestra.model.weights import copy_weights, load_model, named_hf_tensors
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -39,6 +42,19 @@ def test_the_engine_scores_as_the_plain_model_after_new_weights_too(tied):
             torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=0, atol=1e-4)
     with pytest.raises(UserError, match="neither trained nor saved"):
         next(named_hf_tensors(model))
+
+
+def test_a_cpu_keeps_a_checkpoint_in_bfloat16_if_it_multiplies_that(tmp_path):
+    """The answers are those of float32 but for bfloat16's rounding."""
+    path = tmp_path / "model"
+    model, tokenizer = load_model(NANO)
+    save_checkpoint(model, tokenizer, path, dtype=torch.bfloat16)
+    engines = [load_rollout(place, Limits(), 0.0, 1).engine for place in (path, NANO)]
+    dtypes = [engine.model.embed_tokens.weight.dtype for engine in engines]
+    assert dtypes == [DTYPES[-1], torch.float32]
+    text = tokenizer.encode("law case 372 is hard: what is its code?")
+    (got,), (want,) = (engine.score([text]) for engine in engines)
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=0.05, atol=0.1)
 
 
 def test_a_row_is_the_same_in_every_number_of_rows():
