@@ -1,11 +1,13 @@
 """One GRPO step here and in TRL's GRPOTrainer: the same model, prompts, lengths and objective.
 
     python benchmarks/against_trl.py [--prompts 16] [--group 8] [--length 64] [--json FILE]
+    python benchmarks/against_trl.py --model 25M --rounds 1 --steps 1
 
 TRL lives in a virtual environment of the benchmark's own (runs/trl-venv), made by the first run
 from the package index; torch and transformers are this environment's. The two sides take turns,
 each in processes of its own. Every process makes one step to warm up. Completions go to their full
-length on both sides. On a shared machine, compare the CPU seconds, with --threads 1.
+length on both sides. TRL updates in micro-batches of each of --micro-batches, and its fastest
+counts. On a shared machine, compare the CPU seconds, with --threads 1.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ import sys
 import sysconfig
 import time
 import venv
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
+NANO = ROOT / "assets" / "nano"
 HOME = ROOT / "runs" / "trl-venv"
 # What importing GRPOTrainer takes, without dependencies, which would bring another torch.
 PACKAGES = [
@@ -57,6 +61,24 @@ def trl_python() -> Path:
             [python, "-m", "pip", "install", "--quiet", "--no-deps", *PACKAGES], check=True
         )
     return python
+
+
+def model_25m() -> Path:
+    """Writes benchmarks/engine.py's model of 28M parameters with nano's vocabulary: 25M."""
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.engine import SHAPES
+    from nanorchestra.model.qwen3 import Qwen3
+    from nanorchestra.model.saving import save_checkpoint
+    from nanorchestra.model.weights import load_model
+
+    small, tokenizer = load_model(NANO)
+    eos, size = small.config.eos_token_ids, small.config.vocab_size
+    model = Qwen3(replace(SHAPES["28M"], vocab_size=size, eos_token_ids=eos))
+    model.init_weights(0)
+    path = ROOT / "runs" / "model-25m"
+    path.parent.mkdir(exist_ok=True)
+    save_checkpoint(model, tokenizer, path)
+    return path
 
 
 def prompts_of(options) -> list[str]:
@@ -170,7 +192,8 @@ def theirs(options) -> dict:
         output_dir=str(HOME / "out"),
         use_cpu=True,
         bf16=False,
-        per_device_train_batch_size=rows,
+        per_device_train_batch_size=options.micro_batches[0],
+        gradient_accumulation_steps=rows // options.micro_batches[0],
         num_generations=options.group,
         max_completion_length=options.length,
         max_steps=options.steps + 1,
@@ -216,7 +239,17 @@ def main() -> int:
     """Runs both sides in turn and prints medians."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--model", type=Path, default=ROOT / "assets" / "nano", help="a checkpoint that both load"
+        "--model",
+        type=Path,
+        default=NANO,
+        help="a checkpoint that both load, or 25M: random weights with nano's tokenizer",
+    )
+    parser.add_argument(
+        "--micro-batches",
+        type=int,
+        nargs="+",
+        default=[8, 32, 128],
+        help="completions that TRL computes at once (default: 8 32 128)",
     )
     for name, value, what in (
         ("prompts", 16, "groups of a step"),
@@ -233,12 +266,18 @@ def main() -> int:
     if options.side:
         print("RESULT " + json.dumps({"ours": ours, "theirs": theirs}[options.side](options)))
         return 0
-    runs = {"ours": [], "theirs": []}
-    pythons = {"ours": sys.executable, "theirs": trl_python()}
+    if str(options.model) == "25M":
+        options.model = model_25m()
+    rows, trl = options.prompts * options.group, trl_python()
+    sizes = [size for size in options.micro_batches if rows % size == 0]
+    sides = {"ours": (sys.executable, "ours", rows)}
+    sides |= {f"TRL, {size} at once": (trl, "theirs", size) for size in sizes}
+    runs = {name: [] for name in sides}
     for _ in range(options.rounds):
-        for side in runs:
+        for name, (python, side, size) in sides.items():
+            chosen = ["--model", options.model, "--micro-batches", str(size), "--side", side]
             done = subprocess.run(
-                [pythons[side], __file__, *sys.argv[1:], "--side", side],
+                [python, __file__, *sys.argv[1:], *chosen],
                 capture_output=True,
                 text=True,
                 env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
@@ -247,19 +286,12 @@ def main() -> int:
                 (line for line in done.stdout.splitlines() if line.startswith("RESULT ")), None
             )
             if result is None:
-                print(f"{side} failed:\n{done.stderr[-2000:]}", file=sys.stderr)
+                print(f"{name} failed:\n{done.stderr[-2000:]}", file=sys.stderr)
                 return 1
-            runs[side].append(json.loads(result[7:]))
-    if (
-        runs["ours"][0]["sampled"] != runs["theirs"][0]["sampled"]
-        or runs["ours"][0]["prompt_ids"] != runs["theirs"][0]["prompt_ids"]
-    ):
-        print(
-            f"the work differs: {runs['ours'][0]['sampled']} sampled ids after "
-            f"{runs['ours'][0]['prompt_ids']} here, "
-            f"{runs['theirs'][0]['sampled']} after {runs['theirs'][0]['prompt_ids']} there",
-            file=sys.stderr,
-        )
+            runs[name].append(json.loads(result[7:]))
+    works = {(run["sampled"], run["prompt_ids"]) for results in runs.values() for run in results}
+    if len(works) > 1:
+        print(f"the work differs, in (sampled, prompt ids): {works}", file=sys.stderr)
     figures = {
         side: {
             "seconds": median(s for r in results for s in r["seconds"]),
@@ -273,24 +305,15 @@ def main() -> int:
         f"{options.prompts} groups of {options.group}, {options.length} sampled ids each, "
         f"{options.threads} threads; load of the machine {os.getloadavg()[0]:.1f}"
     )
-    print(f"{'':14}{'s/step':>10}{'CPU s':>10}{'peak MB':>10}{'above the start MB':>20}")
-    for side, row in figures.items():
-        print(
-            f"{ {'ours': 'nanorchestra', 'theirs': 'TRL'}[side]:14}{row['seconds']:>10.2f}"
-            f"{row['cpu']:>10.2f}{row['peak_mb']:>10.0f}{row['above_start_mb']:>20.0f}"
-        )
-    print(
-        f"{'TRL / here':14}"
-        + "".join(
-            f"{figures['theirs'][key] / figures['ours'][key]:>{width}.1f}"
-            for key, width in (
-                ("seconds", 10),
-                ("cpu", 10),
-                ("peak_mb", 10),
-                ("above_start_mb", 20),
-            )
-        )
-    )
+    widths = {"seconds": 10, "cpu": 10, "peak_mb": 10, "above_start_mb": 20}
+    print(f"{'':18}{'s/step':>10}{'CPU s':>10}{'peak MB':>10}{'above the start MB':>20}")
+    for name, row in figures.items():
+        places = {"seconds": 2, "cpu": 2}
+        shown = (f"{row[key]:>{width}.{places.get(key, 0)}f}" for key, width in widths.items())
+        print(f"{name:18}{''.join(shown)}")
+    best = min((name for name in figures if name != "ours"), key=lambda n: figures[n]["seconds"])
+    ratios = (f"{figures[best][key] / figures['ours'][key]:>{w}.1f}" for key, w in widths.items())
+    print(f"{'TRL at best / ours':18}{''.join(ratios)}")
     if options.json:
         sys.path.insert(0, str(ROOT))
         from benchmarks.engine import cpu_name

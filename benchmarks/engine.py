@@ -1,6 +1,7 @@
 """Measures the engine beside transformers' `generate` and beside what the machine could do.
 
     python benchmarks/engine.py [--json PATH] [--rounds 1] [--threads 2]
+    python benchmarks/engine.py --peers    # beside llama.cpp, vLLM and transformers: peers.py
 
 Works: samples in groups, a tool loop beside prefilling every turn anew, decoding, prefill. On the
 CPU in float32 with a model of 28M parameters, whose time goes into arithmetic, and with nano, whose
@@ -276,7 +277,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="where to write all figures")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--rounds", type=int, default=1, help="timed rounds (default: 1)")
+    parser.add_argument("--peers", action="store_true", help="beside other engines (peers.py)")
+    parser.add_argument("--install", action="store_true", help="with --peers: install them first")
+    parser.add_argument("--home", type=Path, default=Path("runs/peers"), help="where they live")
+    parser.add_argument("--shape", choices=SHAPES, default="28M", help="with --peers: the model")
     options = parser.parse_args(argv)
+    if options.peers:
+        from benchmarks import peers
+
+        torch.set_num_threads(options.threads)
+        return peers.main(options)
     if find_spec("transformers") is None:
         print("transformers is not installed: pip install -r requirements-dev.txt", file=sys.stderr)
         return 1
