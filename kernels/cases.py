@@ -4,7 +4,6 @@
 Pages have 64 tokens, as in the engine. Inputs are made on torch's default device.
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,26 +49,15 @@ class Case:
         return torch.autograd.grad(out, leaves, torch.ones_like(out)) if leaves else out
 
 
-def parser(command: str, about: str) -> argparse.ArgumentParser:
-    """Returns the parser of a command over the cases; `about` begins with a line for its help."""
-    made = argparse.ArgumentParser(f"python -m kernels.{command}", description=about.split("\n")[0])
-    made.add_argument("--kernel", default="", help="only cases whose name contains this")
-    return made
-
-
 def select(word: str) -> list[Case]:
     """Returns the cases whose name contains the word. Exits with status 2 if there are none."""
-    decodes = decode(64, 4096), decode(1, 32768), decode(64, 4352, shared=4096)
-    prefills = prefill(0, 8192), prefill(8192, 2048)
     cases = [
         *pointwise(),
-        *decodes,
-        *prefills,
+        *(decode(64, 4096), decode(1, 32768), decode(64, 4352, shared=4096)),
+        *(prefill(0, 8192), prefill(8192, 2048)),
         *training(),
         *outputs(),
-        *products("int8"),
-        *products("int4"),
-        *products("fp8"),
+        *(case for mode in ("int8", "int4", "fp8") for case in products(mode)),
     ]
     chosen = [case for case in cases if word in case.name]
     if not chosen:

@@ -66,20 +66,3 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
-
-
-def output_tile(
-    configs: dict[int, Config], hidden: Tensor, weight: Tensor, targets: Tensor, vocab: int
-) -> Config:
-    """Returns the tile for hidden [T, N] times the first `vocab` rows of weight [V, N].
-
-    targets: one of each row's other inputs, int64 [T]. ValueError if these do not fit.
-    """
-    check((len(targets), None), hidden=hidden)
-    width = hidden.shape[1]
-    check((None, width), hidden.dtype, weight=weight)
-    check((None,), torch.int64, targets=targets)
-    require(width % 16 == 0, f"the hidden size is {width}; expected a multiple of 16")
-    require(1 <= vocab <= len(weight), f"vocab is {vocab}; expected 1 to {len(weight)}")
-    tile = pick(configs, hidden.dtype)
-    return tile | {"BLOCK_N": min(tile["BLOCK_N"], width & -width)}  # divides the hidden size

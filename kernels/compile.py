@@ -7,6 +7,7 @@ block, and the instruction that multiplies matrices. Exit status 1 if a kernel s
 fit.
 """
 
+import argparse
 import re
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from kernels.cases import parser, select
+from kernels.cases import select
 from kernels.common import ARCHITECTURES
 
 # Bytes of shared memory that a block may have.
@@ -79,7 +80,11 @@ def compile_cases(arch: int, word: str) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status."""
-    options = parser("compile", __doc__).parse_args(argv)
+    parser = argparse.ArgumentParser(
+        "python -m kernels.compile", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--kernel", default="", help="only cases whose name contains this")
+    options = parser.parse_args(argv)
     select(options.kernel)
     # a kernel keeps what it was compiled to: one process a GPU
     tasks = [(arch, options.kernel) for arch in ARCHITECTURES]

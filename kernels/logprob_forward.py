@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import FP32, output_tile
+from kernels.common import FP32, check, pick, require
 
 CONFIGS = {
     80: {"BLOCK_T": 128, "BLOCK_V": 128, "BLOCK_N": 64, "num_stages": 4},
@@ -29,9 +29,18 @@ GROUP = 16  # tiles of rows that run together and share the chunks in L2
 def logprob_forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, vocab: int
 ) -> Tensor:
-    """Returns log-probabilities, entropies and logsumexp, fp32 [3, T], as linear_logprob."""
-    tile = output_tile(CONFIGS, hidden, weight, targets, vocab)
+    """Returns log-probabilities, entropies and logsumexp, fp32 [3, T], as linear_logprob.
+
+    ValueError if the shapes do not fit.
+    """
+    check((len(targets), None), hidden=hidden)
     tokens, width = hidden.shape
+    check((None, width), hidden.dtype, weight=weight)
+    check((None,), torch.int64, targets=targets)
+    require(width % 16 == 0, f"the hidden size is {width}; expected a multiple of 16")
+    require(1 <= vocab <= len(weight), f"vocab is {vocab}; expected 1 to {len(weight)}")
+    tile = pick(CONFIGS, hidden.dtype)
+    tile = tile | {"BLOCK_N": min(tile["BLOCK_N"], width & -width)}  # divides the hidden size
     chunks = triton.cdiv(vocab, tile["BLOCK_V"])
     partials = hidden.new_empty(4, tokens, chunks, dtype=torch.float32)
     results = hidden.new_empty(3, tokens, dtype=torch.float32)

@@ -72,7 +72,7 @@ class Guide:
         if self.free and b">" in self.tokenizer.bytes_of(token):  # a tag may end here
             self._stream.feed(*self._unread)
             self._unread.clear()
-            begun = self._stream.call
+            begun = self._stream.parser.call
             if begun is not None and not self.holds:  # what follows the tag may be in the same id
                 self._matcher.reset()
                 rest = self.tokenizer.encode(begun)

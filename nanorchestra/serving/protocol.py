@@ -10,7 +10,7 @@ from typing import Any
 
 from nanorchestra.engine.guide import Guide
 from nanorchestra.engine.request import SamplingParams
-from nanorchestra.engine.stream import TextStream, TurnStream
+from nanorchestra.engine.stream import TurnStream
 from nanorchestra.files import read_json
 from nanorchestra.model import chat
 from nanorchestra.model.parser import CALL, CALL_END
@@ -101,8 +101,7 @@ class Choice:
         self.count, self.finish_reason = 0, None
         self._calls, self._held = 0, ""  # content that may begin a stop
         self._is_chat, self._many = "messages" in body, body.get("parallel_tool_calls", True)
-        kind = TurnStream if self._is_chat else TextStream
-        self._stream = kind(tokenizer, bool(body["tools"]))
+        self._stream = TurnStream(tokenizer, bool(body["tools"]), self._is_chat)
 
     def feed(self, sampled: list[tuple], ended: str | None = None) -> Json:
         """Returns the chunk of sampled (id, logprob, most probable ones).
@@ -137,9 +136,9 @@ class Choice:
                 merge(delta, {"reasoning_content": text})
             elif kind == "content":
                 content += text
-            elif (call := self._stream.calls[self._calls]).error:
+            elif (call := self._stream.parser.calls[self._calls]).error:
                 content += f"{CALL}\n{text}\n{CALL_END}"
-                del self._stream.calls[self._calls]
+                del self._stream.parser.calls[self._calls]
             else:
                 merge(delta, {"tool_calls": [_tool_call(self._calls, call)]})
                 self._calls += 1

@@ -32,7 +32,7 @@ def test_deltas_joined_are_the_turn_and_calls_are_given_whole(nano_tokenizer, se
     shown = {"reasoning": "", "content": "", "tool_call": ""}
     for kind, text in deltas + last:
         shown[kind] += text
-    assert turn == expected and tuple(stream.calls) == expected.calls
+    assert turn == expected and tuple(stream.parser.calls) == expected.calls
     assert (shown["reasoning"], shown["content"]) == (expected.reasoning, expected.content)
     assert shown["tool_call"] == "".join(call.raw for call in expected.calls)
     at_once, plain = TurnStream(nano_tokenizer), TurnStream(nano_tokenizer, calls=False)
@@ -40,4 +40,4 @@ def test_deltas_joined_are_the_turn_and_calls_are_given_whole(nano_tokenizer, se
     assert joined == "".join(text for _, text in deltas + last)
     deltas = plain.feed(*ids) + plain.finish()[0]
     content = "".join(text for kind, text in deltas if kind == "content")
-    assert content.count("<tool_call>") == len(calls) and not plain.calls
+    assert content.count("<tool_call>") == len(calls) and not plain.parser.calls
