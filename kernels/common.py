@@ -1,6 +1,8 @@
 """What all launchers share: configurations of the GPU at hand, checks of shapes and strides."""
 
 import os
+import tomllib
+from pathlib import Path
 
 # a * b + c is rounded once. Triton 3.10 changes the default.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -13,9 +15,15 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ARCHITECTURES = (80, 89, 90)  # A100, RTX 4090, H100 and H200: each has configurations
 SMALL = (86, 89, 120, 121)  # cards whose blocks have 99 KiB take those of sm_89
 HEAD_DIMS = PAGE_SIZES = (16, 32, 64, 128, 256)
-FP32 = 32  # key of a configuration for float32 tensors, which no tensor core multiplies exactly
+FP32 = 32  # key of a configuration for float32 tensors
+TILES = tomllib.loads(Path(__file__).with_name("tiles.toml").read_text(encoding="utf-8"))
 
 Config = dict[str, int]  # tile sizes by the kernel's own names, num_warps, num_stages
+
+
+def tiles(kernel: str) -> dict[int, Config]:
+    """Returns the configurations of a kernel in tiles.toml, by architecture or FP32."""
+    return {int(arch): config for arch, config in TILES[kernel].items()}
 
 
 def pick(configs: dict[int, Config], dtype: torch.dtype | None = None) -> Config:

@@ -18,14 +18,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.attention import LOG2E, softmax_start, softmax_step
-from kernels.common import FP32
+from kernels.common import tiles
 
-CONFIGS = {  # BLOCK_M is also the block of the work list
-    80: {"BLOCK_M": 128, "BLOCK_N": 64, "num_stages": 2},
-    89: {"BLOCK_M": 128, "BLOCK_N": 32, "num_stages": 3},
-    90: {"BLOCK_M": 128, "BLOCK_N": 64, "num_stages": 3},
-    FP32: {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 2},
-}
+CONFIGS = tiles("flash_forward")
 HEAD_DIMS = (16, 32, 64, 128)
 
 

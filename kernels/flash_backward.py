@@ -15,21 +15,11 @@ import triton
 import triton.language as tl
 
 from kernels.attention import LOG2E
-from kernels.common import FP32
-from kernels.flash import CONFIGS, fields, load_rows, pointers, walk
+from kernels.common import tiles
+from kernels.flash import fields, load_rows, pointers, walk
 
-QUERY_CONFIGS = {  # for dq: BLOCK_M is also the block of the work list
-    80: {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 2},
-    89: {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 2},
-    90: {"BLOCK_M": 128, "BLOCK_N": 64, "num_stages": 2},
-    FP32: CONFIGS[FP32],
-}
-KEY_CONFIGS = {  # BLOCK_N is also the block of the work list
-    80: {"BLOCK_M": 32, "BLOCK_N": 64, "num_stages": 3},
-    89: {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 2},
-    90: {"BLOCK_M": 32, "BLOCK_N": 128, "num_stages": 3},
-    FP32: CONFIGS[FP32],
-}
+QUERY_CONFIGS = tiles("flash_backward_queries")  # for dq
+KEY_CONFIGS = tiles("flash_backward_keys")  # for dk and dv
 
 
 @triton.jit

@@ -15,14 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import FP32, check, pick, require
+from kernels.common import check, pick, require, tiles
 
-CONFIGS = {
-    80: {"BLOCK_T": 128, "BLOCK_V": 128, "BLOCK_N": 64, "num_stages": 4},
-    89: {"BLOCK_T": 128, "BLOCK_V": 128, "BLOCK_N": 64, "num_stages": 3},
-    90: {"BLOCK_T": 128, "BLOCK_V": 256, "BLOCK_N": 64, "num_stages": 4},
-    FP32: {"BLOCK_T": 64, "BLOCK_V": 64, "BLOCK_N": 32, "num_stages": 2},
-}
+CONFIGS = tiles("logprob_forward")
 GROUP = 16  # tiles of rows that run together and share the chunks in L2
 
 

@@ -16,16 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import check, pick, require
+from kernels.common import check, pick, require, tiles
 
 MAX_WIDTH = 8192  # elements of a row that the backward pass keeps in registers without spilling
 TILE = 4096  # elements of a program with WARPS warps
 WARPS = 8
-BACKWARD = {  # two programs for each multiprocessor of an A100, an RTX 4090, an H100 or H200
-    80: {"PROGRAMS": 216, "STAGES": 3},
-    89: {"PROGRAMS": 256, "STAGES": 2},
-    90: {"PROGRAMS": 264, "STAGES": 3},
-}
+BACKWARD = tiles("rms_norm_backward")
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:

@@ -20,13 +20,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import linear
 
-from kernels.common import check, pick, wide_product
+from kernels.common import check, pick, tiles, wide_product
 from kernels.dequantise import check_weights, dequantise
 
 ROWS = 64
 PROGRAMS = 192  # of 2 * BLOCK_N outputs: a GPU wants at least as many
 BLOCK_N, BLOCK_K = 32, 128
-STAGES = {80: {"num_stages": 5}, 89: {"num_stages": 4}, 90: {"num_stages": 6}}
+STAGES = tiles("quantised_linear")
 
 
 def quantised_linear(
