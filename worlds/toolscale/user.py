@@ -116,7 +116,7 @@ class ScriptedUser:
             for topic, pattern in ABOUT.items()
             for sentence in sentences
             if re.search(pattern, sentence)
-            if topic in ("more", "wait") or not sentence.startswith("if ")
+            if topic in ("more", "wait") or not re.search(r"^if |\?$", sentence)
         }
         wish = self.wishes[self.at]
         left = [place for place in wish.actions if place in pending]
@@ -170,8 +170,7 @@ class ScriptedUser:
         """The facts that the sentences ask for; "" if none."""
         found = []
         for sentence in asks:
-            plain = not re.search(TEXTS["proposes"], sentence)
-            if plain and re.search(TEXTS["asks"], sentence):
+            if not re.search(TEXTS["proposes"], sentence):
                 facts = [clause for patterns, clause in self.facts if _all(patterns, sentence)]
                 if not facts:
                     fields = re.findall(SAID["unknown"], self.unknown.casefold())
@@ -209,7 +208,7 @@ class ScriptedUser:
             return False
         words = set(re.findall(r"[a-z]{4,}", re.sub(TEXTS["generic"], "", text)))
         known = " ".join([say, self.known.casefold(), tools, *own])
-        return not words or any(re.search(rf"\b{word[:5]}", known) for word in words)
+        return len(words) < 2 or any(re.search(rf"\b{word[:5]}", known) for word in words)
 
     def _names(self, values: list[object]) -> set[str]:
         """The texts among the values, and the names in the records that they lead to."""
