@@ -146,7 +146,6 @@ class LlamaCpp:
 
         file = write_gguf(Path(path), dtype)
         self.c = c = llama_cpp
-        c.llama_log_set(c.llama_log_callback(lambda *_: None), None)
         c.llama_backend_init()
         self.llama = c.llama_model_load_from_file(
             str(file).encode(), c.llama_model_default_params()

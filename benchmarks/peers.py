@@ -76,8 +76,6 @@ class Side:
 
     def __init__(self, peer: str, home: Path, model: Path, dtype: str, threads: int):
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
-        libraries = home / "llamalib"  # llama.cpp's, if they were compiled by hand
-        extra = {"LLAMA_CPP_LIB_PATH": str(libraries)} if libraries.is_dir() else {}
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115, as long as the process
         self.process = subprocess.Popen(
             ["taskset", "-c", cores, python_of(peer, home), ROOT / "benchmarks" / "peer_sides.py"]
@@ -86,7 +84,7 @@ class Side:
             stdout=subprocess.PIPE,
             stderr=self.errors,
             text=True,
-            env=os.environ | extra | {"OMP_NUM_THREADS": str(threads)},
+            env=os.environ | {"OMP_NUM_THREADS": str(threads)},
         )
         self._answer()
 

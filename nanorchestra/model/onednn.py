@@ -51,6 +51,7 @@ class OnednnLinear(nn.Module):
         self._parts[rows.start] = weight.detach()
         parts = [self._parts[start] for start in sorted(self._parts)]
         if sum(map(len, parts)) == self.out_features:
+            self._packed = None  # gives its memory back before the new one takes as much
             whole = torch.cat(parts).to("cpu", self.dtype)
             self._packed = torch.ops.mkldnn._reorder_linear_weight(whole, ROWS)
             self._parts.clear()
