@@ -181,8 +181,8 @@ class DomainEnvironment:
         if result.error:
             text = result.content
         elif turn.calls:
-            self.do(turn.calls[0])
-            text = self.history[-1].replace("The agent", alias, 1)
+            made = self.do(turn.calls[0])
+            text = made.content if made.refused else self.history[-1].replace("The agent", alias, 1)
         else:
             answer = await self.reply(turn.content)
             said = f"The user: {answer.content}" if answer else "The user has ended the talk."

@@ -23,8 +23,6 @@ STOP, TRANSFER = SIGNALS = ("###STOP###", "###TRANSFER###")  # tau2's, which end
 PATIENCE = 40  # messages that the scripted user answers
 TEXTS = read_toml(Path(__file__).with_suffix(".toml"))
 ABOUT, SAID, WORDS = TEXTS["about"], TEXTS["said"], TEXTS["words"]
-NUMBERS = TEXTS["numbers"]
-NAMED = rf"\b({'|'.join(NUMBERS)})\b"
 
 
 def ended(message: str) -> bool:
@@ -74,9 +72,9 @@ def wishes(task: Json) -> list[Wish]:
 
 
 def spoken(wish: Wish, heard: str) -> bool:
-    """Returns whether the user has said this, or nearly all of its words."""
+    """Returns whether the user has said this: nearly all of its words."""
     words = set(re.findall(r"\w+", wish.say))
-    return wish.say in heard or len(words & {*re.findall(r"\w+", heard)}) > 0.9 * len(words)
+    return len(words & {*re.findall(r"\w+", heard)}) > 0.9 * len(words)
 
 
 class ScriptedUser:
@@ -223,7 +221,6 @@ class ScriptedUser:
 
 def _miscounts(say: str, text: str) -> bool:
     """True if what is counted has another number in the text, and the right one is not there."""
-    say, text = (re.sub(NAMED, lambda match: str(NUMBERS.index(match[0])), t) for t in (say, text))
     return any(
         re.search(rf"\b\d+ {unit}s?\b", text) and number not in re.findall(r"\d+", text)
         for number, unit in re.findall(r"\b(\d+) (\w{3,}?)s?\b", say)
@@ -247,9 +244,7 @@ def _all(patterns: list[str], text: str) -> bool:
 
 
 def _holds(text: str, words: Collection[str]) -> bool:
-    return any(
-        re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text) for word in words if word in text
-    )
+    return any(communicated(word, [text]) for word in words if word in text)
 
 
 class ModelUser:
