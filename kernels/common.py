@@ -70,7 +70,8 @@ def check(
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """Returns a @ b in fp32: the sums are fp32 anyway, and are not rounded to 16 bits."""
-    if a.is_cuda and a.dtype != torch.float32:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
+    """Returns a @ b in fp32, or fp64 for fp64: sums are wide anyway, and stay so."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    if a.is_cuda and a.dtype != wide:
+        return torch.mm(a, b, out_dtype=wide)
+    return a.to(wide) @ b.to(wide)

@@ -25,8 +25,6 @@ from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.model.weights import copy_weights
 
-__all__ = ["Completion", "Engine", "Request", "SamplingParams", "Session"]
-
 DEFAULT_POOL = 1 << 30  # bytes
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kernels.common import wide_product
 from kernels.logprob import linear_logprob
 from nanorchestra.model.ops import by_kernel
 
@@ -122,7 +123,7 @@ class _Chunked(torch.autograd.Function):
             grad_hidden[rows] = step @ weight[: head.limit]
             if grad_weight is not None:
                 for ids in _slices(head.limit, piece):  # the product is as large as the gradient
-                    grad_weight[ids] += _wide_matmul(step[:, ids].T, hidden[rows])
+                    grad_weight[ids] += wide_product(step[:, ids].T, hidden[rows])
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None
 
 
@@ -132,15 +133,8 @@ def _slices(count, size) -> list[slice]:
 
 
 def _wide(tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _logits(hidden, weight, temperature) -> Tensor:
-    return _wide_matmul(hidden, weight.T).div_(temperature)
-
-
-def _wide_matmul(a, b) -> Tensor:
-    """The product in fp32 (fp64 for fp64). On CUDA bf16 accumulates in fp32; this keeps it."""
-    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.to(_wide(a)) @ b.to(_wide(b))
+    return wide_product(hidden, weight.T).div_(temperature)

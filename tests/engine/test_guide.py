@@ -153,7 +153,11 @@ def test_an_id_that_ends_a_tag_and_begins_the_call_counts_for_both(guide, tokeni
 def test_copies_stand_apart_and_a_wrong_schema_is_named(guide, tokenizer):
     first = guide(["sea"])
     second = first.copy()
-    first.advance(tokenizer.token_id("<tool_call>"))
-    assert first.allowed() is not None and second.allowed() is None
+    ids = [tokenizer.token_id("<tool_call>"), *tokenizer.encode('{"name')]
+    follow(first, ids)
+    mask = first.allowed()
+    assert second.allowed() is None
+    follow(second, ids[:1])
+    assert second.allowed().tolist() != mask.tolist() == first.allowed().tolist()
     with pytest.raises(UserError, match="schema: .*nothing"):
         guide(["sea"], {"type": "nothing"})
