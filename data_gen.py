@@ -122,7 +122,7 @@ def generate(options: argparse.Namespace) -> int:
         world.save(out / "worlds" / world.domain)
     pool = ProcessPoolExecutor(options.workers, initializer=begin_worker)
     try:
-        tasks, rejected = make_all(wanted, make, out, pool.map)
+        tasks, rejected = make_all(wanted, make, out, seed, pool.map)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     lines = (json.dumps(task, ensure_ascii=False) + "\n" for task in tasks)

@@ -23,7 +23,7 @@ from worlds.toolscale.domains import BUILT_IN, HOME, load_blueprint
 from worlds.toolscale.world import World
 
 ROOT = Path(__file__).parents[2]
-OPTIONS = ["--tasks", "60", "--seed", "3", "--domains", "travel,weather"]
+OPTIONS = ["--tasks", "60", "--seed", "3", "--domains", "bank,university"]
 
 
 def run(out, *more):
@@ -43,8 +43,17 @@ def test_the_bytes_do_not_depend_on_the_workers_and_figures_are_printed(made, tm
     for figure in ("60 tasks in ", "thrown away: ", "tasks by their golden calls: 1:"):
         assert figure in printed
     assert {path.name for path in made.iterdir()} == {"settings.json", "tasks.jsonl", "worlds"}
-    domains = [task["domain"] for task in load_tasks(made / "tasks.jsonl")]
-    assert domains == ["travel", "weather"] * 30
+    tasks = load_tasks(made / "tasks.jsonl")
+    for task in tasks:
+        assert task["split"] == ("held_out" if task["domain"] == "university" else "train")
+        names = {expert["alias"] for expert in task["experts"]}
+        assert {*task["pref_vec"]} == names | {"accuracy", "cost", "latency"}
+        assert all(0 <= weight <= 1 for weight in task["pref_vec"].values())
+        assert all(len(expert["usd"]) == 2 for expert in task["experts"])
+        for name in task["preference"].keys() & names:
+            assert name in task["wish"] and task["pref_vec"][name] != 0.5
+    domains = [task["domain"] for task in tasks]
+    assert domains == ["bank", "university"] * 30
     for path in made.rglob("*.*"):
         assert path.read_bytes() == (tmp_path / path.relative_to(made)).read_bytes()
 
@@ -80,7 +89,7 @@ def test_the_tasks_of_another_run_are_never_replaced(made, tmp_path, capsys):
 
 def test_show_prints_tasks_to_read_and_writes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["--show", "2", "--domains", "finance,sport"]) == 0
+    assert main(["--show", "2", "--domains", "clinic,telecom"]) == 0
     printed = capsys.readouterr().out
     for title in ("reason_for_call: ", "tools: ", "golden calls:"):
         assert printed.count(title) == 2
@@ -95,7 +104,7 @@ def test_a_bad_option_gets_one_line(tmp_path, monkeypatch, capsys):
         ("--domains ferry --out x", "domain 'ferry'"),
         ("--difficulty 6 --out x", "--difficulty is '6'"),
         ("--author llm --out x", "needs --endpoint"),
-        ("--domains sport,sport --out x", "none twice"),
+        ("--domains bank,bank --out x", "none twice"),
         (f"--out {__file__}", "is a file"),
         (f"--out {__file__}/x", "cannot be written (Not a directory)"),
     ):
@@ -108,8 +117,9 @@ def test_a_bad_option_gets_one_line(tmp_path, monkeypatch, capsys):
 
 
 def test_the_author_is_asked_again_with_what_was_wrong(tmp_path, capsys):
-    good = json.loads((HOME / "travel.json").read_text()) | {"domain": "car_repair"}
-    bad = good | {"ask": {name: says for name, says in good["ask"].items() if name != "gift"}}
+    good = json.loads((HOME / "railway.json").read_text()) | {"domain": "car_repair"}
+    wish = good["wishes"]["refund"] | {"do": ["refund_booking(it.booking_id, 'gift')"]}
+    bad = good | {"wishes": good["wishes"] | {"refund": wish}}
     options = ["--author", "llm", "--tasks", "20", "--workers", "1", "--domains", "Car repair"]
     with openai_server() as server:
         options += ["--endpoint", server.url, "--out"]
@@ -122,7 +132,7 @@ def test_the_author_is_asked_again_with_what_was_wrong(tmp_path, capsys):
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("data_gen.py: domain 'Car repair': 'gpt-5' at http://")
     questions = [body["messages"][-1]["content"] for body in server.bodies]
-    assert 'the domain "Car repair"' in questions[0] and "'gift'" in questions[2]
+    assert 'the domain "Car repair"' in questions[0] and "must have 1 arguments" in questions[2]
     assert len(questions) == 6
     tasks = load_tasks(tmp_path / "tasks.jsonl")
     assert len(tasks) == 20 and {task["domain"] for task in tasks} == {"car_repair"}

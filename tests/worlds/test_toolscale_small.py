@@ -19,7 +19,7 @@ def world():
 def test_it_is_a_function_of_the_seed_with_tasks_enough(world, monkeypatch):
     assert len(world.worlds) == 3 and world.task("train", 7).data["world"] == "domains"
     assert len(world.splits["train"]) >= 90 and len(world.splits["held_out"]) >= 20
-    monkeypatch.setattr(small, "BATCHES", 1)
+    monkeypatch.setattr(small, "TASKS", 5)
     one = small_world(4)
     assert small_world(4) == one and small_world(5).splits != one.splits
 
@@ -46,4 +46,4 @@ def test_tasks_are_proved_and_the_prompt_has_all_that_the_first_call_needs(world
         prompt = env.messages[0]["content"]
         assert {action["name"] for action in golden} <= set(env.offered)
         assert 2 <= len(env.offered) <= small.MOST_CALLS + 1 and tau2["policy"] in prompt
-        assert not any(name in prompt for name in set(home.by_name) - set(env.offered))
+        assert not any(f"- {name}: " in prompt for name in set(home.by_name) - set(env.offered))

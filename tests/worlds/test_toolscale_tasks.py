@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import copy
-import json
 import random
+import re
+from collections import defaultdict
+from contextlib import suppress
 
 import pytest
 
-from worlds.toolscale.act import UnfitError
-from worlds.toolscale.domains import build
+from worlds.toolscale.act import Act, UnfitError
+from worlds.toolscale.domains import BUILT_IN, build
 from worlds.toolscale.expert import altered
 from worlds.toolscale.pipeline import make_batch
-from worlds.toolscale.plan import LEVELS, Planner
-from worlds.toolscale.program import ToolError
+from worlds.toolscale.plan import LEVELS, MOST_CALLS, Planner
 from worlds.toolscale.score import Scorer, attempt, communicated
 from worlds.toolscale.tasks import to_task
 from worlds.toolscale.verify import mentions, signature, task_text, verify
-from worlds.toolscale.wishes import act_out
 
 
 @pytest.fixture(scope="module")
 def batch():
     return build("railway", 1)[0], make_batch(1, (1, 2, 3, 4, 5), "railway", 0)
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    """[(world, level, act, task), ...]: a few of every domain and level."""
+    found = []
+    for number, level in [(n, level) for n in range(4) for level in LEVELS]:
+        for name in BUILT_IN:
+            world, w = build(name, 1)
+            act = Planner(world, w, random.Random(f"{name}{number}{level}")).generate(level, number)
+            found.append((world, level, act, to_task(act, f"{name}-{number}-{level}", level)))
+    return found
 
 
 def find(batch, fits):
@@ -32,6 +44,10 @@ def find(batch, fits):
 
 def actions(task):
     return task["evaluation_criteria"]["actions"]
+
+
+def told_and_done(world, task):
+    return Scorer(world, task).effects and task["evaluation_criteria"]["communicate_info"]
 
 
 def words(task):
@@ -45,33 +61,66 @@ def test_every_task_is_solved_by_its_golden_calls_and_not_without_them(batch):
         scorer = Scorer(world, task)
         calls, said = scorer.golden, scorer.told
         writes = [calls[place] for place in scorer.effects]
-        wrong = altered(world, writes, random.Random(0)) if writes else []
-        scores = [scorer.score(attempt(*a)) for a in ((calls, said), ([], []), (wrong, said[1:]))]
-        assert scores == [1, 0, 0]
-        assert scorer.score(attempt(writes, said)) == 1, "reads are free"
-        assert 1 <= len(calls) <= 12 and verify(world, task) is None
-        assert {name for name, _ in calls} <= set(task["tools"])
+        assert scorer.score(attempt(calls, said)) == 1 and verify(world, task) is None
+        known = calls[:1] * (words(task)["unknown_info"] is not None)
+        assert scorer.score(attempt([*known, *writes], said)) == 1, "reads are free"
+        assert scorer.score([]) == (not writes and not said)
+        assert len(calls) <= MOST_CALLS
         for skipped in range(len(writes)):
-            assert scorer.score(attempt(writes[:skipped] + writes[skipped + 1 :], said)) == 0
+            wrong = altered(world, writes[skipped : skipped + 1], random.Random(0))
+            for other in ([], wrong):
+                changed = [*known, *writes[:skipped], *other, *writes[skipped + 1 :]]
+                assert scorer.score(attempt(changed, said)) == 0
         if said:
             assert scorer.score(attempt(calls)) == 0
         text = task_text(task)
         assert not any(mark in text for mark in ("{", "}", "<", "None", "  ", "..", " .", "_"))
-        assert words(task)["reason_for_call"].startswith(("You ", "Today "))
+        assert words(task)["reason_for_call"] == " ".join(wish["say"] for wish in task["wishes"])
 
 
-def test_the_level_is_a_dial():
-    world, w = build("weather", 2)
-    calls, tools = {}, {}
-    for level in LEVELS:
-        made = [Planner(world, w, random.Random(n)).generate(level, n) for n in range(25)]
-        # A draft is JSON, and acting it out is a function of it.
-        draft, act = made[0]
-        assert act_out(world, w, json.loads(json.dumps(draft))).calls == act.calls
-        calls[level] = sum(len(act.calls) for _, act in made)
-        tools[level] = sum(len(to_task(draft, act, "t")["tools"]) for draft, act in made)
-    assert all(calls[level] < calls[level + 1] for level in (1, 2, 3, 4))
-    assert tools[1] < tools[3] < tools[5]
+def test_conditions_are_as_often_true_as_not_and_levels_are_hard_for_who_tries_everything(drawn):
+    branches, naive, lengths, nothing = [], defaultdict(list), [], 0
+    for world, level, act, task in drawn:
+        branches += [truth for _, truth in act.twists]
+        naive[level].append(act.naive == act.tables)
+        lengths.append(len(words(task)["reason_for_call"].split()))
+        nothing += act.tables == world.tables
+    assert 0.3 < sum(branches) / len(branches) < 0.7
+    assert sum(bool(act.twists) for _, _, act, _ in drawn) > len(drawn) / 2
+    assert 0.1 < nothing / len(drawn) < 0.35
+    assert sum(lengths) / len(lengths) >= 60
+    rates = [sum(naive[level]) / len(naive[level]) for level in LEVELS]
+    assert rates[0] > 0.7 and rates[-1] < 0.2 and rates[0] > rates[2] > rates[4]
+
+
+def test_a_rule_that_no_tool_enforces_costs_who_breaks_it_the_task(drawn):
+    broken = 0
+    for world, _, act, task in drawn:
+        scorer = Scorer(world, task)
+        steps = attempt(scorer.golden, scorer.told)
+        for rule in task["rules"]:
+            assert rule["text"] in world.policy
+            if rule["check"] == "never":
+                (name,), arguments = rule["args"]["tools"], rule["args"]["where"]
+                tables = dict(act.tables)
+                world.call(tables, name, arguments)  # the tool lets it be done
+                broken += 1
+                tried = attempt([(name, arguments)])
+                assert scorer.score(steps) == 1 and scorer.score(steps + tried) == 0
+        if act.tables != world.tables:
+            silent = [step for step in steps if step[0] == "call"]
+            assert scorer.score(silent) == 0, "nothing was confirmed"
+    assert broken > 20
+    for name in BUILT_IN:
+        world, w = build(name, 1)
+        enforced = {step["rule"] for t in world.tools for step in t["program"] if "rule" in step}
+        assert len(w.data["rules"]) > (len(w.data["rules"]) + len(enforced)) / 3
+
+
+def test_what_is_offered_says_nothing_of_what_is_needed_and_the_policy_speaks_of_it(drawn):
+    for world, _, _, task in drawn:
+        assert task["tools"] == [*world.by_name]
+        assert {*re.findall(r"^- `(\w+)`", world.policy, re.M)} == {*world.by_name}
 
 
 # --- verification: each reason, by a task that was sound until one thing was changed
@@ -102,28 +151,31 @@ def test_each_reason_to_throw_a_task_away(batch):
     words(task)["task_instructions"] += f" You think of {told}."
     assert verify(world, task) == "the answer is in the text"
 
-    _, task = find(batch, lambda t: t["evaluation_criteria"]["communicate_info"])
+    _, task = find(batch, lambda t: told_and_done(world, t))
     task["evaluation_criteria"]["reward_basis"] = ["COMMUNICATE"]  # what is called does not matter
     assert verify(world, task) == "solved with an argument altered"
 
 
 def test_what_the_user_says_fits_one_record_alone():
-    """With a twin of every record, a draft that refers to one by its properties is unfit."""
-    world, w = build("railway", 1)
-    for role, ways in (("item", {"title"}), ("deal", {"title", "quantity", "when"})):
-        table, key, met = getattr(w, role).table, getattr(w, role).key, set()
-        rows = world.tables[table]
-        twins = {f"{name}9": row | {key: f"{name}9"} for name, row in rows.items()}
+    """With a twin of every record, no words for one fit it alone."""
+    for name in BUILT_IN:
+        world, w = build(name, 1)
         double = copy.copy(world)
-        double.tables = world.tables | {table: rows | twins}
-        for n in range(60):
-            draft, _ = Planner(world, w, random.Random(n)).generate(5, n)
-            used = {wish[role]["by"] for wish in draft["wishes"] if role in wish} & ways
-            met |= used
-            if used:
-                with pytest.raises((UnfitError, ToolError)):
-                    act_out(double, w, draft)
-        assert met == ways
+        double.tables = {
+            table: rows | {f"{key}9": row for key, row in rows.items()}
+            for table, rows in world.tables.items()
+        }
+        person = next(iter(world.tables[next(iter(w.data["tables"]))]))
+        for place, ok in ((world, True), (double, False)):
+            act = Act(place, w, person, random.Random(3), named=False)
+            act.by_id = dict.fromkeys(act.by_id, False)
+            for table in (name for name, ref in w.data["refs"].items() if "own" in ref):
+                said = []
+                for row in act.rows(table):
+                    act.mentioned.clear()
+                    with suppress(UnfitError):
+                        said.append(act.refer(table, row))
+                assert len(said) == len(set(said)) and (ok or not said)
 
 
 def test_near_duplicates_share_a_signature_and_others_do_not(batch):
@@ -145,15 +197,15 @@ def test_extra_reads_and_failed_calls_do_no_harm_and_an_extra_write_does(batch):
     world, task = find(batch, lambda t: t["evaluation_criteria"]["communicate_info"])
     scorer = Scorer(world, task)
     calls, said = scorer.golden, scorer.told
-    harmless = [("calculate", {"expression": "1 + 1"}), ("nothing", {}), (calls[-1][0], {})]
-    assert scorer.score(attempt([*harmless, *calls, *harmless], ["hello", *said])) == 1
-    email = next(name for name in world.by_name if "email" in name)
-    person, *_ = world.by_name[email]["function"]["parameters"]["properties"]
-    active = [row for row in next(iter(world.tables.values())).values() if "active" in row.values()]
-    extra = (email, {person: active[0][person], "email": "x@y.example"})
-    assert scorer.score(attempt([*calls, extra], said)) == 0
+    failed = [("call", calls[-1][0], {}, True)]
+    harmless = [*attempt([("calculate", {"expression": "1 + 1"}), ("nothing", {})]), *failed]
+    golden = attempt(calls, ["hello", *said])
+    assert scorer.score([*harmless, *golden, *harmless]) == 1
+    other = find(batch, lambda t: t["id"] != task["id"] and Scorer(world, t).effects)[1]
+    extra = [Scorer(world, other).golden[Scorer(world, other).effects[0]]]
+    assert scorer.score([*golden, *attempt(extra)]) == 0
     scorer.basis = ["ACTION", "COMMUNICATE"]
-    assert scorer.score(attempt([*calls, extra], said)) == 1
+    assert scorer.score([*golden, *attempt(extra)]) == 1
 
 
 def test_a_dump_of_numbers_or_of_all_values_tells_nothing(batch):

@@ -1,7 +1,7 @@
 """Writes the blueprint of a domain with a language model behind an OpenAI-compatible endpoint.
 
-The model is shown the blueprint of the railway and writes one for another domain: names, fields,
-ranges and phrases. The answer is checked; one that cannot be used is asked for again with what was
+The model is shown the file of the railway and writes one for another domain: tables, tools, rules,
+wishes and phrases. The answer is checked; one that cannot be used is asked for again with what was
 wrong. From there on the world and its tasks are made and proved as those of the built-in domains.
 """
 
@@ -19,13 +19,13 @@ from worlds.toolscale.pipeline import make_batch
 from worlds.toolscale.world import write_json
 
 ATTEMPTS = 3
-PROMPT = """This JSON describes the service desk of a railway: what its people, places, items, \
-deals and other records are called, which further fields they have, and how customers ask.
+PROMPT = """This JSON is the service desk of a railway as data: tables and how their fields are \
+drawn, tools with programs, rules, the wishes of customers and how they say them.
 
 {example}
 
-Write the same for the domain "{domain}", with other words, as rich and of the same form. "domain" \
-must be "{name}". The placeholders in braces must stay. Answer with JSON only."""
+Write the same for the domain "{domain}", with tables, tools and wishes of its own, as rich and of \
+the same form. "domain" must be "{name}". Answer with JSON only."""
 
 
 def write_blueprint(domain: str, directory: Path, endpoint: str, model: str, seed: int) -> str:

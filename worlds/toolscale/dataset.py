@@ -27,11 +27,11 @@ from worlds.toolscale.environment import SIMULATED, DomainEnvironment, Models
 from worlds.toolscale.expert import next_turn
 from worlds.toolscale.program import Json
 from worlds.toolscale.rows import read_row, restored, unfit
+from worlds.toolscale.tasks import HELD_OUT, split
 from worlds.toolscale.tau2 import load_domain
 from worlds.toolscale.user import ScriptedUser, wishes
 from worlds.toolscale.world import World, check_shape
 
-HELD_OUT = 5  # every fifth task of a domain is held out
 STEP_TOKENS = 4000, 400  # that an expert reads and writes for a step, for the bounds of a reward
 
 
@@ -61,7 +61,8 @@ class ToolScaleWorld:
         if self.models.experts is not None:
             offered = [expert for expert in offered if expert["model"] in self.models.experts]
         if "preference" in tau2:
-            preference = Preference.of("", tau2["preference"], tau2["id"])
+            words = tau2.get("wish", "")
+            preference = Preference.of(words, tau2["preference"], tau2["id"])
         else:
             preference = preferences.draw(rng, [expert["alias"] for expert in offered], split)
         world = self.worlds[tau2["domain"]]
@@ -127,16 +128,6 @@ def texts(world: ToolScaleWorld, count: int) -> Iterator[str]:
     for index in range(count):
         env = world.environment(world.task("train", index), 0)
         yield chat.render(env.messages, env.tools)
-
-
-def split(tasks: Sequence[Json]) -> dict[str, list[Json]]:
-    """Returns {"train", "held_out"}: every fifth task of each domain is held out."""
-    splits = {"train": [], "held_out": []}
-    counts = Counter()
-    for task in tasks:
-        counts[task["domain"]] += 1
-        splits["train" if counts[task["domain"]] % HELD_OUT else "held_out"].append(task)
-    return splits
 
 
 def load_world(path: str | Path, seed: int = 0, models: Models = SIMULATED) -> ToolScaleWorld:

@@ -20,10 +20,11 @@ from tqdm import tqdm
 
 from nanorchestra.errors import require
 from nanorchestra.files import read_json, write_whole
+from worlds.toolscale.act import UnfitError
 from worlds.toolscale.domains import build
 from worlds.toolscale.plan import Planner
 from worlds.toolscale.program import Json
-from worlds.toolscale.tasks import to_task
+from worlds.toolscale.tasks import offer, split, to_task
 from worlds.toolscale.verify import DUPLICATE, signature, verify
 from worlds.toolscale.world import write_json
 
@@ -44,8 +45,12 @@ def make_batch(seed: int, levels: Sequence[int], domain: str, number: int) -> Js
         place = number * BATCH + len(tasks)
         rng = random.Random(f"{seed}/{world.domain}/{number}/{attempt}")
         level = levels[len(tasks) % len(levels)]
-        draft, act = Planner(world, words, rng).generate(level, place)
-        task = to_task(draft, act, f"{world.domain}-{seed}-{place}")
+        try:
+            act = Planner(world, words, rng).generate(level, place)
+        except UnfitError as error:
+            rejected[str(error)] += 1
+            break
+        task = to_task(act, f"{world.domain}-{seed}-{place}", level)
         reason = verify(world, task) or (DUPLICATE if signature(task) in tasks else None)
         if reason:
             rejected[reason] += 1
@@ -74,11 +79,13 @@ def make_all(
     wanted: dict[str, int],
     make: Make,
     out: Path,
+    seed: int,
     workers: Callable[[Callable, Iterable], Iterable[Json]],
 ) -> tuple[list[Json], Counter[str]]:
     """Makes `wanted[d]` tasks of each domain; returns them, and how many were thrown away why.
 
-    `workers` maps a function over batches, in order. Near duplicates across batches are dropped.
+    `workers` maps a function over batches, in order; `seed` is that of the experts on offer. Near
+    duplicates across batches are dropped.
     """
     if done := len(list((out / "parts").iterdir())):
         print(f"going on with {done} batches that were there", file=sys.stderr)
@@ -101,6 +108,9 @@ def make_all(
                 # A domain that gives nothing new is left as it is.
                 lacking[domain] = max(lacking[domain] - len(new), 0) if new else 0
     tasks = [task for turn in itertools.zip_longest(*kept.values()) for task in turn if task]
+    for name, part in split(tasks).items():
+        for task in part:
+            offer(task, name, seed)
     return tasks, rejected
 
 

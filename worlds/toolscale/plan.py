@@ -1,162 +1,246 @@
-"""Plans tasks: drafts of who calls and what they want, from easy to hard.
+"""Plans tasks: who calls, and what they want, with as many twists as the level says.
 
-`generate` starts from one wish with every number known and makes it harder as often as its level
-says: another wish, a number that must be looked up, a condition.
+What a twist comes to is drawn before the records: whether the fact is so, whether a rule forbids
+it, whether the first choice can be had. Records that do not make it so are drawn again.
 """
 
 from __future__ import annotations
 
-import copy
-import itertools
 import random
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
-from worlds.toolscale.act import PHRASES, Act, UnfitError
-from worlds.toolscale.program import Json, ToolError
-from worlds.toolscale.records import Draws
-from worlds.toolscale.wishes import act_out
-from worlds.toolscale.words import ROLES, Words, expand
+from worlds.toolscale.act import PHRASES, Act, UnfitError, people
+from worlds.toolscale.program import ToolError
+from worlds.toolscale.records import holds
+from worlds.toolscale.wishes import TRIES, Wish
+from worlds.toolscale.words import Words
 from worlds.toolscale.world import World
 
-MOST_WISHES = 4
-LEVELS = {1: (0, 0), 2: (1, 2), 3: (3, 4), 4: (5, 6), 5: (7, 9)}  # how often a draft is evolved
-WISHES, WAYS = PHRASES["wishes"], PHRASES["ways"]
-CHANGES = ("cancel", "quantity", "option", "exchange")  # wishes that a rule may forbid
+LEVELS = {1: (1, 0), 2: (2, 1), 3: (2, 2), 4: (3, 3), 5: (4, 4)}  # wishes, and twists
+TWISTS = {"if": 5, "rule": 4, "prefer": 3, "all": 2, "mind": 1}
+NOTHING = 0.15  # the share of tasks all of whose wishes come to nothing
+TRUE = 0.57  # the share of conditions that are true, in the other tasks
+NAMED = 0.7  # the share of users who do not know their number
+MOST_CALLS = 16
+MOST_DRAWS = 400  # of callers and wishes, until all can be had
 
 
-class Planner(Draws):
-    """Draws drafts for a world. What a draft says is seen to be possible when it is acted out."""
+class Planner:
+    """Draws tasks for a world."""
 
     def __init__(self, world: World, words: Words, rng: random.Random):
-        super().__init__(words, rng, world.tables)
-        self.world = world
-        self.rows = {role: world.tables[getattr(words, role).table] for role in ROLES}
+        self.world, self.words, self.data, self.rng = world, words, words.data, rng
+        self.frames = PHRASES["frames"]["held_out" if self.data.get("held_out") else "train"]
+        self.kinds = self.data["wishes"]
+        wishes = self.kinds.values()
+        self.twists = {t: share for t, share in TWISTS.items() if any(map(NEEDS[t], wishes))}
 
-    def generate(self, level: int, focus: int = 0) -> tuple[Json, Act]:
-        """Returns a draft of the level (1 to 5) and its act.
+    def generate(self, level: int, focus: int = 0, known: bool = False) -> Act:
+        """Returns a task of the level (1 to 5), acted out. Raises UnfitError if none can be had.
 
-        `focus` chooses the kind of the first wish, if that can be done.
+        `focus` chooses the kind of a first wish that has no twist, if that can be done. With
+        `known` the user knows every key and wishes nothing that comes to nothing.
         """
-        kind = list(WISHES)[focus % len(WISHES)]
-        people = [k for k, row in self.rows["person"].items() if row[self.w.status] == "active"]
-        for attempt in itertools.count():
-            person, seed = self.rng.choice(people), self.rng.getrandbits(32)
-            caller = {"by": "id", "key": person}
-            draft = {"seed": seed, "person": caller, "wishes": [], "level": level}
-            self.row = self.rows["person"][person]
-            first = partial(self._add_wish, kind=kind if attempt < 20 else None)
-            if grown := self._grow(draft, first):
-                break
-        changes = (self._add_wish, self._hide, self._condition)
-        for _ in range(self.rng.randint(*LEVELS[level])):
-            for _ in range(8):  # until one of the changes that are tried can be done
-                change = self.rng.choices(changes, (4, 5, 3))[0]
-                if harder := self._grow(grown[0], change):
-                    grown = harder
-                    break
-        return grown
+        wishes, twists = LEVELS[level]
+        callers = [
+            key
+            for key, row in self.world.tables[people(self.data)].items()
+            if holds(self.data["identify"].get("where", ""), {"me": row})
+        ]
+        quiet = not known and self.rng.random() < NOTHING
+        for attempt in range(MOST_DRAWS):
+            if attempt % 20 == 0:
+                drawn = self.rng.choices(list(self.twists), self.twists.values(), k=twists)
+                if quiet:
+                    drawn = [self.rng.choice(("if", "rule")) for _ in range(max(1, twists))]
+                plan = ["plain"] * (wishes - len(drawn)) + drawn
+                self.rng.shuffle(plan)
+                plan.sort(key=lambda twist: twist != "all")  # the hardest to have
+                truths = [not quiet and self.rng.random() < TRUE for _ in plan]
+                named = not known and self.rng.random() < NAMED
+            act = Act(self.world, self.words, self.rng.choice(callers), self.rng, named, known)
+            for number, (twist, truth) in enumerate(zip(plan, truths, strict=True)):
+                first = [*self.kinds][focus % len(self.kinds)] if not number else None
+                last = number == len(plan) - 1
+                act = act and self._added(act, twist, truth, quiet, first, last)
+                if act:
+                    act.marks.append((len(act.calls), len(act.communicate)))
+            if act and len(act.calls) <= MOST_CALLS:
+                return act
+        raise UnfitError("no wishes can be had")
 
-    def _grow(self, draft: Json, change: Any) -> tuple[Json, Act] | None:
-        """Returns the draft with a change, and its act; None if that cannot be done."""
-        harder = copy.deepcopy(draft)
-        try:
-            change(harder)
-            return harder, act_out(self.world, self.w, harder)
-        except (UnfitError, ToolError):
-            return None
+    def _added(
+        self, act: Act, twist: str, truth: bool, quiet: bool, first: str | None, last: bool
+    ) -> Act | None:
+        """Returns the act with one wish more, or None if none can be had."""
+        kinds = {
+            kind: wish.get("weight", 2)
+            for kind, wish in self.kinds.items()
+            if NEEDS[twist](wish) and (last or not wish.get("last"))
+            if not (quiet and twist == "plain" and "do" in wish)
+        }
+        for attempt in range(TRIES if kinds else 0):
+            kind = self.rng.choices(list(kinds), kinds.values())[0]
+            kind = first if first in kinds and attempt < 3 else kind
+            trial = act.clone()
+            try:
+                getattr(self, f"_{twist}")(trial, Wish(trial, kind), truth, quiet)
+                return trial
+            except (UnfitError, ToolError):
+                pass
+        return None
 
-    def _add_wish(self, draft: Json, kind: str | None = None) -> None:
-        wishes = draft["wishes"]
-        # After a hand-over nothing more can be done.
-        handed = any(wish["kind"] == "handover" or wish.get("refused") for wish in wishes)
-        if len(wishes) >= MOST_WISHES or handed:
-            raise UnfitError("no more wishes")
-        if kind is None:
-            there = {wish["kind"] for wish in wishes} - {"create", "item_field"}
-            kinds = [kind for kind in WISHES if kind not in there]
-            kind = self.rng.choices(kinds, [WISHES[kind]["weight"] for kind in kinds])[0]
-        wish = {"kind": kind, "phrase": self.rng.randrange(60)}
-        for field, (draw, *values) in expand(WISHES[kind]["draw"], self.w).items():
-            wish[field] = getattr(self, draw)(*values)
-        wishes.append(wish)
+    # --- a wish, plainly or with a twist: each adds its sentences to the act
 
-    # --- what a wish is about
+    def _plain(self, act: Act, wish: Wish, truth: bool, quiet: bool) -> None:
+        self._fit(wish)
+        self._say(act, "plain", a=wish.wanted())
+        self._done(act, wish)
 
-    def item(self) -> Json:
-        """Refers to any item by its id."""
-        return {"by": "id", "key": self.rng.choice(list(self.rows["item"]))}
+    def _if(self, act: Act, wish: Wish, truth: bool, quiet: bool) -> None:
+        fact = self.rng.choice(wish.data["facts"])
+        if "limit" in fact:
+            wish.near(fact, truth)
+        if holds(fact["test"], wish.scope) != truth or wish.broken():
+            raise UnfitError("the fact is otherwise, or a rule forbids it")
+        self._either(act, wish, truth, quiet, "if", a=wish.said(), fact=wish.words(fact["say"]))
 
-    def items(self) -> list[Any]:
-        """Refers to two items, each with a quantity."""
-        return [[self.item(), self.rng.randint(2, 9)] for _ in range(2)]
+    def _rule(self, act: Act, wish: Wish, truth: bool, quiet: bool) -> None:
+        broken = wish.broken()
+        if len(broken) != (not truth) or not wish.can():
+            raise UnfitError("the rules are otherwise")
+        if broken and not act.attempt(wish.data["do"], wish.scope, dict(act.tables)):
+            raise UnfitError("a tool forbids it too")
+        for rule in broken:
+            wish.forbidden(rule)
+        self._either(act, wish, truth, quiet, "rule", a=wish.wanted())
 
-    def held(self, role: str) -> Json:
-        """Refers to any deal or extra of the person by its id."""
-        holder = self.w.person.key
-        mine = [key for key, row in self.rows[role].items() if row[holder] == self.row[holder]]
-        return {"by": "id", "key": self.one(mine)}
+    def _either(
+        self, act: Act, wish: Wish, truth: bool, quiet: bool, name: str, **words: str
+    ) -> None:
+        """The wish if it holds; else nothing, or another wish."""
+        act.twists.append((name, truth))
+        wish.look()
+        other = None
+        if not quiet and self.rng.random() < 0.5:
+            other = self._other(act, wish)
+            words["b"] = other.said()
+        questions = []
+        if truth:
+            self._fit(wish)
+            questions = wish.do()
+        elif other:
+            other.look()
+            questions = other.do()
+        if not act.attempt(wish.data["do"], wish.scope) and other:
+            act.attempt(other.data["do"], other.scope)
+        self._say(act, f"{name} else" if other else name, **words)
+        self._ask(act, questions if truth or not other else ())
 
-    def chance(self, share: float) -> bool:
-        """Returns True in this share of cases."""
-        return self.rng.random() < share
+    def _prefer(self, act: Act, wish: Wish, truth: bool, quiet: bool) -> None:
+        fact = self.rng.choice([fact for fact in wish.data["facts"] if "instead" in fact])
+        if holds(fact["test"], wish.scope) != truth:
+            raise UnfitError("the fact is otherwise")
+        act.twists.append(("prefer", truth))
+        wanted, name = wish.wanted(), fact["instead"]
+        first, words = wish.scope[name], wish.words(fact["not"])
+        attempted = [dict(wish.scope)]
+        wish.draw(name, fact["test"])
+        attempted.append(dict(wish.scope))
+        self._say(act, "prefer", a=wanted, otherwise=words, b=wish.words(fact["else"]))
+        if wish.scope[name] == first:
+            raise UnfitError("the same again")
+        if truth:
+            wish.scope[name] = first
+        self._fit(wish)
+        wish.look()
+        self._ask(act, wish.do())
+        any(act.attempt(wish.data["do"], scope) for scope in attempted)
 
-    def other(self) -> str:
-        """Chooses another person."""
-        people = self.rows["person"].items()
-        return self.rng.choice([key for key, row in people if row is not self.row])
+    def _all(self, act: Act, wish: Wish, truth: bool, quiet: bool) -> None:
+        every = wish.data["all"]
+        if "limit" in every:
+            wish.near(every, self.rng.random() < 0.5)
+        rows = [r for r in wish.mine() if holds(every["test"], wish.scope | {"it": r})]
+        allowed = []
+        for row in rows:
+            wish.scope["it"] = row
+            allowed.append(not wish.broken())
+            if not wish.can():
+                raise UnfitError("the tools do not let it be done")
+        if len(rows) < 2 or all(allowed) != truth or not any(allowed):
+            raise UnfitError("too few, or the rules are otherwise")
+        act.twists.append(("all", truth))
+        table = wish.data["it"]
+        act.by_id = act.by_id | {table: False}
+        for call in act.data["refs"][table]["find"]:
+            act.call(call, wish.scope)
+        self._say(act, "plain", a=wish.words(self.rng.choice(every["say"])))
+        act.unknown.append(act.data["refs"][table]["unknown"])
+        for row, good in zip(rows, allowed, strict=True):
+            wish.scope["it"] = row
+            wish.look()
+            act.attempt(wish.data["do"], wish.scope)
+            if good:
+                wish.do(tell=False)
+            else:
+                wish.forbidden(wish.broken()[0])
 
-    def address(self) -> str:
-        """Returns a new email address."""
-        number, host = self.rng.randint(10, 99), self.rng.choice(("mail", "post", "inbox"))
-        return f"{self.row['first_name']}{number}@{host}.example".lower()
+    def _mind(self, act: Act, wish: Wish, truth: bool, quiet: bool) -> None:
+        other = self._other(act, wish, wish.scope["it"])
+        self._say(act, "mind", a=wish.said(), b=other.wanted())
+        act.attempt(wish.data["do"], wish.scope)
+        self._done(act, other)
 
-    def city(self) -> str:
-        """Chooses another city."""
-        cities = {row["city"] for row in self.rows["person"].values()} - {self.row["city"]}
-        return self.rng.choice(sorted(cities))
+    # --- parts
 
-    def one(self, values: list[Any]) -> Any:
-        """Chooses one of the values. Raises UnfitError if there is none."""
-        if not values:
-            raise UnfitError("nothing to choose from")
-        return self.rng.choice(values)
+    def _other(self, act: Act, wish: Wish, it: object = None) -> Wish:
+        """Another wish, which can be had; about the same record, if it is given."""
+        kinds = [
+            kind
+            for kind, data in self.kinds.items()
+            if kind != wish.kind and "do" in data and not data.get("last")
+            if it is None or data.get("it") == wish.data["it"]
+        ]
+        if not kinds:
+            raise UnfitError("no other wish")
+        other = Wish(act, self.rng.choice(kinds), it)
+        if it is not None and it not in other.mine():
+            raise UnfitError("not of this record")
+        if it is None and other.scope.get("it") == wish.scope.get("it"):
+            raise UnfitError("the same record")
+        self._fit(other)
+        if "it" in other.data:
+            act.used.add(other.scope["it"][act.data["tables"][other.data["it"]]["key"]])
+        return other
 
-    # --- what makes a draft harder
+    @staticmethod
+    def _fit(wish: Wish) -> None:
+        if wish.broken() or not wish.can():
+            raise UnfitError("it cannot be done")
 
-    def _hide(self, draft: Json) -> None:
-        """Takes a number away from the user, so that it must be looked up."""
-        refs = [("person", draft["person"])]
-        for wish in draft["wishes"]:
-            refs += [(role, wish[role]) for role in ("item", "deal", "extra") if role in wish]
-            refs += [("item", ref) for ref, _ in wish.get("items", ())]
-        role, ref = self.one([(role, ref) for role, ref in refs if ref["by"] == "id"])
-        ref["by"] = self.rng.choices(list(WAYS[role]), WAYS[role].values())[0]
-        ref |= {"pick": self.rng.randrange(2), "margin": self.rng.uniform(1.0, 1.6)}
+    def _done(self, act: Act, wish: Wish) -> None:
+        wish.look()
+        act.attempt(wish.data.get("do", []), wish.scope)
+        self._ask(act, wish.do())
 
-    def _condition(self, draft: Json) -> None:
-        """Adds a condition.
+    def _say(self, act: Act, frame: str, **words: str) -> None:
+        frames = self.frames[frame]
+        if frame == "plain":
+            frames = frames["next" if act.wishes else "first"]
+        act.mentioned.clear()
+        act.wishes.append(self.rng.choice(frames).format(**words))
 
-        Another item if too few are left, money first if the balance is too low, or a person if a
-        rule forbids it.
-        """
-        wish = self.rng.choice(draft["wishes"])
-        if wish["kind"] == "create" and "unless" not in wish:
-            self._unless(wish)
-        elif wish is draft["wishes"][-1] and wish["kind"] in CHANGES and "refused" not in wish:
-            wish |= {"refused": True, "told": False, "deal": self.held("deal")}
-        else:
-            raise UnfitError("no wish for a condition")
+    def _ask(self, act: Act, questions: Sequence[str]) -> None:
+        for question in filter(None, questions):
+            act.wishes[-1] += " " + self.rng.choice(self.frames["ask"]).format(question)
 
-    def _unless(self, wish: Json) -> None:
-        if self.chance(0.5):
-            amount = self.integer(10, self.w.rules.top_up, 5)
-            wish["unless"] = {"kind": "funds", "amount": amount}
-            return
-        items, stock, other = self.rows["item"], self.w.stock.field, self.item()["key"]
-        wish["unless"] = {"kind": "instead", "key": other}
-        if self.chance(0.6):  # an item that runs short, so that the condition holds
-            short = [key for key, row in items.items() if row[stock] < wish["quantity"]]
-            wish["item"] = {"by": "title", "key": self.one(short)}
-        if wish["item"]["key"] == other:
-            raise UnfitError("the same item")
+
+NEEDS = {  # what a wish must have for a twist
+    "plain": lambda wish: True,
+    "if": lambda wish: "facts" in wish,
+    "rule": lambda wish: "rules" in wish,
+    "prefer": lambda wish: any("instead" in fact for fact in wish.get("facts", ())),
+    "all": lambda wish: "all" in wish,
+    "mind": lambda wish: "do" in wish and "it" in wish,
+}

@@ -10,7 +10,8 @@ copy of their outer dict. No step executes code; arithmetic is the four operatio
                                                                    the only record that fits
     {"op": "select", "table": T, "where": [...], "fields": [...], "as": V}
                                              all that fit; "fields" may be left out
-    {"op": "aggregate", "function": "count|sum|mean", "rows": E, "field": FIELD, "as": V}
+    {"op": "change", "rows": E, "where": [...], "set": {FIELD: E}, "as": V}
+                                             the rows, with those that fit changed
     {"op": "require", "if": [E, CMP, E], "error": TEXT, "rule": TEXT}
                                              a precondition; `rule` is its sentence in the policy
     {"op": "compute", "as": V, "value": E, "rule": TEXT}
@@ -19,9 +20,11 @@ copy of their outer dict. No step executes code; arithmetic is the four operatio
     {"op": "delete", "table": T, "key": E}
     {"op": "return", "value": E}
 
+`find` and `select` take {"rows": E}, a list of records, in place of a table.
 E is a literal, "$name" or "$name.field" (an argument or a variable), or one operation:
 {"+": [E, E]}, "-", "*", "/", {"round": [E, digits]}, {"lookup": [E, {literal: value}]},
-{"next_id": [TABLE, PREFIX]}, {"calculate": E}, {"object": {NAME: E}}.
+{"next_id": [TABLE, PREFIX]}, {"calculate": E}, {"object": {NAME: E}}, {"list": [E, ...]},
+{"count": E}, {"sum": [E, FIELD]}, {"mean": [E, FIELD]}.
 CMP is one of == != < <= > >= in. A TEXT may name variables: "There is no order {order_id}."
 """
 
@@ -49,11 +52,6 @@ COMPARE = {
     ">=": operator.ge,
     "in": lambda value, options: value in options,
 }
-AGGREGATE = {
-    "count": len,
-    "sum": lambda values: round(sum(values), 2),
-    "mean": lambda values: round(sum(values) / len(values), 2),
-}
 
 
 class ToolError(Exception):
@@ -78,6 +76,11 @@ def run(tool: Json, arguments: Json, tables: Tables) -> Any:
         name = tool["function"]["name"]
         raise ToolError(f"{name} cannot be done with these arguments ({reason})") from None
     tables.update(call.tables)
+
+
+def evaluate(e: Any, scope: Json) -> Any:
+    """Returns the value of an expression over variables. Raises LookupError, TypeError."""
+    return _Call(scope, {}).value(e)
 
 
 class _Call:
@@ -114,7 +117,8 @@ class _Call:
         self.scope[step["as"]] = record
 
     def fitting(self, step: Json) -> list[Json]:
-        rows = list(self.tables[step["table"]].values())
+        rows = self.value(step["rows"]) if "rows" in step else self.tables[step["table"]].values()
+        rows = list(rows)
         for field, compare, right in step["where"]:
             fits, wanted = COMPARE[compare], self.value(right)
             rows = [row for row in rows if fits(row[field], wanted)]
@@ -131,10 +135,10 @@ class _Call:
             rows = [{field: row[field] for field in step["fields"]} for row in rows]
         self.scope[step["as"]] = rows
 
-    def aggregate(self, step: Json) -> None:
+    def change(self, step: Json) -> None:
+        fitting, values = self.fitting(step), self.values(step["set"])
         rows = self.value(step["rows"])
-        values = [row[step["field"]] for row in rows] if "field" in step else rows
-        self.scope[step["as"]] = AGGREGATE[step["function"]](values)
+        self.scope[step["as"]] = [row | values if row in fitting else row for row in rows]
 
     def require(self, step: Json) -> None:
         left, compare, right = step["if"]
@@ -157,6 +161,10 @@ class _Call:
         del rows[self.value(step["key"])]
         self.tables[step["table"]] = rows
 
+    def column(self, operands: list[Any]) -> list[float]:
+        rows, field = operands
+        return [row[field] for row in self.value(rows)]
+
     def next_id(self, operands: list[str]) -> str:
         table, prefix = operands
         ends = [key.removeprefix(prefix) for key in self.tables[table]]
@@ -169,6 +177,10 @@ OPERATIONS = {
     "calculate": lambda call, e: calculate(call.value(e)),
     "next_id": _Call.next_id,
     "object": _Call.values,
+    "list": lambda call, e: [call.value(each) for each in e],
+    "count": lambda call, e: len(call.value(e)),
+    "sum": lambda call, e: round(sum(call.column(e)), 2),
+    "mean": lambda call, e: round(sum(call.column(e)) / len(call.column(e)), 2),
 }
 _SIGNS = {
     ast.Add: "+",

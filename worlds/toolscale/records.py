@@ -1,137 +1,179 @@
-"""Draws the records of a domain, field by field, as domains/template.json says."""
+"""Draws the records of a domain, field by field, as its file says."""
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Iterable
+from collections.abc import Sequence
+from datetime import date
 from typing import Any
 
-from worlds.toolscale.program import Json, Tables
-from worlds.toolscale.words import Words, draw_date
+from nanorchestra.errors import require
+from worlds.toolscale import source
+from worlds.toolscale.program import COMPARE, Json, Tables, evaluate
+from worlds.toolscale.words import day
 
-TYPES = {int: "integer", float: "number", str: "string"}
-
-
-def field_shape(value: Any, kind: str, *values: Any) -> Json:
-    """Returns the schema of a field that is drawn in this way; `value` is one of those drawn."""
-    shape = {"type": TYPES[type(value)]}
-    if kind in ("enum", "state", "states"):
-        shape["enum"] = values[0]
-    return shape | ({"link": values[0]} if kind == "link" else {})
+TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
 
 
-def draw_tables(w: Words, fields: Json, rng: random.Random) -> Tables:
-    """Returns about 350 records. `fields` has, for each role, {field: [kind of draw, *values]}."""
-    common, draws = w.common, Draws(w, rng, {})
-    names = list(itertools.product(common["first"], common["last"]))
-    draws.fill(fields, "person", rng.sample(names, 80), rng.randint(60, 80))
-    patterns = w.blueprint["place"]["names"]
-    places = [(p.format(city=city), city) for p in patterns for city in common["cities"]]
-    draws.fill(fields, "place", rng.sample(places, 26), rng.randint(18, 26))
-    titles = list(map(" ".join, itertools.product(*w.blueprint["item"]["titles"])))
-    titles = rng.sample(titles, min(len(titles), 70))
-    # In twentieths of a dollar and each once, so that "the cheapest" is one item.
-    low, high = (int(20 * price) for price in w.blueprint["item"]["price"][1:])
-    prices = [price / 20 for price in rng.sample(range(low, high), len(titles))]
-    items = zip(titles, prices, strict=True)
-    draws.fill(fields, "item", items, min(len(titles), rng.randint(56, 70)))
-    count = rng.randint(120, 140)
-    days = sorted(rng.sample(range(359), count))
-    dates = [(f"2025-{day // 30 + 1:02d}-{day % 30 % 28 + 1:02d}",) for day in days]
-    draws.fill(fields, "deal", dates, count)
-    draws.fill(fields, "extra", [()] * 64, rng.randint(50, 64))
-    return draws.tables
+def holds(text: str, scope: Json) -> bool:
+    """Returns whether the conditions of a text are true; what cannot be looked up is not."""
+    try:
+        return all(
+            COMPARE[compare](evaluate(left, scope), evaluate(right, scope))
+            for left, compare, right in source.conditions(text)
+        )
+    except (LookupError, TypeError):
+        return False
 
 
-def charge(w: Words, person: Json, item: Json, quantity: int, option: str) -> float:
-    """Returns what a deal costs in dollars, before rounding, as the tools compute it."""
-    full = item[w.price.field] * quantity * w.options[option]
-    return full * (1 - w.rules.discount[person[w.tier]] / 100)
+def shape(values: Sequence[Any], how: Any) -> Json:
+    """Returns the schema of a field that has these values and is drawn so."""
+    types = [TYPES.get(type(value), "object") for value in values if value is not None]
+    found: Json = {"type": types[0] if len(types) == len(values) else [types[0], "null"]}
+    kind = how[0] if isinstance(how, list) else ""
+    if kind == "enum":
+        found["enum"] = list(how[1])
+    return found | ({"link": how[1]} if kind in ("link", "owner") else {})
 
 
 class Draws:
-    """Draws values: each method is a kind of draw that the JSON files name.
+    """Draws values: each public method is a kind of draw that a domain's file may name.
 
-    `row` is the record so far (for a wish, that of the person who calls); `given` has the values of
-    the record that are not drawn.
+    `row` is the record so far, `number` its place in the table.
     """
 
-    def __init__(self, w: Words, rng: random.Random, tables: Tables):
-        self.w, self.rng, self.tables = w, rng, tables
+    def __init__(self, common: Json, today: str, rng: random.Random, tables: Tables):
+        self.common, self.today, self.rng, self.tables = common, today, rng, tables
+        self.row: Json = {}
+        self.number = 0
 
-    def fill(self, fields: Json, name: str, given: Iterable[tuple], count: int) -> None:
-        """Draws `count` records of a role; `given` has what the next record does not draw."""
-        role, start = getattr(self.w, name), self.rng.randint(100, 400)
-        numbers = self.rng.sample(range(start, start + 4 * count), count)
-        rows = self.tables[role.table] = {}
-        for number, values in zip(sorted(numbers), given, strict=False):
-            key = f"{role.prefix}{number}"
-            self.row, self.given = {}, iter((key, *values))
-            for field, (kind, *more) in fields[name].items():
-                self.row[field] = getattr(self, kind)(*more)
+    def fill(self, name: str, table: Json) -> None:
+        """Draws the records of a table."""
+        count, start = table["count"], self.rng.randint(100, 400)
+        numbers = sorted(self.rng.sample(range(start, start + 4 * count), count))
+        rows = self.tables[name] = {}
+        for self.number, number in enumerate(numbers):
+            key = f"{table['prefix']}{number}"
+            self.row = {table["key"]: key}
+            for field, how in table["fields"].items():
+                self.row[field] = self.value(how)
             rows[key] = self.row
 
-    def next(self) -> Any:
-        """The next of the given values."""
-        return next(self.given)
+    def value(self, how: Any) -> Any:
+        """Draws a value, or a record of them."""
+        if isinstance(how, dict):
+            return {field: self.value(each) for field, each in how.items()}
+        kinds = [kind for kind in vars(Draws) if kind[0] != "_" and kind not in ("fill", "value")]
+        require(how[0] in kinds, f"{how[0]!r} is no kind of draw: {', '.join(kinds)}")
+        return getattr(self, how[0])(*how[1:])
 
-    def integer(self, low: int, high: int, step: int) -> int:
-        """A number from `low` to `high`."""
-        return self.rng.randrange(low, high + 1, step)
-
-    def number(self, low: int, high: int) -> str:
-        """Digits."""
-        return str(self.rng.randint(low, high))
-
-    def enum(self, values: list[Any]) -> Any:
-        """One of the values."""
-        return self.rng.choice(values)
+    def enum(self, values: Any) -> Any:
+        """One of the values, or of the names of {name: weight}."""
+        weights = list(values.values()) if isinstance(values, dict) else None
+        return self.rng.choices(list(values), weights)[0]
 
     name = enum  # one of the values, which the schema does not list
 
-    def state(self, values: list[str]) -> str:
-        """The first value as a rule."""
-        return values[self.rng.random() < 0.08]
+    def first(self) -> str:
+        """A first name."""
+        return self.rng.choice(self.common["first"])
 
-    def states(self, values: list[str]) -> str:
-        """The first of three values as a rule."""
-        return self.rng.choices(values, (8, 1, 1))[0]
+    def last(self) -> str:
+        """A last name; no two records of a table share first and last."""
+        taken = {(row["first_name"], row["last_name"]) for row in self._before()}
+        names = [
+            name for name in self.common["last"] if (self.row["first_name"], name) not in taken
+        ]
+        return self.rng.choice(names)
 
-    def date(self, first: int, last: int) -> str:
-        """A day of these years."""
-        return draw_date(self.rng, first, last)
+    def city(self) -> str:
+        """A city."""
+        return self.rng.choice(self.common["cities"])
 
-    def phone(self) -> str:
-        """A phone number."""
-        return f"555-{self.rng.randint(1000, 9999)}"
+    def email(self) -> str:
+        """The address of a person."""
+        return f"{self.row['first_name']}.{self.row['last_name']}@example.com".lower()
+
+    def title(self, *parts: list[str]) -> str:
+        """A word of each part; no two records of a table share all."""
+        taken = {
+            value for row in self._before() for value in row.values() if isinstance(value, str)
+        }
+        while (words := " ".join(map(self.rng.choice, parts))) in taken:
+            pass
+        return words
+
+    def mailbox(self) -> str:
+        """A new address for the person who calls."""
+        host = self.rng.choice(("post", "inbox", "mail"))
+        return f"{self.row['me']['first_name']}{self.rng.randint(10, 99)}@{host}.example".lower()
+
+    def code(self, prefix: str, count: int) -> str:
+        """A prefix and a number of so many digits."""
+        return prefix + self.digits(count)
+
+    def digits(self, count: int) -> str:
+        """A number of so many digits, as text."""
+        return str(self.rng.randrange(10 ** (count - 1), 10**count))
+
+    def int(self, low: int, high: int, step: int = 1) -> int:
+        """A number from `low` to `high`."""
+        return self.rng.randrange(low, high + 1, step)
+
+    def money(self, low: int, high: int) -> float:
+        """An amount that ends in 0, 25, 50, 90 or 99 cents."""
+        return self.rng.randrange(low, high) + self.rng.choice((0.25, 0.5, 0.9, 0.99, 0.0))
+
+    def day(self, low: int, high: int) -> str:
+        """A date, so many days from today."""
+        return day(self.today, self.rng.randint(low, high))
+
+    def after(self, field: str, low: int, high: int) -> str:
+        """A date, so many days after another."""
+        return day(self.be(field), self.rng.randint(low, high))
+
+    def weekday(self, field: str) -> str:
+        """The name of the day of the week of a date."""
+        return date.fromisoformat(self.be(field)).strftime("%A")
 
     def link(self, table: str) -> str:
         """A key of the table."""
         return self.rng.choice(list(self.tables[table]))
 
-    def email(self, hosts: list[str]) -> str:
-        """The address of a person."""
-        return f"{self.row['first_name']}.{self.row['last_name']}@{self.rng.choice(hosts)}".lower()
+    def owner(self, table: str) -> str:
+        """A key of the table, each in turn."""
+        keys = list(self.tables[table])
+        return keys[self.number % len(keys)]
 
-    def quantity(self) -> int:
-        """A quantity within the limit."""
-        return self.rng.randint(1, max(2, self.w.rules.limit - 1))
+    def of(self, table: str, field: str, path: str, inner: str = "") -> Any:
+        """What the record that a field links to has; with `inner`, a record of its list."""
+        found = evaluate(f"$row.{path}", {"row": self.tables[table][self.row[field]]})
+        return self.rng.choice(found)[inner] if inner else found
 
-    def balance(self) -> float:
-        """Money enough for some items, or for hardly one."""
-        low, high = self.w.blueprint["item"]["price"][1:]
-        return round(self.rng.uniform(0, 6 * high if self.rng.random() < 0.8 else low), 2)
+    def several(self, low: int, high: int, fields: Json) -> list[Json]:
+        """Records within the record; what they link to, they do not share."""
+        outer, rows = self.row, []
+        for _ in range(self.rng.randint(low, high)):
+            self.row = {}
+            for field, how in fields.items():
+                self.row[field] = self.value(how)
+            if not rows or next(iter(self.row.values())) not in [[*r.values()][0] for r in rows]:
+                rows.append(self.row)
+        self.row = outer
+        return rows
 
-    def stock(self) -> int:
-        """What an item has left: sometimes nothing, or little."""
-        low, high = self.w.blueprint["item"]["stock"][1:]
-        many = (self.rng.randint(low, high) for _ in range(5))
-        return self.rng.choice([0, self.rng.randint(1, 3), *many])
+    def be(self, text: str) -> Any:
+        """The value of an expression over the fields so far."""
+        return evaluate(source.expression(text), self.row)
 
-    def total(self) -> float:
-        """What a deal costs."""
-        w, row = self.w, self.row
-        person = self.tables[w.person.table][row[w.person.key]]
-        item = self.tables[w.item.table][row[w.item.key]]
-        return round(charge(w, person, item, row[w.quantity.field], row[w.option.field]), 2)
+    def fitting(self, rows: str, condition: str) -> list[Json]:
+        """Those of a list of records for which the condition on `each` is true."""
+        return [each for each in self.be(rows) if holds(condition, self.row | {"each": each})]
+
+    def when(self, condition: str, then: Any, other: Any = None) -> Any:
+        """One draw if the condition on the fields so far is true, else the other, or nothing."""
+        how = then if holds(condition, self.row) else other
+        return None if how is None else self.value(how)
+
+    def _before(self) -> list[Json]:
+        return list(list(self.tables.values())[-1].values())

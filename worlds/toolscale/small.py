@@ -9,17 +9,21 @@ data_gen.py.
 from __future__ import annotations
 
 import json
+import math
 import random
 
 from worlds.toolscale.dataset import ToolScaleWorld, split
 from worlds.toolscale.domains import BUILT_IN, build, rules
-from worlds.toolscale.pipeline import make_batch
+from worlds.toolscale.plan import Planner
 from worlds.toolscale.program import Json
+from worlds.toolscale.tasks import to_task
+from worlds.toolscale.verify import mentions, signature, task_text, verify
 from worlds.toolscale.words import Words
 from worlds.toolscale.world import World
 
-DOMAINS, BATCHES = 3, 2  # domains of a world, batches of tasks of each
-MOST_CALLS, MOST_CHARS = 2, 1000  # golden calls of a task; characters of its policy and tools
+DOMAINS, TASKS, DRAWS = 3, 40, 160  # domains of a world, tasks of each, and draws for them
+# Golden calls of a task; characters of its policy and tools, and of what its calls return.
+MOST_CALLS, MOST_CHARS, MOST_READ = 2, 1000, 400
 
 
 def small_world(seed: int, name: str = "domains") -> ToolScaleWorld:
@@ -27,21 +31,24 @@ def small_world(seed: int, name: str = "domains") -> ToolScaleWorld:
     fit, worlds = [], {}
     for domain in random.Random(f"small/{seed}").sample(BUILT_IN, DOMAINS):
         world, words = build(domain, seed)
-        worlds[domain] = world
-        for number in range(BATCHES):
-            for task in make_batch(seed, (1,), domain, number)["tasks"]:
-                task = _shrunk(world, words, task)
-                chars = len(task["policy"]) + len(json.dumps(world.functions(task["tools"])))
-                calls = len(task["evaluation_criteria"]["actions"])
-                if calls <= MOST_CALLS and chars <= MOST_CHARS:
-                    fit.append(task)
+        worlds[domain], found = world, {}
+        for number in range(DRAWS):
+            rng = random.Random(f"small/{domain}/{seed}/{number}")
+            act = Planner(world, words, rng).generate(1, number, known=True)
+            task = _shrunk(world, words, to_task(act, f"{domain}-{seed}-{number}", 1))
+            chars = len(task["policy"]) + len(json.dumps(world.functions(task["tools"])))
+            short = chars <= MOST_CHARS and _reads(world, task) <= MOST_READ
+            if short and not verify(world, task) and len(found) < TASKS:
+                found.setdefault(signature(task), task)
+        fit += found.values()
     return ToolScaleWorld(split(fit), worlds, seed, 0, name)
 
 
 def _shrunk(world: World, words: Words, task: Json) -> Json:
     """The task with fewer tools, a policy of its own, and a user who says at once who they are."""
-    rng = random.Random(f"small/{task['id']}")
-    golden = {action["name"] for action in task["evaluation_criteria"]["actions"]}
+    rng, criteria = random.Random(f"small/{task['id']}"), task["evaluation_criteria"]
+    criteria = criteria | {"actions": _needed(world, task)}
+    golden = {action["name"] for action in criteria["actions"]}
     golden.update(rng.sample([name for name in task["tools"] if name not in golden], 1))
     tools = [name for name in task["tools"] if name in golden]
     instructions = task["user_scenario"]["instructions"]
@@ -55,4 +62,32 @@ def _shrunk(world: World, words: Words, task: Json) -> Json:
         if said := rules(world.by_name[name]):
             policy += f"- {name}: {' '.join(said)}\n"
     scenario = task["user_scenario"] | {"instructions": instructions | told}
-    return task | {"tools": tools, "policy": policy, "user_scenario": scenario}
+    less = {"tools": tools, "policy": policy, "user_scenario": scenario}
+    less["evaluation_criteria"] = criteria
+    every = [*range(len(criteria["actions"]))]
+    less["wishes"] = [task["wishes"][0] | {"say": told["reason_for_call"], "actions": every}]
+    less["rules"] = [rule for rule in task["rules"] if rule["check"] == "never"]
+    return task | less
+
+
+def _needed(world: World, task: Json) -> list[Json]:
+    """The golden actions, without reads whose results no answer and no argument needs."""
+    criteria, text, kept = task["evaluation_criteria"], task_text(task), []
+    if criteria["communicate_info"]:
+        return criteria["actions"]
+    for action in reversed(criteria["actions"]):
+        values = [value for other in kept for value in other["arguments"].values()]
+        if world.by_name[action["name"]]["kind"] != "read" or not all(
+            mentions(text, value) for value in values
+        ):
+            kept.insert(0, action)
+    return kept
+
+
+def _reads(world: World, task: Json) -> float:
+    """The characters that the golden calls return; no end of them if there are none, or many."""
+    tables, actions = dict(world.tables), task["evaluation_criteria"]["actions"]
+    if not 0 < len(actions) <= MOST_CALLS:
+        return math.inf
+    results = (world.invoke(tables, action["name"], action["arguments"]) for action in actions)
+    return sum(len(json.dumps(result)) for result in results)

@@ -1,56 +1,58 @@
-"""Writes an act as a task in the tau2 format."""
+"""Writes an act as a task in the tau2 format, with the experts that it offers."""
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections import Counter
+from collections.abc import Sequence
 
+from worlds.toolscale import preferences
 from worlds.toolscale.act import PHRASES, Act
 from worlds.toolscale.program import Json
 
-SPARE = 3  # tools on offer that are not needed, times the level
+HELD_OUT = 5  # of tasks that are not of held-out domains, every fifth of a domain is held out
 
 
-def to_task(draft: Json, act: Act, name: str) -> Json:
-    """Returns the tau2 task of a draft and its act.
+def to_task(act: Act, name: str, level: int) -> Json:
+    """Returns the tau2 task of an act.
 
-    Beside tau2's fields it has `domain`, `level` and `tools` (the names of those offered).
+    Beside tau2's fields it has `domain`, `split`, `level`, `tools` (all of the domain's: what is
+    missing would tell what is not needed), `wishes` (the parts of the reason for the call, with
+    their actions and what is told) and `rules` (those that no tool enforces, with their checks; see
+    score.py).
     """
-    world, w, wishes = act.world, act.w, draft["wishes"]
-    rng = random.Random(f"{draft['seed']}/task")
-    me = world.tables[w.person.table][act.me]
-    known = f"You are {me['first_name']} {me['last_name']}"
-    if draft["person"]["by"] == "id":
-        known += f". Your {w.person} number is {act.me}."
-    else:
-        known += f" and your {w.proof} is {me[w.proof.field]}."
-    manner = [
-        rng.choice(PHRASES["styles"]),
-        "If the agent asks you to confirm a step that you want, confirm it.",
-    ]
-    if len(wishes) > 1:
-        manner.append("Bring up your wishes one after the other, in the order given.")
-    unknown = " or ".join(dict.fromkeys(act.unknown))
-    used = {tool for tool, _ in act.calls}
-    used |= {w.tool[role] for role in ("find_person", "calculate", "handover")}
-    spare = [tool for tool in world.by_name if tool not in used]
-    offered = used | set(rng.sample(spare, min(len(spare), SPARE * draft["level"])))
+    world, data, rng = act.world, act.data, random.Random(f"{name}/task")
+    split = "held_out" if data.get("held_out") else "train"
+    identify = data["identify"]
+    known = identify["known"] if act.named else identify["id"]
+    manner = PHRASES["manner"][split]
+    said = [rng.choice(manner["styles"]), rng.choice(manner["confirm"])]
+    if len(act.wishes) > 1:
+        said.append(rng.choice(manner["order"]))
+    unknown = list(dict.fromkeys(act.unknown))
+    if act.named:
+        unknown.insert(0, identify["unknown"])
+    unknown = f"You do not know {' or '.join(unknown)}." if unknown else None
     actions = [
         {"action_id": f"{name}_{number}", "name": tool, "arguments": arguments}
         for number, (tool, arguments) in enumerate(act.calls)
     ]
+    between = (zip(*ends, strict=True) for ends in itertools.pairwise(act.marks))
     return {
         "id": name,
         "domain": world.domain,
-        "level": draft["level"],
-        "description": {"purpose": "; ".join(dict.fromkeys(wish["kind"] for wish in wishes))},
+        "split": split,
+        "level": level,
+        "description": {"purpose": ", ".join(kind for kind, _ in act.twists) or "plain"},
         "user_scenario": {
             "persona": rng.choice(PHRASES["personas"]),
             "instructions": {
                 "domain": world.domain,
-                "reason_for_call": " ".join(act.sentences),
-                "known_info": known,
-                "unknown_info": f"You do not know {unknown}." if unknown else None,
-                "task_instructions": " ".join(manner),
+                "reason_for_call": " ".join(act.wishes),
+                "known_info": act.render(known, {"me": act.me}),
+                "unknown_info": unknown,
+                "task_instructions": " ".join(said),
             },
         },
         "evaluation_criteria": {
@@ -58,5 +60,53 @@ def to_task(draft: Json, act: Act, name: str) -> Json:
             "communicate_info": list(dict.fromkeys(act.communicate)),
             "reward_basis": ["DB", "ACTION"] + ["COMMUNICATE"] * bool(act.communicate),
         },
-        "tools": [tool for tool in world.by_name if tool in offered],
+        "tools": list(world.by_name),
+        "wishes": [
+            {"say": say, "actions": [*range(*calls)], "told": act.communicate[slice(*told)]}
+            for say, (calls, told) in zip(act.wishes, between, strict=True)
+        ],
+        "rules": [*_standing(act), *act.rules],
     }
+
+
+def _standing(act: Act) -> list[Json]:
+    """The domain's rules that every attempt must keep, with the tools that they are about."""
+    writes = [name for name, tool in act.world.by_name.items() if tool["kind"] == "write"]
+    kept = []
+    for rule in act.data["rules"].values():
+        if rule.get("check") == "confirmed":
+            kept.append({"text": rule["text"], "check": "confirmed", "args": {"tools": writes}})
+        elif rule.get("check") == "before" and act.named:
+            args = {"first": [act.data["identify"]["call"].split("(")[0]], "then": writes}
+            kept.append({"text": rule["text"], "check": "before", "args": args})
+        elif "args" in rule:
+            kept.append({name: rule[name] for name in ("text", "check", "args")})
+    return kept
+
+
+def split(tasks: Sequence[Json]) -> dict[str, list[Json]]:
+    """Returns {"train", "held_out"}: as the tasks say, or every fifth of each domain."""
+    splits: dict[str, list[Json]] = {"train": [], "held_out": []}
+    said = {task.get("split") for task in tasks} == set(splits)
+    counts = Counter()
+    for task in tasks:
+        counts[task["domain"]] += 1
+        name = "train" if counts[task["domain"]] % HELD_OUT else "held_out"
+        splits[task["split"] if said else name].append(task)
+    return splits
+
+
+def offer(task: Json, split: str, seed: int, count: int = 3) -> None:
+    """Gives a task the experts on offer with their prices, and a preference over them.
+
+    `wish` is the preference in words, `preference` its weights for the reward, and `pref_vec` the
+    paper's vector: from 0 to 1, with 0 for an expert to avoid and 0.5 for one that is not named.
+    """
+    rng = random.Random(f"{seed}/{task['id']}/offer")
+    experts = preferences.catalogue(rng, split, count)
+    names = [expert["alias"] for expert in experts]
+    wish = preferences.draw(rng, names, split)
+    weights = {"accuracy": wish.outcome, "cost": wish.cost, "latency": wish.latency}
+    task |= {"split": split, "experts": experts, "wish": wish.text}
+    task["preference"] = weights | wish.tools
+    task["pref_vec"] = weights | {name: (wish.tools.get(name, 0.0) + 1) / 2 for name in names}

@@ -41,7 +41,8 @@ def verify(world: World, task: Json) -> str | None:
         arguments = list(_arguments(world, golden))
     except ToolError:
         return "a golden call errs"
-    if scorer.score([]):
+    kinds = {world.by_name[name]["kind"] for name, _ in golden}
+    if scorer.score([]) and (told or kinds & {"write", "handover"}):
         return "solved by doing nothing"
     for value, known in arguments:
         stands = mentions(text, value)
@@ -51,10 +52,11 @@ def verify(world: World, task: Json) -> str | None:
             return "an argument is not determined by the text"
     if any(communicated(info, [text]) for info in told):
         return "the answer is in the text"
-    writes = [golden[place] for place in scorer.effects]
-    wrong = attempt(altered(world, writes, random.Random(task["id"])), told)
-    if writes and scorer.score(wrong):
-        return "solved with an argument altered"
+    rng = random.Random(task["id"])
+    for place in rng.sample(scorer.effects, min(1, len(scorer.effects))):
+        wrong = altered(world, [golden[place]], rng)
+        if scorer.score(attempt([*golden[:place], *wrong, *golden[place + 1 :]], told)):
+            return "solved with an argument altered"
     return None if play(world, task) else "the scripted user does not let it be solved"
 
 
@@ -73,17 +75,26 @@ def play(world: World, task: Json) -> float:
 
 
 def _arguments(world: World, calls: list[Call]) -> Iterator[tuple[Any, bool]]:
-    """Every golden argument, or its numbers, and whether an earlier call has returned it."""
-    tables, returned = dict(world.tables), set()
+    """Every new golden argument, or its numbers, and whether an earlier call has returned it."""
+    tables, returned, used = dict(world.tables), set(), set()
     for name, arguments in calls:
         for value in arguments.values():
             values = [value]
             if world.by_name[name]["kind"] == "calculate":
                 values = map(float, re.findall(r"\d+(?:\.\d+)?", value))
-            yield from ((value, value in returned) for value in values)
-        result = world.call(tables, name, arguments)
-        for row in result if isinstance(result, list) else [result]:
-            returned.update(row.values() if isinstance(row, dict) else [row])
+            new = [value for value in values if value not in used]
+            yield from ((value, value in returned) for value in new)
+            used.update(new)
+        returned.update(_leaves(world.invoke(tables, name, arguments)))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """The values in a result, however deep."""
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(inner)
+    else:
+        yield value
 
 
 def mentions(text: str, value: str | float) -> bool:

@@ -1,157 +1,139 @@
-"""Acts out the wishes of a draft.
+"""Draws one wish of a domain's file, and acts it out: plainly, or with a twist.
 
-phrases.json says what each kind of wish draws, calls and says: `call` are the arguments of the tool
-(`tool`, or the one of the wish's own name), `say` the patterns of the sentence, `answer` the field
-of the result that is asked for, `told` the field of the result that some users want to be told
-beside.
+A wish is data: the record that it is `it`, what it is done `with`, what must be true for the tools
+(`can`) and for the agent (`rules`), what is read and done, said and told. A twist is how it is
+put, and all of them work with all wishes that have what they need:
+
+    if      only if a fact is so         rule    although a rule may forbid it
+    prefer  this, or else that           all     to all records that fit
+    mind    after another wish that the user gives up
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from worlds.toolscale.act import PHRASES, Act, UnfitError
-from worlds.toolscale.program import Json, ToolError
-from worlds.toolscale.records import charge
-from worlds.toolscale.words import Word, Words
-from worlds.toolscale.world import World
+from worlds.toolscale import source
+from worlds.toolscale.act import PHRASES, Act, UnfitError, spoken
+from worlds.toolscale.program import Json, evaluate
+from worlds.toolscale.records import Draws, holds
 
-MOST_CALLS = 12
-
-
-def act_out(world: World, words: Words, draft: Json) -> Act:
-    """Returns the act of a draft; it depends on nothing else.
-
-    Raises UnfitError or ToolError if it cannot be acted out, or is about the same deal twice.
-    A draft is JSON: the `person` who calls, the `wishes`, the `level` and the `seed`.
-    """
-    act = Act(world, words, draft)
-    if draft["person"]["by"] != "id":
-        act.person(act.me)
-        act.unknown.append(f"your {words.person} number")
-    for wish in draft["wishes"]:
-        SPECIAL.get(wish["kind"], _wish)(act, wish)
-    if len(act.calls) > MOST_CALLS or len(set(act.deals)) < len(act.deals):
-        raise UnfitError("too many calls, or the same deal twice")
-    return act
+TRIES = 12  # draws of one thing, until it fits
 
 
-def _wish(act: Act, wish: Json) -> None:
-    kind, after = PHRASES["wishes"][wish["kind"]], ""
-    words, values = vars(act.w) | wish, []
-    words |= {name: text.format(**words) for name, text in kind.get("words", {}).items()}
-    for name in kind["call"]:
-        value, words[name] = _argument(act, wish, name)
-        values.append(value)
-    if "unless" in wish:
-        after = _unless(act, wish["unless"], values, words)
-    tool = kind.get("tool", wish["kind"])
-    if wish.get("refused"):
-        _refused(act, tool, values)
-        act.say(_pattern(act, wish), _one_of(PHRASES["refused"], wish), **words)
-        return
-    result = act.call(tool, *values)
-    if "answer" in kind:
-        value = result[Word(wish.get("field", kind["answer"])).field]
-        one = words.get("place") if tool == "get_place" else words.get("item")
-        what = "balance" if wish.get("field") == act.w.balance else "points"
-        words |= {"one": one, "what": PHRASES["what"][what].format(**words)}
-        act.ask(_pattern(act, wish, value), value, **words)
-    else:
-        act.say(_pattern(act, wish), after, **words)
-    for field, patterns in kind.get("told", {}).items() if wish.get("told") else ():
-        act.ask(_one_of(patterns, wish), result[field])
+class Wish:
+    """A wish that is drawn: its kind's data, and the scope of its expressions and patterns."""
 
+    def __init__(self, act: Act, kind: str, it: Json | None = None):
+        self.act, self.kind, self.data = act, kind, act.data["wishes"][kind]
+        self.tables = {"it": self.data["it"]} if "it" in self.data else {}
+        self.scope: Json = {"me": act.me, "today": act.words.today}
+        if self.tables:
+            self.scope["it"] = it or self._pick(self.mine())
+        for name in self.data.get("with", ()):
+            self.draw(name)
 
-def _argument(act: Act, wish: Json, name: str) -> tuple[Any, Any]:
-    """How an argument of a wish is found: its value and the words for it."""
-    match name:
-        case "me":
-            return act.me, ""
-        case "deal":
-            key, words = act.deal(wish["deal"])
-            act.deals.append(key)
-            return key, words
-        case "item" | "extra":
-            return getattr(act, name)(wish[name])
-        case "other":
-            return act.person(wish["other"])
-        case "place":
-            return act.place(wish["place"], wish["phrase"] % 3 > 0)
-        case "quantity":
-            return wish["quantity"], act.count(wish["quantity"])
-        case "amount":
-            return float(wish["value"]), ""
-    return wish[name], wish[name]
+    def mine(self) -> list[Json]:
+        """Returns the records that the wish may be about."""
+        table, where = self.data["it"], self.data.get("where", "")
+        fit = [row for row in self.act.rows(table) if holds(where, self.scope | {"it": row})]
+        key = self.act.data["tables"][table]["key"]
+        return [row for row in fit if row[key] not in self.act.used]
 
+    def draw(self, name: str, condition: str = "") -> None:
+        """Draws what the wish is done with."""
+        kind, *values = self.data["with"][name]
+        for _ in range(TRIES):
+            if kind == "record":
+                self.tables[name] = values[0]
+                self.scope[name] = self._pick(list(self.act.tables[values[0]].values()))
+            elif kind == "among":
+                self.scope[name] = self._pick(evaluate(source.expression(values[0]), self.scope))
+            elif kind == "linked":
+                key = evaluate(source.expression(values[1]), self.scope)
+                self.scope[name] = self.act.tables[values[0]][key]
+            elif kind == "mine":
+                rows = self.act.rows(values[0])
+                self.scope[name] = [r for r in rows if holds(values[1], self.scope | {"each": r})]
+            else:
+                names, today = PHRASES["names"], self.act.words.today
+                draws = Draws(names, today, self.act.rng, self.act.tables)
+                draws.row = self.scope
+                self.scope[name] = draws.value([kind, *values])
+            needed = values[1] if kind in ("record", "among") and values[1:] else ""
+            if holds(needed, self.scope) and holds(condition, self.scope):
+                return
+        raise UnfitError(f"nothing fits {name}")
 
-def _one_of(patterns: list[str], wish: Json) -> str:
-    return patterns[wish["phrase"] % len(patterns)]
+    def _pick(self, rows: list[Any]) -> Any:
+        if not rows:
+            raise UnfitError("nothing to choose from")
+        return self.act.rng.choice(rows)
 
+    def broken(self) -> list[str]:
+        """Returns the rules that forbid the wish."""
+        rules = self.act.data["rules"]
+        return [r for r in self.data.get("rules", ()) if not holds(rules[r]["test"], self.scope)]
 
-def _pattern(act: Act, wish: Json, value: Any = None) -> str:
-    """The pattern of a wish.
+    def can(self) -> bool:
+        """Returns whether the tools let it be done."""
+        return holds(self.data.get("can", ""), self.scope)
 
-    A question about a field asks "how many tables X has" for a number, "what the opening hours of X
-    are" for a plural.
-    """
-    kind = wish["kind"]
-    if kind == "handover":
-        return act.w.handover[wish["reason"]]
-    if kind in ("item_field", "place_field"):
-        head = wish["field"].split(" in ")[0].split(" per ")[0]
-        plural = head.endswith("s") and not head.endswith("ss")
-        form = "one" if not plural else "number" if isinstance(value, int) else "many"
-        return _one_of(PHRASES["fields"][form], wish)
-    return _one_of(act.w.blueprint["ask"].get(kind) or PHRASES["wishes"][kind]["say"], wish)
+    def near(self, fact: Json, truth: bool) -> None:
+        """Draws the fact's limit so that the fact is as true as it should be."""
+        path, step = fact["limit"]
+        value = evaluate(source.expression(path), self.scope)
+        ((_, compare, _),) = source.conditions(fact["test"])
+        if (compare in (">", ">=")) == truth:
+            limit = math.floor(value * self.act.rng.uniform(0.5, 0.9) / step) * step
+        else:
+            limit = (math.floor(value * self.act.rng.uniform(1.1, 1.6) / step) + 1) * step
+        if limit <= 0 or limit == value:
+            raise UnfitError("no limit is near")
+        self.scope["limit"] = limit
 
+    # --- words
 
-def _unless(act: Act, unless: Json, values: list[Any], words: Json) -> str:
-    """Meets a condition of a new deal, whose arguments are `values`; returns its sentence.
+    def words(self, pattern: str) -> str:
+        """Returns a pattern of the file in words."""
+        return self.act.render(pattern, self.scope, self.tables)
 
-    Another item is taken if the one wanted has too few left, or the balance is filled up if it is
-    too low.
-    """
-    w, (me, key, quantity, option) = act.w, values
-    person, item = act.row("person", me), act.row("item", key)
-    if unless["kind"] == "instead":
-        words["other"] = act.noun(unless["key"])
-        if item[w.stock.field] < quantity:
-            values[1], _ = act.item({"by": "title", "key": unless["key"]})
-        return PHRASES["instead"]
-    words["amount"] = unless["amount"]
-    if charge(w, person, item, quantity, option) > person[w.balance.field]:
-        act.call("funds", me, float(unless["amount"]))
-    return PHRASES["funds first"]
+    def said(self, field: str = "say") -> str:
+        """Returns one of the wish's phrases in words."""
+        return self.words(self.act.rng.choice(self.data[field]))
 
+    def wanted(self) -> str:
+        """Returns what is wanted, and often why."""
+        text = self.said()
+        return text + (f" {self.said('why')}" if "why" in self.data else "")
 
-def _refused(act: Act, tool: str, values: list[Any]) -> None:
-    """A call that a rule forbids; a person is to look at it."""
-    try:
-        act.call(tool, *values)
-    except ToolError:
-        act.call("handover", act.me, "exception")
-    else:
-        raise UnfitError("no rule forbids it")
+    # --- deeds
 
+    def look(self) -> None:
+        """Reads what the wish is about."""
+        for call in self.data.get("reads", ()):
+            self.act.call(call, self.scope)
+        if self.tables:
+            key = self.act.data["tables"][self.data["it"]]["key"] if "it" in self.data else ""
+            self.act.used |= {self.scope["it"][key]} if key else set()
 
-def _extra_field(act: Act, wish: Json) -> None:
-    row, noun = act.about(wish["topic"])
-    level = act.w.level
-    act.ask(_pattern(act, wish), row[level.field], level=level, extra=noun)
+    def do(self, tell: bool = True) -> list[str]:
+        """Does it. Returns the questions whose answers must be communicated."""
+        for call in self.data.get("do", ()):
+            self.scope["result"] = self.act.call(call, self.scope)
+        questions = []
+        told = self.data.get("tell", ())
+        for question, value in told if tell else ():
+            answer = evaluate(source.expression(value), self.scope)
+            self.act.communicate.append(str(answer) if isinstance(answer, str) else spoken(answer))
+            questions.append(self.words(question))
+        return questions
 
-
-def _sum(act: Act, wish: Json) -> None:
-    """The prices of two items, times quantities, by the calculator."""
-    w, parts, nouns = act.w, [], []
-    for ref, quantity in wish["items"]:
-        key, noun = act.item(ref)
-        if ref["by"] == "id":
-            act.call("get_item", key)
-        parts.append(f"{quantity} * {act.row('item', key)[w.price.field]}")
-        nouns.append(f"{act.count(quantity)} {w.blueprint['deal'].get('of', 'of')} {noun}")
-    value = act.call("calculate", " + ".join(parts))["value"]
-    act.ask(_pattern(act, wish), value, nouns=" and ".join(nouns), price=w.price)
-
-
-SPECIAL = {"extra_field": _extra_field, "sum": _sum}
+    def forbidden(self, rule: str) -> None:
+        """Notes that a rule forbids the calls of the wish."""
+        text = self.act.data["rules"][rule]["text"]
+        for call in self.data["do"]:
+            name, arguments = self.act.where(call, self.scope)
+            args = {"tools": [name], "where": arguments}
+            self.act.rules.append({"text": text, "check": "never", "args": args})
