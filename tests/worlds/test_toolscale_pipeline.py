@@ -116,7 +116,8 @@ def test_a_bad_option_gets_one_line(tmp_path, monkeypatch, capsys):
 # --- the language model author
 
 
-def test_the_author_is_asked_again_with_what_was_wrong(tmp_path, capsys):
+def test_the_author_is_asked_again_with_what_was_wrong(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(pipeline, "BATCH", 12)
     good = json.loads((HOME / "railway.json").read_text()) | {"domain": "car_repair"}
     wish = good["wishes"]["refund"] | {"do": ["refund_booking(it.booking_id, 'gift')"]}
     bad = good | {"wishes": good["wishes"] | {"refund": wish}}

@@ -122,11 +122,15 @@ def call(env, name, /, **arguments):
     return asyncio.run(env.execute(ToolCall(name, arguments)))
 
 
+def last_word(env):
+    return f"This is done. {', '.join(env.scorer.told)}"
+
+
 def play(env, tokenizer, golden=True):
     """The trajectory of a policy that makes the golden calls, or none, and says what is asked."""
     calls = [{"name": n, "arguments": a} for n, a in env.scorer.golden] if golden else []
     script = [f"<tool_call>\n{json.dumps(made)}\n</tool_call><|im_end|>" for made in calls]
-    script += [f"{env.last_word()}<|im_end|>"] * 9
+    script += [f"{last_word(env)}<|im_end|>"] * 9
     engine, limits = ScriptedEngine(tokenizer, [script]), Limits(40, context_tokens=10**6)
     (t,) = Rollout(engine, tokenizer, lambda seed, budget: None, limits).run([env], [0])
     assert not any(result.error for turn in t.turns for result in turn.results)
@@ -272,7 +276,7 @@ def test_real_experts_do_a_turn_and_a_failing_one_does_nothing(cinema, catalogue
     assert result.cost_usd == pytest.approx((10 * 2 + 5 * 4) / 1e6) and result.alias == "expert-1"
     asked = server.bodies[0]["messages"][0]["content"]
     assert "Be kind." in asked and '"cancel_booking"' in asked and "call_expert" not in asked
-    server.answer = lambda body: said(env.last_word())
+    server.answer = lambda body: said(last_word(env))
     assert "The user: Be quick." in call(env, "call_expert", expert="expert-1").content
     assert env.score("") == 1
     server.status = 400
@@ -324,5 +328,5 @@ def test_a_domain_of_tau2s_package_plays_and_one_without_code_is_named(cinema, m
     result = call(env, "cancel_booking", **env.scorer.golden[0][1])
     booking = {"status": "canceled", "seat": 7, "canceled_at": "2026-05-15"}
     assert json.loads(result.content)["bookings"]["B1"] == booking
-    asyncio.run(env.reply(env.last_word()))
+    asyncio.run(env.reply(last_word(env)))
     assert env.score("") == 1 and start.bookings["B1"]["status"] == "confirmed"

@@ -142,10 +142,6 @@ class DomainEnvironment:
         right = reward and (not claims or judged(self.models.judge, claims, self.history[1:]))
         return float(right)
 
-    def last_word(self) -> str:
-        """Returns a message with all that the user wants to be told."""
-        return f"This is done. {', '.join(self.scorer.told)}".strip()
-
     def do(self, call: ToolCall) -> ToolResult:
         """Runs a call of a domain tool."""
         if call.error is not None or call.name not in self.offered:

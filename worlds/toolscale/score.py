@@ -209,16 +209,9 @@ def _before(trace: Sequence[Step], first: Sequence[str], then: Sequence[str]) ->
     return not later or bool(done(trace[: later[0]], first))
 
 
-def _unsaid(trace: Sequence[Step], infos: Sequence[str]) -> bool:
-    """True if no message of the agent has any of the information."""
-    messages = [step[1] for step in trace if step[0] == "agent"]
-    return not any(communicated(info, messages) for info in infos)
-
-
 CHECKS = {
     "confirmed": confirmed,  # tools, where?
     "before": _before,  # first, then
-    "unsaid": _unsaid,  # infos
     "never": lambda trace, **which: not done(trace, **which),  # tools, where?
 }
 
