@@ -1,0 +1,85 @@
+"""Runs a directory that data_gen.py wrote as a domain of tau2-bench.
+
+    from worlds.toolscale.export import register
+    register("data/", "railway")       # then tau2's own runner knows the domain
+
+The toolkit executes the programs of tools.json. tau2-bench is installed from its repository.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nanorchestra.files import read_json_lines
+from worlds.toolscale.program import Json, ToolError
+from worlds.toolscale.world import World
+
+TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "array": list}
+FIELDS = ("id", "user_scenario", "evaluation_criteria", "description")
+
+
+def register(directory: str | Path, domain: str) -> None:
+    """Makes a domain of the directory known to tau2-bench, with its tasks."""
+    from tau2.data_model.tasks import Task
+    from tau2.registry import registry
+
+    def found(split: str | None = None) -> list[Any]:
+        rows = tasks(Path(directory), domain)
+        return [Task.model_validate(row) for row in rows]
+
+    registry.register_domain(lambda **_: environment(Path(directory), domain), domain)
+    registry.register_tasks(found, domain)
+
+
+def tasks(directory: Path, domain: str) -> list[Json]:
+    """Returns the tasks of a domain with tau2's fields; what was read is not scored there."""
+    rows = [row for _, row in read_json_lines(directory / "tasks.jsonl") if row["domain"] == domain]
+    found = []
+    for row in rows:
+        criteria = row["evaluation_criteria"]
+        basis = [part for part in criteria["reward_basis"] if part != "ACTION"]
+        criteria = criteria | {"reward_basis": basis}
+        found.append({name: row[name] for name in FIELDS} | {"evaluation_criteria": criteria})
+    return found
+
+
+def environment(directory: Path, domain: str) -> Any:
+    """Returns tau2's environment of a domain: its tables, its tools and its policy."""
+    from tau2.environment.db import DB
+    from tau2.environment.environment import Environment
+    from tau2.environment.toolkit import ToolKitBase, ToolType, is_tool
+
+    world = World.load(directory / "worlds" / domain)
+    kinds = {"write": ToolType.WRITE, "read": ToolType.READ}
+    methods = {
+        name: is_tool(kinds.get(tool["kind"], ToolType.GENERIC))(_method(world, name))
+        for name, tool in world.by_name.items()
+    }
+    tables = type("Tables", (DB,), {"__annotations__": {"tables": dict[str, dict]}})
+    tools = type("Tools", (ToolKitBase,), methods)(tables(tables=world.tables))
+    return Environment(domain_name=domain, policy=world.policy, tools=tools)
+
+
+def _method(world: World, name: str) -> Callable[..., Any]:
+    """A tool as a method of a toolkit, whose `db.tables` it changes."""
+    function = world.by_name[name]["function"]
+
+    def call(self: Any, **arguments: Any) -> Any:
+        tables = dict(self.db.tables)
+        try:
+            result = world.call(tables, name, arguments)
+        except ToolError as error:
+            raise ValueError(str(error)) from None
+        self.db.tables = tables
+        return result
+
+    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    for argument, shape in function["parameters"]["properties"].items():
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters.append(inspect.Parameter(argument, kind, annotation=TYPES[shape["type"]]))
+    call.__name__, call.__doc__ = name, function["description"]
+    call.__signature__ = inspect.Signature(parameters)
+    return call
