@@ -14,9 +14,7 @@ from nanorchestra.model.quantise import linears
 from nanorchestra.model.qwen3 import Qwen3
 
 ROWS = 64  # the layout is chosen for this many, and serves any number
-_OPERATORS = all(
-    hasattr(torch.ops.mkldnn, name) for name in ("_linear_pointwise", "_reorder_linear_weight")
-)
+_OPERATORS = hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 DTYPES = [torch.float32] * _OPERATORS  # that this CPU multiplies fast
 if _OPERATORS and torch.ops.mkldnn._is_mkldnn_bf16_supported():
     DTYPES.append(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Plain functions of a Qwen3 decoder layer: linear, RMSNorm, SwiGLU, rotary positions, KV pages.
+"""Plain functions of a Qwen3 decoder layer: RMSNorm, SwiGLU, rotary positions, KV pages.
 
 All are differentiable, hold no weights, and run on any device: Triton kernels compute CUDA tensors,
 PyTorch computes the others. Attention over a training pack is in packed_attention.py.
@@ -17,29 +17,10 @@ from kernels.swiglu import swiglu as fused_swiglu
 # (layer, q [T, H, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, H, D]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
-# oneDNN multiplies at most this many rows, by a weight of at least this many numbers.
-ONEDNN_ROWS, ONEDNN_NUMEL = 8, 1 << 18
-_ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
 
 def by_kernel(x: Tensor) -> bool:
     """Return True if Triton kernels compute with x."""
     return x.is_cuda
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x @ weight.T + bias: x [T, in], weight [out, in], bias [out] -> [T, out].
-
-    Inference on a CPU sends a few rows to oneDNN, which reads a large weight with all threads; MKL,
-    torch's default, takes one to two times as long. MKL keeps the rest, because oneDNN compiles new
-    code for each number of rows.
-    """
-    few = len(x) <= ONEDNN_ROWS and weight.numel() >= ONEDNN_NUMEL
-    fp32 = x.is_cpu and x.dtype == weight.dtype == torch.float32
-    trained = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    if _ONEDNN and few and fp32 and not trained:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -7,11 +7,12 @@ norms and biases stay as they are; the lm_head takes 8 bits in either mode.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.quantised import quantised_linear
 from nanorchestra.errors import require
-from nanorchestra.model.ops import by_kernel, linear
+from nanorchestra.model.ops import by_kernel
 
 MODES = ("int8", "int4", "fp8")
 GROUP = 128  # input columns that share a scale in int4, as in most published 4-bit checkpoints
@@ -59,7 +60,7 @@ class QuantisedLinear(nn.Module):
         if by_kernel(x):
             stored = self.values, self.scales, self.zeros, self.group
             return quantised_linear(x, *stored, self.bias, dtype)
-        return linear(x, self.dequantise(x.dtype), self.bias).to(dtype)
+        return F.linear(x, self.dequantise(x.dtype), self.bias).to(dtype)
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """Return W [out, in] in dtype, computed in fp32 and rounded once."""

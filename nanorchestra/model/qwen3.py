@@ -8,13 +8,13 @@ weights.py reads and writes weights.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanorchestra.model.ops import (
     Attend,
     apply_rope,
-    linear,
     rms_norm,
     rope_frequencies,
     rope_tables,
@@ -42,14 +42,6 @@ class ModelConfig:
     initializer_range: float = 0.02
 
 
-class Linear(nn.Linear):
-    """nn.Linear computed by ops.linear."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x W^T + bias: x [T, in] -> [T, out]."""
-        return linear(x, self.weight, self.bias)
-
-
 class Attention(nn.Module):
     """Grouped-query attention with normalised queries and keys; one matrix computes q, k and v."""
 
@@ -59,8 +51,8 @@ class Attention(nn.Module):
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         hidden, bias = config.hidden_size, config.attention_bias
         rows = (self.heads + 2 * self.kv_heads) * self.head_dim
-        self.qkv_proj = Linear(hidden, rows, bias=bias)
-        self.o_proj = Linear(self.heads * self.head_dim, hidden, bias=bias)
+        self.qkv_proj = nn.Linear(hidden, rows, bias=bias)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, hidden, bias=bias)
         self.q_norm = nn.Parameter(torch.ones(self.head_dim))
         self.k_norm = nn.Parameter(torch.ones(self.head_dim))
 
@@ -92,8 +84,8 @@ class Block(nn.Module):
         self.input_layernorm = nn.Parameter(torch.ones(hidden))
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = nn.Parameter(torch.ones(hidden))
-        self.gate_up_proj = Linear(hidden, 2 * intermediate, bias=False)
-        self.down_proj = Linear(intermediate, hidden, bias=False)
+        self.gate_up_proj = nn.Linear(hidden, 2 * intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """Return the layer's output [T, hidden]: x [T, hidden], cos and sin [T, 1, D]."""
@@ -125,7 +117,7 @@ class Qwen3(nn.Module):
         self.norm = nn.Parameter(torch.ones(config.hidden_size))
         self.lm_head = None
         if not config.tie_word_embeddings:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     @property
     def output_weight(self) -> Tensor:
@@ -163,7 +155,7 @@ class Qwen3(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [T, vocab] of hidden [T, hidden]."""
         if self.lm_head is None:
-            return linear(hidden, self.embed_tokens.weight)
+            return F.linear(hidden, self.embed_tokens.weight)
         return self.lm_head(hidden)
 
     def rope_frequencies(self, device: torch.device) -> Tensor:
