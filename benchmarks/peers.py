@@ -219,7 +219,8 @@ def main(options: argparse.Namespace) -> int:
                 else "pip install -r requirements-dev.txt"
             )
             print(
-                f"{peer} is skipped, it is not installed: --install, or\n  {line}", file=sys.stderr
+                f"{peer} is skipped, it is not installed. --install runs:\n  {line}",
+                file=sys.stderr,
             )
     dtypes = ["float32"]
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():
