@@ -32,8 +32,8 @@ from worlds.toolscale.plan import LEVELS
 
 DESCRIPTION = (
     "Makes worlds (databases, tools, policies) and verified multi-step tool-calling tasks in them. "
-    "10,000 tasks of the built-in author take about 45 s on two cores. A run that was stopped goes "
-    "on with the same command."
+    "10,000 tasks of the built-in author take about a minute on two cores. A run that was stopped "
+    "goes on with the same command."
 )
 
 
@@ -47,7 +47,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--show", type=int, help="print N tasks to read, write nothing")
     text = "worker processes (one a core); the result does not depend on them"
     add("--workers", type=int, default=os.cpu_count(), help=text)
-    text = "built-in names or blueprint files (all ten); with --author llm, any words"
+    text = "built-in names or blueprint files (all eight); with --author llm, any words"
     add("--domains", default=",".join(BUILT_IN), help=text)
     text = "1 to 5, or a range such as 2-4 (1-5)"
     add("--difficulty", default="1-5", help=text)

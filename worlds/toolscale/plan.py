@@ -125,17 +125,17 @@ class Planner:
         if not quiet and self.rng.random() < 0.5:
             other = self._other(act, wish)
             words["b"] = other.said()
-        questions = []
+        asked = wish.questions()
         if truth:
             self._fit(wish)
-            questions = wish.do()
+            wish.do()
         elif other:
             other.look()
-            questions = other.do()
+            other.do(tell=False)
         if not act.attempt(wish.data["do"], wish.scope) and other:
             act.attempt(other.data["do"], other.scope)
         self._say(act, f"{name} else" if other else name, **words)
-        self._ask(act, questions if truth or not other else ())
+        self._ask(act, asked, "ask if")
 
     def _prefer(self, act: Act, wish: Wish, truth: bool, quiet: bool) -> None:
         fact = self.rng.choice([fact for fact in wish.data["facts"] if "instead" in fact])
@@ -154,7 +154,8 @@ class Planner:
             wish.scope[name] = first
         self._fit(wish)
         wish.look()
-        self._ask(act, wish.do())
+        self._ask(act, wish.questions(), "ask")
+        wish.do()
         any(act.attempt(wish.data["do"], scope) for scope in attempted)
 
     def _all(self, act: Act, wish: Wish, truth: bool, quiet: bool) -> None:
@@ -222,7 +223,8 @@ class Planner:
     def _done(self, act: Act, wish: Wish) -> None:
         wish.look()
         act.attempt(wish.data.get("do", []), wish.scope)
-        self._ask(act, wish.do())
+        self._ask(act, wish.questions(), "ask")
+        wish.do()
 
     def _say(self, act: Act, frame: str, **words: str) -> None:
         frames = self.frames[frame]
@@ -231,9 +233,9 @@ class Planner:
         act.mentioned.clear()
         act.wishes.append(self.rng.choice(frames).format(**words))
 
-    def _ask(self, act: Act, questions: Sequence[str]) -> None:
-        for question in filter(None, questions):
-            act.wishes[-1] += " " + self.rng.choice(self.frames["ask"]).format(question)
+    def _ask(self, act: Act, questions: Sequence[str], frame: str) -> None:
+        for question in questions:
+            act.wishes[-1] += " " + self.rng.choice(self.frames[frame]).format(question)
 
 
 NEEDS = {  # what a wish must have for a twist

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from datetime import date
 from typing import Any
 
 from nanorchestra.errors import require
@@ -131,10 +130,6 @@ class Draws:
     def after(self, field: str, low: int, high: int) -> str:
         """A date, so many days after another."""
         return day(self.be(field), self.rng.randint(low, high))
-
-    def weekday(self, field: str) -> str:
-        """The name of the day of the week of a date."""
-        return date.fromisoformat(self.be(field)).strftime("%A")
 
     def link(self, table: str) -> str:
         """A key of the table."""

@@ -53,7 +53,8 @@ def verify(world: World, task: Json) -> str | None:
     if any(communicated(info, [text]) for info in told):
         return "the answer is in the text"
     rng = random.Random(task["id"])
-    for place in rng.sample(scorer.effects, min(1, len(scorer.effects))):
+    writes = [p for p in scorer.effects if world.by_name[golden[p][0]]["kind"] == "write"]
+    for place in rng.sample(writes, min(1, len(writes))):
         wrong = altered(world, [golden[place]], rng)
         if scorer.score(attempt([*golden[:place], *wrong, *golden[place + 1 :]], told)):
             return "solved with an argument altered"

@@ -118,17 +118,17 @@ class Wish:
             key = self.act.data["tables"][self.data["it"]]["key"] if "it" in self.data else ""
             self.act.used |= {self.scope["it"][key]} if key else set()
 
-    def do(self, tell: bool = True) -> list[str]:
-        """Does it. Returns the questions whose answers must be communicated."""
+    def questions(self) -> list[str]:
+        """Returns what the user wants to be told once it is done."""
+        return [self.words(question) for question, _ in self.data.get("tell", ()) if question]
+
+    def do(self, tell: bool = True) -> None:
+        """Does it; what the user wants to be told must be communicated."""
         for call in self.data.get("do", ()):
             self.scope["result"] = self.act.call(call, self.scope)
-        questions = []
-        told = self.data.get("tell", ())
-        for question, value in told if tell else ():
+        for _, value in self.data.get("tell", ()) if tell else ():
             answer = evaluate(source.expression(value), self.scope)
             self.act.communicate.append(str(answer) if isinstance(answer, str) else spoken(answer))
-            questions.append(self.words(question))
-        return questions
 
     def forbidden(self, rule: str) -> None:
         """Notes that a rule forbids the calls of the wish."""
