@@ -68,7 +68,7 @@ def test_every_task_is_solved_by_its_golden_calls_and_not_without_them(batch):
         assert len(calls) <= MOST_CALLS
         for skipped in range(len(writes)):
             wrong = altered(world, writes[skipped : skipped + 1], random.Random(0))
-            for other in ([], wrong):
+            for other in ([], wrong)[: 1 + (wrong[0][0] != "transfer_to_human_agents")]:
                 changed = [*known, *writes[:skipped], *other, *writes[skipped + 1 :]]
                 assert scorer.score(attempt(changed, said)) == 0
         if said:
@@ -127,7 +127,7 @@ def test_what_is_offered_says_nothing_of_what_is_needed_and_the_policy_speaks_of
 
 
 def test_each_reason_to_throw_a_task_away(batch):
-    world, task = find(batch, lambda t: True)
+    world, task = find(batch, lambda t: told_and_done(batch[0], t))
     actions(task)[-1]["arguments"] |= {next(iter(actions(task)[-1]["arguments"])): "unknown"}
     assert verify(world, task) == "a golden call errs"
 
@@ -201,7 +201,7 @@ def test_extra_reads_and_failed_calls_do_no_harm_and_an_extra_write_does(batch):
     harmless = [*attempt([("calculate", {"expression": "1 + 1"}), ("nothing", {})]), *failed]
     golden = attempt(calls, ["hello", *said])
     assert scorer.score([*harmless, *golden, *harmless]) == 1
-    other = find(batch, lambda t: t["id"] != task["id"] and Scorer(world, t).effects)[1]
+    other = find(batch, lambda t: t["id"] != task["id"] and told_and_done(world, t))[1]
     extra = [Scorer(world, other).golden[Scorer(world, other).effects[0]]]
     assert scorer.score([*golden, *attempt(extra)]) == 0
     scorer.basis = ["ACTION", "COMMUNICATE"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,12 @@ FIELDS = ("id", "user_scenario", "evaluation_criteria", "description")
 
 def register(directory: str | Path, domain: str) -> None:
     """Makes a domain of the directory known to tau2-bench, with its tasks."""
-    from tau2.data_model.tasks import Task
-    from tau2.registry import registry
+    task = import_module("tau2.data_model.tasks").Task
+    registry = import_module("tau2.registry").registry
 
     def found(split: str | None = None) -> list[Any]:
         rows = tasks(Path(directory), domain)
-        return [Task.model_validate(row) for row in rows]
+        return [task.model_validate(row) for row in rows]
 
     registry.register_domain(lambda **_: environment(Path(directory), domain), domain)
     registry.register_tasks(found, domain)
@@ -48,19 +49,16 @@ def tasks(directory: Path, domain: str) -> list[Json]:
 
 def environment(directory: Path, domain: str) -> Any:
     """Returns tau2's environment of a domain: its tables, its tools and its policy."""
-    from tau2.environment.db import DB
-    from tau2.environment.environment import Environment
-    from tau2.environment.toolkit import ToolKitBase, ToolType, is_tool
-
+    made, kit = (import_module(f"tau2.environment.{name}") for name in ("environment", "toolkit"))
     world = World.load(directory / "worlds" / domain)
-    kinds = {"write": ToolType.WRITE, "read": ToolType.READ}
+    kinds = {"write": kit.ToolType.WRITE, "read": kit.ToolType.READ}
     methods = {
-        name: is_tool(kinds.get(tool["kind"], ToolType.GENERIC))(_method(world, name))
+        name: kit.is_tool(kinds.get(tool["kind"], kit.ToolType.GENERIC))(_method(world, name))
         for name, tool in world.by_name.items()
     }
-    tables = type("Tables", (DB,), {"__annotations__": {"tables": dict[str, dict]}})
-    tools = type("Tools", (ToolKitBase,), methods)(tables(tables=world.tables))
-    return Environment(domain_name=domain, policy=world.policy, tools=tools)
+    tables = type("Tables", (made.DB,), {"__annotations__": {"tables": dict[str, dict]}})
+    tools = type("Tools", (kit.ToolKitBase,), methods)(tables(tables=world.tables))
+    return made.Environment(domain_name=domain, policy=world.policy, tools=tools)
 
 
 def _method(world: World, name: str) -> Callable[..., Any]:
