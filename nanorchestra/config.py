@@ -125,7 +125,9 @@ class GrpoSection:
     )
     min_std: float = setting(0.01, "groups whose rewards spread less are left out")
     kl_coef: float = setting(0.0, "weight of the KL divergence from the model before GRPO")
-    entropy_coef: float = setting(0.0, "weight of the entropy, which the loss then raises")
+    min_entropy: float = setting(
+        0.0, "entropy in nats that the policy must have at an id for its advantage to count; 0: any"
+    )
     importance_cap: float = setting(
         0.0, "cap of the trainer/sampler importance weight, at least 1; 0: no such weight"
     )

@@ -2,7 +2,7 @@
 
 The loss of every objective is the sum over the sampled ids of all micro-batches and ranks
 
-    loss = sum_i w_i (v_i L_i + kl_coef kl_i + entropy_coef logprob_i^2 / 2) / normaliser
+    loss = sum_i w_i (v_i L_i + kl_coef kl_i) / normaliser
 
 L is the surrogate, w and the normaliser are the aggregation, and v = min(pi_old / pi_sampler, cap)
 if there is an importance cap (else 1). The normaliser is that of the whole step, so losses and
@@ -47,7 +47,7 @@ class Objective:
     dual_clip: float = 0.0  # bounds the loss where the advantage is negative; 0: no bound
     importance_cap: float = 0.0  # of the weight between trainer and sampler; 0: no weight
     kl_coef: float = 0.0
-    entropy_coef: float = 0.0
+    min_entropy: float = 0.0  # nats, below which an id has no part in the surrogate
     kl: Literal["full", "k2"] = "full"  # exact over the vocabulary, or an estimate
     normalise_std: bool = True
     boost: float = 0.0  # added to advantages of at least 1
@@ -69,7 +69,7 @@ OBJECTIVES = {
 
 def objective_of(settings: GrpoSection) -> Objective:
     """Returns the objective that [grpo] names, with its coefficients and importance_cap."""
-    names = ("importance_cap", "kl_coef", "entropy_coef")
+    names = ("importance_cap", "kl_coef", "min_entropy")
     given = {name: getattr(settings, name) for name in names}
     return replace(OBJECTIVES[settings.objective], **given)
 
@@ -263,8 +263,6 @@ def policy_loss(
         columns |= {"importance_capped": importance > objective.importance_cap}
     if kl is not None:
         losses = losses + objective.kl_coef * kl
-    if objective.entropy_coef:  # E[d logprob^2 / 2] = -d entropy, over ids that the policy draws
-        losses = losses + objective.entropy_coef * logprobs.square() / 2
     if objective.aggregation == "sequence":
         losses = losses / batch.trajectory_ids
     sums = torch.stack([column.sum(dtype=torch.float64) for column in columns.values()])

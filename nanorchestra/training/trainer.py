@@ -8,7 +8,7 @@ packing nor micro-batches nor ranks change the gradient.
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -104,6 +104,9 @@ class Trainer:
             hidden = self._hidden(self.model, packed)  # [N, H], of the ids before sampled ones
             logprobs, entropy = self._logprobs(hidden, packed, temperature)
             kl = self._kl(hidden, logprobs, packed, objective, temperature)
+            if objective.min_entropy:
+                forks = entropy >= objective.min_entropy
+                packed = replace(packed, advantages=packed.advantages * forks)
             own = objective.importance_cap or objective.surrogate == "gspo"
             old = logprobs if own and not known else packed.old_logprobs
             loss, terms = policy_loss(

@@ -161,18 +161,6 @@ def test_an_importance_cap_weighs_the_surrogate_but_not_the_kl(surrogate, cap):
     assert sums["ratio"] == pytest.approx((new - old + 0.2).exp().sum().item())
 
 
-def test_the_entropy_term_has_the_entropys_gradient_over_what_is_drawn():
-    weights = doubles([0.3, -1.2, 2.0, 0.1], grad=True)
-    logprobs = weights.log_softmax(0)
-    (expected,) = torch.autograd.grad(-(logprobs.exp() * logprobs).sum(), weights)
-    found = torch.zeros_like(weights)
-    for token, probability in enumerate(logprobs.exp().tolist()):
-        batch, drawn = batch_of([1], [0.0], [0.0]), weights.log_softmax(0)[token : token + 1]
-        loss, _ = policy_loss(drawn, drawn, batch, Objective(entropy_coef=0.5), normaliser=1)
-        found += probability * torch.autograd.grad(loss, weights)[0]
-    assert found.tolist() == pytest.approx((-0.5 * expected).tolist(), abs=1e-12)
-
-
 def test_metrics_count_what_the_clip_stopped():
     ratios, advantages = [1.5, 1.5, 0.5, 0.5, 30.0, 1.0], [1.0, -1.0, 1.0, -1.0, -1.0, 1.0]
     batch = batch_of([1] * 6, advantages, [0.0] * 6)
