@@ -1,8 +1,9 @@
 """Evaluates a checkpoint on held-out tasks of the miniature, beside the fixed routers it must beat.
 
-    python evaluate.py --model assets/nano --tasks 480 --seed 0 [--json FILE]
+    python evaluate.py --model assets/nano --tasks 480 --seed 0 [--probes] [--json FILE]
 
-It prints rewards, accuracy, costs and latencies, and whether the policy reacts to prices.
+It prints rewards, accuracy, costs and latencies, with 95% intervals, and with --probes what the
+policy reads: prices, aliases, bans, phrases, difficulty.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ if __name__ == "__main__":  # first, because torch takes seconds to import
 import argparse
 import json
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,13 +30,14 @@ from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import Limits
 from nanorchestra.errors import ArgumentParser, command, require
 from nanorchestra.files import write_whole
-from nanorchestra.report.run import number, table
+from nanorchestra.records import Trajectory
+from nanorchestra.report.run import ROUTERS, number, table
 from nanorchestra.settings import load_config
 from nanorchestra.tools.sandbox import Sandbox
-from worlds.evaluation import evaluate, summarise
-from worlds.miniature.probe import price_probe
+from worlds.evaluation import Interval, evaluate, interval, summarise
+from worlds.miniature.probe import probe
 from worlds.miniature.world import World, environment
-from worlds.routers import evaluate_routers
+from worlds.routers import play_routers
 
 CONFIG = Path(__file__).parent / "configs" / "nano.toml"  # its limits hold for an evaluation
 ROWS = 128  # attempts at a time
@@ -52,6 +55,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--tasks", type=int, default=480, metavar="N", help="default: %(default)s")
     add("--temperature", type=float, default=1.0, help="0 is greedy (default: 1)")
     add("--seed", type=int, default=0, help="of tasks and simulated experts (default: 0)")
+    add("--probes", action="store_true", help="probe what the policy reads: 24 times as long")
     add("--json", type=Path, metavar="FILE", help="write all the figures there too")
     options = parser.parse_args(arguments)
     require(options.tasks > 0, f"--tasks is {options.tasks}; it must be at least 1")
@@ -59,8 +63,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the summary of the checkpoint, and that of each router by its name."""
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the summaries of checkpoint and routers, their differences, and the probes."""
     seed, settings = options.seed, load_config(CONFIG).rollout
     limits = Limits(settings.turns, settings.turn_tokens, settings.context_tokens)
     rollout = load_rollout(options.model, limits, options.temperature, ROWS)
@@ -69,31 +73,50 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]
         make = partial(environment, sandbox=sandbox)
         with tqdm(total=len(tasks), desc="held-out tasks", unit="task", dynamic_ncols=True) as bar:
             attempts = evaluate(rollout, tasks, seed, make, lambda _: bar.update())
-        scores = summarise(tasks, attempts)
-        scores["price_x10"] = price_probe(rollout, tasks, seed, make)
-        return scores, evaluate_routers(tasks, seed, sandbox)
+        played = play_routers(tasks, seed, sandbox)
+        return {
+            "policy": summarise(tasks, attempts),
+            "routers": {name: summarise(tasks, theirs) for name, theirs in played.items()},
+            "policy_minus": {name: _lead(attempts, theirs) for name, theirs in played.items()},
+            "probes": probe(rollout, seed, options.tasks, make) if options.probes else {},
+        }
 
 
-def show(name: str, scores: dict[str, Any], routers: dict[str, Any]) -> None:
-    """Prints the table, and what the policy does with preferences and prices."""
-    print(table({"held_out": {"routers": {name: scores} | routers}}))
-    costs = (f"{key} ${number(row['cost_usd'])}" for key, row in scores["by_preference"].items())
+def _lead(ours: Sequence[Trajectory], theirs: Sequence[Trajectory]) -> Interval:
+    """The mean difference in reward on the same tasks, with its interval."""
+    return interval([a.reward - b.reward for a, b in zip(ours, theirs, strict=True)])
+
+
+def show(name: str, figures: dict[str, Any]) -> None:
+    """Prints the table, the differences, and what the policy spends by preference."""
+    print(table({"held_out": {"routers": {name: figures["policy"]} | figures["routers"]}}))
+    print("reward above the routers, paired by task (mean, 95% interval):")
+    for router, lead in figures["policy_minus"].items():
+        print(f"  {ROUTERS.get(router, router):32} {_text(lead)}")
+    by_wish = figures["policy"]["by_preference"]
+    costs = (f"{wish} ${number(row['cost_usd'])}" for wish, row in by_wish.items())
     print(f"cost per task by preference: {', '.join(costs)}")
-    if scores["price_x10"]:
-        shares = ", ".join(f"{share:.0%}" for share in scores["price_x10"].values())
-        print(f"asks the large expert at a tenth of its price, as it is, at ten times: {shares}")
+    for probed, found in figures["probes"].items():
+        rows = {"": found} if isinstance(found, tuple) else found
+        for row, values in rows.items():
+            parts = values.items() if isinstance(values, dict) else [("", values)]
+            print(f"{probed} {row}:", ", ".join(f"{key} {_text(v)}".strip() for key, v in parts))
+
+
+def _text(found: Interval) -> str:
+    mean, low, high = found
+    return f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
 @command("evaluate.py")
 def main(arguments: list[str]) -> int:
     """Runs the command and returns its exit status."""
     options = parse(arguments)
-    scores, routers = measure(options)
-    show(min(str(options.model), os.path.relpath(options.model), key=len), scores, routers)
+    figures = measure(options)
+    show(min(str(options.model), os.path.relpath(options.model), key=len), figures)
     if options.json:
         given = {"model": str(options.model), "seed": options.seed, "tasks": options.tasks}
-        figures = given | {"policy": scores, "routers": routers}
-        write_whole(options.json, (json.dumps(figures, indent=2) + "\n").encode())
+        write_whole(options.json, (json.dumps(given | figures, indent=2) + "\n").encode())
     return 0
 
 

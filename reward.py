@@ -6,7 +6,9 @@ normalises each feature over the group:
     M(tau)  = [m_t1, ..., m_tn, r_out, r_cost, r_lat]
               m_t = calls of tool t, r_cost = -USD, r_lat = -seconds
     Mn[k]   = (M[k] - min_T M[k]) / (max_T M[k] - min_T M[k]),   0 where max = min
-    R(tau)  = Mn(tau) . P  if r_out(tau) = 1,  else 0            P = the preference, 0 <= p <= 1
+    R(tau)  = r_out(tau) * Mn(tau) . P                           P = the preference, 0 <= p <= 1
+
+The paper's outcome is 0 or 1; here an environment may also give partial credit in between.
 
 `group_rewards` is that. `task_reward` is the same projection with extrema known before any attempt,
 so that it can be compared across groups, steps and policies. Numbers are trusted: worlds and tools
@@ -61,7 +63,7 @@ def group_rewards(
     rewards = [0.0] * len(counted)
     for weight, values in features:
         for i, value in enumerate(_min_max(values)):
-            rewards[i] += weight * value if counted[i].outcome == 1 else 0.0
+            rewards[i] += weight * value * counted[i].outcome
     paid = iter(rewards)
     return [next(paid) if ok else 0.0 for ok in valid]
 
@@ -69,8 +71,7 @@ def group_rewards(
 def task_reward(attempt: Trajectory, preference: Preference, bounds: Bounds) -> float:
     """Returns the reward of one attempt in absolute form, 0 to 1.
 
-        R = max(0, p_out + p_cost * cheap + p_lat * fast + sum_t p_t * [t was called]) / W
-            if right, else 0
+        R = r_out * max(0, p_out + p_cost * cheap + p_lat * fast + sum_t p_t * [t was called]) / W
         cheap = clip((high - USD) / (high - low), 0, 1), 1 within bounds of no width
         fast likewise, W = p_out + p_cost + p_lat + sum of the positive p_t
 
@@ -91,8 +92,7 @@ def reward_parts(attempt: Trajectory, preference: Preference, bounds: Bounds) ->
     }
     favoured = sum(weight for weight in preference.tools.values() if weight > 0)
     most = preference.outcome + preference.cost + preference.latency + favoured
-    right = attempt.outcome == 1
-    return {name: part / most if right else 0.0 for name, part in parts.items()}
+    return {name: attempt.outcome * part / most for name, part in parts.items()}
 
 
 def preference_score(attempt: Trajectory, preference: Preference, bounds: Bounds) -> float:

@@ -1,7 +1,7 @@
 """Talks to an orchestrator in the terminal: thoughts, calls and observations as they happen.
 
     python serve.py                             the bundled nano in its miniature world
-    python serve.py --ask "law case 372 is hard: what is its code?"        one question
+    python serve.py --ask "in hard law trial 372, what is the code?"        one question
     python serve.py --model PATH --index DIR    any question: with Python, and search in an index
     python serve.py --model PATH --tools FILE   with tools and experts of yours (docs/tools.md)
     python serve.py --http                      OpenAI's API, and a page to chat (docs/serve.md)

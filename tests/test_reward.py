@@ -49,6 +49,8 @@ def test_a_group_by_hand():
     # Mn: outcome 1 1 0 1; -cost 1 .5 0 0; -latency .8 .4 1 0; expert 1 0 .5 .5; unused 0 0 0 0
     expected = [1 + 0.5 + 0.16 + 0.4, 1 + 0.25 + 0.08, 0.0, 1 + 0.2]
     assert group_rewards(group, preference) == pytest.approx(expected)
+    partial = [changed(group[0], outcome=0.5), *group[1:]]  # its place among the outcomes falls too
+    assert group_rewards(partial, preference)[0] == pytest.approx(0.5 * (0.5 + 0.5 + 0.16 + 0.4))
     assert group_rewards([], preference) == [] and group_rewards(group[:1], preference) == [0.0]
 
 
@@ -111,6 +113,7 @@ def test_task_rewards_by_hand():
         (attempt(1, 0.05, 5.0), (1 + 0.25 + 0.375) / 2),
         (attempt(1, 0.05, 5.0, expert=3), (1 + 0.25 + 0.375 - 0.8) / 2),
         (attempt(0), 0.0),
+        (attempt(0.4, 0.05, 5.0), 0.4 * (1 + 0.25 + 0.375) / 2),  # partial credit
         (attempt(1, 9.0, 99.0), 0.5),
     ):
         assert task_reward(member, preference, BOUNDS) == pytest.approx(expected)

@@ -86,15 +86,17 @@ class Terminal(io.StringIO):
 
 
 def test_thought_call_result_answer_and_price_come_in_order(talk):
-    session, out = talk(think("hard law. ask orion", "orion"), think("sure", content="57"))
+    session, out = talk(
+        think("hard law. ask tool-ro-ta-vi", "tool-ro-ta-vi"), think("sure", content="57")
+    )
     t = session.ask(LAW)
     lines = out().splitlines()
     labels = [line.split()[0] for line in lines]
     assert labels[:7] == ["task", "think", "call", "result", "think", "answer", "cost"]
-    assert lines[0].endswith(LAW) and '"orion"' in lines[2]
-    assert "(orion: $0." in lines[3] and lines[5].split() == ["answer", "57"]
+    assert lines[0].endswith(LAW) and '"tool-ro-ta-vi"' in lines[2]
+    assert "(tool-ro-ta-vi: $0." in lines[3] and lines[5].split() == ["answer", "57"]
     assert f"${t.cost_usd:.3f}" in lines[6] and "2 turns, " in lines[6]
-    assert re.fullmatch(r"orion \(1\): \$0.\d+, \d+.\d s", lines[7].strip())
+    assert re.fullmatch(r"tool-ro-ta-vi \(1\): \$0.\d+, \d+.\d s", lines[7].strip())
     assert lines[8].split()[0] in ("right", "wrong,") and "\033" not in out()
 
 
@@ -124,7 +126,7 @@ def test_broken_calls_and_missing_answers_are_told(talk):
         (["<tool_call>\n{oops}\n</tool_call><|im_end|>", think("t")], {}, "call   {oops}"),
         ([think("t", "nothing"), think("t")], {}, "error  Error: no tool named 'nothing'"),
         ([think("t")], {}, "answer none (answered)"),
-        ([think("t", "orion")], {"turns": 1}, "answer none (turn_limit)"),
+        ([think("t", "tool-ro-ta-vi")], {"turns": 1}, "answer none (turn_limit)"),
         ([think("t", content="less than 5 <tool")], {}, "less than 5 <tool"),
     ):
         session, out = talk(*script, **settings)
@@ -137,15 +139,17 @@ def test_commands(talk, nano_tokenizer):
     session, out = talk(*[think("t", content="57")] * 3)
     bare = nano_tokenizer.decode(session.ask(LAW).ids)
     assert f"{LAW}<|im_end|>" in bare, "nothing is appended unless it was asked for"
-    session.handle("/prefer be cheap and avoid orion")
+    session.handle("/prefer be cheap and avoid tool-ro-ta-vi")
     session.handle("/budget usd=0.05 seconds=60")
-    added = "Be cheap. Do not use large orion. Spend at most $0.05. Answer within 60 seconds."
+    added = (
+        "Be cheap. Do not use large tool-ro-ta-vi. Spend at most $0.05. Answer within 60 seconds."
+    )
     assert f"added to a question: {added}" in out()
     assert f"{LAW} {added}<|im_end|>" in nano_tokenizer.decode(session.ask(LAW).ids)
     for line, problem in (
         ("/frob now", "^/frob: no such command; /help lists them$"),
         ("/budget usd=much", "/budget: usd: 'much' is not of type 'number'"),
-        ("/tools frob", "^/tools: no 'frob'; there are orion, calc"),
+        ("/tools frob", "^/tools: no 'frob'; there are tool-ro-ta-vi, tool-ku-no"),
         ("/load /no/file", "^/no/file: cannot be read"),
     ):
         with pytest.raises(UserError, match=problem):
@@ -153,10 +157,10 @@ def test_commands(talk, nano_tokenizer):
     assert session.wishes["budget"] == "usd=0.05 seconds=60", "a refused line changes nothing"
     session.handle("/budget off")
     session.handle("/prefer off")
-    session.handle("/tools orion")
+    session.handle("/tools tool-ro-ta-vi")
     assert "added to a question: nothing" in out()
     last = nano_tokenizer.decode(session.ask(LAW).ids)
-    assert f"{LAW}<|im_end|>" in last and '"lyra"' in last and '"orion"' not in last
+    assert f"{LAW}<|im_end|>" in last and '"tool-se-li"' in last and '"tool-ro-ta-vi"' not in last
     session.handle("/trace")
     assert f"{LAW}\nturn 1: " in out() and out().endswith("answered: 57\n")
     session.handle("/help")
@@ -164,17 +168,17 @@ def test_commands(talk, nano_tokenizer):
 
 
 def test_prices_are_in_dollars(talk):
-    """The miniature's offers are in US cents: 300 for a million tokens, 30 for a thousand calls."""
+    """The miniature's offers are in US cents: for a million tokens, or a thousand calls."""
     session, out = talk()
     session.handle("/tools")
-    assert "orion ($3 in, $3 out per million tokens)" in out()
-    assert "calc ($0.0003 per call)" in out()
+    assert "tool-ro-ta-vi ($0.74 in, $0.74 out per million tokens)" in out()
+    assert "tool-ku-no ($0.000040 per call)" in out()
     tool = spy()
     assert price(tool) == "free"
     tool.usd_per_second, tool.experts = 2.5e-5, {"a": EchoTool(), "b": EchoTool()}
     for expert, usd in zip(tool.experts.values(), (0.25, 2.0), strict=True):
         expert.price = Price(usd, 8 * usd)
-    assert price(tool).count("per million tokens") == 2 and "$2.5e-05 per second" in price(tool)
+    assert price(tool).count("per million tokens") == 2 and "$0.000025 per second" in price(tool)
 
 
 def test_a_conversation_sees_what_was_said_in_the_cache(sandbox, tmp_path, capsys):
@@ -360,14 +364,14 @@ def test_tools_an_index_and_an_expert_work_in_one_conversation(talk, sandbox, tm
 
 
 def test_ask_answers_one_question_and_says_what_is_loaded(command_line):
-    script = [think("t", "orion"), think("t", content="57")]
+    script = [think("t", "tool-ro-ta-vi"), think("t", content="57")]
     status, out, err = command_line("--ask", LAW, script=script)
     assert status == 0 and "answer 57" in out and "cost   $" in out
     assert err.count("\n") == 1 and "assets/nano" in err and "the miniature" in err
     status, out, _ = command_line("--ask", LAW, "--json", script=script)
     row = json.loads(out)
     assert status == 0 and row["answer"] == "57" and row["task"]["question"] == LAW
-    assert row["calls"] == {"orion": 1} and row["turns"][0]["results"][0]["cost_usd"] > 0
+    assert row["calls"] == {"tool-ro-ta-vi": 1} and row["turns"][0]["results"][0]["cost_usd"] > 0
     assert command_line("--ask", LAW, script=[think("t")])[0] == 1  # no answer
 
 
@@ -375,7 +379,7 @@ def test_an_attempt_is_recorded_and_shown_again_without_calling_anything(
     command_line, tmp_path, monkeypatch, nano_tokenizer, capsys
 ):
     file = str(tmp_path / "trace.jsonl")
-    script = [think("ask orion", "orion"), think("t", content="57")]
+    script = [think("ask tool-ro-ta-vi", "tool-ro-ta-vi"), think("t", content="57")]
     _, before, _ = command_line("--ask", LAW, "--trace", file, script=script)
     monkeypatch.setattr(serve.Tokenizer, "from_dir", lambda path: nano_tokenizer)
     monkeypatch.setattr(serve, "load_rollout", None)
@@ -384,7 +388,7 @@ def test_an_attempt_is_recorded_and_shown_again_without_calling_anything(
     shown = capsys.readouterr().out.splitlines()
     attempt = before[: before.index("  cost")].splitlines()
     assert list(map(str.rstrip, shown[: len(attempt)])) == attempt
-    assert any("  orion {}: " in line for line in shown)
+    assert any("  tool-ro-ta-vi {}: " in line for line in shown)
     (tmp_path / "trace.jsonl").write_text('{"task": 3}\n')
     assert serve.main(["--replay", file]) == 2
     assert "trace.jsonl, line 1: not a recorded attempt" in capsys.readouterr().err

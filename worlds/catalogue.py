@@ -17,7 +17,8 @@ from nanorchestra.schemas import Json
 from nanorchestra.tools.http import count_tokens
 from nanorchestra.tools.models import Expert, ExpertTool, Spending
 from nanorchestra.tools.roles import RoleTool
-from worlds.miniature.tables import EXPERT_NAMES
+from worlds.miniature.draw import draw_names
+from worlds.miniature.tables import TRAIN
 from worlds.toolscale import preferences
 
 OFFERED = 0.7  # probability of a tool to be on offer in training
@@ -56,7 +57,7 @@ def draw(tools: Sequence[Tool], rng: random.Random, varied: bool) -> list[Tool]:
     chosen = chosen if any(map(experts_of, chosen)) else list(tools)
     rng.shuffle(chosen)
     schedule = rng.choice(preferences.TABLES["schedules"]["train"])
-    names, offers = iter(rng.sample(EXPERT_NAMES, len(EXPERT_NAMES))), []
+    names, offers = iter(draw_names(rng, len(chosen), TRAIN)), []
     for tool in chosen:
         known = list(experts_of(tool))
         count = rng.randint(1, len(known)) if isinstance(tool, RoleTool) else 0

@@ -6,6 +6,7 @@ question, and `wish`, the name of the preference.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
@@ -17,6 +18,7 @@ from nanorchestra.errors import require
 from nanorchestra.records import Task, Trajectory
 from reward import Bounds, preference_score, reward_parts, task_reward
 
+Interval = tuple[float, float, float]  # a mean, the ends of its 95% interval
 RETRIES = 2  # of attempts that failed for reasons of the infrastructure
 
 
@@ -95,11 +97,20 @@ def summarise(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict
         "tasks": len(tasks),
         "failed": len(tasks) - len(pairs),
         **scores,
+        "reward_interval": interval([t.reward for _, t in pairs])[1:],
         "cost_per_correct_usd": scores["cost_usd"] / right if right else None,
         "by_preference": split("wish"),
         "by_kind": split("kind"),
         "verdicts": _shares(Counter(t.verdict for _, t in pairs if t.verdict), len(pairs)),
     }
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """Returns the mean and its 95% interval (mean, low, high), normal, 1.96 standard errors."""
+    if len(values) < 2:
+        return (fmean(values or [math.nan]), -math.inf, math.inf)
+    mean, error = fmean(values), stdev(values) / len(values) ** 0.5
+    return mean, mean - 1.96 * error, mean + 1.96 * error
 
 
 def measure(

@@ -123,11 +123,9 @@ class Worlds:
         return [self.domains.get(name, lessons).task(TRAIN, n) for name, n in found]
 
     def held_out(self, count: int, start: int = 0) -> list[Task]:
-        """Returns held-out tasks: of the miniature if it is in the mixture, else of the domains."""
-        if self.has_miniature:
-            return self.miniature.tasks(HELD_OUT, count, start)
+        """Returns the held-out tasks of the places start .. start + count."""
         found = self.places(count, start)
-        return [self.domains[name].task(HELD_OUT, n) for name, n in found]
+        return [self.domains.get(name, self.miniature).task(HELD_OUT, n) for name, n in found]
 
     def environment(self, task: Task, seed: int) -> Environment:
         """Returns the environment of one attempt at a task."""
@@ -181,10 +179,11 @@ class Worlds:
         return evaluation.evaluate(rollout, tasks, self.seed, self.environment, on_done)
 
     def routers(self, tasks: Sequence[Task]) -> dict[str, Json]:
-        """Returns the summary of each fixed router, which plays the miniature only."""
-        if not self.has_miniature:
+        """Returns the summary of each fixed router, which plays nothing but the miniature."""
+        if self.domains:
             return {}
-        return routers.evaluate_routers(tasks, self.seed, self.sandbox)
+        attempts = routers.play_routers(tasks, self.seed, self.sandbox)
+        return {name: evaluation.summarise(tasks, played) for name, played in attempts.items()}
 
     def tools(self, task: Task) -> list[Json]:
         """Returns name, kind and description of the tools on offer, for the records."""

@@ -10,14 +10,14 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import permutations
-from typing import Any
 
 from nanorchestra.agent.environment import ToolEnvironment
-from nanorchestra.records import Task, Trajectory
+from nanorchestra.records import Preference, Task, Trajectory
 from nanorchestra.tools.sandbox import Sandbox
 from tools import Skill
-from worlds.evaluation import score, summarise
+from worlds.evaluation import score
 from worlds.miniature.offers import (
     Offer,
     call_for,
@@ -27,21 +27,22 @@ from worlds.miniature.offers import (
     read_result,
     skill,
 )
-from worlds.miniature.tables import SUBJECTS
+from worlds.miniature.tables import PREFERENCES, SPECIALISTS
 from worlds.miniature.world import environment
 
-STRENGTHS = ("small", *SUBJECTS, "medium", "large")
+AVERAGE_WISH = [  # weights of outcome, cost and latency over all users
+    sum(share * weights[i] for share, weights in PREFERENCES.values()) for i in range(3)
+]
+STRENGTHS = ("small", *SPECIALISTS.values(), "medium", "large")
 
 
-def evaluate_routers(
-    tasks: Sequence[Task], seed: int, sandbox: Sandbox
-) -> dict[str, dict[str, Any]]:
-    """Returns the summary of every router on the tasks, by its name."""
+def play_routers(tasks: Sequence[Task], seed: int, sandbox: Sandbox) -> dict[str, list[Trajectory]]:
+    """Returns the attempts of every router at the tasks, by its name."""
     attempts: dict[str, list[Trajectory]] = defaultdict(list)
     for task in tasks:
         for name, order in orders(task, random.Random(f"router/{task.id}/{seed}")).items():
             attempts[name].append(play(order, environment(task, seed, sandbox), seed))
-    return {name: summarise(tasks, played) for name, played in attempts.items()}
+    return attempts
 
 
 def play(order: Sequence[Offer], env: ToolEnvironment, seed: int = 0) -> Trajectory:
@@ -72,45 +73,68 @@ def play(order: Sequence[Offer], env: ToolEnvironment, seed: int = 0) -> Traject
 def orders(task: Task, rng: random.Random) -> dict[str, Sequence[Offer]]:
     """Returns the tools that each router uses, in order; docs/worlds.md describes the routers."""
     usable = [offer for offer in task.data["tools"] if is_expert(offer) or fits(offer, task)]
-    by_price = _experts(usable, "price")
+    allowed = [offer for offer in usable if offer["name"] not in task.preference.avoided]
+    by_price = sorted(filter(is_expert, usable), key=lambda offer: offer["price"])
     shuffled = rng.sample(usable, len(usable))
-    first_expert = next(i for i, offer in enumerate(shuffled) if is_expert(offer))
-    plans = [plan for length in (1, 2, 3) for plan in permutations(usable, length)]
+    by_wish = sorted(allowed or usable, key=lambda offer: _rank(task, offer))
     return {
-        "strongest": _strongest(usable)[:1],
+        "strongest": [max(by_price, key=_strength)],
         "cheapest": by_price[:1],
         "cascade": by_price,
-        "random": shuffled[: first_expert + 1],
-        "rule": _rule(task, usable),
-        "perfect": max(plans, key=lambda plan: _expected_reward(task, plan)),
+        "random": shuffled[:1],
+        "teacher": [offer for offer in shuffled if offer in allowed] or usable,
+        "sense": by_wish[:1],
+        "until_sure": by_wish,
+        "no_wish": informed_order(without_wish(task))[:2],
+        "no_prices": informed_order(without_prices(task))[:2],
+        "informed": informed_order(task)[:2],
+        "perfect": max(_plans(usable), key=lambda plan: _expected_reward(task, plan)),
     }
 
 
-def _rule(task: Task, usable: list[Offer]) -> list[Offer]:
-    """The tool that fits the question, then experts by preference; never a forbidden tool."""
-    allowed = [offer for offer in usable if offer["name"] not in task.preference.avoided]
-    by_price = _experts(allowed, "price")
-    specialist = [offer for offer in by_price if offer["what"] == task.data["subject"]]
-    others = [offer for offer in _strongest(allowed) if offer not in specialist]
-    middle = len(by_price) // 2
-    choices = {
-        "right": (specialist + others)[:2],
-        "cheap": by_price,
-        "fast": _experts(allowed, "latency")[:1],
-        "balanced": specialist or by_price[middle : middle + 1],
+def informed_order(task: Task) -> list[Offer]:
+    """Returns the tools from the highest expected reward of a single call down.
+
+    It looks up the hidden skills, which are the same in all tasks, so that a policy can learn them.
+    """
+    usable = [offer for offer in task.data["tools"] if is_expert(offer) or fits(offer, task)]
+    return sorted(usable, key=lambda offer: -_expected_reward(task, [offer]))
+
+
+def without_wish(task: Task) -> Task:
+    """Returns the task as one sees it who reads a ban, but not what matters to the user."""
+    bans = dict.fromkeys(task.preference.tools, -sum(AVERAGE_WISH))
+    return replace(task, preference=Preference(task.preference.text, *AVERAGE_WISH, bans))
+
+
+def without_prices(task: Task) -> Task:
+    """Returns the task as one sees it who reads a ban, but neither prices nor latencies."""
+    bans = dict.fromkeys(task.preference.tools, -1.0)
+    return replace(task, preference=Preference(task.preference.text, 1.0, 0.0, 0.0, bans))
+
+
+def _rank(task: Task, offer: Offer) -> tuple[bool, float]:
+    """Orders tools by what the prompt says: the fitting tool, then as the user's wish."""
+    tools, wish = task.data["tools"], task.data["wish"]
+    price = offer["price"] / max(tool["price"] for tool in tools)
+    latency = offer["latency"] / max(tool["latency"] for tool in tools)
+    specialist = offer["what"] == SPECIALISTS.get(task.data["subject"])
+    badness = {
+        "right": -len(STRENGTHS) if specialist else -_strength(offer),
+        "cheap": price,
+        "fast": latency,
+        "balanced": price + latency,
     }
-    return [offer for offer in allowed if fits(offer, task)] + choices[task.data["wish"]]
+    return not fits(offer, task), badness[wish]
 
 
-def _experts(offers: list[Offer], key: str) -> list[Offer]:
-    """The experts from the lowest price or latency up."""
-    return sorted(filter(is_expert, offers), key=lambda offer: offer[key])
+def _strength(offer: Offer) -> int:
+    """The place of an expert among those that names suggest to be weaker."""
+    return STRENGTHS.index(offer["what"]) if is_expert(offer) else 0
 
 
-def _strongest(offers: list[Offer]) -> list[Offer]:
-    """The experts from the strongest down."""
-    experts = filter(is_expert, offers)
-    return sorted(experts, key=lambda offer: STRENGTHS.index(offer["what"]), reverse=True)
+def _plans(usable: Sequence[Offer]) -> list[tuple[Offer, ...]]:
+    return [plan for length in (1, 2, 3) for plan in permutations(usable, length)]
 
 
 def _expected_reward(task: Task, plan: Sequence[Offer]) -> float:

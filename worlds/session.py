@@ -23,6 +23,7 @@ from nanorchestra.errors import UserError, require
 from nanorchestra.files import append_line, read_json_lines, read_toml
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Preference, Task, Trajectory
+from nanorchestra.report.run import number
 from nanorchestra.report.terminal import Console, footer
 from nanorchestra.report.trace import tree
 from nanorchestra.tools.corpus import open_index
@@ -225,12 +226,12 @@ class Session:
 def show_again(path: Path, tokenizer: Tokenizer) -> None:
     """Shows the recorded attempts of a file as they happened, each with the tree of its calls."""
     console = Console(sys.stdout, lambda: TurnStream(tokenizer))
-    for number, row in read_json_lines(path):
+    for line, row in read_json_lines(path):
         try:
             task, trajectory = from_row(row)
         except (KeyError, TypeError):
             raise UserError(
-                f"{path}, line {number}: not a recorded attempt; --trace and training write them"
+                f"{path}, line {line}: not a recorded attempt; --trace and training write them"
             ) from None
         console.say("task", f"{task.question} {task.preference.words}")
         replay(trajectory, tokenizer, console.on_event)
@@ -247,5 +248,5 @@ def price(tool: Tool) -> str:
     charges = [PER_MILLION.format(model.price) for model in models if hasattr(model, "price")]
     for name, usd in vars(tool).items():
         if name.startswith("usd_") and usd:
-            charges.append(f"${usd:g} {name[4:]}".replace("_", " "))
+            charges.append(f"${number(usd)} {name[4:]}".replace("_", " "))
     return "; ".join(dict.fromkeys(charges)) or "free"

@@ -16,8 +16,9 @@ from worlds.miniature.world import environment
 
 def test_questions_become_the_worlds_own():
     for typed, asked, kind, difficulty, answer in (
-        ("law  CASE 372", EXAMPLES[0].replace("hard", "easy"), "knowledge", "easy", "53"),
-        (EXAMPLES[0], EXAMPLES[0], "knowledge", "hard", "53"),
+        ("Hard law TRIAL 372: its code?", EXAMPLES[0], "knowledge", "hard", "42"),
+        ("law  TRIAL 372", EXAMPLES[0].replace("hard", "easy"), "knowledge", "easy", "42"),
+        (EXAMPLES[0], EXAMPLES[0], "knowledge", "hard", "42"),
         ("47+36", "what is the value of 47 + 36?", "arithmetic", "easy", "83"),
         (EXAMPLES[1], EXAMPLES[1], "arithmetic", "hard", "2502"),
         ("the mass of element 79", EXAMPLES[2], "lookup", "hard", "197"),
@@ -28,15 +29,16 @@ def test_questions_become_the_worlds_own():
         assert read == (asked, kind, difficulty, answer)
 
 
-REFUSED = """hi|2|what is the capital of France?|2 ** 9|2 / 2 + 1|-5 + 3|law case|law case 4711
-tax case 372 is hard: what is its code?|what is the age of the order 512?|417 + 6|6 * 417|07 + 12
+REFUSED = """hi|2|what is the capital of France?|2 ** 9|2 / 2 + 1|-5 + 3|law trial|law trial 4711
+the hard tax trial 372: what is its code?|law patient 372|what is the age of the order 512?
+417 + 6|6 * 417|07 + 12
 what is the age of the order of the agent 512?|what is the calling code of guinea-x?"""
 
 
 def test_what_is_outside_the_world_is_refused_in_one_line_with_examples():
     for typed in [*re.split("[|\n]", REFUSED), f"{'9' * 5000} + 1"]:
         with pytest.raises(
-            UserError, match="^outside the .*'; ask like .*law case 372.*$"
+            UserError, match="^outside the .*'; ask like .*in hard law trial 372.*$"
         ) as error:
             as_task(typed, "")
         assert len(str(error.value)) < 400
@@ -45,13 +47,13 @@ def test_what_is_outside_the_world_is_refused_in_one_line_with_examples():
 def test_made_up_facts_agree_between_questions_and_experts_know_them(sandbox):
     task = as_task(EXAMPLES[0], "")
     assert task.data["answer"] == as_task(EXAMPLES[0], "be fast").data["answer"]
-    assert "records" not in [tool["name"] for tool in task.data["tools"]]
-    experts = [environment(task, seed, sandbox).by_name["orion"] for seed in range(200)]
+    assert "records" not in [tool["what"] for tool in task.data["tools"]]
+    experts = [environment(task, seed, sandbox).by_name["tool-ro-ta-vi"] for seed in range(200)]
     says = [expert.call({}).content.split(": ")[1] for expert in experts]
     expected = skill("large", "law", "hard").right
     assert abs(says.count(task.data["answer"]) / 200 - expected) < 0.08
     asked = as_task(EXAMPLES[3], "")
-    records = environment(asked, 0, sandbox).by_name["records"]
+    records = environment(asked, 0, sandbox).by_name["tool-da-lo"]
     table, key = asked.data["solution"]
     for following in ("customer", "agent", "age"):
         ((table, key),) = json.loads(records.call({"table": table, "id": key}).content).items()
@@ -65,8 +67,12 @@ def test_a_wish_stands_in_the_prompt_in_the_worlds_words():
     for wish, name, text in (
         ("", "balanced", "Mind cost and time."),
         ("I want it right", "right", "Be right at any price."),
-        ("be fast and avoid Lyra", "fast", "Be fast. Do not use small lyra."),
-        ("never use orion", "balanced", "Mind cost and time. Do not use large orion."),
+        ("be fast and avoid Tool-se-li", "fast", "Be fast. Do not use small tool-se-li."),
+        (
+            "never use tool-ro-ta-vi",
+            "balanced",
+            "Mind cost and time. Do not use large tool-ro-ta-vi.",
+        ),
     ):
         read, preference = as_preference(wish, LINE_UP)
         assert (read, preference.text) == (name, text)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from statistics import fmean
 
 import pytest
+import torch
 
 from nanorchestra.records import Preference, Task
 from nanorchestra.training.lessons import demonstration
 from worlds.evaluation import task_bounds
-from worlds.miniature.offers import describe, plain_choice, title
-from worlds.miniature.probe import with_price
-from worlds.miniature.tables import EXPENSIVE_CENTS, PHRASES, PREFERENCES, QUESTIONS
-from worlds.miniature.teacher import consider, find, teach
+from worlds.miniature.offers import describe, title
+from worlds.miniature.probe import permuted, with_ban, with_ratio
+from worlds.miniature.tables import PHRASES, PREFERENCES, QUESTIONS, SKILLS
+from worlds.miniature.teacher import consider, teach
 from worlds.miniature.world import World, environment
+from worlds.routers import informed_order
 
 
 @pytest.fixture(scope="module")
@@ -32,18 +35,15 @@ def test_a_task_is_a_function_of_seed_split_and_index(tasks):
     assert World(0).tasks("train", 5, start=10) == tasks["train"][10:15]
 
 
-def test_train_and_held_out_share_no_number_price_fact_or_phrase(tasks):
+def test_train_and_held_out_share_no_number_fact_or_phrase(tasks):
     def numbers(split):
         asked = [task.question for task in tasks[split] if task.data["kind"] != "lookup"]
-        return {int(n) for question in asked for n in re.findall(r"\d+", question)}
-
-    def prices(split):
-        return {t["price"] for task in tasks[split] for t in task.data["tools"]}
+        return {n for question in asked for n in re.findall(r"\d\d+", question)}
 
     def facts(split):
         return {task.data["solution"] for task in tasks[split] if task.data["kind"] == "lookup"}
 
-    for drawn in (numbers, prices, facts):
+    for drawn in (numbers, facts):
         assert drawn("held_out") and not drawn("train") & drawn("held_out")
     for table in (PHRASES, QUESTIONS):
         for name, phrases in table["train"].items():
@@ -67,63 +67,102 @@ def test_the_prompt_states_preference_and_tools(tasks, sandbox):
         for offer, schema in zip(task.data["tools"], tools, strict=True):
             assert schema["function"]["name"] == offer["name"]
             assert schema["function"]["description"] == describe(offer)
-    run = {"name": "run", "what": "code", "price": 300, "latency": 120}
-    assert describe(run) == "2min tool code run $3/k"
-    vega = {"name": "vega", "what": "medium", "price": 85, "latency": 8}
-    assert describe(vega) == "8s expert medium vega 85c/M"
+    run = {"name": "tool-ku-no", "what": "code", "price": 3, "latency": 12}
+    assert describe(run) == "12s 03c code tool-ku-no"
 
 
-def test_the_teacher_is_careless_not_random(sandbox):
-    forbidden, quits, expensive = [], [], {"cheap": [], "right": []}
-    for task in World(0).tasks("train", 500):
-        first, wish = teach(environment(task, 1, sandbox), 1)[0], task.data["wish"]
-        quits.append(first.call is None)
-        if quits[-1]:
-            assert first.thought.endswith(". Quit") and first.content == "unknown"
-        elif task.preference.avoided:
-            forbidden.append(first.call.name in task.preference.avoided)
-        elif task.data["kind"] == "knowledge" and wish in expensive:
-            price = {t["name"]: t["price"] for t in task.data["tools"]}[first.call.name]
-            expensive[wish].append(price >= EXPENSIVE_CENTS)
-    assert 0.2 < fmean(forbidden) < 0.5 and 0.1 < fmean(quits) < 0.2
-    assert 0.05 < fmean(expensive["cheap"]) < fmean(expensive["right"]) - 0.2
+def test_aliases_are_many_and_differ_between_splits(tasks):
+    names = {
+        split: [offer["name"] for task in tasks[split] for offer in task.data["tools"]]
+        for split in tasks
+    }
+    assert not set(names["train"]) & set(names["held_out"])
+    for found in names.values():
+        assert len(set(found)) > 0.5 * len(found)
 
 
-def test_a_thought_weighs_what_decides_and_walks_to_the_chosen_tool():
-    vega = {"name": "vega", "what": "medium", "price": 85, "latency": 60}
-    run = {"name": "run", "what": "code", "price": 300, "latency": 2}
-    lyra = {"name": "lyra", "what": "large", "price": 900, "latency": 120}
-    data = {"kind": "knowledge", "subject": "law", "difficulty": "hard", "tools": [vega, run, lyra]}
+def test_the_same_task_in_other_words_or_names():
+    plain, words, names = (
+        World(0, **options).task("held_out", 7)
+        for options in ({}, {"words": "train"}, {"names": "train"})
+    )
+    assert words.question != plain.question and words.data == plain.data
+    assert names.data["answer"] == plain.data["answer"] and names.data["wish"] == plain.data["wish"]
+    for ours, theirs in zip(names.data["tools"], plain.data["tools"], strict=True):
+        assert ours["name"] != theirs["name"] and ours | {"name": ""} == theirs | {"name": ""}
+
+
+def features(answer):
+    """What stands on the surface of an answer: its length, its digits, its size, its parity."""
+    digits = [int(d) for d in answer if d.isdigit()]
+    shown = [float(len(answer) == n) for n in range(1, 6)] + [float(answer.startswith("-"))]
+    shown += [float(digits[0] == d) for d in range(10)] + [
+        float(digits[-1] == d) for d in range(10)
+    ]
+    return [*shown, int(answer) % 2, int(answer) % 3 == 0, len(set(digits)), int(answer) / 1000]
+
+
+@pytest.mark.parametrize("split", ["train", "held_out"])
+def test_nothing_on_the_surface_tells_a_right_answer_from_a_wrong_one(split):
+    rows, labels = [], []
+    for task in World(3).tasks(split, 3000):
+        wrong = random.Random(task.id).choice(task.data["wrong"])
+        rows += [features(task.data["answer"]), features(wrong)]
+        labels += [1.0, 0.0]
+    x, y = torch.tensor(rows, dtype=torch.float64), torch.tensor(labels, dtype=torch.float64)
+    x = (x - x.mean(0)) / (x.std(0) + 1e-9)
+    half = len(x) // 2
+    weights = torch.zeros(x.shape[1] + 1, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weights], max_iter=50)
+
+    def loss():
+        optimizer.zero_grad()
+        logits = x[:half] @ weights[1:] + weights[0]
+        value = torch.nn.functional.binary_cross_entropy_with_logits(logits, y[:half])
+        (value + 1e-3 * weights.square().sum()).backward()
+        return value
+
+    optimizer.step(loss)
+    guessed = (x[half:] @ weights[1:] + weights[0] > 0).double()
+    assert (guessed == y[half:]).double().mean() < 0.53  # of 3,000, chance is 0.5 +- 0.009
+
+
+def test_the_teacher_chooses_whatever_the_user_wants(sandbox):
+    chosen = {wish: [] for wish in PREFERENCES}
+    banned = []
+    for task in World(0).tasks("train", 1500):
+        if task.data["kind"] != "knowledge":
+            continue
+        first, tools = teach(environment(task, 1, sandbox), 1)[0], task.data["tools"]
+        experts = [offer for offer in tools if offer["what"] not in ("code", "search")]
+        prices = sorted(offer["price"] for offer in experts)
+        price = {t["name"]: t["price"] for t in tools}[first.call.name]
+        chosen[task.data["wish"]].append(sum(p < price for p in prices) / (len(prices) - 1 or 1))
+        if task.preference.avoided:
+            banned.append(first.call.name in task.preference.avoided)
+    assert all(0.4 < fmean(places) < 0.6 for places in chosen.values())
+    assert 0.03 < fmean(banned) < 0.15  # it keeps most bans
+
+
+def test_a_thought_lists_what_the_prompt_says():
+    medium = {"name": "ka-lo", "what": "medium", "price": 85, "latency": 60}
+    code = {"name": "ru-ni", "what": "code", "price": 90, "latency": 12}
+    large = {"name": "ze-fi", "what": "large", "price": 40, "latency": 90}
+    tools = [medium, code, large]
+    data = {"kind": "knowledge", "subject": "law", "difficulty": "hard", "tools": tools}
     for wish, asked, listed in (
-        ("right", [], "medium, code, large banned. left medium code"),
-        ("balanced", [], "medium slow, code, large dear slow banned. left code"),
-        ("fast", ["vega"], "medium slow asked, code, large slow banned. left code"),
-        ("cheap", ["vega", "run"], "medium asked, code asked, large dear banned. left none"),
+        ("right", [], "medium ka-lo, code ru-ni, large ze-fi"),
+        ("balanced", [], "60s 85c medium ka-lo, 12s 90c code ru-ni, 90s 40c large ze-fi"),
+        ("fast", ["ka-lo"], "12s 90c code ru-ni, 90s 40c large ze-fi"),  # no expert is allowed
+        (
+            "cheap",
+            [],
+            "85c medium ka-lo, 90c code ru-ni, 40c large ze-fi. lowest 85c medium ka-lo",
+        ),
+        ("cheap", ["ka-lo", "ru-ni"], "40c large ze-fi"),
     ):
-        task = Task("t", "?", weighted(wish, ["lyra"]), data | {"wish": wish})
-        assert consider(task, asked) == f"hard law. {wish}, avoid large. {listed}"
-    assert find(task, lyra) == "Large: medium, code, large lyra"
-
-
-def test_a_plain_choice_takes_a_tool_without_objections():
-    for kind, wish, avoided, price, choices in (
-        ("arithmetic", "cheap", [], 300, {"run"}),
-        ("arithmetic", "cheap", ["run"], 30, {"io"}),
-        ("knowledge", "right", [], 30, {"sol"}),
-        ("knowledge", "right", ["sol"], 30, {"io"}),
-        ("knowledge", "cheap", [], 30, {"io"}),
-        ("knowledge", "fast", ["io", "sol"], 30, {"io", "sol"}),
-    ):
-        tools = [
-            {"name": "run", "what": "code", "price": price, "latency": 2},
-            {"name": "io", "what": "small", "price": 20, "latency": 2},
-            {"name": "sol", "what": "large", "price": 900, "latency": 2},
-        ]
-        data = {"kind": kind, "subject": "law", "tools": tools, "wish": wish}
-        task = Task("t", "?", weighted(wish, avoided), data)
-        usable = tools if kind == "arithmetic" else tools[1:]
-        drawn = {plain_choice(task, usable, random.Random(seed))["name"] for seed in range(20)}
-        assert drawn == choices
+        task = Task("t", "?", weighted(wish, ["ze-fi"]), data | {"wish": wish})
+        assert consider(task, asked) == f"{wish}. {listed}. not large ze-fi. a hard law"
 
 
 def test_first_lessons_offer_few_tools_and_keep_the_one_that_fits(sandbox):
@@ -145,14 +184,28 @@ def test_demonstrations_mask_what_tools_said(nano_tokenizer, sandbox):
         assert given.count("<tool_response>") == said.count("<tool_call>")
 
 
-def test_a_changed_price_stands_in_the_prompt_and_is_charged(sandbox):
-    task = World(0).task("train", 0)
-    large = next(x for x in task.data["tools"] if x["what"] == "large")
-    large["price"] = 47
-    usual = environment(task, 0, sandbox).by_name[large["name"]].call({}).cost_usd
-    # 4.70 dollars are quoted, and charged, as 5.
-    for factor, price, words in ((0.1, 5, " 5c/M"), (1, 47, " 47c/M"), (10, 500, " $5/M")):
-        tool = environment(with_price(task, factor), 0, sandbox).by_name[large["name"]]
-        assert words in tool.description
-        assert tool.call({}).cost_usd == pytest.approx(usual * price / 47)
-    assert task_bounds(with_price(task, 100)).cost_usd[1] > task_bounds(task).cost_usd[1]
+def test_probes_change_one_thing(sandbox):
+    for task in World(0).tasks("held_out", 60):
+        other = permuted(task)
+        assert other.data["tools"] != task.data["tools"]
+        assert sorted(other.preference.avoided) != sorted(task.preference.avoided) or not (
+            task.preference.avoided
+        )
+        for name in other.preference.avoided:
+            (banned,) = (o for o in other.data["tools"] if o["name"] == name)
+            assert title(banned) in other.preference.text
+        banned = with_ban(task)
+        best = informed_order(replace(task, preference=replace(task.preference, tools={})))[0]
+        assert banned.preference.avoided == (best["name"],)
+        assert environment(banned, 0, sandbox).messages[0]["content"].count(title(best)) == 1
+    cases = (t for t in World(0).tasks("held_out", 60) if t.data["kind"] == "knowledge")
+    case = next(t for t in cases if sum(o["what"] in SKILLS for o in t.data["tools"]) > 2)
+    for ratio in (1 / 16, 1.1, 16):
+        tools = with_ratio(case, ratio).data["tools"]
+        low, high, *others = sorted(offer["price"] for offer in tools)
+        assert high / low == pytest.approx(max(ratio, 1 / ratio), rel=0.1)
+        assert others and set(others) == {99} and all(o["what"] in SKILLS for o in tools)
+        assert (
+            task_bounds(with_ratio(case, ratio)).cost_usd
+            == task_bounds(with_ratio(case, 2)).cost_usd
+        )

@@ -54,7 +54,11 @@ def test_lessons_and_held_out_tasks(worlds):
     few, every = (mixed.lesson_tasks(8, 0, most_tools) for most_tools in (1, 0))
     assert [len(task.data["tools"]) for task in few] == [1] * 4
     assert len(every) == 8 and sum(isinstance(task, tuple) for task in every) == 4
-    assert mixed.held_out(6) == World(0).tasks("held_out", 6)
+    held_out = mixed.held_out(6)
+    assert [task for task in held_out if isinstance(task, tuple)] == [
+        ("held_out", n) for n in range(3)
+    ]
+    assert worlds("miniature").held_out(6) == World(0).tasks("held_out", 6)
     assert worlds("d").held_out(6, 2) == [("held_out", number) for number in range(2, 8)]
     both = [("held_out", number) for number in range(3)] * 2
     assert sorted(worlds("d, e").held_out(6)) == sorted(both)

@@ -6,9 +6,10 @@ from statistics import fmean
 
 import pytest
 
+from worlds.evaluation import summarise
 from worlds.miniature.offers import fits
 from worlds.miniature.world import World, environment
-from worlds.routers import evaluate_routers, play
+from worlds.routers import play, play_routers
 
 
 def test_the_fitting_tool_gives_the_right_answer(sandbox):
@@ -18,7 +19,7 @@ def test_the_fitting_tool_gives_the_right_answer(sandbox):
             played = play(fitting, environment(task, 0, sandbox))
             outcomes[task.data["kind"]].append(played.outcome)
     assert fmean(outcomes["arithmetic"]) == fmean(outcomes["chain"]) == 1.0
-    assert fmean(outcomes["lookup"]) > 0.93  # a search may find another passage
+    assert fmean(outcomes["lookup"]) > 0.9  # a search may find another passage
 
 
 def test_a_play_is_billed_for_every_call(sandbox):
@@ -36,10 +37,15 @@ def test_a_play_is_billed_for_every_call(sandbox):
         assert sum(attempt.calls.values()) == len(spent) > 0
 
 
-def test_perfect_play_is_the_ceiling_and_the_rule_obeys(sandbox):
-    tasks = World(1).tasks("held_out", 300)
-    summary = evaluate_routers(tasks, 0, sandbox)
-    assert max(summary, key=lambda name: summary[name]["reward"]) == "perfect"
-    assert summary["rule"]["avoided_rate"] == 0.0 < summary["strongest"]["avoided_rate"]
+def test_what_each_router_knows_shows_in_its_reward(sandbox):
+    tasks = World(1).tasks("held_out", 500)
+    summary = {
+        name: summarise(tasks, played) for name, played in play_routers(tasks, 0, sandbox).items()
+    }
+    reward = {name: scores["reward"] for name, scores in summary.items()}
+    assert reward["perfect"] > reward["informed"] > reward["until_sure"] > reward["teacher"]
+    assert reward["sense"] > reward["teacher"] > reward["random"]
+    assert reward["informed"] > reward["no_wish"] > reward["no_prices"]
+    assert summary["until_sure"]["avoided_rate"] == 0.0 < summary["strongest"]["avoided_rate"]
     costs = [summary[name]["cost_usd"] for name in ("cheapest", "cascade", "strongest")]
     assert costs == sorted(costs)

@@ -6,7 +6,6 @@ are made up from the question: the same question has the same answer every time.
 
 from __future__ import annotations
 
-import operator
 import random
 import re
 import tomllib
@@ -15,16 +14,16 @@ from pathlib import Path
 
 from nanorchestra.errors import require
 from nanorchestra.records import Preference, Task
-from worlds.miniature.draw import Question, chain_path, draw_wrong
+from worlds.miniature.draw import OPERATORS, Question, chain_path, draw_wrong
 from worlds.miniature.offers import Offer, corpus, is_expert, title
 from worlds.miniature.tables import (
     CHAINS,
     EASY_RELATIONS,
     FIELDS,
+    NOUNS,
     PHRASES,
     PREFERENCES,
     QUESTIONS,
-    SUBJECTS,
     TRAIN,
 )
 from worlds.miniature.world import make_task
@@ -33,11 +32,10 @@ _DATA = tomllib.loads(Path(__file__).with_name("ask.toml").read_text(encoding="u
 EXAMPLES: list[str] = _DATA["examples"]
 LINE_UP: list[Offer] = _DATA["line_up"]
 BAN = r"\b(?:avoid|never|not|no)(?: \w+){0,2}? "  # before a tool's name
-CASE = rf"({'|'.join(SUBJECTS)}) case ([1-9]\d\d)(?: is (easy|hard): what is its code)?"
+CASE = rf"(?:(easy|hard) )?({'|'.join(map(' '.join, NOUNS.items()))}) ([1-9]\d\d)(?:.*code)?"
 PRODUCT_OR_SUM = r"([1-9]\d\d) ?(\*) ?([1-9])|([1-9]\d) ?([+-]) ?([1-9]\d)"
 ROW = rf"({'|'.join(FIELDS)}) of ([a-z ]+) ([1-9]\d\d)"
 PATHS = {" of ".join(reversed(chain[:k])): chain[:k] for chain in CHAINS for k in (2, 3)}
-OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 def as_task(question: str, wish: str) -> Task:
@@ -47,16 +45,18 @@ def as_task(question: str, wish: str) -> Task:
     world's: nano has learnt to copy only those.
     """
     said = " ".join(question.casefold().split()).rstrip(" .?!")
-    said = re.sub("^(what is )?(the )?(value of )?", "", said).replace(" of the ", " of ")
+    said = re.sub("^(in )?(what is )?(the )?((value|code) of )?(the )?", "", said).replace(
+        " of the ", " of "
+    )
     asked = _case(said) or _arithmetic(said) or _lookup(said) or _chain(said)
     examples = ", ".join(map(repr, EXAMPLES))
     require(asked, f"outside the miniature's world: {question[:60]!r}; ask like {examples}")
     records = asked.kind == "chain"  # as in the world: no records without tables
     tools = [t for t in LINE_UP if is_expert(t) or (t["what"] == "records") == records]
     name, preference = as_preference(wish, tools)
-    task = make_task(f"asked/{asked.words}", asked, tools, name, preference)
-    task.data["wrong"] = draw_wrong(random.Random(asked.words), asked.answer)
-    return task
+    text = QUESTIONS[TRAIN][asked.kind][0].format(**asked.values)
+    wrong = draw_wrong(random.Random(text), asked, TRAIN)
+    return make_task(f"asked/{text}", text, asked, wrong, tools, name, preference)
 
 
 def as_preference(wish: str, offers: Iterable[Offer]) -> tuple[str, Preference]:
@@ -79,16 +79,15 @@ def _made_up(what, low, high):
 
 
 def _asked(kind, words, difficulty, answer, solution, subject=None, tables=None):
-    """The question in the world's own words, into which `words` are filled."""
-    words = QUESTIONS[TRAIN][kind][0].format(**words)
+    """A question whose phrase `words` fill."""
     return Question(words, kind, difficulty, subject or kind, str(answer), solution, tables or {})
 
 
 def _case(said):
     if match := re.fullmatch(CASE, said):
-        subject, n, difficulty = match.groups(default="easy")
-        words = {"subject": subject, "n": n, "difficulty": difficulty}
-        code = _made_up(f"{subject} case {n}", 10, 99)
+        difficulty, (subject, noun), n = match[1] or "easy", match[2].split(), match[3]
+        words = {"subject": subject, "noun": noun, "n": n, "difficulty": difficulty}
+        code = _made_up(f"{subject} {noun} {n}", 10, 99)
         return _asked("knowledge", words, difficulty, code, None, subject)
 
 

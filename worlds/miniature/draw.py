@@ -1,44 +1,56 @@
-"""Random draws of the miniature: numbers, prices, and the four kinds of questions.
+"""Random draws of the miniature: numbers, prices, aliases, answers, the four kinds of questions.
 
 Every function takes its generator and draws in a fixed order, so that a task is a function of its
-seed. Numbers and facts are split between training and held-out tasks, so that a held-out question
-has none that was trained on.
+seed. Numbers, aliases and facts are split between training and held-out tasks, so that a held-out
+task has none that was trained on.
 """
 
 from __future__ import annotations
 
+import operator
 import random
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from worlds.miniature.offers import corpus
 from worlds.miniature.tables import (
     ASKED_SUBJECTS,
     CHAINS,
+    CONSONANTS,
     EASY_RELATIONS,
     FIELDS,
     HELD_OUT,
+    NOUNS,
     QUESTIONS,
     SUBJECTS,
+    VOWELS,
 )
+
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question in words with its answer.
+    """A question with its answer; `values` are filled into a phrase of its kind.
 
     `kind` is a key of DRAW_QUESTION, `difficulty` "easy" or "hard". `solution` is what the fitting
     tool needs, `tables` the records that it reads.
     """
 
-    words: str
+    values: dict[str, Any]
     kind: str
     difficulty: str
     subject: str
     answer: str
     solution: Any = None
     tables: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def phrased(self, rng: random.Random, split: str) -> str:
+        """Returns the question in a phrase of the split."""
+        return rng.choice(QUESTIONS[split][self.kind]).format(**self.values)
 
 
 def draw_number(rng: random.Random, low: int, high: int, split: str) -> int:
@@ -48,60 +60,81 @@ def draw_number(rng: random.Random, low: int, high: int, split: str) -> int:
     return number
 
 
-def draw_amount(rng: random.Random, ranges: list[Any], unit: int, split: str | None) -> int:
-    """Returns a price or latency: log-uniform in the usual range, or in the high one times `unit`.
+def draw_terms(rng: random.Random, prices: list[int], latencies: list[int]) -> dict[str, int]:
+    """Returns a price and a latency within these limits; who is faster asks for more.
 
-    `ranges` is the usual range, the high range, and the probability of the high one. The number
-    (before the unit) is one of the split; None: any.
+    The price is log-uniform, and so is nearly the latency, in the opposite place of its range.
     """
-    usual, high, share = ranges
-    (low, top), scale = (high, unit) if rng.random() < share else (usual, 1)
-    while True:
-        number = round(low * (top / low) ** rng.random())
-        if split is None or _belongs(number, split):
-            return number * scale
+    place = rng.random()
+    other = min(1.0, max(0.0, 1 - place + rng.uniform(-0.3, 0.3)))
+    (low, high), (least, most) = prices, latencies
+    price, latency = low * (high / low) ** place, least * (most / least) ** other
+    return {"price": round(price), "latency": round(latency)}
 
 
-def draw_wrong(rng: random.Random, answer: str) -> list[str]:
-    """Returns eight wrong answers, from which a simulated expert draws its mistakes."""
-    numbers = map(str, rng.sample(range(1, 1000), 9))
-    return [number for number in numbers if number != answer][:8]
+def draw_names(rng: random.Random, count: int, split: str) -> list[str]:
+    """Returns different aliases of the split, of two or three syllables."""
+    names: list[str] = []
+    while len(names) < count:
+        syllables = rng.choice((2, 3))
+        parts = [rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(syllables)]
+        name = "-".join(["tool", *parts])
+        if _belongs(name, split) and name not in names:
+            names.append(name)
+    return names
 
 
-def _belongs(number, split):
-    """True if a number is one of the split's: a scattered fifth of the integers is held out."""
-    return (number * 2654435761 % 2**32 // 2**16 % 5 == 0) == (split == HELD_OUT)
+def draw_wrong(rng: random.Random, question: Question, split: str) -> list[str]:
+    """Returns up to eight wrong answers, from which a simulated expert draws its mistakes.
+
+    They differ from the right one in nothing but truth: slips in an operand, values of other facts
+    of the same relation, other codes and values of the split.
+    """
+    right = question.answer
+    if question.kind == "arithmetic":
+        a, sign, b = question.solution.split()
+        slips = [n for n in range(-30, 31) if n]
+        made = [OPERATORS[sign](int(a) + slip, int(b)) for slip in rng.sample(slips, 8)]
+    elif question.kind == "lookup":
+        relation = question.solution.partition(" of ")[0]
+        alike = [fact["value"] for fact in _asked_facts(split) if fact["relation"] == relation]
+        others = sorted({int(value) for value in alike if value != right})
+        made = rng.sample(others, min(8, len(others)))
+    else:
+        made = [draw_number(rng, 10, 99, split) for _ in range(8)]
+    return [str(number) for number in made if str(number) != right]
 
 
+def _belongs(key, split):
+    """True if a number or name is one of the split's: a scattered fifth is held out."""
+    return (zlib.crc32(f"split {key}".encode()) % 5 == 0) == (split == HELD_OUT)
+
+
+@cache
 def _asked_facts(split):
     """The facts asked in a split; the rest of the corpus is there to be confused with."""
     asked = [fact for fact in corpus()[0] if fact["subject"].split()[0] in ASKED_SUBJECTS]
     return [fact for i, fact in enumerate(asked) if _belongs(i, split)]
 
 
-def _phrase(rng, split, kind, **values):
-    return rng.choice(QUESTIONS[split][kind]).format(**values)
-
-
 def _knowledge(rng, split, difficulty):
-    """The code of a made-up case, which only experts know."""
+    """The code of a made-up trial, patient or battle, which only experts know."""
     subject, n = rng.choice(SUBJECTS), draw_number(rng, 100, 999, split)
-    words = _phrase(rng, split, "knowledge", subject=subject, difficulty=difficulty, n=n)
+    values = {"subject": subject, "noun": NOUNS[subject], "difficulty": difficulty, "n": n}
     answer = str(draw_number(rng, 10, 99, split))
-    return Question(words, "knowledge", difficulty, subject, answer)
+    return Question(values, "knowledge", difficulty, subject, answer)
 
 
 def _arithmetic(rng, split, difficulty):
     if difficulty == "easy":
         a, sign = draw_number(rng, 10, 99, split), rng.choice("+-")
         b = draw_number(rng, 10, 99, split)
-        answer = a + b if sign == "+" else a - b
     else:
-        a, sign, b = draw_number(rng, 100, 999, split), "*", draw_number(rng, 3, 9, split)
-        answer = a * b
+        a, sign, b = draw_number(rng, 100, 999, split), "*", rng.randint(3, 9)
+    answer = OPERATORS[sign](a, b)
     expression = f"{a} {sign} {b}"
-    words = _phrase(rng, split, "arithmetic", expression=expression)
-    return Question(words, "arithmetic", difficulty, "arithmetic", str(answer), expression)
+    values = {"expression": expression}
+    return Question(values, "arithmetic", difficulty, "arithmetic", str(answer), expression)
 
 
 def _lookup(rng, split, difficulty):
@@ -109,9 +142,8 @@ def _lookup(rng, split, difficulty):
     facts = _asked_facts(split)
     fact = rng.choice([f for f in facts if (f["relation"] in EASY_RELATIONS) == easy])
     relation, subject = fact["relation"], fact["subject"]
-    words = _phrase(rng, split, "lookup", relation=relation, subject=subject)
     solution = f"{relation} of {subject}"
-    return Question(words, "lookup", difficulty, "lookup", fact["value"], solution)
+    return Question(fact, "lookup", difficulty, "lookup", fact["value"], solution)
 
 
 def _chain(rng, split, difficulty):
@@ -128,8 +160,7 @@ def _chain(rng, split, difficulty):
         tables[name] = {
             str(n): {column: value if n == row else rng.randint(low, high)} for n in rows
         }
-    path = chain_path(names)
-    words = _phrase(rng, split, "chain", field=wanted, path=path, table=names[0], n=ids[0])
+    words = {"field": wanted, "path": chain_path(names), "table": names[0], "n": ids[0]}
     solution = [names[0], ids[0]]
     return Question(words, "chain", difficulty, "chain", str(answer), solution, tables)
 

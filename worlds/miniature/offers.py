@@ -1,14 +1,13 @@
 """A tool on offer in a task of the miniature: its words, its price, its skill, its use.
 
 An offer is plain data: `name` (the alias), `what` ("large", "medium", "small", a specialist's
-subject, "code", "search" or "records"), `price` in US cents (for 1M tokens of an expert, for 1,000
+subject, "code", "search" or "records"), `price` in US cents (for 100,000 tokens of an expert, 100
 calls of a tool) and `latency` in seconds.
 """
 
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,12 +18,9 @@ from nanorchestra.records import Task, ToolCall, ToolResult
 from nanorchestra.tools.index import Index
 from tools import Skill
 from worlds.miniature.tables import (
-    EXPENSIVE_CENTS,
     EXPERT_TOKENS,
     FITTING_TOOL,
     SKILLS,
-    SLOW_SECONDS,
-    TOOL_NAMES,
     UNSURE,
 )
 
@@ -41,7 +37,7 @@ def corpus() -> tuple[tuple[dict[str, str], ...], Index]:
 
 def is_expert(offer: Offer) -> bool:
     """Returns true for a language model, false for a code, search or records tool."""
-    return offer["what"] not in TOOL_NAMES
+    return offer["what"] in SKILLS
 
 
 def fits(offer: Offer, task: Task) -> bool:
@@ -56,7 +52,7 @@ def skill(what: str, subject: str, difficulty: str) -> Skill:
 
 def expected_cost(offer: Offer, difficulty: str) -> float:
     """Returns the expected cost of one call in US dollars."""
-    units = sum(EXPERT_TOKENS[difficulty]) / 1e6 if is_expert(offer) else 1e-3
+    units = sum(EXPERT_TOKENS[difficulty]) / 1e5 if is_expert(offer) else 1e-2
     return offer["price"] / 100 * units
 
 
@@ -70,55 +66,17 @@ def bounds(tools: Sequence[Offer], difficulty: str) -> list[list[float]]:
 
 
 def title(offer: Offer) -> str:
-    """Returns kind and name, as preferences and thoughts mention the offer: "medium vega"."""
+    """Returns kind and name, as preferences and thoughts mention the offer: "medium tool-ka-fe"."""
     return f"{offer['what']} {offer['name']}"
 
 
 def describe(offer: Offer) -> str:
-    """Returns the description in the prompt, such as "8s expert medium vega 85c/M".
+    """Returns the description in the prompt, such as "41s 22c medium tool-ka-fe".
 
-    Units stand at fixed places and change at EXPENSIVE_CENTS and SLOW_SECONDS, which a small model
-    can learn to read.
+    Latency in seconds, price in US cents (for 100,000 tokens of an expert, 100 calls of a tool),
+    kind and alias.
     """
-    price, latency = offer["price"], offer["latency"]
-    money = f"{price}c" if price < EXPENSIVE_CENTS else f"${price // 100}"
-    duration = f"{latency}s" if latency < SLOW_SECONDS else f"{latency // 60}min"
-    kind, unit = ("expert", "M") if is_expert(offer) else ("tool", "k")
-    return f"{duration} {kind} {title(offer)} {money}/{unit}"
-
-
-def objections(task: Task, offer: Offer, asked: Sequence[str] = ()) -> list[str]:
-    """Returns the reasons against an offer, in the words of the teacher's thoughts.
-
-    "dear" and "slow" apply to experts, and if the preference weighs cost or latency; "banned" if
-    the user forbids the tool; "asked" if its name is in `asked`.
-    """
-    wish, expert = task.preference, is_expert(offer)
-    reasons = {
-        "dear": expert and wish.cost > 0 and offer["price"] >= EXPENSIVE_CENTS,
-        "slow": expert and wish.latency > 0 and offer["latency"] >= SLOW_SECONDS,
-        "banned": offer["name"] in wish.avoided,
-        "asked": offer["name"] in asked,
-    }
-    return [reason for reason, holds in reasons.items() if holds]
-
-
-def plain_choice(task: Task, options: list[Offer], rng: random.Random, obeys: bool = True) -> Offer:
-    """Returns the choice of a reader of the prompt who does not know the hidden skills.
-
-    Options with objections are left out where others remain (a ban only if `obeys`). The fitting
-    tool comes first. Else "right" takes the specialist or the largest expert, and the other
-    preferences take any option.
-    """
-    ignored = set() if obeys else {"banned"}
-    options = [o for o in options if not set(objections(task, o)) - ignored] or options
-    fitting = [offer for offer in options if fits(offer, task)]
-    if fitting:
-        return fitting[0]
-    if task.data["wish"] == "right":
-        best = (task.data["subject"], "large", "medium")
-        return max(options, key=lambda offer: [offer["what"] == what for what in best])
-    return rng.choice(options)
+    return f"{offer['latency']:02d}s {offer['price']:02d}c {title(offer)}"
 
 
 @dataclass(frozen=True)

@@ -1,56 +1,151 @@
-"""Measures whether a policy reacts to prices: tasks with another price of the large expert."""
+"""Probes what a policy reads: held-out tasks changed in one thing, and made-up price ratios.
+
+Shares and rewards come with 95% intervals over tasks; differences are paired by task.
+"""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from statistics import fmean
+from typing import Any
 
 from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import Rollout
-from nanorchestra.records import Task
-from worlds.evaluation import evaluate
-from worlds.miniature.offers import bounds
-from worlds.miniature.tables import EXPENSIVE_CENTS
+from nanorchestra.records import Preference, Task, Trajectory
+from worlds.evaluation import evaluate, interval
+from worlds.miniature.offers import bounds, title
+from worlds.miniature.tables import HELD_OUT, PHRASES, PREFERENCES, TRAIN
+from worlds.miniature.world import World, forbid
+from worlds.routers import informed_order
 
-COUNT = 120
-FACTORS = {"tenth": 0.1, "same": 1.0, "tenfold": 10.0}
+STEPS = (1.1, 1.25, 1.5, 2, 3, 5, 9, 16)
+RATIOS = (*(1 / step for step in reversed(STEPS)), *STEPS)  # of two prices
+MIDDLE_CENTS = 20  # geometric mean of the two prices of a ratio
+DEAREST_CENTS = 99  # price of the other experts on offer
+Make = Callable[[Task, int], Environment]
 
 
-def price_probe(
-    rollout: Rollout, tasks: Sequence[Task], seed: int, make: Callable[[Task, int], Environment]
-) -> dict[str, float]:
-    """Returns the share of attempts that ask the large expert, by the factor on its price.
+def probe(rollout: Rollout, seed: int, count: int, make: Make) -> dict[str, Any]:
+    """Returns the probes of a policy on `count` held-out tasks each, by name.
 
-    Probed are the first COUNT tasks that weigh cost and allow a large expert; {} if there
-    are none.
+    Those of `reward` hold the reward on the changed tasks and its difference from the reward on the
+    unchanged ones, as (mean, low, high). The others are shares of attempts.
     """
-    probed = [task for task in tasks if task.preference.cost > 0 and _large(task)][:COUNT]
-    shares: dict[str, float] = {}
-    for label, factor in FACTORS.items() if probed else ():
-        attempts = evaluate(rollout, [with_price(task, factor) for task in probed], seed, make)
-        pairs = zip(probed, attempts, strict=True)
-        shares[label] = fmean(_large(task) in attempt.calls for task, attempt in pairs)
-    return shares
+    tasks = World(seed).tasks(HELD_OUT, count)
+
+    def play(changed: Sequence[Task]) -> list[Trajectory]:
+        return evaluate(rollout, changed, seed, make)
+
+    plain = play(tasks)
+    changes = {
+        "aliases of training": World(seed, names=TRAIN).tasks(HELD_OUT, count),
+        "phrases of training": World(seed, words=TRAIN).tasks(HELD_OUT, count),
+        "aliases permuted": list(map(permuted, tasks)),
+        "tools in reverse order": [_with(task, task.data["tools"][::-1]) for task in tasks],
+    }
+    rewards: dict[str, Any] = {"unchanged": {"reward": interval([t.reward for t in plain])}}
+    for name, changed in changes.items():
+        pairs = list(zip(play(changed), plain, strict=True))
+        rewards[name] = {
+            "reward": interval([ours.reward for ours, _ in pairs]),
+            "difference": interval([ours.reward - base.reward for ours, base in pairs]),
+        }
+    asked = [(task, t) for task, t in zip(tasks, plain, strict=True) if _is_case(task)]
+    banned = [with_ban(task) for task, _ in asked]
+    kept = [
+        bool(t.calls) and not any(t.calls.get(name) for name in task.preference.avoided)
+        for task, t in zip(banned, play(banned), strict=True)
+    ]
+    read = [f"a {task.data['difficulty']} {task.data['subject']}. use" for task, _ in asked]
+    thoughts = [_first_thought(rollout, t) for _, t in asked]
+    return {
+        "reward": rewards,
+        "bans of the preferred tool kept": interval(kept),
+        "difficulty read right": interval(
+            [topic in thought for topic, thought in zip(read, thoughts, strict=True)]
+        ),
+        "first choice by price ratio": _price_ratios(tasks, play),
+    }
 
 
-def with_price(task: Task, factor: float) -> Task:
-    """Returns the task with another price of the large expert, in the prompt and on the bill.
+def first_call(attempt: Trajectory) -> str:
+    """Returns the name that the first call of an attempt asks for, "" if it calls nothing."""
+    calls = [call.name for turn in attempt.turns for call in turn.calls]
+    return calls[0] if calls else ""
 
-    Prices are rounded to whole cents below a dollar, and to whole dollars above, as prompts quote
-    them.
+
+def permuted(task: Task) -> Task:
+    """Returns the task with each alias moved to the next tool, in the wish's words too."""
+    tools = task.data["tools"]
+    names = [offer["name"] for offer in tools]
+    moved = [{**o, "name": name} for o, name in zip(tools, names[1:] + names[:1], strict=True)]
+    text, weights = task.preference.text, {}
+    for old, new in zip(tools, moved, strict=True):
+        if old["name"] in task.preference.tools:
+            weights[new["name"]] = task.preference.tools[old["name"]]
+            text = text.replace(title(old), title(new))
+    return _with(
+        replace(task, preference=replace(task.preference, text=text, tools=weights)), moved
+    )
+
+
+def with_ban(task: Task) -> Task:
+    """Returns the task with a ban, of the tool that is best by the hidden skills, and no other."""
+    wish = task.data["wish"]
+    rng = random.Random(f"ban/{task.id}")
+    plain = Preference(rng.choice(PHRASES[HELD_OUT][wish]), *PREFERENCES[wish][1])
+    best = informed_order(replace(task, preference=plain))[0]
+    return replace(task, preference=forbid(plain, best, rng, HELD_OUT))
+
+
+def with_ratio(task: Task, ratio: float) -> Task:
+    """Returns the task for a user who minds cost alone, with its experts alone on offer.
+
+    The prices of two of them, drawn at random, have the given ratio; the others are dear.
     """
-    tools = []
-    for offer in task.data["tools"]:
-        if offer["what"] == "large":
-            cents = max(1, round(offer["price"] * factor))
-            offer = offer | {"price": cents if cents < EXPENSIVE_CENTS else round(cents, -2)}
-        tools.append(offer)
+    rng = random.Random(f"ratio/{task.id}")
+    preference = Preference(rng.choice(PHRASES[HELD_OUT]["cheap"]), *PREFERENCES["cheap"][1])
+    tools = [offer | {"price": DEAREST_CENTS} for offer in _experts(task)]
+    first, second = rng.sample(range(len(tools)), 2)
+    tools[first]["price"] = round(MIDDLE_CENTS * ratio**0.5)
+    tools[second]["price"] = round(MIDDLE_CENTS / ratio**0.5)
+    task = replace(task, preference=preference, data=task.data | {"wish": "cheap"})
+    return _with(task, tools)
+
+
+def _price_ratios(tasks: Sequence[Task], play: Callable[..., list[Trajectory]]) -> dict[str, Any]:
+    """The share of first choices that are the informed rule's, over all ratios and for each.
+
+    Beside it stands the share of a rule that always takes the cheapest.
+    """
+    cases = [task for task in tasks if _is_case(task) and len(_experts(task)) > 2]
+    shares, every, cheapest = {}, [], []
+    for n, ratio in enumerate(RATIOS):
+        asked = [with_ratio(task, ratio) for task in cases[n :: len(RATIOS)]]
+        best = [informed_order(task)[0]["name"] for task in asked]
+        hits = [first_call(t) == name for t, name in zip(play(asked), best, strict=True)]
+        lowest = (min(task.data["tools"], key=lambda offer: offer["price"]) for task in asked)
+        shares[f"{ratio:.3g}"] = interval(hits)
+        every += hits
+        cheapest += [o["name"] == name for o, name in zip(lowest, best, strict=True)]
+    return {"all": interval(every), "the cheapest": interval(cheapest), **shares}
+
+
+def _experts(task: Task) -> list[dict[str, Any]]:
+    return [o for o in task.data["tools"] if o["what"] not in ("code", "search", "records")]
+
+
+def _is_case(task: Task) -> bool:
+    return task.data["kind"] == "knowledge"
+
+
+def _first_thought(rollout: Rollout, attempt: Trajectory) -> str:
+    turn = attempt.turns[0]
+    return rollout.tokenizer.decode(attempt.ids[turn.start : turn.end])
+
+
+def _with(task: Task, tools: list[dict[str, Any]]) -> Task:
+    """The task with other tools, and the bounds that follow from them."""
     limits = bounds(tools, task.data["difficulty"])
     return replace(task, data=task.data | {"tools": tools, "bounds": limits})
-
-
-def _large(task: Task) -> str | None:
-    """The name of the large expert, if it is on offer and not forbidden."""
-    names = {offer["what"]: offer["name"] for offer in task.data["tools"]}
-    return names.get("large") if names.get("large") not in task.preference.avoided else None

@@ -14,20 +14,19 @@ def _read(name: str) -> dict[str, Any]:
 _TABLES, _PHRASES = _read("tables.toml"), _read("phrases.toml")
 
 TRAIN, HELD_OUT = "train", "held_out"  # the splits
-SUBJECTS = tuple(_TABLES["subjects"])
+SPECIALISTS = _TABLES["specialists"]  # subject -> the expert that is named after it
+SUBJECTS, NOUNS = tuple(SPECIALISTS), _TABLES["nouns"]
 KINDS, LESSON_KINDS = _TABLES["kinds"], _TABLES["lesson_kinds"]  # kind of question -> share
 FITTING_TOOL = _TABLES["fitting_tool"]  # kind of question -> tool
-EXPERT_NAMES, TOOL_NAMES = _TABLES["expert_names"], _TABLES["tool_names"]
+CONSONANTS, VOWELS = _TABLES["consonants"], _TABLES["vowels"]
 FIELDS, CHAINS = tuple(_TABLES["fields"]), tuple(map(tuple, _TABLES["chains"]))
 ASKED_SUBJECTS, EASY_RELATIONS = _TABLES["asked_subjects"], _TABLES["easy_relations"]
 
 SKILLS, UNSURE, EXPERT_TOKENS = _TABLES["skills"], _TABLES["unsure"], _TABLES["expert_tokens"]
-PRICES, LATENCIES = _TABLES["prices"], _TABLES["latencies"]  # what -> usual range, high range, P
-EXPENSIVE_CENTS, SLOW_SECONDS = _TABLES["expensive_cents"], _TABLES["slow_seconds"]
+PRICES, LATENCIES = _TABLES["prices"], _TABLES["latencies"]  # what -> range
 
 AVOID_SHARE = _TABLES["avoid_share"]
 TRAINING_AVOID_SHARE = _TABLES["training_avoid_share"]
-TRAINING_AVOID_FAVOURITE = _TABLES["training_avoid_favourite"]
 PREFERENCES = {  # name -> share of the tasks, weights of outcome, cost and latency
     name: (entry["share"], tuple(entry["weights"]))
     for name, entry in _TABLES["preferences"].items()

@@ -1,8 +1,7 @@
-"""Demonstrations for the warm start, by a careless teacher that reasons before it chooses.
+"""Demonstrations for the warm start, by a teacher that reads the prompt and chooses at random.
 
 The teacher acts in a task's environment, so it reads the observations that the policy will read.
-Its choices are mediocre on purpose: the warm start teaches the form of thoughts and calls, and GRPO
-the choice.
+The warm start teaches the form of thoughts and calls and how to read; GRPO teaches the choice.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ from worlds.miniature.offers import (
     Offer,
     call_for,
     corpus,
+    describe,
     fits,
     is_expert,
-    objections,
-    plain_choice,
     read_result,
     title,
 )
@@ -30,70 +28,74 @@ from worlds.miniature.tables import TRAIN
 from worlds.miniature.world import World, environment
 
 MAX_CALLS = 5
-# Probabilities: of `plain_choice` instead of a random tool, of obeying a ban, of giving up at once.
-SENSIBLE, OBEYS, QUITS = 0.7, 0.2, 0.15
+LOWEST = {"cheap": "price", "fast": "latency"}  # what a thought compares, by preference
+KEEPS_BAN = 0.7  # probability of not even considering a forbidden tool
+ACCEPTS_SURE, ACCEPTS_UNSURE = 0.85, 0.5  # probability of answering with what an expert said
 
 
 def teach(env: ToolEnvironment, seed: int) -> list[Lesson]:
     """Returns the turns of one attempt, a function of the task of `env` and the seed.
 
-    A ban is obeyed in a whole attempt or ignored, though always noted. The teacher accepts an
-    unsure answer half of the time, and checks a sure one with another tool three times in ten.
+    Every choice among the tools is drawn evenly, whatever the user wants; a tool that does not fit
+    the question is among them one time in five, a forbidden one three times in ten.
     """
     task = env.task
     rng = random.Random(f"teacher/{task.id}/{seed}")
-    usable = [o for o in task.data["tools"] if is_expert(o) or fits(o, task) or rng.random() < 0.2]
-    obeys = rng.random() < OBEYS
-    if obeys:
-        usable = [o for o in usable if o["name"] not in task.preference.avoided] or usable
-    if rng.random() < QUITS:
-        return [Lesson(f"{consider(task)}. Quit", "unknown")]
-    lessons, said, row, value, left = [], [], None, "0", list(usable)
+    left = [o for o in task.data["tools"] if is_expert(o) or fits(o, task) or rng.random() < 0.2]
+    lessons, said, row, value, asked = [], [], None, "0", []
     for _ in range(MAX_CALLS):
         if row is None:
-            said.append(consider(task, [o["name"] for o in usable if o not in left]))
-            sensible = rng.random() < SENSIBLE
-            offer = plain_choice(task, left, rng, obeys) if sensible else rng.choice(left)
+            allowed = [o for o in left if o["name"] not in task.preference.avoided]
+            obeys = allowed and rng.random() < KEEPS_BAN
+            offer = rng.choice(allowed if obeys else left)
             left.remove(offer)
+            lowest = "lowest " if offer is lowest_expert(task, asked) else ""
+            said += [consider(task, asked), f"use {lowest}{title(offer)}"]
+            asked.append(offer["name"])
         call = call_for(task, offer, row)
         result = env.by_name[offer["name"]].call(call.arguments)
-        lessons.append(Lesson(". ".join([*said, find(task, offer)]), call=call, result=result))
+        lessons.append(Lesson(". ".join(said), call=call, result=result))
         reading = read_result(task, offer, result)
         said, value, row = [reading.thought], reading.answer or value, reading.next_row
-        if row is None and (
-            not left or reading.answer is not None and rng.random() < (0.7 if reading.sure else 0.5)
-        ):
+        accepts = ACCEPTS_SURE if reading.sure else ACCEPTS_UNSURE
+        if row is None and (not left or reading.answer is not None and rng.random() < accepts):
             break
     return [*lessons, Lesson(said[0], value)]
 
 
 def consider(task: Task, asked: Sequence[str] = ()) -> str:
-    """Returns the thought before a choice.
+    """Returns the thought before a choice: what the prompt says about it.
 
-    It states the question, the preference, the ban, the objections to each tool, and the tools
-    left: the tools without objections, or else those that are expensive or slow at worst.
+    These are the preference; the tools not asked yet, each with the part of its description that
+    matters to the user; for a user who minds cost or latency alone, the expert with the lowest that
+    is not forbidden; a forbidden tool; and at the end, next to the choice, the kind of question.
     """
     data, avoided = task.data, task.preference.avoided
-    topic = data["kind"]
-    if topic == "knowledge":
-        topic = f"{data['difficulty']} {data['subject']}"
-    bans = "".join(f", avoid {o['what']}" for o in data["tools"] if o["name"] in avoided)
-    against = {offer["what"]: objections(task, offer, asked) for offer in data["tools"]}
-    listed = ", ".join(" ".join([what, *reasons]) for what, reasons in against.items())
-    left = [what for what, reasons in against.items() if not reasons]
-    left = left or [what for what, reasons in against.items() if set(reasons) <= {"dear", "slow"}]
-    return f"{topic}. {data['wish']}{bans}. {listed}. left {' '.join(left) or 'none'}"
+    lowest = lowest_expert(task, asked)
+    stated = f"{data['difficulty']} " if data["kind"] == "knowledge" else ""
+    left = [offer for offer in data["tools"] if offer["name"] not in asked]
+    parts = [wish := data["wish"], ", ".join(_entry(offer, wish) for offer in left)]
+    if lowest:
+        parts.append(f"lowest {_entry(lowest, wish)}")
+    parts += [f"not {title(offer)}" for offer in data["tools"] if offer["name"] in avoided]
+    return ". ".join([*parts, f"a {stated}{data['subject']}"])
 
 
-def find(task: Task, offer: Offer) -> str:
-    """Returns the thought that finds the chosen tool's name: "Small: large, medium, small io".
+def lowest_expert(task: Task, asked: Sequence[str] = ()) -> Offer | None:
+    """Returns the expert with the lowest price or latency of those neither asked nor forbidden.
 
-    It walks the kinds in the order of the prompt up to the choice, which an induction head can
-    follow.
+    None for a user who does not mind one of the two alone.
     """
-    tools = task.data["tools"]
-    passed = [other["what"] for other in tools[: tools.index(offer)]]
-    return f"{offer['what'].capitalize()}: {', '.join([*passed, title(offer)])}"
+    key = LOWEST.get(task.data["wish"])
+    out = {*asked, *task.preference.avoided}
+    allowed = [o for o in task.data["tools"] if is_expert(o) and o["name"] not in out]
+    return min(allowed, key=lambda offer: offer[key]) if key and allowed else None
+
+
+def _entry(offer: Offer, wish: str) -> str:
+    """The part of the description that matters to the user: "22c small tool-ka-fe" if cheap."""
+    first = {"right": 2, "cheap": 1}.get(wish, 0)
+    return " ".join(describe(offer).split()[first:])
 
 
 def texts(world: World, count: int, sandbox: Sandbox) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """The miniature's world: its tasks, and the environment in which a task is attempted.
 
-A task offers a random subset of tools under names, prices and latencies that change from task to
+A task offers a random subset of tools under aliases, prices and latencies that change from task to
 task and stand in the prompt. The user states a preference (right, cheap, fast, balanced, perhaps a
 tool to avoid), which the reward holds as weights. Experts are simulated: their skill by subject and
 difficulty is hidden from the policy. A task is a function of `split`, `index` and the world's seed
@@ -17,19 +17,23 @@ from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.records import Preference, Price, Task
 from nanorchestra.tools.sandbox import Sandbox
 from tools import LookupTool, PythonTool, RecordsTool, SimulatedExpert
-from worlds.miniature.draw import DRAW_QUESTION, Question, draw_amount, draw_wrong
+from worlds.miniature.draw import (
+    DRAW_QUESTION,
+    Question,
+    draw_names,
+    draw_terms,
+    draw_wrong,
+)
 from worlds.miniature.offers import (
     Offer,
     bounds,
     corpus,
     describe,
-    plain_choice,
     skill,
     title,
 )
 from worlds.miniature.tables import (
     AVOID_SHARE,
-    EXPERT_NAMES,
     EXPERT_TOKENS,
     FITTING_TOOL,
     KINDS,
@@ -38,10 +42,8 @@ from worlds.miniature.tables import (
     PHRASES,
     PREFERENCES,
     PRICES,
-    SUBJECTS,
-    TOOL_NAMES,
+    SPECIALISTS,
     TRAIN,
-    TRAINING_AVOID_FAVOURITE,
     TRAINING_AVOID_SHARE,
 )
 
@@ -52,11 +54,15 @@ class World:
 
     lessons: training tasks as demonstrations need them, with other shares of kinds and of bans.
     most_tools: tools on offer at most, 0 for no limit.
+    words, names: the split whose phrasings or aliases all tasks have, "" for that of the task; the
+    tasks are otherwise the same.
     """
 
     seed: int = 0
     lessons: bool = False
     most_tools: int = 0
+    words: str = ""
+    names: str = ""
 
     def tasks(self, split: str, count: int, start: int = 0) -> list[Task]:
         """Returns the tasks start .. start + count of a split, "train" or "held_out"."""
@@ -69,81 +75,80 @@ class World:
         kind = rng.choices(list(kinds), list(kinds.values()))[0]
         difficulty = rng.choice(("easy", "hard"))
         question = DRAW_QUESTION[kind](rng, split, difficulty)
-        tools = self._offer(rng, split, kind, question.subject)
+        tools = self._offer(rng, kind)
+        aliases = random.Random(f"{self.seed}/{split}/{index}/names")
+        names = draw_names(aliases, len(tools), self.names or split)
+        tools = [{"name": name} | offer for name, offer in zip(names, tools, strict=True)]
+        said, words = random.Random(f"{self.seed}/{split}/{index}/words"), self.words or split
         wish = rng.choices(list(PREFERENCES), [share for share, _ in PREFERENCES.values()])[0]
-        preference = Preference(rng.choice(PHRASES[split][wish]), *PREFERENCES[wish][1])
-        task = make_task(f"{split}-{self.seed}-{index}", question, tools, wish, preference)
-        task = self._with_ban(rng, split, task)
-        task.data["wrong"] = draw_wrong(rng, question.answer)
-        return task
+        preference = Preference(said.choice(PHRASES[words][wish]), *PREFERENCES[wish][1])
+        training = split == TRAIN and not self.lessons
+        options = [offer for offer in tools if offer["what"] != "records"]
+        if options and rng.random() < (TRAINING_AVOID_SHARE if training else AVOID_SHARE):
+            preference = forbid(preference, rng.choice(options), said, words)
+        name, text = f"{split}-{self.seed}-{index}", question.phrased(said, words)
+        wrong = draw_wrong(rng, question, split)
+        return make_task(name, text, question, wrong, tools, wish, preference)
 
-    def _offer(self, rng, split, kind, subject) -> list[Offer]:
-        """Draws the tools on offer.
+    def _offer(self, rng, kind) -> list[Offer]:
+        """Draws the tools on offer, still without their aliases.
 
-        Always the large and the small model, often a third expert; the tool that fits the question
-        four times out of five (records always), and one time in ten a tool that does not.
+        Two to four experts; the tool that fits the question four times out of five (records
+        always), and one time in ten a tool that does not.
         """
-        experts, fitting = ["large", "small"], FITTING_TOOL.get(kind)
-        if rng.random() < 0.7:
-            experts.append(_third_expert(rng, kind, subject))
+        experts, fitting = ["large", "medium", "small"], FITTING_TOOL.get(kind)
+        if rng.random() < 0.3:
+            experts.remove(rng.choice(experts))
+        if rng.random() < 0.6:
+            experts.append(rng.choice(list(SPECIALISTS.values())))
         tools = [t for t in ("code", "search") if rng.random() < (0.8 if t == fitting else 0.1)]
         if fitting == "records":
             tools.append("records")
-        names = rng.sample(EXPERT_NAMES, len(experts))
-        names += [rng.choice(TOOL_NAMES[tool]) for tool in tools]
         offered = []
-        for what, name in zip(experts + tools, names, strict=True):
-            family = "specialist" if what in SUBJECTS else what
-            price = draw_amount(rng, PRICES[family], 100, split)
-            latency = draw_amount(rng, LATENCIES[family], 60, None)
-            offered.append({"name": name, "what": what, "price": price, "latency": latency})
+        for what in experts + tools:
+            family = "expert" if what in experts else "tool"
+            offered.append({"what": what} | draw_terms(rng, PRICES[family], LATENCIES[family]))
         if self.most_tools:  # the fitting tool first, then experts
             offered.sort(key=lambda offer: offer["what"] != fitting)
             offered = offered[: self.most_tools]
         rng.shuffle(offered)
         return offered
 
-    def _with_ban(self, rng, split, task) -> Task:
-        """Forbids a tool, in words and with a negative weight, in a share of the tasks."""
-        training = split == TRAIN and not self.lessons
-        share = TRAINING_AVOID_SHARE if training else AVOID_SHARE
-        options = [offer for offer in task.data["tools"] if offer["what"] != "records"]
-        if not options or rng.random() >= share:
-            return task
-        avoided = rng.choice(options)
-        if training and rng.random() < TRAINING_AVOID_FAVOURITE:
-            avoided = plain_choice(task, options, rng)
-        wish, ban_first = task.preference, rng.randrange(2) == 0
-        ban = rng.choice(PHRASES[split]["avoid"]).format(title(avoided))
-        text = f"{ban} {wish.text}" if ban_first else f"{wish.text} {ban}"
-        tools = {avoided["name"]: -(wish.outcome + wish.cost + wish.latency)}
-        return replace(task, preference=replace(wish, text=text, tools=tools))
 
+def forbid(wish: Preference, avoided: Offer, rng: random.Random, split: str) -> Preference:
+    """Returns a preference that also forbids a tool, in words of the split and by its weight.
 
-def _third_expert(rng, kind, subject):
-    """The medium model or a specialist: of the question's subject mostly, if it has one."""
-    knowledge = kind == "knowledge"
-    if not (knowledge and rng.random() < 0.6 or rng.random() < 0.2):
-        return "medium"
-    return subject if knowledge and rng.random() < 0.8 else rng.choice(SUBJECTS)
+    The weight cancels the others, so that a right answer with its help earns nothing.
+    """
+    ban, ban_first = rng.choice(PHRASES[split]["avoid"]).format(title(avoided)), rng.random() < 0.5
+    text = f"{ban} {wish.text}" if ban_first else f"{wish.text} {ban}"
+    weight = -(wish.outcome + wish.cost + wish.latency)
+    return replace(wish, text=text, tools=wish.tools | {avoided["name"]: weight})
 
 
 def make_task(
-    name: str, question: Question, tools: list[Offer], wish: str, preference: Preference
+    name: str,
+    text: str,
+    question: Question,
+    wrong: list[str],
+    tools: list[Offer],
+    wish: str,
+    preference: Preference,
 ) -> Task:
-    """Returns a task, still without the wrong answers that experts give (`draw_wrong`)."""
+    """Returns the task of a question in the words `text`; experts err with the `wrong` answers."""
     data = {
         "kind": question.kind,
         "subject": question.subject,
         "difficulty": question.difficulty,
         "answer": question.answer,
+        "wrong": wrong,
         "tools": tools,
         "tables": question.tables,
         "solution": question.solution,
         "wish": wish,
         "bounds": bounds(tools, question.difficulty),
     }
-    return Task(name, question.words, preference, data)
+    return Task(name, text, preference, data)
 
 
 def environment(task: Task, seed: int, sandbox: Sandbox) -> ToolEnvironment:
@@ -156,7 +161,7 @@ def environment(task: Task, seed: int, sandbox: Sandbox) -> ToolEnvironment:
 
 def _tool(offer: Offer, task: Task, seed: int, sandbox: Sandbox) -> Any:
     data, name, text = task.data, offer["name"], describe(offer)
-    usd_per_call, seconds = offer["price"] / 1e5, float(offer["latency"])
+    usd_per_call, seconds = offer["price"] / 1e4, float(offer["latency"])
     if offer["what"] == "code":
         return PythonTool(name, text, sandbox, usd_per_call, seconds)
     if offer["what"] == "search":
@@ -169,7 +174,7 @@ def _tool(offer: Offer, task: Task, seed: int, sandbox: Sandbox) -> Any:
         skill(offer["what"], data["subject"], data["difficulty"]),
         data["answer"],
         tuple(data["wrong"]),
-        Price(offer["price"] / 100, offer["price"] / 100),
+        Price(offer["price"] / 10, offer["price"] / 10),
         *EXPERT_TOKENS[data["difficulty"]],
         latency_s=seconds,
         seed=f"{task.id}/{seed}",
