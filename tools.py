@@ -94,8 +94,8 @@ class LookupTool:
         return ToolResult(text, self.usd_per_call, self.latency_s, found=found)
 
 
-def load_tools(path: str | Path, sandbox: Sandbox) -> list[Tool]:
-    """Returns the tools of a catalogue; docs/tools.md describes its form.
+def load_tools(path: str | Path, sandbox: Sandbox, spending: Spending | None = None) -> list[Tool]:
+    """Returns the tools of a catalogue; docs/tools.md describes its form. `spending` bounds them.
 
     `path` names files, with commas between them. A TOML or JSON file holds `tools`, OpenAI function
     objects with a kind and its settings, and may hold `experts`, `endpoints`, `aliases` and
@@ -114,7 +114,7 @@ def load_tools(path: str | Path, sandbox: Sandbox) -> list[Tool]:
         entries += map(_flat, table.pop("tools", []))
         tables = merge(tables, table)
     check(tables | {"tools": entries}, "catalogue", str(path))
-    tools = Catalogue(str(path), tables, sandbox).tools(entries) + functions
+    tools = Catalogue(str(path), tables, sandbox, spending or Spending()).tools(entries) + functions
     require(tools, f"{path}: no tool; [[tools]] must name one")
     ((name, count),) = Counter(each.name for each in tools).most_common(1)
     require(count == 1, f"{path}: two tools are named {name!r}")
@@ -131,10 +131,10 @@ def _flat(entry) -> Json:
 class Catalogue:
     """Makes the tools of merged tables, whose form is checked. `path` stands in messages."""
 
-    def __init__(self, path: str, tables: Json, sandbox: Sandbox):
-        self.path, self.tables, self.sandbox = path, tables, sandbox
+    def __init__(self, path: str, tables: Json, sandbox: Sandbox, spending: Spending):
+        self.path, self.tables, self.sandbox, self.spending = path, tables, sandbox, spending
         self.endpoints = {name: Endpoint(**s) for name, s in tables["endpoints"].items()}
-        self.spending = Spending(tables.get("max_usd", math.inf))
+        spending.most = min(spending.most, tables.get("max_usd", math.inf))
 
     def tools(self, entries: list[Json]) -> list[Tool]:
         """Returns the tools on offer, without those that only help a role."""

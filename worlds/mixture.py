@@ -23,7 +23,7 @@ from nanorchestra.config import TaskSection
 from nanorchestra.errors import require
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.schemas import Json
-from nanorchestra.tools.models import ExpertTool
+from nanorchestra.tools.models import ExpertTool, Spending
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.lessons import Lesson
 from reward import POLICY, PRICES, group_rewards
@@ -84,13 +84,19 @@ class Worlds:
     measure = staticmethod(evaluation.measure)
     summarise = staticmethod(evaluation.summarise)
 
-    def __init__(self, settings: TaskSection, seed: int, sandbox: Sandbox):
+    def __init__(
+        self,
+        settings: TaskSection,
+        seed: int,
+        sandbox: Sandbox,
+        spending: Spending | None = None,
+    ):
         self.seed, self.sandbox = seed, sandbox
         self.shares = parse_mixture(settings.world)
         self.miniature = miniature.World(seed)
         self.has_miniature = MINIATURE in self.shares
         names = [name for name in self.shares if name != MINIATURE]
-        self.domains = {name: open_world(name, seed, sandbox, settings) for name in names}
+        self.domains = {name: open_world(name, seed, sandbox, settings, spending) for name in names}
         self.price = PRICES[POLICY]
 
     def places(self, count: int, start: int = 0) -> list[tuple[str, int]]:
@@ -198,7 +204,11 @@ class Worlds:
 
 
 def open_world(
-    name: str, seed: int, sandbox: Sandbox, settings: TaskSection
+    name: str,
+    seed: int,
+    sandbox: Sandbox,
+    settings: TaskSection,
+    spending: Spending | None = None,
 ) -> toolscale.ToolScaleWorld | questions.QuestionWorld:
     """Returns a world beside the miniature: "domains", or one that was read from files. UserError.
 
@@ -214,7 +224,7 @@ def open_world(
         f"{questions.PREFIX}FILE, a directory of data_gen.py or tau2-bench, or a .jsonl file of "
         "tau2 tasks or ToolScale rows",
     )
-    tools = load_tools(settings.tools, sandbox) if settings.tools else ()
+    tools = load_tools(settings.tools, sandbox, spending) if settings.tools else ()
     experts = {tool.name: tool for tool in tools if isinstance(tool, ExpertTool)}
     named = (settings.user, settings.judge)
     require(

@@ -12,6 +12,7 @@ import contextlib
 import json
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from nanorchestra.agent.environment import in_thread
@@ -23,8 +24,8 @@ from nanorchestra.model import chat
 from nanorchestra.model.parser import THINK, THINK_END
 from nanorchestra.records import Price, ToolCall, Trajectory
 from nanorchestra.schemas import Json
-from nanorchestra.tools.http import EndpointError
-from nanorchestra.tools.models import Endpoint
+from nanorchestra.tools.http import EndpointError, count_tokens
+from nanorchestra.tools.models import Endpoint, Spending
 
 
 def check_endpoint(section: RolloutSection) -> None:
@@ -50,10 +51,18 @@ class EndpointRollout(Rollout):
     """Plays attempts of `section.model` at `section.endpoint`, under the limits of our policy.
 
     Its tokens cost what `section` says, as the server counts them. Its latency is that of our
-    policy for the same ids.
+    policy for the same ids. `spending` bounds what it costs.
     """
 
-    def __init__(self, section: RolloutSection, tokenizer: Any, limits: Limits):
+    def __init__(
+        self,
+        section: RolloutSection,
+        tokenizer: Any,
+        limits: Limits,
+        spending: Spending | None = None,
+    ):
+        self.spending = spending or Spending()
+
         def params(seed, budget):
             return {
                 "model": section.model,
@@ -94,13 +103,20 @@ class EndpointConversation:
     async def sample(self, params: Json, on_token: Any = None) -> Completion:
         """Returns the next turn. finish_reason "error": there is none, and `text` says why."""
         body = params | {"messages": self.messages} | ({"tools": self.tools} if self.tools else {})
+        bill, spending = self.rollout.bill, self.rollout.spending
+        most_usd = bill.cost(count_tokens(json.dumps(body)), params["max_completion_tokens"])
+        if not spending.reserve(most_usd):
+            return _completion([], "error", f"Error: ${most_usd:.2g} is more than is left to spend")
+        ask, problem = partial(spending.complete, self.rollout.server), None
         try:
-            message, tokens = await in_thread(self.rollout.server.complete, body)
+            message, tokens = await in_thread(ask, body)
         except EndpointError as error:
-            self.trajectory.cost_usd += self.rollout.bill.cost(*error.tokens)
-            text = f"Error: {params['model']} at {self.rollout.server.base_url} failed ({error})"
+            problem, tokens = error, error.tokens
+        self.trajectory.cost_usd += (usd := bill.cost(*tokens))
+        spending.settle(most_usd, usd)
+        if problem:
+            text = f"Error: {params['model']} at {self.rollout.server.base_url} failed ({problem})"
             return _completion([], "error", text)
-        self.trajectory.cost_usd += self.rollout.bill.cost(*tokens)
         reasoning, content, calls = read(message)
         tokenizer, budget = self.rollout.tokenizer, params["max_completion_tokens"]
         whole = chat.encode_assistant(tokenizer, reasoning, content, calls)

@@ -4,6 +4,7 @@ What an expert cannot do is an observation, never an exception. What it has cost
 where it has failed.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -12,9 +13,11 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from nanorchestra.evidence import Evidence
+from nanorchestra.files import read_json, write_whole
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.schemas import SHAPES, Json, arguments_schema
 from nanorchestra.tools.http import EndpointError, count_tokens, post
@@ -25,23 +28,54 @@ TOLD: dict[str, object] = {}  # variables of keys that are not set, each told on
 class Spending:
     """US dollars that the endpoints of a run may cost together; thread-safe.
 
-    Invariant: `spent`, which counts an open call at its most, is never above `most`.
+    `replies`: a directory that keeps what endpoints say, so that nothing is asked twice. `trial` is
+    part of a reply's key, so that a repeated trial asks anew.
+
+    Invariant: `spent`, which counts an open call at its most, is never above `most`. `refused` says
+    whether a call was refused for that.
     """
 
-    def __init__(self, most: float = math.inf):
+    def __init__(self, most: float = math.inf, replies: Path | None = None):
         self.most, self.spent, self._lock = most, 0.0, threading.Lock()
+        self.refused, self.replies, self.trial = False, replies, 0
+        self._asking = {}
+
+    def reserve(self, most_usd: float) -> bool:
+        """Counts a call at its most; False if that is more than is left."""
+        with self._lock:
+            fits = self.spent + most_usd <= self.most
+            self.refused |= not fits
+            self.spent += most_usd if fits else 0.0
+        return fits
+
+    def settle(self, most_usd: float, usd: float) -> None:
+        """Counts a call that was reserved at what it has cost."""
+        with self._lock:
+            self.spent += usd - most_usd
 
     def bounded(self, name: str, most_usd: float, call: Callable[[], ToolResult]) -> ToolResult:
         """Returns `call()`, or an error if that could cost more than is left."""
-        with self._lock:
-            if self.spent + most_usd > self.most:
-                problem = f"{name} could cost ${most_usd:.2g}, more than the run has left to spend"
-                return ToolResult(f"Error: {problem}", error=True, alias=name)
-            self.spent += most_usd
+        if not self.reserve(most_usd):
+            problem = f"{name} could cost ${most_usd:.2g}, more than the run has left to spend"
+            return ToolResult(f"Error: {problem}", error=True, alias=name)
         result = call()
-        with self._lock:
-            self.spent += result.cost_usd - most_usd
+        self.settle(most_usd, result.cost_usd)
         return result
+
+    def complete(self, endpoint: "Endpoint", body: Json) -> Any:
+        """Returns what `endpoint.complete(body)` does, or has returned to the same request."""
+        if self.replies is None:
+            return endpoint.complete(body)
+        key = json.dumps([endpoint.base_url, self.trial, body], sort_keys=True)
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        stored = self.replies / f"{digest}.json"
+        with self._asking.setdefault(digest, threading.Lock()):
+            if stored.exists():
+                return read_json(stored)
+            reply = endpoint.complete(body)
+            self.replies.mkdir(parents=True, exist_ok=True)
+            write_whole(stored, json.dumps(reply))
+        return reply
 
 
 def most_usd(tool: Any, arguments: Json) -> float:
@@ -147,7 +181,7 @@ class Expert:
         if self.temperature is not None and not self.reasoning:
             body["temperature"] = self.temperature
         try:
-            message, tokens = self.endpoint.complete(body)
+            message, tokens = self.spending.complete(self.endpoint, body)
             said, spent = message["content"].rpartition("</think>")[2], message["spent"]
             problem = "" if said.strip() else _emptiness(message)
         except EndpointError as error:
