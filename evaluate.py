@@ -1,9 +1,15 @@
-"""Evaluates a checkpoint on held-out tasks of the miniature, beside the fixed routers it must beat.
+"""Measures orchestrators on held-out tasks, beside the routers that they must beat.
 
-    python evaluate.py --model assets/nano --tasks 480 --seed 0 [--probes] [--json FILE]
+    python evaluate.py                              the bundled nano and the routers, miniature
+    python evaluate.py --policy runs/a/model runs/b/model routers --tasks 1000 --trials 4
+    python evaluate.py --policy runs/a/model runs/a/model:turns={2,4,8} runs/a/model:none
+    python evaluate.py --world questions:frames.jsonl --all --tools FILE --experts real \
+        --judge judge --policy gpt-5@https://api.openai.com/v1 --max-usd 20
+    python evaluate.py compare runs/A runs/B        two evaluations of the same tasks
+    python evaluate.py ablate --seeds 3             nano without each part of the reward
 
-It prints rewards, accuracy, costs and latencies, with 95% intervals, and with --probes what the
-policy reads: prices, aliases, bans, phrases, difficulty.
+An evaluation is a directory runs/NAME: config.toml, the attempts as JSON Lines, summary.json,
+report.html and plots. The same command continues one that was stopped. docs/evaluate.md has more.
 """
 
 from __future__ import annotations
@@ -17,106 +23,242 @@ if __name__ == "__main__":  # first, because torch takes seconds to import
 
 import argparse
 import json
+import math
 import os
-from collections.abc import Sequence
+import subprocess
+from collections import defaultdict
+from dataclasses import fields
 from functools import partial
+from itertools import count, product
 from pathlib import Path
-from typing import Any
 
+import tomli_w
+import torch
 from tqdm import tqdm
 
-from nanorchestra import SamplingParams
-from nanorchestra.agent.load import NANO, load_rollout
-from nanorchestra.agent.loop import Limits
-from nanorchestra.errors import ArgumentParser, command, require
-from nanorchestra.files import write_whole
-from nanorchestra.records import Trajectory
-from nanorchestra.report.run import ROUTERS, number, table
-from nanorchestra.settings import load_config
+from nanorchestra.agent.load import NANO
+from nanorchestra.config import TaskSection
+from nanorchestra.errors import ArgumentParser, UserError, command, require
+from nanorchestra.files import read_json_lines, read_text, write_whole
+from nanorchestra.report.evaluation import attempts, write_evaluation
+from nanorchestra.report.run import Run, number, table
+from nanorchestra.tools.models import Spending
 from nanorchestra.tools.sandbox import Sandbox
-from worlds.evaluation import Interval, evaluate, interval, summarise
+from nanorchestra.training.trajectories import from_row, to_row
+from worlds import evaluation
+from worlds.ablation import ablate
+from worlds.baselines import TRAINED, Routers
 from worlds.miniature.probe import probe
-from worlds.miniature.world import World, environment
-from worlds.routers import play_routers
+from worlds.miniature.world import environment
+from worlds.mixture import Worlds
+from worlds.policies import parse
 
-CONFIG = Path(__file__).parent / "configs" / "nano.toml"  # its limits hold for an evaluation
-ROWS = 128  # attempts at a time
+RUNS = Path("runs")
+ROUTERS = "routers"  # all of a world, in --policy
+TRIAL = 7919  # between the seeds of two trials
+FAILING = 4  # one attempt in so many that the infrastructure failed ends an evaluation
+OPTIONS = (  # name, default, help
+    ("tasks", 480, "of each world at most"),
+    ("trials", 1, "attempts at each task"),
+    ("parallel", 128, "attempts at a time"),
+    ("seed", 0, "of tasks, sampling and simulations"),
+    ("max-usd", math.inf, "that endpoints may cost together"),
+    ("run", "evaluation", "name of the directory in runs/"),
+)
+FREE = ("run", "max_usd")  # options that do not change what is measured
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
+def _read(arguments):
     """Returns the options. UserError."""
-    parser = ArgumentParser(
-        prog="evaluate.py",
-        description="Evaluates a checkpoint and the fixed routers on the same held-out tasks of "
-        "the miniature. 480 tasks take about 20 seconds on two CPU cores.",
-    )
-    add = parser.add_argument
-    add("--model", type=Path, default=NANO, metavar="PATH", help="checkpoint (default: nano)")
-    add("--tasks", type=int, default=480, metavar="N", help="default: %(default)s")
-    add("--temperature", type=float, default=1.0, help="0 is greedy (default: 1)")
-    add("--seed", type=int, default=0, help="of tasks and simulated experts (default: 0)")
-    add("--probes", action="store_true", help="probe what the policy reads: 24 times as long")
-    add("--json", type=Path, metavar="FILE", help="write all the figures there too")
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = ArgumentParser(prog="evaluate.py", description=__doc__, formatter_class=formatter)
+    add, policies = parser.add_argument, [os.path.relpath(NANO), ROUTERS]
+    add("--policy", nargs="+", default=policies, help="what to compare, ours first")
+    add("--world", nargs="+", default=["miniature"], help="as task.world of train.py")
+    add("--all", action="store_true", help="not every fifth task of a file, but all")
+    add("--probes", action="store_true", help="probe what the first policy reads: takes long")
+    for name, default, text in OPTIONS:
+        add(f"--{name}", type=type(default), default=default, help=f"{text} (default: {default})")
+    for field in fields(TaskSection)[1:]:
+        add(f"--{field.name}", default=field.default, help=field.metadata["help"])
     options = parser.parse_args(arguments)
-    require(options.tasks > 0, f"--tasks is {options.tasks}; it must be at least 1")
-    SamplingParams(temperature=options.temperature)  # refuses what is no temperature
+    least = min(options.tasks, options.trials, options.parallel)
+    kinds = "simulated", "real"
+    require(options.experts in kinds, f"--experts is {options.experts}; it must be one of {kinds}")
+    require(least > 0, f"--tasks, --trials and --parallel must be at least 1, not {least}")
     return options
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the summaries of checkpoint and routers, their differences, and the probes."""
-    seed, settings = options.seed, load_config(CONFIG).rollout
-    limits = Limits(settings.turns, settings.turn_tokens, settings.context_tokens)
-    rollout = load_rollout(options.model, limits, options.temperature, ROWS)
-    tasks = World(seed).tasks("held_out", options.tasks)
-    with Sandbox() as sandbox:
-        make = partial(environment, sandbox=sandbox)
-        with tqdm(total=len(tasks), desc="held-out tasks", unit="task", dynamic_ncols=True) as bar:
-            attempts = evaluate(rollout, tasks, seed, make, lambda _: bar.update())
-        played = play_routers(tasks, seed, sandbox)
-        return {
-            "policy": summarise(tasks, attempts),
-            "routers": {name: summarise(tasks, theirs) for name, theirs in played.items()},
-            "policy_minus": {name: _lead(attempts, theirs) for name, theirs in played.items()},
-            "probes": probe(rollout, seed, options.tasks, make) if options.probes else {},
+def _open_world(name, options, sandbox, spending):
+    """Returns a world, its tasks and its routers. UserError."""
+    given = {field.name: getattr(options, field.name) for field in fields(TaskSection)[1:]}
+    worlds = Worlds(TaskSection(name, **given), options.seed, sandbox, spending)
+    splits = [world.splits for world in worlds.domains.values()]
+    routers = Routers(worlds, options.seed)
+    for split in splits if options.all else ():
+        split["held_out"] = [*split["train"], *split["held_out"]]
+        routers.names = [name for name in routers.names if name != TRAINED]
+    tasks = worlds.held_out(min([options.tasks, *(len(split["held_out"]) for split in splits)]))
+    return worlds, tasks, routers
+
+
+def _open_run(options, policies):
+    """Makes the directory, or opens it to go on. UserError if it holds another evaluation."""
+    names = [*options.tools.split(","), *(world.rpartition(":")[2] for world in options.world)]
+    weights = [file for policy in policies for file in Path(policy.base).glob("*.safetensors")]
+    files = [str(file) for file in [*weights, *map(Path, names)] if file.is_file()]
+    here = str(Path(__file__).parent)
+    text = tomli_w.dumps(
+        {
+            "options": {name: value for name, value in vars(options).items() if name not in FREE},
+            "limits": {policy.name: policy.settings for policy in policies},
+            "files": _lines("sha256sum", *files),
+            "code": _lines("git", "-C", here, "describe", "--always", "--dirty"),
+            "versions": [sys.version, torch.__version__],
         }
+    )
+    path = RUNS / options.run
+    if not (path / "config.toml").exists():
+        Run.create(path, text)
+    other = f"{path}: holds another evaluation (its config.toml differs); give another --run"
+    require(read_text(path / "config.toml") == text, other)
+    return Run.open(path)
 
 
-def _lead(ours: Sequence[Trajectory], theirs: Sequence[Trajectory]) -> Interval:
-    """The mean difference in reward on the same tasks, with its interval."""
-    return interval([a.reward - b.reward for a, b in zip(ours, theirs, strict=True)])
+def _lines(*command):
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    return done.stdout.splitlines()
 
 
-def show(name: str, figures: dict[str, Any]) -> None:
-    """Prints the table, the differences, and what the policy spends by preference."""
-    print(table({"held_out": {"routers": {name: figures["policy"]} | figures["routers"]}}))
-    print("reward above the routers, paired by task (mean, 95% interval):")
-    for router, lead in figures["policy_minus"].items():
-        print(f"  {ROUTERS.get(router, router):32} {_text(lead)}")
-    by_wish = figures["policy"]["by_preference"]
-    costs = (f"{wish} ${number(row['cost_usd'])}" for wish, row in by_wish.items())
-    print(f"cost per task by preference: {', '.join(costs)}")
-    for probed, found in figures["probes"].items():
+def _play(options, policies, run, spending, opened):
+    """Yields (world, policy, tasks and attempts) of each block. UserError if it has to stop.
+
+    What is recorded is not played again. The attempts of a block run side by side and are recorded
+    together, so that a resumed evaluation is the same as an unbroken one.
+    """
+    files = (run.path / f"{number:05}.jsonl" for number in count())
+    for (world, (worlds, tasks, routers)), policy in product(opened.items(), policies):
+        if policy.router and policy.base not in routers.names:
+            continue
+        player, size = None, options.parallel
+        blocks = [*product(range(options.trials), range(0, len(tasks), size))]
+        for trial, start in tqdm(blocks, desc=policy.name, unit="block"):
+            file, block = next(files), tasks[start : start + size]
+            spending.trial, seed = trial, options.seed + TRIAL * trial
+            if not file.exists():
+                if not player:
+                    fixed = policy.router
+                    player = routers.load(policy.base) if fixed else policy.load(spending, size)
+                if engine := getattr(player, "engine", None):  # forgets what it has prefilled
+                    engine.sleep()
+                    engine.wake()
+                make = partial(policy.open, worlds)
+                tried = evaluation.evaluate(player, block, seed, make, start=start)
+                _check(policy.name, tried, spending)
+                spending.spent = round(spending.spent, 9)  # in whatever order it was added up
+                more = {
+                    "policy": policy.name,
+                    "trial": trial,
+                    "spent_usd": round(spending.spent, 9),
+                }
+                rows = (to_row(*pair) | more for pair in zip(block, tried, strict=True))
+                write_whole(file, "".join(json.dumps(row) + "\n" for row in rows))
+            rows = [row for _, row in read_json_lines(file)]
+            spending.spent = rows[-1]["spent_usd"]
+            yield world, policy.name, list(map(from_row, rows))
+
+
+def _check(name, tried, spending):
+    """Raises UserError if the dollars are spent, or an endpoint is gone."""
+    usd = f"--max-usd {spending.most:g} is reached; the same command with more goes on"
+    require(not spending.refused, usd)
+    failed = [t for t in tried if t.status == "infrastructure"]
+    said = [result.content for t in failed for turn in t.turns for result in turn.results]
+    text = f"{name}: {len(failed)} of {len(tried)} attempts failed: {(said or ['no answer'])[-1]}"
+    require(len(failed) * FAILING <= len(tried), text)
+
+
+def _measure(options, sandbox):
+    """Plays, records and reports. UserError, also if it has to stop half-way."""
+    spending = Spending(options.max_usd, RUNS / "replies")
+    opened = {name: _open_world(name, options, sandbox, spending) for name in options.world}
+    known = [name for _, _, routers in opened.values() for name in routers.names]
+    texts = [t for text in options.policy for t in (known if text == ROUTERS else [text])]
+    policies = [parse(text, known) for text in dict.fromkeys(texts)]
+    for policy in policies:
+        if not policy.router:
+            print(f"{policy.name}: {policy.settings}", file=sys.stderr)
+    run, problem, played = _open_run(options, policies), "", {}
+    try:
+        for world, policy, pairs in _play(options, policies, run, spending, opened):
+            played.setdefault(world, {}).setdefault(policy, []).extend(pairs)
+    except UserError as error:
+        problem = f"{error}. {run.path} has what was measured; the same command goes on"
+    summary = {world: evaluation.compare(found) for world, found in played.items()}
+    probes = {}
+    if options.probes and not problem:
+        make = partial(environment, sandbox=sandbox)
+        player = policies[0].load(spending, options.parallel)
+        probes = probe(player, options.seed, options.tasks, make)
+    run.write_json("summary.json", {"partial": problem, "worlds": summary, "probes": probes})
+    write_evaluation(run.path)
+    _show(summary, probes)
+    require(not problem, problem)
+    print(f"{run.path}: report.html and plots")
+
+
+def _show(worlds, probes):
+    """Prints the tables, by how much the first policy leads the others, and the probes."""
+    for world, found in worlds.items():
+        print(f"{world}\n{table({'held_out': {'routers': found}})}")
+        ours, *others = found
+        for name in found:
+            print(f"{name}: pass^k", ", ".join(map(number, found[name]["pass_hat"])))
+        for name in others:
+            print(f"{ours} minus {name}:", _text(found[name]["behind"]))
+    for probed, found in probes.items():
         rows = {"": found} if isinstance(found, tuple) else found
         for row, values in rows.items():
-            parts = values.items() if isinstance(values, dict) else [("", values)]
-            print(f"{probed} {row}:", ", ".join(f"{key} {_text(v)}".strip() for key, v in parts))
+            print(f"{probed} {row}:", _text(values if isinstance(values, dict) else {"": values}))
 
 
-def _text(found: Interval) -> str:
-    mean, low, high = found
-    return f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
+def _text(measures):
+    texts = []
+    for name, (mean, low, high, *p) in measures.items():
+        sure = "".join(f" p={x:.2g}" for x in p)
+        texts.append(f"{name} {mean:+.3g} [{low:+.3g}, {high:+.3g}]{sure}".strip())
+    return ", ".join(texts)
+
+
+def _compare(arguments):
+    """Prints by how much the policies of the first evaluation lead those of the second."""
+    parser = ArgumentParser(prog="evaluate.py compare")
+    parser.add_argument("runs", nargs=2, type=Path)
+    ours, theirs = defaultdict(list), defaultdict(list)
+    for path, found in zip(parser.parse_args(arguments).runs, (ours, theirs), strict=True):
+        for row in attempts(path):
+            found[row["policy"]].append(from_row(row))
+        require(found, f"{path}: holds no attempts; give two directories of evaluate.py")
+    same = {name: name for name in ours if name in theirs} or {[*ours][0]: [*theirs][0]}
+    for name, other in same.items():
+        known = {task.id: task for task, _ in ours[name]}
+        shared = [pair for pair in theirs[other] if known.get(pair[0].id) == pair[0]]
+        require(shared, f"{name}: the two evaluations have no task in common")
+        text = _text(evaluation.differences(ours[name], shared))
+        print(f"{name} minus {other} on the {len(shared)} attempts at the same tasks: {text}")
 
 
 @command("evaluate.py")
 def main(arguments: list[str]) -> int:
     """Runs the command and returns its exit status."""
-    options = parse(arguments)
-    figures = measure(options)
-    show(min(str(options.model), os.path.relpath(options.model), key=len), figures)
-    if options.json:
-        given = {"model": str(options.model), "seed": options.seed, "tasks": options.tasks}
-        write_whole(options.json, (json.dumps(given | figures, indent=2) + "\n").encode())
+    if arguments[:1] == ["compare"]:
+        _compare(arguments[1:])
+        return 0
+    with Sandbox() as sandbox:
+        if arguments[:1] == ["ablate"]:
+            ablate(arguments[1:], RUNS, sandbox)
+        else:
+            _measure(_read(arguments), sandbox)
     return 0
 
 

@@ -1,56 +1,269 @@
-"""The command evaluate.py: a table beside the routers, figures as JSON, one line for a mistake."""
+"""The command evaluate.py: what it records and resumes, whom it compares, how it stops."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from openai_server import openai_server, said
 
 import evaluate
-from nanorchestra.agent.load import load_rollout
+from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import Limits
+from nanorchestra.config import TaskSection
 from nanorchestra.errors import UserError
+from nanorchestra.files import read_json
 from nanorchestra.model.saving import save_checkpoint
-from nanorchestra.records import Trajectory
+from nanorchestra.records import Preference, Task, Trajectory
+from nanorchestra.report import plots
+from nanorchestra.settings import load_config, to_toml
+from nanorchestra.tools.models import Spending
 from worlds import evaluation
+from worlds.ablation import Ablated
+from worlds.intervals import interval, p_value, pass_hat
 from worlds.miniature.world import World, environment
+from worlds.mixture import Worlds
+from worlds.policies import limits_of, parse
+from worlds.toolscale.environment import HAND_OVER
+
+FRAMES = Path(__file__).parents[2] / "shared" / "data" / "frames.jsonl"
+SHORT = ":turns=1:turn_tokens=8"
 
 
-def oracle(environments, seeds, on_done=None):
-    """A policy that knows the answer and spends nothing."""
-    return [
-        Trajectory(env.task.id, seed, 0, [], [], [], [], answer=env.task.data["answer"], outcome=1)
-        for env, seed in zip(environments, seeds, strict=True)
-    ]
+@pytest.fixture
+def home(tmp_path, monkeypatch, nano_model, nano_tokenizer):
+    """A directory of its own, in which the run `mine` has trained a model that babbles."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plots, "figure", lambda *panels, **size: b"a plot")  # it takes seconds
+    (tmp_path / "mine").mkdir()
+    save_checkpoint(nano_model, nano_tokenizer, tmp_path / "mine" / "model", dtype=torch.float32)
+    return tmp_path
 
 
-def test_a_table_and_the_same_figures_as_json(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(evaluate, "load_rollout", lambda *_: SimpleNamespace(run=oracle))
-    file = tmp_path / "figures.json"
-    command = f"--model my/model --tasks 30 --seed 4 --json {file}"
-    assert evaluate.main(command.split()) == 0
-    lines = {line.split("  ")[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert " 100.0 " in lines["my/model"]
-    assert {"common sense, one call", "always the cheapest"} <= set(lines)
-    figures = json.loads(file.read_text())
-    assert (figures["model"], figures["seed"], figures["tasks"]) == ("my/model", 4, 30)
-    assert figures["policy"]["accuracy"] == pytest.approx(figures["policy"]["reward"]) == 1.0
-    assert figures["routers"]["teacher"]["reward"] < figures["routers"]["perfect"]["reward"] < 1
-    lead, low, high = figures["policy_minus"]["perfect"]
-    assert 0 < low < lead < high
+def questions(home, url, rows=40):
+    """Options for a file of questions with three experts, that are at `url`."""
+    usd = {"strong": [1.0, 10.0], "middle": [0.5, 2.0], "quick": [0.1, 0.4]}
+    (home / "tools.json").write_text(
+        json.dumps(
+            {
+                "endpoints": {"here": {"base_url": url}},
+                "experts": {
+                    n: {"endpoint": "here", "model": n, "usd": usd[n], "max_tokens": 100}
+                    for n in usd
+                },
+                "tools": [
+                    {"name": n, "kind": "expert", "description": n, "expert": n} for n in usd
+                ],
+            }
+        )
+    )
+    asked = [{"question": f"What is {n} plus {n}?", "answer": str(2 * n)} for n in range(rows)]
+    (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    return ["--world", "questions:rows.jsonl", "--tools", "tools.json"]
 
 
-def test_a_mistake_is_one_line_and_status_2(capsys):
+def records(run):
+    return {file.name: file.read_bytes() for file in sorted(Path("runs", run).iterdir())}
+
+
+def test_an_evaluation_that_was_killed_goes_on_to_the_same_record(home, monkeypatch, capsys):
+    command = ["--policy", f"mine/model{SHORT}", "informed", "perfect", "--tasks", "10"]
+    command += ["--parallel", "4", "--trials", "2", "--seed", "3"]
+    assert evaluate.main(command) == 0
+    out, err = capsys.readouterr()
+    assert "turns': 1" in err and "generation_config.json" in err and "perfect play" in out
+    whole = records("evaluation")
+    assert sorted(name for name in whole if name.endswith("jsonl"))[-1] == "00017.jsonl"
+    for name in ("00003.jsonl", "00004.jsonl", "00016.jsonl", "report.html"):
+        Path("runs/evaluation", name).unlink()
+    assert evaluate.main(command) == 0 and records("evaluation") == whole
+    monkeypatch.setattr(evaluation, "evaluate", None)  # nothing is left to play
+    assert evaluate.main(command) == 0 and records("evaluation") == whole
+    found = read_json("runs/evaluation/summary.json")["worlds"]["miniature"]
+    assert [*found] == [f"mine/model{SHORT}", "informed", "perfect"]
+    assert found["perfect"]["tasks"] == 10 and len(found["perfect"]["pass_hat"]) == 2
+    low, high = found["perfect"]["intervals"]["accuracy"]
+    assert 0 < low < found["perfect"]["accuracy"] < high <= 1
+    mean, _, _, p = found["perfect"]["behind"]["reward"]
+    assert mean == pytest.approx(-found["perfect"]["reward"]) and p < 0.05
+    assert all(whole[f"{name}.png"] for name in ("frontier", "calls", "preferences", "turns"))
+
+
+def test_a_mistake_is_one_line_and_status_2(home, capsys):
+    evaluate.main(["--policy", "random", "--tasks", "2"])
+    capsys.readouterr()
     for arguments, says in (
-        ("--tasks 0", "--tasks is 0"),
-        ("--temperature -1", "temperature"),
-        ("--model /no/model", "/no/model"),
+        (["--tasks", "0"], "at least 1, not 0"),
+        (["--policy", "nobody"], "nobody"),
+        (["--policy", "mine/model:turns=many"], "turns=many"),
+        (["--world", "nowhere"], "no world 'nowhere'"),
+        (["--policy", "random", "--tasks", "3"], "another evaluation"),
+        (["compare", "runs/evaluation", "runs/none"], "runs/none"),
     ):
-        assert evaluate.main(arguments.split()) == 2
+        assert evaluate.main(arguments) == 2
         out, err = capsys.readouterr()
-        assert err.startswith("evaluate.py: ") and says in err and (err.count("\n"), out) == (1, "")
+        last = err.splitlines()[-1]
+        assert last.startswith("evaluate.py: ") and says in last and "Traceback" not in err, says
+
+
+def test_two_evaluations_are_compared_on_the_same_tasks_alone(home, capsys):
+    common = ["--policy", "cheapest", "--parallel", "9"]
+    for name, more in (("a", "--tasks=9"), ("b", "--tasks=18"), ("c", "--seed=1")):
+        assert (
+            evaluate.main([*common, more, "--tasks=9" if name == "c" else more, "--run", name]) == 0
+        )
+    capsys.readouterr()
+    assert evaluate.main(["compare", "runs/a", "runs/b"]) == 0
+    assert "on the 9 attempts" in (text := capsys.readouterr().out) and "reward +0 [+0, +0]" in text
+    assert evaluate.main(["compare", "runs/a", "runs/c"]) == 2
+    assert "no task in common" in capsys.readouterr().err
+
+
+def test_a_model_behind_an_endpoint_and_real_experts_run_once_and_are_repeated_from_replies(
+    home, capsys
+):
+    def answer(body):
+        text = body["messages"][-1]["content"]
+        if body.get("tools") and body["messages"][-1]["role"] == "user":
+            return said(None, [("strong", "{}")], "tool_calls")
+        numbers = re.findall(r"is (\d+) plus", text)
+        return said(str(2 * int(numbers[0]))) if numbers else said(text)
+
+    with openai_server() as server:
+        server.answer = answer
+        options = [*questions(home, server.url), "--experts", "real", "--all"]
+        options += ["--policy", f"boss@{server.url}:input=1:output=2", "strongest", "--tasks", "6"]
+        assert evaluate.main([*options, "--run", "one"]) == 0
+        asked = len(server.bodies)
+        assert Counter(body["model"] for body in server.bodies) == {"boss": 12, "strong": 6}
+        assert evaluate.main([*options, "--run", "two"]) == 0 and len(server.bodies) == asked
+    one, two = records("one"), records("two")
+    assert {n: one[n] for n in one if n != "report.html"} == {
+        n: two[n] for n in two if n != "report.html"
+    }
+    (found,) = read_json("runs/one/summary.json")["worlds"].values()
+    assert [scores["accuracy"] for scores in found.values()] == [1.0, 1.0]
+    boss = found[f"boss@{server.url}:input=1:output=2"]
+    assert boss["calls"] == {"strong": 1.0} and boss["cost_usd"] > found["strongest"]["cost_usd"]
+
+
+@pytest.mark.parametrize("why", ["cap", "dead"])
+def test_what_was_measured_is_kept_when_dollars_or_an_endpoint_end(home, why, capsys, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the tries
+    with openai_server() as server:
+
+        def answer(body):
+            server.status = 500 if why == "dead" and len(server.bodies) > 4 else 200
+            return said("4", usage=(100, 10))
+
+        server.answer = answer
+        boss = f"boss@{server.url}:input=0:output=10000:turn_tokens=50"  # $0.5 at most, $0.1 it is
+        options = questions(home, "http://127.0.0.1:9/v1")
+        options += ["--policy", "strongest", boss, "--all", "--tasks", "8", "--parallel", "4"]
+        assert evaluate.main([*options, "--max-usd", "2.2" if why == "cap" else "99"]) == 2
+        err = capsys.readouterr().err.splitlines()[-1]
+        assert ("--max-usd 2.2 is reached" if why == "cap" else "4 of 4 attempts failed") in err
+        summary = read_json("runs/evaluation/summary.json")
+        assert summary["partial"] in err and b"Partial" in records("evaluation")["report.html"]
+        (found,) = summary["worlds"].values()
+        assert [scores["tasks"] for scores in found.values()] == [8, 4]
+        why = ""
+        assert evaluate.main([*options, "--max-usd", "99"]) == 0
+        (found,) = read_json("runs/evaluation/summary.json")["worlds"].values()
+        assert [scores["tasks"] for scores in found.values()] == [8, 8]
+
+
+@pytest.mark.skipif(not FRAMES.exists(), reason="../shared/data/frames.jsonl is not there")
+def test_frames_runs_with_scripted_experts_over_http(home):
+    answers = {row["question"].strip(): row["answer"] for row in map(json.loads, FRAMES.open())}
+    with openai_server() as server:
+        server.answer = lambda body: said(answers[body["messages"][0]["content"]])
+        options = questions(home, server.url)
+        options[1] = f"questions:{FRAMES}"
+        options += ["--experts", "real", "--policy", "cheapest", "--tasks", "12"]
+        assert evaluate.main(options) == 0
+    (found,) = read_json("runs/evaluation/summary.json")["worlds"].values()
+    assert found["cheapest"]["accuracy"] == 1.0 and found["cheapest"]["verdicts"]["exact"] > 0.9
+
+
+def test_limits_are_those_of_the_models_run_or_generation_config(home):
+    assert limits_of(NANO)["turns"] == load_config("nano").rollout.turns
+    path = home / "mine" / "model"
+    generation = json.loads((path / "generation_config.json").read_text())
+    generation |= {"do_sample": True, "temperature": 0.6, "top_k": 20}
+    (path / "generation_config.json").write_text(json.dumps(generation))
+    found = limits_of(path)
+    assert (found["temperature"], found["top_k"], found["context_tokens"]) == (0.6, 20, 2048)
+    changes = {"rollout.turns": 7, "evaluation.temperature": 0.3, "rollout.context": "rebuild"}
+    (home / "mine" / "config.toml").write_text(to_toml(load_config(None, changes)))
+    policy = parse("mine/model:turns=3:basic", [])
+    assert (policy.settings["turns"], policy.tools, policy.base) == (3, "basic", "mine/model")
+    assert policy.settings["temperature"] == 0.3 and policy.load(Spending(), 2).rebuild
+
+
+def test_a_policy_with_fewer_tools_can_call_no_others(home, sandbox):
+    worlds = Worlds(TaskSection("miniature"), 0, sandbox)
+    task = next(t for t in worlds.held_out(99) if "search" in {o["what"] for o in t.data["tools"]})
+    kinds = {}
+    for tools in ("all", "basic", "none"):
+        env = parse(f"mine/model:{tools}" if tools != "all" else "mine/model:usd=0.5", []).open(
+            worlds, task, 0
+        )
+        kinds[tools] = set(env.kinds.values())
+        offered = {tool["function"]["name"] for tool in env.tools}
+        assert offered | set(env.task.preference.never) == {o["name"] for o in task.data["tools"]}
+        assert env.task.preference.usd == (0.5 if tools == "all" else None)
+    assert kinds["none"] == set() < kinds["basic"] < kinds["all"] and "expert" not in kinds["basic"]
+    domains = Worlds(TaskSection("domains"), 0, sandbox)
+    env = parse("mine/model:basic", []).open(domains, domains.held_out(1)[0], 0)
+    assert HAND_OVER not in env.messages[0]["content"] and "call_expert" not in str(env.tools)
+
+
+def test_the_routers_of_any_world(home, sandbox):
+    """The expensive expert is right more often, and the trained router finds whom to ask."""
+    pytest.importorskip("sklearn")
+    options = evaluate._read(questions(home, "http://127.0.0.1:9/v1", rows=200))
+    worlds, tasks, routers = evaluate._open_world(options.world[0], options, sandbox, Spending())
+    played = {}
+    for name in routers.names:
+        environments = [worlds.environment(task, 0) for task in tasks]
+        attempts = routers.load(name).run(environments, range(len(tasks)))
+        played[name] = evaluation.summarise(tasks, attempts)
+    right = {name: scores["accuracy"] for name, scores in played.items()}
+    assert right["strongest"] > right["cheapest"] and right["regression"] >= right["cheapest"]
+    assert played["cascade"]["turns"] > 1 == played["random"]["turns"]
+    assert played["cheapest"]["calls"] == {"quick": 1.0}
+
+
+def test_intervals_tests_and_repeated_trials():
+    mean, low, high = interval([0.0] * 50 + [1.0] * 50)
+    assert (
+        low == pytest.approx(0.4, abs=0.03) and high == pytest.approx(0.6, abs=0.03) and mean == 0.5
+    )
+    assert p_value([0.0, 0.0]) == 1.0 and p_value([0.1] * 20) < 0.01 < p_value([1, -1, 1, -1, 1])
+    assert pass_hat([(4, 4), (2, 4), (0, 4)], 1) == 0.5
+    assert pass_hat([(4, 4), (2, 4), (0, 4)], 2) == pytest.approx((1 + 1 / 6) / 3)
+
+
+def test_a_part_of_the_reward_that_is_left_out_changes_no_reward(sandbox):
+    worlds = Ablated(TaskSection("miniature"), 0, sandbox)
+    data = {"bounds": [[0, 2], [0, 2]]}
+    task = Task("t", "?", Preference("", 0.2, 0.8, 0.0, {"x": -1.0}), data)
+    one, two = (Trajectory("t", 0, 0, [], [], [], [], outcome=1.0, cost_usd=usd) for usd in (0, 1))
+    two.calls = {"x": 1}
+    for factors, ahead in (({}, True), ({"cost": 0.0}, True), ({"tools": 0.0}, True)):
+        worlds.factors = factors
+        a, b = worlds.training_rewards(task, [one, two], "task")
+        assert (a > b) == ahead
+    worlds.factors = {"cost": 0.0, "tools": 0.0}
+    assert worlds.training_rewards(task, [one, two], "task") == [1.0, 1.0]
+    assert one.reward == two.reward == 0.0, "the scores of the attempts stay"
 
 
 def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path, nano_model):
@@ -65,7 +278,10 @@ def test_infrastructure_failures_are_repeated_and_then_left_out_of_the_means():
     failures = {task.id: count for task, count in zip(tasks, (0, 1, 9, 2), strict=True)}
 
     def run(environments, seeds, on_done=None):
-        attempts = oracle(environments, seeds)
+        attempts = [
+            Trajectory(e.task.id, s, 0, [], [], [], [], answer=e.task.data["answer"], outcome=1)
+            for e, s in zip(environments, seeds, strict=True)
+        ]
         for attempt in attempts:
             failures[attempt.task_id] -= 1
             if failures[attempt.task_id] >= 0:

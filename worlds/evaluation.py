@@ -6,7 +6,6 @@ question, and `wish`, the name of the preference.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
@@ -17,8 +16,9 @@ from nanorchestra.agent.loop import Rollout
 from nanorchestra.errors import require
 from nanorchestra.records import Task, Trajectory
 from reward import Bounds, preference_score, reward_parts, task_reward
+from worlds.intervals import interval, p_value, pass_hat
 
-Interval = tuple[float, float, float]  # a mean, the ends of its 95% interval
+Pairs = Sequence[tuple[Task, Trajectory]]
 RETRIES = 2  # of attempts that failed for reasons of the infrastructure
 
 
@@ -64,26 +64,32 @@ def evaluate(
     seed: int,
     make: Callable[[Task, int], Environment],
     on_done: Callable[[Trajectory], Any] | None = None,
+    start: int = 0,
 ) -> list[Trajectory]:
-    """Returns one scored attempt at each task, in the environment make(task, seed)."""
-    seeds = [seed * 1_000_003 + i for i in range(len(tasks))]
+    """Returns one scored attempt at each task, in the environment make(task, seed).
+
+    `start` is the number of the first task.
+    """
+    seeds = [seed * 1_000_003 + start + i for i in range(len(tasks))]
     return attempt(rollout, tasks, seeds, lambda i: make(tasks[i], seed), on_done)[0]
 
 
 def summarise(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     """Returns means per task: over all tasks, by preference, and by kind of question.
 
-    `failed` counts the attempts that the infrastructure failed; no mean includes them. `verdicts`
-    are the shares of how a judge decided. UserError if all attempts failed.
+    A task may have several attempts: `pass_hat` is pass^1, pass^2, ... `intervals` are 95%
+    bootstrap intervals over tasks. `failed` counts the attempts that the infrastructure failed; no
+    mean includes them. `calls` are calls per attempt by what is behind the alias, `verdicts` the
+    shares of how a judge decided. UserError if all attempts failed.
     """
-    pairs = _finished(tasks, trajectories)
+    pairs = finished(tasks, trajectories)
     require(
         pairs,
         f"held-out tasks: all {len(tasks)} attempts failed for reasons of the infrastructure; "
         "see that the tools and endpoints answer",
     )
 
-    def split(key: str) -> dict[str, dict[str, float | None]]:
+    def split(key):
         groups = defaultdict(list)
         for pair in pairs:
             groups[pair[0].data[key]].append(pair)
@@ -91,26 +97,86 @@ def summarise(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict
             name: {"tasks": len(group)} | means(group) for name, group in sorted(groups.items())
         }
 
-    scores = means(pairs)
-    right = scores["accuracy"]
+    scores, rows = means(pairs), by_task(pairs)
+    right, attempts = scores["accuracy"], Counter(task.id for task, _ in pairs)
+    known = {n: [row[n] for row in rows.values() if row[n] is not None] for n in scores}
+    passed = [(round(row["accuracy"] * attempts[n]), attempts[n]) for n, row in rows.items()]
     return {
-        "tasks": len(tasks),
+        "tasks": len({task.id for task in tasks}),
         "failed": len(tasks) - len(pairs),
         **scores,
-        "reward_interval": interval([t.reward for _, t in pairs])[1:],
+        "intervals": {n: interval(values)[1:] for n, values in known.items() if len(values) > 1},
+        "pass_hat": [pass_hat(passed, k) for k in range(1, max(attempts.values()) + 1)],
         "cost_per_correct_usd": scores["cost_usd"] / right if right else None,
         "by_preference": split("wish"),
         "by_kind": split("kind"),
+        "calls": _shares(sum((behind(*pair) for pair in pairs), Counter()), len(pairs)),
         "verdicts": _shares(Counter(t.verdict for _, t in pairs if t.verdict), len(pairs)),
     }
 
 
-def interval(values: Sequence[float]) -> Interval:
-    """Returns the mean and its 95% interval (mean, low, high), normal, 1.96 standard errors."""
-    if len(values) < 2:
-        return (fmean(values or [math.nan]), -math.inf, math.inf)
-    mean, error = fmean(values), stdev(values) / len(values) ** 0.5
-    return mean, mean - 1.96 * error, mean + 1.96 * error
+def compare(found: dict[str, Pairs]) -> dict[str, dict[str, Any]]:
+    """Returns the summary of each policy, with `behind`: what the first one has more.
+
+    `published` is the paper's preference score; its base is the second policy.
+    """
+    first, base = [*found.values()][:1], [*found.values()][:2][-1]
+    return {
+        name: summarise(*zip(*pairs, strict=True))
+        | {"published": published_preference(pairs, base), "behind": differences(*first, pairs)}
+        for name, pairs in found.items()
+    }
+
+
+def differences(ours: Pairs, theirs: Pairs) -> dict[str, tuple[float, ...]]:
+    """Returns (mean, low, high, p) of what ours have more than theirs, on tasks of both."""
+    a, b, found = by_task(ours), by_task(theirs), {}
+    for name in ("reward", "accuracy", "cost_usd", "latency_s"):
+        if both := [a[task][name] - b[task][name] for task in a if task in b]:
+            found[name] = (*interval(both), p_value(both))
+    return found
+
+
+def by_task(pairs: Pairs) -> dict[str, dict[str, float | None]]:
+    """Returns the means over the attempts at each task, by its id."""
+    groups = defaultdict(list)
+    for pair in pairs:
+        groups[pair[0].id].append(pair)
+    return {name: means(group) for name, group in groups.items()}
+
+
+def published_preference(ours: Pairs, base: Pairs) -> float | None:
+    """Returns the score of the paper's appendix L, the mean over tasks that both finished.
+
+        R = M . P if the answer is right, else 0
+        M_k = m_k / max(1, m0_k) for outcome and tools, m0_k / max(1, m_k) for cost and latency
+
+    m0 is the base's attempt. The paper leaves units open: here US cents and minutes.
+    """
+    first, scores = {task.id: t for task, t in reversed(base)}, []
+    for task, t in ours:
+        if old := first.get(task.id):
+            wish = task.preference
+            parts = [
+                (wish.outcome, t.outcome, old.outcome),
+                (wish.cost, 100 * old.cost_usd, 100 * t.cost_usd),
+                (wish.latency, old.latency_s / 60, t.latency_s / 60),
+                *((w, t.calls.get(n, 0), old.calls.get(n, 0)) for n, w in wish.tools.items()),
+            ]
+            score = sum(weight * above / max(1, below) for weight, above, below in parts)
+            scores.append(score if t.outcome == 1 else 0.0)
+    return fmean(scores) if scores else None
+
+
+def behind(task: Task, trajectory: Trajectory) -> Counter[str]:
+    """Returns the calls of an attempt by what is behind the alias."""
+    known = {offer["name"]: offer["what"] for offer in task.data["tools"]}
+    for offer in task.data["tools"]:  # questions.py: the experts of a tool that offers several
+        known |= {name: spec["what"] for name, spec in offer.get("models", {}).items()}
+    calls = Counter()
+    for name, count in trajectory.calls.items():
+        calls[known.get(name, "unknown")] += count
+    return calls
 
 
 def measure(
@@ -122,7 +188,7 @@ def measure(
     the alias; how attempts ended, and how a judge decided. No mean includes attempts that the
     infrastructure failed, unless there are no others.
     """
-    pairs = _finished(tasks, trajectories) or list(zip(tasks, trajectories, strict=True))
+    pairs = finished(tasks, trajectories) or list(zip(tasks, trajectories, strict=True))
     groups = [
         [t.reward for t in trajectories[i : i + group_size] if t.status != "infrastructure"]
         for i in range(0, len(tasks), group_size)
@@ -131,18 +197,12 @@ def measure(
     calls: Counter[str] = Counter()
     parts: Counter[str] = Counter()
     for task, trajectory in pairs:
-        offers = task.data["tools"]
-        behind = {offer["name"]: offer["what"] for offer in offers}
-        for offer in offers:  # questions.py: the experts of a tool that offers several
-            behind |= {name: spec["what"] for name, spec in offer.get("models", {}).items()}
-        for name, count in trajectory.calls.items():
-            calls[behind.get(name, "unknown")] += count
+        calls += behind(task, trajectory)
         parts.update(reward_parts(trajectory, task.preference, task_bounds(task)))
     statuses = Counter(trajectory.status for trajectory in trajectories)
     return {
         **means(pairs),
         "reward_parts": {name: value / len(pairs) for name, value in parts.items()},
-        "turns": fmean(len(t.turns) for _, t in pairs),
         "group_std": fmean(spreads) if spreads else 0.0,
         "calls": _shares(calls, len(pairs)),
         "statuses": _shares(statuses, len(tasks)),
@@ -150,32 +210,34 @@ def measure(
     }
 
 
-def means(pairs: Sequence[tuple[Task, Trajectory]]) -> dict[str, float | None]:
+def means(pairs: Pairs) -> dict[str, float | None]:
     """Returns the means: accuracy in 0..1, cost in US dollars, latency in seconds, and others.
 
     `avoided_rate` is the share of attempts that used a forbidden tool among the tasks that forbid
     one, None if there are none; `well_formed` the share without a malformed call.
     """
-    used = [
-        any(t.calls.get(name) for name in task.preference.avoided)
-        for task, t in pairs
-        if task.preference.avoided
-    ]
+    rows = [_figures(*pair) for pair in pairs]
+    columns = {name: [row[name] for row in rows if row[name] is not None] for name in rows[0]}
+    return {name: fmean(found) if found else None for name, found in columns.items()}
+
+
+def _figures(task, t):
+    avoided = task.preference.avoided
     return {
-        "reward": fmean(t.reward for _, t in pairs),
-        "accuracy": fmean(t.outcome for _, t in pairs),
-        "cost_usd": fmean(t.cost_usd for _, t in pairs),
-        "latency_s": fmean(t.latency_s for _, t in pairs),
-        "preference": fmean(
-            preference_score(t, task.preference, task_bounds(task)) for task, t in pairs
-        ),
-        "avoided_rate": fmean(used) if used else None,
-        "well_formed": fmean(t.well_formed for _, t in pairs),
+        "reward": t.reward,
+        "accuracy": t.outcome,
+        "cost_usd": t.cost_usd,
+        "latency_s": t.latency_s,
+        "preference": preference_score(t, task.preference, task_bounds(task)),
+        "avoided_rate": float(any(map(t.calls.get, avoided))) if avoided else None,
+        "well_formed": float(t.well_formed),
+        "turns": float(len(t.turns)),
+        "tokens": float(sum(t.sampled)),
     }
 
 
-def _finished(tasks, trajectories):
-    """The attempts that the infrastructure did not fail, with their tasks."""
+def finished(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> Pairs:
+    """Returns the attempts that the infrastructure did not fail, with their tasks."""
     pairs = zip(tasks, trajectories, strict=True)
     return [(task, t) for task, t in pairs if t.status != "infrastructure"]
 

@@ -7,19 +7,24 @@ their own.
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
 
-from nanorchestra.agent.environment import ToolEnvironment
-from nanorchestra.records import Preference, Task, Trajectory
+from nanorchestra.agent.environment import Environment
+from nanorchestra.records import Preference, Task, ToolCall, Trajectory, Turn
+from nanorchestra.tools.http import EndpointError
+from nanorchestra.tools.roles import final_answer
 from nanorchestra.tools.sandbox import Sandbox
 from tools import Skill
 from worlds.evaluation import score
+from worlds.judge import normalise
 from worlds.miniature.offers import (
     Offer,
+    Reading,
     call_for,
     expected_cost,
     fits,
@@ -33,6 +38,7 @@ from worlds.miniature.world import environment
 AVERAGE_WISH = [  # weights of outcome, cost and latency over all users
     sum(share * weights[i] for share, weights in PREFERENCES.values()) for i in range(3)
 ]
+TURNS = 40  # of a conversation at most
 STRENGTHS = ("small", *SPECIALISTS.values(), "medium", "large")
 
 
@@ -45,28 +51,47 @@ def play_routers(tasks: Sequence[Task], seed: int, sandbox: Sandbox) -> dict[str
     return attempts
 
 
-def play(order: Sequence[Offer], env: ToolEnvironment, seed: int = 0) -> Trajectory:
+def play(order: Sequence[Offer], env: Environment, seed: int = 0) -> Trajectory:
     """Returns one scored attempt that uses tools in order until one is sure.
 
-    A chain of records is followed to its end; anything else is one call.
+    A chain of records is followed to its end, as a conversation is; anything else is one call.
+    Offers of other worlds than the miniature state the `arguments` of their call.
     """
-    task = env.task
+    task, said = env.task, []
     trajectory = Trajectory(task.id, seed, 0, [], [], [], [])
     for offer in order:
         row, name = None, offer["name"]
         while True:
-            result = env.by_name[name].call(call_for(task, offer, row).arguments)
+            known = offer.get("arguments")
+            call = call_for(task, offer, row) if known is None else ToolCall(name, known)
+            talks = hasattr(env, "over")
+            tool = None if talks else env.by_name[name]
+            result = asyncio.run(env.execute(call)) if talks else tool.call(call.arguments)
+            trajectory.turns.append(Turn(0, 0, "stop", [call], [result]))
             trajectory.cost_usd += result.cost_usd
             trajectory.latency_s += result.latency_s
-            trajectory.calls[name] = trajectory.calls.get(name, 0) + 1
-            reading = read_result(task, offer, result)
+            used = result.alias or name
+            trajectory.calls[used] = trajectory.calls.get(used, 0) + 1
+            if known is None:
+                reading = read_result(task, offer, result)
+            else:
+                said.append(normalise(final_answer(result.content)))
+                failed = result.error or talks and "Error: " in result.content
+                sure = env.over if talks else not failed and said.count(said[-1]) > 1
+                again = talks and not sure and len(said) < TURNS
+                again &= not failed or offer is order[-1]
+                reading = Reading("", result.content, sure, ("", 0) if again else None)
             row = reading.next_row
             if row is None:
                 break
         trajectory.answer = reading.answer or ""
         if reading.sure:
             break
-    trajectory.outcome = env.score(trajectory.answer)
+    try:
+        trajectory.outcome = env.score(trajectory.answer)
+    except EndpointError:
+        trajectory.status = "infrastructure"
+    trajectory.verdict = env.verdict
     return score(task, trajectory)
 
 

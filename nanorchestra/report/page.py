@@ -57,29 +57,30 @@ def write_report(run_path: str | Path) -> Path:
     parts = [
         _header(run, summary, warm, grpo),
         _section("On held-out tasks", TABLE, _table(entries(summary))),
-        _figure(frontier, width=8, height=4),
+        images(frontier, width=8, height=4),
         _section("Learning curves", f"Means over the training tasks of each step. {SMOOTH}"),
-        _figure(learning),
+        images(learning),
     ]
     if splits := _splits(summary):
         parts += [_section("By preference and kind of task", "Held-out tasks.", _table(splits))]
     health = plots.curves(warm, "warm_start") + plots.curves(grpo, "health")
     parts += [
         _section("Which tools it calls", SMOOTH),
-        _figure(calls, width=8, height=3),
+        images(calls, width=8, height=3),
         _section("Training health", SMOOTH),
-        _figure(health),
+        images(health),
         browser(list(run.rows("trajectories", TAIL_BYTES)), _pieces(run)),
     ]
     if not summary:  # the run goes on
         parts += [f"<script>{RELOAD}</script>"]
-    write_whole(run.path / "report.html", _page(run, parts))
+    write_whole(run.path / "report.html", page(run, parts))
     image = plots.figure([*learning[:4], *calls, *frontier], "png", height=2.9)
     write_whole(run.path / "curves.png", image)
     return run.path / "report.html"
 
 
-def _page(run: Run, parts: list[str]) -> str:
+def page(run: Run, parts: list[str]) -> str:
+    """Return the page of these parts, with the run's config.toml at its end."""
     config = escape((run.path / "config.toml").read_text(encoding="utf-8"))
     body = "\n".join(parts)
     return f"""<!doctype html>
@@ -130,7 +131,7 @@ def _splits(summary: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
     return found
 
 
-def _figure(panels: list[plots.Panel], **size: float) -> str:
+def images(panels: list[plots.Panel], **size: float) -> str:
     """Return the panels as images, in which nothing can run; they wrap on a narrow screen."""
     images = (base64.b64encode(plots.figure([panel], "svg", **size)).decode() for panel in panels)
     head = '<img alt="a panel of curves" src="data:image/svg+xml;base64,'

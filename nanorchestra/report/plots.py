@@ -10,6 +10,8 @@ import fnmatch
 import io
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,6 +24,7 @@ from nanorchestra.report.run import TITLES, entries, scalars
 
 STYLE = Path(__file__).with_name("report.mplstyle")
 BEFORE, AFTER = "C6", "C0"  # of the style's colours
+MARKERS = "s^vD"  # of routers, when the colours are all used
 Rows = list[dict[str, Any]]
 Panel = Callable[[Axes], None]
 
@@ -83,7 +86,10 @@ def _curve(rows: Rows, title: str, patterns: str, factor: float) -> Panel:
 
 
 def frontier(summary: dict[str, Any]) -> Panel:
-    """Return the panel of right answers against cost on held-out tasks, with one standard error."""
+    """Return the panel of right answers against cost on held-out tasks, with 95% intervals.
+
+    A line joins those that nothing cheaper equals.
+    """
     found = entries(summary)
 
     def draw(axis: Axes) -> None:
@@ -91,25 +97,56 @@ def frontier(summary: dict[str, Any]) -> Panel:
         axis.set_xlabel("cost per held-out task, m$")
         if not found:
             return _empty(axis)
-        tasks = summary["held_out"].get("tasks") or math.inf
+        best = []
         for place, (key, label, scores) in enumerate(found, 1):
-            accuracy = scores["accuracy"]
+            usd, right = 1000 * scores["cost_usd"], 100 * scores["accuracy"]
+            ends = scores.get("intervals", {}).get("accuracy", [scores["accuracy"]] * 2)
             policy = {"before": BEFORE, "after": AFTER}.get(key)
             axis.errorbar(
-                1000 * scores["cost_usd"],
-                100 * accuracy,
-                yerr=100 * math.sqrt(accuracy * (1 - accuracy) / tasks),
+                usd,
+                right,
+                yerr=[[abs(right - 100 * end)] for end in ends],
                 color=policy or f"C{place}",
-                marker="o" if policy else "s",
+                marker="o" if policy else MARKERS[place // 8 % len(MARKERS)],
                 markersize=9 if policy else 6,
                 linestyle="none",
                 label=label,
             )
+            best.append((usd, right))
+        steps = [p for p in sorted(best) if all(q[1] < p[1] for q in best if q < p)]
+        axis.plot(*zip(*steps, strict=True), color=BEFORE, linewidth=0.8, zorder=0)
         axis.set_xlim(left=0)
         axis.set_ylim(0, 100)
         axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
     return draw
+
+
+def compared(world: str, found: dict[str, dict[str, Any]]) -> dict[str, Panel]:
+    """Return the panels of an evaluation in one world, by name; scores by policy."""
+    swept = {name: scores for name, scores in found.items() if ":turns=" in name}
+    calls = {name: scores["calls"] for name, scores in found.items()}
+    wishes = {
+        name: {wish: row["reward"] for wish, row in scores["by_preference"].items()}
+        for name, scores in found.items()
+    }
+    sets = {"frontier": found} | ({"turns": swept} if swept else {})
+    panels = {name: frontier({"held_out": {"routers": some}}) for name, some in sets.items()}
+    panels["calls"] = partial(_heat, f"{world}: calls per task, by what is behind the alias", calls)
+    return panels | {"preferences": partial(_heat, f"{world}: reward by preference", wishes)}
+
+
+def _heat(title, rows, axis):
+    """Numbers as colours, a row of names each."""
+    names = sorted({name for row in rows.values() for name in row}) or ["none"]
+    axis.set_title(title)
+    axis.grid(visible=False)
+    values = [[row.get(name, 0.0) for name in names] for row in rows.values()]
+    axis.imshow(values, cmap="Blues", vmin=0, vmax=1.5, aspect="auto")
+    axis.set_xticks(range(len(names)), names, rotation=30, ha="right")
+    axis.set_yticks(range(len(rows)), [*rows])
+    for y, x in product(range(len(rows)), range(len(names))):
+        axis.text(x, y, f"{values[y][x]:.2f}", fontsize=7, ha="center", va="center")
 
 
 def _empty(axis: Axes) -> None:

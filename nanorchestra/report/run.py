@@ -138,8 +138,8 @@ def cells(scores: dict[str, Any]) -> list[str]:
         value = scores.get(key)
         digits = number if decimals is None else f"{{:.{decimals}f}}".format
         texts.append("-" if value is None else digits(factor * value))
-    if bounds := scores.get("reward_interval"):
-        texts[0] += f" ±{(bounds[1] - bounds[0]) / 2:.3f}"
+        if bounds := (scores.get("intervals") or {}).get(key):
+            texts[-1] += f" ±{digits(factor * (bounds[1] - bounds[0]) / 2)}"
     return texts
 
 

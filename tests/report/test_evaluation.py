@@ -1,0 +1,52 @@
+"""The report of an evaluation: plots of all worlds, a page that loads nothing and runs no text."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from nanorchestra.report.evaluation import write_evaluation
+from nanorchestra.report.run import Run
+
+EVIL = '<script>alert(1)</script><img src="http://evil.example/x.png">'
+
+
+def scores(reward):
+    return {
+        "reward": reward,
+        "accuracy": 0.5,
+        "cost_usd": 0.002,
+        "latency_s": 3.0,
+        "intervals": {"accuracy": [0.4, 0.6]},
+        "pass_hat": [0.5, 0.3],
+        "calls": {"large": 0.5, EVIL: 0.1},
+        "by_preference": {"cheap": {"reward": reward}},
+        "behind": {"reward": [0.1, None, None, 0.2]},
+        "tasks": 12,
+        "failed": 0,
+    }
+
+
+def attempt(policy, number, reward):
+    task = {"id": f"t{number}", "question": EVIL, "preference": {"text": f"wish {number}"}}
+    row = {"policy": policy, "trial": 0, "reward": reward, "task": task, "turns": []}
+    return row | {"cost_usd": 0.1, "status": "answered", "answer": EVIL}
+
+
+def test_the_page_shows_where_the_first_two_differ_and_runs_nothing(tmp_path):
+    run = Run.create(tmp_path / "one", "seed = 1")
+    names = ("a/model", "a/model:turns=2", "perfect")
+    worlds = {"miniature": {name: scores(n / 4) for n, name in enumerate(names)}}
+    run.write_json("summary.json", {"partial": EVIL, "worlds": worlds, "probes": {}})
+    rows = [attempt("a/model", n, n / 20) for n in range(20)]
+    rows += [attempt("a/model:turns=2", n, 0.5) for n in range(20)]
+    (run.path / "00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_evaluation(run.path)
+    page = (run.path / "report.html").read_text()
+    assert EVIL not in page and "default-src 'none'" in page
+    assert len(re.findall("<script", page)) == 2 and not re.search(r"<(link|iframe|a)\b", page)
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+    shown = [pair[0]["wish"] for pair in data["attempts"]]
+    assert shown == [f"wish {n}" for n in (19, 18, 17, 16, 15, 0, 1, 2, 3, 4)]
+    for name in ("frontier", "turns", "calls", "preferences"):
+        assert (run.path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,126 @@
+"""What an evaluation compares: checkpoints, models behind endpoints and routers, with fewer tools.
+
+A policy is written BASE[:CHANGE]...: a checkpoint's directory, MODEL@URL, or a router; a change is
+"basic" (tools without a language model), "none" (no tools), usd=X (the loop lets no task cost
+more), or one of its limits, like turns=10.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nanorchestra.agent.environment import Environment
+from nanorchestra.agent.load import NANO, load_rollout
+from nanorchestra.agent.loop import Limits, Rollout
+from nanorchestra.agent.policy import EndpointRollout, check_endpoint
+from nanorchestra.config import RolloutSection
+from nanorchestra.engine.request import SamplingParams
+from nanorchestra.errors import UserError, require
+from nanorchestra.model.hf_config import read_config, read_sampling
+from nanorchestra.model.tokenizer import Tokenizer
+from nanorchestra.records import Task
+from nanorchestra.settings import load_config
+from nanorchestra.tools.models import Spending
+from nanorchestra.tools.roles import ROLES
+from reward import PRICES
+from worlds.mixture import Worlds
+from worlds.toolscale.environment import EXPERT, HAND_OVER
+
+LIMITS = ("turns", "calls_per_turn", "turn_tokens", "context_tokens")
+SAMPLING = ("temperature", "top_p", "top_k")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A policy as it was written. `tools` is "all", "basic" or "none".
+
+    `settings` are its limits and sampling, and where they come from; no limits for a router.
+    """
+
+    name: str
+    base: str
+    tools: str
+    settings: dict[str, Any]
+
+    @property
+    def router(self) -> bool:
+        """Whether it is a fixed router."""
+        return "turns" not in self.settings
+
+    def load(self, spending: Spending, running: int) -> Rollout:
+        """Returns what plays it, `running` attempts at a time; no router. UserError."""
+        given = self.settings
+        limits = Limits(**{name: given[name] for name in LIMITS})
+        if "://" in self.base:
+            model, _, url = self.base.partition("@")
+            usd = {f"{k}_usd_per_million": given[k] for k in ("input", "output")}
+            section = RolloutSection(given["temperature"], endpoint=url, model=model, only=1, **usd)
+            check_endpoint(section)
+            return EndpointRollout(section, Tokenizer.from_dir(NANO), limits, spending)
+        rollout = load_rollout(Path(self.base), limits, 0.0, running)
+        sampling = {name: given[name] for name in SAMPLING}
+        rollout.params = lambda seed, most: SamplingParams(most, seed=seed, **sampling)
+        rollout.rebuild = given["context"] == "rebuild"
+        return rollout
+
+    def open(self, worlds: Worlds, task: Task, seed: int) -> Environment:
+        """Returns an attempt at a task, with the tools and the dollars of this policy."""
+        env = worlds.environment(task, seed)
+        names = [tool["function"]["name"] for tool in env.tools]
+        basic = [name for name in names if name not in ROLES and env.kinds.get(name) != "expert"]
+        kept = {"all": names, "basic": basic, "none": []}[self.tools]
+        env.tools = [tool for tool in env.tools if tool["function"]["name"] in kept]
+        env.kinds = {name: kind for name, kind in env.kinds.items() if name in kept}
+        if EXPERT not in kept:
+            env.messages[0]["content"] = env.messages[0]["content"].replace(HAND_OVER, "")
+        wish = env.task.preference
+        never = [*wish.never, *(name for name in names if name not in kept)]
+        wish = replace(wish, usd=self.settings["usd"] or wish.usd, never=never)
+        env.task = replace(env.task, preference=wish)
+        return env
+
+
+def parse(text: str, routers: Collection[str]) -> Policy:
+    """Returns the policy that is written `text`; `routers` are known by name. UserError."""
+    base, *changes = re.split(r":(?=basic\b|none\b|[a-z_]+=)", text)
+    tools, settings = "all", {"usd": 0.0}
+    if "://" in base:
+        usd = PRICES.get(base.partition("@")[0], (0.0, 0.0))
+        settings |= dict(zip(LIMITS, (50, 4, 8192, 32768), strict=True))
+        settings |= {"temperature": 1.0, "input": usd[0], "output": usd[1], "from": "evaluate.py"}
+    elif base not in routers:
+        known = f"a checkpoint's directory, MODEL@URL, or one of {', '.join(routers)}"
+        require(
+            (Path(base) / "config.json").is_file(), f"--policy {text}: {base} is none of {known}"
+        )
+        settings |= limits_of(Path(base))
+    for change in changes:
+        name, _, value = change.partition("=")
+        if not value:
+            tools = name
+            continue
+        try:
+            settings[name] = type(settings[name])(value)
+        except (KeyError, ValueError):
+            right = ", ".join(settings)
+            raise UserError(f"--policy {text}: {change} must be a number of {right}") from None
+    return Policy(text, base, tools, settings)
+
+
+def limits_of(path: Path) -> dict[str, Any]:
+    """Returns limits and sampling of a checkpoint.
+
+    They are those of the run that trained it, or else its context and generation_config.json.
+    """
+    own = path.resolve().parent / "config.toml"
+    if path.resolve() == NANO or own.is_file():
+        config = load_config("nano" if path.resolve() == NANO else own)
+        found = {name: getattr(config.rollout, name) for name in (*LIMITS, "top_p", "context")}
+        return found | {"temperature": config.evaluation.temperature, "top_k": 0, "from": "its run"}
+    context = read_config(path).max_position_embeddings
+    found = dict(zip(LIMITS, (50, 4, context // 2, context), strict=True)) | read_sampling(path)
+    return found | {"context": "append", "from": "generation_config.json"}
