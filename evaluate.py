@@ -1,6 +1,6 @@
 """Measures orchestrators on held-out tasks, beside the routers that they must beat.
 
-    python evaluate.py                              the bundled nano and the routers, miniature
+    python evaluate.py                              the bundled nano, its base and the routers
     python evaluate.py --policy runs/a/model runs/b/model routers --tasks 1000 --trials 4
     python evaluate.py --policy runs/a/model runs/a/model:turns={2,4,8} runs/a/model:none
     python evaluate.py --world questions:frames.jsonl --all --tools FILE --experts real \
@@ -72,7 +72,8 @@ def _read(arguments):
     """Returns the options. UserError."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = ArgumentParser(prog="evaluate.py", description=__doc__, formatter_class=formatter)
-    add, policies = parser.add_argument, [os.path.relpath(NANO), ROUTERS]
+    add, base = parser.add_argument, NANO.with_name("base")
+    policies = [os.path.relpath(NANO), os.path.relpath(base), ROUTERS]
     add("--policy", nargs="+", default=policies, help="what to compare, ours first")
     add("--world", nargs="+", default=["miniature"], help="as task.world of train.py")
     add("--all", action="store_true", help="not every fifth task of a file, but all")

@@ -45,7 +45,7 @@ class Ablated(Worlds):
 
 
 def ablate(arguments: list[str], root: Path, sandbox: Sandbox) -> None:
-    """Trains every variant from the warm start of its seed, and prints their means. UserError.
+    """Trains every variant for each seed, and prints their means. UserError.
 
     What is finished in runs/ablation-... is not trained again.
     """
@@ -55,9 +55,6 @@ def ablate(arguments: list[str], root: Path, sandbox: Sandbox) -> None:
     options, scores = parser.parse_args(arguments), {}
     for seed in range(options.seeds):
         base = load_config("nano", given_settings(options) | {"run.seed": seed})
-        first = root / f"ablation-{seed}-warm-start"
-        held_out(base.replace({"grpo.steps": 0}), first, {}, sandbox)
-        base = base.replace({"model.path": str(first / "model"), "warm_start.steps": 0})
         for name, factors in read_toml(Path(__file__).with_suffix(".toml")).items():
             config = base.replace({"grpo.bounds": factors.get("bounds", base.grpo.bounds)})
             path = root / f"ablation-{seed}-{name.replace(' ', '-')}"

@@ -116,9 +116,10 @@ def limits_of(path: Path) -> dict[str, Any]:
 
     They are those of the run that trained it, or else its context and generation_config.json.
     """
-    own = path.resolve().parent / "config.toml"
-    if path.resolve() == NANO or own.is_file():
-        config = load_config("nano" if path.resolve() == NANO else own)
+    home = path.resolve().parent
+    own = "nano" if home == NANO.parent else home / "config.toml"
+    if own == "nano" or own.is_file():
+        config = load_config(own)
         found = {name: getattr(config.rollout, name) for name in (*LIMITS, "top_p", "context")}
         return found | {"temperature": config.evaluation.temperature, "top_k": 0, "from": "its run"}
     context = read_config(path).max_position_embeddings
