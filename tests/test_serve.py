@@ -168,11 +168,11 @@ def test_commands(talk, nano_tokenizer):
 
 
 def test_prices_are_in_dollars(talk):
-    """The miniature's offers are in US cents: for a million tokens, or a thousand calls."""
+    """The miniature's offers are in US cents: for 100,000 tokens, or 100 calls."""
     session, out = talk()
     session.handle("/tools")
-    assert "tool-ro-ta-vi ($0.74 in, $0.74 out per million tokens)" in out()
-    assert "tool-ku-no ($0.000040 per call)" in out()
+    assert "tool-ro-ta-vi ($7.4 in, $7.4 out per million tokens)" in out()
+    assert "tool-ku-no ($0.000400 per call)" in out()
     tool = spy()
     assert price(tool) == "free"
     tool.usd_per_second, tool.experts = 2.5e-5, {"a": EchoTool(), "b": EchoTool()}

@@ -26,7 +26,7 @@ def test_a_config_is_written_resolved_and_read_back(tmp_path):
     given = parse(*words, "--rollout.overlap", "false", "--run.root", 'a "b" \\ é\n')
     config = load_config("nano", given)
     assert (config.grpo.steps, config.run.name, config.grpo.learning_rate) == (7, "x", 1.0)
-    assert not config.rollout.overlap and config.rollout.temperature == 1.25
+    assert not config.rollout.overlap and config.rollout.pages == 4608
     (tmp_path / "config.toml").write_text(to_toml(config), encoding="utf-8")
     assert load_config(tmp_path / "config.toml") == config
     assert load_config(None) == Config()

@@ -43,7 +43,7 @@ class GpuBench(Bench):
     def __init__(self, shape: ModelConfig, part: Part, quantise: str = ""):
         self.device, self.rounds, self.rng = torch.device(part.device), 1, random.Random(0)
         dtype = torch.float32 if part.rehearse else torch.bfloat16
-        self.model = random_model(shape, self.device, dtype)
+        self.model = self.served = random_model(shape, self.device, dtype)
         if quantise:
             tensors = list(named_hf_tensors(self.model))
             quantise_model(self.model, quantise)

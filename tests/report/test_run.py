@@ -83,6 +83,6 @@ def test_the_table_is_aligned_and_has_units():
     lines = table({"held_out": held_out}).splitlines()
     assert len(lines) == 4 and len({len(line) for line in lines}) == 1
     assert "cost/task, m$" in lines[0] and "latency/task, s" in lines[0]
-    assert re.match(r"before \(warm start\) +0\.000 +0\.0 +250( +-){6}$", lines[1])
+    assert re.match(r"before GRPO +0\.000 +0\.0 +250( +-){6}$", lines[1])
     assert re.match(r"after GRPO +0\.500 +78\.3 +2\.10 +- +2\.10( +-){4}$", lines[2])
     assert lines[3].startswith("always the strongest") and table({}) == "no held-out results yet"
