@@ -200,7 +200,8 @@ class Ranks:
                 return  # the main thread ends this rank
             lost = next((word for word in words if word not in (RUNNING, DONE)), lost)
             if lost:
-                print(f"rank {self.rank} ends: {lost}", file=sys.stderr, flush=True)
+                # not sys.stderr, which torch swaps while it prints the main thread's traceback
+                print(f"rank {self.rank} ends: {lost}", file=sys.__stderr__, flush=True)
                 os._exit(1)  # the main thread may wait in a collective that never ends
 
 
