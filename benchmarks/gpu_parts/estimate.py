@@ -22,7 +22,7 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from kernels.compile import Driver  # noqa: E402
+from benchmarks.gpu_parts.compile import Driver  # noqa: E402
 from nanorchestra.engine.gpu import GpuRunner  # noqa: E402
 from nanorchestra.engine.inputs import Host, Inputs, Sizes  # noqa: E402
 from nanorchestra.engine.request import Request, SamplingParams  # noqa: E402

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_parts import Part, timing
-from kernels import attention, cases, flash, logprob, norm, rope, sample, swiglu
+from benchmarks.gpu_parts import Part, cases, timing
+from kernels import attention, flash, logprob, norm, rope, sample, swiglu
 from kernels.decode import decode_attention
 from kernels.decode_plan import decode_work, group_rows
 from kernels.flash_plan import flash_attention, plan
@@ -73,7 +73,7 @@ def error(got: Tensor, exact: Tensor) -> float:
 
 
 def check(part: Part, family: Callable[[Shape], Results], words: tuple[str, ...]) -> None:
-    """Checks a family, then times the cases of kernels/cases.py whose names begin with a word."""
+    """Checks a family, then times the cases of cases.py whose names begin with a word."""
     torch.manual_seed(0)
     wrong, start = [], time.perf_counter()
     for name, got, exact, allowed in family(Shape.of(part)):

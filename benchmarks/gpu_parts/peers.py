@@ -1,4 +1,4 @@
-"""What the kernels of kernels/cases.py are timed beside: torch, SDPA, cuBLAS, flash-attn."""
+"""What the kernels of cases.py are timed beside: torch, SDPA, cuBLAS, flash-attn."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.gpu_parts.cases import FF, HIDDEN, Case, T, randn
 from kernels import external, norm, swiglu
-from kernels.cases import FF, HIDDEN, Case, T, randn
 
 Function = Callable[..., Any]
 

@@ -1,4 +1,4 @@
-"""Times the kernels beside the GPU's own ceilings, at the shapes of kernels/cases.py.
+"""Times the kernels beside the GPU's own ceilings, at the shapes of cases.py.
 
 The L2 cache is cold, times are medians. Peers are torch, eager and compiled, SDPA and cuBLAS, and
 flash-attn where it is installed. A speed is a share of what this GPU was just measured to copy or
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from triton.testing import do_bench
 
+from benchmarks.gpu_parts.cases import Case
 from benchmarks.gpu_parts.peers import functions
-from kernels.cases import Case
 
 DEVICE = "cuda"
 

@@ -9,7 +9,7 @@ import sys
 import torch
 import triton
 
-from kernels.compile import Driver
+from benchmarks.gpu_parts.compile import Driver
 from nanorchestra.engine.gpu import GpuRunner
 from nanorchestra.engine.inputs import BATCHES, Inputs, Sizes
 from nanorchestra.model.quantise import quantise_model

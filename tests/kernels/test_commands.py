@@ -1,4 +1,4 @@
-"""`python -m kernels.compile`, and the first day on a GPU."""
+"""`python -m benchmarks.gpu_parts.compile`, and the first day on a GPU."""
 
 import json
 
@@ -7,9 +7,8 @@ import torch
 from kernel_check import DEVICE
 
 from benchmarks import gpu
-from benchmarks.gpu_parts import NotHereError, Part, timing
-from kernels import compile
-from kernels.cases import select
+from benchmarks.gpu_parts import NotHereError, Part, compile, timing
+from benchmarks.gpu_parts.cases import select
 
 
 def test_an_unknown_kernel_is_refused_in_one_line(capsys):

@@ -5,8 +5,8 @@ import torch
 import triton
 from kernel_check import flash_attn_varlen_func
 
+from benchmarks.gpu_parts.compile import Driver
 from kernels import external
-from kernels.compile import Driver
 from kernels.external import choose_attention, sequences
 from kernels.flash import reference
 

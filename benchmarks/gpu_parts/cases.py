@@ -1,4 +1,4 @@
-"""The kernels at shapes of Qwen3-8B, for compile.py and benchmarks/gpu.py, with bytes and FLOPs.
+"""The kernels at shapes of Qwen3-8B, for compile.py and gpu.py, with bytes and FLOPs.
 
 32 query heads and 8 key/value heads of 128, hidden size 4096, feed-forward 12288, 151936 ids, bf16.
 Pages have 64 tokens, as in the engine. Inputs are made on torch's default device.

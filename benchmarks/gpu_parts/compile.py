@@ -1,4 +1,6 @@
-"""Compiles every kernel for GPUs that are not there: `python -m kernels.compile [--kernel NAME]`.
+"""Compiles every kernel for GPUs that are not there.
+
+    python -m benchmarks.gpu_parts.compile [--kernel NAME]
 
 The launchers themselves run, on tensors without memory and at the shapes of cases.py, with a driver
 whose launches compile and do nothing else. Triton specialises as on the GPU and refuses what does
@@ -18,7 +20,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from kernels.cases import select
+from benchmarks.gpu_parts.cases import select
 from kernels.common import ARCHITECTURES
 
 # Bytes of shared memory that a block may have.
@@ -81,7 +83,7 @@ def compile_cases(arch: int, word: str) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(
-        "python -m kernels.compile", description=__doc__.split("\n")[0]
+        "python -m benchmarks.gpu_parts.compile", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--kernel", default="", help="only cases whose name contains this")
     options = parser.parse_args(argv)
