@@ -2,11 +2,12 @@
 
     W[n, k] = (values[n, k] - zeros[n, k // group]) * scales[n, k // group]
 
-8 bits (int8, or float8_e4m3fn from sm_89 on) have one scale a row and no zeros. int4 has both for
-each group; the packing is in dequantise.py. The values enter the product as they are, exact in
-bf16, and the scales join in fp32. That reads N K bytes, or N K (1/2 + 3/group), for 2 M N K FLOPs:
-bandwidth is the limit. More than ROWS rows of x are multiplied by torch with W written out in
-x.dtype.
+8 bits: values int8, or float8_e4m3fn from sm_89 on, [N, K], scales fp32 [N, 1], no zeros. int4:
+scales fp16 and zeros uint8 [N, K / group], values uint8 [N, K / 2], where byte j of a group has its
+column j in the low nibble and column j + group / 2 in the high one. The values enter the product as
+they are, exact in bf16, and the scales join in fp32. That reads N K bytes, or N K (1/2 + 3/group),
+for 2 M N K FLOPs: bandwidth is the limit up to ROWS rows of x. QuantisedLinear in
+nanorchestra/model/quantise.py multiplies more by torch; its `dequantise` is the reference.
 
 One program owns BLOCK_N outputs of up to 32 rows over one split of K. A second kernel adds the fp32
 parts of several splits in order. W^T is the left operand, so that 8 rows of x fill an instruction.
@@ -18,10 +19,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import linear
 
-from kernels.common import check, pick, tiles, wide_product
-from kernels.dequantise import check_weights, dequantise
+from kernels.common import check, pick, require, tiles
 
 ROWS = 64
 PROGRAMS = 192  # of 2 * BLOCK_N outputs: a GPU wants at least as many
@@ -38,18 +37,16 @@ def quantised_linear(
     bias: Tensor | None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Returns x W^T + bias [M, N] for x [M, K] and bias [N] of x.dtype, or None.
+    """Returns x W^T + bias [M, N] for x [M, K], M <= ROWS, and bias [N] of x.dtype, or None.
 
-    The weights are those of dequantise.py. dtype: of the result, that of x by default. Up to ROWS
-    rows, the bits of a row do not depend on M.
+    zeros are None in 8 bits. dtype: of the result, that of x by default. The bits of a row do not
+    depend on M.
     """
     dtype = dtype or x.dtype
-    n, k = check_weights(values, scales, zeros, group)
+    n, k = _check_weights(values, scales, zeros, group)
     check((None, k), x=x)
     m = len(x)
-    if m > ROWS:
-        weight = dequantise(values, scales, zeros, group, x.dtype)
-        return linear(x, weight, bias) if dtype == x.dtype else wide_product(x, weight.T)
+    require(m <= ROWS, f"x has {m} rows; expected at most {ROWS}")
     if bias is not None:
         check((n,), x.dtype, bias=bias)
     tile = {"BLOCK_M": 8 if m <= 8 else 16, "BLOCK_N": BLOCK_N, **pick(STAGES)}
@@ -70,6 +67,22 @@ def quantised_linear(
     if splits > 1:
         _add_parts[(m, triton.cdiv(n, 512))](parts, bias, out, splits, m * n, n, BLOCK=512)
     return out
+
+
+def _check_weights(values, scales, zeros, group) -> tuple[int, int]:
+    """Returns (N, K). ValueError if a shape, a dtype or a stride does not fit."""
+    n, width = values.shape
+    if zeros is None:
+        eight = torch.int8, torch.float8_e4m3fn
+        require(values.dtype in eight, f"values is {values.dtype}; expected {eight}")
+        check((n, width), values.dtype, values=values)
+        check((n, 1), torch.float32, scales=scales)
+        return n, width
+    check((n, width), torch.uint8, values=values)
+    require(group in (32, 64, 128, 256), f"group is {group}; expected 32, 64, 128 or 256")
+    check((n, 2 * width // group), torch.float16, scales=scales)
+    check(scales.shape, torch.uint8, zeros=zeros)
+    return n, 2 * width
 
 
 @triton.jit(do_not_specialize=["M"])

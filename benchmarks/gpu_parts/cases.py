@@ -15,7 +15,6 @@ import torch
 from kernels import norm, swiglu
 from kernels.decode import decode_attention
 from kernels.decode_plan import decode_work
-from kernels.dequantise import dequantise
 from kernels.flash_plan import flash_attention, plan
 from kernels.logprob import linear_logprob
 from kernels.prefill import prefill_attention, prefill_work
@@ -176,18 +175,16 @@ def products(mode: str) -> list[Case]:
     n, k, bits = 2 * FF, HIDDEN, 4 if mode == "int4" else 8
     size = n * k * (1 if bits == 8 else 0.5 + 3 / 128)
 
-    def quantised(*rest):
+    def quantised():
         values = torch.randint(126, (n, k * bits // 8), dtype=torch.uint8)
         if bits == 8:
             kind = torch.int8 if mode == "int8" else torch.float8_e4m3fn
-            return values.view(kind), torch.rand(n, 1), None, k, *rest
+            return values.view(kind), torch.rand(n, 1), None, k, None
         scales = torch.rand(n, k // 128, dtype=torch.float16)
-        return values, scales, values[:, : k // 128].contiguous(), 128, *rest
+        return values, scales, values[:, : k // 128].contiguous(), 128, None
 
     def product(rows):
         name, flops = f"quantised_linear {mode} M={rows}", 2.0 * rows * n * k
-        return Case(name, lambda: (randn(rows, k), *quantised(None)), quantised_linear, size, flops)
+        return Case(name, lambda: (randn(rows, k), *quantised()), quantised_linear, size, flops)
 
-    make = partial(quantised, torch.bfloat16)
-    whole = Case(f"dequantise {mode}", make, dequantise, size + 2 * n * k)
-    return [product(1), product(16), product(64), whole]
+    return [product(1), product(16), product(64)]

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.quantised import quantised_linear
+from kernels.common import wide_product
+from kernels.quantised import ROWS, quantised_linear
 from nanorchestra.errors import require
 from nanorchestra.model.ops import by_kernel
 
@@ -52,15 +53,16 @@ class QuantisedLinear(nn.Module):
             self.zeros = stored(groups, torch.uint8)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the product; a GPU kernel reads the stored bits, a CPU dequantises W first."""
+        """Return the product; a GPU kernel reads the stored bits for up to ROWS rows of x."""
         return self.product(x, x.dtype)
 
     def product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the product in dtype, x.dtype or fp32."""
-        if by_kernel(x):
+        """Return the product in dtype, x.dtype or fp32; the latter knows no bias."""
+        if by_kernel(x) and len(x) <= ROWS:
             stored = self.values, self.scales, self.zeros, self.group
             return quantised_linear(x, *stored, self.bias, dtype)
-        return F.linear(x, self.dequantise(x.dtype), self.bias).to(dtype)
+        weight = self.dequantise(x.dtype)
+        return F.linear(x, weight, self.bias) if dtype == x.dtype else wide_product(x, weight.T)
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """Return W [out, in] in dtype, computed in fp32 and rounded once."""

@@ -56,12 +56,17 @@ def test_fp8_keeps_four_binary_digits_of_every_weight():
 
 @pytest.mark.parametrize("mode", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_forward_is_the_product_with_the_weights_rounded_once(dtype, mode):
+def test_forward_is_the_product_with_the_weights_rounded_once(monkeypatch, dtype, mode):
+    """Beyond the rows of the kernel also on a GPU."""
     linear = nn.Linear(256, 40).to(dtype)
     holder = nn.ModuleDict({"proj": linear})
     quantise_model(holder, mode)
     holder["proj"].write(slice(0, 40), linear.weight)
     x, weight = torch.randn(7, 256).to(dtype), holder["proj"].dequantise(torch.float32)
+    expected = nn.functional.linear(x, weight.to(dtype), linear.bias)
+    assert torch.equal(holder["proj"](x), expected)
+    monkeypatch.setattr("nanorchestra.model.quantise.by_kernel", lambda x: True)
+    x = x.expand(10, -1, -1).flatten(0, 1)
     expected = nn.functional.linear(x, weight.to(dtype), linear.bias)
     assert torch.equal(holder["proj"](x), expected)
 
