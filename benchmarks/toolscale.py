@@ -7,6 +7,7 @@ every call that is spoken of and no tool refuses, and how much domains have in c
 from __future__ import annotations
 
 import argparse
+import ast
 import itertools
 import random
 import re
@@ -15,7 +16,7 @@ from collections import Counter, defaultdict
 
 from worlds.toolscale.domains import BUILT_IN, build
 from worlds.toolscale.plan import LEVELS, Planner
-from worlds.toolscale.program import Json
+from worlds.toolscale.program import METHODS, Json, parse, rules
 from worlds.toolscale.tasks import to_task
 from worlds.toolscale.world import World
 
@@ -35,7 +36,21 @@ def grams(words: list[str], size: int = 4) -> set[tuple[str, ...]]:
 def roles(world: World, task: Json) -> tuple[str, ...]:
     """Returns the golden calls by what their tools' programs do, step by step."""
     programs = (world.by_name[a["name"]]["program"] for a in task["evaluation_criteria"]["actions"])
-    return tuple(" ".join(step["op"] for step in program) for program in programs)
+    return tuple(" ".join(map(operation, program)) for program in programs)
+
+
+def operation(line: str) -> str:
+    """Returns what a step of a program does."""
+    match parse(line):
+        case ast.Return():
+            return "return"
+        case ast.stmt(value=ast.Call(func=ast.Name(id=name))) if name in METHODS - {
+            "sum",
+            "mean",
+            "next_id",
+        }:
+            return name
+    return "compute"
 
 
 def main() -> None:
@@ -49,7 +64,7 @@ def main() -> None:
     for name in BUILT_IN:
         world, words = build(name, 0)
         split = "held_out" if words.data.get("held_out") else "train"
-        enforced = {step["rule"] for t in world.tools for step in t["program"] if "rule" in step}
+        enforced = {rule for t in world.tools for rule in rules(t)}
         total["rules"] += len(enforced) + len(words.data["rules"])
         total["own rules"] += len(words.data["rules"])
         sequences[name] = set()

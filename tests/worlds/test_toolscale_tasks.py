@@ -15,6 +15,7 @@ from worlds.toolscale.domains import BUILT_IN, build
 from worlds.toolscale.expert import altered
 from worlds.toolscale.pipeline import make_batch
 from worlds.toolscale.plan import LEVELS, MOST_CALLS, Planner
+from worlds.toolscale.program import rules
 from worlds.toolscale.score import Scorer, attempt, communicated
 from worlds.toolscale.tasks import to_task
 from worlds.toolscale.verify import mentions, signature, task_text, verify
@@ -113,7 +114,7 @@ def test_a_rule_that_no_tool_enforces_costs_who_breaks_it_the_task(drawn):
     assert broken > 20
     for name in BUILT_IN:
         world, w = build(name, 1)
-        enforced = {step["rule"] for t in world.tools for step in t["program"] if "rule" in step}
+        enforced = {rule for t in world.tools for rule in rules(t)}
         assert len(w.data["rules"]) > (len(w.data["rules"]) + len(enforced)) / 3
 
 

@@ -11,11 +11,10 @@ import pytest
 
 from nanorchestra.errors import UserError
 from nanorchestra.schemas import schema_error
-from worlds.toolscale import source
 from worlds.toolscale.act import Act, UnfitError
 from worlds.toolscale.domains import BUILT_IN, HOME, build, load_blueprint
 from worlds.toolscale.plan import Planner
-from worlds.toolscale.program import ToolError, calculate, run
+from worlds.toolscale.program import ToolError, calculate, rules, run
 from worlds.toolscale.wishes import Wish
 from worlds.toolscale.world import World
 
@@ -34,55 +33,40 @@ def tool(*program):
     return {"kind": "write", "function": {"name": "t"}, "program": list(program)}
 
 
-def give(value):
-    return {"op": "return", "value": value}
-
-
 def test_reads_select_project_and_aggregate():
-    where = [["pages", ">", "$least"], ["shelf", "==", "S1"]]
-    rows = {"op": "select", "table": "books", "where": where, "fields": ["book"], "as": "rows"}
-    every = rows | {"as": "every"}
-    del every["fields"]
-    for function, operands, value in (
-        ("sum", ["$every", "price"], 12.5),
-        ("count", "$every", 2),
-        ("mean", ["$every", "price"], 6.25),
-    ):
-        result = give({"object": {"rows": "$rows", "total": {function: operands}}})
+    rows = "rows = select(books, pages > least, shelf == 'S1', fields=[book])"
+    every = "every = select(books, pages > least, shelf == 'S1')"
+    for aggregate, value in (("sum(every, price)", 12.5), ("count(every)", 2)):
+        program = tool(rows, every, f"return {{'rows': rows, 'total': {aggregate}}}")
         wanted = {"rows": [{"book": "B2"}, {"book": "B3"}], "total": value}
-        assert run(tool(rows, every, result), {"least": 100}, library()) == wanted
-    find = {"op": "find", "table": "books", "as": "b", "error": "no"}
-    program = tool(find | {"where": [["pages", "in", [200, 999]]]}, give("$b.book"))
+        assert run(program, {"least": 100}, library()) == wanted
+    assert run(tool(every, "return mean(every, price)"), {"least": 100}, library()) == 6.25
+    program = tool("b = find(books, pages in [200, 999], 'no')", "return b.book")
     assert run(program, {}, library()) == "B2"
-    error = "{b.book} costs {b.price}, not {n}."
     for step, says in (
-        (find | {"where": [], "error": "not {n}"}, "^not 7$"),  # find wants exactly one
-        ({"op": "require", "if": ["$b.price", "==", "$n"], "error": error}, "^B2 costs 5.0, not 7"),
+        ("c = find(books, 'not {n}')", "^not 7$"),  # find wants exactly one
+        ("require(b.price == n, '{b.book} costs {b.price}, not {n}.')", "^B2 costs 5.0, not 7"),
+        ("c = get(books, n)", "^books has no 7.$"),
     ):
-        get = {"op": "get", "table": "books", "key": "B2", "as": "b", "error": "?"}
         with pytest.raises(ToolError, match=says):
-            run(tool(get, step), {"n": 7}, library())
+            run(tool("b = get(books, 'B2')", step), {"n": 7}, library())
 
 
 def test_writes_insert_update_delete_and_compute():
     tables = library()
     before, books = tables["books"]["B1"], tables["books"]
-    pages, price = {"-": [{"+": [4, 5]}, 1]}, {"round": [{"/": [10, 3]}, 2]}
-    record = {"book": "$id", "shelf": "S1", "pages": pages, "price": price}
-    next_id = {"op": "compute", "as": "id", "value": {"next_id": ["books", "B"]}}
-    insert = {"op": "insert", "table": "books", "key": "$id", "record": record}
-    assert run(tool(next_id, insert, give("$id")), {}, tables) == "B4"
+    insert = "insert(books, id, book=id, shelf='S1', pages=4 + 5 - 1, price=round(10 / 3, 2))"
+    assert run(tool("id = next_id('books', 'B')", insert, "return id"), {}, tables) == "B4"
     assert tables["books"]["B4"] == {"book": "B4", "shelf": "S1", "pages": 8, "price": 3.33}
-    size = {"*": [2, {"lookup": ["$size", {"big": 50, "small": 1}]}]}
-    update = {"op": "update", "table": "books", "key": "B1", "set": {"pages": size}}
+    update = "update(books, 'B1', pages=2 * lookup(size, {'big': 50, 'small': 1}))"
     run(tool(update), {"size": "big"}, tables)
-    run(tool({"op": "delete", "table": "books", "key": "B2"}), {}, tables)
+    run(tool("delete(books, 'B2')"), {}, tables)
     assert tables["books"]["B1"]["pages"] == 100 and list(tables["books"]) == ["B1", "B3", "B4"]
     # Records and tables are never changed in place.
     assert before["pages"] == 100 and before is not tables["books"]["B1"] and len(books) == 3
 
 
-def test_a_program_is_text_and_works_on_lists_within_records():
+def test_a_program_works_on_lists_within_records():
     orders = {"O1": {"order": "O1", "lines": [{"id": n, "cost": n * 1.5} for n in (1, 2, 3)]}}
     lines = [
         "found = get(orders, order)",
@@ -94,7 +78,7 @@ def test_a_program_is_text_and_works_on_lists_within_records():
         "dear = select(more, cost > 4)",
         "return {'left': count(dear)}",
     ]
-    book = {"kind": "write", "function": {"name": "t"}, "program": source.program(lines)}
+    book = tool(*lines)
     tables = {"orders": orders}
     assert run(book, {"order": "O1", "id": 2}, tables) == {"left": 2}
     assert [line["cost"] for line in tables["orders"]["O1"]["lines"]] == [1.5, 1.5, 4.5, 7]
@@ -105,20 +89,17 @@ def test_a_program_is_text_and_works_on_lists_within_records():
 
 
 def test_a_call_that_fails_changes_nothing():
-    compute = {"op": "compute", "as": "x"}
     failing = [
-        {"op": "require", "if": [1, "==", 2], "error": "a rule"},
-        {"op": "delete", "table": "books", "key": "B9"},
-        {"op": "update", "table": "books", "key": "B9", "set": {}},
-        {"op": "insert", "table": "books", "key": "B1", "record": {}},
-        *(compute | {"value": {name: e}} for name, e in (("/", [1, 0]), ("lookup", ["a", {}]))),
-        give("$books.x"),
+        "require(1 == 2, 'a rule')",
+        "delete(books, 'B9')",
+        "update(books, 'B9')",
+        "insert(books, 'B1')",
+        "x = 1 / 0",
+        "x = lookup('a', {})",
+        "x = get('books')",
+        "return books.x",
     ]
-    writes = [
-        {"op": "delete", "table": "books", "key": "B2"},
-        {"op": "update", "table": "books", "key": "B1", "set": {"pages": 1}},
-        {"op": "insert", "table": "books", "key": "B7", "record": {}},
-    ]
+    writes = "delete(books, 'B2')", "update(books, 'B1', pages=1)", "insert(books, 'B7')"
     for last in failing:
         tables = library()
         with pytest.raises(ToolError):
@@ -152,8 +133,8 @@ def test_a_domain_is_as_large_as_promised_and_sound(name):
         assert kinds.count("read") >= 3 and kinds.count("write") >= 3
         for t in world.tools:
             assert t["function"]["name"] in world.policy
-            for step in t["program"]:  # the policy says what the preconditions enforce
-                assert step.get("rule", "") in world.policy
+            for rule in rules(t):  # the policy says what the preconditions enforce
+                assert rule in world.policy
         links = leaves = 0
         for table, rows in world.tables.items():
             fields = world.schema[table]["fields"]
@@ -217,9 +198,8 @@ def test_a_world_is_written_and_read_back_and_a_broken_one_refused(tmp_path):
     world.save(tmp_path / "bank")
     assert World.load(tmp_path / "bank") == world
     db, tools = tmp_path / "bank" / "db.json", tmp_path / "bank" / "tools.json"
-    step = {"op": "exec", "code": "1"}
-    tools.write_text(json.dumps([world.tools[0] | {"program": [step]}]))
-    with pytest.raises(UserError, match=r"tools.json: \[0\].program\[0\]"):
+    tools.write_text(json.dumps([world.tools[0] | {"program": ["exec('1')"]}]))
+    with pytest.raises(UserError, match=r"tools.json: .* is no step \(exec"):
         World.load(tmp_path / "bank")
     tools.unlink()
     db.write_text(db.read_text()[:-20])

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanorchestra.files import read_json
-from worlds.toolscale import source
-from worlds.toolscale.program import Json, Tables, ToolError, evaluate, run
+from worlds.toolscale.program import Json, Tables, ToolError, evaluate, parse_call, run
 from worlds.toolscale.words import Words
 from worlds.toolscale.world import World
 
@@ -104,7 +103,7 @@ class Act:
         return tool["function"]["name"], arguments
 
     def _parse(self, text: str, scope: Json) -> tuple[Json, Json]:
-        name, expressions = source.call(text)
+        name, expressions = parse_call(text)
         tool = self.world.by_name[name]
         values = [evaluate(e, scope) for e in expressions]
         return tool, dict(zip(tool["function"]["parameters"]["properties"], values, strict=True))
@@ -148,7 +147,7 @@ class Act:
             path, how = match[1], match[2]
             if path in (tables or {}):
                 return self.refer(tables[path], scope[path])
-            return spoken(evaluate(f"${path}", scope), how)
+            return spoken(evaluate(path, scope), how)
 
         return re.sub(r"\{([\w.]+)(?::(\w+))?\}", fill, pattern)
 

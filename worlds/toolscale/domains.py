@@ -1,7 +1,7 @@
 """Builds the world of a domain from its file and a seed: schema, tools, policy and records.
 
 A file (domains/railway.json, say) is the whole domain: tables, tools, rules, wishes and phrases.
-Nothing in Python knows one. words.py draws what the file leaves to the seed, source.py compiles
+Nothing in Python knows one. words.py draws what the file leaves to the seed, program.py runs
 its programs.
 """
 
@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from nanorchestra.errors import UserError, require
-from worlds.toolscale import source
 from worlds.toolscale.act import PHRASES, people
-from worlds.toolscale.program import Json
+from worlds.toolscale.program import Json, parse, parse_call, rules
 from worlds.toolscale.records import Draws, shape
 from worlds.toolscale.words import Words, draw_words, expand
 from worlds.toolscale.world import World, read_shape
@@ -67,14 +66,13 @@ def _compile(data: Json) -> None:
         facts = [*wish.get("facts", ()), *([wish["all"]] if "all" in wish else ())]
         tests = [wish.get("where", ""), wish.get("can", ""), *(fact["test"] for fact in facts)]
         tests += [data["rules"][name]["test"] for name in wish.get("rules", ())]
-        for text in tests:
-            source.conditions(text)
+        tests += [text for _, text in wish.get("tell", ())]
+        for text in filter(None, tests):
+            parse(text)
         for text in (*wish.get("reads", ()), *wish.get("do", ())):
-            name, given = source.call(text)
+            name, given = parse_call(text)
             wanted = len(data["tools"][name]["arguments"])
             require(len(given) == wanted, f"{text!r} must have {wanted} arguments")
-        for _, text in wish.get("tell", ()):
-            source.expression(text)
 
 
 def _tool(name: str, tool: Json) -> Json:
@@ -90,11 +88,9 @@ def _tool(name: str, tool: Json) -> Json:
             properties[argument]["items"] = {"type": "string"}
     parameters = {"type": "object", "properties": properties, "required": list(properties)}
     function = {"name": name, "description": tool["description"], "parameters": parameters}
-    return {
-        "kind": tool["kind"],
-        "function": function,
-        "program": source.program(tool["program"]),
-    }
+    for line in tool["program"]:
+        parse(line)
+    return {"kind": tool["kind"], "function": function, "program": tool["program"]}
 
 
 def _policy(words: Words, tools: list[Json]) -> str:
@@ -120,9 +116,3 @@ def _field(field: tuple[str, Any]) -> str:
     if inner:
         return f"{name} [{', '.join(map(_field, inner.items()))}]"
     return f"{name} ({' / '.join(how[1])})" if how[0] == "enum" else name
-
-
-def rules(tool: Json) -> list[str]:
-    """Returns what the tool's program demands, a sentence each."""
-    said = [step.get("rule") for step in tool["program"] if step["op"] == "require"]
-    return [rule for rule in dict.fromkeys(said) if rule]

@@ -1,31 +1,22 @@
-"""Tools as data: a tool is an OpenAI function schema, a kind and a program; runs such programs.
+"""Runs the programs of tools, which are text, and evaluates the expressions of domain files.
 
-A program is a list of steps over tables {table: {key: record}}. Records and tables are never
-changed in place: a write makes a new table, and the caller's tables take over the new ones only
-when the whole program has run. So a call that fails changes nothing, and a copy of the tables is a
-copy of their outer dict. No step executes code; arithmetic is the four operations.
+    "order = get(orders, order_id)"                        the record with that key
+    "user = find(users, name == given, 'no such user')"    the only record that fits
+    "open = select(order.lines, sent == False)"            all that fit, of a table or of a list
+    "rows = select(orders, user == user, fields=[order, total])"    only these fields of them
+    "lines = change(order.lines, line_id in ids, sent=True)"     the list, with those that fit set
+    "require(order.status == 'open', 'It is {order.status}.', 'Only open ones can be sent.')"
+    "total = round(sum(open, price) * lookup(user.tier, {'gold': 0.9}), 2)"
+    "insert(orders, key, field=value)", "update(orders, key, field=value)", "delete(orders, key)"
+    "return {'order_id': order_id}"
 
-    {"op": "get", "table": T, "key": E, "as": V, "error": TEXT}    the record with that key
-    {"op": "find", "table": T, "where": [[FIELD, CMP, E], ...], "as": V, "error": TEXT}
-                                                                   the only record that fits
-    {"op": "select", "table": T, "where": [...], "fields": [...], "as": V}
-                                             all that fit; "fields" may be left out
-    {"op": "change", "rows": E, "where": [...], "set": {FIELD: E}, "as": V}
-                                             the rows, with those that fit changed
-    {"op": "require", "if": [E, CMP, E], "error": TEXT, "rule": TEXT}
-                                             a precondition; `rule` is its sentence in the policy
-    {"op": "compute", "as": V, "value": E, "rule": TEXT}
-    {"op": "insert", "table": T, "key": E, "record": {FIELD: E}}
-    {"op": "update", "table": T, "key": E, "set": {FIELD: E}}
-    {"op": "delete", "table": T, "key": E}
-    {"op": "return", "value": E}
+The syntax is Python's, the meaning is not: names are arguments and variables, the first name of a
+comparison in `find`, `select` and `change` is a field. Nothing of Python is executed: METHODS
+and FUNCTIONS, at the end, are all that can be called.
 
-`find` and `select` take {"rows": E}, a list of records, in place of a table.
-E is a literal, "$name" or "$name.field" (an argument or a variable), or one operation:
-{"+": [E, E]}, "-", "*", "/", {"round": [E, digits]}, {"lookup": [E, {literal: value}]},
-{"next_id": [TABLE, PREFIX]}, {"calculate": E}, {"object": {NAME: E}}, {"list": [E, ...]},
-{"count": E}, {"sum": [E, FIELD]}, {"mean": [E, FIELD]}.
-CMP is one of == != < <= > >= in. A TEXT may name variables: "There is no order {order_id}."
+Records and tables {table: {key: record}} are never changed in place: a write makes a new table, and
+the caller's tables take over the new ones only when the whole program has run. So a call that fails
+changes nothing, and a copy of the tables is a copy of their outer dict.
 """
 
 from __future__ import annotations
@@ -33,25 +24,30 @@ from __future__ import annotations
 import ast
 import operator
 import re
+from functools import lru_cache
 from typing import Any
 
 Json = dict[str, Any]  # a JSON object
 Tables = dict[str, dict[str, Json]]
-ARITHMETIC = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.truediv,
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.In: lambda value, options: value in options,
 }
-COMPARE = {
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-    "in": lambda value, options: value in options,
-}
+STEPS = ast.Return, ast.Assign, ast.Expr
+PARTS = {*STEPS, *OPERATORS, ast.Load, ast.Store, ast.And, ast.BoolOp, ast.Compare, ast.BinOp}
+PARTS |= {ast.UnaryOp, ast.Call, ast.keyword, ast.Name, ast.Attribute, ast.Constant}
+PARTS |= {ast.List, ast.Dict}
 
 
 class ToolError(Exception):
@@ -63,131 +59,165 @@ def run(tool: Json, arguments: Json, tables: Tables) -> Any:
 
     Raises ToolError, and then `tables` are as they were.
     """
-    call = _Call(arguments, tables)
+    call, value = _Call(arguments, tables), None
     try:
-        for step in tool["program"]:
-            if step["op"] == "return":
-                result = call.value(step["value"])
-                tables.update(call.tables)
-                return result
-            getattr(call, step["op"])(step)
-    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+        for step in map(parse, tool["program"]):
+            value = call._value(step.value)
+            if isinstance(step, ast.Assign):
+                call._scope[step.targets[0].id] = value
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
         name = tool["function"]["name"]
         raise ToolError(f"{name} cannot be done with these arguments ({reason})") from None
-    tables.update(call.tables)
+    tables.update(call._tables)
+    return value
 
 
-def evaluate(e: Any, scope: Json) -> Any:
+def evaluate(text: str, scope: Json) -> Any:
     """Returns the value of an expression over variables. Raises LookupError, TypeError."""
-    return _Call(scope, {}).value(e)
+    return _Call(scope, {})._value(parse(text).value)
+
+
+@lru_cache(maxsize=8192)
+def parse(text: str) -> Any:
+    """Returns the syntax tree of a step or an expression. Raises ValueError."""
+    try:
+        (step,) = ast.parse(text.strip()).body
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise ValueError(f"{text!r} is no step ({error})") from None
+    for part in ast.walk(step):
+        known = type(part) in PARTS
+        if isinstance(part, ast.Call):
+            known = isinstance(part.func, ast.Name) and part.func.id in METHODS | FUNCTIONS.keys()
+        if not known or not isinstance(step, STEPS):
+            raise ValueError(f"{text!r} is no step ({ast.unparse(part)} has no meaning here)")
+    return step
+
+
+@lru_cache(maxsize=4096)
+def parse_call(text: str) -> tuple[str, tuple[str, ...]]:
+    """Returns the tool and the expressions of a golden call: "cancel(order.id, why)"."""
+    node = ast.parse(text).body[0].value
+    return node.func.id, tuple(map(ast.unparse, node.args))
+
+
+def rules(tool: Json) -> list[str]:
+    """Returns what the tool's program demands, a sentence each: the third text of `require`."""
+    said = []
+    for line in tool["program"]:
+        match parse(line).value:
+            case ast.Call(func=ast.Name(id="require"), args=[_, _, rule]):
+                said.append(rule.value)
+    return list(dict.fromkeys(said))
 
 
 class _Call:
-    """One run of a program: the variables so far, the tables as changed, a method for each step."""
+    """One run of a program: the variables so far, the tables as changed, and all functions."""
 
     def __init__(self, scope: Json, tables: Tables):
-        self.scope, self.tables = dict(scope), dict(tables)
+        self._scope, self._tables = dict(scope), dict(tables)
 
-    def value(self, e: Any) -> Any:
-        if isinstance(e, str) and e.startswith("$"):
-            name, *path = e[1:].split(".")
-            found = self.scope[name]
-            for field in path:
-                found = found[field]
-            return found
-        if isinstance(e, dict):
-            ((operation, operands),) = e.items()
-            if operation in ARITHMETIC:
-                return ARITHMETIC[operation](*map(self.value, operands))
-            return OPERATIONS[operation](self, operands)
-        return e
+    def _value(self, node):
+        match node:
+            case ast.Name():
+                return self._scope[node.id]
+            case ast.Attribute():
+                return self._value(node.value)[node.attr]
+            case ast.Constant():
+                return node.value
+            case ast.Compare():
+                fits = OPERATORS[type(node.ops[0])]
+                return fits(self._value(node.left), self._value(node.comparators[0]))
+            case ast.Call():
+                if function := FUNCTIONS.get(node.func.id):
+                    return function(*map(self._value, node.args))
+                named = {each.arg: each.value for each in node.keywords}
+                return getattr(self, node.func.id)(*node.args, **named)
+            case ast.BoolOp():
+                return all(map(self._value, node.values))
+            case ast.BinOp():
+                return OPERATORS[type(node.op)](self._value(node.left), self._value(node.right))
+            case ast.UnaryOp():
+                return OPERATORS[type(node.op)](self._value(node.operand))
+            case ast.List():
+                return [self._value(each) for each in node.elts]
+            case ast.Dict():
+                pairs = zip(node.keys, node.values, strict=True)
+                return {key.value: self._value(value) for key, value in pairs}
+        raise ValueError(f"{ast.unparse(node)} has no value")
 
-    def values(self, record: Json) -> Json:
-        return {field: self.value(e) for field, e in record.items()}
+    def _record(self, fields):
+        return {field: self._value(node) for field, node in fields.items()}
 
-    def demand(self, condition: bool, text: str) -> None:
+    def _demand(self, condition, text):
         if not condition:
-            reference = r"\{([\w.]+)\}"
-            raise ToolError(re.sub(reference, lambda m: str(self.value("$" + m[1])), text))
+            named = r"\{([\w.]+)\}"
+            raise ToolError(re.sub(named, lambda m: str(self._value(parse(m[1]).value)), text))
 
-    def get(self, step: Json) -> None:
-        record = self.tables[step["table"]].get(self.value(step["key"]))
-        self.demand(record is not None, step["error"])
-        self.scope[step["as"]] = record
+    def _fitting(self, rows, where):
+        """The records of a table, or of a list, that fit all comparisons."""
+        is_table = isinstance(rows, ast.Name) and rows.id not in self._scope
+        found = list(self._tables[rows.id].values() if is_table else self._value(rows))
+        for each in where:
+            fits, wanted = OPERATORS[type(each.ops[0])], self._value(each.comparators[0])
+            found = [row for row in found if fits(row[each.left.id], wanted)]
+        return found
 
-    def fitting(self, step: Json) -> list[Json]:
-        rows = self.value(step["rows"]) if "rows" in step else self.tables[step["table"]].values()
-        rows = list(rows)
-        for field, compare, right in step["where"]:
-            fits, wanted = COMPARE[compare], self.value(right)
-            rows = [row for row in rows if fits(row[field], wanted)]
-        return rows
+    def _column(self, rows, field):
+        return [row[field.id] for row in self._value(rows)]
 
-    def find(self, step: Json) -> None:
-        rows = self.fitting(step)
-        self.demand(len(rows) == 1, step["error"])
-        self.scope[step["as"]] = rows[0]
+    # The functions that take names of tables and fields: their arguments are syntax trees.
 
-    def select(self, step: Json) -> None:
-        rows = self.fitting(step)
-        if "fields" in step:
-            rows = [{field: row[field] for field in step["fields"]} for row in rows]
-        self.scope[step["as"]] = rows
+    def get(self, table, key, error=None):
+        record = self._tables[table.id].get(self._value(key))
+        text = error.value if error else f"{table.id} has no {{{ast.unparse(key)}}}."
+        self._demand(record is not None, text)
+        return record
 
-    def change(self, step: Json) -> None:
-        fitting, values = self.fitting(step), self.values(step["set"])
-        rows = self.value(step["rows"])
-        self.scope[step["as"]] = [row | values if row in fitting else row for row in rows]
+    def find(self, rows, *where):
+        *where, error = where
+        found = self._fitting(rows, where)
+        self._demand(len(found) == 1, error.value)
+        return found[0]
 
-    def require(self, step: Json) -> None:
-        left, compare, right = step["if"]
-        self.demand(COMPARE[compare](self.value(left), self.value(right)), step["error"])
+    def select(self, rows, *where, fields=None):
+        found = self._fitting(rows, where)
+        if fields is None:
+            return found
+        return [{field.id: row[field.id] for field in fields.elts} for row in found]
 
-    def compute(self, step: Json) -> None:
-        self.scope[step["as"]] = self.value(step["value"])
+    def change(self, rows, /, *where, **fields):
+        fitting, values = self._fitting(rows, where), self._record(fields)
+        return [row | values if row in fitting else row for row in self._value(rows)]
 
-    def insert(self, step: Json) -> None:
-        rows, key = self.tables[step["table"]], self.value(step["key"])
-        self.demand(key not in rows, f"{step['table']}: {key} is there already")
-        self.tables[step["table"]] = rows | {key: self.values(step["record"])}
+    def require(self, condition, error, rule=None):
+        self._demand(self._value(condition), error.value)
 
-    def update(self, step: Json) -> None:
-        rows, key = self.tables[step["table"]], self.value(step["key"])
-        self.tables[step["table"]] = rows | {key: rows[key] | self.values(step["set"])}
+    def insert(self, table, key, /, **fields):
+        rows, new = self._tables[table.id], self._value(key)
+        self._demand(new not in rows, f"{table.id}: {new} is there already")
+        self._tables[table.id] = rows | {new: self._record(fields)}
 
-    def delete(self, step: Json) -> None:
-        rows = dict(self.tables[step["table"]])
-        del rows[self.value(step["key"])]
-        self.tables[step["table"]] = rows
+    def update(self, table, key, /, **fields):
+        rows, known = self._tables[table.id], self._value(key)
+        self._tables[table.id] = rows | {known: rows[known] | self._record(fields)}
 
-    def column(self, operands: list[Any]) -> list[float]:
-        rows, field = operands
-        return [row[field] for row in self.value(rows)]
+    def delete(self, table, key):
+        rows = dict(self._tables[table.id])
+        del rows[self._value(key)]
+        self._tables[table.id] = rows
 
-    def next_id(self, operands: list[str]) -> str:
-        table, prefix = operands
-        ends = [key.removeprefix(prefix) for key in self.tables[table]]
-        return prefix + str(1 + max((int(end) for end in ends if end.isdecimal()), default=0))
+    def next_id(self, table, prefix):
+        ends = [key.removeprefix(prefix.value) for key in self._tables[table.value]]
+        numbers = (int(end) for end in ends if end.isdecimal())
+        return prefix.value + str(1 + max(numbers, default=0))
 
+    def sum(self, rows, field):
+        return round(sum(self._column(rows, field)), 2)
 
-OPERATIONS = {
-    "round": lambda call, e: round(call.value(e[0]), e[1]),
-    "lookup": lambda call, e: e[1][str(call.value(e[0]))],
-    "calculate": lambda call, e: calculate(call.value(e)),
-    "next_id": _Call.next_id,
-    "object": _Call.values,
-    "list": lambda call, e: [call.value(each) for each in e],
-    "count": lambda call, e: len(call.value(e)),
-    "sum": lambda call, e: round(sum(call.column(e)), 2),
-    "mean": lambda call, e: round(sum(call.column(e)) / len(call.column(e)), 2),
-}
-_SIGNS = {
-    ast.Add: "+",
-    ast.Sub: "-",
-    ast.Mult: "*",
-    ast.Div: "/",
-}
+    def mean(self, rows, field):
+        column = self._column(rows, field)
+        return round(sum(column) / len(column), 2)
 
 
 def calculate(expression: str) -> float:
@@ -198,8 +228,8 @@ def calculate(expression: str) -> float:
     text = re.sub(r"(?<=\d),(?=\d{3})", "", expression)
     try:
         if len(text) <= 200 and re.fullmatch(r"[\d\s.+\-*/()]+", text):
-            return round(_arithmetic(ast.parse(text.strip(), mode="eval").body), 2)
-    except (SyntaxError, LookupError, ArithmeticError, AttributeError, TypeError, MemoryError):
+            return round(evaluate(text, {}), 2)
+    except (ValueError, TypeError, ArithmeticError):
         pass
     raise ToolError(
         f"cannot calculate {expression!r}: numbers, + - * / and brackets only, at most 200 "
@@ -207,12 +237,10 @@ def calculate(expression: str) -> float:
     )
 
 
-def _arithmetic(node: Any) -> float:
-    match node:
-        case ast.Constant():
-            return node.value
-        case ast.UnaryOp():
-            value = _arithmetic(node.operand)
-            return -value if isinstance(node.op, ast.USub) else value
-    operation = ARITHMETIC[_SIGNS[type(node.op)]]
-    return operation(_arithmetic(node.left), _arithmetic(node.right))
+FUNCTIONS = {  # of values; those of tables, lists and fields are methods of _Call
+    "round": round,
+    "count": len,
+    "lookup": lambda key, values: values[str(key)],
+    "calculate": calculate,
+}
+METHODS = {name for name in vars(_Call) if name[0] != "_"}

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanorchestra.errors import require
-from worlds.toolscale import source
-from worlds.toolscale.program import COMPARE, Json, Tables, evaluate
+from worlds.toolscale.program import Json, Tables, evaluate
 from worlds.toolscale.words import day
 
 TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
@@ -17,10 +16,7 @@ TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: 
 def holds(text: str, scope: Json) -> bool:
     """Returns whether the conditions of a text are true; what cannot be looked up is not."""
     try:
-        return all(
-            COMPARE[compare](evaluate(left, scope), evaluate(right, scope))
-            for left, compare, right in source.conditions(text)
-        )
+        return not text or evaluate(text, scope)
     except (LookupError, TypeError):
         return False
 
@@ -142,7 +138,7 @@ class Draws:
 
     def of(self, table: str, field: str, path: str, inner: str = "") -> Any:
         """What the record that a field links to has; with `inner`, a record of its list."""
-        found = evaluate(f"$row.{path}", {"row": self.tables[table][self.row[field]]})
+        found = evaluate(path, self.tables[table][self.row[field]])
         return self.rng.choice(found)[inner] if inner else found
 
     def several(self, low: int, high: int, fields: Json) -> list[Json]:
@@ -159,7 +155,7 @@ class Draws:
 
     def be(self, text: str) -> Any:
         """The value of an expression over the fields so far."""
-        return evaluate(source.expression(text), self.row)
+        return evaluate(text, self.row)
 
     def fitting(self, rows: str, condition: str) -> list[Json]:
         """Those of a list of records for which the condition on `each` is true."""

@@ -13,9 +13,9 @@ import math
 import random
 
 from worlds.toolscale.dataset import ToolScaleWorld, split
-from worlds.toolscale.domains import BUILT_IN, build, rules
+from worlds.toolscale.domains import BUILT_IN, build
 from worlds.toolscale.plan import Planner
-from worlds.toolscale.program import Json
+from worlds.toolscale.program import Json, rules
 from worlds.toolscale.tasks import to_task
 from worlds.toolscale.verify import mentions, signature, task_text, verify
 from worlds.toolscale.words import Words

@@ -11,12 +11,12 @@ put, and all of them work with all wishes that have what they need:
 
 from __future__ import annotations
 
+import ast
 import math
 from typing import Any
 
-from worlds.toolscale import source
 from worlds.toolscale.act import PHRASES, Act, UnfitError, spoken
-from worlds.toolscale.program import Json, evaluate
+from worlds.toolscale.program import Json, evaluate, parse
 from worlds.toolscale.records import Draws, holds
 
 TRIES = 12  # draws of one thing, until it fits
@@ -49,9 +49,9 @@ class Wish:
                 self.tables[name] = values[0]
                 self.scope[name] = self._pick(list(self.act.tables[values[0]].values()))
             elif kind == "among":
-                self.scope[name] = self._pick(evaluate(source.expression(values[0]), self.scope))
+                self.scope[name] = self._pick(evaluate(values[0], self.scope))
             elif kind == "linked":
-                key = evaluate(source.expression(values[1]), self.scope)
+                key = evaluate(values[1], self.scope)
                 self.scope[name] = self.act.tables[values[0]][key]
             elif kind == "mine":
                 rows = self.act.rows(values[0])
@@ -83,9 +83,9 @@ class Wish:
     def near(self, fact: Json, truth: bool) -> None:
         """Draws the fact's limit so that the fact is as true as it should be."""
         path, step = fact["limit"]
-        value = evaluate(source.expression(path), self.scope)
-        ((_, compare, _),) = source.conditions(fact["test"])
-        if (compare in (">", ">=")) == truth:
+        value = evaluate(path, self.scope)
+        (compare,) = parse(fact["test"]).value.ops
+        if isinstance(compare, ast.Gt | ast.GtE) == truth:
             limit = math.floor(value * self.act.rng.uniform(0.5, 0.9) / step) * step
         else:
             limit = (math.floor(value * self.act.rng.uniform(1.1, 1.6) / step) + 1) * step
@@ -127,7 +127,7 @@ class Wish:
         for call in self.data.get("do", ()):
             self.scope["result"] = self.act.call(call, self.scope)
         for _, value in self.data.get("tell", ()) if tell else ():
-            answer = evaluate(source.expression(value), self.scope)
+            answer = evaluate(value, self.scope)
             self.act.communicate.append(str(answer) if isinstance(answer, str) else spoken(answer))
 
     def forbidden(self, rule: str) -> None:

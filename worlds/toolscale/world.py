@@ -2,7 +2,7 @@
 
     DIR/db.json      {table: {key: record}}
     DIR/schema.json  {table: {"key": field, "fields": {field: {"type", "enum"?, "link"?}}}}
-    DIR/tools.json   [tool, ...] (see program.py)
+    DIR/tools.json   [{"kind", "function", "program"}, ...] (see program.py)
     DIR/policy.md    the rules in words
 
 `link` names the table whose keys the field holds. shapes.json has the JSON Schemas by which files
@@ -19,9 +19,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from nanorchestra.errors import UserError
 from nanorchestra.files import merge, read_json, read_text, write_whole
 from nanorchestra.schemas import argument_error, check
-from worlds.toolscale.program import Json, Tables, ToolError, run
+from worlds.toolscale.program import Json, Tables, ToolError, parse, run
 
 _NUMBER = re.compile(r"(?<![\w.])(?<!\d[-:])\d+(?:\.\d+)?(?!\w)(?![-:.]\d)")
 SHAPES = read_json(Path(__file__).with_name("shapes.json"))
@@ -97,6 +98,11 @@ class World:
     def load(cls, directory: Path) -> World:
         """Reads a directory. Raises UserError if a part is missing, damaged or of another form."""
         parts = [read_shape(name, directory / f"{name}.json") for name in ("schema", "db", "tools")]
+        for line in (line for tool in parts[2] for line in tool["program"]):
+            try:
+                parse(line)
+            except ValueError as error:
+                raise UserError(f"{directory / 'tools.json'}: {error}") from None
         return cls(directory.name, *parts, read_text(directory / "policy.md"))
 
 
