@@ -1,12 +1,12 @@
 """Products with weights in 8 or 4 bits: y = x W^T + bias.
 
-    W[n, k] = (values[n, k] - zeros[n, k // group]) * scales[n, k // group]
+    W[n, k] = values[n, k] * scales[n, k // group]
 
-8 bits: values int8, or float8_e4m3fn from sm_89 on, [N, K], scales fp32 [N, 1], no zeros. int4:
-scales fp16 and zeros uint8 [N, K / group], values uint8 [N, K / 2], where byte j of a group has its
-column j in the low nibble and column j + group / 2 in the high one. The values enter the product as
-they are, exact in bf16, and the scales join in fp32. That reads N K bytes, or N K (1/2 + 3/group),
-for 2 M N K FLOPs: bandwidth is the limit up to ROWS rows of x. QuantisedLinear in
+8 bits: values int8, or float8_e4m3fn from sm_89 on, [N, K], scales fp32 [N, 1], a group is a row.
+4 bits: scales fp16 [N, K / group], values uint8 [N, K / 2], where byte j of a group has 8 more than
+its column j in the low nibble and column j + group / 2 in the high one. The values enter the
+product as they are, exact in bf16, and the scales join in fp32. That reads N K bytes, or
+N K (1/2 + 2/group), for 2 M N K FLOPs: bandwidth is the limit up to ROWS rows of x. QuantisedLinear in
 nanorchestra/model/quantise.py multiplies more by torch; its `dequantise` is the reference.
 
 One program owns BLOCK_N outputs of up to 32 rows over one split of K. A second kernel adds the fp32
@@ -32,25 +32,22 @@ def quantised_linear(
     x: Tensor,
     values: Tensor,
     scales: Tensor,
-    zeros: Tensor | None,
-    group: int,
     bias: Tensor | None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Returns x W^T + bias [M, N] for x [M, K], M <= ROWS, and bias [N] of x.dtype, or None.
 
-    zeros are None in 8 bits. dtype: of the result, that of x by default. The bits of a row do not
-    depend on M.
+    dtype: of the result, that of x by default. The bits of a row do not depend on M.
     """
     dtype = dtype or x.dtype
-    n, k = _check_weights(values, scales, zeros, group)
+    n, k, group = _shape(values, scales)
     check((None, k), x=x)
     m = len(x)
     require(m <= ROWS, f"x has {m} rows; expected at most {ROWS}")
     if bias is not None:
         check((n,), x.dtype, bias=bias)
     tile = {"BLOCK_M": 8 if m <= 8 else 16, "BLOCK_N": BLOCK_N, **pick(STAGES)}
-    tile["BLOCK_K"] = BLOCK_K if zeros is None else group
+    tile["BLOCK_K"] = group if values.dtype == torch.uint8 else BLOCK_K
     steps = triton.cdiv(k, tile["BLOCK_K"])
     wanted = triton.next_power_of_2(triton.cdiv(PROGRAMS, triton.cdiv(n, 2 * BLOCK_N)))
     split = max(4, triton.cdiv(steps, wanted))  # steps of K in a split
@@ -63,26 +60,25 @@ def quantised_linear(
     parts = out if splits == 1 else x.new_empty(splits, m, n, dtype=torch.float32)
     added = bias if splits == 1 else None
     grid = triton.cdiv(m, tile["BLOCK_M"]), triton.cdiv(n, tile["BLOCK_N"]), splits
-    _product[grid](x, values, scales, zeros, added, parts, m, n, k, split, **tile, num_warps=2)
+    _product[grid](x, values, scales, added, parts, m, n, k, split, **tile, num_warps=2)
     if splits > 1:
         _add_parts[(m, triton.cdiv(n, 512))](parts, bias, out, splits, m * n, n, BLOCK=512)
     return out
 
 
-def _check_weights(values, scales, zeros, group) -> tuple[int, int]:
-    """Returns (N, K). ValueError if a shape, a dtype or a stride does not fit."""
+def _shape(values, scales) -> tuple[int, int, int]:
+    """Returns (N, K, group). ValueError if a shape, a dtype or a stride does not fit."""
     n, width = values.shape
-    if zeros is None:
-        eight = torch.int8, torch.float8_e4m3fn
-        require(values.dtype in eight, f"values is {values.dtype}; expected {eight}")
-        check((n, width), values.dtype, values=values)
+    kinds = torch.uint8, torch.int8, torch.float8_e4m3fn
+    require(values.dtype in kinds, f"values is {values.dtype}; expected {kinds}")
+    check((n, width), values.dtype, values=values)
+    if values.dtype != torch.uint8:
         check((n, 1), torch.float32, scales=scales)
-        return n, width
-    check((n, width), torch.uint8, values=values)
-    require(group in (32, 64, 128, 256), f"group is {group}; expected 32, 64, 128 or 256")
-    check((n, 2 * width // group), torch.float16, scales=scales)
-    check(scales.shape, torch.uint8, zeros=zeros)
-    return n, 2 * width
+        return n, width, width
+    check((n, None), torch.float16, scales=scales)
+    group = 2 * width / scales.shape[1]
+    require(group in (32, 64, 128, 256), f"group is {group:g}; expected 32, 64, 128 or 256")
+    return n, 2 * width, int(group)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -90,7 +86,6 @@ def _product(
     x,
     values,
     scales,
-    zeros,
     bias,
     out,
     M,
@@ -105,12 +100,13 @@ def _product(
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     first, steps = tl.program_id(2) * split, tl.cdiv(K, BLOCK_K)
     weight = tl.minimum(outputs, N - 1).to(tl.int64)  # beyond N the last row again, not stored
-    columns = tl.arange(0, BLOCK_K if zeros is None else BLOCK_K // 2)
+    PACKED: tl.constexpr = values.dtype.element_ty == tl.uint8
+    columns = tl.arange(0, BLOCK_K // 2 if PACKED else BLOCK_K)
     inside = rows[None, :] < M
     x += rows[None, :] * K + columns[:, None]
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for step in range(first, tl.minimum(first + split, steps)):
-        if zeros is None:
+        if not PACKED:
             left = K - step * BLOCK_K  # columns
             place = values + weight[:, None] * K + step * BLOCK_K + columns[None, :]
             value = tl.load(place, columns[None, :] < left, 0.0)
@@ -122,16 +118,14 @@ def _product(
             packed = tl.load(values + group[:, None] * HALF + columns[None, :])
             low_run = tl.load(x + step * BLOCK_K, inside, 0.0)
             high_run = tl.load(x + step * BLOCK_K + HALF, inside, 0.0)
-            zero = tl.load(zeros + group).to(tl.float32)[:, None]
-            low = (packed & 15).to(tl.int8).to(low_run.dtype) - zero.to(low_run.dtype)
+            low = ((packed & 15).to(tl.int8) - 8).to(low_run.dtype)
             # 16 times the weight saves the shift of each byte: with its top bit flipped, a byte
             # without its low nibble is 16 * (high - 8)
             high = ((packed ^ 0x80) & 0xF0).to(tl.int8, bitcast=True).to(low_run.dtype)
-            high -= (16 * zero - 128).to(low_run.dtype)
             part = 16 * tl.dot(low, low_run, input_precision="ieee")
             part = tl.dot(high, high_run, part, input_precision="ieee")
             total += part * (tl.load(scales + group).to(tl.float32) / 16)[:, None]
-    if zeros is None:
+    if not PACKED:
         total *= tl.load(scales + weight)[:, None]
     if bias is not None:
         total += tl.load(bias + outputs, outputs < N, 0.0).to(tl.float32)[:, None]

@@ -23,13 +23,12 @@ _SMALLEST_SCALE = 2.0**-21
 
 
 class QuantisedLinear(nn.Module):
-    """x [T, in] -> x W^T + bias [T, out], W[n, k] = (q[n, k] - zeros[n, g]) * scales[n, g].
+    """x [T, in] -> x W^T + bias [T, out], W[n, k] = q[n, k] * scales[n, k // group].
 
-    g = k // group. With 8 bits, values int8 or float8_e4m3fn [out, in] hold q, scales are fp32
-    [out, 1], and there are no zeros. With 4 bits, values uint8 [out, in / 2] hold q, scales are
-    fp16 and zeros uint8, both [out, in / group]. Byte j of a group holds column j in its low nibble
-    and column j + group / 2 in its high one, so that consecutive bytes give a kernel consecutive
-    columns.
+    With 8 bits, values int8 or float8_e4m3fn [out, in] hold q, scales are fp32 [out, 1]. With 4
+    bits, values uint8 [out, in / 2] hold q + 8, scales are fp16 [out, in / group]. Byte j of a
+    group holds column j in its low nibble and column j + group / 2 in its high one, so that
+    consecutive bytes give a kernel consecutive columns.
     """
 
     def __init__(
@@ -46,11 +45,10 @@ class QuantisedLinear(nn.Module):
 
         if bits == 8:
             self.values = stored(linear.in_features, kind)
-            self.scales, self.zeros = stored(groups, torch.float32), None
+            self.scales = stored(groups, torch.float32)
         else:
             self.values = stored(linear.in_features // 2, torch.uint8)
             self.scales = stored(groups, torch.float16)
-            self.zeros = stored(groups, torch.uint8)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product; a GPU kernel reads the stored bits for up to ROWS rows of x."""
@@ -59,8 +57,7 @@ class QuantisedLinear(nn.Module):
     def product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the product in dtype, x.dtype or fp32; the latter knows no bias."""
         if by_kernel(x) and len(x) <= ROWS:
-            stored = self.values, self.scales, self.zeros, self.group
-            return quantised_linear(x, *stored, self.bias, dtype)
+            return quantised_linear(x, self.values, self.scales, self.bias, dtype)
         weight = self.dequantise(x.dtype)
         return F.linear(x, weight, self.bias) if dtype == x.dtype else wide_product(x, weight.T)
 
@@ -70,8 +67,7 @@ class QuantisedLinear(nn.Module):
         if q.is_floating_point():
             q = q.float()
         if self.bits == 4:
-            q = unpack_nibbles(self.values, self.group).to(torch.int8)
-            q = q - self.zeros[..., None].to(torch.int8)
+            q = unpack_nibbles(self.values, self.group).to(torch.int8) - 8
         weight = torch.empty(q.shape, dtype=dtype, device=q.device)
         return torch.mul(q, self.scales[..., None].float(), out=weight).flatten(1)
 
@@ -94,8 +90,6 @@ class QuantisedLinear(nn.Module):
             if not values.is_floating_point():
                 q = q.round()
             values.copy_(q.flatten(1) if self.bits == 8 else pack_nibbles((q + 8).to(torch.uint8)))
-        if self.bits == 4:
-            self.zeros[rows] = 8
 
 
 def quantise_model(model: nn.Module, mode: str) -> None:

@@ -17,7 +17,7 @@ def small_tiles(monkeypatch):
 
 
 def weights(generator, bits, n, k, group=128):
-    """All values and zeros occur; scales of neighbouring rows and groups differ by much."""
+    """All values occur; scales of neighbouring rows and groups differ by much."""
 
     def draw(high, *shape):
         return torch.randint(0, high, shape, generator=generator).to(DEVICE)
@@ -25,23 +25,23 @@ def weights(generator, bits, n, k, group=128):
     groups = 1 if bits == 8 else k // group
     scales = (10 ** torch.rand(n, groups, generator=generator) * 1e-3).to(DEVICE)
     if bits == 8:
-        return (draw(256, n, k) - 128).to(torch.int8), scales, None, k
-    values, zeros = draw(256, n, k // 2).to(torch.uint8), draw(16, n, groups).to(torch.uint8)
-    return values, scales.half(), zeros, group
+        return (draw(256, n, k) - 128).to(torch.int8), scales
+    return draw(256, n, k // 2).to(torch.uint8), scales.half()
 
 
 def eights(generator, n, k):
     """Numbers of fp8, all but NaN, with a scale a row."""
-    values, scales, *rest = weights(generator, 8, n, k)
+    values, scales = weights(generator, 8, n, k)
     bits = values.view(torch.uint8)
-    return bits.masked_fill(bits & 127 == 127, 7).view(torch.float8_e4m3fn), scales, *rest
+    return bits.masked_fill(bits & 127 == 127, 7).view(torch.float8_e4m3fn), scales
 
 
-def reference(values, scales, zeros, group):
+def reference(values, scales):
     """W [N, K] in float64, which holds it exactly: as the layer that stores it computes W."""
-    n, k = scales.shape[0], scales.shape[1] * group
-    layer = QuantisedLinear(nn.Linear(k, n, device=DEVICE), 8 if zeros is None else 4, group)
-    layer.values, layer.scales, layer.zeros = values, scales, zeros
+    bits = 4 if values.dtype == torch.uint8 else 8
+    n, k = len(values), values.shape[1] * 8 // bits
+    layer = QuantisedLinear(nn.Linear(k, n, device=DEVICE), bits, k // scales.shape[1])
+    layer.values, layer.scales = values, scales
     return layer.dequantise(torch.float64)
 
 
