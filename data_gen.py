@@ -1,7 +1,5 @@
 """Makes ToolScale worlds and tasks: `python data_gen.py --tasks 10000 --seed 1 --out data/`."""
 
-from __future__ import annotations
-
 import sys
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@
 4 bits: scales fp16 [N, K / group], values uint8 [N, K / 2], where byte j of a group has 8 more than
 its column j in the low nibble and column j + group / 2 in the high one. The values enter the
 product as they are, exact in bf16, and the scales join in fp32. That reads N K bytes, or
-N K (1/2 + 2/group), for 2 M N K FLOPs: bandwidth is the limit up to ROWS rows of x. QuantisedLinear in
-nanorchestra/model/quantise.py multiplies more by torch; its `dequantise` is the reference.
+N K (1/2 + 2/group), for 2 M N K FLOPs: bandwidth is the limit up to ROWS rows of x.
+QuantisedLinear in nanorchestra/model/quantise.py multiplies more by torch; its `dequantise` is the
+reference.
 
 One program owns BLOCK_N outputs of up to 32 rows over one split of K. A second kernel adds the fp32
 parts of several splits in order. W^T is the left operand, so that 8 rows of x fill an instruction.

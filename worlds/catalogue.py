@@ -4,8 +4,6 @@ A simulated expert knows the answer to the task, and gives it with a probability
 price in the catalogue. No torch.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ the seed. Any n places in a row then hold each world by its share, give or take 
 equidistribution; the golden ratio has the smallest discrepancy).
 """
 
-from __future__ import annotations
-
 import math
 import random
 from bisect import bisect

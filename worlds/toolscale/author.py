@@ -5,8 +5,6 @@ wishes and phrases. The answer is checked; one that cannot be used is asked for 
 wrong. From there on the world and its tasks are made and proved as those of the built-in domains.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -5,8 +5,6 @@ tau2-bench; small.py makes tasks in memory. The world's
 `task(split, index)` returns a Task, its `environment(task, seed)` one attempt at it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import sys

@@ -5,8 +5,6 @@ Nothing in Python knows one. words.py draws what the file leaves to the seed, pr
 its programs.
 """
 
-from __future__ import annotations
-
 import random
 from functools import lru_cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An environment that the agent loop plays: domain tools, a user, experts."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass, replace

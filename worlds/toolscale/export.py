@@ -6,8 +6,6 @@
 The toolkit executes the programs of tools.json. tau2-bench is installed from its repository.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from importlib import import_module

@@ -5,8 +5,6 @@ does not depend on the number of workers. A finished batch is kept in OUT/parts 
 so that a run that was stopped goes on with what it had.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -4,8 +4,6 @@ What a twist comes to is drawn before the records: whether the fact is so, wheth
 it, whether the first choice can be had. Records that do not make it so are drawn again.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

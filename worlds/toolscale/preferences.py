@@ -4,8 +4,6 @@ preferences.json holds phrasings, experts, price schedules and the tool that ask
 phrasings, experts and schedules of the split "held_out" never occur in "train".
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from pathlib import Path

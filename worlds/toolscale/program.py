@@ -19,8 +19,6 @@ the caller's tables take over the new ones only when the whole program has run. 
 changes nothing, and a copy of the tables is a copy of their outer dict.
 """
 
-from __future__ import annotations
-
 import ast
 import operator
 import re

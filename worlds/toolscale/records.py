@@ -1,7 +1,5 @@
 """Draws the records of a domain, field by field, as its file says."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

@@ -5,8 +5,6 @@ published orchestrator was trained on, which hold a tau2 task with the experts o
 prices and a preference.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from datetime import UTC, datetime

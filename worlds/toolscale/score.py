@@ -14,8 +14,6 @@ A task's `rules` are sentences of its policy that no tool enforces: [{"text": wh
 reward basis: a list of ("user", text), ("agent", text) and ("call", name, arguments, error).
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

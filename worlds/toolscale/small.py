@@ -6,8 +6,6 @@ no expert, and a user who says at once who they are. Worlds, checks and scores a
 data_gen.py.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Writes an act as a task in the tau2 format, with the experts that it offers."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter

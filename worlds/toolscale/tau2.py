@@ -8,8 +8,6 @@ raises is what the agent reads. A domain without tools.json and toolkit.py is on
 tau2.domains.DOMAIN.environment.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import inspect

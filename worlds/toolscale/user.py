@@ -6,8 +6,6 @@ operation, record, number or choice, waits while the agent works, and goes on wh
 fulfilled, refused or answered. It says nothing that is not in the scenario.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from dataclasses import dataclass

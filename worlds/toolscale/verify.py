@@ -7,8 +7,6 @@ that is right must get there with the scripted user. That one record alone fits 
 is ensured when a draft is acted out (act.py).
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import re

@@ -9,8 +9,6 @@ put, and all of them work with all wishes that have what they need:
     mind    after another wish that the user gives up
 """
 
-from __future__ import annotations
-
 import ast
 import math
 from typing import Any

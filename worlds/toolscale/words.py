@@ -1,7 +1,5 @@
 """Draws the words and numbers that a seed may choose in a domain, and puts them into its file."""
 
-from __future__ import annotations
-
 import random
 import re
 from datetime import date, timedelta
