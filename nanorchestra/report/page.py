@@ -1,13 +1,14 @@
 """report.html and curves.png of a run: what was trained, how well it does, and what it does.
 
-The page is self-contained and works at any moment of a run. Everything that a model or a tool
-wrote is escaped, and the page's policy lets it load nothing.
-`python -m nanorchestra.report.page runs/NAME` writes it.
+The page is self-contained and works at any moment of a run; tables.js and browser.js draw its
+tables. Everything that a model or a tool wrote is set as text, and the page's policy lets it load
+nothing. `python -m nanorchestra.report.page runs/NAME` writes it.
 """
 
 from __future__ import annotations
 
 import base64
+import json
 import sys
 import tomllib
 from collections.abc import Callable
@@ -21,25 +22,15 @@ from nanorchestra.errors import UserError
 from nanorchestra.files import write_whole
 from nanorchestra.report import plots
 from nanorchestra.report.browser import browser
-from nanorchestra.report.run import Run, cells, columns, entries
+from nanorchestra.report.run import TITLES, Run, held_out_scores
 
-CSS = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
-RELOAD = "setTimeout(() => location.reload(), 30000);"  # of a page whose run goes on
+HERE = Path(__file__).parent
+CSS = (HERE / "page.css").read_text(encoding="utf-8")
+SCRIPTS = [(HERE / f"{name}.js").read_text(encoding="utf-8") for name in ("tables", "browser")]
 POLICY = (  # everything is in the page
     "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 )
 TAIL_BYTES = 16 << 20  # of trajectories.jsonl, so that a long run's report is not slower
-ABOUT = (
-    "An orchestrator: a language model that decides, turn by turn, which tool or which other model "
-    "to call, trained by reinforcement learning to be right, cheap, fast and obedient to the "
-    "user's preference. In the miniature world the experts are simulated, and their prices are "
-    "charged to a virtual account."
-)
-SMOOTH = "Faint: each step; strong: the mean of the last tenth of all steps, at most 25."
-TABLE = (
-    "More is better for reward, right answers and preference; less is better for cost, latency "
-    "and tools to avoid. m$: thousandths of a dollar."
-)
 
 
 def write_report(run_path: str | Path) -> Path:
@@ -53,48 +44,24 @@ def write_report(run_path: str | Path) -> Path:
         [row for row in rows if row["phase"] == phase] for phase in ("warm_start", "grpo")
     )
     learning, calls = plots.curves(grpo, "learning"), plots.curves(grpo, "tools")
-    frontier = [plots.frontier(summary)]
-    parts = [
-        _header(run, summary, warm, grpo),
-        _section("On held-out tasks", TABLE, _table(entries(summary))),
-        images(frontier, width=8, height=4),
-        _section("Learning curves", f"Means over the training tasks of each step. {SMOOTH}"),
-        images(learning),
-    ]
-    if splits := _splits(summary):
-        parts += [_section("By preference and kind of task", "Held-out tasks.", _table(splits))]
     health = plots.curves(warm, "warm_start") + plots.curves(grpo, "health")
-    parts += [
-        _section("Which tools it calls", SMOOTH),
+    found, notes = held_out_scores(summary), TITLES["notes"]
+    frontier = [plots.frontier(found)]
+    parts = [
+        f'<p>{notes["about"]}</p><div id="run"></div>',
+        images(frontier, width=8, height=4),
+        _section(
+            "Learning curves", f"Means over the training tasks of each step. {notes['smooth']}"
+        ),
+        images(learning),
+        f'<div id="splits">{_section("By preference and kind of task", "Held-out tasks.")}</div>',
+        _section("Which tools it calls", notes["smooth"]),
         images(calls, width=8, height=3),
-        _section("Training health", SMOOTH),
+        _section("Training health", notes["smooth"]),
         images(health),
-        browser(list(run.rows("trajectories", TAIL_BYTES)), _pieces(run)),
+        '<div id="browser"></div>',
     ]
-    if not summary:  # the run goes on
-        parts += [f"<script>{RELOAD}</script>"]
-    write_whole(run.path / "report.html", page(run, parts))
-    image = plots.figure([*learning[:4], *calls, *frontier], "png", height=2.9)
-    write_whole(run.path / "curves.png", image)
-    return run.path / "report.html"
-
-
-def page(run: Run, parts: list[str]) -> str:
-    """Return the page of these parts, with the run's config.toml at its end."""
-    config = escape((run.path / "config.toml").read_text(encoding="utf-8"))
-    body = "\n".join(parts)
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(run.path.name)} - nanorchestra</title><style>{CSS}</style></head>
-<body>{body}
-<details><summary>config.toml</summary><pre>{config}</pre></details></body></html>
-"""
-
-
-def _header(run: Run, summary: dict[str, Any], warm: list, grpo: list) -> str:
-    seconds = summary.get("seconds") or sum(row.get("seconds") or 0.0 for row in warm + grpo)
+    seconds = summary.get("seconds") or sum(row.get("seconds") or 0.0 for row in rows)
     facts = {
         "parameters": f"{summary.get('parameters', 0) / 1e6:,.2f} million",
         "warm-start steps": len(warm),
@@ -102,40 +69,43 @@ def _header(run: Run, summary: dict[str, Any], warm: list, grpo: list) -> str:
         "held-out tasks": (summary.get("held_out") or {}).get("tasks", 0),
         "time": f"{seconds:,.0f} s ({seconds / 60:.1f} min)",
     }
-    items = "".join(f"<div><dt>{name}</dt><dd>{facts[name]}</dd></div>" for name in facts)
-    return f"<h1>{escape(run.path.name)}</h1><p>{ABOUT}</p><dl>{items}</dl>"
+    data = {
+        "run": {"facts": facts, "held_out": found, "live": not summary},
+        "browser": browser(list(run.rows("trajectories", TAIL_BYTES)), _pieces(run)),
+    }
+    write_whole(run.path / "report.html", page(run, parts, data))
+    image = plots.figure([*learning[:4], *calls, *frontier], "png", height=2.9)
+    write_whole(run.path / "curves.png", image)
+    return run.path / "report.html"
 
 
-def _section(title: str, note: str, content: str = "") -> str:
-    return f'<h2>{title}</h2><p class="note">{note}</p>{content}'
-
-
-def _table(rows: list[tuple[str, str, dict[str, Any]]]) -> str:
-    """Return (class, label, scores) as a table that scrolls in its own box."""
-    titles = ["", *columns()]
-    lines = ["<tr>" + "".join(f"<th>{title}</th>" for title in titles)]
-    for style, label, scores in rows:
-        line = "".join(f"<td>{escape(cell)}</td>" for cell in [label, *cells(scores)])
-        lines.append(f'<tr class="{escape(style)}">{line}')
-    return f'<div class="wide"><table>{"".join(lines)}</table></div>'
-
-
-def _splits(summary: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
-    """Return the results by preference and by kind of task, each before and after."""
-    found = []
-    for side in ("before", "after"):
-        scores = (summary.get("held_out") or {}).get(side) or {}
-        for split in ("by_preference", "by_kind"):
-            parts = scores.get(split) or {}
-            found += [(side, f"{name}, {side}", part) for name, part in parts.items()]
-    return found
+def page(run: Run, parts: list[str], data: dict[str, Any]) -> str:
+    """Return the page of these parts, filled with `data` by the scripts, and config.toml."""
+    config = escape((run.path / "config.toml").read_text(encoding="utf-8"))
+    name, body = escape(run.path.name), "\n".join(parts)
+    text = json.dumps({"titles": TITLES, **data}, separators=(",", ":")).replace("<", "\\u003c")
+    scripts = "".join(f"<script>{script}</script>" for script in SCRIPTS)
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{name} - nanorchestra</title><style>{CSS}</style></head>
+<body><h1>{name}</h1><noscript>The tables need JavaScript.</noscript>
+{body}
+<details><summary>config.toml</summary><pre>{config}</pre></details>
+<script type="application/json" id="data">{text}</script>{scripts}</body></html>
+"""
 
 
 def images(panels: list[plots.Panel], **size: float) -> str:
     """Return the panels as images, in which nothing can run; they wrap on a narrow screen."""
     images = (base64.b64encode(plots.figure([panel], "svg", **size)).decode() for panel in panels)
-    head = '<img alt="a panel of curves" src="data:image/svg+xml;base64,'
+    head = '<img alt="a figure of the run" src="data:image/svg+xml;base64,'
     return "".join(f'{head}{image}">' for image in images)
+
+
+def _section(title: str, note: str) -> str:
+    return f'<h2>{title}</h2><p class="note">{note}</p>'
 
 
 def _pieces(run: Run) -> Callable[[int], str]:

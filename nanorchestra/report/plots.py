@@ -20,7 +20,7 @@ from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from nanorchestra.report.run import TITLES, entries, scalars
+from nanorchestra.report.run import TITLES, label, scalars
 
 STYLE = Path(__file__).with_name("report.mplstyle")
 BEFORE, AFTER = "C6", "C0"  # of the style's colours
@@ -85,68 +85,75 @@ def _curve(rows: Rows, title: str, patterns: str, factor: float) -> Panel:
     return draw
 
 
-def frontier(summary: dict[str, Any]) -> Panel:
-    """Return the panel of right answers against cost on held-out tasks, with 95% intervals.
+def frontier(found: dict[str, dict[str, Any]], world: str = "", turns: bool = False) -> Panel:
+    """Return the panel of right answers against cost, or allowed turns, with 95% intervals.
 
-    A line joins those that nothing cheaper equals.
+    Scores by policy. The first two are drawn larger. A line joins those that nothing cheaper, or
+    with fewer turns, equals.
     """
-    found = entries(summary)
+    ours = [*found][:2]
 
     def draw(axis: Axes) -> None:
-        axis.set_title("Right answers, %, against cost")
-        axis.set_xlabel("cost per held-out task, m$")
+        axis.set_title(f"{world} right answers on held-out tasks, %".strip())
+        axis.set_xlabel("turns allowed" if turns else "cost per task, m$ (thousandths of a dollar)")
         if not found:
             return _empty(axis)
         best = []
-        for place, (key, label, scores) in enumerate(found, 1):
-            usd, right = 1000 * scores["cost_usd"], 100 * scores["accuracy"]
-            ends = scores.get("intervals", {}).get("accuracy", [scores["accuracy"]] * 2)
-            policy = {"before": BEFORE, "after": AFTER}.get(key)
-            axis.errorbar(
-                usd,
-                right,
-                yerr=[[abs(right - 100 * end)] for end in ends],
-                color=policy or f"C{place}",
-                marker="o" if policy else MARKERS[place // 8 % len(MARKERS)],
-                markersize=9 if policy else 6,
-                linestyle="none",
-                label=label,
-            )
-            best.append((usd, right))
+        ranked = sorted(found.items(), key=lambda item: -item[1]["accuracy"])  # as in the picture
+        for place, (name, scores) in enumerate(ranked):
+            ends = scores.get("intervals", {})
+            x, wide = 1000 * scores["cost_usd"], _reach(scores, ends, "cost_usd", 1000)
+            if turns:
+                x, wide = float(name.rpartition(":turns=")[2].partition(":")[0]), None
+            y, up = 100 * scores["accuracy"], _reach(scores, ends, "accuracy", 100)
+            main = name in ours
+            style = {"color": (AFTER, BEFORE)[ours.index(name)] if main else f"C{1 + place % 5}"}
+            axis.errorbar(x, y, up, wide, elinewidth=1.6 if main else 0.6, fmt="none", **style)
+            style |= {"label": label(name), "zorder": 3, "s": 90 if main else 36}
+            axis.scatter(x, y, marker="o" if main else MARKERS[place % len(MARKERS)], **style)
+            best.append((x, y))
         steps = [p for p in sorted(best) if all(q[1] < p[1] for q in best if q < p)]
-        axis.plot(*zip(*steps, strict=True), color=BEFORE, linewidth=0.8, zorder=0)
+        dominant = {"label": "nothing cheaper is right as often", "zorder": 0}
+        axis.plot(*zip(*steps, strict=True), color=BEFORE, linewidth=0.8, **dominant)
         axis.set_xlim(left=0)
-        axis.set_ylim(0, 100)
         axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
     return draw
 
 
+def _reach(scores, ends, key, factor):
+    """How far the interval of a score reaches below and above it."""
+    low, high = ends.get(key, [scores[key]] * 2)
+    return [[factor * (scores[key] - low)], [factor * (high - scores[key])]]
+
+
 def compared(world: str, found: dict[str, dict[str, Any]]) -> dict[str, Panel]:
     """Return the panels of an evaluation in one world, by name; scores by policy."""
     swept = {name: scores for name, scores in found.items() if ":turns=" in name}
-    calls = {name: scores["calls"] for name, scores in found.items()}
     wishes = {
         name: {wish: row["reward"] for wish, row in scores["by_preference"].items()}
         for name, scores in found.items()
     }
-    sets = {"frontier": found} | ({"turns": swept} if swept else {})
-    panels = {name: frontier({"held_out": {"routers": some}}) for name, some in sets.items()}
-    panels["calls"] = partial(_heat, f"{world}: calls per task, by what is behind the alias", calls)
-    return panels | {"preferences": partial(_heat, f"{world}: reward by preference", wishes)}
+    calls = {name: scores["calls"] for name, scores in found.items()}
+    panels = {"frontier": frontier(found, f"{world}:")}
+    if swept:
+        panels["turns"] = frontier(swept, f"{world}:", turns=True)
+    panels["calls"] = partial(_heat, f"{world}: calls per task to each kind of tool", calls)
+    return panels | {"preferences": partial(_heat, f"{world}: reward by the user's wish", wishes)}
 
 
 def _heat(title, rows, axis):
     """Numbers as colours, a row of names each."""
     names = sorted({name for row in rows.values() for name in row}) or ["none"]
+    values = [[row.get(name, 0.0) for name in names] for row in rows.values()]
+    most = max(map(max, values)) or 1.0
     axis.set_title(title)
     axis.grid(visible=False)
-    values = [[row.get(name, 0.0) for name in names] for row in rows.values()]
-    axis.imshow(values, cmap="Blues", vmin=0, vmax=1.5, aspect="auto")
+    axis.imshow(values, cmap="Blues", vmin=0, vmax=1.6 * most, aspect="auto")  # text stays legible
     axis.set_xticks(range(len(names)), names, rotation=30, ha="right")
-    axis.set_yticks(range(len(rows)), [*rows])
+    axis.set_yticks(range(len(rows)), map(label, rows))
     for y, x in product(range(len(rows)), range(len(names))):
-        axis.text(x, y, f"{values[y][x]:.2f}", fontsize=7, ha="center", va="center")
+        axis.text(x, y, f"{values[y][x]:.2f}", fontsize=8, ha="center", va="center")
 
 
 def _empty(axis: Axes) -> None:

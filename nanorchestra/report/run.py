@@ -121,45 +121,42 @@ class Run:
         return self.path / f"{name}.jsonl"
 
 
-def entries(summary: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
-    """Return (key, label, scores) of the held-out results: before, after, then the routers."""
-    held_out = summary.get("held_out") or {}
-    found = [
-        (key, label, held_out[key]) for key, label in TITLES["entries"].items() if held_out.get(key)
+def held_out_scores(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the held-out scores of a training run by name: before, after, then the routers."""
+    found = dict(summary.get("held_out") or {})
+    named = {name: found.get(name) for name in ("before", "after")} | (found.get("routers") or {})
+    return {name: scores for name, scores in named.items() if scores}
+
+
+def label(name: str) -> str:
+    """Return what a table calls a policy."""
+    return TITLES["names"].get(name, name)
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    """Return scores by name as aligned lines for a terminal, with units in the first line."""
+    columns = TITLES["columns"]
+    rows = [["on held-out tasks", *(title for title, *_ in columns.values())]]
+    rows += [
+        [label(name), *(_cell(scores, key) for key in columns)] for name, scores in found.items()
     ]
-    routers = held_out.get("routers") or {}
-    return found + [(key, TITLES["routers"].get(key, key), routers[key]) for key in routers]
-
-
-def cells(scores: dict[str, Any]) -> list[str]:
-    """Return the scores as text, one for each of `columns()`; "-" where there is none."""
-    texts = []
-    for key, (_, factor, decimals) in TITLES["columns"].items():
-        value = scores.get(key)
-        digits = number if decimals is None else f"{{:.{decimals}f}}".format
-        texts.append("-" if value is None else digits(factor * value))
-        if bounds := (scores.get("intervals") or {}).get(key):
-            texts[-1] += f" ±{digits(factor * (bounds[1] - bounds[0]) / 2)}"
-    return texts
-
-
-def columns() -> list[str]:
-    """Return the titles of the columns of held-out results, with their units."""
-    return [title for title, *_ in TITLES["columns"].values()]
-
-
-def table(summary: dict[str, Any]) -> str:
-    """Return the held-out results as aligned lines for a terminal, units in the first line."""
-    rows = [[label, *cells(scores)] for _, label, scores in entries(summary)]
-    if not rows:
-        return "no held-out results yet"
-    titles = ["on held-out tasks", *columns()]
-    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
-    for label, *values in (titles, *rows):
+    for first, *values in rows:
         aligned = map(str.rjust, values, widths[1:])
-        lines.append("  ".join([label.ljust(widths[0]), *aligned]))
+        lines.append("  ".join([first.ljust(widths[0]), *aligned]))
     return "\n".join(lines)
+
+
+def _cell(scores, key):
+    """A score with half of its interval; "-" if there is none."""
+    _, factor, decimals = TITLES["columns"][key]
+    digits = number if decimals is None else f"{{:.{decimals}f}}".format
+    if scores.get(key) is None:
+        return "-"
+    low, high = (scores.get("intervals") or {}).get(key) or (None, None)
+    half = "" if low is None else f" ±{digits(factor * (high - low) / 2)}"
+    return digits(factor * scores[key]) + half
 
 
 def scalars(row: dict[str, Any], prefix: str = "") -> dict[str, float]:

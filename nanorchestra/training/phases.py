@@ -3,7 +3,7 @@
 from nanorchestra.model.lora import save_adapter
 from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.report.page import write_report
-from nanorchestra.report.run import table
+from nanorchestra.report.run import held_out_scores, table
 from nanorchestra.report.watch import peak_memory_mb
 from nanorchestra.schemas import Json
 from nanorchestra.training.grpo import grpo
@@ -86,5 +86,5 @@ def _finish(run) -> Json:
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "held_out": held_out | {"routers": worlds.routers(tasks)},
     }
-    print(table(results))
+    print(table(held_out_scores(results)))
     return results

@@ -8,7 +8,9 @@ import subprocess
 
 import pytest
 
-from nanorchestra.report.browser import SCRIPT, browser
+from nanorchestra.report.browser import FIELDS, browser
+from nanorchestra.report.page import SCRIPTS, page
+from nanorchestra.report.run import Run
 
 
 def row(step=1, task="t", ids=8, phase="grpo", **changes):
@@ -24,20 +26,21 @@ def row(step=1, task="t", ids=8, phase="grpo", **changes):
     } | changes  # fmt: skip
 
 
+def block_of(page):
+    return re.search(r'id="data">(.*?)</script>', page, flags=re.DOTALL).group(1)
+
+
 def data_of(page):
-    return re.search(r'id="attempts">(.*?)</script>', page, flags=re.DOTALL).group(1)
+    assert "<" not in (block := block_of(page))
+    return json.loads(block)
 
 
-def test_the_page_has_the_recorded_numbers_and_no_tag_in_its_data():
-    by_endpoint = row(trainer_logprobs=[], logprobs=[None] * 8)
-    block = data_of(browser([row(), by_endpoint], lambda token: f"<{token}>"))
-    assert "<" not in block
-    data = json.loads(block)
-    first, second = data["groups"][0]["attempts"]
-    assert data["pieces"]["7"] == "<7>" and first["mask"] == "01010101" and first["calls"] == 2
-    assert first["logprobs"] == [-0.5] * 4 and first["versions"] == [3] * 4
-    assert first["gaps"] == pytest.approx([0.0, 0.1, 0.2, 0.3]) and second["gaps"] == []
-    assert first["answer"] == "</script>" and second["logprobs"] == [None] * 4
+def test_the_page_has_the_recorded_numbers_and_no_tag_in_its_data(tmp_path):
+    rows = [row(), row(trainer_logprobs=[], logprobs=[None] * 8)]  # and by an endpoint
+    found = browser(rows, lambda token: f"<{token}>")
+    data = data_of(page(Run.create(tmp_path / "one", "a = 1"), [], {"browser": found}))["browser"]
+    assert data["pieces"]["7"] == "<7>" and data["count"] == 1
+    assert data["groups"] == [[{name: one[name] for name in FIELDS} for one in rows]]
 
 
 DOM = """
@@ -45,29 +48,42 @@ class Node {
   constructor(tag) { Object.assign(this, { tag, children: [], style: {}, textContent: "" }) }
   appendChild(node) { this.children.push(node); return node }
   replaceChildren() { this.children = [] } }
-const nodes = { attempts: new Node("script"), browser: new Node("div") };
-nodes.attempts.textContent = INPUT;
-globalThis.document = { getElementById: n => nodes[n], createElement: tag => new Node(tag) };
+const nodes = {};
+globalThis.document = {
+  getElementById: name => nodes[name] ||= new Node("div"), createElement: tag => new Node(tag) };
+document.getElementById("data").textContent = INPUT;
 globalThis.location = { hash: "#1%7Ct%7C0%7Cmask" };
 globalThis.history = { replaceState: (a, b, hash) => { location.hash = hash } };
 """
 REPORT = """
+const [, , bar, , wide, , text] = nodes.browser.children, [lines] = wide.children;
 const ids = () => text.children.map(n => [n.textContent, n.className, n.title, n.style.background]);
-const seen = { table: table.children.map(l => l.children.map(c => c.textContent)), mask: ids() };
+const seen = { table: lines.children.map(l => l.children.map(c => c.textContent)), mask: ids() };
 for (const way of ["ratio", "advantage"]) {
   bar.children[1].value = way; bar.children[1].onchange(); seen[way] = ids() }
-table.children[2].onclick(); seen.hash = location.hash; seen.other = ids();
+lines.children[2].onclick(); seen.hash = location.hash; seen.other = ids();
 console.log(JSON.stringify(seen));
 """
+TEXTS = """
+const texts = node => [node.textContent, ...node.children.flatMap(texts)].filter(Boolean);
+delete nodes.data;
+console.log(JSON.stringify(Object.values(nodes).flatMap(texts)));
+"""
+needs_node = pytest.mark.skipif(not shutil.which("node"), reason="no node")
 
 
-@pytest.mark.skipif(not shutil.which("node"), reason="no node")
-def test_the_script_draws_masks_ratios_and_advantages():
-    rows = [row(), row(reward=0.75, trainer_logprobs=[], advantage=-6.0)]
-    block = json.dumps(data_of(browser(rows, lambda token: f"<{token}>")))
-    code = DOM.replace("INPUT", block) + SCRIPT + REPORT
+def drawn(page, code):
+    """What `code` prints after the scripts of a page have drawn it."""
+    code = "\n".join([DOM.replace("INPUT", json.dumps(block_of(page))), *SCRIPTS, code])
     done = subprocess.run(["node", "-e", code], capture_output=True, text=True, check=True)
-    seen = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+@needs_node
+def test_the_script_draws_masks_ratios_and_advantages(tmp_path):
+    rows = [row(), row(reward=0.75, trainer_logprobs=[], advantage=-6.0)]
+    found = {"browser": browser(rows, lambda token: f"<{token}>")}
+    seen = drawn(page(Run.create(tmp_path / "one", "a = 1"), [], found), REPORT)
     assert seen["table"][1][:6] == ["1", "0.250", "1", "2.000", "1.50", "2"]
     assert seen["table"][2][1] == "0.750"
     assert [entry[0] for entry in seen["mask"]] == [f"<{i}>" for i in range(8)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 
+from test_browser import TEXTS, data_of, drawn, needs_node
+
 from nanorchestra.report.evaluation import write_evaluation
 from nanorchestra.report.run import Run
 
@@ -33,20 +35,34 @@ def attempt(policy, number, reward):
     return row | {"cost_usd": 0.1, "status": "answered", "answer": EVIL}
 
 
-def test_the_page_shows_where_the_first_two_differ_and_runs_nothing(tmp_path):
-    run = Run.create(tmp_path / "one", "seed = 1")
+def written(path):
+    """The page of an evaluation of three policies."""
+    run = Run.create(path, "seed = 1")
     names = ("a/model", "a/model:turns=2", "perfect")
     worlds = {"miniature": {name: scores(n / 4) for n, name in enumerate(names)}}
     run.write_json("summary.json", {"partial": EVIL, "worlds": worlds, "probes": {}})
     rows = [attempt("a/model", n, n / 20) for n in range(20)]
     rows += [attempt("a/model:turns=2", n, 0.5) for n in range(20)]
-    (run.path / "00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write_evaluation(run.path)
-    page = (run.path / "report.html").read_text()
+    (path / "00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_evaluation(path)
+    return (path / "report.html").read_text()
+
+
+def test_the_page_shows_where_the_first_two_differ_and_runs_nothing(tmp_path):
+    page = written(tmp_path / "one")
     assert EVIL not in page and "default-src 'none'" in page
-    assert len(re.findall("<script", page)) == 2 and not re.search(r"<(link|iframe|a)\b", page)
-    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
-    shown = [pair[0]["wish"] for pair in data["attempts"]]
+    assert len(re.findall("<script", page)) == 3 and not re.search(r"<(link|iframe|a)\b", page)
+    data = data_of(page)
+    shown = [pair[0]["wish"] for pair in data["pairs"]]
     assert shown == [f"wish {n}" for n in (19, 18, 17, 16, 15, 0, 1, 2, 3, 4)]
     for name in ("frontier", "turns", "calls", "preferences"):
-        assert (run.path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / "one" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@needs_node
+def test_the_tables_show_every_policy_and_how_sure_a_difference_is(tmp_path):
+    texts = drawn(written(tmp_path / "one"), TEXTS)
+    page = " | ".join(map(str, texts))
+    for text in ("a/model", "perfect play", "50.0 ±10.0", "+0.100 [-, -] p = 0.200", "pass^2, %"):
+        assert text in page
+    assert f"Partial: {EVIL}" in texts and not {"NaN", "undefined"} & set(texts)

@@ -1,14 +1,12 @@
 """The report can be written at every stage of a run, and runs nothing that a model wrote."""
 
-import json
 import math
 import re
 
 import pytest
-from test_browser import row
+from test_browser import TEXTS, data_of, drawn, needs_node, row
 
-from nanorchestra.report.browser import SCRIPT
-from nanorchestra.report.page import RELOAD, write_report
+from nanorchestra.report.page import SCRIPTS, write_report
 from nanorchestra.report.run import Run
 
 SCORES = {"reward": 0.5, "accuracy": 0.7, "cost_usd": 0.002, "latency_s": 2.0}
@@ -40,9 +38,26 @@ def test_the_report_can_be_written_at_every_stage(run, stage):
     record(run, stage)
     page = write_report(run.path).read_text()
     assert (run.path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert "simulated" in page and ("id by id" in page) == (stage in ("one", "whole"))
-    assert ("always the strongest" in page) == ("cheap, after" in page) == (stage == "whole")
-    assert ("location.reload()" in page) == (stage != "whole"), "a page of a run looks again"
+    data = data_of(page)
+    assert "simulated" in page and bool(data["browser"]) == (stage in ("one", "whole"))
+    assert [*data["run"]["held_out"]] == ["before", "after", "strongest"] * (stage == "whole")
+    assert data["run"]["live"] == (stage != "whole"), "a page of a run looks again"
+
+
+@needs_node
+def test_the_tables_show_the_scores_of_every_side_and_router(run):
+    record(run, "whole")
+    texts = drawn(write_report(run.path).read_text(), TEXTS)
+    for text in (
+        "0.500",
+        "70.0",
+        "2.00",
+        "always the strongest",
+        "cheap, after",
+        "431 s (7.2 min)",
+    ):
+        assert text in texts
+    assert "NaN" not in str(texts) and "undefined" not in str(texts)
 
 
 def test_the_report_loads_nothing_and_runs_nothing(run):
@@ -57,6 +72,5 @@ def test_the_report_loads_nothing_and_runs_nothing(run):
     assert images and all(' src="data:image/svg+xml;base64,' in image for image in images)
     scripts = re.findall(r"<script([^>]*)>(.*?)</script>", page, flags=re.DOTALL)
     assert "default-src 'none'" in page and len(re.findall("<script", page)) == len(scripts) == 3
-    data = [json.loads(body) for attributes, body in scripts if "json" in attributes]
-    assert data[0]["groups"][0]["question"] == evil
-    assert [body for attributes, body in scripts if not attributes] == [SCRIPT, RELOAD]
+    assert data_of(page)["browser"]["groups"][0][0]["question"] == evil
+    assert [body for attributes, body in scripts if not attributes] == SCRIPTS

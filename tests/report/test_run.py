@@ -7,7 +7,7 @@ import re
 import pytest
 
 from nanorchestra.errors import UserError
-from nanorchestra.report.run import Run, table
+from nanorchestra.report.run import Run, held_out_scores, table
 
 CONFIG = 'seed = 7\npreset = "nano"\n'
 
@@ -79,10 +79,10 @@ def test_a_run_has_one_writer(run):
 def test_the_table_is_aligned_and_has_units():
     scores = {"reward": 0.5, "accuracy": 0.783, "cost_usd": 0.0021, "latency_s": 2.1}
     nothing_right = {"reward": 0.0, "accuracy": 0.0, "cost_usd": 0.25}
-    held_out = {"before": nothing_right, "after": scores, "routers": {"strongest": scores}}
-    lines = table({"held_out": held_out}).splitlines()
+    found = {"after": scores, "before": nothing_right, "routers": {"strongest": scores}}
+    lines = table(held_out_scores({"held_out": found})).splitlines()
     assert len(lines) == 4 and len({len(line) for line in lines}) == 1
     assert "cost/task, m$" in lines[0] and "latency/task, s" in lines[0]
     assert re.match(r"before GRPO +0\.000 +0\.0 +250( +-){6}$", lines[1])
-    assert re.match(r"after GRPO +0\.500 +78\.3 +2\.10 +- +2\.10( +-){4}$", lines[2])
-    assert lines[3].startswith("always the strongest") and table({}) == "no held-out results yet"
+    assert re.match(r"after GRPO +0\.500 +78\.3 +2\.10 +- +2\.1( +-){4}$", lines[2])
+    assert lines[3].startswith("always the strongest") and held_out_scores({}) == {}
