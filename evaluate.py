@@ -41,7 +41,7 @@ from nanorchestra.config import TaskSection
 from nanorchestra.errors import ArgumentParser, UserError, command, require
 from nanorchestra.files import read_json_lines, read_text, write_whole
 from nanorchestra.report.evaluation import attempts, write_evaluation
-from nanorchestra.report.run import Run, number, table
+from nanorchestra.report.run import Run, label, table
 from nanorchestra.tools.models import Spending
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.trajectories import from_row, to_row
@@ -65,6 +65,8 @@ OPTIONS = (  # name, default, help
     ("max-usd", math.inf, "that endpoints may cost together"),
     ("run", "evaluation", "name of the directory in runs/"),
 )
+SETTINGS = fields(TaskSection)[1:]  # options of the same name; the first one is the world
+EXPERTS = ("simulated", "real")
 FREE = ("run", "max_usd")  # options that do not change what is measured
 
 
@@ -80,19 +82,18 @@ def _read(arguments):
     add("--probes", action="store_true", help="probe what the first policy reads: takes long")
     for name, default, text in OPTIONS:
         add(f"--{name}", type=type(default), default=default, help=f"{text} (default: {default})")
-    for field in fields(TaskSection)[1:]:
-        add(f"--{field.name}", default=field.default, help=field.metadata["help"])
+    for field in SETTINGS:
+        kinds = EXPERTS if field.name == "experts" else None
+        add(f"--{field.name}", default=field.default, choices=kinds, help=field.metadata["help"])
     options = parser.parse_args(arguments)
     least = min(options.tasks, options.trials, options.parallel)
-    kinds = "simulated", "real"
-    require(options.experts in kinds, f"--experts is {options.experts}; it must be one of {kinds}")
     require(least > 0, f"--tasks, --trials and --parallel must be at least 1, not {least}")
     return options
 
 
 def _open_world(name, options, sandbox, spending):
     """Returns a world, its tasks and its routers. UserError."""
-    given = {field.name: getattr(options, field.name) for field in fields(TaskSection)[1:]}
+    given = {field.name: getattr(options, field.name) for field in SETTINGS}
     worlds = Worlds(TaskSection(name, **given), options.seed, sandbox, spending)
     splits = [world.splits for world in worlds.domains.values()]
     routers = Routers(worlds, options.seed)
@@ -105,9 +106,10 @@ def _open_world(name, options, sandbox, spending):
 
 def _open_run(options, policies):
     """Makes the directory, or opens it to go on. UserError if it holds another evaluation."""
-    names = [*options.tools.split(","), *(world.rpartition(":")[2] for world in options.world)]
-    weights = [file for policy in policies for file in Path(policy.base).glob("*.safetensors")]
-    files = [str(file) for file in [*weights, *map(Path, names)] if file.is_file()]
+    worlds = [world.removeprefix("questions:") for world in options.world]
+    homes = [Path(name) for name in (*options.tools.split(","), *worlds) if name]
+    homes += [Path(policy.base) for policy in policies]
+    files = [str(f) for home in homes for f in sorted([home, *home.glob("*")]) if f.is_file()]
     here = str(Path(__file__).parent)
     text = tomli_w.dumps(
         {
@@ -148,20 +150,16 @@ def _play(options, policies, run, spending, opened):
             spending.trial, seed = trial, options.seed + TRIAL * trial
             if not file.exists():
                 if not player:
-                    fixed = policy.router
-                    player = routers.load(policy.base) if fixed else policy.load(spending, size)
+                    load = partial(policy.load, spending, size)
+                    player = routers.load(policy.base) if policy.router else load()
                 if engine := getattr(player, "engine", None):  # forgets what it has prefilled
                     engine.sleep()
                     engine.wake()
                 make = partial(policy.open, worlds)
                 tried = evaluation.evaluate(player, block, seed, make, start=start)
                 _check(policy.name, tried, spending)
-                spending.spent = round(spending.spent, 9)  # in whatever order it was added up
-                more = {
-                    "policy": policy.name,
-                    "trial": trial,
-                    "spent_usd": round(spending.spent, 9),
-                }
+                spent = round(spending.spent, 9)  # in whatever order it was added up
+                more = {"policy": policy.name, "trial": trial, "spent_usd": spent}
                 rows = (to_row(*pair) | more for pair in zip(block, tried, strict=True))
                 write_whole(file, "".join(json.dumps(row) + "\n" for row in rows))
             rows = [row for _, row in read_json_lines(file)]
@@ -211,24 +209,20 @@ def _measure(options, sandbox):
 def _show(worlds, probes):
     """Prints the tables, by how much the first policy leads the others, and the probes."""
     for world, found in worlds.items():
-        print(f"{world}\n{table({'held_out': {'routers': found}})}")
+        print(f"{world}\n{table(found)}")
         ours, *others = found
-        for name in found:
-            print(f"{name}: pass^k", ", ".join(map(number, found[name]["pass_hat"])))
         for name in others:
-            print(f"{ours} minus {name}:", _text(found[name]["behind"]))
-    for probed, found in probes.items():
-        rows = {"": found} if isinstance(found, tuple) else found
-        for row, values in rows.items():
-            print(f"{probed} {row}:", _text(values if isinstance(values, dict) else {"": values}))
+            print(f"{label(ours)} minus {label(name)}:", _text(found[name]["behind"]))
+    for name, found in (probes.pop("reward", {}) | probes).items():
+        print(f"{name}:", _text(found))
 
 
-def _text(measures):
-    texts = []
-    for name, (mean, low, high, *p) in measures.items():
-        sure = "".join(f" p={x:.2g}" for x in p)
-        texts.append(f"{name} {mean:+.3g} [{low:+.3g}, {high:+.3g}]{sure}".strip())
-    return ", ".join(texts)
+def _text(found):
+    """Means with their intervals and p, by name."""
+    if isinstance(found, dict):
+        return ", ".join(f"{name} {_text(value)}" for name, value in found.items())
+    mean, low, high, *p = found
+    return f"{mean:+.3g} [{low:+.3g}, {high:+.3g}]" + "".join(f" p={x:.2g}" for x in p)
 
 
 def _compare(arguments):
@@ -257,7 +251,7 @@ def main(arguments: list[str]) -> int:
         return 0
     with Sandbox() as sandbox:
         if arguments[:1] == ["ablate"]:
-            ablate(arguments[1:], RUNS, sandbox)
+            _show({"ablation": evaluation.compare(ablate(arguments[1:], RUNS, sandbox))}, {})
         else:
             _measure(_read(arguments), sandbox)
     return 0

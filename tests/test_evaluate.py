@@ -22,11 +22,12 @@ from nanorchestra.files import read_json
 from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.records import Preference, Task, Trajectory
 from nanorchestra.report import plots
+from nanorchestra.report.evaluation import attempts
 from nanorchestra.settings import load_config, to_toml
 from nanorchestra.tools.models import Spending
 from worlds import evaluation
 from worlds.ablation import Ablated
-from worlds.intervals import interval, p_value, pass_hat
+from worlds.evaluation import interval, p_value, pass_hat
 from worlds.miniature.world import World, environment
 from worlds.mixture import Worlds
 from worlds.policies import limits_of, parse
@@ -179,6 +180,41 @@ def test_what_was_measured_is_kept_when_dollars_or_an_endpoint_end(home, why, ca
         assert [scores["tasks"] for scores in found.values()] == [8, 8]
 
 
+def test_calls_that_fail_change_the_accuracy_by_their_own_tasks_alone(home):
+    """Every 50th call of an expert fails, and every 50th task of an orchestrator's endpoint."""
+    lost = {"strong": 7, "boss": 31}
+
+    def answer(body):
+        asked, last = re.findall(r"is (\d+) plus", str(body["messages"])), body["messages"][-1]
+        if lost.get(body["model"]) == (n := int(asked[0])):
+            return b"a gateway's page"
+        if body["model"] == "strong":
+            return said(str(2 * n + (n % 3 == 0)))  # it errs
+        sure = last["role"] != "user"
+        return said(last["content"]) if sure else said(None, [("strong", "{}")], "tool_calls")
+
+    found = {}
+    with openai_server() as server:
+        server.answer = answer
+        options = [*questions(home, server.url, rows=50), "--experts", "real", "--all"]
+        options += ["--policy", f"boss@{server.url}", "strongest", "--parallel", "25"]
+        for run in ("failing", "sound"):
+            assert evaluate.main([*options, "--run", run]) == 0
+            (found[run],) = read_json(f"runs/{run}/summary.json")["worlds"].values()
+            lost = {}
+    outcomes = [
+        {(row["policy"], row["task"]["question"]): row["outcome"] for row in attempts(path)}
+        for path in (Path("runs/failing"), Path("runs/sound"))
+    ]
+    changed = {asked for asked in outcomes[0] if outcomes[0][asked] != outcomes[1][asked]}
+    assert {re.findall(r"\d+", question)[0] for _, question in changed} == {"7", "31"}
+    for policy, name in zip(found["sound"], ("boss", "strongest"), strict=True):
+        failing, sound = found["failing"][policy], found["sound"][policy]
+        count = sum(policy == who for who, _ in changed)
+        assert abs(failing["accuracy"] - sound["accuracy"]) <= count / 50 + 1e-9
+        assert (failing["tasks"], failing["failed"]) == (50, name == "boss")
+
+
 @pytest.mark.skipif(not FRAMES.exists(), reason="../shared/data/frames.jsonl is not there")
 def test_frames_runs_with_scripted_experts_over_http(home):
     answers = {row["question"].strip(): row["answer"] for row in map(json.loads, FRAMES.open())}
@@ -203,7 +239,8 @@ def test_limits_are_those_of_the_models_run_or_generation_config(home):
     changes = {"rollout.turns": 7, "evaluation.temperature": 0.3, "rollout.context": "rebuild"}
     (home / "mine" / "config.toml").write_text(to_toml(load_config(None, changes)))
     policy = parse("mine/model:turns=3:basic", [])
-    assert (policy.settings["turns"], policy.tools, policy.base) == (3, "basic", "mine/model")
+    assert (policy.settings["turns"], policy.base) == (3, "mine/model")
+    assert policy.settings["tools"] == "basic"
     assert policy.settings["temperature"] == 0.3 and policy.load(Spending(), 2).rebuild
 
 

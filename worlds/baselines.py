@@ -22,7 +22,6 @@ from worlds.toolscale.environment import EXPERT
 
 TRAINED = "regression"
 LESSONS = 2000  # training tasks at most that the trained router learns from, one expert each
-LEARNER = ("pipeline", "feature_extraction.text", "linear_model")
 AT_ONCE = 16
 
 
@@ -52,8 +51,7 @@ class Routers:
     def load(self, name: str) -> Any:
         """Returns the player of a router: `run(environments, seeds)`."""
         if name == TRAINED:
-            best = self._learn()
-            return _player(lambda task: [best(task)])
+            return _player(self._learn())
         return _player(lambda task: self.orders(task)[name])
 
     def _learn(self):
@@ -62,21 +60,25 @@ class Routers:
         Each training task shows one random expert. The features are the expert, and its pairs with
         the words of the question.
         """
-        pipeline, text, linear = (importlib.import_module(f"sklearn.{n}") for n in LEARNER)
+        from sklearn.feature_extraction.text import CountVectorizer
+        from sklearn.linear_model import LogisticRegression
+        from sklearn.pipeline import make_pipeline
+
         most = [len(world.splits["train"]) for world in self.worlds.domains.values()]
         tasks = self.worlds.tasks(min([LESSONS, *most]), 0)
-        drawn = {task.id: random.Random(task.id).choice(offers(task)) for task in tasks}
+        drawn = {task.id: [random.Random(task.id).choice(offers(task))] for task in tasks}
         environments = [self.worlds.environment(task, self.seed) for task in tasks]
-        tried = _player(lambda task: [drawn[task.id]]).run(environments, range(len(tasks)))
-        words = [_words(task, drawn[task.id]) for task in tasks]
-        counts, regression = text.CountVectorizer(token_pattern=r"\S+"), linear.LogisticRegression
-        model = pipeline.make_pipeline(counts, regression(max_iter=1000))
-        model.fit(["", "", *words], [0, 1, *(int(attempt.outcome == 1) for attempt in tried)])
+        tried = _player(lambda task: drawn[task.id]).run(environments, range(len(tasks)))
+        texts = [_words(task, *drawn[task.id]) for task in tasks]
+        model = make_pipeline(
+            CountVectorizer(token_pattern=r"\S+"), LogisticRegression(max_iter=1000)
+        )
+        model.fit(["", "", *texts], [False, True, *(attempt.outcome == 1 for attempt in tried)])
 
         def best(task):
             found = offers(task)
-            chances = model.predict_proba([_words(task, offer) for offer in found])
-            return found[chances[:, 1].argmax()]
+            chances = model.predict_proba([_words(task, offer) for offer in found])[:, 1]
+            return [found[chances.argmax()]]
 
         return best
 

@@ -1,25 +1,30 @@
 """Attempts at held-out tasks, scored and summarised alike for a policy and for fixed routers.
 
-A world states in `task.data` what the score needs: `bounds` of cost and latency, `kind` of
-question, and `wish`, the name of the preference.
+Bootstrap intervals over tasks, paired tests and pass^k say how sure a figure is. A world states in
+`task.data` what the score needs: `bounds` of cost and latency, `kind` of question, and `wish`, the
+name of the preference.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from statistics import fmean, stdev
 from typing import Any
+
+import numpy as np
 
 from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import Rollout
 from nanorchestra.errors import require
 from nanorchestra.records import Task, Trajectory
 from reward import Bounds, preference_score, reward_parts, task_reward
-from worlds.intervals import interval, p_value, pass_hat
 
 Pairs = Sequence[tuple[Task, Trajectory]]
 RETRIES = 2  # of attempts that failed for reasons of the infrastructure
+DRAWS = 2000  # resamples of a bootstrap, and sign flips of a test
 
 
 def task_bounds(task: Task) -> Bounds:
@@ -79,8 +84,7 @@ def summarise(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict
 
     A task may have several attempts: `pass_hat` is pass^1, pass^2, ... `intervals` are 95%
     bootstrap intervals over tasks. `failed` counts the attempts that the infrastructure failed; no
-    mean includes them. `calls` are calls per attempt by what is behind the alias, `verdicts` the
-    shares of how a judge decided. UserError if all attempts failed.
+    mean includes them. UserError if all attempts failed.
     """
     pairs = finished(tasks, trajectories)
     require(
@@ -88,30 +92,20 @@ def summarise(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict
         f"held-out tasks: all {len(tasks)} attempts failed for reasons of the infrastructure; "
         "see that the tools and endpoints answer",
     )
-
-    def split(key):
-        groups = defaultdict(list)
-        for pair in pairs:
-            groups[pair[0].data[key]].append(pair)
-        return {
-            name: {"tasks": len(group)} | means(group) for name, group in sorted(groups.items())
-        }
-
     scores, rows = means(pairs), by_task(pairs)
-    right, attempts = scores["accuracy"], Counter(task.id for task, _ in pairs)
+    right, tries = scores["accuracy"], Counter(task.id for task, _ in pairs)
     known = {n: [row[n] for row in rows.values() if row[n] is not None] for n in scores}
-    passed = [(round(row["accuracy"] * attempts[n]), attempts[n]) for n, row in rows.items()]
+    passed = [(round(row["accuracy"] * tries[n]), tries[n]) for n, row in rows.items()]
     return {
         "tasks": len({task.id for task in tasks}),
         "failed": len(tasks) - len(pairs),
         **scores,
         "intervals": {n: interval(values)[1:] for n, values in known.items() if len(values) > 1},
-        "pass_hat": [pass_hat(passed, k) for k in range(1, max(attempts.values()) + 1)],
+        "pass_hat": [pass_hat(passed, k) for k in range(1, max(tries.values()) + 1)],
         "cost_per_correct_usd": scores["cost_usd"] / right if right else None,
-        "by_preference": split("wish"),
-        "by_kind": split("kind"),
-        "calls": _shares(sum((behind(*pair) for pair in pairs), Counter()), len(pairs)),
-        "verdicts": _shares(Counter(t.verdict for _, t in pairs if t.verdict), len(pairs)),
+        "by_preference": _grouped(pairs, lambda task: task.data["wish"]),
+        "by_kind": _grouped(pairs, lambda task: task.data["kind"]),
+        **_tallies(pairs),
     }
 
 
@@ -137,14 +131,6 @@ def differences(ours: Pairs, theirs: Pairs) -> dict[str, tuple[float, ...]]:
     return found
 
 
-def by_task(pairs: Pairs) -> dict[str, dict[str, float | None]]:
-    """Returns the means over the attempts at each task, by its id."""
-    groups = defaultdict(list)
-    for pair in pairs:
-        groups[pair[0].id].append(pair)
-    return {name: means(group) for name, group in groups.items()}
-
-
 def published_preference(ours: Pairs, base: Pairs) -> float | None:
     """Returns the score of the paper's appendix L, the mean over tasks that both finished.
 
@@ -168,25 +154,13 @@ def published_preference(ours: Pairs, base: Pairs) -> float | None:
     return fmean(scores) if scores else None
 
 
-def behind(task: Task, trajectory: Trajectory) -> Counter[str]:
-    """Returns the calls of an attempt by what is behind the alias."""
-    known = {offer["name"]: offer["what"] for offer in task.data["tools"]}
-    for offer in task.data["tools"]:  # questions.py: the experts of a tool that offers several
-        known |= {name: spec["what"] for name, spec in offer.get("models", {}).items()}
-    calls = Counter()
-    for name, count in trajectory.calls.items():
-        calls[known.get(name, "unknown")] += count
-    return calls
-
-
 def measure(
     tasks: Sequence[Task], trajectories: Sequence[Trajectory], group_size: int
 ) -> dict[str, Any]:
     """Returns means over a training step's attempts, for its row of metrics.
 
-    Also `group_std`, the mean spread of reward within a group; calls per attempt by what is behind
-    the alias; how attempts ended, and how a judge decided. No mean includes attempts that the
-    infrastructure failed, unless there are no others.
+    Also `group_std`, the mean spread of reward within a group, and how attempts ended. No mean
+    includes attempts that the infrastructure failed, unless there are no others.
     """
     pairs = finished(tasks, trajectories) or list(zip(tasks, trajectories, strict=True))
     groups = [
@@ -194,19 +168,13 @@ def measure(
         for i in range(0, len(tasks), group_size)
     ]
     spreads = [stdev(group) for group in groups if len(group) > 1]
-    calls: Counter[str] = Counter()
-    parts: Counter[str] = Counter()
-    for task, trajectory in pairs:
-        calls += behind(task, trajectory)
-        parts.update(reward_parts(trajectory, task.preference, task_bounds(task)))
-    statuses = Counter(trajectory.status for trajectory in trajectories)
+    parts = [reward_parts(t, task.preference, task_bounds(task)) for task, t in pairs]
     return {
         **means(pairs),
-        "reward_parts": {name: value / len(pairs) for name, value in parts.items()},
+        "reward_parts": _means(parts),
         "group_std": fmean(spreads) if spreads else 0.0,
-        "calls": _shares(calls, len(pairs)),
-        "statuses": _shares(statuses, len(tasks)),
-        "verdicts": _shares(Counter(t.verdict for _, t in pairs if t.verdict), len(pairs)),
+        "statuses": _shares((t.status for t in trajectories), len(tasks)),
+        **_tallies(pairs),
     }
 
 
@@ -216,9 +184,30 @@ def means(pairs: Pairs) -> dict[str, float | None]:
     `avoided_rate` is the share of attempts that used a forbidden tool among the tasks that forbid
     one, None if there are none; `well_formed` the share without a malformed call.
     """
-    rows = [_figures(*pair) for pair in pairs]
+    return _means([_figures(*pair) for pair in pairs])
+
+
+def by_task(pairs: Pairs) -> dict[str, dict[str, float | None]]:
+    """Returns the means over the attempts at each task, by its id."""
+    return _grouped(pairs, lambda task: task.id)
+
+
+def finished(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> Pairs:
+    """Returns the attempts that the infrastructure did not fail, with their tasks."""
+    pairs = zip(tasks, trajectories, strict=True)
+    return [(task, t) for task, t in pairs if t.status != "infrastructure"]
+
+
+def _means(rows):
     columns = {name: [row[name] for row in rows if row[name] is not None] for name in rows[0]}
     return {name: fmean(found) if found else None for name, found in columns.items()}
+
+
+def _grouped(pairs, key):
+    groups = defaultdict(list)
+    for pair in pairs:
+        groups[key(pair[0])].append(pair)
+    return {name: means(group) for name, group in sorted(groups.items())}
 
 
 def _figures(task, t):
@@ -236,11 +225,48 @@ def _figures(task, t):
     }
 
 
-def finished(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> Pairs:
-    """Returns the attempts that the infrastructure did not fail, with their tasks."""
-    pairs = zip(tasks, trajectories, strict=True)
-    return [(task, t) for task, t in pairs if t.status != "infrastructure"]
+def _tallies(pairs):
+    """Calls per attempt by what is behind the alias, and the shares of how a judge decided."""
+    called, verdicts = Counter(), (t.verdict for _, t in pairs if t.verdict)
+    for task, t in pairs:
+        known = {offer["name"]: offer["what"] for offer in task.data["tools"]}
+        for offer in task.data["tools"]:  # questions.py: experts of a tool that offers several
+            known |= {name: spec["what"] for name, spec in offer.get("models", {}).items()}
+        for name, count in t.calls.items():
+            called[known.get(name, "unknown")] += count
+    return {"calls": _shares(called, len(pairs)), "verdicts": _shares(verdicts, len(pairs))}
 
 
-def _shares(counts, total):
-    return {name: count / total for name, count in sorted(counts.items())}
+def _shares(found, total):
+    return {name: count / total for name, count in sorted(Counter(found).items())}
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Returns the mean of one value per task and its 95% bootstrap interval (percentiles)."""
+    if len(values) < 2:
+        return (fmean(values or [math.nan]), -math.inf, math.inf)
+    means = np.asarray(values, float)[_picks(len(values))].mean(1)
+    return (fmean(values), *map(float, np.quantile(means, (0.025, 0.975))))
+
+
+@lru_cache(maxsize=2)
+def _picks(count):
+    """The tasks of each resample, [DRAWS, count]."""
+    return np.random.default_rng(0).integers(count, size=(DRAWS, count))
+
+
+def p_value(differences: Sequence[float]) -> float:
+    """Returns the p of a paired test: how often random signs give as large a mean difference."""
+    values = np.asarray(differences, float)
+    signs = np.random.default_rng(0).choice((-1.0, 1.0), size=(DRAWS, len(values)))
+    extreme = np.abs(signs @ values) >= abs(values.sum()) - 1e-9
+    return float((1 + extreme.sum()) / (1 + DRAWS))
+
+
+def pass_hat(successes: Sequence[tuple[int, int]], k: int) -> float:
+    """Returns pass^k: the probability that k attempts at a task are all right.
+
+    `successes` are (right attempts, attempts) by task; the estimate is that of tau-bench (Yao et
+    al. 2024, arXiv 2406.12045), the mean of C(right, k) / C(attempts, k).
+    """
+    return fmean(math.comb(c, k) / math.comb(n, k) for c, n in successes if n >= k)

@@ -32,18 +32,19 @@ from worlds.toolscale.environment import EXPERT, HAND_OVER
 
 LIMITS = ("turns", "calls_per_turn", "turn_tokens", "context_tokens")
 SAMPLING = ("temperature", "top_p", "top_k")
+CONTEXT = 32768  # tokens of an endpoint
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A policy as it was written. `tools` is "all", "basic" or "none".
+    """A policy as it was written.
 
-    `settings` are its limits and sampling, and where they come from; no limits for a router.
+    `settings` are its tools ("all", "basic" or "none"), its limits and sampling, and where they
+    come from; no limits for a router.
     """
 
     name: str
     base: str
-    tools: str
     settings: dict[str, Any]
 
     @property
@@ -57,8 +58,14 @@ class Policy:
         limits = Limits(**{name: given[name] for name in LIMITS})
         if "://" in self.base:
             model, _, url = self.base.partition("@")
-            usd = {f"{k}_usd_per_million": given[k] for k in ("input", "output")}
-            section = RolloutSection(given["temperature"], endpoint=url, model=model, only=1, **usd)
+            section = RolloutSection(
+                given["temperature"],
+                endpoint=url,
+                model=model,
+                only=1,
+                input_usd_per_million=given["input"],
+                output_usd_per_million=given["output"],
+            )
             check_endpoint(section)
             return EndpointRollout(section, Tokenizer.from_dir(NANO), limits, spending)
         rollout = load_rollout(Path(self.base), limits, 0.0, running)
@@ -72,7 +79,7 @@ class Policy:
         env = worlds.environment(task, seed)
         names = [tool["function"]["name"] for tool in env.tools]
         basic = [name for name in names if name not in ROLES and env.kinds.get(name) != "expert"]
-        kept = {"all": names, "basic": basic, "none": []}[self.tools]
+        kept = {"all": names, "basic": basic, "none": []}[self.settings["tools"]]
         env.tools = [tool for tool in env.tools if tool["function"]["name"] in kept]
         env.kinds = {name: kind for name, kind in env.kinds.items() if name in kept}
         if EXPERT not in kept:
@@ -87,11 +94,12 @@ class Policy:
 def parse(text: str, routers: Collection[str]) -> Policy:
     """Returns the policy that is written `text`; `routers` are known by name. UserError."""
     base, *changes = re.split(r":(?=basic\b|none\b|[a-z_]+=)", text)
-    tools, settings = "all", {"usd": 0.0}
+    settings = {"tools": "all", "usd": 0.0}
     if "://" in base:
-        usd = PRICES.get(base.partition("@")[0], (0.0, 0.0))
-        settings |= dict(zip(LIMITS, (50, 4, 8192, 32768), strict=True))
-        settings |= {"temperature": 1.0, "input": usd[0], "output": usd[1], "from": "evaluate.py"}
+        usd = dict(
+            zip(("input", "output"), PRICES.get(base.partition("@")[0], (0.0, 0.0)), strict=True)
+        )
+        settings |= _limits(CONTEXT) | usd | {"temperature": 1.0, "from": "evaluate.py"}
     elif base not in routers:
         known = f"a checkpoint's directory, MODEL@URL, or one of {', '.join(routers)}"
         require(
@@ -99,16 +107,13 @@ def parse(text: str, routers: Collection[str]) -> Policy:
         )
         settings |= limits_of(Path(base))
     for change in changes:
-        name, _, value = change.partition("=")
-        if not value:
-            tools = name
-            continue
+        name, _, value = (change if "=" in change else f"tools={change}").partition("=")
         try:
             settings[name] = type(settings[name])(value)
         except (KeyError, ValueError):
             right = ", ".join(settings)
             raise UserError(f"--policy {text}: {change} must be a number of {right}") from None
-    return Policy(text, base, tools, settings)
+    return Policy(text, base, settings)
 
 
 def limits_of(path: Path) -> dict[str, Any]:
@@ -122,6 +127,9 @@ def limits_of(path: Path) -> dict[str, Any]:
         config = load_config(own)
         found = {name: getattr(config.rollout, name) for name in (*LIMITS, "top_p", "context")}
         return found | {"temperature": config.evaluation.temperature, "top_k": 0, "from": "its run"}
-    context = read_config(path).max_position_embeddings
-    found = dict(zip(LIMITS, (50, 4, context // 2, context), strict=True)) | read_sampling(path)
+    found = _limits(read_config(path).max_position_embeddings) | read_sampling(path)
     return found | {"context": "append", "from": "generation_config.json"}
+
+
+def _limits(context):
+    return dict(zip(LIMITS, (50, 4, context // 2, context), strict=True))
