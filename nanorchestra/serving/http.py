@@ -2,11 +2,14 @@
 
 import asyncio
 import hmac
+import re
 import secrets
 import signal
 import socket
 import time
 from collections import defaultdict
+from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +20,14 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.responses import HTMLResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Send
 
 from nanorchestra.agent.loop import Rollout
 from nanorchestra.errors import UserError
 from nanorchestra.schemas import Json
-from nanorchestra.serving.orchestrate import MakeEnvironment, Orchestration
+from nanorchestra.serving.orchestrate import MakeEnvironment, orchestrated
 from nanorchestra.serving.protocol import (
     OPENAPI,
     Choice,
@@ -33,7 +37,7 @@ from nanorchestra.serving.protocol import (
     read_body,
     usage,
 )
-from nanorchestra.serving.service import ApiError, Limits, Service
+from nanorchestra.serving.service import Limits, Service
 
 PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 POLICY = {"content-security-policy": "default-src 'unsafe-inline'; connect-src 'self'"}
@@ -43,6 +47,7 @@ FORMS = {
     "/v1/chat/completions": ("ChatRequest", "chat.completion", ".chunk"),
     "/v1/completions": ("CompletionRequest", "text_completion", ""),
 }
+REFUSED = HTTPException, UserError, TimeoutError
 
 
 class Server(uvicorn.Server):
@@ -63,26 +68,26 @@ class Server(uvicorn.Server):
         limits: Limits | None = None,
     ):
         room = rollout.engine.max_context
-        self.rollout, self.make_environment = rollout, make_environment
-        self.names, self.key = (name, f"{name}+tools"), key
-        self.given = given | {"max_tokens": room}
+        self.key, self.given = key, given | {"max_tokens": room}
         self.limits = limits or Limits(body_bytes=(1 << 16) + 32 * room)
         self.service = Service(rollout.engine, self.limits)
+        self.models = {
+            name: partial(sampled, self.service, rollout.tokenizer),
+            f"{name}+tools": partial(orchestrated, self.service, rollout, make_environment),
+        }
         owner = {"object": "model", "created": 0, "owned_by": "nanorchestra"}
-        models = {"object": "list", "data": [{"id": name} | owner for name in self.names]}
-        published = {"/openapi.json": OPENAPI, "/health": {"status": "ok"}, "/v1/models": models}
-        routes = [
-            Route("/", lambda request: HTMLResponse(PAGE, headers=POLICY)),
-            Route("/metrics", lambda request: Response(self._metrics())),
-            *(
-                Route(path, lambda request: answer(published[request.url.path]))
-                for path in published
-            ),
-            *(Route(path, self._complete, methods=["POST"]) for path in FORMS),
-        ]
-        kinds = HTTPException, UserError, ClientDisconnect, Exception
+        models = {"object": "list", "data": [{"id": name} | owner for name in self.models]}
+        published = {
+            "/": HTMLResponse(PAGE, headers=POLICY),
+            "/health": JSONResponse({"status": "ok"}),
+            "/openapi.json": JSONResponse(OPENAPI),
+            "/v1/models": JSONResponse(models),
+            "/metrics": self._metrics,
+        }
+        routes = [Route(path, said, methods=["GET"]) for path, said in published.items()]
+        routes += [Route(path, self._complete, methods=["POST"]) for path in FORMS]
         hosts = Middleware(TrustedHostMiddleware, allowed_hosts=hosts or LOCAL)
-        refusals = dict.fromkeys(kinds, refuse)
+        refusals = dict.fromkeys((*REFUSED, ClientDisconnect, Exception), refuse)
         app = Starlette(routes=routes, middleware=[hosts], exception_handlers=refusals)
         stop = int(self.limits.drain_s) + 5
         config = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": stop}
@@ -94,130 +99,127 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
         self.service.jobs.put(None)
 
-    def _metrics(self):
-        engine, rows = self.rollout.engine, dict(self.service.seconds)
+    def _metrics(self, request) -> Response:
+        engine, rows = self.service.engine, dict(self.service.seconds)
         rows |= {f"{name}_total": value for name, value in engine.stats.items()}
         rows["requests_waiting"] = len(engine.scheduler.waiting)
         rows["requests_running"] = len(engine.scheduler.running)
         rows["pages"] = engine.cache.num_pages
         rows["pages_used"] = engine.cache.num_pages - engine.cache.available
-        return "".join(f"nanorchestra_{name} {value}\n" for name, value in rows.items())
+        return Response("".join(f"nanorchestra_{name} {rows[name]}\n" for name in rows))
 
     async def _body(self, request, form):
-        """A checked body. ApiError if the client may not ask, or asks too much."""
-        given, limits = request.headers.get("authorization", "").encode(), self.limits
+        """A checked body. HTTPException if the client may not ask, or asks too much."""
+        given, most = request.headers.get("authorization", "").encode(), self.limits.body_bytes
         if self.key and not hmac.compare_digest(given, f"Bearer {self.key}".encode()):
-            raise ApiError("the API key is missing or wrong", 401)
+            raise HTTPException(401, "the API key is missing or wrong")
         if request.headers.get("content-type", "").partition(";")[0] != JSON:
-            raise ApiError(f"the Content-Type must be {JSON}", 415)
-        raw, size = b"", 0
+            raise HTTPException(415, f"the Content-Type must be {JSON}")
+        raw = b""
         try:
-            async with asyncio.timeout(limits.body_s):
+            async with asyncio.timeout(self.limits.body_s):
                 async for part in request.stream():
-                    size += len(part)
-                    raw += part if size <= limits.body_bytes else b""
+                    raw += part
+                    if len(raw) > most:
+                        raise HTTPException(413, f"the body has more than {most} bytes")
         except TimeoutError:
-            raise ApiError("the body did not come in time", 408) from None
-        if size > limits.body_bytes:
-            raise ApiError(f"the body has more than {limits.body_bytes} bytes", 413)
-        body = await asyncio.to_thread(read_body, raw, form, self.given)
-        if body["model"] not in self.names:
-            raise ApiError(f"model: it must be {' or '.join(self.names)}", 404, "model")
-        return body
+            raise HTTPException(408, "the body did not come in time") from None
+        return await asyncio.to_thread(read_body, raw, form, self.given)
 
     async def _complete(self, request) -> Response:
         """Answers a body, at once or as a stream."""
         form, kind, chunk = FORMS[request.url.path]
         body = await self._body(request, form)
-        if body["model"] == self.names[0]:
-            tokenizer = self.rollout.tokenizer
-            choices = await asyncio.to_thread(as_choices, body, tokenizer)
-            work = self.service.open(choices)
-            chunks = sampled(work, [Choice(body, i, tokenizer) for i in range(len(choices))])
-        else:
-            work = Orchestration(self.service, self.rollout, self.make_environment, body)
-            chunks = work.chunks()
-        head = {"id": secrets.token_hex(12), "created": int(time.time()), "model": body["model"]}
+        name = body["model"]
+        if name not in self.models:
+            raise HTTPException(404, f"model: it must be {' or '.join(self.models)}")
+        chunks = self.models[name](body)
+        head = {"id": secrets.token_hex(12), "created": int(time.time()), "model": name}
         if body["stream"]:
-            lines = events(head | {"object": kind + chunk}, chunks, body["stream_options"])
-            end = BackgroundTask(work.close)
-            return StreamingResponse(lines, media_type="text/event-stream", background=end)
-        tasks = whole, gone = [asyncio.ensure_future(f) for f in (collect(chunks), left(request))]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if gone.done():
-                raise ClientDisconnect
-            return answer(head | {"object": kind} | whole.result())
-        finally:
-            work.close()
-            for task in tasks:
-                task.cancel()
+            parts = events(head | {"object": kind + chunk}, chunks, body["stream_options"])
+        else:
+            parts = whole(head | {"object": kind}, chunks)
+        media = "text/event-stream" if body["stream"] else JSON
+        return Parts(parts, media_type=media, background=BackgroundTask(chunks.aclose))
 
 
-async def left(request):
-    """Returns when the client has gone."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+class Parts(StreamingResponse):
+    """A body in parts. It begins with the first, so that an error before it has its own status."""
+
+    async def stream_response(self, send: Send) -> None:
+        """Sends the parts; a client that leaves ends this."""
+        held = []
+
+        async def late(message):
+            held.append(message)
+            while "body" in message and held:
+                await send(held.pop(0))
+
+        await super().stream_response(late)
 
 
-async def sampled(work, choices):
-    """Yields the chunks of an answer's choices; the last is the usage."""
-    body, requests = choices[0].body, work.requests
-    async for index, tokens, reason in work:
-        choice, request = choices[index], requests[index]
-        if not choice.finish_reason and (tokens or reason):
+async def sampled(service, tokenizer, body):
+    """Yields the chunks of the choices of an answer of the model; the last is the usage."""
+    asked = await asyncio.to_thread(as_choices, body, tokenizer)
+    choices, cached = [Choice(body, i, tokenizer) for i in range(len(asked))], 0
+    async with aclosing(service.sample(asked)) as news:
+        async for index, request, tokens, reason in news:
+            choice = choices[index]
+            if reason:
+                cached += request.cached_tokens or 0
+            if choice.finish_reason or not (tokens or reason):
+                continue
             first = body["return_token_ids"] and not choice.count
-            prompt = {"prompt_token_ids": request.ids[: request.prompt_tokens]} if first else {}
+            prompt = {"prompt_token_ids": asked[index][0]} if first else {}
             yield prompt | {"choices": [choice.feed(tokens, reason)]}
             if choice.finish_reason and not reason:
-                work.abort(request)
-    prompt = sum(request.prompt_tokens for request in requests[:: body["n"]])
-    cached = sum(request.completion.cached_tokens for request in requests)
+                service.abort(request)
+    prompt = sum(len(ids) for ids, _ in asked[:: body["n"]])
     count = sum(choice.count for choice in choices)
     yield {"choices": [], "usage": usage(prompt, count, cached)}
 
 
-async def collect(chunks):
-    """Returns one answer of all chunks."""
-    whole, choices = {}, defaultdict(dict)
+async def whole(head, chunks):
+    """Yields one answer of all chunks."""
+    choices = defaultdict(dict)
     async for chunk in chunks:
         for choice in chunk.pop("choices"):
             merge(choices[choice["index"]], choice)
-        whole |= chunk
+        head |= chunk
     for choice in choices.values():
         if delta := choice.pop("delta", None):
             choice["message"] = {"content": None} | delta
             for call in delta.get("tool_calls", ()):
                 del call["index"]
-    return whole | {"choices": [choices[index] for index in sorted(choices)]}
+    yield dumps(head | {"choices": [choices[index] for index in sorted(choices)]})
 
 
 async def events(head, chunks, options):
-    """Yields the chunks as server-sent events; an error ends them."""
-    end = b"[DONE]"
+    """Yields the chunks as server-sent events; an error after the first ends them."""
+    begun, end = False, b"[DONE]"
     try:
         async for chunk in chunks:
             if options.get("include_usage") or "usage" not in chunk:
+                begun = True
                 yield b"data: %b\n\n" % dumps(head | chunk)
-    except UserError as error:
+    except REFUSED as error:
+        if not begun:
+            raise
         end = refuse(None, error).body
     yield b"data: %b\n\n" % end
 
 
-def answer(value: Any, status: int = 200) -> Response:
-    """Returns a response of JSON."""
-    return Response(dumps(value), status, media_type=JSON)
-
-
 def refuse(request: Any, error: Exception) -> Response:
-    """Returns the response for an exception, in OpenAI's form."""
-    status, message = getattr(error, "status", 400), str(error)
-    if not isinstance(error, UserError):
-        status = getattr(error, "status_code", 500)
-        message = getattr(error, "detail", "internal error")
+    """Returns the response for an exception, in OpenAI's form. A message begins with its field."""
+    status, message = getattr(error, "status_code", 500), getattr(error, "detail", "internal error")
+    if isinstance(error, UserError):
+        status, message = 400, str(error)
+    elif isinstance(error, TimeoutError):
+        status, message = 504, "the request took too long"
+    field = re.match(r"[\w.[\]]+(?=: )", message)
     kind = "invalid_request_error" if status < 500 else "server_error"
-    said = {"message": message, "type": kind, "param": getattr(error, "param", None)}
-    return answer({"error": said | {"code": None}}, status)
+    said = {"message": message, "type": kind, "param": field and field[0], "code": None}
+    return JSONResponse({"error": said}, status)
 
 
 def serve_http(server: Server, host: str, port: int) -> None:
@@ -228,7 +230,7 @@ def serve_http(server: Server, host: str, port: int) -> None:
     except (OSError, OverflowError) as error:
         raise UserError(f"--host {host} --port {port}: {error}") from None
     place = f"http://{host}:{listening.getsockname()[1]}"
-    print(f"{' and '.join(server.names)} at {place}/v1, the page at {place}/", flush=True)
+    print(f"{' and '.join(server.models)} at {place}/v1, the page at {place}/", flush=True)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again at its end
         signal.signal(number, lambda *_: None)
     server.run([listening])

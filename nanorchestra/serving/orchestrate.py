@@ -7,48 +7,48 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 from typing import Any
 
+from starlette.exceptions import HTTPException
+
 from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import Attempt, Rollout
 from nanorchestra.engine.request import SamplingParams
 from nanorchestra.engine.stream import TurnStream
 from nanorchestra.schemas import Json, check
 from nanorchestra.serving.protocol import OPENAPI, SAMPLING, usage
-from nanorchestra.serving.service import ApiError, Service
+from nanorchestra.serving.service import Service
 
 MakeEnvironment = Callable[[str, str, int], Environment]  # of a question, a wish and a seed
+TOLD = "status", "cost_usd", "latency_s", "calls"
 
 
-class Orchestration:
-    """One attempt at the last message of a body. Its owner closes it, whatever happens."""
+async def orchestrated(
+    service: Service, rollout: Rollout, make: MakeEnvironment, body: Json
+) -> AsyncIterator[Json]:
+    """Runs an attempt at the last message of a body; closed, it ends the attempt.
 
-    def __init__(self, service: Service, rollout: Rollout, make: MakeEnvironment, body: Json):
-        *before, asked = body["messages"]
-        check({**body, "last": asked}, OPENAPI["components"]["schemas"]["WithTools"], "+tools")
-        given, seed = body.get("metadata", {}), body.get("seed", secrets.randbits(62))
-        limits = [f"{name}={given[name]}" for name in ("usd", "seconds", "never") if name in given]
-        env = make(asked["content"], " ".join([given.get("preference", ""), *limits]), seed)
-        env.messages[:0] = before
-        rollout, chosen = copy.copy(rollout), {name: body[name] for name in SAMPLING}
-        rollout.open = lambda attempt, start, prompt: Conversation(service, prompt)
-        rollout.params = lambda seed, most: SamplingParams(most, seed=seed, **chosen)
-        self.tokenizer, self.events = rollout.tokenizer, asyncio.Queue()
-        attempt = Attempt(rollout, 0, env, seed, lambda *event: self.events.put_nowait(event))
-        self.task = asyncio.ensure_future(asyncio.wait_for(attempt.run(), service.limits.request_s))
-        self.task.add_done_callback(lambda task: self.events.put_nowait(("end", task)))
-
-    def close(self) -> None:
-        """Ends the attempt."""
-        self.task.cancel()
-
-    async def chunks(self) -> AsyncIterator[Json]:
-        """Yields reasoning, calls and results as they come, then the answer, then the usage."""
-        stream, (kind, payload) = TurnStream(self.tokenizer), ("", None)
+    Yields reasoning, calls and results as they come, then the answer, then the usage.
+    """
+    *before, asked = body["messages"]
+    check({**body, "last": asked}, OPENAPI["components"]["schemas"]["WithTools"], "+tools")
+    given, seed = body.get("metadata", {}), body.get("seed", secrets.randbits(62))
+    limits = [f"{name}={given[name]}" for name in ("usd", "seconds", "never") if name in given]
+    env = make(asked["content"], " ".join([given.get("preference", ""), *limits]), seed)
+    env.messages[:0] = before
+    rollout, chosen = copy.copy(rollout), {name: body[name] for name in SAMPLING}
+    rollout.open = lambda attempt, start, prompt: Conversation(service, prompt)
+    rollout.params = lambda seed, most: SamplingParams(most, seed=seed, **chosen)
+    events = asyncio.Queue()
+    attempt = Attempt(rollout, 0, env, seed, lambda *event: events.put_nowait(event))
+    task = asyncio.ensure_future(asyncio.wait_for(attempt.run(), service.limits.request_s))
+    task.add_done_callback(lambda task: events.put_nowait(("end", task)))
+    try:
+        stream, kind = TurnStream(rollout.tokenizer), ""
         yield _chunk({"role": "assistant"})
         while kind != "end":
-            kind, payload = await self.events.get()
+            kind, payload = await events.get()
             deltas = stream.feed(payload) if kind == "token" else []
             if kind == "turn":
-                deltas, stream = stream.finish()[0], TurnStream(self.tokenizer)
+                deltas, stream = stream.finish()[0], TurnStream(rollout.tokenizer)
             for part, text in deltas:
                 if part == "reasoning":
                     yield _chunk({"reasoning_content": text})
@@ -56,19 +56,17 @@ class Orchestration:
                     yield _chunk({}, call=text)
             for result in payload.results if kind == "results" else ():
                 yield _chunk({}, result=asdict(result))
-        try:
-            t = payload.result()
-        except TimeoutError:
-            raise ApiError("the request took too long", 504) from None
+        t = payload.result()
         if t.status == "infrastructure":
-            raise ApiError(t.turns[-1].results[-1].content, 502)
-        told = {name: getattr(t, name) for name in ("status", "cost_usd", "latency_s", "calls")}
-        reason, delta = "stop" if t.status == "answered" else "length", {}
-        if t.answer:
-            delta["content"] = t.answer
+            raise HTTPException(502, t.turns[-1].results[-1].content)
+        told = {name: getattr(t, name) for name in TOLD}
+        delta = {"content": t.answer} if t.answer else {}
+        reason = "stop" if t.status == "answered" else "length"
         yield _chunk(delta, reason, turns=[asdict(turn) for turn in t.turns], **told)
         sampled = sum(t.sampled)
         yield {"choices": [], "usage": usage(len(t.ids) - sampled, sampled)}
+    finally:
+        task.cancel()
 
 
 def _chunk(delta, reason=None, **told):
@@ -87,17 +85,12 @@ class Conversation:
         self.ids = self.ids + ids
 
     async def sample(self, params: SamplingParams, on_token: Callable) -> Any:
-        """Returns the next turn's Completion. ApiError if the server ends it."""
-        answer = self.service.open([(self.ids, params)])
-        try:
-            async for _, tokens, _ in answer:
-                for token, logprob, _ in tokens:
-                    on_token(token, logprob)
-        finally:
-            answer.close()
-        (request,) = answer.requests
-        self.ids = request.ids
-        return request.completion
+        """Returns the next turn's Completion. HTTPException if the server ends it."""
+        async for _, request, tokens, _ in self.service.sample([(self.ids, params)]):
+            for token, logprob, _ in tokens:
+                on_token(token, logprob)
+            self.ids, completion = request.ids, request.completion
+        return completion
 
     def close(self) -> None:
         """Has nothing open between turns."""

@@ -11,12 +11,12 @@ from typing import Any
 from nanorchestra.engine.guide import Guide
 from nanorchestra.engine.request import SamplingParams
 from nanorchestra.engine.stream import TurnStream
+from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json
 from nanorchestra.model import chat
 from nanorchestra.model.parser import CALL, CALL_END
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.schemas import Json, schema_error
-from nanorchestra.serving.service import ApiError
 
 OPENAPI = read_json(Path(__file__).with_name("openapi.json"))
 LEAST = -9999.0  # stands for minus infinity, which is no JSON
@@ -25,7 +25,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "ignore_eos")
 
 
 def read_body(raw: bytes, name: str, given: Json) -> Json:
-    """Returns a body of the form `name` in openapi.json, over the defaults and `given`. ApiError.
+    """Returns a body of the form `name` in openapi.json, over the defaults and `given`. UserError.
 
     Content is text, `stop` a list, and `tools` are those that may be called.
     """
@@ -33,14 +33,13 @@ def read_body(raw: bytes, name: str, given: Json) -> Json:
         body = json.loads(raw.decode())
         dumps(body, "strict")  # refuses what is no JSON: NaN, infinity, half a surrogate pair
     except (ValueError, RecursionError) as error:
-        raise ApiError(f"body: not JSON: {str(error)[:200]}") from None
+        raise UserError(f"body: not JSON: {str(error)[:200]}") from None
     if isinstance(body, dict):
         body = {key: value for key, value in body.items() if value is not None}
     forms = OPENAPI["components"]
     schema = {"$ref": f"#/components/schemas/{name}", "components": forms}
-    if problem := schema_error(body, schema):
-        where, colon, _ = problem.partition(": ")
-        raise ApiError(problem, param=where if colon else None)
+    problem = schema_error(body, schema)
+    require(not problem, problem)
     known = forms["schemas"][name]["properties"].items()
     body = given | {key: field["default"] for key, field in known if "default" in field} | body
     body["stop"] = [body["stop"]] if isinstance(body["stop"], str) else body["stop"]
@@ -62,12 +61,10 @@ def as_choices(body: Json, tokenizer: Tokenizer) -> list[tuple]:
 
     Choice i of a prompt has the seed + i. UserError if a tool or a schema is wrong.
     """
-    prompts, tools = body.get("prompt"), body["tools"]
-    guide = None
+    prompts, tools, guide = body.get("prompt"), body["tools"], None
     if prompts is None:
         forced = body["tool_choice"] not in ("auto", "none")
-        if forced and not tools:
-            raise ApiError("tool_choice: tools has no such function", param="tool_choice")
+        require(tools or not forced, "tool_choice: tools has no such function")
         format, template = body["response_format"], body["chat_template_kwargs"]
         described = format.get("json_schema", {"schema": {"type": "object"}})
         schema = None if forced or format["type"] == "text" else described["schema"]

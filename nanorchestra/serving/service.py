@@ -13,23 +13,18 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from starlette.exceptions import HTTPException
+
 from nanorchestra.engine.engine import Engine
-from nanorchestra.errors import NotFiniteError, UserError
+from nanorchestra.errors import NotFiniteError
 
 CHUNKS = 400  # a second, of all streams together: beyond that a chunk holds several tokens,
 PACE_S = 0.2  # those of this time at most
-
-
-class ApiError(UserError):
-    """A request that is answered by an error with this HTTP status; `param` names its field."""
-
-    def __init__(self, message: str, status: int = 400, param: str | None = None):
-        super().__init__(message)
-        self.status, self.param = status, param
+ENDING = HTTPException(503, "the server is shutting down")
 
 
 @dataclass(frozen=True)
@@ -43,47 +38,88 @@ class Limits:
     drain_s: float = 20.0
 
 
+@dataclass
+class Reader:
+    """Wakes what reads the requests of one answer: at `due`, at an end, or for a problem."""
+
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    due: float = 0.0
+    problem: HTTPException | None = None
+
+
 class Service:
-    """Runs an engine. `live` has the answer of each request that has not finished."""
+    """Runs an engine. `live` has the reader of each request that has not finished."""
 
     def __init__(self, engine: Engine, limits: Limits):
         self.engine, self.limits, self.draining = engine, limits, False
-        self.live: dict[Any, Answer] = {}
+        self.live: dict[Any, Reader] = {}
         self.jobs = queue.SimpleQueue()  # calls for the thread; None ends it
         self.seconds = Counter()  # sums and counts of durations, for the metrics
         threading.Thread(target=self._work, daemon=True).start()
 
-    def open(self, choices: list[tuple]) -> Answer:
-        """Queues (ids, SamplingParams) of each choice of an answer.
+    async def sample(self, choices: list[tuple]) -> AsyncIterator[tuple]:
+        """Samples (ids, SamplingParams) of each choice of an answer; closed, it ends what runs.
 
-        ApiError if there is no room, UserError if a prompt cannot be served.
+        Yields (index, request, new (id, logprob, most probable ones), why it ended or None).
+        HTTPException if there is no room, the server ends it, or the model failed. TimeoutError.
+        UserError if a prompt cannot be served.
         """
         if self.draining:
-            raise ApiError("the server is shutting down", 503)
+            raise ENDING
         if len(self.live) + len(choices) > self.limits.requests:
-            raise ApiError(f"{len(self.live)} requests are open; try again later", 429)
-        make, self.loop = self.engine.make_request, asyncio.get_running_loop()
-        answer = Answer(self, [make(*choice) for choice in choices])
-        for request in answer.requests:
-            self.live[request] = answer
+            raise HTTPException(429, f"{len(self.live)} requests are open; try again later")
+        self.loop, start = asyncio.get_running_loop(), time.monotonic()
+        requests = [self.engine.make_request(*choice) for choice in choices]
+        reader, read = Reader(), dict.fromkeys(requests, 0)
+        self.live |= dict.fromkeys(requests, reader)
+        for request in requests:
             self.jobs.put(partial(self.engine.scheduler.add, request))
-        return answer
+        try:
+            while read:
+                async with asyncio.timeout_at(start + self.limits.request_s):
+                    await reader.ready.wait()
+                reader.ready.clear()
+                for request, done in list(read.items()):
+                    reason = request.completion and request.completion.finish_reason
+                    if reason == "error":
+                        reader.problem = HTTPException(500, str(NotFiniteError()))
+                    if reader.problem:
+                        raise reader.problem
+                    ids = request.ids[request.prompt_tokens + done :]
+                    columns = ids, request.logprobs[done:], request.top_logprobs[done:]
+                    tokens = list(zip(*columns, strict=False))
+                    if tokens and not done:
+                        self.note("time_to_first_token", start)
+                    read[request] += len(tokens)
+                    if reason:
+                        del read[request]
+                    yield requests.index(request), request, tokens, reason
+        finally:
+            for request in requests:
+                self.abort(request)
+
+    def abort(self, request: Any) -> None:
+        """Ends a request that has not finished; its pages are free at once."""
+        self.jobs.put(partial(self.engine.abort, request))
 
     def drain(self) -> None:
         """Refuses new requests; ends at the deadline those that still run."""
-        self.draining, late = True, ApiError("the server is shutting down", 503)
-        for answer in set(self.live.values()):
-            self.loop.call_later(self.limits.drain_s, answer.close, late)
+        self.draining = True
+        asyncio.get_running_loop().call_later(self.limits.drain_s, self._fail, ENDING)
 
     def note(self, name: str, since: float) -> None:
         """Counts a duration up to now."""
         self.seconds[f"{name}_seconds_sum"] += time.monotonic() - since
         self.seconds[f"{name}_seconds_count"] += 1
 
+    def _fail(self, problem):
+        for reader in self.live.values():
+            reader.problem = problem
+            reader.ready.set()
+
     def _work(self):
         """The thread: a step if there is work, then what was asked for meanwhile."""
-        job = self.jobs.get()
-        while job:
+        while job := self.jobs.get():
             job()
             while self.jobs.empty() and self.engine.has_work:
                 start = time.monotonic()
@@ -91,67 +127,18 @@ class Service:
                     self.engine.step()
                 except Exception:
                     logging.exception("a step of the engine failed: its requests end")
-                    failed = ApiError("the engine failed", 500)
-                    for answer in set(self.live.values()):
-                        self.loop.call_soon_threadsafe(answer.close, failed)
+                    failed = HTTPException(500, "the engine failed")
+                    self.loop.call_soon_threadsafe(self._fail, failed)
                 self.note("token_gap", start)
                 self.loop.call_soon_threadsafe(self._look)
             self.loop.call_soon_threadsafe(self._look)
-            job = self.jobs.get()
 
     def _look(self):
-        """After a step: wakes the answers that have ended, or whose next chunk is due."""
+        """After a step: wakes the readers of requests that have ended, or whose time has come."""
         now = time.monotonic()
-        for request, answer in list(self.live.items()):
+        for request, reader in list(self.live.items()):
             if request.finished:
                 del self.live[request]
-            if now >= answer.due or request.finished:
-                answer.due = now + min(PACE_S, len(self.live) / CHUNKS)
-                answer.ready.set()
-
-
-class Answer:
-    """The requests of one answer. Its owner closes it, whatever happens."""
-
-    def __init__(self, service: Service, requests: list[Any]):
-        self.service, self.requests, self.due = service, requests, 0.0
-        self.ready, self.problem = asyncio.Event(), None
-        late = ApiError("the request took too long", 504)
-        self.timer = service.loop.call_later(service.limits.request_s, self.close, late)
-
-    async def __aiter__(self) -> AsyncIterator[tuple[int, list[tuple], str | None]]:
-        """Yields (index, new (id, logprob, most probable ones), why the choice ended or None).
-
-        ApiError if the server ended it, or the model failed.
-        """
-        start, read = time.monotonic(), dict.fromkeys(self.requests, 0)
-        while read:
-            await self.ready.wait()
-            self.ready.clear()
-            for request, done in list(read.items()):
-                reason = request.completion and request.completion.finish_reason
-                if reason == "error":
-                    self.problem = ApiError(str(NotFiniteError()), 500)
-                if self.problem:
-                    raise self.problem
-                ids = request.ids[request.prompt_tokens + done :]
-                columns = ids, request.logprobs[done:], request.top_logprobs[done:]
-                tokens = list(zip(*columns, strict=False))
-                if tokens and not done:
-                    self.service.note("time_to_first_token", start)
-                read[request] += len(tokens)
-                if reason:
-                    del read[request]
-                yield self.requests.index(request), tokens, reason
-
-    def close(self, problem: ApiError | None = None) -> None:
-        """Ends what still runs; `problem` is the reason if it is the server's."""
-        self.problem = problem
-        self.timer.cancel()
-        self.ready.set()
-        for request in self.service.live.keys() & self.requests:
-            self.abort(request)
-
-    def abort(self, request: Any) -> None:
-        """Ends a request that has not finished; its pages are free at once."""
-        self.service.jobs.put(partial(self.service.engine.abort, request))
+            if now >= reader.due or request.finished:
+                reader.due = now + min(PACE_S, len(self.live) / CHUNKS)
+                reader.ready.set()
