@@ -18,6 +18,10 @@ import time
 
 import pytest
 from openai_server import openai_server, said
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
+from rich.cells import cell_len
 from scripted import EchoTool, ScriptedEngine
 
 import serve
@@ -26,12 +30,12 @@ from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.errors import UserError
 from nanorchestra.model import chat
 from nanorchestra.records import Price, ToolResult
-from nanorchestra.report import terminal
 from nanorchestra.report.terminal import Console
 from worlds.miniature.ask import EXAMPLES
 from worlds.session import COMMANDS, Miniature, Offered, Session, open_world, price
 
 LAW = EXAMPLES[0]
+ESCAPES = re.compile(r"\033\[\??\d*[A-Za-z]")
 
 
 def think(thought, name=None, content="", **arguments):
@@ -112,6 +116,7 @@ def test_a_call_is_shown_before_its_result(talk):
 
 def test_colours_are_for_terminals_and_texts_cannot_drive_one(talk, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
     session, out = talk(think("t"), out=Terminal())
     session.handle(LAW)
     assert "\033[2mt\033[0m" in out()
@@ -148,7 +153,7 @@ def test_commands(talk, nano_tokenizer):
     assert f"{LAW} {added}<|im_end|>" in nano_tokenizer.decode(session.ask(LAW).ids)
     for line, problem in (
         ("/frob now", "^/frob: no such command; /help lists them$"),
-        ("/budget usd=much", "/budget: usd: 'much' is not of type 'number'"),
+        ("/budget usd=much", "preference: usd: 'much' is not of type 'number'"),
         ("/tools frob", "^/tools: no 'frob'; there are tool-ro-ta-vi, tool-ku-no"),
         ("/load /no/file", "^/no/file: cannot be read"),
     ):
@@ -256,7 +261,7 @@ def test_tokens_of_a_stopped_turn_are_kept_and_billed(talk):
     def on_event(kind, payload):
         show(kind, payload)
         seen.append(kind)
-        if seen.count("token") == 5:
+        if seen.count("text") == 5:
             os.kill(os.getpid(), signal.SIGINT)
 
     session.console.on_event = on_event
@@ -271,36 +276,63 @@ def test_tokens_of_a_stopped_turn_are_kept_and_billed(talk):
 def test_lines_break_between_words_within_the_width(monkeypatch):
     words = ["a", "word", "naïve", "日本語日本語", "🙂🙂", "e\u0301tude", "x" * 12, "\t", "\n"]
     for width in (24, 37, 80):
-        monkeypatch.setattr(
-            terminal.shutil, "get_terminal_size", lambda w=width: os.terminal_size((w, 9))
-        )
+        monkeypatch.setenv("COLUMNS", str(width))
         out = Terminal()
-        console = Console(out, None)
+        console = Console(out)
         text = " ".join(words * 9)
         for start in range(0, len(text), 3):
             console.say("answer", text[start : start + 3])
         console.end()
-        shown = re.sub(r"\033\[\d*[mK]", "", out.getvalue())
+        shown = ESCAPES.sub("", out.getvalue())
         lines = shown.splitlines()
-        assert all(terminal.wcswidth(line) < width for line in lines)
+        assert all(cell_len(line) <= width for line in lines)
         assert all(line.startswith(" " * 9) for line in lines[1:] if line.strip())
         assert shown.split().count("word") == shown.split().count("x" * 12) == 9
         assert "".join(shown.split()) == "answer" + "".join(text.split())
 
 
 def test_folded_reasoning_takes_one_line(talk, monkeypatch):
-    size = os.terminal_size((60, 9))
-    monkeypatch.setattr(terminal.shutil, "get_terminal_size", lambda: size)
+    monkeypatch.setenv("COLUMNS", "60")
     thought = "many words " * 30 + "\nand a line"
-    for folded, lines in ((True, 1), (False, 5)):
-        session, out = talk(think(thought, content="57"), out=Terminal(), tools=[spy()])
-        session.at_prompt = True
+    for folded, lines in ((True, 1), (False, 8)):
+        session, _ = talk(tools=[spy()], out=(out := Terminal()))
         if folded:
             session.handle("/fold")
-        session.handle("question")
-        shown = re.sub(r"\033(\[\d*[mK]|[78])", "", out())
-        assert (shown[: shown.index("  answer")].strip().count("\n") + 1 >= lines) is True
-        assert shown.index("  answer") < 60 or not folded
+        for label, text in (("think", thought[:50]), ("think", thought[50:]), ("answer", "57")):
+            session.console.say(label, text)
+        session.console.end()
+        *thoughts, answer = ESCAPES.sub("", out.getvalue()).splitlines()
+        assert len(thoughts) == lines and answer == "  answer 57"
+
+
+def test_a_line_appears_as_it_grows_and_a_slow_tool_has_a_spinner(talk, monkeypatch):
+    """What Live draws is erased again: the last lines stay."""
+    monkeypatch.setenv("TERM", "xterm")
+    seen, out = [], Terminal()
+
+    def call(arguments):
+        time.sleep(0.5)
+        seen.append(out.getvalue())
+        return ToolResult("seen")
+
+    session, _ = talk(think("t", "spy"), think("t", content="57"), tools=[spy(call)], out=out)
+    session.console.say("answer", "half a li")
+    assert str(session.console._pending()) == "  answer half a li"
+    session.handle("question")
+    assert re.search(r"[/|\\-] 0 s", seen[0]) and "answer \033[1m57" in out.getvalue()
+
+
+def test_a_line_is_recalled_in_the_next_session(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for keys in ("one\x1b\rtwo\r\x04", "\x1b[A\r\x04"):
+        with create_pipe_input() as keyboard, create_app_session(keyboard, DummyOutput()):
+            keyboard.send_text(keys)
+            assert list(serve.typed([])) == ["one\ntwo"]
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    with create_pipe_input() as keyboard, create_app_session(keyboard, DummyOutput()):
+        keyboard.send_text("no place for it\r\x04")
+        assert list(serve.typed([])) == ["no place for it"]
 
 
 def test_a_checkpoint_without_tools_offers_python_and_search(sandbox, tmp_path):

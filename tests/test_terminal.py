@@ -27,8 +27,9 @@ ESCAPES = re.compile(r"\x1b(\[[\d;?]*[A-Za-z]|[78])")
 class Screen:
     """A program in a pseudo-terminal, whose output is read without escape sequences."""
 
-    def __init__(self, *arguments):
-        env = os.environ | {"TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
+    def __init__(self, state, *arguments):
+        env = {"TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", "XDG_STATE_HOME": state}
+        env = os.environ | env
         self.child = pexpect.spawn(
             sys.executable, list(arguments), cwd=ROOT, env=env, dimensions=(50, 100), timeout=240
         )
@@ -53,7 +54,7 @@ def test_a_session_at_a_terminal(tmp_path):
     """nano babbles at this temperature, so that there is time to stop it."""
     (tmp_path / "tools.toml").write_text(TOOLS)
     file = str(tmp_path / "tools.toml")
-    screen = Screen("serve.py", "--tools", file, "--temperature", "3", "--seed", "3")
+    screen = Screen(str(tmp_path), "serve.py", "--tools", file, "--temperature", "3", "--seed", "3")
     banner = screen.until("breaks the line .*>")
     for word in ("assets/nano", "float32 on cpu", "context 2048", "any question", "tools: python"):
         assert word in banner

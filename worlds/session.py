@@ -18,7 +18,6 @@ from nanorchestra.agent.conversation import Conversation
 from nanorchestra.agent.environment import Tool, ToolEnvironment
 from nanorchestra.agent.load import NANO
 from nanorchestra.agent.loop import Rollout
-from nanorchestra.engine.stream import TurnStream
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import append_line, read_json_lines, read_toml
 from nanorchestra.model.tokenizer import Tokenizer
@@ -50,10 +49,9 @@ class Offered:
     def __init__(self, tools: list[Tool]):
         self.tools, self.off = tools, set()
 
-    def open(self, question: str, wish: str, seed: int, budget: str = "") -> ToolEnvironment:
-        """Returns an attempt, under what was typed after /prefer and /budget. UserError."""
-        names = [tool.name for tool in self.tools]
-        preference = Preference.parse(f"{wish} {budget}", "/prefer and /budget", names)
+    def open(self, question: str, wish: str, seed: int) -> ToolEnvironment:
+        """Returns an attempt under a wish, as Preference.parse reads it. UserError."""
+        preference = Preference.parse(wish, "preference", [tool.name for tool in self.tools])
         tools = [tool for tool in self.tools if tool.name not in self.off]
         return ToolEnvironment(Task("asked", question, preference, {}), tools)
 
@@ -73,11 +71,12 @@ class Miniature(Offered):
             tools |= self.open(example, "", 0).by_name
         self.tools = list(tools.values())
 
-    def open(self, question: str, wish: str, seed: int, budget: str = "") -> ToolEnvironment:
+    def open(self, question: str, wish: str, seed: int) -> ToolEnvironment:
         """Returns an attempt; no words about a wish without one. UserError outside this world."""
-        task, limits = as_task(question, wish), Preference.parse(f"{wish} {budget}", "/budget")
+        limits = Preference.parse(wish, "preference")
+        task = as_task(question, limits.text)
         bounds = {name: getattr(limits, name) for name in ("never", "usd", "seconds")}
-        wanted = replace(task.preference, **bounds, **({} if wish else {"text": ""}))
+        wanted = replace(task.preference, **bounds, **({} if limits.text else {"text": ""}))
         task.data["tools"] = [o for o in task.data["tools"] if o["name"] not in self.off]
         return environment(replace(task, preference=wanted), seed, self.sandbox)
 
@@ -110,7 +109,7 @@ class Session:
 
     def __init__(self, rollout: Rollout, world: Offered, about: str, seed: int, stream: TextIO):
         self.rollout, self.world, self.about = rollout, world, about
-        self.console = Console(stream, lambda: TurnStream(rollout.tokenizer))
+        self.console = Console(stream)
         self.seeds, self.examples = itertools.count(seed), itertools.cycle(world.examples)
         self.wishes, self.total, self.last = {"wish": "", "budget": ""}, Counter(), {}
         self.do_reset("")
@@ -130,7 +129,7 @@ class Session:
         Ctrl-C stops it; the conversation goes on from what was said by then.
         """
         console, seed, begun = self.console, next(self.seeds), time.monotonic()
-        env = self.world.open(question, seed=seed, **self.wishes)
+        env = self.world.open(question, " ".join(self.wishes.values()), seed)
         task, console.trajectory = env.task, None
         if not self.at_prompt:
             console.say("task", env.messages[0]["content"])
@@ -157,10 +156,11 @@ class Session:
         console.say("cost", text + TOTAL.format(**self.total) * (self.total["answers"] > 1))
         console.end()
         self.last = to_row(task, t)
+        line = json.dumps(self.last)
         if self.trace:
-            append_line(self.trace, json.dumps(self.last))
+            append_line(self.trace, line)
         if self.as_json:
-            print(json.dumps(self.last), flush=True)
+            print(line, flush=True)
         if t.status == "stopped" and not self.at_prompt:
             raise KeyboardInterrupt
         return t
@@ -168,7 +168,7 @@ class Session:
     def do_prefer(self, text: str, name: str = "wish") -> None:
         """TEXT says what matters: be cheap, avoid NAME; "off" clears it."""
         wishes = self.wishes | ({name: "" if text == "off" else text} if text else {})
-        env = self.world.open(self.world.examples[0], seed=0, **wishes)
+        env = self.world.open(self.world.examples[0], " ".join(wishes.values()), 0)
         self.wishes = wishes
         self.console.line(f"added to a question: {env.task.preference.words or 'nothing'}")
 
@@ -225,7 +225,7 @@ class Session:
 
 def show_again(path: Path, tokenizer: Tokenizer) -> None:
     """Shows the recorded attempts of a file as they happened, each with the tree of its calls."""
-    console = Console(sys.stdout, lambda: TurnStream(tokenizer))
+    console = Console(sys.stdout)
     for line, row in read_json_lines(path):
         try:
             task, trajectory = from_row(row)

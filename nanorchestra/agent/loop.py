@@ -18,11 +18,12 @@ from typing import Any
 from nanorchestra.agent.environment import Environment, in_thread
 from nanorchestra.agent.limits import SECONDS_PER_TOKEN, UserLimits
 from nanorchestra.agent.rebuild import ANSWER, Notes, counted
+from nanorchestra.engine.stream import TurnStream
 from nanorchestra.model import chat
 from nanorchestra.records import ParsedTurn, Price, ToolResult, Trajectory, Turn
 from nanorchestra.tools.http import EndpointError
 
-# ("start", Trajectory), ("token", id), ("turn", ParsedTurn) or ("results", Turn)
+# ("start", Trajectory), ("text", deltas of a turn), ("turn", its last deltas), ("results", Turn)
 OnEvent = Callable[[str, Any], None]
 
 
@@ -50,7 +51,7 @@ class Attempt:
         self.rollout, self.index, self.env, self.seed = rollout, index, env, seed
         self.limits, self.tokenizer = rollout.limits, rollout.tokenizer
         self.emit = on_event or (lambda kind, payload: None)
-        self.on_token = (lambda token, _: on_event("token", token)) if on_event else None
+        self.on_token = on_event and (lambda token, _: on_event("text", self.stream.feed(token)))
         self.trajectory = Trajectory(env.task.id, seed, 0, [], [], [], [])
         self.user = UserLimits(env, self.trajectory, rollout.price)
         self.conversation, self.context = None, 0  # and where in the trajectory it begins
@@ -92,13 +93,14 @@ class Attempt:
             # Noise is a function of (seed, position), and prompts of one length begin alike.
             seed = (self.seed + number * SEED_STEP) % 2**63 if self.notes else self.seed
             params = self.rollout.params(seed, allowed)
+            self.stream = TurnStream(self.tokenizer)
             completion = await self.conversation.sample(params, self.on_token)
             turn, parsed = self._record(completion)
             if completion.finish_reason == "length" and not self.has_answer:  # the turn is void
                 return "token_limit" if allowed == budget else "user_limit"
             if completion.finish_reason == "error":
-                results = [ToolResult(completion.text, error=True, infrastructure=True)]
-                turn.results = results
+                failed = ToolResult(completion.text, error=True, infrastructure=True)
+                results = turn.results = [failed]
             elif parsed.calls:
                 results = await self._execute(turn, parsed.calls)
                 if self._answered(turn):
@@ -144,7 +146,7 @@ class Attempt:
         parsed = chat.parse(self.tokenizer, ids)
         turn.well_formed = parsed.well_formed and bool(parsed.calls or not self.has_answer)
         t.well_formed &= turn.well_formed
-        self.emit("turn", parsed)
+        self.emit("turn", self.stream.finish()[0])
         return turn, parsed
 
     async def _execute(self, turn, calls) -> list[ToolResult]:

@@ -12,7 +12,6 @@ from starlette.exceptions import HTTPException
 from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import Attempt, Rollout
 from nanorchestra.engine.request import SamplingParams
-from nanorchestra.engine.stream import TurnStream
 from nanorchestra.schemas import Json, check
 from nanorchestra.serving.protocol import OPENAPI, SAMPLING, usage
 from nanorchestra.serving.service import Service
@@ -42,14 +41,11 @@ async def orchestrated(
     task = asyncio.ensure_future(asyncio.wait_for(attempt.run(), service.limits.request_s))
     task.add_done_callback(lambda task: events.put_nowait(("end", task)))
     try:
-        stream, kind = TurnStream(rollout.tokenizer), ""
+        kind = ""
         yield _chunk({"role": "assistant"})
         while kind != "end":
             kind, payload = await events.get()
-            deltas = stream.feed(payload) if kind == "token" else []
-            if kind == "turn":
-                deltas, stream = stream.finish()[0], TurnStream(rollout.tokenizer)
-            for part, text in deltas:
+            for part, text in payload if kind in ("text", "turn") else ():
                 if part == "reasoning":
                     yield _chunk({"reasoning_content": text})
                 elif part == "tool_call":

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from nanorchestra.config import Config
+from nanorchestra.engine.stream import TurnStream
 from nanorchestra.errors import require
-from nanorchestra.model import chat
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Preference, Task, ToolCall, ToolResult, Trajectory, Turn
 from nanorchestra.report.run import Run
@@ -46,10 +46,9 @@ def replay(
     """Repeats the events of `Rollout.run` from the record; nothing is sampled or called."""
     on_event("start", trajectory)
     for turn in trajectory.turns:
-        ids = trajectory.ids[turn.start : turn.end]
-        for token in ids:
-            on_event("token", token)
-        on_event("turn", chat.parse(tokenizer, ids))
+        stream = TurnStream(tokenizer)
+        on_event("text", stream.feed(*trajectory.ids[turn.start : turn.end]))
+        on_event("turn", stream.finish()[0])
         if turn.calls:
             on_event("results", turn)
 

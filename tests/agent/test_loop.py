@@ -8,6 +8,7 @@ import pytest
 from scripted import ANSWER, EchoTool, call, echoing, play
 
 from nanorchestra.agent.loop import Limits
+from nanorchestra.model import chat
 from nanorchestra.records import ToolResult
 
 
@@ -84,10 +85,14 @@ def test_lockstep_keeps_the_order_of_the_attempts_and_without_it_others_go_on(na
 def test_events_tell_what_happens_and_exceptions_reach_the_caller(nano_tokenizer):
     seen = []
     (t,), _ = run(nano_tokenizer, [call(), ANSWER], on_event=lambda *event: seen.append(event))
-    kinds = [kind for kind, _ in seen if kind != "token"]
+    kinds = [kind for kind, _ in seen if kind != "text"]
     assert kinds == ["start", "turn", "results", "turn"] and seen[0][1] is t
-    tokens = [payload for kind, payload in seen if kind == "token"]
-    assert tokens == [i for i, sampled in zip(t.ids, t.sampled, strict=True) if sampled]
+    deltas = [delta for kind, said in seen if kind in ("text", "turn") for delta in said]
+    turns = [chat.parse(nano_tokenizer, t.ids[turn.start : turn.end]) for turn in t.turns]
+    for part in ("content", "reasoning"):
+        said = "".join(text for kind, text in deltas if kind == part)
+        assert said == "".join(getattr(turn, part) for turn in turns)
+    assert [text for kind, text in deltas if kind == "tool_call"] == [turns[0].calls[0].raw]
 
     def fail(kind, payload):
         raise RuntimeError("the listener is broken")
