@@ -23,6 +23,7 @@ import argparse
 import io
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from nanorchestra import SamplingParams
@@ -38,15 +39,23 @@ from worlds.session import COMMANDS, KEYS, Offered, Session, open_world, show_ag
 
 
 def typed(words: list[str]) -> Iterator[str]:
-    """Yields what is typed at a prompt that completes `words`, until Ctrl-D."""
+    """Yields what is typed at a prompt that completes `words`, until Ctrl-D.
+
+    Earlier lines are in the user's state folder, if that can be written.
+    """
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.history import FileHistory
     from prompt_toolkit.key_binding import KeyBindings
 
     keys = KeyBindings()
     keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
+    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "nanorchestra"
+    with suppress(OSError):
+        state.mkdir(mode=0o700, parents=True, exist_ok=True)
     prompt = PromptSession(
         "> ",
+        history=FileHistory(state / "history") if os.access(state, os.W_OK) else None,
         key_bindings=keys,
         completer=WordCompleter(words, WORD=True),
         complete_while_typing=False,
