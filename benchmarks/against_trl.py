@@ -105,7 +105,7 @@ def ours(options) -> dict:
 
     sys.path.insert(0, str(ROOT))
     from nanorchestra import Engine, SamplingParams, load_model
-    from nanorchestra.model.onednn import use_onednn
+    from nanorchestra.model.native import pack
     from nanorchestra.model.qwen3 import Qwen3
     from nanorchestra.model.weights import named_hf_tensors
     from nanorchestra.training.objectives import Objective, group_advantages
@@ -118,7 +118,7 @@ def ours(options) -> dict:
     rows = options.prompts * options.group
     pages = rows * -(-(max(map(len, prompts)) + options.length) // 16) + 64
     served = Qwen3(model.config)
-    use_onednn(served)
+    pack(served)
     engine = Engine(served, tokenizer, num_pages=pages, max_running=rows)
     settings = TrainerSettings(token_budget=4096)  # as in configs/nano.toml
     trainer = Trainer(model, vocab_limit=tokenizer.vocab_size, settings=settings)

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.model.hf_config import PRESETS
-from nanorchestra.model.onednn import use_onednn
+from nanorchestra.model.native import pack
 from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.training.costs import Costs
@@ -94,7 +94,7 @@ class Bench:
             self.model = Qwen3(replace(SHAPES[shape], max_position_embeddings=40960)).to(dtype)
         self.model.init_weights(0)
         self.served = self.model if device.type == "cuda" else deepcopy(self.model)
-        use_onednn(self.served)
+        pack(self.served)
         self.costs, self.ceiling = Costs.of(self.model.config), Ceiling(device, dtype)
 
     def ids(self, count: int) -> list[int]:

@@ -27,11 +27,11 @@ class Ours:
 
         sys.path.insert(0, str(Path(__file__).parents[1]))
         from nanorchestra import Engine, SamplingParams, load_model
-        from nanorchestra.model.onednn import use_onednn
+        from nanorchestra.model.native import pack
 
         torch.set_num_threads(threads)
         model, _ = load_model(path, dtype=dtype)
-        use_onednn(model)
+        pack(model)
         self.params = lambda count, seed: SamplingParams(count, ignore_eos=True, seed=seed)
         self.engine = lambda tokens: Engine(model, num_pages=tokens // 16 + 200)
 

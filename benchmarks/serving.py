@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from nanorchestra import Engine, SamplingParams, load_model  # noqa: E402
-from nanorchestra.model.onednn import use_onednn  # noqa: E402
+from nanorchestra.model.native import pack  # noqa: E402
 
 STREAMS, TOKENS, PROMPT, FIRSTS = 64, 256, 100, 20
 
@@ -132,7 +132,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     model, tokenizer = load_model(options.model)
-    use_onednn(model)
+    pack(model)
     command = [sys.executable, "serve.py", "--http", "--port", "0", "--model", options.model]
     server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     base = server.stdout.readline().split(" at ")[1].split("/v1")[0]

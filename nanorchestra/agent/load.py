@@ -11,7 +11,7 @@ from nanorchestra.engine.engine import Engine
 from nanorchestra.engine.request import SamplingParams
 from nanorchestra.errors import require
 from nanorchestra.model.hf_config import stored_dtype
-from nanorchestra.model.onednn import DTYPES, use_onednn
+from nanorchestra.model.native import library, pack
 from nanorchestra.model.weights import load_model
 
 NANO = Path(__file__).resolve().parents[2] / "assets" / "nano"  # the bundled checkpoint
@@ -29,10 +29,10 @@ def load_rollout(
     whole.
     """
     cuda = torch.cuda.is_available()
-    half = cuda or torch.bfloat16 in DTYPES and stored_dtype(path) == "bfloat16"
+    half = cuda or stored_dtype(path) == "bfloat16" and library(torch.bfloat16)
     dtype, device = "bfloat16" if half else "float32", "cuda" if cuda else "cpu"
     model, tokenizer = load_model(path, device, dtype, quantise)
-    use_onednn(model)
+    pack(model)
     require(tokenizer, f"{path}: no tokenizer.json; it must lie beside the weights")
     context = min(limits.context_tokens, model.config.max_position_embeddings)
     # A GPU's pool is what memory is free; a CPU's has room for what runs.

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from os.path import commonprefix
 from typing import NamedTuple
 
 import torch
 
 from kernels.decode_plan import SPLIT, decode_work
 from kernels.prefill import prefill_work
-from nanorchestra.engine.attention import group_by_prefix
 from nanorchestra.engine.request import Request
 from nanorchestra.engine.runner import token_inputs
 from nanorchestra.engine.sampler import uniforms
@@ -165,3 +165,20 @@ class Host:
                 order += [decodes[i] for i in indices]
             self._grouped = list(decodes), order, groups
         return self._grouped[1:]
+
+
+def group_by_prefix(tables: Sequence[list[int]]) -> list[tuple[list[int], int]]:
+    """Says which rows read which leading pages together: (rows, number of pages), each row once.
+
+    Sorted tables with a long common prefix are neighbours. A row stays with the neighbour that it
+    shares clearly more with, so that a system prompt common to all does not split the groups.
+    """
+    order = sorted(range(len(tables)), key=tables.__getitem__)
+    neighbours = pairwise(tables[i] for i in order)
+    common = [len(commonprefix(pair)) for pair in neighbours] + [0]
+    groups, start = [], 0
+    for i, here in enumerate(common):
+        if here == 0 or 4 * here < 3 * max(common[max(i - 1, 0) : i + 2]):
+            groups.append((order[start : i + 1], min(common[start:i], default=0)))
+            start = i + 1
+    return groups

@@ -7,15 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanorchestra.engine.attention import DecodeBatch
 from nanorchestra.engine.request import Request
 from nanorchestra.engine.sampler import Draw, Sampler
 from nanorchestra.engine.scheduler import Plan
+from nanorchestra.model.native import LANES, Forward, PackedLinear
 from nanorchestra.model.ops import Attend, cache_rows, store_kv
 from nanorchestra.model.packed_attention import Segment, packed_attention
 from nanorchestra.model.qwen3 import Qwen3
 
-BATCHES = 4  # decode batches at most: new requests form one of their own, and no other is copied
 SCORED = 1024  # scored positions whose logits are in memory at a time
 Chunk = tuple[Request, int, int]  # ids[start : start + count] of a request, as in Plan.prefills
 
@@ -43,12 +42,14 @@ class Runner:
         self.k_cache, self.v_cache = (
             self.model.embed_tokens.weight.new_zeros(self._shape) for _ in range(2)
         )
-        heads = self.model.config.num_attention_heads
-        self._batches = [DecodeBatch(self.k_cache, self.v_cache, heads) for _ in range(BATCHES)]
+        self._forward = None
+        packed = isinstance(self.model.layers[0].down_proj, PackedLinear)
+        if packed and self.page_size % LANES == 0:
+            self._forward = Forward(self.model, self.k_cache, self.v_cache)
 
     def sleep(self) -> None:
         """Gives the memory of the pages back, and of everything kept from step to step."""
-        self.k_cache = self.v_cache = self._batches = None
+        self.k_cache = self.v_cache = self._forward = None
 
     def launch(self, plan: Plan, after: Any = None) -> Any:
         """Starts a step; returns what `draws` needs: here logits [len(plan.sampling), vocab].
@@ -91,12 +92,10 @@ class Runner:
 
     def _last_hidden(self, plan) -> Tensor:
         """Computes the step. Returns the hidden states [R, hidden] of plan.sampling."""
-        hidden, decodes = self._hidden(plan)
-        place = {request: i for i, request in enumerate(decodes)}
-        end = len(decodes) - 1
-        for request, _, count in plan.prefills:
-            end += count
-            place[request] = end
+        chunks = [(request, len(request.ids) - 1, 1) for request in plan.decodes] + plan.prefills
+        hidden, counts = self._hidden(chunks), [count for *_, count in chunks]
+        ends = zip(chunks, accumulate(counts), strict=True)
+        place = {request: end - 1 for (request, *_), end in ends}
         place |= {request: place[leader] for request, leader in plan.forks}
         return hidden.index_select(0, self._ints([place[request] for request in plan.sampling]))
 
@@ -107,67 +106,40 @@ class Runner:
             for cache in (self.k_cache, self.v_cache):
                 cache.index_copy_(1, to, cache.index_select(1, source))
 
-    def _hidden(self, plan) -> tuple[Tensor, list[Request]]:
-        """Returns hidden states [T, hidden], decodes first, and the decodes in their order."""
-        batches = self._decode_batches(plan.decodes)
-        decodes = [request for batch in batches for request in batch.rows]
-        chunks = [(request, len(request.ids) - 1, 1) for request in decodes] + plan.prefills
+    def _hidden(self, chunks) -> Tensor:
+        """Computes the chunks -> [T, hidden]: in C if the model is packed, else in torch."""
         tokens, positions, slots = map(self._ints, token_inputs(chunks, self.page_size))
-        attend = self._attend(batches, plan.prefills, slots)
-        return self.model(tokens, positions, attend), decodes
+        if self._forward is None:
+            return self.model(tokens, positions, self._attend(chunks, slots))
+        tables = [request.table.pages for request, *_ in chunks]
+        return self._forward(tokens, positions, [count for *_, count in chunks], tables)
 
-    def _attend(self, batches, chunks, slots) -> Attend:
-        """Returns attend(layer, q, k, v) for the model: stores the KV, then each part attends."""
+    def _attend(self, chunks, slots) -> Attend:
+        """Returns attend(layer, q, k, v) for the model: stores the KV, then each chunk attends."""
         rows = cache_rows(slots, self.kv_heads, self.page_size)
-        sizes = [len(batch.rows) for batch in batches] + [count for *_, count in chunks]
         histories = [self._history(*chunk) for chunk in chunks]
 
         def attend(layer, q, k, v):
             caches = self.k_cache[layer], self.v_cache[layer]
             store_kv(k, v, *caches, rows)
-            parts = list(zip(*(x.split(sizes) for x in (q, k, v)), strict=True))
-            out = [b.attend(layer, *part) for b, part in zip(batches, parts, strict=False)]
-            for part, history in zip(parts[len(batches) :], histories, strict=True):
-                query, *kv = (x.transpose(0, 1)[None] for x in part)
-                mask = None
-                if history is not None:
-                    seen, mask = history
-                    kv = (cache.view(-1, cache.shape[-1])[seen][None] for cache in caches)
+            parts = q.split([count for *_, count in chunks])
+            out = []
+            for query, (seen, mask) in zip(parts, histories, strict=True):
+                kv = (cache.view(-1, cache.shape[-1])[seen][None] for cache in caches)
                 attended = F.scaled_dot_product_attention(
-                    query, *kv, mask, is_causal=mask is None, enable_gqa=True
+                    query.transpose(0, 1)[None], *kv, mask, enable_gqa=True
                 )
                 out.append(attended[0].transpose(0, 1))
-            return out[0] if len(out) == 1 else torch.cat(out)
+            return torch.cat(out)
 
         return attend
 
-    def _history(self, request, start, count) -> tuple[Tensor, Tensor] | None:
-        """Rows of the cache [Hkv, keys] that a chunk sees, and its mask; None at the beginning."""
-        if not start:
-            return None
+    def _history(self, request, start, count) -> tuple[Tensor, Tensor]:
+        """Rows of the cache [Hkv, keys] that a chunk sees, and its mask."""
         end, size = start + count, self.page_size
         slots = self._ints(request.table.pages)[:, None] * size + torch.arange(size)
         rows = cache_rows(slots.view(-1)[:end], self.kv_heads, size)
         return rows.T, torch.ones(count, end, dtype=torch.bool).tril(start)
-
-    def _decode_batches(self, decodes) -> list[DecodeBatch]:
-        """Returns the decode batches of this step, old ones that can go on and at most one new.
-
-        The new one has the other requests, or all requests if the others are many. A request that
-        has stopped decoding is forgotten: it may come back with other pages.
-        """
-        wanted = set(decodes)
-        kept = [batch for batch in self._batches if batch.follow(wanted)]
-        loose = [request for request in decodes if request in wanted]
-        if len(kept) == BATCHES and loose or 2 * len(loose) > len(decodes):
-            kept, loose = [], decodes
-        unused = [batch for batch in self._batches if batch not in kept]
-        for batch in unused:
-            batch.rows = {}
-        if loose:
-            unused[0].start(loose)
-            kept.append(unused[0])
-        return kept
 
     def _ints(self, values) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int64, device=self.device)

@@ -104,7 +104,7 @@ class Block(nn.Module):
 class Qwen3(nn.Module):
     """The decoder. `lm_head` is None if the output is tied to the embeddings.
 
-    onednn.py alone gives such a model one: a copy of the embeddings.
+    native.py alone gives such a model one: a copy of the embeddings.
     """
 
     def __init__(self, config: ModelConfig) -> None:

@@ -18,13 +18,13 @@ from torch import Tensor
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json
 from nanorchestra.model.hf_config import read_config
-from nanorchestra.model.onednn import OnednnLinear
+from nanorchestra.model.native import PackedLinear
 from nanorchestra.model.quantise import QuantisedLinear, linears, quantise_model
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.sharded import fill, is_sharded, whole
 from nanorchestra.model.tokenizer import Tokenizer
 
-STORED = QuantisedLinear, OnednnLinear  # they hold a matrix in a form of their own
+STORED = QuantisedLinear, PackedLinear  # they hold a matrix in a form of their own
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -85,10 +85,10 @@ def named_hf_tensors(
 
     The tensors are views: writing to them writes to the model. Two exceptions are copies: a matrix
     with an adapter (lora.py) is merged, and a sharded one is gathered, so all ranks must iterate
-    together. Raises UserError for a quantised model, and for one that oneDNN holds.
+    together. Raises UserError for a quantised model and a packed one.
     """
     held = linears(model, STORED)
-    require(not held, "a model that is quantised or oneDNN's can be neither trained nor saved")
+    require(not held, "a quantised or packed model can be neither trained nor saved")
     for name, parameter in model.named_parameters():
         parts = hf_rows(model.config, name, len(parameter))
         if parts:

@@ -12,7 +12,7 @@ from nanorchestra.engine.engine import Engine
 from nanorchestra.errors import require
 from nanorchestra.model import lora
 from nanorchestra.model.hf_config import PRESETS
-from nanorchestra.model.onednn import use_onednn
+from nanorchestra.model.native import pack
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.tokenizer import Tokenizer, train_bpe
 from nanorchestra.model.weights import load_model
@@ -104,7 +104,7 @@ def build_engine(
     with torch.device("meta"):
         model = Qwen3(shape).to(dtype)
     model.to_empty(device=ranks.device)
-    use_onednn(model)
+    pack(model)
     require(
         limits.context_tokens <= shape.max_position_embeddings,
         f"rollout.context_tokens is {limits.context_tokens}; it must be at most "

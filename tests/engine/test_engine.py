@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
 import torch
 
-from nanorchestra.engine import attention
 from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.engine.guide import Guide
 from nanorchestra.engine.sampler import Sampler
 from nanorchestra.errors import UserError
 from nanorchestra.model import chat
+from nanorchestra.model.native import library, pack
 from nanorchestra.model.packed_attention import Segment, packed_attention
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.weights import named_hf_tensors
 
 VOCAB = 97
-CONFIG = ModelConfig(VOCAB, 32, 48, 2, 4, 2, head_dim=8, max_position_embeddings=512)
+CONFIG = ModelConfig(VOCAB, 32, 48, 2, 4, 2, head_dim=16, max_position_embeddings=512)
 GREEDY = SamplingParams(max_tokens=20, temperature=0)
 
 
@@ -92,15 +93,21 @@ def ragged_prompts() -> list[list[int]]:
         {"max_running": 3, "max_batch_tokens": 40},
         {"page_size": 1},
         {"page_size": 4, "num_pages": 58, "max_batch_tokens": 64},
-        {"page_size": 2, "block": 1000},
+        {"packed": True},
+        {"packed": True, "max_batch_tokens": 24},
+        {"packed": True, "page_size": 32, "max_running": 3, "num_pages": 16},
     ],
-    ids=["usual", "chunked prefill", "few at a time", "pages of one", "a tiny pool", "blocks"],
+    ids=lambda settings: ", ".join(f"{k} {v}" for k, v in settings.items()) or "usual",
 )
-def test_a_request_gets_the_text_and_logprobs_it_has_alone(model, settings, monkeypatch):
-    """Seeds and temperatures differ from row to row; some rows are greedy, some end early."""
-    settings = dict(settings)
-    monkeypatch.setattr(attention, "BLOCK_FLOATS", settings.pop("block", attention.BLOCK_FLOATS))
-    engine, prompts = Engine(model, **{"num_pages": 1500} | settings), ragged_prompts()
+def test_a_request_gets_the_text_and_logprobs_it_has_alone(model, settings):
+    """Seeds and temperatures differ from row to row; some rows are greedy, some end early.
+
+    A packed model gives it the same bits too.
+    """
+    settings, served = {"num_pages": 1500} | settings, model
+    if packed := settings.pop("packed", False) and library(torch.float32):
+        pack(served := copy.deepcopy(model))
+    engine, prompts = Engine(served, **settings), ragged_prompts()
     params = [
         SamplingParams(max_tokens=3 + 4 * (i % 5), seed=i, temperature=(0.0, 0.7, 1.4)[i % 3])
         for i in range(len(prompts))
@@ -110,6 +117,9 @@ def test_a_request_gets_the_text_and_logprobs_it_has_alone(model, settings, monk
         assert completion.token_ids == naive_sample(model, prompt, p)
         assert (completion.prompt_tokens, completion.finish_reason) == (len(prompt), "length")
         assert_logprobs(model, prompt, completion, p.temperature or 1.0)
+        if packed:
+            alone = Engine(served, num_pages=20).generate([prompt], p)[0]
+            assert alone.logprobs == completion.logprobs
     assert_no_leak(engine)
 
 

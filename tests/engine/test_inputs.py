@@ -1,8 +1,8 @@
-"""Which rows read which pages together; test_engine.py holds the attention to a full forward."""
+"""Which rows of a GPU's step read which pages together."""
 
 from __future__ import annotations
 
-from nanorchestra.engine.attention import group_by_prefix
+from nanorchestra.engine.inputs import group_by_prefix
 
 
 def test_a_system_prompt_common_to_all_does_not_split_groups():

@@ -1,0 +1,188 @@
+"""The decoder on a CPU in C: native.c, compiled for this machine at its first use.
+
+`pack` puts a model's matrices in the layout that native.c multiplies. They take the place of the
+plain ones, so memory stays as it is; only an output matrix that is tied to the embeddings is held
+twice. The model can then be computed and take new weights, not trained. Without a C compiler the
+model stays as it is, and torch computes it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate, chain
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanorchestra.model.quantise import linears
+from nanorchestra.model.qwen3 import Qwen3
+
+SOURCE = Path(__file__).with_name("native.c")
+COMMAND = "cc -O3 -march=native -fopenmp -fPIC -shared"
+LANES, LARGEST_DIM = 16, 256  # of native.c
+
+
+@cache
+def library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """Return native.c for models of this dtype, or None where it cannot be had.
+
+    It is compiled into ~/.cache/nanorchestra (XDG_CACHE_HOME), once for each source and CPU.
+    """
+    half = dtype == torch.bfloat16
+    if dtype != torch.float32 and not (half and torch.cpu._is_avx512_bf16_supported()):
+        return None
+    command, info = [*COMMAND.split(), *["-DBF16"] * half], Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else ()
+    cpu = [line for line in lines if line.startswith("flags")][:1]
+    key = hashlib.sha256(f"{command}{cpu}{SOURCE.read_text()}".encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanorchestra"
+    built = folder / f"native-{key}.so"
+    try:
+        if not built.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as directory:
+                part = Path(directory) / built.name
+                whole = [*command, "-o", str(part), str(SOURCE)]
+                subprocess.run(whole, check=True, capture_output=True)
+                part.replace(built)
+        loaded = ctypes.CDLL(str(built))
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"native.c cannot be compiled, so torch computes: {error}", file=sys.stderr)
+        return None
+    pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    inputs = pointer, size, size
+    loaded.linear.argtypes = [*inputs, pointer, *inputs[:2], pointer, number]
+    loaded.forward.argtypes = [pointer, pointer, ctypes.c_float, pointer, number]
+    return loaded
+
+
+class PackedLinear(nn.Module):
+    """x [T, in] -> x W^T + bias [T, out], with W [out, in] in the layout of native.c."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.bias, self._c = bias, library(weight.dtype)
+        columns, pair = self._c.panel_columns(), 4 // weight.itemsize
+        panels = -(-self.out_features // columns)
+        shape = panels, self.in_features // pair, columns, pair
+        self.packed = torch.empty(shape, dtype=weight.dtype)
+        self._parts: dict[int, Tensor] = {}
+        self.write(slice(0, len(weight)), weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the product."""
+        x, out = x.contiguous(), torch.empty(len(x), self.out_features)
+        inputs = x.data_ptr(), len(x), self.in_features
+        matrix = self.packed.data_ptr(), address(self.bias), self.out_features
+        self._c.linear(*inputs, *matrix, out.data_ptr(), torch.get_num_threads())
+        return out.to(x.dtype)
+
+    @torch.no_grad()
+    def write(self, rows: slice, weight: Tensor) -> None:
+        """Take `rows` of W, of any float dtype. They have effect once all rows have come."""
+        self._parts[rows.start] = weight.detach()
+        parts = [self._parts[start] for start in sorted(self._parts)]
+        if sum(map(len, parts)) == self.out_features:
+            _, _, columns, pair = self.packed.shape
+            padded = F.pad(torch.cat(parts).cpu(), (0, 0, 0, -self.out_features % columns))
+            panels = padded.view(len(self.packed), columns, -1, pair)
+            self.packed.copy_(panels.transpose(1, 2))
+            self._parts.clear()
+
+
+def pack(model: Qwen3) -> None:
+    """Replace the matrices of a model on a CPU, in place, where native.c can compute it.
+
+    It takes head sizes that are multiples of 16, to 256. Quantised models stay as they are, and
+    bfloat16 on a CPU without instructions for it.
+    """
+    config, weight = model.config, model.embed_tokens.weight
+    sizes = config.hidden_size, config.intermediate_size, config.head_dim
+    fits = not any(size % LANES for size in sizes) and config.head_dim <= LARGEST_DIM
+    names = [name for name, _ in linears(model)]
+    if not (names and weight.is_cpu and fits and library(weight.dtype)):
+        return
+    for name in names:
+        module = model.get_submodule(name)
+        model.set_submodule(name, PackedLinear(module.weight, module.bias))
+    if model.lm_head is None:
+        model.lm_head = PackedLinear(weight, None)
+
+
+class Forward:
+    """The forward pass of a packed model over KV pages, in one call.
+
+    k_cache and v_cache [layers, pages, Hkv, page_size, D], page_size a multiple of 16. Inside a
+    page the order is native.c's.
+    """
+
+    def __init__(self, model: Qwen3, k_cache: Tensor, v_cache: Tensor):
+        self.model, self._c, config = model, library(k_cache.dtype), model.config
+        blocks = [(block, block.self_attn) for block in model.layers]
+        layers = [
+            [
+                *(block.input_layernorm, own.q_norm, own.k_norm, block.post_attention_layernorm),
+                *(own.qkv_proj.packed, own.qkv_proj.bias, own.o_proj.packed, own.o_proj.bias),
+                *(block.gate_up_proj.packed, block.down_proj.packed),
+            ]
+            for block, own in blocks
+        ]
+        self._layers = np.array([list(map(address, layer)) for layer in layers], np.int64)
+        depth, pages, kv_heads, page_size, dim = k_cache.shape
+        hidden, inner, heads = (
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_attention_heads,
+        )
+        width = hidden + 3 * inner + 2 * (heads + kv_heads) * dim
+        self._scratch = torch.empty(self._c.chunk_rows() * width)
+        tensors = model.norm, k_cache, v_cache, self._scratch
+        sizes = depth, hidden, inner, heads, kv_heads, dim, pages, page_size
+        numbers = [self._layers.ctypes.data, *map(address, tensors), *sizes]
+        self._decoder = np.array(numbers, np.int64)
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        counts: Sequence[int],
+        tables: Sequence[Sequence[int]],
+    ) -> Tensor:
+        """Return the hidden states after the final norm, [T, hidden], and store the KV.
+
+        tokens and positions are int64 [T], in parts of `counts` tokens. Each part reads the pages
+        of its table, and none that a later one writes.
+        """
+        x = self.model.embed_tokens(tokens).float()
+        angles = positions[:, None].float() * self.model.rope_frequencies(x.device)
+        cos, sin, lengths = angles.cos(), angles.sin(), positions + 1
+        firsts = list(accumulate(map(len, tables), initial=0))[:-1]
+        first = np.repeat(np.array(firsts, np.int64), counts)
+        pages = np.fromiter(chain.from_iterable(tables), np.int64)
+        arrays = first.ctypes.data, pages.ctypes.data
+        step = np.array([*map(address, (x, cos, sin, lengths)), *arrays, len(x)], np.int64)
+        out, eps = self.model.norm.new_empty(x.shape), self.model.config.rms_norm_eps
+        self._c.forward(
+            self._decoder.ctypes.data,
+            step.ctypes.data,
+            eps,
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
+
+
+def address(tensor: Tensor | None) -> int:
+    """Return where a tensor's memory begins; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()

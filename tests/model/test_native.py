@@ -1,0 +1,104 @@
+"""A packed model computes as the plain one: any shape and number of rows, new weights too."""
+
+import copy
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanorchestra.agent.load import NANO, load_rollout
+from nanorchestra.agent.loop import Limits
+from nanorchestra.engine.engine import Engine, SamplingParams
+from nanorchestra.errors import UserError
+from nanorchestra.model import native
+from nanorchestra.model.hf_config import PRESETS
+from nanorchestra.model.native import PackedLinear, library, pack
+from nanorchestra.model.quantise import linears
+from nanorchestra.model.qwen3 import Qwen3
+from nanorchestra.model.saving import save_checkpoint
+from nanorchestra.model.weights import copy_weights, load_model, named_hf_tensors
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_engine_scores_as_the_plain_model_after_new_weights_too(tied):
+    """The tensors come in any order, and a copy that failed half-way leaves no trace."""
+    shape = replace(PRESETS["nano"], tie_word_embeddings=tied, attention_bias=not tied)
+    plain, rng = Qwen3(shape), random.Random(0)
+    model = copy.deepcopy(plain.requires_grad_(False))
+    pack(model)
+    assert linears(model, PackedLinear)
+    engine = Engine(model, num_pages=1)
+    texts = [[rng.randrange(shape.vocab_size) for _ in range(n)] for n in (2, 7, 20, 133)]
+    for seed in range(2):
+        plain.init_weights(seed)
+        tensors = list(named_hf_tensors(plain))
+        rng.shuffle(tensors)
+        with pytest.raises(UserError, match="missing"):
+            copy_weights(model, [(name, 2 * tensor) for name, tensor in tensors[:-1]])
+        engine.update_weights(tensors)
+        for text, got in zip(texts, engine.score(texts), strict=True):
+            want = Engine(plain, num_pages=1).score([text])[0]
+            torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=0, atol=1e-4)
+    with pytest.raises(UserError, match="neither trained nor saved"):
+        next(named_hf_tensors(model))
+
+
+def test_a_cpu_keeps_a_checkpoint_in_bfloat16_if_it_multiplies_that(tmp_path):
+    """The answers are those of float32 but for bfloat16's rounding."""
+    path = tmp_path / "model"
+    model, tokenizer = load_model(NANO)
+    save_checkpoint(model, tokenizer, path, dtype=torch.bfloat16)
+    engines = [load_rollout(place, Limits(), 0.0, 1).engine for place in (path, NANO)]
+    dtypes = [engine.model.embed_tokens.weight.dtype for engine in engines]
+    assert dtypes == [torch.bfloat16 if library(torch.bfloat16) else torch.float32, torch.float32]
+    text = tokenizer.encode("law case 372 is hard: what is its code?")
+    (got,), (want,) = (engine.score([text]) for engine in engines)
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=0.05, atol=0.1)
+
+
+def test_a_row_is_the_same_in_every_number_of_rows():
+    weight, bias, x = torch.randn(600, 512), torch.randn(600), torch.randn(133, 512)
+    layer = PackedLinear(weight, bias)
+    want = F.linear(x.double(), weight.double(), bias.double()).float()
+    out = layer(x)
+    torch.testing.assert_close(out, want, rtol=0, atol=2e-4)
+    for rows in (0, 1, 2, 8, 9, 17, 65, 100):
+        assert torch.equal(layer(x[:rows]), out[:rows])
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "dtype"),
+    [(6, 2, 32, "float32"), (4, 1, 64, "float32"), (16, 1, 16, "float32"), (2, 2, 128, "float32")]
+    + [(6, 2, 32, "bfloat16"), (2, 2, 80, "bfloat16")],
+)
+def test_every_shape_of_heads_gives_the_plain_models_log_probabilities(heads, kv_heads, dim, dtype):
+    """Prompts end before, at and after the ends of pages and of blocks of keys."""
+    dtype, bound = getattr(torch, dtype), 1e-4 if dtype == "float32" else 0.1
+    if library(dtype) is None:
+        pytest.skip("this CPU does not multiply bfloat16")
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim}
+    plain, rng = Qwen3(replace(PRESETS["nano"], num_hidden_layers=2, **sizes)), random.Random(0)
+    plain.init_weights(0)
+    plain.requires_grad_(False).to(dtype)
+    pack(packed := copy.deepcopy(plain))
+    prompts = [[rng.randrange(800) for _ in range(n)] for n in (1, 15, 16, 17, 63, 65, 130)]
+    prompts += prompts[-1:] * 2
+    params = [SamplingParams(max_tokens=4, seed=i) for i in range(len(prompts))]
+    engine = Engine(packed, num_pages=60, max_batch_tokens=100)
+    for prompt, done in zip(prompts, engine.generate(prompts, params), strict=True):
+        want = Engine(plain, num_pages=1).score([prompt + done.token_ids])[0][-4:]
+        got = torch.tensor(done.logprobs)
+        torch.testing.assert_close(got, torch.tensor(want), rtol=0, atol=bound)
+
+
+def test_without_a_compiler_torch_computes_and_one_line_says_so(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(native, "COMMAND", "no-such-compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "library", native.library.__wrapped__)
+    model = Qwen3(PRESETS["nano"])
+    native.pack(model)
+    assert not linears(model, PackedLinear)
+    assert capsys.readouterr().err.count("\n") == 1
+    assert Engine(model, num_pages=1).score([[1, 2]])
