@@ -10,7 +10,6 @@ import re
 import pytest
 
 from nanorchestra.errors import UserError
-from nanorchestra.schemas import schema_error
 from worlds.toolscale.act import Act, UnfitError
 from worlds.toolscale.domains import BUILT_IN, HOME, build, load_blueprint
 from worlds.toolscale.plan import Planner
@@ -125,7 +124,7 @@ def test_the_calculator_agrees_with_python_and_refuses_the_rest():
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_domain_is_as_large_as_promised_and_sound(name):
     for seed in range(3):
-        world, _ = build(name, seed)
+        world, w = build(name, seed)
         kinds = [t["kind"] for t in world.tools]
         assert len(world.tables) >= 3 and sum(map(len, world.tables.values())) >= 200
         assert len(world.by_name) == len(world.tools) >= 12
@@ -137,16 +136,15 @@ def test_a_domain_is_as_large_as_promised_and_sound(name):
                 assert rule in world.policy
         links = leaves = 0
         for table, rows in world.tables.items():
-            fields = world.schema[table]["fields"]
-            shape = {"type": "object", "properties": fields, "additionalProperties": False}
+            drawn = w.data["tables"][table]
             for key, row in rows.items():
-                assert schema_error(row, shape | {"required": list(fields)}) is None
-                assert row[world.schema[table]["key"]] == key
+                assert [*row] == [drawn["key"], *drawn["fields"]]
+                assert row[drawn["key"]] == key
                 leaves = max(leaves, len(re.findall(r"[\w\"]: (?![{\[])", json.dumps(row))))
-                for field, spec in fields.items():
-                    if "link" in spec:
+                for field, how in drawn["fields"].items():
+                    if isinstance(how, list) and how[0] in ("link", "owner"):
                         links += 1
-                        assert row[field] in world.tables[spec["link"]]
+                        assert row[field] in world.tables[how[1]]
         assert links > 200 and leaves >= 15, "records are linked, and records within records"
 
 
@@ -159,7 +157,7 @@ def test_every_wish_of_a_domain_can_be_had_plainly():
             for _ in range(300):
                 act = Act(world, w, rng.choice(people), rng, named=True)
                 try:
-                    Planner(world, w, rng)._plain(act, Wish(act, kind), True, False)
+                    Planner(world, w, rng)._plain(act, Wish(act, kind), True)
                     break
                 except UnfitError:
                     pass

@@ -53,7 +53,7 @@ def world():
         "trains": {key: {"train_id": key, "name": name} for key, name in TRAINS.items()},
     }
     tools = [tool("change_booking", travel_class=classes), tool("change_phone")]
-    return World("railway", {}, tables, tools, "")
+    return World("railway", tables, tools, "")
 
 
 def replies(world, intent):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanorchestra.files import read_json
-from worlds.toolscale.program import Json, Tables, ToolError, evaluate, parse_call, run
+from worlds.toolscale.program import Json, Tables, ToolError, evaluate, parse_call
 from worlds.toolscale.words import Words
 from worlds.toolscale.world import World
 
@@ -44,8 +44,9 @@ class Act:
         known: bool = False,
     ):
         self.world, self.words, self.data, self.rng = world, words, words.data, rng
-        self.holder = words.data["tables"][people(words.data)]["key"]
-        self.me = world.tables[people(words.data)][me]
+        table = people(words.data)
+        self.holder = words.data["tables"][table]["key"]
+        self.me = world.tables[table][me]
         self.tables, self.naive = dict(world.tables), dict(world.tables)
         self.calls: list[tuple[str, Json]] = []  # name, arguments
         self.wishes: list[str] = []  # sentences, a text a wish
@@ -79,10 +80,10 @@ class Act:
 
         A read that was made before is not made again.
         """
-        tool, arguments = self._parse(text, scope)
-        made = tool["function"]["name"], arguments
-        result = run(tool, arguments, self.tables)
-        if tool["kind"] in ("write", "handover") or made not in self.calls:
+        made = name, arguments = self.parse(text, scope)
+        result = self.world.invoke(self.tables, name, arguments)
+        kind = self.world.by_name[name]["kind"]
+        if kind in ("write", "handover") or made not in self.calls:
             self.calls.append(made)
         return result
 
@@ -91,22 +92,19 @@ class Act:
 
         With `tables` these are changed, and not those of the naive agent.
         """
+        tables = self.naive if tables is None else tables
         with suppress(ToolError):
             for text in texts:
-                run(*self._parse(text, scope), self.naive if tables is None else tables)
+                self.world.invoke(tables, *self.parse(text, scope))
             return True
         return False
 
-    def where(self, text: str, scope: Json) -> tuple[str, Json]:
+    def parse(self, text: str, scope: Json) -> tuple[str, Json]:
         """Returns the name and the arguments of a call."""
-        tool, arguments = self._parse(text, scope)
-        return tool["function"]["name"], arguments
-
-    def _parse(self, text: str, scope: Json) -> tuple[Json, Json]:
         name, expressions = parse_call(text)
-        tool = self.world.by_name[name]
+        named = self.world.by_name[name]["function"]["parameters"]["properties"]
         values = [evaluate(e, scope) for e in expressions]
-        return tool, dict(zip(tool["function"]["parameters"]["properties"], values, strict=True))
+        return name, dict(zip(named, values, strict=True))
 
     def rows(self, table: str, tables: Tables | None = None) -> list[Json]:
         """Returns the records of a table as they are now; only the user's own if they have one."""

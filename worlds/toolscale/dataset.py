@@ -5,11 +5,10 @@ tau2-bench; small.py makes tasks in memory. The world's
 `task(split, index)` returns a Task, its `environment(task, seed)` one attempt at it.
 """
 
-import asyncio
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +16,12 @@ from nanorchestra.agent.loop import SECONDS_PER_TOKEN
 from nanorchestra.errors import require
 from nanorchestra.files import read_json, read_json_lines
 from nanorchestra.model import chat
-from nanorchestra.records import Preference, Price, Task, ToolCall
+from nanorchestra.records import Preference, Price, Task
 from nanorchestra.training.lessons import Lesson
 from reward import POLICY, PRICES
 from worlds.toolscale import preferences
 from worlds.toolscale.environment import SIMULATED, DomainEnvironment, Models
-from worlds.toolscale.expert import next_turn
+from worlds.toolscale.expert import right_turns
 from worlds.toolscale.program import Json
 from worlds.toolscale.rows import read_row, restored, unfit
 from worlds.toolscale.tasks import HELD_OUT, split
@@ -91,7 +90,7 @@ class ToolScaleWorld:
         return DomainEnvironment(world, task, seed, self.models)
 
 
-def _bounds(tau2: Json, offered: Sequence[Json]) -> tuple:
+def _bounds(tau2, offered) -> tuple:
     """Bounds in US dollars and seconds.
 
     From nothing to the most expensive, and the slowest, expert for every golden step and the last
@@ -112,13 +111,8 @@ def teach(env: DomainEnvironment) -> Iterator[Lesson]:
     is the scripted one, which comes to an end.
     """
     env.user = ScriptedUser(env.task.data["task"], env.world)
-    while not env.over:
-        words, made = next_turn(env)
-        if made is None:
-            yield Lesson("", words, result=asyncio.run(env.reply(words)))
-        else:
-            call = ToolCall(*made)
-            yield Lesson("", call=call, result=asyncio.run(env.execute(call)))
+    for turn in right_turns(env):
+        yield Lesson("", *turn)
 
 
 def texts(world: ToolScaleWorld, count: int) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Builds the world of a domain from its file and a seed: schema, tools, policy and records.
+"""Builds the world of a domain from its file and a seed: tools, policy and records.
 
 A file (domains/railway.json, say) is the whole domain: tables, tools, rules, wishes and phrases.
 Nothing in Python knows one. words.py draws what the file leaves to the seed, program.py runs
@@ -8,12 +8,11 @@ its programs.
 import random
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from nanorchestra.errors import UserError, require
 from worlds.toolscale.act import PHRASES, people
 from worlds.toolscale.program import Json, parse, parse_call, rules
-from worlds.toolscale.records import Draws, shape
+from worlds.toolscale.records import Draws
 from worlds.toolscale.words import Words, draw_words, expand
 from worlds.toolscale.world import World, read_shape
 
@@ -49,16 +48,10 @@ def build(name: str, seed: int) -> tuple[World, Words]:
     except (LookupError, TypeError, ValueError, AttributeError, SyntaxError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise UserError(f"{name}: no world can be made ({problem})") from None
-    schema = {}
-    for table, rows in draws.tables.items():
-        how, first = words.data["tables"][table], next(iter(rows.values()))
-        kinds = {field: how["fields"].get(field, ["key"]) for field in first}
-        fields = {f: shape([row[f] for row in rows.values()], kinds[f]) for f in first}
-        schema[table] = {"key": how["key"], "fields": fields}
-    return World(blueprint["domain"], schema, draws.tables, tools, _policy(words, tools)), words
+    return World(blueprint["domain"], draws.tables, tools, _policy(words, tools)), words
 
 
-def _compile(data: Json) -> None:
+def _compile(data):
     """Raises ValueError, SyntaxError or LookupError for a wish or rule that cannot be read."""
     for wish in data["wishes"].values():
         facts = [*wish.get("facts", ()), *([wish["all"]] if "all" in wish else ())]
@@ -73,7 +66,7 @@ def _compile(data: Json) -> None:
             require(len(given) == wanted, f"{text!r} must have {wanted} arguments")
 
 
-def _tool(name: str, tool: Json) -> Json:
+def _tool(name, tool) -> Json:
     """A tool of a world. A type of argument is "string: what it is", or a list of values."""
     properties: Json = {}
     for argument, kind in tool["arguments"].items():
@@ -91,7 +84,7 @@ def _tool(name: str, tool: Json) -> Json:
     return {"kind": tool["kind"], "function": function, "program": tool["program"]}
 
 
-def _policy(words: Words, tools: list[Json]) -> str:
+def _policy(words, tools) -> str:
     """The policy in Markdown: the file's lines and rules, tables, each tool with its own rules."""
     data = words.data
     lines = [f"# Policy of {words.business}", "", f"Today is {words.today}.", ""]
@@ -108,7 +101,7 @@ def _policy(words: Words, tools: list[Json]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _field(field: tuple[str, Any]) -> str:
+def _field(field) -> str:
     name, how = field
     inner = how if isinstance(how, dict) else how[-1] if how[0] == "several" else {}
     if inner:

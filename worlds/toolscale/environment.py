@@ -14,7 +14,7 @@ from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.models import Expert
 from worlds.toolscale import preferences
 from worlds.toolscale.expert import turn
-from worlds.toolscale.program import Json, ToolError
+from worlds.toolscale.program import ToolError
 from worlds.toolscale.score import Scorer, judged
 from worlds.toolscale.user import ModelUser, ScriptedUser, ended, wishes
 from worlds.toolscale.words import expand
@@ -97,9 +97,10 @@ class DomainEnvironment:
 
     def most_usd(self, call: ToolCall) -> float:
         """Returns the price of an expert's longest turn; the tools of a domain are free."""
-        if call.error or call.name != EXPERT or call.arguments.get("expert") not in [*self.experts]:
+        alias = call.arguments.get("expert")
+        if call.error or call.name != EXPERT or alias not in [*self.experts]:
             return 0.0
-        expert = self.experts[call.arguments["expert"]]
+        expert = self.experts[alias]
         if self.models.experts is not None:
             return self._asked(expert).most_usd(self._turn())
         return Price(*expert["usd"]).cost(sum(map(len, self.history)), STEP_TOKENS)
@@ -158,7 +159,7 @@ class DomainEnvironment:
         self.history.append(f"The agent called {call.name}({arguments}): {result.content}")
         return result
 
-    async def _hand_over(self, alias: Any) -> ToolResult:
+    async def _hand_over(self, alias) -> ToolResult:
         """Lets an expert do the turn; one that has failed has done nothing."""
         if alias not in list(self.experts):
             names = ", ".join(self.experts)
@@ -189,11 +190,11 @@ class DomainEnvironment:
         """What an expert is asked."""
         return TURN.format(talk="\n".join(self.history), tools=json.dumps(self.tools[:-1]))
 
-    def _asked(self, expert: Json) -> Expert:
+    def _asked(self, expert) -> Expert:
         """The language model behind an expert, at the price that the task quotes."""
         return replace(self.models.experts[expert["model"]], price=Price(*expert["usd"]))
 
-    def _simulated(self, expert: Json) -> tuple[ParsedTurn, ToolResult]:
+    def _simulated(self, expert) -> tuple[ParsedTurn, ToolResult]:
         """A declared simulation of an expert, whose turns are right with probability `skill`."""
         rng = random.Random(f"{self.task.id}/{self.seed}/{expert['alias']}/{len(self.history)}")
         tokens = sum(map(len, self.history)) // 4, rng.randint(80, STEP_TOKENS)
@@ -205,5 +206,5 @@ class DomainEnvironment:
         return ParsedTurn("", content, calls), done
 
 
-def _plain(value: Any) -> Any:
+def _plain(value) -> Any:
     return value.model_dump() if hasattr(value, "model_dump") else str(value)

@@ -7,10 +7,12 @@ spoken it, asks for what a call needs, and gets the yes that a rule demands.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from worlds.toolscale.program import Json, ToolError
+from nanorchestra.records import ToolCall, ToolResult
+from worlds.toolscale.program import ToolError
 from worlds.toolscale.score import Call, communicated, confirmed
 from worlds.toolscale.user import TEXTS, spoken
 from worlds.toolscale.world import World
@@ -41,6 +43,23 @@ def next_turn(env: DomainEnvironment) -> tuple[str, Call | None]:
     infos = [info for info in infos if not communicated(info, said)]
     done = infos or any(wish.told or {*wish.actions} & {*scorer.effects} for wish in told[-1:])
     return SAY["done" if done else "refuse"].format(", ".join(infos)), None
+
+
+def right_turns(
+    env: DomainEnvironment,
+) -> Iterator[tuple[str, ToolCall | None, ToolResult | None]]:
+    """Takes the right turns until the conversation is over.
+
+    Yields message, call and result of each; a message has no result if it is the last.
+    """
+    while not env.over:
+        words, made = next_turn(env)
+        if made:
+            call = ToolCall(*made)
+            yield "", call, env.do(call)
+        else:
+            answer = env.hear(words)
+            yield words, None, None if env.over else ToolResult(answer)
 
 
 def turn(env: DomainEnvironment, skill: float, rng: random.Random) -> tuple[str, Call | None]:
@@ -79,11 +98,11 @@ def altered(world: World, calls: list[Call], rng: random.Random) -> list[Call]:
     return [*calls[:at], (name, arguments | {argument: other}), *calls[at + 1 :]]
 
 
-def _heard(env: DomainEnvironment) -> str:
+def _heard(env) -> str:
     return " ".join(step[1] for step in env.trace if step[0] == "user")
 
 
-def _due(env: DomainEnvironment) -> list[int]:
+def _due(env) -> list[int]:
     """The places of the golden calls that are to be made now: their wishes have been spoken."""
     made, heard = [step[1:3] for step in env.trace if step[0] == "call"], _heard(env)
     unspoken = [w.actions for w in env.wishes if not spoken(w, heard)]
@@ -94,7 +113,7 @@ def _due(env: DomainEnvironment) -> list[int]:
     ]
 
 
-def _missing(env: DomainEnvironment, arguments: Json) -> list[str]:
+def _missing(env, arguments) -> list[str]:
     """The arguments that the user knows and has not said."""
     known = env.task.data["task"]["user_scenario"]["instructions"].get("known_info") or ""
     return [

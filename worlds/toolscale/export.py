@@ -59,7 +59,7 @@ def environment(directory: Path, domain: str) -> Any:
     return made.Environment(domain_name=domain, policy=world.policy, tools=tools)
 
 
-def _method(world: World, name: str) -> Callable[..., Any]:
+def _method(world, name) -> Callable[..., Any]:
     """A tool as a method of a toolkit, whose `db.tables` it changes."""
     function = world.by_name[name]["function"]
 

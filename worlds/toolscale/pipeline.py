@@ -112,7 +112,7 @@ def make_all(
     return tasks, rejected
 
 
-def _kept(make: Make, out: Path, job: tuple[str, int]) -> Json:
+def _kept(make, out, job) -> Json:
     """The batch of a job: read, if a run before this one has made it."""
     domain, number = job
     path = out / "parts" / f"{Path(domain).stem}-{number:05d}.json"

@@ -5,7 +5,6 @@ it, whether the first choice can be had. Records that do not make it so are draw
 """
 
 import random
-from collections.abc import Sequence
 
 from worlds.toolscale.act import PHRASES, Act, UnfitError, people
 from worlds.toolscale.program import ToolError
@@ -40,49 +39,44 @@ class Planner:
         `known` the user knows every key and wishes nothing that comes to nothing.
         """
         wishes, twists = LEVELS[level]
-        callers = [
-            key
-            for key, row in self.world.tables[people(self.data)].items()
-            if holds(self.data["identify"].get("where", ""), {"me": row})
-        ]
-        quiet = not known and self.rng.random() < NOTHING
+        rows = self.world.tables[people(self.data)]
+        where = self.data["identify"].get("where", "")
+        callers = [key for key, row in rows.items() if holds(where, {"me": row})]
+        self.quiet = not known and self.rng.random() < NOTHING
         for attempt in range(MOST_DRAWS):
             if attempt % 20 == 0:
                 drawn = self.rng.choices(list(self.twists), self.twists.values(), k=twists)
-                if quiet:
+                if self.quiet:
                     drawn = [self.rng.choice(("if", "rule")) for _ in range(max(1, twists))]
                 plan = ["plain"] * (wishes - len(drawn)) + drawn
                 self.rng.shuffle(plan)
                 plan.sort(key=lambda twist: twist != "all")  # the hardest to have
-                truths = [not quiet and self.rng.random() < TRUE for _ in plan]
+                truths = [not self.quiet and self.rng.random() < TRUE for _ in plan]
                 named = not known and self.rng.random() < NAMED
             act = Act(self.world, self.words, self.rng.choice(callers), self.rng, named, known)
             for number, (twist, truth) in enumerate(zip(plan, truths, strict=True)):
                 first = [*self.kinds][focus % len(self.kinds)] if not number else None
                 last = number == len(plan) - 1
-                act = act and self._added(act, twist, truth, quiet, first, last)
-                if act:
-                    act.marks.append((len(act.calls), len(act.communicate)))
+                act = act and self._added(act, twist, truth, first, last)
             if act and len(act.calls) <= MOST_CALLS:
                 return act
         raise UnfitError("no wishes can be had")
 
-    def _added(
-        self, act: Act, twist: str, truth: bool, quiet: bool, first: str | None, last: bool
-    ) -> Act | None:
+    def _added(self, act, twist, truth, first, last) -> Act | None:
         """Returns the act with one wish more, or None if none can be had."""
         kinds = {
             kind: wish.get("weight", 2)
             for kind, wish in self.kinds.items()
             if NEEDS[twist](wish) and (last or not wish.get("last"))
-            if not (quiet and twist == "plain" and "do" in wish)
+            if not (self.quiet and twist == "plain" and "do" in wish)
         }
         for attempt in range(TRIES if kinds else 0):
             kind = self.rng.choices(list(kinds), kinds.values())[0]
             kind = first if first in kinds and attempt < 3 else kind
             trial = act.clone()
             try:
-                getattr(self, f"_{twist}")(trial, Wish(trial, kind), truth, quiet)
+                getattr(self, f"_{twist}")(trial, Wish(trial, kind), truth)
+                trial.marks.append((len(trial.calls), len(trial.communicate)))
                 return trial
             except (UnfitError, ToolError):
                 pass
@@ -90,20 +84,20 @@ class Planner:
 
     # --- a wish, plainly or with a twist: each adds its sentences to the act
 
-    def _plain(self, act: Act, wish: Wish, truth: bool, quiet: bool) -> None:
+    def _plain(self, act, wish, truth):
         self._fit(wish)
         self._say(act, "plain", a=wish.wanted())
         self._done(act, wish)
 
-    def _if(self, act: Act, wish: Wish, truth: bool, quiet: bool) -> None:
+    def _if(self, act, wish, truth):
         fact = self.rng.choice(wish.data["facts"])
         if "limit" in fact:
             wish.near(fact, truth)
         if holds(fact["test"], wish.scope) != truth or wish.broken():
             raise UnfitError("the fact is otherwise, or a rule forbids it")
-        self._either(act, wish, truth, quiet, "if", a=wish.said(), fact=wish.words(fact["say"]))
+        self._either(act, wish, truth, "if", a=wish.said(), fact=wish.words(fact["say"]))
 
-    def _rule(self, act: Act, wish: Wish, truth: bool, quiet: bool) -> None:
+    def _rule(self, act, wish, truth):
         broken = wish.broken()
         if len(broken) != (not truth) or not wish.can():
             raise UnfitError("the rules are otherwise")
@@ -111,16 +105,14 @@ class Planner:
             raise UnfitError("a tool forbids it too")
         for rule in broken:
             wish.forbidden(rule)
-        self._either(act, wish, truth, quiet, "rule", a=wish.wanted())
+        self._either(act, wish, truth, "rule", a=wish.wanted())
 
-    def _either(
-        self, act: Act, wish: Wish, truth: bool, quiet: bool, name: str, **words: str
-    ) -> None:
+    def _either(self, act, wish, truth, name, **words):
         """The wish if it holds; else nothing, or another wish."""
         act.twists.append((name, truth))
         wish.look()
         other = None
-        if not quiet and self.rng.random() < 0.5:
+        if not self.quiet and self.rng.random() < 0.5:
             other = self._other(act, wish)
             words["b"] = other.said()
         asked = wish.questions()
@@ -135,7 +127,7 @@ class Planner:
         self._say(act, f"{name} else" if other else name, **words)
         self._ask(act, asked, "ask if")
 
-    def _prefer(self, act: Act, wish: Wish, truth: bool, quiet: bool) -> None:
+    def _prefer(self, act, wish, truth):
         fact = self.rng.choice([fact for fact in wish.data["facts"] if "instead" in fact])
         if holds(fact["test"], wish.scope) != truth:
             raise UnfitError("the fact is otherwise")
@@ -156,7 +148,7 @@ class Planner:
         wish.do()
         any(act.attempt(wish.data["do"], scope) for scope in attempted)
 
-    def _all(self, act: Act, wish: Wish, truth: bool, quiet: bool) -> None:
+    def _all(self, act, wish, truth):
         every = wish.data["all"]
         if "limit" in every:
             wish.near(every, self.rng.random() < 0.5)
@@ -185,7 +177,7 @@ class Planner:
             else:
                 wish.forbidden(wish.broken()[0])
 
-    def _mind(self, act: Act, wish: Wish, truth: bool, quiet: bool) -> None:
+    def _mind(self, act, wish, truth):
         other = self._other(act, wish, wish.scope["it"])
         self._say(act, "mind", a=wish.said(), b=other.wanted())
         act.attempt(wish.data["do"], wish.scope)
@@ -193,7 +185,7 @@ class Planner:
 
     # --- parts
 
-    def _other(self, act: Act, wish: Wish, it: object = None) -> Wish:
+    def _other(self, act, wish, it=None) -> Wish:
         """Another wish, which can be had; about the same record, if it is given."""
         kinds = [
             kind
@@ -210,28 +202,28 @@ class Planner:
             raise UnfitError("the same record")
         self._fit(other)
         if "it" in other.data:
-            act.used.add(other.scope["it"][act.data["tables"][other.data["it"]]["key"]])
+            act.used.add(other.key)
         return other
 
     @staticmethod
-    def _fit(wish: Wish) -> None:
+    def _fit(wish):
         if wish.broken() or not wish.can():
             raise UnfitError("it cannot be done")
 
-    def _done(self, act: Act, wish: Wish) -> None:
+    def _done(self, act, wish):
         wish.look()
         act.attempt(wish.data.get("do", []), wish.scope)
         self._ask(act, wish.questions(), "ask")
         wish.do()
 
-    def _say(self, act: Act, frame: str, **words: str) -> None:
+    def _say(self, act, frame, **words):
         frames = self.frames[frame]
         if frame == "plain":
             frames = frames["next" if act.wishes else "first"]
         act.mentioned.clear()
         act.wishes.append(self.rng.choice(frames).format(**words))
 
-    def _ask(self, act: Act, questions: Sequence[str], frame: str) -> None:
+    def _ask(self, act, questions, frame):
         for question in questions:
             act.wishes[-1] += " " + self.rng.choice(self.frames[frame]).format(question)
 

@@ -1,14 +1,11 @@
 """Draws the records of a domain, field by field, as its file says."""
 
 import random
-from collections.abc import Sequence
 from typing import Any
 
 from nanorchestra.errors import require
 from worlds.toolscale.program import Json, Tables, evaluate
 from worlds.toolscale.words import day
-
-TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
 
 
 def holds(text: str, scope: Json) -> bool:
@@ -17,16 +14,6 @@ def holds(text: str, scope: Json) -> bool:
         return not text or evaluate(text, scope)
     except (LookupError, TypeError):
         return False
-
-
-def shape(values: Sequence[Any], how: Any) -> Json:
-    """Returns the schema of a field that has these values and is drawn so."""
-    types = [TYPES.get(type(value), "object") for value in values if value is not None]
-    found: Json = {"type": types[0] if len(types) == len(values) else [types[0], "null"]}
-    kind = how[0] if isinstance(how, list) else ""
-    if kind == "enum":
-        found["enum"] = list(how[1])
-    return found | ({"link": how[1]} if kind in ("link", "owner") else {})
 
 
 class Draws:
@@ -65,7 +52,7 @@ class Draws:
         weights = list(values.values()) if isinstance(values, dict) else None
         return self.rng.choices(list(values), weights)[0]
 
-    name = enum  # one of the values, which the schema does not list
+    name = enum  # one of the values, which the policy does not list
 
     def first(self) -> str:
         """A first name."""

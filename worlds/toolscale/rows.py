@@ -46,7 +46,7 @@ def read_row(row: Json, where: str, domain: str = "") -> Json | None:
     } | (_offer(row, where) if "model_mapping" in row else {})
 
 
-def _offer(row: Json, where: str) -> Json:
+def _offer(row, where) -> Json:
     """The tools, the experts and the preference of a training row."""
     functions = {f["name"]: f for f in (tool.get("function", tool) for tool in row["tools"])}
     asking, wish = functions.pop("call_expert", None), row["pref_vec"]

@@ -99,44 +99,40 @@ class Scorer:
         kept = all(CHECKS[rule["check"]](trace, **rule["args"]) for rule in self.rules)
         return float(kept and all(parts[basis]() for basis in self.basis))
 
-    def _reached(self, tables: Tables) -> bool:
+    def _reached(self, tables) -> bool:
         """True if the tables are golden, but for the order in which new records got their keys."""
-        start, named = self.world.tables, not self.world.schema  # a toolkit's are its own
-        if tables == self.gold or named:
+        if tables == self.gold or not self.world.keyed:
             return tables == self.gold
+        start = self.world.tables
         return _unnamed(tables, start) == _unnamed(self.gold, start)
 
-    def _after(self, calls: Sequence[Call]) -> Tables:
+    def _after(self, calls) -> Tables:
         tables = dict(self.world.tables)
         for name, arguments in calls:
             with contextlib.suppress(ToolError):  # a call that fails changes nothing
                 self.world.call(tables, name, arguments)
         return tables
 
-    def _acted(self, trace: Sequence[Step]) -> bool:
-        shown = "DB" in self.basis  # by the tables
-        needed = [
-            action
+    def _acted(self, trace) -> bool:
+        if self.handed(trace) != any(name in self.handovers for name, _ in self.golden):
+            return False
+        written = () if "DB" in self.basis else self.effects  # DB sees what is written
+        return all(
+            self._made(action, trace)
             for place, action in enumerate(self.actions)
-            if action.get("compare_args")
-            or action["name"] in self.handovers
-            or (not shown and place in self.effects)
-        ]
-        handing = any(name in self.handovers for name, _ in self.golden)
-        return handing == self.handed(trace) and all(self._made(each, trace) for each in needed)
+            if action.get("compare_args") or action["name"] in self.handovers or place in written
+        )
 
-    def _made(self, action: Json, trace: Sequence[Step]) -> bool:
+    def _made(self, action, trace) -> bool:
         """True if an action was done. What a hand-over says in a sentence is free."""
-        name, wanted, keys = action["name"], action["arguments"], action.get("compare_args")
-        free = name in self.handovers
-        where = {
-            key: value
-            for key, value in wanted.items()
-            if (key in keys if keys else not (free and " " in str(value)))
-        }
-        return bool(done(trace, [name], where))
+        name, wanted = action["name"], action["arguments"]
+        if keys := action.get("compare_args"):
+            wanted = {key: value for key, value in wanted.items() if key in keys}
+        elif name in self.handovers:
+            wanted = {key: value for key, value in wanted.items() if " " not in str(value)}
+        return bool(done(trace, [name], wanted))
 
-    def _told(self, info: str, trace: Sequence[Step]) -> bool:
+    def _told(self, info, trace) -> bool:
         """True if a message has the information, and few others that it might have been.
 
         These are numbers, or what else the field of the information holds in the tables. What the
@@ -158,13 +154,13 @@ class Scorer:
                     return True
         return False
 
-    def _rivals(self, info: str) -> set[str]:
+    def _rivals(self, info) -> set[str]:
         """All texts of the fields that hold the information in some record."""
         columns = self.world.columns.values()
         return set().union(*(texts for texts in columns if info.casefold() in texts))
 
 
-def _unnamed(tables: Tables, start: Tables) -> list[Any]:
+def _unnamed(tables, start) -> list[Any]:
     """What has changed, with the keys of new records alike: records as sorted texts, lost keys."""
     changed = [(rows, start[name]) for name, rows in tables.items() if rows is not start[name]]
     new = "|".join(f'"{key}"' for rows, old in changed for key in rows.keys() - old.keys())
@@ -201,7 +197,7 @@ def confirmed(trace: Sequence[Step], tools: Sequence[str], where: Json | None = 
     return True
 
 
-def _before(trace: Sequence[Step], first: Sequence[str], then: Sequence[str]) -> bool:
+def _before(trace, first, then) -> bool:
     """True if one of the first tools succeeded before any of the others."""
     later = done(trace, then)
     return not later or bool(done(trace[: later[0]], first))

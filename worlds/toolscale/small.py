@@ -16,8 +16,6 @@ from worlds.toolscale.plan import Planner
 from worlds.toolscale.program import Json, rules
 from worlds.toolscale.tasks import to_task
 from worlds.toolscale.verify import mentions, signature, task_text, verify
-from worlds.toolscale.words import Words
-from worlds.toolscale.world import World
 
 DOMAINS, TASKS, DRAWS = 3, 40, 160  # domains of a world, tasks of each, and draws for them
 # Golden calls of a task; characters of its policy and tools, and of what its calls return.
@@ -42,7 +40,7 @@ def small_world(seed: int, name: str = "domains") -> ToolScaleWorld:
     return ToolScaleWorld(split(fit), worlds, seed, 0, name)
 
 
-def _shrunk(world: World, words: Words, task: Json) -> Json:
+def _shrunk(world, words, task) -> Json:
     """The task with fewer tools, a policy of its own, and a user who says at once who they are."""
     rng, criteria = random.Random(f"small/{task['id']}"), task["evaluation_criteria"]
     criteria = criteria | {"actions": _needed(world, task)}
@@ -68,7 +66,7 @@ def _shrunk(world: World, words: Words, task: Json) -> Json:
     return task | less
 
 
-def _needed(world: World, task: Json) -> list[Json]:
+def _needed(world, task) -> list[Json]:
     """The golden actions, without reads whose results no answer and no argument needs."""
     criteria, text, kept = task["evaluation_criteria"], task_text(task), []
     if criteria["communicate_info"]:
@@ -82,7 +80,7 @@ def _needed(world: World, task: Json) -> list[Json]:
     return kept
 
 
-def _reads(world: World, task: Json) -> float:
+def _reads(world, task) -> float:
     """The characters that the golden calls return; no end of them if there are none, or many."""
     tables, actions = dict(world.tables), task["evaluation_criteria"]["actions"]
     if not 0 < len(actions) <= MOST_CALLS:

@@ -67,7 +67,7 @@ def to_task(act: Act, name: str, level: int) -> Json:
     }
 
 
-def _standing(act: Act) -> list[Json]:
+def _standing(act) -> list[Json]:
     """The domain's rules that every attempt must keep, with the tools that they are about."""
     writes = [name for name, tool in act.world.by_name.items() if tool["kind"] == "write"]
     kept = []

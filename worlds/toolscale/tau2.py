@@ -36,6 +36,7 @@ class ToolkitWorld(World):
     """
 
     kit: Callable[[Any], Any]
+    keyed = False
 
     def invoke(self, tables: Tables, name: str, arguments: Json) -> Any:
         """Calls the method of that name. Raises ToolError, and then `tables` are as they were."""
@@ -87,4 +88,4 @@ def load_domain(directory: Path) -> World:
         reads = getattr(getattr(toolkit, name), "__tool_type__", "") in READS
         kind = KINDS.get(name, "read" if reads else "write")  # unless it says so, it may write
         tools.append({"kind": kind, "function": function})
-    return ToolkitWorld(directory.name, {}, {"db": db}, tools, policy, type(toolkit))
+    return ToolkitWorld(directory.name, {"db": db}, tools, policy, type(toolkit))

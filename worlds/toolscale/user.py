@@ -20,7 +20,7 @@ from worlds.toolscale.world import World, communicated, texts_of
 STOP, TRANSFER = SIGNALS = ("###STOP###", "###TRANSFER###")  # tau2's, which end a conversation
 PATIENCE = 40  # messages that the scripted user answers
 TEXTS = read_toml(Path(__file__).with_suffix(".toml"))
-ABOUT, SAID, WORDS = TEXTS["about"], TEXTS["said"], TEXTS["words"]
+ABOUT, WORDS = TEXTS["about"], TEXTS["words"]
 
 
 def ended(message: str) -> bool:
@@ -57,7 +57,7 @@ def wishes(task: Json) -> list[Wish]:
     any_of = (*range(len(criteria["actions"])),), (*criteria["communicate_info"],)
     wanted = "" if sentences else task["user_scenario"]["instructions"]["reason_for_call"]
     for sentence in filter(None, re.split(r"(?<=[.!?]) +(?=[A-Z\"])", wanted)):
-        if sentences and re.match(SAID["condition"], sentence):
+        if sentences and _fits("condition", sentence):
             sentences[-1] += " " + sentence  # a condition is said together with its wish
         else:
             sentences.append(sentence)
@@ -104,9 +104,9 @@ class ScriptedUser:
         self.last = answer = self._answer(message.casefold().replace("\u2019", "'"), pending)
         return answer
 
-    def _answer(self, text: str, pending: Collection[int]) -> str:
+    def _answer(self, text, pending) -> str:
         sentences = re.split(r"(?<=[.!?])\s+|\n+", text)
-        asks = [sentence for sentence in sentences if re.search(TEXTS["question"], sentence)]
+        asks = [sentence for sentence in sentences if _fits("question", sentence)]
         about = {
             topic
             for topic, pattern in ABOUT.items()
@@ -123,8 +123,8 @@ class ScriptedUser:
         proposed = [
             sentence
             for sentence in asks
-            if re.search(TEXTS["confirm"], sentence) or re.search(TEXTS["proposes"], sentence)
-            if not re.search(TEXTS["open"], sentence) and not re.search(ABOUT["more"], sentence)
+            if _fits("confirm", sentence) or _fits("proposes", sentence)
+            if not _fits("open", sentence) and not re.search(ABOUT["more"], sentence)
         ]
         if proposed and self._wants(text, {*pending}):
             return WORDS["yes"]
@@ -137,13 +137,13 @@ class ScriptedUser:
         if "more" in about or "bye" in about:
             repeat = left and self.last != wish.say
             return wish.say if repeat else self._next(WORDS["last"])
-        if "wait" in about and not any(re.search(TEXTS["open"], each) for each in asks):
+        if "wait" in about and not any(_fits("open", each) for each in asks):
             return wish.say if self.last == WORDS["wait"] else WORDS["wait"]
         if asks or left:
             return wish.say
         return self._next(WORDS["thanks"])
 
-    def _next(self, last: str) -> str:
+    def _next(self, last) -> str:
         """Goes on to the next wish, unless only a part of what was asked for has just been told."""
         wish = self.wishes[self.at]
         left = [info for info in wish.told if not communicated(info, self.heard)]
@@ -154,41 +154,41 @@ class ScriptedUser:
         self.at += 1
         return self.wishes[self.at].say
 
-    def _refused(self, wish: Wish, left: list[int]) -> str:
+    def _refused(self, wish, left) -> str:
         """Says once what the wish names for this case, if that is not done; then goes on."""
         sentences = re.split(r"(?<=[.!?]) +", wish.say)
-        otherwise = " ".join(s for s in sentences if re.match(SAID["condition"], s))
+        otherwise = " ".join(s for s in sentences if _fits("condition", s))
         if left and otherwise and self.last != otherwise:
             return otherwise
         return self._next(WORDS["accept"])
 
-    def _facts(self, asks: list[str]) -> str:
+    def _facts(self, asks) -> str:
         """The facts that the sentences ask for; "" if none."""
         found = []
         for sentence in asks:
-            if not re.search(TEXTS["proposes"], sentence):
+            if not _fits("proposes", sentence):
                 facts = [clause for patterns, clause in self.facts if _all(patterns, sentence)]
                 if not facts:
-                    fields = re.findall(SAID["unknown"], self.unknown.casefold())
+                    fields = re.findall(TEXTS["unknown"], self.unknown.casefold())
                     facts = [self.unknown for each in fields if _all(_patterns(each), sentence)]
-                if not facts and re.search(SAID["identity"], sentence):
+                if not facts and _fits("identity", sentence):
                     return self.known
                 found += facts
         said = (fact[:1].upper() + fact[1:].rstrip(".") + "." for fact in dict.fromkeys(found))
         return " ".join(said)
 
-    def _wants(self, text: str, pending: Collection[int]) -> bool:
+    def _wants(self, text, pending) -> bool:
         """Returns whether the agent proposes what the user has asked for and is not done."""
         asked = [w for w in self.wishes[: self.at] if pending & {*w.actions}]
         asked.append(self.wishes[self.at])
         say = " ".join(wish.say for wish in asked).casefold()
-        if re.search(SAID["handover"], text):
-            return bool(re.search(SAID["person"], say))
+        if _fits("handover", text):
+            return _fits("person", say)
         actions = [self.actions[place] for wish in asked for place in wish.actions]
         tools = " ".join(a["name"] for a in actions if self.actions.index(a) in pending)
         tools = tools.replace("_", " ")
         text = re.sub(TEXTS["charges"], "", text)
-        source = f"{say} {tools}" if not tools or re.search(SAID["unless"], say) else tools
+        source = f"{say} {tools}" if not tools or _fits("unless", say) else tools
         proposed, wanted = (
             {name for name, pattern in TEXTS["operations"].items() if re.search(pattern, each)}
             for each in (text, source)
@@ -200,13 +200,13 @@ class ScriptedUser:
             others = [other for other in texts - own if other not in say] if own & texts else ()
             if _holds(text, others) and not _holds(text, own & texts):
                 return False
-        if not re.search(SAID["record"], text) and _miscounts(say, text):
+        if not _fits("record", text) and _miscounts(say, text):
             return False
         words = set(re.findall(r"[a-z]{4,}", re.sub(TEXTS["generic"], "", text)))
         known = " ".join([say, self.known.casefold(), tools, *own])
         return len(words) < 2 or any(re.search(rf"\b{word[:5]}", known) for word in words)
 
-    def _names(self, values: list[object]) -> set[str]:
+    def _names(self, values) -> set[str]:
         """The texts among the values, and the names in the records that they lead to."""
         own = reached = {value for value in values if isinstance(value, str)}
         tables = [rows for rows in self.world.tables.values() if isinstance(rows, dict)]
@@ -217,7 +217,12 @@ class ScriptedUser:
         return {text.casefold() for text in own | {text for text in reached if " " in text}}
 
 
-def _miscounts(say: str, text: str) -> bool:
+def _fits(name, text) -> bool:
+    """True if the pattern of user.toml is found in the text."""
+    return bool(re.search(TEXTS[name], text))
+
+
+def _miscounts(say, text) -> bool:
     """True if what is counted has another number in the text, and the right one is not there."""
     return any(
         re.search(rf"\b\d+ {unit}s?\b", text) and number not in re.findall(r"\d+", text)
@@ -225,10 +230,10 @@ def _miscounts(say: str, text: str) -> bool:
     )
 
 
-def _patterns(field: str) -> list[str]:
+def _patterns(field) -> list[str]:
     """The patterns of a question about a fact: all must be found."""
     facts = TEXTS["facts"]
-    if re.match(SAID["name"], field):
+    if _fits("name", field):
         return [facts["name"]]
     field, number = field.casefold(), facts["number"]
     if named := [p for p in facts.values() if p != number and re.search(p, field)]:
@@ -237,11 +242,11 @@ def _patterns(field: str) -> list[str]:
     return ["|".join(words) or "(?!)"] + [number] * bool(re.search(rf"{number}|[a-z]\d", field))
 
 
-def _all(patterns: list[str], text: str) -> bool:
+def _all(patterns, text) -> bool:
     return all(re.search(pattern, text) for pattern in patterns)
 
 
-def _holds(text: str, words: Collection[str]) -> bool:
+def _holds(text, words) -> bool:
     return any(communicated(word, [text]) for word in words if word in text)
 
 

@@ -32,6 +32,11 @@ class Wish:
         for name in self.data.get("with", ()):
             self.draw(name)
 
+    @property
+    def key(self) -> str:
+        """The key of the record that it is about."""
+        return self.scope["it"][self.act.data["tables"][self.data["it"]]["key"]]
+
     def mine(self) -> list[Json]:
         """Returns the records that the wish may be about."""
         table, where = self.data["it"], self.data.get("where", "")
@@ -64,7 +69,7 @@ class Wish:
                 return
         raise UnfitError(f"nothing fits {name}")
 
-    def _pick(self, rows: list[Any]) -> Any:
+    def _pick(self, rows) -> Any:
         if not rows:
             raise UnfitError("nothing to choose from")
         return self.act.rng.choice(rows)
@@ -112,9 +117,8 @@ class Wish:
         """Reads what the wish is about."""
         for call in self.data.get("reads", ()):
             self.act.call(call, self.scope)
-        if self.tables:
-            key = self.act.data["tables"][self.data["it"]]["key"] if "it" in self.data else ""
-            self.act.used |= {self.scope["it"][key]} if key else set()
+        if "it" in self.data:
+            self.act.used.add(self.key)
 
     def questions(self) -> list[str]:
         """Returns what the user wants to be told once it is done."""
@@ -132,6 +136,6 @@ class Wish:
         """Notes that a rule forbids the calls of the wish."""
         text = self.act.data["rules"][rule]["text"]
         for call in self.data["do"]:
-            name, arguments = self.act.where(call, self.scope)
+            name, arguments = self.act.parse(call, self.scope)
             args = {"tools": [name], "where": arguments}
             self.act.rules.append({"text": text, "check": "never", "args": args})

@@ -24,8 +24,8 @@ def draw_words(blueprint: Json, rng: random.Random) -> Words:
     for name, values in blueprint.get("choices", {}).items():
         setattr(w, name, rng.choice(values))
     for name, count in blueprint.get("days", {}).items():
-        setattr(w, name, day(w.today, int(expand(count, w))))
-    w.data = expand(blueprint, w)
+        setattr(w, name, day(w.today, int(expand(count, vars(w)))))
+    w.data = expand(blueprint, vars(w))
     return w
 
 
@@ -34,7 +34,7 @@ def day(today: str, count: int) -> str:
     return (date.fromisoformat(today) + timedelta(count)).isoformat()
 
 
-def expand(template: Any, words: Any) -> Any:
+def expand(template: Any, words: Json) -> Any:
     """Returns the template with every `<name>` replaced by that word.
 
     A string that is nothing but a `<name>` becomes the value itself: a number, list or object.
@@ -46,9 +46,5 @@ def expand(template: Any, words: Any) -> Any:
     if not isinstance(template, str):
         return template
     if whole := re.fullmatch(r"<(\w+)>", template):
-        return _look(words, whole[1])
-    return re.sub(r"<(\w+)>", lambda match: str(_look(words, match[1])), template)
-
-
-def _look(words: Any, name: str) -> Any:
-    return words[name] if isinstance(words, dict) else getattr(words, name)
+        return words[whole[1]]
+    return re.sub(r"<(\w+)>", lambda match: str(words[match[1]]), template)

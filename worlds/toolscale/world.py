@@ -1,12 +1,10 @@
-"""A world: the tables, their schema, the tools and the policy of one domain, and its directory.
+"""A world: the tables, the tools and the policy of one domain, and its directory.
 
     DIR/db.json      {table: {key: record}}
-    DIR/schema.json  {table: {"key": field, "fields": {field: {"type", "enum"?, "link"?}}}}
     DIR/tools.json   [{"kind", "function", "program"}, ...] (see program.py)
     DIR/policy.md    the rules in words
 
-`link` names the table whose keys the field holds. shapes.json has the JSON Schemas by which files
-are checked.
+shapes.json has the JSON Schemas by which files are checked.
 """
 
 from __future__ import annotations
@@ -33,10 +31,10 @@ class World:
     """The tables as every task of the domain finds them, and what can be done with them."""
 
     domain: str
-    schema: Json
     tables: Tables
     tools: list[Json]
     policy: str
+    keyed = True  # tables are {key: record}
 
     @cached_property
     def by_name(self) -> dict[str, Json]:
@@ -90,15 +88,15 @@ class World:
     def save(self, directory: Path) -> None:
         """Writes the directory."""
         directory.mkdir(parents=True, exist_ok=True)
-        for name, value in (("db", self.tables), ("tools", self.tools), ("schema", self.schema)):
+        for name, value in (("db", self.tables), ("tools", self.tools)):
             write_json(directory / f"{name}.json", value)
         write_whole(directory / "policy.md", self.policy)
 
     @classmethod
     def load(cls, directory: Path) -> World:
         """Reads a directory. Raises UserError if a part is missing, damaged or of another form."""
-        parts = [read_shape(name, directory / f"{name}.json") for name in ("schema", "db", "tools")]
-        for line in (line for tool in parts[2] for line in tool["program"]):
+        parts = [read_shape(name, directory / f"{name}.json") for name in ("db", "tools")]
+        for line in (line for tool in parts[1] for line in tool["program"]):
             try:
                 parse(line)
             except ValueError as error:
@@ -131,7 +129,7 @@ def numbers(text: str) -> set[float]:
     return set(map(float, _NUMBER.findall(_spoken(text))))
 
 
-def _spoken(text: str) -> str:
+def _spoken(text) -> str:
     return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text).casefold().strip()
 
 
