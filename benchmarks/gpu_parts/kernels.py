@@ -216,8 +216,8 @@ def _quantised(s: Shape) -> Results:
     k, n = (256, 40) if s.device == "cpu" else (s.hidden, 2 * s.ff)
     with torch.device(s.device):
         linear = torch.nn.Linear(k, n, bias=False)
-    for bits, group in ((8, k), (4, 128)):
-        layer = QuantisedLinear(linear, bits, group)
+    for bits, kind, group in ((8, torch.int8, k), (4, torch.uint8, 128)):
+        layer = QuantisedLinear(linear, kind, group)
         layer.write(slice(0, n), linear.weight.detach())
         exact = layer.dequantise(torch.float64)
         for m in (1, 16, 64, 65):

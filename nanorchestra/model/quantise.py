@@ -15,7 +15,8 @@ from kernels.quantised import ROWS, quantised_linear
 from nanorchestra.errors import require
 from nanorchestra.model.ops import by_kernel
 
-MODES = ("int8", "int4", "fp8")
+MODES = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}  # uint8: two each
+LARGEST = {torch.int8: 127, torch.uint8: 7, torch.float8_e4m3fn: 448}  # magnitudes
 GROUP = 128  # input columns that share a scale in int4, as in most published 4-bit checkpoints
 _BLOCK = 1024  # output rows converted at a time; bounds the full-precision copies in memory
 # fp16, spaced 2^-24 here, still keeps a scale so well that no weight moves by over half a step.
@@ -31,24 +32,20 @@ class QuantisedLinear(nn.Module):
     consecutive bytes give a kernel consecutive columns.
     """
 
-    def __init__(
-        self, linear: nn.Linear, bits: int, group: int, kind: torch.dtype = torch.int8
-    ) -> None:
-        """Take shapes, device and bias of `linear`, not its weights. kind: of 8 bits."""
+    def __init__(self, linear: nn.Linear, kind: torch.dtype, group: int):
+        """Take shapes, device and bias of `linear`, not its weights. kind: one of MODES."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.bits, self.group, self.bias = bits, group, linear.bias
-        groups, device = linear.in_features // group, linear.weight.device
+        self.kind, self.group, self.bias = kind, group, linear.bias
+        self.packed = kind == torch.uint8
 
         def stored(columns, dtype):
-            return nn.Buffer(torch.empty(linear.out_features, columns, dtype=dtype, device=device))
+            shape = linear.out_features, columns
+            return nn.Buffer(torch.empty(shape, dtype=dtype, device=linear.weight.device))
 
-        if bits == 8:
-            self.values = stored(linear.in_features, kind)
-            self.scales = stored(groups, torch.float32)
-        else:
-            self.values = stored(linear.in_features // 2, torch.uint8)
-            self.scales = stored(groups, torch.float16)
+        self.values = stored(linear.in_features // (1 + self.packed), kind)
+        dtype = torch.float16 if self.packed else torch.float32
+        self.scales = stored(linear.in_features // group, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product; a GPU kernel reads the stored bits for up to ROWS rows of x."""
@@ -66,7 +63,7 @@ class QuantisedLinear(nn.Module):
         q = self.values[:, None]  # [out, groups, group]
         if q.is_floating_point():
             q = q.float()
-        if self.bits == 4:
+        if self.packed:
             q = unpack_nibbles(self.values, self.group).to(torch.int8) - 8
         weight = torch.empty(q.shape, dtype=dtype, device=q.device)
         return torch.mul(q, self.scales[..., None].float(), out=weight).flatten(1)
@@ -78,9 +75,7 @@ class QuantisedLinear(nn.Module):
         A step is the largest magnitude of a group divided by 127, or by 7 with 4 bits. In fp8 it is
         the distance to the next number of three binary digits after the point, 448 the largest.
         """
-        largest = 127 if self.bits == 8 else 7
-        if self.values.is_floating_point():
-            largest = torch.finfo(self.values.dtype).max
+        largest = LARGEST[self.kind]
         blocks = (self.values[rows], self.scales[rows], weight)
         for values, scales, block in zip(*(x.split(_BLOCK) for x in blocks), strict=True):
             block = block.to(scales.device).float().unflatten(1, (-1, self.group))
@@ -89,7 +84,7 @@ class QuantisedLinear(nn.Module):
             q = (block / scales[..., None].float()).clamp(-largest, largest)
             if not values.is_floating_point():
                 q = q.round()
-            values.copy_(q.flatten(1) if self.bits == 8 else pack_nibbles((q + 8).to(torch.uint8)))
+            values.copy_(pack_nibbles((q + 8).to(self.kind)) if self.packed else q.flatten(1))
 
 
 def quantise_model(model: nn.Module, mode: str) -> None:
@@ -100,10 +95,9 @@ def quantise_model(model: nn.Module, mode: str) -> None:
     """
     require(mode in MODES, f"quantise = {mode!r}: expected one of {', '.join(MODES)}")
     for name, module in linears(model):
-        is_int4 = mode == "int4" and name != "lm_head"
-        bits, group = (4, GROUP) if is_int4 else (8, module.in_features)
-        kind = torch.float8_e4m3fn if mode == "fp8" else torch.int8
-        model.set_submodule(name, QuantisedLinear(module, bits, group, kind))
+        kind = MODES["int8" if (mode, name) == ("int4", "lm_head") else mode]
+        group = GROUP if kind == torch.uint8 else module.in_features
+        model.set_submodule(name, QuantisedLinear(module, kind, group))
 
 
 def linears(model: nn.Module, kind: type | tuple[type, ...] = nn.Linear) -> list[tuple[str, Any]]:

@@ -40,7 +40,7 @@ def reference(values, scales):
     """W [N, K] in float64, which holds it exactly: as the layer that stores it computes W."""
     bits = 4 if values.dtype == torch.uint8 else 8
     n, k = len(values), values.shape[1] * 8 // bits
-    layer = QuantisedLinear(nn.Linear(k, n, device=DEVICE), bits, k // scales.shape[1])
+    layer = QuantisedLinear(nn.Linear(k, n, device=DEVICE), values.dtype, k // scales.shape[1])
     layer.values, layer.scales = values, scales
     return layer.dequantise(torch.float64)
 
