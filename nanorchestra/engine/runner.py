@@ -42,14 +42,14 @@ class Runner:
         self.k_cache, self.v_cache = (
             self.model.embed_tokens.weight.new_zeros(self._shape) for _ in range(2)
         )
-        self._forward = None
+        self._native = None
         packed = isinstance(self.model.layers[0].down_proj, PackedLinear)
         if packed and self.page_size % LANES == 0:
-            self._forward = Forward(self.model, self.k_cache, self.v_cache)
+            self._native = Forward(self.model, self.k_cache, self.v_cache)
 
     def sleep(self) -> None:
         """Gives the memory of the pages back, and of everything kept from step to step."""
-        self.k_cache = self.v_cache = self._forward = None
+        self.k_cache = self.v_cache = self._native = None
 
     def launch(self, plan: Plan, after: Any = None) -> Any:
         """Starts a step; returns what `draws` needs: here logits [len(plan.sampling), vocab].
@@ -109,10 +109,10 @@ class Runner:
     def _hidden(self, chunks) -> Tensor:
         """Computes the chunks -> [T, hidden]: in C if the model is packed, else in torch."""
         tokens, positions, slots = map(self._ints, token_inputs(chunks, self.page_size))
-        if self._forward is None:
+        if self._native is None:
             return self.model(tokens, positions, self._attend(chunks, slots))
         tables = [request.table.pages for request, *_ in chunks]
-        return self._forward(tokens, positions, [count for *_, count in chunks], tables)
+        return self._native(tokens, positions, [count for *_, count in chunks], tables)
 
     def _attend(self, chunks, slots) -> Attend:
         """Returns attend(layer, q, k, v) for the model: stores the KV, then each chunk attends."""
