@@ -29,7 +29,6 @@ from tools import load_tools
 from worlds import evaluation, questions, routers
 from worlds.miniature import world as miniature
 from worlds.miniature.induction import draft_induction
-from worlds.miniature.offers import describe
 from worlds.miniature.tables import HELD_OUT, TRAIN
 from worlds.miniature.teacher import teach, texts
 from worlds.toolscale import dataset as toolscale
@@ -188,17 +187,6 @@ class Worlds:
             return {}
         attempts = routers.play_routers(tasks, self.seed, self.sandbox)
         return {name: evaluation.summarise(tasks, played) for name, played in attempts.items()}
-
-    def tools(self, task: Task) -> list[Json]:
-        """Returns name, kind and description of the tools on offer, for the records."""
-        return [
-            {
-                "name": offer["name"],
-                "kind": offer["what"],
-                "description": offer.get("description") or describe(offer),
-            }
-            for offer in task.data["tools"]
-        ]
 
 
 def open_world(

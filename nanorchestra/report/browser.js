@@ -24,7 +24,7 @@ function drawBrowser(box, { groups, pieces, count }) {
     const group = groups[chosen.value], [row] = group;
     attempt = Math.min(attempt, group.length - 1);
     history.replaceState(null, "", "#" + encodeURIComponent([row.step, row.task_id, attempt, colours.value].join("|")));
-    about.textContent = `${row.question} ${row.preference_text ? "(" + row.preference_text + ")" : ""}`;
+    about.textContent = `${row.question} ${row.wish ? "(" + row.wish + ")" : ""}`;
     attempts.replaceChildren();
     const head = add(attempts, "tr");
     for (const title of HEADS) add(head, "th", title);
@@ -70,4 +70,4 @@ function drawBrowser(box, { groups, pieces, count }) {
   draw();
 }
 
-if (data.browser) drawBrowser(document.getElementById("browser"), data.browser);
+if (data.browser && data.browser.count) drawBrowser(document.getElementById("browser"), data.browser);

@@ -11,6 +11,7 @@ import base64
 import json
 import sys
 import tomllib
+from collections import defaultdict
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
@@ -21,7 +22,6 @@ from tokenizers import Tokenizer
 from nanorchestra.errors import UserError
 from nanorchestra.files import write_whole
 from nanorchestra.report import plots
-from nanorchestra.report.browser import browser
 from nanorchestra.report.run import TITLES, Run, held_out_scores
 
 HERE = Path(__file__).parent
@@ -31,6 +31,7 @@ POLICY = (  # everything is in the page
     "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 )
 TAIL_BYTES = 16 << 20  # of trajectories.jsonl, so that a long run's report is not slower
+SHOWN_IDS = 60_000  # two megabytes in the page
 
 
 def write_report(run_path: str | Path) -> Path:
@@ -46,7 +47,7 @@ def write_report(run_path: str | Path) -> Path:
     learning, calls = plots.curves(grpo, "learning"), plots.curves(grpo, "tools")
     health = plots.curves(warm, "warm_start") + plots.curves(grpo, "health")
     found, notes = held_out_scores(summary), TITLES["notes"]
-    frontier = [plots.frontier(found)]
+    frontier = [plots.frontier(dict(sorted(found.items())))]  # after, before, ...
     parts = [
         f'<p>{notes["about"]}</p><div id="run"></div>',
         images(frontier, width=8, height=4),
@@ -102,6 +103,22 @@ def images(panels: list[plots.Panel], **size: float) -> str:
     images = (base64.b64encode(plots.figure([panel], "svg", **size)).decode() for panel in panels)
     head = '<img alt="a figure of the run" src="data:image/svg+xml;base64,'
     return "".join(f'{head}{image}">' for image in images)
+
+
+def browser(rows: list[dict[str, Any]], piece: Callable[[int], str]) -> dict[str, Any]:
+    """Return what the page shows id by id of rows of trajectories.jsonl; piece(id) is an id's text.
+
+    Groups are in their order, evenly spaced to SHOWN_IDS ids, and the last one always.
+    """
+    groups = defaultdict(list)
+    for row in rows:
+        said = {"question": row["task"]["question"], "wish": row["task"]["preference"]["text"]}
+        shown = said | {name: row[name] for name in TITLES["attempt"]}
+        groups[row["phase"], row["step"], row["task_id"]].append(shown)
+    every = -(-sum(len(row["ids"]) for row in rows) // SHOWN_IDS)
+    shown = list(groups.values())[::-1][:: max(1, every)][::-1]
+    used = {token for group in shown for row in group for token in row["ids"]}
+    return {"count": len(groups), "groups": shown, "pieces": {id: piece(id) for id in sorted(used)}}
 
 
 def _section(title: str, note: str) -> str:

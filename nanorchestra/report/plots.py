@@ -63,23 +63,19 @@ def _curve(rows: Rows, title: str, patterns: str, factor: float) -> Panel:
         axis.set_xlabel("step")
         if not keys:
             return _empty(axis)
-        drawn = [0.0]
         for place, key in enumerate(keys):
             points = [(step, factor * found[key]) for step, found in values if key in found]
             steps, heights = zip(*points, strict=True)
             axis.plot(steps, heights, color=f"C{place}", alpha=0.28, linewidth=0.9)
-            label = key.rpartition("/")[2].replace("_", " ")
+            named = key.rpartition("/")[2].replace("_", " ")
             mean = [fmean(heights[max(0, n - window) : n]) for n in range(1, len(heights) + 1)]
-            marker = "o" if len(points) == 1 else None
-            line = {"label": label, "linewidth": 1.8, "marker": marker}
+            line = {"label": named, "linewidth": 1.8, "marker": ".", "markersize": 2}
             axis.plot(steps, mean, color=f"C{place}", **line)
-            drawn += heights
-        room = 0.05
         if len(keys) > 1:
-            room += 0.11 * math.ceil(len(keys) / 3)  # above the lines, for the legend
+            low, high = axis.get_ylim()
+            legend = math.ceil(len(keys) / 3)  # its rows, above the lines
+            axis.set_ylim(low, high + 0.11 * legend * (high - low))
             axis.legend(loc="upper left", ncols=3, columnspacing=1, handlelength=1)
-        if max(drawn) > min(drawn):
-            axis.set_ylim(min(drawn), max(drawn) + room * (max(drawn) - min(drawn)))
         axis.xaxis.get_major_locator().set_params(integer=True)
 
     return draw
@@ -88,8 +84,7 @@ def _curve(rows: Rows, title: str, patterns: str, factor: float) -> Panel:
 def frontier(found: dict[str, dict[str, Any]], world: str = "", turns: bool = False) -> Panel:
     """Return the panel of right answers against cost, or allowed turns, with 95% intervals.
 
-    Scores by policy. The first two are drawn larger. A line joins those that nothing cheaper, or
-    with fewer turns, equals.
+    Scores by policy; the first two are drawn larger, in blue and grey.
     """
     ours = [*found][:2]
 
@@ -101,19 +96,18 @@ def frontier(found: dict[str, dict[str, Any]], world: str = "", turns: bool = Fa
         best = []
         ranked = sorted(found.items(), key=lambda item: -item[1]["accuracy"])  # as in the picture
         for place, (name, scores) in enumerate(ranked):
-            ends = scores.get("intervals", {})
-            x, wide = 1000 * scores["cost_usd"], _reach(scores, ends, "cost_usd", 1000)
+            x, wide = _point(scores, "cost_usd", 1000)
+            y, up = _point(scores, "accuracy", 100)
             if turns:
                 x, wide = float(name.rpartition(":turns=")[2].partition(":")[0]), None
-            y, up = 100 * scores["accuracy"], _reach(scores, ends, "accuracy", 100)
+            best.append((x, y))
             main = name in ours
             style = {"color": (AFTER, BEFORE)[ours.index(name)] if main else f"C{1 + place % 5}"}
             axis.errorbar(x, y, up, wide, elinewidth=1.6 if main else 0.6, fmt="none", **style)
             style |= {"label": label(name), "zorder": 3, "s": 90 if main else 36}
             axis.scatter(x, y, marker="o" if main else MARKERS[place % len(MARKERS)], **style)
-            best.append((x, y))
         steps = [p for p in sorted(best) if all(q[1] < p[1] for q in best if q < p)]
-        dominant = {"label": "nothing cheaper is right as often", "zorder": 0}
+        dominant = {"label": "nothing to its left is right as often", "zorder": 0}
         axis.plot(*zip(*steps, strict=True), color=BEFORE, linewidth=0.8, **dominant)
         axis.set_xlim(left=0)
         axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
@@ -121,10 +115,11 @@ def frontier(found: dict[str, dict[str, Any]], world: str = "", turns: bool = Fa
     return draw
 
 
-def _reach(scores, ends, key, factor):
-    """How far the interval of a score reaches below and above it."""
-    low, high = ends.get(key, [scores[key]] * 2)
-    return [[factor * (scores[key] - low)], [factor * (high - scores[key])]]
+def _point(scores, key, factor):
+    """A score, and how far its interval reaches below and above it."""
+    value = scores[key]
+    low, high = scores.get("intervals", {}).get(key, (value, value))
+    return factor * value, [[factor * (value - low)], [factor * (high - value)]]
 
 
 def compared(world: str, found: dict[str, dict[str, Any]]) -> dict[str, Panel]:

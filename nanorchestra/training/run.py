@@ -163,16 +163,8 @@ class TrainingRun:
             said = self.tokenizer.decode(ids, skip_special=True)
             text.append({"role": "assistant", "text": said})
             text += [{"role": "tool", "text": result.content} for result in turn.results]
-        row = to_row(task, trajectory) | {
-            "step": self.progress.step,
-            "phase": phase,
-            "question": task.question,
-            "preference_text": task.preference.text,
-            "kind": task.data["kind"],
-            "tools": self.worlds.tools(task),
-            "text": text,
-        }
-        self.folder.append("trajectories", row)
+        row = {"step": self.progress.step, "phase": phase, "text": text}
+        self.folder.append("trajectories", to_row(task, trajectory) | row)
 
     # Checkpoints.
 

@@ -24,8 +24,9 @@ BEST = 4  # attempts at a task that are imitated, at most
 
 
 def to_row(task: Task, trajectory: Trajectory) -> Json:
-    """Returns the task and the trajectory as one JSON object."""
-    return dataclasses.asdict(trajectory) | {"task": dataclasses.asdict(task)}
+    """Returns the task and the trajectory as one JSON object, which shares the lists of ids."""
+    turns = list(map(dataclasses.asdict, trajectory.turns))
+    return vars(trajectory) | {"turns": turns, "task": dataclasses.asdict(task)}
 
 
 def from_row(row: Json) -> tuple[Task, Trajectory]:

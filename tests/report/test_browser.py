@@ -8,15 +8,15 @@ import subprocess
 
 import pytest
 
-from nanorchestra.report.browser import FIELDS, browser
-from nanorchestra.report.page import SCRIPTS, page
-from nanorchestra.report.run import Run
+from nanorchestra.report.page import SCRIPTS, browser, page
+from nanorchestra.report.run import TITLES, Run
 
 
-def row(step=1, task="t", ids=8, phase="grpo", **changes):
+def row(step=1, task="t", ids=8, phase="grpo", question="q", **changes):
     drawn = [i % 2 == 1 for i in range(ids)]
     return {
-        "phase": phase, "step": step, "task_id": task, "question": "q", "preference_text": "p",
+        "phase": phase, "step": step, "task_id": task,
+        "task": {"question": question, "preference": {"text": "p"}},
         "ids": list(range(ids)), "sampled": drawn, "turns": [], "reward": 0.25, "outcome": 1.0,
         "logprobs": [-0.5 if d else 0.0 for d in drawn],
         "weight_versions": [3 if d else -1 for d in drawn],
@@ -40,7 +40,10 @@ def test_the_page_has_the_recorded_numbers_and_no_tag_in_its_data(tmp_path):
     found = browser(rows, lambda token: f"<{token}>")
     data = data_of(page(Run.create(tmp_path / "one", "a = 1"), [], {"browser": found}))["browser"]
     assert data["pieces"]["7"] == "<7>" and data["count"] == 1
-    assert data["groups"] == [[{name: one[name] for name in FIELDS} for one in rows]]
+    said = {"question": "q", "wish": "p"}
+    assert data["groups"] == [
+        [said | {name: one[name] for name in TITLES["attempt"]} for one in rows]
+    ]
 
 
 DOM = """

@@ -39,7 +39,7 @@ def test_the_report_can_be_written_at_every_stage(run, stage):
     page = write_report(run.path).read_text()
     assert (run.path / "curves.png").read_bytes().startswith(b"\x89PNG")
     data = data_of(page)
-    assert "simulated" in page and bool(data["browser"]) == (stage in ("one", "whole"))
+    assert "simulated" in page and bool(data["browser"]["count"]) == (stage in ("one", "whole"))
     assert [*data["run"]["held_out"]] == ["before", "after", "strongest"] * (stage == "whole")
     assert data["run"]["live"] == (stage != "whole"), "a page of a run looks again"
 
@@ -63,7 +63,7 @@ def test_the_tables_show_the_scores_of_every_side_and_router(run):
 def test_the_report_loads_nothing_and_runs_nothing(run):
     """What a model or a tool wrote is text, whatever it looks like."""
     evil = '<script>alert(1)</script><img src="http://evil.example/x.png">'
-    names = dict.fromkeys(("question", "answer", "task_id", "preference_text", "status"), evil)
+    names = dict.fromkeys(("question", "answer", "task_id", "status"), evil)
     run.append("trajectories", row(**names, calls={evil: 1}))
     run.append("metrics", SCORES | {"phase": "grpo", "step": 1, "calls": {evil: 1}})
     page = write_report(run.path).read_text()
