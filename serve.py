@@ -119,9 +119,8 @@ def serve_openai(
     rollout.engine = Engine(
         rollout.engine.model, rollout.tokenizer, max_running=256, max_batch_tokens=1024
     )
-    hosts = None if options.host in ("127.0.0.1", "::1", "localhost") else ["*"]
-    server = Server(rollout, options.model.resolve().name, world.open, sampling, key, hosts)
-    serve_http(server, options.host, options.port)
+    name = options.model.resolve().name
+    serve_http(Server(rollout, name, world.open, sampling, options.host, key), options.port)
 
 
 @command("serve.py")

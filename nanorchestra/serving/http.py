@@ -1,13 +1,11 @@
 """The routes of the server: who may ask, what is answered, how errors look and how it ends."""
 
 import asyncio
-import hmac
 import re
 import secrets
 import signal
 import socket
 import time
-from collections import defaultdict
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
@@ -41,7 +39,7 @@ from nanorchestra.serving.service import Limits, Service
 
 PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 POLICY = {"content-security-policy": "default-src 'unsafe-inline'; connect-src 'self'"}
-LOCAL = ["localhost", "127.0.0.1", "["]  # "[": what starlette makes of [::1] and a port
+LOCAL = ["localhost", "127.0.0.1", "["]  # names; "[": what starlette makes of [::1] and a port
 JSON = "application/json"
 FORMS = {
     "/v1/chat/completions": ("ChatRequest", "chat.completion", ".chunk"),
@@ -54,7 +52,7 @@ class Server(uvicorn.Server):
     """Serves the engine of a rollout as the model `name`, and the rollout as NAME+tools.
 
     make_environment(question, wish, seed): the environment of an attempt. given: parameters where
-    a body has none. key: "" to serve every client. hosts: names that clients may use.
+    a body has none. host: where it listens. key: "" to serve every client.
     """
 
     def __init__(
@@ -63,20 +61,20 @@ class Server(uvicorn.Server):
         name: str,
         make_environment: MakeEnvironment,
         given: Json,
+        host: str = "127.0.0.1",
         key: str = "",
-        hosts: list[str] | None = None,
         limits: Limits | None = None,
     ):
         room = rollout.engine.max_context
-        self.key, self.given = key, given | {"max_tokens": room}
-        self.limits = limits or Limits(body_bytes=(1 << 16) + 32 * room)
-        self.service = Service(rollout.engine, self.limits)
+        self.host, self.key, self.given = host, key, given | {"max_tokens": room}
+        self.most = (1 << 16) + 32 * room  # bytes of a body
+        self.service = Service(rollout.engine, limits or Limits())
         self.models = {
-            name: partial(sampled, self.service, rollout.tokenizer),
+            name: partial(answered, self.service, rollout.tokenizer),
             f"{name}+tools": partial(orchestrated, self.service, rollout, make_environment),
         }
-        owner = {"object": "model", "created": 0, "owned_by": "nanorchestra"}
-        models = {"object": "list", "data": [{"id": name} | owner for name in self.models]}
+        model = {"object": "model", "created": 0, "owned_by": "nanorchestra"}
+        models = {"object": "list", "data": [model | {"id": name} for name in self.models]}
         published = {
             "/": HTMLResponse(PAGE, headers=POLICY),
             "/health": JSONResponse({"status": "ok"}),
@@ -86,10 +84,11 @@ class Server(uvicorn.Server):
         }
         routes = [Route(path, said, methods=["GET"]) for path, said in published.items()]
         routes += [Route(path, self._complete, methods=["POST"]) for path in FORMS]
-        hosts = Middleware(TrustedHostMiddleware, allowed_hosts=hosts or LOCAL)
+        names = LOCAL if host in LOCAL or host == "::1" else ["*"]
+        hosts = Middleware(TrustedHostMiddleware, allowed_hosts=names)
         refusals = dict.fromkeys((*REFUSED, ClientDisconnect, Exception), refuse)
         app = Starlette(routes=routes, middleware=[hosts], exception_handlers=refusals)
-        stop = int(self.limits.drain_s) + 5
+        stop = int(self.service.limits.drain_s) + 5
         config = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": stop}
         super().__init__(uvicorn.Config(app, **config))
 
@@ -108,39 +107,41 @@ class Server(uvicorn.Server):
         rows["pages_used"] = engine.cache.num_pages - engine.cache.available
         return Response("".join(f"nanorchestra_{name} {rows[name]}\n" for name in rows))
 
-    async def _body(self, request, form):
-        """A checked body. HTTPException if the client may not ask, or asks too much."""
-        given, most = request.headers.get("authorization", "").encode(), self.limits.body_bytes
-        if self.key and not hmac.compare_digest(given, f"Bearer {self.key}".encode()):
-            raise HTTPException(401, "the API key is missing or wrong")
-        if request.headers.get("content-type", "").partition(";")[0] != JSON:
-            raise HTTPException(415, f"the Content-Type must be {JSON}")
-        raw = b""
-        try:
-            async with asyncio.timeout(self.limits.body_s):
-                async for part in request.stream():
-                    raw += part
-                    if len(raw) > most:
-                        raise HTTPException(413, f"the body has more than {most} bytes")
-        except TimeoutError:
-            raise HTTPException(408, "the body did not come in time") from None
-        return await asyncio.to_thread(read_body, raw, form, self.given)
-
     async def _complete(self, request) -> Response:
         """Answers a body, at once or as a stream."""
         form, kind, chunk = FORMS[request.url.path]
-        body = await self._body(request, form)
-        name = body["model"]
-        if name not in self.models:
-            raise HTTPException(404, f"model: it must be {' or '.join(self.models)}")
-        chunks = self.models[name](body)
-        head = {"id": secrets.token_hex(12), "created": int(time.time()), "model": name}
+        raw = await self._raw(request)
+        body, chunks = await asyncio.to_thread(self._open, raw, form)
+        head = {"id": secrets.token_hex(12), "created": int(time.time()), "model": body["model"]}
+        media, parts = JSON, whole(head | {"object": kind}, chunks)
         if body["stream"]:
-            parts = events(head | {"object": kind + chunk}, chunks, body["stream_options"])
-        else:
-            parts = whole(head | {"object": kind}, chunks)
-        media = "text/event-stream" if body["stream"] else JSON
+            media, head = "text/event-stream", head | {"object": kind + chunk}
+            parts = events(head, chunks, body["stream_options"])
         return Parts(parts, media_type=media, background=BackgroundTask(chunks.aclose))
+
+    async def _raw(self, request):
+        """The bytes of a body. HTTPException if the client may not ask, or sends too much."""
+        given, raw = request.headers.get("authorization", "").encode(), b""
+        if self.key and not secrets.compare_digest(given, f"Bearer {self.key}".encode()):
+            raise HTTPException(401, "the API key is missing or wrong")
+        if request.headers.get("content-type", "").partition(";")[0] != JSON:
+            raise HTTPException(415, f"the Content-Type must be {JSON}")
+        try:
+            async with asyncio.timeout(self.service.limits.body_s):
+                async for part in request.stream():
+                    raw += part
+                    if len(raw) > self.most:
+                        raise HTTPException(413, f"the body has more than {self.most} bytes")
+        except TimeoutError:
+            raise HTTPException(408, "the body did not come in time") from None
+        return raw
+
+    def _open(self, raw, form):
+        """A checked body, and the chunks of its answer."""
+        body = read_body(raw, form, self.given)
+        if body["model"] not in self.models:
+            raise HTTPException(404, f"model: it must be {' or '.join(self.models)}")
+        return body, self.models[body["model"]](body)
 
 
 class Parts(StreamingResponse):
@@ -158,10 +159,15 @@ class Parts(StreamingResponse):
         await super().stream_response(late)
 
 
-async def sampled(service, tokenizer, body):
-    """Yields the chunks of the choices of an answer of the model; the last is the usage."""
-    asked = await asyncio.to_thread(as_choices, body, tokenizer)
-    choices, cached = [Choice(body, i, tokenizer) for i in range(len(asked))], 0
+def answered(service, tokenizer, body):
+    """Returns the chunks of an answer of the model alone."""
+    asked = as_choices(body, tokenizer)
+    return sampled(service, body, asked, [Choice(body, i, tokenizer) for i in range(len(asked))])
+
+
+async def sampled(service, body, asked, choices):
+    """Yields the chunks of the choices of an answer; the last is the usage."""
+    cached = 0
     async with aclosing(service.sample(asked)) as news:
         async for index, request, tokens, reason in news:
             choice = choices[index]
@@ -181,10 +187,10 @@ async def sampled(service, tokenizer, body):
 
 async def whole(head, chunks):
     """Yields one answer of all chunks."""
-    choices = defaultdict(dict)
+    choices = {}
     async for chunk in chunks:
         for choice in chunk.pop("choices"):
-            merge(choices[choice["index"]], choice)
+            merge(choices, {choice["index"]: choice})
         head |= chunk
     for choice in choices.values():
         if delta := choice.pop("delta", None):
@@ -222,14 +228,14 @@ def refuse(request: Any, error: Exception) -> Response:
     return JSONResponse({"error": said}, status)
 
 
-def serve_http(server: Server, host: str, port: int) -> None:
+def serve_http(server: Server, port: int) -> None:
     """Listens until SIGTERM or SIGINT. UserError if it cannot."""
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listening = socket.create_server((host, port), family=family)
+        family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+        listening = socket.create_server((server.host, port), family=family)
     except (OSError, OverflowError) as error:
-        raise UserError(f"--host {host} --port {port}: {error}") from None
-    place = f"http://{host}:{listening.getsockname()[1]}"
+        raise UserError(f"--host {server.host} --port {port}: {error}") from None
+    place = f"http://{server.host}:{listening.getsockname()[1]}"
     print(f"{' and '.join(server.models)} at {place}/v1, the page at {place}/", flush=True)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again at its end
         signal.signal(number, lambda *_: None)

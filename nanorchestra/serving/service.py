@@ -22,17 +22,16 @@ from starlette.exceptions import HTTPException
 from nanorchestra.engine.engine import Engine
 from nanorchestra.errors import NotFiniteError
 
-CHUNKS = 400  # a second, of all streams together: beyond that a chunk holds several tokens,
+CHUNKS = 320  # a second, of all streams together: beyond that a chunk holds several tokens,
 PACE_S = 0.2  # those of this time at most
 ENDING = HTTPException(503, "the server is shutting down")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What clients may ask for: requests at a time, bytes and seconds of a body, seconds."""
+    """What clients may ask for: requests at a time, seconds of a body and of a request."""
 
     requests: int = 512
-    body_bytes: int = 1 << 20
     body_s: float = 30.0
     request_s: float = 600.0
     drain_s: float = 20.0
@@ -44,7 +43,12 @@ class Reader:
 
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     due: float = 0.0
-    problem: HTTPException | None = None
+    problem: Exception | None = None
+
+    def end(self, problem: Exception) -> None:
+        """Makes what reads raise the problem."""
+        self.problem = problem
+        self.ready.set()
 
 
 class Service:
@@ -72,12 +76,12 @@ class Service:
         requests = [self.engine.make_request(*choice) for choice in choices]
         reader, read = Reader(), dict.fromkeys(requests, 0)
         self.live |= dict.fromkeys(requests, reader)
+        timer = self.loop.call_later(self.limits.request_s, reader.end, TimeoutError())
         for request in requests:
             self.jobs.put(partial(self.engine.scheduler.add, request))
         try:
             while read:
-                async with asyncio.timeout_at(start + self.limits.request_s):
-                    await reader.ready.wait()
+                await reader.ready.wait()
                 reader.ready.clear()
                 for request, done in list(read.items()):
                     reason = request.completion and request.completion.finish_reason
@@ -95,6 +99,7 @@ class Service:
                         del read[request]
                     yield requests.index(request), request, tokens, reason
         finally:
+            timer.cancel()
             for request in requests:
                 self.abort(request)
 
@@ -114,8 +119,7 @@ class Service:
 
     def _fail(self, problem):
         for reader in self.live.values():
-            reader.problem = problem
-            reader.ready.set()
+            reader.end(problem)
 
     def _work(self):
         """The thread: a step if there is work, then what was asked for meanwhile."""

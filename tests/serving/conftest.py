@@ -20,7 +20,7 @@ def make_engine(make_nano, nano_tokenizer):
 
 @pytest.fixture(scope="module")
 def running(make_engine):
-    running = Running(make_engine(), limits=Limits(request_s=60, body_s=2, body_bytes=200_000))
+    running = Running(make_engine(), limits=Limits(request_s=60, body_s=2))
     yield running
     running.assert_idle()
     running.stop()

@@ -114,7 +114,7 @@ def test_other_mistakes_have_their_status(http, running):
         (404, "model: ", lambda: http.post(CHAT, json=said() | {"model": "gpt"})),
         (404, "Not Found", lambda: http.get("/v2/nothing")),
         (405, "Method", lambda: http.get(CHAT)),
-        (413, "more than 200000", lambda: http.post(CHAT, content=b" " * 10**7, headers=json_type)),
+        (413, "more than 131072", lambda: http.post(CHAT, content=b" " * 10**7, headers=json_type)),
         (415, "application/json", lambda: http.post(CHAT, content=b"{}")),
         (400, "", lambda: http.get("/health", headers={"host": "evil.example"})),
         (408, "time", lambda: http.post(CHAT, content=drip(), headers=json_type)),
@@ -280,19 +280,23 @@ def test_a_loop_that_is_left_or_fails_ends(start, monkeypatch):
     assert (answer.status_code, answer.json()["error"]["message"]) == (502, "down")
 
 
-def test_an_ending_server_lets_streams_finish_until_its_deadline(start):
-    """The short one ends by itself, the endless one with an error, new ones are refused."""
-    server = start(limits=Limits(drain_s=2))
-    endless = said("babble", max_tokens=2000, ignore_eos=True, stream=True, n=8)
-    with httpx.Client(base_url=server.base, timeout=30) as http, ThreadPoolExecutor(2) as pool:
-        long = pool.submit(http.post, CHAT, json=endless)
+@pytest.mark.parametrize("drain_s, settings", [(60, {"seed": 1}), (0.2, {"ignore_eos": True})])
+def test_an_ending_server_lets_streams_finish_until_its_deadline(start, drain_s, settings):
+    """A short one ends by itself, an endless one with an error."""
+    server = start(limits=Limits(drain_s=drain_s))
+    tokens = 20 if drain_s == 60 else 2000
+    body = said("babble", max_tokens=tokens, stream=True, n=8, **settings)
+    with httpx.Client(base_url=server.base, timeout=60) as http, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(http.post, CHAT, json=body)
         wait(lambda: len(server.service.live) == 8)
-        short = pool.submit(http.post, CHAT, json=said("babble", max_tokens=20, seed=1))
-        wait(lambda: len(server.service.live) == 9)
         server.server.should_exit = True
-        assert short.result().status_code == 200
-        last = json.loads(long.result().text.split("data: ")[-1])
-        assert "shutting down" in last["error"]["message"]
+        *_, last, end = answer.result().text.strip().split("data: ")
+        assert (
+            end == "[DONE]"
+            if drain_s == 60
+            else "shutting down" in json.loads(end)["error"]["message"]
+        )
+        assert json.loads(last)["choices"][0]["index"] in range(8)
     server.thread.join(30)
     assert not server.thread.is_alive()
 
