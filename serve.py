@@ -20,6 +20,7 @@ if __name__ == "__main__":
     end_on_interrupt("serve.py")  # importing torch takes seconds
 
 import argparse
+import gc
 import io
 import os
 from collections.abc import Iterable, Iterator
@@ -120,7 +121,9 @@ def serve_openai(
         rollout.engine.model, rollout.tokenizer, max_running=256, max_batch_tokens=1024
     )
     name = options.model.resolve().name
+    gc.freeze()  # a collection of all that was imported would take 100 ms, while streams wait
     serve_http(Server(rollout, name, world.open, sampling, options.host, key), options.port)
+    gc.unfreeze()
 
 
 @command("serve.py")

@@ -135,14 +135,15 @@ class Service:
                     self.loop.call_soon_threadsafe(self._fail, failed)
                 self.note("token_gap", start)
                 self.loop.call_soon_threadsafe(self._look)
-            self.loop.call_soon_threadsafe(self._look)
+            if self.jobs.empty():
+                self.loop.call_soon_threadsafe(self._look)
 
     def _look(self):
         """After a step: wakes the readers of requests that have ended, or whose time has come."""
         now = time.monotonic()
         for request, reader in list(self.live.items()):
-            if request.finished:
+            if ended := request.completion:
                 del self.live[request]
-            if now >= reader.due or request.finished:
+            if ended or now >= reader.due:
                 reader.due = now + min(PACE_S, len(self.live) / CHUNKS)
                 reader.ready.set()
