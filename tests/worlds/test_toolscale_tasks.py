@@ -103,7 +103,7 @@ def test_a_rule_that_no_tool_enforces_costs_who_breaks_it_the_task(drawn):
             assert rule["text"] in world.policy
             if rule["check"] == "never":
                 (name,), arguments = rule["args"]["tools"], rule["args"]["where"]
-                tables = dict(act.tables)
+                tables = dict(world.tables)
                 world.call(tables, name, arguments)  # the tool lets it be done
                 broken += 1
                 tried = attempt([(name, arguments)])
@@ -176,7 +176,7 @@ def test_what_the_user_says_fits_one_record_alone():
                 for row in act.rows(table):
                     act.mentioned.clear()
                     with suppress(UnfitError):
-                        said.append(act.refer(table, row))
+                        said.append(act.refer(table, row, row))
                 assert len(said) == len(set(said)) and (ok or not said)
 
 

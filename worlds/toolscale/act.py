@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import re
 from contextlib import suppress
@@ -54,9 +55,14 @@ class Act:
         self.communicate: list[str] = []
         self.unknown: list[str] = []  # what the user does not know
         self.rules: list[Json] = []  # that the agent must keep, and their checks
+        self.done: set[str] = set()  # the kinds of the wishes
         self.used: set[str] = set()  # keys of the records that wishes are about
         self.twists: list[tuple[str, bool]] = []  # the conditions, and whether they were true
         self.mentioned: set[str] = set()  # keys of what the present sentence is about
+        stories = words.data.get("stories", {})  # what joins the wishes
+        self.story = rng.choice([*stories, ""]) if not known else ""
+        self.said: set[str] = set()  # the texts that were used, and the story once it is told
+        self.there = rng.choice(PHRASES["names"]["cities"])
         # Tables whose keys the user knows; one that is `listed` is read as a whole, keys and all.
         self.by_id = {
             name: known or not ref.get("listed") and rng.random() < 0.4
@@ -115,24 +121,36 @@ class Act:
         rows = (tables or self.tables)[table]
         return [rows[key] for key in self.own[table] if key in rows]
 
-    def refer(self, table: str, row: Json) -> str:
-        """Returns the user's words for a record, and looks it up. Raises UnfitError."""
-        ref, key = self.data["refs"][table], row[self.data["tables"][table]["key"]]
+    def refer(self, table: str, row: Json, it: Json) -> str:
+        """Returns the user's words for a record, or an entry of `it`, and looks it up.
+
+        Words that name an entry of a record's list fit no other entry. Raises UnfitError.
+        """
+        ref, key = self.data["refs"][table], next(iter(row.values()))
         if key in self.mentioned and "again" in ref:
             return ref["again"]
         self.mentioned.add(key)
         if "id" in ref and self.by_id[table]:
             return self.render(ref["id"], {"it": row})
-        patterns = ref["by"][:]
-        self.rng.shuffle(patterns)
-        for pattern in patterns:
-            words = self.render(pattern, {"it": row})
-            rows = self.rows(table, self.world.tables)
-            if [self.render(pattern, {"it": each}) for each in rows].count(words) == 1:
-                for call in ref["find"]:
-                    self.call(call, {"me": self.me, "it": row})
-                self.unknown += [ref["unknown"]] if "unknown" in ref else []
-                return words
+        home, entries = ref.get("in", table), ref.get("list")
+
+        def scopes(record: Json) -> list[Json]:
+            each = record[entries] if entries else [None]
+            return [{"it": record, "each": one} for one in each]
+
+        mine = {"it": it, "each": row} if "in" in ref else self.rng.choice(scopes(row))
+        pools = [([it], ref["tail"])] if "in" in ref else []
+        if not (pools and self.by_id[home]):
+            pools.insert(0, (self.rows(home, self.world.tables), ""))
+        patterns = self.rng.sample(ref["by"], len(ref["by"]))
+        for (records, tail), pattern in itertools.product(pools, patterns):
+            words = self.render(pattern, mine)
+            said = [self.render(pattern, scope) for each in records for scope in scopes(each)]
+            if said.count(words) == 1:
+                for call in ref["find"] if not tail else ():
+                    self.call(call, {"me": self.me} | mine)
+                self.unknown += [ref["unknown"]] if "unknown" in ref and not tail else []
+                return words + self.render(tail, mine, {"it": home})
         raise UnfitError("the words fit several records")
 
     def render(self, pattern: str, scope: Json, tables: Json | None = None) -> str:
@@ -144,19 +162,17 @@ class Act:
         def fill(match: re.Match[str]) -> str:
             path, how = match[1], match[2]
             if path in (tables or {}):
-                return self.refer(tables[path], scope[path])
+                return self.refer(tables[path], scope[path], scope.get("it", {}))
             return spoken(evaluate(path, scope), how)
 
         return re.sub(r"\{([\w.]+)(?::(\w+))?\}", fill, pattern)
 
 
 def spoken(value: Any, how: str | None = None) -> str:
-    """Returns a value as a person says it; `how` is day, low, or nothing."""
+    """Returns a value as a person says it; `how` is day, or nothing."""
     if how == "day":
         day = date.fromisoformat(value)
         return f"{day:%B} {day.day}"
-    if how == "low":
-        return value[:1].lower() + value[1:]
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):

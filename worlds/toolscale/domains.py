@@ -92,7 +92,8 @@ def _policy(words, tools) -> str:
     lines += [f"- {rule['text']}" for rule in data["rules"].values()]
     lines += ["", "## Records", ""]
     for table, how in data["tables"].items():
-        lines.append(f"- **{table}**: {', '.join(map(_field, how['fields'].items()))}")
+        fields = dict.fromkeys(how.get("rows", [{}])[0], [""]) | how["fields"]
+        lines.append(f"- **{table}**: {', '.join(map(_field, fields.items()))}")
     lines += ["", "## Tools", ""]
     for tool in tools:
         function = tool["function"]

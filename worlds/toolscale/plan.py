@@ -5,6 +5,8 @@ it, whether the first choice can be had. Records that do not make it so are draw
 """
 
 import random
+import re
+from contextlib import suppress
 
 from worlds.toolscale.act import PHRASES, Act, UnfitError, people
 from worlds.toolscale.program import ToolError
@@ -59,15 +61,19 @@ class Planner:
                 last = number == len(plan) - 1
                 act = act and self._added(act, twist, truth, first, last)
             if act and len(act.calls) <= MOST_CALLS:
+                if act.story in act.said:
+                    told = self.rng.choice(self.data["stories"][act.story]["say"])
+                    act.wishes[0] = f"{act.render(told, {'there': act.there})} {act.wishes[0]}"
                 return act
         raise UnfitError("no wishes can be had")
 
     def _added(self, act, twist, truth, first, last) -> Act | None:
         """Returns the act with one wish more, or None if none can be had."""
+        tag = f"[{act.story}] "
         kinds = {
-            kind: wish.get("weight", 2)
+            kind: wish.get("weight", 2) * (1 + 5 * (tag in str(wish)))
             for kind, wish in self.kinds.items()
-            if NEEDS[twist](wish) and (last or not wish.get("last"))
+            if NEEDS[twist](wish) and (last or not wish.get("last")) and kind not in act.done
             if not (self.quiet and twist == "plain" and "do" in wish)
         }
         for attempt in range(TRIES if kinds else 0):
@@ -76,6 +82,7 @@ class Planner:
             trial = act.clone()
             try:
                 getattr(self, f"_{twist}")(trial, Wish(trial, kind), truth)
+                trial.done.add(kind)
                 trial.marks.append((len(trial.calls), len(trial.communicate)))
                 return trial
             except (UnfitError, ToolError):
@@ -86,16 +93,15 @@ class Planner:
 
     def _plain(self, act, wish, truth):
         self._fit(wish)
-        self._say(act, "plain", a=wish.wanted())
-        self._done(act, wish)
+        self._say(act, wish.said(wish.data["say"]), *self._done(act, wish))
 
     def _if(self, act, wish, truth):
-        fact = self.rng.choice(wish.data["facts"])
+        fact = self.rng.choice([fact for fact in wish.data["facts"] if "say" in fact])
         if "limit" in fact:
             wish.near(fact, truth)
         if holds(fact["test"], wish.scope) != truth or wish.broken():
             raise UnfitError("the fact is otherwise, or a rule forbids it")
-        self._either(act, wish, truth, "if", a=wish.said(), fact=wish.words(fact["say"]))
+        self._either(act, wish, truth, "if", *wish.said(fact["say"]).split(" | "))
 
     def _rule(self, act, wish, truth):
         broken = wish.broken()
@@ -105,48 +111,48 @@ class Planner:
             raise UnfitError("a tool forbids it too")
         for rule in broken:
             wish.forbidden(rule)
-        self._either(act, wish, truth, "rule", a=wish.wanted())
+        said = wish.said(wish.data["say"])
+        end = self.rng.choice([*wish.data.get("no", ()), self.rng.choice(self.frames["no"]), ""])
+        self._either(act, wish, truth, "rule", said, wish.words(end))
 
-    def _either(self, act, wish, truth, name, **words):
-        """The wish if it holds; else nothing, or another wish."""
+    def _either(self, act, wish, truth, name, said, end):
+        """The wish if it holds; else what `end` says, or another wish."""
         act.twists.append((name, truth))
-        wish.look()
         other = None
         if not self.quiet and self.rng.random() < 0.5:
-            other = self._other(act, wish)
-            words["b"] = other.said()
-        asked = wish.questions()
+            with suppress(UnfitError):
+                other, clause = self._other(act, wish)
+                end = self.rng.choice(self.frames[f"{name} else"]).format(clause)
+        wish.look()
         if truth:
             self._fit(wish)
             wish.do()
         elif other:
             other.look()
-            other.do(tell=False)
+            other.do()
         if not act.attempt(wish.data["do"], wish.scope) and other:
             act.attempt(other.data["do"], other.scope)
-        self._say(act, f"{name} else" if other else name, **words)
-        self._ask(act, asked, "ask if")
+        self._say(act, said, end)
 
     def _prefer(self, act, wish, truth):
         fact = self.rng.choice([fact for fact in wish.data["facts"] if "instead" in fact])
         if holds(fact["test"], wish.scope) != truth:
             raise UnfitError("the fact is otherwise")
         act.twists.append(("prefer", truth))
-        wanted, name = wish.wanted(), fact["instead"]
-        first, words = wish.scope[name], wish.words(fact["not"])
-        attempted = [dict(wish.scope)]
+        wanted, name = wish.said(wish.data["say"]), fact["instead"]
+        first, attempted = wish.scope[name], [dict(wish.scope)]
         wish.draw(name, fact["test"])
         attempted.append(dict(wish.scope))
-        self._say(act, "prefer", a=wanted, otherwise=words, b=wish.words(fact["else"]))
-        if wish.scope[name] == first:
+        otherwise = wish.said(fact["else"])
+        if wish.scope[name] == first or otherwise in wanted:
             raise UnfitError("the same again")
         if truth:
             wish.scope[name] = first
         self._fit(wish)
-        wish.look()
-        self._ask(act, wish.questions(), "ask")
-        wish.do()
         any(act.attempt(wish.data["do"], scope) for scope in attempted)
+        wish.look()
+        wish.do()
+        self._say(act, wanted, otherwise, *wish.tell())
 
     def _all(self, act, wish, truth):
         every = wish.data["all"]
@@ -166,73 +172,66 @@ class Planner:
         act.by_id = act.by_id | {table: False}
         for call in act.data["refs"][table]["find"]:
             act.call(call, wish.scope)
-        self._say(act, "plain", a=wish.words(self.rng.choice(every["say"])))
+        self._say(act, wish.said(every["say"]))
         act.unknown.append(act.data["refs"][table]["unknown"])
         for row, good in zip(rows, allowed, strict=True):
             wish.scope["it"] = row
             wish.look()
             act.attempt(wish.data["do"], wish.scope)
             if good:
-                wish.do(tell=False)
+                wish.do()
             else:
                 wish.forbidden(wish.broken()[0])
 
     def _mind(self, act, wish, truth):
-        other = self._other(act, wish, wish.scope["it"])
-        self._say(act, "mind", a=wish.said(), b=other.wanted())
+        before = wish.said(wish.data["to"])
+        other, clause = self._other(act, wish)
+        said = self.rng.choice(self.frames["mind"]).format(before, clause)
         act.attempt(wish.data["do"], wish.scope)
-        self._done(act, other)
+        self._say(act, said, *self._done(act, other))
 
     # --- parts
 
-    def _other(self, act, wish, it=None) -> Wish:
-        """Another wish, which can be had; about the same record, if it is given."""
-        kinds = [
-            kind
-            for kind, data in self.kinds.items()
-            if kind != wish.kind and "do" in data and not data.get("last")
-            if it is None or data.get("it") == wish.data["it"]
-        ]
-        if not kinds:
+    def _other(self, act, wish):
+        """What may take the wish's place, about the same record, and how that is said."""
+        clauses = wish.data.get("or")
+        if not clauses:
             raise UnfitError("no other wish")
-        other = Wish(act, self.rng.choice(kinds), it)
-        if it is not None and it not in other.mine():
+        kind = self.rng.choice(list(clauses))
+        other = Wish(act, kind, wish.scope["it"])
+        if other.scope["it"] not in other.mine():
             raise UnfitError("not of this record")
-        if it is None and other.scope.get("it") == wish.scope.get("it"):
-            raise UnfitError("the same record")
         self._fit(other)
-        if "it" in other.data:
-            act.used.add(other.key)
-        return other
+        return other, other.said(clauses[kind])
 
     @staticmethod
     def _fit(wish):
         if wish.broken() or not wish.can():
             raise UnfitError("it cannot be done")
 
-    def _done(self, act, wish):
+    @staticmethod
+    def _done(act, wish):
+        """Does the wish; returns the user's questions."""
         wish.look()
         act.attempt(wish.data.get("do", []), wish.scope)
-        self._ask(act, wish.questions(), "ask")
         wish.do()
+        return wish.tell()
 
-    def _say(self, act, frame, **words):
-        frames = self.frames[frame]
-        if frame == "plain":
-            frames = frames["next" if act.wishes else "first"]
+    def _say(self, act, *texts):
+        said = re.sub(
+            r"(?:^|[.?] )[a-z]", lambda start: start[0].upper(), " ".join(filter(None, texts))
+        )
+        if act.wishes and self.rng.random() < 0.4:
+            said = re.sub(r"^(You|You'd)(?= want| need| like| hope)", r"\1 also", said)
         act.mentioned.clear()
-        act.wishes.append(self.rng.choice(frames).format(**words))
-
-    def _ask(self, act, questions, frame):
-        for question in questions:
-            act.wishes[-1] += " " + self.rng.choice(self.frames[frame]).format(question)
+        act.wishes.append(said)
 
 
 NEEDS = {  # what a wish must have for a twist
     "plain": lambda wish: True,
-    "if": lambda wish: "facts" in wish,
+    "if": lambda wish: any("say" in fact for fact in wish.get("facts", ())),
     "rule": lambda wish: "rules" in wish,
     "prefer": lambda wish: any("instead" in fact for fact in wish.get("facts", ())),
     "all": lambda wish: "all" in wish,
-    "mind": lambda wish: "do" in wish and "it" in wish,
+    "mind": lambda wish: "to" in wish and "or" in wish,
 }

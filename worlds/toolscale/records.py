@@ -29,14 +29,16 @@ class Draws:
 
     def fill(self, name: str, table: Json) -> None:
         """Draws the records of a table."""
-        count, start = table["count"], self.rng.randint(100, 400)
-        numbers = sorted(self.rng.sample(range(start, start + 4 * count), count))
+        count, most = table["count"], 10 ** table.get("digits", 4)
+        numbers = sorted(self.rng.sample(range(most // 10, most), count))
         rows = self.tables[name] = {}
         for self.number, number in enumerate(numbers):
-            key = f"{table['prefix']}{number}"
-            self.row = {table["key"]: key}
+            self.row = {table["key"]: ""}
+            if "rows" in table:
+                self.row |= table["rows"][self.number]
             for field, how in table["fields"].items():
                 self.row[field] = self.value(how)
+            key = self.row[table["key"]] = table["prefix"].format(**self.row) + str(number)
             rows[key] = self.row
 
     def value(self, how: Any) -> Any:

@@ -9,6 +9,7 @@ from worlds.toolscale import preferences
 from worlds.toolscale.act import PHRASES, Act
 from worlds.toolscale.program import Json
 
+SHARES = {"styles": 0.8, "confirm": 0.15, "order": 0.15}  # of the tasks with such an instruction
 HELD_OUT = 5  # of tasks that are not of held-out domains, every fifth of a domain is held out
 
 
@@ -23,15 +24,15 @@ def to_task(act: Act, name: str, level: int) -> Json:
     world, data, rng = act.world, act.data, random.Random(f"{name}/task")
     split = "held_out" if data.get("held_out") else "train"
     identify = data["identify"]
-    known = identify["known"] if act.named else identify["id"]
+    known = rng.choice(identify["known"] if act.named else identify["id"])
     manner = PHRASES["manner"][split]
-    said = [rng.choice(manner["styles"]), rng.choice(manner["confirm"])]
-    if len(act.wishes) > 1:
-        said.append(rng.choice(manner["order"]))
+    if act.story in act.said:
+        manner = manner | {"styles": data["stories"][act.story]["moods"]}
+    said = [rng.choice(texts) for kind, texts in manner.items() if rng.random() < SHARES[kind]]
     unknown = list(dict.fromkeys(act.unknown))
     if act.named:
-        unknown.insert(0, identify["unknown"])
-    unknown = f"You do not know {' or '.join(unknown)}." if unknown else None
+        unknown.insert(0, rng.choice(identify["unknown"]))
+    unknown = unknown and rng.choice(PHRASES["unknown"]).format(" or ".join(unknown[:2]))
     actions = [
         {"action_id": f"{name}_{number}", "name": tool, "arguments": arguments}
         for number, (tool, arguments) in enumerate(act.calls)
@@ -44,12 +45,12 @@ def to_task(act: Act, name: str, level: int) -> Json:
         "level": level,
         "description": {"purpose": ", ".join(kind for kind, _ in act.twists) or "plain"},
         "user_scenario": {
-            "persona": rng.choice(PHRASES["personas"]),
+            "persona": None,
             "instructions": {
                 "domain": world.domain,
                 "reason_for_call": " ".join(act.wishes),
                 "known_info": act.render(known, {"me": act.me}),
-                "unknown_info": unknown,
+                "unknown_info": unknown or None,
                 "task_instructions": " ".join(said),
             },
         },

@@ -11,6 +11,7 @@ put, and all of them work with all wishes that have what they need:
 
 import ast
 import math
+import re
 from typing import Any
 
 from worlds.toolscale.act import PHRASES, Act, UnfitError, spoken
@@ -26,7 +27,7 @@ class Wish:
     def __init__(self, act: Act, kind: str, it: Json | None = None):
         self.act, self.kind, self.data = act, kind, act.data["wishes"][kind]
         self.tables = {"it": self.data["it"]} if "it" in self.data else {}
-        self.scope: Json = {"me": act.me, "today": act.words.today}
+        self.scope: Json = {"me": act.me, "today": act.words.today, "there": act.there}
         if self.tables:
             self.scope["it"] = it or self._pick(self.mine())
         for name in self.data.get("with", ()):
@@ -53,6 +54,8 @@ class Wish:
                 self.scope[name] = self._pick(list(self.act.tables[values[0]].values()))
             elif kind == "among":
                 self.scope[name] = self._pick(evaluate(values[0], self.scope))
+                if (entries := values[0].removeprefix("it.")) in self.act.data["refs"]:
+                    self.tables[name] = entries
             elif kind == "linked":
                 key = evaluate(values[1], self.scope)
                 self.scope[name] = self.act.tables[values[0]][key]
@@ -102,14 +105,20 @@ class Wish:
         """Returns a pattern of the file in words."""
         return self.act.render(pattern, self.scope, self.tables)
 
-    def said(self, field: str = "say") -> str:
-        """Returns one of the wish's phrases in words."""
-        return self.words(self.act.rng.choice(self.data[field]))
-
-    def wanted(self) -> str:
-        """Returns what is wanted, and often why."""
-        text = self.said()
-        return text + (f" {self.said('why')}" if "why" in self.data else "")
+    def said(self, texts: list[str]) -> str:
+        """Returns one of the texts in words: of the task's story, if one is, and none twice."""
+        act = self.act
+        tag, fresh = f"[{act.story}] ", [text for text in texts if text not in act.said]
+        tagged = [text for text in fresh if text.startswith(tag)]
+        if act.story and not tagged and "[" in str(texts)[2:] and act.rng.random() < 0.7:
+            raise UnfitError("not of the story")
+        text = self._pick(tagged or [text for text in fresh if text[0] != "["])
+        act.said.add(text)
+        act.said |= {act.story} if tagged else set()
+        ways = re.sub(
+            r"\(([^()]*\|[^()]*)\)", lambda ways: act.rng.choice(ways[1].split("|")), text
+        )
+        return self.words(ways.removeprefix(tag))
 
     # --- deeds
 
@@ -120,17 +129,21 @@ class Wish:
         if "it" in self.data:
             self.act.used.add(self.key)
 
-    def questions(self) -> list[str]:
-        """Returns what the user wants to be told once it is done."""
-        return [self.words(question) for question, _ in self.data.get("tell", ()) if question]
-
-    def do(self, tell: bool = True) -> None:
-        """Does it; what the user wants to be told must be communicated."""
+    def do(self) -> None:
+        """Does it."""
         for call in self.data.get("do", ()):
             self.scope["result"] = self.act.call(call, self.scope)
-        for _, value in self.data.get("tell", ()) if tell else ():
+
+    def tell(self) -> list[str]:
+        """Returns the questions of the user, whose answers must be communicated."""
+        said = []
+        for texts, value in self.data.get("tell", ()):
+            if texts and self.act.rng.random() < 0.5:
+                continue
+            said += [self.said(texts)] if texts else []
             answer = evaluate(value, self.scope)
             self.act.communicate.append(str(answer) if isinstance(answer, str) else spoken(answer))
+        return said
 
     def forbidden(self, rule: str) -> None:
         """Notes that a rule forbids the calls of the wish."""
