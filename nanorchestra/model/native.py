@@ -28,8 +28,9 @@ from nanorchestra.model.quantise import linears
 from nanorchestra.model.qwen3 import Qwen3
 
 SOURCE = Path(__file__).with_name("native.c")
+HEADER = SOURCE.with_suffix(".h")
 COMMAND = "cc -O3 -march=native -fopenmp -fPIC -shared"
-LANES, LARGEST_DIM = 16, 256  # of native.c
+LANES, PANEL, LARGEST_DIM = 16, 32, 256  # of native.h; a panel is 32 outputs or 16
 
 
 @cache
@@ -44,7 +45,9 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
     command, info = [*COMMAND.split(), *["-DBF16"] * half], Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else ()
     cpu = [line for line in lines if line.startswith("flags")][:1]
-    key = hashlib.sha256(f"{command}{cpu}{SOURCE.read_text()}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(
+        f"{command}{cpu}{SOURCE.read_text()}{HEADER.read_text()}".encode()
+    ).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanorchestra"
     built = folder / f"native-{key}.so"
     try:
@@ -72,8 +75,8 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.bias, self._c = bias, library(weight.dtype)
-        columns, pair = self._c.panel_columns(), 4 // weight.itemsize
+        self.bias = bias
+        columns, pair = library(weight.dtype).panel_columns(), 4 // weight.itemsize
         panels = -(-self.out_features // columns)
         shape = panels, self.in_features // pair, columns, pair
         self.packed = torch.empty(shape, dtype=weight.dtype)
@@ -82,11 +85,13 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product."""
-        x, out = x.contiguous(), torch.empty(len(x), self.out_features)
+        panels, _, columns, _ = self.packed.shape
+        x, out = x.contiguous(), torch.empty(len(x), panels * columns)
         inputs = x.data_ptr(), len(x), self.in_features
-        matrix = self.packed.data_ptr(), address(self.bias), self.out_features
-        self._c.linear(*inputs, *matrix, out.data_ptr(), torch.get_num_threads())
-        return out.to(x.dtype)
+        matrix = self.packed.data_ptr(), address(self.bias), panels * columns
+        threads = torch.get_num_threads()
+        library(x.dtype).linear(*inputs, *matrix, out.data_ptr(), threads)
+        return out[:, : self.out_features].to(x.dtype)
 
     @torch.no_grad()
     def write(self, rows: slice, weight: Tensor) -> None:
@@ -104,13 +109,14 @@ class PackedLinear(nn.Module):
 def pack(model: Qwen3) -> None:
     """Replace the matrices of a model on a CPU, in place, where native.c can compute it.
 
-    It takes head sizes that are multiples of 16, to 256. Quantised models stay as they are, and
-    bfloat16 on a CPU without instructions for it.
+    It takes head sizes that are multiples of 16, to 256, and matrices whose outputs are multiples
+    of 32, but for the logits. Quantised models stay as they are, and bfloat16 on a CPU without
+    instructions for it.
     """
-    config, weight = model.config, model.embed_tokens.weight
-    sizes = config.hidden_size, config.intermediate_size, config.head_dim
-    fits = not any(size % LANES for size in sizes) and config.head_dim <= LARGEST_DIM
-    names = [name for name, _ in linears(model)]
+    weight, dim, found = model.embed_tokens.weight, model.config.head_dim, linears(model)
+    names = [name for name, _ in found]
+    fits = not any(module.out_features % PANEL for name, module in found if name != "lm_head")
+    fits &= not dim % LANES and dim <= LARGEST_DIM
     if not (names and weight.is_cpu and fits and library(weight.dtype)):
         return
     for name in names:

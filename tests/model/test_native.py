@@ -20,6 +20,8 @@ from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.model.weights import copy_weights, load_model, named_hf_tensors
 
+pytestmark = pytest.mark.skipif(library(torch.float32) is None, reason="no C compiler")
+
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_engine_scores_as_the_plain_model_after_new_weights_too(tied):
@@ -59,7 +61,7 @@ def test_a_cpu_keeps_a_checkpoint_in_bfloat16_if_it_multiplies_that(tmp_path):
 
 
 def test_a_row_is_the_same_in_every_number_of_rows():
-    weight, bias, x = torch.randn(600, 512), torch.randn(600), torch.randn(133, 512)
+    weight, bias, x = torch.randn(608, 512), torch.randn(608), torch.randn(133, 512)
     layer = PackedLinear(weight, bias)
     want = F.linear(x.double(), weight.double(), bias.double()).float()
     out = layer(x)
@@ -82,6 +84,8 @@ def test_every_shape_of_heads_gives_the_plain_models_log_probabilities(heads, kv
     plain, rng = Qwen3(replace(PRESETS["nano"], num_hidden_layers=2, **sizes)), random.Random(0)
     plain.init_weights(0)
     plain.requires_grad_(False).to(dtype)
+    plain.layers[0].gate_up_proj.weight.mul_(400)  # gates whose exponential is beyond a float
+    plain.layers[0].down_proj.weight.mul_(1e-4)
     pack(packed := copy.deepcopy(plain))
     prompts = [[rng.randrange(800) for _ in range(n)] for n in (1, 15, 16, 17, 63, 65, 130)]
     prompts += prompts[-1:] * 2
