@@ -118,7 +118,7 @@ def serve_openai(
     key = os.environ.get(options.key_env, "") if options.key_env else ""
     require(key or not options.key_env, f"--key-env: {options.key_env} is not set")
     rollout.engine = Engine(
-        rollout.engine.model, rollout.tokenizer, max_running=256, max_batch_tokens=1024
+        rollout.engine.model, rollout.tokenizer, max_running=256, max_batch_tokens=2048
     )
     name = options.model.resolve().name
     gc.freeze()  # a collection of all that was imported would take 100 ms, while streams wait

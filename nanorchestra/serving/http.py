@@ -35,12 +35,13 @@ from nanorchestra.serving.protocol import (
     read_body,
     usage,
 )
-from nanorchestra.serving.service import Limits, Service
+from nanorchestra.serving.service import DRAIN_S, Service
 
 PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 POLICY = {"content-security-policy": "default-src 'unsafe-inline'; connect-src 'self'"}
 LOCAL = ["localhost", "127.0.0.1", "["]  # names; "[": what starlette makes of [::1] and a port
 JSON = "application/json"
+BODY_S = 30.0  # that a body may take to come
 FORMS = {
     "/v1/chat/completions": ("ChatRequest", "chat.completion", ".chunk"),
     "/v1/completions": ("CompletionRequest", "text_completion", ""),
@@ -63,12 +64,11 @@ class Server(uvicorn.Server):
         given: Json,
         host: str = "127.0.0.1",
         key: str = "",
-        limits: Limits | None = None,
     ):
         room = rollout.engine.max_context
         self.host, self.key, self.given = host, key, given | {"max_tokens": room}
         self.most = (1 << 16) + 32 * room  # bytes of a body
-        self.service = Service(rollout.engine, limits or Limits())
+        self.service = Service(rollout.engine)
         self.models = {
             name: partial(answered, self.service, rollout.tokenizer),
             f"{name}+tools": partial(orchestrated, self.service, rollout, make_environment),
@@ -88,7 +88,7 @@ class Server(uvicorn.Server):
         hosts = Middleware(TrustedHostMiddleware, allowed_hosts=names)
         refusals = dict.fromkeys((*REFUSED, ClientDisconnect, Exception), refuse)
         app = Starlette(routes=routes, middleware=[hosts], exception_handlers=refusals)
-        stop = int(self.service.limits.drain_s) + 5
+        stop = int(DRAIN_S) + 5
         config = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": stop}
         super().__init__(uvicorn.Config(app, **config))
 
@@ -127,7 +127,7 @@ class Server(uvicorn.Server):
         if request.headers.get("content-type", "").partition(";")[0] != JSON:
             raise HTTPException(415, f"the Content-Type must be {JSON}")
         try:
-            async with asyncio.timeout(self.service.limits.body_s):
+            async with asyncio.timeout(BODY_S):
                 async for part in request.stream():
                     raw += part
                     if len(raw) > self.most:

@@ -14,7 +14,7 @@ from nanorchestra.agent.loop import Attempt, Rollout
 from nanorchestra.engine.request import SamplingParams
 from nanorchestra.schemas import Json, check
 from nanorchestra.serving.protocol import OPENAPI, SAMPLING, usage
-from nanorchestra.serving.service import Service
+from nanorchestra.serving.service import REQUEST_S, Service
 
 MakeEnvironment = Callable[[str, str, int], Environment]  # of a question, a wish and a seed
 TOLD = "status", "cost_usd", "latency_s", "calls"
@@ -38,7 +38,7 @@ async def orchestrated(
     rollout.params = lambda seed, most: SamplingParams(most, seed=seed, **chosen)
     events = asyncio.Queue()
     attempt = Attempt(rollout, 0, env, seed, lambda *event: events.put_nowait(event))
-    task = asyncio.ensure_future(asyncio.wait_for(attempt.run(), service.limits.request_s))
+    task = asyncio.ensure_future(asyncio.wait_for(attempt.run(), REQUEST_S))
     task.add_done_callback(lambda task: events.put_nowait(("end", task)))
     try:
         kind = ""

@@ -158,9 +158,8 @@ class Choice:
         if self._is_chat:
             return {"content": named}
         tops = [{top["token"]: top["logprob"] for top in one["top_logprobs"]} for one in named]
-        keys = {"tokens": "token", "token_logprobs": "logprob"}
-        columns = {key: [one[field] for one in named] for key, field in keys.items()}
-        return columns | {"top_logprobs": tops}
+        tokens, logprobs = ([one[key] for one in named] for key in ("token", "logprob"))
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops}
 
     def _named(self, token, logprob):
         raw = self.tokenizer.bytes_of(token)

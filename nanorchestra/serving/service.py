@@ -24,17 +24,10 @@ from nanorchestra.errors import NotFiniteError
 
 CHUNKS = 320  # a second, of all streams together: beyond that a chunk holds several tokens,
 PACE_S = 0.2  # those of this time at most
+REQUESTS = 512  # that may be open at a time
+REQUEST_S = 600.0  # that an answer may take
+DRAIN_S = 20.0  # until what runs is ended, once the server is
 ENDING = HTTPException(503, "the server is shutting down")
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What clients may ask for: requests at a time, seconds of a body and of a request."""
-
-    requests: int = 512
-    body_s: float = 30.0
-    request_s: float = 600.0
-    drain_s: float = 20.0
 
 
 @dataclass
@@ -54,8 +47,8 @@ class Reader:
 class Service:
     """Runs an engine. `live` has the reader of each request that has not finished."""
 
-    def __init__(self, engine: Engine, limits: Limits):
-        self.engine, self.limits, self.draining = engine, limits, False
+    def __init__(self, engine: Engine):
+        self.engine, self.draining = engine, False
         self.live: dict[Any, Reader] = {}
         self.jobs = queue.SimpleQueue()  # calls for the thread; None ends it
         self.seconds = Counter()  # sums and counts of durations, for the metrics
@@ -70,13 +63,13 @@ class Service:
         """
         if self.draining:
             raise ENDING
-        if len(self.live) + len(choices) > self.limits.requests:
+        if len(self.live) + len(choices) > REQUESTS:
             raise HTTPException(429, f"{len(self.live)} requests are open; try again later")
         self.loop, start = asyncio.get_running_loop(), time.monotonic()
         requests = [self.engine.make_request(*choice) for choice in choices]
         reader, read = Reader(), dict.fromkeys(requests, 0)
         self.live |= dict.fromkeys(requests, reader)
-        timer = self.loop.call_later(self.limits.request_s, reader.end, TimeoutError())
+        timer = self.loop.call_later(REQUEST_S, reader.end, TimeoutError())
         for request in requests:
             self.jobs.put(partial(self.engine.scheduler.add, request))
         try:
@@ -110,7 +103,7 @@ class Service:
     def drain(self) -> None:
         """Refuses new requests; ends at the deadline those that still run."""
         self.draining = True
-        asyncio.get_running_loop().call_later(self.limits.drain_s, self._fail, ENDING)
+        asyncio.get_running_loop().call_later(DRAIN_S, self._fail, ENDING)
 
     def note(self, name: str, since: float) -> None:
         """Counts a duration up to now."""

@@ -6,7 +6,7 @@ import pytest
 from running_server import Running, scripted
 
 from nanorchestra.engine.engine import Engine
-from nanorchestra.serving.service import Limits
+from nanorchestra.serving import http, service
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +20,10 @@ def make_engine(make_nano, nano_tokenizer):
 
 @pytest.fixture(scope="module")
 def running(make_engine):
-    running = Running(make_engine(), limits=Limits(request_s=60, body_s=2))
-    yield running
-    running.assert_idle()
-    running.stop()
+    with pytest.MonkeyPatch.context() as limits:
+        limits.setattr(service, "REQUEST_S", 60)
+        limits.setattr(http, "BODY_S", 2)
+        running = Running(make_engine())
+        yield running
+        running.assert_idle()
+        running.stop()

@@ -23,8 +23,8 @@ from running_server import Running, wait
 from scripted import EchoTool
 
 from nanorchestra.records import ToolResult
+from nanorchestra.serving import service
 from nanorchestra.serving.orchestrate import Conversation
-from nanorchestra.serving.service import Limits
 
 ROOT = Path(__file__).parents[2]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -201,8 +201,10 @@ def test_a_failed_step_is_an_error_and_the_next_answer_is_right(running, monkeyp
     assert "fourty-two" in httpx.post(running.base + CHAT, json=said(), timeout=30).text
 
 
-def test_a_full_server_refuses_and_a_long_request_ends(start):
-    server = start(limits=Limits(requests=2, request_s=0.5))
+def test_a_full_server_refuses_and_a_long_request_ends(start, monkeypatch):
+    server = start()
+    monkeypatch.setattr(service, "REQUESTS", 2)
+    monkeypatch.setattr(service, "REQUEST_S", 0.5)
     body = said("babble", max_tokens=2000, ignore_eos=True)
     with httpx.Client(base_url=server.base, timeout=30) as http, ThreadPoolExecutor(2) as pool:
         long = pool.submit(http.post, CHAT, json=body | {"n": 2})
@@ -210,7 +212,7 @@ def test_a_full_server_refuses_and_a_long_request_ends(start):
         assert http.post(CHAT, json=body).status_code == 429
         assert long.result().status_code == 504
         server.assert_idle()
-        server.service.limits = Limits()
+        monkeypatch.undo()
         assert http.post(CHAT, json=said()).status_code == 200
 
 
@@ -266,7 +268,7 @@ def test_a_loop_that_is_left_or_fails_ends(start, monkeypatch):
             release.wait(30)
             return ToolResult("down", error=True, infrastructure=True)
 
-    server = start(Slow(blocking=True), limits=Limits())
+    server = start(Slow(blocking=True))
     body = said("!ask") | {"model": "nano+tools"}
     client = HTTPConnection(server.base.removeprefix("http://"))
     client.request("POST", CHAT, json.dumps(body), {"Content-Type": "application/json"})
@@ -281,9 +283,12 @@ def test_a_loop_that_is_left_or_fails_ends(start, monkeypatch):
 
 
 @pytest.mark.parametrize("drain_s, settings", [(60, {"seed": 1}), (0.2, {"ignore_eos": True})])
-def test_an_ending_server_lets_streams_finish_until_its_deadline(start, drain_s, settings):
+def test_an_ending_server_lets_streams_finish_until_its_deadline(
+    start, drain_s, settings, monkeypatch
+):
     """A short one ends by itself, an endless one with an error."""
-    server = start(limits=Limits(drain_s=drain_s))
+    monkeypatch.setattr(service, "DRAIN_S", drain_s)
+    server = start()
     tokens = 20 if drain_s == 60 else 2000
     body = said("babble", max_tokens=tokens, stream=True, n=8, **settings)
     with httpx.Client(base_url=server.base, timeout=60) as http, ThreadPoolExecutor(1) as pool:
