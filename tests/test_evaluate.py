@@ -213,6 +213,7 @@ def test_calls_that_fail_change_the_accuracy_by_their_own_tasks_alone(home):
         count = sum(policy == who for who, _ in changed)
         assert abs(failing["accuracy"] - sound["accuracy"]) <= count / 50 + 1e-9
         assert (failing["tasks"], failing["failed"]) == (50, name == "boss")
+        assert failing["behind"]["accuracy"][0] == 0.0  # on the 49 tasks that both finished
 
 
 @pytest.mark.skipif(not FRAMES.exists(), reason="../shared/data/frames.jsonl is not there")

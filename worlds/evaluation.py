@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from statistics import fmean, stdev
 from typing import Any
@@ -86,7 +86,7 @@ def summarise(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict
     bootstrap intervals over tasks. `failed` counts the attempts that the infrastructure failed; no
     mean includes them. UserError if all attempts failed.
     """
-    pairs = finished(tasks, trajectories)
+    pairs = finished(zip(tasks, trajectories, strict=True))
     require(
         pairs,
         f"held-out tasks: all {len(tasks)} attempts failed for reasons of the infrastructure; "
@@ -123,8 +123,8 @@ def compare(found: dict[str, Pairs]) -> dict[str, dict[str, Any]]:
 
 
 def differences(ours: Pairs, theirs: Pairs) -> dict[str, tuple[float, ...]]:
-    """Returns (mean, low, high, p) of what ours have more than theirs, on tasks of both."""
-    a, b, found = by_task(ours), by_task(theirs), {}
+    """Returns (mean, low, high, p) of what ours have more than theirs, on tasks both finished."""
+    a, b, found = by_task(finished(ours)), by_task(finished(theirs)), {}
     for name in ("reward", "accuracy", "cost_usd", "latency_s"):
         if both := [a[task][name] - b[task][name] for task in a if task in b]:
             found[name] = (*interval(both), p_value(both))
@@ -139,8 +139,8 @@ def published_preference(ours: Pairs, base: Pairs) -> float | None:
 
     m0 is the base's attempt. The paper leaves units open: here US cents and minutes.
     """
-    first, scores = {task.id: t for task, t in reversed(base)}, []
-    for task, t in ours:
+    first, scores = {task.id: t for task, t in reversed(finished(base))}, []
+    for task, t in finished(ours):
         if old := first.get(task.id):
             wish = task.preference
             parts = [
@@ -162,7 +162,8 @@ def measure(
     Also `group_std`, the mean spread of reward within a group, and how attempts ended. No mean
     includes attempts that the infrastructure failed, unless there are no others.
     """
-    pairs = finished(tasks, trajectories) or list(zip(tasks, trajectories, strict=True))
+    pairs = list(zip(tasks, trajectories, strict=True))
+    pairs = finished(pairs) or pairs
     groups = [
         [t.reward for t in trajectories[i : i + group_size] if t.status != "infrastructure"]
         for i in range(0, len(tasks), group_size)
@@ -192,9 +193,8 @@ def by_task(pairs: Pairs) -> dict[str, dict[str, float | None]]:
     return _grouped(pairs, lambda task: task.id)
 
 
-def finished(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> Pairs:
+def finished(pairs: Iterable[tuple[Task, Trajectory]]) -> Pairs:
     """Returns the attempts that the infrastructure did not fail, with their tasks."""
-    pairs = zip(tasks, trajectories, strict=True)
     return [(task, t) for task, t in pairs if t.status != "infrastructure"]
 
 

@@ -45,7 +45,7 @@ def _instructive(path, summary):
     first = [*next(iter(summary["worlds"].values()), {})][:2]
     found = defaultdict(list)
     for row in takewhile(lambda row: row["policy"] in first, attempts(path)):
-        if not row["trial"]:
+        if not row["trial"] and row["status"] != "infrastructure":
             said = {name: row[name] for name in ("policy", "reward")} | {"tree": tree(row)}
             found[row["task"]["id"]].append(said | {"wish": row["task"]["preference"]["text"]})
     pairs = [pair for pair in found.values() if len(pair) == 2]
