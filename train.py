@@ -7,8 +7,7 @@
     torchrun --nproc-per-node 8 train.py --config qwen3-8b       the same on several ranks
     python train.py --config qwen3-8b --dry-run     any run in small, on CPUs
     python train.py --config qwen3-8b --plan --gpus 8            memory and time, no training
-    python train.py --rollouts 4 --run.name seen --model.path runs/nano/model     records rollouts
-    python train.py --warm_start.trajectories runs/seen          imitates the best of them
+    python train.py --warm_start.trajectories runs/nano          imitates the best of its attempts
 
 nanorchestra/training/phases.py has the order of a run, grpo.py a step of GRPO. What is drawn at
 random is a function of run.seed, step and place: resuming and more ranks change nothing.
@@ -25,7 +24,7 @@ import shutil
 import signal
 import sys
 import traceback
-from argparse import SUPPRESS, Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +34,6 @@ from tqdm import tqdm
 
 from nanorchestra import settings
 from nanorchestra.agent.load import NANO
-from nanorchestra.agent.policy import check_endpoint
 from nanorchestra.config import Config
 from nanorchestra.errors import INTERRUPTED, ArgumentParser, UserError, command, require
 from nanorchestra.report.run import Run
@@ -83,14 +81,6 @@ def parse(arguments: list[str]) -> Namespace:
     add("--config", help="a TOML file, or the name of one in configs/ (default: nano)")
     add("--resume", metavar="RUN", help=f"a run directory to continue; may change {changes}")
     add("--dry-run", action="store_true", help="the run in small, on CPUs, in run.name-dry-run")
-    add(
-        "--rollouts",
-        type=int,
-        default=SUPPRESS,
-        dest="rollout.only",
-        metavar="N",
-        help="record N steps of rollouts, train nothing",
-    )
     add("--plan", action="store_true", help="print memory by part and time by phase; no training")
     add("--gpus", type=int, help="for --plan: how many GPUs (default: 1)")
     add("--gpu", choices=GPUS, help="for --plan (default: h100)")
@@ -122,9 +112,6 @@ def choose_run(options: Namespace) -> tuple[Config, Path, bool]:
         )
         return config, folder.path, True
     config = settings.load_config(options.config or "nano", given)
-    if config.rollout.only:  # there is no update to overlap with
-        config = config.replace({"rollout.overlap": False})
-    check_endpoint(config.rollout)
     if options.dry_run:
         config = settings.scaled_down(config, str(NANO))
     path = Path(config.run.root) / config.run.name

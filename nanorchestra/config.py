@@ -167,11 +167,6 @@ class RolloutSection:
     overlap: bool = setting(
         False, "sample the next step during the update, with older weights; needs importance_cap"
     )
-    only: int = setting(0, "record this many steps of rollouts and train nothing (--rollouts)")
-    endpoint: str = setting("", "base URL of an OpenAI-compatible server that makes the attempts")
-    model: str = setting("", "name of the model at the endpoint")
-    input_usd_per_million: float = setting(0.0, "price of the endpoint's input tokens")
-    output_usd_per_million: float = setting(0.0, "price of the endpoint's output tokens")
 
 
 @dataclass(frozen=True)

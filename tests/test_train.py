@@ -121,7 +121,6 @@ def test_a_killed_run_ends_the_same_and_can_be_extended(tmp_path):
         (["--gpus", "abc", "--plan"], "--gpus: invalid int"),
         (["--gpus", "2"], "only for --plan"),
         (["--gpu", "b1", "--plan"], "--gpu: invalid choice"),
-        (["--rollouts", "x"], "--rollouts: invalid int value"),
         (["--grpo.stepz", "3"], "unrecognized arguments: --grpo.stepz"),
         (["--config", "qwen4"], "qwen4: no such file"),
         (["--resume", "nowhere"], "nowhere"),

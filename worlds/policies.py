@@ -16,13 +16,12 @@ from typing import Any
 from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import Limits, Rollout
-from nanorchestra.agent.policy import EndpointRollout, check_endpoint
-from nanorchestra.config import RolloutSection
+from nanorchestra.agent.policy import EndpointRollout
 from nanorchestra.engine.request import SamplingParams
 from nanorchestra.errors import UserError, require
 from nanorchestra.model.hf_config import read_config, read_sampling
 from nanorchestra.model.tokenizer import Tokenizer
-from nanorchestra.records import Task
+from nanorchestra.records import Price, Task
 from nanorchestra.settings import load_config
 from nanorchestra.tools.models import Spending
 from nanorchestra.tools.roles import ROLES
@@ -57,17 +56,9 @@ class Policy:
         given = self.settings
         limits = Limits(**{name: given[name] for name in LIMITS})
         if "://" in self.base:
-            model, _, url = self.base.partition("@")
-            section = RolloutSection(
-                given["temperature"],
-                endpoint=url,
-                model=model,
-                only=1,
-                input_usd_per_million=given["input"],
-                output_usd_per_million=given["output"],
-            )
-            check_endpoint(section)
-            return EndpointRollout(section, Tokenizer.from_dir(NANO), limits, spending)
+            price, tokenizer = Price(given["input"], given["output"]), Tokenizer.from_dir(NANO)
+            sampling = limits, given["temperature"]
+            return EndpointRollout(self.base, price, tokenizer, *sampling, spending)
         rollout = load_rollout(Path(self.base), limits, 0.0, running)
         sampling = {name: given[name] for name in SAMPLING}
         rollout.params = lambda seed, most: SamplingParams(most, seed=seed, **sampling)

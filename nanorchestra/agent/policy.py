@@ -1,9 +1,8 @@
 """A model behind an OpenAI-compatible endpoint as the policy.
 
 Its messages come as text. Each is recorded as the ids that our policy would have sampled to say the
-same (chat.encode_assistant), and the loop parses and runs these. So a warm start can imitate what
-was right (training/trajectories.py). The ids' log-probabilities are unknown, None: GRPO cannot
-train on them. No torch.
+same (chat.encode_assistant), and the loop parses and runs these. The ids' log-probabilities are
+unknown, None. No torch.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import Any
 
 from nanorchestra.agent.environment import in_thread
 from nanorchestra.agent.loop import Attempt, Limits, Rollout
-from nanorchestra.config import RolloutSection
 from nanorchestra.engine.request import Completion
 from nanorchestra.errors import require
 from nanorchestra.model import chat
@@ -28,53 +26,40 @@ from nanorchestra.tools.http import EndpointError, count_tokens
 from nanorchestra.tools.models import Endpoint, Spending
 
 
-def check_endpoint(section: RolloutSection) -> None:
-    """Raises UserError if the settings ask for an endpoint that cannot be used."""
-    url, model = section.endpoint, section.model
-    require(
-        bool(url) == bool(model),
-        f"rollout.endpoint is {url!r} and rollout.model {model!r}; both are needed, or none",
-    )
-    require(
-        not url or section.only,
-        f"rollout.endpoint is {url!r}, whose attempts have no log-probabilities for GRPO; record "
-        "them with --rollouts N, then imitate them with --warm_start.trajectories RUN",
-    )
-    require(
-        not url or re.fullmatch(r"https?://[^\s@?#]+", url),
-        f"rollout.endpoint is {url!r}; it must be a base URL such as http://localhost:8000/v1, "
-        "without a key: that comes from OPENAI_API_KEY",
-    )
-
-
 class EndpointRollout(Rollout):
-    """Plays attempts of `section.model` at `section.endpoint`, under the limits of our policy.
+    """Plays attempts of `model`, "MODEL@URL", under the limits of our policy.
 
-    Its tokens cost what `section` says, as the server counts them. Its latency is that of our
-    policy for the same ids. `spending` bounds what it costs.
+    Its tokens cost `price`, as the server counts them. Its latency is that of our policy for the
+    same ids. `spending` bounds what it costs. UserError unless URL is a base URL.
     """
 
     def __init__(
         self,
-        section: RolloutSection,
+        model: str,
+        price: Price,
         tokenizer: Any,
         limits: Limits,
-        spending: Spending | None = None,
+        temperature: float,
+        spending: Spending,
     ):
-        self.spending = spending or Spending()
+        name, _, url = model.partition("@")
+        require(
+            name and re.fullmatch(r"https?://[^\s@?#]+", url),
+            f"{model}: must be MODEL@ and a base URL such as http://localhost:8000/v1, without a "
+            "key: that comes from OPENAI_API_KEY",
+        )
 
         def params(seed, budget):
             return {
-                "model": section.model,
+                "model": name,
                 "seed": seed % 2**31,
-                "temperature": section.temperature,
+                "temperature": temperature,
                 "max_completion_tokens": budget,
             }
 
-        rebuild = section.context == "rebuild"
-        super().__init__(None, tokenizer, params, limits, Price(0.0, 0.0), rebuild=rebuild)
-        self.server = Endpoint(section.endpoint, "OPENAI_API_KEY", timeout_s=120.0)
-        self.bill = Price(section.input_usd_per_million, section.output_usd_per_million)
+        super().__init__(None, tokenizer, params, limits, Price(0.0, 0.0))
+        self.server = Endpoint(url, "OPENAI_API_KEY", timeout_s=120.0)
+        self.bill, self.spending = price, spending
 
     def open(self, attempt: Attempt, start: Any, prompt: list[int]) -> EndpointConversation:
         """Opens a conversation that begins with the messages of `start`."""

@@ -17,10 +17,7 @@ from nanorchestra.training.trajectories import as_group, in_loss, samples_of
 
 
 def grpo(run: TrainingRun) -> bool:
-    """Makes the phase's steps; returns False if the run is asked to stop on the way.
-
-    With rollout.only the steps sample and record, and do not update.
-    """
+    """Makes the phase's steps; returns False if the run is asked to stop on the way."""
     settings, overlap = run.config.grpo, run.config.rollout.overlap
     schedule = Schedule(
         settings.learning_rate, settings.steps, settings.warmup_steps, settings.final_fraction
@@ -59,14 +56,13 @@ def grpo_step(run: TrainingRun, sampler: Sampler, learning_rate: float) -> None:
         run.engine.sleep()  # lends its KV memory to the trainer
     sampled = time.monotonic()
 
-    update = batch.kept and not config.rollout.only
-    metrics = learn(run, batch.kept, sampler.objective, learning_rate) if update else {}
+    metrics = learn(run, batch.kept, sampler.objective, learning_rate) if batch.kept else {}
     updated = time.monotonic()
 
     run.ahead = coming.result() if coming else None
     waited = time.monotonic() - updated
     # Without an update, too: as in a resumed run, no step finds cached pages of the one before.
-    if update:
+    if batch.kept:
         run.publish()
     else:
         run.engine.update_weights()
@@ -107,11 +103,11 @@ def learn(
 
 
 def _record(run, batch, metrics, times):
-    """Records the step and its first group, or all attempts if they are needed later."""
-    progress, size, only = run.progress, run.config.grpo.group_size, run.config.rollout.only
+    """Records the step and its first group, or all attempts if it is skipped."""
+    progress, size = run.progress, run.config.grpo.group_size
     skipped = "skipped" in metrics
     pairs = list(zip(batch.tasks, batch.trajectories, strict=True))
-    for task, trajectory in pairs if skipped or only else pairs[:size]:
+    for task, trajectory in pairs if skipped else pairs[:size]:
         run.record_trajectory("skipped" if skipped else progress.phase, task, trajectory)
     row = {
         **run.worlds.measure(batch.tasks, batch.trajectories, size),
@@ -125,7 +121,7 @@ def _record(run, batch, metrics, times):
         f"latency {row['latency_s']:.1f} s  preference {row['preference']:.2f}  "
         f"{row['tokens_per_s']:,.0f} tokens/s"
     )
-    if not (batch.kept or only):
+    if not batch.kept:
         line += f"  no update: no group has an advantage ({', '.join(batch.filtered)})"
     run.say(line)
     run.record_update(row, metrics, times)

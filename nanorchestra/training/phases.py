@@ -13,13 +13,7 @@ from nanorchestra.training.warm_start import warm_start
 
 
 def train(run: TrainingRun) -> bool:
-    """Trains from where the run is to its end; returns False if it is asked to stop on the way.
-
-    With rollout.only it samples as GRPO would, records all attempts, and trains nothing.
-    """
-    if run.config.rollout.only and run.progress.phase == "warm_start":
-        run.progress.phase = "rollouts"
-        run.publish()
+    """Trains from where the run is to its end; returns False if it is asked to stop on the way."""
     if run.progress.phase == "warm_start":
         if run.on_gpu:
             run.engine.sleep()  # until the first evaluation
@@ -31,7 +25,7 @@ def train(run: TrainingRun) -> bool:
             return False
     if not grpo(run):
         return False
-    results = {} if run.config.rollout.only else _finish(run)
+    results = _finish(run)
     run.checkpoints.wait()
     if run.ranks.first:
         progress, seed = run.progress, run.config.run.seed

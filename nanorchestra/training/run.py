@@ -9,7 +9,6 @@ from typing import Any
 from tqdm import tqdm
 
 from nanorchestra.agent.loop import Limits, Rollout
-from nanorchestra.agent.policy import EndpointRollout
 from nanorchestra.config import Config
 from nanorchestra.engine.request import SamplingParams
 from nanorchestra.errors import require
@@ -79,8 +78,7 @@ class TrainingRun:
     @property
     def steps(self) -> int:
         """Steps of the present phase."""
-        phases = {"warm_start": self.config.warm_start.steps, "grpo": self.config.grpo.steps}
-        return phases.get(self.progress.phase, self.config.rollout.only)
+        return getattr(self.config, self.progress.phase).steps
 
     @property
     def elapsed(self) -> float:
@@ -88,12 +86,10 @@ class TrainingRun:
         return self.progress.seconds + time.monotonic() - self.started
 
     def rollout(self, temperature: float) -> Rollout:
-        """Returns what makes attempts: the engine, or the model behind rollout.endpoint."""
+        """Returns what makes attempts on the engine."""
         settings = self.config.rollout
         most = settings.turn_tokens, settings.context_tokens, settings.calls_per_turn
         limits = Limits(settings.turns, *most)
-        if settings.endpoint:
-            return EndpointRollout(settings, self.tokenizer, limits)
 
         def params(seed, budget):
             return SamplingParams(budget, temperature, settings.top_p, seed=seed)
@@ -173,7 +169,6 @@ class TrainingRun:
         self.watch.report()
         stopped = self.ranks.any(self.stop.asked)
         step, every = self.progress.step, self.config.run.checkpoint_every
-        every = 1 if self.config.rollout.only else every  # an endpoint's attempts cost money
         if stopped or step % every == 0 or step == self.steps:
             self.save()
         return stopped
@@ -189,8 +184,7 @@ class TrainingRun:
         }
         order = int(progress.phase != "warm_start")
         name = f"{order}-{progress.phase}-{progress.step:06d}"
-        tensors = {} if self.config.rollout.only else self.trainer.tensors()
-        self.checkpoints.save(name, tensors, notes)
+        self.checkpoints.save(name, self.trainer.tensors(), notes)
 
     def restore(self) -> None:
         """Continues at the newest checkpoint that can be read, else at the run's beginning.
@@ -200,11 +194,8 @@ class TrainingRun:
         grpo = self.config.grpo
 
         def prepare(notes):
-            phase = notes["progress"]["phase"]
-            if phase == "warm_start":
+            if notes["progress"]["phase"] == "warm_start":
                 return self.trainer.prepare(self.config.warm_start.optimizer, False)
-            if phase != "grpo":
-                return {}
             return self.trainer.prepare(grpo.optimizer, grpo.kl_coef > 0, **grpo.adamw)
 
         notes = self.checkpoints.restore(prepare)

@@ -19,7 +19,6 @@ from nanorchestra.report.run import Run
 from nanorchestra.schemas import Json
 from nanorchestra.training.packing import Group, Sample
 
-PHASES = ("rollouts", "grpo")  # rows of trajectories.jsonl that are attempts at training tasks
 BEST = 4  # attempts at a task that are imitated, at most
 
 
@@ -113,7 +112,7 @@ def load_kept(
         ids = tuple(trajectory.ids)
         task = tasks.setdefault((trajectory.task_id, ids[: trajectory.prompt_length]), {})
         faults = {
-            "of an evaluation or a skipped step": phase not in PHASES,
+            "of an evaluation or a skipped step": phase != "grpo",
             "cut or badly formed": not trajectory.well_formed,
             "wrong": trajectory.outcome < 1,
             "too long": longest_context(trajectory) > config.rollout.context_tokens,
@@ -150,6 +149,4 @@ def _recorded(runs, tokenizer) -> Iterator[tuple[str, Trajectory]]:
                 "start from the model that recorded it, model.path = RUN/model, or one with its "
                 "tokenizer",
             )
-            # The warm start needs no log-probabilities; those of an endpoint's ids are None.
-            t.logprobs = [0.0] * len(t.ids)
             yield row["phase"], t

@@ -12,10 +12,10 @@ from scripted import ANSWER, LIMITS, echoing, play
 
 from nanorchestra.agent import policy
 from nanorchestra.agent.loop import Limits
-from nanorchestra.config import RolloutSection
 from nanorchestra.errors import UserError
 from nanorchestra.model import chat
-from nanorchestra.records import ToolResult
+from nanorchestra.records import Price, ToolResult
+from nanorchestra.tools.models import Spending
 from worlds.miniature.teacher import teach
 from worlds.miniature.world import World, environment
 
@@ -36,17 +36,11 @@ def script(*replies):
     return lambda body: replies[sum(m["role"] == "assistant" for m in body["messages"])]
 
 
-def run(server, tokenizer, *envs, limits=LIMITS, **settings):
-    section = RolloutSection(
-        endpoint=server.url,
-        model="big",
-        only=1,
-        input_usd_per_million=3.0,
-        output_usd_per_million=5.0,
-        **settings,
-    )
+def run(server, tokenizer, *envs, limits=LIMITS, rebuild=False):
     envs = envs or [echoing()]
-    rollout = policy.EndpointRollout(section, tokenizer, limits)
+    price, model = Price(3.0, 5.0), f"big@{server.url}"
+    rollout = policy.EndpointRollout(model, price, tokenizer, limits, 1.0, Spending())
+    rollout.rebuild = rebuild
     return rollout.run(envs, list(range(len(envs))))
 
 
@@ -177,7 +171,7 @@ def test_with_rebuilt_context_every_turn_is_a_request_of_its_own(server, nano_to
         return said("42", usage=(200, 20)) if seen else said(None, [HI], usage=(100, 10))
 
     server.answer = answer
-    (t,) = run(server, nano_tokenizer, context="rebuild")
+    (t,) = run(server, nano_tokenizer, rebuild=True)
     assert (t.status, t.outcome, len(t.turns)) == ("answered", 1, 2)
     # The cost is what the server counts.
     assert t.cost_usd == pytest.approx(0.25 + (300 * 3 + 30 * 5) / 1e6)
@@ -187,15 +181,7 @@ def test_with_rebuilt_context_every_turn_is_a_request_of_its_own(server, nano_to
         assert t.ids[turn.context : turn.start] == prompt
 
 
-NOWHERE = "http://127.0.0.1:9/v1"
-
-
-def test_a_bad_endpoint_is_refused_at_the_door():
-    for url, model, only, says in (
-        (NOWHERE, "", 1, "both are needed"),
-        (NOWHERE, "big", 0, "record them with --rollouts N"),
-        ("localhost:8000/v1", "big", 1, "must be a base URL"),
-        ("http://u:key@h/v1", "big", 1, "must be a base URL"),
-    ):
-        with pytest.raises(UserError, match=says):
-            policy.check_endpoint(RolloutSection(endpoint=url, model=model, only=only))
+def test_a_bad_endpoint_is_refused_at_the_door(nano_tokenizer):
+    for model in ("@http://h/v1", "big@localhost:8000/v1", "big@http://u:key@h/v1"):
+        with pytest.raises(UserError, match="must be MODEL@ and a base URL"):
+            policy.EndpointRollout(model, Price(0, 0), nano_tokenizer, LIMITS, 1.0, Spending())

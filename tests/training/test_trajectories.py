@@ -82,10 +82,10 @@ def test_what_is_kept_and_why_the_rest_is_not(nano_tokenizer, tmp_path):
             {"outcome": 0.0},
             {"task": "t1", "reward": 0.1},
             {"task": "t1", "reward": 0.9, "well_formed": False, "status": "token_limit"},
+            {"task": "t3"},
         ],
         "before": [{"task": "t2"}],
         "skipped": [{"task": "t2"}],
-        "rollouts": [{"task": "t3", "logprobs": [None] * 20}],
     }
     attempts = [(p, made(nano_tokenizer, **c)) for p, entries in changes.items() for c in entries]
     rows = write(tmp_path, nano_tokenizer, *attempts)
@@ -151,7 +151,7 @@ def test_rows_of_another_tokenizer_and_missing_runs_are_refused(nano_tokenizer, 
 def test_a_warm_start_learns_from_several_files(nano_tokenizer, tmp_path, make_training, capsys):
     for name in "ab":
         right, wrong = made(nano_tokenizer, task=name), made(nano_tokenizer, outcome=0.0)
-        write(tmp_path / name, nano_tokenizer, ("rollouts", right), ("rollouts", wrong))
+        write(tmp_path / name, nano_tokenizer, ("grpo", right), ("grpo", wrong))
     settings = {
         "warm_start.trajectories": f"{tmp_path / 'a'}, {tmp_path / 'b'}",
         "warm_start.steps": 8,
