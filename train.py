@@ -7,7 +7,7 @@
     torchrun --nproc-per-node 8 train.py --config qwen3-8b       the same on several ranks
     python train.py --config qwen3-8b --dry-run     any run in small, on CPUs
     python train.py --config qwen3-8b --plan --gpus 8            memory and time, no training
-    python train.py --warm_start.trajectories runs/nano          imitates the best of its attempts
+    python train.py --warm_start.steps 50 --warm_start.trajectories runs/nano     imitates its best
 
 nanorchestra/training/phases.py has the order of a run, grpo.py a step of GRPO. What is drawn at
 random is a function of run.seed, step and place: resuming and more ranks change nothing.

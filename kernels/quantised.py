@@ -1,4 +1,4 @@
-"""Products with weights in 8 or 4 bits: y = x W^T + bias.
+"""Products with weights in 8 or 4 bits: y = x W^T.
 
     W[n, k] = values[n, k] * scales[n, k // group]
 
@@ -33,10 +33,9 @@ def quantised_linear(
     x: Tensor,
     values: Tensor,
     scales: Tensor,
-    bias: Tensor | None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Returns x W^T + bias [M, N] for x [M, K], M <= ROWS, and bias [N] of x.dtype, or None.
+    """Returns x W^T [M, N] for x [M, K], M <= ROWS.
 
     dtype: of the result, that of x by default. The bits of a row do not depend on M.
     """
@@ -45,8 +44,6 @@ def quantised_linear(
     check((None, k), x=x)
     m = len(x)
     require(m <= ROWS, f"x has {m} rows; expected at most {ROWS}")
-    if bias is not None:
-        check((n,), x.dtype, bias=bias)
     tile = {"BLOCK_M": 8 if m <= 8 else 16, "BLOCK_N": BLOCK_N, **pick(STAGES)}
     tile["BLOCK_K"] = group if values.dtype == torch.uint8 else BLOCK_K
     steps = triton.cdiv(k, tile["BLOCK_K"])
@@ -59,11 +56,10 @@ def quantised_linear(
         tile |= {"BLOCK_M": 32, "BLOCK_N": 2 * BLOCK_N, "num_stages": stages}
     out = x.new_empty(m, n, dtype=dtype)
     parts = out if splits == 1 else x.new_empty(splits, m, n, dtype=torch.float32)
-    added = bias if splits == 1 else None
     grid = triton.cdiv(m, tile["BLOCK_M"]), triton.cdiv(n, tile["BLOCK_N"]), splits
-    _product[grid](x, values, scales, added, parts, m, n, k, split, **tile, num_warps=2)
+    _product[grid](x, values, scales, parts, m, n, k, split, **tile, num_warps=2)
     if splits > 1:
-        _add_parts[(m, triton.cdiv(n, 512))](parts, bias, out, splits, m * n, n, BLOCK=512)
+        _add_parts[(m, triton.cdiv(n, 512))](parts, out, splits, m * n, n, BLOCK=512)
     return out
 
 
@@ -87,7 +83,6 @@ def _product(
     x,
     values,
     scales,
-    bias,
     out,
     M,
     N,
@@ -128,20 +123,16 @@ def _product(
             total += part * (tl.load(scales + group).to(tl.float32) / 16)[:, None]
     if not PACKED:
         total *= tl.load(scales + weight)[:, None]
-    if bias is not None:
-        total += tl.load(bias + outputs, outputs < N, 0.0).to(tl.float32)[:, None]
     place = out + (tl.program_id(2) * M + rows[None, :]).to(tl.int64) * N + outputs[:, None]
     tl.store(place, total, inside & (outputs[:, None] < N))
 
 
 @triton.jit
-def _add_parts(parts, bias, out, splits, size, N, BLOCK: tl.constexpr):
+def _add_parts(parts, out, splits, size, N, BLOCK: tl.constexpr):
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, place = columns < N, tl.program_id(0) * N + columns
     total = tl.zeros((BLOCK,), tl.float32)
     for _ in range(splits):
         total += tl.load(parts + place, inside, 0.0)
         parts += size
-    if bias is not None:
-        total += tl.load(bias + columns, inside, 0.0).to(tl.float32)
     tl.store(out + place, total, inside)

@@ -179,9 +179,9 @@ def products(mode: str) -> list[Case]:
         values = torch.randint(126, (n, k * bits // 8), dtype=torch.uint8)
         if bits == 8:
             kind = torch.int8 if mode == "int8" else torch.float8_e4m3fn
-            return values.view(kind), torch.rand(n, 1), None
+            return values.view(kind), torch.rand(n, 1)
         scales = torch.rand(n, k // 128, dtype=torch.float16)
-        return values, scales, None
+        return values, scales
 
     def product(rows):
         name, flops = f"quantised_linear {mode} M={rows}", 2.0 * rows * n * k

@@ -16,7 +16,7 @@ _SUPPORTED = {
     "rope_type": ("default",),
     "use_sliding_window": (False,),
     "tie_word_embeddings": (False, True),
-    "attention_bias": (False, True),
+    "attention_bias": (False,),
     "quantization_config": (None,),
 }
 _DEFAULTS = {  # those of transformers

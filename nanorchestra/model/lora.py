@@ -22,16 +22,16 @@ from nanorchestra.model.weights import hf_rows
 
 
 class LoRALinear(nn.Module):
-    """x [T, in] -> x W^T + bias + scale * [x A_1^T B_1^T, ...] [T, out], one term per fused part.
+    """x [T, in] -> x W^T + scale * [x A_1^T B_1^T, ...] [T, out], one term per fused part.
 
-    `weight` [out, in] and `bias` are frozen. lora_a [parts * rank, in] and lora_b [out, rank] are
+    `weight` [out, in] is frozen. lora_a [parts * rank, in] and lora_b [out, rank] are
     fp32, because bf16 would lose steps of 1e-5; the product casts them to x.dtype.
     """
 
     def __init__(self, linear: nn.Linear, rows: list[int], rank: int, alpha: float) -> None:
         """Wrap `linear`, with `rows` output rows in each part; `reset` fills the adapter."""
         super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
+        self.weight = linear.weight
         self.rows, self.rank, self.scale, self.enabled = rows, rank, alpha / rank, True
         device = linear.weight.device
         self.lora_a = nn.Parameter(torch.empty(len(rows) * rank, linear.in_features, device=device))
@@ -39,7 +39,7 @@ class LoRALinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product [T, out] with the adapter, or without it if not `enabled`."""
-        y = F.linear(x, self.weight, self.bias)
+        y = F.linear(x, self.weight)
         if not self.enabled:
             return y
         low = F.linear(x, self.lora_a.to(x.dtype)).split(self.rank, -1)  # [T, rank] per part

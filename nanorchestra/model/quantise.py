@@ -1,7 +1,7 @@
 """Weight-only quantisation: matrices in 8 or 4 bits, activations in full precision.
 
 A QuantisedLinear takes the place of an nn.Linear and rounds its full-precision weights. Embeddings,
-norms and biases stay as they are; the lm_head takes 8 bits in either mode.
+and norms stay as they are; the lm_head takes 8 bits in either mode.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ _SMALLEST_SCALE = 2.0**-21
 
 
 class QuantisedLinear(nn.Module):
-    """x [T, in] -> x W^T + bias [T, out], W[n, k] = q[n, k] * scales[n, k // group].
+    """x [T, in] -> x W^T [T, out], W[n, k] = q[n, k] * scales[n, k // group].
 
     With 8 bits, values int8 or float8_e4m3fn [out, in] hold q, scales are fp32 [out, 1]. With 4
     bits, values uint8 [out, in / 2] hold q + 8, scales are fp16 [out, in / group]. Byte j of a
@@ -33,10 +33,10 @@ class QuantisedLinear(nn.Module):
     """
 
     def __init__(self, linear: nn.Linear, kind: torch.dtype, group: int):
-        """Take shapes, device and bias of `linear`, not its weights. kind: one of MODES."""
+        """Take shapes and device of `linear`, not its weights. kind: one of MODES."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.kind, self.group, self.bias = kind, group, linear.bias
+        self.kind, self.group = kind, group
         self.packed = kind == torch.uint8
 
         def stored(columns, dtype):
@@ -52,11 +52,11 @@ class QuantisedLinear(nn.Module):
         return self.product(x, x.dtype)
 
     def product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the product in dtype, x.dtype or fp32; the latter knows no bias."""
+        """Return the product in dtype, x.dtype or fp32."""
         if by_kernel(x) and len(x) <= ROWS:
-            return quantised_linear(x, self.values, self.scales, self.bias, dtype)
+            return quantised_linear(x, self.values, self.scales, dtype)
         weight = self.dequantise(x.dtype)
-        return F.linear(x, weight, self.bias) if dtype == x.dtype else wide_product(x, weight.T)
+        return F.linear(x, weight) if dtype == x.dtype else wide_product(x, weight.T)
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """Return W [out, in] in dtype, computed in fp32 and rounded once."""

@@ -37,7 +37,6 @@ class ModelConfig:
     rope_theta: float = 1_000_000.0
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
-    attention_bias: bool = False
     eos_token_ids: tuple[int, ...] = ()
     initializer_range: float = 0.02
 
@@ -49,10 +48,10 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.eps, self.head_dim = layer, config.rms_norm_eps, config.head_dim
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        hidden, bias = config.hidden_size, config.attention_bias
+        hidden = config.hidden_size
         rows = (self.heads + 2 * self.kv_heads) * self.head_dim
-        self.qkv_proj = nn.Linear(hidden, rows, bias=bias)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, hidden, bias=bias)
+        self.qkv_proj = nn.Linear(hidden, rows, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, hidden, bias=False)
         self.q_norm = nn.Parameter(torch.ones(self.head_dim))
         self.k_norm = nn.Parameter(torch.ones(self.head_dim))
 
@@ -126,7 +125,7 @@ class Qwen3(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> torch.Generator:
-        """Draw normal weights of std `initializer_range`, zero biases and norms of 1.
+        """Draw normal weights of std `initializer_range`, and norms of 1.
 
         The same for a seed on every device and dtype. The two projections into the residual stream
         are divided by sqrt(2 * layers), as in GPT-2 (Radford et al. 2019, section 2.3). Returns
@@ -136,7 +135,7 @@ class Qwen3(nn.Module):
         residual = (2 * self.config.num_hidden_layers) ** -0.5
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+                parameter.fill_(1.0)
                 continue
             scale = residual if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
             values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")

@@ -13,7 +13,7 @@ from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.model.weights import copy_weights, load_model, named_hf_tensors
 
 WIDE = ModelConfig(  # every matrix divides into groups of 128
-    61, 128, 256, 2, 4, 2, head_dim=32, max_position_embeddings=64, attention_bias=True
+    61, 128, 256, 2, 4, 2, head_dim=32, max_position_embeddings=64
 )
 SMALL = ModelConfig(61, 64, 96, 2, 4, 2, head_dim=16, max_position_embeddings=64)  # of 32 only
 
@@ -62,16 +62,16 @@ def test_fp8_keeps_four_binary_digits_of_every_weight():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_forward_is_the_product_with_the_weights_rounded_once(monkeypatch, dtype, mode):
     """Beyond the rows of the kernel also on a GPU."""
-    linear = nn.Linear(256, 40).to(dtype)
+    linear = nn.Linear(256, 40, bias=False).to(dtype)
     holder = nn.ModuleDict({"proj": linear})
     quantise_model(holder, mode)
     holder["proj"].write(slice(0, 40), linear.weight)
     x, weight = torch.randn(7, 256).to(dtype), holder["proj"].dequantise(torch.float32)
-    expected = nn.functional.linear(x, weight.to(dtype), linear.bias)
+    expected = nn.functional.linear(x, weight.to(dtype))
     assert torch.equal(holder["proj"](x), expected)
     monkeypatch.setattr("nanorchestra.model.quantise.by_kernel", lambda x: True)
     x = x.expand(10, -1, -1).flatten(0, 1)
-    expected = nn.functional.linear(x, weight.to(dtype), linear.bias)
+    expected = nn.functional.linear(x, weight.to(dtype))
     assert torch.equal(holder["proj"](x), expected)
 
 

@@ -17,7 +17,7 @@ from nanorchestra.model.weights import copy_weights, load_model, named_hf_tensor
 CONFIG = ModelConfig(
     vocab_size=41, hidden_size=24, intermediate_size=32, num_hidden_layers=2, head_dim=8,
     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-    rope_theta=10_000.0, attention_bias=True, eos_token_ids=(7, 5),
+    rope_theta=10_000.0, eos_token_ids=(7, 5),
 )  # fmt: skip
 SINGLE = "model.safetensors"
 
