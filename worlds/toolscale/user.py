@@ -15,7 +15,7 @@ from nanorchestra.agent.environment import Tool
 from nanorchestra.files import read_toml
 from nanorchestra.tools.http import EndpointError
 from worlds.toolscale.program import Json
-from worlds.toolscale.world import World, communicated, texts_of
+from worlds.toolscale.world import World, communicated, leaves
 
 STOP, TRANSFER = SIGNALS = ("###STOP###", "###TRANSFER###")  # tau2's, which end a conversation
 PATIENCE = 40  # messages that the scripted user answers
@@ -213,7 +213,8 @@ class ScriptedUser:
         for _ in range(2):  # a booking, and its train
             for rows in tables:
                 rows = [rows[key] for key in reached & rows.keys()]
-                reached = reached.union(*({text for _, text in texts_of(row)} for row in rows))
+                texts = (text for row in rows for _, text in leaves(row) if isinstance(text, str))
+                reached = reached.union(texts)
         return {text.casefold() for text in own | {text for text in reached if " " in text}}
 
 

@@ -19,7 +19,7 @@ from worlds.toolscale.expert import altered, right_turns
 from worlds.toolscale.program import Json, ToolError
 from worlds.toolscale.score import Scorer, attempt, communicated
 from worlds.toolscale.user import wishes
-from worlds.toolscale.world import World
+from worlds.toolscale.world import World, leaves
 
 DUPLICATE = "near duplicate"
 
@@ -80,16 +80,7 @@ def _arguments(world, calls) -> Iterator[tuple[Any, bool]]:
             new = [value for value in values if value not in used]
             yield from ((value, value in returned) for value in new)
             used.update(new)
-        returned.update(_leaves(world.invoke(tables, name, arguments)))
-
-
-def _leaves(value) -> Iterator[Any]:
-    """The values in a result, however deep."""
-    if isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(inner)
-    else:
-        yield value
+        returned.update(leaf for _, leaf in leaves(world.invoke(tables, name, arguments)))
 
 
 def mentions(text: str, value: str | float) -> bool:

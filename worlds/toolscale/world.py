@@ -45,8 +45,9 @@ class World:
     def columns(self) -> dict[str, set[str]]:
         """The texts in the records in small letters, by the name of their field."""
         found = {}
-        for field, text in texts_of(self.tables):
-            found.setdefault(field, set()).add(text.casefold())
+        for field, text in leaves(self.tables):
+            if isinstance(text, str):
+                found.setdefault(field, set()).add(text.casefold())
         return found
 
     def call(self, tables: Tables, name: str, arguments: Any) -> Any:
@@ -104,15 +105,16 @@ class World:
         return cls(directory.name, *parts, read_text(directory / "policy.md"))
 
 
-def texts_of(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
-    """Yields the texts in a JSON value, however deep, each after the name of its field."""
-    if isinstance(value, str):
+def leaves(value: Any, field: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields what is in a JSON value, however deep, each after the name of its field."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from leaves(inner, name)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from leaves(inner, field)
+    else:
         yield field, value
-    elif isinstance(value, dict | list):
-        for name, inner in (
-            value.items() if isinstance(value, dict) else ((field, v) for v in value)
-        ):
-            yield from texts_of(inner, name)
 
 
 def communicated(info: str, messages: Sequence[str]) -> bool:
