@@ -137,8 +137,8 @@ def overlong_punishment(length: int, limit: int, buffer: int) -> float:
 
 def clip(
     logprobs: Tensor, old_logprobs: Tensor, batch: Packed, objective: Objective
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns PPO's clipped loss per id, which ids the clip stopped, and which the dual clip.
+) -> tuple[Tensor, Tensor]:
+    """Returns PPO's clipped loss per id, and which ids the clip stopped.
 
     L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(logprob - old_logprob):
     PPO (arXiv 1707.06347) equation 7, with two bounds as in DAPO. With dual_clip the loss is at
@@ -149,7 +149,7 @@ def clip(
 
 def gspo(
     logprobs: Tensor, old_logprobs: Tensor, batch: Packed, objective: Objective
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Returns what `clip` does, with the sequence's ratio s instead of r: GSPO eqs. 7 and 14.
 
     s_i = sg[exp(mean over the sequence of log r)] exp(logprob - sg[logprob]); sg stops gradients.
@@ -163,7 +163,7 @@ def gspo(
 
 def cispo(
     logprobs: Tensor, old_logprobs: Tensor, batch: Packed, objective: Objective
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Returns the log-probabilities weighted by a clipped ratio, and which ids were clipped.
 
     L = -sg[clip(r, 1 - clip_low, 1 + clip_high)] A logprob: MiniMax-M1 equations 4 and 5. A clipped
@@ -171,27 +171,25 @@ def cispo(
     """
     ratio = _log_ratio(logprobs, old_logprobs).detach().exp()
     weight = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
-    stopped = weight != ratio
-    return -weight * batch.advantages * logprobs, stopped, torch.zeros_like(stopped)
+    return -weight * batch.advantages * logprobs, weight != ratio
 
 
-SURROGATES: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
+SURROGATES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "clip": clip,
     "gspo": gspo,
     "cispo": cispo,
 }
 
 
-def _clipped(log_ratio, advantages, objective) -> tuple[Tensor, Tensor, Tensor]:
+def _clipped(log_ratio, advantages, objective) -> tuple[Tensor, Tensor]:
     ratio = log_ratio.exp()
     bounded = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
     losses = torch.maximum(-advantages * ratio, -advantages * bounded)
     stopped = -advantages * bounded > -advantages * ratio
-    dual = torch.zeros_like(stopped)
     if objective.dual_clip:
         dual = (advantages < 0) & (ratio > objective.dual_clip)
         losses = torch.where(dual, -advantages * objective.dual_clip, losses)
-    return losses, stopped, dual
+    return losses, stopped
 
 
 def _log_ratio(logprobs, others) -> Tensor:
@@ -237,30 +235,21 @@ def policy_loss(
     kl: per id, with its gradient. Gradients flow into `logprobs` and `kl`. With N = 0 the loss is 0
     and has a graph.
 
-    The sums: `ratio` of policy to sampler; `ratio_outside`, of ids whose ratio is outside
-    [0.5, 2]; `old_kl`, the k3 estimate of KL(sampler || policy); `clip_fraction` and
-    `dual_clip_fraction`, of ids that the clip stopped; `kl`; with a cap `importance`, the weight v,
-    and `importance_capped`, of ids at the cap.
+    The sums: `clip_fraction`, of ids that the clip stopped; `kl`; with a cap `importance`, the
+    weight v.
     """
     old_logprobs = old_logprobs.detach()
     surrogate = SURROGATES[objective.surrogate]
-    losses, stopped, dual = surrogate(logprobs, old_logprobs, batch, objective)
-    drift = _log_ratio(logprobs.detach(), batch.sampler_logprobs)
-    ratio = drift.exp()
+    losses, stopped = surrogate(logprobs, old_logprobs, batch, objective)
     columns = {
-        "ratio": ratio,
         "clip_fraction": stopped,
-        "dual_clip_fraction": dual,
-        "ratio_outside": (ratio < 0.5) | (ratio > 2.0),
-        "old_kl": ratio - 1 - drift,
-        "kl": torch.zeros_like(ratio) if kl is None else kl.detach(),
+        "kl": torch.zeros_like(losses) if kl is None else kl.detach(),
     }
     if objective.importance_cap:
         importance = _log_ratio(old_logprobs, batch.sampler_logprobs).exp()
         capped = importance.clamp(max=objective.importance_cap)
         losses = losses * capped
         columns |= {"importance": capped}
-        columns |= {"importance_capped": importance > objective.importance_cap}
     if kl is not None:
         losses = losses + objective.kl_coef * kl
     if objective.aggregation == "sequence":

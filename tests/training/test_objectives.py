@@ -157,8 +157,6 @@ def test_an_importance_cap_weighs_the_surrogate_but_not_the_kl(surrogate, cap):
     weight = min(math.exp(0.2), cap)
     assert loss.item() == pytest.approx((weight * plain + 0.3 * kl.sum()).item(), abs=1e-9)
     assert sums["importance"] == pytest.approx(weight * len(old))
-    assert sums["importance_capped"] == (math.exp(0.2) > cap) * len(old)
-    assert sums["ratio"] == pytest.approx((new - old + 0.2).exp().sum().item())
 
 
 def test_metrics_count_what_the_clip_stopped():
@@ -168,9 +166,7 @@ def test_metrics_count_what_the_clip_stopped():
     _, sums = policy_loss(
         new, batch.sampler_logprobs, batch, Objective(dual_clip=10.0), normaliser=6
     )
-    drift = sum(r - 1 - math.log(r) for r in ratios)
-    expected = {"clip_fraction": 2, "dual_clip_fraction": 1, "ratio_outside": 1, "kl": 0}
-    assert sums == pytest.approx(expected | {"ratio": sum(ratios), "old_kl": drift})
+    assert sums == {"clip_fraction": 2, "kl": 0}
 
 
 @pytest.mark.parametrize("surrogate", ["clip", "gspo", "cispo"])
