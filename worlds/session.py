@@ -244,7 +244,7 @@ COMMANDS = ["/" + name[3:] for name in vars(Session) if name.startswith("do_")]
 
 def price(tool: Tool) -> str:
     """Returns what a tool charges, in US dollars."""
-    models = getattr(tool, "experts", {"": getattr(tool, "expert", tool)}).values()
+    models = getattr(tool, "experts", {"": tool}).values()
     charges = [PER_MILLION.format(model.price) for model in models if hasattr(model, "price")]
     for name, usd in vars(tool).items():
         if name.startswith("usd_") and usd:
