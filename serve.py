@@ -102,7 +102,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--http", action="store_true", help="serve OpenAI's API and a page in place of a prompt")
     add("--host", default="127.0.0.1", help="with --http: where to listen (default: 127.0.0.1)")
     add("--port", type=int, default=8000, help="with --http (default: 8000)")
-    add("--key-env", metavar="NAME", help="with --http: the variable that holds the API key")
+    add(
+        "--key-env",
+        metavar="NAME",
+        default="",
+        help="with --http: the variable that holds the API key",
+    )
     add("--seed", type=int, default=0, help="of sampling and simulated experts (default: 0)")
     for name, kind in (("temperature", float), ("top-p", float), ("top-k", int)):
         add(f"--{name}", type=kind, help="of sampling (default: as generation_config.json says)")
@@ -115,7 +120,7 @@ def serve_openai(
     """Serves a rollout and the tools of a world over HTTP until a signal ends it."""
     from nanorchestra.serving.http import Server, serve_http  # half a second, only for --http
 
-    key = os.environ.get(options.key_env, "") if options.key_env else ""
+    key = os.environ.get(options.key_env, "")
     require(key or not options.key_env, f"--key-env: {options.key_env} is not set")
     rollout.engine = Engine(
         rollout.engine.model, rollout.tokenizer, max_running=256, max_batch_tokens=2048

@@ -146,7 +146,7 @@ class Attempt:
         parsed = chat.parse(self.tokenizer, ids)
         turn.well_formed = parsed.well_formed and bool(parsed.calls or not self.has_answer)
         t.well_formed &= turn.well_formed
-        self.emit("turn", self.stream.finish()[0])
+        self.emit("turn", self.stream.finish())
         return turn, parsed
 
     async def _execute(self, turn, calls) -> list[ToolResult]:

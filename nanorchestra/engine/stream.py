@@ -4,7 +4,6 @@ import codecs
 
 from nanorchestra.model.parser import StreamParser
 from nanorchestra.model.tokenizer import Tokenizer
-from nanorchestra.records import ParsedTurn
 
 
 class TurnStream:
@@ -24,7 +23,8 @@ class TurnStream:
         text = self._decoder.decode(self._tokenizer.text_bytes(tokens), final)
         return self.parser.feed(text) if self._chat else [("content", text)]
 
-    def finish(self) -> tuple[list[tuple[str, str]], ParsedTurn]:
-        """Returns the deltas that waited for the end, and the whole turn."""
-        deltas, turn = self.feed(final=True), self.parser.finish()
-        return deltas + self.parser.last_deltas, turn
+    def finish(self) -> list[tuple[str, str]]:
+        """Returns the deltas that waited for the end."""
+        deltas = self.feed(final=True)
+        self.parser.finish()
+        return deltas + self.parser.last_deltas

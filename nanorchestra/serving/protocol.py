@@ -112,7 +112,7 @@ class Choice:
                 taken += part
                 self._take(delta, self._stream.feed(*(token for token, *_ in part)))
         if ended and not self.finish_reason:
-            self._take(delta, self._stream.finish()[0], final=True)
+            self._take(delta, self._stream.finish(), final=True)
             self.finish_reason = self.finish_reason or ended
         if self._calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"

@@ -48,7 +48,7 @@ def replay(
     for turn in trajectory.turns:
         stream = TurnStream(tokenizer)
         on_event("text", stream.feed(*trajectory.ids[turn.start : turn.end]))
-        on_event("turn", stream.finish()[0])
+        on_event("turn", stream.finish())
         if turn.calls:
             on_event("results", turn)
 

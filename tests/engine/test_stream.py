@@ -28,16 +28,16 @@ def test_deltas_joined_are_the_turn_and_calls_are_given_whole(nano_tokenizer, se
     expected, stream = chat.parse(nano_tokenizer, ids), TurnStream(nano_tokenizer)
     deltas = [delta for token in ids for delta in stream.feed(token)]
     assert not any("�" in text for _, text in deltas), "half a character"
-    last, turn = stream.finish()
+    last = stream.finish()
     shown = {"reasoning": "", "content": "", "tool_call": ""}
     for kind, text in deltas + last:
         shown[kind] += text
-    assert turn == expected and tuple(stream.parser.calls) == expected.calls
+    assert tuple(stream.parser.calls) == expected.calls
     assert (shown["reasoning"], shown["content"]) == (expected.reasoning, expected.content)
     assert shown["tool_call"] == "".join(call.raw for call in expected.calls)
     at_once, plain = TurnStream(nano_tokenizer), TurnStream(nano_tokenizer, calls=False)
-    joined = "".join(text for _, text in at_once.feed(*ids) + at_once.finish()[0])
+    joined = "".join(text for _, text in at_once.feed(*ids) + at_once.finish())
     assert joined == "".join(text for _, text in deltas + last)
-    deltas = plain.feed(*ids) + plain.finish()[0]
+    deltas = plain.feed(*ids) + plain.finish()
     content = "".join(text for kind, text in deltas if kind == "content")
     assert content.count("<tool_call>") == len(calls) and not plain.parser.calls
