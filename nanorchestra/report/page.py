@@ -99,10 +99,14 @@ def page(run: Run, parts: list[str], data: dict[str, Any]) -> str:
 
 
 def images(panels: list[plots.Panel], **size: float) -> str:
-    """Return the panels as images, in which nothing can run; they wrap on a narrow screen."""
+    """Return the panels as images, in which nothing can run.
+
+    On a narrow screen they wrap; those of a given size scroll in their box, to stay legible.
+    """
     images = (base64.b64encode(plots.figure([panel], "svg", **size)).decode() for panel in panels)
     head = '<img alt="a figure of the run" src="data:image/svg+xml;base64,'
-    return "".join(f'{head}{image}">' for image in images)
+    inner = "".join(f'{head}{image}">' for image in images)
+    return f'<div class="wide">{inner}</div>' if size else inner
 
 
 def browser(rows: list[dict[str, Any]], piece: Callable[[int], str]) -> dict[str, Any]:
