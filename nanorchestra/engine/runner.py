@@ -1,4 +1,7 @@
-"""Computes a planned step on a CPU: the model, the KV in its pages, the draws."""
+"""Computes a planned step on a CPU: the model, the KV in its pages, the draws.
+
+native.c computes a packed model, torch any other. The order of KV inside a page is theirs.
+"""
 
 from itertools import accumulate
 from typing import Any
@@ -10,7 +13,7 @@ from torch import Tensor
 from nanorchestra.engine.request import Request
 from nanorchestra.engine.sampler import Draw, Sampler
 from nanorchestra.engine.scheduler import Plan
-from nanorchestra.model.native import LANES, Forward, PackedLinear
+from nanorchestra.model.native import BLOCK, Forward, PackedLinear
 from nanorchestra.model.ops import Attend, cache_rows, store_kv
 from nanorchestra.model.packed_attention import Segment, packed_attention
 from nanorchestra.model.qwen3 import Qwen3
@@ -42,9 +45,8 @@ class Runner:
         self.k_cache, self.v_cache = (
             self.model.embed_tokens.weight.new_zeros(self._shape) for _ in range(2)
         )
-        self._native = None
         packed = isinstance(self.model.layers[0].down_proj, PackedLinear)
-        if packed and self.page_size % LANES == 0:
+        if packed and self.page_size % BLOCK == 0:
             self._native = Forward(self.model, self.k_cache, self.v_cache)
 
     def sleep(self) -> None:

@@ -30,7 +30,7 @@ from nanorchestra.model.qwen3 import Qwen3
 SOURCE = Path(__file__).with_name("native.c")
 HEADER = SOURCE.with_suffix(".h")
 COMMAND = "cc -O3 -march=native -fopenmp -fPIC -shared"
-LANES, PANEL, LARGEST_DIM = 16, 32, 256  # of native.h; a panel is 32 outputs or 16
+BLOCK, PANEL, LARGEST_DIM = 16, 32, 256  # of native.c: keys together, outputs, head size
 
 
 @cache
@@ -116,7 +116,7 @@ def pack(model: Qwen3) -> None:
     weight, dim, found = model.embed_tokens.weight, model.config.head_dim, linears(model)
     names = [name for name, _ in found]
     fits = not any(module.out_features % PANEL for name, module in found if name != "lm_head")
-    fits &= not dim % LANES and dim <= LARGEST_DIM
+    fits &= not dim % BLOCK and dim <= LARGEST_DIM
     if not (names and weight.is_cpu and fits and library(weight.dtype)):
         return
     for name in names:
