@@ -139,9 +139,8 @@ class Act:
             return [{"it": record, "each": one} for one in each]
 
         mine = {"it": it, "each": row} if "in" in ref else self.rng.choice(scopes(row))
-        pools = [([it], ref["tail"])] if "in" in ref else []
-        if not (pools and self.by_id[home]):
-            pools.insert(0, (self.rows(home, self.world.tables), ""))
+        pools = [(self.rows(home, self.world.tables), "")]
+        pools += [([it], ref["tail"])] if "in" in ref else []
         patterns = self.rng.sample(ref["by"], len(ref["by"]))
         for (records, tail), pattern in itertools.product(pools, patterns):
             words = self.render(pattern, mine)

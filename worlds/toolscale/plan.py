@@ -71,7 +71,7 @@ class Planner:
         """Returns the act with one wish more, or None if none can be had."""
         tag = f"[{act.story}] "
         kinds = {
-            kind: wish.get("weight", 2) * (1 + 5 * (tag in str(wish)))
+            kind: wish.get("weight", 2) * (1 + 5 * (tag in str(wish["say"])))
             for kind, wish in self.kinds.items()
             if NEEDS[twist](wish) and (last or not wish.get("last")) and kind not in act.done
             if not (self.quiet and twist == "plain" and "do" in wish)
