@@ -129,40 +129,34 @@ def test_nothing_on_the_surface_tells_a_right_answer_from_a_wrong_one(split):
 
 def test_the_teacher_chooses_whatever_the_user_wants(sandbox):
     chosen = {wish: [] for wish in PREFERENCES}
-    banned = []
     for task in World(0).tasks("train", 1500):
         if task.data["kind"] != "knowledge":
             continue
-        first, tools = teach(environment(task, 1, sandbox), 1)[0], task.data["tools"]
+        lessons, tools = teach(environment(task, 1, sandbox), 1), task.data["tools"]
+        assert all(turn.call.name not in task.preference.avoided for turn in lessons[:-1])
         experts = [offer for offer in tools if offer["what"] not in ("code", "search")]
         prices = sorted(offer["price"] for offer in experts)
-        price = {t["name"]: t["price"] for t in tools}[first.call.name]
+        price = {t["name"]: t["price"] for t in tools}[lessons[0].call.name]
         chosen[task.data["wish"]].append(sum(p < price for p in prices) / (len(prices) - 1 or 1))
-        if task.preference.avoided:
-            banned.append(first.call.name in task.preference.avoided)
     assert all(0.4 < fmean(places) < 0.6 for places in chosen.values())
-    assert 0.03 < fmean(banned) < 0.15  # it keeps most bans
 
 
 def test_a_thought_lists_what_the_prompt_says():
     medium = {"name": "ka-lo", "what": "medium", "price": 85, "latency": 60}
     code = {"name": "ru-ni", "what": "code", "price": 90, "latency": 12}
     large = {"name": "ze-fi", "what": "large", "price": 40, "latency": 90}
-    tools = [medium, code, large]
+    small = {"name": "po-da", "what": "small", "price": 5, "latency": 9}
+    tools = [medium, code, large, small]
     data = {"kind": "knowledge", "subject": "law", "difficulty": "hard", "tools": tools}
     for wish, asked, listed in (
-        ("right", [], "medium ka-lo, code ru-ni, large ze-fi"),
-        ("balanced", [], "60s 85c medium ka-lo, 12s 90c code ru-ni, 90s 40c large ze-fi"),
-        ("fast", ["ka-lo"], "12s 90c code ru-ni, 90s 40c large ze-fi"),  # no expert is allowed
-        (
-            "cheap",
-            [],
-            "85c medium ka-lo, 90c code ru-ni, 40c large ze-fi. lowest 85c medium ka-lo",
-        ),
-        ("cheap", ["ka-lo", "ru-ni"], "40c large ze-fi"),
+        ("right", [], "medium, code, large"),
+        ("balanced", ["ru-ni"], "60s 85c medium, 90s 40c large"),
+        ("fast", [], "60s medium, 12s code, 90s large. lowest medium"),
+        ("cheap", [], "85c medium, 90c code, 40c large. lowest large"),
+        ("cheap", ["ka-lo", "ze-fi"], "90c code"),  # no expert is left
     ):
-        task = Task("t", "?", weighted(wish, ["ze-fi"]), data | {"wish": wish})
-        assert consider(task, asked) == f"{wish}. {listed}. not large ze-fi. a hard law"
+        task = Task("t", "?", weighted(wish, ["po-da"]), data | {"wish": wish})
+        assert consider(task, asked) == f"{wish}. not small. {listed}. use for hard law"
 
 
 def test_first_lessons_offer_few_tools_and_keep_the_one_that_fits(sandbox):

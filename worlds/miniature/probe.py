@@ -57,7 +57,7 @@ def probe(rollout: Rollout, seed: int, count: int, make: Make) -> dict[str, Any]
         bool(t.calls) and not any(t.calls.get(name) for name in task.preference.avoided)
         for task, t in zip(banned, play(banned), strict=True)
     ]
-    read = [f"a {task.data['difficulty']} {task.data['subject']}. use" for task, _ in asked]
+    read = [f"use for {task.data['difficulty']} {task.data['subject']} " for task, _ in asked]
     thoughts = [_first_thought(rollout, t) for _, t in asked]
     return {
         "reward": rewards,

@@ -26,7 +26,6 @@ SKILLS, UNSURE, EXPERT_TOKENS = _TABLES["skills"], _TABLES["unsure"], _TABLES["e
 PRICES, LATENCIES = _TABLES["prices"], _TABLES["latencies"]  # what -> range
 
 AVOID_SHARE = _TABLES["avoid_share"]
-TRAINING_AVOID_SHARE = _TABLES["training_avoid_share"]
 PREFERENCES = {  # name -> share of the tasks, weights of outcome, cost and latency
     name: (entry["share"], tuple(entry["weights"]))
     for name, entry in _TABLES["preferences"].items()

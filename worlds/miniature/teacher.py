@@ -29,28 +29,23 @@ from worlds.miniature.world import World, environment
 
 MAX_CALLS = 5
 LOWEST = {"cheap": "price", "fast": "latency"}  # what a thought compares, by preference
-KEEPS_BAN = 0.7  # probability of not even considering a forbidden tool
 ACCEPTS_SURE, ACCEPTS_UNSURE = 0.85, 0.5  # probability of answering with what an expert said
 
 
 def teach(env: ToolEnvironment, seed: int) -> list[Lesson]:
     """Returns the turns of one attempt, a function of the task of `env` and the seed.
 
-    Every choice among the tools is drawn evenly, whatever the user wants; a tool that does not fit
-    the question is among them one time in five, a forbidden one three times in ten.
+    Every choice among the allowed tools is drawn evenly, whatever the user wants; a tool that does
+    not fit the question is among them one time in five.
     """
     task = env.task
     rng = random.Random(f"teacher/{task.id}/{seed}")
-    left = [o for o in task.data["tools"] if is_expert(o) or fits(o, task) or rng.random() < 0.2]
+    options = [o for o in allowed(task) if is_expert(o) or fits(o, task) or rng.random() < 0.2]
     lessons, said, row, value, asked = [], [], None, "0", []
     for _ in range(MAX_CALLS):
         if row is None:
-            allowed = [o for o in left if o["name"] not in task.preference.avoided]
-            obeys = allowed and rng.random() < KEEPS_BAN
-            offer = rng.choice(allowed if obeys else left)
-            left.remove(offer)
-            lowest = "lowest " if offer is lowest_expert(task, asked) else ""
-            said += [consider(task, asked), f"use {lowest}{title(offer)}"]
+            offer = options.pop(rng.randrange(len(options)))
+            said.append(f"{consider(task, asked)} {title(offer)}")
             asked.append(offer["name"])
         call = call_for(task, offer, row)
         result = env.by_name[offer["name"]].call(call.arguments)
@@ -58,7 +53,7 @@ def teach(env: ToolEnvironment, seed: int) -> list[Lesson]:
         reading = read_result(task, offer, result)
         said, value, row = [reading.thought], reading.answer or value, reading.next_row
         accepts = ACCEPTS_SURE if reading.sure else ACCEPTS_UNSURE
-        if row is None and (not left or reading.answer is not None and rng.random() < accepts):
+        if row is None and (not options or reading.answer is not None and rng.random() < accepts):
             break
     return [*lessons, Lesson(said[0], value)]
 
@@ -66,36 +61,31 @@ def teach(env: ToolEnvironment, seed: int) -> list[Lesson]:
 def consider(task: Task, asked: Sequence[str] = ()) -> str:
     """Returns the thought before a choice: what the prompt says about it.
 
-    These are the preference; the tools not asked yet, each with the part of its description that
-    matters to the user; for a user who minds cost or latency alone, the expert with the lowest that
-    is not forbidden; a forbidden tool; and at the end, next to the choice, the kind of question.
+    These are the preference; the forbidden tool; the tools that are allowed and not asked yet, each
+    with its price or latency if the user minds it; the expert with the lowest, for a user who minds
+    one of the two alone; and the kind of question, which the choice follows without a word between.
     """
-    data, avoided = task.data, task.preference.avoided
-    lowest = lowest_expert(task, asked)
+    data, wish = task.data, task.data["wish"]
     stated = f"{data['difficulty']} " if data["kind"] == "knowledge" else ""
-    left = [offer for offer in data["tools"] if offer["name"] not in asked]
-    parts = [wish := data["wish"], ", ".join(_entry(offer, wish) for offer in left)]
-    if lowest:
-        parts.append(f"lowest {_entry(lowest, wish)}")
-    parts += [f"not {title(offer)}" for offer in data["tools"] if offer["name"] in avoided]
-    return ". ".join([*parts, f"a {stated}{data['subject']}"])
+    left = allowed(task, asked)
+    bans = [f"not {o['what']}" for o in data["tools"] if o["name"] in task.preference.avoided]
+    parts = [wish, *bans, ", ".join(_entry(offer, wish) for offer in left)]
+    if wish in LOWEST and (experts := list(filter(is_expert, left))):
+        parts.append("lowest " + min(experts, key=lambda offer: offer[LOWEST[wish]])["what"])
+    return ". ".join([*parts, f"use for {stated}{data['subject']}"])
 
 
-def lowest_expert(task: Task, asked: Sequence[str] = ()) -> Offer | None:
-    """Returns the expert with the lowest price or latency of those neither asked nor forbidden.
-
-    None for a user who does not mind one of the two alone.
-    """
-    key = LOWEST.get(task.data["wish"])
+def allowed(task: Task, asked: Sequence[str] = ()) -> list[Offer]:
+    """Returns the tools on offer that the user did not forbid, but for those already asked."""
     out = {*asked, *task.preference.avoided}
-    allowed = [o for o in task.data["tools"] if is_expert(o) and o["name"] not in out]
-    return min(allowed, key=lambda offer: offer[key]) if key and allowed else None
+    return [offer for offer in task.data["tools"] if offer["name"] not in out]
 
 
 def _entry(offer: Offer, wish: str) -> str:
-    """The part of the description that matters to the user: "22c small tool-ka-fe" if cheap."""
-    first = {"right": 2, "cheap": 1}.get(wish, 0)
-    return " ".join(describe(offer).split()[first:])
+    """Kind and what matters of an offer to the user: "22c small" if cheap, "small" if right."""
+    latency, price, kind, _ = describe(offer).split()
+    minded = {"right": [], "cheap": [price], "fast": [latency]}.get(wish, [latency, price])
+    return " ".join([*minded, kind])
 
 
 def texts(world: World, count: int, sandbox: Sandbox) -> Iterator[str]:

@@ -43,8 +43,6 @@ from worlds.miniature.tables import (
     PREFERENCES,
     PRICES,
     SPECIALISTS,
-    TRAIN,
-    TRAINING_AVOID_SHARE,
 )
 
 
@@ -52,7 +50,7 @@ from worlds.miniature.tables import (
 class World:
     """The miniature's tasks.
 
-    lessons: training tasks as demonstrations need them, with other shares of kinds and of bans.
+    lessons: training tasks as demonstrations need them, with other shares of kinds.
     most_tools: tools on offer at most, 0 for no limit.
     words, names: the split whose phrasings or aliases all tasks have, "" for that of the task; the
     tasks are otherwise the same.
@@ -82,9 +80,8 @@ class World:
         said, words = random.Random(f"{self.seed}/{split}/{index}/words"), self.words or split
         wish = rng.choices(list(PREFERENCES), [share for share, _ in PREFERENCES.values()])[0]
         preference = Preference(said.choice(PHRASES[words][wish]), *PREFERENCES[wish][1])
-        training = split == TRAIN and not self.lessons
         options = [offer for offer in tools if offer["what"] != "records"]
-        if options and rng.random() < (TRAINING_AVOID_SHARE if training else AVOID_SHARE):
+        if options[1:] and rng.random() < AVOID_SHARE:
             preference = forbid(preference, rng.choice(options), said, words)
         name, text = f"{split}-{self.seed}-{index}", question.phrased(said, words)
         wrong = draw_wrong(rng, question, split)
