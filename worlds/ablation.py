@@ -1,4 +1,4 @@
-"""Trains nano without each part of the reward, over seeds; ablation.toml has the variants."""
+"""Trains nano without parts of the reward and the recipe; ablation.toml has the variants."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
+from typing import Any
 
 from nanorchestra.config import Config
 from nanorchestra.errors import ArgumentParser
@@ -24,7 +25,7 @@ from nanorchestra.training.trajectories import from_row
 from worlds.evaluation import Pairs, score
 from worlds.mixture import Worlds
 
-Factors = dict[str, float]
+Factors = dict[str, Any]
 
 
 class Ablated(Worlds):
@@ -58,7 +59,7 @@ def ablate(arguments: list[str], root: Path, sandbox: Sandbox) -> dict[str, Pair
     for seed in range(options.seeds):
         base = load_config("nano", given_settings(options) | {"run.seed": seed})
         for name, factors in read_toml(Path(__file__).with_suffix(".toml")).items():
-            config = base.replace({"grpo.bounds": factors.get("bounds", base.grpo.bounds)})
+            config = base.replace({key: value for key, value in factors.items() if "." in key})
             path = root / f"ablation-{seed}-{name.replace(' ', '-')}"
             pairs = held_out(config, path, factors, sandbox)
             print(f"seed {seed}, {name}: reward {fmean(t.reward for _, t in pairs):.3f}")
