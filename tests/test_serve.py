@@ -35,6 +35,7 @@ from worlds.miniature.ask import EXAMPLES
 from worlds.session import COMMANDS, Miniature, Offered, Session, open_world, price
 
 LAW = EXAMPLES[0]
+SPINNER = r"[/|\\-] \d+ s"
 ESCAPES = re.compile(r"\033\[\??\d*[A-Za-z]")
 
 
@@ -97,7 +98,7 @@ def test_thought_call_result_answer_and_price_come_in_order(talk):
     lines = out().splitlines()
     labels = [line.split()[0] for line in lines]
     assert labels[:7] == ["task", "think", "call", "result", "think", "answer", "cost"]
-    assert lines[0].endswith(LAW) and '"tool-ro-ta-vi"' in lines[2]
+    assert LAW in lines[0] and '"tool-ro-ta-vi"' in lines[2]
     assert "(tool-ro-ta-vi: $0." in lines[3] and lines[5].split() == ["answer", "57"]
     assert f"${t.cost_usd:.3f}" in lines[6] and "2 turns, " in lines[6]
     assert re.fullmatch(r"tool-ro-ta-vi \(1\): \$0.\d+, \d+.\d s", lines[7].strip())
@@ -143,7 +144,8 @@ def test_broken_calls_and_missing_answers_are_told(talk):
 def test_commands(talk, nano_tokenizer):
     session, out = talk(*[think("t", content="57")] * 3)
     bare = nano_tokenizer.decode(session.ask(LAW).ids)
-    assert f"{LAW}<|im_end|>" in bare, "nothing is appended unless it was asked for"
+    plain = f"{LAW} Mind cost and time.<|im_end|>"  # all users of the miniature state a wish
+    assert plain in bare, "nothing more is appended unless it was asked for"
     session.handle("/prefer be cheap and avoid tool-ro-ta-vi")
     session.handle("/budget usd=0.05 seconds=60")
     added = (
@@ -163,9 +165,9 @@ def test_commands(talk, nano_tokenizer):
     session.handle("/budget off")
     session.handle("/prefer off")
     session.handle("/tools tool-ro-ta-vi")
-    assert "added to a question: nothing" in out()
+    assert "added to a question: Mind cost and time.\n" in out()
     last = nano_tokenizer.decode(session.ask(LAW).ids)
-    assert f"{LAW}<|im_end|>" in last and '"tool-se-li"' in last and '"tool-ro-ta-vi"' not in last
+    assert plain in last and '"tool-se-li"' in last and '"tool-ro-ta-vi"' not in last
     session.handle("/trace")
     assert f"{LAW}\nturn 1: " in out() and out().endswith("answered: 57\n")
     session.handle("/help")
@@ -311,7 +313,9 @@ def test_a_line_appears_as_it_grows_and_a_slow_tool_has_a_spinner(talk, monkeypa
     seen, out = [], Terminal()
 
     def call(arguments):
-        time.sleep(0.5)
+        end = time.monotonic() + 20
+        while not re.search(SPINNER, out.getvalue()) and time.monotonic() < end:
+            time.sleep(0.05)
         seen.append(out.getvalue())
         return ToolResult("seen")
 
@@ -319,7 +323,7 @@ def test_a_line_appears_as_it_grows_and_a_slow_tool_has_a_spinner(talk, monkeypa
     session.console.say("answer", "half a li")
     assert str(session.console._pending()) == "  answer half a li"
     session.handle("question")
-    assert re.search(r"[/|\\-] 0 s", seen[0]) and "answer \033[1m57" in out.getvalue()
+    assert re.search(SPINNER, seen[0]) and "answer \033[1m57" in out.getvalue()
 
 
 def test_a_line_is_recalled_in_the_next_session(monkeypatch, tmp_path):

@@ -72,13 +72,16 @@ class Miniature(Offered):
         self.tools = list(tools.values())
 
     def open(self, question: str, wish: str, seed: int) -> ToolEnvironment:
-        """Returns an attempt; no words about a wish without one. UserError outside this world."""
+        """Returns an attempt. As all users of this world state a wish, so does one who sets none.
+
+        UserError outside this world.
+        """
         limits = Preference.parse(wish, "preference")
         task = as_task(question, limits.text)
         bounds = {name: getattr(limits, name) for name in ("never", "usd", "seconds")}
-        wanted = replace(task.preference, **bounds, **({} if limits.text else {"text": ""}))
         task.data["tools"] = [o for o in task.data["tools"] if o["name"] not in self.off]
-        return environment(replace(task, preference=wanted), seed, self.sandbox)
+        task = replace(task, preference=replace(task.preference, **bounds))
+        return environment(task, seed, self.sandbox)
 
 
 def open_world(model: Path, catalogue: str | None, index: str | None, sandbox: Sandbox) -> Offered:
