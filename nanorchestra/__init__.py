@@ -11,6 +11,7 @@ _HOMES = {
     "Completion": "engine.request",
     "SamplingParams": "engine.request",
     "load_model": "model.weights",
+    "pack": "model.native",
     "chat": "model.chat",
 }
 __all__ = list(_HOMES)
