@@ -60,14 +60,18 @@ def wait(condition, seconds=20):
 
 
 class Running:
-    """A server in a thread. `wishes` are what its environments were asked for."""
+    """A server in a thread. `wishes` are what its environments were asked for.
+
+    `data` is that of their tasks, which stand alone if there is any.
+    """
 
     def __init__(self, engine, tool=None, **settings):
-        self.wishes = []
+        self.wishes, self.data = [], {}
 
         def environment(question, wish, seed):
             self.wishes.append(wish)
-            task = Task("asked", question, Preference.parse(wish, "metadata", ["echo"]), {})
+            preference = Preference.parse(wish, "metadata", ["echo"])
+            task = Task("asked", question, preference, self.data)
             return ToolEnvironment(task, [tool or EchoTool()], lambda answer: 0.0)
 
         rollout = Rollout(engine, engine.tokenizer, None, AttemptLimits(8, 200, 400))

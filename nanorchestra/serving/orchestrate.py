@@ -32,7 +32,7 @@ async def orchestrated(
     given, seed = body.get("metadata", {}), body.get("seed", secrets.randbits(62))
     limits = [f"{name}={given[name]}" for name in ("usd", "seconds", "never") if name in given]
     env = make(asked["content"], " ".join([given.get("preference", ""), *limits]), seed)
-    env.messages[:0] = before
+    env.messages[:0] = [] if env.task.data else before  # a world's task stands alone
     rollout, chosen = copy.copy(rollout), {name: body[name] for name in SAMPLING}
     rollout.open = lambda attempt, start, prompt: Conversation(service, prompt)
     rollout.params = lambda seed, most: SamplingParams(most, seed=seed, **chosen)

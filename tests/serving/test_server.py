@@ -247,6 +247,10 @@ def test_the_loop_runs_in_the_server(http, running):
     assert told["turns"][0]["results"][0]["content"] == "hi"
     alone = http.post(CHAT, json=said("!ask") | {"model": "nano+tools"}).json()["nanorchestra"]
     assert alone["turns"][0]["start"] < told["turns"][0]["start"]  # without what was said before
+    running.data["answer"] = "42"
+    own = http.post(CHAT, json=body).json()["nanorchestra"]
+    assert own["turns"][0]["start"] == alone["turns"][0]["start"], "a world's task stands alone"
+    running.data.clear()
     with http.stream("POST", CHAT, json=body | {"stream": True, "metadata": wish}) as stream:
         chunks = events(stream)
     steps = [chunk["nanorchestra"] for chunk in chunks if "nanorchestra" in chunk]
