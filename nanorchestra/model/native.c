@@ -14,11 +14,11 @@ enum { SMALL = 1 << 22 };  // multiplications: with fewer, threads wait longer t
 int panel_columns(void) { return PANEL; }
 int chunk_rows(void) { return CHUNK; }
 
-void linear(const element *x, long rows, long k, const element *w, const element *bias, long n,
-            float *out, int threads) {
+void linear(const element *x, long rows, long k, const element *w, long n, float *out,
+            int threads) {
     if (rows * k * n < SMALL) threads = 1;
 #pragma omp parallel num_threads(threads)
-    product(x, rows, k, w, bias, n, out, 0);
+    product(x, rows, k, w, n, out, 0);
 }
 
 static inline float inverse_rms(const float *x, long n, float eps) {
@@ -49,7 +49,7 @@ static inline floats exponential(floats x) {
 
 typedef struct {
     const element *input_norm, *q_norm, *k_norm, *post_norm;
-    const element *qkv, *qkv_bias, *o, *o_bias, *gate_up, *down;
+    const element *qkv, *o, *gate_up, *down;
 } layer;
 
 typedef struct {
@@ -231,14 +231,14 @@ static void compute(chunk c) {
     c.normed = (element *)(c.gate_up + CHUNK * 2 * inner), c.mixed = c.normed + CHUNK * hidden;
     c.gated = c.mixed + CHUNK * wide;
     normalise(x, c.rows, hidden, c.l->input_norm, c.eps, c.normed);
-    product(c.normed, c.rows, hidden, c.l->qkv, c.l->qkv_bias, all, c.qkv, 0);
+    product(c.normed, c.rows, hidden, c.l->qkv, all, c.qkv, 0);
     rotate(&c);
     attend(&c);
-    product(c.mixed, c.rows, wide, c.l->o, c.l->o_bias, hidden, x, 1);
+    product(c.mixed, c.rows, wide, c.l->o, hidden, x, 1);
     normalise(x, c.rows, hidden, c.l->post_norm, c.eps, c.normed);
-    product(c.normed, c.rows, hidden, c.l->gate_up, 0, 2 * inner, c.gate_up, 0);
+    product(c.normed, c.rows, hidden, c.l->gate_up, 2 * inner, c.gate_up, 0);
     swiglu(c.gate_up, c.rows, inner, c.gated);
-    product(c.gated, c.rows, inner, c.l->down, 0, hidden, x, 1);
+    product(c.gated, c.rows, inner, c.l->down, hidden, x, 1);
 }
 
 // out [rows, hidden] = the hidden states after the final norm. Rows go through a layer CHUNK at a

@@ -73,21 +73,16 @@ static inline __attribute__((always_inline)) void sum_tile(
 TILES(wide_tile, WIDE)
 TILES(narrow_tile, 16 / LANES)  // 16 columns
 
-// out [rows, n] = x [rows, k] W^T + bias, added to what it holds if `add`. n is whole panels of
-// PANEL outputs, and w has for each [k / PAIR, PANEL, PAIR].
-static void product(const element *x, long rows, long k, const element *w, const element *bias,
-                    long n, float *out, int add) {
+// out [rows, n] = x [rows, k] W^T, added to what it holds if `add`. n is whole panels of PANEL
+// outputs, and w has for each [k / PAIR, PANEL, PAIR].
+static void product(const element *x, long rows, long k, const element *w, long n, float *out,
+                    int add) {
 #pragma omp for collapse(2) schedule(static)
     for (long block = 0; block < rows; block += 8 * TILE)
         for (long first = 0; first < n; first += PANEL)
             for (long row = block; row < least(rows, block + 8 * TILE); row += TILE) {
-                float *to = out + row * n + first;
                 long count = least(TILE, rows - row);
-                for (long i = 0; bias && i < count * PANEL; i++) {
-                    float *one = to + i / PANEL * n + i % PANEL;
-                    *one = (add ? *one : 0) + get(bias[first + i % PANEL]);
-                }
-                wide_tile(count, x + row * k, k, w + first * k, PANEL * PAIR, to, n, k / PAIR,
-                          add || bias);
+                wide_tile(count, x + row * k, k, w + first * k, PANEL * PAIR,
+                          out + row * n + first, n, k / PAIR, add);
             }
 }

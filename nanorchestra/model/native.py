@@ -64,18 +64,17 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
         return None
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     inputs = pointer, size, size
-    loaded.linear.argtypes = [*inputs, pointer, *inputs[:2], pointer, number]
+    loaded.linear.argtypes = [*inputs, *inputs[:2], pointer, number]
     loaded.forward.argtypes = [pointer, pointer, ctypes.c_float, pointer, number]
     return loaded
 
 
 class PackedLinear(nn.Module):
-    """x [T, in] -> x W^T + bias [T, out], with W [out, in] in the layout of native.c."""
+    """x [T, in] -> x W^T [T, out], with W [out, in] in the layout of native.c."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.bias = bias
         columns, pair = library(weight.dtype).panel_columns(), 4 // weight.itemsize
         panels = -(-self.out_features // columns)
         shape = panels, self.in_features // pair, columns, pair
@@ -88,7 +87,7 @@ class PackedLinear(nn.Module):
         panels, _, columns, _ = self.packed.shape
         x, out = x.contiguous(), torch.empty(len(x), panels * columns)
         inputs = x.data_ptr(), len(x), self.in_features
-        matrix = self.packed.data_ptr(), address(self.bias), panels * columns
+        matrix = self.packed.data_ptr(), panels * columns
         threads = torch.get_num_threads()
         library(x.dtype).linear(*inputs, *matrix, out.data_ptr(), threads)
         return out[:, : self.out_features].to(x.dtype)
@@ -121,9 +120,9 @@ def pack(model: Qwen3) -> None:
         return
     for name in names:
         module = model.get_submodule(name)
-        model.set_submodule(name, PackedLinear(module.weight, module.bias))
+        model.set_submodule(name, PackedLinear(module.weight))
     if model.lm_head is None:
-        model.lm_head = PackedLinear(weight, None)
+        model.lm_head = PackedLinear(weight)
 
 
 class Forward:
@@ -139,12 +138,12 @@ class Forward:
         layers = [
             [
                 *(block.input_layernorm, own.q_norm, own.k_norm, block.post_attention_layernorm),
-                *(own.qkv_proj.packed, own.qkv_proj.bias, own.o_proj.packed, own.o_proj.bias),
+                *(own.qkv_proj.packed, own.o_proj.packed),
                 *(block.gate_up_proj.packed, block.down_proj.packed),
             ]
             for block, own in blocks
         ]
-        self._layers = np.array([list(map(address, layer)) for layer in layers], np.int64)
+        self._layers = np.array([list(map(Tensor.data_ptr, layer)) for layer in layers], np.int64)
         depth, pages, kv_heads, page_size, dim = k_cache.shape
         hidden, inner, heads = (
             config.hidden_size,
@@ -155,7 +154,7 @@ class Forward:
         self._scratch = torch.empty(self._c.chunk_rows() * width)
         tensors = model.norm, k_cache, v_cache, self._scratch
         sizes = depth, hidden, inner, heads, kv_heads, dim, pages, page_size
-        numbers = [self._layers.ctypes.data, *map(address, tensors), *sizes]
+        numbers = [self._layers.ctypes.data, *map(Tensor.data_ptr, tensors), *sizes]
         self._decoder = np.array(numbers, np.int64)
 
     def __call__(
@@ -177,7 +176,7 @@ class Forward:
         first = np.repeat(np.array(firsts, np.int64), counts)
         pages = np.fromiter(chain.from_iterable(tables), np.int64)
         arrays = first.ctypes.data, pages.ctypes.data
-        step = np.array([*map(address, (x, cos, sin, lengths)), *arrays, len(x)], np.int64)
+        step = np.array([*map(Tensor.data_ptr, (x, cos, sin, lengths)), *arrays, len(x)], np.int64)
         out, eps = self.model.norm.new_empty(x.shape), self.model.config.rms_norm_eps
         self._c.forward(
             self._decoder.ctypes.data,
@@ -187,8 +186,3 @@ class Forward:
             torch.get_num_threads(),
         )
         return out
-
-
-def address(tensor: Tensor | None) -> int:
-    """Return where a tensor's memory begins; 0 for None."""
-    return 0 if tensor is None else tensor.data_ptr()
