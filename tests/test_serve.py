@@ -144,7 +144,7 @@ def test_broken_calls_and_missing_answers_are_told(talk):
 def test_commands(talk, nano_tokenizer):
     session, out = talk(*[think("t", content="57")] * 3)
     bare = nano_tokenizer.decode(session.ask(LAW).ids)
-    plain = f"{LAW} Mind cost and time.<|im_end|>"  # all users of the miniature state a wish
+    plain = f"{LAW}<|im_end|>"
     assert plain in bare, "nothing more is appended unless it was asked for"
     session.handle("/prefer be cheap and avoid tool-ro-ta-vi")
     session.handle("/budget usd=0.05 seconds=60")
@@ -165,7 +165,7 @@ def test_commands(talk, nano_tokenizer):
     session.handle("/budget off")
     session.handle("/prefer off")
     session.handle("/tools tool-ro-ta-vi")
-    assert "added to a question: Mind cost and time.\n" in out()
+    assert "added to a question: nothing\n" in out()
     last = nano_tokenizer.decode(session.ask(LAW).ids)
     assert plain in last and '"tool-se-li"' in last and '"tool-ro-ta-vi"' not in last
     session.handle("/trace")

@@ -65,13 +65,13 @@ def test_made_up_facts_agree_between_questions_and_experts_know_them(sandbox):
 
 def test_a_wish_stands_in_the_prompt_in_the_worlds_words():
     for wish, name, text in (
-        ("", "balanced", "Mind cost and time."),
+        ("", "balanced", ""),
         ("I want it right", "right", "Be right at any price."),
         ("be fast and avoid Tool-se-li", "fast", "Be fast. Do not use small tool-se-li."),
         (
             "never use tool-ro-ta-vi",
             "balanced",
-            "Mind cost and time. Do not use large tool-ro-ta-vi.",
+            "Do not use large tool-ro-ta-vi.",
         ),
     ):
         read, preference = as_preference(wish, LINE_UP)

@@ -62,15 +62,16 @@ def as_task(question: str, wish: str) -> Task:
 def as_preference(wish: str, offers: Iterable[Offer]) -> tuple[str, Preference]:
     """Returns the preference that a typed wish states, and its name.
 
-    It is named by its first letters ("cheaply", "balance"), balanced if there is none; a tool is
-    forbidden if its name follows "avoid", "not", "never" or "no".
+    It is named by its first letters ("cheaply", "balance"), balanced and unsaid if there is none; a
+    tool is forbidden if its name follows "avoid", "not", "never" or "no".
     """
     said = wish.casefold()
-    name = next((name for name in PREFERENCES if re.search(rf"\b{name[:5]}", said)), "balanced")
+    named = next((name for name in PREFERENCES if re.search(rf"\b{name[:5]}", said)), "")
+    name = named or "balanced"
     weights = PREFERENCES[name][1]
     avoided = [o for o in offers if re.search(rf"{BAN}{o['name']}\b", said)]
     bans = [PHRASES[TRAIN]["avoid"][0].format(title(offer)) for offer in avoided]
-    text = " ".join([PHRASES[TRAIN][name][0], *bans])
+    text = " ".join([*PHRASES[TRAIN].get(named, [])[:1], *bans])
     return name, Preference(text, *weights, {o["name"]: -sum(weights) for o in avoided})
 
 

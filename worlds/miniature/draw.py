@@ -17,7 +17,7 @@ from typing import Any
 
 from worlds.miniature.offers import corpus
 from worlds.miniature.tables import (
-    ASKED_SUBJECTS,
+    ASKED,
     CHAINS,
     CONSONANTS,
     EASY_RELATIONS,
@@ -113,8 +113,13 @@ def _belongs(key, split):
 @cache
 def _asked_facts(split):
     """The facts asked in a split; the rest of the corpus is there to be confused with."""
-    asked = [fact for fact in corpus()[0] if fact["subject"].split()[0] in ASKED_SUBJECTS]
-    return [fact for i, fact in enumerate(asked) if _belongs(i, split)]
+    kinds = [(fact["subject"].split()[0], fact) for fact in corpus()[0]]
+    numbered = [(kind, fact) for kind, fact in kinds if kind in ASKED]
+    return [
+        fact
+        for i, (kind, fact) in enumerate(numbered)
+        if _belongs(i, split) and fact["relation"] == ASKED[kind]
+    ]
 
 
 def _knowledge(rng, split, difficulty):

@@ -20,7 +20,7 @@ KINDS, LESSON_KINDS = _TABLES["kinds"], _TABLES["lesson_kinds"]  # kind of quest
 FITTING_TOOL = _TABLES["fitting_tool"]  # kind of question -> tool
 CONSONANTS, VOWELS = _TABLES["consonants"], _TABLES["vowels"]
 FIELDS, CHAINS = tuple(_TABLES["fields"]), tuple(map(tuple, _TABLES["chains"]))
-ASKED_SUBJECTS, EASY_RELATIONS = _TABLES["asked_subjects"], _TABLES["easy_relations"]
+ASKED, EASY_RELATIONS = _TABLES["asked"], _TABLES["easy_relations"]
 
 SKILLS, UNSURE, EXPERT_TOKENS = _TABLES["skills"], _TABLES["unsure"], _TABLES["expert_tokens"]
 PRICES, LATENCIES = _TABLES["prices"], _TABLES["latencies"]  # what -> range

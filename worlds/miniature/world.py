@@ -118,7 +118,7 @@ def forbid(wish: Preference, avoided: Offer, rng: random.Random, split: str) -> 
     The weight cancels the others, so that a right answer with its help earns nothing.
     """
     ban, ban_first = rng.choice(PHRASES[split]["avoid"]).format(title(avoided)), rng.random() < 0.5
-    text = f"{ban} {wish.text}" if ban_first else f"{wish.text} {ban}"
+    text = (f"{ban} {wish.text}" if ban_first else f"{wish.text} {ban}").strip()
     weight = -(wish.outcome + wish.cost + wish.latency)
     return replace(wish, text=text, tools=wish.tools | {avoided["name"]: weight})
 
