@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 
+from invariants import check_scheduler
+
 from nanorchestra.engine.cache import PageCache, PageTable
 from nanorchestra.engine.request import Request, SamplingParams
 from nanorchestra.engine.scheduler import Plan, Scheduler
@@ -83,7 +85,7 @@ class World:
 
     def step(self) -> Plan:
         plan = self.scheduler.plan()
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         chunks = [(r, len(r.ids) - 1, 1) for r in plan.decodes] + plan.prefills
         budget = self.scheduler.max_batch_tokens
         assert sum(count for *_, count in chunks) <= budget, "the step is larger than its budget"
@@ -104,7 +106,7 @@ class World:
                 self.finish(request, reason)
         prefills = [(r.id, start, count) for r, start, count in plan.prefills]
         self.log.append(([r.id for r in plan.decodes], prefills))
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         return plan
 
     def run(self, limit: int = 1000) -> None:

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 
+from invariants import check_scheduler
 from scripted import EchoTool
 
 from nanorchestra.agent.environment import ToolEnvironment
@@ -93,5 +94,5 @@ class Running:
     def assert_idle(self):
         """No request is left, and no page is held."""
         wait(lambda: not self.service.live and not self.engine.has_work)
-        self.engine.scheduler.check()
+        check_scheduler(self.engine.scheduler)
         assert self.engine.cache.available == self.engine.cache.num_pages

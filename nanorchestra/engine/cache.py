@@ -10,8 +10,8 @@ Sequences with a common prefix hold the same pages. A fork shares the half-full 
 a sequence that is about to write into a shared page gets a copy of it (copy-on-write).
 """
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 Key = tuple[int, tuple[int, ...]]
@@ -33,8 +33,8 @@ class PageTable:
 class PageCache:
     """Reference-counted pages with exact prefix sharing.
 
-    Invariant (see `check`): every page is either free, idle (indexed and not held) or held. The
-    references of a page are the tables it stands in. A page leaves the index before its parent.
+    Invariant (tests/invariants.py): every page is either free, idle (indexed and not held) or held.
+    The references of a page are the tables it stands in. A page leaves the index before its parent.
     """
 
     def __init__(self, num_pages: int, page_size: int = 16):
@@ -170,24 +170,3 @@ class PageCache:
         del self._index[self._keys.pop(page)]
         self._uids[page] = 0
         return page
-
-    def check(self, tables: Iterable[PageTable]) -> None:
-        """Walks over the invariants, given all live tables. AssertionError names the broken one."""
-        tables = list(tables)
-        held = Counter(page for table in tables for page in table.pages)
-        states = [*self._free, *self._idle, *held]
-        assert sorted(states) == list(range(self.num_pages)), "a page is lost, or in two states"
-        assert all(held[page] == refs for page, refs in enumerate(self._refs)), "wrong references"
-        indexed = {page for page, uid in enumerate(self._uids) if uid}
-        assert self._index == {self._keys[page]: page for page in indexed}, "index and uids differ"
-        assert indexed >= self._idle.keys(), "an idle page is not indexed"
-        uids = {self.root, *(self._uids[page] for page in indexed)}
-        assert uids >= {parent for parent, _ in self._index}, "a page has lost its parent"
-        for table in tables:
-            first, rest = table.pages[: table.committed], table.pages[table.committed :]
-            full = len(first) * self.page_size
-            assert full <= table.written <= full + len(rest) * self.page_size, "wrong counts"
-            chain = [self.root, *(self._uids[page] for page in first)]
-            parents = [*(self._keys[page][0] for page in first), table.parent]
-            assert not table.pages or parents == chain, "a table's pages are not a chain"
-            assert not indexed & set(rest), "a page is indexed too early"

@@ -13,8 +13,8 @@ from torch import Tensor
 from nanorchestra.engine.request import Request
 from nanorchestra.engine.sampler import Draw, Sampler
 from nanorchestra.engine.scheduler import Plan
-from nanorchestra.model.native import BLOCK, Forward, PackedLinear
-from nanorchestra.model.ops import Attend, cache_rows, store_kv
+from nanorchestra.model.native import BLOCK, Forward, PackedLinear, zeros
+from nanorchestra.model.ops import Attend
 from nanorchestra.model.packed_attention import Segment, packed_attention
 from nanorchestra.model.qwen3 import Qwen3
 
@@ -35,15 +35,17 @@ class Runner:
     def __init__(self, model: Qwen3, num_pages: int, page_size: int, vocab_size: int):
         config, weight = model.config, model.embed_tokens.weight
         self.model, self.page_size, self.device = model, page_size, weight.device
-        self.kv_heads, self.sampler = config.num_key_value_heads, Sampler(vocab_size)
-        self._shape = config.num_hidden_layers, num_pages, self.kv_heads, page_size, config.head_dim
+        self.sampler, kv_heads = Sampler(vocab_size), config.num_key_value_heads
+        self._shape = config.num_hidden_layers, num_pages, kv_heads, page_size, config.head_dim
         self.wake()
 
     def wake(self) -> None:
         """Takes memory for the pages. It is zeroed: padding reads it, and NaN would spread."""
         self.sleep()
+        weight = self.model.embed_tokens.weight
         self.k_cache, self.v_cache = (
-            self.model.embed_tokens.weight.new_zeros(self._shape) for _ in range(2)
+            weight.new_zeros(self._shape) if weight.is_cuda else zeros(self._shape, weight.dtype)
+            for _ in range(2)
         )
         packed = isinstance(self.model.layers[0].down_proj, PackedLinear)
         if packed and self.page_size % BLOCK == 0:
@@ -59,7 +61,18 @@ class Runner:
         after: the launched step whose draws are this one's newest ids (steps.py).
         """
         self._copy_pages(plan.copies)
-        return self._logits(self._last_hidden(plan))
+        chunks = [(request, len(request.ids) - 1, 1) for request in plan.decodes] + plan.prefills
+        counts = [count for *_, count in chunks]
+        ends = zip(chunks, accumulate(counts), strict=True)
+        place = {request: end - 1 for (request, *_), end in ends}
+        place |= {request: place[leader] for request, leader in plan.forks}
+        wanted = [place[request] for request in plan.sampling]
+        tokens, positions, slots = token_inputs(chunks, self.page_size)
+        if self._native is not None:
+            tables = [request.table.pages for request, *_ in chunks]
+            return self._native(tokens, positions, counts, tables, wanted)
+        attend = self._attend(chunks, self._ints(slots))
+        return self._logits(self.model(self._ints(tokens), self._ints(positions), attend)[wanted])
 
     def draws(self, launched: Any, requests: list[Request]) -> list[Draw]:
         """Draws a token for each of the requests."""
@@ -92,15 +105,6 @@ class Runner:
             [request.allowed for request in requests],
         )
 
-    def _last_hidden(self, plan) -> Tensor:
-        """Computes the step. Returns the hidden states [R, hidden] of plan.sampling."""
-        chunks = [(request, len(request.ids) - 1, 1) for request in plan.decodes] + plan.prefills
-        hidden, counts = self._hidden(chunks), [count for *_, count in chunks]
-        ends = zip(chunks, accumulate(counts), strict=True)
-        place = {request: end - 1 for (request, *_), end in ends}
-        place |= {request: place[leader] for request, leader in plan.forks}
-        return hidden.index_select(0, self._ints([place[request] for request in plan.sampling]))
-
     def _copy_pages(self, copies):
         """All pages are read before any is written, since pages may have changed hands."""
         if copies:
@@ -108,26 +112,19 @@ class Runner:
             for cache in (self.k_cache, self.v_cache):
                 cache.index_copy_(1, to, cache.index_select(1, source))
 
-    def _hidden(self, chunks) -> Tensor:
-        """Computes the chunks -> [T, hidden]: in C if the model is packed, else in torch."""
-        tokens, positions, slots = map(self._ints, token_inputs(chunks, self.page_size))
-        if self._native is None:
-            return self.model(tokens, positions, self._attend(chunks, slots))
-        tables = [request.table.pages for request, *_ in chunks]
-        return self._native(tokens, positions, [count for *_, count in chunks], tables)
-
     def _attend(self, chunks, slots) -> Attend:
         """Returns attend(layer, q, k, v) for the model: stores the KV, then each chunk attends."""
-        rows = cache_rows(slots, self.kv_heads, self.page_size)
-        histories = [self._history(*chunk) for chunk in chunks]
+        pages, offsets = slots // self.page_size, slots % self.page_size
 
         def attend(layer, q, k, v):
-            caches = self.k_cache[layer], self.v_cache[layer]
-            store_kv(k, v, *caches, rows)
+            caches, out = (self.k_cache[layer], self.v_cache[layer]), []
+            for cache, new in zip(caches, (k, v), strict=True):
+                cache[pages, :, offsets] = new  # [T, Hkv, D]
             parts = q.split([count for *_, count in chunks])
-            out = []
-            for query, (seen, mask) in zip(parts, histories, strict=True):
-                kv = (cache.view(-1, cache.shape[-1])[seen][None] for cache in caches)
+            for query, (request, start, count) in zip(parts, chunks, strict=True):
+                end, table = start + count, request.table.pages
+                kv = (x[table].transpose(0, 1).flatten(1, 2)[None, :, :end] for x in caches)
+                mask = torch.ones(count, end, dtype=torch.bool).tril(start)
                 attended = F.scaled_dot_product_attention(
                     query.transpose(0, 1)[None], *kv, mask, enable_gqa=True
                 )
@@ -135,13 +132,6 @@ class Runner:
             return torch.cat(out)
 
         return attend
-
-    def _history(self, request, start, count) -> tuple[Tensor, Tensor]:
-        """Rows of the cache [Hkv, keys] that a chunk sees, and its mask."""
-        end, size = start + count, self.page_size
-        slots = self._ints(request.table.pages)[:, None] * size + torch.arange(size)
-        rows = cache_rows(slots.view(-1)[:end], self.kv_heads, size)
-        return rows.T, torch.ones(count, end, dtype=torch.bool).tril(start)
 
     def _ints(self, values) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int64, device=self.device)

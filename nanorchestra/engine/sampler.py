@@ -61,16 +61,15 @@ class Sampler:
         cut = [i for i, p in enumerate(params) if p.truncated]
         if cut:
             weights[cut] = _truncate(weights[cut], [params[i] for i in cut])
-        uniform = torch.from_numpy(uniforms([p.seed for p in params], positions)).to(device)
-        tokens, total = _draw(weights.view(len(params), -1, BLOCK), uniform)
+        upto = _cumulative(weights)
+        tokens = _draw(weights, upto, uniforms([p.seed for p in params], positions))
         if greedy := [i for i, p in enumerate(params) if p.greedy]:
-            tokens[greedy] = scaled[greedy].argmax(1)
-        logprobs = weights.gather(1, tokens[:, None])[:, 0].double().div_(total).log_()
-        draws = list(map(Draw, tokens.tolist(), logprobs.tolist()))
+            tokens[greedy] = scaled[greedy].argmax(1).cpu().numpy()
+        draws = list(map(Draw, tokens.tolist(), _logprobs(weights, upto, tokens).tolist()))
         for row, p in enumerate(params):
             if p.top_logprobs:
-                values, ids = weights[row].topk(p.top_logprobs)
-                values = values.double().div_(total[row]).log_().tolist()
+                _, ids = weights[row].topk(p.top_logprobs)
+                values = _logprobs(weights, upto, ids.cpu().numpy(), row).tolist()
                 draws[row] = draws[row]._replace(top=list(zip(ids.tolist(), values, strict=True)))
         return draws
 
@@ -80,12 +79,11 @@ class Sampler:
         Minus infinity for ids beyond the tokenizer's.
         """
         scaled = self._padded(logits, 1.0)
-        weights, inside = scaled.softmax(1), targets.clamp(max=self.vocab_size - 1)[:, None]
-        total = weights.unflatten(1, (-1, BLOCK)).sum(2).double().cumsum(1)[:, -1]
-        drawn = weights.gather(1, inside)[:, 0].double().div_(total).log_()
-        tiny = (scaled.gather(1, inside)[:, 0] - scaled.logsumexp(1)).double()
-        values = torch.where(drawn > SMALLEST, drawn, tiny)
-        return values.masked_fill_(targets >= self.vocab_size, -torch.inf).tolist()
+        weights, inside = scaled.softmax(1), targets.clamp(max=self.vocab_size - 1)
+        drawn = torch.from_numpy(_logprobs(weights, _cumulative(weights), inside.cpu().numpy()))
+        tiny = scaled.gather(1, inside[:, None])[:, 0] - scaled.logsumexp(1)
+        values = torch.where(drawn > SMALLEST, drawn, tiny.double().cpu())
+        return values.masked_fill_(targets.cpu() >= self.vocab_size, -torch.inf).tolist()
 
     def _padded(self, logits, scale) -> Tensor:
         """Scaled logits in fp32, filled up to whole blocks with minus infinity.
@@ -131,26 +129,32 @@ def _truncate(weights, params) -> Tensor:
     return torch.zeros_like(weights).scatter_(1, order, ordered)
 
 
-def _draw(weights, uniform) -> tuple[Tensor, Tensor]:
-    """Draws from weights [R, blocks, BLOCK] >= 0 with uniform float64 [R] in [0, 1).
-
-    Returns tokens int64 [R] and the total weights float64 [R].
-    """
-    sums = weights.sum(2).double()
-    upto = sums.cumsum(1)
-    total = upto[:, -1]
-    block = _invert(upto, uniform * total)
-    index = block[:, None, None].expand(-1, 1, BLOCK)
-    within = weights.gather(1, index)[:, 0].double().cumsum(1)
-    rest = uniform * total - (upto - sums).gather(1, block[:, None])[:, 0]
-    return block * BLOCK + _invert(within, rest), total
+def _cumulative(weights) -> np.ndarray:
+    """Returns the running sums of the blocks of weights [R, blocks * BLOCK], fp64 [R, blocks]."""
+    return weights.unflatten(1, (-1, BLOCK)).sum(2).double().cpu().numpy().cumsum(1)
 
 
-def _invert(cumulative, target) -> Tensor:
+def _draw(weights, upto, uniform) -> np.ndarray:
+    """Returns int64 [R], drawn from weights >= 0 with uniform fp64 [R] in [0, 1)."""
+    rows, target = np.arange(len(uniform)), uniform * upto[:, -1]
+    block = _invert(upto, target)
+    before = np.where(block > 0, upto[rows, block - 1], 0.0)
+    chosen = weights.unflatten(1, (-1, BLOCK))[rows, block]
+    within = chosen.double().cpu().numpy().cumsum(1)
+    return block * BLOCK + _invert(within, target - before)
+
+
+def _logprobs(weights, upto, ids, rows=None) -> np.ndarray:
+    """Returns log-probabilities fp64 of an id in each row, or of some in one row."""
+    rows = np.arange(len(ids)) if rows is None else rows
+    with np.errstate(divide="ignore"):
+        return np.log(weights[rows, ids].double().cpu().numpy() / upto[rows, -1])
+
+
+def _invert(cumulative, target) -> np.ndarray:
     """Returns the first index whose cumulative weight exceeds the target.
 
     The target is kept inside, so that rounding never leads to an index without weight.
     """
-    inside = torch.minimum(target.clamp(min=0.0), cumulative[:, -1] * (1 - 1e-12))
-    places = torch.searchsorted(cumulative, inside[:, None], right=True)[:, 0]
-    return places.clamp_(max=cumulative.shape[1] - 1)
+    inside = np.clip(target, 0.0, cumulative[:, -1] * (1 - 1e-12))
+    return np.minimum((cumulative <= inside[:, None]).sum(1), cumulative.shape[1] - 1)

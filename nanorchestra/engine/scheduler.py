@@ -44,9 +44,9 @@ class Plan:
 class Scheduler:
     """Plans the steps. A request is waiting, running, or finished and in neither queue.
 
-    Invariant (see `check`): `running` is in order of age, which is the session's; `waiting` is in
-    order of admission. `parked` has the table of each session between turns, and the session's
-    age. A waiting request holds no pages but parked ones.
+    Invariant (tests/invariants.py): `running` is in order of age, which is the session's; `waiting`
+    is in order of admission. `parked` has the table of each session between turns, and the
+    session's age. A waiting request holds no pages but parked ones.
 
     mixed: tokens of prefill at most in a step that also decodes, and the context at which a token
     of a chunk costs twice as much as at the beginning.
@@ -230,15 +230,6 @@ class Scheduler:
         for table in list(self.parked):
             self.close(table)
         self.cache.clear(version)
-
-    def check(self) -> None:
-        """Asserts the invariants of the scheduler and of the cache."""
-        self.cache.check([*(r.table for r in self.running), *self.parked])
-        assert self.running == sorted(self.running, key=_age), "running is out of order"
-        assert self.waiting == sorted(self.waiting, key=_admission_order), "waiting is out of order"
-        held = {r.table for r in self.waiting if r.table.pages}
-        assert held <= self.parked.keys(), "a waiting request holds pages"
-        assert all(map(_remaining, self.running + self.waiting)), "a request has nothing to compute"
 
 
 def _remaining(request) -> int:

@@ -1,5 +1,8 @@
-// Numbers, and products with packed matrices. native.py describes the build.
+// Numbers, work that threads share, and products with packed matrices. native.py says how to build.
 
+#include <math.h>
+#include <sched.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -45,6 +48,36 @@ static inline floats multiply_add(floats sum, const element *x, ints w) {
 
 static inline long least(long a, long b) { return a < b ? a : b; }
 
+static inline float inverse_rms(const float *x, long n, float eps) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (long i = 0; i < n; i++) sum += x[i] * x[i];
+    return 1 / sqrtf(sum / n + eps);
+}
+
+static inline floats largest(floats a, floats b) {
+    ints more = a > b;
+    return (floats)(((ints)a & more) | ((ints)b & ~more));
+}
+
+// exp(x) for x <= 88; 0 below -87. 2^n e^r, with |r| <= ln(2) / 2 and a polynomial for e^r.
+static inline floats exponential(floats x) {
+    const float round = 12582912;  // 1.5 * 2^23: adding it leaves n in the low bits
+    floats clipped = largest(x, (floats){0} - 87), shifted = clipped * 1.442695041f + round;
+    floats n = shifted - round, r = clipped - n * 0.693145752f - n * 1.42860677e-6f;
+    floats p = 1.0f / 720 + r * (1.0f / 5040);
+    p = 1.0f / 120 + r * p;
+    p = 1.0f / 24 + r * p;
+    p = 1.0f / 6 + r * p;
+    p = 1.0f / 2 + r * p;
+    p = 1 + r * (1 + r * p);
+    return (floats)(((ints)p + ((ints)shifted << 23)) & (x > -87));
+}
+
+static inline void prefetch(const element *from, long count) {
+    for (long i = 0; i < count; i += 64 / sizeof(element)) __builtin_prefetch(from + i);
+}
+
 // out [rows, LANES * wide] = x [rows, steps * PAIR] w, added to what it holds if `add`.
 static inline __attribute__((always_inline)) void sum_tile(
     int rows, int wide, const element *x, long x_stride, const element *w, long w_stride,
@@ -73,16 +106,33 @@ static inline __attribute__((always_inline)) void sum_tile(
 TILES(wide_tile, WIDE)
 TILES(narrow_tile, 16 / LANES)  // 16 columns
 
+// Threads share a computation in phases, in the same order each. A thread takes the next item of a
+// phase until none is left, and goes on once all are done. It waits for work, not for threads: one
+// that the system has put aside holds up its item and no other.
+typedef struct { _Atomic int64_t taken, done; } phase;
+
+// Says that `last` is done, unless it is -1, and returns the next item; -1 at the end of the phase.
+static inline long next_item(phase **now, long last, long items) {
+    phase *here = *now;
+    if (last >= 0) here->done++;
+    long item = here->taken++;
+    if (item < items) return item;
+    for (long polls = 0; here->done < items; polls++)
+        if (polls > 1000) sched_yield();
+    ++*now;
+    return -1;
+}
+#define EACH(item, items) for (long item = -1; (item = next_item(now, item, items)) >= 0;)
+
 // out [rows, n] = x [rows, k] W^T, added to what it holds if `add`. n is whole panels of PANEL
 // outputs, and w has for each [k / PAIR, PANEL, PAIR].
-static void product(const element *x, long rows, long k, const element *w, long n, float *out,
-                    int add) {
-#pragma omp for collapse(2) schedule(static)
-    for (long block = 0; block < rows; block += 8 * TILE)
-        for (long first = 0; first < n; first += PANEL)
-            for (long row = block; row < least(rows, block + 8 * TILE); row += TILE) {
-                long count = least(TILE, rows - row);
-                wide_tile(count, x + row * k, k, w + first * k, PANEL * PAIR,
-                          out + row * n + first, n, k / PAIR, add);
-            }
+static void product(phase **now, const element *x, long rows, long k, const element *w, long n,
+                    float *out, int add) {
+    long panels = n / PANEL, blocks = (rows + 8 * TILE - 1) / (8 * TILE);
+    EACH(item, blocks * panels) {
+        long block = item / panels * 8 * TILE, first = item % panels * PANEL;
+        for (long row = block; row < least(rows, block + 8 * TILE); row += TILE)
+            wide_tile(least(TILE, rows - row), x + row * k, k, w + first * k, PANEL * PAIR,
+                      out + row * n + first, n, k / PAIR, add);
+    }
 }

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
+import mmap
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import accumulate, chain
 from pathlib import Path
@@ -65,8 +68,20 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     inputs = pointer, size, size
     loaded.linear.argtypes = [*inputs, *inputs[:2], pointer, number]
-    loaded.forward.argtypes = [pointer, pointer, ctypes.c_float, pointer, number]
+    loaded.forward.argtypes = [pointer, *inputs, ctypes.c_float, pointer, pointer, number]
     return loaded
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return zeros on pages of 2 MB, if Linux has them: a step that reads all of it misses less.
+
+    Memory is taken as it is written.
+    """
+    size, flags = math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, size, flags=flags)
+    with suppress(AttributeError, OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 class PackedLinear(nn.Module):
@@ -78,7 +93,7 @@ class PackedLinear(nn.Module):
         columns, pair = library(weight.dtype).panel_columns(), 4 // weight.itemsize
         panels = -(-self.out_features // columns)
         shape = panels, self.in_features // pair, columns, pair
-        self.packed = torch.empty(shape, dtype=weight.dtype)
+        self.packed = zeros(shape, weight.dtype)
         self._parts: dict[int, Tensor] = {}
         self.write(slice(0, len(weight)), weight)
 
@@ -126,14 +141,14 @@ def pack(model: Qwen3) -> None:
 
 
 class Forward:
-    """The forward pass of a packed model over KV pages, in one call.
+    """A step of a packed model over KV pages, in one call.
 
     k_cache and v_cache [layers, pages, Hkv, page_size, D], page_size a multiple of 16. Inside a
     page the order is native.c's.
     """
 
     def __init__(self, model: Qwen3, k_cache: Tensor, v_cache: Tensor):
-        self.model, self._c, config = model, library(k_cache.dtype), model.config
+        self._c, self._config, config = library(k_cache.dtype), model.config, model.config
         blocks = [(block, block.self_attn) for block in model.layers]
         layers = [
             [
@@ -143,46 +158,47 @@ class Forward:
             ]
             for block, own in blocks
         ]
-        self._layers = np.array([list(map(Tensor.data_ptr, layer)) for layer in layers], np.int64)
         depth, pages, kv_heads, page_size, dim = k_cache.shape
-        hidden, inner, heads = (
-            config.hidden_size,
-            config.intermediate_size,
-            config.num_attention_heads,
-        )
+        hidden, inner = config.hidden_size, config.intermediate_size
+        heads, output = config.num_attention_heads, model.lm_head.packed
         width = hidden + 3 * inner + 2 * (heads + kv_heads) * dim
-        self._scratch = torch.empty(self._c.chunk_rows() * width)
-        tensors = model.norm, k_cache, v_cache, self._scratch
-        sizes = depth, hidden, inner, heads, kv_heads, dim, pages, page_size
-        numbers = [self._layers.ctypes.data, *map(Tensor.data_ptr, tensors), *sizes]
+        scratch = torch.empty(self._c.chunk_rows() * width)
+        tensors = model.embed_tokens.weight, model.norm, output
+        tensors += model.rope_frequencies(k_cache.device), k_cache, v_cache, scratch
+        self._outputs = output.shape[0] * output.shape[2]
+        sizes = depth, hidden, inner, heads, kv_heads, dim, pages, page_size, self._outputs
+        pointers = [list(map(Tensor.data_ptr, layer)) for layer in layers]
+        self._kept = np.array(pointers, np.int64), tensors
+        numbers = self._kept[0].ctypes.data, *map(Tensor.data_ptr, tensors), *sizes
         self._decoder = np.array(numbers, np.int64)
 
     def __call__(
         self,
-        tokens: Tensor,
-        positions: Tensor,
+        tokens: Sequence[int],
+        positions: Sequence[int],
         counts: Sequence[int],
         tables: Sequence[Sequence[int]],
+        wanted: Sequence[int],
     ) -> Tensor:
-        """Return the hidden states after the final norm, [T, hidden], and store the KV.
+        """Return the logits fp32 [len(wanted), vocab] of the tokens at `wanted`; store the KV.
 
-        tokens and positions are int64 [T], in parts of `counts` tokens. Each part reads the pages
-        of its table, and none that a later one writes.
+        tokens and positions [T] are in parts of `counts` tokens. Each part reads the pages of its
+        table, and none that a later one writes.
         """
-        x = self.model.embed_tokens(tokens).float()
-        angles = positions[:, None].float() * self.model.rope_frequencies(x.device)
-        cos, sin, lengths = angles.cos(), angles.sin(), positions + 1
-        firsts = list(accumulate(map(len, tables), initial=0))[:-1]
-        first = np.repeat(np.array(firsts, np.int64), counts)
-        pages = np.fromiter(chain.from_iterable(tables), np.int64)
-        arrays = first.ctypes.data, pages.ctypes.data
-        step = np.array([*map(Tensor.data_ptr, (x, cos, sin, lengths)), *arrays, len(x)], np.int64)
-        out, eps = self.model.norm.new_empty(x.shape), self.model.config.rms_norm_eps
+        starts = accumulate(map(len, tables), initial=0)
+        first = [start for start, count in zip(starts, counts, strict=False) for _ in range(count)]
+        pages = chain.from_iterable(tables)
+        numbers = np.array([*tokens, *positions, *first, *wanted, *pages], np.int64)
+        memory = torch.empty(len(tokens), self._config.hidden_size + self._config.head_dim)
+        logits = torch.empty(len(wanted), self._outputs)
         self._c.forward(
             self._decoder.ctypes.data,
-            step.ctypes.data,
-            eps,
-            out.data_ptr(),
+            numbers.ctypes.data,
+            len(tokens),
+            len(wanted),
+            self._config.rms_norm_eps,
+            memory.data_ptr(),
+            logits.data_ptr(),
             torch.get_num_threads(),
         )
-        return out
+        return logits[:, : self._config.vocab_size]

@@ -1,4 +1,4 @@
-"""Plain functions of a Qwen3 decoder layer: RMSNorm, SwiGLU, rotary positions, KV pages.
+"""Plain functions of a Qwen3 decoder layer: RMSNorm, SwiGLU, rotary positions.
 
 All are differentiable, hold no weights, and run on any device: Triton kernels compute CUDA tensors,
 PyTorch computes the others. Attention over a training pack is in packed_attention.py.
@@ -67,23 +67,3 @@ def rope_tables(
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair (x[i], x[i + D/2]) of x [T, heads, D]; cos and sin are from rope_tables."""
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
-
-
-# The engine's KV pages: k_cache and v_cache [pages, Hkv, page_size, D]. One head of a page is
-# contiguous.
-
-
-def cache_rows(slots: Tensor, kv_heads: int, page_size: int) -> Tensor:
-    """Return the rows of a cache, viewed as [rows, D], for `slots`: int64 [T] -> int64 [T, Hkv].
-
-    slot = page * page_size + offset.
-    """
-    heads = torch.arange(kv_heads, device=slots.device)
-    pages, offsets = slots[:, None] // page_size, slots[:, None] % page_size
-    return (pages * kv_heads + heads) * page_size + offsets
-
-
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor) -> None:
-    """Write k and v [T, Hkv, D] into the caches at `rows` int64 [T, Hkv], from cache_rows."""
-    for new, pages in ((k, k_cache), (v, v_cache)):
-        pages.view(-1, pages.shape[-1]).index_copy_(0, rows.flatten(), new.flatten(0, 1))

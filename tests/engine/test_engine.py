@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from invariants import check_scheduler
 
 from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.engine.guide import Guide
@@ -63,14 +64,14 @@ def assert_logprobs(model: Qwen3, prompt: list[int], completion, temperature=1.0
 
 
 def assert_no_leak(engine: Engine) -> None:
-    engine.scheduler.check()
+    check_scheduler(engine.scheduler)
     assert not engine.has_work and engine.cache.available == engine.cache.num_pages
 
 
 def finish(engine: Engine) -> None:
     while engine.has_work:
         engine.step()
-        engine.scheduler.check()
+        check_scheduler(engine.scheduler)
 
 
 def ragged_prompts() -> list[list[int]]:

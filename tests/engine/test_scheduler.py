@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from invariants import check_scheduler
 from paged_world import World, reference
 
 from nanorchestra.engine.cache import PageCache, PageTable
@@ -94,7 +95,7 @@ def test_storm(seed):
             world.scheduler.reset(version)
         else:
             world.step()
-        world.scheduler.check()
+        check_scheduler(world.scheduler)
         for session in sessions:
             if session["open"] is not None and session["open"].id in world.done:
                 session["ids"], session["open"] = session["open"].ids, None
@@ -106,7 +107,7 @@ def test_storm(seed):
         assert request.ids == (complete if ended else complete[: len(request.ids)])
     for session in sessions:
         world.scheduler.close(session["table"])
-    world.scheduler.check()
+    check_scheduler(world.scheduler)
     assert world.cache.available == pages
 
 

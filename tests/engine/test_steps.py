@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from invariants import check_scheduler
 
 from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.engine.runner import Runner
@@ -80,7 +81,7 @@ def storm(model, seed: int, ahead: bool, pages: int) -> tuple[list, Engine]:
             serving.abort(doomed)
         while not all(request.finished for request in requests + turns):
             serving.step()
-            serving.scheduler.check()
+            check_scheduler(serving.scheduler)
         results += [r.completion for r in requests + turns if r is not doomed]
         for session in sessions:
             session.append(prompt(rng.randint(1, 5)))
@@ -113,7 +114,7 @@ def test_a_failed_step_leaves_what_has_been_sampled(model, steps):
         with pytest.raises(ZeroDivisionError):
             serving.step()
         serving.runner.draws = right
-        serving.scheduler.check()
+        check_scheduler(serving.scheduler)
         session.append([13])
         left.append(session.ids + session.sample(SamplingParams(max_tokens=9)).token_ids)
     assert left[0] == left[1] and len(left[0]) >= 5 + steps + 1

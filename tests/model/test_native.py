@@ -97,6 +97,24 @@ def test_every_shape_of_heads_gives_the_plain_models_log_probabilities(heads, kv
         torch.testing.assert_close(got, torch.tensor(want), rtol=0, atol=bound)
 
 
+def test_threads_share_a_step_without_changing_its_bits():
+    model, rng, drawn, before = (
+        Qwen3(PRESETS["nano"]),
+        random.Random(0),
+        [],
+        torch.get_num_threads(),
+    )
+    model.init_weights(0)
+    pack(model.requires_grad_(False))
+    prompts = [[rng.randrange(800) for _ in range(n)] for n in (5, 64, 300)]
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        done = Engine(model, num_pages=60).generate(prompts, SamplingParams(max_tokens=3))
+        drawn.append([(each.token_ids, each.logprobs) for each in done])
+    torch.set_num_threads(before)
+    assert drawn[0] == drawn[1]
+
+
 def test_without_a_compiler_torch_computes_and_one_line_says_so(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(native, "COMMAND", "no-such-compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
