@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.common import HEAD_DIMS, PAGE_SIZES, check, require
+from kernels.common import SIZES, check, require
 
 BLOCK_N = 64  # keys of a tile, unless D or the dtype is wide or the pages are small
 TILE_BYTES = 16384  # of a tile of K
@@ -29,16 +29,15 @@ def check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor) -> 
 
     ValueError if queries, caches and tables do not fit each other or the kernels.
     """
-    require(q.dim() == 3, f"q has shape {list(q.shape)}; expected [rows, heads, head_dim]")
-    check(q.shape, strided=True, q=q)
+    check((None, None, None), strided=True, q=q)
     heads, dim = q.shape[1:]
     check((None, None, None, dim), q.dtype, k_cache=k_cache)
     check(k_cache.shape, q.dtype, v_cache=v_cache)
     check((None, None), torch.int32, strided=True, tables=tables)
     _, kv_heads, page_size, _ = k_cache.shape
     require(heads % kv_heads == 0, f"{heads} query heads; expected a multiple of {kv_heads}")
-    require(dim in HEAD_DIMS, f"head_dim is {dim}; expected one of {HEAD_DIMS}")
-    require(page_size in PAGE_SIZES, f"page_size is {page_size}; expected one of {PAGE_SIZES}")
+    for name, size in (("head_dim", dim), ("page_size", page_size)):
+        require(size in SIZES, f"{name} is {size}; expected one of {SIZES}")
     block = min(BLOCK_N, page_size, TILE_BYTES // (dim * q.element_size()))
     return {"HKV": kv_heads, "D": dim, "PAGE": page_size, "BLOCK_N": block}
 
@@ -64,7 +63,6 @@ def softmax_step(scores, peak, total, SCALE: tl.constexpr):
 
 @triton.jit
 def attend_pages(
-    page,
     state,
     q,
     pages,
@@ -79,9 +77,9 @@ def attend_pages(
 ):
     """Adds keys first .. stop - 1 of a kv head, tile by tile, to the softmax of rows q [M, D].
 
-    page: that of key `first`; state: (peak, total, acc); pages: (k_cache, v_cache, table, kv head);
-    end: number of stored keys. A row sees keys up to its limit, [M, 1] or one for all; None: it
-    sees all of them. Returns the page of key `stop` and the state.
+    state: (peak, total, acc), which is returned; pages: (k_cache, v_cache, table, kv head); end:
+    number of stored keys. A row sees keys up to its limit, [M, 1] or one for all; None: it sees all
+    of them.
 
     p is rounded to the dtype of v, as tensor cores want it. EXACT: a second product adds what the
     rounding lost, which costs no bytes from memory.
@@ -89,7 +87,7 @@ def attend_pages(
     D: tl.constexpr = q.shape[1]
     peak, total, acc = state
     k_cache, v_cache, table, head = pages
-    keys = tl.arange(0, BLOCK_N)
+    keys, page = tl.arange(0, BLOCK_N), tl.load(table + first // PAGE, first < end, 0)
     tile = keys[:, None] * D + tl.arange(0, D)[None, :]
     for start in range(first, stop, BLOCK_N):
         # The next page is looked up one tile ahead: a lookup in place stalls the pipeline.
@@ -108,20 +106,7 @@ def attend_pages(
         if EXACT:
             lost = (p - rounded.to(tl.float32)).to(v.dtype)
             acc = tl.dot(lost, v, acc, input_precision="ieee")
-    return page, (peak, total, acc)
-
-
-@triton.jit
-def attend_split(
-    q, pages, first, end, HKV: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Returns the mean value [M, D] of keys first .. end - 1 for rows q, and log2-sum-exp [M]."""
-    page, state = tl.load(pages[2] + first // PAGE), softmax_start(q.shape[0], q.shape[1])
-    _, state = attend_pages(
-        page, state, q, pages, end - 1, first, end, end, HKV, PAGE, BLOCK_N, True
-    )
-    peak, total, acc = state  # Triton 3.6 unpacks no tuple within a tuple
-    return acc / total[:, None], peak + tl.log2(total)
+    return peak, total, acc
 
 
 def reference(

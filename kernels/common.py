@@ -14,31 +14,28 @@ from torch import Tensor
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ARCHITECTURES = (80, 89, 90)  # A100, RTX 4090, H100 and H200: each has configurations
 SMALL = (86, 89, 120, 121)  # cards whose blocks have 99 KiB take those of sm_89
-HEAD_DIMS = PAGE_SIZES = (16, 32, 64, 128, 256)
-FP32 = 32  # key of a configuration for float32 tensors
+SIZES = (16, 32, 64, 128, 256)  # of heads, and of pages
+FP32 = "32"  # key of a configuration for float32 tensors
+# kernel -> architecture, or FP32 -> configuration
 TILES = tomllib.loads(Path(__file__).with_name("tiles.toml").read_text(encoding="utf-8"))
 
 Config = dict[str, int]  # tile sizes by the kernel's own names, num_warps, num_stages
 
 
-def tiles(kernel: str) -> dict[int, Config]:
-    """Returns the configurations of a kernel in tiles.toml, by architecture or FP32."""
-    return {int(arch): config for arch, config in TILES[kernel].items()}
-
-
-def pick(configs: dict[int, Config], dtype: torch.dtype | None = None) -> Config:
-    """Returns the configuration for float32 if there is one, else that for the GPU at hand.
+def pick(kernel: str, dtype: torch.dtype | None = None) -> Config:
+    """Returns a kernel's configuration for float32 if there is one, else that for the GPU at hand.
 
     Another GPU takes those of the last one before it with as much shared memory. ValueError before
     sm_80.
     """
+    configs = TILES[kernel]
     if dtype == torch.float32 and FP32 in configs:
         return configs[FP32]
     if os.environ.get("TRITON_INTERPRET") == "1":  # kernels run in Python on CPU tensors
-        return configs[ARCHITECTURES[0]]
+        return configs["80"]
     arch = triton.runtime.driver.active.get_current_target().arch
     require(arch >= 80, f"the kernels need a GPU of compute capability 8.0; it has {arch / 10}")
-    return configs[89 if arch in SMALL else max(x for x in (80, 90) if x <= arch)]
+    return configs["89" if arch in SMALL else "90" if arch >= 90 else "80"]
 
 
 def require(holds: bool, message: str) -> None:

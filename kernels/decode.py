@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention import attend_split, check_cache
+from kernels.attention import attend_pages, check_cache, softmax_start
 from kernels.common import check, require
 from kernels.decode_plan import SPLIT, DecodeWork, group_rows
 
@@ -103,11 +103,14 @@ def _splits(
     pages = k_cache, v_cache, tables + start * table_stride, head
     first = split * SPLIT
     end = tl.minimum(first + SPLIT, tl.load(lengths + start))
-    mean, log_sum = attend_split(queries, pages, first, end, HKV, PAGE, BLOCK_N)
+    state = softmax_start(BLOCK_M, D)
+    peak, total, acc = attend_pages(
+        state, queries, pages, end - 1, first, end, end, HKV, PAGE, BLOCK_N, True
+    )
     at = tl.load(starts + row, real, 0).to(tl.int64) + split
     at = at * (HKV * G) + head * G + member
-    tl.store(partial + at[:, None] * D + columns, mean, real[:, None])
-    tl.store(lse + at, log_sum, real)
+    tl.store(partial + at[:, None] * D + columns, acc / total[:, None], real[:, None])
+    tl.store(lse + at, peak + tl.log2(total), real)
 
 
 @triton.jit

@@ -28,10 +28,6 @@ class DecodeWork(NamedTuple):
     shared: Tensor
     results: int
 
-    def to(self, device: torch.device | str) -> "DecodeWork":
-        """Returns the work on a device."""
-        return DecodeWork(*(x.to(device) for x in self[:3]), self.results)
-
 
 def decode_work(
     lengths: Sequence[int], groups: Sequence[tuple[int, int, int]], most: int = 1

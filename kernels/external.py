@@ -18,18 +18,14 @@ try:
 except ImportError:
     flash_attn_varlen_func = None
 
-# What auto takes. flash-attn 2 has no wgmma: on Hopper it reaches 330 TFLOP/s, plain Triton 370 to
-# 450. Elsewhere both are on the same instructions, and its tiles were tuned.
-FASTER = {80: "flash-attn", 89: "flash-attn", 90: "triton"}
-
 
 def choose_attention(wanted: str, dtype: torch.dtype) -> str:
     """Returns "triton" or "flash-attn"; `wanted` is "triton" or "auto".
 
-    auto takes what is FASTER on this GPU, if it is installed and computes in the dtype.
+    auto takes what tiles.toml names for this GPU, if it is installed and computes in the dtype.
     """
     usable = flash_attn_varlen_func and dtype in (torch.bfloat16, torch.float16)
-    return pick(FASTER) if wanted == "auto" and usable else "triton"
+    return pick("attention")["auto"] if wanted == "auto" and usable else "triton"
 
 
 def sequences(

@@ -18,9 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.attention import LOG2E, softmax_start, softmax_step
-from kernels.common import tiles
 
-CONFIGS = tiles("flash_forward")
 HEAD_DIMS = (16, 32, 64, 128)
 
 

@@ -15,11 +15,7 @@ import triton
 import triton.language as tl
 
 from kernels.attention import LOG2E
-from kernels.common import tiles
 from kernels.flash import fields, load_rows, pointers, walk
-
-QUERY_CONFIGS = tiles("flash_backward_queries")  # for dq
-KEY_CONFIGS = tiles("flash_backward_keys")  # for dk and dv
 
 
 @triton.jit

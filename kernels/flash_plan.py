@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from kernels.common import check, pick, require
-from kernels.flash import CONFIGS, HEAD_DIMS, Work, flash_forward
-from kernels.flash_backward import KEY_CONFIGS, QUERY_CONFIGS, backward_keys, backward_queries
+from kernels.flash import HEAD_DIMS, Work, flash_forward
+from kernels.flash_backward import backward_keys, backward_queries
 
 Span = tuple[int, int, int, int]
 
@@ -44,8 +44,8 @@ def plan(spans: Sequence[Span], device: torch.device | str, dtype: torch.dtype) 
     # No block crosses into a segment without a prefix: so a tree has the same bits in any pack.
     roots = sorted({span[0] for span in spans} - prefixed) + [tokens]
 
-    def work(configs, side):
-        block = pick(configs, dtype)[side]
+    def work(kernel, side):
+        block = pick(kernel, dtype)[side]
         blocks = [
             (first, min(first + block, end))
             for start, end in pairwise(roots)
@@ -53,8 +53,8 @@ def plan(spans: Sequence[Span], device: torch.device | str, dtype: torch.dtype) 
         ]
         return _work(spans, blocks, by_keys=side == "BLOCK_N", device=device)
 
-    forward, queries = work(CONFIGS, "BLOCK_M"), work(QUERY_CONFIGS, "BLOCK_M")
-    return Plan(forward, queries, work(KEY_CONFIGS, "BLOCK_N"), tokens)
+    forward, queries = work("flash_forward", "BLOCK_M"), work("backward_queries", "BLOCK_M")
+    return Plan(forward, queries, work("backward_keys", "BLOCK_N"), tokens)
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
@@ -79,7 +79,7 @@ class _FlashAttention(torch.autograd.Function):
         out = q.new_empty(q.shape)
         lse = q.new_empty(heads, tokens, dtype=torch.float32)
         tensors = q, k, v, out, lse
-        _launch(flash_forward, CONFIGS, plan.forward, heads, ctx.shape, tensors)
+        _launch(flash_forward, plan.forward, heads, ctx.shape, tensors)
         ctx.save_for_backward(*tensors)
         return out
 
@@ -89,15 +89,15 @@ class _FlashAttention(torch.autograd.Function):
         plan, grad, delta = ctx.plan, grad.contiguous(), lse.new_empty(lse.shape)
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
         tensors = grad, *ctx.saved_tensors, delta, dq
-        _launch(backward_queries, QUERY_CONFIGS, plan.queries, len(lse), ctx.shape, tensors)
+        _launch(backward_queries, plan.queries, len(lse), ctx.shape, tensors)
         tensors = grad, q, k, v, lse, delta, dk, dv
-        _launch(backward_keys, KEY_CONFIGS, plan.keys, k.shape[1], ctx.shape, tensors)
+        _launch(backward_keys, plan.keys, k.shape[1], ctx.shape, tensors)
         return dq, dk, dv, None
 
 
-def _launch(kernel, configs, work, heads, shape, tensors):
+def _launch(kernel, work, heads, shape, tensors):
     """Launches a program for each item of the work and each head."""
-    config = pick(configs, tensors[0].dtype)
+    config = pick(kernel.__name__, tensors[0].dtype)
     kernel[(len(work.items) * heads,)](
         *tensors, work.items, work.visits, len(tensors[0]), **shape, **config, num_warps=8
     )

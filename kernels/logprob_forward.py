@@ -15,9 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import check, pick, require, tiles
+from kernels.common import check, pick, require
 
-CONFIGS = tiles("logprob_forward")
 GROUP = 16  # tiles of rows that run together and share the chunks in L2
 
 
@@ -34,7 +33,7 @@ def logprob_forward(
     check((None,), torch.int64, targets=targets)
     require(width % 16 == 0, f"the hidden size is {width}; expected a multiple of 16")
     require(1 <= vocab <= len(weight), f"vocab is {vocab}; expected 1 to {len(weight)}")
-    tile = pick(CONFIGS, hidden.dtype)
+    tile = pick("logprob_forward", hidden.dtype)
     tile = tile | {"BLOCK_N": min(tile["BLOCK_N"], width & -width)}  # divides the hidden size
     chunks = triton.cdiv(vocab, tile["BLOCK_V"])
     partials = hidden.new_empty(4, tokens, chunks, dtype=torch.float32)

@@ -16,12 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import check, pick, require, tiles
+from kernels.common import check, pick, require
 
 MAX_WIDTH = 8192  # elements of a row that the backward pass keeps in registers without spilling
 TILE = 4096  # elements of a program with WARPS warps
 WARPS = 8
-BACKWARD = tiles("rms_norm_backward")
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
@@ -55,7 +54,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (x, weight), (rows, width) = ctx.saved_tensors, grad.shape
-        tile, config = _tile(x, weight), pick(BACKWARD)
+        tile, config = _tile(x, weight), pick("rms_norm_backward")
         programs = min(config["PROGRAMS"], triton.cdiv(rows, tile["ROWS"]))
         dx, parts = x.new_empty(rows, width), x.new_empty(programs, width, dtype=torch.float32)
         inputs = grad.contiguous(), x, weight, dx, parts, rows, x.stride(0), ctx.eps, width

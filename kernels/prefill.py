@@ -109,22 +109,9 @@ def _prefill(
     end = position + tl.minimum(rows, BLOCK_M)
     whole = (position + 1) // BLOCK_N * BLOCK_N  # keys in tiles that even the first row sees
     pages = k_cache, v_cache, table, head // (H // HKV)
-    page, state = attend_pages(
-        tl.load(table),
-        softmax_start(BLOCK_M, D),
-        queries,
-        pages,
-        None,
-        0,
-        whole,
-        end,
-        HKV,
-        PAGE,
-        BLOCK_N,
-        False,
+    state = softmax_start(BLOCK_M, D)
+    state = attend_pages(state, queries, pages, None, 0, whole, end, HKV, PAGE, BLOCK_N, False)
+    _, total, acc = attend_pages(
+        state, queries, pages, position + row, whole, end, end, HKV, PAGE, BLOCK_N, False
     )
-    _, state = attend_pages(
-        page, state, queries, pages, position + row, whole, end, end, HKV, PAGE, BLOCK_N, False
-    )
-    _, total, acc = state
     tl.store(out + token * (H * D) + columns, acc / total[:, None], row < rows)

@@ -21,12 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import check, pick, require, tiles
+from kernels.common import check, pick, require
 
 ROWS = 64
 PROGRAMS = 192  # of 2 * BLOCK_N outputs: a GPU wants at least as many
 BLOCK_N, BLOCK_K = 32, 128
-STAGES = tiles("quantised_linear")
 
 
 def quantised_linear(
@@ -44,7 +43,7 @@ def quantised_linear(
     check((None, k), x=x)
     m = len(x)
     require(m <= ROWS, f"x has {m} rows; expected at most {ROWS}")
-    tile = {"BLOCK_M": 8 if m <= 8 else 16, "BLOCK_N": BLOCK_N, **pick(STAGES)}
+    tile = {"BLOCK_M": 8 if m <= 8 else 16, "BLOCK_N": BLOCK_N, **pick("quantised_linear")}
     tile["BLOCK_K"] = group if values.dtype == torch.uint8 else BLOCK_K
     steps = triton.cdiv(k, tile["BLOCK_K"])
     wanted = triton.next_power_of_2(triton.cdiv(PROGRAMS, triton.cdiv(n, 2 * BLOCK_N)))
@@ -65,17 +64,14 @@ def quantised_linear(
 
 def _shape(values, scales) -> tuple[int, int, int]:
     """Returns (N, K, group). ValueError if a shape, a dtype or a stride does not fit."""
-    n, width = values.shape
-    kinds = torch.uint8, torch.int8, torch.float8_e4m3fn
-    require(values.dtype in kinds, f"values is {values.dtype}; expected {kinds}")
-    check((n, width), values.dtype, values=values)
-    if values.dtype != torch.uint8:
-        check((n, 1), torch.float32, scales=scales)
-        return n, width, width
-    check((n, None), torch.float16, scales=scales)
-    group = 2 * width / scales.shape[1]
-    require(group in (32, 64, 128, 256), f"group is {group:g}; expected 32, 64, 128 or 256")
-    return n, 2 * width, int(group)
+    packed, n = values.dtype == torch.uint8, len(values)
+    k = values.shape[1] * (1 + packed)
+    check((n, None), values.dtype, values=values)
+    check((n, None if packed else 1), torch.float16 if packed else torch.float32, scales=scales)
+    group = k // scales.shape[1]
+    fits = not packed or group in (32, 64, 128, 256)
+    require(fits, f"group is {group}; expected 32, 64, 128 or 256")
+    return n, k, group
 
 
 @triton.jit(do_not_specialize=["M"])

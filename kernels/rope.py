@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import HEAD_DIMS, check, require
+from kernels.common import check, require
 
 TILE = 2048  # elements of a program
 
@@ -40,7 +40,6 @@ def norm_rope_store(
     check((None, None, None, None), qkv.dtype, k_cache=k_cache)
     check(k_cache.shape, qkv.dtype, v_cache=v_cache)
     _, kv_heads, page_size, dim = k_cache.shape
-    require(dim in HEAD_DIMS, f"the caches have head_dim {dim}; expected one of {HEAD_DIMS}")
     tokens, width = qkv.shape
     heads = width // dim - 2 * kv_heads
     require(

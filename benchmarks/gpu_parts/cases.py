@@ -14,7 +14,7 @@ import torch
 
 from kernels import norm, swiglu
 from kernels.decode import decode_attention
-from kernels.decode_plan import decode_work
+from kernels.decode_plan import DecodeWork, decode_work
 from kernels.flash_plan import flash_attention, plan
 from kernels.logprob import linear_logprob
 from kernels.prefill import prefill_attention, prefill_work
@@ -97,7 +97,8 @@ def decode(rows: int, length: int, shared: int = 0) -> Case:
         first = torch.arange(rows) // 16 * 16
         tables[:, : shared // PAGE] = tables[first, : shared // PAGE]
         spans = [(16 * i, 16, shared) for i in range(groups)]
-        work = decode_work([length] * rows, spans, 16).to(torch.get_default_device())
+        *tensors, results = decode_work([length] * rows, spans, 16)
+        work = DecodeWork(*(x.to(torch.get_default_device()) for x in tensors), results)
         lengths = torch.full((rows,), length, dtype=torch.int32)
         caches = randn(2, count, HKV, PAGE, D)
         return (

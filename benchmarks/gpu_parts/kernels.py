@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.gpu_parts import Part, cases, timing
 from kernels import attention, flash, logprob, norm, rope, sample, swiglu
 from kernels.decode import decode_attention
-from kernels.decode_plan import decode_work, group_rows
+from kernels.decode_plan import DecodeWork, decode_work, group_rows
 from kernels.flash_plan import flash_attention, plan
 from kernels.prefill import prefill_attention, prefill_work
 from kernels.truncate import truncation
@@ -160,7 +160,8 @@ def _attention(s: Shape) -> Results:
     common = min(lengths[2:4]) - 1
     for name, groups in (("", []), (" of groups", [(2, 2, common)])):
         most = group_rows(s.heads // s.kv_heads, q.element_size())
-        work = decode_work(lengths, groups, most).to(s.device)
+        *tensors, results = decode_work(lengths, groups, most)
+        work = DecodeWork(*(x.to(s.device) for x in tensors), results)
         got = decode_attention(q, *caches, rows, work, torch.empty_like(q))
         yield f"decode_attention{name}", got, exact, POINTWISE
     starts, counts = [lengths[3], 0], [20, 7] if s.device == "cpu" else [300, 700]

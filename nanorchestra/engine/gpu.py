@@ -8,7 +8,7 @@ reads the tokens. A launch copies one block of pinned memory (inputs.py) and wai
 import torch
 from torch import Tensor
 
-from kernels.common import HEAD_DIMS, PAGE_SIZES, wide_product
+from kernels.common import SIZES, wide_product
 from kernels.decode import decode_attention
 from kernels.decode_plan import DecodeWork, group_rows
 from kernels.norm import rms_norm
@@ -71,23 +71,17 @@ class GpuRunner(Runner):
 
     def __init__(self, model: Qwen3, num_pages: int, page_size: int, vocab_size: int):
         config, weight, self.vocab_size = model.config, model.embed_tokens.weight, vocab_size
-        for name, value, right in (
-            ("head_dim", config.head_dim, HEAD_DIMS),
-            ("page size", page_size, PAGE_SIZES),
-        ):
-            expected = f"the GPU's kernels take {', '.join(map(str, right))}"
-            require(value in right, f"engine: {name} is {value}; {expected}")
+        for name, value in (("head_dim", config.head_dim), ("page size", page_size)):
+            right = f"the GPU's kernels take {', '.join(map(str, SIZES))}"
+            require(value in SIZES, f"engine: {name} is {value}; {right}")
         self.graphs = weight.is_cuda
         self._captured: dict[Sizes, _Graph] = {}
         self._seen: set[Sizes] = set()  # captured when they come again
         self._again: set[Sizes] = set()  # captured by wake
-        fold = config.num_attention_heads // config.num_key_value_heads
-        self._most = group_rows(fold, weight.element_size())
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._most = group_rows(heads // kv_heads, weight.element_size())
         self._host = Host(page_size, self._most, weight.is_cuda)
-        q, kv = (
-            n * config.head_dim
-            for n in (fold * config.num_key_value_heads, config.num_key_value_heads)
-        )
+        q, kv = heads * config.head_dim, kv_heads * config.head_dim
         matrices = config.hidden_size * (2 * q + 2 * kv + 3 * config.intermediate_size)
         # A GPU multiplies 150 to 250 rows while it reads the weights once: a step with so many
         # tokens takes less than three steps that decode. And it has a graph.

@@ -22,7 +22,7 @@ from nanorchestra.engine.sampler import uniforms
 from nanorchestra.engine.scheduler import Plan
 
 # Numbers of decodes that have a graph. A larger batch is launched kernel by kernel.
-BATCHES = (1, 2, 4, *range(8, 64, 8), *range(64, 513, 32))
+BATCHES = (0, 1, 2, 4, *range(8, 64, 8), *range(64, 513, 32))
 TOKENS = "tokens", "positions", "slots"
 CHUNKS = (0, 32, 64, 128, 256, 384)  # tokens of chunks in a step that has a graph
 
@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
     def padded(self) -> Sizes:
         """Returns the sizes of the graph for these: about 1.5 times the work at most."""
         decodes, own, shared, tokens, chunks, work, sampled, pages, truncated = self
-        batches = [at_least(BATCHES, n) if n else 0 for n in (decodes, sampled)]
+        batches = [at_least(BATCHES, n) for n in (decodes, sampled)]
         own, shared, chunks, work = map(grown, (own, shared, chunks, work))
         tokens, pages = at_least(CHUNKS, tokens), 4 * grown(-(-pages // 4))
         return Sizes(batches[0], own, shared, tokens, chunks, work, batches[1], pages, truncated)

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanorchestra.engine.request import SamplingParams
 
 BLOCK = 64  # ids
-SMALLEST = -80.0  # log of a probability that a softmax in fp32 still holds
 
 
 class Draw(NamedTuple):
@@ -35,7 +35,6 @@ class Sampler:
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
-        self._memory = torch.empty(0)
 
     def __call__(
         self,
@@ -52,24 +51,25 @@ class Sampler:
         device = logits.device
         temperature = np.array([1.0 if p.greedy else p.temperature for p in params], np.float32)
         scale = torch.from_numpy(1.0 / temperature).to(device)[:, None]
-        scaled = self._padded(logits, scale)  # fp32 [R, blocks * BLOCK]
+        z = logits[:, : self.vocab_size].float() * scale
         for row, mask in enumerate(allowed):
             if mask is not None:
                 masked = torch.from_numpy(~mask[: self.vocab_size]).to(device)
-                scaled[row, : self.vocab_size].masked_fill_(masked, -torch.inf)
-        weights = scaled.softmax(1)
+                z[row].masked_fill_(masked, -torch.inf)
+        z -= z.amax(1, keepdim=True)
+        weights = _weights(z)
         cut = [i for i, p in enumerate(params) if p.truncated]
         if cut:
             weights[cut] = _truncate(weights[cut], [params[i] for i in cut])
         upto = _cumulative(weights)
         tokens = _draw(weights, upto, uniforms([p.seed for p in params], positions))
         if greedy := [i for i, p in enumerate(params) if p.greedy]:
-            tokens[greedy] = scaled[greedy].argmax(1).cpu().numpy()
-        draws = list(map(Draw, tokens.tolist(), _logprobs(weights, upto, tokens).tolist()))
+            tokens[greedy] = z[greedy].argmax(1).cpu().numpy()
+        draws = list(map(Draw, tokens.tolist(), _logprobs(z, upto, tokens).tolist()))
         for row, p in enumerate(params):
             if p.top_logprobs:
-                _, ids = weights[row].topk(p.top_logprobs)
-                values = _logprobs(weights, upto, ids.cpu().numpy(), row).tolist()
+                values, ids = weights[row].topk(p.top_logprobs)
+                values = values.double().div_(upto[row, -1]).log_().tolist()
                 draws[row] = draws[row]._replace(top=list(zip(ids.tolist(), values, strict=True)))
         return draws
 
@@ -78,25 +78,11 @@ class Sampler:
 
         Minus infinity for ids beyond the tokenizer's.
         """
-        scaled = self._padded(logits, 1.0)
-        weights, inside = scaled.softmax(1), targets.clamp(max=self.vocab_size - 1)
-        drawn = torch.from_numpy(_logprobs(weights, _cumulative(weights), inside.cpu().numpy()))
-        tiny = scaled.gather(1, inside[:, None])[:, 0] - scaled.logsumexp(1)
-        values = torch.where(drawn > SMALLEST, drawn, tiny.double().cpu())
-        return values.masked_fill_(targets.cpu() >= self.vocab_size, -torch.inf).tolist()
-
-    def _padded(self, logits, scale) -> Tensor:
-        """Scaled logits in fp32, filled up to whole blocks with minus infinity.
-
-        The memory is kept from step to step.
-        """
-        rows, device = len(logits), logits.device
-        if len(self._memory) < rows or self._memory.device != device:
-            width = -(-self.vocab_size // BLOCK) * BLOCK
-            self._memory = torch.full((rows, width), -torch.inf, device=device)
-        scaled = self._memory[:rows]
-        torch.mul(logits[:, : self.vocab_size], scale, out=scaled[:, : self.vocab_size])
-        return scaled
+        z, ids = logits[:, : self.vocab_size].float(), targets.cpu().numpy()
+        z = z - z.amax(1, keepdim=True)
+        values = _logprobs(z, _cumulative(_weights(z)), ids.clip(max=self.vocab_size - 1))
+        values[ids >= self.vocab_size] = -np.inf
+        return values.tolist()
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
@@ -129,6 +115,11 @@ def _truncate(weights, params) -> Tensor:
     return torch.zeros_like(weights).scatter_(1, order, ordered)
 
 
+def _weights(z) -> Tensor:
+    """Returns exp(z) [R, V], filled up to whole blocks with zeros."""
+    return F.pad(z.exp(), (0, -z.shape[1] % BLOCK))
+
+
 def _cumulative(weights) -> np.ndarray:
     """Returns the running sums of the blocks of weights [R, blocks * BLOCK], fp64 [R, blocks]."""
     return weights.unflatten(1, (-1, BLOCK)).sum(2).double().cpu().numpy().cumsum(1)
@@ -144,11 +135,9 @@ def _draw(weights, upto, uniform) -> np.ndarray:
     return block * BLOCK + _invert(within, target - before)
 
 
-def _logprobs(weights, upto, ids, rows=None) -> np.ndarray:
-    """Returns log-probabilities fp64 of an id in each row, or of some in one row."""
-    rows = np.arange(len(ids)) if rows is None else rows
-    with np.errstate(divide="ignore"):
-        return np.log(weights[rows, ids].double().cpu().numpy() / upto[rows, -1])
+def _logprobs(z, upto, ids) -> np.ndarray:
+    """Returns the log-probability fp64 [R] of an id in each row: z less the log of the weights."""
+    return z[np.arange(len(ids)), ids].double().cpu().numpy() - np.log(upto[:, -1])
 
 
 def _invert(cumulative, target) -> np.ndarray:

@@ -94,7 +94,6 @@ class PackedLinear(nn.Module):
         panels = -(-self.out_features // columns)
         shape = panels, self.in_features // pair, columns, pair
         self.packed = zeros(shape, weight.dtype)
-        self._parts: dict[int, Tensor] = {}
         self.write(slice(0, len(weight)), weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -109,28 +108,24 @@ class PackedLinear(nn.Module):
 
     @torch.no_grad()
     def write(self, rows: slice, weight: Tensor) -> None:
-        """Take `rows` of W, of any float dtype. They have effect once all rows have come."""
-        self._parts[rows.start] = weight.detach()
-        parts = [self._parts[start] for start in sorted(self._parts)]
-        if sum(map(len, parts)) == self.out_features:
-            _, _, columns, pair = self.packed.shape
-            padded = F.pad(torch.cat(parts).cpu(), (0, 0, 0, -self.out_features % columns))
-            panels = padded.view(len(self.packed), columns, -1, pair)
-            self.packed.copy_(panels.transpose(1, 2))
-            self._parts.clear()
+        """Take `rows` of W, whole panels but for W's last, of any float dtype."""
+        _, pairs, columns, pair = self.packed.shape
+        whole = F.pad(weight.cpu(), (0, 0, 0, -len(weight) % columns))
+        panels = whole.view(-1, columns, pairs, pair).transpose(1, 2)
+        self.packed[rows.start // columns :][: len(panels)].copy_(panels)
 
 
 def pack(model: Qwen3) -> None:
     """Replace the matrices of a model on a CPU, in place, where native.c can compute it.
 
-    It takes head sizes that are multiples of 16, to 256, and matrices whose outputs are multiples
-    of 32, but for the logits. Quantised models stay as they are, and bfloat16 on a CPU without
-    instructions for it.
+    It takes head sizes that are multiples of 16, to 256, and multiples of 32 for the hidden sizes
+    and for the columns of q, k and v. Quantised models stay as they are, and bfloat16 on a CPU
+    without instructions for it.
     """
-    weight, dim, found = model.embed_tokens.weight, model.config.head_dim, linears(model)
-    names = [name for name, _ in found]
-    fits = not any(module.out_features % PANEL for name, module in found if name != "lm_head")
-    fits &= not dim % BLOCK and dim <= LARGEST_DIM
+    weight, shape, names = model.embed_tokens.weight, model.config, [n for n, _ in linears(model)]
+    heads, dim = (shape.num_attention_heads, shape.num_key_value_heads), shape.head_dim
+    sizes = shape.hidden_size, shape.intermediate_size, *(count * dim for count in heads)
+    fits = not (dim % BLOCK or any(size % PANEL for size in sizes)) and dim <= LARGEST_DIM
     if not (names and weight.is_cpu and fits and library(weight.dtype)):
         return
     for name in names:
@@ -149,14 +144,13 @@ class Forward:
 
     def __init__(self, model: Qwen3, k_cache: Tensor, v_cache: Tensor):
         self._c, self._config, config = library(k_cache.dtype), model.config, model.config
-        blocks = [(block, block.self_attn) for block in model.layers]
         layers = [
             [
-                *(block.input_layernorm, own.q_norm, own.k_norm, block.post_attention_layernorm),
-                *(own.qkv_proj.packed, own.o_proj.packed),
+                *(block.input_layernorm, (own := block.self_attn).q_norm, own.k_norm),
+                *(block.post_attention_layernorm, own.qkv_proj.packed, own.o_proj.packed),
                 *(block.gate_up_proj.packed, block.down_proj.packed),
             ]
-            for block, own in blocks
+            for block in model.layers
         ]
         depth, pages, kv_heads, page_size, dim = k_cache.shape
         hidden, inner = config.hidden_size, config.intermediate_size

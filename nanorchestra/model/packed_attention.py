@@ -7,13 +7,12 @@ first tokens, and causally to itself. Nothing is padded, masked or copied.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.external import external_attention, sequences
-from kernels.flash_plan import flash_attention, plan
+from kernels.flash_plan import Span, flash_attention, plan
 from nanorchestra.model.ops import Attend, by_kernel
 
 
@@ -30,30 +29,6 @@ class Segment:
     prefix_length: int = 0
 
 
-class Span(NamedTuple):
-    """Queries start .. end see keys key_start .. key_end: all, or causally if they are the same."""
-
-    start: int
-    end: int
-    key_start: int
-    key_end: int
-
-    @property
-    def causal(self) -> bool:
-        """True if queries and keys are the same tokens."""
-        return self.start == self.key_start
-
-    @property
-    def rows(self) -> slice:
-        """The queries' places in the pack."""
-        return slice(self.start, self.end)
-
-    @property
-    def keys(self) -> slice:
-        """The keys' places in the pack."""
-        return slice(self.key_start, self.key_end)
-
-
 def packed_attention(segments: Sequence[Segment], kernel: str = "triton") -> Attend:
     """Return `attend(layer, q, k, v)` for a pack: q [T, H, D], k and v [T, Hkv, D] -> [T, H, D].
 
@@ -61,8 +36,8 @@ def packed_attention(segments: Sequence[Segment], kernel: str = "triton") -> Att
     "flash-attn" (kernels/external.py).
     """
     spans = _spans(segments)
-    own = [span for span in spans if span.causal]
-    prefixed = _joined([span for span in spans if not span.causal])
+    own = [slice(start, end) for start, end, key_start, _ in spans if start == key_start]
+    prefixed = _joined([span for span in spans if span[0] != span[2]])
 
     @cache  # made by the first layer, used by all
     def planned(device, dtype):
@@ -74,8 +49,7 @@ def packed_attention(segments: Sequence[Segment], kernel: str = "triton") -> Att
         if kernel == "flash-attn":
             return external_attention(q, k, v, planned(q.device, q.dtype))
         if by_kernel(q):
-            tensors = (x.contiguous() for x in (q, k, v))
-            return flash_attention(*tensors, planned(q.device, q.dtype))
+            return flash_attention(q, k, v, planned(q.device, q.dtype))
         return _PackedAttention.apply(q, k, v, own, prefixed)
 
     return attend
@@ -90,19 +64,19 @@ def _spans(segments) -> list[Span]:
         prefix = (segment.prefix_start, segment.prefix_start + segment.prefix_length)
         keys = [*seen[segment.prefix_start], prefix] if segment.prefix_length else []
         seen[segment.start] = keys
-        spans += [Span(segment.start, end, *key) for key in [*keys, (segment.start, end)]]
+        spans += [(segment.start, end, *key) for key in [*keys, (segment.start, end)]]
     return spans
 
 
-def _joined(spans) -> list[Span]:
-    """Join spans with the same keys whose queries are neighbours: one dense call each."""
+def _joined(spans) -> list[tuple[slice, slice]]:
+    """Return queries and keys; neighbouring queries with the same keys are one dense call."""
     joined = []
-    for span in sorted(spans, key=lambda span: (span.key_start, span.key_end, span.start)):
+    for start, end, *keys in sorted(spans, key=lambda span: (span[2:], span[0])):
         last = joined[-1] if joined else None
-        if last and last[2:] == span[2:] and last.end == span.start:
-            joined[-1] = last._replace(end=span.end)
-        else:
-            joined.append(span)
+        if last and last[1] == slice(*keys) and last[0].stop == start:
+            joined.pop()
+            start = last[0].start
+        joined.append((slice(start, end), slice(*keys)))
     return joined
 
 
@@ -118,11 +92,10 @@ class _PackedAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, own, prefixed):
         out = q.new_empty(q.shape)  # [T, H, D]
         lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))  # [T, H]
-        for span in own:
-            out[span.rows], lse[span.rows] = _span_forward(q, k, v, span)
-        for span in prefixed:
-            rows = span.rows
-            prefix_out, prefix_lse = _span_forward(q, k, v, span)
+        for rows in own:
+            out[rows], lse[rows] = _span_forward(q, k, v, rows, rows)
+        for rows, keys in prefixed:
+            prefix_out, prefix_lse = _span_forward(q, k, v, rows, keys)
             share = torch.sigmoid(prefix_lse - lse[rows])[..., None]  # the prefix's softmax mass
             out[rows] = torch.lerp(out[rows].to(share.dtype), prefix_out.to(share.dtype), share)
             lse[rows] = torch.logaddexp(lse[rows], prefix_lse)
@@ -134,14 +107,13 @@ class _PackedAttention(torch.autograd.Function):
     def backward(ctx, grad):
         saved = ctx.saved_tensors
         dq, dk, dv = (x.new_empty(x.shape) for x in saved[:3])
-        for span in ctx.own:
-            rows = span.rows
-            dq[rows], dk[rows], dv[rows] = _span_backward(grad, *saved, span)
-        for span in ctx.prefixed:
-            span_dq, span_dk, span_dv = _span_backward(grad, *saved, span)
-            dq[span.rows] += span_dq
-            dk[span.keys] += span_dk
-            dv[span.keys] += span_dv
+        for rows in ctx.own:
+            dq[rows], dk[rows], dv[rows] = _span_backward(grad, *saved, rows, rows)
+        for rows, keys in ctx.prefixed:
+            span_dq, span_dk, span_dv = _span_backward(grad, *saved, rows, keys)
+            dq[rows] += span_dq
+            dk[keys] += span_dk
+            dv[keys] += span_dv
         return dq, dk, dv, None, None
 
 
@@ -149,19 +121,20 @@ def _heads_first(x, places) -> Tensor:
     return x[places].transpose(0, 1)[None]  # [T, heads, ...] -> [1, heads, places, ...]
 
 
-def _span_forward(q, k, v, span) -> tuple[Tensor, Tensor]:
+def _span_forward(q, k, v, rows, keys) -> tuple[Tensor, Tensor]:
     """Return the attention of one span: out [rows, H, D] and log-sum-exp [rows, H]."""
-    q = _heads_first(q, span.rows)
-    k, v = _heads_first(k, span.keys), _heads_first(v, span.keys)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, span.causal)
+    q = _heads_first(q, rows)
+    k, v = _heads_first(k, keys), _heads_first(v, keys)
+    causal = rows == keys
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
 
-def _span_backward(grad, q, k, v, out, lse, span) -> Iterator[Tensor]:
+def _span_backward(grad, q, k, v, out, lse, rows, keys) -> Iterator[Tensor]:
     """Return the gradients of q [rows, H, D] and of k and v [keys, Hkv, D] from one span."""
-    grad, q, out, lse = (_heads_first(x, span.rows) for x in (grad, q, out, lse))
-    k, v = _heads_first(k, span.keys), _heads_first(v, span.keys)
+    grad, q, out, lse = (_heads_first(x, rows) for x in (grad, q, out, lse))
+    k, v = _heads_first(k, keys), _heads_first(v, keys)
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse, 0.0, span.causal
+        grad, q, k, v, out, lse, 0.0, rows == keys
     )
     return (x[0].transpose(0, 1) for x in grads)

@@ -35,17 +35,12 @@ class QuantisedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, kind: torch.dtype, group: int):
         """Take shapes and device of `linear`, not its weights. kind: one of MODES."""
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.kind, self.group = kind, group
-        self.packed = kind == torch.uint8
-
-        def stored(columns, dtype):
-            shape = linear.out_features, columns
-            return nn.Buffer(torch.empty(shape, dtype=dtype, device=linear.weight.device))
-
-        self.values = stored(linear.in_features // (1 + self.packed), kind)
-        dtype = torch.float16 if self.packed else torch.float32
-        self.scales = stored(linear.in_features // group, dtype)
+        rows, columns = self.out_features, self.in_features = linear.weight.shape
+        self.kind, self.group, self.packed = kind, group, kind == torch.uint8
+        dtype, device = torch.float16 if self.packed else torch.float32, linear.weight.device
+        values = torch.empty(rows, columns // (1 + self.packed), dtype=kind, device=device)
+        scales = torch.empty(rows, columns // group, dtype=dtype, device=device)
+        self.values, self.scales = nn.Buffer(values), nn.Buffer(scales)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product; a GPU kernel reads the stored bits for up to ROWS rows of x."""
@@ -64,7 +59,8 @@ class QuantisedLinear(nn.Module):
         if q.is_floating_point():
             q = q.float()
         if self.packed:
-            q = unpack_nibbles(self.values, self.group).to(torch.int8) - 8
+            halves = self.values.unflatten(1, (-1, self.group // 2))
+            q = torch.cat((halves & 15, halves >> 4), dim=2).to(torch.int8) - 8
         weight = torch.empty(q.shape, dtype=dtype, device=q.device)
         return torch.mul(q, self.scales[..., None].float(), out=weight).flatten(1)
 
@@ -84,7 +80,10 @@ class QuantisedLinear(nn.Module):
             q = (block / scales[..., None].float()).clamp(-largest, largest)
             if not values.is_floating_point():
                 q = q.round()
-            values.copy_(pack_nibbles((q + 8).to(self.kind)) if self.packed else q.flatten(1))
+            if self.packed:
+                low, high = (q + 8).to(self.kind).chunk(2, dim=2)
+                q = low | high << 4
+            values.copy_(q.flatten(1))
 
 
 def quantise_model(model: nn.Module, mode: str) -> None:
@@ -103,15 +102,3 @@ def quantise_model(model: nn.Module, mode: str) -> None:
 def linears(model: nn.Module, kind: type | tuple[type, ...] = nn.Linear) -> list[tuple[str, Any]]:
     """Return (name, module) of the modules of a kind, or of several."""
     return [(name, module) for name, module in model.named_modules() if isinstance(module, kind)]
-
-
-def pack_nibbles(q: Tensor) -> Tensor:
-    """Pack uint8 [rows, groups, group] of 0..15 -> [rows, in / 2] (see QuantisedLinear)."""
-    low, high = q.chunk(2, dim=2)
-    return (low | high << 4).flatten(1)
-
-
-def unpack_nibbles(packed: Tensor, group: int) -> Tensor:
-    """Invert pack_nibbles: uint8 [rows, in / 2] -> [rows, groups, group]."""
-    halves = packed.unflatten(1, (-1, group // 2))
-    return torch.cat((halves & 15, halves >> 4), dim=2)

@@ -37,7 +37,7 @@ with torch.device("meta"):
 runner.warm_up()
 known, rng = set(COMPILED), random.Random(0)
 for _ in range(60):
-    decodes, tokens = rng.choice((0, *BATCHES)), rng.choice((0, 1, 77, 384, 1111))
+    decodes, tokens = rng.choice(BATCHES), rng.choice((0, 1, 77, 384, 1111))
     if not decodes + tokens:
         continue
     items, pages = [rng.choice((0, 4, 9, 130)) for _ in range(2)], 4 * rng.randint(1, 70)

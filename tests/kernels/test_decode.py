@@ -32,7 +32,8 @@ def attend(cache, rows=slice(None), groups=(), padding=0):
     most = group_rows(q.shape[1] // cache.k.shape[1], q.element_size())
     work = decode_work(lengths.tolist(), groups, most)
     items = (torch.nn.functional.pad(x, (0, 0, 0, padding)) for x in work[1:3])
-    work = DecodeWork(work.starts, *items, work.results + padding).to(DEVICE)
+    tensors = (x.to(DEVICE) for x in (work.starts, *items))
+    work = DecodeWork(*tensors, work.results + padding)
     inputs = cache.tables[rows], lengths, work
     return decode_attention(q, cache.k, cache.v, *inputs, q.new_empty(q.shape))
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from kernel_check import ATTENTION, DEVICE, DTYPES, GRADIENT, assert_close, randn
 
-from kernels import flash, flash_plan
-from kernels.common import FP32
+from kernels import flash
+from kernels.common import FP32, TILES
 from kernels.flash import reference
 from kernels.flash_plan import flash_attention, plan
 
@@ -33,10 +33,10 @@ def small_tiles(monkeypatch):
 
 
 def set_tiles(monkeypatch, forward, queries, keys):
-    names = ("CONFIGS", "QUERY_CONFIGS", "KEY_CONFIGS")
+    names = ("flash_forward", "backward_queries", "backward_keys")
     for name, (block_m, block_n) in zip(names, (forward, queries, keys), strict=True):
         tile = {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_stages": 2}
-        monkeypatch.setattr(flash_plan, name, {80: tile, FP32: tile})
+        monkeypatch.setitem(TILES, name, {"80": tile, FP32: tile})
 
 
 def inputs(generator, tokens, heads=2, kv_heads=1, dim=DIM, dtype=torch.float32):

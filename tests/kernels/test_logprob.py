@@ -7,6 +7,7 @@ import torch
 from kernel_check import DEVICE, DTYPES, GRADIENT, assert_close, randn
 
 from kernels import logprob, logprob_forward
+from kernels.common import TILES
 from kernels.logprob import linear_logprob
 
 EXACT = 2e-5  # nats, absolute
@@ -15,7 +16,7 @@ TILE = {"BLOCK_T": 16, "BLOCK_V": 32, "BLOCK_N": 16}
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(logprob_forward, "CONFIGS", {80: TILE})
+    monkeypatch.setitem(TILES, "logprob_forward", {"80": TILE})
     monkeypatch.setattr(logprob_forward, "GROUP", 2)
     monkeypatch.setattr(logprob, "BLOCK", 64)
 
@@ -125,7 +126,7 @@ def test_gradient_of_one_factor(generator, monkeypatch):
     """
     monkeypatch.setattr(logprob, "CHUNK_BYTES", 1)
     monkeypatch.setattr(logprob, "BLOCK", 256)
-    monkeypatch.setattr(logprob_forward, "CONFIGS", {80: TILE | {"BLOCK_V": 256}})
+    monkeypatch.setitem(TILES, "logprob_forward", {"80": TILE | {"BLOCK_V": 256}})
     *data, targets = problem(generator, 16, 64, 2800, 2800, torch.bfloat16, scale=0.2)
     for which in (0, 1):
         factors = [x.clone().requires_grad_(i == which) for i, x in enumerate(data)]

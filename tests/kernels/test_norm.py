@@ -5,6 +5,7 @@ import torch
 from kernel_check import DEVICE, DTYPES, GRADIENT, POINTWISE, assert_close, randn
 
 from kernels import norm
+from kernels.common import TILES
 
 EPS = 1e-6
 SHAPES = [(1, 1), (1, 64), (3, 64), (1, 63), (2, 65), (7, 16), (8, 16), (9, 16), (5, 31), (2, 300)]
@@ -45,7 +46,8 @@ def test_norms_are_exact_and_the_sum_is_rounded_for_the_residual_only(generator,
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("programs", [1, 3])
 def test_gradients_are_exact(generator, monkeypatch, dtype, programs):
-    monkeypatch.setattr(norm, "BACKWARD", {80: {"PROGRAMS": programs, "STAGES": 1}})
+    tile = {"PROGRAMS": programs, "STAGES": 1}
+    monkeypatch.setitem(TILES, "rms_norm_backward", {"80": tile})
     for tokens, width in SHAPES[1:]:  # but for eps, the gradient of a single element is 0
         x, weight = inputs(generator, tokens, width, dtype)
         grad = randn(generator, tokens, width, dtype=dtype)
