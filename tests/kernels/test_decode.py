@@ -27,13 +27,16 @@ def split_keys(monkeypatch, keys):
         monkeypatch.setattr(module, "SPLIT", keys)
 
 
+def placed(work):
+    return DecodeWork(*(x.to(DEVICE) for x in work[:3]), work.results)
+
+
 def attend(cache, rows=slice(None), groups=(), padding=0):
     q, lengths = cache.q[rows], cache.lengths[rows]
     most = group_rows(q.shape[1] // cache.k.shape[1], q.element_size())
     work = decode_work(lengths.tolist(), groups, most)
     items = (torch.nn.functional.pad(x, (0, 0, 0, padding)) for x in work[1:3])
-    tensors = (x.to(DEVICE) for x in (work.starts, *items))
-    work = DecodeWork(*tensors, work.results + padding)
+    work = placed(DecodeWork(work.starts, *items, work.results + padding))
     inputs = cache.tables[rows], lengths, work
     return decode_attention(q, cache.k, cache.v, *inputs, q.new_empty(q.shape))
 
@@ -101,7 +104,7 @@ def test_offsets_beyond_32_bits(generator):
     cache[-1, 0, :20] = randn(generator, 20, 256, dtype=torch.float16)
     q = randn(generator, 1, 1, 256, dtype=torch.float16)
     table, lengths = (torch.tensor(x, dtype=torch.int32).to(DEVICE) for x in ([[32769]], [20]))
-    work = decode_work([20], ()).to(DEVICE)
+    work = placed(decode_work([20], ()))
     out = decode_attention(q, cache, cache, table, lengths, work, q.new_empty(q.shape))
     last = cache[-1:].double()
     assert_close(out, reference(q.double(), last, last, table * 0, [19], [1]), POINTWISE)
