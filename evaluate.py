@@ -12,8 +12,6 @@ An evaluation is a directory runs/NAME: config.toml, the attempts as JSON Lines,
 report.html and plots. The same command continues one that was stopped. docs/evaluate.md has more.
 """
 
-from __future__ import annotations
-
 import sys
 
 if __name__ == "__main__":  # first, because torch takes seconds to import
@@ -47,11 +45,11 @@ from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.trajectories import from_row, to_row
 from worlds import evaluation
 from worlds.ablation import ablate
-from worlds.baselines import TRAINED, Routers
 from worlds.miniature.probe import probe
 from worlds.miniature.world import environment
 from worlds.mixture import Worlds
 from worlds.policies import parse
+from worlds.routers import TRAINED, routers_of
 
 RUNS = Path("runs")
 ROUTERS = "routers"  # all of a world, in --policy
@@ -96,10 +94,10 @@ def _open_world(name, options, sandbox, spending):
     given = {field.name: getattr(options, field.name) for field in SETTINGS}
     worlds = Worlds(TaskSection(name, **given), options.seed, sandbox, spending)
     splits = [world.splits for world in worlds.domains.values()]
-    routers = Routers(worlds, options.seed)
+    routers = routers_of(worlds, options.seed)
     for split in splits if options.all else ():
         split["held_out"] = [*split["train"], *split["held_out"]]
-        routers.names = [name for name in routers.names if name != TRAINED]
+        routers.pop(TRAINED, None)
     tasks = worlds.held_out(min([options.tasks, *(len(split["held_out"]) for split in splits)]))
     return worlds, tasks, routers
 
@@ -107,8 +105,8 @@ def _open_world(name, options, sandbox, spending):
 def _open_run(options, policies):
     """Makes the directory, or opens it to go on. UserError if it holds another evaluation."""
     worlds = [world.removeprefix("questions:") for world in options.world]
-    homes = [Path(name) for name in (*options.tools.split(","), *worlds) if name]
-    homes += [Path(policy.base) for policy in policies]
+    names = [*options.tools.split(","), *worlds, *(policy.base for policy in policies)]
+    homes = [Path(name) for name in names if name]
     files = [str(f) for home in homes for f in sorted([home, *home.glob("*")]) if f.is_file()]
     here = str(Path(__file__).parent)
     text = tomli_w.dumps(
@@ -141,7 +139,7 @@ def _play(options, policies, run, spending, opened):
     """
     files = (run.path / f"{number:05}.jsonl" for number in count())
     for (world, (worlds, tasks, routers)), policy in product(opened.items(), policies):
-        if policy.router and policy.base not in routers.names:
+        if policy.router and policy.base not in routers:
             continue
         player, size = None, options.parallel
         blocks = [*product(range(options.trials), range(0, len(tasks), size))]
@@ -149,9 +147,7 @@ def _play(options, policies, run, spending, opened):
             file, block = next(files), tasks[start : start + size]
             spending.trial, seed = trial, options.seed + TRIAL * trial
             if not file.exists():
-                if not player:
-                    load = partial(policy.load, spending, size)
-                    player = routers.load(policy.base) if policy.router else load()
+                player = player or routers.get(policy.base) or policy.load(spending, size)
                 if engine := getattr(player, "engine", None):  # forgets what it has prefilled
                     engine.sleep()
                     engine.wake()
@@ -181,7 +177,7 @@ def _measure(options, sandbox):
     """Plays, records and reports. UserError, also if it has to stop half-way."""
     spending = Spending(options.max_usd, RUNS / "replies")
     opened = {name: _open_world(name, options, sandbox, spending) for name in options.world}
-    known = [name for _, _, routers in opened.values() for name in routers.names]
+    known = [name for _, _, routers in opened.values() for name in routers]
     texts = [t for text in options.policy for t in (known if text == ROUTERS else [text])]
     policies = [parse(text, known) for text in dict.fromkeys(texts)]
     for policy in policies:

@@ -93,19 +93,36 @@ def test_an_evaluation_that_was_killed_goes_on_to_the_same_record(home, monkeypa
     assert 0 < low < found["perfect"]["accuracy"] < high <= 1
     mean, _, _, p = found["perfect"]["behind"]["reward"]
     assert mean == pytest.approx(-found["perfect"]["reward"]) and p < 0.05
-    assert all(whole[f"{name}.png"] for name in ("frontier", "calls", "preferences", "turns"))
+    assert all(whole[f"{name}.png"] for name in ("frontier", "turns"))
 
 
 def test_a_mistake_is_one_line_and_status_2(home, capsys):
     evaluate.main(["--policy", "random", "--tasks", "2"])
     capsys.readouterr()
+    (home / "empty.jsonl").touch()
+    (home / "odd.jsonl").write_text('{"question": "Who?"}')
+    (home / "hollow").mkdir()
+    (home / "hollow" / "config.json").touch()
+    asked = questions(home, "http://127.0.0.1:9/v1")
     for arguments, says in (
         (["--tasks", "0"], "at least 1, not 0"),
         (["--policy", "nobody"], "nobody"),
         (["--policy", "mine/model:turns=many"], "turns=many"),
         (["--world", "nowhere"], "no world 'nowhere'"),
+        (["--world", "empty.jsonl"], "empty.jsonl"),
+        ([*asked, "--world", "questions:nothing.jsonl"], "nothing.jsonl: cannot be read"),
+        ([*asked, "--world", "questions:empty.jsonl"], "empty.jsonl: the file has no rows"),
+        ([*asked, "--world", "questions:odd.jsonl"], "odd.jsonl, line 1"),
+        ([*asked[:2], "--tools", "nothing.json"], "nothing.json"),
+        ([*asked, "--judge", "nobody"], "task.judge"),
+        (["--policy", "hollow"], "hollow"),
+        (["--policy", "m@nowhere"], "m@nowhere"),
+        (["--policy", "m@https://a/v1:input=much"], "input=much"),
+        (["--tasks", "many"], "many"),
         (["--policy", "random", "--tasks", "3"], "another evaluation"),
         (["compare", "runs/evaluation", "runs/none"], "runs/none"),
+        (["compare", "runs/evaluation"], "runs"),
+        (["ablate", "--seeds", "x"], "x"),
     ):
         assert evaluate.main(arguments) == 2
         out, err = capsys.readouterr()
@@ -269,14 +286,18 @@ def test_the_routers_of_any_world(home, sandbox):
     options = evaluate._read(questions(home, "http://127.0.0.1:9/v1", rows=200))
     worlds, tasks, routers = evaluate._open_world(options.world[0], options, sandbox, Spending())
     played = {}
-    for name in routers.names:
+    for name, router in routers.items():
         environments = [worlds.environment(task, 0) for task in tasks]
-        attempts = routers.load(name).run(environments, range(len(tasks)))
+        attempts = router.run(environments, range(len(tasks)))
         played[name] = evaluation.summarise(tasks, attempts)
     right = {name: scores["accuracy"] for name, scores in played.items()}
     assert right["strongest"] > right["cheapest"] and right["regression"] >= right["cheapest"]
     assert played["cascade"]["turns"] > 1 == played["random"]["turns"]
     assert played["cheapest"]["calls"] == {"quick": 1.0}
+    options.tools += f",{NANO.with_name('toolorchestra.toml')}"
+    worlds, tasks, routers = evaluate._open_world(options.world[0], options, sandbox, Spending())
+    (attempt,) = routers["strongest"].run([worlds.environment(tasks[0], 0)], [0])
+    assert attempt.turns[0].calls[0].name == "answer" and attempt.cost_usd > 0  # a published role
 
 
 def test_intervals_tests_and_repeated_trials():

@@ -13,7 +13,7 @@ from nanorchestra.agent.environment import Tool
 from nanorchestra.records import Price, Task, ToolResult
 from nanorchestra.schemas import Json
 from nanorchestra.tools.http import count_tokens
-from nanorchestra.tools.models import Expert, ExpertTool, Spending
+from nanorchestra.tools.models import Endpoint, Expert, ExpertTool, Spending
 from nanorchestra.tools.roles import RoleTool
 from worlds.miniature.draw import draw_names
 from worlds.miniature.tables import TRAIN
@@ -65,9 +65,7 @@ def draw(tools: Sequence[Tool], rng: random.Random, varied: bool) -> list[Tool]:
     return offers
 
 
-def _offer(
-    tool: Tool, behind: dict[str, str], schedule: int | None = None, form: str = FORMS[0]
-) -> Tool:
+def _offer(tool, behind, schedule=None, form=FORMS[0]):
     """Returns a tool as a task offers it: aliases for the experts `behind`, a schedule's prices."""
     experts, name, words = {}, tool.name, tool.description
     for alias, model in behind.items():
@@ -93,7 +91,7 @@ def simulated(tool: Tool, task: Task, seed: int) -> Tool:
     for name, expert in experts_of(tool).items():
         usd = max(expert.price.output_per_million, 1e-9)
         skill = min(0.97, max(0.3, 0.68 + 0.18 * math.log10(usd)))  # 0.86 at $10
-        settings = vars(expert) | {"spending": Spending()}
+        settings = vars(expert) | {"spending": Spending(), "endpoint": Endpoint("")}
         made[name] = Simulation(**settings, task=task, seed=seed, skill=skill, form=form)
     return replace(tool, experts=made) if made else tool
 

@@ -5,8 +5,6 @@ Bootstrap intervals over tasks, paired tests and pass^k say how sure a figure is
 name of the preference.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -42,25 +40,24 @@ def attempt(
     rollout: Rollout,
     tasks: Sequence[Task],
     seeds: Sequence[int],
-    make: Callable[[int], Environment],
+    make: Callable[[Task, int], Environment],
     on_done: Callable[[Trajectory], Any] | None = None,
 ) -> tuple[list[Trajectory], int]:
     """Returns one scored attempt of the policy at each task, and how many were repeated.
 
-    make(i) is the environment of attempt i. Attempts that the infrastructure failed are repeated,
-    RETRIES times at most.
+    make(task, seed) is the environment of an attempt. Attempts that the infrastructure failed are
+    repeated, RETRIES times at most.
     """
-    trajectories = rollout.run([make(i) for i in range(len(tasks))], list(seeds), on_done)
-    retried = 0
-    for _ in range(RETRIES):
-        failed = [i for i, t in enumerate(trajectories) if t.status == "infrastructure"]
-        if not failed:
+    found, left, retried = {}, range(len(tasks)), 0
+    for again in range(1 + RETRIES):
+        retried += len(left) if again else 0
+        environments = [make(tasks[i], seeds[i]) for i in left]
+        tried = rollout.run(environments, [seeds[i] for i in left], on_done)
+        found |= zip(left, tried, strict=True)
+        left = [i for i in left if found[i].status == "infrastructure"]
+        if not left:
             break
-        retried += len(failed)
-        again = rollout.run([make(i) for i in failed], [seeds[i] for i in failed])
-        for i, trajectory in zip(failed, again, strict=True):
-            trajectories[i] = trajectory
-    return list(map(score, tasks, trajectories)), retried
+    return [score(task, found[i]) for i, task in enumerate(tasks)], retried
 
 
 def evaluate(
@@ -71,12 +68,12 @@ def evaluate(
     on_done: Callable[[Trajectory], Any] | None = None,
     start: int = 0,
 ) -> list[Trajectory]:
-    """Returns one scored attempt at each task, in the environment make(task, seed).
+    """Returns one scored attempt at each task, all in environments of the same seed.
 
     `start` is the number of the first task.
     """
     seeds = [seed * 1_000_003 + start + i for i in range(len(tasks))]
-    return attempt(rollout, tasks, seeds, lambda i: make(tasks[i], seed), on_done)[0]
+    return attempt(rollout, tasks, seeds, lambda task, _: make(task, seed), on_done)[0]
 
 
 def summarise(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict[str, Any]:
@@ -92,7 +89,7 @@ def summarise(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict
         f"held-out tasks: all {len(tasks)} attempts failed for reasons of the infrastructure; "
         "see that the tools and endpoints answer",
     )
-    scores, rows = means(pairs), by_task(pairs)
+    scores, rows = means(pairs), _grouped(pairs)
     right, tries = scores["accuracy"], Counter(task.id for task, _ in pairs)
     known = {n: [row[n] for row in rows.values() if row[n] is not None] for n in scores}
     passed = [(round(row["accuracy"] * tries[n]), tries[n]) for n, row in rows.items()]
@@ -124,7 +121,7 @@ def compare(found: dict[str, Pairs]) -> dict[str, dict[str, Any]]:
 
 def differences(ours: Pairs, theirs: Pairs) -> dict[str, tuple[float, ...]]:
     """Returns (mean, low, high, p) of what ours have more than theirs, on tasks both finished."""
-    a, b, found = by_task(finished(ours)), by_task(finished(theirs)), {}
+    a, b, found = _grouped(finished(ours)), _grouped(finished(theirs)), {}
     for name in ("reward", "accuracy", "cost_usd", "latency_s"):
         if both := [a[task][name] - b[task][name] for task in a if task in b]:
             found[name] = (*interval(both), p_value(both))
@@ -188,11 +185,6 @@ def means(pairs: Pairs) -> dict[str, float | None]:
     return _means([_figures(*pair) for pair in pairs])
 
 
-def by_task(pairs: Pairs) -> dict[str, dict[str, float | None]]:
-    """Returns the means over the attempts at each task, by its id."""
-    return _grouped(pairs, lambda task: task.id)
-
-
 def finished(pairs: Iterable[tuple[Task, Trajectory]]) -> Pairs:
     """Returns the attempts that the infrastructure did not fail, with their tasks."""
     return [(task, t) for task, t in pairs if t.status != "infrastructure"]
@@ -203,7 +195,8 @@ def _means(rows):
     return {name: fmean(found) if found else None for name, found in columns.items()}
 
 
-def _grouped(pairs, key):
+def _grouped(pairs, key=lambda task: task.id):
+    """The means of the attempts whose tasks have the same key, by key."""
     groups = defaultdict(list)
     for pair in pairs:
         groups[key(pair[0])].append(pair)
@@ -229,11 +222,11 @@ def _tallies(pairs):
     """Calls per attempt by what is behind the alias, and the shares of how a judge decided."""
     called, verdicts = Counter(), (t.verdict for _, t in pairs if t.verdict)
     for task, t in pairs:
-        known = {offer["name"]: offer["what"] for offer in task.data["tools"]}
+        known = {}
         for offer in task.data["tools"]:  # questions.py: experts of a tool that offers several
-            known |= {name: spec["what"] for name, spec in offer.get("models", {}).items()}
+            known |= {offer["name"]: offer} | offer.get("models", {})
         for name, count in t.calls.items():
-            called[known.get(name, "unknown")] += count
+            called[known[name]["what"] if name in known else "unknown"] += count
     return {"calls": _shares(called, len(pairs)), "verdicts": _shares(verdicts, len(pairs))}
 
 

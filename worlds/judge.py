@@ -5,8 +5,6 @@ letter of a multiple choice. What no rule decides is the language model's to jud
 cannot be read counts against the answer.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from decimal import Decimal
@@ -70,6 +68,6 @@ def normalise(answer: str) -> str:
     return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
 
 
-def _number(text: str) -> Decimal | None:
+def _number(text):
     found = NUMBER.fullmatch(text)
     return found and Decimal(found[1])

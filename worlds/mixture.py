@@ -10,7 +10,7 @@ import math
 import random
 from bisect import bisect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, count, islice
 from pathlib import Path
 from typing import Any
@@ -100,10 +100,10 @@ class Worlds:
         """Returns the world and the number of its task for the places start .. start + count."""
         return list(islice(places(self.shares, self.seed), start, start + count))
 
-    def tasks(self, count: int, start: int) -> list[Task]:
-        """Returns the training tasks of the places start .. start + count."""
+    def tasks(self, count: int, start: int, split: str = TRAIN) -> list[Task]:
+        """Returns the tasks of the places start .. start + count, of training or held out."""
         found = self.places(count, start)
-        return [self.domains.get(name, self.miniature).task(TRAIN, n) for name, n in found]
+        return [self.domains.get(name, self.miniature).task(split, n) for name, n in found]
 
     def epoch(self) -> int:
         """Returns how many training tasks the worlds have. UserError if they have no end."""
@@ -125,10 +125,9 @@ class Worlds:
         lessons = miniature.World(self.seed, True, most_tools)
         return [self.domains.get(name, lessons).task(TRAIN, n) for name, n in found]
 
-    def held_out(self, count: int, start: int = 0) -> list[Task]:
-        """Returns the held-out tasks of the places start .. start + count."""
-        found = self.places(count, start)
-        return [self.domains.get(name, self.miniature).task(HELD_OUT, n) for name, n in found]
+    def held_out(self, count: int) -> list[Task]:
+        """Returns the held-out tasks of the first `count` places."""
+        return self.tasks(count, 0, HELD_OUT)
 
     def environment(self, task: Task, seed: int) -> Environment:
         """Returns the environment of one attempt at a task."""
@@ -171,22 +170,21 @@ class Worlds:
         self, rollout: Rollout, tasks: Sequence[Task], seeds: Sequence[int]
     ) -> tuple[list[Trajectory], int]:
         """Returns one scored attempt at each training task, and how many were repeated."""
-        return evaluation.attempt(
-            rollout, tasks, seeds, lambda i: self.environment(tasks[i], seeds[i])
-        )
+        return evaluation.attempt(rollout, tasks, seeds, self.environment)
 
-    def evaluate(
-        self, rollout: Rollout, tasks: Sequence[Task], on_done: Callable[[Trajectory], Any]
-    ) -> list[Trajectory]:
+    def evaluate(self, rollout: Rollout, tasks: Sequence[Task], *on_done: Any) -> list[Trajectory]:
         """Returns one scored attempt at each held-out task."""
-        return evaluation.evaluate(rollout, tasks, self.seed, self.environment, on_done)
+        return evaluation.evaluate(rollout, tasks, self.seed, self.environment, *on_done)
 
     def routers(self, tasks: Sequence[Task]) -> dict[str, Json]:
         """Returns the summary of each fixed router, which plays nothing but the miniature."""
         if self.domains:
             return {}
-        attempts = routers.play_routers(tasks, self.seed, self.sandbox)
-        return {name: evaluation.summarise(tasks, played) for name, played in attempts.items()}
+        return {
+            name: evaluation.summarise(tasks, self.evaluate(router, tasks))
+            for name, router in routers.routers_of(self, self.seed).items()
+            if name != routers.TRAINED
+        }
 
 
 def open_world(

@@ -5,8 +5,6 @@ A policy is written BASE[:CHANGE]...: a checkpoint's directory, MODEL@URL, or a 
 more), or one of its limits, like turns=10.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -57,8 +55,8 @@ class Policy:
         limits = Limits(**{name: given[name] for name in LIMITS})
         if "://" in self.base:
             price, tokenizer = Price(given["input"], given["output"]), Tokenizer.from_dir(NANO)
-            sampling = limits, given["temperature"]
-            return EndpointRollout(self.base, price, tokenizer, *sampling, spending)
+            warmth = given["temperature"]
+            return EndpointRollout(self.base, price, tokenizer, limits, warmth, spending)
         rollout = load_rollout(Path(self.base), limits, 0.0, running)
         sampling = {name: given[name] for name in SAMPLING}
         rollout.params = lambda seed, most: SamplingParams(most, seed=seed, **sampling)
@@ -71,14 +69,13 @@ class Policy:
         names = [tool["function"]["name"] for tool in env.tools]
         basic = [name for name in names if name not in ROLES and env.kinds.get(name) != "expert"]
         kept = {"all": names, "basic": basic, "none": []}[self.settings["tools"]]
-        env.tools = [tool for tool in env.tools if tool["function"]["name"] in kept]
+        env.tools = [tool for tool, name in zip(env.tools, names, strict=True) if name in kept]
         env.kinds = {name: kind for name, kind in env.kinds.items() if name in kept}
         if EXPERT not in kept:
             env.messages[0]["content"] = env.messages[0]["content"].replace(HAND_OVER, "")
-        wish = env.task.preference
+        wish, usd = task.preference, self.settings["usd"]
         never = [*wish.never, *(name for name in names if name not in kept)]
-        wish = replace(wish, usd=self.settings["usd"] or wish.usd, never=never)
-        env.task = replace(env.task, preference=wish)
+        env.task = replace(task, preference=replace(wish, usd=usd or wish.usd, never=never))
         return env
 
 
@@ -87,10 +84,9 @@ def parse(text: str, routers: Collection[str]) -> Policy:
     base, *changes = re.split(r":(?=basic\b|none\b|[a-z_]+=)", text)
     settings = {"tools": "all", "usd": 0.0}
     if "://" in base:
-        usd = dict(
-            zip(("input", "output"), PRICES.get(base.partition("@")[0], (0.0, 0.0)), strict=True)
-        )
-        settings |= _limits(CONTEXT) | usd | {"temperature": 1.0, "from": "evaluate.py"}
+        usd_in, usd_out = PRICES.get(base.partition("@")[0], (0.0, 0.0))
+        settings |= _limits(CONTEXT) | {"input": usd_in, "output": usd_out}
+        settings |= {"temperature": 1.0, "from": "evaluate.py"}
     elif base not in routers:
         known = f"a checkpoint's directory, MODEL@URL, or one of {', '.join(routers)}"
         require(

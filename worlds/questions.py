@@ -9,8 +9,6 @@ Experts are the endpoints of the catalogue, or simulations: these know the row's
 with a probability that grows with the price of the model behind them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import re
@@ -19,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from nanorchestra.agent.environment import Tool, ToolEnvironment
 from nanorchestra.config import TaskSection
@@ -125,7 +122,7 @@ class QuestionWorld:
         return env
 
 
-def _bounds(offers: Sequence[Tool]) -> list[list[float]]:
+def _bounds(offers):
     """Bounds of US dollars and seconds: from nothing to a call of each expert on offer."""
     experts = [expert for tool in offers for expert in catalogue.experts_of(tool).values()]
     usd = sum(expert.price.cost(READ, catalogue.WRITTEN) for expert in experts)
@@ -133,7 +130,7 @@ def _bounds(offers: Sequence[Tool]) -> list[list[float]]:
     return [[0.0, usd or 0.01], [0.0, seconds or catalogue.LATENCY_S]]
 
 
-def _renamed(wish: Preference, offers: Sequence[Tool]) -> Preference:
+def _renamed(wish, offers):
     """Returns a preference over the tools on offer, under their aliases, in the words too.
 
     A model behind several roles has an alias in each; what is not on offer is left out.
@@ -195,7 +192,7 @@ def load_rows(file: Path) -> list[Row]:
     return rows
 
 
-def _row(value: Any, file: Path, number: int) -> Row:
+def _row(value, file, number):
     """Returns a row. UserError names line and field."""
     where, known = f"{file}, line {number}", {}
     require(isinstance(value, dict), f"{where}: it must be an object of question and answer")

@@ -1,24 +1,29 @@
-"""Fixed strategies for the miniature, which a trained policy must beat; and `perfect`, the ceiling.
+"""Fixed strategies that a trained policy must beat; `perfect` is the ceiling of the miniature.
 
 A router gives the order of the tools to use; they are used until one is sure. Routers play in the
 same environments as the policy and are scored and billed in the same way, but pay for no tokens of
-their own.
+their own. Outside the miniature the strongest expert is the most expensive one, the cascade ends
+when two answers agree, and in a conversation the first expert does every turn, and after an error
+the next.
 """
 
-from __future__ import annotations
-
 import asyncio
+import importlib.util
 import random
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import permutations
+from typing import Any
 
 from nanorchestra.agent.environment import Environment
+from nanorchestra.agent.load import NANO
+from nanorchestra.errors import require
+from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Preference, Task, ToolCall, Trajectory, Turn
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.roles import final_answer
-from nanorchestra.tools.sandbox import Sandbox
 from tools import Skill
 from worlds.evaluation import score
 from worlds.judge import normalise
@@ -33,8 +38,11 @@ from worlds.miniature.offers import (
     skill,
 )
 from worlds.miniature.tables import PREFERENCES, SPECIALISTS
-from worlds.miniature.world import environment
+from worlds.toolscale.environment import EXPERT
 
+TRAINED = "regression"
+LESSONS = 2000  # training tasks at most that the trained router learns from, one expert each
+AT_ONCE = 16
 AVERAGE_WISH = [  # weights of outcome, cost and latency over all users
     sum(share * weights[i] for share, weights in PREFERENCES.values()) for i in range(3)
 ]
@@ -42,13 +50,73 @@ TURNS = 40  # of a conversation at most
 STRENGTHS = ("small", *SPECIALISTS.values(), "medium", "large")
 
 
-def play_routers(tasks: Sequence[Task], seed: int, sandbox: Sandbox) -> dict[str, list[Trajectory]]:
-    """Returns the attempts of every router at the tasks, by its name."""
-    attempts: dict[str, list[Trajectory]] = defaultdict(list)
-    for task in tasks:
-        for name, order in orders(task, random.Random(f"router/{task.id}/{seed}")).items():
-            attempts[name].append(play(order, environment(task, seed, sandbox), seed))
-    return attempts
+@dataclass
+class Router:
+    """Plays attempts, as a Rollout does, with the offers `order(task)`."""
+
+    order: Callable[[Task], Sequence[Offer]]
+
+    def run(
+        self, environments: Sequence[Environment], seeds: Sequence[int], *_: Any
+    ) -> list[Trajectory]:
+        """Returns one scored attempt in each environment."""
+        tokenizer = Tokenizer.from_dir(NANO)
+        for env in environments:
+            env.evidence.tokenizer = tokenizer  # counts what an expert of a published role reads
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            found = (self.order(env.task) for env in environments)
+            return list(pool.map(play, found, environments, seeds))
+
+
+def routers_of(worlds: Any, seed: int) -> dict[str, Router]:
+    """Returns the routers of worlds.mixture.Worlds by name; `seed` is that of random choices.
+
+    The trained one is among them if scikit-learn is installed. Without experts there are none.
+    """
+    first, known = worlds.held_out(1)[0], {}
+    orders = plain_orders if worlds.domains else miniature_orders
+    if not offers(first):
+        return {}
+
+    def order(name, task):
+        if task.id not in known:
+            known[task.id] = orders(task, random.Random(f"router/{task.id}/{seed}"))
+        return known[task.id][name]
+
+    @cache
+    def best():
+        return _learn(worlds, seed)
+
+    found = {name: Router(partial(order, name)) for name in orders(first, random.Random())}
+    trained = {TRAINED: Router(lambda task: best()(task))}
+    return found | (trained if importlib.util.find_spec("sklearn") else {})
+
+
+def _learn(worlds, seed):
+    """Returns the choice of the expert that is right most probably, by a logistic regression.
+
+    Each training task shows one random expert. The features are the expert, and its pairs with the
+    words of the question.
+    """
+    from sklearn.feature_extraction.text import CountVectorizer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+
+    most = [len(world.splits["train"]) for world in worlds.domains.values()]
+    tasks = worlds.tasks(min([LESSONS, *most]), 0)
+    drawn = {task.id: [random.Random(task.id).choice(offers(task))] for task in tasks}
+    environments = [worlds.environment(task, seed) for task in tasks]
+    tried = Router(lambda task: drawn[task.id]).run(environments, range(len(tasks)))
+    texts = [_words(task, *drawn[task.id]) for task in tasks]
+    model = make_pipeline(CountVectorizer(token_pattern=r"\S+"), LogisticRegression(max_iter=1000))
+    model.fit(["", "", *texts], [False, True, *(attempt.outcome == 1 for attempt in tried)])
+
+    def best(task):
+        found = offers(task)
+        chances = model.predict_proba([_words(task, offer) for offer in found])[:, 1]
+        return [found[chances.argmax()]]
+
+    return best
 
 
 def play(order: Sequence[Offer], env: Environment, seed: int = 0) -> Trajectory:
@@ -57,16 +125,16 @@ def play(order: Sequence[Offer], env: Environment, seed: int = 0) -> Trajectory:
     A chain of records is followed to its end, as a conversation is; anything else is one call.
     Offers of other worlds than the miniature state the `arguments` of their call.
     """
-    task, said = env.task, []
+    task, said, talks = env.task, [], hasattr(env, "over")
     trajectory = Trajectory(task.id, seed, 0, [], [], [], [])
     for offer in order:
-        row, name = None, offer["name"]
+        row, name, known = None, offer["name"], offer.get("arguments")
         while True:
-            known = offer.get("arguments")
             call = call_for(task, offer, row) if known is None else ToolCall(name, known)
-            talks = hasattr(env, "over")
-            tool = None if talks else env.by_name[name]
-            result = asyncio.run(env.execute(call)) if talks else tool.call(call.arguments)
+            if talks:
+                result = asyncio.run(env.execute(call))
+            else:
+                result = env.by_name[name].call(call.arguments)
             trajectory.turns.append(Turn(0, 0, "stop", [call], [result]))
             trajectory.cost_usd += result.cost_usd
             trajectory.latency_s += result.latency_s
@@ -95,12 +163,13 @@ def play(order: Sequence[Offer], env: Environment, seed: int = 0) -> Trajectory:
     return score(task, trajectory)
 
 
-def orders(task: Task, rng: random.Random) -> dict[str, Sequence[Offer]]:
+def miniature_orders(task: Task, rng: random.Random) -> dict[str, Sequence[Offer]]:
     """Returns the tools that each router uses, in order; docs/worlds.md describes the routers."""
     usable = [offer for offer in task.data["tools"] if is_expert(offer) or fits(offer, task)]
     allowed = [offer for offer in usable if offer["name"] not in task.preference.avoided]
     by_price = sorted(filter(is_expert, usable), key=lambda offer: offer["price"])
     shuffled = rng.sample(usable, len(usable))
+    plans = [plan for length in (1, 2, 3) for plan in permutations(usable, length)]
     by_wish = sorted(allowed or usable, key=lambda offer: _rank(task, offer))
     return {
         "strongest": [max(by_price, key=_strength)],
@@ -110,11 +179,19 @@ def orders(task: Task, rng: random.Random) -> dict[str, Sequence[Offer]]:
         "teacher": [offer for offer in shuffled if offer in allowed] or usable,
         "sense": by_wish[:1],
         "until_sure": by_wish,
-        "no_wish": informed_order(without_wish(task))[:2],
-        "no_prices": informed_order(without_prices(task))[:2],
+        "no_wish": informed_order(_deaf(task, *AVERAGE_WISH))[:2],
+        "no_prices": informed_order(_deaf(task, 1.0, 0.0, 0.0))[:2],
         "informed": informed_order(task)[:2],
-        "perfect": max(_plans(usable), key=lambda plan: _expected_reward(task, plan)),
+        "perfect": max(plans, key=lambda plan: _expected_reward(task, plan)),
     }
+
+
+def plain_orders(task: Task, rng: random.Random) -> dict[str, Sequence[Offer]]:
+    """Returns the experts that each router uses outside the miniature. UserError without any."""
+    found = sorted(offers(task), key=lambda offer: offer["price"])
+    require(found, f"task {task.id} offers no expert, which a router needs")
+    ends = {"strongest": found[-1:], "cheapest": found[:1], "random": [rng.choice(found)]}
+    return ends | {"cascade": found}
 
 
 def informed_order(task: Task) -> list[Offer]:
@@ -126,19 +203,13 @@ def informed_order(task: Task) -> list[Offer]:
     return sorted(usable, key=lambda offer: -_expected_reward(task, [offer]))
 
 
-def without_wish(task: Task) -> Task:
-    """Returns the task as one sees it who reads a ban, but not what matters to the user."""
-    bans = dict.fromkeys(task.preference.tools, -sum(AVERAGE_WISH))
-    return replace(task, preference=Preference(task.preference.text, *AVERAGE_WISH, bans))
+def _deaf(task, *weights):
+    """The task as one sees it who reads a ban, but whose wish has other weights."""
+    bans = dict.fromkeys(task.preference.tools, -sum(weights))
+    return replace(task, preference=Preference(task.preference.text, *weights, bans))
 
 
-def without_prices(task: Task) -> Task:
-    """Returns the task as one sees it who reads a ban, but neither prices nor latencies."""
-    bans = dict.fromkeys(task.preference.tools, -1.0)
-    return replace(task, preference=Preference(task.preference.text, 1.0, 0.0, 0.0, bans))
-
-
-def _rank(task: Task, offer: Offer) -> tuple[bool, float]:
+def _rank(task, offer):
     """Orders tools by what the prompt says: the fitting tool, then as the user's wish."""
     tools, wish = task.data["tools"], task.data["wish"]
     price = offer["price"] / max(tool["price"] for tool in tools)
@@ -153,16 +224,12 @@ def _rank(task: Task, offer: Offer) -> tuple[bool, float]:
     return not fits(offer, task), badness[wish]
 
 
-def _strength(offer: Offer) -> int:
+def _strength(offer):
     """The place of an expert among those that names suggest to be weaker."""
     return STRENGTHS.index(offer["what"]) if is_expert(offer) else 0
 
 
-def _plans(usable: Sequence[Offer]) -> list[tuple[Offer, ...]]:
-    return [plan for length in (1, 2, 3) for plan in permutations(usable, length)]
-
-
-def _expected_reward(task: Task, plan: Sequence[Offer]) -> float:
+def _expected_reward(task, plan):
     """The expected reward of using tools in order until one is sure. A wrong answer earns 0."""
     data, reached, expected = task.data, 1.0, 0.0
     attempt = Trajectory(task.id, 0, 0, [], [], [], [], outcome=1.0)
@@ -179,3 +246,22 @@ def _expected_reward(task: Task, plan: Sequence[Offer]) -> float:
         expected += reached * ends * score(task, attempt).reward
         reached *= unsure + (1 - known.right) * known.unsure_if_wrong
     return expected
+
+
+def _words(task, offer):
+    return " ".join(f"{offer['what']}/{word}" for word in ("", *task.question.split()))
+
+
+def offers(task: Task) -> list[Offer]:
+    """Returns the experts that can answer, or in a conversation do a turn."""
+    found = [offer for offer in task.data["tools"] if "price" in offer and is_expert(offer)]
+    for expert in task.data.get("experts", ()):
+        call = {"name": EXPERT, "arguments": {"expert": expert["alias"]}}
+        found.append(call | {"what": expert["model"], "price": sum(expert["usd"])})
+    for tool in task.data["tools"]:
+        for alias, model in tool.get("models", {}).items():
+            if tool["name"] in (alias, "answer"):
+                call = {"model": alias} if tool["name"] != alias else {}
+                price = {"what": model["what"], "price": sum(model["usd"])}
+                found.append({"name": tool["name"], "arguments": call} | price)
+    return found

@@ -3,8 +3,6 @@
 It is about any question, with the tools of a catalogue, or about the miniature's.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

@@ -59,7 +59,7 @@ def test_lessons_and_held_out_tasks(worlds):
         ("held_out", n) for n in range(3)
     ]
     assert worlds("miniature").held_out(6) == World(0).tasks("held_out", 6)
-    assert worlds("d").held_out(6, 2) == [("held_out", number) for number in range(2, 8)]
+    assert worlds("d").tasks(6, 2) == [("train", number) for number in range(2, 8)]
     both = [("held_out", number) for number in range(3)] * 2
     assert sorted(worlds("d, e").held_out(6)) == sorted(both)
 

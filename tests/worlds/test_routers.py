@@ -6,10 +6,11 @@ from statistics import fmean
 
 import pytest
 
-from worlds.evaluation import summarise
+from nanorchestra.config import TaskSection
 from worlds.miniature.offers import fits
 from worlds.miniature.world import World, environment
-from worlds.routers import play, play_routers
+from worlds.mixture import Worlds
+from worlds.routers import play
 
 
 def test_the_fitting_tool_gives_the_right_answer(sandbox):
@@ -38,10 +39,8 @@ def test_a_play_is_billed_for_every_call(sandbox):
 
 
 def test_what_each_router_knows_shows_in_its_reward(sandbox):
-    tasks = World(1).tasks("held_out", 500)
-    summary = {
-        name: summarise(tasks, played) for name, played in play_routers(tasks, 0, sandbox).items()
-    }
+    worlds = Worlds(TaskSection("miniature"), 1, sandbox)
+    summary = worlds.routers(worlds.held_out(500))
     reward = {name: scores["reward"] for name, scores in summary.items()}
     assert reward["perfect"] > reward["informed"] > reward["until_sure"] > reward["teacher"]
     assert reward["sense"] > reward["teacher"] > reward["random"]
