@@ -1,8 +1,8 @@
 """What an attempt has found out, as text within token budgets: for the policy and for experts.
 
 Published ToolOrchestra shows documents, then code with its output, then answers of experts, the
-latest of each (arXiv 2511.21689; budgets are those of its training code). A piece that is cut keeps
-its head here. Nothing imports torch.
+latest of each (arXiv 2511.21689; budgets and cuts are those of its training code). Nothing imports
+torch.
 """
 
 import json
@@ -12,7 +12,6 @@ from typing import Any
 from nanorchestra.records import ToolCall, ToolResult
 
 HEADER = "Documents:\n"
-Piece = tuple[str, str]  # its head, which is never cut, and its body
 
 
 @dataclass(frozen=True)
@@ -54,51 +53,39 @@ class Evidence:
             known += [item for item in items if name != "documents" or item not in known]
 
     def shown(self, budget: Budget) -> str:
-        """Returns the evidence that fits, "" if there is none.
+        """Returns the evidence that fits, of each kind the newest; "" if there is none.
 
-        The oldest documents are left out first. Code that would fill the text alone leaves none.
+        Code that would fill the text alone leaves no documents.
         """
-        documents = [
-            (f"Doc {i}: ", text[: budget.document_chars] + "\n\n")
+        documents = "".join(
+            f"Doc {i}: {text[: budget.document_chars]}\n\n"
             for i, text in enumerate(self.documents, 1)
-        ]
-        programs = []
-        for code, output in self.code:
-            programs.append(("```python\n", f"{code}\n```\n\n"))
-            programs.append(("```output\n", f"{output}\n```\n\n"))
-        answers = [
-            (f"Attempt{i} answer by {author}: ", f"{answer}\n")
+        )
+        programs = "".join(
+            f"```python\n{code}\n```\n\n```output\n{output}\n```\n\n" for code, output in self.code
+        )
+        answers = "".join(
+            f"Attempt{i} answer by {author}: {answer}\n"
             for i, (author, answer) in enumerate(self.attempts, 1)
-        ]
-        attempts = self._latest(answers, min(budget.attempts, budget.total))
-        room = min(budget.worked, budget.total) - self.count(*attempts)
-        worked = self._latest(programs, room) + attempts
-        if self.count(*map("".join, programs), *attempts) < budget.total:
-            kept = self._latest(documents, budget.total - self.count(HEADER, *worked))
-            worked = [HEADER, *kept, *worked] if kept else worked
-        return "".join(worked)
+        )
+        attempts = self._end(answers, min(budget.attempts, budget.total))
+        room = min(budget.worked, budget.total) - self.count(attempts)
+        worked = self._end(programs, room) + attempts
+        if self.count(programs, attempts) < budget.total:
+            kept = self._end(documents, budget.total - self.count(HEADER, worked))
+            worked = HEADER + kept + worked if kept else worked
+        return worked
 
     def count(self, *texts: str) -> int:
         """Returns the ids of texts of whole lines, over whose ends no token reaches."""
         return sum(len(self.tokenizer.encode(text)) for text in texts)
 
-    def _latest(self, pieces, budget) -> list[str]:
-        """Returns the last pieces that fit, and what fits of the end of the one before them."""
-        kept = []
-        for head, body in reversed(pieces):
-            budget -= self.count(head + body)
-            if budget < 0:
-                end = self._end(head + "... ", body, budget + self.count(head + body))
-                return [end, *kept] if end else kept
-            kept.insert(0, head + body)
-        return kept
-
-    def _end(self, head, body, budget) -> str:
-        """Returns the head and as much of the end of the body as fits, or nothing."""
-        ids = self.tokenizer.encode(body)
-        for start in range(max(1, len(ids) - budget + self.count(head)), len(ids)):
+    def _end(self, text, budget):
+        """Returns as much of the end of a text as fits."""
+        ids = self.tokenizer.encode(text)
+        for start in range(max(0, len(ids) - budget), len(ids)):
             # A cut may fall into a character, and a text cut elsewhere may have more ids.
-            text = head + self.tokenizer.decode(ids[start:]).lstrip("\ufffd")
-            if self.count(text) <= budget:
-                return text
+            end = self.tokenizer.decode(ids[start:]).lstrip("\ufffd")
+            if self.count(end) <= budget:
+                return end
         return ""

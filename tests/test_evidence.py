@@ -9,7 +9,7 @@ def count(tokenizer, *texts):
     return sum(len(tokenizer.encode(text)) for text in texts)
 
 
-def test_the_oldest_documents_go_first_and_heads_stay(nano_tokenizer):
+def test_the_oldest_documents_go_first(nano_tokenizer):
     known = Evidence("?", [f"{word} " * 30 for word in ("red", "green", "blue")])
     known.code, known.attempts, known.tokenizer = [["a", "b"]], [["orion", "c"]], nano_tokenizer
     worked = "```python\na\n```\n\n```output\nb\n```\n\nAttempt1 answer by orion: c\n"
@@ -21,9 +21,9 @@ def test_the_oldest_documents_go_first_and_heads_stay(nano_tokenizer):
 
     assert text(exactly) == f"Documents:\n{newest}{worked}"
     more, less = text(exactly + 30), text(exactly - 1)
-    assert more.startswith("Documents:\nDoc 2: ... ") and more.endswith(newest + worked)
+    assert more.startswith("Documents:\n") and more.endswith(newest + worked)
     assert 0 < more.count("green") < 30
-    assert less.startswith("Documents:\nDoc 3: ... ") and less.endswith("\n\n" + worked)
+    assert less.startswith("Documents:\n") and less.endswith("blue \n\n" + worked)
     assert "red" not in more + less and text(0) == ""
 
 
@@ -41,4 +41,4 @@ def test_code_and_attempts_have_shares_of_their_own(nano_tokenizer):
     known.code.append(["y = 2\n" * 60, "2"])  # more than all: no room for documents
     text = known.shown(budget)
     assert 120 < count(nano_tokenizer, text) <= 160 and "Documents:" not in text
-    assert text.startswith("```python\n... ") and "```output\n2\n```" in text
+    assert "```output\n2\n```" in text and "x = 1" not in text

@@ -150,21 +150,15 @@ def turn(*calls):
 def expected(tokenizer, documents, code):
     """Section 1.1 of the published system: documents, then code; sentences of its FRAMES script.
 
-    24,000 ids in all, of a document 4,000 characters; documents are of digits, one id each.
+    24,000 ids in all, of a document 4,000 characters; of the documents the end is kept.
     """
-    worked, kept = "", []
+    worked = ""
     for program, output in code:
         worked += f"```python\n{program}\n```\n\n```output\n{output}\n```\n\n"
     room = 24_000 - count(tokenizer, "Documents:\n", worked)
-    for i, text in reversed([*enumerate(documents, 1)]):
-        whole, cut = f"Doc {i}: {text[:4000]}\n\n", f"Doc {i}: ... "
-        fits = count(tokenizer, whole) <= room
-        left = room - count(tokenizer, cut, "\n\n")
-        kept.insert(0, whole if fits else f"{cut}{text[:4000][-left:]}\n\n")
-        room -= count(tokenizer, whole)
-        if not fits:
-            break
-    context = ("Documents:\n" if kept else "") + "".join(kept) + worked
+    read = "".join(f"Doc {i}: {text[:4000]}\n\n" for i, text in enumerate(documents, 1))
+    kept = tokenizer.decode(tokenizer.encode(read)[-room:])
+    context = f"Documents:\n{kept}{worked}" if documents else worked
     content = f"Problem: How much? Be cheap.\n\n{context}\n\nChoose an appropriate tool."
     return [SYSTEM, {"role": "user", "content": content}]
 
