@@ -1,7 +1,5 @@
 """report.html and PNG plots of an evaluation, from its summary.json and its attempts."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import takewhile
@@ -29,15 +27,16 @@ def write_evaluation(path: Path) -> None:
     run, panels = Run.open(path), defaultdict(list)
     summary = run.summary()
     for world, found in summary["worlds"].items():
-        for name, drawn in plots.compared(world, found).items():
-            panels[name].append(drawn)
+        panels["frontier"].append(plots.frontier(found, f"{world}:"))
+        if swept := {name: scores for name, scores in found.items() if ":turns=" in name}:
+            panels["turns"].append(plots.frontier(swept, f"{world}:", turns=True))
     parts = ['<div id="summary"></div>']
     for name, drawn in panels.items():
         write_whole(path / f"{name}.png", plots.figure(drawn, "png", **SIZE))
         parts.append(images(drawn, **SIZE))
     parts.append('<div id="worlds"></div><div id="pairs"></div>')
     data = {"summary": summary, "pairs": _instructive(path, summary)}
-    write_whole(path / "report.html", page(run, parts, data))
+    write_whole(path / "report.html", page(run, "\n".join(parts), data))
 
 
 def _instructive(path, summary):

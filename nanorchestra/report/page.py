@@ -5,8 +5,6 @@ tables. Everything that a model or a tool wrote is set as text, and the page's p
 nothing. `python -m nanorchestra.report.page runs/NAME` writes it.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import sys
@@ -25,8 +23,8 @@ from nanorchestra.report import plots
 from nanorchestra.report.run import TITLES, Run, held_out_scores
 
 HERE = Path(__file__).parent
-CSS = (HERE / "page.css").read_text(encoding="utf-8")
-SCRIPTS = [(HERE / f"{name}.js").read_text(encoding="utf-8") for name in ("tables", "browser")]
+NAMES = ("page.css", "run.html", "tables.js", "browser.js")
+CSS, BODY, *SCRIPTS = ((HERE / name).read_text(encoding="utf-8") for name in NAMES)
 POLICY = (  # everything is in the page
     "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 )
@@ -46,22 +44,14 @@ def write_report(run_path: str | Path) -> Path:
     )
     learning, calls = plots.curves(grpo, "learning"), plots.curves(grpo, "tools")
     health = plots.curves(warm, "warm_start") + plots.curves(grpo, "health")
-    found, notes = held_out_scores(summary), TITLES["notes"]
+    found = held_out_scores(summary)
     frontier = [plots.frontier(dict(sorted(found.items())))]  # after, before, ...
-    parts = [
-        f'<p>{notes["about"]}</p><div id="run"></div>',
-        images(frontier, width=8, height=4),
-        _section(
-            "Learning curves", f"Means over the training tasks of each step. {notes['smooth']}"
-        ),
-        images(learning),
-        f'<div id="splits">{_section("By preference and kind of task", "Held-out tasks.")}</div>',
-        _section("Which tools it calls", notes["smooth"]),
-        images(calls, width=8, height=3),
-        _section("Training health", notes["smooth"]),
-        images(health),
-        '<div id="browser"></div>',
-    ]
+    drawn = {
+        "frontier": images(frontier, width=8, height=4),
+        "learning": images(learning),
+        "calls": images(calls, width=8, height=3),
+        "health": images(health),
+    }
     seconds = summary.get("seconds") or sum(row.get("seconds") or 0.0 for row in rows)
     facts = {
         "parameters": f"{summary.get('parameters', 0) / 1e6:,.2f} million",
@@ -74,16 +64,16 @@ def write_report(run_path: str | Path) -> Path:
         "run": {"facts": facts, "held_out": found, "live": not summary},
         "browser": browser(list(run.rows("trajectories", TAIL_BYTES)), _pieces(run)),
     }
-    write_whole(run.path / "report.html", page(run, parts, data))
+    write_whole(run.path / "report.html", page(run, BODY.format(**drawn), data))
     image = plots.figure([*learning[:4], *calls, *frontier], "png", height=2.9)
     write_whole(run.path / "curves.png", image)
     return run.path / "report.html"
 
 
-def page(run: Run, parts: list[str], data: dict[str, Any]) -> str:
-    """Return the page of these parts, filled with `data` by the scripts, and config.toml."""
+def page(run: Run, body: str, data: dict[str, Any]) -> str:
+    """Return the page of a body, filled with `data` by the scripts, and config.toml."""
     config = escape((run.path / "config.toml").read_text(encoding="utf-8"))
-    name, body = escape(run.path.name), "\n".join(parts)
+    name = escape(run.path.name)
     text = json.dumps({"titles": TITLES, **data}, separators=(",", ":")).replace("<", "\\u003c")
     scripts = "".join(f"<script>{script}</script>" for script in SCRIPTS)
     return f"""<!doctype html>
@@ -125,11 +115,7 @@ def browser(rows: list[dict[str, Any]], piece: Callable[[int], str]) -> dict[str
     return {"count": len(groups), "groups": shown, "pieces": {id: piece(id) for id in sorted(used)}}
 
 
-def _section(title: str, note: str) -> str:
-    return f'<h2>{title}</h2><p class="note">{note}</p>'
-
-
-def _pieces(run: Run) -> Callable[[int], str]:
+def _pieces(run):
     """Return the text of an id by the tokenizer of the run, or of the checkpoint it began from."""
     config = tomllib.loads((run.path / "config.toml").read_text(encoding="utf-8"))
     folder = Path(config.get("model", {}).get("path") or run.path / "tokenizer")

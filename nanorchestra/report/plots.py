@@ -4,14 +4,10 @@ A panel is a function that draws on one Axes; `figure` lays panels out and retur
 is in m$, thousandths of a dollar.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import io
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -51,14 +47,14 @@ def curves(rows: Rows, name: str) -> list[Panel]:
     return [_curve(rows, *panel) for panel in TITLES["panels"][name]]
 
 
-def _curve(rows: Rows, title: str, patterns: str, factor: float) -> Panel:
+def _curve(rows, title, patterns, factor):
     """Return a panel: patterns for the keys of a row (as run.scalars names them), a factor."""
     values = [(row["step"], scalars(row)) for row in rows]
     names = sorted({name for _, found in values for name in found})
     keys = [key for pattern in patterns.split() for key in fnmatch.filter(names, pattern)]
     window = min(25, max(1, len(rows) // 10))  # of the strong lines
 
-    def draw(axis: Axes) -> None:
+    def draw(axis):
         axis.set_title(title)
         axis.set_xlabel("step")
         if not keys:
@@ -72,9 +68,7 @@ def _curve(rows: Rows, title: str, patterns: str, factor: float) -> Panel:
             line = {"label": named, "linewidth": 1.8, "marker": ".", "markersize": 2}
             axis.plot(steps, mean, color=f"C{place}", **line)
         if len(keys) > 1:
-            low, high = axis.get_ylim()
-            legend = math.ceil(len(keys) / 3)  # its rows, above the lines
-            axis.set_ylim(low, high + 0.11 * legend * (high - low))
+            axis.margins(y=0.04 * (2 + len(keys)))  # room for the legend
             axis.legend(loc="upper left", ncols=3, columnspacing=1, handlelength=1)
         axis.xaxis.get_major_locator().set_params(integer=True)
 
@@ -88,7 +82,7 @@ def frontier(found: dict[str, dict[str, Any]], world: str = "", turns: bool = Fa
     """
     ours = [*found][:2]
 
-    def draw(axis: Axes) -> None:
+    def draw(axis):
         axis.set_title(f"{world} right answers on held-out tasks, %".strip())
         axis.set_xlabel("turns allowed" if turns else "cost per task, m$ (thousandths of a dollar)")
         if not found:
@@ -101,11 +95,11 @@ def frontier(found: dict[str, dict[str, Any]], world: str = "", turns: bool = Fa
             if turns:
                 x, wide = float(name.rpartition(":turns=")[2].partition(":")[0]), None
             best.append((x, y))
-            main = name in ours
-            style = {"color": (AFTER, BEFORE)[ours.index(name)] if main else f"C{1 + place % 5}"}
-            axis.errorbar(x, y, up, wide, elinewidth=1.6 if main else 0.6, fmt="none", **style)
-            style |= {"label": label(name), "zorder": 3, "s": 90 if main else 36}
-            axis.scatter(x, y, marker="o" if main else MARKERS[place % len(MARKERS)], **style)
+            style = {"color": f"C{1 + place % 5}", "elinewidth": 0.6}
+            if name in ours:
+                style = {"color": (AFTER, BEFORE)[ours.index(name)], "markersize": 9}
+            marker = "o" if name in ours else MARKERS[place % len(MARKERS)]
+            axis.errorbar(x, y, up, wide, marker, label=label(name), **style)
         steps = [p for p in sorted(best) if all(q[1] < p[1] for q in best if q < p)]
         dominant = {"label": "nothing to its left is right as often", "zorder": 0}
         axis.plot(*zip(*steps, strict=True), color=BEFORE, linewidth=0.8, **dominant)
@@ -122,34 +116,5 @@ def _point(scores, key, factor):
     return factor * value, [[factor * (value - low)], [factor * (high - value)]]
 
 
-def compared(world: str, found: dict[str, dict[str, Any]]) -> dict[str, Panel]:
-    """Return the panels of an evaluation in one world, by name; scores by policy."""
-    swept = {name: scores for name, scores in found.items() if ":turns=" in name}
-    wishes = {
-        name: {wish: row["reward"] for wish, row in scores["by_preference"].items()}
-        for name, scores in found.items()
-    }
-    calls = {name: scores["calls"] for name, scores in found.items()}
-    panels = {"frontier": frontier(found, f"{world}:")}
-    if swept:
-        panels["turns"] = frontier(swept, f"{world}:", turns=True)
-    panels["calls"] = partial(_heat, f"{world}: calls per task to each kind of tool", calls)
-    return panels | {"preferences": partial(_heat, f"{world}: reward by the user's wish", wishes)}
-
-
-def _heat(title, rows, axis):
-    """Numbers as colours, a row of names each."""
-    names = sorted({name for row in rows.values() for name in row}) or ["none"]
-    values = [[row.get(name, 0.0) for name in names] for row in rows.values()]
-    most = max(map(max, values)) or 1.0
-    axis.set_title(title)
-    axis.grid(visible=False)
-    axis.imshow(values, cmap="Blues", vmin=0, vmax=1.6 * most, aspect="auto")  # text stays legible
-    axis.set_xticks(range(len(names)), names, rotation=30, ha="right")
-    axis.set_yticks(range(len(rows)), map(label, rows))
-    for y, x in product(range(len(rows)), range(len(names))):
-        axis.text(x, y, f"{values[y][x]:.2f}", fontsize=8, ha="center", va="center")
-
-
-def _empty(axis: Axes) -> None:
+def _empty(axis):
     axis.text(0.5, 0.5, "no data yet", transform=axis.transAxes, ha="center", color=BEFORE)

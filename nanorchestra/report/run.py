@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nanorchestra.errors import UserError, require
-from nanorchestra.files import read_json, write_whole
+from nanorchestra.files import append_line, read_json, sync, write_whole
 
 LOGS = ("metrics", "trajectories")
 # Titles of tables and panels. A column has a title with its unit, a factor, and decimals (None:
@@ -31,7 +31,6 @@ class Run:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._files: dict[str, Any] = {}
 
     @classmethod
     def create(cls, path: str | Path, config_text: str) -> Run:
@@ -54,9 +53,9 @@ class Run:
 
     def lock(self) -> None:
         """Make this process the run's only writer until it ends. UserError if another one is."""
-        self._files["lock"] = file = (self.path / ".lock").open("ab")
+        self._lock = (self.path / ".lock").open("ab")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             message = f"{self.path}: another process is training this run; stop it first"
             raise UserError(message) from None
@@ -66,15 +65,7 @@ class Run:
 
         UserError if the disk takes no more.
         """
-        path = self._log(name)
-        if name not in self._files:
-            self._files[name] = path.open("a", encoding="utf-8")
-        try:
-            self._files[name].write(_dumps(row) + "\n")
-            self._files[name].flush()
-        except OSError as error:
-            message = f"{path}: cannot be written ({error.strerror}); free space, resume"
-            raise UserError(message) from error
+        append_line(self._log(name), _dumps(row))
 
     def rows(self, name: str, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
         """Yield the rows of a log, or those that lie wholly in its last bytes.
@@ -98,9 +89,10 @@ class Run:
 
     def offsets(self) -> dict[str, int]:
         """Return the bytes of each log, all of them on disk; a checkpoint keeps them."""
-        for file in self._files.values():
-            os.fsync(file.fileno())
-        return {name: self._log(name).stat().st_size for name in LOGS if self._log(name).exists()}
+        logs = [log for log in map(self._log, LOGS) if log.exists()]
+        for log in logs:
+            sync(log)
+        return {log.stem: log.stat().st_size for log in logs}
 
     def truncate(self, offsets: dict[str, int]) -> None:
         """Cut the logs to `offsets`, so that a resumed run repeats no row."""
@@ -117,7 +109,7 @@ class Run:
         path = self.path / "summary.json"
         return read_json(path) if path.exists() else {}
 
-    def _log(self, name: str) -> Path:
+    def _log(self, name):
         return self.path / f"{name}.jsonl"
 
 
@@ -137,15 +129,13 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     """Return scores by name as aligned lines for a terminal, with units in the first line."""
     columns = TITLES["columns"]
     rows = [["on held-out tasks", *(title for title, *_ in columns.values())]]
-    rows += [
-        [label(name), *(_cell(scores, key) for key in columns)] for name, scores in found.items()
-    ]
+    for name, scores in found.items():
+        rows.append([label(name), *(_cell(scores, key) for key in columns)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *values in rows:
-        aligned = map(str.rjust, values, widths[1:])
-        lines.append("  ".join([first.ljust(widths[0]), *aligned]))
-    return "\n".join(lines)
+    return "\n".join(
+        "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
+        for name, *cells in rows
+    )
 
 
 def _cell(scores, key):
@@ -178,7 +168,7 @@ def number(value: float) -> str:
     return f"{value:.{decimals}f}"
 
 
-def _dumps(value: Any, indent: int | None = None) -> str:
+def _dumps(value, indent=None):
     # a diverged loss is recorded too
     finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
     return json.dumps(finite, indent=indent)

@@ -18,6 +18,7 @@ function table(parent, heads, rows, style = () => "") {
     const row = add(made, "tr", undefined, style(i));
     texts.forEach(text => add(row, "td", text));
   });
+  return made;
 }
 
 const section = (parent, title, note) => {
@@ -48,6 +49,19 @@ function scored(parent, named, style) {
 }
 
 const first = i => (i ? "" : "chosen");
+
+// Numbers as shades of blue, rows [name, values by column].
+function heat(parent, note, rows) {
+  const columns = [...new Set(rows.flatMap(([, values]) => Object.keys(values)))].sort();
+  const most = Math.max(...rows.flatMap(([, values]) => Object.values(values)));
+  add(parent, "p", note, "note");
+  const made = table(parent, ["", ...columns],
+    rows.map(([name, values]) => [name, ...columns.map(column => (values[column] || 0).toFixed(2))]));
+  rows.forEach(([, values], i) => columns.forEach((column, k) => {
+    const share = most > 0 ? (0.6 * (values[column] || 0)) / most : 0;
+    made.children[i + 1].children[k + 1].style.background = `rgba(31, 99, 196, ${share})`;
+  }));
+}
 
 // A run: what was trained, and its held-out scores.
 function drawRun(parent, { facts, held_out: found, live }) {
@@ -95,6 +109,10 @@ function drawWorld(parent, world, named) {
   const trials = Math.max(...more.map(row => row.length)) - 4;
   add(parent, "p", titles.notes.more, "note");
   table(parent, ["", "tasks", "failed", "appendix L", ...Array.from({ length: trials }, (_, k) => `pass^${k + 1}, %`)], more, first);
+  heat(parent, titles.notes.calls, named.map(([name, { calls }]) => [label(name), calls]));
+  const wishes = named.map(([name, { by_preference: found }]) =>
+    [label(name), Object.fromEntries(Object.entries(found).map(([wish, { reward }]) => [wish, reward]))]);
+  heat(parent, titles.notes.wishes, wishes);
   if (named.length < 2) return;
   add(parent, "p", titles.notes.differences, "note");
   const measures = Object.entries(titles.differences);

@@ -38,7 +38,7 @@ def data_of(page):
 def test_the_page_has_the_recorded_numbers_and_no_tag_in_its_data(tmp_path):
     rows = [row(), row(trainer_logprobs=[], logprobs=[None] * 8)]  # and by an endpoint
     found = browser(rows, lambda token: f"<{token}>")
-    data = data_of(page(Run.create(tmp_path / "one", "a = 1"), [], {"browser": found}))["browser"]
+    data = data_of(page(Run.create(tmp_path / "one", "a = 1"), "", {"browser": found}))["browser"]
     assert data["pieces"]["7"] == "<7>" and data["count"] == 1
     said = {"question": "q", "wish": "p"}
     assert data["groups"] == [
@@ -86,7 +86,7 @@ def drawn(page, code):
 def test_the_script_draws_masks_ratios_and_advantages(tmp_path):
     rows = [row(), row(reward=0.75, trainer_logprobs=[], advantage=-6.0)]
     found = {"browser": browser(rows, lambda token: f"<{token}>")}
-    seen = drawn(page(Run.create(tmp_path / "one", "a = 1"), [], found), REPORT)
+    seen = drawn(page(Run.create(tmp_path / "one", "a = 1"), "", found), REPORT)
     assert seen["table"][1][:6] == ["1", "0.250", "1", "2.000", "1.50", "2"]
     assert seen["table"][2][1] == "0.750"
     assert [entry[0] for entry in seen["mask"]] == [f"<{i}>" for i in range(8)]

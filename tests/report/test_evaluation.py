@@ -55,7 +55,7 @@ def test_the_page_shows_where_the_first_two_differ_and_runs_nothing(tmp_path):
     data = data_of(page)
     shown = [pair[0]["wish"] for pair in data["pairs"]]
     assert shown == [f"wish {n}" for n in (19, 18, 17, 16, 15, 0, 1, 2, 3, 4)]
-    for name in ("frontier", "turns", "calls", "preferences"):
+    for name in ("frontier", "turns"):
         assert (tmp_path / "one" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -65,4 +65,5 @@ def test_the_tables_show_every_policy_and_how_sure_a_difference_is(tmp_path):
     page = " | ".join(map(str, texts))
     for text in ("a/model", "perfect play", "50.0 ±10.0", "+0.100 [-, -] p = 0.200", "pass^2, %"):
         assert text in page
+    assert re.search(r"large \| a/model \| 0.10 \| 0.50 .* cheap \| a/model \| 0.00 ", page)
     assert f"Partial: {EVIL}" in texts and not {"NaN", "undefined"} & set(texts)

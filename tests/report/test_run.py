@@ -72,7 +72,7 @@ def test_a_run_has_one_writer(run):
     run.lock()
     with pytest.raises(UserError, match="another process"):
         Run.open(run.path).lock()
-    run._files.pop("lock").close()
+    run._lock.close()
     Run.open(run.path).lock()
 
 
