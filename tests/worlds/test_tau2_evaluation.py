@@ -11,8 +11,8 @@ from openai_server import openai_server, said
 from test_toolscale_rows import DATA, NOTES, domain, real
 
 import evaluate
-from nanorchestra.files import read_json
 from nanorchestra.report import plots
+from nanorchestra.report.evaluation import attempts
 from nanorchestra.tools.models import Spending
 
 LIMITS = ":turns=40:context_tokens=1000000:turn_tokens=4000"
@@ -20,12 +20,16 @@ LIMITS = ":turns=40:context_tokens=1000000:turn_tokens=4000"
 
 @real
 @pytest.mark.parametrize(
-    "name, unchanged", [("mock", 1), pytest.param("retail", 6, marks=pytest.mark.slow)]
+    "name, known, unchanged",
+    [("mock", 6, 1), pytest.param("retail", 74, 6, marks=pytest.mark.slow)],
 )
-def test_golden_calls_score_1_and_nothing_done_0(tmp_path, monkeypatch, sandbox, name, unchanged):
+def test_golden_calls_score_1_and_nothing_done_0(
+    tmp_path, monkeypatch, sandbox, name, known, unchanged
+):
     """`mock` has a toolkit of ours; the tools of `retail` are those of the package.
 
-    Nothing done is right in the `unchanged` tasks, whose golden calls change no data.
+    `known` tasks need no judge. Nothing done is right in those `unchanged`, whose golden calls
+    change no data and make no hand-over that counts, and wrong in all others.
     """
     if name == "retail" and not importlib.util.find_spec("tau2"):
         pytest.skip("tau2-bench is not installed")
@@ -52,6 +56,14 @@ def test_golden_calls_score_1_and_nothing_done_0(tmp_path, monkeypatch, sandbox,
         server.answer = answer
         policies = [f"{model}@{server.url}{LIMITS}" for model in ("golden", "idle")]
         assert evaluate.main([*options, "--policy", *policies]) == 0
-    (found,) = read_json(Path("runs/evaluation/summary.json"))["worlds"].values()
-    scores = [(s["accuracy"] * len(tasks), s["failed"]) for s in found.values()]
-    assert scores == [(len(tasks), 0), (pytest.approx(unchanged), 0)] and unchanged < len(tasks)
+    outcomes, idle = {"golden": {}, "idle": {}}, {}
+    for row in attempts(Path("runs/evaluation")):
+        outcomes[row["policy"].partition("@")[0]][row["task_id"]] = row["outcome"]
+    for task in tasks:
+        kind = {tool["name"]: tool["what"] for tool in task.data["tools"]}
+        criteria = task.data["task"]["evaluation_criteria"]
+        handed = ["handover"] * ("ACTION" in (criteria.get("reward_basis") or ()))
+        counted = {kind[action["name"]] for action in criteria["actions"]} & {"write", *handed}
+        idle[task.id] = float(not counted)
+    assert outcomes["golden"] == dict.fromkeys(idle, 1.0) and len(idle) == known
+    assert outcomes["idle"] == idle and sum(idle.values()) == unchanged
