@@ -14,13 +14,14 @@ from nanorchestra.engine.guide import Guide
 from nanorchestra.engine.sampler import Sampler
 from nanorchestra.errors import UserError
 from nanorchestra.model import chat
-from nanorchestra.model.native import library, pack
+from nanorchestra.model.native import PackedLinear, library, pack
 from nanorchestra.model.packed_attention import Segment, packed_attention
+from nanorchestra.model.quantise import linears
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.weights import named_hf_tensors
 
 VOCAB = 97
-CONFIG = ModelConfig(VOCAB, 32, 48, 2, 4, 2, head_dim=16, max_position_embeddings=512)
+CONFIG = ModelConfig(VOCAB, 32, 64, 2, 4, 2, head_dim=16, max_position_embeddings=512)
 GREEDY = SamplingParams(max_tokens=20, temperature=0)
 
 
@@ -108,6 +109,7 @@ def test_a_request_gets_the_text_and_logprobs_it_has_alone(model, settings):
     settings, served = {"num_pages": 1500} | settings, model
     if packed := settings.pop("packed", False) and library(torch.float32):
         pack(served := copy.deepcopy(model))
+        assert linears(served, PackedLinear)
     engine, prompts = Engine(served, **settings), ragged_prompts()
     params = [
         SamplingParams(max_tokens=3 + 4 * (i % 5), seed=i, temperature=(0.0, 0.7, 1.4)[i % 3])

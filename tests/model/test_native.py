@@ -87,6 +87,7 @@ def test_every_shape_of_heads_gives_the_plain_models_log_probabilities(heads, kv
     plain.layers[0].gate_up_proj.weight.mul_(400)  # gates whose exponential is beyond a float
     plain.layers[0].down_proj.weight.mul_(1e-4)
     pack(packed := copy.deepcopy(plain))
+    assert linears(packed, PackedLinear)
     prompts = [[rng.randrange(800) for _ in range(n)] for n in (1, 15, 16, 17, 63, 65, 130)]
     prompts += prompts[-1:] * 2
     params = [SamplingParams(max_tokens=4, seed=i) for i in range(len(prompts))]
