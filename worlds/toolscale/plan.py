@@ -139,17 +139,19 @@ class Planner:
         if holds(fact["test"], wish.scope) != truth:
             raise UnfitError("the fact is otherwise")
         act.twists.append(("prefer", truth))
-        wanted, name = wish.said(wish.data["say"]), fact["instead"]
-        first, attempted = wish.scope[name], [dict(wish.scope)]
+        name, first = fact["instead"], wish.scope
+        wish.scope = second = dict(first)
         wish.draw(name, fact["test"])
-        attempted.append(dict(wish.scope))
-        otherwise = wish.said(fact["else"])
-        if wish.scope[name] == first or otherwise in wanted:
-            raise UnfitError("the same again")
-        if truth:
-            wish.scope[name] = first
+        wish.scope = granted = first if truth else second
         self._fit(wish)
-        any(act.attempt(wish.data["do"], scope) for scope in attempted)
+        wish.scope = first
+        wanted = wish.said(wish.data["say"])
+        wish.scope = second
+        otherwise = wish.said(fact["else"])
+        if first[name] == second[name] or otherwise in wanted:
+            raise UnfitError("the same again")
+        wish.scope = granted
+        any(act.attempt(wish.data["do"], scope) for scope in (first, second))
         wish.look()
         wish.do()
         self._say(act, wanted, otherwise, *wish.tell())

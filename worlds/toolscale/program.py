@@ -42,10 +42,26 @@ OPERATORS = {
     ast.GtE: operator.ge,
     ast.In: lambda value, options: value in options,
 }
+VALUES = {  # of the parts of an expression: how they follow from the `value` of what is in them
+    ast.Name: lambda value, node, call: call._scope[node.id],
+    ast.Attribute: lambda value, node, call: value(node.value)[node.attr],
+    ast.Constant: lambda value, node, call: node.value,
+    ast.Compare: lambda value, node, call: OPERATORS[type(node.ops[0])](
+        value(node.left), value(node.comparators[0])
+    ),
+    ast.Call: lambda value, node, call: call._called(node),
+    ast.BoolOp: lambda value, node, call: all(map(value, node.values)),
+    ast.BinOp: lambda value, node, call: OPERATORS[type(node.op)](
+        value(node.left), value(node.right)
+    ),
+    ast.UnaryOp: lambda value, node, call: OPERATORS[type(node.op)](value(node.operand)),
+    ast.List: lambda value, node, call: [*map(value, node.elts)],
+    ast.Dict: lambda value, node, call: {
+        key.value: value(each) for key, each in zip(node.keys, node.values, strict=True)
+    },
+}
 STEPS = ast.Return, ast.Assign, ast.Expr
-PARTS = {*STEPS, *OPERATORS, ast.Load, ast.Store, ast.And, ast.BoolOp, ast.Compare, ast.BinOp}
-PARTS |= {ast.UnaryOp, ast.Call, ast.keyword, ast.Name, ast.Attribute, ast.Constant}
-PARTS |= {ast.List, ast.Dict}
+PARTS = {*STEPS, *OPERATORS, *VALUES, ast.Load, ast.Store, ast.And, ast.keyword}
 
 
 class ToolError(Exception):
@@ -57,7 +73,7 @@ def run(tool: Json, arguments: Json, tables: Tables) -> Any:
 
     Raises ToolError, and then `tables` are as they were.
     """
-    call, value = _Call(arguments, tables), None
+    call, value = _Call(dict(arguments), dict(tables)), None
     try:
         for step in map(parse, tool["program"]):
             value = call._value(step.value)
@@ -71,9 +87,9 @@ def run(tool: Json, arguments: Json, tables: Tables) -> Any:
     return value
 
 
-def evaluate(text: str, scope: Json) -> Any:
+def evaluate(text: str, scope: Json, tables: Tables | None = None) -> Any:
     """Returns the value of an expression over variables. Raises LookupError, TypeError."""
-    return _Call(scope, {})._value(parse(text).value)
+    return _Call(scope, tables or {})._value(parse(text).value)
 
 
 @lru_cache(maxsize=8192)
@@ -113,36 +129,16 @@ class _Call:
     """One run of a program: the variables so far, the tables as changed, and all functions."""
 
     def __init__(self, scope: Json, tables: Tables):
-        self._scope, self._tables = dict(scope), dict(tables)
+        self._scope, self._tables = scope, tables
 
     def _value(self, node):
-        match node:
-            case ast.Name():
-                return self._scope[node.id]
-            case ast.Attribute():
-                return self._value(node.value)[node.attr]
-            case ast.Constant():
-                return node.value
-            case ast.Compare():
-                fits = OPERATORS[type(node.ops[0])]
-                return fits(self._value(node.left), self._value(node.comparators[0]))
-            case ast.Call():
-                if function := FUNCTIONS.get(node.func.id):
-                    return function(*map(self._value, node.args))
-                named = {each.arg: each.value for each in node.keywords}
-                return getattr(self, node.func.id)(*node.args, **named)
-            case ast.BoolOp():
-                return all(map(self._value, node.values))
-            case ast.BinOp():
-                return OPERATORS[type(node.op)](self._value(node.left), self._value(node.right))
-            case ast.UnaryOp():
-                return OPERATORS[type(node.op)](self._value(node.operand))
-            case ast.List():
-                return [self._value(each) for each in node.elts]
-            case ast.Dict():
-                pairs = zip(node.keys, node.values, strict=True)
-                return {key.value: self._value(value) for key, value in pairs}
-        raise ValueError(f"{ast.unparse(node)} has no value")
+        return VALUES[type(node)](self._value, node, self)
+
+    def _called(self, node):
+        if function := FUNCTIONS.get(node.func.id):
+            return function(*map(self._value, node.args))
+        named = {each.arg: each.value for each in node.keywords}
+        return getattr(self, node.func.id)(*node.args, **named)
 
     def _record(self, fields):
         return {field: self._value(node) for field, node in fields.items()}

@@ -45,8 +45,7 @@ class Draws:
         """Draws a value, or a record of them."""
         if isinstance(how, dict):
             return {field: self.value(each) for field, each in how.items()}
-        kinds = [kind for kind in vars(Draws) if kind[0] != "_" and kind not in ("fill", "value")]
-        require(how[0] in kinds, f"{how[0]!r} is no kind of draw: {', '.join(kinds)}")
+        require(how[0] in KINDS, f"{how[0]!r} is no kind of draw: {', '.join(KINDS)}")
         return getattr(self, how[0])(*how[1:])
 
     def enum(self, values: Any) -> Any:
@@ -142,7 +141,7 @@ class Draws:
 
     def be(self, text: str) -> Any:
         """The value of an expression over the fields so far."""
-        return evaluate(text, self.row)
+        return evaluate(text, self.row, self.tables)
 
     def fitting(self, rows: str, condition: str) -> list[Json]:
         """Those of a list of records for which the condition on `each` is true."""
@@ -155,3 +154,6 @@ class Draws:
 
     def _before(self) -> list[Json]:
         return list(list(self.tables.values())[-1].values())
+
+
+KINDS = [kind for kind in vars(Draws) if kind[0] != "_" and kind not in ("fill", "value")]

@@ -18,7 +18,6 @@ import contextlib
 import json
 import re
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 from nanorchestra.agent.environment import Tool
@@ -47,8 +46,8 @@ Answer with a JSON list that has true or false for each statement, and nothing e
 class Scorer:
     """Scores attempts at one task.
 
-    `golden` are the task's calls; `told` is what the user wants to be told; `claims` are for a
-    judge.
+    `golden` are the task's calls, `gold` the tables after them, `effects` the places of those that
+    change a table or hand over; `told` is what the user wants to be told; `claims` are for a judge.
     """
 
     def __init__(self, world: World, task: Json):
@@ -61,23 +60,7 @@ class Scorer:
         ]
         self.told, self.rules = criteria["communicate_info"], task.get("rules", ())
         self.claims = "NL_ASSERTION" in self.basis and criteria.get("nl_assertions") or ()
-
-    @cached_property
-    def gold(self) -> Tables:
-        """The tables after the golden calls."""
-        return self._after(self.golden)
-
-    @cached_property
-    def effects(self) -> list[int]:
-        """The places of the golden calls that change a table or hand over."""
-        tables, places = dict(self.world.tables), []
-        for place, (name, arguments) in enumerate(self.golden):
-            before = dict(tables)
-            with contextlib.suppress(ToolError):
-                self.world.call(tables, name, arguments)
-            if tables != before or name in self.handovers:
-                places.append(place)
-        return places
+        self.gold, self.effects = self._after(self.golden)
 
     def pending(self, trace: Sequence[Step]) -> list[int]:
         """Returns the places of the golden writes and hand-overs that have not been made."""
@@ -91,7 +74,7 @@ class Scorer:
         """Returns the reward of an attempt. `claims` are left to `judged`."""
         calls = [step[1:3] for step in trace if step[0] == "call"]
         parts = {
-            "DB": lambda: self._reached(self._after(calls)),
+            "DB": lambda: self._reached(self._after(calls)[0]),
             "ACTION": lambda: self._acted(trace),
             "COMMUNICATE": lambda: all(self._told(info, trace) for info in self.told),
             "NL_ASSERTION": lambda: True,
@@ -106,12 +89,16 @@ class Scorer:
         start = self.world.tables
         return _unnamed(tables, start) == _unnamed(self.gold, start)
 
-    def _after(self, calls) -> Tables:
-        tables = dict(self.world.tables)
-        for name, arguments in calls:
+    def _after(self, calls) -> tuple[Tables, list[int]]:
+        """The tables after the calls, and the places of those that had an effect."""
+        tables, places = dict(self.world.tables), []
+        for place, (name, arguments) in enumerate(calls):
+            before = dict(tables)
             with contextlib.suppress(ToolError):  # a call that fails changes nothing
                 self.world.call(tables, name, arguments)
-        return tables
+            if tables != before or name in self.handovers:
+                places.append(place)
+        return tables, places
 
     def _acted(self, trace) -> bool:
         if self.handed(trace) != any(name in self.handovers for name, _ in self.golden):

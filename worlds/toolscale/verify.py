@@ -56,11 +56,11 @@ def verify(world: World, task: Json) -> str | None:
         wrong = altered(world, [golden[place]], rng)
         if scorer.score(attempt([*golden[:place], *wrong, *golden[place + 1 :]], told)):
             return "solved with an argument altered"
-    return None if play(world, task) else "the scripted user does not let it be solved"
+    return None if _played(world, task) else "the scripted user does not let it be solved"
 
 
-def play(world: World, task: Json) -> float:
-    """Returns the score of an agent that does all that is right."""
+def _played(world, task) -> float:
+    """The score of an agent that does all that is right."""
     opening = wishes(task)[0].say
     attempt = Task(task["id"], opening, Preference(), {"task": task, "experts": []})
     env = DomainEnvironment(world, attempt, 0)

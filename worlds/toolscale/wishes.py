@@ -59,9 +59,6 @@ class Wish:
             elif kind == "linked":
                 key = evaluate(values[1], self.scope)
                 self.scope[name] = self.act.tables[values[0]][key]
-            elif kind == "mine":
-                rows = self.act.rows(values[0])
-                self.scope[name] = [r for r in rows if holds(values[1], self.scope | {"each": r})]
             else:
                 names, today = PHRASES["names"], self.act.words.today
                 draws = Draws(names, today, self.act.rng, self.act.tables)
