@@ -21,6 +21,9 @@ STOP, TRANSFER = SIGNALS = ("###STOP###", "###TRANSFER###")  # tau2's, which end
 PATIENCE = 40  # messages that the scripted user answers
 TEXTS = read_toml(Path(__file__).with_suffix(".toml"))
 ABOUT, WORDS = TEXTS["about"], TEXTS["words"]
+for patterns in (TEXTS["says"], ABOUT):
+    for name, pattern in patterns.items():
+        patterns[name] = re.sub(r"\{([a-z]+)\}", lambda word: TEXTS["lexicon"][word[1]], pattern)
 
 
 def ended(message: str) -> bool:
@@ -87,7 +90,7 @@ class ScriptedUser:
         self.wishes = wishes(task)
         self.known = first_person(parts.get("known_info") or "")
         self.unknown = first_person(parts.get("unknown_info") or "")
-        clauses = re.split(TEXTS["clauses"], self.known.rstrip("."))
+        clauses = re.split(TEXTS["says"]["clauses"], self.known.rstrip("."))
         self.facts = [(_patterns(clause), clause) for clause in clauses if clause]
         self.opening, self.at = self.wishes[0].say, 0
         self.heard, self.last = [], ""
@@ -105,8 +108,7 @@ class ScriptedUser:
         return answer
 
     def _answer(self, text, pending) -> str:
-        sentences = re.split(r"(?<=[.!?])\s+|\n+", text)
-        asks = [sentence for sentence in sentences if _fits("question", sentence)]
+        sentences = _sentences(text)
         about = {
             topic
             for topic, pattern in ABOUT.items()
@@ -118,26 +120,24 @@ class ScriptedUser:
         left = [place for place in wish.actions if place in pending]
         if "over" in about:
             return f"{WORDS['thanks']} {TRANSFER}"
-        if facts := self._facts(asks):
+        asks = [each for each in sentences if _fits("question", each)]
+        if facts := self._facts([*asks, *(each for each in sentences if each[-1:] == ":")]):
             return facts
-        proposed = [
-            sentence
-            for sentence in asks
-            if _fits("confirm", sentence) or _fits("proposes", sentence)
-            if not _fits("open", sentence) and not re.search(ABOUT["more"], sentence)
-        ]
-        if proposed and self._wants(text, {*pending}):
+        asks = [each for each in asks if not re.search(ABOUT["more"], each)]
+        opened = [each for each in asks if _fits("open", each)]
+        proposed = [each for each in asks if each not in opened and _decides(each)]
+        if proposed and self._wants(" ".join(sentences), proposed, {*pending}):
             return WORDS["yes"]
-        if "refuse" in about:
+        if not opened and ("refuse" in about or "sorry" in about and not asks):
             return self._refused(wish, left)
         if proposed:
             return f"{WORDS['no']} {wish.say}"
-        if "done" in about or (wish.actions and not left) and not asks:
+        if not asks and ("done" in about or wish.actions and not left):
             return self._next(WORDS["thanks"])
         if "more" in about or "bye" in about:
             repeat = left and self.last != wish.say
             return wish.say if repeat else self._next(WORDS["last"])
-        if "wait" in about and not any(_fits("open", each) for each in asks):
+        if "wait" in about and not opened:
             return wish.say if self.last == WORDS["wait"] else WORDS["wait"]
         if asks or left:
             return wish.say
@@ -166,10 +166,10 @@ class ScriptedUser:
         """The facts that the sentences ask for; "" if none."""
         found = []
         for sentence in asks:
-            if not _fits("proposes", sentence):
+            if not _fits("proposes", sentence) or _fits("open", sentence):
                 facts = [clause for patterns, clause in self.facts if _all(patterns, sentence)]
                 if not facts:
-                    fields = re.findall(TEXTS["unknown"], self.unknown.casefold())
+                    fields = re.findall(TEXTS["says"]["unknown"], self.unknown.casefold())
                     facts = [self.unknown for each in fields if _all(_patterns(each), sentence)]
                 if not facts and _fits("identity", sentence):
                     return self.known
@@ -177,32 +177,33 @@ class ScriptedUser:
         said = (fact[:1].upper() + fact[1:].rstrip(".") + "." for fact in dict.fromkeys(found))
         return " ".join(said)
 
-    def _wants(self, text, pending) -> bool:
+    def _wants(self, text, proposed, pending) -> bool:
         """Returns whether the agent proposes what the user has asked for and is not done."""
         asked = [w for w in self.wishes[: self.at] if pending & {*w.actions}]
         asked.append(self.wishes[self.at])
         say = " ".join(wish.say for wish in asked).casefold()
-        if _fits("handover", text):
+        if _fits("handover", " ".join(proposed)):
             return _fits("person", say)
         actions = [self.actions[place] for wish in asked for place in wish.actions]
         tools = " ".join(a["name"] for a in actions if self.actions.index(a) in pending)
         tools = tools.replace("_", " ")
-        text = re.sub(TEXTS["charges"], "", text)
+        text = re.sub(TEXTS["says"]["charges"], "", text)
         source = f"{say} {tools}" if not tools or _fits("unless", say) else tools
-        proposed, wanted = (
+        named, wanted = (
             {name for name, pattern in TEXTS["operations"].items() if re.search(pattern, each)}
             for each in (text, source)
         )
-        if proposed and wanted and not proposed & wanted:
+        if named and wanted and not named & wanted:
             return False
         own = self._names([value for each in actions for value in each["arguments"].values()])
         for texts in self.world.columns.values():
             others = [other for other in texts - own if other not in say] if own & texts else ()
-            if _holds(text, others) and not _holds(text, own & texts):
-                return False
+            for part in (text, *proposed):
+                if _holds(part, others) and not _holds(part, own & texts):
+                    return False
         if not _fits("record", text) and _miscounts(say, text):
             return False
-        words = set(re.findall(r"[a-z]{4,}", re.sub(TEXTS["generic"], "", text)))
+        words = set(re.findall(r"[a-z]{4,}", re.sub(TEXTS["says"]["generic"], "", text)))
         known = " ".join([say, self.known.casefold(), tools, *own])
         return len(words) < 2 or any(re.search(rf"\b{word[:5]}", known) for word in words)
 
@@ -220,13 +221,26 @@ class ScriptedUser:
 
 def _fits(name, text) -> bool:
     """True if the pattern of user.toml is found in the text."""
-    return bool(re.search(TEXTS[name], text))
+    return bool(re.search(TEXTS["says"][name], text))
+
+
+def _sentences(text) -> list[str]:
+    """The sentences of a message; the items of a list belong to the one that leads to them."""
+    text = re.sub(r"\n+\s*([-\u2022*]|\d+[.)]) +", "; ", re.sub(r"\*\*", "", text))
+    return [each.strip("; ") for each in re.split(r"(?<=[.!?])[\s;]+|\n+", text)]
+
+
+def _decides(sentence) -> bool:
+    """True if the sentence wants a yes or a no."""
+    asks = "?" in sentence and not _fits("request", sentence)
+    return asks or _fits("proposes", sentence) or _fits("consents", sentence)
 
 
 def _miscounts(say, text) -> bool:
     """True if what is counted has another number in the text, and the right one is not there."""
     return any(
-        re.search(rf"\b\d+ {unit}s?\b", text) and number not in re.findall(r"\d+", text)
+        re.search(rf"\b\d+ {unit}s?\b|\b{unit}s?: .*\d", text)
+        and number not in re.findall(r"\d+", text)
         for number, unit in re.findall(r"\b(\d+) (\w{3,}?)s?\b", say)
     )
 
@@ -239,8 +253,11 @@ def _patterns(field) -> list[str]:
     field, number = field.casefold(), facts["number"]
     if named := [p for p in facts.values() if p != number and re.search(p, field)]:
         return named
-    words = re.findall(TEXTS["words of facts"], field)
-    return ["|".join(words) or "(?!)"] + [number] * bool(re.search(rf"{number}|[a-z]\d", field))
+    words = "|".join(re.findall(TEXTS["says"]["words of facts"], field)) or "(?!)"
+    if re.search(rf"{number}|[a-z]\d", field):
+        near = r"\W+(\w+\W+){0,2}?"
+        return [rf"\b({words})\w*{near}({number})|({number}){near}({words})"]
+    return [words]
 
 
 def _all(patterns, text) -> bool:
