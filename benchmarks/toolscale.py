@@ -46,7 +46,6 @@ def operation(line: str) -> str:
             return "return"
         case ast.stmt(value=ast.Call(func=ast.Name(id=name))) if name in METHODS - {
             "sum",
-            "mean",
             "next_id",
         }:
             return name

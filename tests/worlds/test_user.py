@@ -96,7 +96,7 @@ def test_a_talk_from_the_first_wish_to_the_end(world):
         ScriptedUser(TASK, world),
         "I do not know my passenger number or any booking number.",
     )
-    assert talk.opening == CHANGE
+    assert talk.wishes[0].say == CHANGE
     for said, pending, answer in (
         ("What is your name and zip code?", (0, 1), f"{KNOWN} {ZIP}"),
         ("And your passenger number?", (0, 1), known),

@@ -13,6 +13,7 @@ from typing import Any
 
 from nanorchestra.files import read_json
 from worlds.toolscale.program import Json, Tables, ToolError, evaluate, parse_call
+from worlds.toolscale.records import key_of
 from worlds.toolscale.words import Words
 from worlds.toolscale.world import World
 
@@ -45,9 +46,7 @@ class Act:
         known: bool = False,
     ):
         self.world, self.words, self.data, self.rng = world, words, words.data, rng
-        table = people(words.data)
-        self.holder = words.data["tables"][table]["key"]
-        self.me = world.tables[table][me]
+        self.me = world.tables[people(words.data)][me]
         self.tables, self.naive = dict(world.tables), dict(world.tables)
         self.calls: list[tuple[str, Json]] = []  # name, arguments
         self.wishes: list[str] = []  # sentences, a text a wish
@@ -60,7 +59,7 @@ class Act:
         self.twists: list[tuple[str, bool]] = []  # the conditions, and whether they were true
         self.mentioned: set[str] = set()  # keys of what the present sentence is about
         stories = words.data.get("stories", {})  # what joins the wishes
-        self.story = rng.choice([*stories, ""]) if not known else ""
+        self.story = rng.choice([*stories, *len(stories) * [""]] or [""]) if not known else ""
         self.said: set[str] = set()  # the texts that were used, and the story once it is told
         self.there = rng.choice(PHRASES["names"]["cities"])
         # Tables whose keys the user knows; one that is `listed` is read as a whole, keys and all.
@@ -116,7 +115,7 @@ class Act:
         """Returns the records of a table as they are now; only the user's own if they have one."""
         if table not in self.own:
             own, rows = self.data["refs"].get(table, {}).get("own"), self.world.tables[table]
-            me = self.me[self.holder]
+            me = key_of(self.me)
             self.own[table] = [k for k, row in rows.items() if own is None or row[own] == me]
         rows = (tables or self.tables)[table]
         return [rows[key] for key in self.own[table] if key in rows]
@@ -126,7 +125,7 @@ class Act:
 
         Words that name an entry of a record's list fit no other entry. Raises UnfitError.
         """
-        ref, key = self.data["refs"][table], next(iter(row.values()))
+        ref, key = self.data["refs"][table], key_of(row)
         if key in self.mentioned and "again" in ref:
             return ref["again"]
         self.mentioned.add(key)

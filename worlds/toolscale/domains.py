@@ -14,7 +14,7 @@ from worlds.toolscale.act import PHRASES, people
 from worlds.toolscale.program import Json, parse, parse_call, rules
 from worlds.toolscale.records import Draws
 from worlds.toolscale.words import Words, draw_words, expand
-from worlds.toolscale.world import World, read_shape
+from worlds.toolscale.world import World, leaves, read_shape
 
 HOME = Path(__file__).parent / "domains"
 BUILT_IN = tuple(sorted(path.stem for path in HOME.glob("*.json")))
@@ -54,16 +54,17 @@ def build(name: str, seed: int) -> tuple[World, Words]:
 def _compile(data):
     """Raises ValueError, SyntaxError or LookupError for a wish or rule that cannot be read."""
     for wish in data["wishes"].values():
-        facts = [*wish.get("facts", ()), *([wish["all"]] if "all" in wish else ())]
-        tests = [wish.get("where", ""), wish.get("can", ""), *(fact["test"] for fact in facts)]
-        tests += [data["rules"][name]["test"] for name in wish.get("rules", ())]
-        tests += [text for _, text in wish.get("tell", ())]
-        for text in filter(None, tests):
+        for field, text in leaves(wish):
+            if field in ("where", "can", "test"):
+                parse(text)
+            elif field == "rules":
+                parse(data["rules"][text]["test"])
+            elif field in ("reads", "do"):
+                name, given = parse_call(text)
+                wanted = len(data["tools"][name]["arguments"])
+                require(len(given) == wanted, f"{text!r} must have {wanted} arguments")
+        for _, text in wish.get("tell", ()):
             parse(text)
-        for text in (*wish.get("reads", ()), *wish.get("do", ())):
-            name, given = parse_call(text)
-            wanted = len(data["tools"][name]["arguments"])
-            require(len(given) == wanted, f"{text!r} must have {wanted} arguments")
 
 
 def _tool(name, tool) -> Json:

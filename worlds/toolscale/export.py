@@ -36,13 +36,10 @@ def register(directory: str | Path, domain: str) -> None:
 def tasks(directory: Path, domain: str) -> list[Json]:
     """Returns the tasks of a domain with tau2's fields; what was read is not scored there."""
     rows = [row for _, row in read_json_lines(directory / "tasks.jsonl") if row["domain"] == domain]
-    found = []
     for row in rows:
-        criteria = row["evaluation_criteria"]
-        basis = [part for part in criteria["reward_basis"] if part != "ACTION"]
-        criteria = criteria | {"reward_basis": basis}
-        found.append({name: row[name] for name in FIELDS} | {"evaluation_criteria": criteria})
-    return found
+        basis = row["evaluation_criteria"]["reward_basis"]
+        basis.remove("ACTION")
+    return [{name: row[name] for name in FIELDS} for row in rows]
 
 
 def environment(directory: Path, domain: str) -> Any:
@@ -72,10 +69,12 @@ def _method(world, name) -> Callable[..., Any]:
         self.db.tables = tables
         return result
 
-    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    for argument, shape in function["parameters"]["properties"].items():
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        parameters.append(inspect.Parameter(argument, kind, annotation=TYPES[shape["type"]]))
+    types = {"self": object} | {
+        argument: TYPES[shape["type"]]
+        for argument, shape in function["parameters"]["properties"].items()
+    }
+    place = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(each, place, annotation=types[each]) for each in types]
     call.__name__, call.__doc__ = name, function["description"]
     call.__signature__ = inspect.Signature(parameters)
     return call

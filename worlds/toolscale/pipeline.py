@@ -62,9 +62,9 @@ def make_batch(seed: int, levels: Sequence[int], domain: str, number: int) -> Js
 def claim(out: Path, settings: Json) -> None:
     """Makes OUT a place for tasks of these settings. Raises UserError if it holds others."""
     require(not out.is_file(), f"--out {out}: is a file; give a directory")
-    note, found = out / "settings.json", settings
-    if note.exists() or (out / "tasks.jsonl").exists():
-        found = read_json(note)
+    note = out / "settings.json"
+    held = note.exists() or (out / "tasks.jsonl").exists()
+    found = read_json(note) if held else settings
     require(
         found == settings,
         f"--out {out}: holds tasks of another run ({json.dumps(found)}); give another --out",
@@ -101,10 +101,11 @@ def make_all(
                 seen.update(map(signature, new))
                 rejected.update(part["rejected"])
                 rejected[DUPLICATE] += len(part["tasks"]) - len(new)
-                kept[domain] += new[: lacking[domain]]
-                bar.update(min(len(new), lacking[domain]))
+                taken = new[: lacking[domain]]
+                kept[domain] += taken
+                bar.update(len(taken))
                 # A domain that gives nothing new is left as it is.
-                lacking[domain] = max(lacking[domain] - len(new), 0) if new else 0
+                lacking[domain] -= len(taken) if new else lacking[domain]
     tasks = [task for turn in itertools.zip_longest(*kept.values()) for task in turn if task]
     for name, part in split(tasks).items():
         for task in part:
@@ -122,23 +123,16 @@ def _kept(make, out, job) -> Json:
 
 
 def report(tasks: Sequence[Json], rejected: Counter[str], seconds: float) -> str:
-    """Returns the figures of a run: how many tasks of which length, and what was thrown away."""
-    lengths = Counter(len(task["evaluation_criteria"]["actions"]) for task in tasks)
-    lines = [
-        f"{len(tasks)} tasks in {seconds:.1f} s",
-        "tasks by their golden calls: "
-        + ", ".join(f"{calls}: {count}" for calls, count in sorted(lengths.items())),
-        f"thrown away: {rejected.total()}",
-        *(f"  {count:6d}  {reason}" for reason, count in (+rejected).most_common()),
-    ]
+    """Returns the figures of a run: how many tasks, and what was thrown away."""
+    lines = [f"{len(tasks)} tasks in {seconds:.1f} s, thrown away: {rejected.total()}"]
+    lines += [f"  {count:6d}  {reason}" for reason, count in (+rejected).most_common()]
     return "\n".join(lines)
 
 
 def show(task: Json) -> str:
     """Returns a task as text to read: scenario, tools and golden calls."""
-    scenario, criteria = task["user_scenario"], task["evaluation_criteria"]
-    words = scenario["instructions"] | {"persona": scenario["persona"]}
-    words |= {"must_be_told": ", ".join(criteria["communicate_info"])}
+    criteria, words = task["evaluation_criteria"], dict(task["user_scenario"]["instructions"])
+    words["must_be_told"] = ", ".join(criteria["communicate_info"])
     lines = [f"=== {task['id']} (level {task['level']}) " + "=" * 40, ""]
     lines += [f"{field}: {text}" for field, text in words.items() if text]
     lines += ["", f"tools: {', '.join(task['tools'])}", "", "golden calls:"]

@@ -16,9 +16,18 @@ from worlds.toolscale.words import Words
 from worlds.toolscale.world import World
 
 LEVELS = {1: (1, 0), 2: (2, 1), 3: (2, 2), 4: (3, 3), 5: (4, 4)}  # wishes, and twists
-TWISTS = {"if": 5, "rule": 4, "prefer": 3, "all": 2, "mind": 1}
+TWISTS = {  # what a wish must have for a twist, and the twist's share
+    "if": ("facts", 5),
+    "rule": ("rules", 4),
+    "prefer": ("prefers", 3),
+    "all": ("all", 2),
+    "mind": ("to", 1),
+    "plain": ("say", 0),
+}
 NOTHING = 0.15  # the share of tasks all of whose wishes come to nothing
 TRUE = 0.57  # the share of conditions that are true, in the other tasks
+OPEN = 0.5  # the share of conditions of which one branch is left unsaid
+SLIPS = 0.1  # the share of wishes with a slip of the pen
 NAMED = 0.7  # the share of users who do not know their number
 MOST_CALLS = 16
 MOST_DRAWS = 400  # of callers and wishes, until all can be had
@@ -31,8 +40,8 @@ class Planner:
         self.world, self.words, self.data, self.rng = world, words, words.data, rng
         self.frames = PHRASES["frames"]["held_out" if self.data.get("held_out") else "train"]
         self.kinds = self.data["wishes"]
-        wishes = self.kinds.values()
-        self.twists = {t: share for t, share in TWISTS.items() if any(map(NEEDS[t], wishes))}
+        has = {name for wish in self.kinds.values() for name in wish}
+        self.twists = {twist: share for twist, (need, share) in TWISTS.items() if need in has}
 
     def generate(self, level: int, focus: int = 0, known: bool = False) -> Act:
         """Returns a task of the level (1 to 5), acted out. Raises UnfitError if none can be had.
@@ -73,7 +82,7 @@ class Planner:
         kinds = {
             kind: wish.get("weight", 2) * (1 + 5 * (tag in str(wish["say"])))
             for kind, wish in self.kinds.items()
-            if NEEDS[twist](wish) and (last or not wish.get("last")) and kind not in act.done
+            if TWISTS[twist][0] in wish and (last or not wish.get("last")) and kind not in act.done
             if not (self.quiet and twist == "plain" and "do" in wish)
         }
         for attempt in range(TRIES if kinds else 0):
@@ -96,7 +105,7 @@ class Planner:
         self._say(act, wish.said(wish.data["say"]), *self._done(act, wish))
 
     def _if(self, act, wish, truth):
-        fact = self.rng.choice([fact for fact in wish.data["facts"] if "say" in fact])
+        fact = self.rng.choice(wish.data["facts"])
         if "limit" in fact:
             wish.near(fact, truth)
         if holds(fact["test"], wish.scope) != truth or wish.broken():
@@ -112,13 +121,15 @@ class Planner:
         for rule in broken:
             wish.forbidden(rule)
         said = wish.said(wish.data["say"])
-        end = self.rng.choice([*wish.data.get("no", ()), self.rng.choice(self.frames["no"]), ""])
+        end = self.rng.choice([*wish.data.get("no", ()), self.rng.choice(self.frames["no"])])
         self._either(act, wish, truth, "rule", said, wish.words(end))
 
     def _either(self, act, wish, truth, name, said, end):
         """The wish if it holds; else what `end` says, or another wish."""
         act.twists.append((name, truth))
         other = None
+        if self.rng.random() < OPEN:
+            end = ""
         if not self.quiet and self.rng.random() < 0.5:
             with suppress(UnfitError):
                 other, clause = self._other(act, wish)
@@ -135,7 +146,7 @@ class Planner:
         self._say(act, said, end)
 
     def _prefer(self, act, wish, truth):
-        fact = self.rng.choice([fact for fact in wish.data["facts"] if "instead" in fact])
+        fact = self.rng.choice(wish.data["prefers"])
         if holds(fact["test"], wish.scope) != truth:
             raise UnfitError("the fact is otherwise")
         act.twists.append(("prefer", truth))
@@ -225,15 +236,8 @@ class Planner:
         )
         if act.wishes and self.rng.random() < 0.4:
             said = re.sub(r"^(You|You'd)(?= want| need| like| hope)", r"\1 also", said)
+        if self.rng.random() < SLIPS:
+            slips = [slip for slip in PHRASES["slips"] if slip[0] in said]
+            said = said.replace(*self.rng.choice(slips or [("", "")]), 1)
         act.mentioned.clear()
         act.wishes.append(said)
-
-
-NEEDS = {  # what a wish must have for a twist
-    "plain": lambda wish: True,
-    "if": lambda wish: any("say" in fact for fact in wish.get("facts", ())),
-    "rule": lambda wish: "rules" in wish,
-    "prefer": lambda wish: any("instead" in fact for fact in wish.get("facts", ())),
-    "all": lambda wish: "all" in wish,
-    "mind": lambda wish: "to" in wish and "or" in wish,
-}

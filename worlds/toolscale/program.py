@@ -157,9 +157,6 @@ class _Call:
             found = [row for row in found if fits(row[each.left.id], wanted)]
         return found
 
-    def _column(self, rows, field):
-        return [row[field.id] for row in self._value(rows)]
-
     # The functions that take names of tables and fields: their arguments are syntax trees.
 
     def get(self, table, key, error=None):
@@ -207,11 +204,7 @@ class _Call:
         return prefix.value + str(1 + max(numbers, default=0))
 
     def sum(self, rows, field):
-        return round(sum(self._column(rows, field)), 2)
-
-    def mean(self, rows, field):
-        column = self._column(rows, field)
-        return round(sum(column) / len(column), 2)
+        return round(sum(row[field.id] for row in self._value(rows)), 2)
 
 
 def calculate(expression: str) -> float:

@@ -126,7 +126,8 @@ class Scorer:
         user has said does not count, and neither does a message with too many.
         """
         number = re.fullmatch(r"\$?[\d,]+(\.\d+)?", info.strip())
-        rivals = set() if number else self._rivals(info)
+        fields = () if number else self.world.columns.values()
+        rivals = set().union(*(texts for texts in fields if info.casefold() in texts))
         most = SPARE if number else min(SPARE, 1 + len(rivals) // 2)
         heard, claimed = set(), set()
         for kind, text, *_ in trace:
@@ -140,11 +141,6 @@ class Scorer:
                 if len(claimed) <= 4 * most and communicated(info, [text]):
                     return True
         return False
-
-    def _rivals(self, info) -> set[str]:
-        """All texts of the fields that hold the information in some record."""
-        columns = self.world.columns.values()
-        return set().union(*(texts for texts in columns if info.casefold() in texts))
 
 
 def _unnamed(tables, start) -> list[Any]:

@@ -7,7 +7,6 @@ data_gen.py.
 """
 
 import json
-import math
 import random
 
 from worlds.toolscale.dataset import ToolScaleWorld, split
@@ -33,7 +32,8 @@ def small_world(seed: int, name: str = "domains") -> ToolScaleWorld:
             act = Planner(world, words, rng).generate(1, number, known=True)
             task = _shrunk(world, words, to_task(act, f"{domain}-{seed}-{number}", 1))
             chars = len(task["policy"]) + len(json.dumps(world.functions(task["tools"])))
-            short = chars <= MOST_CHARS and _reads(world, task) <= MOST_READ
+            few = 0 < len(task["evaluation_criteria"]["actions"]) <= MOST_CALLS
+            short = few and chars <= MOST_CHARS and _reads(world, task) <= MOST_READ
             if short and not verify(world, task) and len(found) < TASKS:
                 found.setdefault(signature(task), task)
         fit += found.values()
@@ -48,22 +48,21 @@ def _shrunk(world, words, task) -> Json:
     golden.update(rng.sample([name for name in task["tools"] if name not in golden], 1))
     tools = [name for name in task["tools"] if name in golden]
     instructions = task["user_scenario"]["instructions"]
-    parts = instructions["known_info"].rstrip(".").split(". ")
-    parts = [part[0].lower() + part[1:] for part in [*parts, instructions["reason_for_call"]]]
-    opening = "; ".join(parts)
-    told = {"reason_for_call": opening[0].upper() + opening[1:]}
+    told = {"reason_for_call": f"{instructions['known_info']} {instructions['reason_for_call']}"}
     policy = f"You are the agent of {words.business}. Today is {words.today}. "
     policy += "Tell the user only what the tools return.\n"
     for name in tools:
         if said := rules(world.by_name[name]):
             policy += f"- {name}: {' '.join(said)}\n"
-    scenario = task["user_scenario"] | {"instructions": instructions | told}
-    less = {"tools": tools, "policy": policy, "user_scenario": scenario}
-    less["evaluation_criteria"] = criteria
     every = [*range(len(criteria["actions"]))]
-    less["wishes"] = [task["wishes"][0] | {"say": told["reason_for_call"], "actions": every}]
-    less["rules"] = [rule for rule in task["rules"] if rule["check"] == "never"]
-    return task | less
+    return task | {
+        "tools": tools,
+        "policy": policy,
+        "user_scenario": task["user_scenario"] | {"instructions": instructions | told},
+        "evaluation_criteria": criteria,
+        "wishes": [task["wishes"][0] | {"say": told["reason_for_call"], "actions": every}],
+        "rules": [rule for rule in task["rules"] if rule["check"] == "never"],
+    }
 
 
 def _needed(world, task) -> list[Json]:
@@ -80,10 +79,8 @@ def _needed(world, task) -> list[Json]:
     return kept
 
 
-def _reads(world, task) -> float:
-    """The characters that the golden calls return; no end of them if there are none, or many."""
+def _reads(world, task) -> int:
+    """The characters that the golden calls return."""
     tables, actions = dict(world.tables), task["evaluation_criteria"]["actions"]
-    if not 0 < len(actions) <= MOST_CALLS:
-        return math.inf
     results = (world.invoke(tables, action["name"], action["arguments"]) for action in actions)
     return sum(len(json.dumps(result)) for result in results)

@@ -29,9 +29,7 @@ def to_task(act: Act, name: str, level: int) -> Json:
     if act.story in act.said:
         manner = manner | {"styles": data["stories"][act.story]["moods"]}
     said = [rng.choice(texts) for kind, texts in manner.items() if rng.random() < SHARES[kind]]
-    unknown = list(dict.fromkeys(act.unknown))
-    if act.named:
-        unknown.insert(0, rng.choice(identify["unknown"]))
+    unknown = [rng.choice(identify["unknown"])] * act.named + [*dict.fromkeys(act.unknown)]
     unknown = unknown and rng.choice(PHRASES["unknown"]).format(" or ".join(unknown[:2]))
     actions = [
         {"action_id": f"{name}_{number}", "name": tool, "arguments": arguments}
@@ -71,16 +69,13 @@ def to_task(act: Act, name: str, level: int) -> Json:
 def _standing(act) -> list[Json]:
     """The domain's rules that every attempt must keep, with the tools that they are about."""
     writes = [name for name, tool in act.world.by_name.items() if tool["kind"] == "write"]
-    kept = []
-    for rule in act.data["rules"].values():
-        if rule.get("check") == "confirmed":
-            kept.append({"text": rule["text"], "check": "confirmed", "args": {"tools": writes}})
-        elif rule.get("check") == "before" and act.named:
-            args = {"first": [act.data["identify"]["call"].split("(")[0]], "then": writes}
-            kept.append({"text": rule["text"], "check": "before", "args": args})
-        elif "args" in rule:
-            kept.append({name: rule[name] for name in ("text", "check", "args")})
-    return kept
+    first = [act.data["identify"]["call"].split("(")[0]]
+    usual = {"confirmed": {"tools": writes}, "before": {"first": first, "then": writes}}
+    return [
+        {"args": usual.get(rule["check"])} | rule
+        for rule in act.data["rules"].values()
+        if "check" in rule and (act.named or rule["check"] != "before")
+    ]
 
 
 def split(tasks: Sequence[Json]) -> dict[str, list[Json]]:
@@ -106,6 +101,10 @@ def offer(task: Json, split: str, seed: int, count: int = 3) -> None:
     names = [expert["alias"] for expert in experts]
     wish = preferences.draw(rng, names, split)
     weights = {"accuracy": wish.outcome, "cost": wish.cost, "latency": wish.latency}
-    task |= {"split": split, "experts": experts, "wish": wish.text}
-    task["preference"] = weights | wish.tools
-    task["pref_vec"] = weights | {name: (wish.tools.get(name, 0.0) + 1) / 2 for name in names}
+    task |= {
+        "split": split,
+        "experts": experts,
+        "wish": wish.text,
+        "preference": weights | wish.tools,
+        "pref_vec": weights | {name: (wish.tools.get(name, 0.0) + 1) / 2 for name in names},
+    }

@@ -80,7 +80,7 @@ def load_domain(directory: Path) -> World:
         raise UserError(
             f"{directory}: needs tools.json, a toolkit.py with a class Toolkit, or the package of "
             "tau2-bench with this domain, installed from its repository (PyPI's tau2 is another "
-            f"project); found {type(error).__name__}: {error}"
+            f"project); found {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         ) from None
     tools = []
     for function in functions:

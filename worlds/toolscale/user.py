@@ -8,8 +8,8 @@ fulfilled, refused or answered. It says nothing that is not in the scenario.
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from nanorchestra.agent.environment import Tool
 from nanorchestra.files import read_toml
@@ -20,10 +20,14 @@ from worlds.toolscale.world import World, communicated, leaves
 STOP, TRANSFER = SIGNALS = ("###STOP###", "###TRANSFER###")  # tau2's, which end a conversation
 PATIENCE = 40  # messages that the scripted user answers
 TEXTS = read_toml(Path(__file__).with_suffix(".toml"))
-ABOUT, WORDS = TEXTS["about"], TEXTS["words"]
-for patterns in (TEXTS["says"], ABOUT):
-    for name, pattern in patterns.items():
-        patterns[name] = re.sub(r"\{([a-z]+)\}", lambda word: TEXTS["lexicon"][word[1]], pattern)
+WORDS = TEXTS["words"]
+SAYS, ABOUT = (
+    {
+        name: re.sub(r"\{([a-z]+)\}", lambda word: TEXTS["lexicon"][word[1]], pattern)
+        for name, pattern in TEXTS[part].items()
+    }
+    for part in ("says", "about")
+)
 
 
 def ended(message: str) -> bool:
@@ -38,8 +42,7 @@ def first_person(text: str) -> str:
     return text
 
 
-@dataclass(frozen=True)
-class Wish:
+class Wish(NamedTuple):
     """A wish as the user says it.
 
     `actions` are the places of its golden actions, `told` is what the user wants to be told.
@@ -53,23 +56,17 @@ class Wish:
 def wishes(task: Json) -> list[Wish]:
     """Returns the wishes of a task: [{"say", "actions", "told"}, ...] in its field `wishes`.
 
-    A wish that is a text may want any of the golden actions. Without the field, the sentences of
-    the reason for the call are such wishes.
+    Without the field, each sentence of the reason for the call may want any of the golden actions.
     """
-    criteria, sentences = task["evaluation_criteria"], task.get("wishes", [])[:]
-    any_of = (*range(len(criteria["actions"])),), (*criteria["communicate_info"],)
-    wanted = "" if sentences else task["user_scenario"]["instructions"]["reason_for_call"]
-    for sentence in filter(None, re.split(r"(?<=[.!?]) +(?=[A-Z\"])", wanted)):
-        if sentences and _fits("condition", sentence):
-            sentences[-1] += " " + sentence  # a condition is said together with its wish
-        else:
-            sentences.append(sentence)
-    return [
-        Wish(first_person(each), *any_of)
-        if isinstance(each, str)
-        else Wish(first_person(each["say"]), (*each["actions"],), (*each["told"],))
-        for each in sentences
-    ]
+    if "wishes" in task:
+        given = task["wishes"]
+    else:
+        criteria, wanted = task["evaluation_criteria"], task["user_scenario"]["instructions"]
+        # A condition is said together with its wish.
+        parting = rf"(?<=[.!?]) +(?=[A-Z\"])(?!{SAYS['condition'][1:]})"
+        every = {"actions": range(len(criteria["actions"])), "told": criteria["communicate_info"]}
+        given = [{"say": say} | every for say in re.split(parting, wanted["reason_for_call"])]
+    return [Wish(first_person(w["say"]), (*w["actions"],), (*w["told"],)) for w in given]
 
 
 def spoken(wish: Wish, heard: str) -> bool:
@@ -81,7 +78,7 @@ def spoken(wish: Wish, heard: str) -> bool:
 class ScriptedUser:
     """Plays the scenario of a task; its answers depend on the messages and on what is done.
 
-    `opening` is its first message, `at` the place of the wish that it talks about.
+    `at` is the place of the wish that it talks about.
     """
 
     def __init__(self, task: Json, world: World):
@@ -90,10 +87,11 @@ class ScriptedUser:
         self.wishes = wishes(task)
         self.known = first_person(parts.get("known_info") or "")
         self.unknown = first_person(parts.get("unknown_info") or "")
-        clauses = re.split(TEXTS["says"]["clauses"], self.known.rstrip("."))
-        self.facts = [(_patterns(clause), clause) for clause in clauses if clause]
-        self.opening, self.at = self.wishes[0].say, 0
-        self.heard, self.last = [], ""
+        clauses = re.split(SAYS["clauses"], self.known.rstrip("."))
+        self.facts = [(_pattern(clause), clause) for clause in clauses if clause]
+        fields = re.findall(SAYS["unknown"], self.unknown.casefold())
+        self.facts += [(_pattern(field), self.unknown) for field in fields]
+        self.at, self.heard, self.last = 0, [], ""
 
     def reply(self, message: str, pending: Collection[int] = (), handed: bool = False) -> str:
         """Returns the answer to a message of the agent.
@@ -167,10 +165,7 @@ class ScriptedUser:
         found = []
         for sentence in asks:
             if not _fits("proposes", sentence) or _fits("open", sentence):
-                facts = [clause for patterns, clause in self.facts if _all(patterns, sentence)]
-                if not facts:
-                    fields = re.findall(TEXTS["says"]["unknown"], self.unknown.casefold())
-                    facts = [self.unknown for each in fields if _all(_patterns(each), sentence)]
+                facts = [said for pattern, said in self.facts if re.search(pattern, sentence)]
                 if not facts and _fits("identity", sentence):
                     return self.known
                 found += facts
@@ -185,9 +180,9 @@ class ScriptedUser:
         if _fits("handover", " ".join(proposed)):
             return _fits("person", say)
         actions = [self.actions[place] for wish in asked for place in wish.actions]
-        tools = " ".join(a["name"] for a in actions if self.actions.index(a) in pending)
-        tools = tools.replace("_", " ")
-        text = re.sub(TEXTS["says"]["charges"], "", text)
+        left = [each["name"] for each in actions if self.actions.index(each) in pending]
+        tools = " ".join(left).replace("_", " ")
+        text, *proposed = (re.sub(SAYS["charges"], "", each) for each in (text, *proposed))
         source = f"{say} {tools}" if not tools or _fits("unless", say) else tools
         named, wanted = (
             {name for name, pattern in TEXTS["operations"].items() if re.search(pattern, each)}
@@ -203,7 +198,7 @@ class ScriptedUser:
                     return False
         if not _fits("record", text) and _miscounts(say, text):
             return False
-        words = set(re.findall(r"[a-z]{4,}", re.sub(TEXTS["says"]["generic"], "", text)))
+        words = set(re.findall(r"[a-z]{4,}", re.sub(SAYS["generic"], "", text)))
         known = " ".join([say, self.known.casefold(), tools, *own])
         return len(words) < 2 or any(re.search(rf"\b{word[:5]}", known) for word in words)
 
@@ -221,7 +216,7 @@ class ScriptedUser:
 
 def _fits(name, text) -> bool:
     """True if the pattern of user.toml is found in the text."""
-    return bool(re.search(TEXTS["says"][name], text))
+    return bool(re.search(SAYS[name], text))
 
 
 def _sentences(text) -> list[str]:
@@ -245,23 +240,19 @@ def _miscounts(say, text) -> bool:
     )
 
 
-def _patterns(field) -> list[str]:
-    """The patterns of a question about a fact: all must be found."""
-    facts = TEXTS["facts"]
+def _pattern(field) -> str:
+    """The pattern of a question about a fact."""
+    *facts, number = TEXTS["facts"].values()
     if _fits("name", field):
-        return [facts["name"]]
-    field, number = field.casefold(), facts["number"]
-    if named := [p for p in facts.values() if p != number and re.search(p, field)]:
-        return named
-    words = "|".join(re.findall(TEXTS["says"]["words of facts"], field)) or "(?!)"
+        return facts[0]
+    field = field.casefold()
+    if named := [pattern for pattern in facts if re.search(pattern, field)]:
+        return named[0]
+    words = "|".join(re.findall(SAYS["words of facts"], field)) or "(?!)"
     if re.search(rf"{number}|[a-z]\d", field):
         near = r"\W+(\w+\W+){0,2}?"
-        return [rf"\b({words})\w*{near}({number})|({number}){near}({words})"]
-    return [words]
-
-
-def _all(patterns, text) -> bool:
-    return all(re.search(pattern, text) for pattern in patterns)
+        return rf"\b({words})\w*{near}({number})|({number}){near}({words})"
+    return words
 
 
 def _holds(text, words) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 from worlds.toolscale.act import PHRASES, Act, UnfitError, spoken
 from worlds.toolscale.program import Json, evaluate, parse
-from worlds.toolscale.records import Draws, holds
+from worlds.toolscale.records import Draws, holds, key_of
 
 TRIES = 12  # draws of one thing, until it fits
 
@@ -33,32 +33,21 @@ class Wish:
         for name in self.data.get("with", ()):
             self.draw(name)
 
-    @property
-    def key(self) -> str:
-        """The key of the record that it is about."""
-        return self.scope["it"][self.act.data["tables"][self.data["it"]]["key"]]
-
     def mine(self) -> list[Json]:
         """Returns the records that the wish may be about."""
-        table, where = self.data["it"], self.data.get("where", "")
-        fit = [row for row in self.act.rows(table) if holds(where, self.scope | {"it": row})]
-        key = self.act.data["tables"][table]["key"]
-        return [row for row in fit if row[key] not in self.act.used]
+        where = self.data.get("where", "")
+        rows = [row for row in self.act.rows(self.data["it"]) if key_of(row) not in self.act.used]
+        return [row for row in rows if holds(where, self.scope | {"it": row})]
 
     def draw(self, name: str, condition: str = "") -> None:
         """Draws what the wish is done with."""
         kind, *values = self.data["with"][name]
         for _ in range(TRIES):
-            if kind == "record":
-                self.tables[name] = values[0]
-                self.scope[name] = self._pick(list(self.act.tables[values[0]].values()))
-            elif kind == "among":
-                self.scope[name] = self._pick(evaluate(values[0], self.scope))
-                if (entries := values[0].removeprefix("it.")) in self.act.data["refs"]:
-                    self.tables[name] = entries
-            elif kind == "linked":
-                key = evaluate(values[1], self.scope)
-                self.scope[name] = self.act.tables[values[0]][key]
+            if kind in ("record", "among"):
+                rows = f"select({values[0]})" if kind == "record" else values[0]
+                self.scope[name] = self._pick(evaluate(rows, self.scope, self.act.tables))
+                if (table := values[0].removeprefix("it.")) in self.act.data["refs"]:
+                    self.tables[name] = table
             else:
                 names, today = PHRASES["names"], self.act.words.today
                 draws = Draws(names, today, self.act.rng, self.act.tables)
@@ -88,10 +77,9 @@ class Wish:
         path, step = fact["limit"]
         value = evaluate(path, self.scope)
         (compare,) = parse(fact["test"]).value.ops
-        if isinstance(compare, ast.Gt | ast.GtE) == truth:
-            limit = math.floor(value * self.act.rng.uniform(0.5, 0.9) / step) * step
-        else:
-            limit = (math.floor(value * self.act.rng.uniform(1.1, 1.6) / step) + 1) * step
+        above = isinstance(compare, ast.Gt | ast.GtE) != truth
+        share = self.act.rng.uniform(1.1, 1.6) if above else self.act.rng.uniform(0.5, 0.9)
+        limit = (math.floor(value * share / step) + above) * step
         if limit <= 0 or limit == value:
             raise UnfitError("no limit is near")
         self.scope["limit"] = limit
@@ -124,7 +112,7 @@ class Wish:
         for call in self.data.get("reads", ()):
             self.act.call(call, self.scope)
         if "it" in self.data:
-            self.act.used.add(self.key)
+            self.act.used.add(key_of(self.scope["it"]))
 
     def do(self) -> None:
         """Does it."""
