@@ -40,7 +40,7 @@ def made(tmp_path_factory):
 def test_the_bytes_do_not_depend_on_the_workers_and_figures_are_printed(made, tmp_path, capsys):
     assert run(tmp_path, "--workers", "3") == 0
     printed = capsys.readouterr().out
-    for figure in ("60 tasks in ", "thrown away: ", "tasks by their golden calls: 1:"):
+    for figure in ("60 tasks in ", "thrown away: "):
         assert figure in printed
     assert {path.name for path in made.iterdir()} == {"settings.json", "tasks.jsonl", "worlds"}
     tasks = load_tasks(made / "tasks.jsonl")

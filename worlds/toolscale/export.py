@@ -1,7 +1,7 @@
 """Runs a directory that data_gen.py wrote as a domain of tau2-bench.
 
     from worlds.toolscale.export import register
-    register("data/", "railway")       # then tau2's own runner knows the domain
+    register("data/", "railway")       # then tau2's own runner knows toolscale_railway
 
 The toolkit executes the programs of tools.json. tau2-bench is installed from its repository.
 """
@@ -21,7 +21,7 @@ FIELDS = ("id", "user_scenario", "evaluation_criteria", "description")
 
 
 def register(directory: str | Path, domain: str) -> None:
-    """Makes a domain of the directory known to tau2-bench, with its tasks."""
+    """Makes a domain of the directory known to tau2-bench as toolscale_DOMAIN, with its tasks."""
     task = import_module("tau2.data_model.tasks").Task
     registry = import_module("tau2.registry").registry
 
@@ -29,8 +29,9 @@ def register(directory: str | Path, domain: str) -> None:
         rows = tasks(Path(directory), domain)
         return [task.model_validate(row) for row in rows]
 
-    registry.register_domain(lambda **_: environment(Path(directory), domain), domain)
-    registry.register_tasks(found, domain)
+    name = f"toolscale_{domain}"  # tau2-bench has a telecom of its own
+    registry.register_domain(lambda **_: environment(Path(directory), domain), name)
+    registry.register_tasks(found, name)
 
 
 def tasks(directory: Path, domain: str) -> list[Json]:
