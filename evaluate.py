@@ -25,6 +25,7 @@ import math
 import os
 import subprocess
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from itertools import count, product
@@ -54,7 +55,8 @@ from worlds.routers import TRAINED, routers_of
 RUNS = Path("runs")
 ROUTERS = "routers"  # all of a world, in --policy
 TRIAL = 7919  # between the seeds of two trials
-FAILING = 4  # one attempt in so many that the infrastructure failed ends an evaluation
+FAILING = 4  # one attempt in so many that met a dead endpoint ends an evaluation
+SILENT = "did not answer"  # what an attempt reads of an expert whose endpoint is gone
 OPTIONS = (  # name, default, help
     ("tasks", 480, "of each world at most"),
     ("trials", 1, "attempts at each task"),
@@ -164,12 +166,15 @@ def _play(options, policies, run, spending, opened):
 
 
 def _check(name, tried, spending):
-    """Raises UserError if the dollars are spent, or an endpoint is gone."""
-    usd = f"--max-usd {spending.most:g} is reached; the same command with more goes on"
-    require(not spending.refused, usd)
-    failed = [t for t in tried if t.status == "infrastructure"]
-    said = [result.content for t in failed for turn in t.turns for result in turn.results]
-    text = f"{name}: {len(failed)} of {len(tried)} attempts failed: {(said or ['no answer'])[-1]}"
+    """Raises UserError if the dollars are spent, or an endpoint is gone, of a policy or expert."""
+    require(not spending.refused, f"--max-usd {spending.most:g} is reached; give more to go on")
+    failed = []
+    for t in tried:
+        said = [result.content for turn in t.turns for result in turn.results]
+        silent = [text for text in said if text.startswith("Error: ") and SILENT in text]
+        if silent or t.status == "infrastructure":
+            failed.append((silent or said or ["no answer"])[-1])
+    text = f"{name}: {len(failed)} of {len(tried)} attempts failed: {''.join(failed[-1:])}"
     require(len(failed) * FAILING <= len(tried), text)
 
 
@@ -227,8 +232,10 @@ def _compare(arguments):
     parser.add_argument("runs", nargs=2, type=Path)
     ours, theirs = defaultdict(list), defaultdict(list)
     for path, found in zip(parser.parse_args(arguments).runs, (ours, theirs), strict=True):
-        for row in attempts(path):
-            found[row["policy"]].append(from_row(row))
+        with suppress(KeyError, TypeError):  # rows that are no attempts
+            for row in attempts(path):
+                pair = from_row(row)
+                found[row["policy"]].append(pair)
         require(found, f"{path}: holds no attempts; give two directories of evaluate.py")
     same = {name: name for name in ours if name in theirs} or {[*ours][0]: [*theirs][0]}
     for name, other in same.items():

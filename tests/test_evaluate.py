@@ -103,7 +103,10 @@ def test_a_mistake_is_one_line_and_status_2(home, capsys):
     (home / "odd.jsonl").write_text('{"question": "Who?"}')
     (home / "hollow").mkdir()
     (home / "hollow" / "config.json").touch()
+    (home / "odd").mkdir()
+    (home / "odd" / "00000.jsonl").write_text('{"policy": "x"}')
     asked = questions(home, "http://127.0.0.1:9/v1")
+    real = ["--experts", "real", "--policy", "strongest", "--tasks", "4", "--run", "silent"]
     for arguments, says in (
         (["--tasks", "0"], "at least 1, not 0"),
         (["--policy", "nobody"], "nobody"),
@@ -115,14 +118,16 @@ def test_a_mistake_is_one_line_and_status_2(home, capsys):
         ([*asked, "--world", "questions:odd.jsonl"], "odd.jsonl, line 1"),
         ([*asked[:2], "--tools", "nothing.json"], "nothing.json"),
         ([*asked, "--judge", "nobody"], "task.judge"),
+        ([*asked, *real], "4 of 4 attempts failed: Error: strong did not answer: ConnectionError"),
         (["--policy", "hollow"], "hollow"),
         (["--policy", "m@nowhere"], "m@nowhere"),
         (["--policy", "m@https://a/v1:input=much"], "input=much"),
         (["--tasks", "many"], "many"),
         (["--policy", "random", "--tasks", "3"], "another evaluation"),
         (["compare", "runs/evaluation", "runs/none"], "runs/none"),
+        (["compare", "runs/evaluation", "odd"], "odd: holds no attempts"),
         (["compare", "runs/evaluation"], "runs"),
-        (["ablate", "--seeds", "x"], "x"),
+        (["ablate", "--seeds", "0"], "at least 1, not 0"),
     ):
         assert evaluate.main(arguments) == 2
         out, err = capsys.readouterr()

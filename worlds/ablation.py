@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from nanorchestra.config import Config
-from nanorchestra.errors import ArgumentParser
+from nanorchestra.errors import ArgumentParser, require
 from nanorchestra.files import read_toml
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.report.run import Run
@@ -56,6 +56,7 @@ def ablate(arguments: list[str], root: Path, sandbox: Sandbox) -> dict[str, Pair
     parser.add_argument("--seeds", type=int, default=3, help="default: 3")
     add_settings(parser)
     options, played = parser.parse_args(arguments), defaultdict(list)
+    require(options.seeds > 0, f"--seeds must be at least 1, not {options.seeds}")
     for seed in range(options.seeds):
         base = load_config("nano", given_settings(options) | {"run.seed": seed})
         for name, factors in read_toml(Path(__file__).with_suffix(".toml")).items():
