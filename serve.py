@@ -61,13 +61,10 @@ def typed(words: list[str]) -> Iterator[str]:
         completer=WordCompleter(words, WORD=True),
         complete_while_typing=False,
     )
-    while True:
-        try:
-            yield prompt.prompt()
-        except KeyboardInterrupt:  # clears what was typed
-            continue
-        except EOFError:
-            return
+    with suppress(EOFError):
+        while True:
+            with suppress(KeyboardInterrupt):  # clears what was typed
+                yield prompt.prompt()
 
 
 def converse(session: Session, lines: Iterable[str]) -> int:
@@ -122,19 +119,20 @@ def serve_openai(
 
     key = os.environ.get(options.key_env, "")
     require(key or not options.key_env, f"--key-env: {options.key_env} is not set")
+    rollout.engine.sleep()  # gives its KV memory back
     rollout.engine = Engine(
         rollout.engine.model, rollout.tokenizer, max_running=256, max_batch_tokens=2048
     )
     name = options.model.resolve().name
     gc.freeze()  # a collection of all that was imported would take 100 ms, while streams wait
     serve_http(Server(rollout, name, world.open, sampling, options.host, key), options.port)
-    gc.unfreeze()
 
 
 @command("serve.py")
 def main(arguments: list[str]) -> int:
     """Runs the command and returns its exit status."""
     options = parse(arguments)
+    require(options.ask is None or options.ask.strip(), "--ask: the question is empty")
     if options.replay:
         show_again(options.replay, Tokenizer.from_dir(options.model))
         return 0

@@ -158,6 +158,8 @@ def test_commands(talk, nano_tokenizer):
         ("/budget usd=much", "preference: usd: 'much' is not of type 'number'"),
         ("/tools frob", "^/tools: no 'frob'; there are tool-ro-ta-vi, tool-ku-no"),
         ("/load /no/file", "^/no/file: cannot be read"),
+        ("/load", "^/load: name the file$"),
+        ("/save", "^/save: name the file$"),
     ):
         with pytest.raises(UserError, match=problem):
             session.handle(line)
@@ -446,6 +448,7 @@ def test_a_mistake_is_one_line_and_status_2(command_line, tmp_path):
         (["--tools", "/no/file"], "/no/file: cannot be read"),
         (["--index", str(tmp_path)], "not a whole index"),
         (["--ask", "who are you?"], "outside the miniature's world"),
+        (["--ask", ""], "--ask: the question is empty"),
     ):
         status, out, err = command_line(*arguments)
         *notice, line = err.splitlines()

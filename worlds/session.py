@@ -212,10 +212,12 @@ class Session:
 
     def do_save(self, file: str) -> None:
         """FILE gets what was said."""
+        require(file, "/save: name the file")
         self.talk.save(file)
 
     def do_load(self, file: str) -> None:
         """FILE says how the conversation begins."""
+        require(file, "/load: name the file")
         self.talk.load(file)
 
     def do_help(self, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from typing import Any, TextIO
 
 import rich.console
@@ -35,28 +36,26 @@ class Console:
             file=stream, force_terminal=live, width=None if live else 1 << 20, highlight=False
         )
         self.trajectory, self.folded, self.live = None, False, Live()
-        self._label, self._head, self._text = "", "", ""
+        self._label = self._text = ""
 
     def say(self, label: str, text: str) -> None:
         """Continues the text of `label`, or begins one on a line of its own."""
         if label != self._label:
             self.end()
-            self._label = self._head = label
-        self._written = time.monotonic()
-        *lines, self._text = f"{self._text}{CONTROL.sub('', text)}".split("\n")
-        for line in lines:
-            self._print(line)
+        self._label, self._written = label, time.monotonic()
+        self._text += CONTROL.sub("", text)
 
     def end(self) -> None:
-        """Ends the line that was begun."""
+        """Ends the text that was begun."""
         if self._text:
-            self._print(self._text)
-        self._label = self._head = self._text = ""
+            self.screen.print(self._rows())
+        self._label = self._text = ""
 
     def line(self, text: str) -> None:
         """Writes lines of their own."""
         self.end()
-        self.say("", f"{text}\n")
+        self.say("", text)
+        self.end()
 
     def on_event(self, kind: str, payload: Any) -> None:
         """Shows an event: the start, parts of a turn, its end, the results of its calls."""
@@ -89,24 +88,19 @@ class Console:
         self.end()
         self.live.stop()
 
-    def _print(self, line):
-        if self._head or not (self.folded and self._label == "think"):
-            self.screen.print(self._rows(line))
-        self._head = ""
-
-    def _rows(self, line):
-        """The rows of a line, of which the first has the label. Folded, there is one."""
+    def _rows(self):
+        """The text that was begun, in rows of which the first has the label. Folded, it is one."""
         indent = INDENT * bool(self._label)
-        text = Text(line, STYLES.get(self._label, ""))
+        text = Text(self._text.rstrip("\n"), STYLES.get(self._label, ""))
         rows = [*text.wrap(self.screen, self.screen.width - indent)]
         if self.folded and self._label == "think":
             del rows[1:]
-        head = f"  {self._head:7}" if indent else ""
+        head = f"  {self._label:7}" if indent else ""
         return Text(head).append_text(Text("\n" + " " * indent).join(rows))
 
     def _pending(self):
-        """What stands below: the end of the line that was begun, and a spinner."""
-        rows = self._rows(self._text).split("\n")[2 - self.screen.height :]
+        """What stands below: the end of the text that was begun, and a spinner."""
+        rows = self._rows().split("\n")[2 - self.screen.height :]
         if (idle := time.monotonic() - self._written) > QUIET:
             frame = "|/-\\"[int(idle * 8) % 4]
             rows[-1].append(f"  {frame} {idle:.0f} s")
@@ -120,17 +114,16 @@ def bill(usd: float, seconds: float) -> str:
 
 def footer(t: Trajectory, seconds: float, sampling: float) -> str:
     """Returns what an attempt has used, by tool; `seconds` and those of sampling were measured."""
-    tokens, tools = sum(t.sampled), {}
+    tokens, usd, spent = sum(t.sampled), Counter(), Counter()
     for turn in t.turns:
         for call, result in zip(turn.calls, turn.results, strict=False):
-            if result.refused:
-                continue
             name = result.alias or call.name
-            count, usd, spent = tools.get(name, (0, 0.0, 0.0))
-            tools[name] = count + 1, usd + result.cost_usd, spent + result.latency_s
-    lines = [
+            usd[name] += result.cost_usd
+            spent[name] += result.latency_s
+    text = (
         f"{bill(t.cost_usd, seconds)}, {len(t.turns)} turns, "
         f"{tokens} tokens at {tokens / max(sampling, 1e-9):.0f}/s"
-    ]
-    lines += [f"{name} ({n}): {bill(usd, spent)}" for name, (n, usd, spent) in tools.items()]
-    return "\n".join(lines)
+    )
+    for name, count in t.calls.items():
+        text += f"\n{name} ({count}): {bill(usd[name], spent[name])}"
+    return text

@@ -7,7 +7,6 @@ import signal
 import socket
 import time
 from contextlib import aclosing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
@@ -39,12 +37,12 @@ from nanorchestra.serving.service import DRAIN_S, Service
 
 PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 POLICY = {"content-security-policy": "default-src 'unsafe-inline'; connect-src 'self'"}
-LOCAL = ["localhost", "127.0.0.1", "["]  # names; "[": what starlette makes of [::1] and a port
+LOCAL = ["localhost", "127.0.0.1", "[::1]"]
 JSON = "application/json"
 BODY_S = 30.0  # that a body may take to come
-FORMS = {
-    "/v1/chat/completions": ("ChatRequest", "chat.completion", ".chunk"),
-    "/v1/completions": ("CompletionRequest", "text_completion", ""),
+FORMS = {  # the form of a body, and what an answer and a chunk of a stream are called
+    "/v1/chat/completions": ("ChatRequest", "chat.completion", "chat.completion.chunk"),
+    "/v1/completions": ("CompletionRequest", "text_completion", "text_completion"),
 }
 REFUSED = HTTPException, UserError, TimeoutError
 
@@ -65,32 +63,26 @@ class Server(uvicorn.Server):
         host: str = "127.0.0.1",
         key: str = "",
     ):
-        room = rollout.engine.max_context
-        self.host, self.key, self.given = host, key, given | {"max_tokens": room}
-        self.most = (1 << 16) + 32 * room  # bytes of a body
-        self.service = Service(rollout.engine)
-        self.models = {
-            name: partial(answered, self.service, rollout.tokenizer),
-            f"{name}+tools": partial(orchestrated, self.service, rollout, make_environment),
-        }
+        self.rollout, self.make_environment = rollout, make_environment
+        self.given = given | {"max_tokens": rollout.engine.max_context}
+        self.host, self.key = host, key
+        self.service, self.models = Service(rollout.engine), [name, f"{name}+tools"]
         model = {"object": "model", "created": 0, "owned_by": "nanorchestra"}
-        models = {"object": "list", "data": [model | {"id": name} for name in self.models]}
+        models = [model | {"id": name} for name in self.models]
         published = {
             "/": HTMLResponse(PAGE, headers=POLICY),
             "/health": JSONResponse({"status": "ok"}),
             "/openapi.json": JSONResponse(OPENAPI),
-            "/v1/models": JSONResponse(models),
+            "/v1/models": JSONResponse({"object": "list", "data": models}),
             "/metrics": self._metrics,
         }
         routes = [Route(path, said, methods=["GET"]) for path, said in published.items()]
         routes += [Route(path, self._complete, methods=["POST"]) for path in FORMS]
-        names = LOCAL if host in LOCAL or host == "::1" else ["*"]
-        hosts = Middleware(TrustedHostMiddleware, allowed_hosts=names)
         refusals = dict.fromkeys((*REFUSED, ClientDisconnect, Exception), refuse)
-        app = Starlette(routes=routes, middleware=[hosts], exception_handlers=refusals)
+        app = Starlette(routes=routes, exception_handlers=refusals)
+        app = TrustedHostMiddleware(app, LOCAL if host in (*LOCAL, "::1") else ["*"])
         stop = int(DRAIN_S) + 5
-        config = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": stop}
-        super().__init__(uvicorn.Config(app, **config))
+        super().__init__(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=stop))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Lets what runs go on to its end, or to the deadline."""
@@ -99,24 +91,28 @@ class Server(uvicorn.Server):
         self.service.jobs.put(None)
 
     def _metrics(self, request) -> Response:
-        engine, rows = self.service.engine, dict(self.service.seconds)
-        rows |= {f"{name}_total": value for name, value in engine.stats.items()}
-        rows["requests_waiting"] = len(engine.scheduler.waiting)
-        rows["requests_running"] = len(engine.scheduler.running)
-        rows["pages"] = engine.cache.num_pages
-        rows["pages_used"] = engine.cache.num_pages - engine.cache.available
+        engine = self.service.engine
+        queues, cache = engine.scheduler, engine.cache
+        rows = {f"{name}_total": value for name, value in engine.stats.items()}
+        rows |= self.service.seconds | {
+            "requests_waiting": len(queues.waiting),
+            "requests_running": len(queues.running),
+            "pages": cache.num_pages,
+            "pages_used": cache.num_pages - cache.available,
+        }
         return Response("".join(f"nanorchestra_{name} {rows[name]}\n" for name in rows))
 
     async def _complete(self, request) -> Response:
         """Answers a body, at once or as a stream."""
-        form, kind, chunk = FORMS[request.url.path]
+        form, *kinds = FORMS[request.url.path]
         raw = await self._raw(request)
         body, chunks = await asyncio.to_thread(self._open, raw, form)
         head = {"id": secrets.token_hex(12), "created": int(time.time()), "model": body["model"]}
-        media, parts = JSON, whole(head | {"object": kind}, chunks)
+        head["object"] = kinds[body["stream"]]
         if body["stream"]:
-            media, head = "text/event-stream", head | {"object": kind + chunk}
-            parts = events(head, chunks, body["stream_options"])
+            media, parts = "text/event-stream", events(head, chunks, body["stream_options"])
+        else:
+            media, parts = JSON, whole(head, chunks)
         return Parts(parts, media_type=media, background=BackgroundTask(chunks.aclose))
 
     async def _raw(self, request):
@@ -126,22 +122,26 @@ class Server(uvicorn.Server):
             raise HTTPException(401, "the API key is missing or wrong")
         if request.headers.get("content-type", "").partition(";")[0] != JSON:
             raise HTTPException(415, f"the Content-Type must be {JSON}")
+        most = (1 << 16) + 32 * self.given["max_tokens"]
         try:
             async with asyncio.timeout(BODY_S):
                 async for part in request.stream():
                     raw += part
-                    if len(raw) > self.most:
-                        raise HTTPException(413, f"the body has more than {self.most} bytes")
+                    if len(raw) > most:
+                        raise HTTPException(413, f"the body has more than {most} bytes")
         except TimeoutError:
             raise HTTPException(408, "the body did not come in time") from None
         return raw
 
     def _open(self, raw, form):
         """A checked body, and the chunks of its answer."""
-        body = read_body(raw, form, self.given)
+        body, rollout = read_body(raw, form, self.given), self.rollout
         if body["model"] not in self.models:
             raise HTTPException(404, f"model: it must be {' or '.join(self.models)}")
-        return body, self.models[body["model"]](body)
+        if body["model"] == self.models[1]:
+            return body, orchestrated(self.service, rollout, self.make_environment, body)
+        asked = as_choices(body, rollout.tokenizer)
+        return body, sampled(self.service, rollout.tokenizer, body, asked)
 
 
 class Parts(StreamingResponse):
@@ -159,30 +159,21 @@ class Parts(StreamingResponse):
         await super().stream_response(late)
 
 
-def answered(service, tokenizer, body):
-    """Returns the chunks of an answer of the model alone."""
-    asked = as_choices(body, tokenizer)
-    return sampled(service, body, asked, [Choice(body, i, tokenizer) for i in range(len(asked))])
-
-
-async def sampled(service, body, asked, choices):
-    """Yields the chunks of the choices of an answer; the last is the usage."""
-    cached = 0
+async def sampled(service, tokenizer, body, asked):
+    """Yields the chunks of an answer of the model alone; the last is the usage."""
+    choices = [Choice(body, i, tokenizer) for i in range(len(asked))]
+    told = {"prompt_token_ids": asked[0][0]} if body["return_token_ids"] else {}
     async with aclosing(service.sample(asked)) as news:
-        async for index, request, tokens, reason in news:
-            choice = choices[index]
-            if reason:
-                cached += request.cached_tokens or 0
-            if choice.finish_reason or not (tokens or reason):
-                continue
-            first = body["return_token_ids"] and not choice.count
-            prompt = {"prompt_token_ids": asked[index][0]} if first else {}
-            yield prompt | {"choices": [choice.feed(tokens, reason)]}
-            if choice.finish_reason and not reason:
-                service.abort(request)
+        async for pairs in news:
+            fed = [choice.feed(*pair) for choice, pair in zip(choices, pairs, strict=True)]
+            if fed := list(filter(None, fed)):
+                yield told | {"choices": fed}
+                told = {}
+            if all(choice.finish_reason for choice in choices):  # a stop, before the ids end
+                break
     prompt = sum(len(ids) for ids, _ in asked[:: body["n"]])
-    count = sum(choice.count for choice in choices)
-    yield {"choices": [], "usage": usage(prompt, count, cached)}
+    cached = sum(request.cached_tokens or 0 for request, _ in pairs)
+    yield {"choices": [], "usage": usage(prompt, sum(choice.count for choice in choices), cached)}
 
 
 async def whole(head, chunks):
@@ -202,12 +193,12 @@ async def whole(head, chunks):
 
 async def events(head, chunks, options):
     """Yields the chunks as server-sent events; an error after the first ends them."""
-    begun, end = False, b"[DONE]"
+    begin, end, begun = dumps(head)[:-1], b"[DONE]", False
     try:
         async for chunk in chunks:
             if options.get("include_usage") or "usage" not in chunk:
                 begun = True
-                yield b"data: %b\n\n" % dumps(head | chunk)
+                yield b"data: %b,%b\n\n" % (begin, dumps(chunk)[1:])
     except REFUSED as error:
         if not begun:
             raise
@@ -222,7 +213,7 @@ def refuse(request: Any, error: Exception) -> Response:
         status, message = 400, str(error)
     elif isinstance(error, TimeoutError):
         status, message = 504, "the request took too long"
-    field = re.match(r"[\w.[\]]+(?=: )", message)
+    field = re.match(r"[\w.[\]]+(?=: )", message)  # a message begins with it
     kind = "invalid_request_error" if status < 500 else "server_error"
     said = {"message": message, "type": kind, "param": field and field[0], "code": None}
     return JSONResponse({"error": said}, status)
@@ -235,7 +226,8 @@ def serve_http(server: Server, port: int) -> None:
         listening = socket.create_server((server.host, port), family=family)
     except (OSError, OverflowError) as error:
         raise UserError(f"--host {server.host} --port {port}: {error}") from None
-    place = f"http://{server.host}:{listening.getsockname()[1]}"
+    host = f"[{server.host}]" if ":" in server.host else server.host
+    place = f"http://{host}:{listening.getsockname()[1]}"
     print(f"{' and '.join(server.models)} at {place}/v1, the page at {place}/", flush=True)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again at its end
         signal.signal(number, lambda *_: None)

@@ -4,7 +4,7 @@ import asyncio
 import copy
 import secrets
 from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -36,23 +36,25 @@ async def orchestrated(
     rollout, chosen = copy.copy(rollout), {name: body[name] for name in SAMPLING}
     rollout.open = lambda attempt, start, prompt: Conversation(service, prompt)
     rollout.params = lambda seed, most: SamplingParams(most, seed=seed, **chosen)
-    events = asyncio.Queue()
-    attempt = Attempt(rollout, 0, env, seed, lambda *event: events.put_nowait(event))
-    task = asyncio.ensure_future(asyncio.wait_for(attempt.run(), REQUEST_S))
-    task.add_done_callback(lambda task: events.put_nowait(("end", task)))
+    chunks = asyncio.Queue()
+
+    def tell(kind, payload):
+        for part, text in payload if kind in ("text", "turn") else ():
+            if part == "reasoning":
+                chunks.put_nowait(_chunk({"reasoning_content": text}))
+            elif part == "tool_call":
+                chunks.put_nowait(_chunk({}, call=text))
+        for result in payload.results if kind == "results" else ():
+            chunks.put_nowait(_chunk({}, result=asdict(result)))
+
+    attempt = Attempt(rollout, 0, env, seed, tell).run()
+    task = asyncio.ensure_future(asyncio.wait_for(attempt, REQUEST_S))
+    task.add_done_callback(lambda _: chunks.put_nowait(None))
     try:
-        kind = ""
         yield _chunk({"role": "assistant"})
-        while kind != "end":
-            kind, payload = await events.get()
-            for part, text in payload if kind in ("text", "turn") else ():
-                if part == "reasoning":
-                    yield _chunk({"reasoning_content": text})
-                elif part == "tool_call":
-                    yield _chunk({}, call=text)
-            for result in payload.results if kind == "results" else ():
-                yield _chunk({}, result=asdict(result))
-        t = payload.result()
+        while chunk := await chunks.get():
+            yield chunk
+        t = task.result()
         if t.status == "infrastructure":
             raise HTTPException(502, t.turns[-1].results[-1].content)
         told = {name: getattr(t, name) for name in TOLD}
@@ -70,11 +72,12 @@ def _chunk(delta, reason=None, **told):
     return {"choices": [choice]} | ({"nanorchestra": told} if told else {})
 
 
+@dataclass
 class Conversation:
     """The session of an attempt: each turn is a request of its own on the KV of the last."""
 
-    def __init__(self, service: Service, ids: list[int]):
-        self.service, self.ids = service, ids
+    service: Service
+    ids: list[int]
 
     def append(self, ids: list[int], role: str, contents: list[str]) -> None:
         """Adds observations."""
@@ -82,11 +85,14 @@ class Conversation:
 
     async def sample(self, params: SamplingParams, on_token: Callable) -> Any:
         """Returns the next turn's Completion. HTTPException if the server ends it."""
-        async for _, request, tokens, _ in self.service.sample([(self.ids, params)]):
-            for token, logprob, _ in tokens:
-                on_token(token, logprob)
-            self.ids, completion = request.ids, request.completion
-        return completion
+        count = 0
+        async for ((request, _),) in self.service.sample([(self.ids, params)]):
+            new = request.logprobs[count:]
+            for place, logprob in enumerate(new, request.prompt_tokens + count):
+                on_token(request.ids[place], logprob)
+            count += len(new)
+        self.ids = request.ids
+        return request.completion
 
     def close(self) -> None:
         """Has nothing open between turns."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nanorchestra.engine.guide import Guide
-from nanorchestra.engine.request import SamplingParams
+from nanorchestra.engine.request import Request, SamplingParams
 from nanorchestra.engine.stream import TurnStream
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json
@@ -19,6 +19,7 @@ from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.schemas import Json, schema_error
 
 OPENAPI = read_json(Path(__file__).with_name("openapi.json"))
+COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 LEAST = -9999.0  # stands for minus infinity, which is no JSON
 SILENT = {"enable_thinking": False}
 SAMPLING = ("temperature", "top_p", "top_k", "ignore_eos")
@@ -70,9 +71,14 @@ def as_choices(body: Json, tokenizer: Tokenizer) -> list[tuple]:
         schema = None if forced or format["type"] == "text" else described["schema"]
         prompts = chat.encode(tokenizer, body["messages"], tools, **template)
         if tools or schema is not None:
-            strict, thinks = described.get("strict", False), template != SILENT
-            form = {"required": forced, "strict": strict, "thinks": thinks}
-            guide = Guide(tokenizer, tools, schema, **form)
+            guide = Guide(
+                tokenizer,
+                tools,
+                schema,
+                required=forced,
+                strict=described.get("strict", False),
+                thinks=template != SILENT,
+            )
     if isinstance(prompts, str) or isinstance(prompts[0], int):
         prompts = [prompts]
     prompts = [tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
@@ -88,7 +94,7 @@ def as_choices(body: Json, tokenizer: Tokenizer) -> list[tuple]:
 
 
 class Choice:
-    """One choice as it is sampled: turns its ids into the chunks of a stream.
+    """One choice as it is sampled: turns the ids of its request into the chunks of a stream.
 
     `finish_reason` is set once it has ended: by a stop before its ids end. `count`: its ids.
     """
@@ -100,29 +106,31 @@ class Choice:
         self._is_chat, self._many = "messages" in body, body.get("parallel_tool_calls", True)
         self._stream = TurnStream(tokenizer, bool(body["tools"]), self._is_chat)
 
-    def feed(self, sampled: list[tuple], ended: str | None = None) -> Json:
-        """Returns the chunk of sampled (id, logprob, most probable ones).
-
-        The last ones come with the reason why they `ended`.
-        """
-        delta, taken = {} if self.count else {"role": "assistant"}, []
-        whole = self._many and not self.body["stop"]  # else an id may be the end
-        for part in [sampled] if whole else [[each] for each in sampled]:
-            if not self.finish_reason:
-                taken += part
-                self._take(delta, self._stream.feed(*(token for token, *_ in part)))
+    def feed(self, request: Request, ended: str | None) -> Json | None:
+        """Returns the chunk of what is new, None if nothing is; `ended`: why nothing follows."""
+        start, known = self.count, len(request.logprobs)
+        if self.finish_reason or not (ended or known > start):
+            return None
+        delta, prompt = {} if start else {"role": "assistant"}, request.prompt_tokens
+        ids = request.ids[prompt : prompt + known]
+        step = known if self._many and not self.body["stop"] else 1  # an id may be the end
+        while self.count < known and not self.finish_reason:
+            part = ids[self.count : self.count + step]
+            self.count += len(part)
+            self._take(delta, self._stream.feed(*part))
         if ended and not self.finish_reason:
             self._take(delta, self._stream.finish(), final=True)
             self.finish_reason = self.finish_reason or ended
         if self._calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
-        self.count += len(taken)
         chunk = {"index": self.index, "finish_reason": self.finish_reason}
         chunk |= {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
+        columns = ids, request.logprobs, request.top_logprobs
+        ids, *columns = (column[start : self.count] for column in columns)
         if self.body["logprobs"]:
-            chunk["logprobs"] = self._logprobs(taken)
+            chunk["logprobs"] = self._logprobs(ids, *columns)
         if self.body["return_token_ids"]:
-            chunk["token_ids"] = [token for token, *_ in taken]
+            chunk["token_ids"] = ids
         return chunk
 
     def _take(self, delta, parts, final=False):
@@ -137,7 +145,9 @@ class Choice:
                 content += f"{CALL}\n{text}\n{CALL_END}"
                 del self._stream.parser.calls[self._calls]
             else:
-                merge(delta, {"tool_calls": [_tool_call(self._calls, call)]})
+                function = {"name": call.name, "arguments": dumps(call.arguments).decode()}
+                about = {"index": self._calls, "id": f"call_{secrets.token_hex(12)}"}
+                merge(delta, {"tool_calls": [about | {"type": "function", "function": function}]})
                 self._calls += 1
                 self.finish_reason = None if self._many else "stop"
         stops = self.body["stop"]
@@ -150,10 +160,10 @@ class Choice:
         if end:
             merge(delta, {"content": content[:end]})
 
-    def _logprobs(self, sampled):
+    def _logprobs(self, *columns):
         named = [
             self._named(*pair) | {"top_logprobs": [self._named(*each) for each in top]}
-            for *pair, top in sampled
+            for *pair, top in zip(*columns, strict=True)
         ]
         if self._is_chat:
             return {"content": named}
@@ -165,12 +175,6 @@ class Choice:
         raw = self.tokenizer.bytes_of(token)
         text = raw.decode("utf-8", "replace")
         return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(raw)}
-
-
-def _tool_call(index, call):
-    function = {"name": call.name, "arguments": dumps(call.arguments).decode()}
-    name = f"call_{secrets.token_hex(12)}"
-    return {"index": index, "id": name, "type": "function", "function": function}
 
 
 def merge(whole: Json, chunk: Json) -> None:
@@ -192,5 +196,4 @@ def usage(prompt: int, sampled: int, cached: int = 0) -> Json:
 
 def dumps(value: Any, errors: str = "replace") -> bytes:
     """Returns compact JSON in UTF-8. ValueError for NaN, infinity, "strict" also for surrogates."""
-    compact = {"separators": (",", ":"), "ensure_ascii": False, "allow_nan": False}
-    return json.dumps(value, **compact).encode(errors=errors)
+    return COMPACT.encode(value).encode(errors=errors)
