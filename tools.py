@@ -128,13 +128,18 @@ def _flat(entry) -> Json:
     return ({"kind": "role"} if entry.get("name") in ROLES else {}) | entry
 
 
+@dataclass
 class Catalogue:
     """Makes the tools of merged tables, whose form is checked. `path` stands in messages."""
 
-    def __init__(self, path: str, tables: Json, sandbox: Sandbox, spending: Spending):
-        self.path, self.tables, self.sandbox, self.spending = path, tables, sandbox, spending
-        self.endpoints = {name: Endpoint(**s) for name, s in tables["endpoints"].items()}
-        spending.most = min(spending.most, tables.get("max_usd", math.inf))
+    path: str
+    tables: Json
+    sandbox: Sandbox
+    spending: Spending
+
+    def __post_init__(self) -> None:
+        self.endpoints = {name: Endpoint(**s) for name, s in self.tables["endpoints"].items()}
+        self.spending.most = min(self.spending.most, self.tables.get("max_usd", math.inf))
 
     def tools(self, entries: list[Json]) -> list[Tool]:
         """Returns the tools on offer, without those that only help a role."""

@@ -130,11 +130,10 @@ class Preference:
         own = {
             name: given.pop(name) for name in SHAPES["preference"]["properties"] if name in given
         }
-        unknown = {*given, *own.get("never", ())} - {*(tools or ())}
-        require(
-            tools is None or not unknown,
-            f"{where}: there is no {', '.join(unknown)}; the tools are {', '.join(tools or ())}",
-        )
+        if tools is not None:
+            unknown = {*given, *own.get("never", ())} - {*tools}
+            problem = f"{where}: there is no {', '.join(unknown)}"
+            require(not unknown, f"{problem}; the tools are {', '.join(tools)}")
         return cls(text, tools=given, **own)
 
     @classmethod

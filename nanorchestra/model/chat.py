@@ -9,13 +9,11 @@ import json
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from nanorchestra.model.parser import CALL, CALL_END, THINK, THINK_END, Marker, parse
+from nanorchestra.model.parser import CALL, CALL_END, THINK, THINK_END, Marker
+from nanorchestra.model.parser import parse as parse  # chat.parse
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import ToolCall
 from nanorchestra.schemas import Json
-
-__all__ = ["encode", "encode_assistant", "encode_observations", "encode_user", "parse", "render"]
-
 
 IM_START, IM_END = Marker("<|im_start|>"), Marker("<|im_end|>")
 RESPONSE, RESPONSE_END = Marker("<tool_response>"), Marker("</tool_response>")
@@ -104,7 +102,7 @@ def _tools(system, tools) -> Iterator[str]:
     yield "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     yield "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
     for tool in tools:
-        yield "\n" + _json(tool)
+        yield "\n" + json.dumps(tool, ensure_ascii=False)
     yield "\n</tools>\n\nFor each function call, return a json object with function name and "
     yield from ("arguments within ", CALL, CALL_END, " XML tags:\n", CALL)
     yield '\n{"name": <function-name>, "arguments": <args-json-object>}\n'
@@ -142,7 +140,9 @@ def _calls(calls, after_content) -> Iterator[str]:
     for k, (name, arguments) in enumerate(calls):
         if k or after_content:
             yield "\n"
-        text = arguments if arguments and isinstance(arguments, str) else _json(arguments or {})
+        text = arguments or {}
+        if not isinstance(text, str):
+            text = json.dumps(text, ensure_ascii=False)
         yield from (CALL, f'\n{{"name": "{name}", "arguments": {text}}}\n', CALL_END)
 
 
@@ -156,10 +156,6 @@ def _generation_prompt(enable_thinking=None) -> tuple[str, ...]:
 
 def _is_response(content) -> bool:
     return content.startswith(RESPONSE) and content.endswith(RESPONSE_END)
-
-
-def _json(value) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _ids(tokenizer, pieces) -> list[int]:

@@ -55,10 +55,11 @@ def read_sampling(path: str | Path) -> dict[str, float]:
     stated = read_json(file) if file.is_file() else {}
     stated = stated if stated.get("do_sample") else {"temperature": 0.0}
     values = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-    for name in values.keys() & {name for name, value in stated.items() if value is not None}:
-        values[name] = stated[name]
-        number = isinstance(stated[name], int | float)
-        require(number, f"{file}: {name} = {stated[name]!r}: expected a number")
+    for name in values:
+        if (number := stated.get(name)) is not None:
+            known = isinstance(number, int | float)
+            require(known, f"{file}: {name} = {number!r}: expected a number")
+            values[name] = number
     return values
 
 
@@ -103,7 +104,7 @@ def _eos_ids(data) -> tuple[int, ...]:
     return (ids,) if isinstance(ids, int) else tuple(ids or ())
 
 
-_SHAPES = read_toml(Path(__file__).with_name("presets.toml"))
-PRESETS = {
-    name: config_from_hf(shape) for name, shape in _SHAPES.items()
-}  # the published sizes, nano
+PRESETS = {  # the published sizes, and nano
+    name: config_from_hf(shape)
+    for name, shape in read_toml(Path(__file__).with_name("presets.toml")).items()
+}

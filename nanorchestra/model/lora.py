@@ -45,7 +45,7 @@ class LoRALinear(nn.Module):
         low = F.linear(x, self.lora_a.to(x.dtype)).split(self.rank, -1)  # [T, rank] per part
         matrices = self.lora_b.to(x.dtype).split(self.rows)
         parts = [F.linear(z, b) for z, b in zip(low, matrices, strict=True)]
-        return y + self.scale * (torch.cat(parts, -1) if len(parts) > 1 else parts[0])
+        return y + self.scale * torch.cat(parts, -1)
 
     @torch.no_grad()
     def merged(self) -> Tensor:

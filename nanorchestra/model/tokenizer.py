@@ -14,45 +14,15 @@ from functools import lru_cache
 from pathlib import Path
 
 import tokenizers
-from tokenizers import (
-    AddedToken,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    trainers,
-)
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from nanorchestra.errors import UserError, require
-from nanorchestra.files import write_whole
+from nanorchestra.files import read_toml, write_whole
 
-# Qwen3's pre-tokenisation: contractions, words with one leading non-letter, single digits,
-# punctuation runs, line breaks, spaces.
-PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# Qwen3's added tokens in the order of their ids. `skip_special` drops the first group; the second
-# is part of the text.
-SPECIAL_TOKENS = (
-    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>",
-    "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>",
-    "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
-)  # fmt: skip
-TEXT_TOKENS = (
-    "<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>",
-    "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>",
-    "<think>", "</think>",
-)  # fmt: skip
-ADDED_TOKENS = (*SPECIAL_TOKENS, *TEXT_TOKENS)
-_REQUIRED = (*SPECIAL_TOKENS[:3], *TEXT_TOKENS[:2], *TEXT_TOKENS[-4:])
-_COMPANIONS = ("tokenizer_config.json", "chat_template.jinja")
-_CONFIG = {  # what transformers needs beside tokenizer.json
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "eos_token": "<|im_end|>",
-    "pad_token": "<|endoftext|>",
-    "clean_up_tokenization_spaces": False,
-}
+QWEN3 = read_toml(Path(__file__).with_name("tokens.toml"))
+SPECIAL_TOKENS, TEXT_TOKENS = QWEN3["special"], QWEN3["text"]  # `skip_special` drops the first
+ADDED_TOKENS = SPECIAL_TOKENS + TEXT_TOKENS
+COMPANIONS = ("tokenizer_config.json", "chat_template.jinja")
 # Byte-level BPE spells a byte as one character: itself if printable, else the next from U+0100 on.
 _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 _PRINTABLE_FIRST = sorted(range(256), key=lambda byte: chr(byte) not in _ALPHABET)
@@ -64,7 +34,7 @@ class Tokenizer:
     """A tokenizer of the Qwen kind.
 
     `vocab_size` is 1 + the largest id, `eos_ids` end a turn, `added_ids` are all added tokens,
-    `im_end` and `tool_call_end` are ids of chat markers. `backend` also reads markers in text.
+    `im_end` is the id of <|im_end|>. `backend` also reads markers in text.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, source: str = "tokenizer.json") -> None:
@@ -79,7 +49,7 @@ class Tokenizer:
         self.added_ids = frozenset(added)
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._ids = backend.get_vocab(with_added_tokens=True)
-        for token in _REQUIRED:
+        for token in QWEN3["required"]:
             known = self._ids.get(token) in added
             require(known, f"{source}: added_tokens has no {token!r}, as a Qwen3 tokenizer has")
         self.vocab_size = 1 + max(self._ids.values())
@@ -87,9 +57,8 @@ class Tokenizer:
         for token, i in self._ids.items():
             self._bytes[i] = token.encode() if i in added else bytes(_BYTES[c] for c in token)
         self.im_end = self.token_id("<|im_end|>")
-        self.tool_call_end = self.token_id("</tool_call>")
         self.eos_ids = (self.im_end, self.token_id("<|endoftext|>"))
-        self._companions = {"tokenizer_config.json": json.dumps(_CONFIG, indent=2) + "\n"}
+        self._companions = {"tokenizer_config.json": json.dumps(QWEN3["config"], indent=2) + "\n"}
         self._cached = lru_cache(_CACHED)(self._encode)
 
     @classmethod
@@ -104,7 +73,7 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"{file}: not a readable tokenizer.json ({error})") from None
         tokenizer = cls(backend, str(file))
-        for name in _COMPANIONS:
+        for name in COMPANIONS:
             companion = file.with_name(name)
             if companion.exists():
                 tokenizer._companions[name] = companion.read_text(encoding="utf-8")
@@ -157,7 +126,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """
     backend = tokenizers.Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()
-    split = pre_tokenizers.Split(tokenizers.Regex(PATTERN), "isolated")
+    split = pre_tokenizers.Split(tokenizers.Regex(QWEN3["pattern"]), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     backend.decoder = decoders.ByteLevel()
@@ -171,6 +140,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     markers = re.compile("|".join(map(re.escape, ADDED_TOKENS)))
     pieces = (piece for text in texts for piece in markers.split(text) if piece)
     backend.train_from_iterator(pieces, trainer)
-    backend.add_special_tokens(list(SPECIAL_TOKENS))
+    backend.add_special_tokens(SPECIAL_TOKENS)
     backend.add_tokens([AddedToken(token, normalized=False) for token in TEXT_TOKENS])
     return Tokenizer(backend)

@@ -11,29 +11,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
+import bm25s
 import faiss
 import numpy as np
+from bm25s.utils.corpus import JsonlCorpus
 from tqdm import tqdm
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json, read_json_lines, read_text, replace_directory, write_whole
 from nanorchestra.schemas import check
 from nanorchestra.tools.embed import Embedder
-from nanorchestra.tools.index import (
-    TEXTS,
-    VECTORS,
-    WORDS,
-    Index,
-    Passage,
-    open_saved,
-    saved_passages,
-    word_index,
-)
+from nanorchestra.tools.index import Index, Passage, VectorIndex, word_index
 
 # At most 1,000 characters: to the end of the text, else of a paragraph, else of a word.
 _CHUNK = re.compile(
     r"\S.{0,999}(?=\Z)|\S.{300,999}(?=\n[ \t]*\n)|\S.{0,999}(?=\s)|\S{1000}", re.DOTALL
 )
+TEXTS, WORDS, VECTORS = "passages.jsonl", "bm25", "vectors"
 TEXT_FIELDS, SOURCE_FIELDS = ("text", "contents", "content"), ("source", "url", "title", "id")
 BLOCK = 32  # passages whose vectors are written together
 
@@ -57,7 +51,7 @@ def build_index(source: str | Path, out: str | Path, checkpoint: str | None = No
             with replace_directory(out) as new:
                 _write_passages(source, files, new)
                 write_whole(new / manifest.name, json.dumps(stats))
-        passages = saved_passages(out)
+        passages = _saved_passages(out)
         if checkpoint:
             _write_vectors(passages, out, str(Path(checkpoint).resolve()))
         elif not (out / WORDS).exists():
@@ -68,16 +62,30 @@ def build_index(source: str | Path, out: str | Path, checkpoint: str | None = No
     return len(passages)
 
 
-def open_index(path: str) -> Index:
-    """Returns a built index, or the index of a JSONL file, which is made in memory. UserError."""
-    return open_saved(Path(path)) if Path(path).is_dir() else Index(read_passages(path))
+def open_index(path: str | Path) -> Index:
+    """Returns a built index, by vectors if it has any, or that of a JSONL file, made in memory.
+
+    A row of the file is a passage. UserError names file, line and field.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        rows = list(_rows(path))
+        require(rows, f'{path}: no passage; it must have lines like {{"text": "..."}}')
+        return Index(rows)
+    vectors, words = path / VECTORS, path / WORDS
+    require(
+        vectors.is_dir() or words.is_dir(),
+        f"{path}: not a whole index; build it: python tools.py index PATH --out DIR",
+    )
+    passages = _saved_passages(path)
+    if vectors.is_dir():
+        return VectorIndex(passages, vectors)
+    return Index(passages, bm25s.BM25.load(words, mmap=True, show_progress=False))
 
 
-def read_passages(path: str | Path) -> list[Passage]:
-    """Returns the passages of a JSONL file, a row each. UserError names file, line and field."""
-    passages = list(_rows(Path(path)))
-    require(passages, f'{path}: no passage; it must have lines like {{"text": "..."}}')
-    return passages
+def _saved_passages(path) -> JsonlCorpus:
+    """Returns the passages of an index directory as [text, source], read from the mapped file."""
+    return JsonlCorpus(path / TEXTS, show_progress=False)
 
 
 def _documents(source, files) -> Iterator[Passage]:
@@ -106,7 +114,7 @@ def _write_passages(source, files, out):
         for document in _documents(source, files):
             for text in _CHUNK.findall(document.text.strip()):
                 lines.write(json.dumps([text, document.source]) + "\n")
-    found = saved_passages(out)  # writes where each line begins
+    found = _saved_passages(out)  # writes where each line begins
     require(found, f"{source}: no text to index; a file must be text, or JSONL of {{text}}")
 
 

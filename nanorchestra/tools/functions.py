@@ -73,8 +73,8 @@ def tool(function: Callable[..., Any] | None = None, **settings: float) -> Any:
         del shape["title"]
         require(shape, f"{where}: parameter {name} has no type hint; write {name}: str")
         shape |= {"description": told[name]} if name in told else {}
-    made = function.__name__, " ".join(text.split()), schema, validate_call(function)
-    return FunctionTool(*made, **settings)
+    description = " ".join(text.split())
+    return FunctionTool(function.__name__, description, schema, validate_call(function), **settings)
 
 
 def load_functions(path: str | Path) -> list[FunctionTool]:

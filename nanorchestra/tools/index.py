@@ -1,7 +1,7 @@
 """Finds passages by their words, with BM25, or by their meaning, with vectors in a FAISS index.
 
 An index of a few thousand passages is built in memory: `Index(passages)`. corpus.py builds larger
-ones in a directory, which `open_saved` maps into memory. Threads take turns to search.
+ones in a directory, which its `open_index` maps into memory. Threads take turns to search.
 """
 
 import logging
@@ -18,14 +18,12 @@ import bm25s
 import faiss
 import torch
 from bm25s.stopwords import STOPWORDS_EN
-from bm25s.utils.corpus import JsonlCorpus
 
 from nanorchestra.errors import require
 from nanorchestra.files import read_json
 from nanorchestra.tools.embed import Embedder
 
 logging.getLogger("bm25s").setLevel(logging.WARNING)  # it has a root handler print its DEBUG lines
-TEXTS, WORDS, VECTORS = "passages.jsonl", "bm25", "vectors"
 WORD, COMMON = r"\w+", frozenset(STOPWORDS_EN)
 CANDIDATES = 10  # passages by BM25 whose word pairs are compared with the query's
 SIMILAR = 0.8  # ratio of difflib above which an unknown word is read as a known one
@@ -108,24 +106,6 @@ class VectorIndex(Index):
         vector = self._embedder.queries([query])
         scores, rows = self._faiss.search(vector, min(k, self._faiss.ntotal))
         return list(zip(scores[0].tolist(), rows[0].tolist(), strict=True))
-
-
-def open_saved(path: Path) -> Index:
-    """Returns the index that build_index wrote, by vectors if it has any. Raises UserError."""
-    vectors, words = path / VECTORS, path / WORDS
-    require(
-        vectors.is_dir() or words.is_dir(),
-        f"{path}: not a whole index; build it: python tools.py index PATH --out DIR",
-    )
-    passages = saved_passages(path)
-    if vectors.is_dir():
-        return VectorIndex(passages, vectors)
-    return Index(passages, bm25s.BM25.load(words, mmap=True, show_progress=False))
-
-
-def saved_passages(path: Path) -> JsonlCorpus:
-    """Returns the passages of an index directory as [text, source], read from the mapped file."""
-    return JsonlCorpus(path / TEXTS, show_progress=False)
 
 
 def word_index(texts: Iterable[str]) -> bm25s.BM25:

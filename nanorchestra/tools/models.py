@@ -66,16 +66,20 @@ class Spending:
         """Returns what `endpoint.complete(body)` does, or has returned to the same request."""
         if self.replies is None:
             return endpoint.complete(body)
-        key = json.dumps([endpoint.base_url, self.trial, body], sort_keys=True)
-        digest = hashlib.sha256(key.encode()).hexdigest()
-        stored = self.replies / f"{digest}.json"
-        with self._asking.setdefault(digest, threading.Lock()):
+        stored = reply_file(self.replies, [endpoint.base_url, self.trial, body])
+        with self._asking.setdefault(stored, threading.Lock()):
             if stored.exists():
                 return read_json(stored)
             reply = endpoint.complete(body)
             self.replies.mkdir(parents=True, exist_ok=True)
             write_whole(stored, json.dumps(reply))
         return reply
+
+
+def reply_file(directory: str | Path, request: Any) -> Path:
+    """Returns the file of a directory that keeps the reply to a request, which is JSON."""
+    digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
+    return Path(directory) / f"{digest}.json"
 
 
 def most_usd(tool: Any, arguments: Json) -> float:
@@ -189,8 +193,8 @@ class Expert:
         if problem:
             said = f"Error: {name} {problem}".replace(self.model, name)
         (retries, seconds), usd = spent, self.price.cost(*tokens)
-        settings = {"alias": name, "retries": retries}
-        return ToolResult(said.strip(), usd, seconds, bool(problem), False, *tokens, **settings)
+        text, failed = said.strip(), bool(problem)
+        return ToolResult(text, usd, seconds, failed, False, *tokens, alias=name, retries=retries)
 
 
 def _emptiness(message) -> str:

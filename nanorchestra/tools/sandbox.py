@@ -93,9 +93,8 @@ class Sandbox:
 class _Worker:
     """One process of sandbox_child.py, started when needed. One run at a time."""
 
-    def __init__(self) -> None:
-        self.process: subprocess.Popen[str] | None = None
-        self.directory = ""
+    process: subprocess.Popen[str] | None = None
+    directory = ""
 
     def run(self, code: str, timeout_s: float) -> SandboxResult:
         start, reply = time.perf_counter(), ""

@@ -26,15 +26,8 @@ import types
 
 with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "sandbox.json")) as _file:
     TABLE = json.load(_file)
-LIMITS = {
-    resource.RLIMIT_AS: 768 << 20,  # up to 200 MiB of it are libraries
-    resource.RLIMIT_FSIZE: 16 << 20,
-    resource.RLIMIT_NOFILE: 32,
-    resource.RLIMIT_CORE: 0,
-}
 MAX_OUTPUT = 8192  # bytes
 MAX_ERROR = 500  # characters
-READABLE = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38  # <linux/prctl.h>
 SYS_LANDLOCK_CREATE, SYS_LANDLOCK_ADD, SYS_LANDLOCK_RESTRICT = 444, 445, 446
 
@@ -130,8 +123,8 @@ def confine(worker: int, out: int, err: int, ruleset: int, filter_program) -> No
         check(libc.syscall(SYS_LANDLOCK_RESTRICT, ruleset, 0))
     os.closerange(3, 256)
     os.environ.clear()
-    for limit, value in LIMITS.items():
-        resource.setrlimit(limit, (value, value))
+    for limit, value in TABLE["limits"].items():
+        resource.setrlimit(getattr(resource, limit), (value, value))
     check(libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(filter_program), 0, 0))
 
 
@@ -157,7 +150,7 @@ def landlock_ruleset(directory: str, place: str) -> int:
     ruleset = check(libc.syscall(SYS_LANDLOCK_CREATE, attributes, len(attributes), 0))
     library = os.path.dirname(os.path.dirname(os.path.abspath(os.__file__)))
     packages = (os.path.join(place, name) for name in TABLE["packages"])
-    folders = (library, sys.base_prefix + "/lib", *READABLE, *packages)
+    folders = (library, sys.base_prefix + "/lib", *TABLE["readable"], *packages)
     readable = filter(os.path.isdir, folders)
     rules = dict.fromkeys(readable, read_file | read_dir)
     rules[directory] = write_file | read_file | read_dir | remove_file | make_file
@@ -182,12 +175,12 @@ def seccomp_filter(with_files: bool) -> Program:
     """
     machine = TABLE["architectures"][os.uname().machine]
     calls = TABLE["calls"] | (TABLE["file_calls"] if with_files else {})
-    numbers = [columns[machine["column"]] for columns in calls.values()]
-    numbers = [number for number in numbers if number is not None]
+    column = machine["column"]
+    numbers = [call[column] for call in calls.values() if call[column] is not None]
     load, jump_equal, ret = 0x20, 0x15, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_RET|K
     allow, refuse, kill = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
     program = [(load, 0, 0, 4), (jump_equal, 1, 0, machine["audit"]), (ret, 0, 0, kill)]
-    program.append((load, 0, 0, 0))
+    program += [(load, 0, 0, 0)]
     program += [(jump_equal, len(numbers) - i, 0, number) for i, number in enumerate(numbers)]
     program += [(ret, 0, 0, refuse), (ret, 0, 0, allow)]
     code = b"".join(struct.pack("<HBBI", *instruction) for instruction in program)

@@ -4,7 +4,6 @@ A stored reply keeps its price and latency, so that a run repeats itself. Offlin
 replies are read. The API key comes from the environment and reaches no message and no file.
 """
 
-import hashlib
 import json
 import os
 import warnings
@@ -16,7 +15,7 @@ from nanorchestra.files import read_json, write_whole
 from nanorchestra.records import ToolResult
 from nanorchestra.schemas import SHAPES, Json, arguments_schema
 from nanorchestra.tools.http import EndpointError, post
-from nanorchestra.tools.models import Spending
+from nanorchestra.tools.models import Spending, reply_file
 
 KEY_VARIABLE = "TAVILY_API_KEY"
 QUERY_CHARS = 400  # Tavily's limit
@@ -56,8 +55,8 @@ class WebSearch:
     def call(self, arguments: Json) -> ToolResult:
         """Returns the best documents, best first: title, address, score, text."""
         query = arguments["query"].strip()[:QUERY_CHARS]
-        most_usd = self.most_usd(arguments)
-        return self.spending.bounded(self.name, most_usd, lambda: self._search(query))
+        most = self.most_usd(arguments)
+        return self.spending.bounded(self.name, most, lambda: self._search(query))
 
     def _search(self, query) -> ToolResult:
         body = {"query": query, "search_depth": "advanced", "max_results": 20}
@@ -86,8 +85,7 @@ class WebSearch:
 
     def _ask(self, path, body) -> tuple[list[Json], float]:
         """Returns the results of a request and its seconds, from the cache if they are there."""
-        digest = hashlib.sha256(json.dumps([path, body], sort_keys=True).encode()).hexdigest()
-        stored = Path(self.cache) / f"{digest}.json"
+        stored = reply_file(self.cache, [path, body])
         try:
             return read_json(stored)
         except UserError as missing:  # not asked yet, or damaged

@@ -337,7 +337,7 @@ def test_other_misuse_is_explained(model):
 def test_tool_calls_can_be_held_to_valid_json_and_known_names(nano_model, nano_tokenizer):
     """A model that knows no JSON and opens a call whenever it may, on pages that run out."""
     engine = Engine(nano_model, nano_tokenizer, num_pages=70)
-    begin, end = nano_tokenizer.token_id("<tool_call>"), nano_tokenizer.tool_call_end
+    begin, end = nano_tokenizer.token_id("<tool_call>"), nano_tokenizer.token_id("</tool_call>")
     closing = [nano_tokenizer.bytes_of(i) in (b'"', b"}") for i in range(engine.vocab_size)]
     sample = engine.runner._sample
 

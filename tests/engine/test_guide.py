@@ -89,14 +89,16 @@ def test_a_policy_that_draws_at_random_writes_only_calls_that_can_be_run(
     guide, tokenizer, spell, seed, at_ease, names, parameters
 ):
     """Uniform draws from the mask; after `at_ease` ids those that close strings and containers."""
-    rng, closers = random.Random(seed), [tokenizer.tool_call_end, *spell('"}]:')]
+    rng, closers = random.Random(seed), [tokenizer.token_id("</tool_call>"), *spell('"}]:')]
     ids, held = [], guide(names, parameters)
     for _ in range(2):
         ids.append(tokenizer.token_id("<tool_call>"))
         held.advance(ids[-1])
         length = 0
         while (mask := held.allowed()) is not None:
-            assert set(np.flatnonzero(mask)) & tokenizer.added_ids <= {tokenizer.tool_call_end}
+            assert set(np.flatnonzero(mask)) & tokenizer.added_ids <= {
+                tokenizer.token_id("</tool_call>")
+            }
             closing = [i for i in closers if mask[i]] if length >= at_ease else []
             ids.append(closing[0] if closing else rng.choice(np.flatnonzero(mask).tolist()))
             held.advance(ids[-1])
@@ -119,7 +121,7 @@ def test_the_canonical_turn_is_accepted_id_by_id(guide, tokenizer, reasoning, co
     """Whatever the arguments hold: braces, quotes, closing tags, markers."""
     ids, held = chat.encode_assistant(tokenizer, reasoning, content, calls), guide(NAMES)
     follow(held, ids)
-    assert held.allowed() is None and ids.count(tokenizer.tool_call_end) == len(calls)
+    assert held.allowed() is None and ids.count(tokenizer.token_id("</tool_call>")) == len(calls)
 
 
 TAGS = ["<tool_call>", "<tool_", "call>", "<", "<think>", "<thi", "nk>", "</think>", "</thi", "x"]

@@ -52,7 +52,7 @@ def test_added_tokens_are_those_of_qwen3_in_its_order(tokenizer):
     assert tokenizer.vocab_size == 330
     first = 330 - len(ADDED)
     assert tokenizer.eos_ids == (first + 2, first) and len(ADDED) == 26
-    assert (tokenizer.im_end, tokenizer.tool_call_end) == (first + 2, first + 15)
+    assert (tokenizer.im_end, tokenizer.token_id("</tool_call>")) == (first + 2, first + 15)
     assert tokenizer.added_ids == set(range(first, tokenizer.vocab_size))
     for offset, token in enumerate(ADDED):
         assert tokenizer.token_id(token) == first + offset

@@ -11,8 +11,8 @@ import pytest
 
 from nanorchestra.errors import UserError
 from nanorchestra.tools import corpus as corpus_module
-from nanorchestra.tools.corpus import build_index, read_passages
-from nanorchestra.tools.index import Index, Passage, open_saved
+from nanorchestra.tools.corpus import build_index, open_index
+from nanorchestra.tools.index import Index, Passage
 from tools import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +61,7 @@ def test_a_directory_is_indexed_once_and_again_when_it_changes(pages, tmp_path, 
     assert main(["index", str(pages), "--out", str(out)]) == 0
     said = capsys.readouterr()
     assert "image.png" in said.err and "UTF-8" in said.err and "indexed 4 passages" in said.out
-    index = open_saved(out)
+    index = open_index(out)
     assert index.search("gold")[0].source == "metals/gold.md"
     assert index.search("tin")[0] == ("Tin melts.", "http://tin", pytest.approx(1.4, abs=1))
     assert index.search("secret") == [] and len(index.passages) == 4
@@ -71,7 +71,7 @@ def test_a_directory_is_indexed_once_and_again_when_it_changes(pages, tmp_path, 
     assert (out / "bm25" / "vocab.index.json").stat() == words
     (pages / "iron.txt").write_text("Steel does not rust.")
     build_index(pages, out)
-    assert open_saved(out).search("steel") and not open_saved(out).search("iron")
+    assert open_index(out).search("steel") and not open_index(out).search("iron")
     assert main(["index", str(missing), "--out", str(out)]) == 2
     assert main(["index", str(pages), "--out", str(tmp_path)]) == 2
     assert "--out must be new" in capsys.readouterr().err and pages.is_dir()
@@ -79,7 +79,7 @@ def test_a_directory_is_indexed_once_and_again_when_it_changes(pages, tmp_path, 
 
 def test_many_threads_search_one_saved_index(tmp_path):
     build_index(CORPUS, tmp_path / "index")
-    index = open_saved(tmp_path / "index")
+    index = open_index(tmp_path / "index")
     queries = [f"element {i} period" for i in range(1, 100)] * 2
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda query: index.search(query, 2), queries))
@@ -102,13 +102,13 @@ def test_a_build_of_vectors_that_was_stopped_goes_on(checkpoint, pages, tmp_path
     with pytest.raises(KeyboardInterrupt):
         build_index(pages, out, checkpoint)
     with pytest.raises(UserError, match="not a whole index"):
-        open_saved(out)
+        open_index(out)
     (part,) = out.glob("*.part")
     with open(part, "ab") as file:
         file.write(b"torn")  # half a vector
     monkeypatch.setattr(corpus_module, "Embedder", corpus_module.Embedder.__base__)
     assert build_index(pages, out, checkpoint) == 4 and not part.exists()
-    index, texts = open_saved(out), embedded[:2]
+    index, texts = open_index(out), embedded[:2]
     vectors = corpus_module.Embedder(checkpoint)
     query = vectors.queries(["gold"])[0]
     wanted = np.sort(vectors.passages([text for text, *_ in index.passages]) @ query)[::-1]
@@ -120,7 +120,7 @@ def test_a_build_of_vectors_that_was_stopped_goes_on(checkpoint, pages, tmp_path
 def test_a_bad_file_of_passages_is_named_with_its_line(tmp_path):
     path = tmp_path / "passages.jsonl"
     with pytest.raises(UserError, match="passages.jsonl.*cannot be read"):
-        read_passages(path)
+        open_index(path)
     for content, complaint in (
         ('{"text": "a"}\nnot json\n', "line 2: not JSON"),
         ('{"text": "a"}\n\n{"txt": "b"}\n', "line 3: .* not valid under any"),
@@ -128,4 +128,4 @@ def test_a_bad_file_of_passages_is_named_with_its_line(tmp_path):
     ):
         path.write_text(content)
         with pytest.raises(UserError, match=f"passages.jsonl.*{complaint}"):
-            read_passages(path)
+            open_index(path)
