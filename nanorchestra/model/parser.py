@@ -163,11 +163,9 @@ def _read_call(text) -> tuple[ToolCall, int, bool]:
 
 def _finite(number) -> float:
     value = float(number)
-    return value if math.isfinite(value) else _refuse(number)
+    if not math.isfinite(value):
+        raise ValueError(f"{number} is not a JSON number")
+    return value
 
 
-def _refuse(constant):
-    raise ValueError(f"{constant} is not a JSON number")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
+_DECODER = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)

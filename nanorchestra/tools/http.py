@@ -68,8 +68,9 @@ def post(
             break
         time.sleep(wait)
     problem = " ".join(str(error).split())
-    problem = problem.replace(key, "...") if key else problem
-    if "HTTP 401" in problem and not key:
+    if key:
+        problem = problem.replace(key, "...")
+    elif "HTTP 401" in problem:
         problem = f"the environment variable {key_variable} is not set; {problem}"
     error.args, error.spent = (problem[:300],), (attempt, time.monotonic() - start)
     if error.received is not None:

@@ -75,19 +75,19 @@ class RoleTool:
 
     def most_usd(self, arguments: Json) -> float:
         """Returns the US dollars of the longest reply and of all helpers."""
-        if arguments["model"] not in self.experts:
+        expert = self.experts.get(arguments["model"])
+        if expert is None:
             return 0.0
-        expert = self.experts[arguments["model"]]
         helpers = sum(most_usd(helper, {}) for helper in self.helpers)
         return expert.most_usd(self.prompt(expert)) + helpers
 
     def call(self, arguments: Json) -> ToolResult:
         """Returns code and its output, documents, or an answer; each also as `found`."""
         alias, (kind, _, mark) = arguments["model"], ROLES[self.name]
-        if alias not in self.experts:
+        expert = self.experts.get(alias)
+        if expert is None:
             problem = f"Error: {self.name}: no model {alias!r}; there are {', '.join(self.experts)}"
             return ToolResult(problem, error=True, refused=True)
-        expert = self.experts[alias]
         reply = expert.ask(self.prompt(expert), alias)
         if reply.error:
             return reply
