@@ -76,9 +76,10 @@ class ToolEnvironment:
     ):
         self.task, self._grade = task, grade
         self.evidence = Evidence(task.question)
-        bind = {"evidence": self.evidence}
-        bound = (replace(t, **bind) if hasattr(t, "evidence") else t for t in tools)
-        self.by_name = {tool.name: tool for tool in bound}
+        self.by_name = {
+            tool.name: replace(tool, evidence=self.evidence) if hasattr(tool, "evidence") else tool
+            for tool in tools
+        }
         self.tools = [function_schema(tool) for tool in tools]
         self.kinds = {tool.name: tool.kind for tool in tools}
         words = " ".join(filter(None, (task.question, task.preference.words)))
@@ -108,8 +109,8 @@ class ToolEnvironment:
             else:
                 result = tool.call(call.arguments)
         except Exception as error:  # whatever a tool raises is an observation
-            text = f"Error: {call.name} failed: {type(error).__name__}: {error}"
-            return ToolResult(text, error=True)
+            problem = f"Error: {call.name} failed: {type(error).__name__}: {error}"
+            return ToolResult(problem, error=True)
         if len(result.content) <= MAX_OBSERVATION_CHARS:
             return result
         return replace(result, content=result.content[:MAX_OBSERVATION_CHARS] + "\n[cut]")

@@ -181,9 +181,9 @@ class Attempt:
         """Shows the policy the results of its calls, or the user's reply to its message."""
         for pair in zip(turn.calls, results, strict=False):
             self.env.evidence.add(*pair)
-        if self.notes and not turn.calls:
-            self.notes.hear(said, results[0])
         if self.notes:
+            if not turn.calls:
+                self.notes.hear(said, results[0])
             return
         contents = [result.content for result in results]
         if turn.calls:
@@ -202,6 +202,7 @@ class Attempt:
         t.weight_versions += [-1] * len(ids) if given else versions
 
 
+@dataclass(eq=False)
 class Rollout:
     """Plays attempts on one engine. `params(seed, budget)` makes the SamplingParams of a turn.
 
@@ -209,19 +210,13 @@ class Rollout:
     as it has where a tool gives the answer.
     """
 
-    def __init__(
-        self,
-        engine: Any,
-        tokenizer: Any,
-        params: Callable[[int, int], Any],
-        limits: Limits,
-        price: Price = DEFAULT_PRICE,
-        *,
-        lockstep: bool = True,
-        rebuild: bool = False,
-    ):
-        self.engine, self.tokenizer, self.params = engine, tokenizer, params
-        self.limits, self.price, self.lockstep, self.rebuild = limits, price, lockstep, rebuild
+    engine: Any
+    tokenizer: Any
+    params: Callable[[int, int], Any]
+    limits: Limits
+    price: Price = DEFAULT_PRICE
+    lockstep: bool = True
+    rebuild: bool = False
 
     def run(
         self,

@@ -89,7 +89,8 @@ class EndpointConversation:
         """Returns the next turn. finish_reason "error": there is none, and `text` says why."""
         body = params | {"messages": self.messages} | ({"tools": self.tools} if self.tools else {})
         bill, spending = self.rollout.bill, self.rollout.spending
-        most_usd = bill.cost(count_tokens(json.dumps(body)), params["max_completion_tokens"])
+        budget, tokenizer = params["max_completion_tokens"], self.rollout.tokenizer
+        most_usd = bill.cost(count_tokens(json.dumps(body)), budget)
         if not spending.reserve(most_usd):
             return _completion([], "error", f"Error: ${most_usd:.2g} is more than is left to spend")
         ask, problem = partial(spending.complete, self.rollout.server), None
@@ -103,7 +104,6 @@ class EndpointConversation:
             text = f"Error: {params['model']} at {self.rollout.server.base_url} failed ({problem})"
             return _completion([], "error", text)
         reasoning, content, calls = read(message)
-        tokenizer, budget = self.rollout.tokenizer, params["max_completion_tokens"]
         whole = chat.encode_assistant(tokenizer, reasoning, content, calls)
         cut = message["finish_reason"] == "length"
         ids = whole[: min(budget, len(whole) - cut)]  # a message that was cut has no end

@@ -80,19 +80,18 @@ def build_trainer(
     config: Config, model: Qwen3, tokenizer: Tokenizer, ranks: Ranks, dtype: torch.dtype
 ) -> Trainer:
     """Returns the trainer of the warm start; GRPO replaces its optimizer."""
-    settings = TrainerSettings(
-        token_budget=config.grpo.token_budget,
-        activation_checkpointing=config.parallel.activation_checkpointing,
-        cpu_offload=config.parallel.cpu_offload,
-        dtype=dtype,
-        attention=choose_attention(config.run.attention, dtype),
-    )
     return Trainer(
         model,
         vocab_limit=tokenizer.vocab_size,
         optimizer=config.warm_start.optimizer,
         ranks=ranks,
-        settings=settings,
+        settings=TrainerSettings(
+            token_budget=config.grpo.token_budget,
+            activation_checkpointing=config.parallel.activation_checkpointing,
+            cpu_offload=config.parallel.cpu_offload,
+            dtype=dtype,
+            attention=choose_attention(config.run.attention, dtype),
+        ),
     )
 
 

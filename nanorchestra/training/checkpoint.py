@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from nanorchestra.errors import UserError
+from nanorchestra.errors import require
 from nanorchestra.files import sync, write_whole
 from nanorchestra.training.ranks import Ranks
 
@@ -61,11 +61,11 @@ class Checkpoints:
         (name, saving), self._saving = self._saving, None
         failures = self.ranks.gather(_failure(saving.exception()))
         failure = next(filter(None, failures), None)
-        if failure is not None:
-            raise UserError(
-                f"{self.folder / name}: the checkpoint cannot be written: {failure}; "
-                "the ones before it are whole: free the space, then resume"
-            )
+        require(
+            not failure,
+            f"{self.folder / name}: the checkpoint cannot be written: {failure}; "
+            "the ones before it are whole: free the space, then resume",
+        )
 
     def _finish(self, name, aside, notes, written):
         """When all shards are on disk, rank 0 adds the notes, renames, and removes the oldest."""
@@ -92,7 +92,7 @@ class Checkpoints:
         """
         names = self.ranks.gather(self._names())[0]
         for name in reversed(names):
-            path, problem, notes = self.folder / name, None, {}
+            path, problem = self.folder / name, None
             try:
                 notes = _verified(path)
                 dcp.load(prepare(notes), checkpoint_id=path, no_dist=True)
@@ -104,11 +104,11 @@ class Checkpoints:
             if self.ranks.first:
                 reason = next(filter(None, problems))
                 print(f"{path}: damaged ({reason}); trying the one before", file=sys.stderr)
-        if names:
-            raise UserError(
-                f"{self.folder}: none of its {len(names)} checkpoints can be read; "
-                "remove the directory to start the run from its beginning"
-            )
+        require(
+            not names,
+            f"{self.folder}: none of its {len(names)} checkpoints can be read; "
+            "remove the directory to start the run from its beginning",
+        )
         return None
 
     def _names(self) -> list[str]:

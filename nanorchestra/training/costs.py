@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import timeit
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +39,8 @@ GPUS = {
 class Costs:
     """FLOPs of a forward pass, the bytes that it reads in bf16, and what a backward pass needs."""
 
-    weight_bytes: int  # of all matrices
+    numbers: int  # of the model, without its norms
+    weight_bytes: int  # of the matrices that a forward pass reads
     token_flops: int  # of a token in the layers
     logit_flops: int  # of a token's logits
     pair_flops: int  # of a pair of query and key
@@ -60,7 +61,8 @@ class Costs:
         kept = 4 * hidden + 4 * q + 4 * kv + 3 * config.intermediate_size
         adapters = layers * (7 * hidden + 2 * q + 2 * kv + 3 * config.intermediate_size)
         flops = 2 * linear, 2 * head, 4 * layers * q
-        return cls(2 * (linear + head), *flops, 4 * layers * kv, kept, adapters)
+        numbers = linear + head * (1 if config.tie_word_embeddings else 2)
+        return cls(numbers, 2 * (linear + head), *flops, 4 * layers * kv, kept, adapters)
 
 
 def model_flops(
@@ -94,9 +96,5 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
         if dtype != torch.bfloat16 or any(x in name for x in ("h100 pcie", "nvl", "laptop")):
             return None  # siblings that share a name, but not a data sheet
         return next((gpu.flops for key, gpu in GPUS.items() if key in name), None)
-    matrix, seconds = torch.ones(1024, 1024), []
-    for _ in range(5):
-        start = time.perf_counter()
-        matrix @ matrix
-        seconds.append(time.perf_counter() - start)
-    return 2 * 1024**3 / min(seconds)
+    matrix = torch.ones(1024, 1024)
+    return 2 * 1024**3 / min(timeit.repeat(lambda: matrix @ matrix, repeat=5, number=1))

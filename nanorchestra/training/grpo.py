@@ -7,7 +7,7 @@ import torch
 
 from nanorchestra.records import Trajectory
 from nanorchestra.training.objectives import Objective
-from nanorchestra.training.optimizers import Schedule
+from nanorchestra.training.optimizers import scheduled
 from nanorchestra.training.overlap import beside
 from nanorchestra.training.packing import Logprobs, mini_batches
 from nanorchestra.training.ranks import Ranks
@@ -19,9 +19,6 @@ from nanorchestra.training.trajectories import as_group, in_loss, samples_of
 def grpo(run: TrainingRun) -> bool:
     """Makes the phase's steps; returns False if the run is asked to stop on the way."""
     settings, overlap = run.config.grpo, run.config.rollout.overlap
-    schedule = Schedule(
-        settings.learning_rate, settings.steps, settings.warmup_steps, settings.final_fraction
-    )
     ranks, threads = run.ranks, torch.get_num_threads()
     if overlap:
         ranks = run.ranks.beside()  # what the two threads exchange must not mix
@@ -33,7 +30,14 @@ def grpo(run: TrainingRun) -> bool:
     stopped = False
     with run.bar(run.steps, run.progress.phase, run.progress.step) as bar:
         while run.progress.step < run.steps and not stopped:
-            grpo_step(run, sampler, schedule.at(run.progress.step))
+            rate = scheduled(
+                run.progress.step,
+                settings.learning_rate,
+                settings.steps,
+                settings.warmup_steps,
+                settings.final_fraction,
+            )
+            grpo_step(run, sampler, rate)
             bar.update()
             stopped = run.end_step()
     torch.set_num_threads(threads)
@@ -86,7 +90,6 @@ def learn(
     temperature, length = config.rollout.temperature, config.rollout.context_tokens
     by_turn = objective.drop_invalid_format
     groups = [as_group(members, by_turn) for members in kept]
-    options = {"temperature": temperature, "length": length}
     size, old = config.grpo.mini_batch, None
     if size:
         old = gathered(run.ranks, trainer.score(groups, temperature))
@@ -95,7 +98,9 @@ def learn(
             sample.old_logprobs = logprobs
     totals, parts = Counter(), mini_batches(groups, size)
     for part in parts:
-        result = trainer.policy_step(part, learning_rate, objective, **options)
+        result = trainer.policy_step(
+            part, learning_rate, objective, temperature=temperature, length=length
+        )
         totals.update(result.metrics)
     note_logprobs(kept, old or gathered(run.ranks, result.logprobs), by_turn)
     summed = ("flops", "tokens")

@@ -21,7 +21,7 @@ gradients of micro-batches and ranks add up.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -69,9 +69,12 @@ OBJECTIVES = {
 
 def objective_of(settings: GrpoSection) -> Objective:
     """Returns the objective that [grpo] names, with its coefficients and importance_cap."""
-    names = ("importance_cap", "kl_coef", "min_entropy")
-    given = {name: getattr(settings, name) for name in names}
-    return replace(OBJECTIVES[settings.objective], **given)
+    return replace(
+        OBJECTIVES[settings.objective],
+        importance_cap=settings.importance_cap,
+        kl_coef=settings.kl_coef,
+        min_entropy=settings.min_entropy,
+    )
 
 
 # Rewards to advantages.
@@ -135,61 +138,41 @@ def overlong_punishment(length: int, limit: int, buffer: int) -> float:
 # Log-probabilities to a loss. Tensors are [N], one entry per sampled id.
 
 
-def clip(
+def surrogate(
     logprobs: Tensor, old_logprobs: Tensor, batch: Packed, objective: Objective
 ) -> tuple[Tensor, Tensor]:
-    """Returns PPO's clipped loss per id, and which ids the clip stopped.
+    """Returns the loss L per id, and which ids the clip stopped.
 
-    L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(logprob - old_logprob):
-    PPO (arXiv 1707.06347) equation 7, with two bounds as in DAPO. With dual_clip the loss is at
-    most -A dual_clip where A < 0 (arXiv 1912.09729, equation 5).
+    With A the advantage, r = exp(logprob - old_logprob), sg a stop of gradients, and
+    c(r) = clip(r, 1 - clip_low, 1 + clip_high):
+
+    "clip"   L = max(-A r, -A c(r)): PPO (arXiv 1707.06347) equation 7, with two bounds as in DAPO.
+             With dual_clip L is at most -A dual_clip where A < 0 (arXiv 1912.09729, equation 5).
+    "gspo"   as "clip", with the sequence's ratio in place of r: GSPO equations 7 and 14. That is
+             sg[exp(mean over the sequence of log r)] exp(logprob - sg[logprob]).
+    "cispo"  L = -sg[c(r)] A logprob: MiniMax-M1 equations 4 and 5. A clipped id still has a
+             gradient, with a bounded weight. There is no dual clip.
     """
-    return _clipped(_log_ratio(logprobs, old_logprobs), batch.advantages, objective)
-
-
-def gspo(
-    logprobs: Tensor, old_logprobs: Tensor, batch: Packed, objective: Objective
-) -> tuple[Tensor, Tensor]:
-    """Returns what `clip` does, with the sequence's ratio s instead of r: GSPO eqs. 7 and 14.
-
-    s_i = sg[exp(mean over the sequence of log r)] exp(logprob - sg[logprob]); sg stops gradients.
-    """
-    log_ratio = _log_ratio(logprobs, old_logprobs).detach()
-    count = torch.bincount(batch.sequences)
-    sums = log_ratio.new_zeros(len(count)).index_add_(0, batch.sequences, log_ratio)
-    means = (sums / count.clamp(min=1))[batch.sequences]
-    return _clipped(means + logprobs - logprobs.detach(), batch.advantages, objective)
-
-
-def cispo(
-    logprobs: Tensor, old_logprobs: Tensor, batch: Packed, objective: Objective
-) -> tuple[Tensor, Tensor]:
-    """Returns the log-probabilities weighted by a clipped ratio, and which ids were clipped.
-
-    L = -sg[clip(r, 1 - clip_low, 1 + clip_high)] A logprob: MiniMax-M1 equations 4 and 5. A clipped
-    id still has a gradient, with a bounded weight. There is no dual clip.
-    """
-    ratio = _log_ratio(logprobs, old_logprobs).detach().exp()
-    weight = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
-    return -weight * batch.advantages * logprobs, weight != ratio
-
-
-SURROGATES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    "clip": clip,
-    "gspo": gspo,
-    "cispo": cispo,
-}
-
-
-def _clipped(log_ratio, advantages, objective) -> tuple[Tensor, Tensor]:
-    ratio = log_ratio.exp()
+    log_ratio = _log_ratio(logprobs, old_logprobs)
+    if objective.surrogate == "gspo":
+        means = _sequence_means(log_ratio.detach(), batch.sequences)
+        log_ratio = means + logprobs - logprobs.detach()
+    ratio, advantages = log_ratio.exp(), batch.advantages
     bounded = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
-    losses = torch.maximum(-advantages * ratio, -advantages * bounded)
-    stopped = -advantages * bounded > -advantages * ratio
+    if objective.surrogate == "cispo":
+        return -bounded.detach() * advantages * logprobs, bounded != ratio
+    free, clipped = -advantages * ratio, -advantages * bounded
+    losses = torch.maximum(free, clipped)
     if objective.dual_clip:
         dual = (advantages < 0) & (ratio > objective.dual_clip)
         losses = torch.where(dual, -advantages * objective.dual_clip, losses)
-    return losses, stopped
+    return losses, clipped > free
+
+
+def _sequence_means(values, sequences) -> Tensor:
+    count = torch.bincount(sequences)
+    sums = values.new_zeros(len(count)).index_add_(0, sequences, values)
+    return (sums / count.clamp(min=1))[sequences]
 
 
 def _log_ratio(logprobs, others) -> Tensor:
@@ -239,7 +222,6 @@ def policy_loss(
     weight v.
     """
     old_logprobs = old_logprobs.detach()
-    surrogate = SURROGATES[objective.surrogate]
     losses, stopped = surrogate(logprobs, old_logprobs, batch, objective)
     columns = {
         "clip_fraction": stopped,

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -41,23 +40,21 @@ class Muon(torch.optim.Optimizer):
         super().__init__(matrices, {"lr": lr, "momentum": 0.95})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self) -> None:
         """Updates the matrices by their gradients."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                update, values = orthogonalise(self._direction(p, group["momentum"])), local(p)
-                rows = update[first_row(p) :][: len(values)].to(values.device)
-                values.add_(rows, alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape)))
-
-    def _direction(self, p, momentum) -> Tensor:
-        """Returns the whole matrix to orthogonalise."""
-        state = self.state[p]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(p)
-        buffer, grad = local(state["momentum_buffer"]), local(p.grad)
-        buffer.lerp_(grad, 1 - momentum)
-        direction = grad.lerp(buffer, momentum)
-        return whole(like(p, direction), torch.bfloat16) if is_sharded(p) else direction
+        (group,) = self.param_groups
+        momentum = group["momentum"]
+        for p in group["params"]:
+            state, values, grad = self.state[p], local(p), local(p.grad)
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(p)
+            buffer = local(state["momentum_buffer"])
+            buffer.lerp_(grad, 1 - momentum)
+            direction = grad.lerp(buffer, momentum)
+            if is_sharded(p):
+                direction = whole(like(p, direction), torch.bfloat16)
+            rows = orthogonalise(direction)[first_row(p) :][: len(values)].to(values.device)
+            values.add_(rows, alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape)))
 
 
 def build_optimizers(
@@ -78,24 +75,21 @@ def build_optimizers(
     return [adamw, Muon(matrices)] if matrices else [adamw]
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """Learning rate over `steps` steps.
+def scheduled(
+    step: int,
+    peak: float,
+    steps: int,
+    warmup_steps: int,
+    final_fraction: float = 0.1,
+    hold: float = 0.0,
+) -> float:
+    """Returns the learning rate of a step, the first of `steps` being 0.
 
     It rises over `warmup_steps`, stays at `peak` for the first `hold` of the steps, then falls
     linearly to `final_fraction` of the peak.
     """
-
-    peak: float
-    steps: int
-    warmup_steps: int = 5
-    final_fraction: float = 0.1
-    hold: float = 0.0
-
-    def at(self, step: int) -> float:
-        """Returns the learning rate of a step, the first being 0."""
-        if step < self.warmup_steps:
-            return self.peak * (step + 1) / self.warmup_steps
-        start = max(self.warmup_steps, self.hold * self.steps)
-        done = max(0.0, step - start) / max(1.0, self.steps - start)
-        return self.peak * (1 - (1 - self.final_fraction) * min(1.0, done))
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    start = max(warmup_steps, hold * steps)
+    done = max(0.0, step - start) / max(1.0, steps - start)
+    return peak * (1 - (1 - final_fraction) * min(1.0, done))

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import cycle, islice
+from os.path import commonprefix  # of any lists, not of paths alone
 
 import torch
 from torch import Tensor
@@ -60,18 +61,19 @@ class Group:
         Its prompt is what all prompts begin with. The rest of each prompt becomes the beginning of
         its sample, not sampled.
         """
-        common = common_prefix([prompt for prompt, _ in parts])
+        common = commonprefix([prompt for prompt, _ in parts])
         samples = []
         for prompt, sample in parts:
-            rest = prompt[common:]
-            given = replace(
-                sample,
-                ids=rest + sample.ids,
-                sampled=[False] * len(rest) + sample.sampled,
-                logprobs=sample.logprobs and [0.0] * len(rest) + sample.logprobs,
+            rest = prompt[len(common) :]
+            samples.append(
+                replace(
+                    sample,
+                    ids=rest + sample.ids,
+                    sampled=[False] * len(rest) + sample.sampled,
+                    logprobs=sample.logprobs and [0.0] * len(rest) + sample.logprobs,
+                )
             )
-            samples.append(given)
-        return cls(parts[0][0][:common], samples)
+        return cls(common, samples)
 
     @property
     def tokens(self) -> int:
@@ -177,7 +179,7 @@ class _Layout:
                 branches.setdefault(tuple(ids[depth : depth + SHARED_IDS]), []).append(i)
         for branch in branches.values():
             members, taken = [sequences[i] for i in branch], [places[i] for i in branch]
-            end = common_prefix(members)
+            end = len(commonprefix(members))
             segment = self.lay(members[0][depth:end], depth, prefix)
             for place in taken:
                 place.extend(range(segment.start, segment.start + segment.length))
@@ -188,11 +190,11 @@ class _Layout:
 def mini_batches(groups: Sequence[Group], size: int) -> list[list[Group]]:
     """Deals the samples out in turn to as few parts as have at most `size` each; 0: one part."""
     count = -(-sum(len(group.samples) for group in groups) // size) if size else 1
-    parts, number = [[Group(group.prompt, []) for group in groups] for _ in range(count)], 0
+    parts = [[Group(group.prompt, []) for group in groups] for _ in range(count)]
+    turns = cycle(parts)
     for i, group in enumerate(groups):
         for sample in group.samples:
-            parts[number % count][i].samples.append(sample)
-            number += 1
+            next(turns)[i].samples.append(sample)
     return [[group for group in part if group.samples] for part in parts]
 
 
@@ -206,13 +208,6 @@ def by_sample(
         for sample in (sample for group in batch for sample in group.samples):
             found[id(sample)] = list(islice(values, sample.count))
     return [[found.get(id(sample)) for sample in group.samples] for group in groups]
-
-
-def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
-    """Returns how many ids all sequences begin with."""
-    first, last = min(sequences), max(sequences)  # what the outermost two share, all share
-    pairs = enumerate(zip(first, last, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(last)))
 
 
 def divide(

@@ -20,7 +20,10 @@ def train(run: TrainingRun) -> bool:
         if not warm_start(run):
             return False
         run.progress.before = evaluate(run, "before")
-        _begin_grpo(run)
+        run.prepare("grpo")  # its reference are the weights of now (with LoRA: the base)
+        run.publish()
+        run.progress.phase, run.progress.step = "grpo", 0
+        run.save()
         if run.ranks.any(run.stop.asked):
             return False
     if not grpo(run):
@@ -28,8 +31,8 @@ def train(run: TrainingRun) -> bool:
     results = _finish(run)
     run.checkpoints.wait()
     if run.ranks.first:
-        progress, seed = run.progress, run.config.run.seed
-        summary = {"seconds": run.elapsed, "steps": progress.step, "seed": seed, **results}
+        summary = {"seconds": run.elapsed, "steps": run.progress.step}
+        summary |= {"seed": run.config.run.seed, **results}
         run.folder.write_json("summary.json", summary)
         run.watch.close()
         write_report(run.folder.path)
@@ -49,17 +52,6 @@ def evaluate(run: TrainingRun, name: str) -> Json:
     for task, trajectory in zip(tasks, trajectories, strict=True):
         run.record_trajectory(name, task, trajectory)
     return worlds.summarise(tasks, trajectories)
-
-
-def _begin_grpo(run):
-    """Makes the weights of now (with LoRA: the base) GRPO's reference; makes a fresh optimizer."""
-    config = run.config
-    run.trainer.new_optimizer(config.grpo.optimizer, **config.grpo.adamw)
-    if config.grpo.kl_coef:
-        run.trainer.freeze_reference()
-    run.publish()
-    run.progress.phase, run.progress.step = "grpo", 0
-    run.save()
 
 
 def _finish(run) -> Json:

@@ -32,16 +32,15 @@ class Setup:
     model: ModelConfig
 
     @property
-    def total(self) -> int:
-        """How many numbers the model has, without its norms."""
-        costs, tied = Costs.of(self.model), self.model.tie_word_embeddings
-        return costs.weight_bytes // 2 + (0 if tied else costs.logit_flops // 2)
+    def costs(self) -> Costs:
+        """What the model computes and holds."""
+        return Costs.of(self.model)
 
     @property
     def trained(self) -> int:
         """How many numbers are trained."""
         rank = self.config.lora.rank
-        return rank * Costs.of(self.model).adapter_numbers if rank else self.total
+        return rank * self.costs.adapter_numbers if rank else self.costs.numbers
 
     @property
     def shards(self) -> int:
@@ -51,7 +50,7 @@ class Setup:
 
 def memory(setup: Setup) -> dict[str, tuple[float, float]]:
     """Returns the bytes of one GPU by part: while it rolls out, and while it trains."""
-    config, total, trained, costs = setup.config, setup.total, setup.trained, Costs.of(setup.model)
+    config, costs, total, trained = setup.config, setup.costs, setup.costs.numbers, setup.trained
     grpo, rollout, full = config.grpo, config.rollout, not config.lora.rank
     layers, hidden = setup.model.num_hidden_layers, setup.model.hidden_size
     share = 0 if config.parallel.cpu_offload else 1 / setup.shards
@@ -90,7 +89,7 @@ def seconds(setup: Setup, gpu: Gpu) -> dict[str, tuple[float, float]]:
     Backward counts twice a forward (once with adapters), recomputation once. Per micro-batch bf16
     weights are gathered twice and float32 gradients reduced once, while the GPU computes.
     """
-    config, costs, shards = setup.config, Costs.of(setup.model), setup.shards
+    config, costs, shards = setup.config, setup.costs, setup.shards
     groups = config.grpo.prompts / setup.gpus
     attempts, length = groups * config.grpo.group_size, TYPICAL * config.rollout.context_tokens
     tokens, sampled = length * (PROMPT * groups + (1 - PROMPT) * attempts), SAMPLED * length
@@ -102,10 +101,10 @@ def seconds(setup: Setup, gpu: Gpu) -> dict[str, tuple[float, float]]:
     passes += config.grpo.mini_batch > 0  # the old log-probabilities
     training, batches = forward * passes, max(1.0, tokens / config.grpo.token_budget)
     link = gpu.link if shards <= PER_NODE else gpu.network
-    gathering = batches * 4 * (setup.total + setup.trained) * (shards - 1) / shards / link
+    gathering = batches * 4 * (costs.numbers + setup.trained) * (shards - 1) / shards / link
     optimizer = 28 * setup.trained / shards / gpu.bandwidth
     if config.parallel.cpu_offload:
-        optimizer = (4 * setup.trained + batches * 8 * setup.total) / shards / gpu.host
+        optimizer = (4 * setup.trained + batches * 8 * costs.numbers) / shards / gpu.host
     return {
         "rollout": (rollout, rollout / ROLLOUT),
         "training": (training, training / TRAINING),
@@ -135,9 +134,9 @@ def plan(config: Config, gpus: int, limit: float | None, name: str) -> tuple[str
     if model is None or (path / "config.json").exists():
         model = read_config(path)
     setup = Setup(config, gpus, model)
-    fits = peak(setup) <= limit
+    fits, numbers = peak(setup) <= limit, setup.costs.numbers
     lines = [
-        f"{setup.total / GB:.2f} B numbers, {setup.trained / GB:.2f} B trained, {gpus} x {name}\n",
+        f"{numbers / GB:.2f} B numbers, {setup.trained / GB:.2f} B trained, {gpus} x {name}\n",
         f"{'GB on each GPU':20}{'rollout':>10}{'training':>10}",
         *(f"  {part:18}{a / GB:10.2f}{b / GB:10.2f}" for part, (a, b) in memory(setup).items()),
         f"\n{'seconds of a step':20}{'roofline':>10}{'expected':>10}",

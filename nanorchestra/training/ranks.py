@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from nanorchestra.errors import UserError
+from nanorchestra.errors import UserError, require
 from nanorchestra.model.qwen3 import Qwen3
 
 TIMEOUT = timedelta(seconds=1800)  # of a collective: rollouts of ranks differ in length
@@ -74,18 +74,18 @@ class Ranks:
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
         place = device
         if device == "cuda":
-            if local >= torch.cuda.device_count():
-                count = torch.cuda.device_count()
-                raise UserError(f"torchrun: rank {rank} has no GPU; start at most {count} per node")
+            count = torch.cuda.device_count()
+            problem = f"torchrun: rank {rank} has no GPU; start at most {count} per node"
+            require(local < count, problem)
             torch.cuda.set_device(local)
             place = f"cuda:{local}"
         ranks = cls(rank, world, place)
         if world == 1 and not sharded:
             return ranks
-        if world % per_node:
-            raise UserError(
-                f"torchrun: {world} ranks on nodes of {per_node}; start equally many on every node"
-            )
+        require(
+            world % per_node == 0,
+            f"torchrun: {world} ranks on nodes of {per_node}; start equally many on every node",
+        )
         ranks._join("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
         shape, dimensions = (world,), ("shard",)
         if shard == "node" and world > per_node:
@@ -96,15 +96,16 @@ class Ranks:
     def _join(self, backend):
         if self.world == 1:
             store = dist.HashStore()
-            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
-            return
-        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=60)))
-        # torchrun's store outlives a restart, with the keys of the attempt before
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-        store = dist.PrefixStore(f"attempt/{attempt}", store)
+        else:
+            store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=60)))
+            # torchrun's store outlives a restart, with the keys of the attempt before
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+            store = dist.PrefixStore(f"attempt/{attempt}", store)
         dist.init_process_group(
             backend, store=store, rank=self.rank, world_size=self.world, timeout=TIMEOUT
         )
+        if self.world == 1:
+            return
         self.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         watch = dist.new_group(backend="gloo", timeout=timedelta(seconds=SILENCE))
         self._watch = threading.Thread(target=self._listen, args=[watch], daemon=True)
@@ -151,7 +152,7 @@ class Ranks:
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true on some rank."""
-        return self.sum({"flag": float(flag)})["flag"] > 0
+        return any(self.gather(flag))
 
     def together(self, function: Callable[[], R]) -> R:
         """Returns function(); a UserError on one rank is raised on all of them.

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from tqdm import tqdm
 
 from nanorchestra.agent.loop import Limits, Rollout
@@ -88,8 +89,6 @@ class TrainingRun:
     def rollout(self, temperature: float) -> Rollout:
         """Returns what makes attempts on the engine."""
         settings = self.config.rollout
-        most = settings.turn_tokens, settings.context_tokens, settings.calls_per_turn
-        limits = Limits(settings.turns, *most)
 
         def params(seed, budget):
             return SamplingParams(budget, temperature, settings.top_p, seed=seed)
@@ -98,11 +97,23 @@ class TrainingRun:
             self.engine,
             self.tokenizer,
             params,
-            limits,
+            Limits(
+                settings.turns,
+                settings.turn_tokens,
+                settings.context_tokens,
+                settings.calls_per_turn,
+            ),
             self.worlds.price,
             lockstep=settings.lockstep,
             rebuild=settings.context == "rebuild",
         )
+
+    def prepare(self, phase: str) -> dict[str, Tensor]:
+        """Gives the trainer the optimizer and reference of a phase; returns all its tensors."""
+        warm_start, grpo = self.config.warm_start, self.config.grpo
+        if phase == "warm_start":
+            return self.trainer.prepare(warm_start.optimizer, False)
+        return self.trainer.prepare(grpo.optimizer, grpo.kl_coef > 0, **grpo.adamw)
 
     def publish(self) -> None:
         """Copies the trainer's weights into the engine."""
@@ -117,8 +128,8 @@ class TrainingRun:
 
     def bar(self, total: int, what: str, done: int = 0, unit: str = "step") -> tqdm:
         """Returns a progress bar; it is shown on a terminal only."""
-        hidden = None if self.ranks.first else True
-        return tqdm(total=total, initial=done, desc=what, unit=unit, disable=hidden)
+        disable = None if self.ranks.first else True
+        return tqdm(total=total, initial=done, desc=what, unit=unit, disable=disable)
 
     def record_update(self, row: Json, metrics: dict[str, float], times: dict[str, float]) -> None:
         """Records a step: `row`, the metrics of its update, and its seconds by phase.
@@ -191,14 +202,7 @@ class TrainingRun:
 
         The number of ranks may differ from that of the run so far.
         """
-        grpo = self.config.grpo
-
-        def prepare(notes):
-            if notes["progress"]["phase"] == "warm_start":
-                return self.trainer.prepare(self.config.warm_start.optimizer, False)
-            return self.trainer.prepare(grpo.optimizer, grpo.kl_coef > 0, **grpo.adamw)
-
-        notes = self.checkpoints.restore(prepare)
+        notes = self.checkpoints.restore(lambda notes: self.prepare(notes["progress"]["phase"]))
         offsets = {"metrics": 0, "trajectories": 0}
         if notes:
             self.progress, offsets = Progress(**notes["progress"]), notes["offsets"]

@@ -100,8 +100,7 @@ class Trainer:
         metrics = Counter()
         computed = []
         largest_gap = 0.0
-        for batch, packed, last in self._micro_batches(groups):
-            hidden = self._hidden(self.model, packed)  # [N, H], of the ids before sampled ones
+        for batch, packed, hidden, last in self._micro_batches(groups):
             logprobs, entropy = self._logprobs(hidden, packed, temperature)
             kl = self._kl(hidden, logprobs, packed, objective, temperature)
             if objective.min_entropy:
@@ -128,8 +127,7 @@ class Trainer:
     def score(self, groups: Sequence[Group], temperature: float = 1.0) -> Logprobs:
         """Returns the log-probabilities as a policy step does, without an update."""
         computed = []
-        for batch, packed, _ in self._micro_batches(groups):
-            hidden = self._hidden(self.model, packed)
+        for batch, packed, hidden, _ in self._micro_batches(groups):
             computed.append((batch, self._logprobs(hidden, packed, temperature)[0].tolist()))
         return by_sample(groups, computed)
 
@@ -141,8 +139,7 @@ class Trainer:
         """
         count = sum(group.sampled for group in groups)
         metrics = Counter()
-        for _, packed, last in self._micro_batches(groups):
-            hidden = self._hidden(self.model, packed)
+        for _, packed, hidden, last in self._micro_batches(groups):
             logprobs, entropy = self._logprobs(hidden, packed)
             loss = -logprobs.sum() / count
             self._backward(loss, last)
@@ -152,8 +149,11 @@ class Trainer:
 
     # The parts of a step.
 
-    def _micro_batches(self, groups) -> Iterator[tuple[list[Group], Packed, bool]]:
-        """Yields this rank's micro-batches, packed, and whether each is the last."""
+    def _micro_batches(self, groups) -> Iterator[tuple[list[Group], Packed, Tensor, bool]]:
+        """Yields each of this rank's micro-batches, packed, with its hidden states.
+
+        These are [N, H], of the ids before sampled ones. The bool is whether it is the last.
+        """
         costs = Costs.of(self.model.config)
 
         def flops(group):
@@ -163,9 +163,9 @@ class Trainer:
 
         shares = divide(groups, self.ranks.world, self.settings.token_budget, flops)
         batches = shares[self.ranks.rank]
-        for i, batch in enumerate(batches):
+        for i, batch in enumerate(batches, 1):
             packed = pack(batch, self.ranks.device, self.settings.attention)
-            yield batch, packed, i == len(batches) - 1
+            yield batch, packed, self._hidden(self.model, packed), i == len(batches)
 
     def _hidden(self, model, packed) -> Tensor:
         return model(packed.tokens, packed.positions, packed.attend)[packed.source]
@@ -212,9 +212,7 @@ class Trainer:
         if isinstance(self.reference, Qwen3) and self.ranks.mesh is not None:
             for module in (self.reference, *self.reference.layers):
                 module.reshard()  # no backward has done it
-        norm = math.nan
-        if math.isfinite(metrics["loss"]):
-            norm = self._clip_gradients()
+        norm = self._clip_gradients() if math.isfinite(metrics["loss"]) else math.nan
         if math.isfinite(norm):
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
@@ -258,23 +256,21 @@ class Trainer:
         names = {id(p): name for name, p in self.model.named_parameters()}
         tensors = {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}
         for optimizer in self.optimizers:
-            for p in (p for group in optimizer.param_groups for p in group["params"]):
+            for p in optimizer.param_groups[0]["params"]:
                 state = optimizer.state[p]
-                if not state:
-                    muon = isinstance(optimizer, Muon)
-                    keys = ("momentum_buffer",) if muon else ("exp_avg", "exp_avg_sq")
-                    state |= {key: torch.zeros_like(p) for key in keys}
-                    if not muon:
-                        state["step"] = torch.zeros((), device=p.device)
-                found = {f"optimizer.{names[id(p)]}.{key}": x for key, x in state.items()}
-                tensors |= found
+                if not state and isinstance(optimizer, Muon):
+                    state["momentum_buffer"] = torch.zeros_like(p)
+                elif not state:
+                    state |= {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
+                    state["step"] = torch.zeros((), device=p.device)
+                tensors |= {f"optimizer.{names[id(p)]}.{key}": x for key, x in state.items()}
         if self.reference is not None:
             frozen = self.reference.named_parameters()
             tensors |= {f"reference.{name}": p.detach() for name, p in frozen}
         return tensors
 
     def prepare(self, optimizer: str, reference: bool, **settings: float) -> dict[str, Tensor]:
-        """Returns `tensors()` after a fresh optimizer, for a checkpoint to be read into."""
+        """Returns `tensors()` after a fresh optimizer, and a reference if it is wanted."""
         self.new_optimizer(optimizer, **settings)
         self.reference = None
         if reference:

@@ -3,7 +3,7 @@
 import time
 
 from nanorchestra.training.lessons import demonstration
-from nanorchestra.training.optimizers import Schedule
+from nanorchestra.training.optimizers import scheduled
 from nanorchestra.training.packing import Group
 from nanorchestra.training.run import TrainingRun
 from nanorchestra.training.trajectories import as_group
@@ -19,14 +19,15 @@ PRINT_EVERY = 20  # steps
 def warm_start(run: TrainingRun) -> bool:
     """Trains to warm_start.steps; returns False if the run is asked to stop on the way."""
     settings, progress = run.config.warm_start, run.progress
-    schedule = Schedule(settings.learning_rate, settings.steps, WARMUP_STEPS, hold=HOLD)
     stopped = False
     with run.bar(settings.steps, "warm start", progress.step) as bar:
         while progress.step < settings.steps and not stopped:
             start = time.monotonic()
             groups = _lessons(run)
             shown = time.monotonic()
-            metrics = run.trainer.supervised_step(groups, schedule.at(progress.step))
+            peak, steps = settings.learning_rate, settings.steps
+            rate = scheduled(progress.step, peak, steps, WARMUP_STEPS, hold=HOLD)
+            metrics = run.trainer.supervised_step(groups, rate)
             times = {"demonstrations": shown - start, "train": time.monotonic() - shown}
             progress.step += 1
             if progress.lesson_tools <= FEW_TOOLS and (
