@@ -5,10 +5,18 @@ from __future__ import annotations
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pexpect
 import pytest
+import torch
+
+from nanorchestra.agent.load import NANO
+from nanorchestra.model.hf_config import PRESETS
+from nanorchestra.model.qwen3 import Qwen3
+from nanorchestra.model.saving import save_checkpoint
+from nanorchestra.model.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
 TOOLS = """
@@ -51,12 +59,17 @@ class Screen:
 
 @pytest.mark.slow
 def test_a_session_at_a_terminal(tmp_path):
-    """nano babbles at this temperature, so that there is time to stop it."""
+    """A large model of random weights babbles, so that there is time to stop it."""
+    tokenizer = Tokenizer.from_dir(NANO)
+    shape = replace(PRESETS["nano"], hidden_size=768, intermediate_size=3072, num_hidden_layers=8)
+    model = Qwen3(replace(shape, eos_token_ids=tuple(tokenizer.eos_ids)))
+    model.init_weights(0)
+    save_checkpoint(model, tokenizer, tmp_path / "model", dtype=torch.float32)
     (tmp_path / "tools.toml").write_text(TOOLS)
-    file = str(tmp_path / "tools.toml")
-    screen = Screen(str(tmp_path), "serve.py", "--tools", file, "--temperature", "3", "--seed", "3")
+    places = "--model", str(tmp_path / "model"), "--tools", str(tmp_path / "tools.toml")
+    screen = Screen(str(tmp_path), "serve.py", *places, "--temperature", "1", "--seed", "3")
     banner = screen.until("breaks the line .*>")
-    for word in ("assets/nano", "float32 on cpu", "context 2048", "any question", "tools: python"):
+    for word in ("/model", "float32 on cpu", "context 2048", "any question", "tools: python"):
         assert word in banner
     send = screen.child.send
     send("half typed\x03")
