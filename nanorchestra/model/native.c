@@ -237,7 +237,7 @@ static void compute(chunk c) {
     swiglu(&c);
     product(c.now, c.gated, c.rows, inner, c.l->down, hidden, x, 1);
 }
-enum { LAYER_PHASES = 9 };
+enum { LAYER_PHASES = 9 };  // of compute
 
 // logits [wanted, outputs] of some of the rows. numbers: tokens, positions, first [rows], the
 // wanted rows, tables. memory: x and turns. Rows go through a layer CHUNK at a time, so that what
@@ -268,9 +268,9 @@ void forward(const decoder *m, const int64_t *numbers, long rows, long wanted, f
                 compute(c);
             }
         for (long i = 0; i < wanted; i += CHUNK) {
-            long count = least(CHUNK, wanted - i);
-            normalise(&c, c.x, places + i, count, m->norm);
-            product(&now, normed, count, m->hidden, m->output, m->outputs,
+            long some = least(CHUNK, wanted - i);
+            normalise(&c, c.x, places + i, some, m->norm);
+            product(&now, normed, some, m->hidden, m->output, m->outputs,
                     logits + i * m->outputs, 0);
         }
     }

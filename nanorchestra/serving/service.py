@@ -110,7 +110,7 @@ class Service:
         while job := step if self.jobs.empty() and self.engine.has_work else self.jobs.get():
             start, news = time.monotonic(), True
             try:
-                news = job() or job is not step
+                news = job() or job is not step  # none: a step that ended no request
             except Exception:
                 logging.exception("the engine failed: its requests end")
                 for request in queues.waiting + queues.running:
