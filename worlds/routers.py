@@ -10,6 +10,7 @@ the next.
 import asyncio
 import importlib.util
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -40,11 +41,13 @@ from worlds.miniature.offers import (
 from worlds.miniature.tables import PREFERENCES, SPECIALISTS
 from worlds.toolscale.environment import EXPERT
 
-TRAINED = "regression"
+TRAINED, VOTE = "regression", "vote"
+UNSURE = 0.2  # what an answer counts in a vote that an expert is not sure of
 LESSONS = 2000  # training tasks at most that the trained router learns from, one expert each
 AT_ONCE = 16
 AVERAGE_WISH = [  # weights of outcome, cost and latency over all users
-    sum(share * weights[i] for share, weights in PREFERENCES.values()) for i in range(3)
+    sum(share * weights[i] / sum(weights) for share, weights in PREFERENCES.values())
+    for i in range(3)
 ]
 TURNS = 40  # of a conversation at most
 STRENGTHS = ("small", *SPECIALISTS.values(), "medium", "large")
@@ -52,9 +55,13 @@ STRENGTHS = ("small", *SPECIALISTS.values(), "medium", "large")
 
 @dataclass
 class Router:
-    """Plays attempts, as a Rollout does, with the offers `order(task)`."""
+    """Plays attempts, as a Rollout does, with the offers `order(task)`.
+
+    With `votes` users who mind neither cost nor latency get the answer that most tools gave.
+    """
 
     order: Callable[[Task], Sequence[Offer]]
+    votes: bool = False
 
     def run(
         self, environments: Sequence[Environment], seeds: Sequence[int], *_: Any
@@ -65,7 +72,7 @@ class Router:
             env.evidence.tokenizer = tokenizer  # counts what an expert of a published role reads
         with ThreadPoolExecutor(AT_ONCE) as pool:
             found = (self.order(env.task) for env in environments)
-            return list(pool.map(play, found, environments, seeds))
+            return list(pool.map(partial(play, votes=self.votes), found, environments, seeds))
 
 
 def routers_of(worlds: Any, seed: int) -> dict[str, Router]:
@@ -87,7 +94,9 @@ def routers_of(worlds: Any, seed: int) -> dict[str, Router]:
     def best():
         return _learn(worlds, seed)
 
-    found = {name: Router(partial(order, name)) for name in orders(first, random.Random())}
+    found = {
+        name: Router(partial(order, name), name == VOTE) for name in orders(first, random.Random())
+    }
     trained = {TRAINED: Router(lambda task: best()(task))}
     return found | (trained if importlib.util.find_spec("sklearn") else {})
 
@@ -119,13 +128,17 @@ def _learn(worlds, seed):
     return best
 
 
-def play(order: Sequence[Offer], env: Environment, seed: int = 0) -> Trajectory:
-    """Returns one scored attempt that uses tools in order until one is sure.
+def play(
+    order: Sequence[Offer], env: Environment, seed: int = 0, votes: bool = False
+) -> Trajectory:
+    """Returns one scored attempt that uses tools in order until one is sure, or that votes.
 
     A chain of records is followed to its end, as a conversation is; anything else is one call.
     Offers of other worlds than the miniature state the `arguments` of their call.
     """
-    task, said, talks = env.task, [], hasattr(env, "over")
+    task, said, talks, given = env.task, [], hasattr(env, "over"), Counter()
+    wish = task.preference
+    votes = votes and not (wish.cost or wish.latency or fits(order[0], task))
     trajectory = Trajectory(task.id, seed, 0, [], [], [], [])
     for offer in order:
         row, name, known = None, offer["name"], offer.get("arguments")
@@ -152,8 +165,9 @@ def play(order: Sequence[Offer], env: Environment, seed: int = 0) -> Trajectory:
             row = reading.next_row
             if row is None:
                 break
-        trajectory.answer = reading.answer or ""
-        if reading.sure:
+        given[reading.answer or ""] += 1 if reading.sure else UNSURE
+        trajectory.answer = max(given, key=given.get) if votes else reading.answer or ""
+        if reading.sure and not votes:
             break
     try:
         trajectory.outcome = env.score(trajectory.answer)
@@ -169,7 +183,7 @@ def miniature_orders(task: Task, rng: random.Random) -> dict[str, Sequence[Offer
     allowed = [offer for offer in usable if offer["name"] not in task.preference.avoided]
     by_price = sorted(filter(is_expert, usable), key=lambda offer: offer["price"])
     shuffled = rng.sample(usable, len(usable))
-    plans = [plan for length in (1, 2, 3) for plan in permutations(usable, length)]
+    plans = [plan for length in (1, 2, 3) for plan in permutations(allowed or usable, length)]
     by_wish = sorted(allowed or usable, key=lambda offer: _rank(task, offer))
     return {
         "strongest": [max(by_price, key=_strength)],
@@ -179,6 +193,7 @@ def miniature_orders(task: Task, rng: random.Random) -> dict[str, Sequence[Offer
         "teacher": [offer for offer in shuffled if offer in allowed] or usable,
         "sense": by_wish[:1],
         "until_sure": by_wish,
+        VOTE: by_wish,
         "no_wish": informed_order(_deaf(task, *AVERAGE_WISH))[:2],
         "no_prices": informed_order(_deaf(task, 1.0, 0.0, 0.0))[:2],
         "informed": informed_order(task)[:2],
@@ -200,6 +215,7 @@ def informed_order(task: Task) -> list[Offer]:
     It looks up the hidden skills, which are the same in all tasks, so that a policy can learn them.
     """
     usable = [offer for offer in task.data["tools"] if is_expert(offer) or fits(offer, task)]
+    usable = [offer for offer in usable if offer["name"] not in task.preference.avoided] or usable
     return sorted(usable, key=lambda offer: -_expected_reward(task, [offer]))
 
 

@@ -160,7 +160,7 @@ class Host:
             whole = [r.table.pages[: (len(r.ids) - 1) // size] for r in decodes]
             for indices, pages in group_by_prefix(whole):
                 shared = pages * size // SPLIT * SPLIT
-                if shared and len(indices) > 1:
+                if shared:
                     groups.append((len(order), len(indices), shared))
                 order += [decodes[i] for i in indices]
             self._grouped = list(decodes), order, groups

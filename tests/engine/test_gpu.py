@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,16 +14,19 @@ import torch
 from kernel_check import DEVICE
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from kernels import decode, sample, truncate
 from kernels.decode_plan import decode_work
-from nanorchestra.engine import gpu
+from nanorchestra.engine import gpu, inputs
 from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.errors import UserError
 from nanorchestra.model.quantise import quantise_model
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.weights import copy_weights, named_hf_tensors
+from nanorchestra.training.costs import Costs
 
 SHAPE = ModelConfig(320, 32, 48, 1, 4, 2, head_dim=16, tie_word_embeddings=True)
 UNTIED = ModelConfig(320, 128, 128, 1, 4, 2, head_dim=32)  # can be quantised
+IDLE = defaultdict(lambda: lambda *_, **__: None)  # a kernel that does nothing, on any grid
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +185,65 @@ def test_a_step_that_looks_ahead_waits_for_nothing(engine, fake_graphs, monkeypa
     assert operations + 1 <= 10, host.operations
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="the CPU plays the card, and computes nothing")
+@pytest.mark.parametrize("kind", ["tied", "untied", "int8"])
+def test_on_a_card_steps_are_graphs_with_pinned_inputs_and_no_wait(
+    engine, fake_graphs, monkeypatch, kind
+):
+    """What the engine does only where `is_cuda`. Rows with top-p are launched ahead too."""
+    own, log, pinned, copies = Qwen3(SHAPE if kind == "tied" else UNTIED), [], [], []
+    if kind == "int8":
+        quantise_model(own, "int8")
+
+    class Event:
+        def record(self):
+            log.append("event")
+
+        def synchronize(self):
+            log.append("wait")
+
+    def computed(runner, x):
+        tokens = torch.zeros_like(x.rows)
+        return torch.zeros(len(tokens), own.config.hidden_size), tokens, tokens.float()
+
+    def pinning(make):
+        def made(*given, pin_memory=False, **options):
+            out = make(*given, **options)
+            pinned.extend([out] * pin_memory)
+            return out
+
+        return made
+
+    def copied(to, source, non_blocking=False):
+        known = {x.data_ptr() for x in pinned}
+        copies.append(non_blocking and bool(known & {to.data_ptr(), source.data_ptr()}))
+        return copy(to, source)
+
+    with monkeypatch.context() as card:
+        card.setattr(gpu.GpuRunner, "warm_up", lambda runner: log.append("warm up"))
+        card.setattr(gpu.GpuRunner, "_compute", computed)
+        card.setattr(torch.Tensor, "is_cuda", True)
+        card.setattr(torch.cuda, "Event", Event)
+        serving = engine(own=own)
+        assert log == ["warm up"], "before any request"
+        copy, launch = torch.Tensor.copy_, serving.runner.launch
+
+        def launched(plan, after=None):
+            log.append("ahead" if after else "first")
+            return launch(plan, after)
+
+        serving.runner.launch = launched
+        for owner, name in ((torch, "empty"), (torch, "zeros")):
+            card.setattr(owner, name, pinning(getattr(owner, name)))
+        card.setattr(torch.Tensor, "copy_", copied)
+        params = [SamplingParams(max_tokens=6, ignore_eos=True, top_p=p) for p in (1.0, 0.5)]
+        serving.generate([ids(3), ids(9)], params)
+    assert fake_graphs[1]["replay"] >= 3
+    assert len(copies) == 3 * 6 and all(copies), "of inputs, tokens and log-probabilities"
+    step = ["ahead", "event", "wait"]
+    assert log == ["warm up", "first", "event", "wait", "first", "event", *4 * step, "wait"]
+
+
 def test_sleep_brings_the_graphs_in_use_back_before_a_request_waits(engine, fake_graphs):
     serving = engine()
     serving.runner.graphs = True
@@ -199,13 +262,27 @@ def test_sleep_brings_the_graphs_in_use_back_before_a_request_waits(engine, fake
     assert len(captured) == len(used), "nothing is captured in service"
 
 
-def test_work_and_scratch_grow_with_what_is_used():
+def test_work_and_scratch_grow_with_what_is_used(engine, monkeypatch):
     """512 rows of which one is long: today's keys, not 512 times the longest."""
     made = decode_work([131072] + [300] * 511, ())
     sizes = gpu.Sizes(512, len(made.own), 0, 0, 0, 0, 512, 2048).padded()
     assert len(made.own) == made.results == 512 + 2 * 511
     assert sizes.own <= 1.5 * len(made.own) + 4 and sizes.shared == 0
-    assert sizes.own * 32 * 128 * 4 < 40e6, "bytes of partial results"
+    runner, scratch, step = engine().runner, [], gpu.Inputs(sizes, DEVICE)
+    q = torch.zeros(512, 4, 16, device=DEVICE)
+    for name in ("_splits", "_merge"):
+        monkeypatch.setattr(decode, name, IDLE)
+    new_empty = torch.Tensor.new_empty
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda *x, **y: scratch.append(x[1:]) or new_empty(*x, **y)
+    )
+    runner._attend(q, (runner.k_cache[0], runner.v_cache[0]), step)
+    assert scratch == [(sizes.own, 4, 16), (sizes.own, 4)], "partial results and their sums"
+
+
+def test_counts_of_a_graph_are_half_as_many_again_at_most():
+    assert inputs.grown(0) == 0 and inputs.grown(3) == 4
+    assert all(n <= inputs.grown(n) <= 1.5 * n for n in range(4, 3000))
 
 
 @pytest.mark.slow
@@ -240,6 +317,64 @@ def test_the_pool_is_sized_by_the_free_memory(engine, monkeypatch, share):
     serving = engine(num_pages=None, page_size=None, memory_share=share)
     assert serving.limits.pool == 64 * int(share * 10_000_000 / page)
     assert serving.runner.k_cache.nbytes * 2 <= share * 10_000_000
+
+
+def test_free_memory_is_asked_when_the_cache_is_empty(monkeypatch):
+    left = [2, 7]  # bytes: free, in all
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: left.__setitem__(0, 3))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: tuple(left))
+    assert gpu.free_memory(torch.device("cuda")) == 3
+
+
+def test_the_chunks_are_bounded_as_the_test_of_the_scheduler_takes_it(engine):
+    costs = Costs.of(SHAPE)
+    assert engine().scheduler.mixed == (inputs.CHUNKS[-1], costs.token_flops / costs.pair_flops)
+
+
+@pytest.mark.parametrize("rows", [3, 70])
+@pytest.mark.parametrize("quantise", ["", "int8"])
+def test_draws_and_scores_are_from_fp32_logits(engine, monkeypatch, quantise, rows):
+    """bf16 would round logits of 8 by 0.03. 70 rows are more than the quantised kernel takes."""
+    own, seen = Qwen3(UNTIED), []
+    own.init_weights(0)
+    tensors = [(name, x.clone()) for name, x in named_hf_tensors(own)]
+    own.bfloat16()
+    if quantise:
+        quantise_model(own, quantise)
+        monkeypatch.setattr("nanorchestra.model.quantise.by_kernel", lambda x: True)
+    copy_weights(own, tensors)
+    hidden = 20 * torch.randn(rows, 128, generator=torch.Generator().manual_seed(0))
+    hidden = hidden.bfloat16().to(DEVICE)
+    runner, sizes = engine(own=own).runner, gpu.Sizes(0, 0, 0, rows, 0, 0, rows, 4)
+    rounded = torch.float32 if rows == 3 else torch.bfloat16  # the kernel does not round
+    weight = own.lm_head.dequantise(rounded) if quantise else own.lm_head.weight
+    step = gpu.Inputs(sizes, DEVICE)
+    step.rows.copy_(torch.arange(rows))
+    runner._forward = own.forward = lambda *_: hidden
+    monkeypatch.setattr(gpu, "sample", lambda logits, *_: seen.append(logits) or (None, None))
+    runner.sampler.score = lambda logits, targets: seen.append(logits) or [0.0] * len(logits)
+    runner._compute(step)
+    runner.score([[5] * rows])
+    exact = hidden.double() @ weight.double().T
+    assert len(seen) == 2
+    for logits in seen:
+        assert logits.dtype == torch.float32
+        assert torch.allclose(logits.double(), exact[: len(logits)], atol=1e-4)
+
+
+def test_truncation_sorts_nothing(engine, monkeypatch):
+    """The kernels stand idle: what counts is what torch is asked beside them."""
+    runner = engine().runner
+    for module, name in ((sample, "_chunks"), (sample, "_choose"), (truncate, "_truncation")):
+        monkeypatch.setattr(module, name, IDLE)
+    runner._forward = lambda x: torch.randn(2, 32, device=DEVICE)
+    step = gpu.Inputs(gpu.Sizes(0, 0, 0, 2, 0, 0, 2, 4, truncated=True), DEVICE)
+    for name, value in (("temperature", 1.0), ("top_p", 0.9), ("top_k", 5)):
+        getattr(step, name).fill_(value)
+    for name in ("sort", "argsort", "topk", "kthvalue"):
+        for owner in (torch, torch.Tensor):
+            monkeypatch.setattr(owner, name, lambda *_, **__: pytest.fail("sorts the vocabulary"))
+    runner._compute(step)
 
 
 def test_what_the_kernels_cannot_serve_is_refused_when_the_engine_is_made(engine):

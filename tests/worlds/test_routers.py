@@ -42,9 +42,12 @@ def test_what_each_router_knows_shows_in_its_reward(sandbox):
     worlds = Worlds(TaskSection("miniature"), 1, sandbox)
     summary = worlds.routers(worlds.held_out(500))
     reward = {name: scores["reward"] for name, scores in summary.items()}
-    assert reward["perfect"] > reward["informed"] > reward["until_sure"] > reward["teacher"]
+    assert reward["perfect"] > reward["informed"] > reward["vote"] > reward["until_sure"]
+    assert reward["until_sure"] > reward["teacher"]
     assert reward["sense"] > reward["teacher"] > reward["random"]
     assert reward["informed"] > reward["no_wish"] > reward["no_prices"]
-    assert summary["until_sure"]["avoided_rate"] == 0.0 < summary["strongest"]["avoided_rate"]
+    obedient = ("teacher", "sense", "until_sure", "vote", "no_wish", "no_prices", "informed")
+    assert not any(summary[name]["avoided_rate"] for name in (*obedient, "perfect"))
+    assert summary["strongest"]["avoided_rate"] > 0.0
     costs = [summary[name]["cost_usd"] for name in ("cheapest", "cascade", "strongest")]
     assert costs == sorted(costs)
