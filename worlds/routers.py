@@ -57,7 +57,8 @@ STRENGTHS = ("small", *SPECIALISTS.values(), "medium", "large")
 class Router:
     """Plays attempts, as a Rollout does, with the offers `order(task)`.
 
-    With `votes` users who mind neither cost nor latency get the answer that most tools gave.
+    With `votes`, users who mind neither cost nor latency get the answer that most tools gave, but
+    where a tool fits the question.
     """
 
     order: Callable[[Task], Sequence[Offer]]
@@ -131,7 +132,7 @@ def _learn(worlds, seed):
 def play(
     order: Sequence[Offer], env: Environment, seed: int = 0, votes: bool = False
 ) -> Trajectory:
-    """Returns one scored attempt that uses tools in order until one is sure, or that votes.
+    """Returns one scored attempt that uses tools in order until one is sure, or `votes` (Router).
 
     A chain of records is followed to its end, as a conversation is; anything else is one call.
     Offers of other worlds than the miniature state the `arguments` of their call.
@@ -179,18 +180,17 @@ def play(
 
 def miniature_orders(task: Task, rng: random.Random) -> dict[str, Sequence[Offer]]:
     """Returns the tools that each router uses, in order; docs/worlds.md describes the routers."""
-    usable = [offer for offer in task.data["tools"] if is_expert(offer) or fits(offer, task)]
-    allowed = [offer for offer in usable if offer["name"] not in task.preference.avoided]
+    usable, allowed = _usable(task)
     by_price = sorted(filter(is_expert, usable), key=lambda offer: offer["price"])
     shuffled = rng.sample(usable, len(usable))
-    plans = [plan for length in (1, 2, 3) for plan in permutations(allowed or usable, length)]
-    by_wish = sorted(allowed or usable, key=lambda offer: _rank(task, offer))
+    plans = [plan for length in (1, 2, 3) for plan in permutations(allowed, length)]
+    by_wish = sorted(allowed, key=lambda offer: _rank(task, offer))
     return {
         "strongest": [max(by_price, key=_strength)],
         "cheapest": by_price[:1],
         "cascade": by_price,
         "random": shuffled[:1],
-        "teacher": [offer for offer in shuffled if offer in allowed] or usable,
+        "teacher": [offer for offer in shuffled if offer in allowed],
         "sense": by_wish[:1],
         "until_sure": by_wish,
         VOTE: by_wish,
@@ -214,9 +214,15 @@ def informed_order(task: Task) -> list[Offer]:
 
     It looks up the hidden skills, which are the same in all tasks, so that a policy can learn them.
     """
+    _, allowed = _usable(task)
+    return sorted(allowed, key=lambda offer: -_expected_reward(task, [offer]))
+
+
+def _usable(task):
+    """The tools that can answer, and those of them that the user did not forbid; all if none."""
     usable = [offer for offer in task.data["tools"] if is_expert(offer) or fits(offer, task)]
-    usable = [offer for offer in usable if offer["name"] not in task.preference.avoided] or usable
-    return sorted(usable, key=lambda offer: -_expected_reward(task, [offer]))
+    allowed = [offer for offer in usable if offer["name"] not in task.preference.avoided]
+    return usable, allowed or usable
 
 
 def _deaf(task, *weights):

@@ -326,7 +326,7 @@ def test_free_memory_is_asked_when_the_cache_is_empty(monkeypatch):
     assert gpu.free_memory(torch.device("cuda")) == 3
 
 
-def test_the_chunks_are_bounded_as_the_test_of_the_scheduler_takes_it(engine):
+def test_chunks_are_bounded_by_the_costs_of_the_model(engine):
     costs = Costs.of(SHAPE)
     assert engine().scheduler.mixed == (inputs.CHUNKS[-1], costs.token_flops / costs.pair_flops)
 
