@@ -140,11 +140,16 @@ def ours(options) -> dict:
             advantages, _ = group_advantages(rewards, fine, fine, Objective(), 0.0)
             groups.append(
                 Group(
-                    prompt,
                     [
-                        Sample(m.token_ids, [True] * len(m.token_ids), m.logprobs, a)
+                        Sample(
+                            prompt + m.token_ids,
+                            [False] * len(prompt) + [True] * len(m.token_ids),
+                            [0.0] * len(prompt) + m.logprobs,
+                            a,
+                        )
                         for m, a in zip(members, advantages, strict=True)
                     ],
+                    len(prompt),
                 )
             )
         trainer.policy_step(groups, 1e-6, Objective())

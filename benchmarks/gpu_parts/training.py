@@ -134,10 +134,15 @@ def _one_step(
         rewards = [sum(m.token_ids) % 97 / 97 for m in members]
         advantages, _ = group_advantages(rewards, fine, fine, objective, 0.0)
         samples = [
-            Sample(m.token_ids, [True] * len(m.token_ids), m.logprobs, advantage)
+            Sample(
+                text + m.token_ids,
+                [False] * len(text) + [True] * len(m.token_ids),
+                [0.0] * len(text) + m.logprobs,
+                advantage,
+            )
             for m, advantage in zip(members, advantages, strict=True)
         ]
-        groups.append(Group(text, samples))
+        groups.append(Group(samples, len(text)))
     metrics = trainer.policy_step(groups, 1e-6, objective).metrics
     took("update")
     assert "skipped" not in metrics, "the loss or the gradient is not finite"
@@ -165,7 +170,8 @@ def nccl(part: Part) -> None:
         if sharded:
             model = shard_model(model, mine, torch.float32)
         trainer = Trainer(model, vocab_limit=896, ranks=mine, settings=TrainerSettings())
-        demonstration = Group(list(range(5, 30)), [Sample(list(range(40, 60)), [True] * 20)])
+        ids = [*range(5, 30), *range(40, 60)]
+        demonstration = Group([Sample(ids, [False] * 25 + [True] * 20)], 25)
         metrics = trainer.supervised_step([demonstration], 1e-4)
         norms.append((metrics["loss"], metrics["grad_norm"]))
     part.note("step", loss=norms[0][0], sharded_loss=norms[1][0])

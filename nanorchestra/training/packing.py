@@ -9,7 +9,7 @@ the whole sequences. Nothing here computes with a model.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle, islice
 from os.path import commonprefix  # of any lists, not of paths alone
 
@@ -26,7 +26,7 @@ SHARED_IDS = 16  # a shared prefix shorter than this costs more as a segment tha
 
 @dataclass
 class Sample:
-    """The ids that follow a prompt in one attempt, or in one turn of an attempt.
+    """The ids of one attempt, or of one turn of an attempt, from the prompt on.
 
     `sampled` and `logprobs` have one entry per id: whether the policy sampled it, and the sampler's
     log-probability. `old_logprobs` are the trainer's before the step, one per sampled id, if it has
@@ -49,36 +49,15 @@ class Sample:
 
 @dataclass
 class Group:
-    """A prompt and the samples that continue it."""
+    """The samples of a task. They begin with the same `shared` ids: what their prompts share."""
 
-    prompt: list[int]
     samples: list[Sample]
-
-    @classmethod
-    def of(cls, parts: Sequence[tuple[list[int], Sample]]) -> Group:
-        """Returns the group of (prompt, sample) pairs whose prompts may differ.
-
-        Its prompt is what all prompts begin with. The rest of each prompt becomes the beginning of
-        its sample, not sampled.
-        """
-        common = commonprefix([prompt for prompt, _ in parts])
-        samples = []
-        for prompt, sample in parts:
-            rest = prompt[len(common) :]
-            samples.append(
-                replace(
-                    sample,
-                    ids=rest + sample.ids,
-                    sampled=[False] * len(rest) + sample.sampled,
-                    logprobs=sample.logprobs and [0.0] * len(rest) + sample.logprobs,
-                )
-            )
-        return cls(common, samples)
+    shared: int
 
     @property
     def tokens(self) -> int:
-        """How many ids the prompt and the samples have."""
-        return len(self.prompt) + sum(len(sample.ids) for sample in self.samples)
+        """How many ids the samples have, the shared ones counted once."""
+        return self.shared + sum(len(sample.ids) - self.shared for sample in self.samples)
 
     @property
     def sampled(self) -> int:
@@ -120,20 +99,19 @@ def pack(
     take part in forward and backward.
     """
     layout = _Layout()
-    if not groups:
-        layout.lay([0], 0, None)
-    pairs = [(group.prompt, sample) for group in groups for sample in group.samples]
-    places = [[] for _ in pairs]  # in the pack, of the ids of each sequence
-    layout.lay_branches([prompt + sample.ids for prompt, sample in pairs], places, 0, None)
+    samples = [sample for group in groups for sample in group.samples]
+    sequences = [sample.ids for sample in samples] or [[0]]
+    places = [[] for _ in sequences]  # in the pack, of the ids of each sequence
+    layout.lay(sequences, places, 0, None)
     integers = []  # source, target, sequence, trajectory_ids
     floats = []  # log-probabilities, advantage
-    for number, ((prompt, sample), place) in enumerate(zip(pairs, places, strict=True)):
+    for number, sample in enumerate(samples):
         total = sample.trajectory_ids or sample.count
         logprobs = sample.logprobs or [0.0] * len(sample.ids)
         old = iter(sample.old_logprobs or ())
         for i, token in enumerate(sample.ids):
             if sample.sampled[i]:
-                integers.append((place[len(prompt) + i - 1], token, number, total))
+                integers.append((places[number][i - 1], token, number, total))
                 drawn = logprobs[i]
                 floats.append((drawn, next(old, drawn), sample.advantage))
     return Packed(
@@ -154,15 +132,7 @@ class _Layout:
         self.positions: list[int] = []
         self.segments: list[Segment] = []
 
-    def lay(self, ids: Sequence[int], position: int, prefix: Segment | None) -> Segment:
-        before = (prefix.start, prefix.length) if prefix else ()
-        segment = Segment(len(self.tokens), len(ids), *before)
-        self.segments.append(segment)
-        self.tokens.extend(ids)
-        self.positions.extend(range(position, position + len(ids)))
-        return segment
-
-    def lay_branches(
+    def lay(
         self,
         sequences: list[list[int]],
         places: list[list[int]],
@@ -173,6 +143,7 @@ class _Layout:
 
         Appends to places[i] the indices in the pack of the ids of sequence i.
         """
+        before = (prefix.start, prefix.length) if prefix else ()
         branches = {}  # by the next SHARED_IDS ids
         for i, ids in enumerate(sequences):
             if len(ids) > depth:
@@ -180,17 +151,20 @@ class _Layout:
         for branch in branches.values():
             members, taken = [sequences[i] for i in branch], [places[i] for i in branch]
             end = len(commonprefix(members))
-            segment = self.lay(members[0][depth:end], depth, prefix)
+            segment = Segment(len(self.tokens), end - depth, *before)
+            self.segments.append(segment)
+            self.tokens.extend(members[0][depth:end])
+            self.positions.extend(range(depth, end))
             for place in taken:
                 place.extend(range(segment.start, segment.start + segment.length))
             if len(branch) > 1:
-                self.lay_branches(members, taken, end, segment)
+                self.lay(members, taken, end, segment)
 
 
 def mini_batches(groups: Sequence[Group], size: int) -> list[list[Group]]:
     """Deals the samples out in turn to as few parts as have at most `size` each; 0: one part."""
     count = -(-sum(len(group.samples) for group in groups) // size) if size else 1
-    parts = [[Group(group.prompt, []) for group in groups] for _ in range(count)]
+    parts = [[Group([], group.shared) for group in groups] for _ in range(count)]
     turns = cycle(parts)
     for i, group in enumerate(groups):
         for sample in group.samples:
@@ -243,5 +217,5 @@ def _halves(group, budget, fair, cost) -> list[Group]:
     if small or len(group.samples) == 1:
         return [group]
     half = len(group.samples) // 2
-    halves = (Group(group.prompt, part) for part in (group.samples[:half], group.samples[half:]))
+    halves = (Group(part, group.shared) for part in (group.samples[:half], group.samples[half:]))
     return [piece for part in halves for piece in _halves(part, budget, fair, cost)]

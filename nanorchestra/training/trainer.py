@@ -157,7 +157,8 @@ class Trainer:
         costs = Costs.of(self.model.config)
 
         def flops(group):
-            prompt, lengths = len(group.prompt), [len(sample.ids) for sample in group.samples]
+            prompt = group.shared
+            lengths = [len(sample.ids) - prompt for sample in group.samples]
             pairs = prompt * prompt / 2 + sum(n * (prompt + n / 2) for n in lengths)
             return group.tokens * costs.token_flops + pairs * costs.pair_flops
 

@@ -8,6 +8,7 @@ import dataclasses
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from os.path import commonprefix  # of any lists, not of paths alone
 from typing import Any
 
 from nanorchestra.config import Config
@@ -84,7 +85,7 @@ def samples_of(t: Trajectory, by_turn: bool = False) -> list[tuple[list[int], Sa
     """Returns prompt and sample of each context that has ids in the loss."""
     mask, samples = in_loss(t, by_turn), []
     for begin, start, end in contexts(t):
-        ids, used, logprobs = (x[start:end] for x in (t.ids, mask, t.logprobs))
+        ids, used, logprobs = (x[begin:end] for x in (t.ids, mask, t.logprobs))
         if any(used):
             sample = Sample(ids, used, logprobs, t.advantage, sum(mask))
             samples.append((t.ids[begin:start], sample))
@@ -93,7 +94,9 @@ def samples_of(t: Trajectory, by_turn: bool = False) -> list[tuple[list[int], Sa
 
 def as_group(members: Sequence[Trajectory], by_turn: bool = False) -> Group:
     """Returns attempts at one task as the trainer takes them: a sample per context."""
-    return Group.of([pair for t in members for pair in samples_of(t, by_turn)])
+    pairs = [pair for t in members for pair in samples_of(t, by_turn)]
+    shared = commonprefix([prompt for prompt, _ in pairs])
+    return Group([sample for _, sample in pairs], len(shared))
 
 
 def load_kept(

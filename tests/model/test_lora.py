@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from groups import grouped
 from safetensors.torch import load_file
 
 from nanorchestra.model.lora import Base, adapters, add_adapters, reset, save_adapter
@@ -11,14 +12,14 @@ from nanorchestra.model.packed_attention import Segment, packed_attention
 from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.weights import copy_weights, named_hf_tensors
 from nanorchestra.training.objectives import Objective
-from nanorchestra.training.packing import Group, Sample
+from nanorchestra.training.packing import Sample
 from nanorchestra.training.trainer import Trainer
 
 SAMPLES = [
     Sample([9, 10, 11], [True, True, False], [-6.0] * 3, 1.0),
     Sample([9, 12], [True] * 2, [-6.5] * 2, -1.0),
 ]
-GROUPS = [Group([5, 6, 7, 8], SAMPLES)]
+GROUPS = [grouped([5, 6, 7, 8], SAMPLES)]
 
 
 @pytest.fixture

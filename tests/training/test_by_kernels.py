@@ -6,11 +6,12 @@ import copy
 
 import pytest
 import torch
+from groups import grouped
 from kernel_check import DEVICE
 
 from nanorchestra.model import ops, packed_attention
 from nanorchestra.training import logprobs as head
-from nanorchestra.training.packing import Group, Sample, pack
+from nanorchestra.training.packing import Sample, pack
 
 
 def ids(count: int, start: int = 5) -> list[int]:
@@ -23,7 +24,7 @@ def test_gradients_by_kernels_are_those_of_plain_pytorch(monkeypatch, nano_model
         Sample(ids(20, 3), [True] * 20),
         Sample(ids(20, 3)[:17] + [1, 2], [False] * 4 + [True] * 15),
     ]
-    groups = [Group(ids(9), twins), Group(ids(9)[:5] + [8], [Sample(ids(7), [True] * 7)])]
+    groups = [grouped(ids(9), twins), grouped(ids(9)[:5] + [8], [Sample(ids(7), [True] * 7)])]
     gradients = []
     for by_kernel in (False, True):
         for module in (ops, packed_attention, head):

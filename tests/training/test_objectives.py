@@ -116,7 +116,7 @@ def ours(name, groups, logprobs):
         advantages += values
         samples += [Sample([1] * len(a[1]), [True] * len(a[1])) for a in group]
     batch = batch_of([sample.count for sample in samples], advantages, flat(groups, 2))
-    normaliser = loss_normaliser([Group([0], samples)], section.aggregation, LIMIT)
+    normaliser = loss_normaliser([Group(samples, 0)], section.aggregation, LIMIT)
     old = batch.sampler_logprobs
     return policy_loss(logprobs, old, batch, section, normaliser=normaliser)[0]
 

@@ -76,11 +76,9 @@ def test_a_rollout_is_one_update_old_and_weighed_by_it(make_training):
         run.engine.update_weights(weights.items())
         found = []
         for group in groups:
-            whole = [group.prompt + sample.ids for sample in group.samples]
+            whole = [sample.ids for sample in group.samples]
             for sample, scores in zip(group.samples, run.engine.score(whole), strict=True):
-                pairs = zip(
-                    sample.logprobs, scores[len(group.prompt) - 1 :], sample.sampled, strict=True
-                )
+                pairs = zip(sample.logprobs[1:], scores, sample.sampled[1:], strict=True)
                 found += [abs(a - b) for a, b, sampled in pairs if sampled]
         return max(found)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 
 import torch
+from groups import grouped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanorchestra.training.packing import Group, Sample, divide, pack
+from nanorchestra.training.packing import Sample, divide, pack
 
 IDS = st.lists(st.integers(0, 1), min_size=1, max_size=50)  # two kinds of id: much is shared
 DRAWN = st.lists(st.tuples(IDS, st.lists(IDS, min_size=1, max_size=5)), min_size=1, max_size=4)
@@ -19,7 +20,7 @@ DRAWN = st.lists(st.tuples(IDS, st.lists(IDS, min_size=1, max_size=5)), min_size
 def test_every_sampled_id_is_predicted_from_exactly_its_past(drawn):
     """Attention with equal weights returns the mean of what an id sees, a name for its past."""
     groups = [
-        Group(prompt, [Sample(ids, [i % 3 > 0 for i in range(len(ids))]) for ids in samples])
+        grouped(prompt, [Sample(ids, [i % 3 > 0 for i in range(len(ids))]) for ids in samples])
         for prompt, samples in drawn
     ]
     packed = pack(groups)
@@ -27,10 +28,10 @@ def test_every_sampled_id_is_predicted_from_exactly_its_past(drawn):
     values = names[packed.tokens, packed.positions]  # [T, 1, 8]
     seen = packed.attend(0, torch.zeros_like(values), torch.zeros_like(values), values)
     place = 0
-    for number, (group, sample) in enumerate((g, s) for g in groups for s in g.samples):
-        tokens = torch.tensor(group.prompt + sample.ids)
+    for number, sample in enumerate(s for g in groups for s in g.samples):
+        tokens = torch.tensor(sample.ids)
         own = names[tokens, torch.arange(len(tokens))]
-        for i, sampled in enumerate(sample.sampled, len(group.prompt)):
+        for i, sampled in enumerate(sample.sampled):
             if sampled:
                 torch.testing.assert_close(seen[packed.source[place]], own[:i].mean(0))
                 assert packed.targets[place] == tokens[i]
@@ -44,16 +45,9 @@ def test_every_sampled_id_is_predicted_from_exactly_its_past(drawn):
 def test_shared_beginnings_are_laid_once():
     world, question, thought = list(range(20)), [50, 51], list(range(60, 90))
     samples = [Sample(thought + [i], [True] * 31, [-1.0] * 31, 0.5 * i) for i in range(4)]
-    packed = pack([Group(world + question, samples), Group(world + [99], samples[:1])])
+    packed = pack([grouped(world + question, samples), grouped(world + [99], samples[:1])])
     assert len(packed.tokens) == 20 + 2 + 30 + 4 + 1 + 31
     assert packed.advantages.tolist() == [0.5 * i for i in (0, 1, 2, 3, 0) for _ in range(31)]
-
-
-def test_a_group_of_different_prompts_takes_their_rest_as_given_ids():
-    one, two = Sample([7], [True], [-1.0], 0.5, 2), Sample([8], [True], [-2.0], 0.5, 2)
-    group = Group.of([([1, 2, 3], one), ([1, 2, 4, 5], two)])
-    assert group.prompt == [1, 2] and (group.tokens, group.sampled) == (7, 2)
-    assert group.samples[1] == Sample([4, 5, 8], [False, False, True], [0.0, 0.0, -2.0], 0.5, 2)
 
 
 def test_every_rank_gets_a_fair_share_and_equally_many_micro_batches():
@@ -62,19 +56,14 @@ def test_every_rank_gets_a_fair_share_and_equally_many_micro_batches():
         for _ in range(20):
             sizes = [[rng.randint(1, 60) for _ in range(rng.choice((1, 2, 8)))] for _ in range(6)]
             groups = [
-                Group([i, 0, 0], [Sample([j] * n, [True] * n) for j, n in enumerate(group)])
+                grouped([i, 0, 0], [Sample([j] * n, [True] * n) for j, n in enumerate(group)])
                 for i, group in enumerate(sizes)
             ]
             shares = divide(groups, ranks, 100, lambda group: group.tokens**1.2)
             assert len({len(share) for share in shares}) == 1 and len(shares) == ranks
             batches = [batch for share in shares for batch in share]
-            placed = sorted(
-                (group.prompt[0], *sample.ids)
-                for batch in batches
-                for group in batch
-                for sample in group.samples
-            )
-            assert placed == sorted((g.prompt[0], *s.ids) for g in groups for s in g.samples)
+            placed = sorted(s.ids for batch in batches for g in batch for s in g.samples)
+            assert placed == sorted(s.ids for g in groups for s in g.samples)
             for batch in batches:
                 assert len(batch) < 2 or sum(group.tokens for group in batch) <= 100
             loads = [sum(g.tokens for batch in share for g in batch) for share in shares]
@@ -82,7 +71,7 @@ def test_every_rank_gets_a_fair_share_and_equally_many_micro_batches():
 
 
 def test_only_a_group_above_the_budget_is_halved():
-    groups = [Group([0] * 4, [Sample([1], [True])] * 8), Group([0] * 4, [Sample([1], [True])])]
+    groups = [grouped([0] * 4, [Sample([1], [True])] * count) for count in (8, 1)]
     for budget, expected in ((17, [[8, 1]]), (12, [[8], [1]]), (11, [[4], [4], [1]])):
         (batches,) = divide(groups, 1, budget, lambda group: group.tokens)
         assert [[len(group.samples) for group in batch] for batch in batches] == expected

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from groups import grouped
 
 from nanorchestra.model.packed_attention import Segment, packed_attention
 from nanorchestra.training.costs import model_flops
@@ -31,7 +32,7 @@ def make_groups(seed=0, groups=3, samples=3, vocab=600):
             sampled = [True] + [rng.random() < 0.7 for _ in said[1:]]
             logprobs = [rng.uniform(-7, -5) for _ in said]
             members.append(Sample(said, sampled, logprobs, rng.uniform(-2, 2)))
-        made.append(Group([5, 6, 5, 7] + ids(rng.randint(3, 40)), members))
+        made.append(grouped([5, 6, 5, 7] + ids(rng.randint(3, 40)), members))
     return made
 
 
@@ -49,13 +50,13 @@ def gradients(model, groups, objective=None, vocab_limit=690, length=1, **settin
     return taken
 
 
-def alone(model, prompt, sample, limit=690, temperature=1.0):
+def alone(model, sample, limit=690, temperature=1.0):
     """Log-probabilities and entropies of a sample, alone in its sequence, from all logits."""
-    tokens, start = torch.tensor(prompt + sample.ids), len(prompt)
+    tokens = torch.tensor(sample.ids)
     attend = packed_attention([Segment(0, len(tokens))])
     hidden = model(tokens, torch.arange(len(tokens)), attend)
     logp = (model.logits(hidden)[:, :limit] / temperature).log_softmax(-1)
-    at = [start + i for i, sampled in enumerate(sample.sampled) if sampled]
+    at = [i for i, sampled in enumerate(sample.sampled) if sampled]
     before = logp[[i - 1 for i in at]]
     return before.gather(1, tokens[at, None])[:, 0], -(before.exp() * before).sum(1).detach()
 
@@ -75,7 +76,7 @@ def test_a_packed_step_has_the_gradient_of_the_samples_one_by_one(nano_model):
     nano_model.zero_grad()
     for group in groups:
         for sample in group.samples:
-            logprobs, _ = alone(nano_model, group.prompt, sample)
+            logprobs, _ = alone(nano_model, sample)
             old = [x for x, sampled in zip(sample.logprobs, sample.sampled, strict=True) if sampled]
             ratio = (logprobs - torch.tensor(old)).exp()
             losses = (-sample.advantage * ratio, -sample.advantage * ratio.clamp(0.8, 1.28))
@@ -85,13 +86,13 @@ def test_a_packed_step_has_the_gradient_of_the_samples_one_by_one(nano_model):
 
 def test_with_a_least_entropy_only_the_ids_above_it_count(nano_model):
     groups = make_groups(4)
-    samples = [(group, sample) for group in groups for sample in group.samples]
+    samples = [sample for group in groups for sample in group.samples]
     count = sum(group.sampled for group in groups)
-    computed = [alone(nano_model, group.prompt, sample) for group, sample in samples]
+    computed = [alone(nano_model, sample) for sample in samples]
     values = torch.cat([entropy for _, entropy in computed]).sort().values
     widest = values.diff()[count // 8 : -count // 8].argmax() + count // 8
     nats = values[widest : widest + 2].mean().item()  # where rounding moves no id over it
-    for (_, sample), (logprobs, entropy) in zip(samples, computed, strict=True):
+    for sample, (logprobs, entropy) in zip(samples, computed, strict=True):
         found = iter(logprobs.tolist())
         sample.logprobs[:] = [next(found) if sampled else 0.0 for sampled in sample.sampled]
         counts = (entropy >= nats) * sample.advantage
@@ -123,13 +124,13 @@ def test_every_turn_as_its_own_sample_gives_the_same_gradient(nano_model, aggreg
     groups, turns = make_groups(8), []
     for group in groups:
         for sample in group.samples:
-            sample.sampled = [True] * len(sample.ids)
-            cut = len(sample.ids) // 2
-            halves = ((group.prompt, 0, cut), (group.prompt + sample.ids[:cut], cut, None))
-            for prompt, start, end in halves:
-                parts = (x[start:end] for x in (sample.ids, sample.sampled, sample.logprobs))
-                turn = Sample(*parts, sample.advantage, sample.count)
-                turns.append(Group(prompt, [turn]))
+            said = len(sample.ids) - group.shared
+            sample.sampled = [False] * group.shared + [True] * said
+            cut = group.shared + said // 2
+            for start, end in ((group.shared, cut), (cut, len(sample.ids))):
+                sampled = [i >= start for i in range(end)]
+                parts = sample.ids[:end], sampled, sample.logprobs[:end]
+                turns.append(Group([Sample(*parts, sample.advantage, said)], start))
     objective = Objective(aggregation=aggregation)
     whole = gradients(nano_model, groups, objective, length=40)
     near(gradients(nano_model, turns, objective, length=40), whole)
@@ -147,9 +148,7 @@ def test_a_policy_step_returns_the_log_probabilities_before_its_update(nano_mode
     groups = make_groups(8)
     groups[0].samples[0].sampled = [False] * len(groups[0].samples[0].ids)
     with torch.no_grad():
-        expected = [
-            [alone(nano_model, g.prompt, s, 690, 0.7)[0] for s in g.samples] for g in groups
-        ]
+        expected = [[alone(nano_model, s, 690, 0.7)[0] for s in g.samples] for g in groups]
     trainer = Trainer(nano_model, vocab_limit=690, settings=TrainerSettings(token_budget=budget))
     result = trainer.policy_step(groups, 1e-2, Objective(), temperature=0.7)
     gaps = []
@@ -184,7 +183,7 @@ def test_gspo_clips_no_sequence_for_the_samplers_rounding(nano_model):
     groups = make_groups(3)
     for group in groups:
         for sample in group.samples:
-            logprobs = iter(alone(nano_model, group.prompt, sample)[0].tolist())
+            logprobs = iter(alone(nano_model, sample)[0].tolist())
             sample.logprobs = [next(logprobs) + 0.01 if drawn else 0.0 for drawn in sample.sampled]
     trainer = Trainer(nano_model, vocab_limit=690)
     metrics = trainer.policy_step(groups, 0.0, OBJECTIVES["gspo"]).metrics
@@ -195,9 +194,7 @@ def test_the_ratio_of_later_updates_is_to_the_policy_before_the_first(nano_model
     groups, trainer = make_groups(3), Trainer(nano_model, vocab_limit=690)
     for group, scores in zip(groups, trainer.score(groups), strict=True):
         for sample, old in zip(group.samples, scores, strict=True):
-            assert old == pytest.approx(
-                alone(nano_model, group.prompt, sample)[0].tolist(), abs=1e-4
-            )
+            assert old == pytest.approx(alone(nano_model, sample)[0].tolist(), abs=1e-4)
             sample.old_logprobs = old
     tight = Objective(clip_low=1e-4, clip_high=1e-4)
     stopped = [trainer.policy_step(groups, 1e-2, tight).metrics["clip_fraction"] for _ in "ab"]

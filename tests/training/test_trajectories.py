@@ -114,7 +114,8 @@ def test_a_row_brings_the_trajectory_back_and_only_sampled_ids_are_learnt(
     assert [part["role"] for part in row["text"]] == ["assistant", "tool", "assistant"]
     (members,), _ = load(tmp_path, nano_tokenizer)
     group = as_group(members)
-    assert len(group.samples) == 1 + rebuilt
+    assert len(group.samples) == 1 + rebuilt and group.shared == trajectory.prompt_length
+    assert group.tokens == len(trajectory.ids) - rebuilt * group.shared
     packed, places = pack([group]), [i for i, s in enumerate(trajectory.sampled) if s]
     assert packed.targets.tolist() == [trajectory.ids[i] for i in places]
     assert packed.tokens[packed.source].tolist() == [trajectory.ids[i - 1] for i in places]

@@ -1,0 +1,20 @@
+"""Groups for the trainer from a prompt and what follows it."""
+
+from dataclasses import replace
+
+from nanorchestra.training.packing import Group
+
+
+def grouped(prompt, samples):
+    """The group of samples that hold only what follows the prompt."""
+    given = len(prompt)
+    whole = [
+        replace(
+            sample,
+            ids=prompt + sample.ids,
+            sampled=[False] * given + sample.sampled,
+            logprobs=sample.logprobs and [0.0] * given + sample.logprobs,
+        )
+        for sample in samples
+    ]
+    return Group(whole, given)
