@@ -22,7 +22,6 @@ import torch
 from benchmarks.engine import SHAPES, Bench, Ceiling
 from benchmarks.gpu_parts import NotHereError, Part
 from nanorchestra.engine.engine import Engine
-from nanorchestra.engine.steps import SerialSteps
 from nanorchestra.model.hf_config import config_to_hf
 from nanorchestra.model.quantise import quantise_model
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
@@ -59,7 +58,7 @@ class GpuBench(Bench):
         if not self.graphs:
             made.runner.graphs = False
         if not self.ahead:
-            made._steps = SerialSteps(made.scheduler, made.runner)
+            made.runner.overlaps = False
         return made
 
     @property

@@ -18,7 +18,7 @@ from nanorchestra.engine.request import Completion, Limits, OnToken, Request, Sa
 from nanorchestra.engine.runner import Runner
 from nanorchestra.engine.scheduler import Scheduler
 from nanorchestra.engine.session import Session
-from nanorchestra.engine.steps import OverlappedSteps, SerialSteps
+from nanorchestra.engine.steps import Steps
 from nanorchestra.errors import require
 from nanorchestra.model.ops import by_kernel
 from nanorchestra.model.qwen3 import Qwen3
@@ -80,8 +80,7 @@ class Engine:
         self._ids = itertools.count()
         self._asleep = False
         self._counts = {"steps": 0, "prefill_tokens": 0, "sampled_tokens": 0}
-        kind = OverlappedSteps if self.runner.overlaps else SerialSteps
-        self._steps = kind(self.scheduler, self.runner)
+        self._steps = Steps(self.scheduler, self.runner)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]

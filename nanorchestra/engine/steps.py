@@ -1,10 +1,4 @@
-"""Two ways to run the engine's steps: one after the other, or with the next one launched ahead.
-
-`SerialSteps` plans a step when the last one's tokens are known. `OverlappedSteps` launches the next
-step before it reads this one's tokens, so that a GPU computes while the host works: the tokens go
-from one step to the next on the device. Both give the same tokens; the tests hold them against
-each other.
-"""
+"""Runs the engine's steps: one after the other, or on a GPU with the next one launched ahead."""
 
 from typing import Any
 
@@ -13,26 +7,12 @@ from nanorchestra.engine.sampler import Draw
 from nanorchestra.engine.scheduler import Plan, Scheduler
 
 
-class SerialSteps:
-    """Plans a step, computes it and reads its draws."""
+class Steps:
+    """Plans the steps and computes them.
 
-    def __init__(self, scheduler: Scheduler, runner: Runner):
-        self.scheduler, self.runner = scheduler, runner
-
-    def plan(self) -> Plan:
-        """Returns the step to compute next."""
-        return self.scheduler.plan()
-
-    def compute(self, plan: Plan) -> list[Draw]:
-        """Computes the step. Returns the draws of plan.sampling."""
-        return self.runner.draws(self.runner.launch(plan), plan.sampling)
-
-    def discard(self) -> None:
-        """Forgets what was launched ahead: nothing."""
-
-
-class OverlappedSteps:
-    """As SerialSteps, but launches step n + 1 before it reads the draws of step n.
+    If the runner overlaps, step n + 1 is launched before the draws of step n are read, so that a
+    GPU computes while the host works: the tokens go from one step to the next on the device. The
+    tokens are those of a runner that does not overlap; the tests hold the two against each other.
 
     A request that finishes in step n, or is aborted, still has a row in step n + 1. That row is
     left out of the draws. What it wrote lies in pages that are free again and are only handed out
@@ -54,9 +34,12 @@ class OverlappedSteps:
         return self.scheduler.plan()
 
     def compute(self, plan: Plan) -> list[Draw]:
-        """Launches `plan` if it is not, launches the step after it if it can, and reads `plan`."""
+        """Computes the step, with the one after it under way if that is possible.
+
+        Returns the draws of plan.sampling.
+        """
         launched = self._launched or self.runner.launch(plan)
-        if (following := self.scheduler.plan_ahead(plan)) is not None:
+        if self.runner.overlaps and (following := self.scheduler.plan_ahead(plan)) is not None:
             self._ahead = following, self.runner.launch(following, after=launched)
         return self.runner.draws(launched, plan.sampling)
 

@@ -10,7 +10,7 @@ from invariants import check_scheduler
 from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.engine.runner import Runner
 from nanorchestra.engine.scheduler import Plan
-from nanorchestra.engine.steps import OverlappedSteps
+from nanorchestra.engine.steps import Steps
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 
 SHAPE = ModelConfig(64, 32, 32, 2, 2, 1, 16, 256, eos_token_ids=(3, 4, 5))
@@ -19,7 +19,7 @@ SHAPE = ModelConfig(64, 32, 32, 2, 2, 1, 16, 256, eos_token_ids=(3, 4, 5))
 class AheadRunner(Runner):
     """Draws at launch, as a GPU does, and takes a step's newest ids from the step before it."""
 
-    ahead = 0
+    overlaps, ahead = True, 0
 
     def launch(self, plan: Plan, after=None):
         for request in plan.decodes if after else ():
@@ -48,7 +48,7 @@ def engine(model, ahead: bool, **settings) -> Engine:
     made = Engine(model, **{"num_pages": 40, "page_size": 4, "max_batch_tokens": 24} | settings)
     if ahead:
         made.runner = AheadRunner(model, made.cache.num_pages, 4, made.vocab_size)
-        made._steps = OverlappedSteps(made.scheduler, made.runner)
+        made._steps = Steps(made.scheduler, made.runner)
     return made
 
 
