@@ -220,13 +220,13 @@ class Engine:
     def score(self, list_of_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """Returns log p(ids[i + 1] | ids[: i + 1]) at temperature 1: n - 1 numbers for n ids.
 
-        Normalised over the ids that the sampler can draw; minus infinity for others. All ids are
-        computed in one forward pass, without pages. Raises UserError as `submit` does.
+        Normalised over the ids that the sampler can draw; minus infinity for others. Each
+        sequence is computed in one forward pass, without pages. Raises UserError as `submit` does.
         """
         list_of_ids = [self.limits.check_ids(ids) for ids in list_of_ids]
         for ids in list_of_ids:
             self.limits.check_length(ids)
-        return self.runner.score(list_of_ids) if list_of_ids else []
+        return [self.runner.score(ids) for ids in list_of_ids]
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]] | None = None) -> int:
         """Copies all (Hugging Face name, tensor) pairs into the model; returns the new version.

@@ -79,20 +79,14 @@ class Runner:
         return self._sample(launched, requests) if requests else []
 
     @torch.inference_mode()
-    def score(self, list_of_ids: list[list[int]]) -> list[list[float]]:
-        """Returns the log-probabilities of each sequence's ids but the first. Uses no pages."""
-        counts = list(map(len, list_of_ids))
-        spans = [
-            (end - count, count) for end, count in zip(accumulate(counts), counts, strict=True)
-        ]
-        tokens = self._ints([i for ids in list_of_ids for i in ids])
-        positions = self._ints([n for count in counts for n in range(count)])
-        attend = packed_attention([Segment(*span) for span in spans])
-        hidden, values = self.model(tokens, positions, attend), []
-        for n in range(0, len(tokens) - 1, SCORED):
+    def score(self, ids: list[int]) -> list[float]:
+        """Returns the log-probabilities of the ids but the first. Uses no pages."""
+        tokens, attend = self._ints(ids), packed_attention([Segment(0, len(ids))])
+        hidden, values = self.model(tokens, self._ints(range(len(ids))), attend), []
+        for n in range(0, len(ids) - 1, SCORED):
             targets = tokens[n + 1 : n + 1 + SCORED]
             values += self.sampler.score(self._logits(hidden[n:][: len(targets)]), targets)
-        return [values[start : start + count - 1] for start, count in spans]
+        return values
 
     def _logits(self, hidden) -> Tensor:
         return self.model.logits(hidden)

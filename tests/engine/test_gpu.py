@@ -354,7 +354,7 @@ def test_draws_and_scores_are_from_fp32_logits(engine, monkeypatch, quantise, ro
     monkeypatch.setattr(gpu, "sample", lambda logits, *_: seen.append(logits) or (None, None))
     runner.sampler.score = lambda logits, targets: seen.append(logits) or [0.0] * len(logits)
     runner._compute(step)
-    runner.score([[5] * rows])
+    runner.score([5] * rows)
     exact = hidden.double() @ weight.double().T
     assert len(seen) == 2
     for logits in seen:
