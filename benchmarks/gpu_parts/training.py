@@ -60,7 +60,7 @@ def grpo_step(part: Part, name: str) -> None:
     )
     model = trained_model(config, shape, ranks, dtype)
     trainer = build_trainer(config, model, tokenizer, ranks, dtype)
-    trainer.new_optimizer("adamw")
+    trainer.prepare("adamw", False)
     engine = build_engine(config, shape, tokenizer, ranks, dtype)
     rng = random.Random(0)
     prompts = [

@@ -7,6 +7,7 @@ weights, so the engine and exports know nothing of adapters.
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -87,31 +88,17 @@ def reset(model: Qwen3, seed: int) -> None:
         fill(module.lora_b, torch.zeros(module.lora_b.shape))
 
 
-class Base:
-    """The model without its adapters: a reference model that takes no memory."""
-
-    def __init__(self, model: Qwen3) -> None:
-        self.model = model
-
-    @property
-    def output_weight(self) -> Tensor:
-        """Return the matrix of the logits [vocab, hidden]."""
-        return self.model.output_weight
-
-    def __call__(self, *args: object) -> Tensor:
-        """Return the hidden states of Qwen3.forward with the adapters disabled."""
-        modules = adapters(self.model)
+@contextmanager
+def disabled(model: Qwen3) -> Iterator[None]:
+    """Let the model compute without its adapters: a reference model that takes no memory."""
+    modules = adapters(model)
+    for _, module in modules:
+        module.enabled = False
+    try:
+        yield
+    finally:
         for _, module in modules:
-            module.enabled = False
-        try:
-            return self.model(*args)
-        finally:
-            for _, module in modules:
-                module.enabled = True
-
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield nothing: the parameters are the model's and saved with it."""
-        return iter(())
+            module.enabled = True
 
 
 def save_adapter(model: Qwen3, path: Path, base: str = "", write: bool = True) -> None:

@@ -69,10 +69,10 @@ class Trainer:
         self.model, self.vocab_limit = model, vocab_limit
         self.ranks = ranks or Ranks(device=model.embed_tokens.weight.device)
         self.settings = settings or TrainerSettings()
-        self.reference: Qwen3 | lora.Base | None = None
+        self.reference: Qwen3 | None = None  # with LoRA the model, used without its adapters
         for block in model.layers:
             block.recompute = self.settings.activation_checkpointing
-        self.new_optimizer(optimizer)
+        self.optimizers = build_optimizers(model, optimizer)
 
     def policy_step(
         self,
@@ -181,7 +181,7 @@ class Trainer:
         """KL(policy || reference) per sampled id [N]: exact over the vocabulary, or an estimate."""
         if not objective.kl_coef:
             return None
-        with torch.no_grad():
+        with torch.no_grad(), lora.disabled(self.reference):
             ref_hidden = self._hidden(self.reference, packed)
         weight, ref_weight = self.model.output_weight, self.reference.output_weight
         if objective.kl == "full":
@@ -210,7 +210,7 @@ class Trainer:
         gradient is not finite, the weights and moments stay as they were and "skipped" is 1.
         """
         metrics = self.ranks.sum(metrics)
-        if isinstance(self.reference, Qwen3) and self.ranks.mesh is not None:
+        if self.reference not in (None, self.model) and self.ranks.mesh is not None:
             for module in (self.reference, *self.reference.layers):
                 module.reshard()  # no backward has done it
         norm = self._clip_gradients() if math.isfinite(metrics["loss"]) else math.nan
@@ -233,22 +233,6 @@ class Trainer:
 
     # State.
 
-    def new_optimizer(self, kind: str, **settings: float) -> None:
-        """Replaces the optimizer (optimizers.build_optimizers), and so forgets all moments."""
-        self.optimizers = build_optimizers(self.model, kind, **settings)
-
-    def freeze_reference(self) -> None:
-        """Keeps a frozen copy of the model for the KL term; of a LoRA model its base, uncopied."""
-        if lora.adapters(self.model):
-            self.reference = lora.Base(self.model)
-            return
-        with torch.device("meta"):
-            reference = Qwen3(self.model.config).requires_grad_(False)
-            offload = self.settings.cpu_offload
-            shard_model(reference, self.ranks, self.settings.dtype, cpu_offload=offload)
-        self.reference = reference.to_empty(device=self.model.norm.device)
-        reference.load_state_dict(self.model.state_dict())
-
     def tensors(self) -> dict[str, Tensor]:
         """Returns weights, moments and reference by name; writing to them writes to the trainer.
 
@@ -265,15 +249,28 @@ class Trainer:
                     state |= {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
                     state["step"] = torch.zeros((), device=p.device)
                 tensors |= {f"optimizer.{names[id(p)]}.{key}": x for key, x in state.items()}
-        if self.reference is not None:
+        if self.reference not in (None, self.model):
             frozen = self.reference.named_parameters()
             tensors |= {f"reference.{name}": p.detach() for name, p in frozen}
         return tensors
 
     def prepare(self, optimizer: str, reference: bool, **settings: float) -> dict[str, Tensor]:
-        """Returns `tensors()` after a fresh optimizer, and a reference if it is wanted."""
-        self.new_optimizer(optimizer, **settings)
-        self.reference = None
-        if reference:
-            self.freeze_reference()
+        """Returns `tensors()` with a new optimizer (optimizers.build_optimizers) without moments.
+
+        reference: whether the weights of now are kept for the KL term.
+        """
+        self.optimizers = build_optimizers(self.model, optimizer, **settings)
+        self.reference = self._frozen() if reference else None
         return self.tensors()
+
+    def _frozen(self) -> Qwen3:
+        """Returns a frozen copy of the model; with LoRA the model itself, which needs no copy."""
+        if lora.adapters(self.model):
+            return self.model
+        with torch.device("meta"):
+            frozen = Qwen3(self.model.config).requires_grad_(False)
+            offload = self.settings.cpu_offload
+            shard_model(frozen, self.ranks, self.settings.dtype, cpu_offload=offload)
+        frozen.to_empty(device=self.model.norm.device)
+        frozen.load_state_dict(self.model.state_dict())
+        return frozen

@@ -104,7 +104,7 @@ def gradients(ranks: Ranks, kl: str = "", count: int = 5, **options) -> dict[str
     trainer._clip_gradients = take
     objective = Objective(kl_coef=0.5, kl=kl) if kl else Objective()
     if kl:
-        trainer.freeze_reference()
+        trainer.prepare("muon", True)
         with torch.no_grad():
             for p in trainer.model.parameters():
                 p.mul_(1.1)
@@ -137,7 +137,7 @@ def losses(ranks: Ranks, steps: int = 8, **options) -> dict[str, torch.Tensor]:
 def first_half(ranks: Ranks, folder: str) -> dict[str, torch.Tensor]:
     """Three steps, a checkpoint, and three more while it is written."""
     trainer, values = make_trainer(ranks), []
-    trainer.freeze_reference()
+    trainer.prepare("muon", True)
     checkpoints = Checkpoints(Path(folder), 2, ranks)
     for step in range(6):
         values.append(trainer.supervised_step(make_groups(step), 3e-3)["loss"])
@@ -173,8 +173,7 @@ def adapted(ranks: Ranks, source: str, target: str) -> dict[str, torch.Tensor]:
     reset(model, 1)
     trainer = Trainer(model, vocab_limit=VOCAB - 6, ranks=ranks, optimizer="muon")
     values = [trainer.supervised_step(make_groups(step), 3e-3)["loss"] for step in range(3)]
-    trainer.new_optimizer("adamw")
-    trainer.freeze_reference()
+    trainer.prepare("adamw", True)
     for step in range(3):
         result = trainer.policy_step(make_groups(step), 3e-3, Objective(kl_coef=0.5))
         values.append(result.metrics["loss"])

@@ -229,7 +229,7 @@ def test_the_kl_to_the_reference_is_zero_at_the_reference_and_pulls_back(nano_mo
         for sample in group.samples:
             sample.advantage = 0.0
     trainer, objective = Trainer(nano_model, vocab_limit=690), Objective(kl_coef=1.0, kl=kl)
-    trainer.freeze_reference()
+    trainer.prepare("adamw", True)
 
     def step(rate):
         return trainer.policy_step(groups, rate, objective).metrics["kl"]
@@ -250,6 +250,6 @@ def test_flops_count_every_packed_id_and_attended_pair_once(nano_model):
     trainer = Trainer(nano_model, vocab_limit=690)
     assert trainer.policy_step(groups, 0.0, Objective()).metrics["flops"] == expected
     assert trainer.supervised_step(groups, 0.0)["flops"] == expected
-    trainer.freeze_reference()
+    trainer.prepare("adamw", True)
     metrics = trainer.policy_step(groups, 0.0, Objective(kl_coef=0.1)).metrics
     assert metrics["flops"] == pytest.approx(4 / 3 * expected)
