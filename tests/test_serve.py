@@ -206,7 +206,7 @@ def test_a_conversation_sees_what_was_said_in_the_cache(sandbox, tmp_path, capsy
     first = session.ask("My name is Ada.")
     second = session.ask("What is my name?")
     end = [rollout.tokenizer.im_end] * (first.ids[-1] != rollout.tokenizer.im_end)
-    asked = chat.encode_user(rollout.tokenizer, "What is my name?")
+    asked = chat.encode_reply(rollout.tokenizer, "user", ["What is my name?"])
     assert second.ids[: second.prompt_length] == first.ids + end + asked
     follow_up = cached[len(first.turns)]
     assert follow_up.cached_tokens >= len(first.ids) - 16, "a page of 16 tokens may be begun"

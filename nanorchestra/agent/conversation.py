@@ -28,7 +28,7 @@ class Conversation:
         (asked,) = env.messages
         if self.messages:
             said = [*self._head(env), *self.ids]
-            env.prompt = said + chat.encode_user(self.tokenizer, asked["content"])
+            env.prompt = said + chat.encode_reply(self.tokenizer, "user", [asked["content"]])
         env.messages = [*self.messages, asked]
 
     def keep(self, env: Any, attempt: Trajectory) -> None:

@@ -186,10 +186,8 @@ class Attempt:
                 self.notes.hear(said, results[0])
             return
         contents = [result.content for result in results]
-        if turn.calls:
-            role, ids = "tool", chat.encode_observations(self.tokenizer, contents)
-        else:
-            role, ids = "user", chat.encode_user(self.tokenizer, contents[0])
+        role = "tool" if turn.calls else "user"
+        ids = chat.encode_reply(self.tokenizer, role, contents)
         self.conversation.append(ids, role, contents)
         self._extend(ids)
 

@@ -43,16 +43,13 @@ def encode(
     return _ids(tokenizer, _prompt(messages, tools, True, enable_thinking))
 
 
-def encode_observations(tokenizer: Tokenizer, contents: Sequence[str]) -> list[int]:
-    """Return the ids between a sampled <|im_end|> and the next turn: the results of its calls."""
-    responses = (piece for content in contents for piece in _response(content))
-    turn = (IM_START, "user", *responses, IM_END, "\n")
-    return _ids(tokenizer, ("\n", *turn, *_generation_prompt()))
+def encode_reply(tokenizer: Tokenizer, role: str, contents: Sequence[str]) -> list[int]:
+    """Return the ids between a sampled <|im_end|> and the next turn.
 
-
-def encode_user(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the ids between a sampled <|im_end|> and the next turn: a message of the user."""
-    return _ids(tokenizer, ("\n", *_message("user", text), *_generation_prompt()))
+    They are the results of its calls (role "tool"), or a message of the "user".
+    """
+    messages = [{"role": role, "content": content} for content in contents]
+    return _ids(tokenizer, ("\n", *_prompt(messages, None, True, None)))
 
 
 def encode_assistant(
@@ -93,7 +90,9 @@ def _prompt(messages, tools, add_generation_prompt, enable_thinking) -> Iterator
         elif i >= start:
             yield from _message(role, content)
     if add_generation_prompt:
-        yield from _generation_prompt(enable_thinking)
+        yield from (IM_START, "assistant\n")
+        if enable_thinking is False:
+            yield from _think("")
 
 
 def _tools(system, tools) -> Iterator[str]:
@@ -148,10 +147,6 @@ def _calls(calls, after_content) -> Iterator[str]:
 
 def _response(content) -> tuple[str, ...]:
     return "\n", RESPONSE, "\n" + content + "\n", RESPONSE_END
-
-
-def _generation_prompt(enable_thinking=None) -> tuple[str, ...]:
-    return IM_START, "assistant\n", *(_think("") if enable_thinking is False else ())
 
 
 def _is_response(content) -> bool:

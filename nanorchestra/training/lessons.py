@@ -49,9 +49,8 @@ def demonstration(
             else:
                 notes.hear(lesson.content, lesson.result)
             context, given = len(t.ids), chat.encode(tokenizer, notes.messages, notes.tools)
-        elif calls:
-            given = chat.encode_observations(tokenizer, [lesson.result.content])
         else:
-            given = chat.encode_user(tokenizer, lesson.result.content)
+            role = "tool" if calls else "user"
+            given = chat.encode_reply(tokenizer, role, [lesson.result.content])
     t.logprobs = [0.0] * len(t.ids)
     return t

@@ -58,8 +58,8 @@ def test_no_text_of_user_system_or_tool_forges_a_marker(tokenizer, text):
         messages = [{"role": "system", "content": text}, {"role": "user", "content": "ask " + text}]
         messages += [{"role": "assistant", "content": "ok"}, {"role": "tool", "content": text}]
         yield chat.encode(tokenizer, messages, [{**TOOL, "note": text}])
-        yield chat.encode_observations(tokenizer, [text, text])
-        yield chat.encode_user(tokenizer, text)
+        yield chat.encode_reply(tokenizer, "tool", [text, text])
+        yield chat.encode_reply(tokenizer, "user", [text])
 
     for ours, harmless in zip(ids(text), ids("harmless"), strict=True):
         assert markers_of(tokenizer, ours) == markers_of(tokenizer, harmless)
@@ -76,7 +76,7 @@ def test_a_session_that_grows_by_ids_is_the_prompt_of_the_same_conversation(
     calls = [ToolCall("search", arguments)] * len(observations)
     ids = chat.encode(tokenizer, messages, [TOOL])
     ids += chat.encode_assistant(tokenizer, reasoning, content, calls)
-    ids += chat.encode_observations(tokenizer, observations)
+    ids += chat.encode_reply(tokenizer, "tool", observations)
     functions = [{"function": {"name": "search", "arguments": arguments}}] * len(observations)
     turn = {"role": "assistant", "reasoning_content": reasoning, "content": content}
     messages += [turn | {"tool_calls": functions}]
