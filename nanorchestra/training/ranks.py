@@ -143,12 +143,9 @@ class Ranks:
         return [result for part in self.gather(list(function(list(mine)))) for result in part]
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
-        """Returns the float64 sum over the ranks of each value; all ranks have the same names."""
-        if self.world == 1:
-            return dict(values)
-        total = torch.tensor(list(values.values()), dtype=torch.float64)
-        dist.all_reduce(total, group=self.group)
-        return dict(zip(values, total.tolist(), strict=True))
+        """Returns the sum over the ranks of each value; all ranks have the same names."""
+        parts = self.gather(values)
+        return {name: sum(part[name] for part in parts) for name in values}
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true on some rank."""
