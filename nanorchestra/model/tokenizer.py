@@ -33,8 +33,8 @@ _CACHED = 4096  # entries of the cache of encoded texts, and the most characters
 class Tokenizer:
     """A tokenizer of the Qwen kind.
 
-    `vocab_size` is 1 + the largest id, `eos_ids` end a turn, `added_ids` are all added tokens,
-    `im_end` is the id of <|im_end|>. `backend` also reads markers in text.
+    `vocab_size` is 1 + the largest id, `eos_ids` end a turn, `im_end` is the id of <|im_end|>.
+    `backend` also reads markers in text.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, source: str = "tokenizer.json") -> None:
@@ -46,7 +46,6 @@ class Tokenizer:
         self._plain.normalizer = backend.normalizer
         self._plain.pre_tokenizer = backend.pre_tokenizer
         added = backend.get_added_tokens_decoder()  # id -> AddedToken
-        self.added_ids = frozenset(added)
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._ids = backend.get_vocab(with_added_tokens=True)
         for token in QWEN3["required"]:

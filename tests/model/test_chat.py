@@ -48,7 +48,8 @@ def test_prompts_and_ids_are_those_of_qwen3s_own_template(tokenizer):
 
 
 def markers_of(tokenizer, ids) -> list[int]:
-    return [i for i in ids if i in tokenizer.added_ids]
+    added = tokenizer.backend.get_added_tokens_decoder()
+    return [i for i in ids if i in added]
 
 
 @QUICK
