@@ -152,7 +152,6 @@ class RolloutSection:
     """Sampling of attempts."""
 
     temperature: float = setting(1.0, "sampling temperature of GRPO's attempts", least=0.01)
-    top_p: float = setting(1.0, "samples from the most probable ids of this total probability")
     turns: int = setting(50, "turns of an attempt at most", least=1)
     calls_per_turn: int = setting(4, "calls of a turn that are run at most", least=1)
     turn_tokens: int = setting(160, "tokens of a turn at most", least=1)

@@ -112,8 +112,9 @@ def limits_of(path: Path) -> dict[str, Any]:
     own = "nano" if home == NANO.parent else home / "config.toml"
     if own == "nano" or own.is_file():
         config = load_config(own)
-        found = {name: getattr(config.rollout, name) for name in (*LIMITS, "top_p", "context")}
-        return found | {"temperature": config.evaluation.temperature, "top_k": 0, "from": "its run"}
+        found = {name: getattr(config.rollout, name) for name in (*LIMITS, "context")}
+        sampling = {"temperature": config.evaluation.temperature, "top_p": 1.0, "top_k": 0}
+        return found | sampling | {"from": "its run"}
     found = _limits(read_config(path).max_position_embeddings) | read_sampling(path)
     return found | {"context": "append", "from": "generation_config.json"}
 

@@ -91,7 +91,7 @@ class TrainingRun:
         settings = self.config.rollout
 
         def params(seed, budget):
-            return SamplingParams(budget, temperature, settings.top_p, seed=seed)
+            return SamplingParams(budget, temperature, seed=seed)
 
         return Rollout(
             self.engine,
