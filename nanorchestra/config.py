@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Optimizer = Literal["adamw", "muon"]
-
 
 def setting(default: Any, help: str, *, least: float = 0) -> Any:
     """Returns a dataclass field; `least` is the smallest value of a number."""
@@ -85,7 +83,6 @@ class WarmStartSection:
 
     steps: int = setting(240, "supervised steps before GRPO")
     prompts: int = setting(16, "demonstrated tasks per step", least=1)
-    optimizer: Optimizer = setting("muon", "optimizer of the warm start")
     learning_rate: float = setting(4e-3, "peak learning rate")
     trajectories: str = setting(
         "", "runs whose attempts to imitate instead of the teacher's; comma-separated"
@@ -109,7 +106,7 @@ class GrpoSection:
         "samples of an update, of which a step makes several; 0: one update a step. A sample is an "
         "attempt, with rebuilt context a turn",
     )
-    optimizer: Optimizer = setting("adamw", "optimizer of GRPO")
+    optimizer: Literal["adamw", "muon"] = setting("adamw", "optimizer of GRPO")
     beta2: float = setting(0.95, "AdamW's decay of squared gradients")
     weight_decay: float = setting(0.0, "AdamW's weight decay")
     learning_rate: float = setting(3e-4, "peak learning rate")

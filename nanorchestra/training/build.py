@@ -83,7 +83,7 @@ def build_trainer(
     return Trainer(
         model,
         vocab_limit=tokenizer.vocab_size,
-        optimizer=config.warm_start.optimizer,
+        optimizer="muon",
         ranks=ranks,
         settings=TrainerSettings(
             token_budget=config.grpo.token_budget,

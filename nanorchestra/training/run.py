@@ -110,9 +110,9 @@ class TrainingRun:
 
     def prepare(self, phase: str) -> dict[str, Tensor]:
         """Gives the trainer the optimizer and reference of a phase; returns all its tensors."""
-        warm_start, grpo = self.config.warm_start, self.config.grpo
+        grpo = self.config.grpo
         if phase == "warm_start":
-            return self.trainer.prepare(warm_start.optimizer, False)
+            return self.trainer.prepare("muon", False)
         return self.trainer.prepare(grpo.optimizer, grpo.kl_coef > 0, **grpo.adamw)
 
     def publish(self) -> None:
