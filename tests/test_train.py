@@ -160,7 +160,7 @@ def test_steps_that_are_not_finite_are_recorded_and_end_the_run(make_training):
     run = make_training("bad", {"warm_start.steps": 5, "warm_start.prompts": 2})
     run.trainer.supervised_step = lambda *args: dict(bad)
     run.trainer.policy_step = lambda *args, **options: types.SimpleNamespace(
-        metrics=dict(bad), logprobs=[[[0.0] * s.count for s in g.samples] for g in args[0]]
+        metrics=dict(bad), logprobs=[[0.0] * s.count for g in args[0] for s in g.samples]
     )
     run.progress.phase = "warm_start"
     with pytest.raises(UserError, match="warm_start step 3: .* 3 steps in a row"):
@@ -250,17 +250,14 @@ def test_groups_without_advantages_are_sampled_again_from_other_tasks(make_train
         assert again == batch
 
 
-def test_the_trainers_log_probabilities_reach_the_trajectories_from_all_ranks():
+def test_the_trainers_log_probabilities_reach_the_trajectories():
     def trajectory(*contexts):
         turns = [Turn(start, start + 1, "", context=begin) for begin, start in contexts]
         drawn = [False, True, len(turns) == 1, True]
         return Trajectory("t", 0, 1, [5, 6, 7, 8], drawn, [0.0] * 4, [], turns)
 
     whole, turns = trajectory((0, 1)), trajectory((0, 1), (2, 3))
-    # A second rank has computed the second turn.
-    ranks = types.SimpleNamespace(gather=lambda mine: [mine, [None, None, [-3.5]]])
-    logprobs = grpo.gathered(ranks, [[[-1.5, -2.5, -0.5], [-3.0], None]])
-    grpo.note_logprobs([[whole, turns]], logprobs, False)
+    grpo.note_logprobs([[whole, turns]], [[-1.5, -2.5, -0.5], [-3.0], [-3.5]], False)
     assert [t.trainer_logprobs for t in (whole, turns)] == [[-1.5, -2.5, -0.5], [-3.0, -3.5]]
 
 

@@ -9,8 +9,7 @@ from nanorchestra.records import Trajectory
 from nanorchestra.training.objectives import Objective
 from nanorchestra.training.optimizers import scheduled
 from nanorchestra.training.overlap import beside
-from nanorchestra.training.packing import Logprobs, mini_batches
-from nanorchestra.training.ranks import Ranks
+from nanorchestra.training.packing import mini_batches
 from nanorchestra.training.run import TrainingRun
 from nanorchestra.training.sampling import Sampler
 from nanorchestra.training.trajectories import as_group, in_loss, samples_of
@@ -92,7 +91,7 @@ def learn(
     groups = [as_group(members, by_turn) for members in kept]
     size, old = config.grpo.mini_batch, None
     if size:
-        old = gathered(run.ranks, trainer.score(groups, temperature))
+        old = trainer.score(groups, temperature)
         samples = [sample for group in groups for sample in group.samples]
         for sample, logprobs in zip(samples, old, strict=True):
             sample.old_logprobs = logprobs
@@ -102,7 +101,7 @@ def learn(
             part, learning_rate, objective, temperature=temperature, length=length
         )
         totals.update(result.metrics)
-    note_logprobs(kept, old or gathered(run.ranks, result.logprobs), by_turn)
+    note_logprobs(kept, old or result.logprobs, by_turn)
     summed = ("flops", "tokens")
     return {name: x if name in summed else x / len(parts) for name, x in totals.items()}
 
@@ -130,13 +129,6 @@ def _record(run, batch, metrics, times):
         line += f"  no update: no group has an advantage ({', '.join(batch.filtered)})"
     run.say(line)
     run.record_update(row, metrics, times)
-
-
-def gathered(ranks: Ranks, logprobs: Logprobs) -> list[list[float]]:
-    """Returns the log-probabilities of each sample, whichever rank computed them."""
-    everywhere = ranks.gather([values for samples in logprobs for values in samples])
-    found = zip(*everywhere, strict=True)
-    return [next(values for values in some if values is not None) for some in found]
 
 
 def note_logprobs(kept: list[list[Trajectory]], logprobs: list[list[float]], by_turn: bool) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import cycle
 from os.path import commonprefix  # of any lists, not of paths alone
 
 import torch
@@ -19,8 +19,6 @@ from torch import Tensor
 from nanorchestra.model.ops import Attend
 from nanorchestra.model.packed_attention import Segment, packed_attention
 
-# Log-probabilities by group and sample, None where another rank computed them.
-Logprobs = list[list[list[float] | None]]
 SHARED_IDS = 16  # a shared prefix shorter than this costs more as a segment than it saves
 
 
@@ -170,18 +168,6 @@ def mini_batches(groups: Sequence[Group], size: int) -> list[list[Group]]:
         for sample in group.samples:
             next(turns)[i].samples.append(sample)
     return [[group for group in part if group.samples] for part in parts]
-
-
-def by_sample(
-    groups: Sequence[Group], computed: Sequence[tuple[Sequence[Group], list[float]]]
-) -> Logprobs:
-    """Returns the log-probabilities of micro-batches, one per sampled id, by group and sample."""
-    found = {}
-    for batch, logprobs in computed:
-        values = iter(logprobs)
-        for sample in (sample for group in batch for sample in group.samples):
-            found[id(sample)] = list(islice(values, sample.count))
-    return [[found.get(id(sample)) for sample in group.samples] for group in groups]
 
 
 def divide(

@@ -6,9 +6,10 @@ packing nor micro-batches nor ranks change the gradient.
 """
 
 import math
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from nanorchestra.training.costs import Costs, model_flops
 from nanorchestra.training.logprobs import full_kl, token_logprobs
 from nanorchestra.training.objectives import Objective, kl_estimate, loss_normaliser, policy_loss
 from nanorchestra.training.optimizers import Muon, build_optimizers
-from nanorchestra.training.packing import Group, Logprobs, Packed, by_sample, divide, pack
+from nanorchestra.training.packing import Group, Packed, divide, pack
 from nanorchestra.training.ranks import Ranks, shard_model
 
 MAX_NORM = 1.0  # gradients above are scaled down to it
@@ -41,13 +42,12 @@ class TrainerSettings:
 class StepResult:
     """What a policy step returns, besides its update.
 
-    metrics: means over the sampled ids of all ranks. logprobs[g][s]: the trainer's
-    log-probabilities, before the update, of the sampled ids of sample s of group g. None on a rank
-    that did not compute them.
+    metrics: means over the sampled ids of all ranks. logprobs: of each sample, in the order of the
+    groups, the trainer's log-probabilities of its sampled ids before the update.
     """
 
     metrics: dict[str, float]
-    logprobs: Logprobs
+    logprobs: list[list[float]]
 
 
 class Trainer:
@@ -121,15 +121,15 @@ class Trainer:
             computed.append((batch, logprobs.tolist()))
         metrics = self._finish(metrics, learning_rate, groups)
         metrics["logprob_gap_max"] = max(self.ranks.gather(largest_gap))
-        return StepResult(metrics, by_sample(groups, computed))
+        return StepResult(metrics, self._everywhere(groups, computed))
 
     @torch.no_grad()
-    def score(self, groups: Sequence[Group], temperature: float = 1.0) -> Logprobs:
+    def score(self, groups: Sequence[Group], temperature: float = 1.0) -> list[list[float]]:
         """Returns the log-probabilities as a policy step does, without an update."""
         computed = []
         for batch, packed, hidden, _ in self._micro_batches(groups):
             computed.append((batch, self._logprobs(hidden, packed, temperature)[0].tolist()))
-        return by_sample(groups, computed)
+        return self._everywhere(groups, computed)
 
     def supervised_step(self, groups: Sequence[Group], learning_rate: float) -> dict[str, float]:
         """Updates the model by one step on demonstrations; returns its metrics.
@@ -167,6 +167,18 @@ class Trainer:
         for i, batch in enumerate(batches, 1):
             packed = pack(batch, self.ranks.device, self.settings.attention)
             yield batch, packed, self._hidden(self.model, packed), i == len(batches)
+
+    def _everywhere(self, groups, computed) -> list[list[float]]:
+        """Returns the log-probabilities of each sample from every rank's micro-batches."""
+        samples = [sample for group in groups for sample in group.samples]
+        numbers = {id(sample): i for i, sample in enumerate(samples)}
+        found = {}  # by number
+        for batch, logprobs in computed:
+            values = iter(logprobs)
+            for sample in (sample for group in batch for sample in group.samples):
+                found[numbers[id(sample)]] = list(islice(values, sample.count))
+        everywhere = ChainMap(*self.ranks.gather(found))
+        return [everywhere[i] for i in range(len(samples))]
 
     def _hidden(self, model, packed) -> Tensor:
         return model(packed.tokens, packed.positions, packed.attend)[packed.source]

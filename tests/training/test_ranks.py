@@ -121,17 +121,9 @@ def losses(ranks: Ranks, steps: int = 8, **options) -> dict[str, torch.Tensor]:
     for n in range(steps):
         result = trainer.policy_step(make_groups(n), 1e-3, Objective())
         values.append(result.metrics["loss"])
-    logprobs = {}
-    for part in ranks.gather(result.logprobs):  # what one rank computed, the others have as None
-        for i, values_of in enumerate(x for samples in part for x in samples):
-            if values_of is not None:
-                assert i not in logprobs
-                logprobs[i] = torch.tensor(values_of)
-    assert len(logprobs) == sum(len(group.samples) for group in make_groups(steps - 1))
-    return {
-        "losses": torch.tensor(values),
-        "logprobs": torch.cat([logprobs[i] for i in sorted(logprobs)]),
-    }
+    counts = [sample.count for group in make_groups(steps - 1) for sample in group.samples]
+    assert [len(logprobs) for logprobs in result.logprobs] == counts
+    return {"losses": torch.tensor(values), "logprobs": torch.tensor(sum(result.logprobs, []))}
 
 
 def first_half(ranks: Ranks, folder: str) -> dict[str, torch.Tensor]:

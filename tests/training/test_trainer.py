@@ -148,17 +148,15 @@ def test_a_policy_step_returns_the_log_probabilities_before_its_update(nano_mode
     groups = make_groups(8)
     groups[0].samples[0].sampled = [False] * len(groups[0].samples[0].ids)
     with torch.no_grad():
-        expected = [[alone(nano_model, s, 690, 0.7)[0] for s in g.samples] for g in groups]
+        samples = [sample for group in groups for sample in group.samples]
+        expected = [alone(nano_model, sample, 690, 0.7)[0] for sample in samples]
     trainer = Trainer(nano_model, vocab_limit=690, settings=TrainerSettings(token_budget=budget))
     result = trainer.policy_step(groups, 1e-2, Objective(), temperature=0.7)
     gaps = []
-    for group, ours, theirs in zip(groups, result.logprobs, expected, strict=True):
-        for sample, a, b in zip(group.samples, ours, theirs, strict=True):
-            assert a == pytest.approx(b.tolist(), abs=1e-4)
-            drawn = [
-                x for x, sampled in zip(sample.logprobs, sample.sampled, strict=True) if sampled
-            ]
-            gaps += [abs(x - y) for x, y in zip(a, drawn, strict=True)]
+    for sample, ours, theirs in zip(samples, result.logprobs, expected, strict=True):
+        assert ours == pytest.approx(theirs.tolist(), abs=1e-4)
+        drawn = [x for x, sampled in zip(sample.logprobs, sample.sampled, strict=True) if sampled]
+        gaps += [abs(x - y) for x, y in zip(ours, drawn, strict=True)]
     assert result.metrics["grad_norm"] > 0
     assert result.metrics["logprob_gap"] == pytest.approx(sum(gaps) / len(gaps))
     assert result.metrics["logprob_gap_max"] == pytest.approx(max(gaps))
@@ -192,10 +190,10 @@ def test_gspo_clips_no_sequence_for_the_samplers_rounding(nano_model):
 
 def test_the_ratio_of_later_updates_is_to_the_policy_before_the_first(nano_model):
     groups, trainer = make_groups(3), Trainer(nano_model, vocab_limit=690)
-    for group, scores in zip(groups, trainer.score(groups), strict=True):
-        for sample, old in zip(group.samples, scores, strict=True):
-            assert old == pytest.approx(alone(nano_model, sample)[0].tolist(), abs=1e-4)
-            sample.old_logprobs = old
+    samples = [sample for group in groups for sample in group.samples]
+    for sample, old in zip(samples, trainer.score(groups), strict=True):
+        assert old == pytest.approx(alone(nano_model, sample)[0].tolist(), abs=1e-4)
+        sample.old_logprobs = old
     tight = Objective(clip_low=1e-4, clip_high=1e-4)
     stopped = [trainer.policy_step(groups, 1e-2, tight).metrics["clip_fraction"] for _ in "ab"]
     assert stopped[0] == 0 and stopped[1] > 0.2
