@@ -11,8 +11,8 @@ from nanorchestra.training.optimizers import scheduled
 from nanorchestra.training.overlap import beside
 from nanorchestra.training.packing import mini_batches
 from nanorchestra.training.run import TrainingRun
-from nanorchestra.training.sampling import Sampler
-from nanorchestra.training.trajectories import as_group, in_loss, samples_of
+from nanorchestra.training.sampling import Batch, Sampler
+from nanorchestra.training.trajectories import in_loss, samples_of
 
 
 def grpo(run: TrainingRun) -> bool:
@@ -54,12 +54,12 @@ def grpo_step(run: TrainingRun, sampler: Sampler, learning_rate: float) -> None:
     batch = run.ahead or sampler.batch(step)  # attempts with rewards and advantages
     coming = None
     if config.rollout.overlap and step + 1 < run.steps:
-        coming = beside(lambda: sampler.batch(step + 1), run.ranks.device)
+        coming = beside(lambda: next_batch(run, sampler, step + 1), run.ranks.device)
     elif run.on_gpu:
         run.engine.sleep()  # lends its KV memory to the trainer
     sampled = time.monotonic()
 
-    metrics = learn(run, batch.kept, sampler.objective, learning_rate) if batch.kept else {}
+    metrics = learn(run, batch, sampler.objective, learning_rate) if batch.kept else {}
     updated = time.monotonic()
 
     run.ahead = coming.result() if coming else None
@@ -77,8 +77,20 @@ def grpo_step(run: TrainingRun, sampler: Sampler, learning_rate: float) -> None:
     _record(run, batch, metrics, times)
 
 
+def next_batch(run: TrainingRun, sampler: Sampler, step: int) -> Batch:
+    """Samples a step's batch beside the update before.
+
+    On a CPU the update takes longer than the rollout, so the reference's pass is made here too.
+    """
+    batch, config = sampler.batch(step), run.config
+    whole = not config.grpo.mini_batch and not config.lora.rank
+    if batch.kept and config.grpo.kl_coef and whole and not run.on_gpu:
+        batch.referred = run.trainer.refer(batch.groups)
+    return batch
+
+
 def learn(
-    run: TrainingRun, kept: list[list[Trajectory]], objective: Objective, learning_rate: float
+    run: TrainingRun, batch: Batch, objective: Objective, learning_rate: float
 ) -> dict[str, float]:
     """Updates the model by the attempts of a step; returns the metrics.
 
@@ -87,9 +99,7 @@ def learn(
     """
     config, trainer = run.config, run.trainer
     temperature, length = config.rollout.temperature, config.rollout.context_tokens
-    by_turn = objective.drop_invalid_format
-    groups = [as_group(members, by_turn) for members in kept]
-    size, old = config.grpo.mini_batch, None
+    groups, size, old = batch.groups, config.grpo.mini_batch, None
     if size:
         old = trainer.score(groups, temperature)
         samples = [sample for group in groups for sample in group.samples]
@@ -98,10 +108,15 @@ def learn(
     totals, parts = Counter(), mini_batches(groups, size)
     for part in parts:
         result = trainer.policy_step(
-            part, learning_rate, objective, temperature=temperature, length=length
+            part,
+            learning_rate,
+            objective,
+            temperature=temperature,
+            length=length,
+            referred=batch.referred,
         )
         totals.update(result.metrics)
-    note_logprobs(kept, old or result.logprobs, by_turn)
+    note_logprobs(batch.kept, old or result.logprobs, objective.drop_invalid_format)
     summed = ("flops", "tokens")
     return {name: x if name in summed else x / len(parts) for name, x in totals.items()}
 

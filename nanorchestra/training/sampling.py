@@ -16,8 +16,10 @@ from nanorchestra.errors import require
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.schemas import Json
 from nanorchestra.training.objectives import group_advantages, objective_of, overlong_punishment
+from nanorchestra.training.packing import Group
 from nanorchestra.training.ranks import Ranks
-from nanorchestra.training.trajectories import from_row, in_loss, longest_context, to_row
+from nanorchestra.training.trainer import MicroBatch
+from nanorchestra.training.trajectories import as_group, from_row, in_loss, longest_context, to_row
 
 FAILED_SHARE = 0.5  # a step of which more attempts fail ends the run
 
@@ -26,8 +28,10 @@ FAILED_SHARE = 0.5  # a step of which more attempts fail ends the run
 class Batch:
     """The attempts of one step: tasks[i] belongs to trajectories[i], groups stand together.
 
-    kept: of each group the attempts that enter the loss, without groups that have none.
+    kept: of each group the attempts that enter the loss, without groups that have none. groups:
+    their samples.
     filtered: the share of attempts that do not, by reason. seconds: how long sampling took.
+    referred: Trainer.refer of the kept ones, if it was computed beside the step before.
     """
 
     tasks: list[Task] = field(default_factory=list)
@@ -35,7 +39,9 @@ class Batch:
     retried: int = 0
     seconds: float = 0.0
     kept: list[list[Trajectory]] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
     filtered: dict[str, float] = field(default_factory=dict)
+    referred: list[MicroBatch] = field(default_factory=list)
 
     @property
     def tokens_per_s(self) -> float:
@@ -111,6 +117,8 @@ class Sampler:
             kept = [m for m, reason in zip(members, why, strict=True) if reason is None]
             if kept and len(batch.kept) < grpo.prompts:
                 batch.kept.append(kept)
+        by_turn = objective.drop_invalid_format
+        batch.groups = [as_group(members, by_turn) for members in batch.kept]
         batch.filtered = {why: count / len(batch.tasks) for why, count in reasons.items()}
 
     def _overlong(self, member) -> float:

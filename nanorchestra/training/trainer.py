@@ -7,7 +7,7 @@ packing nor micro-batches nor ranks change the gradient.
 
 import math
 from collections import ChainMap, Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -36,6 +36,20 @@ class TrainerSettings:
     cpu_offload: bool = False  # of a sharded model: weights and moments in host memory
     dtype: torch.dtype = torch.float32  # of computing, in a sharded reference
     attention: str = "triton"  # kernel of packed_attention on a GPU
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Groups that a rank computes together.
+
+    reference: the hidden states [N, H] of the reference before sampled ids, if they are known.
+    last: whether it is the rank's last of a step.
+    """
+
+    groups: list[Group]
+    packed: Packed
+    last: bool
+    reference: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -82,14 +96,15 @@ class Trainer:
         *,
         temperature: float = 1.0,
         length: int = 1,
+        referred: Iterable[MicroBatch] = (),
     ) -> StepResult:
         """Updates the model by one step of an objective; returns its metrics and log-probabilities.
 
         temperature: that of the sampler. length: the most ids of a trajectory, for the aggregation
-        "constant". The old log-probabilities are those of the samples, if they have any. Else, with
-        an importance cap they are those of this forward pass: with one update per step the two
-        policies are the same. So they are for GSPO, whose bounds are narrower than the sampler's
-        rounding. Else they are the sampler's.
+        "constant". referred: `refer(groups)`, if it has been computed. The old log-probabilities
+        are those of the samples, if they have any. Else, with an importance cap they are those of
+        this forward pass: with one update per step the two policies are the same. So they are for
+        GSPO, whose bounds are narrower than the sampler's rounding. Else they are the sampler's.
 
         Beside the metrics of `policy_loss` and `_finish`: loss, entropy in nats, `logprob_gap` and
         `logprob_gap_max`, the mean and largest |trainer - sampler| of the log-probabilities.
@@ -100,9 +115,10 @@ class Trainer:
         metrics = Counter()
         computed = []
         largest_gap = 0.0
-        for batch, packed, hidden, last in self._micro_batches(groups):
+        for part in referred or self._micro_batches(groups):
+            packed, hidden = part.packed, self._hidden(self.model, part.packed)
             logprobs, entropy = self._logprobs(hidden, packed, temperature)
-            kl = self._kl(hidden, logprobs, packed, objective, temperature)
+            kl = self._kl(hidden, logprobs, part, objective, temperature)
             if objective.min_entropy:
                 forks = entropy >= objective.min_entropy
                 packed = replace(packed, advantages=packed.advantages * forks)
@@ -111,14 +127,14 @@ class Trainer:
             loss, terms = policy_loss(
                 logprobs, old, packed, objective, normaliser=normaliser, kl=kl
             )
-            self._backward(loss, last)
+            self._backward(loss, part.last)
 
             gaps = (logprobs.detach() - packed.sampler_logprobs).abs()
             largest_gap = max(largest_gap, float(gaps.max()) if len(gaps) else 0.0)
             terms |= {"entropy": float(entropy.sum()), "logprob_gap": float(gaps.sum())}
             metrics.update({name: value / count for name, value in terms.items()})
             metrics.update(loss=loss.item(), flops=self._flops(packed, reference=kl is not None))
-            computed.append((batch, logprobs.tolist()))
+            computed.append((part.groups, logprobs.tolist()))
         metrics = self._finish(metrics, learning_rate, groups)
         metrics["logprob_gap_max"] = max(self.ranks.gather(largest_gap))
         return StepResult(metrics, self._everywhere(groups, computed))
@@ -127,9 +143,19 @@ class Trainer:
     def score(self, groups: Sequence[Group], temperature: float = 1.0) -> list[list[float]]:
         """Returns the log-probabilities as a policy step does, without an update."""
         computed = []
-        for batch, packed, hidden, _ in self._micro_batches(groups):
-            computed.append((batch, self._logprobs(hidden, packed, temperature)[0].tolist()))
+        for part in self._micro_batches(groups):
+            hidden = self._hidden(self.model, part.packed)
+            logprobs, _ = self._logprobs(hidden, part.packed, temperature)
+            computed.append((part.groups, logprobs.tolist()))
         return self._everywhere(groups, computed)
+
+    def refer(self, groups: Sequence[Group]) -> list[MicroBatch]:
+        """Returns the step's micro-batches with what the reference, a frozen copy, says of them.
+
+        It reads no weights that a step changes, so it may run beside the step before.
+        """
+        parts = self._micro_batches(groups)
+        return [replace(part, reference=self._referred(part.packed)) for part in parts]
 
     def supervised_step(self, groups: Sequence[Group], learning_rate: float) -> dict[str, float]:
         """Updates the model by one step on demonstrations; returns its metrics.
@@ -139,21 +165,19 @@ class Trainer:
         """
         count = sum(group.sampled for group in groups)
         metrics = Counter()
-        for _, packed, hidden, last in self._micro_batches(groups):
+        for part in self._micro_batches(groups):
+            packed, hidden = part.packed, self._hidden(self.model, part.packed)
             logprobs, entropy = self._logprobs(hidden, packed)
             loss = -logprobs.sum() / count
-            self._backward(loss, last)
+            self._backward(loss, part.last)
             nats = float(entropy.sum()) / count
             metrics.update(loss=loss.item(), entropy=nats, flops=self._flops(packed))
         return self._finish(metrics, learning_rate, groups)
 
     # The parts of a step.
 
-    def _micro_batches(self, groups) -> Iterator[tuple[list[Group], Packed, Tensor, bool]]:
-        """Yields each of this rank's micro-batches, packed, with its hidden states.
-
-        These are [N, H], of the ids before sampled ones. The bool is whether it is the last.
-        """
+    def _micro_batches(self, groups) -> Iterator[MicroBatch]:
+        """Yields each of this rank's micro-batches, packed."""
         costs = Costs.of(self.model.config)
 
         def flops(group):
@@ -166,7 +190,7 @@ class Trainer:
         batches = shares[self.ranks.rank]
         for i, batch in enumerate(batches, 1):
             packed = pack(batch, self.ranks.device, self.settings.attention)
-            yield batch, packed, self._hidden(self.model, packed), i == len(batches)
+            yield MicroBatch(batch, packed, i == len(batches))
 
     def _everywhere(self, groups, computed) -> list[list[float]]:
         """Returns the log-probabilities of each sample from every rank's micro-batches."""
@@ -181,6 +205,7 @@ class Trainer:
         return [everywhere[i] for i in range(len(samples))]
 
     def _hidden(self, model, packed) -> Tensor:
+        """The hidden states [N, H] before sampled ids."""
         return model(packed.tokens, packed.positions, packed.attend)[packed.source]
 
     def _logprobs(self, hidden, packed, temperature=1.0, weight=None) -> tuple[Tensor, Tensor]:
@@ -189,17 +214,22 @@ class Trainer:
             hidden, weight, packed.targets, temperature=temperature, vocab_limit=self.vocab_limit
         )
 
-    def _kl(self, hidden, logprobs, packed, objective, temperature) -> Tensor | None:
+    @torch.no_grad()
+    def _referred(self, packed) -> Tensor:
+        with lora.disabled(self.reference):
+            return self._hidden(self.reference, packed)
+
+    def _kl(self, hidden, logprobs, part, objective, temperature) -> Tensor | None:
         """KL(policy || reference) per sampled id [N]: exact over the vocabulary, or an estimate."""
         if not objective.kl_coef:
             return None
-        with torch.no_grad(), lora.disabled(self.reference):
-            ref_hidden = self._hidden(self.reference, packed)
+        known = part.reference is not None
+        ref_hidden = part.reference if known else self._referred(part.packed)
         weight, ref_weight = self.model.output_weight, self.reference.output_weight
         if objective.kl == "full":
             options = {"temperature": temperature, "vocab_limit": self.vocab_limit}
             return full_kl(hidden, ref_hidden, weight, ref_weight, **options)
-        ref_logprobs, _ = self._logprobs(ref_hidden, packed, temperature, ref_weight)
+        ref_logprobs, _ = self._logprobs(ref_hidden, part.packed, temperature, ref_weight)
         return kl_estimate(logprobs, ref_logprobs)
 
     def _backward(self, loss, last):

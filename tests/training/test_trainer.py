@@ -238,6 +238,9 @@ def test_the_kl_to_the_reference_is_zero_at_the_reference_and_pulls_back(nano_mo
             p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
     values = [step(1e-3) for _ in range(6)]
     assert values[0] > 0 and values[-1] < values[0]
+    referred = trainer.refer(groups)
+    again = trainer.policy_step(groups, 0.0, objective, referred=referred).metrics
+    assert again == trainer.policy_step(groups, 0.0, objective).metrics
 
 
 def test_flops_count_every_packed_id_and_attended_pair_once(nano_model):
