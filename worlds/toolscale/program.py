@@ -159,10 +159,9 @@ class _Call:
 
     # The functions that take names of tables and fields: their arguments are syntax trees.
 
-    def get(self, table, key, error=None):
+    def get(self, table, key):
         record = self._tables[table.id].get(self._value(key))
-        text = error.value if error else f"{table.id} has no {{{ast.unparse(key)}}}."
-        self._demand(record is not None, text)
+        self._demand(record is not None, f"{table.id} has no {{{ast.unparse(key)}}}.")
         return record
 
     def find(self, rows, *where):
