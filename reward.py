@@ -16,17 +16,17 @@ produce them.
 """
 
 import math
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from nanorchestra.files import read_toml
 from nanorchestra.records import Preference, Price, Trajectory
 
 POLICY = "Qwen/Qwen3-8B"
 
 # The published system's prices. A task may quote others in its prompt, and then charges those.
-_LISTED = tomllib.loads(Path(__file__).with_name("assets").joinpath("experts.toml").read_text())
+_LISTED = read_toml(Path(__file__).parent / "assets" / "experts.toml")
 PRICES = {name: Price(*settings["usd"]) for name, settings in _LISTED["experts"].items()}
 
 

@@ -8,7 +8,6 @@ nothing. `python -m nanorchestra.report.page runs/NAME` writes it.
 import base64
 import json
 import sys
-import tomllib
 from collections import defaultdict
 from collections.abc import Callable
 from html import escape
@@ -18,7 +17,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from nanorchestra.errors import UserError
-from nanorchestra.files import write_whole
+from nanorchestra.files import read_toml, write_whole
 from nanorchestra.report import plots
 from nanorchestra.report.run import TITLES, Run, held_out_scores
 
@@ -117,7 +116,7 @@ def browser(rows: list[dict[str, Any]], piece: Callable[[int], str]) -> dict[str
 
 def _pieces(run):
     """Return the text of an id by the tokenizer of the run, or of the checkpoint it began from."""
-    config = tomllib.loads((run.path / "config.toml").read_text(encoding="utf-8"))
+    config = read_toml(run.path / "config.toml")
     folder = Path(config.get("model", {}).get("path") or run.path / "tokenizer")
     if not (folder / "tokenizer.json").exists():
         return lambda token: f"{token} "

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import random
 import re
-import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
 from nanorchestra.errors import require
+from nanorchestra.files import read_toml
 from nanorchestra.records import Preference, Task
 from worlds.miniature.draw import OPERATORS, Question, chain_path, draw_wrong
 from worlds.miniature.offers import Offer, corpus, is_expert, title
@@ -28,7 +28,7 @@ from worlds.miniature.tables import (
 )
 from worlds.miniature.world import make_task
 
-_DATA = tomllib.loads(Path(__file__).with_name("ask.toml").read_text(encoding="utf-8"))
+_DATA = read_toml(Path(__file__).with_suffix(".toml"))
 EXAMPLES: list[str] = _DATA["examples"]
 LINE_UP: list[Offer] = _DATA["line_up"]
 BAN = r"\b(?:avoid|never|not|no)(?: \w+){0,2}? "  # before a tool's name

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
-from typing import Any
 
+from nanorchestra.files import read_toml
 
-def _read(name: str) -> dict[str, Any]:
-    return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
-
-
-_TABLES, _PHRASES = _read("tables.toml"), _read("phrases.toml")
+_TABLES = read_toml(Path(__file__).with_suffix(".toml"))
+_PHRASES = read_toml(Path(__file__).with_name("phrases.toml"))
 
 TRAIN, HELD_OUT = "train", "held_out"  # the splits
 SPECIALISTS = _TABLES["specialists"]  # subject -> the expert that is named after it
