@@ -49,11 +49,10 @@ class Index:
 
     blocking = False
 
-    def __init__(self, passages: Sequence[str | Passage], words: bm25s.BM25 | None = None):
+    def __init__(self, passages: Sequence[Passage], words: bm25s.BM25 | None = None):
         self.passages, self._lock = passages, threading.Lock()
         if words is None:
-            self.passages = [Passage(p) if isinstance(p, str) else p for p in passages]
-            words = word_index(p.text for p in self.passages)
+            words = word_index(passage.text for passage in passages)
         self._words = words
         self._alike: dict[str, list[str]] = defaultdict(list)  # by their first two letters
         for word in words.vocab_dict:

@@ -21,7 +21,7 @@ CORPUS = ROOT / "assets" / "nano" / "corpus.jsonl"
 
 def test_nearly_every_fact_is_found_by_its_subject_and_relation():
     facts = [json.loads(line) for line in CORPUS.read_text(encoding="utf-8").splitlines()]
-    index, missed = Index([fact["text"] for fact in facts]), []
+    index, missed = Index([Passage(fact["text"]) for fact in facts]), []
     for fact in facts:
         relation, subject = fact["relation"], fact["subject"]
         for query in (f"{subject} {relation}", f"What is the {relation} of {subject}?"):
@@ -33,13 +33,14 @@ def test_nearly_every_fact_is_found_by_its_subject_and_relation():
 
 
 def test_edges_of_k_and_query():
-    index = Index([Passage("one cat", "a.txt"), "one dog", "...", "a cat and one more"])
+    others = map(Passage, ("one dog", "...", "a cat and one more"))
+    index = Index([Passage("one cat", "a.txt"), *others])
     best, *others = index.search("one cat", k=10)
     assert best.text == "one cat" and best.source == "a.txt" and len(others) == 2
     assert best.score > others[0].score >= others[1].score > 0
     assert index.search("?! ...") == index.search("") == index.search("zebra") == []
     with pytest.raises(UserError, match="no word"):
-        Index(["..."])
+        Index([Passage("...")])
 
 
 @pytest.fixture

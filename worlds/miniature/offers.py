@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
+from functools import cache
 from typing import Any
 
+from nanorchestra.agent.load import NANO
+from nanorchestra.files import read_json_lines
 from nanorchestra.records import Task, ToolCall, ToolResult
-from nanorchestra.tools.index import Index
+from nanorchestra.tools.index import Index, Passage
 from tools import Skill
 from worlds.miniature.tables import (
     EXPERT_TOKENS,
@@ -24,15 +25,14 @@ from worlds.miniature.tables import (
     UNSURE,
 )
 
-CORPUS = Path(__file__).resolve().parents[2] / "assets" / "nano" / "corpus.jsonl"
 Offer = dict[str, Any]
 
 
-@lru_cache(maxsize=1)
+@cache
 def corpus() -> tuple[tuple[dict[str, str], ...], Index]:
     """Returns the bundled facts and the search index over their texts."""
-    facts = tuple(json.loads(line) for line in CORPUS.read_text(encoding="utf-8").splitlines())
-    return facts, Index([fact["text"] for fact in facts])
+    facts = tuple(fact for _, fact in read_json_lines(NANO / "corpus.jsonl"))
+    return facts, Index([Passage(fact["text"]) for fact in facts])
 
 
 def is_expert(offer: Offer) -> bool:
