@@ -45,15 +45,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--show", type=int, help="print N tasks to read, write nothing")
     text = "worker processes (one a core); the result does not depend on them"
     add("--workers", type=int, default=os.cpu_count(), help=text)
-    text = "built-in names or blueprint files (all eight); with --author llm, any words"
+    text = "built-in names or blueprint files (all eight); with --endpoint, any words"
     add("--domains", default=",".join(BUILT_IN), help=text)
     text = "1 to 5, or a range such as 2-4 (1-5)"
     add("--difficulty", default="1-5", help=text)
-    text = "who writes: builtin (the default) needs no network"
-    add("--author", choices=("builtin", "llm"), default="builtin", help=text)
-    text = "with --author llm: the base URL of an OpenAI-compatible server"
+    text = "base URL of an OpenAI-compatible server, whose model writes the domains"
     add("--endpoint", help=text)
-    text = "with --author llm: the model to ask for (gpt-5)"
+    text = "with --endpoint: the model to ask for (gpt-5)"
     add("--model", default="gpt-5", help=text)
     options = parser.parse_args(arguments)
     for name in ("tasks", "workers", "show"):
@@ -66,9 +64,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options.domains = [name.strip() for name in options.domains.split(",")]
     distinct = len({Path(name).stem for name in options.domains})
     require(distinct == len(options.domains), "--domains must name none twice")
-    llm = options.author == "llm"
-    require(llm == bool(options.endpoint), "--author llm needs --endpoint, and --endpoint needs it")
-    missing = not options.out and (llm or not options.show)
+    missing = not options.out and (options.endpoint or not options.show)
     require(not missing, "--out is missing: give a directory, or --show 3 to look at tasks")
     return options
 
@@ -99,9 +95,9 @@ def generate(options: argparse.Namespace) -> int:
     started = time.monotonic()
     domains, out, seed = options.domains, options.out, options.seed
     if not options.show:
-        names = ("seed", "domains", "levels", "author")
-        claim(out, {name: getattr(options, name) for name in names})
-    if options.author == "llm":
+        settings = {"seed": seed, "domains": domains, "levels": options.levels}
+        claim(out, settings | {"author": "llm" if options.endpoint else "builtin"})
+    if options.endpoint:
         asked = out / "blueprints", options.endpoint, options.model, seed
         domains = [write_blueprint(domain, *asked) for domain in domains]
     for domain in set(domains) - {*BUILT_IN}:

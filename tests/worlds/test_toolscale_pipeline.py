@@ -103,7 +103,6 @@ def test_a_bad_option_gets_one_line(tmp_path, monkeypatch, capsys):
         ("", "--out is missing"),
         ("--domains ferry --out x", "domain 'ferry'"),
         ("--difficulty 6 --out x", "--difficulty is '6'"),
-        ("--author llm --out x", "needs --endpoint"),
         ("--domains bank,bank --out x", "none twice"),
         (f"--out {__file__}", "is a file"),
         (f"--out {__file__}/x", "cannot be written (Not a directory)"),
@@ -121,7 +120,7 @@ def test_the_author_is_asked_again_with_what_was_wrong(tmp_path, monkeypatch, ca
     good = json.loads((HOME / "railway.json").read_text()) | {"domain": "car_repair"}
     wish = good["wishes"]["refund"] | {"do": ["refund_booking(it.booking_id, 'gift')"]}
     bad = good | {"wishes": good["wishes"] | {"refund": wish}}
-    options = ["--author", "llm", "--tasks", "20", "--workers", "1", "--domains", "Car repair"]
+    options = ["--tasks", "20", "--workers", "1", "--domains", "Car repair"]
     with openai_server() as server:
         options += ["--endpoint", server.url, "--out"]
         answers = iter(["Sorry.", json.dumps(bad), f"Here: {json.dumps(good)}"])
