@@ -37,21 +37,18 @@ class Bounds(NamedTuple):
     latency_s: tuple[float, float]
 
 
-def group_rewards(
-    members: Sequence[Trajectory], preference: Preference, valid: Sequence[bool] | None = None
-) -> list[float]:
+def group_rewards(members: Sequence[Trajectory], preference: Preference) -> list[float]:
     """Returns the paper's reward of each attempt at one task.
 
-    Extrema are taken over all valid members, wrong ones included; a tool that an attempt did not
-    use counts 0, a tool that the preference does not name weighs 0. A member with valid[i] = False
-    (an infrastructure failure) gets 0.
+    Extrema are taken over all members, wrong ones included, but for those that the infrastructure
+    failed, which get 0. A tool that an attempt did not use counts 0, a tool that the preference
+    does not name weighs 0.
 
     The paper has no negative weights. Here a tool to avoid (p_t < 0) enters M as -m_t with the
     weight |p_t|. Two right attempts differ by the same amount as with p_t * Mn[m_t], and no right
     attempt falls below a wrong one's 0.
     """
-    valid = valid or [True] * len(members)
-    counted = [member for member, ok in zip(members, valid, strict=True) if ok]
+    counted = [member for member in members if member.status != "infrastructure"]
     features = [
         (preference.outcome, [m.outcome for m in counted]),
         (preference.cost, [-m.cost_usd for m in counted]),
@@ -65,7 +62,7 @@ def group_rewards(
         for i, value in enumerate(_min_max(values)):
             rewards[i] += weight * value * counted[i].outcome
     paid = iter(rewards)
-    return [next(paid) if ok else 0.0 for ok in valid]
+    return [next(paid) if m.status != "infrastructure" else 0.0 for m in members]
 
 
 def task_reward(attempt: Trajectory, preference: Preference, bounds: Bounds) -> float:

@@ -17,7 +17,8 @@ BOUNDS = Bounds(cost_usd=(0.0, 0.10), latency_s=(0.0, 20.0))
 
 
 def attempt(outcome=1, cost=0.0, latency=0.0, **calls):
-    return SimpleNamespace(outcome=outcome, cost_usd=cost, latency_s=latency, calls=calls)
+    figures = {"outcome": outcome, "cost_usd": cost, "latency_s": latency}
+    return SimpleNamespace(status="answered", calls=calls, **figures)
 
 
 def changed(member, **fields):
@@ -78,9 +79,8 @@ def test_properties_of_any_group(seed):
         *_, low, high = group_rewards([*group, *twins], preference)
         assert low > high
     # An infrastructure failure moves no extremum, whatever its numbers.
-    broken = attempt(0, math.nan, 1e9, expert=50)
-    valid = [True] * len(group) + [False]
-    assert group_rewards([*group, broken], preference, valid) == [*rewards, 0.0]
+    broken = changed(attempt(0, math.nan, 1e9, expert=50), status="infrastructure")
+    assert group_rewards([*group, broken], preference) == [*rewards, 0.0]
 
 
 def test_defects_of_the_published_code():

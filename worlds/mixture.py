@@ -163,8 +163,7 @@ class Worlds:
         """
         if bounds == "task":
             return [member.reward for member in members]
-        valid = [member.status != "infrastructure" for member in members]
-        return group_rewards(members, task.preference, valid)
+        return group_rewards(members, task.preference)
 
     def attempt(
         self, rollout: Rollout, tasks: Sequence[Task], seeds: Sequence[int]
