@@ -341,7 +341,7 @@ def test_infrastructure_failures_are_repeated_and_then_left_out_of_the_means():
     make = partial(environment, sandbox=None)
     failures = {task.id: count for task, count in zip(tasks, (0, 1, 9, 2), strict=True)}
 
-    def run(environments, seeds, on_done=None):
+    def run(environments, seeds):
         attempts = [
             Trajectory(e.task.id, s, 0, [], [], [], [], answer=e.task.data["answer"], outcome=1)
             for e, s in zip(environments, seeds, strict=True)

@@ -214,7 +214,7 @@ def test_failed_attempts_are_repeated_then_left_out_then_end_the_run(make_traini
     tasks = run.worlds.tasks(5, 0)
 
     class Rollout:
-        def run(self, environments, seeds, on_done=None):
+        def run(self, environments, seeds):
             made = []
             for seed in seeds:
                 failures[seed] -= 1

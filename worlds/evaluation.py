@@ -41,7 +41,6 @@ def attempt(
     tasks: Sequence[Task],
     seeds: Sequence[int],
     make: Callable[[Task, int], Environment],
-    on_done: Callable[[Trajectory], Any] | None = None,
 ) -> tuple[list[Trajectory], int]:
     """Returns one scored attempt of the policy at each task, and how many were repeated.
 
@@ -52,7 +51,7 @@ def attempt(
     for again in range(1 + RETRIES):
         retried += len(left) if again else 0
         environments = [make(tasks[i], seeds[i]) for i in left]
-        tried = rollout.run(environments, [seeds[i] for i in left], on_done)
+        tried = rollout.run(environments, [seeds[i] for i in left])
         found |= zip(left, tried, strict=True)
         left = [i for i in left if found[i].status == "infrastructure"]
         if not left:
@@ -65,7 +64,6 @@ def evaluate(
     tasks: Sequence[Task],
     seed: int,
     make: Callable[[Task, int], Environment],
-    on_done: Callable[[Trajectory], Any] | None = None,
     start: int = 0,
 ) -> list[Trajectory]:
     """Returns one scored attempt at each task, all in environments of the same seed.
@@ -73,7 +71,7 @@ def evaluate(
     `start` is the number of the first task.
     """
     seeds = [seed * 1_000_003 + start + i for i in range(len(tasks))]
-    return attempt(rollout, tasks, seeds, lambda task, _: make(task, seed), on_done)[0]
+    return attempt(rollout, tasks, seeds, lambda task, _: make(task, seed))[0]
 
 
 def summarise(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, count, islice
 from pathlib import Path
-from typing import Any
 
 from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import Rollout
@@ -171,9 +170,9 @@ class Worlds:
         """Returns one scored attempt at each training task, and how many were repeated."""
         return evaluation.attempt(rollout, tasks, seeds, self.environment)
 
-    def evaluate(self, rollout: Rollout, tasks: Sequence[Task], *on_done: Any) -> list[Trajectory]:
+    def evaluate(self, rollout: Rollout, tasks: Sequence[Task]) -> list[Trajectory]:
         """Returns one scored attempt at each held-out task."""
-        return evaluation.evaluate(rollout, tasks, self.seed, self.environment, *on_done)
+        return evaluation.evaluate(rollout, tasks, self.seed, self.environment)
 
     def routers(self, tasks: Sequence[Task]) -> dict[str, Json]:
         """Returns the summary of each fixed router, which plays nothing but the miniature."""

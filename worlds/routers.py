@@ -64,9 +64,7 @@ class Router:
     order: Callable[[Task], Sequence[Offer]]
     votes: bool = False
 
-    def run(
-        self, environments: Sequence[Environment], seeds: Sequence[int], *_: Any
-    ) -> list[Trajectory]:
+    def run(self, environments: Sequence[Environment], seeds: Sequence[int]) -> list[Trajectory]:
         """Returns one scored attempt in each environment."""
         tokenizer = Tokenizer.from_dir(NANO)
         for env in environments:

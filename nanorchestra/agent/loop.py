@@ -205,7 +205,7 @@ class Rollout:
     """Plays attempts on one engine. `params(seed, budget)` makes the SamplingParams of a turn.
 
     `price` is that of the policy's own tokens. With `rebuild` every turn has a prompt of its own,
-    as it has where a tool gives the answer.
+    as it has where a tool gives the answer. `on_done` is told of each trajectory that has ended.
     """
 
     engine: Any
@@ -215,30 +215,29 @@ class Rollout:
     price: Price = DEFAULT_PRICE
     lockstep: bool = True
     rebuild: bool = False
+    on_done: Callable[[Trajectory], Any] = lambda trajectory: None
 
     def run(
         self,
         environments: Sequence[Environment],
         seeds: Sequence[int],
-        on_done: Callable[[Trajectory], None] | None = None,
         on_event: OnEvent | None = None,
     ) -> list[Trajectory]:
         """Returns the trajectory of one attempt at each environment, in the same order."""
-        return asyncio.run(self._run(environments, seeds, on_done, on_event))
+        return asyncio.run(self._run(environments, seeds, on_event))
 
     def open(self, attempt: Attempt, start: Environment | Notes, prompt: list[int]) -> Conversation:
         """Opens a conversation of an attempt; `prompt` are the ids of `start`'s messages."""
         return Conversation(self, attempt.index, self.engine.session(prompt))
 
-    async def _run(self, environments, seeds, on_done, on_event) -> list[Trajectory]:
+    async def _run(self, environments, seeds, on_event) -> list[Trajectory]:
         self._ready: list[tuple] = []  # (attempt, session, params, on_token, future) of a turn
         self._sampling: dict[int, asyncio.Future] = {}  # by the engine's request id
         self._changed = asyncio.Event()  # a turn is ready, or an attempt is done
 
         async def attempt(*start):
             trajectory = await Attempt(self, *start, on_event).run()
-            if on_done is not None:
-                on_done(trajectory)
+            self.on_done(trajectory)
             self._changed.set()
             return trajectory
 

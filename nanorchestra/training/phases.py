@@ -45,10 +45,11 @@ def evaluate(run: TrainingRun, name: str) -> Json:
     tasks = worlds.held_out(run.config.evaluation.tasks)
     run.engine.wake()
     run.publish()
-    rollout = DividedRollout(run.rollout(run.config.evaluation.temperature), run.ranks)
+    rollout = run.rollout(run.config.evaluation.temperature)
     share = -(-len(tasks) // run.ranks.world)
     with run.bar(share, f"held-out tasks, {name}", unit="task") as bar:
-        trajectories = worlds.evaluate(rollout, tasks, lambda _: bar.update())
+        rollout.on_done = lambda _: bar.update()
+        trajectories = worlds.evaluate(DividedRollout(rollout, run.ranks), tasks)
     for task, trajectory in zip(tasks, trajectories, strict=True):
         run.record_trajectory(name, task, trajectory)
     return worlds.summarise(tasks, trajectories)

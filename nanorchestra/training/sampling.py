@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,15 +166,10 @@ class DividedRollout:
     ranks: Ranks
     together: int = 1
 
-    def run(
-        self,
-        environments: Sequence[Environment],
-        seeds: Sequence[int],
-        on_done: Callable[[Trajectory], Any] | None = None,
-    ) -> list[Trajectory]:
+    def run(self, environments: Sequence[Environment], seeds: Sequence[int]) -> list[Trajectory]:
         """Returns an attempt in each environment, as Rollout.run does."""
 
         def run(pairs):
-            return self.rollout.run(*zip(*pairs, strict=True), on_done) if pairs else []
+            return self.rollout.run(*zip(*pairs, strict=True)) if pairs else []
 
         return self.ranks.map(run, list(zip(environments, seeds, strict=True)), self.together)
