@@ -144,8 +144,7 @@ def main(arguments: list[str]) -> int:
     with Sandbox() as sandbox:
         world = open_world(options.model, options.tools, options.index, sandbox)
         limits = Limits(turn_tokens=context // 2, context_tokens=context)
-        rollout = load_rollout(options.model, limits, 0.0, 1, options.quantise)
-        rollout.params = lambda seed, most: SamplingParams(most, seed=seed, **sampling)
+        rollout = load_rollout(options.model, limits, sampling, 1, options.quantise)
         if options.http:
             serve_openai(options, rollout, world, sampling)
             return 0

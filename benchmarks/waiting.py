@@ -47,7 +47,7 @@ class Slow:
 def main() -> None:
     """Prints wall time and critical path."""
     torch.set_num_threads(1)
-    rollout = load_rollout(NANO, Limits(8, 96, 1024), 1.0, ATTEMPTS)
+    rollout = load_rollout(NANO, Limits(8, 96, 1024), {}, ATTEMPTS)
     rollout.lockstep = False
     tasks = World(0).tasks("held_out", ATTEMPTS)
     with Sandbox() as sandbox:

@@ -333,7 +333,7 @@ def test_a_part_of_the_reward_that_is_left_out_changes_no_reward(sandbox):
 def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path, nano_model):
     save_checkpoint(nano_model, None, tmp_path / "mute")
     with pytest.raises(UserError, match="no tokenizer.json"):
-        load_rollout(tmp_path / "mute", Limits(), 1.0, 1)
+        load_rollout(tmp_path / "mute", Limits(), {}, 1)
 
 
 def test_infrastructure_failures_are_repeated_and_then_left_out_of_the_means():

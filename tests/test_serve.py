@@ -67,7 +67,7 @@ def command_line(talk, monkeypatch, capsys):
     def run(*arguments, script=(), typed=""):
         def load(path, limits, *_):
             rollout = talk(*script)[0].rollout
-            rollout.engine.model = load_rollout(NANO, limits, 0.0, 1).engine.model
+            rollout.engine.model = load_rollout(NANO, limits, {}, 1).engine.model
             return rollout
 
         monkeypatch.setattr(serve, "load_rollout", load)
@@ -192,7 +192,7 @@ def test_prices_are_in_dollars(talk):
 
 def test_a_conversation_sees_what_was_said_in_the_cache(sandbox, tmp_path, capsys):
     """Real engine, real tools: nano babbles, but its prompt is all that was said before."""
-    rollout = load_rollout(NANO, Limits(2, 48, 2048), 0.0, 1)
+    rollout = load_rollout(NANO, Limits(2, 48, 2048), {"temperature": 0.0}, 1)
     cached = []
     sample = rollout.engine.make_request
 
@@ -257,7 +257,7 @@ def test_ctrl_c_stops_an_answer_at_once_and_shows_its_cost(talk, monkeypatch, ca
 
 
 def test_tokens_of_a_stopped_turn_are_kept_and_billed(talk):
-    rollout = load_rollout(NANO, Limits(2, 1024, 2048), 1.0, 1)
+    rollout = load_rollout(NANO, Limits(2, 1024, 2048), {}, 1)
     session = Session(rollout, Offered([spy()]), "", 0, io.StringIO())
     session.at_prompt, seen = True, []
     show = session.console.on_event

@@ -15,7 +15,6 @@ from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.agent.policy import EndpointRollout
-from nanorchestra.engine.request import SamplingParams
 from nanorchestra.errors import UserError, require
 from nanorchestra.model.hf_config import read_config, read_sampling
 from nanorchestra.model.tokenizer import Tokenizer
@@ -57,9 +56,8 @@ class Policy:
             price, tokenizer = Price(given["input"], given["output"]), Tokenizer.from_dir(NANO)
             warmth = given["temperature"]
             return EndpointRollout(self.base, price, tokenizer, limits, warmth, spending)
-        rollout = load_rollout(Path(self.base), limits, 0.0, running)
         sampling = {name: given[name] for name in SAMPLING}
-        rollout.params = lambda seed, most: SamplingParams(most, seed=seed, **sampling)
+        rollout = load_rollout(Path(self.base), limits, sampling, running)
         rollout.rebuild = given["context"] == "rebuild"
         return rollout
 

@@ -13,20 +13,21 @@ from nanorchestra.errors import require
 from nanorchestra.model.hf_config import stored_dtype
 from nanorchestra.model.native import library, pack
 from nanorchestra.model.weights import load_model
+from nanorchestra.schemas import Json
 
 NANO = Path(__file__).resolve().parents[2] / "assets" / "nano"  # the bundled checkpoint
 PAGE = 16  # tokens of a KV page
 
 
 def load_rollout(
-    path: Path, limits: Limits, temperature: float, running: int, quantise: str | None = None
+    path: Path, limits: Limits, sampling: Json, running: int, quantise: str | None = None
 ) -> Rollout:
     """Returns a rollout of a checkpoint: in bfloat16 on a GPU, in float32 on a CPU.
 
     A checkpoint in bfloat16 stays so on a CPU that multiplies it, which is faster in half the
-    memory. `running` attempts run at a time; the model's positions bound their context too.
-    quantise: "int8", "int4" or "fp8" rounds the linear layers. UserError if the checkpoint is not
-    whole.
+    memory. `sampling` has fields of SamplingParams. `running` attempts run at a time; the model's
+    positions bound their context too. quantise: "int8", "int4" or "fp8" rounds the linear layers.
+    UserError if the checkpoint is not whole.
     """
     cuda = torch.cuda.is_available()
     half = cuda or stored_dtype(path) == "bfloat16" and library(torch.bfloat16)
@@ -42,6 +43,6 @@ def load_rollout(
         print(f"KV pool: {engine.limits.pool:,} tokens", file=sys.stderr)
 
     def params(seed, budget):
-        return SamplingParams(max_tokens=budget, temperature=temperature, seed=seed)
+        return SamplingParams(budget, seed=seed, **sampling)
 
     return Rollout(engine, tokenizer, params, replace(limits, context_tokens=context))

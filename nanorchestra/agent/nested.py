@@ -57,4 +57,4 @@ class Orchestrator:
 def _loaded(model, turns, depth) -> tuple[Rollout, threading.Lock]:
     """Returns a checkpoint for the orchestrators of one depth, and the lock of its user."""
     limits = Limits(turns, turn_tokens=MAX_CONTEXT, context_tokens=MAX_CONTEXT)
-    return load_rollout(Path(model), limits, 0.0, 1), threading.Lock()
+    return load_rollout(Path(model), limits, {"temperature": 0.0}, 1), threading.Lock()

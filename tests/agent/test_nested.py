@@ -13,7 +13,7 @@ def test_it_answers_a_task_with_its_own_tools_and_bills_them(nano_tokenizer, mon
     (tmp_path / "config.json").write_text("{}")
     loaded = []
 
-    def load(path, limits, temperature, running):
+    def load(path, limits, sampling, running):
         loaded.append(path)
         engine = ScriptedEngine(nano_tokenizer, [[call(), ANSWER], [call(), call()]])
         return Rollout(engine, nano_tokenizer, lambda *_: None, limits, Price(1.0, 2.0))

@@ -216,7 +216,7 @@ class Menu:
 @pytest.mark.slow
 @pytest.mark.skipif(not FRAMES.exists(), reason="the data beside the project are absent")
 def test_training_on_frames_asks_real_experts_and_a_real_judge(tmp_path, monkeypatch):
-    nano, alone = load_rollout(NANO, Limits(), 1.0, 1), threading.Lock()
+    nano, alone = load_rollout(NANO, Limits(), {}, 1), threading.Lock()
     judged = itertools.count()
     roles = {"answer": ("answer-1", "answer-2", "answer-3", "answer-4"), "search": ("search-1",)}
     roles |= {"enhance_reasoning": ("reasoner-1",)}
