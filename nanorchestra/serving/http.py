@@ -33,13 +33,14 @@ from nanorchestra.serving.protocol import (
     read_body,
     usage,
 )
-from nanorchestra.serving.service import DRAIN_S, Service
+from nanorchestra.serving.service import Service
 
 PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 POLICY = {"content-security-policy": "default-src 'unsafe-inline'; connect-src 'self'"}
 LOCAL = ["localhost", "127.0.0.1", "[::1]"]
 JSON = "application/json"
 BODY_S = 30.0  # that a body may take to come
+DRAIN_S = 20.0  # until what runs is ended, once the server is
 FORMS = {  # the form of a body, and what an answer and a chunk of a stream are called
     "/v1/chat/completions": ("ChatRequest", "chat.completion", "chat.completion.chunk"),
     "/v1/completions": ("CompletionRequest", "text_completion", "text_completion"),
@@ -86,7 +87,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Lets what runs go on to its end, or to the deadline."""
-        self.service.drain()
+        asyncio.get_running_loop().call_later(DRAIN_S, self.service.end)
         await super().shutdown(sockets)
         self.service.jobs.put(None)
 

@@ -1,8 +1,7 @@
 """The engine in a thread of its own, and its requests as the event loop of the server sees them.
 
 Only the thread changes the engine. The loop hands requests over, is told of what has come, and
-reads it from the requests. Nothing waits without end: requests have a time limit, draining a
-deadline.
+reads it from the requests. Requests have a time limit.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ CHUNKS = 256  # a second, of all streams together: beyond that a chunk holds sev
 PACE_S = 0.25  # those of this time at most
 REQUESTS = 512  # that may be open at a time
 REQUEST_S = 600.0  # that an answer may take
-DRAIN_S = 20.0  # until what runs is ended, once the server is
 ENDING = 503, "the server is shutting down"
 
 
@@ -85,11 +83,8 @@ class Service:
             timer.cancel()
             self._do(self.engine.abort, requests)
 
-    def drain(self) -> None:
-        """Ends at the deadline what still runs."""
-        asyncio.get_running_loop().call_later(DRAIN_S, self._end)
-
-    def _end(self):
+    def end(self) -> None:
+        """Ends what still runs."""
         self.failures["abort"] = ENDING
         self._do(self.engine.abort, self.live)
 

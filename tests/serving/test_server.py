@@ -299,7 +299,7 @@ def test_an_ending_server_lets_streams_finish_until_its_deadline(
     start, drain_s, settings, monkeypatch
 ):
     """A short one ends by itself, an endless one with an error."""
-    monkeypatch.setattr(service, "DRAIN_S", drain_s)
+    monkeypatch.setattr("nanorchestra.serving.http.DRAIN_S", drain_s)
     server = start()
     tokens = 20 if drain_s == 60 else 2000
     body = said("babble", max_tokens=tokens, stream=True, n=8, **settings)
