@@ -37,15 +37,14 @@ STEP_TOKENS = 4000, 400  # that an expert reads and writes for a step, for the b
 class ToolScaleWorld:
     """tau2 tasks and their worlds.
 
-    `splits`: split -> tau2 tasks. `experts`: how many a task offers that has none of its own. A
-    task with a `policy` of its own shows that instead of its world's. `name` stands in the data of
-    every task. With `models.experts` these alone are offered.
+    `splits`: split -> tau2 tasks. A task without `experts` offers those of a catalogue. A task with
+    a `policy` of its own shows that instead of its world's. `name` stands in the data of every
+    task. With `models.experts` these alone are offered.
     """
 
     splits: dict[str, list[Json]]
     worlds: dict[str, World]
     seed: int = 0
-    experts: int = 3
     name: str = ""
     models: Models = SIMULATED
 
@@ -55,7 +54,7 @@ class ToolScaleWorld:
         rng = random.Random(f"{self.seed}/{split}/{index}/{tau2['id']}")
         offered = tau2.get("experts")
         if offered is None:
-            offered = preferences.catalogue(rng, split, self.experts) if self.experts else []
+            offered = preferences.catalogue(rng, split)
         if self.models.experts is not None:
             offered = [expert for expert in offered if expert["model"] in self.models.experts]
         if "preference" in tau2:

@@ -14,6 +14,7 @@ from reward import PRICES
 from worlds.toolscale.program import Json
 
 TABLES = read_json(Path(__file__).with_suffix(".json"))
+OFFERED = 3  # experts of a task
 DEFAULTS = (("outcome", 1.0), ("cost", 0.0), ("latency", 0.0))  # of what is not mentioned
 
 
@@ -39,8 +40,8 @@ def draw(rng: random.Random, tools: Sequence[str], split: str) -> Preference:
     return Preference(text, outcome, cost, latency, preferred)
 
 
-def catalogue(rng: random.Random, split: str, count: int) -> list[Json]:
-    """Returns `count` experts of the split as a task offers them.
+def catalogue(rng: random.Random, split: str) -> list[Json]:
+    """Returns OFFERED experts of the split as a task offers them.
 
     Each has alias, model (which the policy does not see), description, skill (the share of turns
     that its simulation does right), latency_s, and usd per million tokens of input and of output:
@@ -48,7 +49,7 @@ def catalogue(rng: random.Random, split: str, count: int) -> list[Json]:
     """
     schedule, experts = rng.choice(TABLES["schedules"][split]), TABLES["experts"][split]
     offered = []
-    for number, model in enumerate(rng.sample(sorted(experts), min(count, len(experts))), 1):
+    for number, model in enumerate(rng.sample(sorted(experts), OFFERED), 1):
         alias, expert, price = f"expert-{number}", experts[model], PRICES[model]
         given, sampled = scheduled(schedule, model, price)
         latency = round(expert["seconds"] * rng.uniform(0.7, 1.4))

@@ -37,7 +37,7 @@ def small_world(seed: int, name: str = "domains") -> ToolScaleWorld:
             if short and not verify(world, task) and len(found) < TASKS:
                 found.setdefault(signature(task), task)
         fit += found.values()
-    return ToolScaleWorld(split(fit), worlds, seed, 0, name)
+    return ToolScaleWorld(split(fit), worlds, seed, name)
 
 
 def _shrunk(world, words, task) -> Json:
@@ -58,6 +58,7 @@ def _shrunk(world, words, task) -> Json:
     return task | {
         "tools": tools,
         "policy": policy,
+        "experts": [],
         "user_scenario": task["user_scenario"] | {"instructions": instructions | told},
         "evaluation_criteria": criteria,
         "wishes": [task["wishes"][0] | {"say": told["reason_for_call"], "actions": every}],

@@ -90,14 +90,14 @@ def split(tasks: Sequence[Json]) -> dict[str, list[Json]]:
     return splits
 
 
-def offer(task: Json, split: str, seed: int, count: int = 3) -> None:
+def offer(task: Json, split: str, seed: int) -> None:
     """Gives a task the experts on offer with their prices, and a preference over them.
 
     `wish` is the preference in words, `preference` its weights for the reward, and `pref_vec` the
     paper's vector: from 0 to 1, with 0 for an expert to avoid and 0.5 for one that is not named.
     """
     rng = random.Random(f"{seed}/{task['id']}/offer")
-    experts = preferences.catalogue(rng, split, count)
+    experts = preferences.catalogue(rng, split)
     names = [expert["alias"] for expert in experts]
     wish = preferences.draw(rng, names, split)
     weights = {"accuracy": wish.outcome, "cost": wish.cost, "latency": wish.latency}
