@@ -201,11 +201,11 @@ class Trajectory:
 
     task_id: str
     seed: int
-    prompt_length: int
-    ids: list[int]
-    sampled: list[bool]
-    logprobs: list[float | None]
-    weight_versions: list[int]
+    prompt_length: int = 0
+    ids: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     status: str = "answered"
     answer: str = ""

@@ -319,7 +319,7 @@ def test_a_part_of_the_reward_that_is_left_out_changes_no_reward(sandbox):
     worlds = Ablated(TaskSection("miniature"), 0, sandbox)
     data = {"bounds": [[0, 2], [0, 2]]}
     task = Task("t", "?", Preference("", 0.2, 0.8, 0.0, {"x": -1.0}), data)
-    one, two = (Trajectory("t", 0, 0, [], [], [], [], outcome=1.0, cost_usd=usd) for usd in (0, 1))
+    one, two = (Trajectory("t", 0, outcome=1.0, cost_usd=usd) for usd in (0, 1))
     two.calls = {"x": 1}
     for factors, ahead in (({}, True), ({"cost": 0.0}, True), ({"tools": 0.0}, True)):
         worlds.factors = factors
@@ -343,7 +343,7 @@ def test_infrastructure_failures_are_repeated_and_then_left_out_of_the_means():
 
     def run(environments, seeds):
         attempts = [
-            Trajectory(e.task.id, s, 0, [], [], [], [], answer=e.task.data["answer"], outcome=1)
+            Trajectory(e.task.id, s, answer=e.task.data["answer"], outcome=1)
             for e, s in zip(environments, seeds, strict=True)
         ]
         for attempt in attempts:

@@ -219,7 +219,7 @@ def test_failed_attempts_are_repeated_then_left_out_then_end_the_run(make_traini
             for seed in seeds:
                 failures[seed] -= 1
                 status = "infrastructure" if failures[seed] >= 0 else "answered"
-                made.append(Trajectory(f"t{seed}", seed, 0, [], [], [], [], status=status))
+                made.append(Trajectory(f"t{seed}", seed, status=status))
             return made
 
     failures.update(enumerate((0, 1, 0, 2, 9)))

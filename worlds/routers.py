@@ -138,7 +138,7 @@ def play(
     task, said, talks, given = env.task, [], hasattr(env, "over"), Counter()
     wish = task.preference
     votes = votes and not (wish.cost or wish.latency or fits(order[0], task))
-    trajectory = Trajectory(task.id, seed, 0, [], [], [], [])
+    trajectory = Trajectory(task.id, seed)
     for offer in order:
         row, name, known = None, offer["name"], offer.get("arguments")
         while True:
@@ -252,7 +252,7 @@ def _strength(offer):
 def _expected_reward(task, plan):
     """The expected reward of using tools in order until one is sure. A wrong answer earns 0."""
     data, reached, expected = task.data, 1.0, 0.0
-    attempt = Trajectory(task.id, 0, 0, [], [], [], [], outcome=1.0)
+    attempt = Trajectory(task.id, 0, outcome=1.0)
     for offer in plan:
         calls = len(data["tables"]) if offer["what"] == "records" else 1
         attempt.cost_usd += expected_cost(offer, data["difficulty"]) * calls

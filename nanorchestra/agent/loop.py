@@ -52,7 +52,7 @@ class Attempt:
         self.limits, self.tokenizer = rollout.limits, rollout.tokenizer
         self.emit = on_event or (lambda kind, payload: None)
         self.on_token = on_event and (lambda token, _: on_event("text", self.stream.feed(token)))
-        self.trajectory = Trajectory(env.task.id, seed, 0, [], [], [], [])
+        self.trajectory = Trajectory(env.task.id, seed)
         self.user = UserLimits(env, self.trajectory, rollout.price)
         self.conversation, self.context = None, 0  # and where in the trajectory it begins
         room = self.limits.context_tokens - self.limits.turn_tokens

@@ -32,7 +32,7 @@ def demonstration(
     so many ids (agent/rebuild.py). `lessons` may act in `env` as they are iterated over.
     """
     notes = Notes(tokenizer, env, prompt_tokens) if prompt_tokens else None
-    t, context = Trajectory(env.task.id, 0, 0, [], [], [], []), 0
+    t, context = Trajectory(env.task.id, 0), 0
     given = chat.encode(tokenizer, (notes or env).messages, env.tools)
     t.prompt_length = len(given)
     for lesson in lessons:

@@ -25,7 +25,7 @@ CALL = ToolCall("echo", {"text": "hi"})
 
 def made(tokenizer, task="t0", reward=0.5, answer="42", rebuilt=False, **changes):
     """An attempt of two turns: one growing session, or a prompt for each turn."""
-    t = Trajectory(task, 0, 0, [], [], [], [], reward=reward, answer=answer, outcome=1.0)
+    t = Trajectory(task, 0, reward=reward, answer=answer, outcome=1.0)
     known = "What is it? It is 42." if rebuilt else "It is 42."
     for given, text in (("What is it?", "I look it up."), (known, answer)):
         context = len(t.ids) if rebuilt else 0

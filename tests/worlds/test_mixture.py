@@ -92,7 +92,7 @@ def test_measures_leave_out_what_the_infrastructure_failed():
     def attempts(*statuses):
         made = []
         for outcome, status in statuses:
-            made.append(Trajectory(task.id, 0, 0, [], [], [], [], status=status, outcome=outcome))
+            made.append(Trajectory(task.id, 0, status=status, outcome=outcome))
             made[-1].calls = calls
             evaluation.score(task, made[-1])
         return made
