@@ -151,8 +151,7 @@ def main(arguments: list[str]) -> int:
         weight = rollout.engine.model.embed_tokens.weight
         about = f"{options.model}, {weight.dtype} on {weight.device}, context {context}, {sampling}"
         stream = io.StringIO() if options.json else sys.stdout
-        session = Session(rollout, world, about, options.seed, stream)
-        session.trace, session.as_json = options.trace, options.json
+        session = Session(rollout, world, about, options.seed, stream, options.trace, options.json)
         typing = sys.stdin.isatty() and sys.stdout.isatty() and not options.json
         if options.ask or not typing:
             print(f"{about}; {world.title}", file=sys.stderr)

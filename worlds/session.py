@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -98,6 +98,7 @@ def open_world(model: Path, catalogue: str | None, index: str | None, sandbox: S
     return Offered(tools)
 
 
+@dataclass
 class Session:
     """Answers questions and commands. The method do_X is the command /X, its docstring the help.
 
@@ -105,13 +106,19 @@ class Session:
     `last` is the row of the last attempt. At a prompt, Ctrl-C ends no more than an answer.
     """
 
-    at_prompt = as_json = False
-    status, trace = 0, None
+    rollout: Rollout
+    world: Offered
+    about: str
+    seed: int
+    stream: TextIO
+    trace: Path | None = None
+    as_json: bool = False
+    at_prompt = False
+    status = 0
 
-    def __init__(self, rollout: Rollout, world: Offered, about: str, seed: int, stream: TextIO):
-        self.rollout, self.world, self.about = rollout, world, about
-        self.console = Console(stream)
-        self.seeds, self.examples = itertools.count(seed), itertools.cycle(world.examples)
+    def __post_init__(self):
+        self.console = Console(self.stream)
+        self.seeds, self.examples = itertools.count(self.seed), itertools.cycle(self.world.examples)
         self.wishes, self.total, self.last = {"wish": "", "budget": ""}, Counter(), {}
         self.do_reset("")
 

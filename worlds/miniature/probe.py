@@ -14,7 +14,7 @@ from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import Rollout
 from nanorchestra.records import Preference, Task, Trajectory
 from worlds.evaluation import evaluate, interval
-from worlds.miniature.offers import bounds, title
+from worlds.miniature.offers import bounds, is_expert, title
 from worlds.miniature.tables import HELD_OUT, PHRASES, PREFERENCES, TRAIN
 from worlds.miniature.world import World, forbid
 from worlds.routers import informed_order
@@ -133,7 +133,7 @@ def _price_ratios(tasks: Sequence[Task], play: Callable[..., list[Trajectory]]) 
 
 
 def _experts(task: Task) -> list[dict[str, Any]]:
-    return [o for o in task.data["tools"] if o["what"] not in ("code", "search", "records")]
+    return list(filter(is_expert, task.data["tools"]))
 
 
 def _is_case(task: Task) -> bool:
