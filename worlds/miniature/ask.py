@@ -14,11 +14,10 @@ from pathlib import Path
 from nanorchestra.errors import require
 from nanorchestra.files import read_toml
 from nanorchestra.records import Preference, Task
-from worlds.miniature.draw import OPERATORS, Question, chain_path, draw_wrong
+from worlds.miniature.draw import arithmetic, chain, draw_wrong, knowledge, lookup
 from worlds.miniature.offers import Offer, corpus, is_expert, title
 from worlds.miniature.tables import (
     CHAINS,
-    EASY_RELATIONS,
     FIELDS,
     NOUNS,
     PHRASES,
@@ -79,32 +78,21 @@ def _made_up(what, low, high):
     return random.Random(f"made up/{what}").randint(low, high)
 
 
-def _asked(kind, words, difficulty, answer, solution, subject=None, tables=None):
-    """A question whose phrase `words` fill."""
-    return Question(words, kind, difficulty, subject or kind, str(answer), solution, tables or {})
-
-
 def _case(said):
     if match := re.fullmatch(CASE, said):
         difficulty, (subject, noun), n = match[1] or "easy", match[2].split(), match[3]
-        words = {"subject": subject, "noun": noun, "n": n, "difficulty": difficulty}
-        code = _made_up(f"{subject} {noun} {n}", 10, 99)
-        return _asked("knowledge", words, difficulty, code, None, subject)
+        return knowledge(subject, int(n), difficulty, _made_up(f"{subject} {noun} {n}", 10, 99))
 
 
 def _arithmetic(said):
     if match := re.fullmatch(PRODUCT_OR_SUM, said):
         a, sign, b = filter(None, match.groups())
-        solution, value = f"{a} {sign} {b}", OPERATORS[sign](int(a), int(b))
-        difficulty = "hard" if sign == "*" else "easy"
-        return _asked("arithmetic", {"expression": solution}, difficulty, value, solution)
+        return arithmetic(int(a), sign, int(b))
 
 
 def _lookup(said):
-    for fact in corpus()[0]:
-        if f"{fact['relation']} of {fact['subject']}" == said:
-            difficulty = "easy" if fact["relation"] in EASY_RELATIONS else "hard"
-            return _asked("lookup", fact, difficulty, fact["value"], said)
+    found = (lookup(fact) for fact in corpus()[0])
+    return next((question for question in found if question.solution == said), None)
 
 
 def _chain(said):
@@ -118,6 +106,4 @@ def _chain(said):
         row, digits = value, (10, 99) if following == wanted else (100, 999)
         value = _made_up(f"{name} {row} {following}", *digits)
         tables[name] = {str(row): {following: value}}
-    words = {"field": wanted, "path": chain_path(names), "table": names[0], "n": n}
-    difficulty, solution = "hard" if names[2:] else "easy", [names[0], int(n)]
-    return _asked("chain", words, difficulty, value, solution, tables=tables)
+    return chain(names, int(n), wanted, value, tables)

@@ -1,8 +1,8 @@
-"""Random draws of the miniature: numbers, prices, aliases, answers, the four kinds of questions.
+"""The four kinds of questions, and random draws: of questions, numbers, prices, aliases, answers.
 
-Every function takes its generator and draws in a fixed order, so that a task is a function of its
-seed. Numbers, aliases and facts are split between training and held-out tasks, so that a held-out
-task has none that was trained on.
+Every draw takes its generator and draws in a fixed order, so that a task is a function of its seed.
+Numbers, aliases and facts are split between training and held-out tasks, so that a held-out task
+has none that was trained on.
 """
 
 from __future__ import annotations
@@ -51,6 +51,36 @@ class Question:
     def phrased(self, rng: random.Random, split: str) -> str:
         """Returns the question in a phrase of the split."""
         return rng.choice(QUESTIONS[split][self.kind]).format(**self.values)
+
+
+def knowledge(subject: str, n: int, difficulty: str, code: int) -> Question:
+    """Returns the question for the code of a made-up case, which only experts know."""
+    values = {"subject": subject, "noun": NOUNS[subject], "difficulty": difficulty, "n": n}
+    return Question(values, "knowledge", difficulty, subject, str(code))
+
+
+def arithmetic(a: int, sign: str, b: int) -> Question:
+    """Returns the question for a sum, a difference, or a product, which is hard."""
+    expression, answer = f"{a} {sign} {b}", str(OPERATORS[sign](a, b))
+    difficulty, values = "hard" if sign == "*" else "easy", {"expression": expression}
+    return Question(values, "arithmetic", difficulty, "arithmetic", answer, expression)
+
+
+def lookup(fact: dict[str, str]) -> Question:
+    """Returns the question for a fact of the corpus."""
+    difficulty = "easy" if fact["relation"] in EASY_RELATIONS else "hard"
+    solution = f"{fact['relation']} of {fact['subject']}"
+    return Question(fact, "lookup", difficulty, "lookup", fact["value"], solution)
+
+
+def chain(
+    names: Sequence[str], n: int, wanted: str, answer: int, tables: dict[str, Any]
+) -> Question:
+    """Returns the question for a field at the end of a path through tables, from row n on."""
+    path = " of the ".join(reversed(names[1:])) + " of"
+    values = {"field": wanted, "path": path, "table": names[0], "n": n}
+    difficulty = "hard" if names[2:] else "easy"
+    return Question(values, "chain", difficulty, "chain", str(answer), [names[0], n], tables)
 
 
 def draw_number(rng: random.Random, low: int, high: int, split: str) -> int:
@@ -123,32 +153,21 @@ def _asked_facts(split):
 
 
 def _knowledge(rng, split, difficulty):
-    """The code of a made-up trial, patient or battle, which only experts know."""
     subject, n = rng.choice(SUBJECTS), draw_number(rng, 100, 999, split)
-    values = {"subject": subject, "noun": NOUNS[subject], "difficulty": difficulty, "n": n}
-    answer = str(draw_number(rng, 10, 99, split))
-    return Question(values, "knowledge", difficulty, subject, answer)
+    return knowledge(subject, n, difficulty, draw_number(rng, 10, 99, split))
 
 
 def _arithmetic(rng, split, difficulty):
-    if difficulty == "easy":
-        a, sign = draw_number(rng, 10, 99, split), rng.choice("+-")
-        b = draw_number(rng, 10, 99, split)
-    else:
-        a, sign, b = draw_number(rng, 100, 999, split), "*", rng.randint(3, 9)
-    answer = OPERATORS[sign](a, b)
-    expression = f"{a} {sign} {b}"
-    values = {"expression": expression}
-    return Question(values, "arithmetic", difficulty, "arithmetic", str(answer), expression)
+    if difficulty == "hard":
+        return arithmetic(draw_number(rng, 100, 999, split), "*", rng.randint(3, 9))
+    a, sign = draw_number(rng, 10, 99, split), rng.choice("+-")
+    return arithmetic(a, sign, draw_number(rng, 10, 99, split))
 
 
 def _lookup(rng, split, difficulty):
     easy = difficulty == "easy"
-    facts = _asked_facts(split)
-    fact = rng.choice([f for f in facts if (f["relation"] in EASY_RELATIONS) == easy])
-    relation, subject = fact["relation"], fact["subject"]
-    solution = f"{relation} of {subject}"
-    return Question(fact, "lookup", difficulty, "lookup", fact["value"], solution)
+    facts = [f for f in _asked_facts(split) if (f["relation"] in EASY_RELATIONS) == easy]
+    return lookup(rng.choice(facts))
 
 
 def _chain(rng, split, difficulty):
@@ -165,14 +184,7 @@ def _chain(rng, split, difficulty):
         tables[name] = {
             str(n): {column: value if n == row else rng.randint(low, high)} for n in rows
         }
-    words = {"field": wanted, "path": chain_path(names), "table": names[0], "n": ids[0]}
-    solution = [names[0], ids[0]]
-    return Question(words, "chain", difficulty, "chain", str(answer), solution, tables)
-
-
-def chain_path(names: Sequence[str]) -> str:
-    """Returns the words for the tables behind the first: "agent of the customer of"."""
-    return " of the ".join(reversed(names[1:])) + " of"
+    return chain(names, ids[0], wanted, answer, tables)
 
 
 DRAW_QUESTION: dict[str, Callable[[random.Random, str, str], Question]] = {
