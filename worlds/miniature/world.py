@@ -62,9 +62,9 @@ class World:
     words: str = ""
     names: str = ""
 
-    def tasks(self, split: str, count: int, start: int = 0) -> list[Task]:
-        """Returns the tasks start .. start + count of a split, "train" or "held_out"."""
-        return [self.task(split, i) for i in range(start, start + count)]
+    def tasks(self, split: str, count: int) -> list[Task]:
+        """Returns the first tasks of a split, "train" or "held_out"."""
+        return [self.task(split, i) for i in range(count)]
 
     def task(self, split: str, index: int) -> Task:
         """Returns one task."""
