@@ -72,7 +72,8 @@ class Packed:
     One entry per sampled id [N]: source int64 (index in tokens whose hidden state predicts it),
     targets int64, sequences int64 (number of its sample), trajectory_ids int64 (sampled ids of its
     trajectory), sampler_logprobs, old_logprobs (the sampler's where the sample has none) and
-    advantages float32.
+    advantages float32; reference [N, H], the hidden states of the reference that predict the ids,
+    if they are known.
     """
 
     tokens: Tensor
@@ -86,6 +87,7 @@ class Packed:
     sampler_logprobs: Tensor
     old_logprobs: Tensor
     advantages: Tensor
+    reference: Tensor | None = None
 
 
 def pack(

@@ -26,6 +26,8 @@ from nanorchestra.training.ranks import Ranks, shard_model
 
 MAX_NORM = 1.0  # gradients above are scaled down to it
 
+MicroBatch = tuple[list[Group], Packed, bool]  # the bool: whether it is the rank's last of a step
+
 
 @dataclass(frozen=True)
 class TrainerSettings:
@@ -36,20 +38,6 @@ class TrainerSettings:
     cpu_offload: bool = False  # of a sharded model: weights and moments in host memory
     dtype: torch.dtype = torch.float32  # of computing, in a sharded reference
     attention: str = "triton"  # kernel of packed_attention on a GPU
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Groups that a rank computes together.
-
-    reference: the hidden states [N, H] of the reference before sampled ids, if they are known.
-    last: whether it is the rank's last of a step.
-    """
-
-    groups: list[Group]
-    packed: Packed
-    last: bool
-    reference: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -112,29 +100,27 @@ class Trainer:
         count = sum(group.sampled for group in groups)
         normaliser = loss_normaliser(groups, objective.aggregation, length)
         known = any(sample.old_logprobs for group in groups for sample in group.samples)
-        metrics = Counter()
-        computed = []
-        largest_gap = 0.0
-        for part in referred or self._micro_batches(groups):
-            packed, hidden = part.packed, self._hidden(self.model, part.packed)
+        own = not known and (objective.importance_cap or objective.surrogate == "gspo")
+        metrics, computed, largest_gap = Counter(), [], 0.0
+        for batch, packed, last in referred or self._micro_batches(groups):
+            hidden = self._hidden(self.model, packed)
             logprobs, entropy = self._logprobs(hidden, packed, temperature)
-            kl = self._kl(hidden, logprobs, part, objective, temperature)
+            kl = self._kl(hidden, logprobs, packed, objective, temperature)
             if objective.min_entropy:
                 forks = entropy >= objective.min_entropy
                 packed = replace(packed, advantages=packed.advantages * forks)
-            own = objective.importance_cap or objective.surrogate == "gspo"
-            old = logprobs if own and not known else packed.old_logprobs
+            old = logprobs if own else packed.old_logprobs
             loss, terms = policy_loss(
                 logprobs, old, packed, objective, normaliser=normaliser, kl=kl
             )
-            self._backward(loss, part.last)
+            self._backward(loss, last)
 
             gaps = (logprobs.detach() - packed.sampler_logprobs).abs()
             largest_gap = max(largest_gap, float(gaps.max()) if len(gaps) else 0.0)
             terms |= {"entropy": float(entropy.sum()), "logprob_gap": float(gaps.sum())}
             metrics.update({name: value / count for name, value in terms.items()})
             metrics.update(loss=loss.item(), flops=self._flops(packed, reference=kl is not None))
-            computed.append((part.groups, logprobs.tolist()))
+            computed.append((batch, logprobs.tolist()))
         metrics = self._finish(metrics, learning_rate, groups)
         metrics["logprob_gap_max"] = max(self.ranks.gather(largest_gap))
         return StepResult(metrics, self._everywhere(groups, computed))
@@ -143,10 +129,9 @@ class Trainer:
     def score(self, groups: Sequence[Group], temperature: float = 1.0) -> list[list[float]]:
         """Returns the log-probabilities as a policy step does, without an update."""
         computed = []
-        for part in self._micro_batches(groups):
-            hidden = self._hidden(self.model, part.packed)
-            logprobs, _ = self._logprobs(hidden, part.packed, temperature)
-            computed.append((part.groups, logprobs.tolist()))
+        for batch, packed, _ in self._micro_batches(groups):
+            hidden = self._hidden(self.model, packed)
+            computed.append((batch, self._logprobs(hidden, packed, temperature)[0].tolist()))
         return self._everywhere(groups, computed)
 
     def refer(self, groups: Sequence[Group]) -> list[MicroBatch]:
@@ -154,8 +139,10 @@ class Trainer:
 
         It reads no weights that a step changes, so it may run beside the step before.
         """
-        parts = self._micro_batches(groups)
-        return [replace(part, reference=self._referred(part.packed)) for part in parts]
+        return [
+            (batch, replace(packed, reference=self._referred(packed)), last)
+            for batch, packed, last in self._micro_batches(groups)
+        ]
 
     def supervised_step(self, groups: Sequence[Group], learning_rate: float) -> dict[str, float]:
         """Updates the model by one step on demonstrations; returns its metrics.
@@ -165,11 +152,10 @@ class Trainer:
         """
         count = sum(group.sampled for group in groups)
         metrics = Counter()
-        for part in self._micro_batches(groups):
-            packed, hidden = part.packed, self._hidden(self.model, part.packed)
-            logprobs, entropy = self._logprobs(hidden, packed)
+        for _, packed, last in self._micro_batches(groups):
+            logprobs, entropy = self._logprobs(self._hidden(self.model, packed), packed)
             loss = -logprobs.sum() / count
-            self._backward(loss, part.last)
+            self._backward(loss, last)
             nats = float(entropy.sum()) / count
             metrics.update(loss=loss.item(), entropy=nats, flops=self._flops(packed))
         return self._finish(metrics, learning_rate, groups)
@@ -186,17 +172,15 @@ class Trainer:
             pairs = prompt * prompt / 2 + sum(n * (prompt + n / 2) for n in lengths)
             return group.tokens * costs.token_flops + pairs * costs.pair_flops
 
-        shares = divide(groups, self.ranks.world, self.settings.token_budget, flops)
-        batches = shares[self.ranks.rank]
+        ranks, budget = self.ranks, self.settings.token_budget
+        batches = divide(groups, ranks.world, budget, flops)[ranks.rank]
         for i, batch in enumerate(batches, 1):
-            packed = pack(batch, self.ranks.device, self.settings.attention)
-            yield MicroBatch(batch, packed, i == len(batches))
+            yield batch, pack(batch, ranks.device, self.settings.attention), i == len(batches)
 
     def _everywhere(self, groups, computed) -> list[list[float]]:
         """Returns the log-probabilities of each sample from every rank's micro-batches."""
-        samples = [sample for group in groups for sample in group.samples]
+        samples, found = [sample for group in groups for sample in group.samples], {}  # by number
         numbers = {id(sample): i for i, sample in enumerate(samples)}
-        found = {}  # by number
         for batch, logprobs in computed:
             values = iter(logprobs)
             for sample in (sample for group in batch for sample in group.samples):
@@ -205,7 +189,6 @@ class Trainer:
         return [everywhere[i] for i in range(len(samples))]
 
     def _hidden(self, model, packed) -> Tensor:
-        """The hidden states [N, H] before sampled ids."""
         return model(packed.tokens, packed.positions, packed.attend)[packed.source]
 
     def _logprobs(self, hidden, packed, temperature=1.0, weight=None) -> tuple[Tensor, Tensor]:
@@ -219,17 +202,16 @@ class Trainer:
         with lora.disabled(self.reference):
             return self._hidden(self.reference, packed)
 
-    def _kl(self, hidden, logprobs, part, objective, temperature) -> Tensor | None:
+    def _kl(self, hidden, logprobs, packed, objective, temperature) -> Tensor | None:
         """KL(policy || reference) per sampled id [N]: exact over the vocabulary, or an estimate."""
         if not objective.kl_coef:
             return None
-        known = part.reference is not None
-        ref_hidden = part.reference if known else self._referred(part.packed)
+        ref_hidden = self._referred(packed) if packed.reference is None else packed.reference
         weight, ref_weight = self.model.output_weight, self.reference.output_weight
         if objective.kl == "full":
             options = {"temperature": temperature, "vocab_limit": self.vocab_limit}
             return full_kl(hidden, ref_hidden, weight, ref_weight, **options)
-        ref_logprobs, _ = self._logprobs(ref_hidden, part.packed, temperature, ref_weight)
+        ref_logprobs, _ = self._logprobs(ref_hidden, packed, temperature, ref_weight)
         return kl_estimate(logprobs, ref_logprobs)
 
     def _backward(self, loss, last):
