@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -71,12 +72,16 @@ def test_limits_and_failures_end_an_attempt(nano_tokenizer, rebuild):
 def test_lockstep_keeps_the_order_of_the_attempts_and_without_it_others_go_on(nano_tokenizer):
     class First(EchoTool):
         def call(self, arguments):
-            time.sleep(0.3 if arguments["text"] == "slow" else 0)
+            if arguments["text"] == "slow":
+                last.wait(0 if lockstep else 10)
+                time.sleep(0.3)
+            elif arguments["text"] == "last":
+                last.set()
             return super().call(arguments)
 
-    scripts = [[call("slow"), ANSWER], [call(), call(), ANSWER]]
+    scripts = [[call("slow"), ANSWER], [call(), call("last"), ANSWER]]
     for lockstep, order in ((True, [0, 1, 0, 1, 1]), (False, [0, 1, 1, 1, 0])):
-        tool = First(blocking=True)
+        tool, last = First(blocking=True), threading.Event()
         trajectories, engine = run(nano_tokenizer, *scripts, tool=tool, lockstep=lockstep)
         assert [seed for seed, _ in engine.params] == order
         assert all(t.outcome == 1.0 for t in trajectories)
