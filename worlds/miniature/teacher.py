@@ -52,6 +52,8 @@ def teach(env: ToolEnvironment, seed: int) -> list[Lesson]:
         lessons.append(Lesson(". ".join(said), call=call, result=result))
         reading = read_result(task, offer, result)
         said, value, row = [reading.thought], reading.answer or value, reading.next_row
+        if row is None:  # whether the user wants another call depends on the preference
+            said = [f"{task.data['wish']} {reading.thought}"]
         accepts = ACCEPTS_SURE if reading.sure else ACCEPTS_UNSURE
         if row is None and (not options or reading.answer is not None and rng.random() < accepts):
             break
@@ -63,16 +65,21 @@ def consider(task: Task, asked: Sequence[str] = ()) -> str:
 
     These are the preference; the forbidden tool; the tools that are allowed and not asked yet, each
     with its price or latency if the user minds it; the expert with the lowest, for a user who minds
-    one of the two alone; and the kind of question, which the choice follows without a word between.
+    one of the two alone; and the kind of question, after its difficulty or the table where a chain
+    begins. The choice follows it without a word between.
     """
     data, wish = task.data, task.data["wish"]
-    stated = f"{data['difficulty']} " if data["kind"] == "knowledge" else ""
+    about = data["subject"]
+    if data["kind"] == "knowledge":
+        about = f"{data['difficulty']} {about}"
+    elif data["kind"] == "chain":
+        about = f"{data['solution'][0]} {about}"
     left = allowed(task, asked)
     bans = [f"not {o['what']}" for o in data["tools"] if o["name"] in task.preference.avoided]
     parts = [wish, *bans, ", ".join(_entry(offer, wish) for offer in left)]
     if wish in LOWEST and (experts := list(filter(is_expert, left))):
         parts.append("lowest " + min(experts, key=lambda offer: offer[LOWEST[wish]])["what"])
-    return ". ".join([*parts, f"use for {stated}{data['subject']}"])
+    return ". ".join([*parts, f"use for {about}"])
 
 
 def allowed(task: Task, asked: Sequence[str] = ()) -> list[Offer]:
