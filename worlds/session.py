@@ -98,7 +98,7 @@ def open_world(model: Path, catalogue: str | None, index: str | None, sandbox: S
     return Offered(tools)
 
 
-@dataclass
+@dataclass(eq=False)
 class Session:
     """Answers questions and commands. The method do_X is the command /X, its docstring the help.
 

@@ -80,11 +80,13 @@ def grpo_step(run: TrainingRun, sampler: Sampler, learning_rate: float) -> None:
 def next_batch(run: TrainingRun, sampler: Sampler, step: int) -> Batch:
     """Samples a step's batch beside the update before.
 
-    On a CPU the update takes longer than the rollout, so the reference's pass is made here too.
+    In one process on a CPU the update takes longer than the rollout, so the reference's pass is
+    made here too. With a mesh the collectives of two threads would mix; with LoRA the reference is
+    the model in training; mini-batches are packed otherwise than the groups.
     """
     batch, config = sampler.batch(step), run.config
-    whole = not config.grpo.mini_batch and not config.lora.rank
-    if batch.kept and config.grpo.kl_coef and whole and not run.on_gpu:
+    apart = run.ranks.mesh is None and not config.lora.rank and not config.grpo.mini_batch
+    if batch.kept and config.grpo.kl_coef and apart:
         batch.referred = run.trainer.refer(batch.groups)
     return batch
 

@@ -2,7 +2,7 @@
 
 PyTorch releases the interpreter's lock while it computes, so both make progress in one process.
 They share only what neither writes: the engine has weights of its own, which are replaced after
-the rollout has ended.
+the rollout has ended, and the reference's never change.
 """
 
 import threading

@@ -28,10 +28,10 @@ FAILED_SHARE = 0.5  # a step of which more attempts fail ends the run
 class Batch:
     """The attempts of one step: tasks[i] belongs to trajectories[i], groups stand together.
 
-    kept: of each group the attempts that enter the loss, without groups that have none. groups:
-    their samples.
-    filtered: the share of attempts that do not, by reason. seconds: how long sampling took.
-    referred: Trainer.refer of the kept ones, if it was computed beside the step before.
+    kept: of each group the attempts that enter the loss, without groups that have none.
+    filtered: the share of attempts that do not, by reason. groups: the samples of `kept`.
+    referred: Trainer.refer of the groups, if it was computed beside the step before. seconds: how
+    long sampling took.
     """
 
     tasks: list[Task] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Sampler:
         return batch
 
     def judge(self, batch: Batch) -> None:
-        """Computes rewards and advantages of a batch, and which attempts enter the loss."""
+        """Computes rewards and advantages of a batch, and which samples enter the loss."""
         grpo, objective = self.config.grpo, self.objective
         batch.kept, reasons = [], Counter()
         for start in range(0, len(batch.tasks), grpo.group_size):

@@ -119,7 +119,8 @@ class Trainer:
             largest_gap = max(largest_gap, float(gaps.max()) if len(gaps) else 0.0)
             terms |= {"entropy": float(entropy.sum()), "logprob_gap": float(gaps.sum())}
             metrics.update({name: value / count for name, value in terms.items()})
-            metrics.update(loss=loss.item(), flops=self._flops(packed, reference=kl is not None))
+            passed = kl is not None and packed.reference is None
+            metrics.update(loss=loss.item(), flops=self._flops(packed, reference=passed))
             computed.append((batch, logprobs.tolist()))
         metrics = self._finish(metrics, learning_rate, groups)
         metrics["logprob_gap_max"] = max(self.ranks.gather(largest_gap))
@@ -135,9 +136,9 @@ class Trainer:
         return self._everywhere(groups, computed)
 
     def refer(self, groups: Sequence[Group]) -> list[MicroBatch]:
-        """Returns the step's micro-batches with what the reference, a frozen copy, says of them.
+        """Returns the step's micro-batches with what the reference says of them.
 
-        It reads no weights that a step changes, so it may run beside the step before.
+        Where that is an unsharded copy of the model, it may run beside the step before.
         """
         return [
             (batch, replace(packed, reference=self._referred(packed)), last)
@@ -150,8 +151,7 @@ class Trainer:
         loss is the mean negative log-likelihood of the sampled ids, and entropy their mean
         entropy, both in nats per id.
         """
-        count = sum(group.sampled for group in groups)
-        metrics = Counter()
+        count, metrics = sum(group.sampled for group in groups), Counter()
         for _, packed, last in self._micro_batches(groups):
             logprobs, entropy = self._logprobs(self._hidden(self.model, packed), packed)
             loss = -logprobs.sum() / count

@@ -156,6 +156,9 @@ def test_a_thought_lists_what_the_prompt_says():
     ):
         task = Task("t", "?", weighted(wish, ["po-da"]), data | {"wish": wish})
         assert consider(task, asked) == f"{wish}. not small. {listed}. use for hard law"
+    chain = {"kind": "chain", "subject": "chain", "solution": ["order", 512], "wish": "right"}
+    task = Task("t", "?", weighted("right", ["po-da"]), data | chain)
+    assert consider(task, ["ru-ni"]).endswith("medium, large. use for order chain")
 
 
 def test_first_lessons_offer_few_tools_and_keep_the_one_that_fits(sandbox):
@@ -163,7 +166,8 @@ def test_first_lessons_offer_few_tools_and_keep_the_one_that_fits(sandbox):
         for task in World(0, lessons=True, most_tools=count).tasks("train", 100):
             offered = [t["what"] for t in task.data["tools"]]
             assert len(offered) == count and (task.data["kind"] != "chain" or "records" in offered)
-            assert teach(environment(task, 0, sandbox), 0)[-1].content
+            last = teach(environment(task, 0, sandbox), 0)[-1]
+            assert last.content and last.thought.startswith(f"{task.data['wish']} ")
 
 
 def test_demonstrations_mask_what_tools_said(nano_tokenizer, sandbox):
