@@ -70,7 +70,7 @@ def functions(message):
         {"text": "!call", "tools": [TOOL], "tool_choice": "none"},
         {"text": "babble", "max_completion_tokens": 30},
         {"text": "babble", "tools": [TOOL, OTHER], "tool_choice": "required"},
-        {"text": "babble", "response_format": {"type": "json_object"}, "max_tokens": 50},
+        {"text": "babble", "response_format": {"type": "json_object"}, "max_tokens": 8},
     ],
     ids=lambda settings: "-".join([settings["text"], *map(str, list(settings)[1:])]),
 )
