@@ -103,7 +103,8 @@ class Session:
     """Answers questions and commands. The method do_X is the command /X, its docstring the help.
 
     `about` is a line about the model. `status` is the exit status, 1 if a question had no answer.
-    `last` is the row of the last attempt. At a prompt, Ctrl-C ends no more than an answer.
+    `last` is the row of the last attempt; all rows are appended to the file `trace`. `as_json`: an
+    answer is printed as its row. At a prompt, Ctrl-C ends no more than an answer.
     """
 
     rollout: Rollout

@@ -22,6 +22,7 @@ from nanorchestra.training.trainer import Trainer, TrainerSettings
 VOCAB_SIZE = 896  # of the miniature's tokenizer,
 TOKENIZER_TEXTS = 600  # which is trained on this many demonstrations
 SPARE_PAGES = 64
+WARM_START_OPTIMIZER = "muon"
 
 
 def device_and_dtype(config: Config) -> tuple[str, torch.dtype]:
@@ -83,7 +84,7 @@ def build_trainer(
     return Trainer(
         model,
         vocab_limit=tokenizer.vocab_size,
-        optimizer="muon",
+        optimizer=WARM_START_OPTIMIZER,
         ranks=ranks,
         settings=TrainerSettings(
             token_budget=config.grpo.token_budget,

@@ -24,7 +24,7 @@ SHARED_IDS = 16  # a shared prefix shorter than this costs more as a segment tha
 
 @dataclass
 class Sample:
-    """The ids of one attempt, or of one turn of an attempt, from the prompt on.
+    """The ids of one attempt, or of one turn of an attempt, its prompt included.
 
     `sampled` and `logprobs` have one entry per id: whether the policy sampled it, and the sampler's
     log-probability. `old_logprobs` are the trainer's before the step, one per sampled id, if it has
@@ -72,8 +72,8 @@ class Packed:
     One entry per sampled id [N]: source int64 (index in tokens whose hidden state predicts it),
     targets int64, sequences int64 (number of its sample), trajectory_ids int64 (sampled ids of its
     trajectory), sampler_logprobs, old_logprobs (the sampler's where the sample has none) and
-    advantages float32; reference [N, H], the hidden states of the reference that predict the ids,
-    if they are known.
+    advantages float32; reference [N, H] in the model's dtype, the hidden states of the reference
+    that predict the ids, if they are known.
     """
 
     tokens: Tensor
@@ -88,6 +88,9 @@ class Packed:
     old_logprobs: Tensor
     advantages: Tensor
     reference: Tensor | None = None
+
+
+MicroBatch = tuple[list[Group], Packed, bool]  # the bool: whether it is the rank's last of a step
 
 
 def pack(

@@ -112,7 +112,7 @@ class TrainingRun:
         """Gives the trainer the optimizer and reference of a phase; returns all its tensors."""
         grpo = self.config.grpo
         if phase == "warm_start":
-            return self.trainer.prepare("muon", False)
+            return self.trainer.prepare(build.WARM_START_OPTIMIZER, False)
         return self.trainer.prepare(grpo.optimizer, grpo.kl_coef > 0, **grpo.adamw)
 
     def publish(self) -> None:

@@ -16,9 +16,8 @@ from nanorchestra.errors import require
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.schemas import Json
 from nanorchestra.training.objectives import group_advantages, objective_of, overlong_punishment
-from nanorchestra.training.packing import Group
+from nanorchestra.training.packing import Group, MicroBatch
 from nanorchestra.training.ranks import Ranks
-from nanorchestra.training.trainer import MicroBatch
 from nanorchestra.training.trajectories import as_group, from_row, in_loss, longest_context, to_row
 
 FAILED_SHARE = 0.5  # a step of which more attempts fail ends the run

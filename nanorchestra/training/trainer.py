@@ -7,7 +7,7 @@ packing nor micro-batches nor ranks change the gradient.
 
 import math
 from collections import ChainMap, Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -21,12 +21,10 @@ from nanorchestra.training.costs import Costs, model_flops
 from nanorchestra.training.logprobs import full_kl, token_logprobs
 from nanorchestra.training.objectives import Objective, kl_estimate, loss_normaliser, policy_loss
 from nanorchestra.training.optimizers import Muon, build_optimizers
-from nanorchestra.training.packing import Group, Packed, divide, pack
+from nanorchestra.training.packing import Group, MicroBatch, divide, pack
 from nanorchestra.training.ranks import Ranks, shard_model
 
 MAX_NORM = 1.0  # gradients above are scaled down to it
-
-MicroBatch = tuple[list[Group], Packed, bool]  # the bool: whether it is the rank's last of a step
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ class Trainer:
         *,
         temperature: float = 1.0,
         length: int = 1,
-        referred: Iterable[MicroBatch] = (),
+        referred: Sequence[MicroBatch] = (),
     ) -> StepResult:
         """Updates the model by one step of an objective; returns its metrics and log-probabilities.
 
@@ -119,8 +117,7 @@ class Trainer:
             largest_gap = max(largest_gap, float(gaps.max()) if len(gaps) else 0.0)
             terms |= {"entropy": float(entropy.sum()), "logprob_gap": float(gaps.sum())}
             metrics.update({name: value / count for name, value in terms.items()})
-            passed = kl is not None and packed.reference is None
-            metrics.update(loss=loss.item(), flops=self._flops(packed, reference=passed))
+            metrics.update(loss=loss.item(), flops=self._flops(packed, reference=kl is not None))
             computed.append((batch, logprobs.tolist()))
         metrics = self._finish(metrics, learning_rate, groups)
         metrics["logprob_gap_max"] = max(self.ranks.gather(largest_gap))
@@ -179,8 +176,9 @@ class Trainer:
 
     def _everywhere(self, groups, computed) -> list[list[float]]:
         """Returns the log-probabilities of each sample from every rank's micro-batches."""
-        samples, found = [sample for group in groups for sample in group.samples], {}  # by number
+        samples = [sample for group in groups for sample in group.samples]
         numbers = {id(sample): i for i, sample in enumerate(samples)}
+        found = {}  # by number
         for batch, logprobs in computed:
             values = iter(logprobs)
             for sample in (sample for group in batch for sample in group.samples):
@@ -223,8 +221,10 @@ class Trainer:
         loss.backward()
 
     def _flops(self, packed, reference=False) -> float:
+        """Those of this step: a reference's pass beside the step before is none of them."""
         counts = len(packed.tokens), packed.pairs, len(packed.targets)
         adapters = bool(lora.adapters(self.model))
+        reference = reference and packed.reference is None
         return model_flops(self.model.config, *counts, adapters=adapters, reference=reference)
 
     def _finish(self, metrics, learning_rate, groups) -> dict[str, float]:

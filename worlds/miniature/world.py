@@ -63,7 +63,7 @@ class World:
     names: str = ""
 
     def tasks(self, split: str, count: int) -> list[Task]:
-        """Returns the first tasks of a split, "train" or "held_out"."""
+        """Returns the first `count` tasks of a split, "train" or "held_out"."""
         return [self.task(split, i) for i in range(count)]
 
     def task(self, split: str, index: int) -> Task:
