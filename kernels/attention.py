@@ -5,8 +5,8 @@ of exp2(score - peak), and `acc`, the sum of exp2(score - peak) * value. Each ti
 them (Milakov & Gimelshein 2018; Dao et al. 2022). In the end acc / total is the mean value, and
 peak + log2(total) the log2 of the sum of exponentials.
 
-A KV cache is [pages, Hkv, page_size, D]; a row of `tables` names the pages of one sequence in
-order.
+A KV cache is [pages, Hkv, page_size, D], of the dtype of q or FP8, which is widened as it is read;
+a row of `tables` names the pages of one sequence in order.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.common import SIZES, check, require
+from kernels.common import FP8, SIZES, check, require
 
 BLOCK_N = 64  # keys of a tile, unless D or the dtype is wide or the pages are small
 TILE_BYTES = 16384  # of a tile of K
@@ -31,8 +31,9 @@ def check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor) -> 
     """
     check((None, None, None), strided=True, q=q)
     heads, dim = q.shape[1:]
-    check((None, None, None, dim), q.dtype, k_cache=k_cache)
-    check(k_cache.shape, q.dtype, v_cache=v_cache)
+    kind = FP8 if k_cache.dtype == FP8 else q.dtype
+    check((None, None, None, dim), kind, k_cache=k_cache)
+    check(k_cache.shape, kind, v_cache=v_cache)
     check((None, None), torch.int32, strided=True, tables=tables)
     _, kv_heads, page_size, _ = k_cache.shape
     require(heads % kv_heads == 0, f"{heads} query heads; expected a multiple of {kv_heads}")
@@ -81,7 +82,7 @@ def attend_pages(
     number of stored keys. A row sees keys up to its limit, [M, 1] or one for all; None: it sees all
     of them.
 
-    p is rounded to the dtype of v, as tensor cores want it. EXACT: a second product adds what the
+    p is rounded to the dtype of q, as tensor cores want it. EXACT: a second product adds what the
     rounding lost, which costs no bytes from memory.
     """
     D: tl.constexpr = q.shape[1]
@@ -93,12 +94,12 @@ def attend_pages(
         # The next page is looked up one tile ahead: a lookup in place stalls the pipeline.
         base = ((page.to(tl.int64) * HKV + head) * PAGE + start % PAGE) * D
         page = tl.load(table + (start + BLOCK_N) // PAGE, start + BLOCK_N < end, 0)
-        k = tl.load(k_cache + base + tile)
+        k = tl.load(k_cache + base + tile).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if limit is None:
-            v = tl.load(v_cache + base + tile)
+            v = tl.load(v_cache + base + tile).to(q.dtype)
         else:  # 0 * NaN is NaN: values past the end must not be read
-            v = tl.load(v_cache + base + tile, start + keys[:, None] < end, 0.0)
+            v = tl.load(v_cache + base + tile, start + keys[:, None] < end, 0.0).to(q.dtype)
             scores = tl.where(start + keys[None, :] <= limit, scores, -1e30)
         p, shrink, peak, total = softmax_step(scores, peak, total, LOG2E / D**0.5)
         rounded = p.to(v.dtype)

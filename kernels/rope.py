@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import check, require
+from kernels.common import FP8, check, require
 
 TILE = 2048  # elements of a program
 
@@ -32,13 +32,14 @@ def norm_rope_store(
     """Returns q [T, H, D], normalised and rotated; stores k, likewise, and v in the cache.
 
     qkv [T, (H + 2 * Hkv) * D] with any row stride; norms: weights [D] of the q and the k norm; cos
-    and sin fp32 [T, D / 2]; caches [pages, Hkv, page_size, D]; slots int64 [T], all different.
-    Token t goes to page slots[t] // page_size, offset slots[t] % page_size; a negative slot is not
-    stored.
+    and sin fp32 [T, D / 2]; caches [pages, Hkv, page_size, D], of that dtype or FP8; slots int64
+    [T], all different. Token t goes to page slots[t] // page_size, offset slots[t] % page_size; a
+    negative slot is not stored.
     """
     check((None, None), strided=True, qkv=qkv)
-    check((None, None, None, None), qkv.dtype, k_cache=k_cache)
-    check(k_cache.shape, qkv.dtype, v_cache=v_cache)
+    kind = FP8 if k_cache.dtype == FP8 else qkv.dtype
+    check((None, None, None, None), kind, k_cache=k_cache)
+    check(k_cache.shape, kind, v_cache=v_cache)
     _, kv_heads, page_size, dim = k_cache.shape
     tokens, width = qkv.shape
     heads = width // dim - 2 * kv_heads

@@ -1,18 +1,20 @@
-"""Teaches Triton's interpreter bfloat16, and products whose rows do not depend on their place.
+"""Teaches Triton's interpreter bfloat16, fp8, and products whose rows do not depend on their place.
 
 The interpreter keeps bfloat16 as 16-bit integers and computes with these. Here casts, products and
 operations of two operands go through fp32 and round to nearest even. Reductions and functions of
-one operand do not: a kernel turns what it loads into fp32 first, as it should anyway.
+one operand do not: a kernel turns what it loads into fp32 first, as it should anyway. fp8 (e4m3) is
+converted as a GPU does it: to the nearest number, 448 at most.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 _dot, _cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
-_binary = InterpreterBuilder.binary_op
+_binary, _convert = InterpreterBuilder.binary_op, InterpreterBuilder.create_fp_to_fp
 
 
 def _widened(handle) -> np.ndarray:
@@ -46,6 +48,17 @@ def cast_impl(self, source, dtype):
     return _cast(self, source, dtype)
 
 
+def create_fp_to_fp(self, source, dtype, rounding):
+    have, want = source.dtype.scalar, dtype.scalar
+    if have == tl.float8e4nv:
+        wide = torch.from_numpy(source.data.view(np.uint8)).view(torch.float8_e4m3fn).float()
+        return self.cast_impl(TensorHandle(wide.numpy(), tl.float32), dtype)
+    if want == tl.float8e4nv:
+        wide = torch.from_numpy(np.array(_widened(source), np.float32)).clamp(-448, 448)
+        return TensorHandle(wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy(), want)
+    return _convert(self, source, dtype, rounding)
+
+
 def binary_op(self, left, right, op):
     if left.dtype.scalar != tl.bfloat16:
         return _binary(self, left, right, op)
@@ -56,4 +69,4 @@ def binary_op(self, left, right, op):
 
 
 InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl
-InterpreterBuilder.binary_op = binary_op
+InterpreterBuilder.binary_op, InterpreterBuilder.create_fp_to_fp = binary_op, create_fp_to_fp

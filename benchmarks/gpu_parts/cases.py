@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kernels import norm, swiglu
+from kernels.common import FP8
 from kernels.decode import decode_attention
 from kernels.decode_plan import DecodeWork, decode_work
 from kernels.flash_plan import flash_attention, plan
@@ -53,7 +54,8 @@ def select(word: str) -> list[Case]:
     cases = [
         *pointwise(),
         *(decode(64, 4096), decode(1, 32768), decode(64, 4352, shared=4096)),
-        *(prefill(0, 8192), prefill(8192, 2048)),
+        decode(64, 4096, kind=FP8),
+        *(prefill(0, 8192), prefill(8192, 2048), prefill(8192, 2048, FP8)),
         *training(),
         *outputs(),
         *(case for mode in ("int8", "int4", "fp8") for case in products(mode)),
@@ -73,8 +75,8 @@ def pointwise() -> list[Case]:
     def hidden():
         return randn(T, HIDDEN), randn(HIDDEN), EPS
 
-    def qkv():
-        angles, caches = torch.rand(2, T, D // 2), randn(2, T // PAGE, HKV, PAGE, D)
+    def qkv(kind=torch.bfloat16):
+        angles, caches = torch.rand(2, T, D // 2), randn(2, T // PAGE, HKV, PAGE, D).to(kind)
         return randn(T, heads * D), tuple(randn(2, D)), *angles, *caches, torch.arange(T), EPS
 
     def gates():
@@ -84,11 +86,14 @@ def pointwise() -> list[Case]:
         Case("rms_norm, residual", lambda: (*hidden(), randn(T, HIDDEN)), norm.rms_norm, 4 * size),
         Case("rms_norm", hidden, norm.rms_norm_train, 5 * size, 0, 2),
         Case("norm_rope_store", qkv, norm_rope_store, 4 * T * heads * D),
+        Case(
+            "norm_rope_store fp8", lambda: qkv(FP8), norm_rope_store, T * (4 * heads - 2 * HKV) * D
+        ),
         Case("swiglu", gates, swiglu.swiglu, 8 * wide, 0, 1),
     ]
 
 
-def decode(rows: int, length: int, shared: int = 0) -> Case:
+def decode(rows: int, length: int, shared: int = 0, kind: torch.dtype = torch.bfloat16) -> Case:
     """Returns decodes at one length; with `shared`, 16 neighbours have so many keys in common."""
     groups, count = rows // 16 if shared else 0, rows * length // PAGE
 
@@ -100,34 +105,28 @@ def decode(rows: int, length: int, shared: int = 0) -> Case:
         *tensors, results = decode_work([length] * rows, spans, 16)
         work = DecodeWork(*(x.to(torch.get_default_device()) for x in tensors), results)
         lengths = torch.full((rows,), length, dtype=torch.int32)
-        caches = randn(2, count, HKV, PAGE, D)
-        return (
-            randn(rows, H, D),
-            *caches,
-            tables,
-            lengths,
-            work,
-            randn(rows, H, D),
-        )
+        caches = randn(2, count, HKV, PAGE, D).to(kind)
+        q, out = randn(2, rows, H, D)
+        return q, *caches, tables, lengths, work, out
 
     keys = rows * (length - shared) + groups * shared
-    name = f"decode_attention B={rows} n={length} shared={shared}"
+    name = f"decode_attention{' fp8' * (kind == FP8)} B={rows} n={length} shared={shared}"
     flops = 4.0 * rows * length * H * D
-    return Case(name, make, decode_attention, 4 * keys * HKV * D, flops)
+    return Case(name, make, decode_attention, 2 * kind.itemsize * keys * HKV * D, flops)
 
 
-def prefill(start: int, count: int) -> Case:
+def prefill(start: int, count: int, kind: torch.dtype = torch.bfloat16) -> Case:
     """Returns the prefill of `count` tokens on `start` earlier ones."""
     end = start + count
 
     def make():
         tables = torch.arange(end // PAGE, dtype=torch.int32)[None]
-        caches, work = randn(2, end // PAGE, HKV, PAGE, D), prefill_work([start], [count])
+        caches, work = randn(2, end // PAGE, HKV, PAGE, D).to(kind), prefill_work([start], [count])
         return randn(count, H, D), *caches, tables, work, randn(count, H, D)
 
     flops = 4 * H * D * (count * start + count * (count + 1) / 2)
-    name = f"prefill_attention {count} on {start}"
-    return Case(name, make, prefill_attention, 4 * end * HKV * D, flops)
+    name = f"prefill_attention{' fp8' * (kind == FP8)} {count} on {start}"
+    return Case(name, make, prefill_attention, 2 * kind.itemsize * end * HKV * D, flops)
 
 
 def training() -> list[Case]:

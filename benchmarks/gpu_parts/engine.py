@@ -36,7 +36,8 @@ class GpuBench(Bench):
     """A Bench whose weights are drawn on the device: 16 GB from a CPU take a minute.
 
     graphs and ahead: whether decode steps are captured, and launched one ahead. bounded: whether
-    chunks are small while requests decode; a measure of decoding alone prefills first.
+    chunks are small while requests decode; a measure of decoding alone prefills first. kv_dtype: of
+    the KV, that of the model by default.
     """
 
     def __init__(self, shape: ModelConfig, part: Part, quantise: str = ""):
@@ -49,10 +50,11 @@ class GpuBench(Bench):
             copy_weights(self.model, tensors)
         self.costs, self.ceiling = Costs.of(self.model.config), Ceiling(self.device, dtype)
         self.graphs = self.ahead = self.bounded = True
+        self.kv_dtype = None
 
     def engine(self, tokens: int, **options: Any) -> Engine:
         """As in Bench, with graphs and look-ahead switched off where they should be."""
-        made = super().engine(tokens, **options)
+        made = super().engine(tokens, kv_dtype=self.kv_dtype, **options)
         if not self.bounded:
             made.scheduler.mixed = None
         if not self.graphs:
@@ -131,13 +133,18 @@ def steps(part: Part) -> None:
 
 
 def decode(part: Part) -> None:
-    """Decoding at several batch sizes, contexts of about 1,000 tokens; transformers beside it."""
+    """Decoding at several batch sizes, contexts of about 1,000 tokens; transformers beside it.
+
+    The larger batches also with the KV in 8 bits.
+    """
     batches, sizes = ((1, 2), (30, 5)) if part.rehearse else ((1, 32, 128, 256), (1000, 64))
     bench = bench_of(part)
     bench.bounded = False
-    for batch in batches:
-        with by_kernels(part):
-            part.note(f"B={batch}", **bench.decode(batch, *sizes))
+    for bench.kv_dtype in (torch.float8_e4m3fn, None):
+        for batch in batches[len(batches) // 2 :] if bench.kv_dtype else batches:
+            with by_kernels(part):
+                name = "KV fp8, " * (bench.kv_dtype is not None)
+                part.note(f"{name}B={batch}", **bench.decode(batch, *sizes))
     for batch in batches[:2]:
         texts = [bench.ids(sizes[0]) for _ in range(batch)]
         times = []

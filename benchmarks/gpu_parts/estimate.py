@@ -70,7 +70,7 @@ def launches(batch: int, quantise: str = "") -> int:
         model = Qwen3(shape).to(torch.bfloat16)
         if quantise:
             quantise_model(model, quantise)
-    runner = GpuRunner(model, 8, PAGE, shape.vocab_size)
+    runner = GpuRunner(model, 8, PAGE, shape.vocab_size, torch.bfloat16)
     sizes = Sizes(batch, 4 * batch, 0, 0, 0, 0, batch, 16)
     inputs, count = Inputs(sizes, "meta"), _Count()
     with count:

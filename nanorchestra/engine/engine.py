@@ -32,10 +32,11 @@ class Engine:
     """Continuous batching over a paged KV cache.
 
     num_pages: pages of the KV pool (default: 1 GiB worth on a CPU, on a GPU memory_share of the
-    memory that is free then). page_size: tokens a page (default: 16
-    on a CPU, 64 on a GPU). max_batch_tokens: tokens that one step computes at most. max_running:
-    requests that decode at the same time. max_context: longest sequence, prompt and sampled ids
-    together (default: the model's). Raises UserError for a number below 1.
+    memory that is free then). page_size: tokens a page (default: 16 on a CPU, 64 on a GPU).
+    max_batch_tokens: tokens that one step computes at most. max_running: requests that decode at
+    the same time. max_context: longest sequence, prompt and sampled ids together (default: the
+    model's). kv_dtype: of the KV (default: the model's); float8_e4m3fn halves what attention reads,
+    on a GPU from sm_89 on. Raises UserError for a number below 1 or another dtype.
 
     The model may be shared with a trainer. Call `update_weights()` after changing it in place.
     """
@@ -51,13 +52,15 @@ class Engine:
         max_running: int = 512,
         max_context: int | None = None,
         memory_share: float = 0.9,
+        kv_dtype: torch.dtype | None = None,
     ):
         config, weight = model.config, model.embed_tokens.weight
+        kv_dtype = kv_dtype or weight.dtype
         if page_size is None:
             page_size = 64 if by_kernel(weight) else 16
         if num_pages is None:
             numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-            room, page = DEFAULT_POOL, page_size * numbers * weight.element_size()
+            room, page = DEFAULT_POOL, page_size * numbers * kv_dtype.itemsize
             if by_kernel(weight):
                 room = memory_share * free_memory(weight.device)
             num_pages = max(1, int(room / page))
@@ -73,7 +76,7 @@ class Engine:
             self.eos_ids = frozenset(tokenizer.eos_ids)
         self.weight_version = 0
         kind = GpuRunner if by_kernel(weight) else Runner
-        self.runner = kind(model, num_pages, page_size, self.vocab_size)
+        self.runner = kind(model, num_pages, page_size, self.vocab_size, kv_dtype)
         self.cache = PageCache(num_pages, page_size)
         self.scheduler = Scheduler(self.cache, max_batch_tokens, max_running, self.runner.mixed)
         self.limits = Limits(config.vocab_size, self.max_context, num_pages * page_size)

@@ -8,7 +8,7 @@ reads the tokens. A launch copies one block of pinned memory (inputs.py) and wai
 import torch
 from torch import Tensor
 
-from kernels.common import SIZES, wide_product
+from kernels.common import FP8, SIZES, wide_product
 from kernels.decode import decode_attention
 from kernels.decode_plan import DecodeWork, group_rows
 from kernels.norm import rms_norm
@@ -69,7 +69,9 @@ class GpuRunner(Runner):
 
     overlaps = True
 
-    def __init__(self, model: Qwen3, num_pages: int, page_size: int, vocab_size: int):
+    def __init__(
+        self, model: Qwen3, num_pages: int, page_size: int, vocab_size: int, kv_dtype: torch.dtype
+    ):
         config, weight, self.vocab_size = model.config, model.embed_tokens.weight, vocab_size
         for name, value in (("head_dim", config.head_dim), ("page size", page_size)):
             right = f"the GPU's kernels take {', '.join(map(str, SIZES))}"
@@ -86,9 +88,15 @@ class GpuRunner(Runner):
         # A GPU multiplies 150 to 250 rows while it reads the weights once: a step with so many
         # tokens takes less than three steps that decode. And it has a graph.
         self.mixed = CHUNKS[-1], matrices / (2 * q)
-        super().__init__(model, num_pages, page_size, vocab_size)
+        super().__init__(model, num_pages, page_size, vocab_size, kv_dtype)
         if weight.is_cuda:
             self.warm_up()
+
+    @staticmethod
+    def kv_dtypes(weight: Tensor) -> tuple[torch.dtype, ...]:
+        """As Runner.kv_dtypes; FP8 too where the card computes with it."""
+        old = weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (8, 9)
+        return (weight.dtype,) if old else (weight.dtype, FP8)
 
     def sleep(self) -> None:
         """As Runner.sleep; graphs go too, since they read the pages where they lay."""

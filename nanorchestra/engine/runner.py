@@ -3,6 +3,7 @@
 native.c computes a packed model, torch any other. The order of KV inside a page is theirs.
 """
 
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from nanorchestra.engine.request import Request
 from nanorchestra.engine.sampler import Draw, Sampler
 from nanorchestra.engine.scheduler import Plan
+from nanorchestra.errors import require
 from nanorchestra.model.native import BLOCK, Forward, PackedLinear, zeros
 from nanorchestra.model.ops import Attend
 from nanorchestra.model.packed_attention import Segment, packed_attention
@@ -25,28 +27,37 @@ Chunk = tuple[Request, int, int]  # ids[start : start + count] of a request, as 
 class Runner:
     """Owns the KV pages: k_cache and v_cache [layers, num_pages, Hkv, page_size, D].
 
-    They have the model's dtype and device. `launch` starts a step and `draws` reads what it drew;
-    on a GPU (GpuRunner) the host may launch the next step in between.
+    They are on the model's device. `launch` starts a step and `draws` reads what it drew; on a GPU
+    (GpuRunner) the host may launch the next step in between.
     """
 
     overlaps = False  # a CPU computes when it is told to: there is nothing to overlap
     mixed: tuple[int, float] | None = None  # bounds of chunks (Scheduler)
 
-    def __init__(self, model: Qwen3, num_pages: int, page_size: int, vocab_size: int):
+    def __init__(
+        self, model: Qwen3, num_pages: int, page_size: int, vocab_size: int, kv_dtype: torch.dtype
+    ):
         config, weight = model.config, model.embed_tokens.weight
+        usable = self.kv_dtypes(weight)
+        names = " or ".join(map(str, usable))
+        require(kv_dtype in usable, f"engine: kv_dtype is {kv_dtype}; expected {names} here")
         self.model, self.page_size, self.device = model, page_size, weight.device
+        self.kv_dtype = kv_dtype
         self.sampler, kv_heads = Sampler(vocab_size), config.num_key_value_heads
         self._shape = config.num_hidden_layers, num_pages, kv_heads, page_size, config.head_dim
         self.wake()
 
+    @staticmethod
+    def kv_dtypes(weight: Tensor) -> tuple[torch.dtype, ...]:
+        """Returns the dtypes that the pages of a model with this weight may have."""
+        return (weight.dtype,)
+
     def wake(self) -> None:
         """Takes memory for the pages. It is zeroed: padding reads it, and NaN would spread."""
         self.sleep()
-        weight = self.model.embed_tokens.weight
-        self.k_cache, self.v_cache = (
-            weight.new_zeros(self._shape) if weight.is_cuda else zeros(self._shape, weight.dtype)
-            for _ in range(2)
-        )
+        on_gpu = self.device.type == "cuda"
+        make = partial(torch.zeros, device=self.device) if on_gpu else zeros
+        self.k_cache, self.v_cache = (make(self._shape, dtype=self.kv_dtype) for _ in range(2))
         packed = isinstance(self.model.layers[0].down_proj, PackedLinear)
         if packed and self.page_size % BLOCK == 0:
             self._native = Forward(self.model, self.k_cache, self.v_cache)
@@ -104,7 +115,8 @@ class Runner:
         if copies:
             to, source = self._ints(list(copies)), self._ints(list(copies.values()))
             for cache in (self.k_cache, self.v_cache):
-                cache.index_copy_(1, to, cache.index_select(1, source))
+                bits = cache.view(torch.uint8)  # not every operation takes fp8
+                bits.index_copy_(1, to, bits.index_select(1, source))
 
     def _attend(self, chunks, slots) -> Attend:
         """Returns attend(layer, q, k, v) for the model: stores the KV, then each chunk attends."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from invariants import check_scheduler
 
 from nanorchestra.engine.engine import Engine, SamplingParams
@@ -47,7 +48,7 @@ def model():
 def engine(model, ahead: bool, **settings) -> Engine:
     made = Engine(model, **{"num_pages": 40, "page_size": 4, "max_batch_tokens": 24} | settings)
     if ahead:
-        made.runner = AheadRunner(model, made.cache.num_pages, 4, made.vocab_size)
+        made.runner = AheadRunner(model, made.cache.num_pages, 4, made.vocab_size, torch.float32)
         made._steps = Steps(made.scheduler, made.runner)
     return made
 

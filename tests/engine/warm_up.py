@@ -33,7 +33,7 @@ with torch.device("meta"):
         import nanorchestra.model.quantise as quantise
 
         quantise.by_kernel = lambda x: True
-    runner = GpuRunner(model, 8, 64, 1000)
+    runner = GpuRunner(model, 8, 64, 1000, torch.bfloat16)
 runner.warm_up()
 known, rng = set(COMPILED), random.Random(0)
 for _ in range(60):

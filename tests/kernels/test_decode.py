@@ -11,6 +11,7 @@ from paged_cache import Cache, joined
 
 from kernels import attention, decode, decode_plan
 from kernels.attention import reference
+from kernels.common import FP8
 from kernels.decode import decode_attention
 from kernels.decode_plan import DecodeWork, decode_work, group_rows
 
@@ -52,6 +53,14 @@ def test_lengths_around_tiles_pages_and_splits(generator, dtype):
     out = attend(cache)
     assert_close(out, exact(cache), POINTWISE)
     assert (out[9] == 0).all()  # no keys
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_keys_and_values_in_8_bits(generator, dtype):
+    """They are widened as they are read: exact on what the cache holds."""
+    cache = Cache(generator, [1, 17, 33, 65], dtype, 2, 1)
+    cache.k, cache.v = cache.k.to(FP8), cache.v.to(FP8)
+    assert_close(attend(cache), exact(cache), POINTWISE)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from paged_cache import Cache
 
 from kernels import attention, prefill
 from kernels.attention import reference
+from kernels.common import FP8
 from kernels.prefill import prefill_attention, prefill_work
 
 
@@ -53,6 +54,12 @@ class Chunks(Cache):
 )
 def test_chunks_around_tiles_and_pages(generator, dtype, starts, counts):
     chunks = Chunks(generator, starts, counts, dtype)
+    assert_close(chunks.attend(), chunks.exact(), ATTENTION)
+
+
+def test_keys_and_values_in_8_bits(generator):
+    chunks = Chunks(generator, [0, 14], [33, 18], torch.bfloat16)
+    chunks.k, chunks.v = chunks.k.to(FP8), chunks.v.to(FP8)
     assert_close(chunks.attend(), chunks.exact(), ATTENTION)
 
 

@@ -5,6 +5,7 @@ import torch
 from kernel_check import DEVICE, DTYPES, POINTWISE, assert_close, poisoned, randn
 
 from kernels import rope
+from kernels.common import FP8
 
 EPS = 1e-6
 PAGES, PAGE = 5, 4
@@ -65,6 +66,17 @@ def test_q_is_exact_and_k_and_v_are_in_their_slots(generator, monkeypatch, dtype
         assert_close(q, exact_q, POINTWISE)
         assert_close(case.stored(case.k_cache), exact_k, POINTWISE)
         assert torch.equal(case.stored(case.v_cache), exact_v.to(dtype))
+
+
+def test_a_cache_in_8_bits_gets_the_nearest_numbers(generator):
+    case = Case(generator, 5, 4, 2, 32)
+    case.qkv[0, -32:] *= 1000  # beyond the largest, 448
+    case.k_cache, case.v_cache = (x.to(FP8)[1:-1] for x in case.guarded)
+    case.run()
+    slots = case.slots // PAGE, slice(None), case.slots % PAGE
+    for cache, exact in zip((case.k_cache, case.v_cache), case.expected()[1:], strict=True):
+        nearest = exact.float().clamp(-448, 448).to(FP8).float()
+        assert torch.equal(cache.float()[slots], nearest)
 
 
 def test_small_heads_feel_eps_and_negative_slots_are_not_stored(generator):
