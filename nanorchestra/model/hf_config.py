@@ -7,6 +7,7 @@ from typing import Any
 
 from nanorchestra.errors import require
 from nanorchestra.files import read_json, read_toml
+from nanorchestra.model.compressed import FORMATS
 from nanorchestra.model.qwen3 import ModelConfig
 
 # field: the values that the decoder computes; the first is the default
@@ -17,7 +18,7 @@ _SUPPORTED = {
     "use_sliding_window": (False,),
     "tie_word_embeddings": (False, True),
     "attention_bias": (False,),
-    "quantization_config": (None,),
+    "quantization_config": (None, *FORMATS),
 }
 _DEFAULTS = {  # those of transformers
     "head_dim": 128,
@@ -73,6 +74,8 @@ def config_from_hf(data: Mapping[str, Any], source: str = "config.json") -> Mode
     values = {name: supported[0] for name, supported in _SUPPORTED.items()} | _DEFAULTS
     values |= {"num_key_value_heads": data.get("num_attention_heads")}
     values |= {name: value for name, value in {**data, **rope}.items() if value is not None}
+    if stored := data.get("quantization_config"):
+        values["quantization_config"] = stored.get("format", stored.get("quant_method"))
 
     def check(holds, field, expected):
         require(holds, f"{source}: {field} = {values.get(field)!r}: expected {expected}")

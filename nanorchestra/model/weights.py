@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json
+from nanorchestra.model.compressed import decompressed
 from nanorchestra.model.hf_config import read_config
 from nanorchestra.model.native import PackedLinear
 from nanorchestra.model.quantise import QuantisedLinear, linears, quantise_model
@@ -140,20 +141,20 @@ def _stored(path) -> Iterator[tuple[str, Tensor]]:
 
     A bare backbone, such as Qwen3-Embedding, has names without their first "model".
     """
-    files = {SINGLE}
+    files, shards = {SINGLE}, {}
     if (path / INDEX).is_file():
         files = set(read_json(path / INDEX)["weight_map"].values())
     for file in sorted(files):
         try:
-            with safe_open(path / file, framework="pt") as shard:
-                names = shard.keys()
-                for name in names:
-                    bare = not name.startswith(("model.", "lm_head."))
-                    yield f"model.{name}" if bare else name, shard.get_tensor(name)
+            shard = safe_open(path / file, framework="pt")
         except (SafetensorError, OSError) as error:
             raise UserError(
                 f"{path / file}: not a whole safetensors file ({error}); is the download complete?"
             ) from error
+        shards |= dict.fromkeys(shard.keys(), shard)
+    for name, tensor in decompressed(shards, lambda name: shards[name].get_tensor(name)):
+        bare = not name.startswith(("model.", "lm_head."))
+        yield f"model.{name}" if bare else name, tensor
 
 
 def _write(slots, tensors, source):

@@ -1,0 +1,58 @@
+"""Reads matrices that the package compressed-tensors stored in 4 or 8 bits, in full precision.
+
+A matrix is W[n, k] = (q[n, k] - zero[n, k]) * scale[n, k], where rectangles of W share a scale and
+a zero point: a row, a group of columns, a block, or all of it. q is int8 or float8_e4m3fn, or lies
+densely in int32 words, lowest bits first, each value with half of its range added.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+
+import torch
+from torch import Tensor
+
+from nanorchestra.errors import require
+
+FORMATS = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
+PARTS = "", "_packed", "_shape", "_scale", "_zero_point"
+
+
+def decompressed(
+    names: Collection[str], read: Callable[[str], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of a checkpoint; what was compressed comes in fp32.
+
+    Scales of activations are left out, since activations are not rounded. UserError for columns
+    whose groups are not contiguous.
+    """
+    for name in names:
+        module, _, field = name.rpartition(".")
+        weight = f"{module}.weight"
+        if f"{weight}_scale" not in names:
+            yield name, read(name)
+        elif field == "weight_scale":
+            require(f"{weight}_g_idx" not in names, f"{weight}_g_idx: groups must be contiguous")
+            yield weight, _matrix({x: read(weight + x) for x in PARTS if weight + x in names})
+
+
+def _matrix(parts: dict[str, Tensor]) -> Tensor:
+    scale, zero = parts["_scale"], parts.get("_zero_point")
+    if "_packed" in parts:
+        packed, (rows, columns) = parts["_packed"], parts["_shape"].tolist()
+        bits = 32 * packed.shape[1] // columns
+        q = _unpacked(packed, bits)
+        zero = None if zero is None else _unpacked(zero.T, bits).T[:rows]
+    else:
+        q = parts[""]
+        rows, columns = q.shape
+
+    def spread(x):
+        x = x.float().view(len(x), -1)
+        return x.repeat_interleave(rows // len(x), 0).repeat_interleave(columns // x.shape[1], 1)
+
+    return (q.float() - (0 if zero is None else spread(zero))) * spread(scale)
+
+
+def _unpacked(words: Tensor, bits: int) -> Tensor:
+    """Return the values of int32 words [N, W] -> [N, W * 32 / bits]."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return (words[..., None] >> shifts & (1 << bits) - 1).flatten(1) - (1 << bits - 1)
