@@ -225,7 +225,7 @@ def write_gguf(path: Path, dtype: str) -> Path:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(rope_theta(config))
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
+    add_tokenizer(writer, path / "tokenizer.json", config)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
     for part in sorted(path.glob("*.safetensors")):
         for name, tensor in load_file(part).items():
@@ -240,6 +240,25 @@ def write_gguf(path: Path, dtype: str) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def add_tokenizer(writer, file: Path, config: dict) -> None:
+    """Adds a byte-level BPE, which a server needs; none if the file is not there."""
+    if not file.exists():
+        writer.add_tokenizer_model("no_vocab")
+        return
+    data = json.loads(file.read_text())
+    tokens = [f"[PAD{i}]" for i in range(config["vocab_size"])]
+    added = {token["content"]: token["id"] for token in data["added_tokens"]}
+    for token, place in (data["model"]["vocab"] | added).items():
+        tokens[place] = token
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if i in added.values() else 1 for i in range(len(tokens))])
+    writer.add_token_merges([" ".join(pair) for pair in data["model"]["merges"]])
+    eos = config["eos_token_id"]
+    writer.add_eos_token_id(eos[0] if isinstance(eos, list) else eos)
 
 
 def rope_theta(config: dict) -> float:

@@ -1,4 +1,4 @@
-"""Measures the HTTP server beside the engine it runs and beside vLLM's server, on one model.
+"""Measures the HTTP server beside the engine it runs, vLLM's and llama.cpp's, on one model.
 
     python benchmarks/serving.py [--model assets/nano] [--rounds 3] [--home runs/peers] [--json F]
 
@@ -8,7 +8,11 @@ an idle server; 256 requests of 16 to 256 tokens at once; 500 connections droppe
 A round runs the engine, each server, and the engine again; the figures are medians of the rounds,
 ratios medians of each round's own. CPU seconds stand beside the times: those of the load are not
 the server's, and a busy machine changes them least. vLLM's server is measured where
-`benchmarks/engine.py --peers --install` has put it under --home.
+`benchmarks/engine.py --peers --install` has put it under --home, and llama.cpp's as
+HOME/llama-server, built from the sdist of llama-cpp-python:
+
+    cmake -G Ninja -B build -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF vendor/llama.cpp
+    cmake --build build --target llama-server && cp build/bin/llama-server HOME
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import socket
 import subprocess
 import sys
@@ -40,7 +45,21 @@ from nanorchestra import Engine, SamplingParams, load_model  # noqa: E402
 from nanorchestra.model.native import pack  # noqa: E402
 
 STREAMS, TOKENS, PROMPT, FIRSTS, START_S = 64, 256, 100, 20, 180
+LLAMA = "--threads 1 --parallel 256 --kv-unified --ctx-size 131072 --batch-size 2048 --no-warmup"
 VLLM = "--dtype float32 --enforce-eager --max-model-len 2048 --max-num-seqs 256 --disable-log-stats"
+
+
+def llama_command(model: Path, home: Path, folder: Path) -> list[str]:
+    """llama-server for the model, which is written to `folder` in its format."""
+    copy = shutil.copytree(model, folder / model.name)
+    call = (
+        "import pathlib, sys, peer_sides as p; p.write_gguf(pathlib.Path(sys.argv[1]), 'float32')"
+    )
+    subprocess.run(
+        [python_of("llama.cpp", home), "-c", call, copy], check=True, cwd=ROOT / "benchmarks"
+    )
+    file = str(copy / "float32.gguf")
+    return [str(home / "llama-server"), "-m", file, "--alias", model.name, *LLAMA.split()]
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
@@ -84,7 +103,7 @@ class Side:
         end = time.monotonic() + START_S
         while time.monotonic() < end and self.process.poll() is None:
             try:
-                urlopen(f"http://127.0.0.1:{self.port}/v1/models", timeout=5)
+                urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5)
                 return
             except (URLError, OSError):
                 time.sleep(0.2)
@@ -210,6 +229,9 @@ def main() -> None:
         served = ["--model", path, "--served-model-name", options.model.name]
         vllm = [str(python), "-m", "vllm.entrypoints.openai.api_server", *served, *VLLM.split()]
         sides["vLLM"] = Side(options.model, vllm)
+    folder = Path(tempfile.mkdtemp())
+    if (options.home / "llama-server").exists():
+        sides["llama.cpp"] = Side(options.model, llama_command(options.model, options.home, folder))
     try:
         model, tokenizer = load_model(path)
         pack(model)
@@ -228,6 +250,7 @@ def main() -> None:
             once[name] = asyncio.run(side.mixed())
         once["server"] |= asyncio.run(sides["server"].drops())
     finally:
+        shutil.rmtree(folder)
         for side in sides.values():
             side.process.terminate()
         statuses = {name: side.process.wait(60) for name, side in sides.items()}
