@@ -10,7 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from statistics import fmean, stdev
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import Rollout
 from nanorchestra.errors import require
 from nanorchestra.records import Task, Trajectory
+from nanorchestra.schemas import Json
 from reward import Bounds, preference_score, reward_parts, task_reward
 
 Pairs = Sequence[tuple[Task, Trajectory]]
@@ -74,7 +74,7 @@ def evaluate(
     return attempt(rollout, tasks, seeds, lambda task, _: make(task, seed))[0]
 
 
-def summarise(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+def summarise(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> Json:
     """Returns means per task: over all tasks, by preference, and by kind of question.
 
     A task may have several attempts: `pass_hat` is pass^1, pass^2, ... `intervals` are 95%
@@ -104,7 +104,7 @@ def summarise(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict
     }
 
 
-def compare(found: dict[str, Pairs]) -> dict[str, dict[str, Any]]:
+def compare(found: dict[str, Pairs]) -> dict[str, Json]:
     """Returns the summary of each policy, with `behind`: what the first one has more.
 
     `published` is the paper's preference score; its base is the second policy.
@@ -149,9 +149,7 @@ def published_preference(ours: Pairs, base: Pairs) -> float | None:
     return fmean(scores) if scores else None
 
 
-def measure(
-    tasks: Sequence[Task], trajectories: Sequence[Trajectory], group_size: int
-) -> dict[str, Any]:
+def measure(tasks: Sequence[Task], trajectories: Sequence[Trajectory], group_size: int) -> Json:
     """Returns means over a training step's attempts, for its row of metrics.
 
     Also `group_std`, the mean spread of reward within a group, and how attempts ended. No mean

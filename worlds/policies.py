@@ -9,7 +9,6 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.load import NANO, load_rollout
@@ -19,6 +18,7 @@ from nanorchestra.errors import UserError, require
 from nanorchestra.model.hf_config import read_config, read_sampling
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Price, Task
+from nanorchestra.schemas import Json
 from nanorchestra.settings import load_config
 from nanorchestra.tools.models import Spending
 from nanorchestra.tools.roles import ROLES
@@ -41,7 +41,7 @@ class Policy:
 
     name: str
     base: str
-    settings: dict[str, Any]
+    settings: Json
 
     @property
     def router(self) -> bool:
@@ -101,7 +101,7 @@ def parse(text: str, routers: Collection[str]) -> Policy:
     return Policy(text, base, settings)
 
 
-def limits_of(path: Path) -> dict[str, Any]:
+def limits_of(path: Path) -> Json:
     """Returns limits and sampling of a checkpoint.
 
     They are those of the run that trained it, or else its context and generation_config.json.

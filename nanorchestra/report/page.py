@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -20,6 +19,7 @@ from nanorchestra.errors import UserError
 from nanorchestra.files import read_toml, write_whole
 from nanorchestra.report import plots
 from nanorchestra.report.run import TITLES, Run, held_out_scores
+from nanorchestra.schemas import Json
 
 HERE = Path(__file__).parent
 NAMES = ("page.css", "run.html", "tables.js", "browser.js")
@@ -69,7 +69,7 @@ def write_report(run_path: str | Path) -> Path:
     return run.path / "report.html"
 
 
-def page(run: Run, body: str, data: dict[str, Any]) -> str:
+def page(run: Run, body: str, data: Json) -> str:
     """Return the page of a body, filled with `data` by the scripts, and config.toml."""
     config = escape((run.path / "config.toml").read_text(encoding="utf-8"))
     name = escape(run.path.name)
@@ -98,7 +98,7 @@ def images(panels: list[plots.Panel], **size: float) -> str:
     return f'<div class="wide">{inner}</div>' if size else inner
 
 
-def browser(rows: list[dict[str, Any]], piece: Callable[[int], str]) -> dict[str, Any]:
+def browser(rows: list[Json], piece: Callable[[int], str]) -> Json:
     """Return what the page shows id by id of rows of trajectories.jsonl; piece(id) is an id's text.
 
     Groups are in their order, evenly spaced to SHOWN_IDS ids, and the last one always.
