@@ -31,9 +31,8 @@ def train(run: TrainingRun) -> bool:
     results = _finish(run)
     run.checkpoints.wait()
     if run.ranks.first:
-        summary = {"seconds": run.elapsed, "steps": run.progress.step}
-        summary |= {"seed": run.config.run.seed, **results}
-        run.folder.write_json("summary.json", summary)
+        done = {"seconds": run.elapsed, "steps": run.progress.step, "seed": run.config.run.seed}
+        run.folder.write_json("summary.json", done | results)
         run.watch.close()
         write_report(run.folder.path)
     return True
@@ -67,11 +66,15 @@ def _finish(run) -> Json:
     if not run.ranks.first:
         return {}
     tasks = worlds.held_out(run.config.evaluation.tasks)
-    held_out = {"tasks": len(tasks), "before": run.progress.before, "after": after}
     results = {
         "peak_memory_mb": peak_memory_mb(cuda=False),
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
-        "held_out": held_out | {"routers": worlds.routers(tasks)},
+        "held_out": {
+            "tasks": len(tasks),
+            "before": run.progress.before,
+            "after": after,
+            "routers": worlds.routers(tasks),
+        },
     }
     print(table(held_out_scores(results)))
     return results

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,16 +174,24 @@ class TrainingRun:
         row = {"step": self.progress.step, "phase": phase, "text": text}
         self.folder.append("trajectories", to_row(task, trajectory) | row)
 
-    # Checkpoints.
+    # Steps and checkpoints.
 
-    def end_step(self) -> bool:
-        """Saves and reports if it is time; returns whether to stop. All ranks stop together."""
-        self.watch.report()
-        stopped = self.ranks.any(self.stop.asked)
-        step, every = self.progress.step, self.config.run.checkpoint_every
-        if stopped or step % every == 0 or step == self.steps:
-            self.save()
-        return stopped
+    def repeat(self, step: Callable[[], None]) -> bool:
+        """Calls `step` to the end of the phase; returns False if the run is asked to stop before.
+
+        A step counts itself in `progress.step`. Between two of them the run saves and reports if
+        it is time. All ranks stop together.
+        """
+        progress, every, stopped = self.progress, self.config.run.checkpoint_every, False
+        with self.bar(self.steps, progress.phase.replace("_", " "), progress.step) as bar:
+            while progress.step < self.steps and not stopped:
+                step()
+                bar.update()
+                self.watch.report()
+                stopped = self.ranks.any(self.stop.asked)
+                if stopped or progress.step % every == 0 or progress.step == self.steps:
+                    self.save()
+        return not stopped
 
     def save(self) -> None:
         """Begins a checkpoint of this moment, which is written while training goes on."""

@@ -18,27 +18,24 @@ PRINT_EVERY = 20  # steps
 
 def warm_start(run: TrainingRun) -> bool:
     """Trains to warm_start.steps; returns False if the run is asked to stop on the way."""
-    settings, progress = run.config.warm_start, run.progress
-    stopped = False
-    with run.bar(settings.steps, "warm start", progress.step) as bar:
-        while progress.step < settings.steps and not stopped:
-            start = time.monotonic()
-            groups = _lessons(run)
-            shown = time.monotonic()
-            peak, steps = settings.learning_rate, settings.steps
-            rate = scheduled(progress.step, peak, steps, WARMUP_STEPS, hold=HOLD)
-            metrics = run.trainer.supervised_step(groups, rate)
-            times = {"demonstrations": shown - start, "train": time.monotonic() - shown}
-            progress.step += 1
-            if progress.lesson_tools <= FEW_TOOLS and (
-                metrics["loss"] < FEW_LOSS or progress.step - progress.lesson_since >= FEW_STEPS
-            ):
-                progress.lesson_tools += 1
-                progress.lesson_since = progress.step
-            _record(run, metrics, times)
-            bar.update()
-            stopped = run.end_step()
-    return not stopped
+    peak, progress = run.config.warm_start.learning_rate, run.progress
+
+    def step():
+        start = time.monotonic()
+        groups = _lessons(run)
+        shown = time.monotonic()
+        rate = scheduled(progress.step, peak, run.steps, WARMUP_STEPS, hold=HOLD)
+        metrics = run.trainer.supervised_step(groups, rate)
+        times = {"demonstrations": shown - start, "train": time.monotonic() - shown}
+        progress.step += 1
+        if progress.lesson_tools <= FEW_TOOLS and (
+            metrics["loss"] < FEW_LOSS or progress.step - progress.lesson_since >= FEW_STEPS
+        ):
+            progress.lesson_tools += 1
+            progress.lesson_since = progress.step
+        _record(run, metrics, times)
+
+    return run.repeat(step)
 
 
 def _lessons(run) -> list[Group]:
