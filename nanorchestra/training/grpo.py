@@ -9,7 +9,7 @@ from nanorchestra.records import Trajectory
 from nanorchestra.training.objectives import Objective
 from nanorchestra.training.optimizers import scheduled
 from nanorchestra.training.overlap import beside
-from nanorchestra.training.packing import mini_batches
+from nanorchestra.training.packing import mini_batches, samples_in
 from nanorchestra.training.run import TrainingRun
 from nanorchestra.training.sampling import Batch, Sampler
 from nanorchestra.training.trajectories import in_loss, samples_of
@@ -92,8 +92,7 @@ def learn(run: TrainingRun, batch: Batch, objective: Objective) -> dict[str, flo
     groups, size, old = batch.groups, grpo.mini_batch, None
     if size:
         old = trainer.score(groups, rollout.temperature)
-        samples = [sample for group in groups for sample in group.samples]
-        for sample, logprobs in zip(samples, old, strict=True):
+        for sample, logprobs in zip(samples_in(groups), old, strict=True):
             sample.old_logprobs = logprobs
     totals, parts = Counter(), mini_batches(groups, size)
     for part in parts:

@@ -63,6 +63,11 @@ class Group:
         return sum(sample.count for sample in self.samples)
 
 
+def samples_in(groups: Sequence[Group]) -> list[Sample]:
+    """Returns the samples of all groups, in their order."""
+    return [sample for group in groups for sample in group.samples]
+
+
 @dataclass
 class Packed:
     """One micro-batch of T packed ids, N of them sampled; all tensors on one device.
@@ -102,7 +107,7 @@ def pack(
     take part in forward and backward.
     """
     layout = _Layout()
-    samples = [sample for group in groups for sample in group.samples]
+    samples = samples_in(groups)
     sequences = [sample.ids for sample in samples] or [[0]]
     places = [[] for _ in sequences]  # in the pack, of the ids of each sequence
     layout.lay(sequences, places, 0, None)

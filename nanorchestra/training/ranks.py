@@ -135,12 +135,12 @@ class Ranks:
         return values
 
     def map(
-        self, function: Callable[[list[T]], Sequence[R]], items: Sequence[T], together: int = 1
+        self, function: Callable[[Sequence[T]], list[R]], items: Sequence[T], together: int = 1
     ) -> list[R]:
         """Returns function(items), computed in shares of whole runs of `together` items."""
         share = -(-len(items) // (self.world * together)) * together
         mine = items[share * self.rank : share * (self.rank + 1)]
-        return [result for part in self.gather(list(function(list(mine)))) for result in part]
+        return [result for part in self.gather(function(mine)) for result in part]
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
         """Returns the sum over the ranks of each value; all ranks have the same names."""
