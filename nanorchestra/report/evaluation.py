@@ -45,8 +45,9 @@ def _instructive(path, summary):
     found = defaultdict(list)
     for row in takewhile(lambda row: row["policy"] in first, attempts(path)):
         if not row["trial"] and row["status"] != "infrastructure":
-            said = {name: row[name] for name in ("policy", "reward")} | {"tree": tree(row)}
-            found[row["task"]["id"]].append(said | {"wish": row["task"]["preference"]["text"]})
+            task, shown = row["task"], {"policy": row["policy"], "reward": row["reward"]}
+            shown |= {"tree": tree(row), "wish": task["preference"]["text"]}
+            found[task["id"]].append(shown)
     pairs = [pair for pair in found.values() if len(pair) == 2]
     pairs.sort(key=lambda pair: pair[1]["reward"] - pair[0]["reward"])
     return pairs[:SHOWN] + pairs[SHOWN:][-SHOWN:][::-1]

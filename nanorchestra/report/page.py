@@ -31,8 +31,8 @@ TAIL_BYTES = 16 << 20  # of trajectories.jsonl, so that a long run's report is n
 SHOWN_IDS = 60_000  # two megabytes in the page
 
 
-def write_report(run_path: str | Path) -> Path:
-    """Write report.html and curves.png of a run from what it holds so far; return the page's path.
+def write_report(run_path: str | Path) -> None:
+    """Write report.html and curves.png of a run from what it holds so far.
 
     UserError if `run_path` holds no run, or a record in it cannot be read.
     """
@@ -56,7 +56,7 @@ def write_report(run_path: str | Path) -> Path:
         "parameters": f"{summary.get('parameters', 0) / 1e6:,.2f} million",
         "warm-start steps": len(warm),
         "GRPO steps": len(grpo),
-        "held-out tasks": (summary.get("held_out") or {}).get("tasks", 0),
+        "held-out tasks": summary.get("held_out", {}).get("tasks", 0),
         "time": f"{seconds:,.0f} s ({seconds / 60:.1f} min)",
     }
     data = {
@@ -66,7 +66,6 @@ def write_report(run_path: str | Path) -> Path:
     write_whole(run.path / "report.html", page(run, BODY.format(**drawn), data))
     image = plots.figure([*learning[:4], *calls, *frontier], "png", height=2.9)
     write_whole(run.path / "curves.png", image)
-    return run.path / "report.html"
 
 
 def page(run: Run, body: str, data: Json) -> str:

@@ -115,8 +115,8 @@ class Run:
 
 def held_out_scores(summary: Json) -> dict[str, Json]:
     """Return the held-out scores of a training run by name: before, after, then the routers."""
-    found = dict(summary.get("held_out") or {})
-    named = {name: found.get(name) for name in ("before", "after")} | (found.get("routers") or {})
+    found = summary.get("held_out", {})
+    named = {name: found.get(name) for name in ("before", "after")} | found.get("routers", {})
     return {name: scores for name, scores in named.items() if scores}
 
 
@@ -144,7 +144,7 @@ def _cell(scores, key):
     digits = number if decimals is None else f"{{:.{decimals}f}}".format
     if scores.get(key) is None:
         return "-"
-    low, high = (scores.get("intervals") or {}).get(key) or (None, None)
+    low, high = scores.get("intervals", {}).get(key, (None, None))
     half = "" if low is None else f" ±{digits(factor * (high - low) / 2)}"
     return digits(factor * scores[key]) + half
 
