@@ -109,10 +109,11 @@ def compare(found: dict[str, Pairs]) -> dict[str, Json]:
 
     `published` is the paper's preference score; its base is the second policy.
     """
-    first, base = [*found.values()][:1], [*found.values()][:2][-1]
+    policies = [*found.values()]
+    first, base = policies[0], policies[:2][-1]
     return {
         name: summarise(*zip(*pairs, strict=True))
-        | {"published": published_preference(pairs, base), "behind": differences(*first, pairs)}
+        | {"published": published_preference(pairs, base), "behind": differences(first, pairs)}
         for name, pairs in found.items()
     }
 

@@ -96,8 +96,9 @@ def routers_of(worlds: Any, seed: int) -> dict[str, Router]:
     found = {
         name: Router(partial(order, name), name == VOTE) for name in orders(first, random.Random())
     }
-    trained = {TRAINED: Router(lambda task: best()(task))}
-    return found | (trained if importlib.util.find_spec("sklearn") else {})
+    if importlib.util.find_spec("sklearn"):
+        found[TRAINED] = Router(lambda task: best()(task))
+    return found
 
 
 def _learn(worlds, seed):
