@@ -23,16 +23,16 @@ from nanorchestra.errors import require
 from nanorchestra.files import sync, write_whole
 from nanorchestra.training.ranks import Ranks
 
-NOTES = "notes.json"
+NOTES, KEPT = "notes.json", 2
 Notes = dict[str, Any]
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process
 
 
 class Checkpoints:
-    """The last `keep` checkpoints in a directory that all ranks see; names sort by age."""
+    """The last KEPT checkpoints in a directory that all ranks see; names sort by age."""
 
-    def __init__(self, folder: Path, keep: int, ranks: Ranks):
-        self.folder, self.keep, self.ranks = folder, keep, ranks
+    def __init__(self, folder: Path, ranks: Ranks):
+        self.folder, self.ranks = folder, ranks
         self._saving: tuple[str, Future[None]] | None = None
         self._group = ranks.beside().group  # of the thread that writes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -78,7 +78,7 @@ class Checkpoints:
             shutil.rmtree(self.folder / name, ignore_errors=True)  # one that could not be read
             os.replace(aside, self.folder / name)
             sync(self.folder)
-            for old in self._names()[: -self.keep]:
+            for old in self._names()[:-KEPT]:
                 shutil.rmtree(self.folder / old)
         finally:
             if self.ranks.first:

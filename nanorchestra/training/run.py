@@ -28,7 +28,6 @@ from nanorchestra.training.ranks import Ranks
 from nanorchestra.training.sampling import Batch
 from nanorchestra.training.trajectories import load_kept, to_row
 
-KEEP_CHECKPOINTS = 2
 REPORT_EVERY = 120.0  # seconds between live reports
 SKIP_LIMIT = 3  # steps in a row without an update end the run
 
@@ -68,7 +67,7 @@ class TrainingRun:
         self.examples = load_kept(config, self.tokenizer, self.say)
         self.trainer = build.build_trainer(config, model, self.tokenizer, ranks, self.dtype)
         self.engine = build.build_engine(config, model.config, self.tokenizer, ranks, self.dtype)
-        self.checkpoints = Checkpoints(folder.path / "checkpoints", KEEP_CHECKPOINTS, ranks)
+        self.checkpoints = Checkpoints(folder.path / "checkpoints", ranks)
         self.peak_flops = peak_flops(ranks.device, self.dtype)
         self.progress, self.ahead, self.started = Progress(), None, time.monotonic()
 
@@ -114,7 +113,8 @@ class TrainingRun:
         grpo = self.config.grpo
         if phase == "warm_start":
             return self.trainer.prepare(build.WARM_START_OPTIMIZER, False)
-        return self.trainer.prepare(grpo.optimizer, grpo.kl_coef > 0, **grpo.adamw)
+        adamw = {"beta2": grpo.beta2, "weight_decay": grpo.weight_decay}
+        return self.trainer.prepare(grpo.optimizer, grpo.kl_coef > 0, **adamw)
 
     def publish(self) -> None:
         """Copies the trainer's weights into the engine."""

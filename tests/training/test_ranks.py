@@ -130,7 +130,7 @@ def first_half(ranks: Ranks, folder: str) -> dict[str, torch.Tensor]:
     """Three steps, a checkpoint, and three more while it is written."""
     trainer, values = make_trainer(ranks), []
     trainer.prepare("muon", True)
-    checkpoints = Checkpoints(Path(folder), 2, ranks)
+    checkpoints = Checkpoints(Path(folder), ranks)
     for step in range(6):
         values.append(trainer.supervised_step(make_groups(step), 3e-3)["loss"])
         if step == 2:
@@ -142,7 +142,7 @@ def first_half(ranks: Ranks, folder: str) -> dict[str, torch.Tensor]:
 
 def second_half(ranks: Ranks, folder: str) -> dict[str, torch.Tensor]:
     trainer = make_trainer(ranks, seed=5)  # other weights, which must not remain
-    notes = Checkpoints(Path(folder), 2, ranks).restore(lambda notes: trainer.prepare("muon", True))
+    notes = Checkpoints(Path(folder), ranks).restore(lambda notes: trainer.prepare("muon", True))
     steps = range(notes["step"], 6)
     values = [trainer.supervised_step(make_groups(step), 3e-3)["loss"] for step in steps]
     reference = {name: value.clone() for name, value in named_hf_tensors(trainer.reference)}
