@@ -88,8 +88,8 @@ def summarise(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> Json
         "see that the tools and endpoints answer",
     )
     scores, rows = means(pairs), _grouped(pairs)
+    known = _columns([*rows.values()])
     right, tries = scores["accuracy"], Counter(task.id for task, _ in pairs)
-    known = {n: [row[n] for row in rows.values() if row[n] is not None] for n in scores}
     passed = [(round(row["accuracy"] * tries[n]), tries[n]) for n, row in rows.items()]
     return {
         "tasks": len({task.id for task in tasks}),
@@ -188,8 +188,12 @@ def finished(pairs: Iterable[tuple[Task, Trajectory]]) -> Pairs:
 
 
 def _means(rows):
-    columns = {name: [row[name] for row in rows if row[name] is not None] for name in rows[0]}
-    return {name: fmean(found) if found else None for name, found in columns.items()}
+    return {name: fmean(found) if found else None for name, found in _columns(rows).items()}
+
+
+def _columns(rows):
+    """The values of each name that are known."""
+    return {name: [row[name] for row in rows if row[name] is not None] for name in rows[0]}
 
 
 def _grouped(pairs, key=lambda task: task.id):

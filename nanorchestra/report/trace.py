@@ -1,7 +1,5 @@
 """Shows a recorded attempt as a tree of its calls, with what each of them cost."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 

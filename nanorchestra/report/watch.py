@@ -1,7 +1,5 @@
 """Writes the report of a run again and again while it goes on, and measures its memory."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

@@ -6,8 +6,6 @@ once, each prompt once, and whatever the samples of a group begin with in common
 the whole sequences. Nothing here computes with a model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
