@@ -67,7 +67,7 @@ def _finish(run) -> Json:
         return {}
     tasks = worlds.held_out(run.config.evaluation.tasks)
     results = {
-        "peak_memory_mb": peak_memory_mb(cuda=False),
+        "peak_memory_mb": peak_memory_mb(),
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "held_out": {
             "tasks": len(tasks),

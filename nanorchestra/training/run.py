@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from tqdm import tqdm
 
@@ -142,6 +143,7 @@ class TrainingRun:
         known = flops and self.peak_flops
         mfu = flops / times["train"] / self.peak_flops / self.ranks.world if known else None
         shown = {name: value for name, value in metrics.items() if name not in ("flops", "tokens")}
+        memory = torch.cuda.max_memory_allocated() / 2**20 if self.on_gpu else peak_memory_mb()
         whole = {
             "phase": progress.phase,
             "step": progress.step,
@@ -150,7 +152,7 @@ class TrainingRun:
             **shown,
             "phase_seconds": times,
             "mfu": mfu,
-            "memory_mb": peak_memory_mb(self.on_gpu),
+            "memory_mb": memory,
         }
         if self.ranks.first:
             self.folder.append("metrics", whole)
