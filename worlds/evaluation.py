@@ -212,10 +212,10 @@ def _figures(task, t):
         "cost_usd": t.cost_usd,
         "latency_s": t.latency_s,
         "preference": preference_score(t, task.preference, task_bounds(task)),
-        "avoided_rate": float(any(map(t.calls.get, avoided))) if avoided else None,
-        "well_formed": float(t.well_formed),
-        "turns": float(len(t.turns)),
-        "tokens": float(sum(t.sampled)),
+        "avoided_rate": any(map(t.calls.get, avoided)) if avoided else None,
+        "well_formed": t.well_formed,
+        "turns": len(t.turns),
+        "tokens": sum(t.sampled),
     }
 
 
