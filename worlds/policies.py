@@ -83,8 +83,8 @@ def parse(text: str, routers: Collection[str]) -> Policy:
     settings = {"tools": "all", "usd": 0.0}
     if "://" in base:
         usd_in, usd_out = PRICES.get(base.partition("@")[0], (0.0, 0.0))
-        settings |= _limits(CONTEXT) | {"input": usd_in, "output": usd_out}
-        settings |= {"temperature": 1.0, "from": "evaluate.py"}
+        settings |= _limits(CONTEXT)
+        settings |= {"input": usd_in, "output": usd_out, "temperature": 1.0, "from": "evaluate.py"}
     elif base not in routers:
         known = f"a checkpoint's directory, MODEL@URL, or one of {', '.join(routers)}"
         require(
@@ -111,8 +111,8 @@ def limits_of(path: Path) -> Json:
     if own == "nano" or own.is_file():
         config = load_config(own)
         found = {name: getattr(config.rollout, name) for name in (*LIMITS, "context")}
-        sampling = {"temperature": config.evaluation.temperature, "top_p": 1.0, "top_k": 0}
-        return found | sampling | {"from": "its run"}
+        warmth = config.evaluation.temperature
+        return found | {"temperature": warmth, "top_p": 1.0, "top_k": 0, "from": "its run"}
     found = _limits(read_config(path).max_position_embeddings) | read_sampling(path)
     return found | {"context": "append", "from": "generation_config.json"}
 

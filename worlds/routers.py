@@ -204,8 +204,12 @@ def plain_orders(task: Task, rng: random.Random) -> dict[str, Sequence[Offer]]:
     """Returns the experts that each router uses outside the miniature. UserError without any."""
     found = sorted(offers(task), key=lambda offer: offer["price"])
     require(found, f"task {task.id} offers no expert, which a router needs")
-    ends = {"strongest": found[-1:], "cheapest": found[:1], "random": [rng.choice(found)]}
-    return ends | {"cascade": found}
+    return {
+        "strongest": found[-1:],
+        "cheapest": found[:1],
+        "random": [rng.choice(found)],
+        "cascade": found,
+    }
 
 
 def informed_order(task: Task) -> list[Offer]:
