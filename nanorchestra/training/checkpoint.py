@@ -74,7 +74,7 @@ class Checkpoints:
             if not self.ranks.first:
                 return
             files = {file.name: file.stat().st_size for file in aside.iterdir()}
-            write_whole(aside / NOTES, json.dumps({"files": files, "notes": notes}).encode())
+            write_whole(aside / NOTES, json.dumps({"files": files, "notes": notes}))
             shutil.rmtree(self.folder / name, ignore_errors=True)  # one that could not be read
             os.replace(aside, self.folder / name)
             sync(self.folder)

@@ -194,9 +194,9 @@ def loss_normaliser(groups: Sequence[Group], aggregation: str, length: int) -> f
     for a mean of their means (DeepSeekMath equation 3). "constant": trajectories times `length`,
     the most ids that one may have (Dr. GRPO section 3.2): an id then weighs the same in every one.
     """
-    if aggregation == "token":
-        return float(sum(group.sampled for group in groups))
     samples = [sample for sample in samples_in(groups) if sample.count]
+    if aggregation == "token":
+        return float(sum(sample.count for sample in samples))
     trajectories = sum(sample.count / (sample.trajectory_ids or sample.count) for sample in samples)
     return trajectories * (length if aggregation == "constant" else 1)
 

@@ -55,11 +55,6 @@ class Group:
         """How many ids the samples have, the shared ones counted once."""
         return self.shared + sum(len(sample.ids) - self.shared for sample in self.samples)
 
-    @property
-    def sampled(self) -> int:
-        """How many of the ids are sampled."""
-        return sum(sample.count for sample in self.samples)
-
 
 def samples_in(groups: Sequence[Group]) -> list[Sample]:
     """Returns the samples of all groups, in their order."""

@@ -63,7 +63,7 @@ def _finish(run) -> Json:
     save_checkpoint(trainer.model, run.tokenizer, path / "model", dtype=dtype, write=first)
     if run.config.lora.rank:
         save_adapter(trainer.model, path / "adapter", run.config.model.path, write=first)
-    if not run.ranks.first:
+    if not first:
         return {}
     tasks = worlds.held_out(run.config.evaluation.tasks)
     results = {

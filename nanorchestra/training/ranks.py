@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -233,7 +234,7 @@ def shard_model(
         # the backward of the last layer comes at once
         fully_shard(layer, reshard_after_forward=layer is not layers[-1], **options)
     fully_shard(model, reshard_after_forward=False, **options)
-    for layer, following in zip(layers, layers[1:], strict=False):
+    for layer, following in pairwise(layers):
         layer.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([layer])
     return model

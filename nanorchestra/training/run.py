@@ -214,7 +214,7 @@ class TrainingRun:
         The number of ranks may differ from that of the run so far.
         """
         notes = self.checkpoints.restore(lambda notes: self.prepare(notes["progress"]["phase"]))
-        offsets = {"metrics": 0, "trajectories": 0}
+        offsets = {}
         if notes:
             self.progress, offsets = Progress(**notes["progress"]), notes["offsets"]
             self.ahead = Batch.from_notes(notes["ahead"]) if notes["ahead"] else None

@@ -95,7 +95,7 @@ class Trainer:
         Beside the metrics of `policy_loss` and `_finish`: loss, entropy in nats, `logprob_gap` and
         `logprob_gap_max`, the mean and largest |trainer - sampler| of the log-probabilities.
         """
-        count = sum(group.sampled for group in groups)
+        count = sum(sample.count for sample in samples_in(groups))
         normaliser = loss_normaliser(groups, objective.aggregation, length)
         known = any(sample.old_logprobs for sample in samples_in(groups))
         own = not known and (objective.importance_cap or objective.surrogate == "gspo")
@@ -148,7 +148,7 @@ class Trainer:
         loss is the mean negative log-likelihood of the sampled ids, and entropy their mean
         entropy, both in nats per id.
         """
-        count, metrics = sum(group.sampled for group in groups), Counter()
+        count, metrics = sum(sample.count for sample in samples_in(groups)), Counter()
         for _, packed, last in self._micro_batches(groups):
             logprobs, entropy = self._logprobs(self._hidden(self.model, packed), packed)
             loss = -logprobs.sum() / count
