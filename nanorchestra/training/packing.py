@@ -32,7 +32,7 @@ class Sample:
 
     ids: list[int]
     sampled: list[bool]
-    logprobs: list[float] | None = None
+    logprobs: list[float]
     advantage: float = 0.0
     trajectory_ids: int | None = None
     old_logprobs: list[float] | None = None
@@ -108,12 +108,11 @@ def pack(
     floats = []  # log-probabilities, advantage
     for number, sample in enumerate(samples):
         total = sample.trajectory_ids or sample.count
-        logprobs = sample.logprobs or [0.0] * len(sample.ids)
         old = iter(sample.old_logprobs or ())
         for i, token in enumerate(sample.ids):
             if sample.sampled[i]:
                 integers.append((places[number][i - 1], token, number, total))
-                drawn = logprobs[i]
+                drawn = sample.logprobs[i]
                 floats.append((drawn, next(old, drawn), sample.advantage))
     return Packed(
         torch.tensor(layout.tokens, device=device),
