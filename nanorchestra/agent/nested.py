@@ -33,9 +33,10 @@ class Orchestrator:
     parameters = arguments_schema(task="string")
 
     def __post_init__(self) -> None:
-        found = (Path(self.model) / "config.json").exists()
-        problem = f"{self.name}: model is {self.model!r}; it must be a checkpoint's directory"
-        require(found, problem)
+        require(
+            (Path(self.model) / "config.json").exists(),
+            f"{self.name}: model is {self.model!r}; it must be a checkpoint's directory",
+        )
 
     def call(self, arguments: Json) -> ToolResult:
         """Returns its answer to the task, with the cost of its tokens and of all its calls."""

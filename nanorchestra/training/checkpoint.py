@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -21,10 +20,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from nanorchestra.errors import require
 from nanorchestra.files import sync, write_whole
+from nanorchestra.schemas import Json
 from nanorchestra.training.ranks import Ranks
 
 NOTES, KEPT = "notes.json", 2
-Notes = dict[str, Any]
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process
 
 
@@ -42,7 +41,7 @@ class Checkpoints:
                 shutil.rmtree(unfinished)
         ranks.gather(None)
 
-    def save(self, name: str, tensors: dict[str, Tensor], notes: Notes) -> None:
+    def save(self, name: str, tensors: dict[str, Tensor], notes: Json) -> None:
         """Begins to save; the tensors may change once it returns. Waits for the save before it."""
         self.wait()
         aside = self.folder / f".{name}.part"
@@ -84,7 +83,7 @@ class Checkpoints:
             if self.ranks.first:
                 shutil.rmtree(aside, ignore_errors=True)
 
-    def restore(self, prepare: Callable[[Notes], dict[str, Tensor]]) -> Notes | None:
+    def restore(self, prepare: Callable[[Json], dict[str, Tensor]]) -> Json | None:
         """Reads the newest whole checkpoint in place into prepare(notes); returns its notes.
 
         A damaged one is named on stderr, and the one before it is read. None if there is no
@@ -115,7 +114,7 @@ class Checkpoints:
         return sorted(path.name for path in self.folder.glob("[!.]*"))
 
 
-def _verified(path) -> Notes:
+def _verified(path) -> Json:
     """The notes of a checkpoint. ValueError if a file is not what was written."""
     data = json.loads((path / NOTES).read_bytes())
     for file, size in data["files"].items():
