@@ -124,7 +124,7 @@ def _open_run(options, policies):
         Run.create(path, text)
     other = f"{path}: holds another evaluation (its config.toml differs); give another --run"
     require(read_text(path / "config.toml") == text, other)
-    return Run.open(path)
+    return Run(path)
 
 
 def _lines(*command):

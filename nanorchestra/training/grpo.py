@@ -56,8 +56,12 @@ def grpo_step(run: TrainingRun, sampler: Sampler) -> None:
     published = time.monotonic()
 
     run.progress.step += 1
-    times = {"rollout": sampled - start, "train": updated - sampled}
-    times |= {"weights": published - updated - waited, "wait": waited}
+    times = {
+        "rollout": sampled - start,
+        "train": updated - sampled,
+        "weights": published - updated - waited,
+        "wait": waited,
+    }
     _record(run, batch, metrics, times)
 
 
