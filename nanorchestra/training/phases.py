@@ -24,7 +24,7 @@ def train(run: TrainingRun) -> bool:
         run.publish()
         run.progress.phase, run.progress.step = "grpo", 0
         run.save()
-        if run.ranks.any(run.stop.asked):
+        if any(run.ranks.gather(run.stop.asked)):
             return False
     if not grpo(run):
         return False

@@ -76,8 +76,10 @@ class Ranks:
         place = device
         if device == "cuda":
             count = torch.cuda.device_count()
-            problem = f"torchrun: rank {rank} has no GPU; start at most {count} per node"
-            require(local < count, problem)
+            require(
+                local < count,
+                f"torchrun: rank {rank} has no GPU; start at most {count} per node",
+            )
             torch.cuda.set_device(local)
             place = f"cuda:{local}"
         ranks = cls(rank, world, place)
@@ -142,15 +144,6 @@ class Ranks:
         share = -(-len(items) // (self.world * together)) * together
         mine = items[share * self.rank : share * (self.rank + 1)]
         return [result for part in self.gather(function(mine)) for result in part]
-
-    def sum(self, values: dict[str, float]) -> dict[str, float]:
-        """Returns the sum over the ranks of each value; all ranks have the same names."""
-        parts = self.gather(values)
-        return {name: sum(part[name] for part in parts) for name in values}
-
-    def any(self, flag: bool) -> bool:
-        """Whether `flag` is true on some rank."""
-        return any(self.gather(flag))
 
     def together(self, function: Callable[[], R]) -> R:
         """Returns function(); a UserError on one rank is raised on all of them.

@@ -190,7 +190,7 @@ class TrainingRun:
                 step()
                 bar.update()
                 self.watch.report()
-                stopped = self.ranks.any(self.stop.asked)
+                stopped = any(self.ranks.gather(self.stop.asked))
                 if stopped or progress.step % every == 0 or progress.step == self.steps:
                     self.save()
         return not stopped

@@ -232,7 +232,8 @@ class Trainer:
         Adds grad_norm before clipping, learning_rate and the packed tokens. If the loss or the
         gradient is not finite, the weights and moments stay as they were and "skipped" is 1.
         """
-        metrics = self.ranks.sum(metrics)
+        parts = self.ranks.gather(metrics)
+        metrics = {name: sum(part[name] for part in parts) for name in metrics}
         if self.reference not in (None, self.model) and self.ranks.mesh is not None:
             for module in (self.reference, *self.reference.layers):
                 module.reshard()  # no backward has done it
