@@ -23,7 +23,8 @@ from nanorchestra.files import sync, write_whole
 from nanorchestra.schemas import Json
 from nanorchestra.training.ranks import Ranks
 
-NOTES, KEPT = "notes.json", 2
+NOTES = "notes.json"
+KEPT = 2
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process
 
 
