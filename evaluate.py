@@ -109,14 +109,13 @@ def _open_run(options, policies):
     worlds = [world.removeprefix("questions:") for world in options.world]
     names = [*options.tools.split(","), *worlds, *(policy.base for policy in policies)]
     homes = [Path(name) for name in names if name]
-    files = [str(f) for home in homes for f in sorted([home, *home.glob("*")]) if f.is_file()]
-    here = str(Path(__file__).parent)
+    files = [f for home in homes for f in sorted([home, *home.glob("*")]) if f.is_file()]
     text = tomli_w.dumps(
         {
             "options": {name: value for name, value in vars(options).items() if name not in FREE},
             "limits": {policy.name: policy.settings for policy in policies},
             "files": _lines("sha256sum", *files),
-            "code": _lines("git", "-C", here, "describe", "--always", "--dirty"),
+            "code": _lines("git", "-C", Path(__file__).parent, "describe", "--always", "--dirty"),
             "versions": [sys.version, torch.__version__],
         }
     )
@@ -125,7 +124,7 @@ def _open_run(options, policies):
         Run.create(path, text)
     other = f"{path}: holds another evaluation (its config.toml differs); give another --run"
     require(read_text(path / "config.toml") == text, other)
-    return Run.open(path)
+    return Run(path)
 
 
 def _lines(*command):

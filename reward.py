@@ -107,7 +107,7 @@ def preference_score(attempt: Trajectory, preference: Preference, bounds: Bounds
     ]
     for tool, weight in preference.tools.items():
         called = attempt.calls.get(tool, 0) > 0
-        parts.append((abs(weight), float(called == (weight > 0))))
+        parts.append((abs(weight), called == (weight > 0)))
     total = sum(weight for weight, _ in parts)
     return sum(weight * honoured for weight, honoured in parts) / total if total > 0 else 1.0
 

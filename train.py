@@ -39,7 +39,7 @@ from nanorchestra.errors import INTERRUPTED, ArgumentParser, UserError, command,
 from nanorchestra.report.run import Run
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.build import device_and_dtype
-from nanorchestra.training.costs import GB, GPUS
+from nanorchestra.training.costs import GPUS
 from nanorchestra.training.overlap import running
 from nanorchestra.training.phases import train
 from nanorchestra.training.plan import plan
@@ -157,8 +157,7 @@ def main(arguments: list[str]) -> int:
     config, path, resumed = choose_run(options)
     if options.plan:
         gpus = 1 if options.gpus is None else options.gpus
-        memory = options.memory and options.memory * GB
-        text, fits = plan(config, gpus, memory, options.gpu or "h100")
+        text, fits = plan(config, gpus, options.memory, options.gpu or "h100")
         print(text)
         return 0 if fits else 1
     device, _ = device_and_dtype(config)

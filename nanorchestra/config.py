@@ -130,11 +130,6 @@ class GrpoSection:
     )
     token_budget: int = setting(16384, "packed tokens of a micro-batch", least=1)
 
-    @property
-    def adamw(self) -> dict[str, float]:
-        """The settings of AdamW."""
-        return {"beta2": self.beta2, "weight_decay": self.weight_decay}
-
 
 @dataclass(frozen=True)
 class LoraSection:

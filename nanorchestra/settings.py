@@ -63,7 +63,7 @@ def given_settings(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(options).items() if name in SETTINGS}
 
 
-def load_config(name: str | Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
+def load_config(name: str | Path | None, overrides: Mapping[str, Any] = {}) -> Config:
     """Returns the config of a TOML file, or of configs/`name`.toml, changed by `overrides`.
 
     None: the defaults. Keys of `overrides` are "section.name". With another grpo.objective than the
@@ -82,10 +82,11 @@ def load_config(name: str | Path | None, overrides: Mapping[str, Any] | None = N
         given = given_settings(parser.parse_args(words))
     except (OSError, ValueError, AttributeError, UserError) as error:
         raise UserError(f"{name}: {error}") from None
-    config, overrides = Config().replace(given), dict(overrides or {})
-    if overrides.get("grpo.objective", config.grpo.objective) != config.grpo.objective:
-        given = {name: value for name, value in given.items() if name not in OF_OBJECTIVE}
-    config = Config().replace(given | overrides)
+    file = Config().replace(given)
+    config = file.replace(overrides)
+    if config.grpo.objective != file.grpo.objective:
+        defaults = {name: SETTINGS[name][0].default for name in OF_OBJECTIVE}
+        config = file.replace(defaults | overrides)
     _check_together(config)
     return config
 

@@ -126,7 +126,7 @@ def make_training(tmp_path, sandbox, monkeypatch, nano_model, nano_tokenizer):
     def make(name, settings=None, *, resume=False, steps=10**9):
         path = tmp_path / name
         if resume:
-            folder, config = Run.open(path), load_config(path / "config.toml", settings)
+            folder, config = Run.open(path), load_config(path / "config.toml", settings or {})
         else:
             config = load_config(None, small | (settings or {}))
             folder = Run.create(path, to_toml(config))

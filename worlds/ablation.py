@@ -1,7 +1,5 @@
 """Trains nano without parts of the reward and the recipe; ablation.toml has the variants."""
 
-from __future__ import annotations
-
 import shutil
 from collections import defaultdict
 from collections.abc import Sequence

@@ -33,8 +33,7 @@ def row(tool: Tool) -> Json:
         for alias, expert in experts_of(tool).items()
     }
     what = tool.expert.name if isinstance(tool, ExpertTool) else tool.name
-    words = {"name": tool.name, "description": tool.description}
-    return words | {"what": what, "models": models}
+    return {"name": tool.name, "description": tool.description, "what": what, "models": models}
 
 
 def experts_of(tool: Tool) -> dict[str, Expert]:

@@ -10,7 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from statistics import fmean, stdev
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import Rollout
 from nanorchestra.errors import require
 from nanorchestra.records import Task, Trajectory
+from nanorchestra.schemas import Json
 from reward import Bounds, preference_score, reward_parts, task_reward
 
 Pairs = Sequence[tuple[Task, Trajectory]]
@@ -74,7 +74,7 @@ def evaluate(
     return attempt(rollout, tasks, seeds, lambda task, _: make(task, seed))[0]
 
 
-def summarise(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+def summarise(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> Json:
     """Returns means per task: over all tasks, by preference, and by kind of question.
 
     A task may have several attempts: `pass_hat` is pass^1, pass^2, ... `intervals` are 95%
@@ -88,8 +88,8 @@ def summarise(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict
         "see that the tools and endpoints answer",
     )
     scores, rows = means(pairs), _grouped(pairs)
+    known = _columns([*rows.values()])
     right, tries = scores["accuracy"], Counter(task.id for task, _ in pairs)
-    known = {n: [row[n] for row in rows.values() if row[n] is not None] for n in scores}
     passed = [(round(row["accuracy"] * tries[n]), tries[n]) for n, row in rows.items()]
     return {
         "tasks": len({task.id for task in tasks}),
@@ -104,15 +104,16 @@ def summarise(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict
     }
 
 
-def compare(found: dict[str, Pairs]) -> dict[str, dict[str, Any]]:
+def compare(found: dict[str, Pairs]) -> dict[str, Json]:
     """Returns the summary of each policy, with `behind`: what the first one has more.
 
     `published` is the paper's preference score; its base is the second policy.
     """
-    first, base = [*found.values()][:1], [*found.values()][:2][-1]
+    policies = [*found.values()]
+    first, base = policies[0], policies[:2][-1]
     return {
         name: summarise(*zip(*pairs, strict=True))
-        | {"published": published_preference(pairs, base), "behind": differences(*first, pairs)}
+        | {"published": published_preference(pairs, base), "behind": differences(first, pairs)}
         for name, pairs in found.items()
     }
 
@@ -149,9 +150,7 @@ def published_preference(ours: Pairs, base: Pairs) -> float | None:
     return fmean(scores) if scores else None
 
 
-def measure(
-    tasks: Sequence[Task], trajectories: Sequence[Trajectory], group_size: int
-) -> dict[str, Any]:
+def measure(tasks: Sequence[Task], trajectories: Sequence[Trajectory], group_size: int) -> Json:
     """Returns means over a training step's attempts, for its row of metrics.
 
     Also `group_std`, the mean spread of reward within a group, and how attempts ended. No mean
@@ -189,8 +188,12 @@ def finished(pairs: Iterable[tuple[Task, Trajectory]]) -> Pairs:
 
 
 def _means(rows):
-    columns = {name: [row[name] for row in rows if row[name] is not None] for name in rows[0]}
-    return {name: fmean(found) if found else None for name, found in columns.items()}
+    return {name: fmean(found) if found else None for name, found in _columns(rows).items()}
+
+
+def _columns(rows):
+    """The values of each name that are known."""
+    return {name: [row[name] for row in rows if row[name] is not None] for name in rows[0]}
 
 
 def _grouped(pairs, key=lambda task: task.id):
@@ -209,10 +212,10 @@ def _figures(task, t):
         "cost_usd": t.cost_usd,
         "latency_s": t.latency_s,
         "preference": preference_score(t, task.preference, task_bounds(task)),
-        "avoided_rate": float(any(map(t.calls.get, avoided))) if avoided else None,
-        "well_formed": float(t.well_formed),
-        "turns": float(len(t.turns)),
-        "tokens": float(sum(t.sampled)),
+        "avoided_rate": any(map(t.calls.get, avoided)) if avoided else None,
+        "well_formed": t.well_formed,
+        "turns": len(t.turns),
+        "tokens": sum(t.sampled),
     }
 
 

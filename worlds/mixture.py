@@ -11,7 +11,7 @@ import random
 from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, count, islice
+from itertools import accumulate
 from pathlib import Path
 
 from nanorchestra.agent.environment import Environment
@@ -56,18 +56,21 @@ def parse_mixture(text: str) -> dict[str, float]:
     return {name: weight / sum(weights.values()) for name, weight in weights.items()}
 
 
-def places(shares: dict[str, float], seed: int) -> Iterator[tuple[str, int]]:
-    """Yields the world of each place, and the number of its task there: 0, 1, 2, ... in each world.
+def places(
+    shares: dict[str, float], seed: int, count: int, start: int = 0
+) -> list[tuple[str, int]]:
+    """Returns the world and the number of its task for the places start .. start + count.
 
-    The shares add up to 1.
+    Tasks are numbered 0, 1, 2, ... in each world. The shares add up to 1.
     """
-    names, numbers = list(shares), dict.fromkeys(shares, 0)
+    names, numbers, found = list(shares), Counter(), []
     ends = [*accumulate(shares.values())][:-1]
-    start = random.Random(f"{seed}/mixture").random()
-    for place in count():
-        name = names[bisect(ends, (start + place * GOLDEN) % 1)]
-        yield name, numbers[name]
+    u = random.Random(f"{seed}/mixture").random()
+    for place in range(start + count):
+        name = names[bisect(ends, (u + place * GOLDEN) % 1)]
+        found.append((name, numbers[name]))
         numbers[name] += 1
+    return found[start:]
 
 
 class Worlds:
@@ -76,6 +79,7 @@ class Worlds:
     A task is a function of its place, so that every rank and a resumed run have the same.
     """
 
+    price = PRICES[POLICY]
     initialise = staticmethod(draft_induction)
     measure = staticmethod(evaluation.measure)
     summarise = staticmethod(evaluation.summarise)
@@ -90,24 +94,18 @@ class Worlds:
         self.seed, self.sandbox = seed, sandbox
         self.shares = parse_mixture(settings.world)
         self.miniature = miniature.World(seed)
-        self.has_miniature = MINIATURE in self.shares
         names = [name for name in self.shares if name != MINIATURE]
         self.domains = {name: open_world(name, seed, sandbox, settings, spending) for name in names}
-        self.price = PRICES[POLICY]
-
-    def places(self, count: int, start: int = 0) -> list[tuple[str, int]]:
-        """Returns the world and the number of its task for the places start .. start + count."""
-        return list(islice(places(self.shares, self.seed), start, start + count))
 
     def tasks(self, count: int, start: int, split: str = TRAIN) -> list[Task]:
         """Returns the tasks of the places start .. start + count, of training or held out."""
-        found = self.places(count, start)
+        found = places(self.shares, self.seed, count, start)
         return [self.domains.get(name, self.miniature).task(split, n) for name, n in found]
 
     def epoch(self) -> int:
         """Returns how many training tasks the worlds have. UserError if they have no end."""
         require(
-            not self.has_miniature,
+            MINIATURE not in self.shares,
             "grpo.epochs: the miniature has tasks without end; set grpo.steps, and epochs to 0",
         )
         return sum(len(world.splits[TRAIN]) for world in self.domains.values())
@@ -118,8 +116,8 @@ class Worlds:
         With a limit only the miniature's: the long texts of a domain would dominate the loss while
         the model learns to copy.
         """
-        found = self.places(count, start)
-        if most_tools and self.has_miniature:
+        found = places(self.shares, self.seed, count, start)
+        if most_tools and MINIATURE in self.shares:
             found = [(name, n) for name, n in found if name == MINIATURE]
         lessons = miniature.World(self.seed, True, most_tools)
         return [self.domains.get(name, lessons).task(TRAIN, n) for name, n in found]
@@ -147,7 +145,7 @@ class Worlds:
 
     def texts(self, count: int) -> Iterator[str]:
         """Yields about `count` demonstrations as text, for a tokenizer to be trained on."""
-        counts = Counter(name for name, _ in self.places(count))
+        counts = Counter(name for name, _ in places(self.shares, self.seed, count))
         if counts[MINIATURE]:
             yield from texts(miniature.World(self.seed, True), counts[MINIATURE], self.sandbox)
         for name, world in self.domains.items():

@@ -9,7 +9,6 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.load import NANO, load_rollout
@@ -19,6 +18,7 @@ from nanorchestra.errors import UserError, require
 from nanorchestra.model.hf_config import read_config, read_sampling
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Price, Task
+from nanorchestra.schemas import Json
 from nanorchestra.settings import load_config
 from nanorchestra.tools.models import Spending
 from nanorchestra.tools.roles import ROLES
@@ -41,7 +41,7 @@ class Policy:
 
     name: str
     base: str
-    settings: dict[str, Any]
+    settings: Json
 
     @property
     def router(self) -> bool:
@@ -83,8 +83,8 @@ def parse(text: str, routers: Collection[str]) -> Policy:
     settings = {"tools": "all", "usd": 0.0}
     if "://" in base:
         usd_in, usd_out = PRICES.get(base.partition("@")[0], (0.0, 0.0))
-        settings |= _limits(CONTEXT) | {"input": usd_in, "output": usd_out}
-        settings |= {"temperature": 1.0, "from": "evaluate.py"}
+        settings |= _limits(CONTEXT)
+        settings |= {"input": usd_in, "output": usd_out, "temperature": 1.0, "from": "evaluate.py"}
     elif base not in routers:
         known = f"a checkpoint's directory, MODEL@URL, or one of {', '.join(routers)}"
         require(
@@ -101,7 +101,7 @@ def parse(text: str, routers: Collection[str]) -> Policy:
     return Policy(text, base, settings)
 
 
-def limits_of(path: Path) -> dict[str, Any]:
+def limits_of(path: Path) -> Json:
     """Returns limits and sampling of a checkpoint.
 
     They are those of the run that trained it, or else its context and generation_config.json.
@@ -111,8 +111,8 @@ def limits_of(path: Path) -> dict[str, Any]:
     if own == "nano" or own.is_file():
         config = load_config(own)
         found = {name: getattr(config.rollout, name) for name in (*LIMITS, "context")}
-        sampling = {"temperature": config.evaluation.temperature, "top_p": 1.0, "top_k": 0}
-        return found | sampling | {"from": "its run"}
+        warmth = config.evaluation.temperature
+        return found | {"temperature": warmth, "top_p": 1.0, "top_k": 0, "from": "its run"}
     found = _limits(read_config(path).max_position_embeddings) | read_sampling(path)
     return found | {"context": "append", "from": "generation_config.json"}
 

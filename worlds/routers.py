@@ -96,8 +96,9 @@ def routers_of(worlds: Any, seed: int) -> dict[str, Router]:
     found = {
         name: Router(partial(order, name), name == VOTE) for name in orders(first, random.Random())
     }
-    trained = {TRAINED: Router(lambda task: best()(task))}
-    return found | (trained if importlib.util.find_spec("sklearn") else {})
+    if importlib.util.find_spec("sklearn"):
+        found[TRAINED] = Router(lambda task: best()(task))
+    return found
 
 
 def _learn(worlds, seed):
@@ -203,8 +204,12 @@ def plain_orders(task: Task, rng: random.Random) -> dict[str, Sequence[Offer]]:
     """Returns the experts that each router uses outside the miniature. UserError without any."""
     found = sorted(offers(task), key=lambda offer: offer["price"])
     require(found, f"task {task.id} offers no expert, which a router needs")
-    ends = {"strongest": found[-1:], "cheapest": found[:1], "random": [rng.choice(found)]}
-    return ends | {"cascade": found}
+    return {
+        "strongest": found[-1:],
+        "cheapest": found[:1],
+        "random": [rng.choice(found)],
+        "cascade": found,
+    }
 
 
 def informed_order(task: Task) -> list[Offer]:

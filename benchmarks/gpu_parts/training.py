@@ -171,7 +171,7 @@ def nccl(part: Part) -> None:
             model = shard_model(model, mine, torch.float32)
         trainer = Trainer(model, vocab_limit=896, ranks=mine, settings=TrainerSettings())
         ids = [*range(5, 30), *range(40, 60)]
-        demonstration = Group([Sample(ids, [False] * 25 + [True] * 20)], 25)
+        demonstration = Group([Sample(ids, [False] * 25 + [True] * 20, [0.0] * 45)], 25)
         metrics = trainer.supervised_step([demonstration], 1e-4)
         norms.append((metrics["loss"], metrics["grad_norm"]))
     part.note("step", loss=norms[0][0], sharded_loss=norms[1][0])

@@ -4,14 +4,13 @@ import functools
 import threading
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from nanorchestra.agent.environment import Tool, ToolEnvironment
 from nanorchestra.agent.load import load_rollout
 from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.errors import require
 from nanorchestra.records import Preference, Task, ToolResult, part
-from nanorchestra.schemas import arguments_schema
+from nanorchestra.schemas import Json, arguments_schema
 
 MAX_CONTEXT = 16_384  # tokens of a conversation
 
@@ -34,11 +33,12 @@ class Orchestrator:
     parameters = arguments_schema(task="string")
 
     def __post_init__(self) -> None:
-        found = (Path(self.model) / "config.json").exists()
-        problem = f"{self.name}: model is {self.model!r}; it must be a checkpoint's directory"
-        require(found, problem)
+        require(
+            (Path(self.model) / "config.json").exists(),
+            f"{self.name}: model is {self.model!r}; it must be a checkpoint's directory",
+        )
 
-    def call(self, arguments: dict[str, Any]) -> ToolResult:
+    def call(self, arguments: Json) -> ToolResult:
         """Returns its answer to the task, with the cost of its tokens and of all its calls."""
         task = Task(self.name, arguments["task"], Preference(), {})
         inner = [replace(self, depth=self.depth - 1)] if self.depth > 1 else []

@@ -4,19 +4,19 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from nanorchestra.files import read_json_lines, write_whole
 from nanorchestra.report import plots
 from nanorchestra.report.page import images, page
 from nanorchestra.report.run import Run
 from nanorchestra.report.trace import tree
+from nanorchestra.schemas import Json
 
 SHOWN = 5  # tasks that the first policy wins, and as many that it loses
 SIZE = {"width": 7.5, "height": 4.2}  # inches of a plot
 
 
-def attempts(path: Path) -> Iterator[dict[str, Any]]:
+def attempts(path: Path) -> Iterator[Json]:
     """Yields the rows of an evaluation's attempts. UserError if they cannot be read."""
     for file in sorted(path.glob("[0-9]*.jsonl")):
         yield from (row for _, row in read_json_lines(file))
@@ -45,8 +45,9 @@ def _instructive(path, summary):
     found = defaultdict(list)
     for row in takewhile(lambda row: row["policy"] in first, attempts(path)):
         if not row["trial"] and row["status"] != "infrastructure":
-            said = {name: row[name] for name in ("policy", "reward")} | {"tree": tree(row)}
-            found[row["task"]["id"]].append(said | {"wish": row["task"]["preference"]["text"]})
+            task, shown = row["task"], {"policy": row["policy"], "reward": row["reward"]}
+            shown |= {"tree": tree(row), "wish": task["preference"]["text"]}
+            found[task["id"]].append(shown)
     pairs = [pair for pair in found.values() if len(pair) == 2]
     pairs.sort(key=lambda pair: pair[1]["reward"] - pair[0]["reward"])
     return pairs[:SHOWN] + pairs[SHOWN:][-SHOWN:][::-1]

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -20,6 +19,7 @@ from nanorchestra.errors import UserError
 from nanorchestra.files import read_toml, write_whole
 from nanorchestra.report import plots
 from nanorchestra.report.run import TITLES, Run, held_out_scores
+from nanorchestra.schemas import Json
 
 HERE = Path(__file__).parent
 NAMES = ("page.css", "run.html", "tables.js", "browser.js")
@@ -31,8 +31,8 @@ TAIL_BYTES = 16 << 20  # of trajectories.jsonl, so that a long run's report is n
 SHOWN_IDS = 60_000  # two megabytes in the page
 
 
-def write_report(run_path: str | Path) -> Path:
-    """Write report.html and curves.png of a run from what it holds so far; return the page's path.
+def write_report(run_path: str | Path) -> None:
+    """Write report.html and curves.png of a run from what it holds so far.
 
     UserError if `run_path` holds no run, or a record in it cannot be read.
     """
@@ -56,7 +56,7 @@ def write_report(run_path: str | Path) -> Path:
         "parameters": f"{summary.get('parameters', 0) / 1e6:,.2f} million",
         "warm-start steps": len(warm),
         "GRPO steps": len(grpo),
-        "held-out tasks": (summary.get("held_out") or {}).get("tasks", 0),
+        "held-out tasks": summary.get("held_out", {}).get("tasks", 0),
         "time": f"{seconds:,.0f} s ({seconds / 60:.1f} min)",
     }
     data = {
@@ -66,10 +66,9 @@ def write_report(run_path: str | Path) -> Path:
     write_whole(run.path / "report.html", page(run, BODY.format(**drawn), data))
     image = plots.figure([*learning[:4], *calls, *frontier], "png", height=2.9)
     write_whole(run.path / "curves.png", image)
-    return run.path / "report.html"
 
 
-def page(run: Run, body: str, data: dict[str, Any]) -> str:
+def page(run: Run, body: str, data: Json) -> str:
     """Return the page of a body, filled with `data` by the scripts, and config.toml."""
     config = escape((run.path / "config.toml").read_text(encoding="utf-8"))
     name = escape(run.path.name)
@@ -98,7 +97,7 @@ def images(panels: list[plots.Panel], **size: float) -> str:
     return f'<div class="wide">{inner}</div>' if size else inner
 
 
-def browser(rows: list[dict[str, Any]], piece: Callable[[int], str]) -> dict[str, Any]:
+def browser(rows: list[Json], piece: Callable[[int], str]) -> Json:
     """Return what the page shows id by id of rows of trajectories.jsonl; piece(id) is an id's text.
 
     Groups are in their order, evenly spaced to SHOWN_IDS ids, and the last one always.

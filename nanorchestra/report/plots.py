@@ -10,18 +10,18 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nanorchestra.report.run import TITLES, label, scalars
+from nanorchestra.schemas import Json
 
 STYLE = Path(__file__).with_name("report.mplstyle")
 BEFORE, AFTER = "C6", "C0"  # of the style's colours
 MARKERS = "s^vD"  # of routers, when the colours are all used
-Rows = list[dict[str, Any]]
+Rows = list[Json]
 Panel = Callable[[Axes], None]
 
 
@@ -75,7 +75,7 @@ def _curve(rows, title, patterns, factor):
     return draw
 
 
-def frontier(found: dict[str, dict[str, Any]], world: str = "", turns: bool = False) -> Panel:
+def frontier(found: dict[str, Json], world: str = "", turns: bool = False) -> Panel:
     """Return the panel of right answers against cost, or allowed turns, with 95% intervals.
 
     Scores by policy; the first two are drawn larger, in blue and grey.

@@ -11,10 +11,10 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import append_line, read_json, sync, write_whole
+from nanorchestra.schemas import Json
 
 LOGS = ("metrics", "trajectories")
 # Titles of tables and panels. A column has a title with its unit, a factor, and decimals (None:
@@ -60,14 +60,14 @@ class Run:
             message = f"{self.path}: another process is training this run; stop it first"
             raise UserError(message) from None
 
-    def append(self, name: str, row: dict[str, Any]) -> None:
+    def append(self, name: str, row: Json) -> None:
         """Add one line to the log "metrics" or "trajectories"; numbers not finite become null.
 
         UserError if the disk takes no more.
         """
         append_line(self._log(name), _dumps(row))
 
-    def rows(self, name: str, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    def rows(self, name: str, last_bytes: int | None = None) -> Iterator[Json]:
         """Yield the rows of a log, or those that lie wholly in its last bytes.
 
         UserError for a whole line that is not JSON.
@@ -100,11 +100,11 @@ class Run:
             if self._log(name).exists():
                 os.truncate(self._log(name), offsets.get(name, 0))
 
-    def write_json(self, name: str, value: Any) -> None:
+    def write_json(self, name: str, value: Json) -> None:
         """Replace the file `name` in the run by `value` as JSON, as `append` writes it."""
         write_whole(self.path / name, _dumps(value, indent=2) + "\n")
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Json:
         """Return summary.json, or {} while the run has none."""
         path = self.path / "summary.json"
         return read_json(path) if path.exists() else {}
@@ -113,10 +113,10 @@ class Run:
         return self.path / f"{name}.jsonl"
 
 
-def held_out_scores(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def held_out_scores(summary: Json) -> dict[str, Json]:
     """Return the held-out scores of a training run by name: before, after, then the routers."""
-    found = dict(summary.get("held_out") or {})
-    named = {name: found.get(name) for name in ("before", "after")} | (found.get("routers") or {})
+    found = summary.get("held_out", {})
+    named = {name: found.get(name) for name in ("before", "after")} | found.get("routers", {})
     return {name: scores for name, scores in named.items() if scores}
 
 
@@ -125,7 +125,7 @@ def label(name: str) -> str:
     return TITLES["names"].get(name, name)
 
 
-def table(found: dict[str, dict[str, Any]]) -> str:
+def table(found: dict[str, Json]) -> str:
     """Return scores by name as aligned lines for a terminal, with units in the first line."""
     columns = TITLES["columns"]
     rows = [["on held-out tasks", *(title for title, *_ in columns.values())]]
@@ -144,12 +144,12 @@ def _cell(scores, key):
     digits = number if decimals is None else f"{{:.{decimals}f}}".format
     if scores.get(key) is None:
         return "-"
-    low, high = (scores.get("intervals") or {}).get(key) or (None, None)
+    low, high = scores.get("intervals", {}).get(key, (None, None))
     half = "" if low is None else f" ±{digits(factor * (high - low) / 2)}"
     return digits(factor * scores[key]) + half
 
 
-def scalars(row: dict[str, Any], prefix: str = "") -> dict[str, float]:
+def scalars(row: Json, prefix: str = "") -> dict[str, float]:
     """Return the numbers of a row; those of a dict inside it are named dict/name."""
     found: dict[str, float] = {}
     for name, value in row.items():

@@ -1,17 +1,15 @@
 """Shows a recorded attempt as a tree of its calls, with what each of them cost."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
-from typing import Any
 
 from nanorchestra.report.run import number
+from nanorchestra.schemas import Json
 
 SHOWN_CHARS = 100  # of arguments and of a result
 
 
-def tree(row: dict[str, Any]) -> str:
+def tree(row: Json) -> str:
     """Returns the tree of a row that training.trajectories.to_row made.
 
     A branch has name, arguments, result, US dollars, seconds, an expert's tokens and its retries.
@@ -28,7 +26,7 @@ def tree(row: dict[str, Any]) -> str:
     return "\n".join([*lines, f"{row['status']}: {_short(row['answer'])}"])
 
 
-def _branches(call: dict[str, Any], indent: str) -> Iterator[str]:
+def _branches(call: Json, indent: str) -> Iterator[str]:
     """Yields the lines of a call and of those that it made."""
     name = f"{call['name']}/{call['alias']}" if call["alias"] else call["name"]
     arguments = json.dumps(call["arguments"], ensure_ascii=False)

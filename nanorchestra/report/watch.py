@@ -1,13 +1,10 @@
 """Writes the report of a run again and again while it goes on, and measures its memory."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess
 import sys
 import time
-from importlib import import_module
 from pathlib import Path
 
 from nanorchestra.report.run import Run
@@ -51,8 +48,6 @@ class Watch:
             self._writer.wait()
 
 
-def peak_memory_mb(cuda: bool) -> float:
-    """Return the peak memory so far in MB of 2^20 bytes, of this process or of its GPU."""
-    if cuda:
-        return import_module("torch").cuda.max_memory_allocated() / 2**20
+def peak_memory_mb() -> float:
+    """Return the peak memory of this process so far, in MB of 2^20 bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -21,18 +20,19 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from nanorchestra.errors import require
 from nanorchestra.files import sync, write_whole
+from nanorchestra.schemas import Json
 from nanorchestra.training.ranks import Ranks
 
 NOTES = "notes.json"
-Notes = dict[str, Any]
+KEPT = 2
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process
 
 
 class Checkpoints:
-    """The last `keep` checkpoints in a directory that all ranks see; names sort by age."""
+    """The last KEPT checkpoints in a directory that all ranks see; names sort by age."""
 
-    def __init__(self, folder: Path, keep: int, ranks: Ranks):
-        self.folder, self.keep, self.ranks = folder, keep, ranks
+    def __init__(self, folder: Path, ranks: Ranks):
+        self.folder, self.ranks = folder, ranks
         self._saving: tuple[str, Future[None]] | None = None
         self._group = ranks.beside().group  # of the thread that writes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -42,7 +42,7 @@ class Checkpoints:
                 shutil.rmtree(unfinished)
         ranks.gather(None)
 
-    def save(self, name: str, tensors: dict[str, Tensor], notes: Notes) -> None:
+    def save(self, name: str, tensors: dict[str, Tensor], notes: Json) -> None:
         """Begins to save; the tensors may change once it returns. Waits for the save before it."""
         self.wait()
         aside = self.folder / f".{name}.part"
@@ -74,17 +74,17 @@ class Checkpoints:
             if not self.ranks.first:
                 return
             files = {file.name: file.stat().st_size for file in aside.iterdir()}
-            write_whole(aside / NOTES, json.dumps({"files": files, "notes": notes}).encode())
+            write_whole(aside / NOTES, json.dumps({"files": files, "notes": notes}))
             shutil.rmtree(self.folder / name, ignore_errors=True)  # one that could not be read
             os.replace(aside, self.folder / name)
             sync(self.folder)
-            for old in self._names()[: -self.keep]:
+            for old in self._names()[:-KEPT]:
                 shutil.rmtree(self.folder / old)
         finally:
             if self.ranks.first:
                 shutil.rmtree(aside, ignore_errors=True)
 
-    def restore(self, prepare: Callable[[Notes], dict[str, Tensor]]) -> Notes | None:
+    def restore(self, prepare: Callable[[Json], dict[str, Tensor]]) -> Json | None:
         """Reads the newest whole checkpoint in place into prepare(notes); returns its notes.
 
         A damaged one is named on stderr, and the one before it is read. None if there is no
@@ -115,7 +115,7 @@ class Checkpoints:
         return sorted(path.name for path in self.folder.glob("[!.]*"))
 
 
-def _verified(path) -> Notes:
+def _verified(path) -> Json:
     """The notes of a checkpoint. ValueError if a file is not what was written."""
     data = json.loads((path / NOTES).read_bytes())
     for file, size in data["files"].items():

@@ -9,7 +9,7 @@ from nanorchestra.records import Trajectory
 from nanorchestra.training.objectives import Objective
 from nanorchestra.training.optimizers import scheduled
 from nanorchestra.training.overlap import beside
-from nanorchestra.training.packing import mini_batches
+from nanorchestra.training.packing import mini_batches, samples_in
 from nanorchestra.training.run import TrainingRun
 from nanorchestra.training.sampling import Batch, Sampler
 from nanorchestra.training.trajectories import in_loss, samples_of
@@ -17,33 +17,20 @@ from nanorchestra.training.trajectories import in_loss, samples_of
 
 def grpo(run: TrainingRun) -> bool:
     """Makes the phase's steps; returns False if the run is asked to stop on the way."""
-    settings, overlap = run.config.grpo, run.config.rollout.overlap
     ranks, threads = run.ranks, torch.get_num_threads()
-    if overlap:
+    if run.config.rollout.overlap:
         ranks = run.ranks.beside()  # what the two threads exchange must not mix
         torch.set_num_threads(max(1, threads // 2))  # the other half for the rollout
     rollout = run.rollout(run.config.rollout.temperature)
     sampler = Sampler(run.config, run.worlds, rollout, ranks)
     if run.ahead:
         sampler.judge(run.ahead)
-    stopped = False
-    with run.bar(run.steps, run.progress.phase, run.progress.step) as bar:
-        while run.progress.step < run.steps and not stopped:
-            rate = scheduled(
-                run.progress.step,
-                settings.learning_rate,
-                settings.steps,
-                settings.warmup_steps,
-                settings.final_fraction,
-            )
-            grpo_step(run, sampler, rate)
-            bar.update()
-            stopped = run.end_step()
+    finished = run.repeat(lambda: grpo_step(run, sampler))
     torch.set_num_threads(threads)
-    return not stopped
+    return finished
 
 
-def grpo_step(run: TrainingRun, sampler: Sampler, learning_rate: float) -> None:
+def grpo_step(run: TrainingRun, sampler: Sampler) -> None:
     """Makes one step: sample, reward, advantage, update, publish the weights, record.
 
     With overlap the next step's batch is sampled during the update, by the weights before it.
@@ -59,21 +46,22 @@ def grpo_step(run: TrainingRun, sampler: Sampler, learning_rate: float) -> None:
         run.engine.sleep()  # lends its KV memory to the trainer
     sampled = time.monotonic()
 
-    metrics = learn(run, batch, sampler.objective, learning_rate) if batch.kept else {}
+    metrics = learn(run, batch, sampler.objective) if batch.kept else {}
     updated = time.monotonic()
 
     run.ahead = coming.result() if coming else None
     waited = time.monotonic() - updated
     # Without an update, too: as in a resumed run, no step finds cached pages of the one before.
-    if batch.kept:
-        run.publish()
-    else:
-        run.engine.update_weights()
+    run.publish()
     published = time.monotonic()
 
     run.progress.step += 1
-    times = {"rollout": sampled - start, "train": updated - sampled}
-    times |= {"weights": published - updated - waited, "wait": waited}
+    times = {
+        "rollout": sampled - start,
+        "train": updated - sampled,
+        "weights": published - updated - waited,
+        "wait": waited,
+    }
     _record(run, batch, metrics, times)
 
 
@@ -91,21 +79,24 @@ def next_batch(run: TrainingRun, sampler: Sampler, step: int) -> Batch:
     return batch
 
 
-def learn(
-    run: TrainingRun, batch: Batch, objective: Objective, learning_rate: float
-) -> dict[str, float]:
+def learn(run: TrainingRun, batch: Batch, objective: Objective) -> dict[str, float]:
     """Updates the model by the attempts of a step; returns the metrics.
 
     With grpo.mini_batch there are several updates. Their ratios are to the policy before the first,
     whose log-probabilities the trainer computes, and their metrics are means.
     """
-    config, trainer = run.config, run.trainer
-    temperature, length = config.rollout.temperature, config.rollout.context_tokens
-    groups, size, old = batch.groups, config.grpo.mini_batch, None
+    grpo, rollout, trainer = run.config.grpo, run.config.rollout, run.trainer
+    learning_rate = scheduled(
+        run.progress.step,
+        grpo.learning_rate,
+        grpo.steps,
+        grpo.warmup_steps,
+        grpo.final_fraction,
+    )
+    groups, size, old = batch.groups, grpo.mini_batch, None
     if size:
-        old = trainer.score(groups, temperature)
-        samples = [sample for group in groups for sample in group.samples]
-        for sample, logprobs in zip(samples, old, strict=True):
+        old = trainer.score(groups, rollout.temperature)
+        for sample, logprobs in zip(samples_in(groups), old, strict=True):
             sample.old_logprobs = logprobs
     totals, parts = Counter(), mini_batches(groups, size)
     for part in parts:
@@ -113,8 +104,8 @@ def learn(
             part,
             learning_rate,
             objective,
-            temperature=temperature,
-            length=length,
+            temperature=rollout.temperature,
+            length=rollout.context_tokens,
             referred=batch.referred,
         )
         totals.update(result.metrics)

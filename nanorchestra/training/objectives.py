@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from nanorchestra.config import GrpoSection
-from nanorchestra.training.packing import Group, Packed
+from nanorchestra.training.packing import Group, Packed, samples_in
 
 ADVANTAGE_CLIP = 3.0
 MIN_SCALE = 0.05  # of advantages: attempts with the same calls and outcome spread less
@@ -194,7 +194,7 @@ def loss_normaliser(groups: Sequence[Group], aggregation: str, length: int) -> f
     for a mean of their means (DeepSeekMath equation 3). "constant": trajectories times `length`,
     the most ids that one may have (Dr. GRPO section 3.2): an id then weighs the same in every one.
     """
-    samples = [sample for group in groups for sample in group.samples if sample.count]
+    samples = [sample for sample in samples_in(groups) if sample.count]
     if aggregation == "token":
         return float(sum(sample.count for sample in samples))
     trajectories = sum(sample.count / (sample.trajectory_ids or sample.count) for sample in samples)
@@ -236,5 +236,5 @@ def policy_loss(
         losses = losses + objective.kl_coef * kl
     if objective.aggregation == "sequence":
         losses = losses / batch.trajectory_ids
-    sums = torch.stack([column.sum(dtype=torch.float64) for column in columns.values()])
-    return losses.sum() / normaliser, dict(zip(columns, sums.tolist(), strict=True))
+    sums = {name: column.sum(dtype=torch.float64).item() for name, column in columns.items()}
+    return losses.sum() / normaliser, sums

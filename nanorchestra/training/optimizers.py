@@ -36,8 +36,8 @@ class Muon(torch.optim.Optimizer):
     sharded; a matrix is gathered and orthogonalised on every rank, which takes its rows.
     """
 
-    def __init__(self, matrices: Iterable[Tensor], lr: float = 0.0):
-        super().__init__(matrices, {"lr": lr, "momentum": 0.95})
+    def __init__(self, matrices: Iterable[Tensor]):
+        super().__init__(matrices, {"lr": 0.0, "momentum": 0.95})
 
     @torch.no_grad()
     def step(self) -> None:

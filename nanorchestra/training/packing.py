@@ -6,8 +6,6 @@ once, each prompt once, and whatever the samples of a group begin with in common
 the whole sequences. Nothing here computes with a model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
@@ -34,7 +32,7 @@ class Sample:
 
     ids: list[int]
     sampled: list[bool]
-    logprobs: list[float] | None = None
+    logprobs: list[float]
     advantage: float = 0.0
     trajectory_ids: int | None = None
     old_logprobs: list[float] | None = None
@@ -57,10 +55,10 @@ class Group:
         """How many ids the samples have, the shared ones counted once."""
         return self.shared + sum(len(sample.ids) - self.shared for sample in self.samples)
 
-    @property
-    def sampled(self) -> int:
-        """How many of the ids are sampled."""
-        return sum(sample.count for sample in self.samples)
+
+def samples_in(groups: Sequence[Group]) -> list[Sample]:
+    """Returns the samples of all groups, in their order."""
+    return [sample for group in groups for sample in group.samples]
 
 
 @dataclass
@@ -102,7 +100,7 @@ def pack(
     take part in forward and backward.
     """
     layout = _Layout()
-    samples = [sample for group in groups for sample in group.samples]
+    samples = samples_in(groups)
     sequences = [sample.ids for sample in samples] or [[0]]
     places = [[] for _ in sequences]  # in the pack, of the ids of each sequence
     layout.lay(sequences, places, 0, None)
@@ -110,12 +108,11 @@ def pack(
     floats = []  # log-probabilities, advantage
     for number, sample in enumerate(samples):
         total = sample.trajectory_ids or sample.count
-        logprobs = sample.logprobs or [0.0] * len(sample.ids)
         old = iter(sample.old_logprobs or ())
         for i, token in enumerate(sample.ids):
             if sample.sampled[i]:
                 integers.append((places[number][i - 1], token, number, total))
-                drawn = logprobs[i]
+                drawn = sample.logprobs[i]
                 floats.append((drawn, next(old, drawn), sample.advantage))
     return Packed(
         torch.tensor(layout.tokens, device=device),

@@ -24,16 +24,15 @@ def train(run: TrainingRun) -> bool:
         run.publish()
         run.progress.phase, run.progress.step = "grpo", 0
         run.save()
-        if run.ranks.any(run.stop.asked):
+        if any(run.ranks.gather(run.stop.asked)):
             return False
     if not grpo(run):
         return False
     results = _finish(run)
     run.checkpoints.wait()
     if run.ranks.first:
-        summary = {"seconds": run.elapsed, "steps": run.progress.step}
-        summary |= {"seed": run.config.run.seed, **results}
-        run.folder.write_json("summary.json", summary)
+        done = {"seconds": run.elapsed, "steps": run.progress.step, "seed": run.config.run.seed}
+        run.folder.write_json("summary.json", done | results)
         run.watch.close()
         write_report(run.folder.path)
     return True
@@ -64,14 +63,18 @@ def _finish(run) -> Json:
     save_checkpoint(trainer.model, run.tokenizer, path / "model", dtype=dtype, write=first)
     if run.config.lora.rank:
         save_adapter(trainer.model, path / "adapter", run.config.model.path, write=first)
-    if not run.ranks.first:
+    if not first:
         return {}
     tasks = worlds.held_out(run.config.evaluation.tasks)
-    held_out = {"tasks": len(tasks), "before": run.progress.before, "after": after}
     results = {
-        "peak_memory_mb": peak_memory_mb(cuda=False),
+        "peak_memory_mb": peak_memory_mb(),
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
-        "held_out": held_out | {"routers": worlds.routers(tasks)},
+        "held_out": {
+            "tasks": len(tasks),
+            "before": run.progress.before,
+            "after": after,
+            "routers": worlds.routers(tasks),
+        },
     }
     print(table(held_out_scores(results)))
     return results

@@ -121,13 +121,13 @@ def smallest(setup: Setup, way: dict[str, object], limit: float) -> str:
     return f"  {fits:14}{options or 'as configured'}"
 
 
-def plan(config: Config, gpus: int, limit: float | None, name: str) -> tuple[str, bool]:
-    """Returns the plan as text, and whether the config fits in `limit` bytes of a GPU. UserError.
+def plan(config: Config, gpus: int, memory_gb: float | None, name: str) -> tuple[str, bool]:
+    """Returns the plan as text, and whether the config fits in the memory of a GPU. UserError.
 
-    Without a limit it is the GPU's as sold. model.path may end in the name of a preset.
+    Without `memory_gb` it is the GPU's as sold. model.path may end in the name of a preset.
     """
     require(gpus > 0, f"--gpus is {gpus}; it must be 1 or more")
-    limit = GPUS[name].memory if limit is None else limit
+    limit = GPUS[name].memory if memory_gb is None else memory_gb * GB
     require(limit > 0, f"--memory is {limit / GB:g}; it must be the GB of one GPU")
     path = Path(config.model.path or "nano")
     model = PRESETS.get(path.name.lower())

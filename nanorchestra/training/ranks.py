@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -75,8 +76,10 @@ class Ranks:
         place = device
         if device == "cuda":
             count = torch.cuda.device_count()
-            problem = f"torchrun: rank {rank} has no GPU; start at most {count} per node"
-            require(local < count, problem)
+            require(
+                local < count,
+                f"torchrun: rank {rank} has no GPU; start at most {count} per node",
+            )
             torch.cuda.set_device(local)
             place = f"cuda:{local}"
         ranks = cls(rank, world, place)
@@ -135,21 +138,12 @@ class Ranks:
         return values
 
     def map(
-        self, function: Callable[[list[T]], Sequence[R]], items: Sequence[T], together: int = 1
+        self, function: Callable[[Sequence[T]], list[R]], items: Sequence[T], together: int = 1
     ) -> list[R]:
         """Returns function(items), computed in shares of whole runs of `together` items."""
         share = -(-len(items) // (self.world * together)) * together
         mine = items[share * self.rank : share * (self.rank + 1)]
-        return [result for part in self.gather(list(function(list(mine)))) for result in part]
-
-    def sum(self, values: dict[str, float]) -> dict[str, float]:
-        """Returns the sum over the ranks of each value; all ranks have the same names."""
-        parts = self.gather(values)
-        return {name: sum(part[name] for part in parts) for name in values}
-
-    def any(self, flag: bool) -> bool:
-        """Whether `flag` is true on some rank."""
-        return any(self.gather(flag))
+        return [result for part in self.gather(function(mine)) for result in part]
 
     def together(self, function: Callable[[], R]) -> R:
         """Returns function(); a UserError on one rank is raised on all of them.
@@ -233,7 +227,7 @@ def shard_model(
         # the backward of the last layer comes at once
         fully_shard(layer, reshard_after_forward=layer is not layers[-1], **options)
     fully_shard(model, reshard_after_forward=False, **options)
-    for layer, following in zip(layers, layers[1:], strict=False):
+    for layer, following in pairwise(layers):
         layer.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([layer])
     return model

@@ -3,9 +3,11 @@
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from tqdm import tqdm
 
@@ -27,7 +29,6 @@ from nanorchestra.training.ranks import Ranks
 from nanorchestra.training.sampling import Batch
 from nanorchestra.training.trajectories import load_kept, to_row
 
-KEEP_CHECKPOINTS = 2
 REPORT_EVERY = 120.0  # seconds between live reports
 SKIP_LIMIT = 3  # steps in a row without an update end the run
 
@@ -67,7 +68,7 @@ class TrainingRun:
         self.examples = load_kept(config, self.tokenizer, self.say)
         self.trainer = build.build_trainer(config, model, self.tokenizer, ranks, self.dtype)
         self.engine = build.build_engine(config, model.config, self.tokenizer, ranks, self.dtype)
-        self.checkpoints = Checkpoints(folder.path / "checkpoints", KEEP_CHECKPOINTS, ranks)
+        self.checkpoints = Checkpoints(folder.path / "checkpoints", ranks)
         self.peak_flops = peak_flops(ranks.device, self.dtype)
         self.progress, self.ahead, self.started = Progress(), None, time.monotonic()
 
@@ -113,7 +114,8 @@ class TrainingRun:
         grpo = self.config.grpo
         if phase == "warm_start":
             return self.trainer.prepare(build.WARM_START_OPTIMIZER, False)
-        return self.trainer.prepare(grpo.optimizer, grpo.kl_coef > 0, **grpo.adamw)
+        adamw = {"beta2": grpo.beta2, "weight_decay": grpo.weight_decay}
+        return self.trainer.prepare(grpo.optimizer, grpo.kl_coef > 0, **adamw)
 
     def publish(self) -> None:
         """Copies the trainer's weights into the engine."""
@@ -141,6 +143,7 @@ class TrainingRun:
         known = flops and self.peak_flops
         mfu = flops / times["train"] / self.peak_flops / self.ranks.world if known else None
         shown = {name: value for name, value in metrics.items() if name not in ("flops", "tokens")}
+        memory = torch.cuda.max_memory_allocated() / 2**20 if self.on_gpu else peak_memory_mb()
         whole = {
             "phase": progress.phase,
             "step": progress.step,
@@ -149,7 +152,7 @@ class TrainingRun:
             **shown,
             "phase_seconds": times,
             "mfu": mfu,
-            "memory_mb": peak_memory_mb(self.on_gpu),
+            "memory_mb": memory,
         }
         if self.ranks.first:
             self.folder.append("metrics", whole)
@@ -173,16 +176,24 @@ class TrainingRun:
         row = {"step": self.progress.step, "phase": phase, "text": text}
         self.folder.append("trajectories", to_row(task, trajectory) | row)
 
-    # Checkpoints.
+    # Steps and checkpoints.
 
-    def end_step(self) -> bool:
-        """Saves and reports if it is time; returns whether to stop. All ranks stop together."""
-        self.watch.report()
-        stopped = self.ranks.any(self.stop.asked)
-        step, every = self.progress.step, self.config.run.checkpoint_every
-        if stopped or step % every == 0 or step == self.steps:
-            self.save()
-        return stopped
+    def repeat(self, step: Callable[[], None]) -> bool:
+        """Calls `step` to the end of the phase; returns False if the run is asked to stop before.
+
+        A step counts itself in `progress.step`. Between two of them the run saves and reports if
+        it is time. All ranks stop together.
+        """
+        progress, every, stopped = self.progress, self.config.run.checkpoint_every, False
+        with self.bar(self.steps, progress.phase.replace("_", " "), progress.step) as bar:
+            while progress.step < self.steps and not stopped:
+                step()
+                bar.update()
+                self.watch.report()
+                stopped = any(self.ranks.gather(self.stop.asked))
+                if stopped or progress.step % every == 0 or progress.step == self.steps:
+                    self.save()
+        return not stopped
 
     def save(self) -> None:
         """Begins a checkpoint of this moment, which is written while training goes on."""
@@ -203,7 +214,7 @@ class TrainingRun:
         The number of ranks may differ from that of the run so far.
         """
         notes = self.checkpoints.restore(lambda notes: self.prepare(notes["progress"]["phase"]))
-        offsets = {"metrics": 0, "trajectories": 0}
+        offsets = {}
         if notes:
             self.progress, offsets = Progress(**notes["progress"]), notes["offsets"]
             self.ahead = Batch.from_notes(notes["ahead"]) if notes["ahead"] else None

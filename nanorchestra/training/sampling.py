@@ -110,10 +110,13 @@ class Sampler:
                 objective,
                 grpo.min_std,
             )
-            for member, advantage in zip(members, advantages, strict=True):
+            kept = []
+            for member, advantage, reason in zip(members, advantages, why, strict=True):
                 member.advantage = advantage
-            reasons.update(reason for reason in why if reason)
-            kept = [m for m, reason in zip(members, why, strict=True) if reason is None]
+                if reason:
+                    reasons[reason] += 1
+                else:
+                    kept.append(member)
             if kept and len(batch.kept) < grpo.prompts:
                 batch.kept.append(kept)
         by_turn = objective.drop_invalid_format

@@ -21,7 +21,7 @@ from nanorchestra.training.costs import Costs, model_flops
 from nanorchestra.training.logprobs import full_kl, token_logprobs
 from nanorchestra.training.objectives import Objective, kl_estimate, loss_normaliser, policy_loss
 from nanorchestra.training.optimizers import Muon, build_optimizers
-from nanorchestra.training.packing import Group, MicroBatch, divide, pack
+from nanorchestra.training.packing import Group, MicroBatch, divide, pack, samples_in
 from nanorchestra.training.ranks import Ranks, shard_model
 
 MAX_NORM = 1.0  # gradients above are scaled down to it
@@ -95,9 +95,9 @@ class Trainer:
         Beside the metrics of `policy_loss` and `_finish`: loss, entropy in nats, `logprob_gap` and
         `logprob_gap_max`, the mean and largest |trainer - sampler| of the log-probabilities.
         """
-        count = sum(group.sampled for group in groups)
+        count = sum(sample.count for sample in samples_in(groups))
         normaliser = loss_normaliser(groups, objective.aggregation, length)
-        known = any(sample.old_logprobs for group in groups for sample in group.samples)
+        known = any(sample.old_logprobs for sample in samples_in(groups))
         own = not known and (objective.importance_cap or objective.surrogate == "gspo")
         metrics, computed, largest_gap = Counter(), [], 0.0
         for batch, packed, last in referred or self._micro_batches(groups):
@@ -148,7 +148,7 @@ class Trainer:
         loss is the mean negative log-likelihood of the sampled ids, and entropy their mean
         entropy, both in nats per id.
         """
-        count, metrics = sum(group.sampled for group in groups), Counter()
+        count, metrics = sum(sample.count for sample in samples_in(groups)), Counter()
         for _, packed, last in self._micro_batches(groups):
             logprobs, entropy = self._logprobs(self._hidden(self.model, packed), packed)
             loss = -logprobs.sum() / count
@@ -176,15 +176,14 @@ class Trainer:
 
     def _everywhere(self, groups, computed) -> list[list[float]]:
         """Returns the log-probabilities of each sample from every rank's micro-batches."""
-        samples = [sample for group in groups for sample in group.samples]
-        numbers = {id(sample): i for i, sample in enumerate(samples)}
+        numbers = {id(sample): i for i, sample in enumerate(samples_in(groups))}
         found = {}  # by number
         for batch, logprobs in computed:
             values = iter(logprobs)
-            for sample in (sample for group in batch for sample in group.samples):
+            for sample in samples_in(batch):
                 found[numbers[id(sample)]] = list(islice(values, sample.count))
         everywhere = ChainMap(*self.ranks.gather(found))
-        return [everywhere[i] for i in range(len(samples))]
+        return [everywhere[i] for i in range(len(numbers))]
 
     def _hidden(self, model, packed) -> Tensor:
         return model(packed.tokens, packed.positions, packed.attend)[packed.source]
@@ -233,7 +232,8 @@ class Trainer:
         Adds grad_norm before clipping, learning_rate and the packed tokens. If the loss or the
         gradient is not finite, the weights and moments stay as they were and "skipped" is 1.
         """
-        metrics = self.ranks.sum(metrics)
+        parts = self.ranks.gather(metrics)
+        metrics = {name: sum(part[name] for part in parts) for name in metrics}
         if self.reference not in (None, self.model) and self.ranks.mesh is not None:
             for module in (self.reference, *self.reference.layers):
                 module.reshard()  # no backward has done it

@@ -18,27 +18,32 @@ PRINT_EVERY = 20  # steps
 
 def warm_start(run: TrainingRun) -> bool:
     """Trains to warm_start.steps; returns False if the run is asked to stop on the way."""
-    settings, progress = run.config.warm_start, run.progress
-    stopped = False
-    with run.bar(settings.steps, "warm start", progress.step) as bar:
-        while progress.step < settings.steps and not stopped:
-            start = time.monotonic()
-            groups = _lessons(run)
-            shown = time.monotonic()
-            peak, steps = settings.learning_rate, settings.steps
-            rate = scheduled(progress.step, peak, steps, WARMUP_STEPS, hold=HOLD)
-            metrics = run.trainer.supervised_step(groups, rate)
-            times = {"demonstrations": shown - start, "train": time.monotonic() - shown}
-            progress.step += 1
-            if progress.lesson_tools <= FEW_TOOLS and (
-                metrics["loss"] < FEW_LOSS or progress.step - progress.lesson_since >= FEW_STEPS
-            ):
-                progress.lesson_tools += 1
-                progress.lesson_since = progress.step
-            _record(run, metrics, times)
-            bar.update()
-            stopped = run.end_step()
-    return not stopped
+    return run.repeat(lambda: _step(run))
+
+
+def _step(run):
+    """Makes one supervised step, and records it."""
+    progress, peak = run.progress, run.config.warm_start.learning_rate
+    start = time.monotonic()
+    groups = _lessons(run)
+    shown = time.monotonic()
+    rate = scheduled(progress.step, peak, run.steps, WARMUP_STEPS, hold=HOLD)
+    metrics = run.trainer.supervised_step(groups, rate)
+    times = {"demonstrations": shown - start, "train": time.monotonic() - shown}
+    progress.step += 1
+    if progress.lesson_tools <= FEW_TOOLS and (
+        metrics["loss"] < FEW_LOSS or progress.step - progress.lesson_since >= FEW_STEPS
+    ):
+        progress.lesson_tools += 1
+        progress.lesson_since = progress.step
+    speed = metrics["tokens"] / sum(times.values())
+    run.record_update({"tokens_per_s": speed}, metrics, times)
+    if progress.step % PRINT_EVERY == 0:
+        loss = metrics["loss"]
+        run.say(
+            f"warm start step {progress.step:4d}/{run.steps}  loss {loss:.3f}  "
+            f"{speed:,.0f} tokens/s"
+        )
 
 
 def _lessons(run) -> list[Group]:
@@ -57,11 +62,3 @@ def _lessons(run) -> list[Group]:
     most_tools = progress.lesson_tools if progress.lesson_tools <= FEW_TOOLS else 0
     tasks = worlds.lesson_tasks(count, first, most_tools)
     return run.ranks.map(lambda mine: list(map(demonstrate, mine)), tasks)
-
-
-def _record(run, metrics, times):
-    step, speed = run.progress.step, metrics["tokens"] / sum(times.values())
-    run.record_update({"tokens_per_s": speed}, metrics, times)
-    if step % PRINT_EVERY == 0:
-        loss = metrics["loss"]
-        run.say(f"warm start step {step:4d}/{run.steps}  loss {loss:.3f}  {speed:,.0f} tokens/s")

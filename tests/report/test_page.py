@@ -33,10 +33,16 @@ def record(run, stage):
         run.write_json("summary.json", {"seconds": 431.0, "held_out": HELD_OUT})
 
 
+def report(run):
+    """The page that is written of a run."""
+    write_report(run.path)
+    return (run.path / "report.html").read_text()
+
+
 @pytest.mark.parametrize("stage", ["empty", "warm", "one", "whole"])
 def test_the_report_can_be_written_at_every_stage(run, stage):
     record(run, stage)
-    page = write_report(run.path).read_text()
+    page = report(run)
     assert (run.path / "curves.png").read_bytes().startswith(b"\x89PNG")
     data = data_of(page)
     assert "simulated" in page and bool(data["browser"]["count"]) == (stage in ("one", "whole"))
@@ -47,7 +53,7 @@ def test_the_report_can_be_written_at_every_stage(run, stage):
 @needs_node
 def test_the_tables_show_the_scores_of_every_side_and_router(run):
     record(run, "whole")
-    texts = drawn(write_report(run.path).read_text(), TEXTS)
+    texts = drawn(report(run), TEXTS)
     for text in (
         "0.500",
         "70.0",
@@ -66,7 +72,7 @@ def test_the_report_loads_nothing_and_runs_nothing(run):
     names = dict.fromkeys(("question", "answer", "task_id", "status"), evil)
     run.append("trajectories", row(**names, calls={evil: 1}))
     run.append("metrics", SCORES | {"phase": "grpo", "step": 1, "calls": {evil: 1}})
-    page = write_report(run.path).read_text()
+    page = report(run)
     assert not re.search(r"<(link|iframe|object|a)\b|<[^>]* on\w+=", page)
     images = re.findall(r"<img[^>]*>", page)
     assert images and all(' src="data:image/svg+xml;base64,' in image for image in images)

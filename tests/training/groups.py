@@ -13,7 +13,7 @@ def grouped(prompt, samples):
             sample,
             ids=prompt + sample.ids,
             sampled=[False] * given + sample.sampled,
-            logprobs=sample.logprobs and [0.0] * given + sample.logprobs,
+            logprobs=[0.0] * given + sample.logprobs,
         )
         for sample in samples
     ]

@@ -21,10 +21,11 @@ def ids(count: int, start: int = 5) -> list[int]:
 @pytest.mark.slow
 def test_gradients_by_kernels_are_those_of_plain_pytorch(monkeypatch, nano_model):
     twins = [
-        Sample(ids(20, 3), [True] * 20),
-        Sample(ids(20, 3)[:17] + [1, 2], [False] * 4 + [True] * 15),
+        Sample(ids(20, 3), [True] * 20, [0.0] * 20),
+        Sample(ids(20, 3)[:17] + [1, 2], [False] * 4 + [True] * 15, [0.0] * 19),
     ]
-    groups = [grouped(ids(9), twins), grouped(ids(9)[:5] + [8], [Sample(ids(7), [True] * 7)])]
+    single = Sample(ids(7), [True] * 7, [0.0] * 7)
+    groups = [grouped(ids(9), twins), grouped(ids(9)[:5] + [8], [single])]
     gradients = []
     for by_kernel in (False, True):
         for module in (ops, packed_attention, head):

@@ -31,13 +31,13 @@ def truncated(folder):
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_the_one_before_read(tmp_path, capfd, damage):
-    trainer, checkpoints = make_trainer(ONE), Checkpoints(tmp_path, 2, ONE)
+    trainer, checkpoints = make_trainer(ONE), Checkpoints(tmp_path, ONE)
     for name in "abc":
         checkpoints.save(name, trainer.tensors(), {"name": name})
     checkpoints.wait()
     assert sorted(os.listdir(tmp_path)) == ["b", "c"]
     damage(tmp_path / "c")
-    restored = Checkpoints(tmp_path, 2, ONE).restore(lambda notes: trainer.tensors())
+    restored = Checkpoints(tmp_path, ONE).restore(lambda notes: trainer.tensors())
     assert restored == {"name": "b"}
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"{tmp_path / 'c'}: damaged (") and line.endswith(
@@ -49,7 +49,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_read(tmp_path, capfd, 
 
 
 def test_a_full_disk_leaves_the_checkpoints_before(tmp_path, monkeypatch):
-    trainer, checkpoints = make_trainer(ONE), Checkpoints(tmp_path, 2, ONE)
+    trainer, checkpoints = make_trainer(ONE), Checkpoints(tmp_path, ONE)
     checkpoints.save("a", trainer.tensors(), {})
     checkpoints.wait()
 
@@ -63,5 +63,5 @@ def test_a_full_disk_leaves_the_checkpoints_before(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["a"]
     monkeypatch.undo()
     (tmp_path / ".c.part").mkdir()  # of a process that was killed
-    assert Checkpoints(tmp_path, 2, ONE).restore(lambda notes: trainer.tensors()) == {}
+    assert Checkpoints(tmp_path, ONE).restore(lambda notes: trainer.tensors()) == {}
     assert os.listdir(tmp_path) == ["a"]

@@ -114,7 +114,8 @@ def ours(name, groups, logprobs):
         values, reasons = group_advantages(rewards, fine, fine, section, 0.0)
         assert reasons == [None] * len(group)
         advantages += values
-        samples += [Sample([1] * len(a[1]), [True] * len(a[1])) for a in group]
+        lengths = [len(a[1]) for a in group]
+        samples += [Sample([1] * n, [True] * n, [0.0] * n) for n in lengths]
     batch = batch_of([sample.count for sample in samples], advantages, flat(groups, 2))
     normaliser = loss_normaliser([Group(samples, 0)], section.aggregation, LIMIT)
     old = batch.sampler_logprobs

@@ -15,7 +15,8 @@ def test_muon_is_torchs_to_the_bit_on_whole_matrices():
         return [torch.nn.Parameter(torch.randn(*s, generator=generator)) for s in shapes]
 
     ours, theirs = matrices(), matrices()
-    mine = Muon(ours, 0.02)
+    mine = Muon(ours)
+    mine.param_groups[0]["lr"] = 0.02
     torchs = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
     for step in range(3):
         for p, q in zip(ours, theirs, strict=True):

@@ -19,10 +19,11 @@ DRAWN = st.lists(st.tuples(IDS, st.lists(IDS, min_size=1, max_size=5)), min_size
 @given(DRAWN)
 def test_every_sampled_id_is_predicted_from_exactly_its_past(drawn):
     """Attention with equal weights returns the mean of what an id sees, a name for its past."""
-    groups = [
-        grouped(prompt, [Sample(ids, [i % 3 > 0 for i in range(len(ids))]) for ids in samples])
-        for prompt, samples in drawn
-    ]
+
+    def sample(ids):
+        return Sample(ids, [i % 3 > 0 for i in range(len(ids))], [0.0] * len(ids))
+
+    groups = [grouped(prompt, list(map(sample, samples))) for prompt, samples in drawn]
     packed = pack(groups)
     names = torch.randn(2, 100, 1, 8, generator=torch.Generator().manual_seed(0))
     values = names[packed.tokens, packed.positions]  # [T, 1, 8]
@@ -56,7 +57,10 @@ def test_every_rank_gets_a_fair_share_and_equally_many_micro_batches():
         for _ in range(20):
             sizes = [[rng.randint(1, 60) for _ in range(rng.choice((1, 2, 8)))] for _ in range(6)]
             groups = [
-                grouped([i, 0, 0], [Sample([j] * n, [True] * n) for j, n in enumerate(group)])
+                grouped(
+                    [i, 0, 0],
+                    [Sample([j] * n, [True] * n, [0.0] * n) for j, n in enumerate(group)],
+                )
                 for i, group in enumerate(sizes)
             ]
             shares = divide(groups, ranks, 100, lambda group: group.tokens**1.2)
@@ -71,7 +75,7 @@ def test_every_rank_gets_a_fair_share_and_equally_many_micro_batches():
 
 
 def test_only_a_group_above_the_budget_is_halved():
-    groups = [grouped([0] * 4, [Sample([1], [True])] * count) for count in (8, 1)]
+    groups = [grouped([0] * 4, [Sample([1], [True], [0.0])] * count) for count in (8, 1)]
     for budget, expected in ((17, [[8, 1]]), (12, [[8], [1]]), (11, [[4], [4], [1]])):
         (batches,) = divide(groups, 1, budget, lambda group: group.tokens)
         assert [[len(group.samples) for group in batch] for batch in batches] == expected

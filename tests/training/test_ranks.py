@@ -130,7 +130,7 @@ def first_half(ranks: Ranks, folder: str) -> dict[str, torch.Tensor]:
     """Three steps, a checkpoint, and three more while it is written."""
     trainer, values = make_trainer(ranks), []
     trainer.prepare("muon", True)
-    checkpoints = Checkpoints(Path(folder), 2, ranks)
+    checkpoints = Checkpoints(Path(folder), ranks)
     for step in range(6):
         values.append(trainer.supervised_step(make_groups(step), 3e-3)["loss"])
         if step == 2:
@@ -142,7 +142,7 @@ def first_half(ranks: Ranks, folder: str) -> dict[str, torch.Tensor]:
 
 def second_half(ranks: Ranks, folder: str) -> dict[str, torch.Tensor]:
     trainer = make_trainer(ranks, seed=5)  # other weights, which must not remain
-    notes = Checkpoints(Path(folder), 2, ranks).restore(lambda notes: trainer.prepare("muon", True))
+    notes = Checkpoints(Path(folder), ranks).restore(lambda notes: trainer.prepare("muon", True))
     steps = range(notes["step"], 6)
     values = [trainer.supervised_step(make_groups(step), 3e-3)["loss"] for step in steps]
     reference = {name: value.clone() for name, value in named_hf_tensors(trainer.reference)}
@@ -175,12 +175,10 @@ def adapted(ranks: Ranks, source: str, target: str) -> dict[str, torch.Tensor]:
 
 
 def exchange(ranks: Ranks) -> dict[str, torch.Tensor]:
-    """Sums, shares of work, and a UserError that one rank has."""
+    """What each rank says, shares of work, and a UserError that one rank has."""
     shares = ranks.map(lambda mine: [(i, ranks.rank) for i in mine], range(7), 2)
     assert shares == [(i, i // 4) for i in range(7)]  # pairs stay together
-    ours = {"a": 1.0, "b": float(ranks.rank)}
-    assert ranks.sum(ours) == {"a": ranks.world, "b": sum(range(ranks.world))}
-    assert ranks.any(ranks.rank == 1) and not ranks.any(False)
+    assert ranks.gather(ranks.rank) == list(range(ranks.world))
 
     def refuse(gathers: int) -> None:
         if ranks.rank == 1:

@@ -72,7 +72,7 @@ def test_a_packed_step_has_the_gradient_of_the_samples_one_by_one(nano_model):
     first, second = groups[0].samples[1:3]
     first.ids[:] = second.ids[: len(first.ids)]  # one sample is the beginning of another
     packed = gradients(nano_model, groups)
-    count = sum(group.sampled for group in groups)
+    count = sum(sample.count for group in groups for sample in group.samples)
     nano_model.zero_grad()
     for group in groups:
         for sample in group.samples:
@@ -87,7 +87,7 @@ def test_a_packed_step_has_the_gradient_of_the_samples_one_by_one(nano_model):
 def test_with_a_least_entropy_only_the_ids_above_it_count(nano_model):
     groups = make_groups(4)
     samples = [sample for group in groups for sample in group.samples]
-    count = sum(group.sampled for group in groups)
+    count = sum(sample.count for group in groups for sample in group.samples)
     computed = [alone(nano_model, sample) for sample in samples]
     values = torch.cat([entropy for _, entropy in computed]).sort().values
     widest = values.diff()[count // 8 : -count // 8].argmax() + count // 8
