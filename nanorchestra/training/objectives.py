@@ -236,5 +236,5 @@ def policy_loss(
         losses = losses + objective.kl_coef * kl
     if objective.aggregation == "sequence":
         losses = losses / batch.trajectory_ids
-    sums = {name: column.sum(dtype=torch.float64).item() for name, column in columns.items()}
-    return losses.sum() / normaliser, sums
+    sums = torch.stack([column.sum(dtype=torch.float64) for column in columns.values()])
+    return losses.sum() / normaliser, dict(zip(columns, sums.tolist(), strict=True))
