@@ -1,7 +1,5 @@
 """Shows an attempt in the terminal as it happens: thoughts, calls, observations, answer, bill."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections import Counter

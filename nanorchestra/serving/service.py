@@ -4,8 +4,6 @@ Only the thread changes the engine. The loop hands requests over, is told of wha
 reads it from the requests. Requests have a time limit.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import queue

@@ -3,8 +3,6 @@
 Shares and rewards come with 95% intervals over tasks; differences are paired by task.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Acts wishes out in a world: the golden calls, what the user says, what must be communicated."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import random
@@ -9,7 +7,7 @@ import re
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from nanorchestra.files import read_json
 from worlds.toolscale.program import Json, Tables, ToolError, evaluate, parse_call
@@ -72,7 +70,7 @@ class Act:
         if named:
             self.call(words.data["identify"]["call"], {"me": self.me})
 
-    def clone(self) -> Act:
+    def clone(self) -> Self:
         """Returns a copy, on which a wish can be tried."""
         other = copy.copy(self)
         for name, value in vars(self).items():

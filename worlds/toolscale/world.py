@@ -7,15 +7,13 @@
 shapes.json has the JSON Schemas by which files are checked.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from nanorchestra.errors import UserError
 from nanorchestra.files import merge, read_json, read_text, write_whole
@@ -64,7 +62,7 @@ class World:
         """Does a call that has been checked, or one of a task's set-up."""
         return run(self.by_name[name], arguments, tables)
 
-    def started(self, state: Json | None) -> World:
+    def started(self, state: Json | None) -> Self:
         """Returns the world as a tau2 `initial_state` says. Raises ToolError if a call fails."""
         if not state:
             return self
@@ -94,7 +92,7 @@ class World:
         write_whole(directory / "policy.md", self.policy)
 
     @classmethod
-    def load(cls, directory: Path) -> World:
+    def load(cls, directory: Path) -> Self:
         """Reads a directory. Raises UserError if a part is missing, damaged or of another form."""
         parts = [read_shape(name, directory / f"{name}.json") for name in ("db", "tools")]
         for line in (line for tool in parts[1] for line in tool["program"]):
