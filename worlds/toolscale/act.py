@@ -4,13 +4,12 @@ import copy
 import itertools
 import random
 import re
-from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from typing import Any, Self
 
 from nanorchestra.files import read_json
-from worlds.toolscale.program import Json, Tables, ToolError, evaluate, parse_call
+from worlds.toolscale.program import Json, Tables, evaluate, parse_call
 from worlds.toolscale.records import key_of
 from worlds.toolscale.words import Words
 from worlds.toolscale.world import World
@@ -89,18 +88,6 @@ class Act:
         if kind in ("write", "handover") or made not in self.calls:
             self.calls.append(made)
         return result
-
-    def attempt(self, texts: list[str], scope: Json, tables: Tables | None = None) -> bool:
-        """Makes the calls as the naive agent does. Returns whether the tools let it.
-
-        With `tables` these are changed, and not those of the naive agent.
-        """
-        tables = self.naive if tables is None else tables
-        with suppress(ToolError):
-            for text in texts:
-                self.world.invoke(tables, *self.parse(text, scope))
-            return True
-        return False
 
     def parse(self, text: str, scope: Json) -> tuple[str, Json]:
         """Returns the name and the arguments of a call."""

@@ -12,10 +12,11 @@ put, and all of them work with all wishes that have what they need:
 import ast
 import math
 import re
+from contextlib import suppress
 from typing import Any
 
 from worlds.toolscale.act import PHRASES, Act, UnfitError, spoken
-from worlds.toolscale.program import Json, evaluate, parse
+from worlds.toolscale.program import Json, Tables, ToolError, evaluate, parse
 from worlds.toolscale.records import Draws, holds, key_of
 
 TRIES = 12  # draws of one thing, until it fits
@@ -118,6 +119,14 @@ class Wish:
         """Does it."""
         for call in self.data.get("do", ()):
             self.scope["result"] = self.act.call(call, self.scope)
+
+    def attempt(self, tables: Tables, scope: Json | None = None) -> bool:
+        """Makes the calls in these tables, in a scope or its own. Returns if the tools let it."""
+        with suppress(ToolError):
+            for call in self.data.get("do", ()):
+                self.act.world.invoke(tables, *self.act.parse(call, scope or self.scope))
+            return True
+        return False
 
     def tell(self) -> list[str]:
         """Returns the questions of the user, whose answers must be communicated."""
