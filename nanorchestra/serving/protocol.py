@@ -5,6 +5,7 @@ openapi.json, which the server publishes, has the forms and the defaults of the 
 
 import json
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -93,18 +94,23 @@ def as_choices(body: Json, tokenizer: Tokenizer) -> list[tuple]:
     ]
 
 
+@dataclass
 class Choice:
     """One choice as it is sampled: turns the ids of its request into the chunks of a stream.
 
     `finish_reason` is set once it has ended: by a stop before its ids end. `count`: its ids.
     """
 
-    def __init__(self, body: Json, index: int, tokenizer: Tokenizer):
-        self.body, self.index, self.tokenizer = body, index, tokenizer
-        self.count, self.finish_reason = 0, None
-        self._calls, self._held = 0, ""  # content that may begin a stop
+    body: Json
+    index: int
+    tokenizer: Tokenizer
+    count, finish_reason = 0, None
+    _calls, _held = 0, ""  # content that may begin a stop
+
+    def __post_init__(self) -> None:
+        body = self.body
         self._is_chat, self._many = "messages" in body, body.get("parallel_tool_calls", True)
-        self._stream = TurnStream(tokenizer, bool(body["tools"]), self._is_chat)
+        self._stream = TurnStream(self.tokenizer, bool(body["tools"]), self._is_chat)
 
     def feed(self, request: Request, ended: str | None) -> Json | None:
         """Returns the chunk of what is new, None if nothing is; `ended`: why nothing follows."""

@@ -7,6 +7,7 @@ it, whether the first choice can be had. Records that do not make it so are draw
 import random
 import re
 from contextlib import suppress
+from dataclasses import dataclass
 
 from worlds.toolscale.act import PHRASES, Act, UnfitError, people
 from worlds.toolscale.program import ToolError
@@ -33,11 +34,16 @@ MOST_CALLS = 16
 MOST_DRAWS = 400  # of callers and wishes, until all can be had
 
 
+@dataclass
 class Planner:
     """Draws tasks for a world."""
 
-    def __init__(self, world: World, words: Words, rng: random.Random):
-        self.world, self.words, self.data, self.rng = world, words, words.data, rng
+    world: World
+    words: Words
+    rng: random.Random
+
+    def __post_init__(self) -> None:
+        self.data = self.words.data
         self.frames = PHRASES["frames"]["held_out" if self.data.get("held_out") else "train"]
         self.kinds = self.data["wishes"]
         has = {name for wish in self.kinds.values() for name in wish}
