@@ -101,8 +101,8 @@ def generate(options: argparse.Namespace) -> int:
     started = time.monotonic()
     domains, out, seed = options.domains, options.out, options.seed
     if not options.show:
-        settings = {"seed": seed, "domains": domains, "levels": options.levels}
-        claim(out, settings | {"author": "llm" if options.endpoint else "builtin"})
+        author = "llm" if options.endpoint else "builtin"
+        claim(out, {"seed": seed, "domains": domains, "levels": options.levels, "author": author})
     if options.endpoint:
         asked = out / "blueprints", options.endpoint, options.model, seed
         domains = [write_blueprint(domain, *asked) for domain in domains]
