@@ -132,7 +132,8 @@ class Act:
             if said.count(words) == 1:
                 for call in ref["find"] if not tail else ():
                     self.call(call, {"me": self.me} | mine)
-                self.unknown += [ref["unknown"]] if "unknown" in ref and not tail else []
+                if "unknown" in ref and not tail:
+                    self.unknown.append(ref["unknown"])
                 return words + self.render(tail, mine, {"it": home})
         raise UnfitError("the words fit several records")
 

@@ -26,7 +26,7 @@ class Wish:
     """A wish that is drawn: its kind's data, and the scope of its expressions and patterns."""
 
     def __init__(self, act: Act, kind: str, it: Json | None = None):
-        self.act, self.kind, self.data = act, kind, act.data["wishes"][kind]
+        self.act, self.data = act, act.data["wishes"][kind]
         self.tables = {"it": self.data["it"]} if "it" in self.data else {}
         self.scope: Json = {"me": act.me, "today": act.words.today, "there": act.there}
         if self.tables:
@@ -100,7 +100,8 @@ class Wish:
             raise UnfitError("not of the story")
         text = self._pick(tagged or [text for text in fresh if text[0] != "["])
         act.said.add(text)
-        act.said |= {act.story} if tagged else set()
+        if tagged:
+            act.said.add(act.story)
         ways = re.sub(
             r"\(([^()]*\|[^()]*)\)", lambda ways: act.rng.choice(ways[1].split("|")), text
         )
