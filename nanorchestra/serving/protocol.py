@@ -44,7 +44,8 @@ def read_body(raw: bytes, name: str, given: Json) -> Json:
     require(not problem, problem)
     known = forms["schemas"][name]["properties"].items()
     body = given | {key: field["default"] for key, field in known if "default" in field} | body
-    body["stop"] = [body["stop"]] if isinstance(body["stop"], str) else body["stop"]
+    if isinstance(body["stop"], str):
+        body["stop"] = [body["stop"]]
     for message in body.get("messages", ()):
         content = message.get("content") or ""
         if not isinstance(content, str):
@@ -131,12 +132,12 @@ class Choice:
             self.finish_reason = "tool_calls"
         chunk = {"index": self.index, "finish_reason": self.finish_reason}
         chunk |= {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
-        columns = ids, request.logprobs, request.top_logprobs
-        ids, *columns = (column[start : self.count] for column in columns)
+        new = slice(start, self.count)
         if self.body["logprobs"]:
-            chunk["logprobs"] = self._logprobs(ids, *columns)
+            columns = ids[new], request.logprobs[new], request.top_logprobs[new]
+            chunk["logprobs"] = self._logprobs(*columns)
         if self.body["return_token_ids"]:
-            chunk["token_ids"] = ids
+            chunk["token_ids"] = ids[new]
         return chunk
 
     def _take(self, delta, parts, final=False):
