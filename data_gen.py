@@ -43,16 +43,22 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of worlds and tasks (0)")
     add("--out", type=Path, help="where tasks.jsonl and worlds/ are written")
     add("--show", type=int, help="print N tasks to read, write nothing")
-    text = "worker processes (one a core); the result does not depend on them"
-    add("--workers", type=int, default=os.cpu_count(), help=text)
-    text = "built-in names or blueprint files (all eight); with --endpoint, any words"
-    add("--domains", default=",".join(BUILT_IN), help=text)
-    text = "1 to 5, or a range such as 2-4 (1-5)"
-    add("--difficulty", default="1-5", help=text)
-    text = "base URL of an OpenAI-compatible server, whose model writes the domains"
-    add("--endpoint", help=text)
-    text = "with --endpoint: the model to ask for (gpt-5)"
-    add("--model", default="gpt-5", help=text)
+    add(
+        "--workers",
+        type=int,
+        default=os.cpu_count(),
+        help="worker processes (one a core); the result does not depend on them",
+    )
+    add(
+        "--domains",
+        default=",".join(BUILT_IN),
+        help="built-in names or blueprint files (all eight); with --endpoint, any words",
+    )
+    add("--difficulty", default="1-5", help="1 to 5, or a range such as 2-4 (1-5)")
+    add(
+        "--endpoint", help="base URL of an OpenAI-compatible server, whose model writes the domains"
+    )
+    add("--model", default="gpt-5", help="with --endpoint: the model to ask for (gpt-5)")
     options = parser.parse_args(arguments)
     for name in ("tasks", "workers", "show"):
         value = getattr(options, name)
@@ -95,8 +101,8 @@ def generate(options: argparse.Namespace) -> int:
     started = time.monotonic()
     domains, out, seed = options.domains, options.out, options.seed
     if not options.show:
-        settings = {"seed": seed, "domains": domains, "levels": options.levels}
-        claim(out, settings | {"author": "llm" if options.endpoint else "builtin"})
+        author = "llm" if options.endpoint else "builtin"
+        claim(out, {"seed": seed, "domains": domains, "levels": options.levels, "author": author})
     if options.endpoint:
         asked = out / "blueprints", options.endpoint, options.model, seed
         domains = [write_blueprint(domain, *asked) for domain in domains]

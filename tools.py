@@ -145,9 +145,8 @@ class Catalogue:
         """Returns the tools on offer, without those that only help a role."""
         made = [self._make(**entry) for entry in entries]
         roles = [t for t in made if isinstance(t, RoleTool)]
-        plain = [t for t in made if not isinstance(t, RoleTool)]
         for role in roles:
-            role.helpers = [t for t in plain if t.kind == role.kind]
+            role.helpers = [t for t in made if t not in roles and t.kind == role.kind]
             if role.kind == "code" and not role.helpers:
                 limits = {"timeout_s": 60.0, "usd_per_second": SANDBOX_USD}
                 role.helpers = [PythonTool("python", "", self.sandbox, **limits)]

@@ -5,6 +5,7 @@ openapi.json, which the server publishes, has the forms and the defaults of the 
 
 import json
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ def read_body(raw: bytes, name: str, given: Json) -> Json:
     require(not problem, problem)
     known = forms["schemas"][name]["properties"].items()
     body = given | {key: field["default"] for key, field in known if "default" in field} | body
-    body["stop"] = [body["stop"]] if isinstance(body["stop"], str) else body["stop"]
+    if isinstance(body["stop"], str):
+        body["stop"] = [body["stop"]]
     for message in body.get("messages", ()):
         content = message.get("content") or ""
         if not isinstance(content, str):
@@ -93,18 +95,23 @@ def as_choices(body: Json, tokenizer: Tokenizer) -> list[tuple]:
     ]
 
 
+@dataclass
 class Choice:
     """One choice as it is sampled: turns the ids of its request into the chunks of a stream.
 
     `finish_reason` is set once it has ended: by a stop before its ids end. `count`: its ids.
     """
 
-    def __init__(self, body: Json, index: int, tokenizer: Tokenizer):
-        self.body, self.index, self.tokenizer = body, index, tokenizer
-        self.count, self.finish_reason = 0, None
-        self._calls, self._held = 0, ""  # content that may begin a stop
+    body: Json
+    index: int
+    tokenizer: Tokenizer
+    count, finish_reason = 0, None
+    _calls, _held = 0, ""  # content that may begin a stop
+
+    def __post_init__(self) -> None:
+        body = self.body
         self._is_chat, self._many = "messages" in body, body.get("parallel_tool_calls", True)
-        self._stream = TurnStream(tokenizer, bool(body["tools"]), self._is_chat)
+        self._stream = TurnStream(self.tokenizer, bool(body["tools"]), self._is_chat)
 
     def feed(self, request: Request, ended: str | None) -> Json | None:
         """Returns the chunk of what is new, None if nothing is; `ended`: why nothing follows."""
@@ -125,12 +132,12 @@ class Choice:
             self.finish_reason = "tool_calls"
         chunk = {"index": self.index, "finish_reason": self.finish_reason}
         chunk |= {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
-        columns = ids, request.logprobs, request.top_logprobs
-        ids, *columns = (column[start : self.count] for column in columns)
+        new = slice(start, self.count)
         if self.body["logprobs"]:
-            chunk["logprobs"] = self._logprobs(ids, *columns)
+            columns = ids[new], request.logprobs[new], request.top_logprobs[new]
+            chunk["logprobs"] = self._logprobs(*columns)
         if self.body["return_token_ids"]:
-            chunk["token_ids"] = ids
+            chunk["token_ids"] = ids[new]
         return chunk
 
     def _take(self, delta, parts, final=False):

@@ -4,8 +4,6 @@ Only the thread changes the engine. The loop hands requests over, is told of wha
 reads it from the requests. Requests have a time limit.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import queue
@@ -31,12 +29,7 @@ ENDING = 503, "the server is shutting down"
 class Reader(asyncio.Event):
     """Wakes what reads the requests of one answer: at `due`, or when one of them has ended."""
 
-    due, late = 0.0, False
-
-    def end(self) -> None:
-        """Says that the answer takes too long."""
-        self.late = True
-        self.set()
+    due = 0.0
 
 
 class Service:
@@ -62,17 +55,15 @@ class Service:
         if len(self.live) + len(choices) > REQUESTS:
             raise HTTPException(429, f"{len(self.live)} requests are open; try again later")
         self.loop, start = asyncio.get_running_loop(), time.monotonic()
+        deadline = start + REQUEST_S
         requests = [self.engine.make_request(*choice) for choice in choices]
         reader, reasons = Reader(), [None]
-        timer = self.loop.call_later(REQUEST_S, reader.end)
         self.live |= dict.fromkeys(requests, reader)
         self._do(self.engine.scheduler.add, requests)
         try:
             while not all(reasons):
-                await reader.wait()
+                await asyncio.wait_for(reader.wait(), deadline - time.monotonic())
                 reader.clear()
-                if reader.late:
-                    raise TimeoutError
                 if start:
                     start = self._note("time_to_first_token", start)
                 reasons = [each.completion and each.completion.finish_reason for each in requests]
@@ -80,7 +71,6 @@ class Service:
                     raise HTTPException(*self.failures[reason])
                 yield list(zip(requests, reasons, strict=True))
         finally:
-            timer.cancel()
             self._do(self.engine.abort, requests)
 
     def end(self) -> None:

@@ -72,7 +72,8 @@ def tool(function: Callable[..., Any] | None = None, **settings: float) -> Any:
     for name, shape in schema["properties"].items():
         del shape["title"]
         require(shape, f"{where}: parameter {name} has no type hint; write {name}: str")
-        shape |= {"description": told[name]} if name in told else {}
+        if name in told:
+            shape["description"] = told[name]
     description = " ".join(text.split())
     return FunctionTool(function.__name__, description, schema, validate_call(function), **settings)
 

@@ -51,11 +51,9 @@ class Index:
 
     def __init__(self, passages: Sequence[Passage], words: bm25s.BM25 | None = None):
         self.passages, self._lock = passages, threading.Lock()
-        if words is None:
-            words = word_index(passage.text for passage in passages)
-        self._words = words
+        self._words = words or word_index(passage.text for passage in passages)
         self._alike: dict[str, list[str]] = defaultdict(list)  # by their first two letters
-        for word in words.vocab_dict:
+        for word in self._words.vocab_dict:
             self._alike[word[:2]].append(word)
 
     def search(self, query: str, k: int = 3) -> list[Passage]:

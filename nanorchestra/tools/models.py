@@ -25,6 +25,7 @@ from nanorchestra.tools.http import EndpointError, count_tokens, post
 TOLD: dict[str, object] = {}  # variables of keys that are not set, each told once by the first rank
 
 
+@dataclass(eq=False)
 class Spending:
     """US dollars that the endpoints of a run may cost together; thread-safe.
 
@@ -35,10 +36,12 @@ class Spending:
     whether a call was refused for that.
     """
 
-    def __init__(self, most: float = math.inf, replies: Path | None = None):
-        self.most, self.spent, self._lock = most, 0.0, threading.Lock()
-        self.refused, self.replies, self.trial = False, replies, 0
-        self._asking = {}
+    most: float = math.inf
+    replies: Path | None = None
+    spent, refused, trial = 0.0, False, 0
+
+    def __post_init__(self) -> None:
+        self._lock, self._asking = threading.Lock(), {}
 
     def reserve(self, most_usd: float) -> bool:
         """Counts a call at its most; False if that is more than is left."""

@@ -63,7 +63,7 @@ def replies(world, intent):
     for turn in TURNS[intent]:
         talk = ScriptedUser(TASK, world)
         talk.at = at
-        yield turn, talk.reply(turn, pending)
+        yield turn, talk.reply(turn, pending, False)
 
 
 KNOWN, ZIP = "I am Mei Rossi.", "My zip code is 12345."
@@ -107,10 +107,10 @@ def test_a_talk_from_the_first_wish_to_the_end(world):
         ("Done.", (), HOURS),
         ("From 06:00 to 22:00.", (), f"Thank you. {STOP}"),
     ):
-        assert talk.reply(said, pending) == answer
+        assert talk.reply(said, pending, False) == answer
     assert TRANSFER in ScriptedUser(TASK, world).reply("One moment.", (0, 1), handed=True)
     talk = ScriptedUser(TASK, world)
-    patience = [ended(talk.reply("Who are you?")) for _ in range(PATIENCE + 1)]
+    patience = [ended(talk.reply("Who are you?", (), False)) for _ in range(PATIENCE + 1)]
     assert patience.index(True) == PATIENCE
 
 
@@ -121,10 +121,11 @@ def test_what_the_user_wants_if_a_rule_forbids_it_is_said_once(world):
     task = TASK | {"wishes": [{"say": say, "actions": [0], "told": []}, WISHES[1]]}
     talk = ScriptedUser(task, world)
     person = "If that is not allowed, I want a person to look at it."
-    assert talk.reply("Sorry, that is not allowed.", (0, 1)) == person
+    assert talk.reply("Sorry, that is not allowed.", (0, 1), False) == person
     assert (
-        talk.reply("Would you like me to transfer you to a human agent?", (0, 1)) == "Yes, please."
+        talk.reply("Would you like me to transfer you to a human agent?", (0, 1), False)
+        == "Yes, please."
     )
     talk = ScriptedUser(task, world)
-    talk.reply("I cannot do that.", (0, 1))
-    assert talk.reply("I really can't.", (0, 1)) == PHONE
+    talk.reply("I cannot do that.", (0, 1), False)
+    assert talk.reply("I really can't.", (0, 1), False) == PHONE

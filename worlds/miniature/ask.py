@@ -4,8 +4,6 @@ nano has learnt only these words. The codes and records that its experts and too
 are made up from the question: the same question has the same answer every time.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Iterable

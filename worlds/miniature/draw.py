@@ -5,8 +5,6 @@ Numbers, aliases and facts are split between training and held-out tasks, so tha
 has none that was trained on.
 """
 
-from __future__ import annotations
-
 import operator
 import random
 import zlib

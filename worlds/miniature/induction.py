@@ -12,8 +12,6 @@ Both are added to the random weights, which they outweigh. Nothing is frozen, an
 data.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

@@ -5,8 +5,6 @@ subject, "code", "search" or "records"), `price` in US cents (for 100,000 tokens
 calls of a tool) and `latency` in seconds.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

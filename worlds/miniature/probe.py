@@ -3,8 +3,6 @@
 Shares and rewards come with 95% intervals over tasks; differences are paired by task.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -57,14 +55,10 @@ def probe(rollout: Rollout, seed: int, count: int, make: Make) -> dict[str, Any]
         bool(t.calls) and not any(t.calls.get(name) for name in task.preference.avoided)
         for task, t in zip(banned, play(banned), strict=True)
     ]
-    read = [f"use for {task.data['difficulty']} {task.data['subject']} " for task, _ in asked]
-    thoughts = [_first_thought(rollout, t) for _, t in asked]
     return {
         "reward": rewards,
         "bans of the preferred tool kept": interval(kept),
-        "difficulty read right": interval(
-            [topic in thought for topic, thought in zip(read, thoughts, strict=True)]
-        ),
+        "difficulty read right": interval([_is_read(rollout, *pair) for pair in asked]),
         "first choice by price ratio": _price_ratios(tasks, play),
     }
 
@@ -140,9 +134,11 @@ def _is_case(task: Task) -> bool:
     return task.data["kind"] == "knowledge"
 
 
-def _first_thought(rollout: Rollout, attempt: Trajectory) -> str:
+def _is_read(rollout: Rollout, task: Task, attempt: Trajectory) -> bool:
+    """True if the first thought names the difficulty and the subject."""
     turn = attempt.turns[0]
-    return rollout.tokenizer.decode(attempt.ids[turn.start : turn.end])
+    thought = rollout.tokenizer.decode(attempt.ids[turn.start : turn.end])
+    return f"use for {task.data['difficulty']} {task.data['subject']} " in thought
 
 
 def _with(task: Task, tools: list[dict[str, Any]]) -> Task:

@@ -1,7 +1,5 @@
 """The miniature's tables as constants, read from tables.toml and phrases.toml."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from nanorchestra.files import read_toml

@@ -4,8 +4,6 @@ The teacher acts in a task's environment, so it reads the observations that the 
 The warm start teaches the form of thoughts and calls and how to read; GRPO teaches the choice.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 

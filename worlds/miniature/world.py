@@ -7,8 +7,6 @@ difficulty is hidden from the policy. A task is a function of `split`, `index` a
 alone.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,18 +1,15 @@
 """Acts wishes out in a world: the golden calls, what the user says, what must be communicated."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import random
 import re
-from contextlib import suppress
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from nanorchestra.files import read_json
-from worlds.toolscale.program import Json, Tables, ToolError, evaluate, parse_call
+from worlds.toolscale.program import Json, Tables, evaluate, parse_call
 from worlds.toolscale.records import key_of
 from worlds.toolscale.words import Words
 from worlds.toolscale.world import World
@@ -72,7 +69,7 @@ class Act:
         if named:
             self.call(words.data["identify"]["call"], {"me": self.me})
 
-    def clone(self) -> Act:
+    def clone(self) -> Self:
         """Returns a copy, on which a wish can be tried."""
         other = copy.copy(self)
         for name, value in vars(self).items():
@@ -91,18 +88,6 @@ class Act:
         if kind in ("write", "handover") or made not in self.calls:
             self.calls.append(made)
         return result
-
-    def attempt(self, texts: list[str], scope: Json, tables: Tables | None = None) -> bool:
-        """Makes the calls as the naive agent does. Returns whether the tools let it.
-
-        With `tables` these are changed, and not those of the naive agent.
-        """
-        tables = self.naive if tables is None else tables
-        with suppress(ToolError):
-            for text in texts:
-                self.world.invoke(tables, *self.parse(text, scope))
-            return True
-        return False
 
     def parse(self, text: str, scope: Json) -> tuple[str, Json]:
         """Returns the name and the arguments of a call."""
@@ -147,7 +132,8 @@ class Act:
             if said.count(words) == 1:
                 for call in ref["find"] if not tail else ():
                     self.call(call, {"me": self.me} | mine)
-                self.unknown += [ref["unknown"]] if "unknown" in ref and not tail else []
+                if "unknown" in ref and not tail:
+                    self.unknown.append(ref["unknown"])
                 return words + self.render(tail, mine, {"it": home})
         raise UnfitError("the words fit several records")
 

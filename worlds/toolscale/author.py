@@ -43,9 +43,8 @@ def write_blueprint(domain: str, directory: Path, endpoint: str, model: str, see
     server = Endpoint(endpoint, "OPENAI_API_KEY", timeout_s=180.0)
     for _ in range(ATTEMPTS):
         try:
-            body = {"model": model, "messages": messages}
-            message, _ = server.complete(body)
-            answer = message.get("content") or ""
+            message, _ = server.complete({"model": model, "messages": messages})
+            answer = message["content"]
             found = re.search(r"\{.*\}", answer, re.DOTALL)
             blueprint = json.loads(found[0] if found else "")
             require(blueprint["domain"] == name, f"domain must be {name!r}")

@@ -29,7 +29,6 @@ from worlds.toolscale.tau2 import load_domain
 from worlds.toolscale.user import ScriptedUser, wishes
 from worlds.toolscale.world import World, check_shape
 
-TOOL = "name", "what", "description"  # of a tool in a task's data
 STEP_TOKENS = 4000, 400  # that an expert reads and writes for a step, for the bounds of a reward
 
 
@@ -63,15 +62,21 @@ class ToolScaleWorld:
         else:
             preference = preferences.draw(rng, [expert["alias"] for expert in offered], split)
         world = self.worlds[tau2["domain"]]
-        tools = [(name, world.by_name[name]) for name in tau2["tools"]]
-        tools = [(name, tool["kind"], tool["function"]["description"]) for name, tool in tools]
-        tools += [(each["alias"], each["model"], each["description"]) for each in offered]
+        tools = [
+            {"name": name, "what": tool["kind"], "description": tool["function"]["description"]}
+            for name, tool in world.by_name.items()
+            if name in tau2["tools"]
+        ]
+        tools += [
+            {"name": each["alias"], "what": each["model"], "description": each["description"]}
+            for each in offered
+        ]
         data = {
             "kind": tau2["domain"],
             "world": self.name,
             "task": tau2,
             "experts": offered,
-            "tools": [dict(zip(TOOL, each, strict=True)) for each in tools],
+            "tools": tools,
             "wish": preferences.kind_of(preference),
             "bounds": _bounds(tau2, offered),
         }

@@ -79,7 +79,7 @@ class DomainEnvironment:
         self.trace = [("user", task.question)]
         self.over, self.evidence = False, Evidence(task.question)
         self.tools = world.functions(tau2["tools"])
-        self.offered = [tool["function"]["name"] for tool in self.tools]
+        self.offered = tau2["tools"]
         self.kinds = {EXPERT: "expert"}
         system = ROLE.format(policy=tau2.get("policy") or world.policy)
         self.history = [system, f"The user: {task.question}"]  # what an expert reads

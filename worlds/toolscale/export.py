@@ -38,8 +38,7 @@ def tasks(directory: Path, domain: str) -> list[Json]:
     """Returns the tasks of a domain with tau2's fields; what was read is not scored there."""
     rows = [row for _, row in read_json_lines(directory / "tasks.jsonl") if row["domain"] == domain]
     for row in rows:
-        basis = row["evaluation_criteria"]["reward_basis"]
-        basis.remove("ACTION")
+        row["evaluation_criteria"]["reward_basis"].remove("ACTION")
     return [{name: row[name] for name in FIELDS} for row in rows]
 
 

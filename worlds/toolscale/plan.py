@@ -7,6 +7,7 @@ it, whether the first choice can be had. Records that do not make it so are draw
 import random
 import re
 from contextlib import suppress
+from dataclasses import dataclass
 
 from worlds.toolscale.act import PHRASES, Act, UnfitError, people
 from worlds.toolscale.program import ToolError
@@ -33,11 +34,16 @@ MOST_CALLS = 16
 MOST_DRAWS = 400  # of callers and wishes, until all can be had
 
 
+@dataclass
 class Planner:
     """Draws tasks for a world."""
 
-    def __init__(self, world: World, words: Words, rng: random.Random):
-        self.world, self.words, self.data, self.rng = world, words, words.data, rng
+    world: World
+    words: Words
+    rng: random.Random
+
+    def __post_init__(self) -> None:
+        self.data = self.words.data
         self.frames = PHRASES["frames"]["held_out" if self.data.get("held_out") else "train"]
         self.kinds = self.data["wishes"]
         has = {name for wish in self.kinds.values() for name in wish}
@@ -114,7 +120,7 @@ class Planner:
         broken = wish.broken()
         if len(broken) != (not truth) or not wish.can():
             raise UnfitError("the rules are otherwise")
-        if broken and not act.attempt(wish.data["do"], wish.scope, dict(act.tables)):
+        if broken and not wish.attempt(dict(act.tables)):
             raise UnfitError("a tool forbids it too")
         for rule in broken:
             wish.forbidden(rule)
@@ -139,8 +145,8 @@ class Planner:
         elif other:
             other.look()
             other.do()
-        if not act.attempt(wish.data["do"], wish.scope) and other:
-            act.attempt(other.data["do"], other.scope)
+        if not wish.attempt(act.naive) and other:
+            other.attempt(act.naive)
         self._say(act, said, end)
 
     def _prefer(self, act, wish, truth):
@@ -160,7 +166,7 @@ class Planner:
         if first[name] == second[name] or otherwise in wanted:
             raise UnfitError("the same again")
         wish.scope = granted
-        any(act.attempt(wish.data["do"], scope) for scope in (first, second))
+        any(wish.attempt(act.naive, scope) for scope in (first, second))
         wish.look()
         wish.do()
         self._say(act, wanted, otherwise, *wish.tell())
@@ -188,7 +194,7 @@ class Planner:
         for row, good in zip(rows, allowed, strict=True):
             wish.scope["it"] = row
             wish.look()
-            act.attempt(wish.data["do"], wish.scope)
+            wish.attempt(act.naive)
             if good:
                 wish.do()
             else:
@@ -198,7 +204,7 @@ class Planner:
         before = wish.said(wish.data["to"])
         other, clause = self._other(act, wish)
         said = self.rng.choice(self.frames["mind"]).format(before, clause)
-        act.attempt(wish.data["do"], wish.scope)
+        wish.attempt(act.naive)
         self._say(act, said, *self._done(act, other))
 
     # --- parts
@@ -224,7 +230,7 @@ class Planner:
     def _done(act, wish):
         """Does the wish; returns the user's questions."""
         wish.look()
-        act.attempt(wish.data.get("do", []), wish.scope)
+        wish.attempt(act.naive)
         wish.do()
         return wish.tell()
 

@@ -22,6 +22,7 @@ changes nothing, and a copy of the tables is a copy of their outer dict.
 import ast
 import operator
 import re
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -125,11 +126,12 @@ def rules(tool: Json) -> list[str]:
     return list(dict.fromkeys(said))
 
 
+@dataclass
 class _Call:
     """One run of a program: the variables so far, the tables as changed, and all functions."""
 
-    def __init__(self, scope: Json, tables: Tables):
-        self._scope, self._tables = scope, tables
+    _scope: Json
+    _tables: Tables
 
     def _value(self, node):
         return VALUES[type(node)](self._value, node, self)

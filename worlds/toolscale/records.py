@@ -1,6 +1,7 @@
 """Draws the records of a domain, field by field, as its file says."""
 
 import random
+from dataclasses import dataclass
 from typing import Any
 
 from nanorchestra.errors import require
@@ -21,17 +22,20 @@ def key_of(row: Json) -> Any:
     return next(iter(row.values()))
 
 
+@dataclass
 class Draws:
     """Draws values: each public method is a kind of draw that a domain's file may name.
 
     `row` is the record so far, `number` its place in the table, `rows` those before it.
     """
 
-    def __init__(self, words: Json, today: str, rng: random.Random, tables: Tables):
-        self.words, self.today, self.rng, self.tables = words, today, rng, tables
-        self.row: Json = {}
-        self.rows: dict[str, Json] = {}
-        self.number = 0
+    words: Json
+    today: str
+    rng: random.Random
+    tables: Tables
+
+    def __post_init__(self) -> None:
+        self.row, self.rows, self.number = {}, {}, 0
 
     def fill(self, name: str, table: Json) -> None:
         """Draws the records of a table."""

@@ -93,7 +93,7 @@ class ScriptedUser:
         self.facts += [(_pattern(field), self.unknown) for field in fields]
         self.at, self.heard, self.last = 0, [], ""
 
-    def reply(self, message: str, pending: Collection[int] = (), handed: bool = False) -> str:
+    def reply(self, message: str, pending: Collection[int], handed: bool) -> str:
         """Returns the answer to a message of the agent.
 
         `pending` are the places of the golden writes that have not been made, `handed` says whether
@@ -271,7 +271,7 @@ class ModelUser:
         self.facts = "\n".join(f"{field}: {text}" for field, text in facts.items() if text)
         self.expert, self.talk = expert, [f"You: {wishes(task)[0].say}"]
 
-    def reply(self, message: str, pending: Collection[int] = (), handed: bool = False) -> str:
+    def reply(self, message: str, pending: Collection[int], handed: bool) -> str:
         """Returns the answer to a message of the agent. Raises EndpointError."""
         self.talk.append(f"Agent: {message}")
         talk = "\n".join(self.talk)

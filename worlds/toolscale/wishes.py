@@ -12,10 +12,11 @@ put, and all of them work with all wishes that have what they need:
 import ast
 import math
 import re
+from contextlib import suppress
 from typing import Any
 
 from worlds.toolscale.act import PHRASES, Act, UnfitError, spoken
-from worlds.toolscale.program import Json, evaluate, parse
+from worlds.toolscale.program import Json, Tables, ToolError, evaluate, parse
 from worlds.toolscale.records import Draws, holds, key_of
 
 TRIES = 12  # draws of one thing, until it fits
@@ -25,7 +26,7 @@ class Wish:
     """A wish that is drawn: its kind's data, and the scope of its expressions and patterns."""
 
     def __init__(self, act: Act, kind: str, it: Json | None = None):
-        self.act, self.kind, self.data = act, kind, act.data["wishes"][kind]
+        self.act, self.data = act, act.data["wishes"][kind]
         self.tables = {"it": self.data["it"]} if "it" in self.data else {}
         self.scope: Json = {"me": act.me, "today": act.words.today, "there": act.there}
         if self.tables:
@@ -99,7 +100,8 @@ class Wish:
             raise UnfitError("not of the story")
         text = self._pick(tagged or [text for text in fresh if text[0] != "["])
         act.said.add(text)
-        act.said |= {act.story} if tagged else set()
+        if tagged:
+            act.said.add(act.story)
         ways = re.sub(
             r"\(([^()]*\|[^()]*)\)", lambda ways: act.rng.choice(ways[1].split("|")), text
         )
@@ -118,6 +120,14 @@ class Wish:
         """Does it."""
         for call in self.data.get("do", ()):
             self.scope["result"] = self.act.call(call, self.scope)
+
+    def attempt(self, tables: Tables, scope: Json | None = None) -> bool:
+        """Makes the calls in these tables, in a scope or its own. Returns if the tools let it."""
+        with suppress(ToolError):
+            for call in self.data.get("do", ()):
+                self.act.world.invoke(tables, *self.act.parse(call, scope or self.scope))
+            return True
+        return False
 
     def tell(self) -> list[str]:
         """Returns the questions of the user, whose answers must be communicated."""

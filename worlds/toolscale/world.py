@@ -7,15 +7,13 @@
 shapes.json has the JSON Schemas by which files are checked.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from nanorchestra.errors import UserError
 from nanorchestra.files import merge, read_json, read_text, write_whole
@@ -52,10 +50,7 @@ class World:
 
     def call(self, tables: Tables, name: str, arguments: Any) -> Any:
         """Returns what the tool returns; may put new tables into `tables`. Raises ToolError."""
-        if name not in self.by_name:
-            raise ToolError(f"no tool named {name!r}")
-        tool = self.by_name[name]
-        problem = argument_error(arguments, tool["function"]["parameters"])
+        problem = argument_error(arguments, self.by_name[name]["function"]["parameters"])
         if problem is not None:
             raise ToolError(f"{name}: {problem}")
         return self.invoke(tables, name, arguments)
@@ -64,7 +59,7 @@ class World:
         """Does a call that has been checked, or one of a task's set-up."""
         return run(self.by_name[name], arguments, tables)
 
-    def started(self, state: Json | None) -> World:
+    def started(self, state: Json | None) -> Self:
         """Returns the world as a tau2 `initial_state` says. Raises ToolError if a call fails."""
         if not state:
             return self
@@ -89,12 +84,12 @@ class World:
     def save(self, directory: Path) -> None:
         """Writes the directory."""
         directory.mkdir(parents=True, exist_ok=True)
-        for name, value in (("db", self.tables), ("tools", self.tools)):
-            write_json(directory / f"{name}.json", value)
+        write_json(directory / "db.json", self.tables)
+        write_json(directory / "tools.json", self.tools)
         write_whole(directory / "policy.md", self.policy)
 
     @classmethod
-    def load(cls, directory: Path) -> World:
+    def load(cls, directory: Path) -> Self:
         """Reads a directory. Raises UserError if a part is missing, damaged or of another form."""
         parts = [read_shape(name, directory / f"{name}.json") for name in ("db", "tools")]
         for line in (line for tool in parts[1] for line in tool["program"]):
