@@ -20,7 +20,7 @@ from nanorchestra.config import TaskSection
 from nanorchestra.errors import UserError
 from nanorchestra.files import read_json
 from nanorchestra.model.saving import save_checkpoint
-from nanorchestra.records import Preference, Task, Trajectory
+from nanorchestra.records import Preference, Task, ToolResult, Trajectory, Turn
 from nanorchestra.report import plots
 from nanorchestra.report.evaluation import attempts
 from nanorchestra.settings import load_config, to_toml
@@ -328,6 +328,19 @@ def test_a_part_of_the_reward_that_is_left_out_changes_no_reward(sandbox):
     worlds.factors = {"cost": 0.0, "tools": 0.0}
     assert worlds.training_rewards(task, [one, two], "task") == [1.0, 1.0]
     assert one.reward == two.reward == 0.0, "the scores of the attempts stay"
+
+
+def test_the_reward_of_calls_leaves_out_what_the_policy_itself_costs():
+    """Calls of one turn run side by side: the longest is waited for, all are paid."""
+    data = {"bounds": [[0, 10], [0, 100]], "wish": "balanced", "kind": "k", "tools": []}
+    task = Task("t", "?", Preference("", 0.2, 0.4, 0.4), data)
+    turns = [Turn(0, 1, "stop", results=[ToolResult("a", 1.0, 10.0), ToolResult("b", 2.0, 30.0)])]
+    turns += [Turn(1, 2, "stop", results=[ToolResult("c", 1.0, 5.0)]), Turn(2, 3, "stop")]
+    attempt = Trajectory("t", 0, outcome=1.0, cost_usd=9.0, latency_s=90.0, turns=turns)
+    evaluation.score(task, attempt)
+    found = evaluation.summarise([task], [attempt])
+    assert found["reward"] == pytest.approx(0.2 + 0.4 * 0.1 + 0.4 * 0.1)
+    assert found["reward_of_calls"] == pytest.approx(0.2 + 0.4 * 0.6 + 0.4 * 0.65)
 
 
 def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path, nano_model):

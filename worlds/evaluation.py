@@ -8,6 +8,7 @@ name of the preference.
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from statistics import fmean, stdev
 
@@ -121,7 +122,7 @@ def compare(found: dict[str, Pairs]) -> dict[str, Json]:
 def differences(ours: Pairs, theirs: Pairs) -> dict[str, tuple[float, ...]]:
     """Returns (mean, low, high, p) of what ours have more than theirs, on tasks both finished."""
     a, b, found = _grouped(finished(ours)), _grouped(finished(theirs)), {}
-    for name in ("reward", "accuracy", "cost_usd", "latency_s"):
+    for name in ("reward", "reward_of_calls", "accuracy", "cost_usd", "latency_s"):
         if both := [a[task][name] - b[task][name] for task in a if task in b]:
             found[name] = (*interval(both), p_value(both))
     return found
@@ -177,7 +178,8 @@ def means(pairs: Pairs) -> dict[str, float | None]:
     """Returns the means: accuracy in 0..1, cost in US dollars, latency in seconds, and others.
 
     `avoided_rate` is the share of attempts that used a forbidden tool among the tasks that forbid
-    one, None if there are none; `well_formed` the share without a malformed call.
+    one, None if there are none; `well_formed` the share without a malformed call;
+    `reward_of_calls` the reward if the policy's own tokens cost nothing, as a router's.
     """
     return _means([_figures(*pair) for pair in pairs])
 
@@ -205,9 +207,15 @@ def _grouped(pairs, key=lambda task: task.id):
 
 
 def _figures(task, t):
-    avoided = task.preference.avoided
+    avoided, turns = task.preference.avoided, [turn.results for turn in t.turns if turn.results]
+    calls = replace(
+        t,
+        cost_usd=sum(result.cost_usd for results in turns for result in results),
+        latency_s=sum(max(result.latency_s for result in results) for results in turns),
+    )
     return {
         "reward": t.reward,
+        "reward_of_calls": task_reward(calls, task.preference, task_bounds(task)),
         "accuracy": t.outcome,
         "cost_usd": t.cost_usd,
         "latency_s": t.latency_s,
