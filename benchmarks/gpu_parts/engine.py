@@ -36,8 +36,7 @@ class GpuBench(Bench):
     """A Bench whose weights are drawn on the device: 16 GB from a CPU take a minute.
 
     graphs and ahead: whether decode steps are captured, and launched one ahead. bounded: whether
-    chunks are small while requests decode; a measure of decoding alone prefills first. kv_dtype: of
-    the KV, that of the model by default.
+    chunks are small while requests decode; a measure of decoding alone prefills first.
     """
 
     def __init__(self, shape: ModelConfig, part: Part, quantise: str = ""):
@@ -140,8 +139,11 @@ def decode(part: Part) -> None:
     batches, sizes = ((1, 2), (30, 5)) if part.rehearse else ((1, 32, 128, 256), (1000, 64))
     bench = bench_of(part)
     bench.bounded = False
-    for bench.kv_dtype in (torch.float8_e4m3fn, None):
-        for batch in batches[len(batches) // 2 :] if bench.kv_dtype else batches:
+    whole, larger = bench.costs, batches[len(batches) // 2 :]
+    for bench.kv_dtype, chosen in ((torch.float8_e4m3fn, larger), (None, batches)):
+        share = bench.kv_dtype.itemsize / bench.ceiling.dtype.itemsize if bench.kv_dtype else 1
+        bench.costs = replace(whole, kv_bytes=whole.kv_bytes * share)
+        for batch in chosen:
             with by_kernels(part):
                 name = "KV fp8, " * (bench.kv_dtype is not None)
                 part.note(f"{name}B={batch}", **bench.decode(batch, *sizes))
