@@ -37,16 +37,21 @@ class Sizes(NamedTuple):
     chunks: int
     work: int  # items of prefill.py
     sampled: int
-    pages: int  # of a row of the tables
+    pages: int  # of a row of the tables, a multiple of 4
     truncated: bool = False  # a row has top-k or top-p
 
     def padded(self) -> Sizes:
         """Returns the sizes of the graph for these: about 1.5 times the work at most."""
-        decodes, own, shared, tokens, chunks, work, sampled, pages, truncated = self
-        batches = [at_least(BATCHES, n) for n in (decodes, sampled)]
-        own, shared, chunks, work = map(grown, (own, shared, chunks, work))
-        tokens, pages = at_least(CHUNKS, tokens), 4 * grown(-(-pages // 4))
-        return Sizes(batches[0], own, shared, tokens, chunks, work, batches[1], pages, truncated)
+        return self._replace(
+            decodes=at_least(BATCHES, self.decodes),
+            own=grown(self.own),
+            shared=grown(self.shared),
+            tokens=at_least(CHUNKS, self.tokens),
+            chunks=grown(self.chunks),
+            work=grown(self.work),
+            sampled=at_least(BATCHES, self.sampled),
+            pages=4 * grown(self.pages // 4),
+        )
 
 
 def grown(count: int) -> int:
@@ -73,22 +78,21 @@ class Inputs:
 
     def __init__(self, sizes: Sizes, device: torch.device | str, pinned: bool = False):
         decodes, own, shared, tokens, chunks, work, rows, pages, _ = self.sizes = sizes
-        long = dict.fromkeys(TOKENS, (decodes + tokens,))
-        long |= {"source": (decodes,), "rows": (rows,)}
+        long = dict.fromkeys(TOKENS, (decodes + tokens,)) | {"source": (decodes,), "rows": (rows,)}
         short = {"own": (own, 3), "shared": (shared, 3), "work": (work, 4), "top_k": (rows,)}
         short |= {"lengths": (decodes,), "starts": (decodes,), "tables": (decodes + chunks, pages)}
-        fields = [(name, torch.int64, shape) for name, shape in long.items()]
-        fields += [(name, torch.int32, shape) for name, shape in short.items()]
-        fields += [(name, torch.float32, (rows,)) for name in ("temperature", "top_p")]
-        fields += [("uniform", torch.float64, (rows,))]
+        shapes = (
+            (torch.int64, long),
+            (torch.int32, short),
+            (torch.float32, {"temperature": (rows,), "top_p": (rows,)}),
+            (torch.float64, {"uniform": (rows,)}),
+        )
+        fields = [(name, dtype, shape) for dtype, each in shapes for name, shape in each.items()]
         # Each begins at a multiple of 16 bytes, which the kernels are compiled for.
         words = [-(-math.prod(shape) * dtype.itemsize // 16) * 2 for _, dtype, shape in fields]
-        ends = list(accumulate(words))
-        total = ends[-1]
-        self.flat = torch.zeros(total, dtype=torch.int64, device=device, pin_memory=pinned)
-        for (name, dtype, shape), end, size in zip(fields, ends, words, strict=True):
-            part = self.flat[end - size : end].view(dtype)[: math.prod(shape)]
-            setattr(self, name, part.view(shape))
+        self.flat = torch.zeros(sum(words), dtype=torch.int64, device=device, pin_memory=pinned)
+        for (name, dtype, shape), part in zip(fields, self.flat.split(words), strict=True):
+            setattr(self, name, part.view(dtype)[: math.prod(shape)].view(shape))
         self.slots.fill_(-1)
 
     def write(self, name: str, values: Sequence, start: int = 0) -> None:
