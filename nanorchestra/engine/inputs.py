@@ -114,10 +114,10 @@ class Host:
     def fill(self, plan: Plan, before: dict[Request, int] | None, captured: bool) -> Inputs:
         """Returns a step's inputs, padded to the sizes of a graph if `captured`.
 
-        before: the rows of the draws that are the decodes' newest ids, which the device has.
+        before: the rows of the draws that are the decodes' newest ids, which the device alone has.
         """
         order, groups = self._groups(plan.decodes)
-        ahead, size, sampling = before is not None, self.page_size, plan.sampling
+        ahead, sampling = before is not None, plan.sampling
         lengths = [len(request.ids) + ahead for request in order]
         work = decode_work(lengths, groups, self.most)
         chunked, starts, counts = zip(*plan.prefills, strict=True) if plan.prefills else ((),) * 3
@@ -131,30 +131,33 @@ class Host:
         )
         host = Inputs(sizes.padded() if captured else sizes, "cpu", self.pinned)
         first = host.sizes.decodes
-        decodes = [(request, len(request.ids) - 1, 1) for request in order]
+        decodes = [(request, length - 1, 1) for request, length in zip(order, lengths, strict=True)]
         for start, chunks in ((0, decodes), (first, plan.prefills)):
-            for name, values in zip(TOKENS, token_inputs(chunks, size), strict=True):
+            for name, values in zip(TOKENS, token_inputs(chunks, self.page_size), strict=True):
                 host.write(name, values, start)
         if ahead:
-            newest = [(pages, n - 1) for pages, n in zip(tables, lengths, strict=False)]
-            host.write("positions", [n for _, n in newest])
-            host.write("slots", [pages[n // size] * size + n % size for pages, n in newest])
             host.write("source", [before[request] for request in order])
         for row, pages in enumerate(tables):
             row += (first - len(order)) * (row >= len(order))
             host.tables.numpy()[row, : len(pages)] = pages
-        items = {"starts": work.starts, "own": work.own, "shared": work.shared, "work": prefill}
-        for name, values in {"lengths": lengths, **items}.items():
-            host.write(name, values)
         place = {request: i for i, request in enumerate(order)}
         place |= zip(chunked, (first + end - 1 for end in accumulate(counts)), strict=True)
         place |= {request: place[leader] for request, leader in plan.forks}
-        host.write("rows", [place[request] for request in sampling])
         params = [request.params for request in sampling]
         places = [len(request.ids) + ahead for request in sampling]
-        host.write("uniform", uniforms([p.seed for p in params], places))
+        values = {
+            "lengths": lengths,
+            "starts": work.starts,
+            "own": work.own,
+            "shared": work.shared,
+            "work": prefill,
+            "rows": [place[request] for request in sampling],
+            "uniform": uniforms([p.seed for p in params], places),
+        }
         for name in ("temperature", "top_k", "top_p"):
-            host.write(name, [getattr(p, name) for p in params])
+            values[name] = [getattr(p, name) for p in params]
+        for name, rows in values.items():
+            host.write(name, rows)
         return host
 
     def _groups(self, decodes) -> tuple[list[Request], list[tuple[int, int, int]]]:

@@ -144,7 +144,10 @@ class Runner:
 
 
 def token_inputs(chunks: list[Chunk], size: int) -> tuple[list[int], list[int], list[int]]:
-    """Returns tokens, positions and slots (page * size + offset) of the chunks' ids."""
+    """Returns tokens, positions and slots (page * size + offset) of the chunks' ids.
+
+    Ids that the device alone has are missing from the tokens.
+    """
     tokens, positions, slots = [], [], []
     for request, start, count in chunks:
         span, pages = range(start, start + count), request.table.pages
