@@ -13,7 +13,6 @@ from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8 = torch.float8_e4m3fn  # what the KV cache may hold in place of the dtype of q, from sm_89 on
-ARCHITECTURES = (80, 89, 90)  # A100, RTX 4090, H100 and H200: each has configurations
 SMALL = (86, 89, 120, 121)  # cards whose blocks have 99 KiB take those of sm_89
 SIZES = (16, 32, 64, 128, 256)  # of heads, and of pages
 FP32 = "32"  # key of a configuration for float32 tensors

@@ -11,7 +11,7 @@ it. A program owns a block and visits all its spans: what a query sees of its pr
 own sequence meets in registers, and so do the gradients of a prefix that many samples read.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -53,8 +53,12 @@ def plan(spans: Sequence[Span], device: torch.device | str, dtype: torch.dtype) 
         ]
         return _work(spans, blocks, by_keys=side == "BLOCK_N", device=device)
 
-    forward, queries = work("flash_forward", "BLOCK_M"), work("backward_queries", "BLOCK_M")
-    return Plan(forward, queries, work("backward_keys", "BLOCK_N"), tokens)
+    return Plan(
+        work("flash_forward", "BLOCK_M"),
+        work("backward_queries", "BLOCK_M"),
+        work("backward_keys", "BLOCK_N"),
+        tokens,
+    )
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
@@ -110,17 +114,15 @@ def _work(spans, blocks, by_keys, device) -> Work:
     pairs = [0] * len(blocks)
     for span in spans:
         start, end, key_start, key_end = span
-        piece = (key_start, key_end) if by_keys else (start, end)
-        index = bisect_right(firsts, piece[0]) - 1
-        while index < len(blocks) and firsts[index] < piece[1]:
+        causal = start == key_start
+        low, high = (key_start, key_end) if by_keys else (start, end)
+        for index in range(bisect_right(firsts, low) - 1, bisect_left(firsts, high)):
             first, last = blocks[index]
             touching[index].append(span)
-            causal = start == key_start
             if by_keys:
                 pairs[index] += end - (max(start, first) if causal else start)
             else:
                 pairs[index] += (min(key_end, last) if causal else key_end) - key_start
-            index += 1
     items, visits = [], []
     for index in sorted(range(len(blocks)), key=lambda i: -pairs[i]):
         items.append((*blocks[index], len(visits), len(visits) + len(touching[index])))

@@ -28,23 +28,22 @@ PROGRAMS = 192  # of 2 * BLOCK_N outputs: a GPU wants at least as many
 BLOCK_N, BLOCK_K = 32, 128
 
 
-def quantised_linear(
-    x: Tensor,
-    values: Tensor,
-    scales: Tensor,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Returns x W^T [M, N] for x [M, K], M <= ROWS.
+def quantised_linear(x: Tensor, values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns x W^T [M, N] in dtype for x [M, K], M <= ROWS.
 
-    dtype: of the result, that of x by default. The bits of a row do not depend on M.
+    The bits of a row do not depend on M.
     """
-    dtype = dtype or x.dtype
-    n, k, group = _shape(values, scales)
+    packed, n, m = values.dtype == torch.uint8, len(values), len(x)
+    k = values.shape[1] * (1 + packed)
+    check((n, None), values.dtype, values=values)
+    check((n, None if packed else 1), torch.float16 if packed else torch.float32, scales=scales)
+    group = k // scales.shape[1]
+    fits = not packed or group in (32, 64, 128, 256)
+    require(fits, f"group is {group}; expected 32, 64, 128 or 256")
     check((None, k), x=x)
-    m = len(x)
     require(m <= ROWS, f"x has {m} rows; expected at most {ROWS}")
     tile = {"BLOCK_M": 8 if m <= 8 else 16, "BLOCK_N": BLOCK_N, **pick("quantised_linear")}
-    tile["BLOCK_K"] = group if values.dtype == torch.uint8 else BLOCK_K
+    tile["BLOCK_K"] = group if packed else BLOCK_K
     steps = triton.cdiv(k, tile["BLOCK_K"])
     wanted = triton.next_power_of_2(triton.cdiv(PROGRAMS, triton.cdiv(n, 2 * BLOCK_N)))
     split = max(4, triton.cdiv(steps, wanted))  # steps of K in a split
@@ -60,18 +59,6 @@ def quantised_linear(
     if splits > 1:
         _add_parts[(m, triton.cdiv(n, 512))](parts, out, splits, m * n, n, BLOCK=512)
     return out
-
-
-def _shape(values, scales) -> tuple[int, int, int]:
-    """Returns (N, K, group). ValueError if a shape, a dtype or a stride does not fit."""
-    packed, n = values.dtype == torch.uint8, len(values)
-    k = values.shape[1] * (1 + packed)
-    check((n, None), values.dtype, values=values)
-    check((n, None if packed else 1), torch.float16 if packed else torch.float32, scales=scales)
-    group = k // scales.shape[1]
-    fits = not packed or group in (32, 64, 128, 256)
-    require(fits, f"group is {group}; expected 32, 64, 128 or 256")
-    return n, k, group
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -185,6 +185,10 @@ def products(mode: str) -> list[Case]:
 
     def product(rows):
         name, flops = f"quantised_linear {mode} M={rows}", 2.0 * rows * n * k
-        return Case(name, lambda: (randn(rows, k), *quantised()), quantised_linear, size, flops)
+
+        def make():
+            return randn(rows, k), *quantised(), torch.bfloat16
+
+        return Case(name, make, quantised_linear, size, flops)
 
     return [product(1), product(16), product(64)]

@@ -55,15 +55,13 @@ class Engine:
         kv_dtype: torch.dtype | None = None,
     ):
         config, weight = model.config, model.embed_tokens.weight
-        kv_dtype = kv_dtype or weight.dtype
+        on_gpu, kv_dtype = by_kernel(weight), kv_dtype or weight.dtype
         if page_size is None:
-            page_size = 64 if by_kernel(weight) else 16
+            page_size = 64 if on_gpu else 16
         if num_pages is None:
             numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-            room, page = DEFAULT_POOL, page_size * numbers * kv_dtype.itemsize
-            if by_kernel(weight):
-                room = memory_share * free_memory(weight.device)
-            num_pages = max(1, int(room / page))
+            room = memory_share * free_memory(weight.device) if on_gpu else DEFAULT_POOL
+            num_pages = max(1, int(room / (page_size * numbers * kv_dtype.itemsize)))
         longest = config.max_position_embeddings
         self.max_context = longest if max_context is None else min(max_context, longest)
         settings = num_pages, page_size, max_batch_tokens, max_running, self.max_context
@@ -75,7 +73,7 @@ class Engine:
             self.vocab_size = min(self.vocab_size, tokenizer.vocab_size)
             self.eos_ids = frozenset(tokenizer.eos_ids)
         self.weight_version = 0
-        kind = GpuRunner if by_kernel(weight) else Runner
+        kind = GpuRunner if on_gpu else Runner
         self.runner = kind(model, num_pages, page_size, self.vocab_size, kv_dtype)
         self.cache = PageCache(num_pages, page_size)
         self.scheduler = Scheduler(self.cache, max_batch_tokens, max_running, self.runner.mixed)

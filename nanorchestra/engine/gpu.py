@@ -125,9 +125,9 @@ class GpuRunner(Runner):
         after: a step whose draws are the newest ids of this one's requests, taken on the device.
         """
         self._copy_pages(plan.copies)
-        captured = self.graphs and len(plan.decodes) <= BATCHES[-1]
+        sampling = plan.sampling  # the decodes among them
         chunks = sum(count for *_, count in plan.prefills)
-        captured &= chunks <= CHUNKS[-1] and len(plan.sampling) <= BATCHES[-1]
+        captured = self.graphs and chunks <= CHUNKS[-1] and len(sampling) <= BATCHES[-1]
         host = self._host.fill(plan, after.row if after else None, captured)
         graph, sizes = self._captured.get(host.sizes), host.sizes
         if graph is None and captured and sizes in self._seen:
@@ -140,7 +140,7 @@ class GpuRunner(Runner):
             count = len(plan.decodes)
             torch.index_select(after.tokens, 0, inputs.source[:count], out=inputs.tokens[:count])
         outputs = graph.replay() if graph else self._compute(inputs)
-        return _Launched(plan.sampling, tuple(x[: len(plan.sampling)] for x in outputs))
+        return _Launched(sampling, tuple(x[: len(sampling)] for x in outputs))
 
     def draws(self, launched: _Launched, requests: list[Request]) -> list[Draw]:
         """Waits for the draws of the requests."""

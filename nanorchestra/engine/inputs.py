@@ -37,16 +37,21 @@ class Sizes(NamedTuple):
     chunks: int
     work: int  # items of prefill.py
     sampled: int
-    pages: int  # of a row of the tables
+    pages: int  # of a row of the tables, a multiple of 4
     truncated: bool = False  # a row has top-k or top-p
 
     def padded(self) -> Sizes:
         """Returns the sizes of the graph for these: about 1.5 times the work at most."""
-        decodes, own, shared, tokens, chunks, work, sampled, pages, truncated = self
-        batches = [at_least(BATCHES, n) for n in (decodes, sampled)]
-        own, shared, chunks, work = map(grown, (own, shared, chunks, work))
-        tokens, pages = at_least(CHUNKS, tokens), 4 * grown(-(-pages // 4))
-        return Sizes(batches[0], own, shared, tokens, chunks, work, batches[1], pages, truncated)
+        return self._replace(
+            decodes=at_least(BATCHES, self.decodes),
+            own=grown(self.own),
+            shared=grown(self.shared),
+            tokens=at_least(CHUNKS, self.tokens),
+            chunks=grown(self.chunks),
+            work=grown(self.work),
+            sampled=at_least(BATCHES, self.sampled),
+            pages=4 * grown(self.pages // 4),
+        )
 
 
 def grown(count: int) -> int:
@@ -73,22 +78,21 @@ class Inputs:
 
     def __init__(self, sizes: Sizes, device: torch.device | str, pinned: bool = False):
         decodes, own, shared, tokens, chunks, work, rows, pages, _ = self.sizes = sizes
-        long = dict.fromkeys(TOKENS, (decodes + tokens,))
-        long |= {"source": (decodes,), "rows": (rows,)}
+        long = dict.fromkeys(TOKENS, (decodes + tokens,)) | {"source": (decodes,), "rows": (rows,)}
         short = {"own": (own, 3), "shared": (shared, 3), "work": (work, 4), "top_k": (rows,)}
         short |= {"lengths": (decodes,), "starts": (decodes,), "tables": (decodes + chunks, pages)}
-        fields = [(name, torch.int64, shape) for name, shape in long.items()]
-        fields += [(name, torch.int32, shape) for name, shape in short.items()]
-        fields += [(name, torch.float32, (rows,)) for name in ("temperature", "top_p")]
-        fields += [("uniform", torch.float64, (rows,))]
+        shapes = (
+            (torch.int64, long),
+            (torch.int32, short),
+            (torch.float32, {"temperature": (rows,), "top_p": (rows,)}),
+            (torch.float64, {"uniform": (rows,)}),
+        )
+        fields = [(name, dtype, shape) for dtype, each in shapes for name, shape in each.items()]
         # Each begins at a multiple of 16 bytes, which the kernels are compiled for.
         words = [-(-math.prod(shape) * dtype.itemsize // 16) * 2 for _, dtype, shape in fields]
-        ends = list(accumulate(words))
-        total = ends[-1]
-        self.flat = torch.zeros(total, dtype=torch.int64, device=device, pin_memory=pinned)
-        for (name, dtype, shape), end, size in zip(fields, ends, words, strict=True):
-            part = self.flat[end - size : end].view(dtype)[: math.prod(shape)]
-            setattr(self, name, part.view(shape))
+        self.flat = torch.zeros(sum(words), dtype=torch.int64, device=device, pin_memory=pinned)
+        for (name, dtype, shape), part in zip(fields, self.flat.split(words), strict=True):
+            setattr(self, name, part.view(dtype)[: math.prod(shape)].view(shape))
         self.slots.fill_(-1)
 
     def write(self, name: str, values: Sequence, start: int = 0) -> None:
@@ -110,10 +114,10 @@ class Host:
     def fill(self, plan: Plan, before: dict[Request, int] | None, captured: bool) -> Inputs:
         """Returns a step's inputs, padded to the sizes of a graph if `captured`.
 
-        before: the rows of the draws that are the decodes' newest ids, which the device has.
+        before: the rows of the draws that are the decodes' newest ids, which the device alone has.
         """
         order, groups = self._groups(plan.decodes)
-        ahead, size, sampling = before is not None, self.page_size, plan.sampling
+        ahead, sampling = before is not None, plan.sampling
         lengths = [len(request.ids) + ahead for request in order]
         work = decode_work(lengths, groups, self.most)
         chunked, starts, counts = zip(*plan.prefills, strict=True) if plan.prefills else ((),) * 3
@@ -127,30 +131,33 @@ class Host:
         )
         host = Inputs(sizes.padded() if captured else sizes, "cpu", self.pinned)
         first = host.sizes.decodes
-        decodes = [(request, len(request.ids) - 1, 1) for request in order]
+        decodes = [(request, length - 1, 1) for request, length in zip(order, lengths, strict=True)]
         for start, chunks in ((0, decodes), (first, plan.prefills)):
-            for name, values in zip(TOKENS, token_inputs(chunks, size), strict=True):
+            for name, values in zip(TOKENS, token_inputs(chunks, self.page_size), strict=True):
                 host.write(name, values, start)
         if ahead:
-            newest = [(pages, n - 1) for pages, n in zip(tables, lengths, strict=False)]
-            host.write("positions", [n for _, n in newest])
-            host.write("slots", [pages[n // size] * size + n % size for pages, n in newest])
             host.write("source", [before[request] for request in order])
         for row, pages in enumerate(tables):
             row += (first - len(order)) * (row >= len(order))
             host.tables.numpy()[row, : len(pages)] = pages
-        items = {"starts": work.starts, "own": work.own, "shared": work.shared, "work": prefill}
-        for name, values in {"lengths": lengths, **items}.items():
-            host.write(name, values)
         place = {request: i for i, request in enumerate(order)}
         place |= zip(chunked, (first + end - 1 for end in accumulate(counts)), strict=True)
         place |= {request: place[leader] for request, leader in plan.forks}
-        host.write("rows", [place[request] for request in sampling])
         params = [request.params for request in sampling]
         places = [len(request.ids) + ahead for request in sampling]
-        host.write("uniform", uniforms([p.seed for p in params], places))
+        values = {
+            "lengths": lengths,
+            "starts": work.starts,
+            "own": work.own,
+            "shared": work.shared,
+            "work": prefill,
+            "rows": [place[request] for request in sampling],
+            "uniform": uniforms([p.seed for p in params], places),
+        }
         for name in ("temperature", "top_k", "top_p"):
-            host.write(name, [getattr(p, name) for p in params])
+            values[name] = [getattr(p, name) for p in params]
+        for name, rows in values.items():
+            host.write(name, rows)
         return host
 
     def _groups(self, decodes) -> tuple[list[Request], list[tuple[int, int, int]]]:

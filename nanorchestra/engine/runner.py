@@ -42,9 +42,10 @@ class Runner:
         names = " or ".join(map(str, usable))
         require(kv_dtype in usable, f"engine: kv_dtype is {kv_dtype}; expected {names} here")
         self.model, self.page_size, self.device = model, page_size, weight.device
-        self.kv_dtype = kv_dtype
         self.sampler, kv_heads = Sampler(vocab_size), config.num_key_value_heads
-        self._shape = config.num_hidden_layers, num_pages, kv_heads, page_size, config.head_dim
+        shape = config.num_hidden_layers, num_pages, kv_heads, page_size, config.head_dim
+        make = partial(torch.zeros, device=self.device) if weight.is_cuda else zeros
+        self._new_cache = partial(make, shape, dtype=kv_dtype)
         self.wake()
 
     @staticmethod
@@ -55,9 +56,7 @@ class Runner:
     def wake(self) -> None:
         """Takes memory for the pages. It is zeroed: padding reads it, and NaN would spread."""
         self.sleep()
-        on_gpu = self.device.type == "cuda"
-        make = partial(torch.zeros, device=self.device) if on_gpu else zeros
-        self.k_cache, self.v_cache = (make(self._shape, dtype=self.kv_dtype) for _ in range(2))
+        self.k_cache, self.v_cache = self._new_cache(), self._new_cache()
         packed = isinstance(self.model.layers[0].down_proj, PackedLinear)
         if packed and self.page_size % BLOCK == 0:
             self._native = Forward(self.model, self.k_cache, self.v_cache)
@@ -144,7 +143,10 @@ class Runner:
 
 
 def token_inputs(chunks: list[Chunk], size: int) -> tuple[list[int], list[int], list[int]]:
-    """Returns tokens, positions and slots (page * size + offset) of the chunks' ids."""
+    """Returns tokens, positions and slots (page * size + offset) of the chunks' ids.
+
+    Ids that the device alone has are missing from the tokens.
+    """
     tokens, positions, slots = [], [], []
     for request, start, count in chunks:
         span, pages = range(start, start + count), request.table.pages

@@ -35,21 +35,23 @@ def decompressed(
 
 
 def _matrix(parts: dict[str, Tensor]) -> Tensor:
-    scale, zero = parts["_scale"], parts.get("_zero_point")
-    if "_packed" in parts:
+    q, zero = parts.get(""), parts.get("_zero_point")
+    if q is None:
         packed, (rows, columns) = parts["_packed"], parts["_shape"].tolist()
         bits = 32 * packed.shape[1] // columns
         q = _unpacked(packed, bits)
         zero = None if zero is None else _unpacked(zero.T, bits).T[:rows]
-    else:
-        q = parts[""]
-        rows, columns = q.shape
 
-    def spread(x):
+    def spread(x):  # to each place of the rectangles
         x = x.float().view(len(x), -1)
-        return x.repeat_interleave(rows // len(x), 0).repeat_interleave(columns // x.shape[1], 1)
+        for dim in (0, 1):
+            x = x.repeat_interleave(q.shape[dim] // x.shape[dim], dim)
+        return x
 
-    return (q.float() - (0 if zero is None else spread(zero))) * spread(scale)
+    q = q.float()
+    if zero is not None:
+        q -= spread(zero)
+    return q * spread(parts["_scale"])
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:

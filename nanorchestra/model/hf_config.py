@@ -72,7 +72,7 @@ def config_from_hf(data: Mapping[str, Any], source: str = "config.json") -> Mode
     """
     rope = data.get("rope_scaling") or data.get("rope_parameters") or {}
     values = {name: supported[0] for name, supported in _SUPPORTED.items()} | _DEFAULTS
-    values |= {"num_key_value_heads": data.get("num_attention_heads")}
+    values["num_key_value_heads"] = data.get("num_attention_heads")
     values |= {name: value for name, value in {**data, **rope}.items() if value is not None}
     if stored := data.get("quantization_config"):
         values["quantization_config"] = stored.get("format", stored.get("quant_method"))

@@ -36,7 +36,7 @@ class QuantisedLinear(nn.Module):
         """Take shapes and device of `linear`, not its weights. kind: one of MODES."""
         super().__init__()
         rows, columns = self.out_features, self.in_features = linear.weight.shape
-        self.kind, self.group, self.packed = kind, group, kind == torch.uint8
+        self.group, self.packed = group, kind == torch.uint8
         dtype, device = torch.float16 if self.packed else torch.float32, linear.weight.device
         values = torch.empty(rows, columns // (1 + self.packed), dtype=kind, device=device)
         scales = torch.empty(rows, columns // group, dtype=dtype, device=device)
@@ -71,7 +71,7 @@ class QuantisedLinear(nn.Module):
         A step is the largest magnitude of a group divided by 127, or by 7 with 4 bits. In fp8 it is
         the distance to the next number of three binary digits after the point, 448 the largest.
         """
-        largest = LARGEST[self.kind]
+        largest = LARGEST[self.values.dtype]
         blocks = (self.values[rows], self.scales[rows], weight)
         for values, scales, block in zip(*(x.split(_BLOCK) for x in blocks), strict=True):
             block = block.to(scales.device).float().unflatten(1, (-1, self.group))
@@ -81,7 +81,7 @@ class QuantisedLinear(nn.Module):
             if not values.is_floating_point():
                 q = q.round()
             if self.packed:
-                low, high = (q + 8).to(self.kind).chunk(2, dim=2)
+                low, high = (q + 8).to(values.dtype).chunk(2, dim=2)
                 q = low | high << 4
             values.copy_(q.flatten(1))
 

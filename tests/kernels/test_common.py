@@ -54,7 +54,7 @@ def test_limits(generator):
         (lambda: logprob.linear_logprob(ONES, ONES, ids, 1.0, 4), "hidden size is 8"),
         (lambda: logprob.linear_logprob(hidden, weight, ids, 1.0, 41), "expected 1 to 40"),
         (lambda: sample.sample(hidden, ones.double(), ones, 33), "expected 1 to 32"),
-        (lambda: quantised.quantised_linear(ONES, eighth, eighth.half()), "group is 2"),
+        (lambda: quantised.quantised_linear(ONES, eighth, eighth.half(), ONES.dtype), "group is 2"),
     ):
         with pytest.raises(ValueError, match=message):
             run()

@@ -51,7 +51,7 @@ def exact(x, weight):
 
 def compare(generator, bits, m, n, k, dtype, group=128):
     x, weight = randn(generator, m, k, dtype=dtype), weights(generator, bits, n, k, group)
-    assert_close(quantised_linear(x, *weight), exact(x, reference(*weight)), POINTWISE)
+    assert_close(quantised_linear(x, *weight, x.dtype), exact(x, reference(*weight)), POINTWISE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -77,7 +77,7 @@ def test_numbers_of_fp8(generator, dtype):
     """In one product, in splits of K, with tails."""
     for m, n, k in [(1, 16, 32), (9, 17, 33), (20, 5, 320)]:
         x, weight = randn(generator, m, k, dtype=dtype), eights(generator, n, k)
-        assert_close(quantised_linear(x, *weight), exact(x, reference(*weight)), 3.2)
+        assert_close(quantised_linear(x, *weight, x.dtype), exact(x, reference(*weight)), 3.2)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -94,7 +94,7 @@ def test_the_tiles_of_a_gpu(generator, monkeypatch, bits):
 def test_a_row_has_the_same_bits_in_any_batch_and_run(generator, bits, dtype, k):
     x = randn(generator, 34, k, dtype=dtype)
     weight = weights(generator, bits, 20, k, 32)
-    out = quantised_linear(x, *weight)
+    out = quantised_linear(x, *weight, x.dtype)
     order = torch.randperm(34, generator=generator).to(DEVICE)
     for rows in (order, slice(0, 1), slice(33, 34), slice(5, 14), slice(13, 30), slice(None)):
-        assert torch.equal(out[rows], quantised_linear(x[rows], *weight))
+        assert torch.equal(out[rows], quantised_linear(x[rows], *weight, dtype))
