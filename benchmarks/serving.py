@@ -45,7 +45,7 @@ from nanorchestra import Engine, SamplingParams, load_model  # noqa: E402
 from nanorchestra.model.native import pack  # noqa: E402
 
 STREAMS, TOKENS, PROMPT, FIRSTS, START_S = 64, 256, 100, 20, 180
-LLAMA = "--threads 1 --parallel 256 --kv-unified --ctx-size 131072 --batch-size 2048 --no-warmup"
+LLAMA = "--threads 1 --parallel 256 --no-kv-unified --ctx-size 131072 --batch-size 2048 --no-warmup"
 VLLM = "--dtype float32 --enforce-eager --max-model-len 2048 --max-num-seqs 256 --disable-log-stats"
 
 
