@@ -50,7 +50,10 @@ class World:
 
     def call(self, tables: Tables, name: str, arguments: Any) -> Any:
         """Returns what the tool returns; may put new tables into `tables`. Raises ToolError."""
-        problem = argument_error(arguments, self.by_name[name]["function"]["parameters"])
+        if name not in self.by_name:
+            raise ToolError(f"no tool named {name!r}")
+        tool = self.by_name[name]
+        problem = argument_error(arguments, tool["function"]["parameters"])
         if problem is not None:
             raise ToolError(f"{name}: {problem}")
         return self.invoke(tables, name, arguments)
@@ -84,8 +87,8 @@ class World:
     def save(self, directory: Path) -> None:
         """Writes the directory."""
         directory.mkdir(parents=True, exist_ok=True)
-        write_json(directory / "db.json", self.tables)
-        write_json(directory / "tools.json", self.tools)
+        for name, value in (("db", self.tables), ("tools", self.tools)):
+            write_json(directory / f"{name}.json", value)
         write_whole(directory / "policy.md", self.policy)
 
     @classmethod
