@@ -32,7 +32,8 @@ ROOT = Path(__file__).parent.parent
 SETTINGS = {
     "run.threads": 1,
     "run.checkpoint_every": 2,
-    "model.path": NANO,  # its attempts differ in their rewards, so that GRPO learns
+    "model.path": NANO,
+    "rollout.temperature": 1.5,  # attempts differ in their rewards, so that GRPO learns
     "task.world": "miniature",
     "warm_start.steps": 3,
     "warm_start.prompts": 2,
