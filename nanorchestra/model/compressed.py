@@ -10,19 +10,19 @@ from collections.abc import Callable, Collection, Iterator
 import torch
 from torch import Tensor
 
-from nanorchestra.errors import require
+from nanorchestra.errors import UserError, require
 
 FORMATS = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
 PARTS = "", "_packed", "_shape", "_scale", "_zero_point"
 
 
 def decompressed(
-    names: Collection[str], read: Callable[[str], Tensor]
+    names: Collection[str], read: Callable[[str], Tensor], source: str
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of a checkpoint; what was compressed comes in fp32.
 
-    Scales of activations are left out, since activations are not rounded. UserError for columns
-    whose groups are not contiguous.
+    Scales of activations are left out, since activations are not rounded. UserError, which names
+    the `source`, for parts that do not fit and for columns whose groups are not contiguous.
     """
     for name in names:
         module, _, field = name.rpartition(".")
@@ -30,8 +30,15 @@ def decompressed(
         if f"{weight}_scale" not in names:
             yield name, read(name)
         elif field == "weight_scale":
-            require(f"{weight}_g_idx" not in names, f"{weight}_g_idx: groups must be contiguous")
-            yield weight, _matrix({x: read(weight + x) for x in PARTS if weight + x in names})
+            contiguous = f"{weight}_g_idx" not in names
+            require(contiguous, f"{source}: {weight}_g_idx: groups must be contiguous")
+            parts = {x: read(weight + x) for x in PARTS if weight + x in names}
+            try:
+                matrix = _matrix(parts)
+            except (KeyError, RuntimeError):
+                shapes = {weight + part: list(x.shape) for part, x in parts.items()}
+                raise UserError(f"{source}: the parts do not fit: {shapes}") from None
+            yield weight, matrix
 
 
 def _matrix(parts: dict[str, Tensor]) -> Tensor:

@@ -74,7 +74,7 @@ def config_from_hf(data: Mapping[str, Any], source: str = "config.json") -> Mode
     values = {name: supported[0] for name, supported in _SUPPORTED.items()} | _DEFAULTS
     values["num_key_value_heads"] = data.get("num_attention_heads")
     values |= {name: value for name, value in {**data, **rope}.items() if value is not None}
-    if stored := data.get("quantization_config"):
+    if isinstance(stored := data.get("quantization_config"), Mapping):
         values["quantization_config"] = stored.get("format", stored.get("quant_method"))
 
     def check(holds, field, expected):

@@ -152,7 +152,8 @@ def _stored(path) -> Iterator[tuple[str, Tensor]]:
                 f"{path / file}: not a whole safetensors file ({error}); is the download complete?"
             ) from error
         shards |= dict.fromkeys(shard.keys(), shard)
-    for name, tensor in decompressed(shards, lambda name: shards[name].get_tensor(name)):
+    tensors = decompressed(shards, lambda name: shards[name].get_tensor(name), str(path))
+    for name, tensor in tensors:
         bare = not name.startswith(("model.", "lm_head."))
         yield f"model.{name}" if bare else name, tensor
 

@@ -10,6 +10,7 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 
 from nanorchestra.errors import UserError
+from nanorchestra.model.compressed import decompressed
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.model.weights import load_model, named_hf_tensors
@@ -84,7 +85,32 @@ def test_matrices_are_those_the_package_gives_back(directory, case):
         assert torch.equal(loaded[name], tensor.bfloat16()), name
 
 
-@pytest.mark.parametrize("stored", [{"quant_method": "awq"}, {"format": "nvfp4-pack-quantized"}])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (
+            {"_packed": torch.zeros(64, 1, dtype=torch.int32)},
+            r"do not fit: \{'model.*_packed': \[64, 1",
+        ),
+        ({"_scale": torch.ones(64, 3)}, "do not fit"),
+        ({"_shape": None}, "do not fit"),
+        ({"_g_idx": torch.zeros(64)}, "q_proj.weight_g_idx: groups must be contiguous"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused_in_one_line(change, words, tmp_path):
+    name = "model.layers.0.self_attn.q_proj.weight"
+    args = QuantizationArgs(num_bits=4, strategy="group", group_size=32)
+    parts, _ = compressed(torch.randn(64, 64), "pack-quantized", args)
+    stored = {f"{name.removesuffix('weight')}{part}": x for part, x in parts.items()}
+    stored |= {name + part: x for part, x in change.items()}
+    stored = {name: x for name, x in stored.items() if x is not None}
+    with pytest.raises(UserError, match=words):
+        dict(decompressed(stored, stored.__getitem__, "somewhere"))
+
+
+@pytest.mark.parametrize(
+    "stored", [{"quant_method": "awq"}, {"format": "nvfp4-pack-quantized"}, "mine"]
+)
 def test_other_formats_are_refused(directory, stored):
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": stored}))
