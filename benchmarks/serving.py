@@ -50,7 +50,7 @@ VLLM = "--dtype float32 --enforce-eager --max-model-len 2048 --max-num-seqs 256 
 
 
 def llama_command(model: Path, home: Path, folder: Path) -> list[str]:
-    """llama-server for the model, which is written to `folder` in its format."""
+    """The command of llama-server for the model, which is written to `folder` in its format."""
     copy = shutil.copytree(model, folder / model.name)
     call = (
         "import pathlib, sys, peer_sides as p; p.write_gguf(pathlib.Path(sys.argv[1]), 'float32')"
@@ -224,14 +224,15 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     path = str(options.model)
-    sides = {"server": Side(options.model, [sys.executable, "serve.py", "--http", "--model", path])}
+    commands = {"server": [sys.executable, "serve.py", "--http", "--model", path]}
     if (python := python_of("vLLM", options.home)).exists():
         served = ["--model", path, "--served-model-name", options.model.name]
-        vllm = [str(python), "-m", "vllm.entrypoints.openai.api_server", *served, *VLLM.split()]
-        sides["vLLM"] = Side(options.model, vllm)
-    folder = Path(tempfile.mkdtemp())
+        entry = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
+        commands["vLLM"] = [*entry, *served, *VLLM.split()]
+    folder = tempfile.TemporaryDirectory()
     if (options.home / "llama-server").exists():
-        sides["llama.cpp"] = Side(options.model, llama_command(options.model, options.home, folder))
+        commands["llama.cpp"] = llama_command(options.model, options.home, Path(folder.name))
+    sides = {name: Side(options.model, command) for name, command in commands.items()}
     try:
         model, tokenizer = load_model(path)
         pack(model)
@@ -250,10 +251,10 @@ def main() -> None:
             once[name] = asyncio.run(side.mixed())
         once["server"] |= asyncio.run(sides["server"].drops())
     finally:
-        shutil.rmtree(folder)
         for side in sides.values():
             side.process.terminate()
         statuses = {name: side.process.wait(60) for name, side in sides.items()}
+        folder.cleanup()
     cores = len(os.sched_getaffinity(0))
     print(
         f"\n{cpu_name()}, {cores} cores, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}\n"

@@ -208,14 +208,14 @@ def _grouped(pairs, key=lambda task: task.id):
 
 def _figures(task, t):
     avoided, turns = task.preference.avoided, [turn.results for turn in t.turns if turn.results]
-    calls = replace(
+    tokens_free = replace(
         t,
         cost_usd=sum(result.cost_usd for results in turns for result in results),
         latency_s=sum(max(result.latency_s for result in results) for results in turns),
     )
     return {
         "reward": t.reward,
-        "reward_of_calls": task_reward(calls, task.preference, task_bounds(task)),
+        "reward_of_calls": task_reward(tokens_free, task.preference, task_bounds(task)),
         "accuracy": t.outcome,
         "cost_usd": t.cost_usd,
         "latency_s": t.latency_s,

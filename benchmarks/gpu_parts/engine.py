@@ -36,7 +36,8 @@ class GpuBench(Bench):
     """A Bench whose weights are drawn on the device: 16 GB from a CPU take a minute.
 
     graphs and ahead: whether decode steps are captured, and launched one ahead. bounded: whether
-    chunks are small while requests decode; a measure of decoding alone prefills first.
+    chunks are small while requests decode; a measure of decoding alone prefills first. kv_dtype: as
+    the engine's.
     """
 
     def __init__(self, shape: ModelConfig, part: Part, quantise: str = ""):
@@ -139,14 +140,15 @@ def decode(part: Part) -> None:
     batches, sizes = ((1, 2), (30, 5)) if part.rehearse else ((1, 32, 128, 256), (1000, 64))
     bench = bench_of(part)
     bench.bounded = False
-    whole, larger = bench.costs, batches[len(batches) // 2 :]
-    for bench.kv_dtype, chosen in ((torch.float8_e4m3fn, larger), (None, batches)):
-        share = bench.kv_dtype.itemsize / bench.ceiling.dtype.itemsize if bench.kv_dtype else 1
-        bench.costs = replace(whole, kv_bytes=whole.kv_bytes * share)
-        for batch in chosen:
-            with by_kernels(part):
-                name = "KV fp8, " * (bench.kv_dtype is not None)
-                part.note(f"{name}B={batch}", **bench.decode(batch, *sizes))
+    for batch in batches:
+        with by_kernels(part):
+            part.note(f"B={batch}", **bench.decode(batch, *sizes))
+    bench.kv_dtype = torch.float8_e4m3fn
+    share = bench.kv_dtype.itemsize / bench.ceiling.dtype.itemsize
+    bench.costs = replace(bench.costs, kv_bytes=bench.costs.kv_bytes * share)
+    for batch in batches[len(batches) // 2 :]:
+        with by_kernels(part):
+            part.note(f"KV fp8, B={batch}", **bench.decode(batch, *sizes))
     for batch in batches[:2]:
         texts = [bench.ids(sizes[0]) for _ in range(batch)]
         times = []

@@ -27,8 +27,8 @@ Chunk = tuple[Request, int, int]  # ids[start : start + count] of a request, as 
 class Runner:
     """Owns the KV pages: k_cache and v_cache [layers, num_pages, Hkv, page_size, D].
 
-    They are on the model's device. `launch` starts a step and `draws` reads what it drew; on a GPU
-    (GpuRunner) the host may launch the next step in between.
+    They are on the model's device, in kv_dtype. `launch` starts a step and `draws` reads what it
+    drew; on a GPU (GpuRunner) the host may launch the next step in between.
     """
 
     overlaps = False  # a CPU computes when it is told to: there is nothing to overlap

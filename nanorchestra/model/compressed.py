@@ -12,17 +12,19 @@ from torch import Tensor
 
 from nanorchestra.errors import UserError, require
 
+# Values of `format` in quantization_config
 FORMATS = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
-PARTS = "", "_packed", "_shape", "_scale", "_zero_point"
+PARTS = "", "_packed", "_shape", "_scale", "_zero_point"  # of a matrix, behind its name
 
 
 def decompressed(
     names: Collection[str], read: Callable[[str], Tensor], source: str
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of a checkpoint; what was compressed comes in fp32.
+    """Yield (name, tensor) of a checkpoint; what was compressed comes as [out, in] in fp32.
 
-    Scales of activations are left out, since activations are not rounded. UserError, which names
-    the `source`, for parts that do not fit and for columns whose groups are not contiguous.
+    names: of all tensors, which `read` gives. Scales of activations are left out, since activations
+    are not rounded. UserError, which names the `source`, for parts that do not fit and for columns
+    whose groups are not contiguous.
     """
     for name in names:
         module, _, field = name.rpartition(".")
@@ -30,8 +32,8 @@ def decompressed(
         if f"{weight}_scale" not in names:
             yield name, read(name)
         elif field == "weight_scale":
-            contiguous = f"{weight}_g_idx" not in names
-            require(contiguous, f"{source}: {weight}_g_idx: groups must be contiguous")
+            order = f"{weight}_g_idx"
+            require(order not in names, f"{source}: {order}: groups must be contiguous")
             parts = {x: read(weight + x) for x in PARTS if weight + x in names}
             try:
                 matrix = _matrix(parts)
@@ -42,6 +44,7 @@ def decompressed(
 
 
 def _matrix(parts: dict[str, Tensor]) -> Tensor:
+    """Return W [out, in] in fp32 from its parts, by the names in PARTS."""
     q, zero = parts.get(""), parts.get("_zero_point")
     if q is None:
         packed, (rows, columns) = parts["_packed"], parts["_shape"].tolist()

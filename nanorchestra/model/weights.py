@@ -1,8 +1,8 @@
 """Loads a checkpoint in Hugging Face layout, and copies weights in and out by their HF names.
 
 The model holds q, k, v and gate, up as one matrix each. Only this file knows their HF names, which
-are row ranges of the fused matrices. Loading holds one tensor of one shard at a time, and rounds it
-at once where the model is quantised. saving.py writes checkpoints.
+are row ranges of the fused matrices. Loading holds one tensor at a time, and rounds it at once if
+the model is quantised. saving.py writes checkpoints.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -46,9 +46,10 @@ def load_model(
 ) -> tuple[Qwen3, Tokenizer | None]:
     """Return the model of a checkpoint directory and its tokenizer, None without tokenizer.json.
 
-    `quantise`, "int8" or "int4", rounds the matrices as they are read. `build` makes the model
-    without memory; dtype None keeps the dtypes it chooses. Raises UserError for anything wrong with
-    the directory.
+    `quantise`, "int8", "int4" or "fp8", rounds the matrices as they are read; those that
+    compressed-tensors stored in 4 or 8 bits are widened before. `build` makes the model without
+    memory; dtype None keeps the dtypes it chooses. Raises UserError for anything wrong with the
+    directory.
     """
     path = Path(path)
     config = read_config(path)
