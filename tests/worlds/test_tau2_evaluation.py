@@ -14,6 +14,9 @@ import evaluate
 from nanorchestra.report import plots
 from nanorchestra.report.evaluation import attempts
 from nanorchestra.tools.models import Spending
+from worlds.toolscale.dataset import load_world
+from worlds.toolscale.environment import Models
+from worlds.toolscale.score import Scorer, attempt
 
 LIMITS = ":turns=40:context_tokens=1000000:turn_tokens=4000"
 
@@ -67,3 +70,17 @@ def test_golden_calls_score_1_and_nothing_done_0(
         idle[task.id] = float(not counted)
     assert outcomes["golden"] == dict.fromkeys(idle, 1.0) and len(idle) == known
     assert outcomes["idle"] == idle and sum(idle.values()) == unchanged
+
+
+def test_golden_calls_of_telecom_score_1_and_nothing_done_0(tmp_path):
+    """Both the agent and the user make golden calls; the package has the records."""
+    utils = pytest.importorskip("tau2.utils.utils", reason="tau2-bench is not installed")
+    (home := tmp_path / "telecom").mkdir()
+    tasks = utils.DATA_DIR / "tau2" / "domains" / "telecom" / "tasks_small.json"
+    (home / "tasks.json").symlink_to(tasks)
+    world = load_world(home, models=Models(user=object()))
+    played = [task for split in world.splits.values() for task in split]
+    assert len(played) == 20
+    for task in played:
+        scorer = Scorer(world.worlds["telecom"].started(task["initial_state"]), task)
+        assert scorer.score(attempt(scorer.golden)) == 1 and scorer.score([]) == 0

@@ -306,7 +306,8 @@ def get_environment():
     functions = ("cancel_booking", {{"properties": shape}}), ("show", {{"properties": {{}}}})
     functions = [{{"name": n, "description": n, "parameters": p}} for n, p in functions]
     tools = [SimpleNamespace(openai_schema={{"function": f}}) for f in functions]
-    return SimpleNamespace(tools=Toolkit(DB()), get_tools=lambda: tools)
+    made = {{"tools": Toolkit(DB()), "user_tools": None, "get_tools": lambda: tools}}
+    return SimpleNamespace(**made, sync_tools=lambda: None)
 """
 
 
@@ -330,3 +331,112 @@ def test_a_domain_of_tau2s_package_plays_and_one_without_code_is_named(cinema, m
     assert json.loads(result.content)["bookings"]["B1"] == booking
     asyncio.run(env.reply(last_word(env)))
     assert env.score("") == 1 and start.bookings["B1"]["status"] == "confirmed"
+
+
+PHONES = """
+from types import SimpleNamespace
+
+
+class Tools:
+    def __init__(self, db):
+        self.db = db
+
+    def enable_roaming(self, line):
+        self.db[line] = "roaming"
+
+
+class Phone(Tools):
+    def toggle_data(self):
+        if self.db["locked"]:
+            raise ValueError("the phone is locked")
+        self.db["data"] = not self.db["data"]
+        return self.db["data"]
+
+    def lock(self, locked):
+        self.db["locked"] = locked
+
+    def assert_works(self, expected):
+        return (self.db["data"] and self.db["abroad"]) == expected
+
+
+class Environment:
+    def __init__(self):
+        self.tools = Tools({"L1": "home"})
+        self.user_tools = Phone({"data": True, "locked": True, "abroad": False})
+
+    def sync_tools(self):
+        self.user_tools.db["abroad"] = self.tools.db["L1"] == "roaming"
+
+    def get_policy(self):
+        return "Be kind."
+
+    def get_tools(self):
+        return [self.described("enable_roaming", line={"type": "string"})]
+
+    def get_user_tools(self):
+        return [self.described("toggle_data")]
+
+    def described(self, name, **fields):
+        parameters = {"type": "object", "properties": fields}
+        function = {"name": name, "description": name, "parameters": parameters}
+        return SimpleNamespace(openai_schema={"function": function})
+
+get_environment = Environment
+"""
+
+
+def test_users_with_tools_of_their_own_act_and_assertions_hold(
+    tmp_path, catalogue, monkeypatch, capsys
+):
+    server, settings = catalogue
+    package = tmp_path / "tau2" / "domains" / "phones"
+    package.mkdir(parents=True)
+    (package / "environment.py").write_text(PHONES)
+    monkeypatch.syspath_prepend(tmp_path)
+    acts = [("lock", {"locked": False}), ("toggle_data", {})]
+    golden = [("enable_roaming", {"line": "L1"}, "assistant"), ("toggle_data", {}, "user")]
+    shared = {
+        "initial_state": {
+            "initialization_actions": [
+                {"env_type": "user", "func_name": name, "arguments": given} for name, given in acts
+            ]
+        },
+        "evaluation_criteria": {
+            "actions": [{"name": n, "arguments": a, "requestor": by} for n, a, by in golden],
+            "env_assertions": [
+                {"env_type": "user", "func_name": "assert_works", "arguments": {"expected": True}}
+            ],
+            "reward_basis": ["ENV_ASSERTION"],
+        },
+    }
+    home = tmp_path / "phones"
+    home.mkdir()
+    tasks = [row(n) | shared for n in range(5)]
+    (home / "tasks.json").write_text(json.dumps(tasks))
+    with pytest.raises(UserError, match=r"5 \(task.user is needed\)"):
+        load_world(home)
+    world = open_world(str(home), 0, None, TaskSection(**settings, user="big"))
+    made = '<tool_call>{"name": "toggle_data", "arguments": {}}</tool_call>'
+    forbidden = made.replace("toggle_data", "enable_roaming")
+    for roams, answers, outcome in (
+        (True, [made, "It works. ###STOP###"], 1),
+        (True, [forbidden, "I cannot. ###STOP###"], 0),
+        (True, [made, made, "Off again. ###STOP###"], 0),
+        (False, [made, "It is on. ###STOP###"], 0),
+    ):
+        env = environment(world, "phones/1")
+        assert [f["function"]["name"] for f in env.tools] == ["enable_roaming", "call_expert"]
+        assert call(env, "toggle_data").refused and env.tables["user"]["data"] is False
+        if roams:
+            assert not call(env, "enable_roaming", line="L1").error
+        turns = iter(answers)
+        server.bodies.clear()
+        server.answer = lambda body, turns=turns: said(next(turns))
+        assert asyncio.run(env.reply("Please switch your data on.")) is None
+        assert env.score("") == outcome
+        first, second, *_ = (body["messages"][0]["content"] for body in server.bodies)
+        assert '"toggle_data"' in first and "enable_roaming" not in first
+        refused = answers[0] == forbidden
+        assert ("Error: no tool named" if refused else "Result: true") in second
+        assert "toggle_data" not in str(env.history)
+    assert world.worlds["phones"].tables["user"] == {"data": True, "locked": True, "abroad": False}

@@ -27,7 +27,7 @@ from worlds.toolscale.rows import read_row, restored, unfit
 from worlds.toolscale.tasks import HELD_OUT, split
 from worlds.toolscale.tau2 import load_domain
 from worlds.toolscale.user import ScriptedUser, wishes
-from worlds.toolscale.world import World, check_shape
+from worlds.toolscale.world import USER, World, check_shape
 
 STEP_TOKENS = 4000, 400  # that an expert reads and writes for a step, for the bounds of a reward
 
@@ -139,11 +139,11 @@ def load_world(path: str | Path, seed: int = 0, models: Models = SIMULATED) -> T
     worlds = {domain: load_domain(home / domain) for domain in domains}
     for task in tasks:
         world = worlds[task["domain"]]
-        if why := unfit(world, task, models.judge):
+        if why := unfit(world, task, models):
             left_out[why] += 1
             continue
-        named = task.get("tools", world.by_name)
-        task["tools"] = [name for name in world.by_name if name in named] or list(world.by_name)
+        every = [name for name, tool in world.by_name.items() if tool["kind"] != USER]
+        task["tools"] = [name for name in every if name in task.get("tools", every)] or every
         for action in task["evaluation_criteria"]["actions"] if file.suffix == ".jsonl" else ():
             tool = world.by_name[action["name"]]
             action["arguments"] = restored(action["arguments"], tool["function"]["parameters"])

@@ -8,17 +8,17 @@ from typing import Any
 
 from nanorchestra.agent.environment import Tool, in_thread, refused
 from nanorchestra.evidence import Evidence
-from nanorchestra.model.parser import StreamParser
 from nanorchestra.records import ParsedTurn, Price, Task, ToolCall, ToolResult
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.models import Expert
 from worlds.toolscale import preferences
 from worlds.toolscale.expert import turn
+from worlds.toolscale.model_user import ModelUser, parsed
 from worlds.toolscale.program import ToolError
 from worlds.toolscale.score import Scorer, judged
-from worlds.toolscale.user import ModelUser, ScriptedUser, ended, wishes
+from worlds.toolscale.user import ScriptedUser, ended, wishes
 from worlds.toolscale.words import expand
-from worlds.toolscale.world import World
+from worlds.toolscale.world import USER, World
 
 EXPERT = "call_expert"
 STEP_TOKENS = 600  # that an expert writes for a turn at most
@@ -74,7 +74,12 @@ class DomainEnvironment:
         self.world, self.task, self.seed = world, task, seed
         self.experts = {expert["alias"]: expert for expert in task.data["experts"]}
         self.models, self.scorer = models, Scorer(world, tau2)
-        self.user = ModelUser(tau2, models.user) if models.user else ScriptedUser(tau2, world)
+        own = [name for name, tool in world.by_name.items() if tool["kind"] == USER]
+        self.user = (
+            ModelUser(tau2, models.user, world.functions(own), partial(self._made, names=own))
+            if models.user
+            else ScriptedUser(tau2, world)
+        )
         self.tables, self.wishes = dict(world.tables), wishes(tau2)
         self.trace = [("user", task.question)]
         self.over, self.evidence = False, Evidence(task.question)
@@ -143,10 +148,17 @@ class DomainEnvironment:
 
     def do(self, call: ToolCall) -> ToolResult:
         """Runs a call of a domain tool."""
-        if call.error is not None or call.name not in self.offered:
-            names = ", ".join(sorted(self.offered))
-            problem = call.error or f"no tool named {call.name!r}; the tools are {names}"
-            return refused(problem)
+        result = self._made(call, self.offered)
+        if not result.refused:
+            arguments = json.dumps(call.arguments, ensure_ascii=False)
+            self.history.append(f"The agent called {call.name}({arguments}): {result.content}")
+        return result
+
+    def _made(self, call, names) -> ToolResult:
+        """Runs a call of one of the tools named, the agent's or the user's."""
+        if call.error is not None or call.name not in names:
+            known = ", ".join(sorted(names))
+            return refused(call.error or f"no tool named {call.name!r}; the tools are {known}")
         try:
             value = self.world.call(self.tables, call.name, call.arguments)
             if not isinstance(value, str):
@@ -155,8 +167,6 @@ class DomainEnvironment:
         except ToolError as problem:
             result = ToolResult(f"Error: {problem}", error=True)
         self.trace.append(("call", call.name, call.arguments, result.error))
-        arguments = json.dumps(call.arguments, ensure_ascii=False)
-        self.history.append(f"The agent called {call.name}({arguments}): {result.content}")
         return result
 
     async def _hand_over(self, alias) -> ToolResult:
@@ -170,9 +180,7 @@ class DomainEnvironment:
         else:
             ask = partial(self._asked(expert).ask, name=alias)
             result = await in_thread(ask, self._turn())
-            parser = StreamParser()
-            parser.feed("" if result.error else result.content)
-            turn = parser.finish()
+            turn = parsed("" if result.error else result.content)
         if result.error:
             text = result.content
         elif turn.calls:

@@ -13,7 +13,7 @@ from typing import Any
 from nanorchestra.errors import require
 from worlds.toolscale.preferences import TABLES
 from worlds.toolscale.program import Json, ToolError
-from worlds.toolscale.world import World, check_shape
+from worlds.toolscale.world import USER, World, check_shape
 
 DEFAULTS = {"actions": [], "communicate_info": [], "reward_basis": ["DB", "COMMUNICATE"]}
 PER_TOKEN = 1e-3  # the released rows have dollars per token where they say per million
@@ -93,20 +93,23 @@ def restored(value: Any, shape: Json) -> Any:
     return day[1] if day else value
 
 
-def unfit(world: World, task: Json, judge: Any) -> str:
-    """Returns why a task cannot be played and scored here; "" if it can."""
+def unfit(world: World, task: Json, models: Any) -> str:
+    """Returns why a task cannot be played by these Models and scored here; "" if it can."""
     criteria, state = task["evaluation_criteria"], task.get("initial_state") or {}
     actions, basis = criteria["actions"], criteria["reward_basis"]
     acts = actions + state.get("initialization_actions", [])
     data = state.get("initialization_data", {})
     missing = {action["name"] for action in actions} - world.by_name.keys()
     judged = "NL_ASSERTION" in basis and criteria.get("nl_assertions")
-    users = data.get("user_data") or any("user" in act.values() for act in acts)
+    has_tools = any(tool["kind"] == USER for tool in world.tools)
+    users = any("user" in act.values() for act in acts)
     reasons = {
-        "the user has tools": users,
+        "user_data": data.get("user_data"),
+        "the user has tools": users and not has_tools,
+        "task.user is needed": users and not models.user,
         "message_history": "message_history" in state,
-        "ENV_ASSERTION": "ENV_ASSERTION" in basis,
-        "task.judge is needed": judged and not judge,
+        "ENV_ASSERTION": "ENV_ASSERTION" in basis and not has_tools,
+        "task.judge is needed": judged and not models.judge,
         f"no tool {min(missing, default='')}": missing,
     }
     if why := next((reason for reason, holds in reasons.items() if holds), ""):

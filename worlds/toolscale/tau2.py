@@ -5,16 +5,16 @@
 
 Each public method with a docstring is a tool; its schema comes from its type hints, and what it
 raises is what the agent reads. A domain without tools.json and toolkit.py is one of the package's:
-tau2.domains.DOMAIN.environment.
+tau2.domains.DOMAIN.environment, with its own records and policy if DIR has none.
 """
 
 import copy
 import importlib
 import inspect
 import runpy
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from nanorchestra.agent.environment import function_schema
@@ -22,7 +22,7 @@ from nanorchestra.errors import UserError
 from nanorchestra.files import merge, read_json, read_text
 from nanorchestra.tools.functions import tool
 from worlds.toolscale.program import Json, Tables, ToolError
-from worlds.toolscale.world import World
+from worlds.toolscale.world import USER, World
 
 READS = ("read", "think", "generic")  # tau2's types of tools that change nothing
 KINDS = {"calculate": "calculate", "transfer_to_human_agents": "handover"}
@@ -30,52 +30,75 @@ KINDS = {"calculate": "calculate", "transfer_to_human_agents": "handover"}
 
 @dataclass
 class ToolkitWorld(World):
-    """A world whose tools are methods of `kit`, a class. Its only table is `db`, as the kit has it.
+    """A world whose tools are methods of toolkits: the agent's, and in some domains the user's.
 
-    A call works on a copy of it, unless the tool says that it only reads.
+    `environment` is like one of tau2-bench: `tools` and perhaps `user_tools`, whose `db` are the
+    tables "db" and "user", and `sync_tools`, which keeps these in step. A call works on a copy,
+    unless the tool says that it only reads.
     """
 
-    kit: Callable[[Any], Any]
+    environment: Any
     keyed = False
 
     def invoke(self, tables: Tables, name: str, arguments: Json) -> Any:
         """Calls the method of that name. Raises ToolError, and then `tables` are as they were."""
-        db = tables["db"]
-        if self.by_name.get(name, {}).get("kind") != "read":
-            db = copy.deepcopy(db)
-        toolkit = self.kit(db)
+        writes = self.by_name.get(name, {}).get("kind") != "read"
+        given, made = copy.deepcopy(tables) if writes else tables, copy.copy(self.environment)
+        made.tools = type(made.tools)(given["db"])
+        if "user" in given:
+            made.user_tools = type(made.user_tools)(given["user"])
         try:
+            toolkit = made.tools if hasattr(made.tools, name) else made.user_tools
             value = getattr(toolkit, name)(**arguments)
+            if writes:
+                made.sync_tools()
         except Exception as error:  # whatever a toolkit raises is what the agent reads
             raise ToolError(str(error) or type(error).__name__) from None
-        tables["db"] = toolkit.db
+        if writes:
+            tables.update(_tables(made))
         return value
 
     def merged(self, data: Json) -> Tables:
-        """Returns `db` with a task's data in it; one of pydantic is validated again."""
+        """Returns the tables with a task's data in `db`; one of pydantic is validated again."""
         db = self.tables["db"]
         if hasattr(db, "model_dump"):
-            return {"db": type(db).model_validate(merge(db.model_dump(), data))}
-        return {"db": merge(db, data)}
+            db = type(db).model_validate(merge(db.model_dump(), data))
+        else:
+            db = merge(db, data)
+        return self.tables | {"db": db}
+
+
+def _tables(environment) -> Tables:
+    """The records of an environment's toolkits."""
+    user = environment.user_tools
+    return {"db": environment.tools.db} | ({"user": user.db} if user else {})
 
 
 def load_domain(directory: Path) -> World:
     """Reads a domain whose tools are programs, a toolkit, or in tau2-bench's package. UserError."""
     if (directory / "tools.json").is_file():
         return World.load(directory)
-    db, policy = read_json(directory / "db.json"), read_text(directory / "policy.md")
-    source = directory / "toolkit.py"
+    source, users = directory / "toolkit.py", []
+    given = source.is_file() or (directory / "db.json").is_file()
+    if given:
+        db, policy = read_json(directory / "db.json"), read_text(directory / "policy.md")
     try:
         if source.is_file():
             toolkit = runpy.run_path(str(source))["Toolkit"](db)
+            environment = SimpleNamespace(tools=toolkit, user_tools=None, sync_tools=lambda: None)
             methods = inspect.getmembers(toolkit, inspect.ismethod)
             made = [tool(m) for name, m in methods if m.__doc__ and name[0] != "_"]
             functions = [function_schema(each)["function"] for each in made]
         else:
             name = f"tau2.domains.{directory.name}.environment"
             environment = importlib.import_module(name).get_environment()
-            toolkit, db = environment.tools, type(environment.tools.db).model_validate(db)
-            functions = [given.openai_schema["function"] for given in environment.get_tools()]
+            toolkit = environment.tools
+            if given:
+                toolkit.db = type(toolkit.db).model_validate(db)
+            else:
+                policy = environment.get_policy()
+            users = environment.get_user_tools() if environment.user_tools else []
+            functions = [each.openai_schema["function"] for each in environment.get_tools()]
     except Exception as error:  # whatever the code of others raises
         raise UserError(
             f"{directory}: needs tools.json, a toolkit.py with a class Toolkit, or the package of "
@@ -88,4 +111,5 @@ def load_domain(directory: Path) -> World:
         reads = getattr(getattr(toolkit, name), "__tool_type__", "") in READS
         kind = KINDS.get(name, "read" if reads else "write")  # unless it says so, it may write
         tools.append({"kind": kind, "function": function})
-    return ToolkitWorld(directory.name, {"db": db}, tools, policy, type(toolkit))
+    tools += [{"kind": USER, "function": each.openai_schema["function"]} for each in users]
+    return ToolkitWorld(directory.name, _tables(environment), tools, policy, environment)

@@ -1,6 +1,6 @@
-"""The user of a task: scripted, or a language model.
+"""The scripted user of a task.
 
-The scripted user opens with its first wish and follows what the agent's messages are about
+It opens with its first wish and follows what the agent's messages are about
 (user.toml): it reveals the facts that are asked for, confirms what it wants, refuses another
 operation, record, number or choice, waits while the agent works, and goes on when a wish is
 fulfilled, refused or answered. It says nothing that is not in the scenario.
@@ -11,9 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
-from nanorchestra.agent.environment import Tool
 from nanorchestra.files import read_toml
-from nanorchestra.tools.http import EndpointError
 from worlds.toolscale.program import Json
 from worlds.toolscale.world import World, communicated, leaves
 
@@ -257,33 +255,3 @@ def _pattern(field) -> str:
 
 def _holds(text, words) -> bool:
     return any(communicated(word, [text]) for word in words if word in text)
-
-
-class ModelUser:
-    """A language model that plays the scenario.
-
-    It opens as the scripted user does, so that no task waits for a model before it begins.
-    """
-
-    def __init__(self, task: Json, expert: Tool):
-        scenario = task["user_scenario"]
-        facts = {"persona": scenario.get("persona")} | scenario["instructions"]
-        self.facts = "\n".join(f"{field}: {text}" for field, text in facts.items() if text)
-        self.expert, self.talk = expert, [f"You: {wishes(task)[0].say}"]
-
-    def reply(self, message: str, pending: Collection[int], handed: bool) -> str:
-        """Returns the answer to a message of the agent. Raises EndpointError."""
-        self.talk.append(f"Agent: {message}")
-        talk = "\n".join(self.talk)
-        text = TEXTS["role"].format(facts=self.facts, talk=talk, stop=STOP, transfer=TRANSFER)
-        answer = ask(self.expert, text)
-        self.talk.append(f"You: {answer}")
-        return answer
-
-
-def ask(expert: Tool, text: str) -> str:
-    """Returns what a language model answers. Raises EndpointError."""
-    result = expert.call({"task": text})
-    if result.error:
-        raise EndpointError(result.content)
-    return result.content

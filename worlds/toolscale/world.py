@@ -21,6 +21,7 @@ from nanorchestra.schemas import argument_error, check
 from worlds.toolscale.program import Json, Tables, ToolError, parse, run
 
 _NUMBER = re.compile(r"(?<![\w.])(?<!\d[-:])\d+(?:\.\d+)?(?!\w)(?![-:.]\d)")
+USER = "user"  # the kind of a tool of the user's own
 SHAPES = read_json(Path(__file__).with_name("shapes.json"))
 
 
