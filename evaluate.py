@@ -6,7 +6,6 @@
     python evaluate.py --world questions:frames.jsonl --all --tools FILE --experts real \
         --judge judge --policy gpt-5@https://api.openai.com/v1 --max-usd 20
     python evaluate.py compare runs/A runs/B        two evaluations of the same tasks
-    python evaluate.py ablate --seeds 3             nano without each part of the reward
 
 An evaluation is a directory runs/NAME: config.toml, the attempts as JSON Lines, summary.json,
 report.html and plots. The same command continues one that was stopped. docs/evaluate.md has more.
@@ -41,11 +40,11 @@ from nanorchestra.errors import ArgumentParser, UserError, command, require
 from nanorchestra.files import read_json_lines, read_text, write_whole
 from nanorchestra.report.evaluation import attempts, write_evaluation
 from nanorchestra.report.run import Run, label, table
+from nanorchestra.schemas import Json
 from nanorchestra.tools.models import Spending
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.trajectories import from_row, to_row
 from worlds import evaluation
-from worlds.ablation import ablate
 from worlds.miniature.probe import probe
 from worlds.miniature.world import environment
 from worlds.mixture import Worlds
@@ -201,12 +200,12 @@ def _measure(options, sandbox):
         probes = probe(player, options.seed, options.tasks, make)
     run.write_json("summary.json", {"partial": problem, "worlds": summary, "probes": probes})
     write_evaluation(run.path)
-    _show(summary, probes)
+    show(summary, probes)
     require(not problem, problem)
     print(f"{run.path}: report.html and plots")
 
 
-def _show(worlds, probes):
+def show(worlds: Json, probes: Json) -> None:
     """Prints the tables, by how much the first policy leads the others, and the probes."""
     for world, found in worlds.items():
         print(f"{world}\n{table(found)}")
@@ -252,10 +251,7 @@ def main(arguments: list[str]) -> int:
         _compare(arguments[1:])
         return 0
     with Sandbox() as sandbox:
-        if arguments[:1] == ["ablate"]:
-            _show({"ablation": evaluation.compare(ablate(arguments[1:], RUNS, sandbox))}, {})
-        else:
-            _measure(_read(arguments), sandbox)
+        _measure(_read(arguments), sandbox)
     return 0
 
 

@@ -14,6 +14,7 @@ import torch
 from openai_server import openai_server, said
 
 import evaluate
+from benchmarks import ablation
 from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import Limits
 from nanorchestra.config import TaskSection
@@ -26,7 +27,6 @@ from nanorchestra.report.evaluation import attempts
 from nanorchestra.settings import load_config, to_toml
 from nanorchestra.tools.models import Spending
 from worlds import evaluation
-from worlds.ablation import Ablated
 from worlds.evaluation import interval, p_value, pass_hat
 from worlds.miniature.world import World, environment
 from worlds.mixture import Worlds
@@ -127,7 +127,6 @@ def test_a_mistake_is_one_line_and_status_2(home, capsys):
         (["compare", "runs/evaluation", "runs/none"], "runs/none"),
         (["compare", "runs/evaluation", "odd"], "odd: holds no attempts"),
         (["compare", "runs/evaluation"], "runs"),
-        (["ablate", "--seeds", "0"], "at least 1, not 0"),
     ):
         assert evaluate.main(arguments) == 2
         out, err = capsys.readouterr()
@@ -316,7 +315,7 @@ def test_intervals_tests_and_repeated_trials():
 
 
 def test_a_part_of_the_reward_that_is_left_out_changes_no_reward(sandbox):
-    worlds = Ablated(TaskSection("miniature"), 0, sandbox)
+    worlds = ablation.Ablated(TaskSection("miniature"), 0, sandbox)
     data = {"bounds": [[0, 2], [0, 2]]}
     task = Task("t", "?", Preference("", 0.2, 0.8, 0.0, {"x": -1.0}), data)
     one, two = (Trajectory("t", 0, outcome=1.0, cost_usd=usd) for usd in (0, 1))
@@ -328,6 +327,11 @@ def test_a_part_of_the_reward_that_is_left_out_changes_no_reward(sandbox):
     worlds.factors = {"cost": 0.0, "tools": 0.0}
     assert worlds.training_rewards(task, [one, two], "task") == [1.0, 1.0]
     assert one.reward == two.reward == 0.0, "the scores of the attempts stay"
+
+
+def test_a_wrong_number_of_seeds_is_refused_before_any_training(capsys):
+    assert ablation.main(["--seeds", "0"]) == 2
+    assert capsys.readouterr().err == "benchmarks.ablation: --seeds must be at least 1, not 0\n"
 
 
 def test_the_reward_of_calls_leaves_out_what_the_policy_itself_costs():

@@ -1,6 +1,10 @@
-"""Trains nano without parts of the reward and the recipe; ablation.toml has the variants."""
+"""Trains nano without parts of the reward and the recipe; ablation.toml has the variants.
+
+python -m benchmarks.ablation --seeds 3
+"""
 
 import shutil
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,8 +13,9 @@ from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
+from evaluate import RUNS, show
 from nanorchestra.config import Config
-from nanorchestra.errors import ArgumentParser, require
+from nanorchestra.errors import ArgumentParser, command, require
 from nanorchestra.files import read_toml
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.report.run import Run
@@ -20,7 +25,7 @@ from nanorchestra.training.phases import train
 from nanorchestra.training.ranks import Ranks
 from nanorchestra.training.run import TrainingRun
 from nanorchestra.training.trajectories import from_row
-from worlds.evaluation import Pairs, score
+from worlds.evaluation import Pairs, compare, score
 from worlds.mixture import Worlds
 
 Factors = dict[str, Any]
@@ -44,13 +49,21 @@ class Ablated(Worlds):
         return super().training_rewards(task, [score(task, replace(m)) for m in members], bounds)
 
 
+@command("benchmarks.ablation")
+def main(arguments: list[str]) -> int:
+    """Runs the command and returns its exit status."""
+    with Sandbox() as sandbox:
+        show({"ablation": compare(ablate(arguments, RUNS, sandbox))}, {})
+    return 0
+
+
 def ablate(arguments: list[str], root: Path, sandbox: Sandbox) -> dict[str, Pairs]:
     """Trains every variant for each seed; returns the held-out tasks and attempts of each variant.
 
     Prints the mean reward of each run. What is finished in runs/ablation-... is not trained again.
     UserError.
     """
-    parser = ArgumentParser(prog="evaluate.py ablate", allow_abbrev=False)
+    parser = ArgumentParser(prog="benchmarks.ablation", allow_abbrev=False)
     parser.add_argument("--seeds", type=int, default=3, help="default: 3")
     add_settings(parser)
     options, played = parser.parse_args(arguments), defaultdict(list)
@@ -76,3 +89,7 @@ def held_out(config: Config, path: Path, factors: Factors, sandbox: Sandbox) -> 
         train(TrainingRun(config, folder, Ranks(), worlds, SimpleNamespace(asked=False)))
     rows = Run.open(path).rows("trajectories")
     return [from_row(row) for row in rows if row["phase"] == "after"]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
