@@ -135,7 +135,7 @@ class Worlds:
     def teach(self, env: Environment) -> Iterable[Lesson]:
         """Returns a demonstration, which acts in `env` as it is iterated over."""
         if isinstance(env, toolscale.DomainEnvironment):
-            return toolscale.teach(env)
+            return toolscale.teach(env, self.domains[env.task.data["world"]].skill)
         require(
             not isinstance(env, questions.QuestionEnvironment),
             "task.world: nothing demonstrates questions; set warm_start.steps = 0, or imitate "

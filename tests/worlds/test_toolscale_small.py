@@ -7,8 +7,12 @@ import pytest
 from nanorchestra.training.lessons import demonstration
 from worlds.toolscale import small
 from worlds.toolscale.dataset import teach
+from worlds.toolscale.score import Scorer
 from worlds.toolscale.small import small_world
 from worlds.toolscale.verify import mentions, verify
+
+COUNT = 72
+SPLITS = ("train", "held_out")
 
 
 @pytest.fixture(scope="module")
@@ -16,27 +20,48 @@ def world():
     return small_world(4)
 
 
-def test_it_is_a_function_of_the_seed_with_tasks_enough(world, monkeypatch):
-    assert len(world.worlds) == 3 and world.task("train", 7).data["world"] == "domains"
-    assert len(world.splits["train"]) >= 90 and len(world.splits["held_out"]) >= 20
-    monkeypatch.setattr(small, "TASKS", 5)
-    one = small_world(4)
-    assert small_world(4) == one and small_world(5).splits != one.splits
+@pytest.fixture(scope="module")
+def tasks(world):
+    return [world.task(split, number) for split in SPLITS for number in range(COUNT)]
 
 
-def test_prompts_and_golden_conversations_fit_a_small_context_and_score(world, nano_tokenizer):
-    for split, tasks in world.splits.items():
-        for index in range(len(tasks)):
-            env = world.environment(world.task(split, index), 0)
-            assert env.score("") == 0
-            shown = demonstration(teach(env), env, nano_tokenizer)
-            assert env.score("") == 1 and env.over
-            assert shown.prompt_length <= 900 and len(shown.ids) <= 1024
+def test_a_task_is_a_function_of_seed_split_and_number(world, tasks):
+    assert len(world.worlds) == 3 and tasks[7].data["world"] == "domains"
+    assert small_world(4).task("train", 7) == tasks[7]
+    assert small_world(5).task("train", 7) != tasks[7]
+    drawn = [task.data["task"] for task in tasks]
+    assert {task["level"] for task in drawn} == {1, 2}
+    assert len({(task["level"], task["domain"]) for task in drawn}) == 6
+    asked = [task.question for task in tasks]
+    assert len({*asked[:COUNT]} & {*asked[COUNT:]}) == 0 and len({*asked}) > 0.9 * len(asked)
 
 
-def test_tasks_are_proved_and_the_prompt_has_all_that_the_first_call_needs(world):
-    for index in range(len(world.splits["train"])):
-        task = world.task("train", index)
+def test_prompts_and_golden_conversations_fit_a_small_context_and_score(
+    world, tasks, nano_tokenizer
+):
+    for task in tasks:
+        env = world.environment(task, 0)
+        assert env.score("") == 0, "nothing done is never right"
+        shown = demonstration(teach(env), env, nano_tokenizer)
+        assert env.score("") == 1 and env.over
+        assert shown.prompt_length <= 900 and len(shown.ids) <= 1152
+
+
+def test_demonstrations_are_right_in_a_share_that_is_stated(world, tasks):
+    assert world.skill == small.SKILL
+    for skill, least, most in ((0.0, 0, 0.1), (0.5, 0.3, 0.7)):
+        scores = []
+        for task in tasks:
+            env = world.environment(task, 0)
+            *_, last = teach(env, skill)
+            assert last.content and not last.result
+            scores.append(env.score(""))
+        assert least <= sum(scores) / len(scores) <= most
+
+
+def test_tasks_are_proved_and_the_prompt_has_all_that_is_needed(world, tasks):
+    denied = 0
+    for task in tasks:
         tau2, home = task.data["task"], world.worlds[task.data["kind"]]
         assert verify(home, tau2) is None
         golden = tau2["evaluation_criteria"]["actions"]
@@ -45,5 +70,21 @@ def test_tasks_are_proved_and_the_prompt_has_all_that_the_first_call_needs(world
         env = world.environment(task, 0)
         prompt = env.messages[0]["content"]
         assert {action["name"] for action in golden} <= set(env.offered)
-        assert 2 <= len(env.offered) <= small.MOST_CALLS + 1 and tau2["policy"] in prompt
+        assert len(golden) <= small.MOST_CALLS < small.MOST_CHARS and tau2["policy"] in prompt
         assert not any(f"- {name}: " in prompt for name in set(home.by_name) - set(env.offered))
+        for rule in tau2["rules"]:  # what it forbids is offered, and forbidden in words
+            assert rule["text"] in prompt and {*rule["args"]["tools"]} <= set(env.offered)
+            denied += 1
+    assert denied
+
+
+def test_a_condition_is_true_in_some_tasks_and_its_tool_is_always_offered(world, tasks):
+    """What is offered does not tell what is to be done: reads alone are never all there is."""
+    drawn = [task for task in tasks if task.data["task"]["level"] == 2]
+    spare = []
+    for task in drawn:
+        tau2, home = task.data["task"], world.worlds[task.data["kind"]]
+        writes = {n for n in tau2["tools"] if home.by_name[n]["kind"] != "read"}
+        golden = Scorer(home, tau2).golden
+        spare.append(len(writes - {name for name, _ in golden}))
+    assert min(spare) == 0 and sum(count > 0 for count in spare) > len(spare) / 2

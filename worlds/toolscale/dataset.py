@@ -16,12 +16,12 @@ from nanorchestra.agent.loop import SECONDS_PER_TOKEN
 from nanorchestra.errors import require
 from nanorchestra.files import read_json, read_json_lines
 from nanorchestra.model import chat
-from nanorchestra.records import Preference, Price, Task
+from nanorchestra.records import Preference, Price, Task, ToolCall
 from nanorchestra.training.lessons import Lesson
 from reward import POLICY, PRICES
 from worlds.toolscale import preferences
 from worlds.toolscale.environment import SIMULATED, DomainEnvironment, Models
-from worlds.toolscale.expert import right_turns
+from worlds.toolscale.expert import SAY, altered, right_turns
 from worlds.toolscale.program import Json
 from worlds.toolscale.rows import read_row, restored, unfit
 from worlds.toolscale.tasks import HELD_OUT, split
@@ -38,7 +38,8 @@ class ToolScaleWorld:
 
     `splits`: split -> tau2 tasks. A task without `experts` offers those of a catalogue. A task with
     a `policy` of its own shows that instead of its world's. `name` stands in the data of every
-    task. With `models.experts` these alone are offered.
+    task. With `models.experts` these alone are offered. `skill` is the share of the demonstrations
+    that are right.
     """
 
     splits: dict[str, list[Json]]
@@ -46,6 +47,7 @@ class ToolScaleWorld:
     seed: int = 0
     name: str = ""
     models: Models = SIMULATED
+    skill: float = 1.0
 
     def task(self, split: str, index: int) -> Task:
         """Returns task `index` of a split ("train", "held_out"), taken round and round."""
@@ -103,15 +105,24 @@ def _bounds(tau2, offered) -> tuple:
     return (0.0, steps * cost), (0.0, steps * latency)
 
 
-def teach(env: DomainEnvironment) -> Iterator[Lesson]:
+def teach(env: DomainEnvironment, skill: float = 1.0) -> Iterator[Lesson]:
     """Yields the turns of an agent that does all that is right until the user is content.
 
-    No calls of experts: the lessons show how the tools are used, not which expert to ask. The user
-    is the scripted one, which comes to an end.
+    With probability 1 - skill it does one thing wrong instead and says that it is done. No calls of
+    experts: the lessons show how the tools are used, not which expert to ask. The user is the
+    scripted one, which comes to an end.
     """
     env.user = ScriptedUser(env.task.data["task"], env.world)
-    for turn in right_turns(env):
-        yield Lesson("", *turn)
+    rng = random.Random(f"{env.task.id}/teach")
+    if rng.random() >= skill:
+        first = [env.scorer.golden[place] for place in env.scorer.effects[:1]]
+        for name, arguments in altered(env.world, first, rng):
+            call = ToolCall(name, arguments)
+            yield Lesson("", "", call, env.do(call))
+        yield Lesson("", SAY["done"].format(""))
+        return
+    for lesson in right_turns(env):
+        yield Lesson("", *lesson)
 
 
 def texts(world: ToolScaleWorld, count: int) -> Iterator[str]:

@@ -31,7 +31,8 @@ def next_turn(env: DomainEnvironment) -> tuple[str, Call | None]:
         name, arguments = call = scorer.golden[place]
         if missing := _missing(env, arguments):
             return SAY["ask"].format(", ".join(missing)), None
-        asks = scorer.rules and env.world.by_name[name]["kind"] == "write"
+        confirms = any(rule["check"] == "confirmed" for rule in scorer.rules)
+        asks = confirms and env.world.by_name[name]["kind"] == "write"
         if asks and not confirmed([*env.trace, ("call", *call, False)], [name], arguments):
             given = ", ".join(f"{key}: {value}" for key, value in arguments.items())
             return SAY["confirm"].format(name, given).replace("_", " "), None
@@ -42,7 +43,8 @@ def next_turn(env: DomainEnvironment) -> tuple[str, Call | None]:
     infos = dict.fromkeys(info for wish in told for info in wish.told if info not in later)
     infos = [info for info in infos if not communicated(info, said)]
     done = infos or any(wish.told or {*wish.actions} & {*scorer.effects} for wish in told[-1:])
-    return SAY["done" if done else "refuse"].format(", ".join(infos)), None
+    told = infos and f" {', '.join(infos)}."
+    return SAY["done" if done else "refuse"].format(told or ""), None
 
 
 def right_turns(

@@ -56,6 +56,8 @@ class Planner:
         `known` the user knows every key and wishes nothing that comes to nothing.
         """
         wishes, twists = LEVELS[level]
+        if known:
+            wishes = max(1, twists)
         callers = list(self.world.tables[people(self.data)])
         self.quiet = not known and self.rng.random() < NOTHING
         for attempt in range(MOST_DRAWS):

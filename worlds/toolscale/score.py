@@ -202,6 +202,7 @@ def _before(trace, first, then) -> bool:
 CHECKS = {
     "confirmed": confirmed,  # tools, where?
     "before": _before,  # first, then
+    "made": lambda trace, **which: bool(done(trace, **which)),  # tools, where?
     "never": lambda trace, **which: not done(trace, **which),  # tools, where?
 }
 

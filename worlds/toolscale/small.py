@@ -1,52 +1,85 @@
-"""Makes domain tasks that fit a small context, in memory, from a seed.
+"""Draws domain tasks that fit a small context, in memory, from a seed, as they are asked for.
 
 A domain's whole policy and a dozen tools are some 5,000 ids of the miniature's tokenizer. A prompt
-here is a tenth of that: one wish, the golden tools and one other, the rules of these tools alone,
-no expert, and a user who says at once who they are. Worlds, checks and scores are those of
+here is a tenth of that: one wish, at level 2 with a twist, the tools that it may need and one
+other, the rules of these, no expert, and a user who says at once who they are. To do nothing is
+never right: what depends on a record has to be looked up. Worlds, checks and scores are those of
 data_gen.py.
 """
 
+import itertools
 import json
 import random
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from worlds.toolscale.dataset import ToolScaleWorld, split
+from worlds.toolscale.act import UnfitError
+from worlds.toolscale.dataset import ToolScaleWorld
 from worlds.toolscale.domains import BUILT_IN, build
 from worlds.toolscale.plan import Planner
-from worlds.toolscale.program import Json, rules
+from worlds.toolscale.program import Json, parse_call, rules
+from worlds.toolscale.score import Scorer
 from worlds.toolscale.tasks import to_task
-from worlds.toolscale.verify import mentions, signature, task_text, verify
+from worlds.toolscale.verify import mentions, task_text, verify
+from worlds.toolscale.words import Words
+from worlds.toolscale.world import World
 
-DOMAINS, TASKS, DRAWS = 3, 40, 160  # domains of a world, tasks of each, and draws for them
+DOMAINS, LEVELS = 3, (1, 2)  # domains of a world, which its seed chooses, and levels in turn
+TASKS = 20_000  # of a split
+SKILL = 0.2  # the share of demonstrations that are right
 # Golden calls of a task; characters of its policy and tools, and of what its calls return.
-MOST_CALLS, MOST_CHARS, MOST_READ = 2, 1000, 400
+MOST_CALLS, MOST_CHARS, MOST_READ = 2, 1300, 600
+LOOK = "Look up what a wish is about before you do it or refuse it."
+
+
+@dataclass(frozen=True)
+class SmallTasks(Sequence):
+    """The tasks of a split. A task is a function of its number, and drawn when it is asked for."""
+
+    name: str
+    domains: Sequence[tuple[World, Words]]
+
+    def __len__(self) -> int:
+        return TASKS
+
+    def __getitem__(self, number: int) -> Json:
+        place, which = divmod(number, len(self.domains))
+        world, words = self.domains[which]
+        level = LEVELS[place % len(LEVELS)]
+        for draw in itertools.count():
+            name = f"{self.name}-{world.domain}-{number}-{draw}"
+            try:
+                task = _small(Planner(world, words, random.Random(name)), level, name)
+            except UnfitError:
+                continue
+            if _fits(world, task) and not verify(world, task):
+                return task
 
 
 def small_world(seed: int, name: str = "domains") -> ToolScaleWorld:
-    """Returns some hundred proved tasks of three built-in domains that the seed chooses."""
-    fit, worlds = [], {}
-    for domain in random.Random(f"small/{seed}").sample(BUILT_IN, DOMAINS):
-        world, words = build(domain, seed)
-        worlds[domain], found = world, {}
-        for number in range(DRAWS):
-            rng = random.Random(f"small/{domain}/{seed}/{number}")
-            act = Planner(world, words, rng).generate(1, number, known=True)
-            task = _shrunk(world, words, to_task(act, f"{domain}-{seed}-{number}", 1))
-            chars = len(task["policy"]) + len(json.dumps(world.functions(task["tools"])))
-            few = 0 < len(task["evaluation_criteria"]["actions"]) <= MOST_CALLS
-            short = few and chars <= MOST_CHARS and _reads(world, task) <= MOST_READ
-            if short and not verify(world, task) and len(found) < TASKS:
-                found.setdefault(signature(task), task)
-        fit += found.values()
-    return ToolScaleWorld(split(fit), worlds, seed, name)
+    """Returns tasks without end of three built-in domains that the seed chooses."""
+    chosen = random.Random(f"small/{seed}").sample(BUILT_IN, DOMAINS)
+    built = [build(domain, seed) for domain in chosen]
+    splits = {split: SmallTasks(f"{seed}-{split}", built) for split in ("train", "held_out")}
+    worlds = {world.domain: world for world, _ in built}
+    return ToolScaleWorld(splits, worlds, seed, name, skill=SKILL)
 
 
-def _shrunk(world, words, task) -> Json:
-    """The task with fewer tools, a policy of its own, and a user who says at once who they are."""
-    rng, criteria = random.Random(f"small/{task['id']}"), task["evaluation_criteria"]
-    criteria = criteria | {"actions": _needed(world, task)}
-    golden = {action["name"] for action in criteria["actions"]}
-    golden.update(rng.sample([name for name in task["tools"] if name not in golden], 1))
-    tools = [name for name in task["tools"] if name in golden]
+def _small(planner, level, name) -> Json:
+    """A task with fewer tools, a policy of its own, and a user who says at once who they are."""
+    rng, world, words = planner.rng, planner.world, planner.words
+    act = planner.generate(level, rng.randrange(len(planner.kinds)), known=True)
+    task, wishes, kinds = to_task(act, name, level), planner.kinds, {*act.done}
+    criteria = task["evaluation_criteria"]
+    if act.twists:
+        kinds.update(other for kind in act.done for other in wishes[kind].get("or", ()))
+    elif not criteria["communicate_info"]:
+        criteria = criteria | {"actions": _needed(world, task)}
+    offered = {parse_call(call)[0] for kind in kinds for call in wishes[kind].get("do", ())}
+    offered |= {action["name"] for action in criteria["actions"]}
+    offered.add(rng.choice([name for name in task["tools"] if name not in offered]))
+    tools = [name for name in task["tools"] if name in offered]
+    kept = [rule for rule in task["rules"] if rule["check"] == "never"]
     instructions = task["user_scenario"]["instructions"]
     told = {"reason_for_call": f"{instructions['known_info']} {instructions['reason_for_call']}"}
     policy = f"You are the agent of {words.business}. Today is {words.today}. "
@@ -54,24 +87,29 @@ def _shrunk(world, words, task) -> Json:
     for name in tools:
         if said := rules(world.by_name[name]):
             policy += f"- {name}: {' '.join(said)}\n"
+    if act.twists:
+        policy += f"- {LOOK}\n"
+        looks = [name for name, _ in act.calls if world.by_name[name]["kind"] == "read"]
+        kept.append({"text": LOOK, "check": "made", "args": {"tools": looks}})
+    for rule in sorted({rule for kind in kinds for rule in wishes[kind].get("rules", ())}):
+        policy += f"- {words.data['rules'][rule]['text']}\n"
     every = [*range(len(criteria["actions"]))]
     return task | {
         "tools": tools,
         "policy": policy,
         "experts": [],
+        "preference": {},
         "user_scenario": task["user_scenario"] | {"instructions": instructions | told},
         "evaluation_criteria": criteria,
         "wishes": [task["wishes"][0] | {"say": told["reason_for_call"], "actions": every}],
-        "rules": [rule for rule in task["rules"] if rule["check"] == "never"],
+        "rules": kept,
     }
 
 
 def _needed(world, task) -> list[Json]:
-    """The golden actions, without reads whose results no answer and no argument needs."""
-    criteria, text, kept = task["evaluation_criteria"], task_text(task), []
-    if criteria["communicate_info"]:
-        return criteria["actions"]
-    for action in reversed(criteria["actions"]):
+    """The golden actions, without reads whose results no argument needs."""
+    text, kept = task_text(task), []
+    for action in reversed(task["evaluation_criteria"]["actions"]):
         values = [value for other in kept for value in other["arguments"].values()]
         if world.by_name[action["name"]]["kind"] != "read" or not all(
             mentions(text, value) for value in values
@@ -80,8 +118,14 @@ def _needed(world, task) -> list[Json]:
     return kept
 
 
-def _reads(world, task) -> int:
-    """The characters that the golden calls return."""
+def _fits(world, task) -> bool:
+    """True if the texts of a task are short, and to do nothing is wrong."""
     tables, actions = dict(world.tables), task["evaluation_criteria"]["actions"]
-    results = (world.invoke(tables, action["name"], action["arguments"]) for action in actions)
-    return sum(len(json.dumps(result)) for result in results)
+    shown = task["policy"] + json.dumps(world.functions(task["tools"]))
+    read = (world.invoke(tables, action["name"], action["arguments"]) for action in actions)
+    return (
+        len(actions) <= MOST_CALLS
+        and len(shown) <= MOST_CHARS
+        and sum(len(json.dumps(result)) for result in read) <= MOST_READ
+        and not Scorer(world, task).score([])
+    )
