@@ -4,6 +4,7 @@ What a twist comes to is drawn before the records: whether the fact is so, wheth
 it, whether the first choice can be had. Records that do not make it so are drawn again.
 """
 
+import copy
 import random
 import re
 from contextlib import suppress
@@ -156,22 +157,19 @@ class Planner:
         if holds(fact["test"], wish.scope) != truth:
             raise UnfitError("the fact is otherwise")
         act.twists.append(("prefer", truth))
-        name, first = fact["instead"], wish.scope
-        wish.scope = second = dict(first)
-        wish.draw(name, fact["test"])
-        wish.scope = granted = first if truth else second
-        self._fit(wish)
-        wish.scope = first
-        wanted = wish.said(wish.data["say"])
-        wish.scope = second
-        otherwise = wish.said(fact["else"])
-        if first[name] == second[name] or otherwise in wanted:
+        name, second = fact["instead"], copy.copy(wish)
+        second.scope = dict(wish.scope)
+        second.draw(name, fact["test"])
+        granted = wish if truth else second
+        self._fit(granted)
+        wanted, otherwise = wish.said(wish.data["say"]), second.said(fact["else"])
+        if wish.scope[name] == second.scope[name] or otherwise in wanted:
             raise UnfitError("the same again")
-        wish.scope = granted
-        any(wish.attempt(act.naive, scope) for scope in (first, second))
-        wish.look()
-        wish.do()
-        self._say(act, wanted, otherwise, *wish.tell())
+        if not wish.attempt(act.naive):
+            second.attempt(act.naive)
+        granted.look()
+        granted.do()
+        self._say(act, wanted, otherwise, *granted.tell())
 
     def _all(self, act, wish, truth):
         every = wish.data["all"]

@@ -121,11 +121,11 @@ class Wish:
         for call in self.data.get("do", ()):
             self.scope["result"] = self.act.call(call, self.scope)
 
-    def attempt(self, tables: Tables, scope: Json | None = None) -> bool:
-        """Makes the calls in these tables, in a scope or its own. Returns if the tools let it."""
+    def attempt(self, tables: Tables) -> bool:
+        """Makes the calls in these tables. Returns if the tools let it."""
         with suppress(ToolError):
             for call in self.data.get("do", ()):
-                self.act.world.invoke(tables, *self.act.parse(call, scope or self.scope))
+                self.act.world.invoke(tables, *self.act.parse(call, self.scope))
             return True
         return False
 
