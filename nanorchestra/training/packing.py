@@ -99,11 +99,8 @@ def pack(
     Without groups the pack is one id that predicts nothing, for a rank that has no work but must
     take part in forward and backward.
     """
-    layout = _Layout()
     samples = samples_in(groups)
-    sequences = [sample.ids for sample in samples] or [[0]]
-    places = [[] for _ in sequences]  # in the pack, of the ids of each sequence
-    layout.lay(sequences, places, 0, None)
+    tokens, positions, segments, places = _layout([sample.ids for sample in samples] or [[0]])
     integers = []  # source, target, sequence, trajectory_ids
     floats = []  # log-probabilities, advantage
     for number, sample in enumerate(samples):
@@ -115,50 +112,45 @@ def pack(
                 drawn = sample.logprobs[i]
                 floats.append((drawn, next(old, drawn), sample.advantage))
     return Packed(
-        torch.tensor(layout.tokens, device=device),
-        torch.tensor(layout.positions, device=device),
-        packed_attention(layout.segments, attention),
-        sum(layout.positions) + len(layout.positions),
+        torch.tensor(tokens, device=device),
+        torch.tensor(positions, device=device),
+        packed_attention(segments, attention),
+        sum(positions) + len(positions),
         *torch.tensor(integers, dtype=torch.int64, device=device).reshape(-1, 4).T.contiguous(),
         *torch.tensor(floats, device=device).reshape(-1, 3).T.contiguous(),
     )
 
 
-class _Layout:
-    """Lays ids one after another. A segment attends to its prefix, an earlier segment."""
+def _layout(
+    sequences: list[list[int]],
+) -> tuple[list[int], list[int], list[Segment], list[list[int]]]:
+    """Lays sequences as a tree; returns ids, positions, segments and places.
 
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.positions: list[int] = []
-        self.segments: list[Segment] = []
+    A segment attends to its prefix, an earlier segment. places[i] are the indices in the pack of
+    the ids of sequence i.
+    """
+    tokens, positions, segments = [], [], []
+    places = [[] for _ in sequences]
 
-    def lay(
-        self,
-        sequences: list[list[int]],
-        places: list[list[int]],
-        depth: int,
-        prefix: Segment | None,
-    ) -> None:
-        """Lays what follows the first `depth` ids, in which the sequences agree, as a tree.
-
-        Appends to places[i] the indices in the pack of the ids of sequence i.
-        """
-        before = (prefix.start, prefix.length) if prefix else ()
+    def lay(members, depth, prefix):
+        """Lays what follows the first `depth` ids of sequences that agree in these, by number."""
         branches = {}  # by the next SHARED_IDS ids
-        for i, ids in enumerate(sequences):
-            if len(ids) > depth:
-                branches.setdefault(tuple(ids[depth : depth + SHARED_IDS]), []).append(i)
+        for i in members:
+            if following := sequences[i][depth : depth + SHARED_IDS]:
+                branches.setdefault(tuple(following), []).append(i)
         for branch in branches.values():
-            members, taken = [sequences[i] for i in branch], [places[i] for i in branch]
-            end = len(commonprefix(members))
-            segment = Segment(len(self.tokens), end - depth, *before)
-            self.segments.append(segment)
-            self.tokens.extend(members[0][depth:end])
-            self.positions.extend(range(depth, end))
-            for place in taken:
-                place.extend(range(segment.start, segment.start + segment.length))
+            ids = commonprefix([sequences[i] for i in branch])[depth:]
+            own = len(tokens), len(ids)
+            segments.append(Segment(*own, *prefix))
+            for i in branch:
+                places[i].extend(range(len(tokens), len(tokens) + len(ids)))
+            tokens.extend(ids)
+            positions.extend(range(depth, depth + len(ids)))
             if len(branch) > 1:
-                self.lay(members, taken, end, segment)
+                lay(branch, depth + len(ids), own)
+
+    lay(range(len(sequences)), 0, ())
+    return tokens, positions, segments, places
 
 
 def mini_batches(groups: Sequence[Group], size: int) -> list[list[Group]]:
