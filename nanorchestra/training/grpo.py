@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from itertools import chain
 
 import torch
 
@@ -12,7 +13,7 @@ from nanorchestra.training.overlap import beside
 from nanorchestra.training.packing import mini_batches, samples_in
 from nanorchestra.training.run import TrainingRun
 from nanorchestra.training.sampling import Batch, Sampler
-from nanorchestra.training.trajectories import in_loss, samples_of
+from nanorchestra.training.trajectories import in_loss
 
 
 def grpo(run: TrainingRun) -> bool:
@@ -142,10 +143,9 @@ def _record(run, batch, metrics, times):
 def note_logprobs(kept: list[list[Trajectory]], logprobs: list[list[float]], by_turn: bool) -> None:
     """Writes on the trajectories the log-probabilities of the samples that as_group makes of them.
 
-    Sampled ids that are not in the loss have None.
+    They are those of all ids in the loss, in order. Other sampled ids have None.
     """
-    rest = iter(logprobs)
-    for member in (member for members in kept for member in members):
-        values = iter([x for _ in samples_of(member, by_turn) for x in next(rest)])
+    values = chain.from_iterable(logprobs)
+    for member in chain.from_iterable(kept):
         pairs = zip(member.sampled, in_loss(member, by_turn), strict=True)
         member.trainer_logprobs = [next(values) if used else None for drawn, used in pairs if drawn]

@@ -81,22 +81,20 @@ def in_loss(t: Trajectory, by_turn: bool = False) -> list[bool]:
     return mask
 
 
-def samples_of(t: Trajectory, by_turn: bool = False) -> list[tuple[list[int], Sample]]:
-    """Returns prompt and sample of each context that has ids in the loss."""
-    mask, samples = in_loss(t, by_turn), []
-    for begin, start, end in contexts(t):
-        ids, used, logprobs = (x[begin:end] for x in (t.ids, mask, t.logprobs))
-        if any(used):
-            sample = Sample(ids, used, logprobs, t.advantage, sum(mask))
-            samples.append((t.ids[begin:start], sample))
-    return samples
-
-
 def as_group(members: Sequence[Trajectory], by_turn: bool = False) -> Group:
-    """Returns attempts at one task as the trainer takes them: a sample per context."""
-    pairs = [pair for t in members for pair in samples_of(t, by_turn)]
-    shared = commonprefix([prompt for prompt, _ in pairs])
-    return Group([sample for _, sample in pairs], len(shared))
+    """Returns attempts at one task as the trainer takes them.
+
+    A context that has ids in the loss is a sample.
+    """
+    prompts, samples = [], []
+    for t in members:
+        mask = in_loss(t, by_turn)
+        for begin, start, end in contexts(t):
+            ids, used, logprobs = (x[begin:end] for x in (t.ids, mask, t.logprobs))
+            if any(used):
+                prompts.append(t.ids[begin:start])
+                samples.append(Sample(ids, used, logprobs, t.advantage, sum(mask)))
+    return Group(samples, len(commonprefix(prompts)))
 
 
 def load_kept(
