@@ -35,11 +35,11 @@ def check_scheduler(scheduler: Scheduler) -> None:
     """Walks over the invariants of the scheduler and of its cache."""
     running, waiting = scheduler.running, scheduler.waiting
     check_cache(scheduler.cache, [*(r.table for r in running), *scheduler.parked])
-    ages = [(r.session, r.id) for r in running]
+    ages = [(r.table.age, r.id) for r in running]
     assert ages == sorted(ages), "running is out of order"
-    places = [(not r.resumed, r.session, r.id) for r in waiting]
+    places = [(not r.resumed, r.table.age, r.id) for r in waiting]
     assert places == sorted(places), "waiting is out of order"
     held = {r.table for r in waiting if r.table.pages}
-    assert held <= scheduler.parked.keys(), "a waiting request holds pages"
+    assert held <= scheduler.parked, "a waiting request holds pages"
     computed = all(len(r.ids) > r.table.written for r in running + waiting)
     assert computed, "a request has nothing to compute"

@@ -60,16 +60,14 @@ class World:
         self._ids = itertools.count()
 
     def submit(
-        self, ids: list[int], max_tokens: int = 4, table: PageTable | None = None, session: int = -1
+        self, ids: list[int], max_tokens: int = 4, table: PageTable | None = None
     ) -> Request:
         request = Request(
             next(self._ids),
             list(ids),
             SamplingParams(max_tokens=max_tokens),
             limit=min(len(ids) + max_tokens, self.cache.num_pages * self.cache.page_size + 1),
-            table=PageTable() if table is None else table,
-            keeps_pages=table is not None,
-            session=session,
+            table=table or PageTable(),
         )
         self.requests.append(request)
         self.scheduler.add(request)

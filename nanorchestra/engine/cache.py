@@ -22,12 +22,15 @@ class PageTable:
     """One sequence's pages in order.
 
     The first `written` positions have their KV. The first `committed` pages are in the index.
+    A table that is `kept` belongs to a session and outlives its requests.
     """
 
     pages: list[int] = field(default_factory=list)
     written: int = 0
     committed: int = 0
     parent: int = 0  # uid of the last committed page, or the root
+    kept: bool = False
+    age: int = -1  # id of the first request with this table
 
 
 class PageCache:

@@ -195,7 +195,6 @@ class Engine:
         params: SamplingParams,
         on_token: OnToken | None = None,
         table: PageTable | None = None,
-        session: int = -1,
     ) -> Request:
         """Checks what a caller gives and makes the request. Raises UserError. The one door.
 
@@ -213,9 +212,7 @@ class Engine:
                 () if params.ignore_eos else self.eos_ids
             ),
             on_token=on_token,
-            table=PageTable() if table is None else table,
-            keeps_pages=table is not None,
-            session=session,
+            table=table or PageTable(),
         )
 
     def score(self, list_of_ids: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -125,8 +125,6 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     on_token: OnToken | None = None
     table: PageTable = field(default_factory=PageTable)
-    keeps_pages: bool = False  # at its end the table stays with its session
-    session: int = -1  # id of its session's first request, or its own: its age
     cached_tokens: int | None = None  # None: not admitted yet
     logprobs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
@@ -137,8 +135,8 @@ class Request:
         self.prompt_tokens = len(self.ids)
         self.guide = self.params.guide and self.params.guide.copy()
         self.resumed = bool(self.table.pages)  # it comes with the KV of its session's last turn
-        if self.session < 0:
-            self.session = self.id
+        if self.table.age < 0:
+            self.table.age = self.id
 
     def completed(self) -> Completion:
         """Returns the completion. NotFiniteError if the model computed NaN for it."""

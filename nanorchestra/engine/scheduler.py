@@ -45,8 +45,8 @@ class Scheduler:
     """Plans the steps. A request is waiting, running, or finished and in neither queue.
 
     Invariant (tests/invariants.py): `running` is in order of age, which is the session's; `waiting`
-    is in order of admission. `parked` has the table of each session between turns, and the
-    session's age. A waiting request holds no pages but parked ones.
+    is in order of admission. `parked` has the table of each session between turns. A waiting
+    request holds no pages but parked ones.
 
     mixed: tokens of prefill at most in a step that also decodes, and the context at which a token
     of a chunk costs twice as much as at the beginning.
@@ -63,7 +63,7 @@ class Scheduler:
         self.max_running = min(max_running, max_batch_tokens)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.parked: dict[PageTable, int] = {}
+        self.parked: set[PageTable] = set()
         self.preemptions = 0
 
     def add(self, request: Request) -> None:
@@ -128,7 +128,7 @@ class Scheduler:
                 continue
             if budget <= 0:
                 return
-            self.parked.pop(request.table, None)
+            self.parked.discard(request.table)
             if not request.table.pages:
                 self.cache.match(request.table, request.ids)
                 key = self.cache.next_key(request.table, request.ids[:-1])
@@ -137,7 +137,7 @@ class Scheduler:
                     continue
             if not self._fit(request):
                 if request.resumed:
-                    self.parked[request.table] = request.session
+                    self.parked.add(request.table)
                 else:
                     self.cache.release(request.table)
                 return
@@ -165,7 +165,7 @@ class Scheduler:
         Newer parked sessions give way. If no request runs, all parked sessions do, so that every
         request is served in the end.
         """
-        length, older_than = len(request.ids), request.session if self.running else -1
+        length, older_than = len(request.ids), _age(request) if self.running else -1
         while self.cache.available - self.cache.missing(request.table, length) < len(self.running):
             if not self._revoke(older_than):
                 return False
@@ -178,17 +178,17 @@ class Scheduler:
         """
         while not self.cache.grow(request.table, len(request.ids)):
             newest = self.running[-1]
-            if not self._revoke(newest.session):
+            if not self._revoke(_age(newest)):
                 self.preemptions += 1
                 self._requeue(newest)
                 if newest is request:
                     return False
         return True
 
-    def _revoke(self, session) -> bool:
-        """Takes the newest parked session's pages. False if none is newer than `session`."""
-        table = max(self.parked, key=self.parked.__getitem__, default=None)
-        if table is None or self.parked[table] <= session:
+    def _revoke(self, age) -> bool:
+        """Takes the newest parked session's pages. False if none is newer than `age`."""
+        table = max(self.parked, key=lambda table: table.age, default=None)
+        if table is None or table.age <= age:
             return False
         self.close(table)
         return True
@@ -202,7 +202,7 @@ class Scheduler:
 
     def finish(self, request: Request) -> None:
         """Takes out a request that stopped, was aborted, or whose step failed."""
-        self._release(request, request.keeps_pages)
+        self._release(request, request.table.kept)
 
     def _requeue(self, request):
         self._release(request, False)
@@ -214,13 +214,13 @@ class Scheduler:
             if request in queue:
                 queue.remove(request)
         if keep_pages:
-            self.parked[request.table] = request.session
+            self.parked.add(request.table)
         else:
             self.close(request.table)
 
     def close(self, table: PageTable) -> None:
         """Ends a session: its pages become idle."""
-        self.parked.pop(table, None)
+        self.parked.discard(table)
         self.cache.release(table)
 
     def reset(self, version: int) -> None:
@@ -236,9 +236,9 @@ def _remaining(request) -> int:
     return len(request.ids) - request.table.written
 
 
-def _age(request) -> tuple[int, int]:
-    return request.session, request.id
+def _age(request) -> int:
+    return request.table.age
 
 
-def _admission_order(request) -> tuple[bool, int, int]:
-    return not request.resumed, request.session, request.id
+def _admission_order(request) -> tuple[bool, int]:
+    return not request.resumed, _age(request)

@@ -22,7 +22,7 @@ class Session:
 
     def __init__(self, engine: Engine, ids: Sequence[int] = ()):
         self._engine, self._ids = engine, engine.limits.check_ids(ids)
-        self._table, self._age = PageTable(), -1
+        self._table = PageTable(kept=True)
         self._request: Request | None = None
         self._closed = False
 
@@ -42,11 +42,9 @@ class Session:
 
         Raises UserError as Engine.submit does, or if a turn is open.
         """
-        request = self._engine.make_request(
-            self._settled(), params, on_token, self._table, self._age
-        )
+        request = self._engine.make_request(self._settled(), params, on_token, self._table)
         self._engine.scheduler.add(request)
-        self._request, self._age = request, request.session
+        self._request = request
         return request
 
     def sample(self, params: SamplingParams) -> Completion:

@@ -70,7 +70,7 @@ def test_storm(seed):
     pages, size = rng.choice((10, 24)), rng.choice((2, 3))
     world = World(pages, size, rng.choice((3, 8, 40)), rng.choice((2, 5)))
     capacity, version = pages * size, 0
-    sessions = [{"table": PageTable(), "ids": [i % 2], "open": None, "age": -1} for i in range(4)]
+    sessions = [{"table": PageTable(kept=True), "ids": [i % 2], "open": None} for i in range(4)]
 
     def some(count: int) -> list[int]:
         return [rng.randrange(2) for _ in range(count)]
@@ -86,8 +86,7 @@ def test_storm(seed):
                 world.scheduler.close(session["table"])
                 session["ids"] = session["ids"][:2]
             tokens = rng.randrange(1, 6)
-            request = world.submit(session["ids"], tokens, session["table"], session["age"])
-            session["open"], session["age"] = request, request.session
+            session["open"] = world.submit(session["ids"], tokens, session["table"])
         elif kind < 0.42 and queued:
             world.finish(rng.choice(queued), "abort")
         elif kind < 0.45:
