@@ -63,7 +63,7 @@ def free_memory(device: torch.device) -> int:
 class GpuRunner(Runner):
     """A Runner on Triton kernels.
 
-    The kernels draw the rows of plain requests, the Sampler the others. `graphs`: whether steps
+    The kernels draw the rows of plain requests, `draw_tokens` the others. `graphs`: whether steps
     that occur again are captured.
     """
 
@@ -72,7 +72,7 @@ class GpuRunner(Runner):
     def __init__(
         self, model: Qwen3, num_pages: int, page_size: int, vocab_size: int, kv_dtype: torch.dtype
     ):
-        config, weight, self.vocab_size = model.config, model.embed_tokens.weight, vocab_size
+        config, weight = model.config, model.embed_tokens.weight
         for name, value in (("head_dim", config.head_dim), ("page size", page_size)):
             right = f"the GPU's kernels take {', '.join(map(str, SIZES))}"
             require(value in SIZES, f"engine: {name} is {value}; {right}")

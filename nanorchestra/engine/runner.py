@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanorchestra.engine.request import Request
-from nanorchestra.engine.sampler import Draw, Sampler
+from nanorchestra.engine.sampler import Draw, draw_tokens, score_tokens
 from nanorchestra.engine.scheduler import Plan
 from nanorchestra.errors import require
 from nanorchestra.model.native import BLOCK, Forward, PackedLinear, zeros
@@ -42,7 +42,7 @@ class Runner:
         names = " or ".join(map(str, usable))
         require(kv_dtype in usable, f"engine: kv_dtype is {kv_dtype}; expected {names} here")
         self.model, self.page_size, self.device = model, page_size, weight.device
-        self.sampler, kv_heads = Sampler(vocab_size), config.num_key_value_heads
+        self.vocab_size, kv_heads = vocab_size, config.num_key_value_heads
         shape = config.num_hidden_layers, num_pages, kv_heads, page_size, config.head_dim
         make = partial(torch.zeros, device=self.device) if weight.is_cuda else zeros
         self._new_cache = partial(make, shape, dtype=kv_dtype)
@@ -95,15 +95,17 @@ class Runner:
         hidden, values = self.model(tokens, self._ints(range(len(ids))), attend), []
         for n in range(0, len(ids) - 1, SCORED):
             targets = tokens[n + 1 : n + 1 + SCORED]
-            values += self.sampler.score(self._logits(hidden[n:][: len(targets)]), targets)
+            logits = self._logits(hidden[n:][: len(targets)])
+            values += score_tokens(logits, self.vocab_size, targets)
         return values
 
     def _logits(self, hidden) -> Tensor:
         return self.model.logits(hidden)
 
     def _sample(self, logits, requests) -> list[Draw]:
-        return self.sampler(
+        return draw_tokens(
             logits,
+            self.vocab_size,
             [request.params for request in requests],
             [len(request.ids) for request in requests],
             [request.allowed for request in requests],

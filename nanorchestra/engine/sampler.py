@@ -27,62 +27,54 @@ class Draw(NamedTuple):
     top: Sequence[tuple[int, float]] = ()  # the most probable (id, logprob), best first
 
 
-class Sampler:
-    """Samples ids below `vocab_size`, the tokenizer's size.
+def draw_tokens(
+    logits: Tensor,
+    vocab_size: int,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    allowed: Sequence[np.ndarray | None],
+) -> list[Draw]:
+    """Draws one token a row of logits [R, >= vocab_size].
 
-    The output matrix may have more rows, for padding. Those are neither drawn nor normalised over.
+    Ids from `vocab_size` on, the padding of an output matrix, are neither drawn nor normalised
+    over. positions [R]: the index that the token will have in its sequence. allowed [R]: the ids
+    that may be drawn, bool [vocab_size], or None for all.
     """
+    device = logits.device
+    temperature = np.array([1.0 if p.greedy else p.temperature for p in params], np.float32)
+    scale = torch.from_numpy(1.0 / temperature).to(device)[:, None]
+    z = logits[:, :vocab_size].float() * scale
+    for row, mask in enumerate(allowed):
+        if mask is not None:
+            z[row].masked_fill_(torch.from_numpy(~mask[:vocab_size]).to(device), -torch.inf)
+    z -= z.amax(1, keepdim=True)
+    weights = _weights(z)
+    cut = [i for i, p in enumerate(params) if p.truncated]
+    if cut:
+        weights[cut] = _truncate(weights[cut], [params[i] for i in cut])
+    upto = _cumulative(weights)
+    tokens = _draw(weights, upto, uniforms([p.seed for p in params], positions))
+    if greedy := [i for i, p in enumerate(params) if p.greedy]:
+        tokens[greedy] = z[greedy].argmax(1).cpu().numpy()
+    draws = list(map(Draw, tokens.tolist(), _logprobs(z, upto, tokens).tolist()))
+    for row, p in enumerate(params):
+        if p.top_logprobs:
+            values, ids = weights[row].topk(p.top_logprobs)
+            values = values.double().div_(upto[row, -1]).log_().tolist()
+            draws[row] = draws[row]._replace(top=list(zip(ids.tolist(), values, strict=True)))
+    return draws
 
-    def __init__(self, vocab_size: int):
-        self.vocab_size = vocab_size
 
-    def __call__(
-        self,
-        logits: Tensor,
-        params: Sequence[SamplingParams],
-        positions: Sequence[int],
-        allowed: Sequence[np.ndarray | None],
-    ) -> list[Draw]:
-        """Draws one token a row of logits [R, >= vocab_size].
+def score_tokens(logits: Tensor, vocab_size: int, targets: Tensor) -> list[float]:
+    """Returns log p(targets [R]) at temperature 1, in the bits that a draw of them reports.
 
-        positions [R]: the index that the token will have in its sequence. allowed [R]: the ids that
-        may be drawn, bool [vocab_size], or None for all.
-        """
-        device = logits.device
-        temperature = np.array([1.0 if p.greedy else p.temperature for p in params], np.float32)
-        scale = torch.from_numpy(1.0 / temperature).to(device)[:, None]
-        z = logits[:, : self.vocab_size].float() * scale
-        for row, mask in enumerate(allowed):
-            if mask is not None:
-                masked = torch.from_numpy(~mask[: self.vocab_size]).to(device)
-                z[row].masked_fill_(masked, -torch.inf)
-        z -= z.amax(1, keepdim=True)
-        weights = _weights(z)
-        cut = [i for i, p in enumerate(params) if p.truncated]
-        if cut:
-            weights[cut] = _truncate(weights[cut], [params[i] for i in cut])
-        upto = _cumulative(weights)
-        tokens = _draw(weights, upto, uniforms([p.seed for p in params], positions))
-        if greedy := [i for i, p in enumerate(params) if p.greedy]:
-            tokens[greedy] = z[greedy].argmax(1).cpu().numpy()
-        draws = list(map(Draw, tokens.tolist(), _logprobs(z, upto, tokens).tolist()))
-        for row, p in enumerate(params):
-            if p.top_logprobs:
-                values, ids = weights[row].topk(p.top_logprobs)
-                values = values.double().div_(upto[row, -1]).log_().tolist()
-                draws[row] = draws[row]._replace(top=list(zip(ids.tolist(), values, strict=True)))
-        return draws
-
-    def score(self, logits: Tensor, targets: Tensor) -> list[float]:
-        """Returns log p(targets [R]) at temperature 1, in the bits that a draw of them reports.
-
-        Minus infinity for ids beyond the tokenizer's.
-        """
-        z, ids = logits[:, : self.vocab_size].float(), targets.cpu().numpy()
-        z = z - z.amax(1, keepdim=True)
-        values = _logprobs(z, _cumulative(_weights(z)), ids.clip(max=self.vocab_size - 1))
-        values[ids >= self.vocab_size] = -np.inf
-        return values.tolist()
+    Minus infinity for ids from `vocab_size` on.
+    """
+    z, ids = logits[:, :vocab_size].float(), targets.cpu().numpy()
+    z = z - z.amax(1, keepdim=True)
+    values = _logprobs(z, _cumulative(_weights(z)), ids.clip(max=vocab_size - 1))
+    values[ids >= vocab_size] = -np.inf
+    return values.tolist()
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:

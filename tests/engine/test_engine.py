@@ -11,7 +11,7 @@ from invariants import check_scheduler
 
 from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.engine.guide import Guide
-from nanorchestra.engine.sampler import Sampler
+from nanorchestra.engine.sampler import draw_tokens
 from nanorchestra.errors import UserError
 from nanorchestra.model import chat
 from nanorchestra.model.native import PackedLinear, library, pack
@@ -48,10 +48,11 @@ def naive_logits(model: Qwen3, ids: list[int]) -> torch.Tensor:
 
 def naive_sample(model: Qwen3, prompt: list[int], params: SamplingParams) -> list[int]:
     """Token by token with a full forward each time; the noise is the sampler's."""
-    ids, sampler = list(prompt), Sampler(VOCAB)
+    ids = list(prompt)
     for _ in range(params.max_tokens):
         logits = naive_logits(model, ids)[-1:]
-        ids += [draw.token for draw in sampler(logits, [params], [len(ids)], [None])]
+        (draw,) = draw_tokens(logits, VOCAB, [params], [len(ids)], [None])
+        ids.append(draw.token)
     return ids[len(prompt) :]
 
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from nanorchestra.engine.request import SamplingParams
-from nanorchestra.engine.sampler import Sampler, uniforms
+from nanorchestra.engine.sampler import draw_tokens, uniforms
 
 
 def draw(logits: torch.Tensor, params: list[SamplingParams], vocab: int, allowed=None):
     """One draw a row, at positions 0.., as arrays of tokens and log-probabilities."""
     rows = len(params)
-    drawn = Sampler(vocab)(logits.expand(rows, -1), params, range(rows), allowed or [None] * rows)
+    allowed = allowed or [None] * rows
+    drawn = draw_tokens(logits.expand(rows, -1), vocab, params, range(rows), allowed)
     return np.array([d.token for d in drawn]), np.array([d.logprob for d in drawn])
 
 
@@ -90,7 +91,8 @@ def test_the_most_probable_ids_are_those_of_the_distribution_drawn_from():
     logits = torch.arange(150.0) / 50
     params = SamplingParams(temperature=0.5, top_logprobs=3)
     expected = (logits / 0.5).log_softmax(0)[-3:].flip(0).tolist()
-    plain, told = Sampler(150)(logits.expand(2, -1), [SamplingParams(), params], [0, 1], [None] * 2)
+    both = [SamplingParams(), params]
+    plain, told = draw_tokens(logits.expand(2, -1), 150, both, [0, 1], [None] * 2)
     ids, values = zip(*told.top, strict=True)
     assert ids == (149, 148, 147) and np.allclose(values, expected) and plain.top == ()
 

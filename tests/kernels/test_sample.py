@@ -10,7 +10,7 @@ from kernels import sample, truncate
 from kernels.sample import reference
 from kernels.truncate import truncation
 from nanorchestra.engine.request import SamplingParams
-from nanorchestra.engine.sampler import Sampler, uniforms
+from nanorchestra.engine.sampler import draw_tokens, uniforms
 
 EXACT = 2e-5  # nats, absolute
 
@@ -47,14 +47,14 @@ def test_tokens_and_log_probabilities(generator, monkeypatch, dtype):
 
 
 def test_the_same_seed_draws_the_same_token_as_on_the_cpu(generator):
-    """Greedy, warm, truncated: the kernels and the Sampler, with their own logits and noise."""
+    """Greedy, warm, truncated: the kernels and draw_tokens, with their own logits and noise."""
     rows, vocab = 12, 300
     logits = randn(generator, rows, vocab, scale=2.0)
     kinds = [{}, {"temperature": 0.0}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.7}]
     kinds.append({"top_k": 40, "top_p": 0.9, "temperature": 0.8})
     params = [SamplingParams(seed=i - 3, **kinds[i % 6]) for i in range(rows)]
     places = [100 * i for i in range(rows)]
-    wanted = Sampler(vocab)(logits.cpu(), params, places, [None] * rows)
+    wanted = draw_tokens(logits.cpu(), vocab, params, places, [None] * rows)
     noise = torch.from_numpy(uniforms([p.seed for p in params], places)).to(DEVICE)
     degrees, top_p = (
         torch.tensor([getattr(p, name) for p in params], device=DEVICE)
