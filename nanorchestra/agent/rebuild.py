@@ -5,7 +5,6 @@ is that of its FRAMES script. docs/differences.md lists what differs. No torch.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from nanorchestra.evidence import Budget
@@ -16,7 +15,6 @@ from nanorchestra.schemas import Json
 SYSTEM = {"role": "system", "content": "You are good at using tools."}
 ASK = "Choose an appropriate tool."
 ANSWER = "answer"  # kind of a tool that gives the final answer
-BUDGET = Budget()
 JOINTS = 4  # ids that the ends of pieces may add where texts are joined
 
 
@@ -54,7 +52,7 @@ class Notes:
         """The prompt of the next turn; longer than `prompt_tokens` only if it has no evidence."""
         bare = chat.encode(self.tokenizer, self._messages(""), self.tools)
         room = max(0, self.prompt_tokens - len(bare) - JOINTS)
-        budget = replace(BUDGET, total=min(BUDGET.total, room))
+        budget = Budget(total=min(Budget.total, room))
         return self._messages(self.evidence.shown(budget))
 
     def _messages(self, evidence) -> list[Json]:
