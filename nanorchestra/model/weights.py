@@ -66,18 +66,33 @@ def load_model(
         return torch.empty(x.shape, dtype=x.dtype, device=device)
 
     model._apply(empty)
-    _write(hf_slots(model), _stored(path), str(path))
+    copy_weights(model, _stored(path), str(path))
     has_tokenizer = (path / "tokenizer.json").exists()
     return model, Tokenizer.from_dir(path) if has_tokenizer else None
 
 
-def copy_weights(model: Qwen3, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def copy_weights(
+    model: Qwen3, tensors: Iterable[tuple[str, Tensor]], source: str = "new weights"
+) -> None:
     """Overwrite all weights in place from (HF name, tensor) pairs of any float dtype and device.
 
-    A quantised model rounds them to its own bits and groups. Raises UserError for a name or shape
-    that the model does not have, and for a parameter that is not among the pairs.
+    A quantised model rounds them to its own bits and groups. Raises UserError, which begins with
+    `source`, for a name or shape that the model does not have, and for a parameter that is not
+    among the pairs.
     """
-    _write(hf_slots(model), tensors, "new weights")
+    slots = hf_slots(model)
+    missing = set(slots)
+    for name, tensor in tensors:
+        if name == "lm_head.weight" and name not in slots:
+            continue  # tied: the same matrix comes as the embeddings
+        shape, expected = list(tensor.shape), slots[name].shape if name in slots else "no tensor"
+        require(shape == expected, f"{source}: {name} has shape {shape}; expected {expected}")
+        for write in slots[name].writes:
+            write(tensor)
+        missing.discard(name)
+    if missing:
+        name = min(missing)
+        raise UserError(f"{source}: {name} of shape {slots[name].shape} is missing")
 
 
 def named_hf_tensors(
@@ -157,19 +172,3 @@ def _stored(path) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors:
         bare = not name.startswith(("model.", "lm_head."))
         yield f"model.{name}" if bare else name, tensor
-
-
-def _write(slots, tensors, source):
-    """Write the tensors to their slots. UserError unless they are exactly those of the slots."""
-    missing = set(slots)
-    for name, tensor in tensors:
-        if name == "lm_head.weight" and name not in slots:
-            continue  # tied: the same matrix comes as the embeddings
-        shape, expected = list(tensor.shape), slots[name].shape if name in slots else "no tensor"
-        require(shape == expected, f"{source}: {name} has shape {shape}; expected {expected}")
-        for write in slots[name].writes:
-            write(tensor)
-        missing.discard(name)
-    if missing:
-        name = min(missing)
-        raise UserError(f"{source}: {name} of shape {slots[name].shape} is missing")
