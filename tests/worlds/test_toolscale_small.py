@@ -44,7 +44,7 @@ def test_prompts_and_golden_conversations_fit_a_small_context_and_score(
         assert env.score("") == 0, "nothing done is never right"
         shown = demonstration(teach(env), env, nano_tokenizer)
         assert env.score("") == 1 and env.over
-        assert shown.prompt_length <= 900 and len(shown.ids) <= 1152
+        assert shown.prompt_length <= 900 and len(shown.ids) <= 1408
 
 
 def test_demonstrations_are_right_in_a_share_that_is_stated(world, tasks):
@@ -74,7 +74,7 @@ def test_tasks_are_proved_and_the_prompt_has_all_that_is_needed(world, tasks):
         assert not any(f"- {name}: " in prompt for name in set(home.by_name) - set(env.offered))
         for rule in tau2["rules"]:  # what it forbids is offered, and forbidden in words
             assert rule["text"] in prompt and {*rule["args"]["tools"]} <= set(env.offered)
-            denied += 1
+            denied += rule["check"] == "never"
     assert denied
 
 
