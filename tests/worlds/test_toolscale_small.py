@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from nanorchestra.training.lessons import demonstration
 from worlds.toolscale import small
 from worlds.toolscale.dataset import teach
-from worlds.toolscale.score import Scorer
+from worlds.toolscale.plan import Planner
+from worlds.toolscale.program import parse_call
 from worlds.toolscale.small import small_world
 from worlds.toolscale.verify import mentions, verify
 
@@ -78,13 +81,20 @@ def test_tasks_are_proved_and_the_prompt_has_all_that_is_needed(world, tasks):
     assert denied
 
 
-def test_a_condition_is_true_in_some_tasks_and_its_tool_is_always_offered(world, tasks):
-    """What is offered does not tell what is to be done: reads alone are never all there is."""
-    drawn = [task for task in tasks if task.data["task"]["level"] == 2]
-    spare = []
-    for task in drawn:
-        tau2, home = task.data["task"], world.worlds[task.data["kind"]]
-        writes = {n for n in tau2["tools"] if home.by_name[n]["kind"] != "read"}
-        golden = Scorer(home, tau2).golden
-        spare.append(len(writes - {name for name, _ in golden}))
-    assert min(spare) == 0 and sum(count > 0 for count in spare) > len(spare) / 2
+def test_what_is_offered_does_not_tell_which_branch_is_right(world, tasks):
+    """Where a fact or a rule decides, the tools of the wish and of what may take its place are."""
+    conditions = 0
+    for task in tasks:
+        tau2 = task.data["task"]
+        if not any(rule["check"] == "made" for rule in tau2["rules"]):
+            continue
+        conditions += 1
+        (parts,) = (
+            each for each in world.splits["train"].domains if each[0].domain == task.data["kind"]
+        )
+        planner = Planner(*parts, random.Random(tau2["id"]))
+        act = planner.generate(2, planner.rng.randrange(len(planner.kinds)), known=True)
+        spoken = {kind for wish in act.done for kind in (wish, *planner.kinds[wish].get("or", ()))}
+        calls = (call for kind in spoken for call in planner.kinds[kind].get("do", ()))
+        assert {parse_call(call)[0] for call in calls} <= set(tau2["tools"])
+    assert conditions > 20
