@@ -54,7 +54,8 @@ class Planner:
         """Returns a task of the level (1 to 5), acted out. Raises UnfitError if none can be had.
 
         `focus` chooses the kind of a first wish that has no twist, if that can be done. With
-        `known` the user knows every key and wishes nothing that comes to nothing.
+        `known` the user knows every key, wishes nothing that comes to nothing, and has a wish per
+        twist, at least one.
         """
         wishes, twists = LEVELS[level]
         if known:

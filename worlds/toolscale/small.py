@@ -33,7 +33,10 @@ LOOK = "Look up what a wish is about before you do it or refuse it."
 
 @dataclass(frozen=True)
 class SmallTasks(Sequence):
-    """The tasks of a split. A task is a function of its number, and drawn when it is asked for."""
+    """The tasks of a split. A task is a function of its number, and drawn when it is asked for.
+
+    `name`, which each task's id begins with, seeds the draws. `domains` take turns.
+    """
 
     name: str
     domains: Sequence[tuple[World, Words]]
@@ -56,7 +59,7 @@ class SmallTasks(Sequence):
 
 
 def small_world(seed: int, name: str = "domains") -> ToolScaleWorld:
-    """Returns tasks without end of three built-in domains that the seed chooses."""
+    """Returns the tasks of three built-in domains that the seed chooses, TASKS in each split."""
     chosen = random.Random(f"small/{seed}").sample(BUILT_IN, DOMAINS)
     built = [build(domain, seed) for domain in chosen]
     splits = {split: SmallTasks(f"{seed}-{split}", built) for split in ("train", "held_out")}

@@ -1,9 +1,9 @@
 """The scripted user of a task.
 
-It opens with its first wish and follows what the agent's messages are about
-(user.toml): it reveals the facts that are asked for, confirms what it wants, refuses another
-operation, record, number or choice, waits while the agent works, and goes on when a wish is
-fulfilled, refused or answered. It says nothing that is not in the scenario.
+It opens with its first wish and follows what the agent's messages are about (user.toml): it reveals
+the facts that are asked for, confirms what it wants, refuses another operation, record, number or
+choice, waits while the agent works, and goes on when a wish is fulfilled, refused or answered. It
+says nothing that is not in the scenario.
 """
 
 import re

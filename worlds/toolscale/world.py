@@ -88,8 +88,8 @@ class World:
     def save(self, directory: Path) -> None:
         """Writes the directory."""
         directory.mkdir(parents=True, exist_ok=True)
-        for name, value in (("db", self.tables), ("tools", self.tools)):
-            write_json(directory / f"{name}.json", value)
+        write_json(directory / "db.json", self.tables)
+        write_json(directory / "tools.json", self.tools)
         write_whole(directory / "policy.md", self.policy)
 
     @classmethod
