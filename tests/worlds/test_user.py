@@ -114,6 +114,24 @@ def test_a_talk_from_the_first_wish_to_the_end(world):
     assert patience.index(True) == PATIENCE
 
 
+def test_a_user_changes_its_mind_once_the_agent_is_about_to_do_it(world):
+    wish = WISHES[0] | {"first": "You want to cancel R5."}
+    for said, answer in (
+        ("One moment.", "All right, I will wait."),
+        ("Shall I cancel R5?", CHANGE),
+        ("I have cancelled R5.", CHANGE),
+        ("I am sorry, that cannot be cancelled.", CHANGE),
+    ):
+        talk = ScriptedUser(TASK | {"wishes": [wish, WISHES[1]]}, world)
+        assert talk.wishes[0].opening == "I want to cancel R5."
+        assert "Mei Rossi" in talk.reply("What is your name?", (0, 1), False)
+        assert talk.reply(said, (0, 1), False) == answer
+    talk = ScriptedUser(TASK | {"wishes": [WISHES[1], wish]}, world)
+    assert talk.reply("Done.", (0,), False) == "I want to cancel R5."
+    assert talk.reply("Shall I cancel R5?", (0,), False) == CHANGE
+    assert talk.reply("Shall I cancel R5?", (0,), False) == f"No. {CHANGE}"
+
+
 def test_what_the_user_wants_if_a_rule_forbids_it_is_said_once(world):
     say = (
         "You want to change R5 to 3 seats. If that is not allowed, you want a person to look at it."

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from nanorchestra.files import read_json
 from worlds.toolscale.program import Json, Tables, evaluate, parse_call
-from worlds.toolscale.records import key_of
+from worlds.toolscale.records import holds, key_of
 from worlds.toolscale.words import Words
 from worlds.toolscale.world import World
 
@@ -46,7 +46,8 @@ class Act:
         self.me = world.tables[people(words.data)][me]
         self.tables, self.naive = dict(world.tables), dict(world.tables)
         self.calls: list[tuple[str, Json]] = []  # name, arguments
-        self.wishes: list[str] = []  # sentences, a text a wish
+        self.reasons: list[str] = []  # for the call: sentences, a text a wish
+        self.wishes: list[Json] = []  # the same as the user says them: {"say", "first"?}
         self.marks = [(0, 0)]  # how much was called and communicated before each wish, and after
         self.communicate: list[str] = []
         self.unknown: list[str] = []  # what the user does not know
@@ -105,10 +106,12 @@ class Act:
         rows = (tables or self.tables)[table]
         return [rows[key] for key in self.own[table] if key in rows]
 
-    def refer(self, table: str, row: Json, it: Json) -> str:
+    def refer(self, table: str, row: Json, it: Json, plain: bool = False) -> str:
         """Returns the user's words for a record, or an entry of `it`, and looks it up.
 
-        Words that name an entry of a record's list fit no other entry. Raises UnfitError.
+        The words fit nothing else of the kind, before the wishes and now: "your latest order |
+        TEST" are words for a record for which the test holds, among all that are `mine`. With
+        `plain` no entry is named, as in the words that follow one. Raises UnfitError.
         """
         ref, key = self.data["refs"][table], key_of(row)
         if key in self.mentioned and "again" in ref:
@@ -122,19 +125,35 @@ class Act:
             each = record[entries] if entries else [None]
             return [{"it": record, "each": one} for one in each]
 
+        def fitting(records: list[Json], pattern: str, test: str, words: str) -> list[Any]:
+            """Returns which of the records, or of their entries, the words fit."""
+            found = []
+            for record in records:
+                places = [
+                    place
+                    for place, scope in enumerate(scopes(record))
+                    if holds(test, scope | {"mine": records})
+                    and self.render(pattern, scope) == words
+                ]
+                places = places if "in" in ref else [0][: len(places)]
+                found += [(key_of(record), place) for place in places]
+            return found
+
         mine = {"it": it, "each": row} if "in" in ref else self.rng.choice(scopes(row))
-        pools = [(self.rows(home, self.world.tables), "")]
-        pools += [([it], ref["tail"])] if "in" in ref else []
-        patterns = self.rng.sample(ref["by"], len(ref["by"]))
-        for (records, tail), pattern in itertools.product(pools, patterns):
-            words = self.render(pattern, mine)
-            said = [self.render(pattern, scope) for each in records for scope in scopes(each)]
-            if said.count(words) == 1:
+        pools = [(self.rows(home, self.world.tables), self.rows(home), "")]
+        pools += [([it], [it], ref["tail"])] if "in" in ref else []
+        patterns = [each for each in ref["by"] if not plain or "{each" not in each]
+        patterns = self.rng.sample(patterns, len(patterns))
+        for (records, now, tail), pattern in itertools.product(pools, patterns):
+            pattern, _, test = pattern.partition(" | ")
+            words, fits = self.render(pattern, mine), holds(test, mine | {"mine": records})
+            found = fitting(records, pattern, test, words)
+            if fits and len(found) == 1 and found == fitting(now, pattern, test, words):
                 for call in ref["find"] if not tail else ():
                     self.call(call, {"me": self.me} | mine)
                 if "unknown" in ref and not tail:
                     self.unknown.append(ref["unknown"])
-                return words + self.render(tail, mine, {"it": home})
+                return words + (tail and tail.format(it=self.refer(home, it, it, plain=True)))
         raise UnfitError("the words fit several records")
 
     def render(self, pattern: str, scope: Json, tables: Json | None = None) -> str:

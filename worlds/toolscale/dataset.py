@@ -82,7 +82,7 @@ class ToolScaleWorld:
             "wish": preferences.kind_of(preference),
             "bounds": _bounds(tau2, offered),
         }
-        question = wishes(tau2)[0].say
+        question = wishes(tau2)[0].opening
         return Task(f"{tau2['id']}/{split}-{index}", question, preference, data)
 
     def environment(self, task: Task, seed: int) -> DomainEnvironment:

@@ -52,7 +52,10 @@ def build(name: str, seed: int) -> tuple[World, Words]:
 
 
 def _compile(data):
-    """Raises ValueError, SyntaxError or LookupError for a wish or rule that cannot be read."""
+    """Raises ValueError, SyntaxError or LookupError for a wish, rule or test that can't be read."""
+    for ref in data["refs"].values():
+        for words in ref["by"]:
+            parse(words.partition(" | ")[2] or "0")
     for wish in data["wishes"].values():
         for field, text in leaves(wish):
             if field in ("where", "can", "test"):

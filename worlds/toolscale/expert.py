@@ -37,7 +37,9 @@ def next_turn(env: DomainEnvironment) -> tuple[str, Call | None]:
             given = ", ".join(f"{key}: {value}" for key, value in arguments.items())
             return SAY["confirm"].format(name, given).replace("_", " "), None
         return "", call
-    told = [wish for wish in env.wishes if spoken(wish, heard)]
+    told = [wish for wish in env.wishes if spoken(wish.say, heard)]
+    if any(wish.first and wish not in told and spoken(wish.first, heard) for wish in env.wishes):
+        return SAY["shall"], None
     later = {info for wish in env.wishes if wish not in told for info in wish.told}
     said = [step[1] for step in env.trace if step[0] == "agent"]
     infos = dict.fromkeys(info for wish in told for info in wish.told if info not in later)
@@ -107,7 +109,7 @@ def _heard(env) -> str:
 def _due(env) -> list[int]:
     """The places of the golden calls that are to be made now: their wishes have been spoken."""
     made, heard = [step[1:3] for step in env.trace if step[0] == "call"], _heard(env)
-    unspoken = [w.actions for w in env.wishes if not spoken(w, heard)]
+    unspoken = [w.actions for w in env.wishes if not spoken(w.say, heard)]
     return [
         place
         for place, call in enumerate(env.scorer.golden)

@@ -30,7 +30,7 @@ class ModelUser:
         self.facts = "\n".join(f"{field}: {text}" for field, text in facts.items() if text)
         if functions:
             self.facts += "\n" + TEXTS["tools"].format(tools=json.dumps(functions))
-        self.expert, self.use, self.talk = expert, use, [f"You: {wishes(task)[0].say}"]
+        self.expert, self.use, self.talk = expert, use, [f"You: {wishes(task)[0].opening}"]
 
     def reply(self, message: str, pending: Collection[int], handed: bool) -> str:
         """Returns the answer to a message of the agent. Raises EndpointError."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from worlds.toolscale.act import PHRASES, Act, UnfitError, people
 from worlds.toolscale.program import ToolError
-from worlds.toolscale.records import holds
+from worlds.toolscale.records import holds, key_of
 from worlds.toolscale.wishes import TRIES, Wish
 from worlds.toolscale.words import Words
 from worlds.toolscale.world import World
@@ -61,7 +61,7 @@ class Planner:
         if known:
             wishes = max(1, twists)
         callers = list(self.world.tables[people(self.data)])
-        self.quiet = not known and self.rng.random() < NOTHING
+        self.known, self.quiet = known, not known and self.rng.random() < NOTHING
         for attempt in range(MOST_DRAWS):
             if attempt % 20 == 0:
                 drawn = self.rng.choices(list(self.twists), self.twists.values(), k=twists)
@@ -80,7 +80,10 @@ class Planner:
             if act and len(act.calls) <= MOST_CALLS:
                 if act.story in act.said:
                     told = self.rng.choice(self.data["stories"][act.story]["say"])
-                    act.wishes[0] = f"{act.render(told, {'there': act.there})} {act.wishes[0]}"
+                    told, opening = act.render(told, {"there": act.there}), act.wishes[0]
+                    act.reasons[0] = f"{told} {act.reasons[0]}"
+                    said = "first" if "first" in opening else "say"
+                    act.wishes[0] = opening | {said: f"{told} {opening[said]}"}
                 return act
         raise UnfitError("no wishes can be had")
 
@@ -176,7 +179,7 @@ class Planner:
         every = wish.data["all"]
         if "limit" in every:
             wish.near(every, self.rng.random() < 0.5)
-        rows = [r for r in wish.mine() if holds(every["test"], wish.scope | {"it": r})]
+        rows = [r for r in wish.mine(True) if holds(every["test"], wish.scope | {"it": r})]
         allowed = []
         for row in rows:
             wish.scope["it"] = row
@@ -185,6 +188,8 @@ class Planner:
                 raise UnfitError("the tools do not let it be done")
         if len(rows) < 2 or all(allowed) != truth or not any(allowed):
             raise UnfitError("too few, or the rules are otherwise")
+        if act.used & {key_of(row) for row in rows}:
+            raise UnfitError("another wish is about one of them")
         act.twists.append(("all", truth))
         table = wish.data["it"]
         act.by_id = act.by_id | {table: False}
@@ -204,9 +209,18 @@ class Planner:
     def _mind(self, act, wish, truth):
         before = wish.said(wish.data["to"])
         other, clause = self._other(act, wish)
-        said = self.rng.choice(self.frames["mind"]).format(before, clause)
+        frames = self.frames["mind"]
+        # One who knows every key changes its mind before the talk.
+        frame = self.rng.choice(
+            [each for each in frames if not self.known or isinstance(each, str)]
+        )
         wish.attempt(act.naive)
-        self._say(act, said, *self._done(act, other))
+        told = self._done(act, other)
+        if isinstance(frame, str):
+            return self._say(act, frame.format(before, clause), *told)
+        reason, first, then = (text.format(before, clause) for text in frame)
+        self._say(act, reason, *told)
+        act.wishes[-1] = {"first": first, "say": " ".join([then, *told])}
 
     # --- parts
 
@@ -239,10 +253,11 @@ class Planner:
         said = re.sub(
             r"(?:^|[.?] )[a-z]", lambda start: start[0].upper(), " ".join(filter(None, texts))
         )
-        if act.wishes and self.rng.random() < 0.4:
+        if act.reasons and self.rng.random() < 0.4:
             said = re.sub(r"^(You|You'd)(?= want| need| like| hope)", r"\1 also", said)
         if self.rng.random() < SLIPS:
             slips = [slip for slip in PHRASES["slips"] if slip[0] in said]
             said = said.replace(*self.rng.choice(slips or [("", "")]), 1)
         act.mentioned.clear()
-        act.wishes.append(said)
+        act.reasons.append(said)
+        act.wishes.append({"say": said})

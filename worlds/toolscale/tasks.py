@@ -46,7 +46,7 @@ def to_task(act: Act, name: str, level: int) -> Json:
             "persona": None,
             "instructions": {
                 "domain": world.domain,
-                "reason_for_call": " ".join(act.wishes),
+                "reason_for_call": " ".join(act.reasons),
                 "known_info": act.render(known, {"me": act.me}),
                 "unknown_info": unknown or None,
                 "task_instructions": " ".join(said),
@@ -59,8 +59,8 @@ def to_task(act: Act, name: str, level: int) -> Json:
         },
         "tools": list(world.by_name),
         "wishes": [
-            {"say": say, "actions": [*range(*calls)], "told": act.communicate[slice(*told)]}
-            for say, (calls, told) in zip(act.wishes, between, strict=True)
+            wish | {"actions": [*range(*calls)], "told": act.communicate[slice(*told)]}
+            for wish, (calls, told) in zip(act.wishes, between, strict=True)
         ],
         "rules": [*_standing(act), *act.rules],
     }

@@ -44,15 +44,22 @@ class Wish(NamedTuple):
     """A wish as the user says it.
 
     `actions` are the places of its golden actions, `told` is what the user wants to be told.
+    `first` is what it asks for before it changes its mind, if it does so in the talk.
     """
 
     say: str
     actions: tuple[int, ...]
     told: tuple[str, ...]
+    first: str = ""
+
+    @property
+    def opening(self) -> str:
+        """What is said first."""
+        return self.first or self.say
 
 
 def wishes(task: Json) -> list[Wish]:
-    """Returns the wishes of a task: [{"say", "actions", "told"}, ...] in its field `wishes`.
+    """Returns the wishes of a task: [{"say", "actions", "told", "first"?}, ...] in `wishes`.
 
     Without the field, each sentence of the reason for the call may want any of the golden actions.
     """
@@ -64,19 +71,28 @@ def wishes(task: Json) -> list[Wish]:
         parting = rf"(?<=[.!?]) +(?=[A-Z\"])(?!{SAYS['condition'][1:]})"
         every = {"actions": range(len(criteria["actions"])), "told": criteria["communicate_info"]}
         given = [{"say": say} | every for say in re.split(parting, wanted["reason_for_call"])]
-    return [Wish(first_person(w["say"]), (*w["actions"],), (*w["told"],)) for w in given]
+    return [
+        Wish(
+            first_person(w["say"]),
+            (*w["actions"],),
+            (*w["told"],),
+            first_person(w.get("first", "")),
+        )
+        for w in given
+    ]
 
 
-def spoken(wish: Wish, heard: str) -> bool:
+def spoken(say: str, heard: str) -> bool:
     """Returns whether the user has said this: nearly all of its words."""
-    words = set(re.findall(r"\w+", wish.say))
+    words = set(re.findall(r"\w+", say))
     return len(words & {*re.findall(r"\w+", heard)}) > 0.9 * len(words)
 
 
 class ScriptedUser:
     """Plays the scenario of a task; its answers depend on the messages and on what is done.
 
-    `at` is the place of the wish that it talks about.
+    `at` is the place of the wish that it talks about, `firm` says whether it has made up its mind
+    about it.
     """
 
     def __init__(self, task: Json, world: World):
@@ -89,7 +105,7 @@ class ScriptedUser:
         self.facts = [(_pattern(clause), clause) for clause in clauses if clause]
         fields = re.findall(SAYS["unknown"], self.unknown.casefold())
         self.facts += [(_pattern(field), self.unknown) for field in fields]
-        self.at, self.heard, self.last = 0, [], ""
+        self.at, self.heard, self.last, self.firm = 0, [], "", not self.wishes[0].first
 
     def reply(self, message: str, pending: Collection[int], handed: bool) -> str:
         """Returns the answer to a message of the agent.
@@ -119,6 +135,9 @@ class ScriptedUser:
         asks = [each for each in sentences if _fits("question", each)]
         if facts := self._facts([*asks, *(each for each in sentences if each[-1:] == ":")]):
             return facts
+        if not self.firm and (asks or "wait" not in about):
+            self.firm = True
+            return wish.say
         asks = [each for each in asks if not re.search(ABOUT["more"], each)]
         opened = [each for each in asks if _fits("open", each)]
         proposed = [each for each in asks if each not in opened and _decides(each)]
@@ -148,7 +167,8 @@ class ScriptedUser:
         if self.at + 1 >= len(self.wishes):
             return f"{last} {STOP}"
         self.at += 1
-        return self.wishes[self.at].say
+        self.firm = not self.wishes[self.at].first
+        return self.wishes[self.at].opening
 
     def _refused(self, wish, left) -> str:
         """Says once what the wish names for this case, if that is not done; then goes on."""

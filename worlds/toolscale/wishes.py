@@ -34,10 +34,10 @@ class Wish:
         for name in self.data.get("with", ()):
             self.draw(name)
 
-    def mine(self) -> list[Json]:
-        """Returns the records that the wish may be about."""
-        where = self.data.get("where", "")
-        rows = [row for row in self.act.rows(self.data["it"]) if key_of(row) not in self.act.used]
+    def mine(self, used: bool = False) -> list[Json]:
+        """Returns the records that the wish may be about, those that another is about if `used`."""
+        where, taken = self.data.get("where", ""), () if used else self.act.used
+        rows = [row for row in self.act.rows(self.data["it"]) if key_of(row) not in taken]
         return [row for row in rows if holds(where, self.scope | {"it": row})]
 
     def draw(self, name: str, condition: str = "") -> None:
