@@ -30,8 +30,8 @@ from worlds.toolscale.plan import LEVELS
 
 DESCRIPTION = (
     "Makes worlds (databases, tools, policies) and verified multi-step tool-calling tasks in them. "
-    "10,000 tasks of the built-in author take about a minute on two cores. A run that was stopped "
-    "goes on with the same command."
+    "10,000 tasks of the built-in author take a minute and a half on two cores. A run that was "
+    "stopped goes on with the same command."
 )
 
 

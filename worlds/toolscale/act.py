@@ -146,9 +146,11 @@ class Act:
         patterns = self.rng.sample(patterns, len(patterns))
         for (records, now, tail), pattern in itertools.product(pools, patterns):
             pattern, _, test = pattern.partition(" | ")
-            words, fits = self.render(pattern, mine), holds(test, mine | {"mine": records})
-            found = fitting(records, pattern, test, words)
-            if fits and len(found) == 1 and found == fitting(now, pattern, test, words):
+            if not holds(test, mine | {"mine": records}):
+                continue
+            how = pattern, test, self.render(pattern, mine)
+            if len(found := fitting(records, *how)) == 1 and found == fitting(now, *how):
+                words = how[-1]
                 for call in ref["find"] if not tail else ():
                     self.call(call, {"me": self.me} | mine)
                 if "unknown" in ref and not tail:
