@@ -132,6 +132,17 @@ def test_a_user_changes_its_mind_once_the_agent_is_about_to_do_it(world):
     assert talk.reply("Shall I cancel R5?", (0,), False) == f"No. {CHANGE}"
 
 
+def test_a_limit_is_no_count_that_the_agent_must_repeat(world):
+    limit = "If it takes more than 60 minutes, {}".format(WISHES[0]["say"])
+    for say, asked, answer in (
+        (limit, "It takes 90 minutes. Shall I change R5 to 3 seats in second class?", "Yes"),
+        (limit, "Shall I change R5 to 4 seats in second class?", "No"),
+        (f"{limit} At 60 minutes or less, no.", "It takes 90 minutes. Shall I change R5?", "Yes"),
+    ):
+        talk = ScriptedUser(TASK | {"wishes": [WISHES[0] | {"say": say}]}, world)
+        assert talk.reply(asked, (0,), False).startswith(answer), asked
+
+
 def test_what_the_user_wants_if_a_rule_forbids_it_is_said_once(world):
     say = (
         "You want to change R5 to 3 seats. If that is not allowed, you want a person to look at it."

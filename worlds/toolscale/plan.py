@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from worlds.toolscale.act import PHRASES, Act, UnfitError, people
-from worlds.toolscale.program import ToolError
+from worlds.toolscale.program import ToolError, evaluate
 from worlds.toolscale.records import holds, key_of
 from worlds.toolscale.wishes import TRIES, Wish
 from worlds.toolscale.words import Words
@@ -167,7 +167,8 @@ class Planner:
         granted = wish if truth else second
         self._fit(granted)
         wanted, otherwise = wish.said(wish.data["say"]), second.said(fact["else"])
-        if wish.scope[name] == second.scope[name] or otherwise in wanted:
+        heard = re.findall(rf"\{{({name}[\w.]*)", str(fact["else"]))
+        if all(evaluate(path, wish.scope) == evaluate(path, second.scope) for path in heard):
             raise UnfitError("the same again")
         if not wish.attempt(act.naive):
             second.attempt(act.naive)
@@ -254,7 +255,8 @@ class Planner:
             r"(?:^|[.?] )[a-z]", lambda start: start[0].upper(), " ".join(filter(None, texts))
         )
         if act.reasons and self.rng.random() < 0.4:
-            said = re.sub(r"^(You|You'd)(?= want| need| like| hope)", r"\1 also", said)
+            also = self.rng.choice((r"Y\1 also", r"Also, y\1", r"Then y\1"))
+            said = re.sub(r"^Y(ou|ou'd)(?= want| need| like| hope)", also, said)
         if self.rng.random() < SLIPS:
             slips = [slip for slip in PHRASES["slips"] if slip[0] in said]
             said = said.replace(*self.rng.choice(slips or [("", "")]), 1)

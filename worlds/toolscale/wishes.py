@@ -88,8 +88,11 @@ class Wish:
     # --- words
 
     def words(self, pattern: str) -> str:
-        """Returns a pattern of the file in words."""
-        return self.act.render(pattern, self.scope, self.tables)
+        """Returns a pattern of the file in words; one of the ways in "(a|b)" is drawn."""
+        ways = re.sub(
+            r"\(([^()]*\|[^()]*)\)", lambda ways: self.act.rng.choice(ways[1].split("|")), pattern
+        )
+        return self.act.render(ways, self.scope, self.tables)
 
     def said(self, texts: list[str]) -> str:
         """Returns one of the texts in words: of the task's story, if one is, and none twice."""
@@ -102,10 +105,7 @@ class Wish:
         act.said.add(text)
         if tagged:
             act.said.add(act.story)
-        ways = re.sub(
-            r"\(([^()]*\|[^()]*)\)", lambda ways: act.rng.choice(ways[1].split("|")), text
-        )
-        return self.words(ways.removeprefix(tag))
+        return self.words(text.removeprefix(tag))
 
     # --- deeds
 
