@@ -15,7 +15,7 @@ import re
 from contextlib import suppress
 from typing import Any
 
-from worlds.toolscale.act import PHRASES, Act, UnfitError, spoken
+from worlds.toolscale.act import PHRASES, Act, UnfitError, people, spoken
 from worlds.toolscale.program import Json, Tables, ToolError, evaluate, parse
 from worlds.toolscale.records import Draws, holds, key_of
 
@@ -28,7 +28,8 @@ class Wish:
     def __init__(self, act: Act, kind: str, it: Json | None = None):
         self.act, self.data = act, act.data["wishes"][kind]
         self.tables = {"it": self.data["it"]} if "it" in self.data else {}
-        self.scope: Json = {"me": act.me, "today": act.words.today, "there": act.there}
+        me = act.tables[people(act.data)][key_of(act.me)]  # as earlier wishes left it
+        self.scope: Json = {"me": me, "today": act.words.today, "there": act.there}
         if self.tables:
             self.scope["it"] = it or self._pick(self.mine())
         for name in self.data.get("with", ()):
