@@ -254,7 +254,7 @@ def _miscounts(say, text) -> bool:
     return any(
         re.search(rf"\b\d+ {unit}s?\b|\b{unit}s?: .*\d", text)
         and number not in re.findall(r"\d+", text)
-        for number, unit in re.findall(r"\b(\d+) (\w{3,}?)s?\b", re.sub(SAYS["limits"], "", say))
+        for number, unit in re.findall(SAYS["counts"], re.sub(SAYS["limits"], "", say))
     )
 
 
