@@ -223,6 +223,26 @@ def test_a_wish_about_all_records_includes_none_that_another_wish_is_about():
     assert done and refused
 
 
+def test_a_wish_sees_the_caller_as_earlier_wishes_left_the_record():
+    world, w = build("university", 1)
+    running = [row for row in world.tables["enrolments"].values() if row["state"] == "running"]
+    me = running[0]["student_id"]
+    act = Act(world, w, me, random.Random(0), named=False)
+    before = act.me["credits_now"]
+    act.call("leave_course(it.enrolment_id)", {"it": running[0]})
+    assert Wish(act, "paper").scope["me"]["credits_now"] < before
+
+
+def test_a_second_choice_sounds_otherwise_than_the_first():
+    world, w = build("clinic", 1)
+    for doctor in world.tables["doctors"].values():
+        for slot in doctor["slots"]:
+            slot |= {"date": "2026-03-02", "time": "10:00"}
+    planner = Planner(world, w, random.Random(0))
+    drawn = [planner.generate(3) for _ in range(20)]
+    assert not any(name == "prefer" for act in drawn for name, _ in act.twists)
+
+
 def test_near_duplicates_share_a_signature_and_others_do_not(batch):
     tasks = batch[1]["tasks"]
     assert len(set(map(signature, tasks))) == len(tasks)
