@@ -3,8 +3,8 @@
 A domain's whole policy and a dozen tools are some 5,000 ids of the miniature's tokenizer. A prompt
 here is a tenth of that: one wish, at level 2 with a twist, the tools that it may need and one
 other, the rules of these, no expert, and a user who says at once who they are. To do nothing is
-never right: what depends on a record has to be looked up. Worlds, checks and scores are those of
-data_gen.py.
+never right: what depends on a record has to be looked up. Of each list of sentences the first few
+are used. Worlds, checks and scores are those of data_gen.py.
 """
 
 import itertools
@@ -25,6 +25,7 @@ from worlds.toolscale.world import World
 
 DOMAINS, LEVELS = 3, (1, 2)  # domains of a world, which its seed chooses, and levels in turn
 TASKS = 20_000  # of a split
+SENTENCES = 4  # of each list of a domain's file
 SKILL = 0.2  # the share of demonstrations that are right
 # Golden calls of a task; characters of its policy and tools, and of what its calls return.
 MOST_CALLS, MOST_CHARS, MOST_READ = 2, 1300, 600
@@ -62,9 +63,21 @@ def small_world(seed: int, name: str = "domains") -> ToolScaleWorld:
     """Returns the tasks of three built-in domains that the seed chooses, TASKS in each split."""
     chosen = random.Random(f"small/{seed}").sample(BUILT_IN, DOMAINS)
     built = [build(domain, seed) for domain in chosen]
+    for _, words in built:
+        _shorten(words.data["wishes"])
     splits = {split: SmallTasks(f"{seed}-{split}", built) for split in ("train", "held_out")}
     worlds = {world.domain: world for world, _ in built}
     return ToolScaleWorld(splits, worlds, seed, name, skill=SKILL)
+
+
+def _shorten(wishes) -> None:
+    """Keeps the first sentences of each list that a task without a story may use."""
+    for name, value in wishes.items():
+        if name in ("say", "no", "to", "else"):
+            wishes[name] = [text for text in value if text[0] != "["][:SENTENCES]
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, dict):
+                _shorten(part)
 
 
 def _small(planner, level, name) -> Json:

@@ -93,6 +93,7 @@ class Wish:
         ways = re.sub(
             r"\(([^()]*\|[^()]*)\)", lambda ways: self.act.rng.choice(ways[1].split("|")), pattern
         )
+        ways = re.sub(r" +(?=[ .,;:?!])", "", ways)  # after a way without words
         return self.act.render(ways, self.scope, self.tables)
 
     def said(self, texts: list[str]) -> str:
