@@ -123,13 +123,3 @@ def test_the_logic_of_the_engine_and_the_loop_loads_without_torch():
     modules = ", ".join(f"nanorchestra.{name}" for name in TORCH_FREE)
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
-
-
-def test_files_and_functions_are_of_a_length_that_is_read_at_one_sitting():
-    for module, path in FILES.items():
-        lines = (ROOT / path).read_text().count("\n")
-        assert lines <= 300, f"{path} has {lines} lines"
-        for node in ast.walk(TREES[module]):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                length = node.end_lineno - node.lineno + 1
-                assert length <= 60, f"{path}: {node.name} has {length} lines"
