@@ -378,7 +378,11 @@ def test_tools_an_index_and_an_expert_work_in_one_conversation(talk, sandbox, tm
             description = "runs"
             """
         )
-        world = open_world(NANO, str(tmp_path / "tools.toml"), str(tmp_path / "index"), sandbox)
+        roles, index = str(NANO.with_name("toolorchestra.toml")), str(tmp_path / "index")
+        by_name = {tool.name: tool for tool in open_world(NANO, roles, index, sandbox).tools}
+        assert [*by_name] == ["enhance_reasoning", "search", "answer"]
+        assert len(by_name["search"].helpers) == 1
+        world = open_world(NANO, str(tmp_path / "tools.toml"), index, sandbox)
         script = [
             think("t", "python", code="6 * 7"),
             think("t", "search", query="prefix sharing of pages"),

@@ -185,9 +185,13 @@ def test_published_roles_read_the_evidence_and_return_what_was_found(load, serve
 
 
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="needs ../shared/data")
-def test_the_published_file_loads_as_it_is(sandbox, monkeypatch, capsys):
+def test_the_published_file_loads_as_it_is(sandbox, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    tools = {tool.name: tool for tool in load_tools(PUBLISHED, sandbox)}
+    (tmp_path / "corpus.jsonl").write_text('{"text": "Gold has 79."}')
+    search = SEARCH | {"corpus": str(tmp_path / "corpus.jsonl")}
+    (tmp_path / "mine.json").write_text(json.dumps([search]))
+    found = load_tools(f"{PUBLISHED},{tmp_path}/mine.json", sandbox)
+    tools = {tool.name: tool for tool in found}
     assert list(tools) == ["enhance_reasoning", "answer", "search"]
     published = [entry["function"] for entry in json.loads(PUBLISHED.read_text())]
     assert [function_schema(tool)["function"] for tool in tools.values()] == published
@@ -253,6 +257,70 @@ def test_a_python_function_is_a_tool_with_its_schema(tmp_path, sandbox):
         assert says in result.content and result.error == error and result.cost_usd == 0.5
 
 
+HELPERS = """
+from tools import ToolResult, tool
+
+@tool(kind="search", usd_per_call=0.25)
+def pages(query: str, count: int = 2) -> list[str]:
+    "Finds pages, best first."
+    found = {"atomic number of gold": ["Gold has 79.", {"row": 2}], "blank": " "}.get(query, [])
+    return ToolResult("one page", 0.125) if query == "the cached page" else found
+
+@tool(kind="code")
+def run(code: str) -> str:
+    "Runs it."
+    return f"ran {code}"
+
+@tool
+def other(query: str) -> str:
+    "Is on offer itself."
+    return query
+"""
+
+
+def test_a_python_function_stands_behind_a_published_role(
+    tmp_path, sandbox, server, nano_tokenizer, monkeypatch
+):
+    """What a function finds becomes evidence and is billed; the policy sees the roles alone."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(HELPERS)
+    (tmp_path / "t.json").write_text(json.dumps(catalogue(*ROLES, here=server.url)))
+    reason, search, answer, other = load_tools("t.json,mine.py", sandbox)
+    assert [tool.name for tool in (reason, search, answer)] == [role["name"] for role in ROLES]
+    assert (other.name, other.kind, [helper.name for helper in search.helpers]) == (
+        "other",
+        "function",
+        ["pages"],
+    )
+    evidence = Evidence("What is gold?", tokenizer=nano_tokenizer)
+    reason, search = (replace(tool, evidence=evidence) for tool in (reason, search))
+    for query, documents, usd in (
+        ("atomic number of gold", ['{"row": 2}', "Gold has 79."], 0.25),
+        ("the cached page", ["one page"], 0.125),
+    ):
+        server.answer = lambda body, q=query: said(f"<query>{q}</query>", usage=(0, 0))
+        result = search.call({"model": "a-1"})
+        assert result.found == {"documents": documents} and not result.error
+        assert result.cost_usd == pytest.approx(usd, abs=0.001)
+    assert result.content == "one page"
+    server.answer = lambda body: said("<query>nothing of this kind</query>")
+    assert search.call({"model": "a-1"}).content == "nothing found"
+    own = search.experts["a-1"].most_usd(search.prompt(search.experts["a-1"]))
+    assert search.most_usd({"model": "a-1"}) == own + 0.25
+    server.answer = lambda body: said("```python\nx\n```")
+    result = reason.call({"model": "a-1"})
+    assert result.found == {"code": [["x", "ran x"]]} and "ran x" in result.content
+
+
+def test_a_role_with_nothing_behind_it_is_an_error_at_the_start(tmp_path, sandbox, load):
+    says = "^t.json: search: nothing to search in; add a tool of the kind search or web, "
+    for tools in (ROLES, ROLES[1:2]):
+        with pytest.raises(UserError, match=says) as refused:
+            load(catalogue(*tools))
+        assert "\n" not in str(refused.value)
+    assert len(load(catalogue(*ROLES, SEARCH))) == 3
+
+
 def test_a_function_that_cannot_be_a_tool_is_refused_in_one_line(tmp_path, sandbox):
     for content, says in (
         ("1/0", "line 2: ZeroDivisionError: division by zero"),
@@ -262,6 +330,10 @@ def test_a_function_that_cannot_be_a_tool_is_refused_in_one_line(tmp_path, sandb
         ('@tool\ndef f(x):\n "d"', "function f: parameter x has no type hint"),
         ('import io\n@tool\ndef f(x: io.IOBase):\n "d"', "Unable to generate pydantic-core schema"),
         ('@tool\ndef f(*x: str):\n "d"', "function f: name each parameter"),
+        ('@tool(kind="serch")\ndef f(query: str):\n "d"', "kind is 'serch'; it must be one of"),
+        ('@tool(kind="search")\ndef f(q: str):\n "d"', "kind is 'search', so .* is query: str"),
+        ('@tool(kind="code")\ndef f(code: int):\n "d"', "kind is 'code', so .* is code: str"),
+        ('@tool(kind="code")\ndef f(code: str, x: str):\n "d"', "so .* is code: str"),
     ):
         (tmp_path / "mine.py").write_text(f"from tools import tool\n{content}")
         with pytest.raises(UserError, match=says) as refused:

@@ -204,7 +204,9 @@ def open_world(
         f"{questions.PREFIX}FILE, a directory of data_gen.py or tau2-bench, or a .jsonl file of "
         "tau2 tasks or ToolScale rows",
     )
-    tools = load_tools(settings.tools, sandbox, spending) if settings.tools else ()
+    simulated, tools = settings.experts == "simulated", ()
+    if settings.tools:
+        tools = load_tools(settings.tools, sandbox, spending, simulated)
     experts = {tool.name: tool for tool in tools if isinstance(tool, ExpertTool)}
     named = (settings.user, settings.judge)
     require(
@@ -217,6 +219,5 @@ def open_world(
     if asks:
         return questions.load_world(name, seed, settings, offered, judge)
     models = {tool.expert.model: tool.expert for tool in offered if isinstance(tool, ExpertTool)}
-    simulated = settings.experts == "simulated"
     models = toolscale.Models(user, judge, None if simulated else models)
     return toolscale.load_world(name, seed, models)

@@ -42,7 +42,7 @@ class RoleTool:
     """A published role: the policy chooses one of `experts` by its alias.
 
     `helpers` are the tools for what the expert writes: searches, of which the first that finds a
-    document counts, or an interpreter.
+    document counts, or an interpreter. A role other than `answer` has at least one.
     `given` are the parameters of a published file; without them the experts describe themselves.
     """
 
@@ -96,9 +96,8 @@ class RoleTool:
             return replace(reply, content=text, found={"attempts": [[alias, text]]})
         what = "query" if kind == "search" else "code"
         written = {what: (re.findall(mark, reply.content, re.DOTALL) or [""])[-1]}
-        problem = "nothing to search in; the catalogue offers no search"
-        problem = problem if written[what] else f"{alias} wrote no {what}"
-        calls, result = [("expert", {}, reply)], ToolResult(f"Error: {problem}", error=True)
+        calls = [("expert", {}, reply)]
+        result = ToolResult(f"Error: {alias} wrote no {what}", error=True)
         for helper in self.helpers if written[what] else ():
             result = helper.call(written)
             calls.append((helper.name, written, result))
