@@ -23,11 +23,17 @@ def check(value: Any, shape: Json | str, where: str) -> None:
 
 
 def schema_error(value: Any, schema: Json) -> str | None:
-    """Returns what is wrong with `value` under a JSON schema, in one line; None if nothing is."""
+    """Returns what is wrong with `value` under a JSON schema, in one line; None if nothing is.
+
+    A part of the schema that is "writeOnly" may hold a secret: the line has its description in
+    place of the value.
+    """
     error = best_match(Draft202012Validator(schema).iter_errors(value))
     if error is None:
         return None
     message = error.message[-300:]  # a long one begins with the value
+    if isinstance(error.schema, dict) and error.schema.get("writeOnly"):
+        message = f"must be {error.schema['description']}; what is there is not shown"
     where = error.json_path.lstrip("$.")
     return f"{where}: {message}" if where else message
 

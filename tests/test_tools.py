@@ -16,7 +16,8 @@ from nanorchestra.agent.environment import function_schema
 from nanorchestra.errors import UserError
 from nanorchestra.evidence import Evidence
 from nanorchestra.records import Price
-from nanorchestra.tools.models import most_usd
+from nanorchestra.tools import models
+from nanorchestra.tools.models import most_usd, reply_file
 from tools import RecordsTool, SimulatedExpert, Skill, load_tools
 
 CODE = {"name": "py", "description": "runs Python", "kind": "code", "usd_per_call": 0.001}
@@ -26,6 +27,7 @@ SEARCH = {
     "kind": "search",
     "corpus": "corpus.jsonl",
 }
+WEB = {"kind": "web", "name": "web", "description": "d", "cache": "cache"}
 EXPERT = {"name": "llm", "description": "an expert", "kind": "expert", "expert": "mine"}
 MINE = {"endpoint": "here", "model": "m-1", "usd": [1, 2], "max_tokens": 100}
 ANSWER = {"name": "answer", "description": "ends", "kind": "role", "models": ["a-1", "boxed"]}
@@ -94,6 +96,31 @@ def test_an_expert_is_asked_and_billed_and_a_reasoning_model_as_it_wants(load, s
     assert server.bodies == [asked | {"max_tokens": 100}, asked | {"max_completion_tokens": 100}]
 
 
+def test_an_expert_has_an_effort_of_reasoning_if_its_entry_names_one(load, server):
+    experts = {"mine": MINE, "low": MINE | {"reasoning": True, "reasoning_effort": "low"}}
+    tools = EXPERT, EXPERT | {"name": "t", "expert": "low"}
+    for tool in load(catalogue(*tools, here=server.url, experts=experts)):
+        tool.call({"task": "t"})
+    assert [body.get("reasoning_effort") for body in server.bodies] == [None, "low"]
+
+
+def test_headers_come_from_the_environment_and_reach_no_message(load, server, monkeypatch, capsys):
+    """Not even one that is too odd for HTTP, or that the server repeats."""
+    secret = "org-7 / key"
+    endpoint = {"headers": {"X-Org": "$MY_ORG", "api-key": "$MY_OTHER"}}
+    (expert,) = load(catalogue(EXPERT, here=server.url, endpoint=endpoint))
+    monkeypatch.setenv("MY_ORG", f" {secret}\n")
+    monkeypatch.setattr(models, "TOLD", {})
+    server.status, server.answer = 400, lambda body: f"unknown {secret}".encode()
+    said_by_it = [expert.call({"task": "t"}).content for _ in range(2)]
+    assert said_by_it == ["Error: llm did not answer: HTTP 400: unknown ..."] * 2
+    assert server.headers[0]["X-Org"] == secret and "api-key" not in server.headers[0]
+    assert capsys.readouterr().err == "m-1 needs MY_OTHER, which is not set\n"
+    monkeypatch.setenv("MY_OTHER", "geheim\u2603")
+    assert "geheim" not in expert.call({"task": "t"}).content
+    assert secret not in repr(expert) + capsys.readouterr().err
+
+
 def test_an_expert_that_fails_is_a_short_observation_and_billed(load, server, monkeypatch):
     endpoint = {"timeout_s": 0.8, "key_variable": "MY_KEY"}
     (expert,) = load(catalogue(EXPERT, here=server.url, endpoint=endpoint))
@@ -127,13 +154,27 @@ def test_a_run_spends_no_more_than_its_cap_and_says_so(load, server):
 
 def test_web_search_counts_in_the_cap_of_a_run_and_of_a_user(load, server):
     prices = {"usd_per_search": 0.03, "usd_per_page": 0.01, "pages": 2, "offline": True}
-    web = {"kind": "web", "name": "web", "description": "d", "cache": "cache"} | prices
+    web = WEB | prices
     tools = load(catalogue(EXPERT, web, here=server.url, max_usd=0.051))
     assert most_usd(tools[1], {"query": "q"}) == pytest.approx(0.05)
     assert "offline" in tools[1].call({"query": "q"}).content  # it fits, and costs nothing
     server.answer = lambda body: said("a", usage=(0, 1000))
     assert not tools[0].call({"task": "t"}).error  # $0.002
     assert "more than the run has left" in tools[1].call({"query": "q"}).content
+
+
+def test_web_search_asks_the_address_of_its_entry(load, server, monkeypatch, tmp_path):
+    """Replies of another address are other replies, in the same cache too."""
+    monkeypatch.setenv("TAVILY_API_KEY", "tvly")
+    for path in ("v1", "v2"):
+        (tool,) = load([WEB | {"base_url": f"{server.url.removesuffix('v1')}{path}/"}])
+        hit = {"url": "http://a", "content": f"of {path}"}
+        server.answer = lambda body, hit=hit: {"results": [hit]}
+        for _ in range(2):
+            assert f"of {path}" in tool.call({"query": "q"}).content
+    assert len(server.bodies) == 4  # a search and its pages, at two addresses
+    stored = {file.name for file in (tmp_path / "cache").iterdir()}
+    assert reply_file("", ["search", server.bodies[0]]).name not in stored
 
 
 def test_an_endpoint_has_so_many_calls_at_once_as_it_says(load, server):
@@ -375,7 +416,8 @@ def test_records_are_read_by_table_and_id():
 
 def test_a_bad_catalogue_is_one_line_that_names_the_file_and_the_setting(load, tmp_path):
     (tmp_path / "broken.jsonl").write_text('{"text": 1}\n')
-    key = {"key_variable": "sk-123"}
+    key, header = {"key_variable": "sk-123"}, {"headers": {"X-Org": "org-123"}}
+    effort = MINE | {"reasoning_effort": "hi"}
     for content, says in (
         ([], "t.json: no tool"),
         (7, "t.json: 7 is not of type 'object', 'array'"),
@@ -388,8 +430,21 @@ def test_a_bad_catalogue_is_one_line_that_names_the_file_and_the_setting(load, t
         ([CODE, SEARCH | {"passages": 0}], r"t.json: tools\[1\].passages: "),
         ([SEARCH | {"corpus": "none.jsonl"}], "none.jsonl: "),
         ([SEARCH | {"corpus": "broken.jsonl"}], "broken.jsonl, line 1: "),
-        (catalogue(EXPERT, here="http://user:key@h/v1"), "t.json: endpoints.here.base_url: "),
+        (catalogue(EXPERT, here="http://user:sk-123@h/v1"), "t.json: endpoints.here.base_url: "),
         (catalogue(EXPERT, endpoint=key), "t.json: endpoints.here.key_variable: "),
+        (
+            catalogue(EXPERT, endpoint=header),
+            r"t.json: endpoints.here.headers\['X-Org'\]: must be '\$NAME'",
+        ),
+        (
+            catalogue(EXPERT, endpoint={"headers": {"X Org": "$A"}}),
+            "t.json: endpoints.here.headers: ",
+        ),
+        (catalogue(WEB | {"base_url": "tvly-123"}), r"t.json: tools\[0\].base_url: must be http"),
+        (
+            catalogue(EXPERT, experts={"mine": effort}),
+            "t.json: experts.mine.reasoning_effort: 'hi' is",
+        ),
         (catalogue(EXPERT, experts={}), "t.json: llm is 'mine'; it must be one of gpt-5, "),
         (
             catalogue(EXPERT, experts={"mine": {"usd": [1, 1]}}),
@@ -401,7 +456,7 @@ def test_a_bad_catalogue_is_one_line_that_names_the_file_and_the_setting(load, t
     ):
         with pytest.raises(UserError, match=f"^{says}") as refused:
             load(content)
-        assert "\n" not in str(refused.value)
+        assert "\n" not in str(refused.value) and "-123" not in str(refused.value)
 
 
 def test_the_catalogues_of_the_documentation_load(tmp_path, sandbox):

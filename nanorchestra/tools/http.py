@@ -1,6 +1,6 @@
 """Posts JSON to a server and reads its JSON reply, in bounded time and with bounded retries.
 
-The API key comes from an environment variable and reaches no message.
+The API key and the values of headers come from environment variables and reach no message.
 """
 
 import json
@@ -8,7 +8,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVar
@@ -42,16 +42,24 @@ class EndpointError(Exception):
 
 
 def post(
-    url: str, body: Json, schema: Json, key_variable: str, timeout_s: float
+    url: str,
+    body: Json,
+    schema: Json,
+    key_variable: str,
+    timeout_s: float,
+    header_variables: Mapping[str, str] = {},
 ) -> tuple[Json, tuple[int, float]]:
     """Returns a JSON reply that fits `schema`, and (requests that were repeated, seconds).
 
     All of it takes `timeout_s` seconds at most. A connection error and the status 408, 409, 429 or
     from 500 are tried again, after a random wait or as long as the server's Retry-After says. The
-    key is in the environment variable `key_variable`. Raises EndpointError.
+    key is in the environment variable `key_variable`, the value of each header in that of
+    `header_variables`; one that is not set is not sent. Raises EndpointError.
     """
     key = "".join(os.environ.get(key_variable, "").split())
     headers = {"Authorization": f"Bearer {key}"} if key else {}
+    values = {name: secret(variable) for name, variable in header_variables.items()}
+    headers |= {name: value for name, value in values.items() if value}
     start = time.monotonic()
     end = start + timeout_s
     for attempt in range(ATTEMPTS):
@@ -68,14 +76,19 @@ def post(
             break
         time.sleep(wait)
     problem = " ".join(str(error).split())
-    if key:
-        problem = problem.replace(key, "...")
-    elif "HTTP 401" in problem:
+    for value in sorted(filter(None, [key, *values.values()]), key=len, reverse=True):
+        problem = problem.replace(value, "...")
+    if key_variable and not key and "HTTP 401" in problem:
         problem = f"the environment variable {key_variable} is not set; {problem}"
     error.args, error.spent = (problem[:300],), (attempt, time.monotonic() - start)
     if error.received is not None:
         error.tokens = count_tokens(json.dumps(body)), count_tokens(error.received)
     raise error
+
+
+def secret(variable: str) -> str:
+    """Returns the value of an environment variable as a header can hold it; "" if it is not set."""
+    return " ".join(os.environ.get(variable, "").split())
 
 
 def count_tokens(text: str) -> int:

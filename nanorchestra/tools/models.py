@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ from nanorchestra.evidence import Evidence
 from nanorchestra.files import read_json, write_whole
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.schemas import SHAPES, Json, arguments_schema
-from nanorchestra.tools.http import EndpointError, count_tokens, post
+from nanorchestra.tools.http import EndpointError, count_tokens, post, secret
 
-TOLD: dict[str, object] = {}  # variables of keys that are not set, each told once by the first rank
+TOLD: dict[str, object] = {}  # variables that are not set, each told once by the first rank
 
 
 @dataclass(eq=False)
@@ -97,13 +97,26 @@ def most_usd(tool: Any, arguments: Json) -> float:
 class Endpoint:
     """An OpenAI-compatible server; `key_variable` "" if it needs no key.
 
-    A call waits until fewer than `concurrency` are open, then takes `timeout_s` seconds at most.
+    `headers` are sent with each request: the name of a header, and "$NAME" for the value of that
+    environment variable. A call waits until fewer than `concurrency` are open, then takes
+    `timeout_s` seconds at most.
     """
 
     base_url: str
     key_variable: str = ""
     timeout_s: float = 600.0
     concurrency: int = 16
+    headers: dict[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def header_variables(self) -> dict[str, str]:
+        """The environment variable of each header."""
+        return {name: value.removeprefix("$") for name, value in self.headers.items()}
+
+    def unset(self) -> list[str]:
+        """Returns the environment variables of key and headers that are not set."""
+        variables = filter(None, [self.key_variable, *self.header_variables.values()])
+        return [variable for variable in variables if not secret(variable)]
 
     @cached_property
     def _free(self) -> threading.Semaphore:
@@ -118,7 +131,9 @@ class Endpoint:
         """
         url, shape = f"{self.base_url.rstrip('/')}/chat/completions", SHAPES["completion"]
         with self._free:
-            reply, spent = post(url, body, shape, self.key_variable, self.timeout_s)
+            reply, spent = post(
+                url, body, shape, self.key_variable, self.timeout_s, self.header_variables
+            )
         choice, usage = reply["choices"][0], reply.get("usage")
         usage = usage if isinstance(usage, dict) else {}
         asked = body.get("messages"), body.get("tools")
@@ -151,6 +166,7 @@ class Expert:
 
     `name` is its name in the catalogue's tools, whatever its alias in a task.
     A `reasoning` model has a fixed temperature, and its limit is named max_completion_tokens.
+    `reasoning_effort` is sent as it is, "" not at all.
     `code_tokens` and `context_tokens` bound what it reads in a published role. `boxed`: it marks
     its answer by \boxed{}, not by tags. `note` and `latency_s` are told to the policy.
     """
@@ -168,6 +184,7 @@ class Expert:
     boxed: bool = False
     note: str = ""
     latency_s: float = 0.0
+    reasoning_effort: str = ""
 
     def most_usd(self, text: str) -> float:
         """Returns the US dollars of the longest reply to `text`."""
@@ -175,10 +192,10 @@ class Expert:
 
     def ask(self, text: str, name: str) -> ToolResult:
         """Returns the reply to one message; the policy knows this expert as `name`."""
-        key = self.endpoint.key_variable
-        unset = key and not os.environ.get(key, "").strip() and os.environ.get("RANK", "0") == "0"
-        if unset and TOLD.setdefault(key, mark := object()) is mark:
-            print(f"{self.model} needs {key}, which is not set", file=sys.stderr)
+        for variable in self.endpoint.unset():
+            first = os.environ.get("RANK", "0") == "0"
+            if first and TOLD.setdefault(variable, mark := object()) is mark:
+                print(f"{self.model} needs {variable}, which is not set", file=sys.stderr)
         return self.spending.bounded(name, self.most_usd(text), lambda: self._ask(text, name))
 
     def _ask(self, text, name) -> ToolResult:
@@ -187,6 +204,8 @@ class Expert:
         body["messages"] = [{"role": "user", "content": text}]
         if self.temperature is not None and not self.reasoning:
             body["temperature"] = self.temperature
+        if self.reasoning_effort:
+            body["reasoning_effort"] = self.reasoning_effort
         try:
             message, tokens = self.spending.complete(self.endpoint, body)
             said, spent = message["content"].rpartition("</think>")[2], message["spent"]
