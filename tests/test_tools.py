@@ -32,6 +32,7 @@ EXPERT = {"name": "llm", "description": "an expert", "kind": "expert", "expert":
 MINE = {"endpoint": "here", "model": "m-1", "usd": [1, 2], "max_tokens": 100}
 ANSWER = {"name": "answer", "description": "ends", "kind": "role", "models": ["a-1", "boxed"]}
 ROLES = [ANSWER | {"name": name} for name in ("enhance_reasoning", "search", "answer")]
+ASSETS = Path(__file__).parents[1] / "assets"
 PUBLISHED = Path(__file__).parents[2] / "shared/data/toolorchestra_tools.json"
 
 
@@ -244,6 +245,44 @@ def test_the_published_file_loads_as_it_is(sandbox, tmp_path, monkeypatch, capsy
     )
     assert tools["search"].experts["search-1"].latency_s == 22
     assert not capsys.readouterr().err, "simulated experts need no key"
+
+
+POOL = "gpt-5 gpt-5-mini Llama-3.3-70B Llama-3.1-8B DeepSeek-R1 Nemotron-Ultra Phi-4-mini Qwen3-32B"
+PAPERS = {  # the experts of each role, as the paper lists them
+    "toolorchestra-training": {
+        "search": f"{POOL} gemma-3-27b-it",
+        "enhance_reasoning": "gpt-5 gpt-5-mini starcoder2-15b Qwen2.5-Coder-32B",
+        "answer": f"{POOL} Qwen2.5-Math-72B Qwen2.5-Math-7B",
+    },
+    "toolorchestra-unseen": {
+        "search": "claude-opus-4-1 o3-mini gpt-4o",
+        "enhance_reasoning": "claude-opus-4-1 claude-sonnet-4 Codestral-22B",
+        "answer": "claude-opus-4-1 claude-sonnet-4 gemma-3-27b-it OpenMath-Llama-2-70b "
+        "deepseek-math-7b",
+    },
+}
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_a_shipped_catalogue_has_the_experts_of_the_paper(name, sandbox, tmp_path):
+    """The policy sees aliases, words and prices, and no name of a model."""
+    (tmp_path / "corpus.jsonl").write_text('{"text": "Gold has 79."}')
+    (tmp_path / "mine.json").write_text(
+        json.dumps([SEARCH | {"corpus": f"{tmp_path}/corpus.jsonl"}])
+    )
+    roles = load_tools(f"{ASSETS}/{name}.toml,{tmp_path}/mine.json", sandbox)
+    assert {role.name for role in roles} == set(PAPERS[name])
+    for role in roles:
+        shown = role.parameters["properties"]["model"]["description"]
+        listed = PAPERS[name][role.name].split()
+        models = {expert.model for expert in role.experts.values()}
+        assert len(models) == len(role.experts) == len(listed)
+        for words in listed:
+            assert any(words.lower() in model.lower() for model in models), words
+        for alias, expert in role.experts.items():
+            assert expert.note and min(expert.price) > 0
+            assert alias in shown and expert.model not in shown
+        assert " | 0s" not in shown
 
 
 def test_an_orchestrator_can_be_an_expert_to_a_set_depth(load, tmp_path):
@@ -466,5 +505,10 @@ def test_the_catalogues_of_the_documentation_load(tmp_path, sandbox):
     for i, (kind, text) in enumerate(blocks):
         file = tmp_path / f"{i}.{kind.replace('python', 'py')}"
         file.write_text(text)
+        if kind == "toml" and "[[tools]]" not in text:  # it changes a preset alone
+            shipped = f"{ASSETS}/toolorchestra.toml"
+            *_, answer = load_tools(f"{shipped},{file}", sandbox, simulated=True)
+            assert answer.experts["answer-1"].model == "the-successor"
+            continue
         names += [tool.name for tool in load_tools(file, sandbox)]
-    assert names == ["python", "coder", "mini", "convert", "answer"]
+    assert names == ["python", "coder", "mini", "convert", "handbook", "answer"]

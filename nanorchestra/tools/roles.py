@@ -68,7 +68,8 @@ class RoleTool:
         for alias, expert in self.experts.items():
             notes += [f"{alias} {expert.note}"] if expert.note else []
             usd = " | ".join(f"${usd:g}" for usd in expert.price)
-            rows.append(f"{alias} | {usd} | {expert.latency_s:g}s")
+            latency = f"{expert.latency_s:g}s" if expert.latency_s else "not known"
+            rows.append(f"{alias} | {usd} | {latency}")
         schema = arguments_schema(model="string")
         schema["properties"]["model"]["description"] = "\n".join([" ".join(notes), *rows])
         return schema
