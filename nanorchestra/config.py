@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+DRAWN = "drawn"  # task.preference: another one for each task
+
 
 def setting(default: Any, help: str, *, least: float = 0) -> Any:
     """Returns a dataclass field; `least` is the smallest value of a number."""
@@ -73,7 +75,9 @@ class TaskSection:
         "", "expert of the catalogue that plays the users of domains; empty: a script"
     )
     preference: str = setting(
-        "", "of rows without one: words, weights and limits (docs/questions.md); empty: drawn"
+        DRAWN,
+        "of rows without one: words, weights and limits (docs/questions.md); drawn: another wish "
+        "for each task, from which obedience is learned; empty: none",
     )
 
 

@@ -237,6 +237,23 @@ def test_calls_that_fail_change_the_accuracy_by_their_own_tasks_alone(home):
         assert failing["behind"]["accuracy"][0] == 0.0  # on the 49 tasks that both finished
 
 
+def test_questions_are_asked_as_they_are_unless_wishes_are_wanted(home, sandbox):
+    """By default no task has a wish; with "drawn" most have; a text is that of every task."""
+    options = [*questions(home, "http://127.0.0.1:9/v1"), "--all", "--tasks", "40"]
+    found = {}
+    for wish in (None, "drawn", "Be quick. latency=1 usd=0.5"):
+        given = evaluate._read(options + ([] if wish is None else ["--preference", wish]))
+        worlds, tasks, _ = evaluate._open_world(given.world[0], given, sandbox, Spending())
+        found[wish] = [task.preference for task in tasks]
+        if wish is None:
+            for task in tasks:
+                (message,) = worlds.environment(task, 0).messages
+                assert message["content"] == task.question
+    assert found.pop(None) == [Preference()] * 40
+    assert sum(bool(wish.text) for wish in found.pop("drawn")) > 30
+    assert found.popitem()[1] == [Preference("Be quick.", latency=1, usd=0.5)] * 40
+
+
 @pytest.mark.skipif(not FRAMES.exists(), reason="../shared/data/frames.jsonl is not there")
 def test_frames_runs_with_scripted_experts_over_http(home):
     answers = {row["question"].strip(): row["answer"] for row in map(json.loads, FRAMES.open())}

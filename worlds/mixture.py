@@ -16,9 +16,9 @@ from pathlib import Path
 
 from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import Rollout
-from nanorchestra.config import TaskSection
+from nanorchestra.config import DRAWN, TaskSection
 from nanorchestra.errors import require
-from nanorchestra.records import Task, Trajectory
+from nanorchestra.records import Preference, Task, Trajectory
 from nanorchestra.schemas import Json
 from nanorchestra.tools.models import ExpertTool, Spending
 from nanorchestra.tools.sandbox import Sandbox
@@ -220,4 +220,7 @@ def open_world(
         return questions.load_world(name, seed, settings, offered, judge)
     models = {tool.expert.model: tool.expert for tool in offered if isinstance(tool, ExpertTool)}
     models = toolscale.Models(user, judge, None if simulated else models)
-    return toolscale.load_world(name, seed, models)
+    wish = None
+    if settings.preference != DRAWN:
+        wish = Preference.parse(settings.preference, "task.preference")
+    return toolscale.load_world(name, seed, models, wish)

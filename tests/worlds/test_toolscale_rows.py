@@ -13,7 +13,7 @@ from scripted import ScriptedEngine
 from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.config import TaskSection
 from nanorchestra.errors import UserError
-from nanorchestra.records import ToolCall
+from nanorchestra.records import Preference, ToolCall
 from nanorchestra.tools.http import EndpointError
 from worlds.mixture import open_world
 from worlds.toolscale.dataset import load_world
@@ -159,6 +159,24 @@ def test_what_one_table_of_all_tools_did_to_arguments_is_undone(cinema):
         ((_, arguments),) = env.scorer.golden
         assert arguments == {"booking_id": f"B{n}", "on": day, "refund": 5}
     assert [wish.say for wish in env.user.wishes] == ["I want to cancel my booking.", "Be quick."]
+
+
+def test_a_row_without_a_preference_has_that_of_the_setting(cinema):
+    """Training draws one for each task; an evaluation has none, or that of its user."""
+    path = str(cinema(*map(row, range(5))))
+
+    def wishes(preference):
+        world = open_world(path, 0, None, TaskSection(preference=preference))
+        return [world.task("train", index).preference for index in range(4)]
+
+    assert len({wish.text for wish in wishes("drawn")}) == 4
+    assert wishes("") == [Preference()] * 4
+    assert wishes("Be frugal. cost=1 usd=0.5") == [Preference("Be frugal.", cost=1, usd=0.5)] * 4
+    with pytest.raises(UserError, match="task.preference names gpt-5; movie/0 offers experts") as e:
+        wishes("never=gpt-5")
+    assert "\n" not in str(e.value)
+    own = open_world(str(cinema(*map(trained, range(5)))), 0, None, TaskSection(preference="x=1"))
+    assert own.task("train", 0).preference.tools == {"expert-1": 3, "expert-2": 0}
 
 
 def trained(number, **changes):
