@@ -7,7 +7,7 @@ tau2-bench; small.py makes tasks in memory. The world's
 
 import random
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,8 +157,11 @@ def load_world(
     tasks, kept, left_out = load_tasks(file), [], Counter()
     if wish is not None:
         _check_wish(wish, tasks)
-    domains = sorted({task["domain"] for task in tasks})
-    worlds = {domain: load_domain(home / domain) for domain in domains}
+    called = defaultdict(set)  # the tools that the tasks of a domain call
+    for task in tasks:
+        actions = task["evaluation_criteria"]["actions"]
+        called[task["domain"]].update(action["name"] for action in actions)
+    worlds = {domain: load_domain(home / domain, called[domain]) for domain in sorted(called)}
     for task in tasks:
         world = worlds[task["domain"]]
         if why := unfit(world, task, models):
