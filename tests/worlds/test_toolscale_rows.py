@@ -332,13 +332,18 @@ def get_environment():
 
 
 @pytest.fixture
-def no_tau2(monkeypatch):
+def no_tau2():
     """Forgets the package tau2, before and after; it is not installed."""
+
+    def forget():
+        for name in [name for name in sys.modules if name.partition(".")[0] == "tau2"]:
+            del sys.modules[name]
+
+    forget()
     if importlib.util.find_spec("tau2"):
         pytest.skip("tau2-bench is installed")
     yield
-    for name in [name for name in sys.modules if name.partition(".")[0] == "tau2"]:
-        del sys.modules[name]
+    forget()
 
 
 @pytest.mark.parametrize(
