@@ -264,7 +264,9 @@ def test_training_on_frames_asks_real_experts_and_a_real_judge(tmp_path, monkeyp
         server.answer = answer
         here = {"base_url": server.url, "key_variable": ""}
         tables = json.loads(Path(catalogue(tmp_path)).read_text())
-        tables |= {"tools": tables["tools"][-1:], "endpoints": dict.fromkeys(HOSTS, here)}
+        pages = lines(tmp_path / "pages.jsonl", [{"text": "Eliza was the first lady."}])
+        search = {"kind": "search", "name": "pages", "description": "d", "corpus": str(pages)}
+        tables |= {"tools": [search, tables["tools"][-1]], "endpoints": dict.fromkeys(HOSTS, here)}
         (tmp_path / "mine.json").write_text(json.dumps(tables))
         options = ["--config", "toolorchestra-8b", "--dry-run", "--run.root", str(tmp_path)]
         options += ["--rollout.temperature", "4"]  # each turn of the menu is drawn
