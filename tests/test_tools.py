@@ -344,6 +344,8 @@ from tools import ToolResult, tool
 def pages(query: str, count: int = 2) -> list[str]:
     "Finds pages, best first."
     found = {"atomic number of gold": ["Gold has 79.", {"row": 2}], "blank": " "}.get(query, [])
+    if query == "a half character":
+        return "half \\ud800", ""
     return ToolResult("one page", 0.125) if query == "the cached page" else found
 
 @tool(kind="code")
@@ -377,12 +379,13 @@ def test_a_python_function_stands_behind_a_published_role(
     for query, documents, usd in (
         ("atomic number of gold", ['{"row": 2}', "Gold has 79."], 0.25),
         ("the cached page", ["one page"], 0.125),
+        ("a half character", ["half ?"], 0.25),
     ):
         server.answer = lambda body, q=query: said(f"<query>{q}</query>", usage=(0, 0))
         result = search.call({"model": "a-1"})
         assert result.found == {"documents": documents} and not result.error
         assert result.cost_usd == pytest.approx(usd, abs=0.001)
-    assert result.content == "one page"
+    assert result.content == "half ?"
     server.answer = lambda body: said("<query>nothing of this kind</query>")
     assert search.call({"model": "a-1"}).content == "nothing found"
     own = search.experts["a-1"].most_usd(search.prompt(search.experts["a-1"]))
@@ -476,7 +479,7 @@ def test_a_bad_catalogue_is_one_line_that_names_the_file_and_the_setting(load, t
             r"t.json: endpoints.here.headers\['X-Org'\]: must be '\$NAME'",
         ),
         (
-            catalogue(EXPERT, endpoint={"headers": {"X Org": "$A"}}),
+            catalogue(EXPERT, endpoint={"headers": {"X-Org\n": "$A"}}),
             "t.json: endpoints.here.headers: ",
         ),
         (catalogue(WEB | {"base_url": "tvly-123"}), r"t.json: tools\[0\].base_url: must be http"),

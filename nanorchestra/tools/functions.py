@@ -63,7 +63,7 @@ class FunctionTool:
         try:
             value = within(self.timeout_s, lambda: self.function(**arguments))
             if isinstance(value, ToolResult):
-                return self._with_evidence(value, [value.content], arguments)
+                return self._with_evidence(value, _documents(value.content), arguments)
             if self.kind == "search":
                 documents = _documents(value)
                 text = "\n\n".join(documents) or "nothing found"
@@ -92,14 +92,15 @@ class FunctionTool:
 
 def _documents(value) -> list[str]:
     """Returns what a search found as texts: the value, or its entries, without what is blank."""
-    entries = value if isinstance(value, list) else [value]
+    entries = value if isinstance(value, (list, tuple)) else [value]
     texts = [_text(entry) for entry in entries if entry is not None]
     return [text for text in texts if text.strip()]
 
 
 def _text(value) -> str:
-    """Returns text as it is, and other values as JSON."""
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    """Returns text as it is, but for what UTF-8 cannot hold, and other values as JSON."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def tool(
