@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import Attempt, Rollout
 from nanorchestra.engine.request import SamplingParams
+from nanorchestra.records import Price
 from nanorchestra.schemas import Json, check
 from nanorchestra.serving.protocol import OPENAPI, SAMPLING, usage
 from nanorchestra.serving.service import REQUEST_S, Service
@@ -34,7 +35,7 @@ async def orchestrated(
     env = make(asked["content"], " ".join([given.get("preference", ""), *limits]), seed)
     env.messages[:0] = [] if env.task.data else before  # a world's task stands alone
     rollout, chosen = copy.copy(rollout), {name: body[name] for name in SAMPLING}
-    rollout.open = lambda attempt, start, prompt: Conversation(service, prompt)
+    rollout.open = lambda attempt, start, prompt: Conversation(service, rollout.price, prompt)
     rollout.params = lambda seed, most: SamplingParams(most, seed=seed, **chosen)
     chunks = asyncio.Queue()
 
@@ -77,7 +78,12 @@ class Conversation:
     """The session of an attempt: each turn is a request of its own on the KV of the last."""
 
     service: Service
+    price: Price
     ids: list[int]
+
+    def prices(self) -> tuple[float, float]:
+        """Returns the US dollars of reading the next prompt, which the KV holds, and of an id."""
+        return 0.0, self.price.cost(0, 1)
 
     def append(self, ids: list[int], role: str, contents: list[str]) -> None:
         """Adds observations."""
