@@ -217,17 +217,16 @@ class Attempt:
 
     def _fitted(self, role, contents, room) -> tuple[list[str], list[int]]:
         """Returns results that fit in `room` ids, and the ids; the longest are shortened first."""
-        ids = chat.encode_reply(self.tokenizer, role, contents)
+        shown, chars = [*contents], [len(text) for text in contents]
+        ids = chat.encode_reply(self.tokenizer, role, shown)
         while len(ids) > room:
-            longest = max(range(len(contents)), key=lambda i: len(contents[i]))
-            text = contents[longest]
-            chars = min(len(text) - 1, int(len(text) * max(room, 0) / len(ids)))
-            if chars < LEAST_CHARS:
+            longest = chars.index(max(chars))
+            chars[longest] = int(chars[longest] * min(0.9, max(room, 0) / len(ids)))
+            if chars[longest] < LEAST_CHARS:
                 break
-            contents = [*contents]
-            contents[longest] = shortened(text, RESULT_WORDS, chars)
-            ids = chat.encode_reply(self.tokenizer, role, contents)
-        return contents, ids
+            shown[longest] = shortened(contents[longest], RESULT_WORDS, chars[longest])
+            ids = chat.encode_reply(self.tokenizer, role, shown)
+        return shown, ids
 
     def _extend(self, ids, logprobs=None, versions=None):
         """Appends ids: sampled ones with log-probabilities and weight versions, or given ones."""

@@ -23,7 +23,7 @@ from nanorchestra.model.parser import THINK, THINK_END
 from nanorchestra.records import Price, ToolCall, Trajectory
 from nanorchestra.schemas import Json
 from nanorchestra.tools.http import EndpointError
-from nanorchestra.tools.models import Endpoint, Spending, most_tokens
+from nanorchestra.tools.models import TEMPLATE_TOKENS, Endpoint, Spending, most_tokens
 
 
 class EndpointRollout(Rollout):
@@ -78,7 +78,15 @@ class EndpointConversation:
     def prices(self) -> tuple[float, float]:
         """Returns the most US dollars of the next request, and those of each token it asks for."""
         bill = self.rollout.bill
-        return bill.cost(most_tokens(json.dumps(self._request({}))), 0), bill.cost(0, 1)
+        return bill.cost(self._most_tokens(), 0), bill.cost(0, 1)
+
+    def _most_tokens(self) -> int:
+        """Returns the most tokens that the next request can have, with the words about its tools.
+
+        The punctuation of a message in JSON is longer than its marks in a template.
+        """
+        template = TEMPLATE_TOKENS if self.tools else 0
+        return most_tokens(json.dumps([self.messages, self.tools])) + template
 
     def append(self, ids: list[int], role: str, contents: list[str]) -> None:
         """Adds observations, each for its call, or the user's reply."""
@@ -95,7 +103,7 @@ class EndpointConversation:
         body = self._request(params)
         bill, spending = self.rollout.bill, self.rollout.spending
         budget, tokenizer = params["max_completion_tokens"], self.rollout.tokenizer
-        most_usd = bill.cost(most_tokens(json.dumps(body)), budget)
+        most_usd = bill.cost(self._most_tokens(), budget)
         if not spending.reserve(most_usd):
             return _completion([], "error", f"Error: ${most_usd:.2g} is more than is left to spend")
         ask, problem = partial(spending.complete, self.rollout.server), None

@@ -7,12 +7,11 @@ holds through any depth: what a call may spend is part of what its caller may sp
 """
 
 import math
-import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from nanorchestra.records import Preference
+from nanorchestra.records import Preference, banned
 from nanorchestra.schemas import Json
 
 
@@ -93,16 +92,3 @@ def known_labels(tools: Iterable[Any]) -> list[str]:
         inner = [*getattr(tool, "helpers", ()), *getattr(tool, "tools", ())]
         known |= labels(tool) | set(known_labels(inner))
     return sorted(known)
-
-
-def banned(names: Collection[str], never: Collection[str]) -> str:
-    """Returns the ban that one of the names falls under, "" if there is none.
-
-    Case, spaces, hyphens and underscores make no difference.
-    """
-    keys = {_key(name) for name in names}
-    return next((ban for ban in never if _key(ban) in keys), "")
-
-
-def _key(name):
-    return re.sub(r"[\s_-]+", " ", name.casefold()).strip()

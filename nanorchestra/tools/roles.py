@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanorchestra.evidence import Budget, Evidence
-from nanorchestra.records import ToolResult, part
+from nanorchestra.records import ToolResult, banned, part
 from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.allowance import (
     Allowance,
     RefusedError,
-    banned,
     labels,
     most_usd,
 )
@@ -132,7 +131,7 @@ class RoleTool:
         problem = problem if written[what] else f"{alias} wrote no {what}"
         calls, result = [("expert", {}, reply)], ToolResult(f"Error: {problem}", error=True)
         for helper in self.helpers if written[what] else ():
-            result = helper.call(written)
+            result = self._helped(helper, written)
             calls.append((helper.name, written, result))
             if kind == "code" or result.found.get("documents"):
                 break
@@ -146,6 +145,14 @@ class RoleTool:
             found=result.found,
             parts=[part(*call) for call in calls],
         )
+
+    def _helped(self, helper, written) -> ToolResult:
+        """Returns a helper's result. One that raises is an error: the expert is to be billed."""
+        try:
+            return helper.call(written)
+        except Exception as error:
+            problem = f"Error: {helper.name} failed: {type(error).__name__}: {error}"
+            return ToolResult(problem, error=True)
 
     def prompt(self, expert: Expert) -> str:
         """Returns what the expert reads: evidence in its budget, the problem, and what to do."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from nanorchestra.agent.environment import PreparedCall, Tool, in_thread, refusal, refused
 from nanorchestra.evidence import Evidence
-from nanorchestra.records import ParsedTurn, Price, Task, ToolCall, ToolResult
-from nanorchestra.tools.allowance import UNLIMITED, Allowance, RefusedError, banned, too_dear
+from nanorchestra.records import ParsedTurn, Price, Task, ToolCall, ToolResult, banned
+from nanorchestra.tools.allowance import UNLIMITED, Allowance, RefusedError, too_dear
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.models import Expert
 from worlds.toolscale import preferences
