@@ -5,6 +5,7 @@ import copy
 import json
 import secrets
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -95,8 +96,11 @@ def preference_of(metadata: Json) -> tuple[str, Json]:
     words = vector.pop("text", words)
     require(isinstance(words, str), "metadata.preference.text: must be a text")
     for name, value in read.items():
-        if isinstance(value, str):
-            (value,) = words_and_vector(f"{name}={value}")[1].values()
+        if isinstance(value, str) and name == "never":
+            value = [ban.strip() for ban in value.split(",")]
+        elif isinstance(value, str):
+            with suppress(ValueError):  # what is no number is refused by its name
+                value = json.loads(value)
         vector[name] = value
     return words, vector
 
