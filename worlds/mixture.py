@@ -18,7 +18,7 @@ from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import Rollout
 from nanorchestra.config import DRAWN, TaskSection
 from nanorchestra.errors import require
-from nanorchestra.records import Preference, Task, Trajectory
+from nanorchestra.records import Task, Trajectory, words_and_vector
 from nanorchestra.schemas import Json
 from nanorchestra.tools.models import ExpertTool, Spending
 from nanorchestra.tools.sandbox import Sandbox
@@ -32,6 +32,7 @@ from worlds.miniature.tables import HELD_OUT, TRAIN
 from worlds.miniature.teacher import teach, texts
 from worlds.toolscale import dataset as toolscale
 from worlds.toolscale.small import small_world
+from worlds.wording import understood
 
 MINIATURE, DOMAINS = "miniature", "domains"  # worlds that need no files
 GOLDEN = (math.sqrt(5) - 1) / 2
@@ -222,5 +223,7 @@ def open_world(
     models = toolscale.Models(user, judge, None if simulated else models)
     wish = None
     if settings.preference != DRAWN:
-        wish = Preference.parse(settings.preference, "task.preference")
+        words, vector = words_and_vector(settings.preference)
+        named = {*vector, *vector.get("never", ())}  # load_world knows whether they may be
+        wish = understood(words, vector, "task.preference", named, named)
     return toolscale.load_world(name, seed, models, wish)

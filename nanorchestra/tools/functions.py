@@ -30,7 +30,7 @@ from typing import Any
 from pydantic import TypeAdapter, validate_call
 
 from nanorchestra.errors import UserError, require
-from nanorchestra.records import ToolResult
+from nanorchestra.records import RESULT_WORDS, ToolResult
 from nanorchestra.schemas import Json
 from nanorchestra.tools.http import within
 
@@ -43,6 +43,9 @@ class FunctionTool:
     """A Python function of the user's. A call ends after `timeout_s` seconds.
 
     `kind` is "function", "search" or "code". What one of the last two returns is evidence.
+
+    A function that charges by itself, in the ToolResult that it returns, charges `usd_per_call` US
+    dollars at most: a user's limit holds by it.
     """
 
     name: str
@@ -51,6 +54,7 @@ class FunctionTool:
     function: Callable[..., Any]
     usd_per_call: float = 0.0
     timeout_s: float = 60.0
+    result_words: int = RESULT_WORDS
     kind: str = FUNCTION
     blocking = True
 
@@ -62,6 +66,10 @@ class FunctionTool:
         start, documents = time.monotonic(), []
         try:
             value = within(self.timeout_s, lambda: self.function(**arguments))
+            if isinstance(value, ToolResult) and value.cost_usd > self.usd_per_call:
+                stated = f"usd_per_call states ${self.usd_per_call:g} at most"
+                text = f"Error: {self.name} has charged ${value.cost_usd:g}; {stated}"
+                return replace(value, content=text, error=True)
             if isinstance(value, ToolResult):
                 return self._with_evidence(value, _documents(value.content), arguments)
             if self.kind == "search":
@@ -108,8 +116,8 @@ def tool(
 ) -> Any:
     """Decorates a typed, documented function, which becomes a FunctionTool of its name.
 
-    `settings` are usd_per_call and timeout_s. UserError if a type hint or the docstring is missing,
-    or if a function of this kind needs another argument.
+    `settings` are usd_per_call, timeout_s and result_words. UserError if a type hint or the
+    docstring is missing, or if a function of this kind needs another argument.
     """
     if function is None:
         return lambda given: tool(given, kind=kind, **settings)
