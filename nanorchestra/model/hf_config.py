@@ -18,7 +18,7 @@ _SUPPORTED = {
     "use_sliding_window": (False,),
     "tie_word_embeddings": (False, True),
     "attention_bias": (False,),
-    "quantization_config": (None, *FORMATS),
+    "quantization_config": (None, *FORMATS, "awq"),
 }
 _DEFAULTS = {  # those of transformers
     "head_dim": 128,
@@ -45,6 +45,33 @@ def stored_dtype(path: str | Path) -> str | None:
     """Return the dtype of a checkpoint's weights, if its config.json says it."""
     config = read_json(Path(path) / "config.json")
     return config.get("dtype") or config.get("torch_dtype")
+
+
+def awq_group(data: Mapping[str, Any], source: str = "config.json") -> int | None:
+    """Return how many columns share a scale in a checkpoint of AutoAWQ, 0: all; None for another.
+
+    data: of config.json; `source` names it in messages. Raises UserError for a form that is not
+    read: version "gemm" alone is, in 4 bits, with zero points.
+    """
+    stored = data.get("quantization_config")
+    if not isinstance(stored, Mapping) or stored.get("quant_method") != "awq":
+        return None
+    group, version = stored.get("group_size", 128), stored.get("version", "gemm")
+    checks = (
+        ("version", version, str(version).lower() == "gemm", "'gemm'"),
+        ("bits", stored.get("bits"), stored.get("bits") == 4, "4"),
+        ("zero_point", stored.get("zero_point", True), stored.get("zero_point", True), "true"),
+        (
+            "group_size",
+            group,
+            type(group) is int and (group > 0 or group == -1),
+            "its columns, or -1",
+        ),
+    )
+    for field, value, holds, expected in checks:
+        where = f"{source}: quantization_config.{field} = {value!r}"
+        require(holds, f"{where}: expected {expected}; of AutoAWQ's forms this one is read")
+    return max(group, 0)
 
 
 def read_sampling(path: str | Path) -> dict[str, float]:
@@ -75,7 +102,9 @@ def config_from_hf(data: Mapping[str, Any], source: str = "config.json") -> Mode
     values["num_key_value_heads"] = data.get("num_attention_heads")
     values |= {name: value for name, value in {**data, **rope}.items() if value is not None}
     if isinstance(stored := data.get("quantization_config"), Mapping):
-        values["quantization_config"] = stored.get("format", stored.get("quant_method"))
+        method = stored.get("quant_method")
+        values["quantization_config"] = method if method == "awq" else stored.get("format", method)
+        awq_group(data, source)
 
     def check(holds, field, expected):
         require(holds, f"{source}: {field} = {values.get(field)!r}: expected {expected}")

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json
-from nanorchestra.model.compressed import decompressed
-from nanorchestra.model.hf_config import read_config
+from nanorchestra.model.compressed import FourBit, awq_decompressed, decompressed
+from nanorchestra.model.hf_config import awq_group, read_config
 from nanorchestra.model.native import PackedLinear
 from nanorchestra.model.quantise import QuantisedLinear, linears, quantise_model
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
@@ -34,7 +34,7 @@ class Slot:
     """The place of one checkpoint tensor: its shape, and what writes it."""
 
     shape: list[int]
-    writes: list[Callable[[Tensor], None]]
+    writes: list[Callable[[Tensor | FourBit], None]]
 
 
 def load_model(
@@ -46,10 +46,10 @@ def load_model(
 ) -> tuple[Qwen3, Tokenizer | None]:
     """Return the model of a checkpoint directory and its tokenizer, None without tokenizer.json.
 
-    `quantise`, "int8", "int4" or "fp8", rounds the matrices as they are read; those that
-    compressed-tensors stored in 4 or 8 bits are widened before. `build` makes the model without
-    memory; dtype None keeps the dtypes it chooses. Raises UserError for anything wrong with the
-    directory.
+    `quantise`, "int8", "int4" or "fp8", rounds the matrices as they are read; those that are stored
+    in 4 or 8 bits are widened before, but for AutoAWQ's, which "int4" holds as they are. `build`
+    makes the model without memory; dtype None keeps the dtypes it chooses. Raises UserError for
+    anything wrong with the directory.
     """
     path = Path(path)
     config = read_config(path)
@@ -58,7 +58,7 @@ def load_model(
     if dtype is not None:
         model.to(getattr(torch, dtype))
     if quantise:
-        quantise_model(model, quantise)
+        quantise_model(model, quantise, awq_group(read_json(path / "config.json")))
 
     def empty(x):  # as to_empty does, but empty_like imports sympy: 0.3 s
         if is_sharded(x):
@@ -72,7 +72,7 @@ def load_model(
 
 
 def copy_weights(
-    model: Qwen3, tensors: Iterable[tuple[str, Tensor]], source: str = "new weights"
+    model: Qwen3, tensors: Iterable[tuple[str, Tensor | FourBit]], source: str = "new weights"
 ) -> None:
     """Overwrite all weights in place from (HF name, tensor) pairs of any float dtype and device.
 
@@ -121,7 +121,7 @@ def hf_slots(model: Qwen3) -> dict[str, Slot]:
     for name, parameter in model.named_parameters():
         for part, rows in hf_rows(model.config, name, len(parameter)):
             shape = [rows.stop - rows.start, *parameter.shape[1:]]
-            slots[part] = Slot(shape, [partial(fill, parameter, begin=rows.start)])
+            slots[part] = Slot(shape, [partial(_fill, parameter, rows.start)])
     for name, module in linears(model, STORED):
         if name == "lm_head" and model.config.tie_word_embeddings:
             name = "embed_tokens"
@@ -129,6 +129,11 @@ def hf_slots(model: Qwen3) -> dict[str, Slot]:
             shape = [rows.stop - rows.start, module.in_features]
             slots.setdefault(part, Slot(shape, [])).writes.append(partial(module.write, rows))
     return slots
+
+
+def _fill(parameter, begin, weight):
+    """Write rows begin.. of a parameter, which holds its numbers one by one."""
+    fill(parameter, weight.widened() if isinstance(weight, FourBit) else weight, begin)
 
 
 def hf_rows(config: ModelConfig, name: str, rows: int) -> list[tuple[str, slice]]:
@@ -152,7 +157,7 @@ def hf_rows(config: ModelConfig, name: str, rows: int) -> list[tuple[str, slice]
     ]
 
 
-def _stored(path) -> Iterator[tuple[str, Tensor]]:
+def _stored(path) -> Iterator[tuple[str, Tensor | FourBit]]:
     """Yield (name, tensor) of a checkpoint directory, shard by shard.
 
     A bare backbone, such as Qwen3-Embedding, has names without their first "model".
@@ -168,7 +173,15 @@ def _stored(path) -> Iterator[tuple[str, Tensor]]:
                 f"{path / file}: not a whole safetensors file ({error}); is the download complete?"
             ) from error
         shards |= dict.fromkeys(shard.keys(), shard)
-    tensors = decompressed(shards, lambda name: shards[name].get_tensor(name), str(path))
+
+    def read(name):
+        return shards[name].get_tensor(name)
+
+    group = awq_group(read_json(path / "config.json"))
+    if group is None:
+        tensors = decompressed(shards, read, str(path))
+    else:
+        tensors = awq_decompressed(shards, read, group, str(path))
     for name, tensor in tensors:
         bare = not name.startswith(("model.", "lm_head."))
         yield f"model.{name}" if bare else name, tensor
