@@ -47,12 +47,17 @@ def stored_dtype(path: str | Path) -> str | None:
     return config.get("dtype") or config.get("torch_dtype")
 
 
-def awq_group(data: Mapping[str, Any], source: str = "config.json") -> int | None:
+def stored_group(path: str | Path) -> int | None:
     """Return how many columns share a scale in a checkpoint of AutoAWQ, 0: all; None for another.
 
-    data: of config.json; `source` names it in messages. Raises UserError for a form that is not
-    read: version "gemm" alone is, in 4 bits, with zero points.
+    Raises UserError for a form that is not read.
     """
+    file = Path(path) / "config.json"
+    return _awq_group(read_json(file), str(file))
+
+
+def _awq_group(data, source) -> int | None:
+    """Version "gemm" alone is read, in 4 bits, with zero points."""
     stored = data.get("quantization_config")
     if not isinstance(stored, Mapping) or stored.get("quant_method") != "awq":
         return None
@@ -104,7 +109,7 @@ def config_from_hf(data: Mapping[str, Any], source: str = "config.json") -> Mode
     if isinstance(stored := data.get("quantization_config"), Mapping):
         method = stored.get("quant_method")
         values["quantization_config"] = method if method == "awq" else stored.get("format", method)
-        awq_group(data, source)
+        _awq_group(data, source)
 
     def check(holds, field, expected):
         require(holds, f"{source}: {field} = {values.get(field)!r}: expected {expected}")

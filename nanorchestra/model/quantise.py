@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from kernels.common import wide_product
 from kernels.quantised import ROWS, quantised_linear
@@ -53,7 +54,12 @@ class QuantisedLinear(nn.Module):
         self.register_buffer("zeros", places)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the product; a GPU kernel reads the stored bits for up to ROWS rows of x."""
+        """Return the product; a GPU kernel reads the stored bits for up to ROWS rows of x.
+
+        Gradients flow into x. The values are frozen: they have none.
+        """
+        if x.requires_grad and torch.is_grad_enabled():
+            return _FrozenProduct.apply(x, self)
         return self.product(x, x.dtype)
 
     def product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -105,6 +111,20 @@ class QuantisedLinear(nn.Module):
         self.values[rows] = _packed(weight.q.unflatten(1, (-1, self.group)))
         self.scales[rows] = weight.scales
         self.zeros[rows] = weight.zeros
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """x W^T with a gradient in x: grad W. Both passes dequantise W, and neither keeps it."""
+
+    @staticmethod
+    def forward(ctx, x, linear):
+        ctx.linear = linear
+        return F.linear(x, linear.dequantise(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return grad @ ctx.linear.dequantise(grad.dtype), None
 
 
 def _packed(q: Tensor) -> Tensor:

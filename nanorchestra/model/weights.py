@@ -18,7 +18,7 @@ from torch import Tensor
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json
 from nanorchestra.model.compressed import FourBit, awq_decompressed, decompressed
-from nanorchestra.model.hf_config import awq_group, read_config
+from nanorchestra.model.hf_config import read_config, stored_group
 from nanorchestra.model.native import PackedLinear
 from nanorchestra.model.quantise import QuantisedLinear, linears, quantise_model
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
@@ -26,6 +26,7 @@ from nanorchestra.model.sharded import fill, is_sharded, whole
 from nanorchestra.model.tokenizer import Tokenizer
 
 STORED = QuantisedLinear, PackedLinear  # they hold a matrix in a form of their own
+BASE = ".base"  # in the name of a matrix that has an adapter
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -58,7 +59,7 @@ def load_model(
     if dtype is not None:
         model.to(getattr(torch, dtype))
     if quantise:
-        quantise_model(model, quantise, awq_group(read_json(path / "config.json")))
+        quantise_model(model, quantise, stored_group(path))
 
     def empty(x):  # as to_empty does, but empty_like imports sympy: 0.3 s
         if is_sharded(x):
@@ -102,17 +103,22 @@ def named_hf_tensors(
 
     The tensors are views: writing to them writes to the model. Two exceptions are copies: a matrix
     with an adapter (lora.py) is merged, and a sharded one is gathered, so all ranks must iterate
-    together. Raises UserError for a quantised model and a packed one.
+    together. Raises UserError for a quantised model without adapters and a packed one.
     """
     held = linears(model, STORED)
-    require(not held, "a quantised or packed model can be neither trained nor saved")
+    adapted = all(name.endswith(BASE) for name, _ in held)
+    require(adapted, "a quantised or packed model can be neither trained nor saved")
     for name, parameter in model.named_parameters():
         parts = hf_rows(model.config, name, len(parameter))
         if parts:
             owner, _, field = name.rpartition(".")
-            merged = getattr(model.get_submodule(owner), "merged", None)
+            merged = getattr(model.get_submodule(owner.removesuffix(BASE)), "merged", None)
             matrix = whole(merged() if merged and field == "weight" else parameter, dtype)
             yield from ((part, matrix[rows]) for part, rows in parts)
+    for name, module in held:
+        matrix = whole(model.get_submodule(name.removesuffix(BASE)).merged(), dtype)
+        parts = hf_rows(model.config, f"{name}.weight", module.out_features)
+        yield from ((part, matrix[rows]) for part, rows in parts)
 
 
 def hf_slots(model: Qwen3) -> dict[str, Slot]:
@@ -140,6 +146,7 @@ def hf_rows(config: ModelConfig, name: str, rows: int) -> list[tuple[str, slice]
     """Return the HF names of one parameter and the rows that each has; none for an adapter."""
     if name.endswith("norm"):
         name += ".weight"
+    name = name.replace(f"{BASE}.", ".")
     *owner, module, field = name.split(".")
     if field in ("lora_a", "lora_b"):
         return []
@@ -177,7 +184,7 @@ def _stored(path) -> Iterator[tuple[str, Tensor | FourBit]]:
     def read(name):
         return shards[name].get_tensor(name)
 
-    group = awq_group(read_json(path / "config.json"))
+    group = stored_group(path)
     if group is None:
         tensors = decompressed(shards, read, str(path))
     else:
