@@ -114,7 +114,8 @@ def _check_together(config):
     )
     if config.lora.base == "int4":
         require(
-            config.lora.rank, "lora.base is int4 and lora.rank 0; 4 bits cannot be trained: 32?"
+            config.lora.rank,
+            "lora.rank is 0; with lora.base int4 it must be 1 or more: adapters alone are trained",
         )
         require(config.model.path, "lora.base is int4; it needs weights to round: set model.path")
         require(
