@@ -52,9 +52,15 @@ class LoRALinear(nn.Module):
         if not self.enabled:
             return y
         low = F.linear(x, self.lora_a.to(x.dtype))  # [T, parts * rank]
-        # One product for all parts: no [T, out] beside y and the result is ever in memory.
-        b = torch.block_diag(*self.lora_b.to(x.dtype).split(self.rows))  # [out, parts * rank]
-        return torch.addmm(y, low, b.T, alpha=self.scale)
+        return torch.addmm(y, low, self.spread(x.dtype).T, alpha=self.scale)
+
+    def spread(self, dtype: torch.dtype) -> Tensor:
+        """Return B in dtype, [out, parts * rank], zero where a part's rows meet another's columns.
+
+        One product then adds all parts, and no further [T, out] is in memory.
+        """
+        b = self.lora_b.to(dtype)
+        return torch.block_diag(*b.split(self.rows)) if len(self.rows) > 1 else b
 
     @torch.no_grad()
     def merged(self) -> Tensor:
@@ -106,7 +112,8 @@ def reset(model: Qwen3, seed: int) -> None:
 def on_the_same_base(model: Qwen3, dtype: torch.dtype) -> Qwen3:
     """Return a model with adapters of its own, in dtype, and the very tensors of the base.
 
-    It is frozen. `copy_adapters` brings its adapters up to date.
+    It is frozen. Its adapters are spread: each is of one part, so that a step of an engine need not
+    spread them. `copy_adapters` brings them up to date.
     """
     own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     shared = [*model.parameters(), *model.buffers()]
@@ -114,16 +121,17 @@ def on_the_same_base(model: Qwen3, dtype: torch.dtype) -> Qwen3:
     other = copy.deepcopy(model, memo)
     for _, module in adapters(other):
         module.lora_a = nn.Parameter(module.lora_a.to(dtype), requires_grad=False)
-        module.lora_b = nn.Parameter(module.lora_b.to(dtype), requires_grad=False)
+        module.lora_b = nn.Parameter(module.spread(dtype), requires_grad=False)
+        module.rows, module.rank = [len(module.lora_b)], len(module.lora_a)
     return other
 
 
 @torch.no_grad()
 def copy_adapters(source: Qwen3, target: Qwen3) -> None:
-    """Overwrite the adapters of `target` in place by those of `source`, cast to its dtype."""
+    """Overwrite the adapters of `target`, of `on_the_same_base`, by those of `source`."""
     for (_, new), (_, old) in zip(adapters(source), adapters(target), strict=True):
         old.lora_a.copy_(new.lora_a)
-        old.lora_b.copy_(new.lora_b)
+        old.lora_b.copy_(new.spread(old.lora_b.dtype))
 
 
 @contextmanager

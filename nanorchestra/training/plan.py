@@ -49,6 +49,14 @@ class Setup:
         return rank * self.costs.adapter_numbers if rank else self.costs.numbers
 
     @property
+    def spread(self) -> int:
+        """How many numbers the engine's adapters have: those of q, k, v, gate and up are spread."""
+        shape, rank = self.model, self.config.lora.rank
+        heads = shape.num_attention_heads + 2 * shape.num_key_value_heads
+        zeros = 2 * heads * shape.head_dim + 2 * shape.intermediate_size
+        return self.trained + shape.num_hidden_layers * rank * zeros
+
+    @property
     def in_4_bits(self) -> bool:
         """Whether the layers are frozen in 4 bits; trainer and engine then share them."""
         return self.config.lora.base == "int4"
@@ -83,7 +91,7 @@ def memory(setup: Setup) -> dict[str, tuple[float, float]]:
     engine, widened = 2 * total, 0.0
     if setup.in_4_bits:  # one process, so nothing is gathered
         largest = 2 * hidden * setup.model.intermediate_size  # gate and up
-        gathered, engine, widened = 0.0, 2 * trained, WIDENED * largest
+        gathered, engine, widened = 0.0, 2 * setup.spread, WIDENED * largest
     kept = layers * costs.activations
     if config.parallel.activation_checkpointing:
         kept = layers * hidden + costs.activations

@@ -145,7 +145,8 @@ def test_one_consumer_gpu_trains_the_8b_over_a_base_in_4_bits():
     adapters = 87.3e6  # of rank 32
     base = 6.946e9 * (0.5 + 2 / 128) + 2 * 2 * 151936 * 4096
     assert parts["weights"][0] == pytest.approx(base + 4 * adapters, rel=1e-3)
-    assert parts["engine's copy"] == pytest.approx((2 * adapters, 2 * adapters), rel=1e-3)
+    spread = adapters + 36 * 32 * (2 * 6144 + 24576)  # twice zeros beside q, k and v; gate and up
+    assert parts["engine's copy"] == pytest.approx((2 * spread, 2 * spread), rel=1e-3)
     assert parts["moments"][1] == pytest.approx(8 * adapters, rel=1e-3)
     assert not any(parts["gathered layers"]) and parts["widened matrix"][1] > 0.4e9
     full = Setup(qlora.replace({"lora.base": "full"}), 1, PRESETS["qwen3-8b"])
