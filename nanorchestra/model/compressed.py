@@ -122,8 +122,8 @@ def _awq_matrix(qweight, qzeros, scales, group) -> FourBit | None:
 
 def _awq_values(words: Tensor) -> Tensor:
     """Return the values 0 .. 15 of int32 words [N, W] as uint8 [8 W, N]."""
-    places = [words >> 4 * place & 15 for place in AWQ_ORDER]
-    return torch.stack(places, dim=2).to(torch.uint8).flatten(1).T
+    places = [(words >> 4 * place & 15).to(torch.uint8) for place in AWQ_ORDER]
+    return torch.stack(places, dim=2).flatten(1).T
 
 
 def _matrix(parts: dict[str, Tensor]) -> Tensor:

@@ -20,7 +20,8 @@ LOSS = 1.5 * GB  # logits and gradients of activations, a chunk or a layer of ea
 TYPICAL, PROMPT, SAMPLED = 0.25, 0.375, 0.25  # of the context; of the ids of an attempt
 TRAINING, ROLLOUT = 0.40, 0.65  # efficiency; torchtitan reports 0.33 to 0.39 for Llama-3.1-8B
 PER_NODE = 8  # GPUs
-# Of a base in 4 bits: bytes of a number with its share of a scale; bytes of a number that are in
+# Of a base in 4 bits: bytes of a number with its share of a scale (AutoAWQ's zero points are a byte
+# for 128 more); bytes of a number that are in
 # memory while its matrix is widened to bf16, and that are read and written then.
 IN_4_BITS, WIDENED, WIDENING = 1 / 2 + 2 / 128, 5, 12
 FULL = {"lora.base": "full"}
