@@ -61,21 +61,19 @@ def _awq_group(data, source) -> int | None:
     stored = data.get("quantization_config")
     if not isinstance(stored, Mapping) or stored.get("quant_method") != "awq":
         return None
-    group, version = stored.get("group_size", 128), stored.get("version", "gemm")
-    checks = (
+    version = stored.get("version", stored.get("format", "gemm"))
+    bits, zeros = stored.get("bits"), stored.get("zero_point", True)
+    group = stored.get("group_size", 128)
+    counted = type(group) is int and (group > 0 or group == -1)
+    for field, value, holds, expected in (
+        ("backend", stored.get("backend"), stored.get("backend") != "llm-awq", "autoawq"),
         ("version", version, str(version).lower() == "gemm", "'gemm'"),
-        ("bits", stored.get("bits"), stored.get("bits") == 4, "4"),
-        ("zero_point", stored.get("zero_point", True), stored.get("zero_point", True), "true"),
-        (
-            "group_size",
-            group,
-            type(group) is int and (group > 0 or group == -1),
-            "its columns, or -1",
-        ),
-    )
-    for field, value, holds, expected in checks:
+        ("bits", bits, bits == 4, "4"),
+        ("zero_point", zeros, zeros is True, "true"),
+        ("group_size", group, counted, "a number of columns, or -1"),
+    ):
         where = f"{source}: quantization_config.{field} = {value!r}"
-        require(holds, f"{where}: expected {expected}; of AutoAWQ's forms this one is read")
+        require(holds, f"{where}: expected {expected}, as AutoAWQ's version 'gemm' has it")
     return max(group, 0)
 
 

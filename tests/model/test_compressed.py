@@ -219,10 +219,13 @@ def test_logits_of_an_awq_checkpoint_are_those_of_transformers_with_its_weights(
     "change, words",
     [
         ({"version": "gemv"}, "quantization_config.version = 'gemv': expected 'gemm'"),
+        ({"version": None, "format": "gemv"}, "quantization_config.version = None: expected"),
+        ({"backend": "llm-awq"}, "quantization_config.backend = 'llm-awq': expected autoawq"),
         ({"bits": 3}, "quantization_config.bits = 3: expected 4"),
         ({"bits": None}, "quantization_config.bits = None: expected 4"),
         ({"zero_point": False}, "quantization_config.zero_point = False: expected true"),
         ({"group_size": 0}, "quantization_config.group_size = 0: expected"),
+        ({"group_size": 64}, "the parts do not fit (groups of 64 rows"),
         ({"group_size": "32"}, "quantization_config.group_size = '32': expected"),
         ({"version": "GEMM", "format": "gemm"}, None),
     ],
@@ -239,7 +242,7 @@ def test_another_form_of_awq_is_refused_in_one_line(directory, change, words):
     with pytest.raises(UserError) as refusal:
         load_model(directory)
     message = str(refusal.value)
-    assert message.startswith(f"{file}: ") and words in message and "\n" not in message
+    assert message.startswith(str(directory)) and words in message and "\n" not in message
 
 
 @pytest.mark.parametrize(
