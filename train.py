@@ -165,7 +165,9 @@ def main(arguments: list[str]) -> int:
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     torch.set_num_threads(config.run.threads or max(1, cores))
     stop = Stop()
-    ranks = Ranks.start(device, shard=config.parallel.shard, sharded=device == "cuda")
+    # A base in 4 bits is not sharded; it and the adapters choose their dtypes themselves.
+    sharded = device == "cuda" and config.lora.base != "int4"
+    ranks = Ranks.start(device, shard=config.parallel.shard, sharded=sharded)
     with ending_together(ranks), Sandbox() as sandbox:
         # After a restart a slow rank may find the directory that rank 0 has just made.
         resumed = ranks.gather(resumed)[0]

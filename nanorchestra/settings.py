@@ -112,6 +112,17 @@ def _check_together(config):
         f"grpo.importance_cap is {cap}; gspo weighs whole sequences, so it must be 0, and "
         "rollout.overlap false",
     )
+    if config.lora.base == "int4":
+        require(
+            config.lora.rank,
+            "lora.rank is 0; with lora.base int4 it must be 1 or more: adapters alone are trained",
+        )
+        require(config.model.path, "lora.base is int4; it needs weights to round: set model.path")
+        require(
+            not config.parallel.cpu_offload,
+            "parallel.cpu_offload is true; with lora.base int4 it must be false: the engine shares "
+            "the weights",
+        )
     require(
         rollout.turn_tokens < context,
         f"rollout.turn_tokens is {rollout.turn_tokens}; it must be below rollout.context_tokens, "
