@@ -92,8 +92,8 @@ def make_training(tmp_path, sandbox, monkeypatch, nano_model, nano_tokenizer):
     stop after `steps` steps. Rewards are drawn at random.
     """
     from nanorchestra.model.saving import save_checkpoint
-    from nanorchestra.report.run import Run
-    from nanorchestra.settings import load_config, to_toml
+    from nanorchestra.report.run import Run, to_toml
+    from nanorchestra.settings import load_config
     from nanorchestra.training import phases
     from nanorchestra.training.ranks import Ranks
     from nanorchestra.training.run import TrainingRun
