@@ -22,7 +22,7 @@ import torch  # noqa: E402  (brings numpy)
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-    import kernel_interpreter  # noqa: F401  (teaches the interpreter bfloat16)
+    import benchmarks.gpu_parts.interpreter  # noqa: F401  (teaches it bfloat16)
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ import json
 import random
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -108,11 +110,24 @@ def bench_of(part: Part, quantise: str = "") -> GpuBench:
     return GpuBench(replace(shape, max_position_embeddings=POSITIONS), part, quantise)
 
 
-def by_kernels(part: Part) -> Any:
-    """Makes engines of the rehearsal compute by kernels, in the interpreter."""
-    if part.rehearse:
-        return mock.patch("nanorchestra.engine.engine.by_kernel", lambda x: True)
-    return mock.patch("nanorchestra.engine.engine.by_kernel", lambda x: x.is_cuda)
+BY_KERNEL = (  # where the project asks whether Triton kernels compute
+    "nanorchestra.engine.engine",
+    "nanorchestra.model.ops",
+    "nanorchestra.model.packed_attention",
+    "nanorchestra.training.logprobs",
+)
+
+
+@contextmanager
+def by_kernels(part: Part) -> Iterator[None]:
+    """Lets the kernels compute in the rehearsal too: in Triton's interpreter, on CPU tensors."""
+    with ExitStack() as patches:
+        if part.rehearse:
+            for module in BY_KERNEL:
+                patches.enter_context(mock.patch(f"{module}.by_kernel", lambda x: True))
+            # A packed model is computed by C.
+            patches.enter_context(mock.patch("nanorchestra.training.build.pack"))
+        yield
 
 
 def steps(part: Part) -> None:
