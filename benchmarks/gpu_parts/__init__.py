@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class NotHereError(Exception):
@@ -33,8 +36,17 @@ class Part:
         self.figures[name] = values
         shown = (f"{key} {_shown(value)}" for key, value in values.items())
         print(f"  {name:44} {', '.join(shown)}", flush=True)
-        if self.file is not None:
-            write(self.file, self.figures)
+        self.save()
+
+    def save(self) -> None:
+        """Writes the figures, and which files of the project this process has loaded."""
+        if self.file is None:
+            return
+        loaded = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+        paths = [Path(name).resolve() for name in loaded if name and "site-packages" not in name]
+        mine = [path for path in paths if path.is_relative_to(ROOT)]
+        files = sorted({path.relative_to(ROOT).as_posix() for path in mine})
+        write(self.file, {"figures": self.figures, "files": files})
 
 
 def _shown(value: Any) -> str:
