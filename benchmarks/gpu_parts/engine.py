@@ -11,18 +11,15 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
 from benchmarks.engine import SHAPES, Bench, Ceiling, seconds
-from benchmarks.gpu_parts import NotHereError, Part
+from benchmarks.gpu_parts import NotHereError, Part, by_kernels
 from nanorchestra.engine.engine import Engine
 from nanorchestra.model.hf_config import config_to_hf
 from nanorchestra.model.quantise import quantise_model
@@ -111,26 +108,6 @@ def bench_of(part: Part, quantise: str = "") -> GpuBench:
     """Qwen3-8B, or a tiny model for the interpreter."""
     shape = TINY if part.rehearse else SHAPES["qwen3-8b"]
     return GpuBench(replace(shape, max_position_embeddings=POSITIONS), part, quantise)
-
-
-BY_KERNEL = (  # where the project asks whether Triton kernels compute
-    "nanorchestra.engine.engine",
-    "nanorchestra.model.ops",
-    "nanorchestra.model.packed_attention",
-    "nanorchestra.training.logprobs",
-)
-
-
-@contextmanager
-def by_kernels(part: Part) -> Iterator[None]:
-    """Lets the kernels compute in the rehearsal too: in Triton's interpreter, on CPU tensors."""
-    with ExitStack() as patches:
-        if part.rehearse:
-            for module in BY_KERNEL:
-                patches.enter_context(mock.patch(f"{module}.by_kernel", lambda x: True))
-            # A packed model is computed by C.
-            patches.enter_context(mock.patch("nanorchestra.training.build.pack"))
-        yield
 
 
 def steps(part: Part) -> None:

@@ -83,9 +83,12 @@ def patch_lang(function):
     the kernel has replaced.
     """
     seen = [x for x in function.__globals__.values() if x is tl or x is tl.core]
-    if any(tl.core.is_builtin(language.load) for language in seen):
-        return _patch(function)
-    return interpreter._LangPatchScope()
+    if not any(tl.core.is_builtin(language.load) for language in seen):
+        return interpreter._LangPatchScope()
+    scope = _patch(function)
+    # Triton 3.6 leaves it to NumPy, which from 2.4 on makes no number of an array [1].
+    scope.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
+    return scope
 
 
 interpreter._patch_lang = patch_lang
@@ -98,9 +101,12 @@ def patch_lang(function):
     the kernel has replaced.
     """
     seen = [x for x in function.__globals__.values() if x is tl or x is tl.core]
-    if any(tl.core.is_builtin(language.load) for language in seen):
-        return _patch(function)
-    return interpreter._LangPatchScope()
+    if not any(tl.core.is_builtin(language.load) for language in seen):
+        return interpreter._LangPatchScope()
+    scope = _patch(function)
+    # Triton 3.6 leaves it to NumPy, which from 2.4 on makes no number of an array [1].
+    scope.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
+    return scope
 
 
 interpreter._patch_lang = patch_lang

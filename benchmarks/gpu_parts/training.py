@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from benchmarks.engine import seconds
-from benchmarks.gpu_parts import Part
-from benchmarks.gpu_parts.engine import TINY, by_kernels
+from benchmarks.gpu_parts import Part, by_kernels
+from benchmarks.gpu_parts.engine import TINY
 from nanorchestra.config import Config
 from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.model import lora
