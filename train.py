@@ -36,7 +36,7 @@ from nanorchestra import settings
 from nanorchestra.agent.load import NANO
 from nanorchestra.config import Config
 from nanorchestra.errors import INTERRUPTED, ArgumentParser, UserError, command, require
-from nanorchestra.report.run import Run
+from nanorchestra.report.run import Run, to_toml
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.build import device_and_dtype
 from nanorchestra.training.costs import GPUS
@@ -205,7 +205,7 @@ def open_run(
         if new:
             if dry_run and (path / "config.toml").exists():
                 shutil.rmtree(path)
-            Run.create(path, settings.to_toml(config))
+            Run.create(path, to_toml(config))
             print(f"writing to {path}: config.toml, metrics.jsonl, report.html, model/ and more")
         if ranks.first:
             folder.lock()

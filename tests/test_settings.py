@@ -6,12 +6,12 @@ import pytest
 
 from nanorchestra.config import Config
 from nanorchestra.errors import ArgumentParser, UserError
+from nanorchestra.report.run import to_toml
 from nanorchestra.settings import (
     CONFIGS,
     add_settings,
     given_settings,
     load_config,
-    to_toml,
 )
 
 

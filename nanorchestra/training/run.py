@@ -17,10 +17,9 @@ from nanorchestra.engine.request import SamplingParams
 from nanorchestra.errors import require
 from nanorchestra.files import write_whole
 from nanorchestra.records import Task, Trajectory
-from nanorchestra.report.run import Run
+from nanorchestra.report.run import Run, to_toml
 from nanorchestra.report.watch import Watch, peak_memory_mb
 from nanorchestra.schemas import Json
-from nanorchestra.settings import to_toml
 from nanorchestra.training import build
 from nanorchestra.training.checkpoint import Checkpoints
 from nanorchestra.training.costs import peak_flops
