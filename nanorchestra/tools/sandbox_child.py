@@ -217,31 +217,27 @@ def seccomp_filter(with_files: bool) -> Program:
     """Returns classic BPF that allows the calls of sandbox.json and refuses others with EPERM.
 
     It kills on a foreign architecture. KeyError on a machine that the file does not know.
-
-    Of a call that opens a file it reads the flags. Landlock judges an open by what the descriptor
-    may do, but O_TRUNC empties a file that is opened for reading alone, or for neither reading nor
-    writing (access mode 3). Both are refused.
     """
     machine = TABLE["architectures"][os.uname().machine]
     calls = TABLE["calls"] | (TABLE["file_calls"] if with_files else {})
-    column = machine["column"]
     load, jump_equal, bits_and, ret = 0x20, 0x15, 0x54, 0x06  # LD|W|ABS, JMP|JEQ, ALU|AND, RET
     allow = (ret, 0, 0, 0x7FFF0000)
     refuse = (ret, 0, 0, 0x00050000 | errno.EPERM)
     kill = (ret, 0, 0, 0x80000000)
     program = [(load, 0, 0, 4), (jump_equal, 1, 0, machine["audit"]), kill]
     program.append((load, 0, 0, 0))  # the number of the call
-    for name, call in calls.items():
-        if call[column] is None:
+    for name, numbers in calls.items():
+        number = numbers[machine["column"]]
+        if number is None:
             continue
         verdict = [allow]
-        if name in TABLE["openers"]:
-            flags = 16 + 8 * TABLE["openers"][name]  # the place of that argument's low half
-            verdict = [(load, 0, 0, flags), (bits_and, 0, 0, os.O_TRUNC | os.O_ACCMODE)]
-            for refused in (os.O_RDONLY | os.O_TRUNC, 3, 3 | os.O_TRUNC):
-                verdict += [(jump_equal, 0, 1, refused), refuse]
-            verdict.append(allow)
-        program.append((jump_equal, 0, len(verdict), call[column]))
+        if name in TABLE["arguments"]:
+            position, mask, values = TABLE["arguments"][name]
+            verdict = [(load, 0, 0, 16 + 8 * position), (bits_and, 0, 0, mask)]  # its low half
+            for value in values:
+                verdict += [(jump_equal, 0, 1, value), allow]
+            verdict.append(refuse)
+        program.append((jump_equal, 0, len(verdict), number))
         program += verdict
     program.append(refuse)
     code = b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
