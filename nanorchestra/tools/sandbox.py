@@ -204,7 +204,8 @@ class _Worker:
         """Ends the process and with it the child of a run, and forgets what that has printed."""
         process, self.process = self.process, None
         if process is not None:
-            os.killpg(process.pid, signal.SIGKILL)  # it is not waited for yet: its pid is its own
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             for each in (self.control, *self.files):
                 each.close()

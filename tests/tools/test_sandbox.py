@@ -132,7 +132,17 @@ def test_rights_that_were_given_up(sandbox, attempt):
 def test_raw_system_calls_are_refused_as_well(sandbox):
     """The confinement is the kernel's: going round Python's own functions does not help."""
     code = "import ctypes\nc = ctypes.CDLL(None, use_errno=True)\n[(c.{0}, ctypes.get_errno())]"
-    for call in ("fork()", "socket(2, 1, 0)", "prctl(1, 0, 0, 0, 0)", "syscall(425, 8, 0)"):
+    for call in (
+        "fork()",
+        "socket(2, 1, 0)",
+        "prctl(1, 0, 0, 0, 0)",
+        "syscall(425, 8, 0)",
+        "fcntl(1, 8, 1)",  # F_SETOWN
+        "ioctl(1, 0x541b, 0)",  # FIONREAD
+        "madvise(0, 4096, 12)",  # MADV_MERGEABLE
+        "mmap(0, 4096, 3, 0x42022, -1, 0)",  # MAP_LOCKED, MAP_HUGETLB
+        "pipe2(0, 128)",  # O_NOTIFICATION_PIPE
+    ):
         assert sandbox.run(code.format(call)).stdout == "[(-1, 1)]\n", call
 
 
@@ -233,6 +243,7 @@ def test_a_program_has_no_capability_and_leaves_no_core():
         rights = dict(line.split(":\t", 1) for line in found.string.splitlines())
         assert int(rights["CapPrm"], 16) == int(rights["CapEff"], 16) == 0
         assert rights["NoNewPrivs"] == "1"
+        assert os.stat(f"/proc/{child}/stat").st_uid == 0  # not its user's, as of one without cores
         run.join()
 
 
@@ -303,7 +314,8 @@ def test_a_worker_that_cannot_be_started_is_an_error_of_the_run(monkeypatch):
         assert one.run("1").stdout == "1\n"
 
 
-def test_nothing_is_left_when_the_owner_is_killed(tmp_path):
+@pytest.mark.parametrize("killed", ["owner", "owner and worker"])
+def test_nothing_is_left_when_the_owner_is_killed(killed, tmp_path):
     """The owner gets SIGKILL in the middle of a run: it cannot clean up, its worker must."""
     program = textwrap.dedent("""
         from nanorchestra.tools.sandbox import Sandbox
@@ -316,6 +328,10 @@ def test_nothing_is_left_when_the_owner_is_killed(tmp_path):
     owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     worker = int(owner.stdout.readline())
     child = wait_for(lambda: child_of(worker))
+    if killed == "owner and worker":
+        owner.send_signal(signal.SIGSTOP)
+        os.kill(worker, signal.SIGKILL)
+        wait_for(lambda: gone(child))
     owner.kill()
     owner.wait()
     owner.stdout.close()
