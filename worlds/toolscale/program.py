@@ -180,7 +180,7 @@ class _Call:
     def _spend(self, work):
         self._work -= work
         if self._work < 0:
-            raise ToolError(f"the program does too much: more than {MOST_WORK:,} steps of work")
+            raise ToolError(f"the program does too much: more than {MOST_WORK:,} units of work")
 
     def _made(self, value):
         """Returns the value and pays for it."""
