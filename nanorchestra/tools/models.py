@@ -25,6 +25,7 @@ from nanorchestra.tools.http import EndpointError, count_tokens, post, secret
 
 TEMPLATE_TOKENS = 100  # that a chat template adds to a message at most
 LEAST_REPLY_TOKENS = 256  # a reply that is cut shorter is not worth its price
+LEAST_REASONING_TOKENS = 2048  # nor that of a reasoning model, whose reasoning counts
 TOLD: dict[str, object] = {}  # variables that are not set, each told once by the first rank
 
 
@@ -198,9 +199,10 @@ class Expert:
 
         Raises RefusedError if that is too short to be of use. The policy knows it as `name`.
         """
+        least = LEAST_REASONING_TOKENS if self.reasoning else LEAST_REPLY_TOKENS
         for usd in (min(allowance.share, allowance.usd), allowance.usd):
             tokens = self._reply_tokens(text, usd)
-            if tokens >= min(LEAST_REPLY_TOKENS, self.max_tokens):
+            if tokens >= min(least, self.max_tokens):
                 return replace(self, max_tokens=tokens)
         raise too_dear(name, self.most_usd(text), allowance.usd)
 
