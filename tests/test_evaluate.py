@@ -56,7 +56,7 @@ def questions(home, url, rows=40):
             {
                 "endpoints": {"here": {"base_url": url}},
                 "experts": {
-                    n: {"endpoint": "here", "model": n, "usd": usd[n], "max_tokens": 100}
+                    n: {"endpoint": "here", "model": n, "usd": usd[n], "max_tokens": 2000}
                     for n in usd
                 },
                 "tools": [
