@@ -10,6 +10,7 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 
 from nanorchestra.errors import UserError
+from nanorchestra.files import SUMS
 from nanorchestra.model.compressed import decompressed
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.saving import save_checkpoint
@@ -52,6 +53,7 @@ def directory(tmp_path):
     model = Qwen3(CONFIG)
     model.init_weights(0)
     save_checkpoint(model, None, tmp_path / "model")
+    (tmp_path / "model" / SUMS).unlink()  # another program writes the files anew
     return tmp_path / "model"
 
 
