@@ -202,6 +202,7 @@ DAMAGES: dict[str, Damage] = {
     "config unreadable": replaced(CONFIG, unreadable),
     **{f"{name} 10^9": edited(CONFIG, **{name: 10**9}) for name in SIZES},
     **{f"{name} missing": edited(CONFIG, **{name: None}) for name in SIZES if "h" in name[:1]},
+    "vocab_size that fits the memory": edited(CONFIG, vocab_size=30_000_000),
     "hidden_size 2^70": edited(CONFIG, hidden_size=2**70),
     "hidden_size text": edited(CONFIG, hidden_size="24"),
     "hidden_size a list": edited(CONFIG, hidden_size=[24]),

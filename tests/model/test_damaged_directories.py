@@ -23,7 +23,7 @@ from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.model.tokenizer import train_bpe
 
 SECONDS = 10  # of a load; a whole directory takes a tenth of one
-MEMORY = 4 << 30  # bytes that it may take beside what the process has
+MEMORY = 1 << 30  # bytes that it may take beside what the process has
 
 
 @pytest.fixture(scope="module")

@@ -86,6 +86,9 @@ DAMAGES = {
     "model.layers.1.input_layernorm.weight has shape [24]; expected no tensor": lambda path: (
         edit_json(path / "config.json", num_hidden_layers=1)
     ),
+    "config.json: num_hidden_layers = 3: the weights have 2 layers": lambda path: edit_json(
+        path / "config.json", num_hidden_layers=3
+    ),
     "model.safetensors: cannot be read": lambda path: [
         file.unlink() for file in path.glob("model*")
     ],

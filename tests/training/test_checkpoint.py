@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -31,6 +32,11 @@ def from_the_one_before(file):
     shutil.copy(file.parents[1] / "b" / file.name, file)
 
 
+def without_its_last_line(file):
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(lines[:-1]))
+
+
 def a_pipe(file):
     file.unlink()
     os.mkfifo(file)
@@ -41,6 +47,7 @@ DAMAGES = {
     "cut": lambda file: os.truncate(file, file.stat().st_size - 7),
     "longer": lambda file: os.truncate(file, file.stat().st_size + 7),
     "empty": lambda file: os.truncate(file, 0),
+    "without its last line": without_its_last_line,
     "missing": Path.unlink,
     "from the one before": from_the_one_before,
     "a pipe": a_pipe,
@@ -128,6 +135,20 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line(tmp_path):
         with pytest.raises(UserError, match="none of its 2 checkpoints can be read") as refusal:
             checkpoints.restore(lambda notes, wanted=wanted: wanted)
         assert "\n" not in str(refusal.value)
+
+
+def test_notes_of_another_version_are_refused_in_one_line(make_training):
+    run = make_training("run")
+    run.save()
+    run.checkpoints.wait()
+    (folder,) = run.checkpoints.folder.iterdir()
+    written = json.loads((folder / "notes.json").read_text())
+    written["notes"]["progress"]["colour"] = "red"
+    (folder / "notes.json").write_text(json.dumps(written))
+    write_sums(folder, {name: sha256(folder / name) for name in FILES[:2]})
+    with pytest.raises(UserError, match="not those of this version .*colour") as refusal:
+        make_training("run", resume=True)
+    assert "\n" not in str(refusal.value)
 
 
 def test_a_full_disk_leaves_the_checkpoints_before(tmp_path, monkeypatch):
