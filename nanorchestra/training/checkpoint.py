@@ -23,7 +23,6 @@ from nanorchestra.errors import UserError, require
 from nanorchestra.files import (
     SUMS,
     check_sums,
-    is_file_name,
     read_object,
     read_sums,
     sha256,
@@ -139,9 +138,9 @@ class Checkpoints:
         damages = []
         for name in reversed(names):
             path = self.folder / name
-            _, damage = self._everywhere(self._check, path)
+            written, damage = self._everywhere(self._check, path)
             if not damage:
-                notes, damage = self._everywhere(_load, path, prepare)
+                notes, damage = self._everywhere(_load, path, written, prepare)
             if not damage:
                 for line in damages if self.ranks.first else []:
                     print(f"{line}; resuming from {path}, which is whole", file=sys.stderr)
@@ -163,25 +162,34 @@ class Checkpoints:
             problem = str(error)
         return value, next(filter(None, self.ranks.gather(problem)), None)
 
-    def _check(self, path):
-        """UserError if a file is not the one that was written. Each rank reads a share of them."""
+    def _check(self, path) -> Json:
+        """Returns what notes.json holds if all files are those that were written, else UserError.
+
+        Each rank reads notes.json and a share of the other files.
+        """
         digests = read_sums(path)
-        strange = {file.name for file in path.iterdir()} - digests.keys() - {SUMS}
-        require(not strange, f"{path / SUMS}: has no SHA-256 of {', '.join(sorted(strange))}")
         require(NOTES in digests, f"{path / SUMS}: has no SHA-256 of {NOTES}")
-        check_sums(path, digests, sorted(digests)[self.ranks.rank :: self.ranks.world])
+        check_sums(path, digests, [NOTES])
+        written = read_object(path / NOTES)
+        known = isinstance(written.get("rows"), dict) and isinstance(written.get("notes"), dict)
+        require(known, f"{path / NOTES}: expected the objects rows and notes")
+        files = sorted(written["rows"])
+        others = sorted((digests.keys() - {NOTES}) ^ set(files))
+        require(not others, f"{path / SUMS}: names other files than {NOTES}, such as {others[:1]}")
+        check_sums(path, digests, files[self.ranks.rank :: self.ranks.world])
+        return written
 
     def _names(self) -> list[str]:
         return sorted(path.name for path in self.folder.glob("[!.]*"))
 
 
-def _load(path, prepare) -> Json:
+def _load(path, written, prepare) -> Json:
     """Fills prepare(notes) from a checkpoint whose files are sound; returns its notes.
 
-    UserError if it is not a checkpoint of these tensors, as one of another model.
+    `written` is what notes.json holds. UserError if these are not the tensors of the checkpoint, as
+    those of another model.
     """
-    written = read_object(path / NOTES)
-    parts = _parts(path, written)
+    parts = _parts(path, written["rows"])
     wanted = prepare(written["notes"])
     others = sorted(wanted.keys() ^ parts.keys())
     require(not others, f"{path}: holds other tensors than this run, such as {others[:1]}")
@@ -199,14 +207,10 @@ def _load(path, prepare) -> Json:
     return written["notes"]
 
 
-def _parts(path, written) -> dict[str, list[tuple[int, Any]]]:
-    """Returns (first row, open file) of each part of each tensor, as notes.json states them."""
-    rows_of = written.get("rows")
-    known = isinstance(rows_of, dict) and isinstance(written.get("notes"), dict)
-    require(known, f"{path / NOTES}: expected the objects rows and notes")
+def _parts(path, rows_of) -> dict[str, list[tuple[int, Any]]]:
+    """Returns (first row, open file) of each part of each tensor, from the rows by file."""
     parts = {}
     for file, rows in rows_of.items():
-        require(is_file_name(file), f"{path / NOTES}: {file!r} is not the name of a file")
         opened = open_tensors(path / file)
         same = isinstance(rows, dict) and rows.keys() == set(opened.keys())
         whole = same and all(type(row) is int and row >= 0 for row in rows.values())
