@@ -73,7 +73,7 @@ def read_json_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
             if line.strip():
                 try:
                     yield number, json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise UserError(f"{path}, line {number}: not JSON ({error})") from None
 
 

@@ -83,9 +83,17 @@ class Tokenizer:
         Raises UserError if it cannot be read or lacks Qwen3's chat tokens.
         """
         file = Path(path) / "tokenizer.json"
-        data = read_regular(file)
+        data = read_object(file)
+        model = data.get("model")
+        known = isinstance(model, dict) and model.get("type") == "BPE"
+        require(known, f"{file}: model.type: expected 'BPE', as Qwen's is")
+        for field in ("continuing_subword_prefix", "end_of_word_suffix"):
+            # With a prefix the library cuts tokens inside characters, and can abort the process.
+            stated = model.get(field)
+            said = f"{file}: model.{field} = {stated!r}: expected none, as in Qwen's"
+            require(stated in (None, ""), said)
         try:
-            backend = tokenizers.Tokenizer.from_buffer(data)
+            backend = tokenizers.Tokenizer.from_str(json.dumps(data))
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"{file}: not a readable tokenizer.json ({error})") from None
         tokenizer = cls(backend, str(file))

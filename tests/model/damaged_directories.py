@@ -306,6 +306,9 @@ DAMAGES: dict[str, Damage] = {
             model.update(type="WordLevel", vocab={"a": 0, "b": 1}, unk_token="a"),
         ]
     ),
+    "tokenizer with a prefix": vocabulary(
+        lambda model: model.update(continuing_subword_prefix="x")
+    ),
     "tokenizer with merges of nothing": vocabulary(
         lambda model: model.update(merges=[["q", "\u5b57"]])
     ),
