@@ -137,6 +137,11 @@ class LoraSection:
 
     rank: int = setting(0, "rank of the adapters that are trained, 0: train the model itself")
     alpha: float = setting(32.0, "adapters are scaled by alpha / rank", least=0.01)
+    base: Literal["full", "int4"] = setting(
+        "full",
+        "the frozen base: in the dtype of computing, or in 4 bits (QLoRA), one copy that trainer "
+        "and engine of one process share",
+    )
 
 
 @dataclass(frozen=True)

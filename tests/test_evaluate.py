@@ -24,7 +24,8 @@ from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.records import Preference, Task, ToolResult, Trajectory, Turn
 from nanorchestra.report import plots
 from nanorchestra.report.evaluation import attempts
-from nanorchestra.settings import load_config, to_toml
+from nanorchestra.report.run import to_toml
+from nanorchestra.settings import load_config
 from nanorchestra.tools.models import Spending
 from worlds import evaluation
 from worlds.evaluation import interval, p_value, pass_hat

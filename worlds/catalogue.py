@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nanorchestra.agent.environment import Tool
-from nanorchestra.records import Price, Task, ToolResult
+from nanorchestra.records import Price, Task, ToolResult, banned
 from nanorchestra.schemas import Json
 from nanorchestra.tools.http import count_tokens
 from nanorchestra.tools.models import Endpoint, Expert, ExpertTool, Spending
@@ -39,6 +39,26 @@ def row(tool: Tool) -> Json:
 def experts_of(tool: Tool) -> dict[str, Expert]:
     """Returns the language models behind a tool, by alias; {} if it has none."""
     return getattr(tool, "experts", {})
+
+
+def names_of(tools: Sequence[Tool]) -> list[str]:
+    """Returns the names that a preference may weigh: of tools, and of the models behind them."""
+    return [name for tool in tools for name in (tool.name, *experts_of(tool))]
+
+
+def reached(never: Sequence[str], tools: Sequence[Tool]) -> list[str]:
+    """Returns the tools and the aliases on offer that bans reach, as the prompt names them."""
+    found = []
+    for tool in tools:
+        experts = experts_of(tool)
+        if not isinstance(tool, ExpertTool) and banned({tool.name, tool.kind}, never):
+            found.append(tool.name)
+        found += [
+            alias
+            for alias, expert in experts.items()
+            if banned({tool.kind, expert.name, *expert.labels}, never)
+        ]
+    return list(dict.fromkeys(found))
 
 
 def draw(tools: Sequence[Tool], rng: random.Random, varied: bool) -> list[Tool]:
@@ -111,7 +131,11 @@ class Simulation(Expert):
     def _ask(self, text: str, name: str) -> ToolResult:
         data, rng = self.task.data, random.Random(f"{self.task.id}/{self.seed}/{name}")
         answer = data["answer"] if rng.random() < self.skill else rng.choice(data["wrong"])
-        written = min(self.max_tokens, round(WRITTEN * rng.uniform(0.2, 2)))
-        tokens, seconds = (count_tokens(text), written), self.latency_s * rng.uniform(0.7, 1.3)
+        needed = round(WRITTEN * rng.uniform(0.2, 2))
+        seconds = self.latency_s * rng.uniform(0.7, 1.3)
+        tokens = count_tokens(text), min(self.max_tokens, needed)
         said = self.form.format(answer=answer, question=self.task.question)
-        return ToolResult(said, self.price.cost(*tokens), seconds, False, False, *tokens, name)
+        cut = needed > self.max_tokens
+        if cut:
+            said = f"Error: {name} gave no answer within {self.max_tokens} tokens"
+        return ToolResult(said, self.price.cost(*tokens), seconds, cut, False, *tokens, name)

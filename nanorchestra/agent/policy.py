@@ -22,8 +22,8 @@ from nanorchestra.model import chat
 from nanorchestra.model.parser import THINK, THINK_END
 from nanorchestra.records import Price, ToolCall, Trajectory
 from nanorchestra.schemas import Json
-from nanorchestra.tools.http import EndpointError, count_tokens
-from nanorchestra.tools.models import Endpoint, Spending
+from nanorchestra.tools.http import EndpointError
+from nanorchestra.tools.models import TEMPLATE_TOKENS, Endpoint, Spending, most_tokens
 
 
 class EndpointRollout(Rollout):
@@ -75,6 +75,19 @@ class EndpointConversation:
     messages: list[Json]
     tools: list[Json]
 
+    def prices(self) -> tuple[float, float]:
+        """Returns the most US dollars of the next request, and those of each token it asks for."""
+        bill = self.rollout.bill
+        return bill.cost(self._most_tokens(), 0), bill.cost(0, 1)
+
+    def _most_tokens(self) -> int:
+        """Returns the most tokens that the next request can have, with the words about its tools.
+
+        The punctuation of a message in JSON is longer than its marks in a template.
+        """
+        template = TEMPLATE_TOKENS if self.tools else 0
+        return most_tokens(json.dumps([self.messages, self.tools])) + template
+
     def append(self, ids: list[int], role: str, contents: list[str]) -> None:
         """Adds observations, each for its call, or the user's reply."""
         calls = self.messages[-1].get("tool_calls", [{}])
@@ -87,10 +100,10 @@ class EndpointConversation:
 
     async def sample(self, params: Json, on_token: Any = None) -> Completion:
         """Returns the next turn. finish_reason "error": there is none, and `text` says why."""
-        body = params | {"messages": self.messages} | ({"tools": self.tools} if self.tools else {})
+        body = self._request(params)
         bill, spending = self.rollout.bill, self.rollout.spending
         budget, tokenizer = params["max_completion_tokens"], self.rollout.tokenizer
-        most_usd = bill.cost(count_tokens(json.dumps(body)), budget)
+        most_usd = bill.cost(self._most_tokens(), budget)
         if not spending.reserve(most_usd):
             return _completion([], "error", f"Error: ${most_usd:.2g} is more than is left to spend")
         ask, problem = partial(spending.complete, self.rollout.server), None
@@ -109,6 +122,11 @@ class EndpointConversation:
         ids = whole[: min(budget, len(whole) - cut)]  # a message that was cut has no end
         self._record(message, chat.parse(tokenizer, ids))
         return _completion(ids, "stop" if len(ids) == len(whole) else "length")
+
+    def _request(self, params) -> Json:
+        """Returns the body of the next request, which carries the whole conversation."""
+        tools = {"tools": self.tools} if self.tools else {}
+        return params | {"messages": self.messages} | tools
 
     def _record(self, message, parsed):
         """Appends a message as the loop parses it, with the server's own field of reasoning."""

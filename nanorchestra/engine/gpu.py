@@ -92,6 +92,14 @@ class GpuRunner(Runner):
         if weight.is_cuda:
             self.warm_up()
 
+    @property
+    def sizes_known(self) -> tuple[int, int]:
+        """Returns how many sizes of steps have occurred, and how many have a graph.
+
+        Steps between two equal readings were replays, those that `launch` never captures aside.
+        """
+        return len(self._seen), len(self._captured)
+
     @staticmethod
     def kv_dtypes(weight: Tensor) -> tuple[torch.dtype, ...]:
         """As Runner.kv_dtypes; FP8 too where the card computes with it."""

@@ -33,6 +33,7 @@ class Runner:
 
     overlaps = False  # a CPU computes when it is told to: there is nothing to overlap
     mixed: tuple[int, float] | None = None  # bounds of chunks (Scheduler)
+    sizes_known = (0, 0)  # of captured steps (GpuRunner)
 
     def __init__(
         self, model: Qwen3, num_pages: int, page_size: int, vocab_size: int, kv_dtype: torch.dtype

@@ -21,7 +21,7 @@ _SUPPORTED = {
     "use_sliding_window": (False,),
     "tie_word_embeddings": (False, True),
     "attention_bias": (False,),
-    "quantization_config": (None, *FORMATS),
+    "quantization_config": (None, *FORMATS, "awq"),
 }
 _DEFAULTS = {  # those of transformers
     "head_dim": 128,
@@ -52,6 +52,36 @@ def stored_dtype(path: str | Path) -> str | None:
     """Return the dtype of a checkpoint's weights, if its config.json says it."""
     config = read_object(Path(path) / "config.json")
     return config.get("dtype") or config.get("torch_dtype")
+
+
+def stored_group(path: str | Path) -> int | None:
+    """Return how many columns share a scale in a checkpoint of AutoAWQ, 0: all; None for another.
+
+    Raises UserError for a form that is not read.
+    """
+    file = Path(path) / "config.json"
+    return _awq_group(read_object(file), str(file))
+
+
+def _awq_group(data, source) -> int | None:
+    """Version "gemm" alone is read, in 4 bits, with zero points."""
+    stored = data.get("quantization_config")
+    if not isinstance(stored, Mapping) or stored.get("quant_method") != "awq":
+        return None
+    version = stored.get("version", stored.get("format", "gemm"))
+    bits, zeros = stored.get("bits"), stored.get("zero_point", True)
+    group = stored.get("group_size", 128)
+    counted = type(group) is int and (group > 0 or group == -1)
+    for field, value, holds, expected in (
+        ("backend", stored.get("backend"), stored.get("backend") != "llm-awq", "autoawq"),
+        ("version", version, str(version).lower() == "gemm", "'gemm'"),
+        ("bits", bits, bits == 4, "4"),
+        ("zero_point", zeros, zeros is True, "true"),
+        ("group_size", group, counted, "a number of columns, or -1"),
+    ):
+        where = f"{source}: quantization_config.{field} = {value!r}"
+        require(holds, f"{where}: expected {expected}, as AutoAWQ's version 'gemm' has it")
+    return max(group, 0)
 
 
 def read_sampling(path: str | Path) -> dict[str, float]:
@@ -100,7 +130,9 @@ def config_from_hf(data: Mapping[str, Any], source: str = "config.json") -> Mode
     values["num_key_value_heads"] = data.get("num_attention_heads")
     values |= {name: value for name, value in {**data, **rope}.items() if value is not None}
     if isinstance(stored := data.get("quantization_config"), Mapping):
-        values["quantization_config"] = stored.get("format", stored.get("quant_method"))
+        method = stored.get("quant_method")
+        values["quantization_config"] = method if method == "awq" else stored.get("format", method)
+        _awq_group(data, source)
 
     def check(holds, field, expected):
         stated = reprlib.repr(values.get(field))

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import SUMS, check_sums, is_file_name, read_object, read_sums
-from nanorchestra.model.compressed import decompressed
-from nanorchestra.model.hf_config import read_config
+from nanorchestra.model.compressed import FourBit, awq_decompressed, decompressed
+from nanorchestra.model.hf_config import read_config, stored_group
 from nanorchestra.model.native import PackedLinear
 from nanorchestra.model.quantise import QuantisedLinear, linears, quantise_model
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
@@ -30,6 +30,7 @@ from nanorchestra.model.tensor_files import open_tensors
 from nanorchestra.model.tokenizer import Tokenizer
 
 STORED = QuantisedLinear, PackedLinear  # they hold a matrix in a form of their own
+BASE = ".base"  # in the name of a matrix that has an adapter
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SLACK = 4
 
@@ -39,7 +40,7 @@ class Slot:
     """The place of one checkpoint tensor: its shape, and what writes it."""
 
     shape: list[int]
-    writes: list[Callable[[Tensor], None]]
+    writes: list[Callable[[Tensor | FourBit], None]]
 
 
 def load_model(
@@ -51,10 +52,10 @@ def load_model(
 ) -> tuple[Qwen3, Tokenizer | None]:
     """Return the model of a checkpoint directory and its tokenizer, None without tokenizer.json.
 
-    `quantise`, "int8", "int4" or "fp8", rounds the matrices as they are read; those that
-    compressed-tensors stored in 4 or 8 bits are widened before. `build` makes the model without
-    memory; dtype None keeps the dtypes it chooses. Raises UserError for anything wrong with the
-    directory.
+    `quantise`, "int8", "int4" or "fp8", rounds the matrices as they are read; those that are stored
+    in 4 or 8 bits are widened before, but for AutoAWQ's, which "int4" holds as they are. `build`
+    makes the model without memory; dtype None keeps the dtypes it chooses. Raises UserError for
+    anything wrong with the directory.
     """
     path = Path(path)
     if os.path.lexists(path / SUMS):
@@ -75,7 +76,7 @@ def load_model(
     if dtype is not None:
         model.to(getattr(torch, dtype))
     if quantise:
-        quantise_model(model, quantise)
+        quantise_model(model, quantise, stored_group(path))
 
     _check_memory(model, torch.device(device), path)
 
@@ -90,7 +91,7 @@ def load_model(
 
 
 def copy_weights(
-    model: Qwen3, tensors: Iterable[tuple[str, Tensor]], source: str = "new weights"
+    model: Qwen3, tensors: Iterable[tuple[str, Tensor | FourBit]], source: str = "new weights"
 ) -> None:
     """Overwrite all weights in place from (HF name, tensor) pairs of any float dtype and device.
 
@@ -120,17 +121,22 @@ def named_hf_tensors(
 
     The tensors are views: writing to them writes to the model. Two exceptions are copies: a matrix
     with an adapter (lora.py) is merged, and a sharded one is gathered, so all ranks must iterate
-    together. Raises UserError for a quantised model and a packed one.
+    together. Raises UserError for a quantised model without adapters and a packed one.
     """
     held = linears(model, STORED)
-    require(not held, "a quantised or packed model can be neither trained nor saved")
+    adapted = all(name.endswith(BASE) for name, _ in held)
+    require(adapted, "a quantised or packed model can be neither trained nor saved")
     for name, parameter in model.named_parameters():
         parts = hf_rows(model.config, name, len(parameter))
         if parts:
             owner, _, field = name.rpartition(".")
-            merged = getattr(model.get_submodule(owner), "merged", None)
+            merged = getattr(model.get_submodule(owner.removesuffix(BASE)), "merged", None)
             matrix = whole(merged() if merged and field == "weight" else parameter, dtype)
             yield from ((part, matrix[rows]) for part, rows in parts)
+    for name, module in held:
+        matrix = whole(model.get_submodule(name.removesuffix(BASE)).merged(), dtype)
+        parts = hf_rows(model.config, f"{name}.weight", module.out_features)
+        yield from ((part, matrix[rows]) for part, rows in parts)
 
 
 def hf_slots(model: Qwen3) -> dict[str, Slot]:
@@ -139,7 +145,7 @@ def hf_slots(model: Qwen3) -> dict[str, Slot]:
     for name, parameter in model.named_parameters():
         for part, rows in hf_rows(model.config, name, len(parameter)):
             shape = [rows.stop - rows.start, *parameter.shape[1:]]
-            slots[part] = Slot(shape, [partial(fill, parameter, begin=rows.start)])
+            slots[part] = Slot(shape, [partial(_fill, parameter, rows.start)])
     for name, module in linears(model, STORED):
         if name == "lm_head" and model.config.tie_word_embeddings:
             name = "embed_tokens"
@@ -149,10 +155,16 @@ def hf_slots(model: Qwen3) -> dict[str, Slot]:
     return slots
 
 
+def _fill(parameter, begin, weight):
+    """Write rows begin.. of a parameter, which holds its numbers one by one."""
+    fill(parameter, weight.widened() if isinstance(weight, FourBit) else weight, begin)
+
+
 def hf_rows(config: ModelConfig, name: str, rows: int) -> list[tuple[str, slice]]:
     """Return the HF names of one parameter and the rows that each has; none for an adapter."""
     if name.endswith("norm"):
         name += ".weight"
+    name = name.replace(f"{BASE}.", ".")
     *owner, module, field = name.split(".")
     if field in ("lora_a", "lora_b"):
         return []
@@ -251,7 +263,7 @@ def _check_memory(model, device, path) -> None:
     )
 
 
-def _stored(shards: Mapping[str, Any], path) -> Iterator[tuple[str, Tensor]]:
+def _stored(shards: Mapping[str, Any], path) -> Iterator[tuple[str, Tensor | FourBit]]:
     """Yield (name, tensor) of a checkpoint directory, shard by shard.
 
     A bare backbone, such as Qwen3-Embedding, has names without their first "model".
@@ -266,7 +278,12 @@ def _stored(shards: Mapping[str, Any], path) -> Iterator[tuple[str, Tensor]]:
         require(not plain, f"{path}: {name} has dtype {tensor.dtype}; expected a float")
         return tensor
 
-    for name, tensor in decompressed(shards, read, str(path)):
+    group = stored_group(path)
+    if group is None:
+        tensors = decompressed(shards, read, str(path))
+    else:
+        tensors = awq_decompressed(shards, read, group, str(path))
+    for name, tensor in tensors:
         bare = not name.startswith(("model.", "lm_head."))
         yield f"model.{name}" if bare else name, tensor
 

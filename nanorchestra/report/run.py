@@ -5,6 +5,7 @@ One process writes a run, any number may read it meanwhile. This file knows noth
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import math
@@ -12,6 +13,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import tomli_w
+
+from nanorchestra.config import Config
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import append_line, read_json, read_object, sync, write_whole
 from nanorchestra.schemas import Json
@@ -121,6 +125,11 @@ class Run:
 
     def _log(self, name):
         return self.path / f"{name}.jsonl"
+
+
+def to_toml(config: Config) -> str:
+    """Return all settings as the TOML of config.toml; settings.load_config reads it back."""
+    return tomli_w.dumps(dataclasses.asdict(config))
 
 
 def held_out_scores(summary: Json) -> dict[str, Json]:

@@ -18,10 +18,14 @@ from typing import Any
 
 from nanorchestra.evidence import Evidence
 from nanorchestra.files import read_json, write_whole
-from nanorchestra.records import Price, ToolResult
+from nanorchestra.records import RESULT_WORDS, Price, ToolResult
 from nanorchestra.schemas import SHAPES, Json, arguments_schema
+from nanorchestra.tools.allowance import Allowance, too_dear
 from nanorchestra.tools.http import EndpointError, count_tokens, post
 
+TEMPLATE_TOKENS = 100  # that a chat template adds to a message at most
+LEAST_REPLY_TOKENS = 256  # a reply that is cut shorter is not worth its price
+LEAST_REASONING_TOKENS = 2048  # nor that of a reasoning model, whose reasoning counts
 TOLD: dict[str, object] = {}  # variables of keys that are not set, each told once by the first rank
 
 
@@ -85,14 +89,6 @@ def reply_file(directory: str | Path, request: Any) -> Path:
     return Path(directory) / f"{digest}.json"
 
 
-def most_usd(tool: Any, arguments: Json) -> float:
-    """Returns the most US dollars of a call, as the tool's `most_usd` or its prices say."""
-    if hasattr(tool, "most_usd"):
-        return tool.most_usd(arguments)
-    by_time = getattr(tool, "usd_per_second", 0.0) * getattr(tool, "timeout_s", 0.0)
-    return getattr(tool, "usd_per_call", 0.0) + by_time
-
-
 @dataclass(frozen=True)
 class Endpoint:
     """An OpenAI-compatible server; `key_variable` "" if it needs no key.
@@ -153,6 +149,8 @@ class Expert:
     A `reasoning` model has a fixed temperature, and its limit is named max_completion_tokens.
     `code_tokens` and `context_tokens` bound what it reads in a published role. `boxed`: it marks
     its answer by \boxed{}, not by tags. `note` and `latency_s` are told to the policy.
+    `known_as` is its name in the catalogue's table of experts, `owner` is who made it. A user who
+    bans "proprietary" models bans those without `open_weights`.
     """
 
     name: str
@@ -168,10 +166,45 @@ class Expert:
     boxed: bool = False
     note: str = ""
     latency_s: float = 0.0
+    known_as: str = ""
+    owner: str = ""
+    open_weights: bool = False
 
     def most_usd(self, text: str) -> float:
-        """Returns the US dollars of the longest reply to `text`."""
-        return self.price.cost(count_tokens(text) + 100, self.max_tokens)
+        """Returns the US dollars of the longest reply to `text`.
+
+        A token of the text has one byte at least, whatever the tokenizer.
+        """
+        return self.price.cost(most_tokens(text), self.max_tokens)
+
+    def within(self, text: str, name: str, allowance: Allowance) -> "Expert":
+        """Returns the expert with the reply to `text` bounded by what may be spent.
+
+        Raises RefusedError if that is too short to be of use. The policy knows it as `name`.
+        """
+        least = LEAST_REASONING_TOKENS if self.reasoning else LEAST_REPLY_TOKENS
+        for usd in (min(allowance.share, allowance.usd), allowance.usd):
+            tokens = self._reply_tokens(text, usd)
+            if tokens >= min(least, self.max_tokens):
+                return replace(self, max_tokens=tokens)
+        raise too_dear(name, self.most_usd(text), allowance.usd)
+
+    def _reply_tokens(self, text, usd) -> int:
+        """Returns how many tokens the reply to `text` may have for so many US dollars."""
+        if self.most_usd(text) <= usd:
+            return self.max_tokens
+        read, token_usd = most_tokens(text), self.price.cost(0, 1)
+        tokens = int(max(usd - self.price.cost(read, 0), 0) / token_usd) if token_usd else 0
+        while tokens and self.price.cost(read, tokens) > usd:  # by rounding
+            tokens -= 1
+        return tokens
+
+    @property
+    def labels(self) -> set[str]:
+        """The names under which a user can ban it."""
+        openness = "open" if self.open_weights else "proprietary"
+        names = {self.known_as, self.model, self.model.rpartition("/")[2], self.owner, openness}
+        return names - {""}
 
     def ask(self, text: str, name: str) -> ToolResult:
         """Returns the reply to one message; the policy knows this expert as `name`."""
@@ -200,6 +233,11 @@ class Expert:
         return ToolResult(text, usd, seconds, failed, False, *tokens, alias=name, retries=retries)
 
 
+def most_tokens(text: str) -> int:
+    """Returns the most tokens that a text can have as the only message of a request."""
+    return len(text.encode("utf-8", "replace")) + TEMPLATE_TOKENS
+
+
 def _emptiness(message) -> str:
     """Returns why a message has no content."""
     if refusal := message.get("refusal"):
@@ -220,8 +258,18 @@ class ExpertTool:
     description: str
     experts: dict[str, Expert]
     evidence: Evidence | None = None
+    result_words: int = RESULT_WORDS
     kind, blocking = "expert", True
     parameters = arguments_schema(task="string") | {"required": []}
+
+    def labels(self, arguments: Json | None = None) -> set[str]:
+        """Returns the names under which its model can be banned."""
+        return self.expert.labels
+
+    def within(self, arguments: Json, allowance: Allowance) -> "ExpertTool":
+        """Returns the tool with a reply that the allowance pays for, else raises RefusedError."""
+        expert = self.expert.within(self._task(arguments), self.name, allowance)
+        return replace(self, experts={self.name: expert})
 
     @property
     def expert(self) -> Expert:

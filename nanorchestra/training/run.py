@@ -16,12 +16,10 @@ from nanorchestra.config import Config
 from nanorchestra.engine.request import SamplingParams
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import write_whole
-from nanorchestra.model.weights import named_hf_tensors
 from nanorchestra.records import Task, Trajectory
-from nanorchestra.report.run import Run
+from nanorchestra.report.run import Run, to_toml
 from nanorchestra.report.watch import Watch, peak_memory_mb
 from nanorchestra.schemas import Json
-from nanorchestra.settings import to_toml
 from nanorchestra.training import build
 from nanorchestra.training.checkpoint import Checkpoints
 from nanorchestra.training.costs import peak_flops
@@ -67,7 +65,9 @@ class TrainingRun:
         model, self.tokenizer = build.build_model(config, ranks, self.dtype, worlds, folder.path)
         self.examples = load_kept(config, self.tokenizer, self.say)
         self.trainer = build.build_trainer(config, model, self.tokenizer, ranks, self.dtype)
-        self.engine = build.build_engine(config, model.config, self.tokenizer, ranks, self.dtype)
+        self.engine = build.build_engine(
+            config, model.config, self.tokenizer, ranks, self.dtype, model
+        )
         self.checkpoints = Checkpoints(folder.path / "checkpoints", ranks)
         self.peak_flops = peak_flops(ranks.device, self.dtype)
         self.progress, self.ahead, self.started = Progress(), None, time.monotonic()
@@ -119,7 +119,7 @@ class TrainingRun:
 
     def publish(self) -> None:
         """Copies the trainer's weights into the engine."""
-        self.engine.update_weights(named_hf_tensors(self.trainer.model, self.dtype))
+        build.publish(self.config, self.trainer.model, self.engine, self.dtype)
 
     # Records.
 

@@ -266,7 +266,45 @@ def test_the_loop_runs_in_the_server(http, running):
     assert "the user forbids echo" in steps[1]["result"]["content"]
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert "".join(d.get("content", "") for d in deltas) == message["content"]
-    assert running.wishes[-1] == "Be quick. usd=0.5 never=echo"
+    assert running.wishes[-1] == ("Be quick.", {"usd": 0.5, "never": ["echo"]})
+
+
+@pytest.mark.parametrize(
+    "metadata, words, vector",
+    [
+        ({"preference": "Be quick. echo=-1", "usd": 0.5}, "Be quick.", {"echo": -1, "usd": 0.5}),
+        ({"preference": '{"text": "Be quick.", "cost": 1}'}, "Be quick.", {"cost": 1}),
+        (
+            {"preference": {"latency": 0.5}, "never": ["echo"]},
+            "",
+            {"latency": 0.5, "never": ["echo"]},
+        ),
+        ({"never": '["echo"]', "seconds": "60"}, "", {"never": ["echo"], "seconds": 60}),
+        ({"never": "echo, echo", "user_id": "17"}, "", {"never": ["echo", "echo"]}),
+    ],
+)
+def test_a_preference_comes_as_a_line_or_as_json(http, running, metadata, words, vector):
+    body = said("!ask") | {"model": "nano+tools", "metadata": metadata}
+    assert http.post(CHAT, json=body).status_code == 200
+    assert running.wishes[-1] == (words, vector)
+
+
+@pytest.mark.parametrize(
+    "metadata, problem",
+    [
+        ({"preference": '{"cost": 1'}, "metadata.preference: '{\"cost\": 1' is not JSON"),
+        ({"preference": '["cost"]'}, "metadata.preference: must be a text or an object"),
+        ({"preference": "banana=3"}, "metadata: there is no banana; weights are"),
+        ({"never": "banana"}, "metadata: there is no banana to ban; there are echo"),
+        ({"usd": "much"}, "metadata: usd: 'much' is not of type 'number'"),
+        ({"usd": []}, "usd"),
+        ({"preference": {"text": 1}}, "metadata.preference.text: must be a text"),
+    ],
+)
+def test_a_preference_that_is_none_is_refused_in_one_line(http, metadata, problem):
+    reply = http.post(CHAT, json=said("!ask") | {"model": "nano+tools", "metadata": metadata})
+    message = reply.json()["error"]["message"]
+    assert reply.status_code == 400 and problem in message and "\n" not in message
 
 
 def test_a_loop_that_is_left_or_fails_ends(start, monkeypatch):

@@ -25,6 +25,7 @@ from nanorchestra.engine.request import SamplingParams
 from nanorchestra.errors import UserError
 from nanorchestra.model import chat
 from nanorchestra.records import Price, ToolCall
+from nanorchestra.tools.allowance import Allowance
 from nanorchestra.training import run as running
 from worlds.mixture import Worlds
 from worlds.questions import load_rows
@@ -109,10 +110,11 @@ def test_a_simulated_expert_is_paid_as_quoted_and_the_stronger_is_right_more_oft
         env = worlds.environment(task, 1)
         for offer in task.data["tools"]:
             for alias, model in offer["models"].items():
-                result = asyncio.run(env.execute(ToolCall(alias, {})))
+                prepared = env.prepare(ToolCall(alias, {}), Allowance(usd=9.0))
+                result = asyncio.run(prepared.run())
                 usd = Price(*model["usd"]).cost(result.input_tokens, result.output_tokens)
                 assert result.cost_usd == usd > 0
-                assert usd <= env.most_usd(ToolCall(alias, {}))
+                assert usd <= prepared.most_usd
                 right[offer["what"]].append(task.data["answer"] == result.content)
     shares = {name: sum(found) / len(found) for name, found in right.items() if found}
     assert shares["strong"] > shares["middle"] > shares["quick"] > 0.5
@@ -144,7 +146,7 @@ def test_a_published_role_has_some_of_its_experts_in_another_order(world, tmp_pa
         hidden = [
             a for o in task.data["tools"] for a, m in o["models"].items() if m["what"] == "strong"
         ]
-        assert task.preference.never == hidden
+        assert task.preference.never == list(dict.fromkeys(hidden))
     assert len(orders) > 12
     env = worlds.environment(worlds.held_out(1)[0], 0)
     assert all(tool["function"]["parameters"] == listed for tool in env.tools)
@@ -182,7 +184,10 @@ def test_a_row_that_is_no_question_is_left_out_with_one_line(tmp_path, capsys):
         ({"judge": "python"}, r"task.judge are \('', 'python'\)"),
         ({"preference": "never=stong"}, "task.preference: there is no stong"),
         ({"rows": ROWS[:1]}, "are too few"),
-        ({"rows": [*ROWS, ROWS[0] | {"vector": {"never": ["stong"]}}]}, "61: never is {'stong'}"),
+        (
+            {"rows": [*ROWS, ROWS[0] | {"vector": {"never": ["stong"]}}]},
+            "question 61: there is no stong to ban",
+        ),
     ],
 )
 def test_what_does_not_fit_the_catalogue_is_named(world, settings, problem):
