@@ -10,13 +10,14 @@ from kernels.external import choose_attention
 from nanorchestra.config import Config
 from nanorchestra.engine.engine import Engine
 from nanorchestra.errors import require
+from nanorchestra.files import SUMS, sha256, write_sums
 from nanorchestra.model import lora
 from nanorchestra.model.hf_config import PRESETS, stored_group
 from nanorchestra.model.native import pack
 from nanorchestra.model.quantise import quantise_model
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.tokenizer import Tokenizer, train_bpe
-from nanorchestra.model.weights import load_model, named_hf_tensors
+from nanorchestra.model.weights import check_saved, load_model, named_hf_tensors
 from nanorchestra.training.ranks import Ranks, shard_model
 from nanorchestra.training.trainer import Trainer, TrainerSettings
 
@@ -73,7 +74,10 @@ def build_model(
 def _miniature(config, ranks, worlds, saved, build) -> tuple[Qwen3, Tokenizer]:
     if ranks.first and not (saved / "tokenizer.json").exists():
         train_bpe(worlds.texts(TOKENIZER_TEXTS), VOCAB_SIZE).save(saved)
+        write_sums(saved, {"tokenizer.json": sha256(saved / "tokenizer.json")})
     ranks.gather(None)  # the other ranks wait for the file
+    if (saved / SUMS).exists():  # not if the run was killed just before
+        check_saved(saved)
     tokenizer = Tokenizer.from_dir(saved)
     preset = PRESETS["nano"]
     positions = max(preset.max_position_embeddings, config.rollout.context_tokens)

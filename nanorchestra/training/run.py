@@ -14,7 +14,7 @@ from tqdm import tqdm
 from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.config import Config
 from nanorchestra.engine.request import SamplingParams
-from nanorchestra.errors import require
+from nanorchestra.errors import UserError, require
 from nanorchestra.files import write_whole
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.report.run import Run, to_toml
@@ -213,15 +213,29 @@ class TrainingRun:
 
         The number of ranks may differ from that of the run so far.
         """
-        notes = self.checkpoints.restore(lambda notes: self.prepare(notes["progress"]["phase"]))
-        offsets = {}
+        notes = self.checkpoints.restore(self._prepare_for)
         if notes:
-            self.progress, offsets = Progress(**notes["progress"]), notes["offsets"]
-            self.ahead = Batch.from_notes(notes["ahead"]) if notes["ahead"] else None
-            self.engine.weight_version = notes["weight_version"] - 1
             self.publish()
+        offsets = notes["offsets"] if notes else {}
         if self.ranks.first:
             self.folder.truncate(offsets)
             write_whole(self.folder.path / "config.toml", to_toml(self.config))
             (self.folder.path / "summary.json").unlink(missing_ok=True)  # the run is extended
         self.say(f"resuming {self.folder.path} at {self.progress.phase} step {self.progress.step}")
+
+    def _prepare_for(self, notes) -> dict[str, Tensor]:
+        """Takes what a checkpoint holds besides tensors; returns the tensors of its phase.
+
+        UserError for notes that another version of the code has written.
+        """
+        try:
+            self.progress = Progress(**notes["progress"])
+            self.ahead = Batch.from_notes(notes["ahead"]) if notes["ahead"] else None
+            self.engine.weight_version = notes["weight_version"] - 1
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(
+                f"{self.checkpoints.folder}: the notes of a checkpoint are not those of this "
+                f"version ({reason}); resume with the version that wrote them"
+            ) from None
+        return self.prepare(self.progress.phase)

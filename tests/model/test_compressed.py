@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
 from nanorchestra.errors import UserError
+from nanorchestra.files import SUMS
 from nanorchestra.model.compressed import awq_decompressed, decompressed
 from nanorchestra.model.packed_attention import Segment, packed_attention
 from nanorchestra.model.quantise import QuantisedLinear, linears
@@ -59,6 +60,7 @@ def directory(tmp_path):
     model = Qwen3(CONFIG)
     model.init_weights(0)
     save_checkpoint(model, None, tmp_path / "model")
+    (tmp_path / "model" / SUMS).unlink()  # another program writes the files anew
     return tmp_path / "model"
 
 
