@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, lru_cache
 
 import numpy as np
@@ -27,8 +27,6 @@ CACHED = 32  # compiled grammars
 LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
 MASKS_S, MASK_S = 2.0, 0.02  # CPU time that all masks of a guide may take, and a mask on average
 
-Compile = Callable[[Tokenizer, str], LLMatcher]  # of a grammar in llguidance's Lark
-
 
 class Guide:
     """A grammar, and where a turn stands in it: each request takes a copy of SamplingParams.guide.
@@ -36,7 +34,7 @@ class Guide:
     It holds calls to those of `tools` (OpenAI's function objects), wherever parser.py sees one
     begin, and forbids nothing outside of them. With `required` the turn is one call, after its
     reasoning if it `thinks`; with a `schema` it is JSON of that, or a call. Not `strict`: keywords
-    that cannot be enforced are ignored. `compile` compiles the grammar; the server's is bounded.
+    that cannot be enforced are ignored. `matcher`: the grammar of these settings, compiled before.
     UserError if a schema is wrong. So do `allowed` and `advance` raise it if they meet a limit of
     llguidance, or if the masks of this guide and its copies take too long.
     """
@@ -50,23 +48,13 @@ class Guide:
         required: bool = False,
         strict: bool = False,
         thinks: bool = True,
-        compile: Compile | None = None,
+        matcher: LLMatcher | None = None,
     ):
         self.tokenizer, self.free = tokenizer, not required and schema is None
-        options = {"x-guidance": {"whitespace_pattern": "[ ]?", "lenient": not strict}}
-        begin, end, call, call_end = (
-            f"<[{tokenizer.token_id(name)}]>" for name in (THINK, THINK_END, CALL, CALL_END)
-        )
-        bodies = [] if schema is None else ["%json " + json.dumps(schema | options)]
-        call = "" if self.free else call  # else the parser has seen it
-        for tool in tools:
-            wanted = json.dumps(_call(tool["function"]) | options)
-            bodies.append(f"{call} /\\n?/ %json {wanted} /\\n?/ {call_end}")
-        think = rf"think: {begin} /(.|\n)*/ {end} /\n?\n?/"
-        start = "think? " if thinks and not self.free else ""
-        lark = f"start: {start}({' | '.join(bodies)})\n{think}"
-        self._matcher = (compile or _compiled)(tokenizer, lark)
-        self.holds, self._spent = not self.free, Spent()
+        if matcher is None:
+            settings = {"required": required, "strict": strict, "thinks": thinks}
+            matcher = _compiled(tokenizer, grammar(tokenizer, tools, schema, **settings))
+        self._matcher, self.holds, self._spent = matcher, not self.free, Spent()
 
     def copy(self) -> Guide:
         """Returns the guide of one turn, at its beginning."""
@@ -108,6 +96,31 @@ class Guide:
         return np.frombuffer(mask, np.uint8) > 0
 
 
+def grammar(
+    tokenizer: Tokenizer,
+    tools: Sequence[Json],
+    schema: Json | None = None,
+    *,
+    required: bool = False,
+    strict: bool = False,
+    thinks: bool = True,
+) -> str:
+    """Returns the grammar of a Guide of these settings, in llguidance's Lark."""
+    free = not required and schema is None
+    options = {"x-guidance": {"whitespace_pattern": "[ ]?", "lenient": not strict}}
+    begin, end, call, call_end = (
+        f"<[{tokenizer.token_id(name)}]>" for name in (THINK, THINK_END, CALL, CALL_END)
+    )
+    bodies = [] if schema is None else ["%json " + json.dumps(schema | options)]
+    call = "" if free else call  # else the parser has seen it
+    for tool in tools:
+        wanted = json.dumps(_call(tool["function"]) | options)
+        bodies.append(f"{call} /\\n?/ %json {wanted} /\\n?/ {call_end}")
+    think = rf"think: {begin} /(.|\n)*/ {end} /\n?\n?/"
+    start = "think? " if thinks and not free else ""
+    return f"start: {start}({' | '.join(bodies)})\n{think}"
+
+
 class Spent:
     """CPU seconds of the masks of a guide and its copies. `add` raises UserError beyond a limit."""
 
@@ -124,14 +137,15 @@ class Spent:
 
 
 @cache
-def _known(tokenizer) -> LLTokenizer:
+def known(tokenizer: Tokenizer) -> LLTokenizer:
+    """Returns llguidance's form of a tokenizer, made once."""
     backend, size = tokenizer.backend.to_str(), tokenizer.vocab_size
     return LLTokenizer(backend, n_vocab=size, eos_token=tokenizer.im_end)
 
 
 @lru_cache(CACHED)
 def _compiled(tokenizer, lark) -> LLMatcher:
-    return compile_grammar(_known(tokenizer), lark)
+    return compile_grammar(known(tokenizer), lark)
 
 
 def compile_grammar(tokenizer: LLTokenizer, lark: str) -> LLMatcher:

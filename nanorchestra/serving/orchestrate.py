@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import Attempt, Rollout
 from nanorchestra.engine.request import SamplingParams
+from nanorchestra.errors import require
 from nanorchestra.schemas import Json, check
 from nanorchestra.serving.protocol import OPENAPI, SAMPLING, usage
 from nanorchestra.serving.service import REQUEST_S, Service
@@ -32,6 +33,7 @@ async def orchestrated(
     given, seed = body.get("metadata", {}), body.get("seed", secrets.randbits(62))
     limits = [f"{name}={given[name]}" for name in ("usd", "seconds", "never") if name in given]
     env = make(asked["content"], " ".join([given.get("preference", ""), *limits]), seed)
+    require(env.task.data or "too_long" not in body, body.get("too_long", ""))
     env.messages[:0] = [] if env.task.data else before  # a world's task stands alone
     rollout, chosen = copy.copy(rollout), {name: body[name] for name in SAMPLING}
     rollout.open = lambda attempt, start, prompt: Conversation(service, prompt)
