@@ -435,21 +435,19 @@ HALVES = {
 def test_half_a_request_is_given_up(running, monkeypatch, name):
     """Within seconds, and more than may be open keep no client out meanwhile."""
     monkeypatch.setattr(connections, "CONNECTIONS", 20)
-    monkeypatch.setattr(connections, "WAIT_S", 1.0)
+    opened = running.server.server_state.connections
     halves = [raw_connection(running) for _ in range(50)]
     for half in halves:
         with suppress(OSError):
             half.sendall(HALVES[name])
-    wait(lambda: len(running.server.server_state.connections) <= 20)
+    wait(lambda: 0 < len(opened) <= 20, 1)
     start = time.monotonic()
     assert "fourty-two" in httpx.post(running.base + CHAT, json=said(), timeout=30).text
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 2 and len(opened) > 5
+    monkeypatch.setattr(connections, "WAIT_S", 0.1)
+    wait(lambda: not opened)
     for half in halves:
-        with suppress(OSError):
-            while half.recv(4096):
-                pass
         half.close()
-    wait(lambda: not running.server.server_state.connections)
 
 
 @pytest.mark.slow
