@@ -150,8 +150,8 @@ class GpuRunner(Runner):
         outputs = graph.replay() if graph else self._compute(inputs)
         return _Launched(sampling, tuple(x[: len(sampling)] for x in outputs))
 
-    def draws(self, launched: _Launched, requests: list[Request]) -> list[Draw]:
-        """Waits for the draws of the requests."""
+    def draws(self, launched: _Launched, requests: list[Request]) -> list[Draw | Exception]:
+        """Waits for the draws of the requests; one that cannot be drawn has its error."""
         read = launched.read()
         draws = {request: read[launched.row[request]] for request in requests}
         if special := [request for request in requests if not request.plain]:

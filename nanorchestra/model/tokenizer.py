@@ -115,6 +115,8 @@ class Tokenizer:
 
     def _encode(self, text) -> list[int]:
         try:
+            if len(text) > _CACHED:  # other threads go on meanwhile, unlike in `encode`
+                return self._plain.encode_batch([text])[0].ids
             return self._plain.encode(text).ids
         except (TypeError, UnicodeEncodeError):  # half a surrogate pair, which JSON can bring
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

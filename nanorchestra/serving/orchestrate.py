@@ -36,6 +36,7 @@ async def orchestrated(
     check({**body, "last": asked}, OPENAPI["components"]["schemas"]["WithTools"], "+tools")
     seed = body.get("seed", secrets.randbits(62))
     env = make(asked["content"], *preference_of(body.get("metadata") or {}), seed)
+    require(env.task.data or "too_long" not in body, body.get("too_long", ""))
     env.messages[:0] = [] if env.task.data else before  # a world's task stands alone
     rollout, chosen = copy.copy(rollout), {name: body[name] for name in SAMPLING}
     rollout.open = lambda attempt, start, prompt: Conversation(service, rollout.price, prompt)
