@@ -156,6 +156,10 @@ def test_a_build_of_vectors_that_was_stopped_goes_on(checkpoint, pages, tmp_path
     found = index.search("gold", k=10)
     np.testing.assert_allclose([hit.score for hit in found], wanted, atol=1e-6)
     assert index.search(" ") == [] and index.blocking and len(texts) == 2
+    together = index.search_all(["gold", " ", "tin"], 2)
+    alone = [index.search(query, 2) for query in ("gold", " ", "tin")]
+    for one, other in zip(together, alone, strict=True):
+        assert [hit.text for hit in one] == [hit.text for hit in other]
 
 
 def test_another_kind_of_index_is_built_from_the_same_vectors(
