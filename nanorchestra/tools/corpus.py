@@ -123,6 +123,8 @@ def open_index(
     """
     if str(path).startswith(("http://", "https://")):
         return RemoteIndex(str(path))
+    if device is not None:
+        device_named(device)  # a wrong one is refused, though an index of words needs none
     path = Path(path)
     if not path.is_dir():
         rows = list(_rows(path))

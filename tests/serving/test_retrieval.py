@@ -207,6 +207,7 @@ def test_a_server_that_cannot_start_says_why_in_one_line(tmp_path, capsys):
             ([str(corpus), "--host", "no.such.host.invalid"], "--host no.such.host.invalid"),
             ([str(tmp_path / "none"), *port], "none: cannot be read"),
             ([str(tmp_path), *port], "not a whole index"),
+            ([str(corpus), "--device", "cuda:99", *port], "--device cuda:99: "),
             ([f"http://127.0.0.1:{busy}/x", *port], "it must be like"),
         ):
             assert main(["serve-index", *arguments]) == 2
