@@ -19,9 +19,15 @@ Experts are other language models: `ExpertTool` and `RoleTool` ask OpenAI-compat
 `SimulatedExpert` is a declared simulation with the prices of its task and a virtual latency.
 """
 
+import sys
+
+if __name__ == "__main__":
+    from nanorchestra.errors import end_on_interrupt
+
+    end_on_interrupt("tools.py")  # importing torch takes seconds
+
 import math
 import re
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,14 +40,17 @@ from nanorchestra.errors import ArgumentParser, command, require
 from nanorchestra.files import merge, read_json, read_toml
 from nanorchestra.records import RESULT_WORDS, Price, ToolResult
 from nanorchestra.schemas import Json, arguments_schema, check
+from nanorchestra.serving.retrieval import listen, serve_index
 from nanorchestra.tools.corpus import build_index, open_index
 from nanorchestra.tools.functions import load_functions, tool
-from nanorchestra.tools.index import Index
+from nanorchestra.tools.http import EndpointError
+from nanorchestra.tools.index import Index, RemoteIndex
 from nanorchestra.tools.models import Endpoint, Expert, ExpertTool, Spending
 from nanorchestra.tools.roles import ROLES, RoleTool
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.search import WebSearch
 from nanorchestra.tools.simulated import RecordsTool, SimulatedExpert, Skill
+from nanorchestra.tools.vectors import KINDS
 
 __all__ = ["RecordsTool", "SimulatedExpert", "Skill", "ToolResult", "load_tools", "tool"]
 SANDBOX_USD = 0.0000083  # a second, as published
@@ -80,7 +89,7 @@ class LookupTool:
 
     name: str
     description: str
-    index: Index
+    index: Index | RemoteIndex
     usd_per_call: float = 0.0
     latency_s: float = 0.0
     passages: int = 1
@@ -91,8 +100,18 @@ class LookupTool:
         self.blocking = self.index.blocking
 
     def call(self, arguments: Json) -> ToolResult:
-        """Returns the best passages, one a line, and [source] after those that have one."""
-        hits = self.index.search(arguments["query"], k=self.passages)
+        """Returns the best passages, one a line, and [source] after those that have one.
+
+        A search server that does not answer is a failure of the infrastructure, and costs nothing.
+        """
+        try:
+            hits = self.index.search(arguments["query"], k=self.passages)
+        except EndpointError as error:
+            problem = f"Error: {self.name}: the search server does not answer: {error}"
+            retries, seconds = error.spent
+            return ToolResult(
+                problem, 0.0, seconds, error=True, infrastructure=True, retries=retries
+            )
         found = [f"{hit.text} [{hit.source}]" if hit.source else hit.text for hit in hits]
         text, found = "\n".join(found) or "nothing found", {"documents": found[::-1]}
         return ToolResult(text, self.usd_per_call, self.latency_s, found=found)
@@ -235,14 +254,33 @@ def _known(table, name, where) -> Any:
 
 @command("tools.py")
 def main(arguments: list[str]) -> int:
-    """Builds an index of a corpus, for tools of the kind "search"."""
-    parser = ArgumentParser(prog="tools.py", description="What the tools need on disk.")
-    index = parser.add_subparsers(required=True).add_parser("index", help="index a corpus")
+    """Builds an index of a corpus for tools of the kind "search", or serves one to many of them."""
+    parser = ArgumentParser(prog="tools.py", description="What search needs.")
+    commands = parser.add_subparsers(required=True, dest="command")
+    index = commands.add_parser("index", help="index a corpus")
     index.add_argument("path", help="a directory of texts, or a JSONL file")
     index.add_argument("--out", required=True, help="the directory of the index")
     index.add_argument("--embed", metavar="CHECKPOINT", help="index vectors of Qwen3-Embedding")
+    index.add_argument(
+        "--kind", choices=KINDS, help="of FAISS (default: flat for up to 4 GiB of vectors)"
+    )
+    serve = commands.add_parser("serve-index", help="answer searches over HTTP")
+    serve.add_argument("path", help="the directory of an index, or a small JSONL file")
+    serve.add_argument("--host", default="127.0.0.1", help="where to listen (default: 127.0.0.1)")
+    serve.add_argument("--port", type=int, default=8100, help="(default: 8100)")
+    serve.add_argument("--device", help="cpu or cuda:N (default: the first GPU, if there is one)")
+    serve.add_argument(
+        "--embed", metavar="CHECKPOINT", help="where the index's Qwen3-Embedding lies here"
+    )
     given = parser.parse_args(arguments)
-    print(f"indexed {build_index(given.path, given.out, given.embed)} passages in {given.out}")
+    if given.command == "serve-index":
+        with listen(given.host, given.port) as listening:  # before a model is loaded
+            index = open_index(given.path, given.device, given.embed)
+            require(isinstance(index, Index), f"{given.path}: it is served there already")
+            serve_index(index, listening)
+        return 0
+    count = build_index(given.path, given.out, given.embed, given.kind)
+    print(f"indexed {count} passages in {given.out}")
     return 0
 
 

@@ -1,91 +1,167 @@
 """Reads a corpus, cuts it into passages and builds an index of it in a directory, for index.py.
 
 A directory holds index.json (which corpus), the passages, and bm25/ or vectors/. Each part is
-written whole, vectors block by block: a build that was stopped goes on where it was.
+written whole, vectors block by block: a build that was stopped goes on where it was. Nothing is
+held in memory that grows with the corpus, except the words of BM25 and the codes of IVF-PQ.
 """
 
 import json
+import mmap
+import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
 import bm25s
-import faiss
 import numpy as np
-from bm25s.utils.corpus import JsonlCorpus
+from jsonschema import Draft202012Validator
 from tqdm import tqdm
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json, read_json_lines, read_text, replace_directory, write_whole
-from nanorchestra.schemas import check
-from nanorchestra.tools.embed import Embedder
-from nanorchestra.tools.index import Index, Passage, VectorIndex, word_index
+from nanorchestra.schemas import SHAPES, check
+from nanorchestra.tools.embed import Embedder, device_named
+from nanorchestra.tools.index import Index, Passage, RemoteIndex, VectorIndex, word_index
+from nanorchestra.tools.vectors import CODES, VECTORS, Vectors, choose, describe, write_ivfpq
 
 # At most 1,000 characters: to the end of the text, else of a paragraph, else of a word.
 _CHUNK = re.compile(
     r"\S.{0,999}(?=\Z)|\S.{300,999}(?=\n[ \t]*\n)|\S.{0,999}(?=\s)|\S{1000}", re.DOTALL
 )
-TEXTS, WORDS, VECTORS = "passages.jsonl", "bm25", "vectors"
+MANIFEST, TEXTS, ENDS, BY_WORDS, BY_VECTORS = (
+    "index.json",
+    "passages.jsonl",
+    "passages.ends",
+    "bm25",
+    "vectors",
+)
+SETTINGS = "settings.json"  # of vectors: written last, so that where it is the directory is whole
+FORMAT = 2  # of an index directory
 TEXT_FIELDS, SOURCE_FIELDS = ("text", "contents", "content"), ("source", "url", "title", "id")
+ROW = Draft202012Validator(SHAPES["passage"])
 BLOCK = 32  # passages whose vectors are written together
+SAME_EMBEDDER = 0.98  # cosine of a passage's vector and the stored one; in bf16 it is above 0.995
 
 
-def build_index(source: str | Path, out: str | Path, checkpoint: str | None = None) -> int:
+class Passages(Sequence[Passage]):
+    """The passages of an index directory, read from mapped files as they are asked for.
+
+    A line of the first file is the JSON of [text, source]; the second has where each line ends, in
+    8 bytes. UserError if they are not whole.
+    """
+
+    def __init__(self, path: Path):
+        texts, ends = path / TEXTS, path / ENDS
+        length = ends.stat().st_size if texts.is_file() and ends.is_file() else 0
+        whole = length > 0 and length % 8 == 0
+        require(whole, f"{path}: not a whole index; build it: python tools.py index PATH --out DIR")
+        self._ends = np.memmap(ends, "<u8", "r")
+        size = texts.stat().st_size
+        require(
+            self._ends[-1] == size,
+            f"{texts}: it has {size} bytes; {ENDS} says {self._ends[-1]}; build the index again",
+        )
+        with open(texts, "rb") as file:
+            self._lines = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, row: int) -> Passage:
+        if not 0 <= row < len(self):
+            raise IndexError(row)
+        begin = int(self._ends[row - 1]) if row else 0
+        return Passage(*json.loads(self._lines[begin : int(self._ends[row])]))
+
+
+def build_index(
+    source: str | Path, out: str | Path, checkpoint: str | None = None, kind: str | None = None
+) -> int:
     """Builds, or goes on building, an index of a directory or JSONL file; returns its passages.
 
     `checkpoint` is a Qwen3-Embedding directory, whose vectors are indexed; None: the words are.
-    What is there already is kept if the corpus has not changed. Raises UserError.
+    `kind` is "flat" or "ivfpq"; None: flat for up to 4 GiB of vectors. What is there already is
+    kept if the corpus has not changed. Raises UserError.
     """
     source, out = Path(source).resolve(), Path(out).resolve()
     require(source.exists(), f"{source}: no such file or directory; give a corpus to index")
     require(not out.is_relative_to(source), f"{out}: --out must not lie in the corpus")
-    manifest = out / "index.json"
+    require(checkpoint or not kind, f"--kind {kind}: vectors have a kind; give --embed CHECKPOINT")
+    manifest = out / MANIFEST
     require(not out.exists() or manifest.is_file(), f"{out}: --out must be new, or an index")
     files = [source] if source.is_file() else sorted(filter(Path.is_file, source.rglob("*")))
     files = [f for f in files if not any(p[0] == "." for p in f.relative_to(source).parts)]
     stats = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+    corpus = {"format": FORMAT, "files": stats}
     try:
-        if not manifest.is_file() or read_json(manifest) != stats:
+        if not manifest.is_file() or read_json(manifest) != corpus:
             with replace_directory(out) as new:
                 _write_passages(source, files, new)
-                write_whole(new / manifest.name, json.dumps(stats))
-        passages = _saved_passages(out)
+                write_whole(new / MANIFEST, json.dumps(corpus))
+        passages = Passages(out)
         if checkpoint:
-            _write_vectors(passages, out, str(Path(checkpoint).resolve()))
-        elif not (out / WORDS).exists():
-            with replace_directory(out / WORDS) as new:
-                word_index(text for text, _ in passages).save(new, show_progress=False)
+            _write_vectors(passages, out, str(Path(checkpoint).resolve()), kind)
+        elif not (out / BY_WORDS).exists():
+            with replace_directory(out / BY_WORDS) as new:
+                word_index(passage.text for passage in passages).save(new, show_progress=False)
     except (OSError, RuntimeError) as error:  # FAISS raises RuntimeError
-        raise UserError(f"{out}: cannot be written ({error})") from None
+        raise UserError(f"{out}: cannot be written ({' '.join(str(error).split())})") from None
     return len(passages)
 
 
-def open_index(path: str | Path) -> Index:
-    """Returns a built index, by vectors if it has any, or that of a JSONL file, made in memory.
+def open_index(
+    path: str | Path, device: str | None = None, checkpoint: str | None = None
+) -> Index | RemoteIndex:
+    """Returns a built index, by vectors if it has any, that of a JSONL file, or that of a server.
 
-    A row of the file is a passage. UserError names file, line and field.
+    A row of a JSONL file is a passage; their index is made in memory. `path` may be the address of
+    a server. `device` searches vectors and embeds queries with `checkpoint`; None: this thread's
+    GPU, else the CPU, and the checkpoint that the index was built with. UserError names the file
+    and what is wrong with it.
     """
+    if str(path).startswith(("http://", "https://")):
+        return RemoteIndex(str(path))
+    if device is not None:
+        device_named(device)  # a wrong one is refused, though an index of words needs none
     path = Path(path)
     if not path.is_dir():
         rows = list(_rows(path))
         require(rows, f'{path}: no passage; it must have lines like {{"text": "..."}}')
         return Index(rows)
-    vectors, words = path / VECTORS, path / WORDS
+    vectors, words = path / BY_VECTORS, path / BY_WORDS
     require(
         vectors.is_dir() or words.is_dir(),
         f"{path}: not a whole index; build it: python tools.py index PATH --out DIR",
     )
-    passages = _saved_passages(path)
+    passages = Passages(path)
     if vectors.is_dir():
-        return VectorIndex(passages, vectors)
-    return Index(passages, bm25s.BM25.load(words, mmap=True, show_progress=False))
+        return _open_vectors(passages, vectors, device, checkpoint)
+    try:
+        return Index(passages, bm25s.BM25.load(words, mmap=True, show_progress=False))
+    except (OSError, ValueError) as error:  # JSON's and numpy's errors are ValueErrors
+        raise UserError(f"{words}: not a whole index ({error}); build it again") from None
 
 
-def _saved_passages(path) -> JsonlCorpus:
-    """Returns the passages of an index directory as [text, source], read from the mapped file."""
-    return JsonlCorpus(path / TEXTS, show_progress=False)
+def _open_vectors(passages, path, device, checkpoint) -> VectorIndex:
+    settings = read_json(path / SETTINGS)
+    check(settings, "index", f"{path / SETTINGS}")
+    vectors = Vectors(path, settings, len(passages), device_named(device))
+    embedder = Embedder(checkpoint or settings["checkpoint"], device_named(device))
+    _check_embedder(embedder, passages[0].text, vectors.first, path)
+    return VectorIndex(passages, vectors, embedder)
+
+
+def _check_embedder(embedder, text, stored, path) -> None:
+    """Raises UserError unless an embedder gives a text nearly its stored vector."""
+    again = embedder.passages([text])[0]
+    alike = len(again) == len(stored) and float(again @ stored) > SAME_EMBEDDER
+    require(
+        alike,
+        f"{path}: these are the vectors of another embedder than {embedder.checkpoint}; "
+        "give theirs with --embed, or delete them and build the index again",
+    )
 
 
 def _documents(source, files) -> Iterator[Passage]:
@@ -103,39 +179,67 @@ def _documents(source, files) -> Iterator[Passage]:
 
 def _rows(file) -> Iterator[Passage]:
     for number, row in read_json_lines(file):
-        check(row, "passage", f"{file}, line {number}")
+        if not ROW.is_valid(row):
+            check(row, "passage", f"{file}, line {number}")
         text = next(row[name] for name in TEXT_FIELDS if name in row)
-        yield Passage(text, next((str(row[name]) for name in SOURCE_FIELDS if name in row), ""))
+        source = next((str(row[name]) for name in SOURCE_FIELDS if name in row), "")
+        # JSON can hold half of a character, which UTF-8 cannot.
+        yield Passage(*(part.encode("utf-8", "replace").decode() for part in (text, source)))
 
 
-def _write_passages(source, files, out):
-    """Writes the passages of a corpus as lines of [text, source]."""
-    with open(out / TEXTS, "w", encoding="utf-8") as lines:
+def _write_passages(source, files, out) -> None:
+    """Writes the passages of a corpus as lines of [text, source], and where each line ends."""
+    end = 0
+    with (
+        open(out / TEXTS, "wb") as lines,
+        open(out / ENDS, "wb") as ends,
+        tqdm(desc="cutting", unit="passage", unit_scale=True) as progress,
+    ):
         for document in _documents(source, files):
             for text in _CHUNK.findall(document.text.strip()):
-                lines.write(json.dumps([text, document.source]) + "\n")
-    found = _saved_passages(out)  # writes where each line begins
-    require(found, f"{source}: no text to index; a file must be text, or JSONL of {{text}}")
+                end += lines.write(json.dumps([text, document.source]).encode() + b"\n")
+                ends.write(end.to_bytes(8, "little"))
+                progress.update()
+    require(end, f"{source}: no text to index; a file must be text, or JSONL of {{text}}")
 
 
-def _write_vectors(passages, out, checkpoint):
-    """Writes the vectors of passages; the blocks of a build that was stopped are kept."""
-    settings = {"checkpoint": checkpoint}
-    done = out / VECTORS / "settings.json"
-    if done.is_file() and read_json(done) == settings:
+def _write_vectors(passages, out, checkpoint, kind) -> None:
+    """Writes the vectors of passages, and their index if it is to be of another kind."""
+    place = out / BY_VECTORS
+    known = read_json(place / SETTINGS) if (place / SETTINGS).is_file() else {}
+    if known.get("checkpoint") != checkpoint:
+        file, dimension = _embed(passages, out, checkpoint)
+    elif kind in (None, known["kind"]):
         return
+    else:
+        file, dimension = place / VECTORS, known["dimension"]
+    settings = choose(len(passages), dimension, kind)
+    print(describe(len(passages), settings))
+    vectors = np.memmap(file, np.float32, "r", shape=(len(passages), dimension))
+    with replace_directory(place) as new:
+        if settings["kind"] == "ivfpq":
+            write_ivfpq(vectors, settings, new / CODES)
+        os.link(file, new / VECTORS)  # not renamed: a build that is stopped here keeps them
+        write_whole(new / SETTINGS, json.dumps({"checkpoint": checkpoint} | settings, indent=1))
+    if file.parent == out:
+        file.unlink()
+
+
+def _embed(passages, out, checkpoint) -> tuple[Path, int]:
+    """Returns the file of the vectors of passages, and their dimension.
+
+    The blocks of a build that was stopped are kept.
+    """
     embedder = Embedder(checkpoint)
     part = out / f"{quote(checkpoint, '')}.part"  # float32 [passages so far, dimension]
+    width = 4 * embedder.dimension
     with open(part, "ab") as file:
-        begin = file.tell() // (width := 4 * embedder.dimension)
+        begin = file.tell() // width
         file.truncate(begin * width)
+        if begin:
+            _check_embedder(embedder, passages[0].text, np.fromfile(part, "f4", width // 4), part)
         for i in tqdm(range(begin, len(passages), BLOCK), desc="embedding", unit="block"):
-            texts = [text for text, _ in passages[i : i + BLOCK]]
-            file.write(embedder.passages(texts).tobytes())
+            block = range(i, min(i + BLOCK, len(passages)))
+            file.write(embedder.passages([passages[row].text for row in block]).tobytes())
             file.flush()
-    index = faiss.IndexFlatIP(embedder.dimension)
-    index.add(np.memmap(part, np.float32, "r").reshape(-1, embedder.dimension))
-    with replace_directory(out / VECTORS) as new:
-        faiss.write_index(index, str(new / "flat.faiss"))
-        write_whole(new / done.name, json.dumps(settings))
-    part.unlink()
+    return part, embedder.dimension

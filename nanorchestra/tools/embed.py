@@ -4,6 +4,7 @@ A text's vector is the normalised hidden state of its last token, <|endoftext|>.
 behind an instruction, a passage alone. Any Qwen3 backbone in Hugging Face layout loads.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -22,19 +23,41 @@ INSTRUCTION = "Given a web search query, retrieve relevant passages that answer 
 MAX_TOKENS = 8192  # of a text; what is beyond them is cut
 
 
-class Embedder:
-    """A model on the GPU in bf16, or on the CPU in fp32; `dimension` is its hidden size.
+def device_named(name: str | None = None) -> torch.device:
+    """Returns the device of a name, "cpu" or "cuda:0"; None: this thread's GPU, else the CPU.
 
-    Raises UserError for anything wrong with the checkpoint.
+    A GPU has its number from here on: another thread has another current GPU. UserError if the
+    device is not there.
+    """
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    matched = re.fullmatch(r"cpu|cuda(?::(\d+))?", name)
+    require(matched, f"--device {name}: it must be cpu or cuda:N")
+    if name == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    require(count, f"--device {name}: torch finds no GPU; it must be cpu")
+    number = torch.cuda.current_device() if matched[1] is None else int(matched[1])
+    require(
+        number < count, f"--device {name}: there are {count} GPUs; the last is cuda:{count - 1}"
+    )
+    return torch.device("cuda", number)
+
+
+class Embedder:
+    """A model on a GPU in bf16, or on the CPU in fp32; `dimension` is its hidden size.
+
+    `device` None: that of the thread that makes it. Any thread may use it. UserError for anything
+    wrong with the checkpoint.
     """
 
-    def __init__(self, checkpoint: str | Path):
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = "bfloat16" if self._device == "cuda" else "float32"
+    def __init__(self, checkpoint: str | Path, device: torch.device | None = None):
+        self.checkpoint, self.device = checkpoint, device or device_named()
+        dtype = "bfloat16" if self.device.type == "cuda" else "float32"
         # A backbone has no output matrix, whatever its configuration says about tying one.
         self._model, self._tokenizer = load_model(
             checkpoint,
-            self._device,
+            str(self.device),
             dtype,
             build=lambda config: Qwen3(replace(config, tie_word_embeddings=True)),
         )
@@ -56,8 +79,10 @@ class Embedder:
         lengths = [len(row) for row in rows]
         ends = list(accumulate(lengths))
         segments = [Segment(end - n, n) for end, n in zip(ends, lengths, strict=True)]
-        tokens = torch.tensor(sum(rows, []), device=self._device)  # [T]
-        positions = torch.cat([torch.arange(n, device=self._device) for n in lengths])
-        hidden = self._model(tokens, positions, packed_attention(segments))  # [T, hidden]
-        last = hidden[torch.tensor(ends, device=self._device) - 1]  # [texts, hidden]
-        return F.normalize(last.float(), dim=-1).cpu().numpy()
+        # Kernels are launched on the thread's current GPU, which need not be the model's.
+        with torch.cuda.device(-1 if self.device.index is None else self.device.index):
+            tokens = torch.tensor(sum(rows, []), device=self.device)  # [T]
+            positions = torch.cat([torch.arange(n, device=self.device) for n in lengths])
+            hidden = self._model(tokens, positions, packed_attention(segments))  # [T, hidden]
+            last = hidden[torch.tensor(ends, device=self.device) - 1]  # [texts, hidden]
+            return F.normalize(last.float(), dim=-1).cpu().numpy()

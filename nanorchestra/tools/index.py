@@ -1,7 +1,8 @@
-"""Finds passages by their words, with BM25, or by their meaning, with vectors in a FAISS index.
+"""Finds passages by their words, with BM25, by their meaning, with vectors, or asks a server.
 
 An index of a few thousand passages is built in memory: `Index(passages)`. corpus.py builds larger
-ones in a directory, which its `open_index` maps into memory. Threads take turns to search.
+ones in a directory, which its `open_index` maps into memory. Threads take turns to search. A
+`RemoteIndex` asks a search server (serving/retrieval.py), which holds one index for all ranks.
 """
 
 import logging
@@ -11,22 +12,26 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 import bm25s
-import faiss
 import torch
 from bm25s.stopwords import STOPWORDS_EN
 
-from nanorchestra.errors import require
-from nanorchestra.files import read_json
+from nanorchestra.errors import UserError, require
+from nanorchestra.schemas import SHAPES
 from nanorchestra.tools.embed import Embedder
+from nanorchestra.tools.http import EndpointError, post
+from nanorchestra.tools.vectors import Vectors, describe
 
 logging.getLogger("bm25s").setLevel(logging.WARNING)  # it has a root handler print its DEBUG lines
 WORD, COMMON = r"\w+", frozenset(STOPWORDS_EN)
 CANDIDATES = 10  # passages by BM25 whose word pairs are compared with the query's
 SIMILAR = 0.8  # ratio of difflib above which an unknown word is read as a known one
+CORRECTED = 16  # unknown words of a query that are read so: each is compared with thousands
+QUERY_CHARS = 8_000  # of a query; what is beyond them is cut
+TIMEOUT_S = 60.0  # of a question to a server, retries included
+ADDRESS = re.compile(r"https?://[^\s/@?#]+/?")
 
 
 class Passage(NamedTuple):
@@ -56,53 +61,103 @@ class Index:
         for word in self._words.vocab_dict:
             self._alike[word[:2]].append(word)
 
+    @property
+    def about(self) -> str:
+        """The number of passages and how they are found, for a person."""
+        return f"{len(self.passages):,} passages, found by BM25"
+
     def search(self, query: str, k: int = 3) -> list[Passage]:
         """Returns the `k` best passages, best first; fewer if fewer have anything in common."""
-        with self._lock:  # a saved corpus is read by one thread at a time
-            found = self._rank(query, k)
-            return [Passage(*self.passages[row][:2], score) for score, row in found]
+        return self.search_all([query], k)[0]
+
+    def search_all(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
+        """Returns what `search` does, for each query; vectors of all are computed together."""
+        queries = [query[:QUERY_CHARS].encode("utf-8", "replace").decode() for query in queries]
+        with self._lock:  # one thread at a time has the model and FAISS
+            found = self._rank_all(queries, k)
+        return [
+            [self.passages[row]._replace(score=score) for score, row in ranked] for ranked in found
+        ]
+
+    def _rank_all(self, queries, k) -> list[list[tuple[float, int]]]:
+        return [self._rank(query, k) for query in queries]
 
     def _rank(self, query, k) -> list[tuple[float, int]]:
         """Returns (score, row) of the passages with a word of the query, best first."""
-        words = [known for word in words_of(query) for known in self._known(word)]
+        words, unknown = [], 0
+        for word in words_of(query):
+            if word in self._words.vocab_dict:
+                words.append(word)
+            elif unknown < CORRECTED:
+                unknown += 1
+                alike = self._alike.get(word[:2], ())
+                words += get_close_matches(word, alike, n=1, cutoff=SIMILAR)
         if not words:
             return []
         scores = torch.from_numpy(self._words.get_scores(words))  # [passages]
         pairs, found = set(pairwise(words)), []
         for row in scores.topk(min(max(k, CANDIDATES), len(scores))).indices.sort().values.tolist():
-            there = pairs.intersection(pairwise(words_of(self.passages[row][0])))
+            there = pairs.intersection(pairwise(words_of(self.passages[row].text)))
             score = scores[row].item() * (1 + len(there) / max(1, len(pairs)))
             if score > 0:
                 found.append((score, row))
         return sorted(found, key=lambda pair: -pair[0])[:k]
 
-    def _known(self, word) -> list[str]:
-        if word in self._words.vocab_dict:
-            return [word]
-        return get_close_matches(word, self._alike.get(word[:2], ()), n=1, cutoff=SIMILAR)
-
 
 class VectorIndex(Index):
-    """Passages ranked by exact inner products in FAISS, on all GPUs if faiss-gpu is installed."""
+    """Passages ranked by the inner products of vectors, on one device.
+
+    `embedder` makes the queries' vectors; it must be the one that made the passages'.
+    """
 
     blocking = True
 
-    def __init__(self, passages: Sequence[Passage], path: Path):
+    def __init__(self, passages: Sequence[Passage], vectors: Vectors, embedder: Embedder):
         self.passages, self._lock = passages, threading.Lock()
-        self._embedder = Embedder(read_json(path / "settings.json")["checkpoint"])
-        self._faiss = faiss.read_index(str(path / "flat.faiss"), faiss.IO_FLAG_MMAP_IFC)
-        if faiss.get_num_gpus():
-            options = faiss.GpuMultipleClonerOptions()
-            options.shard = options.useFloat16 = True
-            self._faiss = faiss.index_cpu_to_all_gpus(self._faiss, options)
+        self._vectors, self._embedder = vectors, embedder
 
-    def _rank(self, query, k) -> list[tuple[float, int]]:
+    @property
+    def about(self) -> str:
+        """The number of passages, the kind of index with its settings, and the device."""
+        kind = describe(len(self.passages), self._vectors.settings)
+        return f"{kind}; queries are embedded on {self._embedder.device}"
+
+    def _rank_all(self, queries, k) -> list[list[tuple[float, int]]]:
         """Returns (cosine, row) of the nearest passages, best first; none for an empty query."""
-        if not query.strip():
-            return []
-        vector = self._embedder.queries([query])
-        scores, rows = self._faiss.search(vector, min(k, self._faiss.ntotal))
-        return list(zip(scores[0].tolist(), rows[0].tolist(), strict=True))
+        asked = [i for i, query in enumerate(queries) if query.strip()]
+        found = [[] for _ in queries]
+        if asked:
+            vectors = self._embedder.queries([queries[i] for i in asked])
+            for i, ranked in zip(asked, self._vectors.search(vectors, k), strict=True):
+                found[i] = ranked
+        return found
+
+
+class RemoteIndex:
+    """The index behind a search server, at an address as "http://127.0.0.1:8100".
+
+    UserError if no search server answers there.
+    """
+
+    blocking = True
+
+    def __init__(self, address: str):
+        require(ADDRESS.fullmatch(address), f"{address}: it must be like http://127.0.0.1:8100")
+        self.address = address.rstrip("/")
+        try:
+            self.search("", k=1)
+        except EndpointError as error:
+            raise UserError(
+                f"{address}: no search server answers ({error}); "
+                "start one: python tools.py serve-index DIR"
+            ) from None
+
+    def search(self, query: str, k: int = 3) -> list[Passage]:
+        """Returns what the server's index finds. Raises EndpointError, in bounded time."""
+        body = {"query": query[:QUERY_CHARS], "k": k}
+        url = f"{self.address}/search"
+        reply, _ = post(url, body, SHAPES["search_reply"], "", TIMEOUT_S)
+        return [Passage(row["text"], row["source"], row["score"]) for row in reply["passages"]]
 
 
 def word_index(texts: Iterable[str]) -> bm25s.BM25:

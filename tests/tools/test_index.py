@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
+import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 import pytest
+from sklearn.feature_extraction.text import CountVectorizer
 
 from nanorchestra.errors import UserError
 from nanorchestra.tools import corpus as corpus_module
+from nanorchestra.tools import vectors as vectors_module
 from nanorchestra.tools.corpus import build_index, open_index
-from nanorchestra.tools.index import Index, Passage
+from nanorchestra.tools.index import COMMON, WORD, Index, Passage, words_of
 from tools import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,6 +50,40 @@ def test_edges_of_k_and_query():
         Index([Passage("...")])
 
 
+def test_scores_are_those_of_bm25_and_of_the_neighbouring_words():
+    texts = [json.loads(line)["text"] for line in CORPUS.read_text(encoding="utf-8").splitlines()]
+    counter = CountVectorizer(token_pattern=f"({WORD})", stop_words=list(COMMON))
+    counts = counter.fit_transform(texts).toarray()  # [passages, words]
+    lengths, frequency = counts.sum(1, keepdims=True), (counts > 0).sum(0)
+    rarity = np.log(1 + (len(texts) - frequency + 0.5) / (frequency + 0.5))
+    weights = counts / (counts + 1.5 * (0.25 + 0.75 * lengths / lengths.mean())) * rarity
+    index = Index([Passage(text) for text in texts])
+    for query in ("gold", "Period of iron", "atomic number of tin", "gold gold iron"):
+        words = words_of(query)
+        scores = weights[:, [counter.vocabulary_[word] for word in words]].sum(1)
+        wanted = []
+        for row in np.argsort(-scores, kind="stable")[:10]:
+            pairs = {*pairwise(words)}
+            there = pairs & {*pairwise(words_of(texts[row]))}
+            wanted.append(scores[row] * (1 + len(there) / max(1, len(pairs))))
+        found = index.search(query, k=10)
+        wanted = sorted((score for score in wanted if score > 0), reverse=True)
+        np.testing.assert_allclose([hit.score for hit in found], wanted, rtol=1e-5)
+        for hit in found[:3]:
+            assert {*re.findall(WORD, hit.text.lower())} & {*words}
+
+
+def test_a_query_of_a_megabyte_is_cut_and_ends():
+    words = [f"{a}{b}{i}" for a in "abc" for b in "abc" for i in range(2000)]
+    index = Index([Passage(" ".join(words)), Passage("gold")])
+    start = time.monotonic()
+    unknown = "".join(f"ab{i:04}xyz " for i in range(100_000))
+    assert [hit.text for hit in index.search(f"gold {unknown}")] == ["gold"]
+    assert index.search("x" * 8000 + " gold") == [] != index.search("x" * 7990 + " gold")
+    assert index.search("x" * (1 << 20)) == [] and len(index.search("gold", k=10**9)) == 1
+    assert time.monotonic() - start < 2
+
+
 @pytest.fixture
 def pages(tmp_path):
     """A directory of texts, among them one that is no text."""
@@ -66,7 +107,7 @@ def test_a_directory_is_indexed_once_and_again_when_it_changes(pages, tmp_path, 
     assert index.search("gold")[0].source == "metals/gold.md"
     assert index.search("tin")[0] == ("Tin melts.", "http://tin", pytest.approx(1.4, abs=1))
     assert index.search("secret") == [] and len(index.passages) == 4
-    assert all(len(text) <= 1000 for text, _ in index.passages)
+    assert all(len(passage.text) <= 1000 for passage in index.passages)
     words = (out / "bm25" / "vocab.index.json").stat()
     assert build_index(pages, out) == 4  # nothing is done again
     assert (out / "bm25" / "vocab.index.json").stat() == words
@@ -116,6 +157,112 @@ def test_a_build_of_vectors_that_was_stopped_goes_on(checkpoint, pages, tmp_path
     found = index.search("gold", k=10)
     np.testing.assert_allclose([hit.score for hit in found], wanted, atol=1e-6)
     assert index.search(" ") == [] and index.blocking and len(texts) == 2
+    together = index.search_all(["gold", " ", "tin"], 2)
+    alone = [index.search(query, 2) for query in ("gold", " ", "tin")]
+    for one, other in zip(together, alone, strict=True):
+        assert [hit.text for hit in one] == [hit.text for hit in other]
+
+
+def test_another_kind_of_index_is_built_from_the_same_vectors(
+    checkpoint, tmp_path, monkeypatch, capsys
+):
+    corpus, out = tmp_path / "corpus.jsonl", tmp_path / "index"
+    monkeypatch.setattr(vectors_module, "FEWEST", 300)  # FAISS warns, and is quick
+    texts = [f"text {i}" for i in range(400)]
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    embedded = Counter()
+
+    class Words(corpus_module.Embedder):
+        """Makes a vector of 32 numbers of the digits of a text."""
+
+        def passages(self, texts):
+            embedded.update(texts)
+            digits = [[int(c) for c in f"{int(re.sub('[^0-9]', '', t)):032}"] for t in texts]
+            vectors = np.array(digits, np.float32) + 1e-3 * np.arange(32, dtype=np.float32)
+            return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+    monkeypatch.setattr(corpus_module, "Embedder", Words)
+    monkeypatch.setattr(corpus_module, "BLOCK", 100)
+    arguments = ["index", str(corpus), "--out", str(out), "--embed", str(checkpoint)]
+    found = {}
+    for kind in ("flat", "ivfpq", "flat"):
+        assert main([*arguments, "--kind", kind]) == 0
+        said = capsys.readouterr().out
+        assert f"{kind}: 400 vectors of 32 numbers, 0.00 GB" in said
+        settings = json.loads((out / "vectors" / "settings.json").read_text())
+        assert settings["kind"] == kind and settings.get("nlist", 8) == 8
+        found[kind] = open_index(out, "cpu").search("395", k=3)
+        assert found[kind][0].text == "text 395" and found[kind][0].score > 0.999
+        assert main(arguments) == 0 and "flat:" not in capsys.readouterr().out  # it is kept
+        assert (out / "vectors" / "ivfpq.faiss").exists() == (kind == "ivfpq")
+    assert embedded.pop("text 0") == 4  # the first of them is made again at each opening
+    assert max(embedded[text] for text in texts[1:]) == 1 and not list(out.glob("*.part"))
+
+
+def test_an_index_that_is_not_whole_is_one_line(checkpoint, pages, tmp_path, capsys):
+    out = tmp_path / "index"
+    assert build_index(pages, out, checkpoint) == 4
+    build_index(pages, out)
+    vectors = out / "vectors"
+    settings = json.loads((vectors / "settings.json").read_text())
+
+    def damaged(file, content, says):
+        kept = file.read_bytes()
+        file.unlink()
+        if content is not None:
+            file.write_bytes(
+                content if isinstance(content, bytes) else json.dumps(content).encode()
+            )
+        with pytest.raises(UserError, match=says) as refused:
+            open_index(out, "cpu")
+        assert "\n" not in str(refused.value)
+        file.write_bytes(kept)
+
+    size = (out / "passages.jsonl").stat().st_size
+    for name, content, says in (
+        ("passages.jsonl", None, "index: not a whole index; build it"),
+        ("passages.jsonl", b"torn", f"has 4 bytes; passages.ends says {size}"),
+        ("passages.ends", None, "index: not a whole index; build it"),
+        ("passages.ends", b"1234567", "index: not a whole index; build it"),
+        ("passages.ends", size.to_bytes(8, "little"), "512 bytes; 1 passages of dimension 32"),
+        ("vectors/vectors.f32", None, "vectors.f32: it has 0 bytes; 4 passages of dimension 32"),
+        ("vectors/vectors.f32", b"\0" * 512, "these are the vectors of another embedder"),
+        ("vectors/settings.json", None, "settings.json: cannot be read"),
+        ("vectors/settings.json", b"{", "settings.json: not JSON"),
+        ("vectors/settings.json", settings | {"kind": "hnsw"}, "settings.json: kind: "),
+        ("vectors/settings.json", settings | {"dimension": 64}, "512 bytes; 4 passages of dim"),
+        ("vectors/settings.json", settings | {"kind": "ivfpq"}, "is a required property"),
+        ("vectors/settings.json", settings | {"checkpoint": "/none"}, "/none"),
+    ):
+        damaged(out / name, content, says)
+    assert open_index(out, "cpu").search("gold")
+    for name in vectors.iterdir():
+        name.unlink()
+    vectors.rmdir()
+    damaged(out / "bm25" / "vocab.index.json", b"{", "bm25: not a whole index")
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    arguments = [str(pages), "--out", str(out), "--embed", str(checkpoint), "--kind", "ivfpq"]
+    for given, says in (
+        (arguments, "4 passages are too few; it needs 10,000"),
+        ([str(empty), "--out", str(tmp_path / "new")], "no text to index"),
+        ([str(pages), "--out", str(out), "--kind", "flat"], "give --embed"),
+        ([str(pages), "--out", str(out), "--embed", "nowhere"], "nowhere"),
+    ):
+        assert main(["index", *given]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("tools.py: ") and says in error, error
+    assert not (tmp_path / "new").exists()
+    assert open_index(out).search("gold"), "a build that failed leaves what was there"
+
+
+def test_a_build_goes_on_only_with_the_same_embedder(checkpoint, pages, tmp_path):
+    out = tmp_path / "index"
+    build_index(pages, out)
+    part = out / f"{quote(str(checkpoint), '')}.part"
+    part.write_bytes(b"\0" * 128)
+    with pytest.raises(UserError, match="part: these are the vectors of another embedder"):
+        build_index(pages, out, checkpoint)
 
 
 def test_a_bad_file_of_passages_is_named_with_its_line(tmp_path):
