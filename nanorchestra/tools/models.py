@@ -11,8 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,8 @@ from nanorchestra.records import Price, ToolResult
 from nanorchestra.schemas import SHAPES, Json, arguments_schema
 from nanorchestra.tools.http import EndpointError, count_tokens, post
 
+FORMAT_TOKENS = 1000  # that a server may add to a request
+MOST_TOKENS = 1 << 20  # of a reply without a limit
 TOLD: dict[str, object] = {}  # variables of keys that are not set, each told once by the first rank
 
 
@@ -61,8 +62,12 @@ class Spending:
         if not self.reserve(most_usd):
             problem = f"{name} could cost ${most_usd:.2g}, more than the run has left to spend"
             return ToolResult(f"Error: {problem}", error=True, alias=name)
-        result = call()
-        self.settle(most_usd, result.cost_usd)
+        usd = 0.0  # of a call that raises, as far as is known
+        try:
+            result = call()
+            usd = result.cost_usd
+        finally:
+            self.settle(most_usd, usd)
         return result
 
     def complete(self, endpoint: "Endpoint", body: Json) -> Any:
@@ -98,41 +103,60 @@ class Endpoint:
     """An OpenAI-compatible server; `key_variable` "" if it needs no key.
 
     A call waits until fewer than `concurrency` are open, then takes `timeout_s` seconds at most.
+    A copy with another `timeout_s` shares the open calls.
     """
 
     base_url: str
     key_variable: str = ""
     timeout_s: float = 600.0
     concurrency: int = 16
+    free: threading.Semaphore | None = field(default=None, repr=False, compare=False)
 
-    @cached_property
-    def _free(self) -> threading.Semaphore:
-        return threading.Semaphore(self.concurrency)
+    def __post_init__(self) -> None:
+        if self.free is None:
+            object.__setattr__(self, "free", threading.Semaphore(self.concurrency))
 
     def complete(self, body: Json) -> tuple[Json, tuple[int, int]]:
         """Returns an assistant's message, with `finish_reason` and `spent`, and its tokens.
 
         `body` is the request's JSON (model, messages, ...). Content in parts is joined to text.
-        Tokens, input and output, are estimated where the reply does not state them. Raises
-        EndpointError; its `spent`, as that of the message, is what `post` says.
+        Tokens, input and output, are estimated where the reply does not state them, and are never
+        more than `most_tokens`. Raises EndpointError; its `spent`, as that of the message, is what
+        `post` says.
         """
         url, shape = f"{self.base_url.rstrip('/')}/chat/completions", SHAPES["completion"]
-        with self._free:
-            reply, spent = post(url, body, shape, self.key_variable, self.timeout_s)
+        most = most_tokens(body)
+        try:
+            with self.free:
+                reply, spent = post(url, body, shape, self.key_variable, self.timeout_s)
+        except EndpointError as error:
+            error.tokens = tuple(map(min, error.tokens, most))
+            raise
         choice, usage = reply["choices"][0], reply.get("usage")
         usage = usage if isinstance(usage, dict) else {}
         asked = body.get("messages"), body.get("tools")
         tokens = []
         for name, part in (("prompt_tokens", asked), ("completion_tokens", choice["message"])):
             stated = usage.get(name)
-            known = isinstance(stated, int) and stated > 0
+            known = isinstance(stated, int) and not isinstance(stated, bool) and stated > 0
             tokens.append(stated if known else count_tokens(json.dumps(part, ensure_ascii=False)))
         message = choice["message"] | {
             "content": _text(choice["message"].get("content")),
             "finish_reason": choice.get("finish_reason"),
             "spent": spent,
         }
-        return message, tuple(tokens)
+        return message, tuple(map(min, tokens, most))
+
+
+def most_tokens(body: Json) -> tuple[int, int]:
+    """Returns the most input and output tokens that a request can be billed for.
+
+    No token is shorter than a byte, and a server's chat format adds some of its own. A request
+    states the limit of its reply.
+    """
+    asked = json.dumps([body.get("messages"), body.get("tools")], ensure_ascii=False)
+    limits = [body[name] for name in ("max_tokens", "max_completion_tokens") if name in body]
+    return len(asked.encode("utf-8", "replace")) + FORMAT_TOKENS, min(limits, default=MOST_TOKENS)
 
 
 def _text(content) -> str:
@@ -141,8 +165,7 @@ def _text(content) -> str:
         return "".join(map(_text, content))
     if isinstance(content, dict):
         content = content.get("text")
-    text = "" if content is None else str(content)
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return "" if content is None else str(content)
 
 
 @dataclass(frozen=True)
@@ -187,26 +210,38 @@ class Expert:
         body["messages"] = [{"role": "user", "content": text}]
         if self.temperature is not None and not self.reasoning:
             body["temperature"] = self.temperature
+        infrastructure = False  # an answer that is empty or refused is the model's own
         try:
             message, tokens = self.spending.complete(self.endpoint, body)
             said, spent = message["content"].rpartition("</think>")[2], message["spent"]
             problem = "" if said.strip() else _emptiness(message)
         except EndpointError as error:
             problem, tokens, spent = f"did not answer: {error}", error.tokens, error.spent
+            infrastructure = not error.bad_request
         if problem:
             said = f"Error: {name} {problem}".replace(self.model, name)
-        (retries, seconds), usd = spent, self.price.cost(*tokens)
-        text, failed = said.strip(), bool(problem)
-        return ToolResult(text, usd, seconds, failed, False, *tokens, alias=name, retries=retries)
+        retries, seconds = spent
+        return ToolResult(
+            said.strip(),
+            self.price.cost(*tokens),
+            seconds,
+            error=bool(problem),
+            infrastructure=infrastructure,
+            input_tokens=tokens[0],
+            output_tokens=tokens[1],
+            alias=name,
+            retries=retries,
+        )
 
 
 def _emptiness(message) -> str:
     """Returns why a message has no content."""
     if refusal := message.get("refusal"):
-        return f"refused: {refusal[:200]}"
+        return f"refused: {' '.join(refusal[:200].split())}"
     reasoned = message.get("reasoning") or message.get("reasoning_content")
     after = "reasoning alone" if reasoned else "nothing"
-    return f"gave no answer: {after} (finish_reason {message['finish_reason']!r})"
+    reason = str(message["finish_reason"])[:50]
+    return f"gave no answer: {after} (finish_reason {reason!r})"
 
 
 @dataclass
