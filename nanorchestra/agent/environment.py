@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from nanorchestra.evidence import Evidence
 from nanorchestra.records import Task, ToolCall, ToolResult
 from nanorchestra.schemas import Json, argument_error
+from nanorchestra.tools.failures import is_infrastructure
 from nanorchestra.tools.http import in_daemon
 from nanorchestra.tools.models import most_usd
 
@@ -110,7 +111,7 @@ class ToolEnvironment:
                 result = tool.call(call.arguments)
         except Exception as error:  # whatever a tool raises is an observation
             problem = f"Error: {call.name} failed: {type(error).__name__}: {error}"
-            return ToolResult(problem, error=True)
+            return ToolResult(problem, error=True, infrastructure=is_infrastructure(error))
         if len(result.content) <= MAX_OBSERVATION_CHARS:
             return result
         return replace(result, content=result.content[:MAX_OBSERVATION_CHARS] + "\n[cut]")

@@ -18,11 +18,15 @@ ANSWER_SHARE = 0.1  # of the user's seconds, kept for the answer: no call may ru
 
 @dataclass
 class UserLimits:
-    """The limits of `env.task.preference` on one attempt; `price` is that of its own tokens."""
+    """The limits of `env.task.preference` on one attempt.
+
+    `price` and `seconds_per_token` are those of its own tokens.
+    """
 
     env: Environment
     trajectory: Trajectory
     price: Price
+    seconds_per_token: float = SECONDS_PER_TOKEN
 
     def own_usd(self) -> float:
         """Returns what the policy's own tokens cost so far."""
@@ -33,7 +37,13 @@ class UserLimits:
         """Returns how many of `tokens` may be sampled in the next turn."""
         (usd, seconds), token_usd = self._left(), self.price.cost(0, 1)
         by_usd = usd / token_usd if token_usd else math.inf if usd > 0 else 0
-        return int(min(tokens, by_usd, seconds / SECONDS_PER_TOKEN))
+        token_s = self.seconds_per_token
+        by_time = seconds / token_s if token_s else math.inf if seconds > 0 else 0
+        return int(min(tokens, by_usd, by_time))
+
+    def seconds_left(self) -> float:
+        """Returns the seconds that the attempt may still last; infinite without a limit."""
+        return self._left()[1]
 
     async def execute(self, calls: Sequence[ToolCall], most: int) -> list[ToolResult]:
         """Returns the results of a turn's calls, which run side by side.

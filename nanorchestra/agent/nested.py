@@ -50,7 +50,9 @@ class Orchestrator:
         parts = [part(call.name, call.arguments, result) for call, result in made]
         text = attempt.answer or f"Error: {self.name} found no answer ({attempt.status})"
         spent = attempt.cost_usd, attempt.latency_s
-        return ToolResult(text, *spent, error=not attempt.answer, parts=parts)
+        failed = attempt.status == "infrastructure"
+        error = failed or not attempt.answer
+        return ToolResult(text, *spent, error=error, infrastructure=failed, parts=parts)
 
 
 @functools.cache

@@ -25,6 +25,7 @@ from pydantic import TypeAdapter, validate_call
 from nanorchestra.errors import UserError, require
 from nanorchestra.records import ToolResult
 from nanorchestra.schemas import Json
+from nanorchestra.tools.failures import is_infrastructure
 from nanorchestra.tools.http import within
 
 
@@ -42,7 +43,7 @@ class FunctionTool:
 
     def call(self, arguments: Json) -> ToolResult:
         """Returns what the function returns: text, a ToolResult, or else JSON."""
-        start, error = time.monotonic(), True
+        start, error, infrastructure = time.monotonic(), True, False
         try:
             value = within(self.timeout_s, lambda: self.function(**arguments))
             if isinstance(value, ToolResult):
@@ -51,9 +52,10 @@ class FunctionTool:
             error = False
         except TimeoutError:
             text = f"Error: {self.name} took more than {self.timeout_s:g} s"
-        except Exception as problem:
+        except (Exception, SystemExit) as problem:
             text = f"Error: {self.name}: {type(problem).__name__}: {problem}"
-        return ToolResult(text, self.usd_per_call, time.monotonic() - start, error)
+            infrastructure = is_infrastructure(problem)
+        return ToolResult(text, self.usd_per_call, time.monotonic() - start, error, infrastructure)
 
 
 def tool(function: Callable[..., Any] | None = None, **settings: float) -> Any:

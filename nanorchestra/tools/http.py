@@ -41,7 +41,11 @@ MOST_VALUES = 10_000  # JSON values of a reply
 MOST_CHARS = 300  # of a message
 SECRET_CHARS = 8  # a shorter key, like "EMPTY", is no secret
 BYTES_PER_TOKEN = 3  # of text whose tokens are not known; rather too many tokens than too few
+STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # of JSON, or one that does not end
+LONGEST_INTEGER = 20  # characters
+MOST_LEFT = 64  # threads of calls that were given up
 T = TypeVar("T")
+LEFT: list[Future] = []  # those calls; some may have ended since
 
 
 class EndpointError(Exception):
@@ -87,7 +91,8 @@ def post(
     for attempt in range(ATTEMPTS):
         exchange = _Exchange(url, sent.encode(), headers, end)
         try:
-            reply = within(end - time.monotonic(), lambda e=exchange: _read(e.run(), schema, key))
+            reading = in_daemon(lambda e=exchange: _read(e.run(), schema, key))
+            reply = reading.result(timeout=max(end - time.monotonic(), 0.0))
             return reply, (attempt, time.monotonic() - start)
         except TimeoutError:
             exchange.stop()
@@ -120,18 +125,31 @@ def bounded_json(text: str) -> Any:
     replacement character. Raises ValueError for what is not JSON, is nested deeper than MOST_DEPTH
     or has more than MOST_VALUES values.
     """
+    if _commas(text) >= MOST_VALUES:  # before any value takes memory
+        raise ValueError(f"more than {MOST_VALUES} values")
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_int=_integer)
+        deep = any(depth > MOST_DEPTH for depth, _ in enumerate(levels(value), 1))
     except RecursionError:
-        raise ValueError(f"nested deeper than {MOST_DEPTH} levels") from None
-    count = 0
-    for depth, level in enumerate(levels(value), 1):
-        count += len(level)
-        if count > MOST_VALUES:
-            raise ValueError(f"more than {MOST_VALUES} values")
-        if depth > MOST_DEPTH:
-            raise ValueError(f"nested deeper than {MOST_DEPTH} levels")
+        deep = True
+    if deep:
+        raise ValueError(f"nested deeper than {MOST_DEPTH} levels")
     return _plain(value)
+
+
+def _commas(text) -> int:
+    """Returns how many commas of a text stand outside of strings, up to MOST_VALUES."""
+    commas, end = 0, 0
+    for number, string in enumerate(STRING.finditer(text)):
+        commas += text.count(",", end, string.start())
+        end = string.end()
+        if commas > MOST_VALUES or number > 2 * MOST_VALUES:  # a value has a name at most
+            return MOST_VALUES
+    return commas + text.count(",", end)
+
+
+def _integer(digits) -> int | None:
+    return int(digits) if len(digits) <= LONGEST_INTEGER else None
 
 
 def _plain(value):
@@ -150,8 +168,19 @@ def _plain(value):
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """Returns `call()` from a daemon thread. TimeoutError after `seconds`; the thread is left."""
-    return in_daemon(call).result(timeout=max(seconds, 0.0))
+    """Returns `call()` from a daemon thread. TimeoutError after `seconds`; the thread is left.
+
+    A thread cannot be ended, so EndpointError where MOST_LEFT of them have not ended by themselves.
+    """
+    LEFT[:] = [future for future in LEFT if not future.done()]
+    if len(LEFT) >= MOST_LEFT:
+        raise EndpointError(f"{len(LEFT)} calls that were given up still run; end this process")
+    future = in_daemon(call)
+    try:
+        return future.result(timeout=max(seconds, 0.0))
+    except TimeoutError:
+        LEFT.append(future)
+        raise
 
 
 def in_daemon(call: Callable[[], T]) -> Future[T]:

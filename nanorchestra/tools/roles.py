@@ -99,10 +99,13 @@ class RoleTool:
         problem = "nothing to search in; the catalogue offers no search"
         problem = problem if written[what] else f"{alias} wrote no {what}"
         calls, result = [("expert", {}, reply)], ToolResult(f"Error: {problem}", error=True)
+        down = False  # no search has found anything, and one of them could not be asked
         for helper in self.helpers if written[what] else ():
             result = helper.call(written)
             calls.append((helper.name, written, result))
+            down |= result.infrastructure
             if kind == "code" or result.found.get("documents"):
+                down = result.infrastructure
                 break
         program = f"```python\n{written[what]}\n```\n\n```output\n{result.content}\n```"
         return replace(
@@ -111,6 +114,7 @@ class RoleTool:
             cost_usd=sum(result.cost_usd for _, _, result in calls),
             latency_s=sum(result.latency_s for _, _, result in calls),
             error=result.error,
+            infrastructure=down,
             found=result.found,
             parts=[part(*call) for call in calls],
         )

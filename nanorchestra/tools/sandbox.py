@@ -42,11 +42,15 @@ CHILD = Path(__file__).with_name("sandbox_child.py")
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """The text that a run printed, its error in one line ("" if none), and its wall seconds."""
+    """The text that a run printed, its error in one line ("" if none), and its wall seconds.
+
+    `died`: the worker was gone, which is not the fault of the code.
+    """
 
     stdout: str
     error: str
     seconds: float
+    died: bool = False
 
 
 class Sandbox:
@@ -110,7 +114,7 @@ class _Worker:
                 self.stop()
         seconds = time.perf_counter() - start
         if not reply:
-            return SandboxResult("", "the sandbox process died", seconds)
+            return SandboxResult("", "the sandbox process died", seconds, died=True)
         return SandboxResult(seconds=seconds, **json.loads(reply))
 
     def _start(self) -> subprocess.Popen[str]:
