@@ -91,10 +91,11 @@ def frontier(found: dict[str, Json], world: str = "", turns: bool = False) -> Pa
         best = []
         ranked = sorted(known, key=lambda item: -item[1]["accuracy"])  # as in the picture
         for place, (name, scores) in enumerate(ranked):
-            x, wide = _point(scores, "cost_usd", 1000)
             y, up = _point(scores, "accuracy", 100)
             if turns:
                 x, wide = float(name.rpartition(":turns=")[2].partition(":")[0]), None
+            else:
+                x, wide = _point(scores, "cost_usd", 1000)
             best.append((x, y))
             style = {"color": f"C{1 + place % 5}", "elinewidth": 0.6}
             if name in ours:
