@@ -66,7 +66,7 @@ class PythonTool:
         error = f"Error: {result.error}" if result.error else ""
         text = "\n".join(filter(None, [result.stdout.strip(), error])) or "(no output)"
         seconds = result.seconds if self.latency_s is None else self.latency_s
-        usd = self.usd_per_call + self.usd_per_second * seconds
+        usd = self.usd_per_call + self.usd_per_second * min(seconds, self.timeout_s)
         found = {"code": [[arguments["code"], text]]}
         return ToolResult(text, usd, seconds, bool(error), result.died, found=found)
 

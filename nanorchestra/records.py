@@ -86,7 +86,35 @@ def part(name: str, arguments: Json, result: ToolResult) -> Json:
     return {"name": name, "arguments": arguments} | asdict(result)
 
 
-PAIR = re.compile(r"(\S+)=(\S*)")
+PAIR = re.compile(r"""(\S+)=("[^"]*"(?:,\S+)?|\S*)""")  # NAME=VALUE in a line
+
+
+def split(line: str) -> tuple[str, Json]:
+    """Returns the words of a line, and the vector that its words NAME=VALUE are.
+
+    'Be quick. latency=1 gpt-5=-0.5 never=python,"web search" usd=0.05 seconds=60' is an example.
+    """
+    vector: Json = dict(PAIR.findall(line))
+    for name, value in vector.items():
+        if name == "never":
+            vector[name] = [ban.strip(' "') for ban in value.split(",")]
+        else:
+            with suppress(ValueError):
+                vector[name] = json.loads(value)
+    return " ".join(PAIR.sub("", line).split()), vector
+
+
+def banned(names: Collection[str], never: Collection[str]) -> str:
+    """Returns the ban that one of the names falls under, "" if there is none.
+
+    Case, spaces, hyphens and underscores make no difference.
+    """
+    keys = {_key(name) for name in names}
+    return next((ban for ban in never if _key(ban) in keys), "")
+
+
+def _key(name):
+    return re.sub(r"[\s_-]+", " ", name.casefold()).strip()
 
 
 @dataclass(frozen=True)
@@ -94,8 +122,9 @@ class Preference:
     """What the user wants, in words for the prompt and as weights for the reward.
 
     `tools` maps a tool's name to its weight: negative to avoid the tool, positive to favour it.
-    The loop enforces three hard limits: tools `never` to call, `usd` to spend at most, `seconds`
-    until the answer at most; None is no limit.
+    The loop enforces three hard limits: names `never` to call, `usd` to spend at most, `seconds`
+    until the answer at most; None is no limit. A name in `never` is that of a tool, an alias, a
+    model, a kind ("search") or an owner.
     """
 
     text: str = ""
@@ -109,21 +138,26 @@ class Preference:
 
     @property
     def words(self) -> str:
-        """What the prompt says: the text, and a sentence for each hard limit."""
-        limits = [f"Never call {name}." for name in self.never]
+        """What the prompt says: the text, and a sentence for each hard limit not in it."""
+        limits = [f"Never call {name}." for name in self.never if name not in self.text]
         limits += [f"Spend at most ${self.usd:g}."] if self.usd is not None else []
         limits += [f"Answer within {self.seconds:g} seconds."] if self.seconds is not None else []
         return " ".join(filter(None, [self.text, *limits]))
 
     @classmethod
     def of(
-        cls, text: str, vector: Json, where: str, tools: Collection[str] | None = None
+        cls,
+        text: str,
+        vector: Json,
+        where: str,
+        tools: Collection[str] | None = None,
+        labels: Collection[str] = (),
     ) -> Preference:
         """Returns the preference of a text and a vector, which is at `where` for the UserError.
 
-        It names no others than `tools`, if these are given. Entries are the weights "outcome" (or
-        "accuracy"), "cost", "latency" and those of tools, and the limits "never" (a list), "usd"
-        and "seconds".
+        It names no others than `tools`, if these are given; "never" may also name `labels`. Entries
+        are the weights "outcome" (or "accuracy"), "cost", "latency" and those of tools, and the
+        limits "never" (a list), "usd" and "seconds".
         """
         check(vector, "preference", where)
         given = {"outcome" if name == "accuracy" else name: v for name, v in vector.items()}
@@ -131,23 +165,21 @@ class Preference:
             name: given.pop(name) for name in SHAPES["preference"]["properties"] if name in given
         }
         if tools is not None:
-            unknown = {*given, *own.get("never", ())} - {*tools}
-            problem = f"{where}: there is no {', '.join(unknown)}"
-            require(not unknown, f"{problem}; the tools are {', '.join(tools)}")
+            unknown = sorted({*given} - {*tools})
+            known = f"weights are outcome, cost, latency and those of {', '.join(tools)}"
+            require(not unknown, f"{where}: there is no {', '.join(unknown)}; {known}")
+            bans = own.get("never", [])
+            unknown = [name for name in bans if not banned([*tools, *labels], [name])]
+            known = ", ".join(dict.fromkeys([*tools, *labels]))
+            require(
+                not unknown, f"{where}: there is no {', '.join(unknown)} to ban; there are {known}"
+            )
         return cls(text, tools=given, **own)
 
     @classmethod
     def parse(cls, text: str, where: str, tools: Collection[str] | None = None) -> Preference:
-        """Returns the preference of a line, of which the words NAME=VALUE are the vector.
-
-        "Be quick. latency=1 search=-0.5 never=python,code usd=0.05 seconds=60" is an example.
-        UserError as that of `of`.
-        """
-        vector = dict(PAIR.findall(text))
-        for name, value in vector.items():
-            with suppress(ValueError):
-                vector[name] = value.split(",") if name == "never" else json.loads(value)
-        return cls.of(" ".join(PAIR.sub("", text).split()), vector, where, tools)
+        """Returns the preference of a line, as `split` reads it. UserError as that of `of`."""
+        return cls.of(*split(text), where, tools)
 
     @property
     def avoided(self) -> tuple[str, ...]:

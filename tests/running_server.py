@@ -69,9 +69,9 @@ class Running:
     def __init__(self, engine, tool=None, **settings):
         self.wishes, self.data = [], {}
 
-        def environment(question, wish, seed):
-            self.wishes.append(wish)
-            preference = Preference.parse(wish, "metadata", ["echo"])
+        def environment(question, words, vector, seed):
+            self.wishes.append((words, vector))
+            preference = Preference.of(words, vector, "metadata", ["echo"])
             task = Task("asked", question, preference, self.data)
             return ToolEnvironment(task, [tool or EchoTool()], lambda answer: 0.0)
 

@@ -16,7 +16,7 @@ from nanorchestra.agent.environment import function_schema
 from nanorchestra.errors import UserError
 from nanorchestra.evidence import Evidence
 from nanorchestra.records import Price
-from nanorchestra.tools.models import most_usd
+from nanorchestra.tools.allowance import most_usd
 from tools import RecordsTool, SimulatedExpert, Skill, load_tools
 
 CODE = {"name": "py", "description": "runs Python", "kind": "code", "usd_per_call": 0.001}
@@ -84,10 +84,10 @@ def test_an_expert_is_asked_and_billed_and_a_reasoning_model_as_it_wants(load, s
     thinker = {"thinker": MINE | {"reasoning": True, "temperature": 0.3}, "mine": MINE}
     tools = EXPERT, EXPERT | {"name": "t", "expert": "thinker"}
     expert, other = load(catalogue(*tools, here=server.url, experts=thinker))
-    server.answer = lambda body: said("<think>of</think>\nParis", usage=(1000, 50))
+    server.answer = lambda body: said("<think>of</think>\nParis", usage=(100, 50))
     result = expert.call({"task": "capital of France?"})
-    assert (result.content, result.cost_usd) == ("Paris", pytest.approx(0.0011))
-    assert (result.input_tokens, result.output_tokens, result.retries) == (1000, 50, 0)
+    assert (result.content, result.cost_usd) == ("Paris", pytest.approx(0.0002))
+    assert (result.input_tokens, result.output_tokens, result.retries) == (100, 50, 0)
     messages = [{"role": "user", "content": "capital of France?"}]
     other.call({"task": "capital of France?"})
     asked = {"model": "m-1", "messages": messages}

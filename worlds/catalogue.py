@@ -111,7 +111,11 @@ class Simulation(Expert):
     def _ask(self, text: str, name: str) -> ToolResult:
         data, rng = self.task.data, random.Random(f"{self.task.id}/{self.seed}/{name}")
         answer = data["answer"] if rng.random() < self.skill else rng.choice(data["wrong"])
-        written = min(self.max_tokens, round(WRITTEN * rng.uniform(0.2, 2)))
-        tokens, seconds = (count_tokens(text), written), self.latency_s * rng.uniform(0.7, 1.3)
+        needed = round(WRITTEN * rng.uniform(0.2, 2))
+        seconds = self.latency_s * rng.uniform(0.7, 1.3)
+        tokens = count_tokens(text), min(self.max_tokens, needed)
         said = self.form.format(answer=answer, question=self.task.question)
-        return ToolResult(said, self.price.cost(*tokens), seconds, False, False, *tokens, name)
+        cut = needed > self.max_tokens
+        if cut:
+            said = f"Error: {name} gave no answer within {self.max_tokens} tokens"
+        return ToolResult(said, self.price.cost(*tokens), seconds, cut, False, *tokens, name)

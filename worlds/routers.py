@@ -9,6 +9,7 @@ the next.
 
 import asyncio
 import importlib.util
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from nanorchestra.agent.load import NANO
 from nanorchestra.errors import require
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Preference, Task, ToolCall, ToolResult, Trajectory, Turn
+from nanorchestra.tools.allowance import Allowance
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.roles import final_answer
 from tools import Skill
@@ -145,15 +147,15 @@ def play(
         row, name, known = None, offer["name"], offer.get("arguments")
         while True:
             call = call_for(task, offer, row) if known is None else ToolCall(name, known)
-            if talks:
-                result = asyncio.run(env.execute(call))
-            else:
-                result = env.by_name[name].call(call.arguments)
+            left = math.inf if wish.usd is None else wish.usd - trajectory.cost_usd
+            prepared = env.prepare(call, Allowance(usd=left, share=left, preference=wish))
+            result = asyncio.run(prepared.run())
             trajectory.turns.append(Turn(0, 0, "stop", [call], [result]))
             trajectory.cost_usd += result.cost_usd
             trajectory.latency_s += result.latency_s
-            used = result.alias or name
-            trajectory.calls[used] = trajectory.calls.get(used, 0) + 1
+            if not result.refused:
+                used = result.alias or name
+                trajectory.calls[used] = trajectory.calls.get(used, 0) + 1
             if result.infrastructure:
                 trajectory.status = "infrastructure"
                 return score(task, trajectory)

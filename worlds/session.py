@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -19,16 +19,20 @@ from nanorchestra.agent.loop import Rollout
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import append_line, read_json_lines, read_toml
 from nanorchestra.model.tokenizer import Tokenizer
-from nanorchestra.records import Preference, Task, Trajectory
+from nanorchestra.records import Task, Trajectory, split
 from nanorchestra.report.run import number
 from nanorchestra.report.terminal import Console, footer
 from nanorchestra.report.trace import tree
+from nanorchestra.schemas import Json
+from nanorchestra.tools.allowance import known_labels
 from nanorchestra.tools.corpus import open_index
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.trajectories import from_row, replay, to_row
 from tools import SANDBOX_USD, LookupTool, PythonTool, load_tools
+from worlds.catalogue import experts_of
 from worlds.miniature.ask import EXAMPLES, as_task
 from worlds.miniature.world import environment
+from worlds.wording import described, understood
 
 PYTHON = "Runs Python code and returns what it prints; numpy, sympy and pandas can be imported."
 SEARCH = "Finds passages of documents for a query of a few words."
@@ -47,9 +51,11 @@ class Offered:
     def __init__(self, tools: list[Tool]):
         self.tools, self.off = tools, set()
 
-    def open(self, question: str, wish: str, seed: int) -> ToolEnvironment:
-        """Returns an attempt under a wish, as Preference.parse reads it. UserError."""
-        preference = Preference.parse(wish, "preference", [tool.name for tool in self.tools])
+    def open(self, question: str, wish: str, vector: Json, seed: int) -> ToolEnvironment:
+        """Returns an attempt under a preference, in words and as a vector. UserError."""
+        names = [name for tool in self.tools for name in (tool.name, *experts_of(tool))]
+        labels = known_labels(self.tools)
+        preference = understood(wish, vector, "preference", names, labels)
         tools = [tool for tool in self.tools if tool.name not in self.off]
         return ToolEnvironment(Task("asked", question, preference, {}), tools)
 
@@ -66,19 +72,16 @@ class Miniature(Offered):
     def __init__(self, sandbox: Sandbox):
         self.sandbox, self.off, tools = sandbox, set(), {}
         for example in EXAMPLES:
-            tools |= self.open(example, "", 0).by_name
+            tools |= self.open(example, "", {}, 0).by_name
         self.tools = list(tools.values())
 
-    def open(self, question: str, wish: str, seed: int) -> ToolEnvironment:
-        """Returns an attempt. As all users of this world state a wish, so does one who sets none.
+    def open(self, question: str, wish: str, vector: Json, seed: int) -> ToolEnvironment:
+        """Returns an attempt under a preference, which is put in this world's words.
 
         UserError outside this world.
         """
-        limits = Preference.parse(wish, "preference")
-        task = as_task(question, limits.text)
-        bounds = {name: getattr(limits, name) for name in ("never", "usd", "seconds")}
+        task = as_task(question, wish, vector)
         task.data["tools"] = [o for o in task.data["tools"] if o["name"] not in self.off]
-        task = replace(task, preference=replace(task.preference, **bounds))
         return environment(task, seed, self.sandbox)
 
 
@@ -138,7 +141,7 @@ class Session:
         Ctrl-C stops it; the conversation goes on from what was said by then.
         """
         console, seed, begun = self.console, next(self.seeds), time.monotonic()
-        env = self.world.open(question, " ".join(self.wishes.values()), seed)
+        env = self.world.open(question, *split(" ".join(self.wishes.values())), seed)
         task, console.trajectory = env.task, None
         if not self.at_prompt:
             console.say("task", env.messages[0]["content"])
@@ -177,12 +180,18 @@ class Session:
     def do_prefer(self, text: str, name: str = "wish") -> None:
         """TEXT says what matters: be cheap, avoid NAME; "off" clears it."""
         wishes = self.wishes | ({name: "" if text == "off" else text} if text else {})
-        env = self.world.open(self.world.examples[0], " ".join(wishes.values()), 0)
-        self.wishes = wishes
-        self.console.line(f"added to a question: {env.task.preference.words or 'nothing'}")
+        env = self.world.open(self.world.examples[0], *split(" ".join(wishes.values())), 0)
+        self.wishes, preference = wishes, env.task.preference
+        self.console.line(f"added to a question: {preference.words or 'nothing'}")
+        self.console.line(described(preference))
 
     def do_budget(self, text: str) -> None:
         """usd=0.05 seconds=60 are limits of an answer; "off" clears them."""
+        words, vector = split(text)
+        require(
+            text in ("", "off") or not words and {*vector} <= {"usd", "seconds"},
+            f"/budget: {text!r} is no limit; write usd=0.05, seconds=60 or both",
+        )
         self.do_prefer(text, "budget")
 
     def do_tools(self, text: str) -> None:

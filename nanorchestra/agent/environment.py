@@ -2,21 +2,30 @@
 
 `ToolEnvironment` is the one most worlds need: tools, a question and a grade for the answer. A tool
 never raises into the loop: an exception becomes an error observation, which the policy can act on.
+A call is prepared before it runs, so that the loop knows the most that it can cost.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from nanorchestra.evidence import Evidence
 from nanorchestra.records import Task, ToolCall, ToolResult
 from nanorchestra.schemas import Json, argument_error
+from nanorchestra.tools.allowance import (
+    UNLIMITED,
+    Allowance,
+    RefusedError,
+    most_usd,
+    within,
+)
 from nanorchestra.tools.failures import is_infrastructure
 from nanorchestra.tools.http import in_daemon
-from nanorchestra.tools.models import most_usd
 
-MAX_OBSERVATION_CHARS = 16_000
+RESULT_WORDS = 3_000  # that the policy reads of a result, if its tool states no `result_words`
+RESULT_CHARS = 16_000  # of texts without spaces
 
 
 class Tool(Protocol):
@@ -26,6 +35,10 @@ class Tool(Protocol):
     gives the final answer: its first result that is no error ends the attempt. A `blocking` call
     runs in a thread, so that it does not hold up other attempts. A tool with a field `evidence`
     has the attempt's there.
+
+    What a call can cost is `usd_per_call`, plus `usd_per_second` for `timeout_s` seconds, or what
+    the method `most_usd(arguments)` returns. A tool that costs money states it, since the user's
+    limit holds by it. nanorchestra/tools/allowance.py has the other methods that a tool may have.
     """
 
     name: str
@@ -36,6 +49,17 @@ class Tool(Protocol):
 
     def call(self, arguments: Json) -> ToolResult:
         """Returns the observation and its price."""
+
+
+@dataclass(frozen=True)
+class PreparedCall:
+    """A call that may be made: `run()` returns its result, for `most_usd` US dollars at most.
+
+    `most_usd` is 0 where the allowance bounds neither dollars nor seconds.
+    """
+
+    run: Callable[[], Awaitable[ToolResult]]
+    most_usd: float = 0.0
 
 
 class Environment(Protocol):
@@ -54,11 +78,11 @@ class Environment(Protocol):
     prompt: Sequence[int]
     verdict: str
 
-    def most_usd(self, call: ToolCall) -> float:
-        """Returns the most US dollars that a call can cost, as far as is known."""
+    def prepare(self, call: ToolCall, allowance: Allowance) -> PreparedCall:
+        """Returns a call as it may be made; never raises for what the policy wrote.
 
-    async def execute(self, call: ToolCall) -> ToolResult:
-        """Returns the observation of one call; never raises for what the policy wrote."""
+        A call that cannot be made within the allowance runs to a refusal, for nothing.
+        """
 
     async def reply(self, content: str) -> ToolResult | None:
         """Returns the user's reply to a message without calls; None if it is the answer."""
@@ -86,9 +110,20 @@ class ToolEnvironment:
         words = " ".join(filter(None, (task.question, task.preference.words)))
         self.messages = [{"role": "user", "content": words}]
 
-    def most_usd(self, call: ToolCall) -> float:
-        """Returns the most US dollars of a call; 0 if it cannot be run."""
-        return 0.0 if self._problem(call) else most_usd(self.by_name[call.name], call.arguments)
+    def prepare(self, call: ToolCall, allowance: Allowance) -> PreparedCall:
+        """Returns a call as it may be made under an allowance, smaller if need be."""
+        if problem := self._problem(call):
+            return refusal(problem)
+        try:
+            tool = within(self.by_name[call.name], call.arguments, allowance)
+        except RefusedError as error:
+            return refusal(str(error))
+        most = most_usd(tool, call.arguments) if allowance.bounded else 0.0
+        return PreparedCall(lambda: self._run(tool, call), most)
+
+    async def execute(self, call: ToolCall) -> ToolResult:
+        """Runs one call without limits. One that cannot be run returns the reason, and is free."""
+        return await self.prepare(call, UNLIMITED).run()
 
     def _problem(self, call) -> str | None:
         """Returns why a call cannot be run; None if it can."""
@@ -99,11 +134,8 @@ class ToolEnvironment:
         problem = argument_error(call.arguments, self.by_name[call.name].parameters)
         return problem and f"{call.name}: {problem}"
 
-    async def execute(self, call: ToolCall) -> ToolResult:
-        """Runs one call. A call that cannot be run returns the reason, and costs nothing."""
-        if problem := self._problem(call):
-            return refused(problem)
-        tool = self.by_name[call.name]
+    async def _run(self, tool, call) -> ToolResult:
+        """Runs a call of `tool`, which keeps to its allowance."""
         try:
             if tool.blocking:
                 result = await in_thread(tool.call, call.arguments)
@@ -112,9 +144,8 @@ class ToolEnvironment:
         except Exception as error:  # whatever a tool raises is an observation
             problem = f"Error: {call.name} failed: {type(error).__name__}: {error}"
             return ToolResult(problem, error=True, infrastructure=is_infrastructure(error))
-        if len(result.content) <= MAX_OBSERVATION_CHARS:
-            return result
-        return replace(result, content=result.content[:MAX_OBSERVATION_CHARS] + "\n[cut]")
+        words = getattr(self.by_name[call.name], "result_words", RESULT_WORDS)
+        return replace(result, content=shortened(result.content, words))
 
     async def reply(self, content: str) -> None:
         """Returns None: the first message without a call is the answer."""
@@ -127,6 +158,31 @@ class ToolEnvironment:
 def refused(problem: str) -> ToolResult:
     """Returns the observation of a call that is not run."""
     return ToolResult(f"Error: {problem}", error=True, refused=True)
+
+
+def refusal(problem: str) -> PreparedCall:
+    """Returns a call that is not run, and says why."""
+
+    async def run():
+        return refused(problem)
+
+    return PreparedCall(run)
+
+
+def shortened(text: str, words: int, chars: int = RESULT_CHARS) -> str:
+    """Returns the beginning of a text, with a note of how much it is: "[1,200 of 3,000 words]".
+
+    A text of fewer words and characters is returned as it is.
+    """
+    ends = [match.end() for match in re.finditer(r"\S+", text)]
+    kept = min(len(ends), words)
+    while kept and ends[kept - 1] > chars:
+        kept -= 1
+    if kept == len(ends):
+        return text
+    if not kept:  # one word fills the room
+        return f"{text[:chars]}\n[{min(chars, len(text)):,} of {len(text):,} characters]"
+    return f"{text[: ends[kept - 1]]}\n[{kept:,} of {len(ends):,} words]"
 
 
 def function_schema(tool: Tool) -> Json:

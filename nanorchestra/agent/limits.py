@@ -1,7 +1,8 @@
-"""The user's hard limits on an attempt: tools never to call, US dollars, seconds.
+"""The user's hard limits on an attempt: names never to call, US dollars, seconds.
 
-No torch. The limits hold whatever the policy writes: a call that could break one is not run, a call
-that takes too long is given up, and a turn has no more tokens than are paid for.
+No torch. The limits hold whatever the policy writes: a call that could break one is made smaller or
+not run, a call that takes too long is given up, and a turn neither reads nor writes more tokens
+than are paid for.
 """
 
 import asyncio
@@ -9,11 +10,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from nanorchestra.agent.environment import Environment, refused
+from nanorchestra.agent.environment import Environment, PreparedCall, refusal
 from nanorchestra.records import Price, ToolCall, ToolResult, Trajectory
+from nanorchestra.tools.allowance import Allowance
 
 SECONDS_PER_TOKEN = 0.01  # latency of a sampled id of the policy
-ANSWER_SHARE = 0.1  # of the user's seconds, kept for the answer: no call may run on into it
+ANSWER_SHARE = 0.1  # of the user's dollars and seconds, which calls leave for reading and answering
 
 
 @dataclass
@@ -33,62 +35,78 @@ class UserLimits:
         sampled = sum(self.trajectory.sampled)
         return self.price.cost(len(self.trajectory.ids) - sampled, sampled)
 
-    def affordable(self, tokens: int) -> int:
-        """Returns how many of `tokens` may be sampled in the next turn."""
-        (usd, seconds), token_usd = self._left(), self.price.cost(0, 1)
-        by_usd = usd / token_usd if token_usd else math.inf if usd > 0 else 0
-        token_s = self.seconds_per_token
-        by_time = seconds / token_s if token_s else math.inf if seconds > 0 else 0
-        return int(min(tokens, by_usd, by_time))
+    def readable(self) -> float:
+        """Returns how many ids the policy may still read: those of a prompt or of results."""
+        usd, _ = self._left()
+        return _count(usd, self.price.cost(1, 0))
 
     def seconds_left(self) -> float:
         """Returns the seconds that the attempt may still last; infinite without a limit."""
         return self._left()[1]
 
+    def writable(self, tokens: int, read_usd: float, token_usd: float) -> int:
+        """Returns how many of `tokens` may be sampled in the next turn.
+
+        `read_usd` is the price of reading its prompt, `token_usd` that of a sampled token.
+        """
+        usd, seconds = self._left()
+        by_usd = _count(usd - read_usd, token_usd)
+        by_time = _count(seconds, self.seconds_per_token)
+        return int(max(0, min(tokens, by_usd, by_time)))
+
     async def execute(self, calls: Sequence[ToolCall], most: int) -> list[ToolResult]:
         """Returns the results of a turn's calls, which run side by side.
 
-        Calls after the first `most` and those that a limit forbids are refused.
+        Calls after the first `most` and those that a limit forbids are refused. Money is set aside
+        for the calls in the order in which they were written, for each the most that it can cost;
+        one that is made smaller gets its share of what is left.
         """
-        wish, running = self.env.task.preference, []
+        preference = self.env.task.preference
         usd, seconds = self._left()
-        seconds -= ANSWER_SHARE * (wish.seconds or 0.0)
+        usd -= ANSWER_SHARE * (preference.usd or 0.0)
+        seconds -= ANSWER_SHARE * (preference.seconds or 0.0)
+        running = []
         for number, call in enumerate(calls):
-            bound = 0.0 if wish.usd is None else self.env.most_usd(call)
-            words = call.arguments.values() if isinstance(call.arguments, dict) else ()
-            forbidden = [name for name in wish.never if name in (call.name, *words)]
-            problem = None
             if number >= most:
-                problem = f"at most {most} calls in one turn"
-            elif forbidden:
-                problem = f"the user forbids {forbidden[0]}"
-            elif bound > usd:
-                problem = f"{call.name} may cost ${bound:.2g}; ${max(usd, 0):.2g} may be spent"
+                prepared = refusal(f"at most {most} calls in one turn")
             elif seconds <= 0:
-                problem = "the user's time for calls is over; answer now"
-            usd -= 0.0 if problem else bound
-            running.append(self._call(call, seconds, problem))
+                prepared = refusal("the user's time for calls is over; answer now")
+            else:
+                share = usd / (min(len(calls), most) - number)
+                prepared = self.env.prepare(call, Allowance(usd, share, seconds, preference))
+            usd -= prepared.most_usd
+            running.append(self._run(call, prepared, seconds))
         return await asyncio.gather(*running)
 
-    async def _call(self, call, seconds, problem) -> ToolResult:
-        """Runs a call, or refuses it; one without a result after `seconds` is given up.
+    async def _run(self, call: ToolCall, prepared: PreparedCall, seconds: float) -> ToolResult:
+        """Returns a call's result; without one after `seconds` it is given up, billed at its most.
 
-        That is billed at its most.
+        The dollars of a result that comes too late are known.
         """
-        if problem:
-            return refused(problem)
         late = f"Error: {call.name} was given up after {seconds:.1f} s, the user's limit"
         try:
             async with asyncio.timeout(None if seconds == math.inf else seconds):
-                result = await self.env.execute(call)
+                result = await prepared.run()
         except TimeoutError:
-            return ToolResult(late, self.env.most_usd(call), seconds, error=True)
+            return ToolResult(late, prepared.most_usd, seconds, error=True)
         if result.latency_s <= seconds:
             return result
         return replace(result, content=late, latency_s=seconds, error=True)
 
     def _left(self) -> tuple[float, float]:
         """Returns the US dollars and the seconds that are left; infinite without a limit."""
-        t, wish = self.trajectory, self.env.task.preference
-        usd = math.inf if wish.usd is None else wish.usd - t.cost_usd - self.own_usd()
-        return usd, math.inf if wish.seconds is None else wish.seconds - t.latency_s
+        t, preference = self.trajectory, self.env.task.preference
+        usd = math.inf
+        if preference.usd is not None:
+            usd = preference.usd - t.cost_usd - self.own_usd()
+        seconds = math.inf
+        if preference.seconds is not None:
+            seconds = preference.seconds - t.latency_s
+        return usd, seconds
+
+
+def _count(usd, token_usd) -> float:
+    """Returns how many tokens `usd` US dollars pay for: whole ones, or infinitely many."""
+    if usd == math.inf or not token_usd:
+        return math.inf if usd >= 0 else 0
+    return max(0, math.floor(usd / token_usd))

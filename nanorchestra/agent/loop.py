@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from nanorchestra.agent.environment import Environment, in_thread
+from nanorchestra.agent.environment import RESULT_WORDS, Environment, in_thread, shortened
 from nanorchestra.agent.limits import SECONDS_PER_TOKEN, UserLimits
 from nanorchestra.agent.rebuild import ANSWER, Notes, counted
 from nanorchestra.engine.stream import TurnStream
@@ -39,6 +39,7 @@ class Limits:
 
 DEFAULT_PRICE = Price(0.2, 0.2)
 NO_CALL = ToolResult("Error: no tool was called; call one of the tools", error=True)
+LEAST_CHARS = 64  # of a result that is shortened to fit the context
 SEED_STEP = 0x9E3779B97F4A7C15  # between the seeds of two turns with prompts of their own
 
 
@@ -84,10 +85,10 @@ class Attempt:
     async def _play(self) -> str:
         """Plays turns until the attempt ends; returns its status."""
         for number in range(self.limits.turns):
-            self._open()
-            used = len(self.trajectory.ids) - self.context
-            budget = min(self.limits.turn_tokens, self.limits.context_tokens - used)
-            allowed = self.user.affordable(budget)
+            if not self._open():
+                return "user_limit"
+            budget = min(self.limits.turn_tokens, self._room())
+            allowed = self.user.writable(budget, *self.conversation.prices())
             if allowed <= 0:
                 return "token_limit" if budget <= 0 else "user_limit"
             # Noise is a function of (seed, position), and prompts of one length begin alike.
@@ -97,8 +98,8 @@ class Attempt:
             completion = await self.conversation.sample(params, self.on_token)
             turn, parsed = self._record(completion)
             if completion.finish_reason == "length" and not self.has_answer:  # the turn is void
-                cut = allowed < budget or self.user.affordable(1) < 1
-                return "user_limit" if cut else "token_limit"
+                over = allowed < budget or self.user.seconds_left() <= 0
+                return "user_limit" if over else "token_limit"
             if completion.finish_reason == "error":
                 turn.results = [ToolResult(completion.text, error=True, infrastructure=True)]
                 return "infrastructure"
@@ -120,21 +121,33 @@ class Attempt:
                     turn.results = [reply]
                     return "infrastructure"
                 results = [reply]
-            self._observe(parsed.content, turn, results)
+            if not self._observe(parsed.content, turn, results):
+                return "user_limit"
         return "turn_limit"
 
-    def _open(self):
-        """Begins the conversation; with rebuilt context, a new one for every turn."""
+    def _room(self) -> int:
+        """Returns how many ids the context still has room for."""
+        return self.limits.context_tokens - (len(self.trajectory.ids) - self.context)
+
+    def _open(self) -> bool:
+        """Begins the conversation; with rebuilt context, a new one for every turn.
+
+        False if the user's dollars do not suffice to read the prompt.
+        """
         if self.conversation and not self.notes:
-            return
+            return True
         self._close()
         t, start = self.trajectory, self.notes or self.env
         known = getattr(start, "prompt", ())
         prompt = list(known) or chat.encode(self.tokenizer, start.messages, start.tools)
+        if len(prompt) > self.user.readable():
+            self.conversation = None
+            return False
         self.context = len(t.ids)
         t.prompt_length = t.prompt_length or len(prompt)
         self.conversation = self.rollout.open(self, start, prompt)
         self._extend(prompt)
+        return True
 
     def _close(self):
         if self.conversation and (cut := self.conversation.close()):
@@ -182,19 +195,43 @@ class Attempt:
                 return True
         return False
 
-    def _observe(self, said, turn, results):
-        """Shows the policy the results of its calls, or the user's reply to its message."""
+    def _observe(self, said, turn, results) -> bool:
+        """Shows the policy the results of its calls, or the user's reply to its message.
+
+        What is too long for the context or the user's dollars is shortened. False if the policy
+        cannot pay for reading them at all.
+        """
         for pair in zip(turn.calls, results, strict=False):
             self.env.evidence.add(*pair)
         if self.notes:
             if not turn.calls:
                 self.notes.hear(said, results[0])
-            return
-        contents = [result.content for result in results]
+            return True
         role = "tool" if turn.calls else "user"
-        ids = chat.encode_reply(self.tokenizer, role, contents)
+        kept = min(self.limits.turn_tokens, self._room() // 2)  # for the next turn
+        room = min(self._room() - kept, self.user.readable() / 2)
+        contents, ids = self._fitted(role, [result.content for result in results], room)
+        if len(ids) > self.user.readable():
+            return False
+        if turn.calls:
+            pairs = zip(results, contents, strict=True)
+            turn.results = [replace(result, content=content) for result, content in pairs]
         self.conversation.append(ids, role, contents)
         self._extend(ids)
+        return True
+
+    def _fitted(self, role, contents, room) -> tuple[list[str], list[int]]:
+        """Returns results that fit in `room` ids, and the ids; the longest are shortened first."""
+        shown, chars = [*contents], [len(text) for text in contents]
+        ids = chat.encode_reply(self.tokenizer, role, shown)
+        while len(ids) > room:
+            longest = chars.index(max(chars))
+            chars[longest] = int(chars[longest] * min(0.9, max(room, 0) / len(ids)))
+            if chars[longest] < LEAST_CHARS:
+                break
+            shown[longest] = shortened(contents[longest], RESULT_WORDS, chars[longest])
+            ids = chat.encode_reply(self.tokenizer, role, shown)
+        return shown, ids
 
     def _extend(self, ids, logprobs=None, versions=None):
         """Appends ids: sampled ones with log-probabilities and weight versions, or given ones."""
@@ -285,6 +322,13 @@ class Conversation:
     rollout: Rollout
     index: int
     session: Any
+
+    def prices(self) -> tuple[float, float]:
+        """Returns the US dollars of reading the next turn's prompt, and of each id it samples.
+
+        The KV cache has read the prompt already.
+        """
+        return 0.0, self.rollout.price.cost(0, 1)
 
     def append(self, ids: list[int], role: str, contents: list[str]) -> None:
         """Adds observations (role "tool") or the user's reply ("user"), as ids and as text."""

@@ -1,6 +1,11 @@
-"""An orchestrator as an expert of another orchestrator."""
+"""An orchestrator as an expert of another orchestrator.
+
+It works under the allowance of its caller: the same bans, and dollars and seconds that are part of
+what the caller may spend. So a limit holds for a whole tree.
+"""
 
 import functools
+import math
 import threading
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,6 +16,7 @@ from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.errors import require
 from nanorchestra.records import Preference, Task, ToolResult, part
 from nanorchestra.schemas import Json, arguments_schema
+from nanorchestra.tools.allowance import UNLIMITED, Allowance, too_dear
 
 MAX_CONTEXT = 16_384  # tokens of a conversation
 
@@ -20,7 +26,8 @@ class Orchestrator:
     """Another orchestrator as an expert: a checkpoint at `model`, with `tools` of its own.
 
     Its tools are those of its catalogue, and itself while `depth` is above 1. The checkpoint is
-    loaded at the first call, once for each depth, and works on one task at a time.
+    loaded at the first call, once for each depth, and works on one task at a time. `allowance` is
+    what its caller leaves to it; without one, what it can cost has no bound.
     """
 
     name: str
@@ -29,6 +36,7 @@ class Orchestrator:
     tools: list[Tool] = field(default_factory=list)
     depth: int = 1
     turns: int = 10
+    allowance: Allowance = UNLIMITED
     kind, blocking = "expert", True
     parameters = arguments_schema(task="string")
 
@@ -38,9 +46,33 @@ class Orchestrator:
             f"{self.name}: model is {self.model!r}; it must be a checkpoint's directory",
         )
 
+    def within(self, arguments: Json, allowance: Allowance) -> "Orchestrator":
+        """Returns the orchestrator with its caller's bans and share of the dollars."""
+        usd = min(allowance.usd, allowance.share)
+        if usd <= 0:
+            raise too_dear(self.name, math.inf, usd)
+        return replace(self, allowance=replace(allowance, usd=usd))
+
+    def most_usd(self, arguments: Json) -> float:
+        """Returns the US dollars that its caller leaves to it."""
+        return self.allowance.usd
+
+    def preference(self) -> Preference:
+        """Returns what its caller's user wants, as far as it concerns its own tools."""
+        usd, seconds = self.allowance.usd, self.allowance.seconds
+        wanted = self.allowance.preference
+        names = {tool.name for tool in self.tools}
+        own = {name: weight for name, weight in wanted.tools.items() if name in names}
+        return replace(
+            wanted,
+            tools=own,
+            usd=usd if usd < math.inf else None,
+            seconds=seconds if seconds < math.inf else None,
+        )
+
     def call(self, arguments: Json) -> ToolResult:
         """Returns its answer to the task, with the cost of its tokens and of all its calls."""
-        task = Task(self.name, arguments["task"], Preference(), {})
+        task = Task(self.name, arguments["task"], self.preference(), {})
         inner = [replace(self, depth=self.depth - 1)] if self.depth > 1 else []
         env = ToolEnvironment(task, [*self.tools, *inner])
         rollout, free = _loaded(self.model, self.turns, self.depth)
@@ -49,10 +81,14 @@ class Orchestrator:
         made = (pair for t in attempt.turns for pair in zip(t.calls, t.results, strict=False))
         parts = [part(call.name, call.arguments, result) for call, result in made]
         text = attempt.answer or f"Error: {self.name} found no answer ({attempt.status})"
-        spent = attempt.cost_usd, attempt.latency_s
-        failed = attempt.status == "infrastructure"
-        error = failed or not attempt.answer
-        return ToolResult(text, *spent, error=error, infrastructure=failed, parts=parts)
+        return ToolResult(
+            text,
+            attempt.cost_usd,
+            attempt.latency_s,
+            error=not attempt.answer,
+            infrastructure=attempt.status == "infrastructure",
+            parts=parts,
+        )
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from nanorchestra.model.parser import THINK, THINK_END
 from nanorchestra.records import Price, ToolCall, Trajectory
 from nanorchestra.schemas import Json
 from nanorchestra.tools.http import EndpointError, bounded_json
-from nanorchestra.tools.models import Endpoint, Spending, most_tokens
+from nanorchestra.tools.models import TEMPLATE_TOKENS, Endpoint, Spending, most_tokens
 
 
 class EndpointRollout(Rollout):
@@ -89,6 +89,19 @@ class EndpointConversation:
     messages: list[Json]
     tools: list[Json]
 
+    def prices(self) -> tuple[float, float]:
+        """Returns the most US dollars of the next request, and those of each token it asks for."""
+        bill = self.rollout.bill
+        return bill.cost(self._most_tokens(), 0), bill.cost(0, 1)
+
+    def _most_tokens(self) -> int:
+        """Returns the most tokens that the next request can have, with the words about its tools.
+
+        The punctuation of a message in JSON is longer than its marks in a template.
+        """
+        template = TEMPLATE_TOKENS if self.tools else 0
+        return most_tokens(json.dumps([self.messages, self.tools])) + template
+
     def append(self, ids: list[int], role: str, contents: list[str]) -> None:
         """Adds observations, each for its call, or the user's reply."""
         calls = self.messages[-1].get("tool_calls", [{}])
@@ -107,10 +120,10 @@ class EndpointConversation:
         """
         server, left = self.rollout.server, self.user.seconds_left()
         budget, tokenizer = params["max_completion_tokens"], self.rollout.tokenizer
-        body = params | {"messages": self.messages} | ({"tools": self.tools} if self.tools else {})
         limited = left < server.timeout_s
         server = replace(server, timeout_s=left) if limited else server
-        reply = await in_thread(partial(self._ask, server), body)
+        most = self._most_tokens(), budget
+        reply = await in_thread(partial(self._ask, server, most), self._request(params))
         self.trajectory.cost_usd += reply.usd
         self.trajectory.latency_s += reply.seconds
         if reply.message is None:
@@ -126,19 +139,24 @@ class EndpointConversation:
         self._record(message, chat.parse(tokenizer, ids))
         return _completion(ids, "stop" if len(ids) == len(whole) else "length")
 
-    def _ask(self, server, body) -> _Reply:
-        """Returns the reply to a request, which is paid for whether or not it is waited for."""
+    def _request(self, params) -> Json:
+        """Returns the body of the next request, which carries the whole conversation."""
+        tools = {"tools": self.tools} if self.tools else {}
+        return params | {"messages": self.messages} | tools
+
+    def _ask(self, server, most, body) -> _Reply:
+        """Returns the reply to a request of `most` tokens, which is paid for also if it is left."""
         bill, spending = self.rollout.bill, self.rollout.spending
-        most_usd = bill.cost(*most_tokens(body))
+        most_usd = bill.cost(*most)
         if not spending.reserve(most_usd):
             return _Reply(problem=f"${most_usd:.2g} is more than is left to spend")
         usd = 0.0
         try:
             message, tokens = spending.complete(server, body)
-            usd = bill.cost(*tokens)
+            usd = bill.cost(*map(min, tokens, most))
             return _Reply(message, usd, message["spent"][1])
         except EndpointError as error:
-            usd = bill.cost(*error.tokens)
+            usd = bill.cost(*map(min, error.tokens, most))
             return _Reply(None, usd, error.spent[1], str(error))
         finally:
             spending.settle(most_usd, usd)

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import json
 import secrets
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass
@@ -12,11 +13,14 @@ from starlette.exceptions import HTTPException
 from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import Attempt, Rollout
 from nanorchestra.engine.request import SamplingParams
+from nanorchestra.errors import UserError, require
+from nanorchestra.records import Price, split
 from nanorchestra.schemas import Json, check
 from nanorchestra.serving.protocol import OPENAPI, SAMPLING, usage
 from nanorchestra.serving.service import REQUEST_S, Service
 
-MakeEnvironment = Callable[[str, str, int], Environment]  # of a question, a wish and a seed
+# Of a question, a preference in words and as a vector, and a seed.
+MakeEnvironment = Callable[[str, str, Json, int], Environment]
 TOLD = "status", "cost_usd", "latency_s", "calls"
 
 
@@ -29,12 +33,11 @@ async def orchestrated(
     """
     *before, asked = body["messages"]
     check({**body, "last": asked}, OPENAPI["components"]["schemas"]["WithTools"], "+tools")
-    given, seed = body.get("metadata", {}), body.get("seed", secrets.randbits(62))
-    limits = [f"{name}={given[name]}" for name in ("usd", "seconds", "never") if name in given]
-    env = make(asked["content"], " ".join([given.get("preference", ""), *limits]), seed)
+    seed = body.get("seed", secrets.randbits(62))
+    env = make(asked["content"], *preference_of(body.get("metadata") or {}), seed)
     env.messages[:0] = [] if env.task.data else before  # a world's task stands alone
     rollout, chosen = copy.copy(rollout), {name: body[name] for name in SAMPLING}
-    rollout.open = lambda attempt, start, prompt: Conversation(service, prompt)
+    rollout.open = lambda attempt, start, prompt: Conversation(service, rollout.price, prompt)
     rollout.params = lambda seed, most: SamplingParams(most, seed=seed, **chosen)
     chunks = asyncio.Queue()
 
@@ -67,6 +70,37 @@ async def orchestrated(
         task.cancel()
 
 
+def preference_of(metadata: Json) -> tuple[str, Json]:
+    """Returns the words and the vector of the preference in a request's metadata.
+
+    `preference` is a line as in the terminal, or a JSON object of weights and limits whose "text"
+    are the words; `usd`, `seconds` and `never` are limits beside it. OpenAI's clients send values
+    as strings: JSON in a string is read. UserError.
+    """
+    read = {}
+    for name in ("preference", "usd", "seconds", "never"):
+        value = metadata.get(name)
+        if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError):
+                raise UserError(f"metadata.{name}: {value[:80]!r} is not JSON") from None
+        if value is not None:
+            read[name] = value
+    words, vector = "", read.pop("preference", {})
+    if isinstance(vector, str):
+        words, vector = split(vector)
+    require(isinstance(vector, dict), "metadata.preference: must be a text or an object")
+    vector = dict(vector)
+    words = vector.pop("text", words)
+    require(isinstance(words, str), "metadata.preference.text: must be a text")
+    for name, value in read.items():
+        if isinstance(value, str):
+            (value,) = split(f"{name}={value}")[1].values()
+        vector[name] = value
+    return words, vector
+
+
 def _chunk(delta, reason=None, **told):
     choice = {"index": 0, "delta": delta, "finish_reason": reason}
     return {"choices": [choice]} | ({"nanorchestra": told} if told else {})
@@ -77,7 +111,12 @@ class Conversation:
     """The session of an attempt: each turn is a request of its own on the KV of the last."""
 
     service: Service
+    price: Price
     ids: list[int]
+
+    def prices(self) -> tuple[float, float]:
+        """Returns the US dollars of reading the next prompt, which the KV holds, and of an id."""
+        return 0.0, self.price.cost(0, 1)
 
     def append(self, ids: list[int], role: str, contents: list[str]) -> None:
         """Adds observations."""

@@ -1,10 +1,10 @@
 """Posts JSON to a server and reads its JSON reply, whatever the server does.
 
 Time, tries, memory and the reply's numbers and nesting are bounded; each failure is one line. The
-API key comes from an environment variable, goes to the address that was named, and reaches no
-message. No redirect is followed and ~/.netrc is not read. An https:// address is reached through
-the proxy of the variable HTTPS_PROXY, unless NO_PROXY excepts it: a tunnel, which sees neither key
-nor text. An http:// address is reached directly.
+API key and the values of headers come from environment variables, go to the address that was named,
+and reach no message. No redirect is followed and ~/.netrc is not read. An https:// address is
+reached through the proxy of the variable HTTPS_PROXY, unless NO_PROXY excepts it: a tunnel, which
+sees neither key nor text. An http:// address is reached directly.
 """
 
 import base64
@@ -17,12 +17,13 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from functools import cache
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from types import MappingProxyType
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -72,26 +73,35 @@ class EndpointError(Exception):
 
 
 def post(
-    url: str, body: Json, schema: Json, key_variable: str, timeout_s: float
+    url: str,
+    body: Json,
+    schema: Json,
+    key_variable: str,
+    timeout_s: float,
+    header_variables: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Json, tuple[int, float]]:
     """Returns a JSON reply that fits `schema`, and (requests that were repeated, seconds).
 
     All of it takes `timeout_s` seconds at most. A connection error and the status 408, 409, 429 or
     from 500 are tried again, after a random wait or as long as the server's Retry-After says. The
-    key is in the environment variable `key_variable`. The reply is as `bounded_json` reads it.
+    key is in the environment variable `key_variable`, the value of each header in that of
+    `header_variables`; one that is not set is not sent. The reply is as `bounded_json` reads it.
     Raises EndpointError.
     """
-    key = "".join(os.environ.get(key_variable, "").split())
+    key = secret(key_variable).replace(" ", "")
+    values = {name: secret(variable) for name, variable in header_variables.items()}
+    secrets = [key, *values.values()]
     headers = {"Content-Type": "application/json", "User-Agent": "nanorchestra"}
     if key:
         headers["Authorization"] = f"Bearer {key}"
+    headers |= {name: value for name, value in values.items() if value}
     sent = json.dumps(body)
     start = time.monotonic()
     end = start + timeout_s
     for attempt in range(ATTEMPTS):
         exchange = _Exchange(url, sent.encode(), headers, end)
         try:
-            reading = in_daemon(lambda e=exchange: _read(e.run(), schema, key))
+            reading = in_daemon(lambda e=exchange: _read(e.run(), schema, secrets))
             reply = reading.result(timeout=max(end - time.monotonic(), 0.0))
             return reply, (attempt, time.monotonic() - start)
         except TimeoutError:
@@ -104,13 +114,18 @@ def post(
         if error.wait is None or late or attempt == ATTEMPTS - 1:
             break
         time.sleep(wait)
-    problem = " ".join(_masked(str(error), key).split())
-    if not key and "HTTP 401" in problem:
+    problem = " ".join(_masked(str(error), secrets).split())
+    if key_variable and not key and "HTTP 401" in problem:
         problem = f"the environment variable {key_variable} is not set; {problem}"
     error.args, error.spent = (problem[:MOST_CHARS],), (attempt, time.monotonic() - start)
     if error.received is not None:
         error.tokens = count_tokens(sent), count_tokens(error.received)
     raise error
+
+
+def secret(variable: str) -> str:
+    """Returns the value of an environment variable as a header can hold it; "" if it is not set."""
+    return " ".join(os.environ.get(variable, "").split())
 
 
 def count_tokens(text: str) -> int:
@@ -327,22 +342,22 @@ def _seconds(retry_after: str) -> float:
     return 0.0
 
 
-def _masked(text, key) -> str:
-    """Returns a text without the key, as it is or as JSON writes it."""
-    if len(key) < SECRET_CHARS:
-        return text
-    written = json.dumps(key)[1:-1]
-    for secret in (key, written, written.replace("/", "\\/")):
-        text = text.replace(secret, "...")
+def _masked(text, secrets) -> str:
+    """Returns a text without the values of headers, as they are or as JSON writes them."""
+    for value in sorted(secrets, key=len, reverse=True):
+        written = json.dumps(value)[1:-1]
+        for form in (value, written, written.replace("/", "\\/")):
+            if len(value) >= SECRET_CHARS:
+                text = text.replace(form, "...")
     return text
 
 
-def _read(text, schema, key) -> Json:
+def _read(text, schema, secrets) -> Json:
     """Returns the JSON of a reply. EndpointError if it is another; what was begun as JSON is kept.
 
     A gateway's page is no reply that was begun, nor is an error object.
     """
-    text = _masked(text, key)
+    text = _masked(text, secrets)
     begun = text if text.lstrip().startswith("{") else None
     try:
         reply = bounded_json(text)

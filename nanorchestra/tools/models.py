@@ -19,10 +19,11 @@ from nanorchestra.evidence import Evidence
 from nanorchestra.files import read_json, write_whole
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.schemas import SHAPES, Json, arguments_schema
+from nanorchestra.tools.allowance import Allowance, too_dear
 from nanorchestra.tools.http import EndpointError, count_tokens, post
 
-FORMAT_TOKENS = 1000  # that a server may add to a request
-MOST_TOKENS = 1 << 20  # of a reply without a limit
+TEMPLATE_TOKENS = 100  # that a chat template adds to a message at most
+LEAST_REPLY_TOKENS = 256  # a reply that is cut shorter is not worth its price
 TOLD: dict[str, object] = {}  # variables of keys that are not set, each told once by the first rank
 
 
@@ -90,14 +91,6 @@ def reply_file(directory: str | Path, request: Any) -> Path:
     return Path(directory) / f"{digest}.json"
 
 
-def most_usd(tool: Any, arguments: Json) -> float:
-    """Returns the most US dollars of a call, as the tool's `most_usd` or its prices say."""
-    if hasattr(tool, "most_usd"):
-        return tool.most_usd(arguments)
-    by_time = getattr(tool, "usd_per_second", 0.0) * getattr(tool, "timeout_s", 0.0)
-    return getattr(tool, "usd_per_call", 0.0) + by_time
-
-
 @dataclass(frozen=True)
 class Endpoint:
     """An OpenAI-compatible server; `key_variable` "" if it needs no key.
@@ -120,18 +113,12 @@ class Endpoint:
         """Returns an assistant's message, with `finish_reason` and `spent`, and its tokens.
 
         `body` is the request's JSON (model, messages, ...). Content in parts is joined to text.
-        Tokens, input and output, are estimated where the reply does not state them, and are never
-        more than `most_tokens`. Raises EndpointError; its `spent`, as that of the message, is what
-        `post` says.
+        Tokens, input and output, are estimated where the reply does not state them. Raises
+        EndpointError; its `spent`, as that of the message, is what `post` says.
         """
         url, shape = f"{self.base_url.rstrip('/')}/chat/completions", SHAPES["completion"]
-        most = most_tokens(body)
-        try:
-            with self.free:
-                reply, spent = post(url, body, shape, self.key_variable, self.timeout_s)
-        except EndpointError as error:
-            error.tokens = tuple(map(min, error.tokens, most))
-            raise
+        with self.free:
+            reply, spent = post(url, body, shape, self.key_variable, self.timeout_s)
         choice, usage = reply["choices"][0], reply.get("usage")
         usage = usage if isinstance(usage, dict) else {}
         asked = body.get("messages"), body.get("tools")
@@ -145,18 +132,7 @@ class Endpoint:
             "finish_reason": choice.get("finish_reason"),
             "spent": spent,
         }
-        return message, tuple(map(min, tokens, most))
-
-
-def most_tokens(body: Json) -> tuple[int, int]:
-    """Returns the most input and output tokens that a request can be billed for.
-
-    No token is shorter than a byte, and a server's chat format adds some of its own. A request
-    states the limit of its reply.
-    """
-    asked = json.dumps([body.get("messages"), body.get("tools")], ensure_ascii=False)
-    limits = [body[name] for name in ("max_tokens", "max_completion_tokens") if name in body]
-    return len(asked.encode("utf-8", "replace")) + FORMAT_TOKENS, min(limits, default=MOST_TOKENS)
+        return message, tuple(tokens)
 
 
 def _text(content) -> str:
@@ -175,7 +151,8 @@ class Expert:
     `name` is its name in the catalogue's tools, whatever its alias in a task.
     A `reasoning` model has a fixed temperature, and its limit is named max_completion_tokens.
     `code_tokens` and `context_tokens` bound what it reads in a published role. `boxed`: it marks
-    its answer by \boxed{}, not by tags. `note` and `latency_s` are told to the policy.
+    its answer by \boxed{}, not by tags. `note` and `latency_s` are told to the policy. `owner` is
+    who made it; a user who bans "proprietary" models bans those without `open_weights`.
     """
 
     name: str
@@ -191,10 +168,43 @@ class Expert:
     boxed: bool = False
     note: str = ""
     latency_s: float = 0.0
+    owner: str = ""
+    open_weights: bool = False
 
     def most_usd(self, text: str) -> float:
-        """Returns the US dollars of the longest reply to `text`."""
-        return self.price.cost(count_tokens(text) + 100, self.max_tokens)
+        """Returns the US dollars of the longest reply to `text`.
+
+        A token of the text has one byte at least, whatever the tokenizer.
+        """
+        return self.price.cost(most_tokens(text), self.max_tokens)
+
+    def within(self, text: str, name: str, allowance: Allowance) -> "Expert":
+        """Returns the expert with the reply to `text` bounded by what may be spent.
+
+        Raises RefusedError if that is too short to be of use. The policy knows it as `name`.
+        """
+        for usd in (min(allowance.share, allowance.usd), allowance.usd):
+            tokens = self._reply_tokens(text, usd)
+            if tokens >= min(LEAST_REPLY_TOKENS, self.max_tokens):
+                return replace(self, max_tokens=tokens)
+        raise too_dear(name, self.most_usd(text), allowance.usd)
+
+    def _reply_tokens(self, text, usd) -> int:
+        """Returns how many tokens the reply to `text` may have for so many US dollars."""
+        if self.most_usd(text) <= usd:
+            return self.max_tokens
+        read, token_usd = most_tokens(text), self.price.cost(0, 1)
+        tokens = int(max(usd - self.price.cost(read, 0), 0) / token_usd) if token_usd else 0
+        while tokens and self.price.cost(read, tokens) > usd:  # by rounding
+            tokens -= 1
+        return tokens
+
+    @property
+    def labels(self) -> set[str]:
+        """The names under which a user can ban it."""
+        openness = "open" if self.open_weights else "proprietary"
+        names = {self.name, self.model, self.model.rpartition("/")[2], openness}
+        return names | ({self.owner} if self.owner else set())
 
     def ask(self, text: str, name: str) -> ToolResult:
         """Returns the reply to one message; the policy knows this expert as `name`."""
@@ -221,6 +231,7 @@ class Expert:
         if problem:
             said = f"Error: {name} {problem}".replace(self.model, name)
         retries, seconds = spent
+        tokens = tuple(map(min, tokens, (most_tokens(text), self.max_tokens)))  # of what was asked
         return ToolResult(
             said.strip(),
             self.price.cost(*tokens),
@@ -232,6 +243,11 @@ class Expert:
             alias=name,
             retries=retries,
         )
+
+
+def most_tokens(text: str) -> int:
+    """Returns the most tokens that a text can have as the only message of a request."""
+    return len(text.encode("utf-8", "replace")) + TEMPLATE_TOKENS
 
 
 def _emptiness(message) -> str:
@@ -257,6 +273,15 @@ class ExpertTool:
     evidence: Evidence | None = None
     kind, blocking = "expert", True
     parameters = arguments_schema(task="string") | {"required": []}
+
+    def labels(self, arguments: Json | None = None) -> set[str]:
+        """Returns the names under which its model can be banned."""
+        return self.expert.labels
+
+    def within(self, arguments: Json, allowance: Allowance) -> "ExpertTool":
+        """Returns the tool with a reply that the allowance pays for, else raises RefusedError."""
+        expert = self.expert.within(self._task(arguments), self.name, allowance)
+        return replace(self, experts={self.name: expert})
 
     @property
     def expert(self) -> Expert:

@@ -11,9 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanorchestra.evidence import Budget, Evidence
-from nanorchestra.records import ToolResult, part
+from nanorchestra.records import ToolResult, banned, part
 from nanorchestra.schemas import Json, arguments_schema
-from nanorchestra.tools.models import Expert, most_usd
+from nanorchestra.tools.allowance import (
+    Allowance,
+    RefusedError,
+    labels,
+    most_usd,
+)
+from nanorchestra.tools.models import Expert
 
 CODE = (
     "Do not answer the question. Write Python code, complete in itself, that works out or checks "
@@ -73,6 +79,31 @@ class RoleTool:
         schema["properties"]["model"]["description"] = "\n".join([" ".join(notes), *rows])
         return schema
 
+    def labels(self, arguments: Json | None = None) -> set[str]:
+        """Returns the names under which its models can be banned, or the one that is chosen."""
+        chosen = self.experts if arguments is None else {arguments["model"]} & {*self.experts}
+        return set(chosen).union(*(self.experts[alias].labels for alias in chosen))
+
+    def within(self, arguments: Json, allowance: Allowance) -> "RoleTool":
+        """Returns the role without banned helpers, and with a reply that the allowance pays for.
+
+        Raises RefusedError if no helper is left, or the money does not suffice.
+        """
+        alias, never = arguments["model"], allowance.preference.never
+        if alias not in self.experts:  # `call` says so
+            return self
+        helpers = [helper for helper in self.helpers if not banned(labels(helper), never)]
+        if self.helpers and not helpers:
+            ban = banned(labels(self.helpers[0]), never)
+            raise RefusedError(f"the user forbids {ban}, which {self.name} uses")
+        for_helpers = sum(most_usd(helper, {}) for helper in helpers)
+        left = replace(
+            allowance, usd=allowance.usd - for_helpers, share=allowance.share - for_helpers
+        )
+        expert = self.experts[alias]
+        expert = expert.within(self.prompt(expert), alias, left)
+        return replace(self, helpers=helpers, experts=self.experts | {alias: expert})
+
     def most_usd(self, arguments: Json) -> float:
         """Returns the US dollars of the longest reply and of all helpers."""
         expert = self.experts.get(arguments["model"])
@@ -101,7 +132,7 @@ class RoleTool:
         calls, result = [("expert", {}, reply)], ToolResult(f"Error: {problem}", error=True)
         down = False  # no search has found anything, and one of them could not be asked
         for helper in self.helpers if written[what] else ():
-            result = helper.call(written)
+            result = self._helped(helper, written)
             calls.append((helper.name, written, result))
             down |= result.infrastructure
             if kind == "code" or result.found.get("documents"):
@@ -118,6 +149,14 @@ class RoleTool:
             found=result.found,
             parts=[part(*call) for call in calls],
         )
+
+    def _helped(self, helper, written) -> ToolResult:
+        """Returns a helper's result. One that raises is an error: the expert is to be billed."""
+        try:
+            return helper.call(written)
+        except Exception as error:
+            problem = f"Error: {helper.name} failed: {type(error).__name__}: {error}"
+            return ToolResult(problem, error=True)
 
     def prompt(self, expert: Expert) -> str:
         """Returns what the expert reads: evidence in its budget, the problem, and what to do."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.schemas import Json, arguments_schema
 
+VARIATION = 0.15  # of the tokens and the seconds of a simulated answer, up and down
+
 
 @dataclass
 class RecordsTool:
@@ -62,14 +64,19 @@ class SimulatedExpert:
     kind, blocking = "expert", False
     parameters = arguments_schema()
 
+    def most_usd(self, arguments: Json) -> float:
+        """Returns the US dollars of the longest answer."""
+        return self.price.cost(self.input_tokens, round(self.output_tokens * (1 + VARIATION)))
+
     def call(self, arguments: Json) -> ToolResult:
         """Returns "sure: ANSWER" or "unsure: ANSWER"."""
         rng, skill = random.Random(f"{self.seed}/{self.name}"), self.skill
         right = rng.random() < skill.right
         unsure = rng.random() < (skill.unsure_if_right if right else skill.unsure_if_wrong)
         answer = self.gold if right else rng.choice(self.wrong)
-        tokens = self.input_tokens, round(self.output_tokens * rng.uniform(0.85, 1.15))
-        seconds = self.latency_s * rng.uniform(0.85, 1.15)
+        low, high = 1 - VARIATION, 1 + VARIATION
+        tokens = self.input_tokens, round(self.output_tokens * rng.uniform(low, high))
+        seconds = self.latency_s * rng.uniform(low, high)
         text = f"{'unsure' if unsure else 'sure'}: {answer}"
         usd, found = self.price.cost(*tokens), {"attempts": [[self.name, text]]}
         return ToolResult(text, usd, seconds, False, False, *tokens, found=found)

@@ -7,7 +7,6 @@ import asyncio
 import pytest
 from scripted import EchoTool, echoing
 
-from nanorchestra.agent.environment import MAX_OBSERVATION_CHARS
 from nanorchestra.records import ToolCall
 
 
@@ -29,7 +28,19 @@ def test_a_call_that_cannot_be_run_says_why_and_costs_nothing(call, says, blocki
     assert result.cost_usd == 0.0 and not result.infrastructure
 
 
-def test_a_long_observation_is_cut():
-    call = ToolCall("echo", {"text": "x" * 20_000})
-    content = asyncio.run(echoing().execute(call)).content
-    assert content == "x" * MAX_OBSERVATION_CHARS + "\n[cut]"
+@pytest.mark.parametrize(
+    "text, words, says",
+    [
+        ("x" * 20_000, None, "x" * 16_000 + "\n[16,000 of 20,000 characters]"),
+        ("a b\n\nc d " * 750, None, None),  # 3,000 words
+        ("a b\n\nc d " * 751, None, ("a b\n\nc d " * 750)[:-1] + "\n[3,000 of 3,004 words]"),
+        ("one two three", 2, "one two\n[2 of 3 words]"),
+        ("w" * 15 + " ", 5000, None),
+    ],
+)
+def test_a_long_result_is_shortened_and_says_of_how_much(text, words, says):
+    tool = EchoTool()
+    if words:
+        tool.result_words = words  # a setting of the tool
+    content = asyncio.run(echoing(tool).execute(ToolCall("echo", {"text": text}))).content
+    assert content == (says or text)

@@ -34,8 +34,12 @@ def test_a_forbidden_tool_is_not_called_and_a_refused_call_earns_no_weight(nano_
     t, said, _, prompt = limited(nano_tokenizer, [call(), ANSWER], never=["echo"])
     assert said == ["Error: the user forbids echo"] and "Never call echo." in prompt
     assert t.calls == {} and t.cost_usd < 0.01 and t.outcome == 1
-    by_alias = limited(nano_tokenizer, [call("orion"), ANSWER], never=["orion"])
-    assert by_alias[1] == ["Error: the user forbids orion"]
+    chooser = Priced()
+    choices = {"type": "string", "enum": ["orion", "vega"]}
+    chooser.parameters = chooser.parameters | {"properties": {"text": choices}}
+    turns = [call("orion"), call("vega"), ANSWER]
+    by_choice = limited(nano_tokenizer, turns, chooser, never=["Orion"])
+    assert by_choice[1] == ["Error: the user forbids Orion", "vega"]
     wrong = call().replace("text", "words")
     for refused, says in ((call(name="nothing"), "no tool"), (wrong, "unexpected")):
         t, said, _, _ = limited(nano_tokenizer, [refused, ANSWER])
@@ -48,7 +52,8 @@ def test_no_call_begins_that_could_cost_more_than_the_user_allows(nano_tokenizer
     for usd, calls in ((0.2, 0), (0.3, 1), (0.6, 2)):
         t, said, _, prompt = limited(nano_tokenizer, [TWO, ANSWER], usd=usd)
         assert t.calls.get("echo", 0) == calls and t.cost_usd <= usd and t.status == "answered"
-        assert len([text for text in said if "may cost $0.25" in text]) == 2 - calls
+        refused = [text for text in said if "Error: refused echo: up to $0.25, $0" in text]
+        assert len(refused) == 2 - calls
         assert f"Spend at most ${usd:g}." in prompt
     assert limited(nano_tokenizer, [call()] * 3, usd=1e-9)[0].status == "user_limit"
 

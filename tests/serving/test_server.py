@@ -266,7 +266,7 @@ def test_the_loop_runs_in_the_server(http, running):
     assert "the user forbids echo" in steps[1]["result"]["content"]
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert "".join(d.get("content", "") for d in deltas) == message["content"]
-    assert running.wishes[-1] == "Be quick. usd=0.5 never=echo"
+    assert running.wishes[-1] == ("Be quick.", {"usd": 0.5, "never": ["echo"]})
 
 
 def test_a_loop_that_is_left_or_fails_ends(start, monkeypatch):

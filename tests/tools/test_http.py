@@ -248,8 +248,7 @@ def test_whatever_a_server_does_is_one_line_in_bounded_time_and_billed_once(serv
     assert says in result.content and len(result.content) < 400, result.content
     assert "\n" not in result.content and KEY not in result.content
     assert not re.search(r"sk-secret|of'mine", result.content)
-    body = {"messages": [{"role": "user", "content": text}], "max_tokens": LIMIT}
-    most = asked.price.cost(*most_tokens(body))
+    most = asked.price.cost(most_tokens(text), LIMIT)
     assert (0 < result.cost_usd <= most) if billed else result.cost_usd == 0
     assert spending.spent == pytest.approx(result.cost_usd, abs=1e-12)
     assert 0 <= result.latency_s < 2.0 and 0 <= result.output_tokens <= LIMIT

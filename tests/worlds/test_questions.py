@@ -25,6 +25,7 @@ from nanorchestra.engine.request import SamplingParams
 from nanorchestra.errors import UserError
 from nanorchestra.model import chat
 from nanorchestra.records import Price, ToolCall
+from nanorchestra.tools.allowance import Allowance
 from nanorchestra.training import run as running
 from worlds.mixture import Worlds
 from worlds.questions import load_rows
@@ -109,10 +110,11 @@ def test_a_simulated_expert_is_paid_as_quoted_and_the_stronger_is_right_more_oft
         env = worlds.environment(task, 1)
         for offer in task.data["tools"]:
             for alias, model in offer["models"].items():
-                result = asyncio.run(env.execute(ToolCall(alias, {})))
+                prepared = env.prepare(ToolCall(alias, {}), Allowance(usd=9.0))
+                result = asyncio.run(prepared.run())
                 usd = Price(*model["usd"]).cost(result.input_tokens, result.output_tokens)
                 assert result.cost_usd == usd > 0
-                assert usd <= env.most_usd(ToolCall(alias, {}))
+                assert usd <= prepared.most_usd
                 right[offer["what"]].append(task.data["answer"] == result.content)
     shares = {name: sum(found) / len(found) for name, found in right.items() if found}
     assert shares["strong"] > shares["middle"] > shares["quick"] > 0.5

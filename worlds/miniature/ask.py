@@ -6,12 +6,13 @@ are made up from the question: the same question has the same answer every time.
 
 import random
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 from nanorchestra.errors import require
 from nanorchestra.files import read_toml
-from nanorchestra.records import Preference, Task
+from nanorchestra.records import Preference, Task, banned
+from nanorchestra.schemas import Json
 from worlds.miniature.draw import arithmetic, chain, draw_wrong, knowledge, lookup
 from worlds.miniature.offers import Offer, corpus, is_expert, title
 from worlds.miniature.tables import (
@@ -24,22 +25,23 @@ from worlds.miniature.tables import (
     TRAIN,
 )
 from worlds.miniature.world import make_task
+from worlds.toolscale.preferences import kind_of
+from worlds.wording import bans_in, weights_in
 
 _DATA = read_toml(Path(__file__).with_suffix(".toml"))
 EXAMPLES: list[str] = _DATA["examples"]
 LINE_UP: list[Offer] = _DATA["line_up"]
-BAN = r"\b(?:avoid|never|not|no)(?: \w+){0,2}? "  # before a tool's name
 CASE = rf"(?:(easy|hard) )?({'|'.join(map(' '.join, NOUNS.items()))}) ([1-9]\d\d)(?:.*code)?"
 PRODUCT_OR_SUM = r"([1-9]\d\d) ?(\*) ?([1-9])|([1-9]\d) ?([+-]) ?([1-9]\d)"
 ROW = rf"({'|'.join(FIELDS)}) of ([a-z ]+) ([1-9]\d\d)"
 PATHS = {" of ".join(reversed(chain[:k])): chain[:k] for chain in CHAINS for k in (2, 3)}
 
 
-def as_task(question: str, wish: str) -> Task:
+def as_task(question: str, wish: str, vector: Json | None = None) -> Task:
     """Returns the task that a typed question is, with LINE_UP on offer.
 
     UserError if it is of none of the four kinds, or its numbers are longer or shorter than the
-    world's: nano has learnt to copy only those.
+    world's: nano has learnt to copy only those; or if the wish, words and a vector, is none.
     """
     said = " ".join(question.casefold().split()).rstrip(" .?!")
     said = re.sub("^(in )?(what is )?(the )?((value|code) of )?(the )?", "", said).replace(
@@ -50,26 +52,54 @@ def as_task(question: str, wish: str) -> Task:
     require(asked, f"outside the miniature's world: {question[:60]!r}; ask like {examples}")
     records = asked.kind == "chain"  # as in the world: no records without tables
     tools = [t for t in LINE_UP if is_expert(t) or (t["what"] == "records") == records]
-    name, preference = as_preference(wish, tools)
+    name, preference = as_preference(wish, tools, vector or {})
     text = QUESTIONS[TRAIN][asked.kind][0].format(**asked.values)
     wrong = draw_wrong(random.Random(text), asked, TRAIN)
     return make_task(f"asked/{text}", text, asked, wrong, tools, name, preference)
 
 
-def as_preference(wish: str, offers: Iterable[Offer]) -> tuple[str, Preference]:
-    """Returns the preference that a typed wish states, and its name.
+def as_preference(
+    wish: str, offers: Collection[Offer], vector: Json | None = None
+) -> tuple[str, Preference]:
+    """Returns the preference that words and a vector state, in this world's words, and its name.
 
-    It is named by its first letters ("cheaply", "balance"), balanced and unsaid if there is none; a
-    tool is forbidden if its name follows "avoid", "not", "never" or "no".
+    It is one of the four that nano has learnt, "balanced" and unsaid if none is stated. A tool may
+    be named by its alias or by what it is ("large"). UserError for what nano has not learnt.
     """
-    said = wish.casefold()
-    named = next((name for name in PREFERENCES if re.search(rf"\b{name[:5]}", said)), "")
-    name = named or "balanced"
+    names = [offer["name"] for offer in LINE_UP]  # of which a task offers some
+    bans = [*names, *(offer["what"] for offer in LINE_UP), *map(title, LINE_UP)]
+    given = Preference.of(wish, vector or {}, "preference", names, bans)
+    favoured = [name for name, weight in given.tools.items() if weight > 0]
+    require(
+        not favoured,
+        f"preference: {favoured} have weights above 0; nano has learnt to avoid tools, not to "
+        "favour one",
+    )
+    forbidden = [*given.never, *given.avoided, *bans_in(wish, bans)]
+    stated = weights_in(wish)
+    if {"outcome", "accuracy", "cost", "latency"} & {*(vector or {})}:
+        stated = given.outcome, given.cost, given.latency
+    require(
+        stated or forbidden or not wish,
+        f"preference: {wish!r} is not understood; say be cheap, be fast, be right, a balance, or "
+        f"do not use {names[0]}",
+    )
+    name = kind_of(Preference("", *stated)) if stated else "balanced"
     weights = PREFERENCES[name][1]
-    avoided = [o for o in offers if re.search(rf"{BAN}{o['name']}\b", said)]
-    bans = [PHRASES[TRAIN]["avoid"][0].format(title(offer)) for offer in avoided]
-    text = " ".join([*PHRASES[TRAIN].get(named, [])[:1], *bans])
-    return name, Preference(text, *weights, {o["name"]: -sum(weights) for o in avoided})
+    avoided = [
+        offer for offer in offers if banned([offer["name"], offer["what"], title(offer)], forbidden)
+    ]
+    said = PHRASES[TRAIN][name][:1] if stated else []
+    said += [PHRASES[TRAIN]["avoid"][0].format(title(offer)) for offer in avoided]
+    preference = Preference(
+        " ".join(said),
+        *weights,
+        tools={offer["name"]: -sum(weights) for offer in avoided},
+        never=[offer["name"] for offer in avoided],
+        usd=given.usd,
+        seconds=given.seconds,
+    )
+    return name, preference
 
 
 def _made_up(what, low, high):

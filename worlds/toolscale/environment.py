@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from nanorchestra.agent.environment import Tool, in_thread, refused
+from nanorchestra.agent.environment import PreparedCall, Tool, in_thread, refusal, refused
 from nanorchestra.evidence import Evidence
-from nanorchestra.records import ParsedTurn, Price, Task, ToolCall, ToolResult
+from nanorchestra.records import ParsedTurn, Price, Task, ToolCall, ToolResult, banned
+from nanorchestra.tools.allowance import UNLIMITED, Allowance, RefusedError, too_dear
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.models import Expert
 from worlds.toolscale import preferences
@@ -100,21 +101,46 @@ class DomainEnvironment:
             {"role": "user", "content": task.question},
         ]
 
-    def most_usd(self, call: ToolCall) -> float:
-        """Returns the price of an expert's longest turn; the tools of a domain are free."""
+    def prepare(self, call: ToolCall, allowance: Allowance) -> PreparedCall:
+        """Returns a call as it may be made: the tools of a domain are free, experts charge."""
+        never = allowance.preference.never
+        if call.error is not None or call.name != EXPERT or not self.experts:
+            if ban := banned({call.name}, never):
+                return refusal(f"the user forbids {ban}")
+            return PreparedCall(partial(self._do, call))
         alias = call.arguments.get("expert")
-        if call.error or call.name != EXPERT or alias not in [*self.experts]:
-            return 0.0
+        if not isinstance(alias, str) or alias not in self.experts:
+            names = ", ".join(self.experts)
+            return refusal(f"{EXPERT}: expert must be one of {names}, not {alias!r}")
         expert = self.experts[alias]
-        if self.models.experts is not None:
-            return self._asked(expert).most_usd(self._turn())
-        return Price(*expert["usd"]).cost(sum(map(len, self.history)), STEP_TOKENS)
+        if ban := banned(self._labels(expert), never):
+            return refusal(f"the user forbids {ban}")
+        asked = None
+        if self.models.experts is None:
+            most = Price(*expert["usd"]).cost(sum(map(len, self.history)), STEP_TOKENS)
+            if most > allowance.usd:
+                return refusal(str(too_dear(alias, most, allowance.usd)))
+        else:
+            try:
+                asked = self._asked(expert).within(self._turn(), alias, allowance)
+            except RefusedError as error:
+                return refusal(str(error))
+            most = asked.most_usd(self._turn())
+        return PreparedCall(partial(self._hand_over, expert, asked), most)
 
     async def execute(self, call: ToolCall) -> ToolResult:
         """Runs a call of a domain tool or an expert. One that fails is an error observation."""
-        if call.error is None and call.name == EXPERT and self.experts:
-            return await self._hand_over(call.arguments.get("expert"))
+        return await self.prepare(call, UNLIMITED).run()
+
+    async def _do(self, call) -> ToolResult:
         return self.do(call)
+
+    def _labels(self, expert) -> set[str]:
+        """The names under which the user can ban an expert."""
+        if self.models.experts is not None:
+            return {EXPERT, expert["alias"], *self.models.experts[expert["model"]].labels}
+        model = expert["model"]
+        return {EXPERT, "expert", expert["alias"], model, model.rpartition("/")[2]}
 
     async def reply(self, content: str) -> ToolResult | None:
         """Returns the user's answer; None if the conversation is over."""
@@ -169,17 +195,16 @@ class DomainEnvironment:
         self.trace.append(("call", call.name, call.arguments, result.error))
         return result
 
-    async def _hand_over(self, alias) -> ToolResult:
-        """Lets an expert do the turn; one that has failed has done nothing."""
-        if alias not in list(self.experts):
-            names = ", ".join(self.experts)
-            return refused(f"{EXPERT}: expert must be one of {names}, not {alias!r}")
-        expert, answer = self.experts[alias], None
-        if self.models.experts is None:
+    async def _hand_over(self, expert, asked) -> ToolResult:
+        """Lets an expert do the turn; one that has failed has done nothing.
+
+        `asked` is the language model behind it, None for a simulation.
+        """
+        alias, answer = expert["alias"], None
+        if asked is None:
             turn, result = self._simulated(expert)
         else:
-            ask = partial(self._asked(expert).ask, name=alias)
-            result = await in_thread(ask, self._turn())
+            result = await in_thread(partial(asked.ask, name=alias), self._turn())
             turn = parsed("" if result.error else result.content)
         if result.error:
             text = result.content

@@ -1,0 +1,175 @@
+"""Translates between the weights of a preference and words, both ways.
+
+The reward holds a preference as weights; the policy reads it as words. What a user types states one
+of them, sometimes both. `understood` completes it: weights without words get the sentences that
+policies were trained on, words without weights get the weights that they state, and a ban in words
+becomes a ban that the loop enforces.
+"""
+
+import math
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+
+from nanorchestra.records import Preference
+from nanorchestra.schemas import SHAPES, Json
+from worlds.toolscale import preferences
+
+Weights = tuple[float, float, float]  # of outcome, cost and latency
+
+# What a clause is about, by its words.
+ABOUT = {
+    "outcome": r"right|correct\w*|accura\w+|mistakes?|errors?|wrong|perfect\w*|precise\w*|guess",
+    "cost": (
+        r"cheap\w*|inexpensive\w*|expensive|frugal\w*|econom\w+|thrift\w*|budget|money|costs?|costly"
+        r"|spend\w*|price\w*|bill|cents?|dollars?|sav(?:e|es|ing)"
+    ),
+    "latency": (
+        r"fast\w*|quick\w*|hurry|rush|soon\w*|speed\w*|prompt\w*|urgent\w*|asap|right away|at once"
+        r"|immediately|time|wait\w*|slow\w*|delay|seconds?|minutes?|(?:take|too) long"
+    ),
+}
+# "Whatever the cost", "time does not matter", "take your time": the clause waives what it names.
+WAIVED = (
+    r"\bwhatever\b|\bno matter\b|\bat any\b|\bregardless\b|\bnot the\b|\btake (?:your|all the)\b"
+    r"|\b(?:not|n't) (?:matter|mind|care)|\bno (?:object|issue)\b|\bspend what\b"
+)
+# Clauses that a weight of a half is worded by.
+HALF = (
+    r"\ba little\b|\bsomewhat\b|\breasonable\b|\brather\b|\btry\b|\beye on\b|\bif you can\b"
+    r"|\btoo long\b|\bbe nice\b|\bcareless\b|\bfairly\b|\bwould suit\b"
+)
+# Clauses by which a right answer counts a half.
+LENIENT = (
+    r"\bguess\b|\bneed not\b|\bnot needed\b|\blive with\b|\bgood enough\b"
+    r"|\bdo not mind an (?:error|mistake)"
+)
+BALANCE = r"\bbalanc\w*|\bweigh\b|\bmind both\b"
+# What stands before the name of something that must not be used.
+BAN = (
+    r"(?:\bavoid(?: using| asking| calling)?|\bwithout(?: using| asking)?|\bleave|\bforbid|\bban"
+    r"|(?:\bnever|\bnot|n't)(?: ever)? (?:use|call|ask|want|trust|run|touch|rely on)"
+    r"|\b(?:stay|keep) away from|\bhands off|\bnothing may go through)(?: (?:the|any|an?|all))? "
+)
+# What follows a name after "no": "no web search, please", but not "no code yet".
+ENDS = r"(?: (?:models?|tools?|experts?|calls?|please))*\s*(?:[.,;:!?]|$)"
+
+
+def weights_in(text: str) -> Weights | None:
+    """Returns the weights of outcome, cost and latency that words state; None if they state none.
+
+    What is not mentioned has its usual weight: 1 for the outcome, 0 for cost and latency.
+    """
+    read: dict[str, float] = {}
+    for sentence in re.split(r"[.;!?]", _plain(text)):
+        if re.search(BALANCE, sentence):
+            read |= {"cost": 0.5, "latency": 0.5}
+            continue
+        for clause in re.split(r"[,:]| but ", sentence):
+            read |= _clause_weights(clause)
+    if not read:
+        return None
+    return read.get("outcome", 1.0), read.get("cost", 0.0), read.get("latency", 0.0)
+
+
+def _clause_weights(clause) -> dict[str, float]:
+    """Returns the weights that one clause states."""
+    if re.search(LENIENT, clause):
+        return {"outcome": 0.5}
+    found = {what for what, words in ABOUT.items() if re.search(rf"\b(?:{words})\b", clause)}
+    if "right away" in clause:
+        found.discard("outcome")
+    if re.search(WAIVED, clause):
+        found -= {"cost", "latency"}
+    weight = 0.5 if re.search(HALF, clause) else 1.0
+    return {what: 1.0 if what == "outcome" else weight for what in found}
+
+
+def bans_in(text: str, names: Iterable[str]) -> list[str]:
+    """Returns those of the names that a text forbids: "never use gpt-5", "no web search"."""
+    said, found = _plain(text), []
+    for name in sorted(names, key=len, reverse=True):
+        words = r"[\s_-]+".join(map(re.escape, re.split(r"[\s_-]+", name.casefold())))
+        pattern = rf"{BAN}{words}(?![\w-])|\bno {words}(?={ENDS})"
+        if re.search(pattern, said):
+            found.append(name)
+            said = re.sub(pattern, " ", said)  # "web search" is no ban of every search
+    return found
+
+
+def words_for(weights: Weights, tools: dict[str, float]) -> str:
+    """Returns sentences for weights, those that policies were trained on.
+
+    Weights count by their ratio to the largest, rounded to 0, 1/2 or 1.
+    """
+    largest = max(*weights, 1e-9)
+    said = []
+    for (what, usual), weight in zip(preferences.DEFAULTS, weights, strict=True):
+        rounded = math.floor(2 * weight / largest + 0.5) / 2
+        if what == "outcome" and rounded == 0.0:
+            rounded = 0.5  # the least that has words
+        if rounded != usual:
+            said.append(preferences.TABLES["phrases"][what][str(rounded)]["train"][0])
+    for tool, weight in tools.items():
+        phrases = preferences.TABLES["phrases"]["tool"][str(math.copysign(1.0, weight))]
+        said.append(phrases["train"][0].format(tool=tool))
+    return " ".join(said)
+
+
+def understood(
+    text: str, vector: Json, where: str, names: Collection[str], labels: Collection[str]
+) -> Preference:
+    """Returns the preference of a text and a vector, with words and weights that say the same.
+
+    `names` are those that a weight may have, `labels` those that a ban may have. UserError, which
+    begins with `where`, for any other.
+    """
+    preference = Preference.of(text, vector, where, names, labels)
+    own = SHAPES["preference"]["properties"]
+    weighed = {"outcome", "accuracy", "cost", "latency"} & {*vector}
+    stated = weights_in(text)
+    if weighed and stated is None:
+        weights = preference.outcome, preference.cost, preference.latency
+        preference = replace(preference, text=_joined(text, words_for(weights, {})))
+    elif stated and not weighed:
+        outcome, cost, latency = stated
+        preference = replace(preference, outcome=outcome, cost=cost, latency=latency)
+    unsaid = {
+        name: weight
+        for name, weight in preference.tools.items()
+        if weight and name not in own and name not in text
+    }
+    usual = tuple(weight for _, weight in preferences.DEFAULTS)
+    preference = replace(preference, text=_joined(preference.text, words_for(usual, unsaid)))
+    bans = [name for name in bans_in(text, labels) if name not in preference.never]
+    return replace(preference, never=[*preference.never, *bans])
+
+
+def described(preference: Preference) -> str:
+    """Returns what a preference weighs and forbids, in a line."""
+    parts = [
+        f"{name} {weight:g}"
+        for name, weight in (
+            ("right answer", preference.outcome),
+            ("low cost", preference.cost),
+            ("short time", preference.latency),
+            *preference.tools.items(),
+        )
+        if weight
+    ]
+    lines = [f"weights: {', '.join(parts)}"]
+    if preference.never:
+        lines.append(f"never: {', '.join(preference.never)}")
+    if preference.usd is not None:
+        lines.append(f"at most ${preference.usd:g}")
+    if preference.seconds is not None:
+        lines.append(f"at most {preference.seconds:g} s")
+    return "; ".join(lines)
+
+
+def _plain(text):
+    return text.casefold().replace("’", "'")
+
+
+def _joined(*texts):
+    return " ".join(filter(None, texts))
