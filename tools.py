@@ -30,7 +30,7 @@ from nanorchestra.agent.environment import Tool
 from nanorchestra.agent.nested import Orchestrator
 from nanorchestra.errors import ArgumentParser, command, require
 from nanorchestra.files import merge, read_json, read_toml
-from nanorchestra.records import Price, ToolResult
+from nanorchestra.records import RESULT_WORDS, Price, ToolResult
 from nanorchestra.schemas import Json, arguments_schema, check
 from nanorchestra.tools.corpus import build_index, open_index
 from nanorchestra.tools.functions import load_functions, tool
@@ -58,6 +58,7 @@ class PythonTool:
     latency_s: float | None = None
     timeout_s: float = 5.0
     usd_per_second: float = 0.0
+    result_words: int = RESULT_WORDS
     kind, blocking, parameters = "code", True, arguments_schema(code="string")
 
     def call(self, arguments: Json) -> ToolResult:
@@ -81,6 +82,7 @@ class LookupTool:
     usd_per_call: float = 0.0
     latency_s: float = 0.0
     passages: int = 1
+    result_words: int = RESULT_WORDS
     kind, parameters = "search", arguments_schema(query="string")
 
     def __post_init__(self) -> None:
@@ -185,7 +187,10 @@ class Catalogue:
                 *usd, seconds = listed[alias]
                 expert = replace(expert, price=Price(*usd), latency_s=seconds)
             experts[alias] = expert
-        return RoleTool(entry["name"], entry["description"], experts, given=given)
+        words = entry.get("result_words", RESULT_WORDS)
+        return RoleTool(
+            entry["name"], entry["description"], experts, given=given, result_words=words
+        )
 
     def _expert(self, name, where, alias) -> Expert:
         """Returns an expert by its name, for a tool that knows it by an alias."""
@@ -193,7 +198,7 @@ class Catalogue:
         place = f"{self.path}: experts.{name}.endpoint"
         host = _known(self.endpoints, settings.pop("endpoint"), place)
         price = Price(*settings.pop("usd"))
-        return Expert(alias, host, price=price, spending=self.spending, **settings)
+        return Expert(alias, host, price=price, spending=self.spending, known_as=name, **settings)
 
 
 def _known(table, name, where) -> Any:

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from nanorchestra.errors import require
 from nanorchestra.schemas import SHAPES, Json, check
 
+RESULT_WORDS = 3_000  # that the policy reads of a result, if its tool states no `result_words`
+
 
 class Price(NamedTuple):
     """What a language model charges, in US dollars per million tokens."""
@@ -86,10 +88,11 @@ def part(name: str, arguments: Json, result: ToolResult) -> Json:
     return {"name": name, "arguments": arguments} | asdict(result)
 
 
+MODELS = {"proprietary": " models", "open": " models"}  # what these words say of an expert
 PAIR = re.compile(r"""(\S+)=("[^"]*"(?:,\S+)?|\S*)""")  # NAME=VALUE in a line
 
 
-def split(line: str) -> tuple[str, Json]:
+def words_and_vector(line: str) -> tuple[str, Json]:
     """Returns the words of a line, and the vector that its words NAME=VALUE are.
 
     'Be quick. latency=1 gpt-5=-0.5 never=python,"web search" usd=0.05 seconds=60' is an example.
@@ -139,7 +142,8 @@ class Preference:
     @property
     def words(self) -> str:
         """What the prompt says: the text, and a sentence for each hard limit not in it."""
-        limits = [f"Never call {name}." for name in self.never if name not in self.text]
+        unsaid = [name for name in self.never if name not in self.text]
+        limits = [f"Never call {name}{MODELS.get(name, '')}." for name in unsaid]
         limits += [f"Spend at most ${self.usd:g}."] if self.usd is not None else []
         limits += [f"Answer within {self.seconds:g} seconds."] if self.seconds is not None else []
         return " ".join(filter(None, [self.text, *limits]))
@@ -178,8 +182,8 @@ class Preference:
 
     @classmethod
     def parse(cls, text: str, where: str, tools: Collection[str] | None = None) -> Preference:
-        """Returns the preference of a line, as `split` reads it. UserError as that of `of`."""
-        return cls.of(*split(text), where, tools)
+        """Returns the preference of a line of words and NAME=VALUE. UserError as that of `of`."""
+        return cls.of(*words_and_vector(text), where, tools)
 
     @property
     def avoided(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nanorchestra.agent.environment import Tool
-from nanorchestra.records import Price, Task, ToolResult
+from nanorchestra.records import Price, Task, ToolResult, banned
 from nanorchestra.schemas import Json
 from nanorchestra.tools.http import count_tokens
 from nanorchestra.tools.models import Endpoint, Expert, ExpertTool, Spending
@@ -39,6 +39,26 @@ def row(tool: Tool) -> Json:
 def experts_of(tool: Tool) -> dict[str, Expert]:
     """Returns the language models behind a tool, by alias; {} if it has none."""
     return getattr(tool, "experts", {})
+
+
+def names_of(tools: Sequence[Tool]) -> list[str]:
+    """Returns the names that a preference may weigh: of tools, and of the models behind them."""
+    return [name for tool in tools for name in (tool.name, *experts_of(tool))]
+
+
+def reached(never: Sequence[str], tools: Sequence[Tool]) -> list[str]:
+    """Returns the tools and the aliases on offer that bans reach, as the prompt names them."""
+    found = []
+    for tool in tools:
+        experts = experts_of(tool)
+        if not isinstance(tool, ExpertTool) and banned({tool.name, tool.kind}, never):
+            found.append(tool.name)
+        found += [
+            alias
+            for alias, expert in experts.items()
+            if banned({tool.kind, expert.name, *expert.labels}, never)
+        ]
+    return list(dict.fromkeys(found))
 
 
 def draw(tools: Sequence[Tool], rng: random.Random, varied: bool) -> list[Tool]:

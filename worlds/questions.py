@@ -13,7 +13,7 @@ import hashlib
 import random
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,12 +22,14 @@ from nanorchestra.agent.environment import Tool, ToolEnvironment
 from nanorchestra.config import TaskSection
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json_lines
-from nanorchestra.records import Preference, Task
-from nanorchestra.schemas import check
+from nanorchestra.records import Preference, Task, words_and_vector
+from nanorchestra.schemas import SHAPES, Json, check
+from nanorchestra.tools.allowance import known_labels
 from nanorchestra.tools.models import ExpertTool
 from worlds import catalogue
 from worlds.judge import grade
 from worlds.toolscale import preferences
+from worlds.wording import understood
 
 PREFIX = "questions:"
 NAMES = {  # of a row's fields in public data sets
@@ -48,12 +50,13 @@ READ = 1500  # tokens that an expert reads in a usual call, for the bounds of a 
 
 @dataclass(frozen=True)
 class Row:
-    """One question; `preference` None: the world's."""
+    """One question; `preference` None: the world's. `wish` are the row's words and its vector."""
 
     id: str
     question: str
     answer: str
     kind: str
+    wish: tuple[str, Json] | None = None
     preference: Preference | None = None
 
 
@@ -97,7 +100,7 @@ class QuestionWorld:
             named = [name for tool in offers for name in catalogue.experts_of(tool) or [tool.name]]
             wish = preferences.draw(rng, named, split)
         else:
-            wish = _renamed(wish, offers)
+            wish = self._renamed(wish, offers)
         wrong = {other.answer for other in rng.sample(rows, min(len(rows), MISTAKES))}
         data = {
             "kind": row.kind,
@@ -121,6 +124,26 @@ class QuestionWorld:
         env.judge = self.judge
         return env
 
+    def _renamed(self, wish: Preference, offers: Sequence[Tool]) -> Preference:
+        """Returns a preference over the tools on offer, under their aliases, in the words too.
+
+        A model behind several roles has an alias in each; what is not on offer is left out. A ban
+        of a kind or an owner stands for all that it reaches.
+        """
+        aliases = defaultdict(list)
+        for tool in offers:
+            for alias, expert in catalogue.experts_of(tool).items():
+                aliases[expert.name].append(alias)
+            if not isinstance(tool, ExpertTool):
+                aliases[tool.name].append(tool.name)
+        names = "|".join(map(re.escape, sorted(aliases, key=len, reverse=True)))
+        pattern = rf"(?<![\w-])({names})(?![\w-])"
+        text = re.sub(pattern, lambda match: " or ".join(aliases[match[1]]), wish.text)
+        tools = {alias: weight for name, weight in wish.tools.items() for alias in aliases[name]}
+        kinds = [ban for ban in wish.never if ban not in catalogue.names_of(self.tools)]
+        never = [*catalogue.reached(wish.never, offers), *kinds]
+        return replace(wish, text=text, tools=tools, never=list(dict.fromkeys(never)))
+
 
 def _bounds(offers):
     """Bounds of US dollars and seconds: from nothing to a call of each expert on offer."""
@@ -128,24 +151,6 @@ def _bounds(offers):
     usd = sum(expert.price.cost(READ, catalogue.WRITTEN) for expert in experts)
     seconds = sum(expert.latency_s for expert in experts)
     return [[0.0, usd or 0.01], [0.0, seconds or catalogue.LATENCY_S]]
-
-
-def _renamed(wish, offers):
-    """Returns a preference over the tools on offer, under their aliases, in the words too.
-
-    A model behind several roles has an alias in each; what is not on offer is left out.
-    """
-    aliases = defaultdict(list)
-    for tool in offers:
-        for alias, expert in catalogue.experts_of(tool).items():
-            aliases[expert.name].append(alias)
-        if not isinstance(tool, ExpertTool):
-            aliases[tool.name].append(tool.name)
-    names = "|".join(map(re.escape, sorted(aliases, key=len, reverse=True)))
-    text = re.sub(rf"(?<![\w-])({names})(?![\w-])", lambda m: " or ".join(aliases[m[1]]), wish.text)
-    tools = {alias: weight for name, weight in wish.tools.items() for alias in aliases[name]}
-    never = [alias for name in wish.never for alias in aliases[name]]
-    return replace(wish, text=text, tools=tools, never=never)
 
 
 def load_world(
@@ -158,17 +163,25 @@ def load_world(
     """
     file, wish = Path(name.removeprefix(PREFIX)), None
     require(tools, f"task.world is {name!r}, which needs a catalogue of tools: task.tools")
-    names = [name for tool in tools for name in (tool.name, *catalogue.experts_of(tool))]
+    names, labels = catalogue.names_of(tools), known_labels(tools)
     if settings.preference:
-        wish = Preference.parse(settings.preference, "task.preference", names)
+        wish = understood(*words_and_vector(settings.preference), "task.preference", names, labels)
     splits = {"train": [], HELD_OUT: []}
+    weighed = {*SHAPES["preference"]["properties"], *names}
+    strangers = Counter()
     for row in load_rows(file):
-        unknown = set(row.preference.never if row.preference else ()) - set(names)
-        known = f"the tools are {', '.join(names)}"
-        require(not unknown, f"{file}: question {row.id}: never is {unknown}; {known}")
+        if row.wish is not None:
+            words, vector = row.wish
+            strangers.update(vector.keys() - weighed)
+            known = {name: weight for name, weight in vector.items() if name in weighed}
+            where = f"{file}: question {row.id}"
+            row = replace(row, preference=understood(words, known, where, names, labels))
         digest = hashlib.sha256(row.question.encode()).digest()
         splits["train" if int.from_bytes(digest[:4]) % EVERY else HELD_OUT].append(row)
     count = sum(map(len, splits.values()))
+    if strangers:
+        listed = ", ".join(f"{name} ({times} rows)" for name, times in strangers.most_common(5))
+        print(f"{file}: weights of tools that the catalogue lacks: {listed}", file=sys.stderr)
     few = f"{file}: {count} questions are too few; every fifth by its hash is held out"
     require(all(splits.values()), few)
     for split, rows in splits.items():
@@ -202,10 +215,12 @@ def _row(value, file, number):
     require("image" not in known, f"{where}: the question has an image, which no tool can see")
     check(known, "question", where)
     text, vector = known.get("preference", ""), known.get("vector", {})
+    if vector or text:
+        Preference.of(text, vector, where)  # checks it
     return Row(
         id=str(known.get("id", number)),
         question=known["question"].strip(),
         answer=str(known["answer"]).strip(),
         kind=str(known.get("kind", file.stem)),
-        preference=Preference.of(text, vector, where) if vector or text else None,
+        wish=(text, vector) if vector or text else None,
     )

@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -19,7 +19,7 @@ from nanorchestra.agent.loop import Rollout
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import append_line, read_json_lines, read_toml
 from nanorchestra.model.tokenizer import Tokenizer
-from nanorchestra.records import Task, Trajectory, split
+from nanorchestra.records import Task, Trajectory, words_and_vector
 from nanorchestra.report.run import number
 from nanorchestra.report.terminal import Console, footer
 from nanorchestra.report.trace import tree
@@ -29,7 +29,7 @@ from nanorchestra.tools.corpus import open_index
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.trajectories import from_row, replay, to_row
 from tools import SANDBOX_USD, LookupTool, PythonTool, load_tools
-from worlds.catalogue import experts_of
+from worlds.catalogue import names_of, reached
 from worlds.miniature.ask import EXAMPLES, as_task
 from worlds.miniature.world import environment
 from worlds.wording import described, understood
@@ -53,9 +53,10 @@ class Offered:
 
     def open(self, question: str, wish: str, vector: Json, seed: int) -> ToolEnvironment:
         """Returns an attempt under a preference, in words and as a vector. UserError."""
-        names = [name for tool in self.tools for name in (tool.name, *experts_of(tool))]
-        labels = known_labels(self.tools)
+        names, labels = names_of(self.tools), known_labels(self.tools)
         preference = understood(wish, vector, "preference", names, labels)
+        never = [*preference.never, *reached(preference.never, self.tools)]
+        preference = replace(preference, never=list(dict.fromkeys(never)))
         tools = [tool for tool in self.tools if tool.name not in self.off]
         return ToolEnvironment(Task("asked", question, preference, {}), tools)
 
@@ -141,7 +142,7 @@ class Session:
         Ctrl-C stops it; the conversation goes on from what was said by then.
         """
         console, seed, begun = self.console, next(self.seeds), time.monotonic()
-        env = self.world.open(question, *split(" ".join(self.wishes.values())), seed)
+        env = self.world.open(question, *words_and_vector(" ".join(self.wishes.values())), seed)
         task, console.trajectory = env.task, None
         if not self.at_prompt:
             console.say("task", env.messages[0]["content"])
@@ -180,14 +181,16 @@ class Session:
     def do_prefer(self, text: str, name: str = "wish") -> None:
         """TEXT says what matters: be cheap, avoid NAME; "off" clears it."""
         wishes = self.wishes | ({name: "" if text == "off" else text} if text else {})
-        env = self.world.open(self.world.examples[0], *split(" ".join(wishes.values())), 0)
+        env = self.world.open(
+            self.world.examples[0], *words_and_vector(" ".join(wishes.values())), 0
+        )
         self.wishes, preference = wishes, env.task.preference
         self.console.line(f"added to a question: {preference.words or 'nothing'}")
         self.console.line(described(preference))
 
     def do_budget(self, text: str) -> None:
         """usd=0.05 seconds=60 are limits of an answer; "off" clears them."""
-        words, vector = split(text)
+        words, vector = words_and_vector(text)
         require(
             text in ("", "off") or not words and {*vector} <= {"usd", "seconds"},
             f"/budget: {text!r} is no limit; write usd=0.05, seconds=60 or both",

@@ -88,13 +88,25 @@ def _clause_weights(clause) -> dict[str, float]:
 def bans_in(text: str, names: Iterable[str]) -> list[str]:
     """Returns those of the names that a text forbids: "never use gpt-5", "no web search"."""
     said, found = _plain(text), []
-    for name in sorted(names, key=len, reverse=True):
-        words = r"[\s_-]+".join(map(re.escape, re.split(r"[\s_-]+", name.casefold())))
-        pattern = rf"{BAN}{words}(?![\w-])|\bno {words}(?={ENDS})"
-        if re.search(pattern, said):
-            found.append(name)
-            said = re.sub(pattern, " ", said)  # "web search" is no ban of every search
+    left = sorted(names, key=len, reverse=True)  # "web search" is no ban of every search
+    while match := _first_ban(said, left):
+        name, said = match
+        found.append(name)
+        left.remove(name)
     return found
+
+
+def _first_ban(said, names) -> tuple[str, str] | None:
+    """Returns the first of the names that a text forbids, and the text without it.
+
+    What stands before the name stays: "use no A or B" goes on as "use no B".
+    """
+    for name in names:
+        words = r"[\s_-]+".join(map(re.escape, re.split(r"[\s_-]+", name.casefold())))
+        for pattern in (rf"({BAN}){words}(?![\w-])", rf"(\bno ){words}(?={ENDS}| n?or )"):
+            if re.search(pattern, said):
+                return name, re.sub(rf"{pattern}(?: n?or )?", r"\1", said)
+    return None
 
 
 def words_for(weights: Weights, tools: dict[str, float]) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from nanorchestra.evidence import Evidence
-from nanorchestra.records import Task, ToolCall, ToolResult
+from nanorchestra.records import RESULT_WORDS, Task, ToolCall, ToolResult
 from nanorchestra.schemas import Json, argument_error
 from nanorchestra.tools.allowance import (
     UNLIMITED,
@@ -24,7 +24,6 @@ from nanorchestra.tools.allowance import (
 from nanorchestra.tools.failures import is_infrastructure
 from nanorchestra.tools.http import in_daemon
 
-RESULT_WORDS = 3_000  # that the policy reads of a result, if its tool states no `result_words`
 RESULT_CHARS = 16_000  # of texts without spaces
 
 

@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanorchestra.agent.environment import RESULT_WORDS, Environment, in_thread, shortened
+from nanorchestra.agent.environment import Environment, in_thread, shortened
 from nanorchestra.agent.limits import SECONDS_PER_TOKEN, UserLimits
 from nanorchestra.agent.rebuild import ANSWER, Notes, counted
 from nanorchestra.engine.stream import TurnStream
 from nanorchestra.model import chat
-from nanorchestra.records import ParsedTurn, Price, ToolResult, Trajectory, Turn
+from nanorchestra.records import RESULT_WORDS, ParsedTurn, Price, ToolResult, Trajectory, Turn
 from nanorchestra.tools.http import EndpointError
 
 # ("start", Trajectory), ("text", deltas of a turn), ("turn", its last deltas), ("results", Turn)

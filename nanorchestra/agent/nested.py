@@ -14,7 +14,7 @@ from nanorchestra.agent.environment import Tool, ToolEnvironment
 from nanorchestra.agent.load import load_rollout
 from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.errors import require
-from nanorchestra.records import Preference, Task, ToolResult, part
+from nanorchestra.records import RESULT_WORDS, Preference, Task, ToolResult, part
 from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.allowance import UNLIMITED, Allowance, too_dear
 
@@ -37,6 +37,7 @@ class Orchestrator:
     depth: int = 1
     turns: int = 10
     allowance: Allowance = UNLIMITED
+    result_words: int = RESULT_WORDS
     kind, blocking = "expert", True
     parameters = arguments_schema(task="string")
 

@@ -14,7 +14,7 @@ from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import Attempt, Rollout
 from nanorchestra.engine.request import SamplingParams
 from nanorchestra.errors import UserError, require
-from nanorchestra.records import Price, split
+from nanorchestra.records import Price, words_and_vector
 from nanorchestra.schemas import Json, check
 from nanorchestra.serving.protocol import OPENAPI, SAMPLING, usage
 from nanorchestra.serving.service import REQUEST_S, Service
@@ -89,14 +89,14 @@ def preference_of(metadata: Json) -> tuple[str, Json]:
             read[name] = value
     words, vector = "", read.pop("preference", {})
     if isinstance(vector, str):
-        words, vector = split(vector)
+        words, vector = words_and_vector(vector)
     require(isinstance(vector, dict), "metadata.preference: must be a text or an object")
     vector = dict(vector)
     words = vector.pop("text", words)
     require(isinstance(words, str), "metadata.preference.text: must be a text")
     for name, value in read.items():
         if isinstance(value, str):
-            (value,) = split(f"{name}={value}")[1].values()
+            (value,) = words_and_vector(f"{name}={value}")[1].values()
         vector[name] = value
     return words, vector
 

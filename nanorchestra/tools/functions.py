@@ -16,14 +16,14 @@ import runpy
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, validate_call
 
 from nanorchestra.errors import UserError, require
-from nanorchestra.records import ToolResult
+from nanorchestra.records import RESULT_WORDS, ToolResult
 from nanorchestra.schemas import Json
 from nanorchestra.tools.failures import is_infrastructure
 from nanorchestra.tools.http import within
@@ -31,7 +31,11 @@ from nanorchestra.tools.http import within
 
 @dataclass
 class FunctionTool:
-    """A Python function of the user's. A call ends after `timeout_s` seconds."""
+    """A Python function of the user's. A call ends after `timeout_s` seconds.
+
+    A function that charges by itself, in the ToolResult that it returns, charges `usd_per_call` US
+    dollars at most: a user's limit holds by it.
+    """
 
     name: str
     description: str
@@ -39,6 +43,7 @@ class FunctionTool:
     function: Callable[..., Any]
     usd_per_call: float = 0.0
     timeout_s: float = 60.0
+    result_words: int = RESULT_WORDS
     kind, blocking = "function", True
 
     def call(self, arguments: Json) -> ToolResult:
@@ -46,8 +51,12 @@ class FunctionTool:
         start, error, infrastructure = time.monotonic(), True, False
         try:
             value = within(self.timeout_s, lambda: self.function(**arguments))
-            if isinstance(value, ToolResult):
+            if isinstance(value, ToolResult) and value.cost_usd <= self.usd_per_call:
                 return value
+            if isinstance(value, ToolResult):
+                stated = f"usd_per_call states ${self.usd_per_call:g} at most"
+                text = f"Error: {self.name} has charged ${value.cost_usd:g}; {stated}"
+                return replace(value, content=text, error=True)
             text = value if isinstance(value, str) else json.dumps(value, default=str)
             error = False
         except TimeoutError:
@@ -61,7 +70,8 @@ class FunctionTool:
 def tool(function: Callable[..., Any] | None = None, **settings: float) -> Any:
     """Decorates a typed, documented function, which becomes a FunctionTool of its name.
 
-    `settings` are usd_per_call and timeout_s. UserError if a type hint or the docstring is missing.
+    `settings` are usd_per_call, timeout_s and result_words. UserError if a type hint or the
+    docstring is missing.
     """
     if function is None:
         return lambda given: tool(given, **settings)

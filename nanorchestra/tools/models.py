@@ -17,7 +17,7 @@ from typing import Any
 
 from nanorchestra.evidence import Evidence
 from nanorchestra.files import read_json, write_whole
-from nanorchestra.records import Price, ToolResult
+from nanorchestra.records import RESULT_WORDS, Price, ToolResult
 from nanorchestra.schemas import SHAPES, Json, arguments_schema
 from nanorchestra.tools.allowance import Allowance, too_dear
 from nanorchestra.tools.http import EndpointError, count_tokens, post
@@ -151,8 +151,9 @@ class Expert:
     `name` is its name in the catalogue's tools, whatever its alias in a task.
     A `reasoning` model has a fixed temperature, and its limit is named max_completion_tokens.
     `code_tokens` and `context_tokens` bound what it reads in a published role. `boxed`: it marks
-    its answer by \boxed{}, not by tags. `note` and `latency_s` are told to the policy. `owner` is
-    who made it; a user who bans "proprietary" models bans those without `open_weights`.
+    its answer by \boxed{}, not by tags. `note` and `latency_s` are told to the policy.
+    `known_as` is its name in the catalogue's table of experts, `owner` is who made it. A user who
+    bans "proprietary" models bans those without `open_weights`.
     """
 
     name: str
@@ -168,6 +169,7 @@ class Expert:
     boxed: bool = False
     note: str = ""
     latency_s: float = 0.0
+    known_as: str = ""
     owner: str = ""
     open_weights: bool = False
 
@@ -203,8 +205,8 @@ class Expert:
     def labels(self) -> set[str]:
         """The names under which a user can ban it."""
         openness = "open" if self.open_weights else "proprietary"
-        names = {self.name, self.model, self.model.rpartition("/")[2], openness}
-        return names | ({self.owner} if self.owner else set())
+        names = {self.known_as, self.model, self.model.rpartition("/")[2], self.owner, openness}
+        return names - {""}
 
     def ask(self, text: str, name: str) -> ToolResult:
         """Returns the reply to one message; the policy knows this expert as `name`."""
@@ -271,6 +273,7 @@ class ExpertTool:
     description: str
     experts: dict[str, Expert]
     evidence: Evidence | None = None
+    result_words: int = RESULT_WORDS
     kind, blocking = "expert", True
     parameters = arguments_schema(task="string") | {"required": []}
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanorchestra.evidence import Budget, Evidence
-from nanorchestra.records import ToolResult, banned, part
+from nanorchestra.records import RESULT_WORDS, ToolResult, banned, part
 from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.allowance import (
     Allowance,
@@ -58,6 +58,7 @@ class RoleTool:
     helpers: Sequence[Any] = ()
     given: Json | None = None
     evidence: Evidence | None = None
+    result_words: int = RESULT_WORDS
     blocking = True
 
     @property

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json, write_whole
-from nanorchestra.records import ToolResult
+from nanorchestra.records import RESULT_WORDS, ToolResult
 from nanorchestra.schemas import SHAPES, Json, arguments_schema
 from nanorchestra.tools.http import EndpointError, post
 from nanorchestra.tools.models import Spending, reply_file
@@ -40,6 +40,7 @@ class WebSearch:
     timeout_s: float = 60.0
     base_url: str = "https://api.tavily.com"
     spending: Spending = field(default_factory=Spending)
+    result_words: int = RESULT_WORDS
     kind, blocking = "search", True
     parameters = arguments_schema(query="string")
 
@@ -47,6 +48,10 @@ class WebSearch:
         problem = f"{self.name}: the environment variable {KEY_VARIABLE} is not set; set it, or"
         require(self.offline or os.environ.get(KEY_VARIABLE), f"{problem} offline = true")
         Path(self.cache).mkdir(parents=True, exist_ok=True)
+
+    def labels(self, arguments: Json | None = None) -> set[str]:
+        """Returns the names under which searches of the web can be banned."""
+        return {"web", "web search"}
 
     def most_usd(self, arguments: Json) -> float:
         """Returns the US dollars of a search whose pages are all read."""

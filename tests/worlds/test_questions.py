@@ -146,7 +146,7 @@ def test_a_published_role_has_some_of_its_experts_in_another_order(world, tmp_pa
         hidden = [
             a for o in task.data["tools"] for a, m in o["models"].items() if m["what"] == "strong"
         ]
-        assert task.preference.never == hidden
+        assert task.preference.never == list(dict.fromkeys(hidden))
     assert len(orders) > 12
     env = worlds.environment(worlds.held_out(1)[0], 0)
     assert all(tool["function"]["parameters"] == listed for tool in env.tools)
@@ -184,7 +184,10 @@ def test_a_row_that_is_no_question_is_left_out_with_one_line(tmp_path, capsys):
         ({"judge": "python"}, r"task.judge are \('', 'python'\)"),
         ({"preference": "never=stong"}, "task.preference: there is no stong"),
         ({"rows": ROWS[:1]}, "are too few"),
-        ({"rows": [*ROWS, ROWS[0] | {"vector": {"never": ["stong"]}}]}, "61: never is {'stong'}"),
+        (
+            {"rows": [*ROWS, ROWS[0] | {"vector": {"never": ["stong"]}}]},
+            "question 61: there is no stong to ban",
+        ),
     ],
 )
 def test_what_does_not_fit_the_catalogue_is_named(world, settings, problem):

@@ -1,0 +1,96 @@
+"""Words and weights of a preference say the same, and a ban in words is a ban."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanorchestra.errors import UserError
+from nanorchestra.records import Preference
+from worlds.miniature.tables import PHRASES
+from worlds.toolscale import preferences
+from worlds.wording import bans_in, described, understood, weights_in, words_for
+
+SAID = preferences.TABLES["phrases"]
+NAMES = ["search", "gpt-5", "gpt-5-mini"]
+LABELS = [*NAMES, "code", "web search", "proprietary", "open", "expert", "OpenAI", "large"]
+
+
+def test_every_phrase_that_policies_are_trained_on_is_understood():
+    usual = {"outcome": 1.0, "cost": 0.0, "latency": 0.0}
+    for split in ("train", "held_out"):
+        for what in usual:
+            for weight, phrases in SAID[what].items():
+                for text in phrases[split]:
+                    expected = tuple((usual | {what: float(weight)}).values())
+                    assert weights_in(text) == expected, text
+        for text in SAID["tool"]["-1.0"][split]:
+            assert bans_in(text.format(tool="gpt-5"), LABELS) == ["gpt-5"], text
+        for text in SAID["tool"]["1.0"][split]:
+            assert not bans_in(text.format(tool="gpt-5"), LABELS), text
+        for name in ("right", "cheap", "fast", "balanced"):
+            for text in filter(None, PHRASES[split][name]):
+                assert preferences.kind_of(Preference("", *weights_in(text))) == name, text
+        for text in PHRASES[split]["avoid"]:
+            assert bans_in(text.format("large tool-ro"), ["large tool-ro", "large"]), text
+
+
+@pytest.mark.parametrize(
+    "text, weights, bans",
+    [
+        ("keep the cost low", (1.0, 1.0, 0.0), []),
+        ("I'm in a hurry", (1.0, 0.0, 1.0), []),
+        ("quick", (1.0, 0.0, 1.0), []),
+        ("As cheap as possible, speed does not matter", (1.0, 1.0, 0.0), []),
+        ("I need it right away.", (1.0, 0.0, 1.0), []),
+        ("don't use the large model", None, ["large"]),
+        ("No proprietary models, please.", None, ["proprietary"]),
+        ("Never use web search or gpt-5 mini", None, ["web search", "gpt-5-mini"]),
+        ("No OpenAI or web search.", None, ["OpenAI", "web search"]),
+        ("Never use web search, code it", None, ["web search"]),
+        ("Don’t ask gpt-5-mini", None, ["gpt-5-mini"]),
+        ("Answer in French; I have no code yet.", None, []),
+        ("Do not search too long.", (1.0, 0.0, 0.5), []),
+        ("", None, []),
+    ],
+)
+def test_words_of_ones_own(text, weights, bans):
+    assert (weights_in(text), bans_in(text, LABELS)) == (weights, bans)
+
+
+def test_weights_become_words_and_back():
+    for weights in preferences.TABLES["wishes"]:
+        text = words_for(tuple(weights), {})
+        assert (weights_in(text) or (1.0, 0.0, 0.0)) == tuple(weights), text
+    assert words_for((3.0, 0.0, 1.6), {"gpt-5": -2.0}) == (
+        "Do not take too long. Do not use gpt-5."
+    )
+
+
+def test_what_is_given_in_one_form_is_completed_in_the_other():
+    only_weights = understood("", {"cost": 1, "latency": 0.5}, "it", NAMES, LABELS)
+    assert only_weights.text == "Spend as little as you can. Do not take too long."
+    only_words = understood("Be cheap. Never use OpenAI.", {}, "it", NAMES, LABELS)
+    assert (only_words.cost, only_words.never) == (1.0, ["OpenAI"])
+    assert only_words.text == only_words.words == "Be cheap. Never use OpenAI."
+    both = understood("Be quick.", {"latency": 0.3, "gpt-5": -1}, "it", NAMES, LABELS)
+    assert (both.text, both.latency) == ("Be quick. Do not use gpt-5.", 0.3)
+    limits = understood(
+        "", {"usd": 0.05, "never": ["proprietary", "Web-Search"]}, "it", NAMES, LABELS
+    )
+    assert limits.words == (
+        "Never call proprietary models. Never call Web-Search. Spend at most $0.05."
+    )
+    assert described(both) == "weights: right answer 1, short time 0.3, gpt-5 -1"
+
+
+@pytest.mark.parametrize(
+    "vector, problem",
+    [
+        ({"banana": 3}, "it: there is no banana; weights are outcome, cost, latency and those of"),
+        ({"never": ["banana"]}, "it: there is no banana to ban; there are search, gpt-5"),
+        ({"proprietary": -1}, "it: there is no proprietary; weights"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_those_that_there_are(vector, problem):
+    with pytest.raises(UserError, match=problem):
+        understood("", vector, "it", NAMES, LABELS)
