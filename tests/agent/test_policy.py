@@ -153,7 +153,7 @@ def test_an_attempt_lasts_as_long_as_its_requests(server, nano_tokenizer):
     server.answer = answer
     (t,) = run(server, nano_tokenizer)
     assert t.calls == {"echo": 1} and sum(t.sampled) > 200
-    assert 2.4 <= t.latency_s < 2.9  # 2 s are the tool's virtual price
+    assert 2.4 <= t.latency_s < 3.9  # 2 s are the tool's virtual price
 
 
 def test_the_users_seconds_bound_a_request(server, nano_tokenizer):
@@ -162,7 +162,7 @@ def test_the_users_seconds_bound_a_request(server, nano_tokenizer):
 
     def answer(body):
         asked.append(body)
-        time.sleep(0.6 if len(asked) == 2 else 0.0)
+        time.sleep(2.0 if len(asked) == 2 else 0.0)
         return said(None, [HI])
 
     server.answer = answer
@@ -171,7 +171,7 @@ def test_the_users_seconds_bound_a_request(server, nano_tokenizer):
     start = time.monotonic()
     (t,) = run(server, nano_tokenizer, env)
     assert (t.status, len(t.turns), len(asked)) == ("user_limit", 2, 2)
-    assert time.monotonic() - start < 0.6 and 2.4 <= t.latency_s < 2.6  # 2 s are the tool's
+    assert time.monotonic() - start < 1.8 and 2.4 <= t.latency_s < 3.8  # 2 s are the tool's
 
 
 def test_a_request_that_is_not_waited_for_is_settled(server, nano_tokenizer):
