@@ -70,6 +70,7 @@ OPTIONS = (  # name, default, help
 )
 SETTINGS = fields(TaskSection)[1:]  # options of the same name; the first one is the world
 EXPERTS = ("simulated", "real")
+NO_WISH = ""  # a benchmark is played as it is, unless wishes are wanted; training draws them
 FREE = ("run", "max_usd")  # options that do not change what is measured
 
 
@@ -87,7 +88,9 @@ def _read(arguments):
         add(f"--{name}", type=type(default), default=default, help=f"{text} (default: {default})")
     for field in SETTINGS:
         kinds = EXPERTS if field.name == "experts" else None
-        add(f"--{field.name}", default=field.default, choices=kinds, help=field.metadata["help"])
+        default = NO_WISH if field.name == "preference" else field.default
+        text = f"{field.metadata['help']} (default: {default!r})"
+        add(f"--{field.name}", default=default, choices=kinds, help=text)
     options = parser.parse_args(arguments)
     least = min(options.tasks, options.trials, options.parallel)
     require(least > 0, f"--tasks, --trials and --parallel must be at least 1, not {least}")

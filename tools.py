@@ -12,7 +12,8 @@ worlds/toolscale/program.py interprets):
 3. nanorchestra/model/chat.py renders its schema into the prompt, through `function_schema`.
 4. nanorchestra/agent/environment.py checks the arguments of each call and runs it.
 
-A Python function decorated with `@tool` needs none of this: `--tools my_tools.py`.
+A Python function decorated with `@tool` needs none of this: `--tools my_tools.py`. One that is said
+to search, or to run code, works for the published role of that kind.
 
 Experts are other language models: `ExpertTool` and `RoleTool` ask OpenAI-compatible endpoints,
 `SimulatedExpert` is a declared simulation with the prices of its task and a virtual latency.
@@ -22,6 +23,7 @@ import math
 import re
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,7 @@ from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.search import WebSearch
 from nanorchestra.tools.simulated import RecordsTool, SimulatedExpert, Skill
 
-__all__ = ["RecordsTool", "SimulatedExpert", "Skill", "load_tools", "tool"]  # beside those below
+__all__ = ["RecordsTool", "SimulatedExpert", "Skill", "ToolResult", "load_tools", "tool"]
 SANDBOX_USD = 0.0000083  # a second, as published
 PRESETS = Path(__file__).parent / "assets" / "experts.toml"
 LISTED = re.compile(r"([\w.-]+) \| \$+([\d.]+) \| \$+([\d.]+) \| ([\d.]+)s")  # of published roles
@@ -96,14 +98,21 @@ class LookupTool:
         return ToolResult(text, self.usd_per_call, self.latency_s, found=found)
 
 
-def load_tools(path: str | Path, sandbox: Sandbox, spending: Spending | None = None) -> list[Tool]:
+def load_tools(
+    path: str | Path,
+    sandbox: Sandbox,
+    spending: Spending | None = None,
+    simulated: bool = False,
+    more: Sequence[Tool] = (),
+) -> list[Tool]:
     """Returns the tools of a catalogue; docs/tools.md describes its form. `spending` bounds them.
 
     `path` names files, with commas between them. A TOML or JSON file holds `tools`, OpenAI function
     objects with a kind and its settings, and may hold `experts`, `endpoints`, `aliases` and
     `max_usd`, which change the presets of assets/experts.toml. A JSON list is the `tools` alone. A
-    Python file holds functions decorated with @tool. UserError names file, entry, setting and what
-    is right.
+    Python file holds functions decorated with @tool. `more` are tools of the caller's beside these.
+    `simulated`: the caller simulates what a role without a helper needs. UserError names file,
+    entry, setting and what is right.
     """
     tables, entries, functions = read_toml(PRESETS), [], []
     for file in map(str.strip, str(path).split(",")):
@@ -116,7 +125,8 @@ def load_tools(path: str | Path, sandbox: Sandbox, spending: Spending | None = N
         entries += map(_flat, table.pop("tools", []))
         tables = merge(tables, table)
     check(tables | {"tools": entries}, "catalogue", str(path))
-    tools = Catalogue(str(path), tables, sandbox, spending or Spending()).tools(entries) + functions
+    catalogue = Catalogue(str(path), tables, sandbox, spending or Spending(), simulated)
+    tools = catalogue.tools(entries, [*functions, *more])
     require(tools, f"{path}: no tool; [[tools]] must name one")
     ((name, count),) = Counter(each.name for each in tools).most_common(1)
     require(count == 1, f"{path}: two tools are named {name!r}")
@@ -132,31 +142,47 @@ def _flat(entry) -> Json:
 
 @dataclass
 class Catalogue:
-    """Makes the tools of merged tables, whose form is checked. `path` stands in messages."""
+    """Makes the tools of merged tables, whose form is checked. `path` stands in messages.
+
+    `simulated`: a role may lack a helper.
+    """
 
     path: str
     tables: Json
     sandbox: Sandbox
     spending: Spending
+    simulated: bool = False
 
     def __post_init__(self) -> None:
         self.endpoints = {name: Endpoint(**s) for name, s in self.tables["endpoints"].items()}
         self.spending.most = min(self.spending.most, self.tables.get("max_usd", math.inf))
 
-    def tools(self, entries: list[Json]) -> list[Tool]:
+    def tools(self, entries: list[Json], given: Sequence[Tool] = ()) -> list[Tool]:
         """Returns the tools on offer, without those that only help a role."""
-        made = [self._make(**entry) for entry in entries]
-        roles = [t for t in made if isinstance(t, RoleTool)]
+        made = [*(self._make(**entry) for entry in entries), *given]
+        roles = [tool for tool in made if isinstance(tool, RoleTool)]
+        helping = []
         for role in roles:
-            role.helpers = [t for t in made if t not in roles and t.kind == role.kind]
-            if role.kind == "code" and not role.helpers:
-                limits = {"timeout_s": 60.0, "usd_per_second": SANDBOX_USD}
-                role.helpers = [PythonTool("python", "", self.sandbox, **limits)]
-        offered = [t for t in made if all(t not in role.helpers for role in roles)]
+            role.helpers = self._helpers(role, [tool for tool in made if tool not in roles])
+            helping += role.helpers
+        offered = [tool for tool in made if tool not in helping]
         for outer in offered:
             if isinstance(outer, Orchestrator):
                 outer.tools = [t for t in offered if not isinstance(t, Orchestrator)]
         return offered
+
+    def _helpers(self, role, tools) -> list[Tool]:
+        """Returns those of the tools that do what the role's experts write. UserError."""
+        helpers = [tool for tool in tools if tool.kind == role.kind]
+        if role.kind == "code" and not helpers:
+            limits = {"timeout_s": 60.0, "usd_per_second": SANDBOX_USD}
+            helpers = [PythonTool("python", "", self.sandbox, **limits)]
+        require(
+            helpers or role.kind != "search" or self.simulated,
+            f"{self.path}: {role.name}: nothing to search in; add a tool of the kind search or "
+            'web, or a function with @tool(kind="search"), as docs/tools.md shows',
+        )
+        return helpers
 
     def _make(self, kind, **settings) -> Tool:
         """Returns the tool of one entry."""

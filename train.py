@@ -36,7 +36,7 @@ from nanorchestra import settings
 from nanorchestra.agent.load import NANO
 from nanorchestra.config import Config
 from nanorchestra.errors import INTERRUPTED, ArgumentParser, UserError, command, require
-from nanorchestra.report.run import Run
+from nanorchestra.report.run import Run, to_toml
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.build import device_and_dtype
 from nanorchestra.training.costs import GPUS
@@ -165,7 +165,9 @@ def main(arguments: list[str]) -> int:
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     torch.set_num_threads(config.run.threads or max(1, cores))
     stop = Stop()
-    ranks = Ranks.start(device, shard=config.parallel.shard, sharded=device == "cuda")
+    # A base in 4 bits is not sharded; it and the adapters choose their dtypes themselves.
+    sharded = device == "cuda" and config.lora.base != "int4"
+    ranks = Ranks.start(device, shard=config.parallel.shard, sharded=sharded)
     with ending_together(ranks), Sandbox() as sandbox:
         # After a restart a slow rank may find the directory that rank 0 has just made.
         resumed = ranks.gather(resumed)[0]
@@ -203,7 +205,7 @@ def open_run(
         if new:
             if dry_run and (path / "config.toml").exists():
                 shutil.rmtree(path)
-            Run.create(path, settings.to_toml(config))
+            Run.create(path, to_toml(config))
             print(f"writing to {path}: config.toml, metrics.jsonl, report.html, model/ and more")
         if ranks.first:
             folder.lock()

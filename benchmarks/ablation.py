@@ -18,8 +18,8 @@ from nanorchestra.config import Config
 from nanorchestra.errors import ArgumentParser, command, require
 from nanorchestra.files import read_toml
 from nanorchestra.records import Task, Trajectory
-from nanorchestra.report.run import Run
-from nanorchestra.settings import add_settings, given_settings, load_config, to_toml
+from nanorchestra.report.run import Run, to_toml
+from nanorchestra.settings import add_settings, given_settings, load_config
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.phases import train
 from nanorchestra.training.ranks import Ranks

@@ -6,8 +6,9 @@
 Works: samples in groups, a tool loop beside prefilling every turn anew, decoding, prefill. On the
 CPU in float32 with a model of 28M parameters, whose time goes into arithmetic, and with nano, whose
 time goes into Python; then on a GPU, if there is one, with Qwen3-8B in bf16. Weights are random.
-Rounds alternate and medians are reported. Every speed stands beside its ceiling: the bytes and
-FLOPs of the work at the machine's own measured rates.
+Rounds alternate and medians are reported. A timed window makes no engine and captures no graph, and
+one of decoding computes no prompt: each asserts it. Every speed stands beside its ceiling: the
+bytes and FLOPs of the work at the machine's own measured rates.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property
@@ -38,6 +40,10 @@ from nanorchestra.model.native import pack
 from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.training.costs import Costs
+
+BATCH_TOKENS = 8192  # of a step that prefills, before decoding is timed
+WINDOWS = 4  # of decode steps, of which one must be undisturbed
+WARM_UPS = 5  # rounds of a work, after which it must have captured its graphs
 
 SHAPES = PRESETS | {
     "28M": replace(
@@ -90,6 +96,7 @@ class Bench:
 
     def __init__(self, shape: str, device: torch.device, dtype: torch.dtype, rounds: int):
         self.device, self.rounds, self.rng = device, rounds, random.Random(0)
+        self.made = 0  # engines
         with torch.device(device):
             self.model = Qwen3(replace(SHAPES[shape], max_position_embeddings=40960)).to(dtype)
         self.model.init_weights(0)
@@ -104,12 +111,39 @@ class Bench:
     def engine(self, tokens: int, **options: Any) -> Engine:
         """An engine with nothing cached and room for so many tokens."""
         page_size = 64 if self.device.type == "cuda" else 16
+        self.made += 1
         return Engine(self.served, num_pages=tokens // page_size + 64, **options)
 
-    def alternate(self, *works: Callable[[], Any]) -> list[float]:
-        """Median seconds of each, run in turn; the first round warms up."""
-        times = [[seconds(work, self.device) for work in works] for _ in range(self.rounds + 1)]
-        return [median(column) for column in zip(*times[1:], strict=True)]
+    @contextmanager
+    def serving(self, tokens: int, **options: Any) -> Iterator[Engine]:
+        """An engine as `engine` makes it; its memory, perhaps most of a GPU, is free afterwards."""
+        made = self.engine(tokens, **options)
+        try:
+            yield made
+        finally:
+            made.sleep()
+
+    def disturbances(self, *engines: Engine) -> list[Any]:
+        """Counts what no timed window may contain: engines made, graphs captured, preemptions."""
+        seen = [(e.runner.sizes_known, e.stats["preemptions"]) for e in engines]
+        return [self.made, *seen]
+
+    def alternate(self, *works: Callable[[], Any], engines: tuple[Engine, ...] = ()) -> list[float]:
+        """Median seconds of each work, run in turn. They use these engines and make none.
+
+        A work runs untimed at first, until it has captured the graphs of all its steps.
+        """
+        for work in works:
+            for _ in range(WARM_UPS):
+                before = self.disturbances(*engines)
+                work()
+                if self.disturbances(*engines) == before:
+                    break
+        before = self.disturbances(*engines)
+        times = [[seconds(work, self.device) for work in works] for _ in range(self.rounds)]
+        after = self.disturbances(*engines)
+        assert after == before, f"a timed window made engines or graphs: {before}, then {after}"
+        return [median(column) for column in zip(*times, strict=True)]
 
     @cached_property
     def peer(self) -> Any:
@@ -152,11 +186,16 @@ class Bench:
             for seed in range(samples)
         ]
 
-        def ours() -> None:
-            engine = self.engine(prompts * prompt + count * (sampled + 64))
-            engine.generate([text for text in texts for _ in range(samples)], params)
+        with self.serving(prompts * prompt + count * (sampled + 64)) as engine:
 
-        mine, peer = self.alternate(ours, lambda: self.by_transformers(texts, sampled, samples))
+            def ours() -> None:
+                engine.update_weights()  # forgets the prompts
+                engine.generate([text for text in texts for _ in range(samples)], params)
+
+            def theirs() -> None:
+                self.by_transformers(texts, sampled, samples)
+
+            mine, peer = self.alternate(ours, theirs, engines=(engine,))
         kv = count * sampled * (sampled - 1) / 2 + prompts * prompt * (sampled - 1)
         tokens, pairs = prompts * prompt + count * (sampled - 1), prompts * prompt**2 / 2
         bound = self.ceiling.time(self.costs, sampled, tokens, count * sampled, kv, pairs)
@@ -175,23 +214,29 @@ class Bench:
         text, more = self.ids(prompt), [self.ids(given) for _ in range(turns)]
         room = prompt + turns * (given + sampled)
         params = [SamplingParams(max_tokens=sampled, ignore_eos=True, seed=s) for s in range(turns)]
-        stats: dict[str, int] = {}
+        computed = 0
 
-        def resumed() -> None:
-            engine = self.engine(room)
-            session = engine.session(text)
-            for ids, one in zip(more, params, strict=True):
-                session.append(ids)
-                session.sample(one)
-            stats.update(engine.stats)
+        with self.serving(room) as growing, self.serving(room) as fresh:
 
-        def anew() -> None:
-            ids = list(text)
-            for extra, one in zip(more, params, strict=True):
-                ids = ids + extra
-                ids += self.engine(room).generate([ids], one)[0].token_ids
+            def resumed() -> None:
+                nonlocal computed
+                growing.update_weights()  # forgets the round before
+                before = growing.stats["prefill_tokens"]
+                session = growing.session(text)
+                for ids, one in zip(more, params, strict=True):
+                    session.append(ids)
+                    session.sample(one)
+                session.close()
+                computed = growing.stats["prefill_tokens"] - before
 
-        mine, reprefill = self.alternate(resumed, anew)
+            def anew() -> None:
+                ids = list(text)
+                for extra, one in zip(more, params, strict=True):
+                    fresh.update_weights()  # forgets the turn before
+                    ids = ids + extra
+                    ids += fresh.generate([ids], one)[0].token_ids
+
+            mine, reprefill = self.alternate(resumed, anew, engines=(growing, fresh))
         lengths = [prompt + turn * (given + sampled) for turn in range(turns)]
         kv = sum((length + given) * sampled for length in lengths)
         pairs = (prompt + given) ** 2 / 2 + sum(given * length for length in lengths[1:])
@@ -201,36 +246,57 @@ class Bench:
             "reprefill_seconds": reprefill,
             "speedup_over_reprefill": reprefill / mine,
             "ceiling_seconds": self.ceiling.time(self.costs, steps, room, steps, kv, pairs),
-            "prefill_tokens": stats["prefill_tokens"],
+            "prefill_tokens": computed,
             "appended_tokens": prompt + turns * given,
         }
 
     def decode(self, batch: int, context: int = 1000, steps: int = 64) -> dict[str, float]:
-        """Decoding alone: `batch` unrelated sequences of about `context` tokens."""
-        texts = [self.ids(context - steps // 2) for _ in range(batch)]
-        engine = self.engine(batch * (context + 2 * steps), max_batch_tokens=8192)
-        for seed, text in enumerate(texts):
-            engine.submit(text, SamplingParams(max_tokens=2 * steps, ignore_eos=True, seed=seed))
-        while engine.stats["sampled_tokens"] < 4 * batch:
-            engine.step()
-        taken = seconds(lambda: [engine.step() for _ in range(steps)], self.device) / steps
-        bound = self.ceiling.time(self.costs, 1, batch, batch, batch * context, 0)
-        engine.sleep()  # on a GPU there is no room for two pools
+        """Decoding alone: `batch` unrelated sequences of about `context` tokens.
+
+        Windows of `steps` steps follow one another. The first counts in which no prompt was
+        computed and every step was one that the engine knew: on a GPU, a replay of a graph.
+        """
+        prompt = context - steps // 2
+        warm_up = batch * prompt // BATCH_TOKENS + 8
+        longest = prompt + warm_up + WINDOWS * steps
+        params = [
+            SamplingParams(max_tokens=longest - prompt, ignore_eos=True, seed=seed)
+            for seed in range(batch)
+        ]
+        with self.serving(batch * longest, max_batch_tokens=BATCH_TOKENS) as engine:
+            requests = [engine.submit(self.ids(prompt), each) for each in params]
+            while min(len(request.ids) for request in requests) < prompt + 4:
+                engine.step()
+            for _ in range(WINDOWS):
+                before = [engine.stats["prefill_tokens"], *self.disturbances(engine)]
+                keys = sum(len(request.ids) for request in requests) + batch * steps / 2
+                whole = seconds(lambda: [engine.step() for _ in range(steps)], self.device)
+                after = [engine.stats["prefill_tokens"], *self.disturbances(engine)]
+                if after == before:
+                    break
+            assert after == before, f"no window decodes alone: {before}, then {after}"
+            running = sum(not request.finished for request in requests)
+            assert running == batch, f"{running} of {batch} sequences went on to the end"
+        taken = whole / steps
+        bound = self.ceiling.time(self.costs, 1, batch, batch, keys, 0)
         return {
             "tokens_per_second": batch / taken,
             "ceiling_tokens_per_second": batch / bound,
             "share_of_ceiling": bound / taken,
             "step_ms": taken * 1e3,
+            "context": keys / batch,
         }
 
     def prefill(self, length: int) -> dict[str, float]:
         """One prompt, to its first token."""
         text, one = self.ids(length), SamplingParams(max_tokens=1)
+        with self.serving(length, max_batch_tokens=length) as engine:
 
-        def work() -> None:
-            self.engine(length, max_batch_tokens=length).generate([text], one)
+            def work() -> None:
+                engine.update_weights()  # forgets the prompt
+                engine.generate([text], one)
 
-        (taken,) = self.alternate(work)
+            (taken,) = self.alternate(work, engines=(engine,))
         bound = self.ceiling.time(self.costs, 1, length, 1, 0, length * length / 2)
         return {
             "tokens_per_second": length / taken,

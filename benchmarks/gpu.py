@@ -1,14 +1,18 @@
 """The first day on a GPU in one command: every kernel, the engine and a GRPO step, on one card.
 
-    python benchmarks/gpu.py                      every part that is not done yet
+    python benchmarks/gpu.py --out DIR            every part that is not done yet
     python benchmarks/gpu.py --only decode grpo   parts whose name contains one of these, again
-    python benchmarks/gpu.py --rehearse           all parts in small on the CPU, figures in runs/
+    python benchmarks/gpu.py --rehearse           all parts in small on the CPU
 
-A part runs in a process of its own with a limit on its time, so that a fault of the driver or too
-little memory ends that part alone. Figures are written after every part and within the long ones: a
-second call goes on where the first one stopped, unless the code has changed. `--minutes` ends the
-call early (8 by default). Figures go to benchmarks/gpu-CARD.json, plots beside them. Exit status 1
-if a part has failed or was not reached.
+It needs PyTorch, Triton, NumPy, safetensors, tokenizers, tqdm and Matplotlib, and no network. A
+part runs in a process of its own with a limit on its time, so that a fault of the driver or too
+little memory ends that part alone. It is started only if its limit fits in the minutes of the call
+(`--minutes`, 9 by default), so a call ends in time.
+
+All results are in DIR (runs/ by default): gpu-CARD.json, written after every part, and plots beside
+it. Another call with the same DIR, or a copy of it on another machine with that card, goes on with
+the parts that are left, and ends with those that failed. A part whose code has changed is done
+again. Exit status 1 if a part has failed or was not reached.
 """
 
 from __future__ import annotations
@@ -24,7 +28,10 @@ import subprocess
 import sys
 import time
 import traceback
+from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,53 +40,162 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_parts import NotHereError, Part, write  # noqa: E402
 
-PARTS = {  # name -> (module of gpu_parts, its function, seconds at most on a GPU)
-    "pointwise": ("kernels", "pointwise", 100),
-    "attention": ("kernels", "attention_kernels", 80),
-    "training attention": ("kernels", "training_attention", 80),
-    "output matrix": ("kernels", "outputs", 80),
-    "quantised products": ("kernels", "quantised", 60),
-    "tokens as on the CPU": ("equality", "tokens", 60),
-    "steps": ("engine", "steps", 70),
-    "decode": ("engine", "decode", 80),
-    "serving": ("engine", "serving", 90),
-    "vllm": ("engine", "vllm", 120),
-    "grpo 0.6b": ("training", "small", 70),
-    "grpo 4b": ("training", "large", 90),
-    "nccl": ("training", "nccl", 40),
+# What the parts import. transformers and vLLM are measured beside the project where they are.
+NEEDED = ("torch", "triton", "numpy", "safetensors", "tokenizers", "tqdm", "matplotlib")
+DONE = ("done", "not here")
+
+
+@dataclass(frozen=True)
+class Work:
+    """A part: its function in a module of gpu_parts, and its seconds at most on a GPU."""
+
+    module: str
+    function: str
+    limit: float
+
+
+# In this order: what all else rests on, and what no test on a CPU can tell. The limits of the parts
+# up to "decode" fit in one call, and those of the others in a second one.
+PARTS = {
+    "pointwise": Work("kernels", "pointwise", 80),
+    "attention": Work("kernels", "attention_kernels", 60),
+    "training attention": Work("kernels", "training_attention", 60),
+    "output matrix": Work("kernels", "outputs", 60),
+    "quantised products": Work("kernels", "quantised", 50),
+    "grpo 0.6b": Work("training", "small", 90),
+    "nccl": Work("training", "nccl", 40),
+    "decode": Work("engine", "decode", 100),
+    "tokens as on the CPU": Work("equality", "tokens", 60),
+    "steps": Work("engine", "steps", 90),
+    "serving": Work("engine", "serving", 150),
+    "grpo 4b": Work("training", "large", 120),
+    "vllm": Work("engine", "vllm", 120),
 }
 
 
+def main(argv: list[str] | None = None) -> int:
+    """Runs the parts that are left, then draws the plots."""
+    start = time.monotonic()
+    options = arguments(argv)
+    if options.part:
+        if options.rehearse:
+            hide_other_requirements()
+        return child(options.part, options.rehearse, options.file)
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        print(f"gpu.py: {', '.join(missing)} not installed; pip install them", file=sys.stderr)
+        return 2
+    found = machine(options.rehearse)
+    if not found:
+        print("gpu.py: there is no GPU here; --rehearse runs in small on the CPU", file=sys.stderr)
+        return 2
+
+    card = re.sub(r"nvidia|[^a-z0-9]+", "-", found["card"].lower()).strip("-")
+    report = options.out / f"gpu-{'rehearsal' if options.rehearse else card}.json"
+    report.parent.mkdir(parents=True, exist_ok=True)
+    results = {}
+    if report.exists() and not options.rehearse:
+        results = json.loads(report.read_text())["parts"]
+    print(", ".join(f"{name} {value}" for name, value in found.items()))
+
+    # A busy machine may rehearse slowly: then no limit is what is measured.
+    minutes, patience = (60.0, 6) if options.rehearse else (options.minutes, 1)
+    end = start + 60 * minutes
+    for name in parts_left(results, options.only):
+        left, limit = end - time.monotonic(), PARTS[name].limit
+        if left < limit:
+            print(f"{name}\n  not reached: it may take {limit:.0f} s, and {left:.0f} s are left")
+            results.setdefault(name, {"status": "not reached"})
+        else:
+            file = report.with_name(report.stem + "-running.json")
+            longest = min(patience * limit, left)
+            results[name] = run_part(name, options.rehearse, longest, file) | {"machine": found}
+            file.unlink(missing_ok=True)
+        write(report, {"parts": results})
+
+    from benchmarks.gpu_parts.plots import draw
+
+    drawn = draw(results, report.with_suffix(""))
+    print(f"figures: {report}", *(f"plot: {path}" for path in drawn), sep="\n")
+    states = {name: results.get(name, {}).get("status", "not reached") for name in PARTS}
+    wrong = [name for name, state in states.items() if state not in DONE]
+    if options.only:
+        wrong = [name for name in wrong if name in parts_left({}, options.only)]
+    if wrong:
+        print("not done:", ", ".join(f"{name} ({states[name]})" for name in wrong))
+    return int(bool(wrong))
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The options of a call, or of the process of a part."""
+    parser = argparse.ArgumentParser(prog="benchmarks/gpu.py")
+    parser.add_argument("--rehearse", action="store_true", help="in small on the CPU")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="only parts with such a name")
+    parser.add_argument("--minutes", type=float, default=9.0, help="of this call at most")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "runs", metavar="DIR", help="results (default: runs/)"
+    )
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
 def machine(rehearse: bool) -> dict[str, str]:
-    """The card, the driver and the libraries."""
-    import torch
-    import triton
+    """The libraries, the card and its driver; nothing if there is no card.
 
-    found = {"torch": torch.__version__, "triton": triton.__version__}
-    found |= {"python": platform.python_version(), "card": "cpu"}
-    if not rehearse:
-        memory = torch.cuda.get_device_properties(0).total_memory / 1e9
-        found |= {"card": torch.cuda.get_device_name(), "memory": f"{memory:.1f} GB"}
-        query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm", "--format=csv,noheader"]
+    This process asks nvidia-smi: with torch it would hold memory of the card beside its parts.
+    """
+    found = {"python": platform.python_version()}
+    for name in ("torch", "triton", "numpy"):
         try:
-            found["driver"] = subprocess.run(query, capture_output=True, text=True).stdout.strip()
-        except OSError:
-            found["driver"] = "not known"
-    return found
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not known"
+    if rehearse:
+        return found | {"card": "cpu"}
+    query = "--query-gpu=name,memory.total,driver_version,clocks.max.sm"
+    command = ["nvidia-smi", query, "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return {}
+    fields = answer.strip().splitlines()[0].split(", ")
+    return found | dict(zip(("card", "memory", "driver", "clock"), fields, strict=True))
 
 
-def code() -> str:
-    """A hash of the code that is measured: a part done with other code is done again."""
-    files = [*ROOT.glob("kernels/*.py"), *ROOT.glob("nanorchestra/*/*.py"), *HERE.glob("*.py")]
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files)))
-    return digest.hexdigest()[:12]
+def parts_left(results: dict[str, Any], only: list[str] | None) -> list[str]:
+    """The parts to run: those that are not done with this code, and then those that failed.
+
+    `only`: the parts whose name contains one of these words instead, whatever became of them.
+    """
+    if only:
+        return [name for name in PARTS if any(word in name for word in only)]
+    left, failed = [], []
+    for name in PARTS:
+        result = results.get(name, {"status": "not reached"})
+        same = code(result.get("files", [])) == result.get("code")
+        if result["status"] == "failed" and same:
+            failed.append(name)
+        elif result["status"] not in DONE or not same:
+            left.append(name)
+    return left + failed
 
 
-HERE = Path(__file__).resolve().parent / "gpu_parts"
+def code(files: list[str]) -> str:
+    """A hash of these files of the project, and of the settings that lie beside them."""
+    paths = {ROOT / file for file in files}
+    for folder in {path.parent for path in paths}:
+        paths |= set(folder.glob("*.toml"))
+    contents = [path.read_bytes() for path in sorted(paths) if path.exists()]
+    return hashlib.sha256(b"".join(contents)).hexdigest()[:12]
 
 
 def run_part(name: str, rehearse: bool, limit: float, file: Path) -> dict[str, Any]:
-    """Runs a part in a process group of its own. Returns its status, seconds and figures."""
+    """Runs a part in a process group of its own.
+
+    Returns its status, seconds and figures, the files of the project that it loaded, and their
+    hash.
+    """
     file.unlink(missing_ok=True)
     command = [sys.executable, str(Path(__file__).resolve()), "--part", name, "--file", str(file)]
     environment = dict(os.environ)
@@ -96,85 +212,55 @@ def run_part(name: str, rehearse: bool, limit: float, file: Path) -> dict[str, A
         status = {0: "done", 3: "not here"}.get(process.returncode, "failed")
         reason = errors.strip().splitlines()[-1][:500] if errors.strip() else ""
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
         status, reason, errors = "failed", f"it ran longer than {limit:.0f} s", ""
-    seconds = round(time.monotonic() - start, 1)
-    figures = json.loads(file.read_text()) if file.exists() else {}
-    result = {"status": status, "seconds": seconds, "figures": figures}
+    finally:  # also when this process is interrupted
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    result = {"status": status, "seconds": round(time.monotonic() - start, 1)}
+    result["date"] = time.strftime("%Y-%m-%d %H:%M")
     if status != "done":
         result["reason"] = reason or f"exit status {process.returncode}"
         print(f"  {status.upper()}: {result['reason']}", flush=True)
     if status == "failed":
         result["traceback"] = errors[-3000:]
-    return result
+    saved = json.loads(file.read_text()) if file.exists() else {"figures": {}, "files": []}
+    return result | saved | {"code": code(saved["files"])}
 
 
 def child(name: str, rehearse: bool, file: Path) -> int:
     """Runs one part here. Returns the exit status of its process."""
-    module, function, _ = PARTS[name]
+    part, work = Part(rehearse, file), PARTS[name]
     try:
-        getattr(import_module(f"benchmarks.gpu_parts.{module}"), function)(Part(rehearse, file))
+        if rehearse:
+            import_module("benchmarks.gpu_parts.interpreter")
+        getattr(import_module(f"benchmarks.gpu_parts.{work.module}"), work.function)(part)
     except NotHereError as error:
         print(error, file=sys.stderr)
         return 3
     except Exception:
         traceback.print_exc()
         return 1
+    finally:
+        part.save()
     return 0
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the parts that are left, then draws the plots."""
-    parser = argparse.ArgumentParser(prog="benchmarks/gpu.py")
-    parser.add_argument("--rehearse", action="store_true", help="in small on the CPU")
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="only parts with such a name")
-    parser.add_argument("--minutes", type=float, default=8.0, help="of this call at most")
-    parser.add_argument("--part", help=argparse.SUPPRESS)
-    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    if options.part:
-        return child(options.part, options.rehearse, options.file)
-    import torch
+def hide_other_requirements() -> None:
+    """Lets the import of each requirement fail that is not among those that the parts need.
 
-    if not (options.rehearse or torch.cuda.is_available()):
-        print("gpu.py: there is no GPU here; --rehearse runs in small on the CPU", file=sys.stderr)
-        return 2
-    # A busy machine may rehearse slowly: then no limit is what is measured.
-    minutes, patience = (60.0, 6) if options.rehearse else (options.minutes, 1)
-    end, found = time.monotonic() + 60 * minutes, machine(options.rehearse)
-    place = ROOT / ("runs" if options.rehearse else "benchmarks")
-    place.mkdir(exist_ok=True)
-    card = re.sub(r"nvidia|[^a-z0-9]+", "-", found["card"].lower()).strip("-")
-    report = place / f"gpu-{'rehearsal' if options.rehearse else card}.json"
-    old = json.loads(report.read_text()) if report.exists() else {}
-    results = old.get("parts", {}) if old.get("code") == code() and not options.rehearse else {}
-    figures = {"machine": found, "code": code(), "date": time.strftime("%Y-%m-%d"), "parts": {}}
-    figures["parts"] = results
-    print(", ".join(f"{name} {value}" for name, value in found.items()))
-    for name, (_, _, limit) in PARTS.items():
-        wanted = any(word in name for word in options.only or [""])
-        done = results.get(name, {}).get("status") in ("done", "not here")
-        if not wanted or (done and not options.only):
-            continue
-        left = end - time.monotonic()
-        if left < 5:
-            print(f"{name}\n  not reached: {minutes:g} minutes are over; call again")
-            results.setdefault(name, {"status": "not reached"})
-        else:
-            file = report.with_name(report.stem + "-running.json")
-            results[name] = run_part(name, options.rehearse, min(patience * limit, left), file)
-            file.unlink(missing_ok=True)
-        write(report, figures)
-    from benchmarks.gpu_parts.plots import draw
+    A machine for a day has PyTorch and what comes with it: a rehearsal shows that this is enough.
+    """
 
-    drawn = draw(results, report.with_suffix(""))
-    print(f"figures: {report}", *(f"plot: {path}" for path in drawn), sep="\n")
-    fine = [name for name in PARTS if results.get(name, {}).get("status") in ("done", "not here")]
-    left = [name for name in PARTS if name not in fine and (name in results or not options.only)]
-    if left:
-        print(f"not done: {', '.join(left)}")
-    return int(bool(left))
+    def plain(name: str) -> str:
+        return re.sub("[-_.]+", "-", name).lower()
+
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    names = (re.match(r"[\w.-]+", line) for line in lines)
+    hidden = {plain(name[0]) for name in names if name} - set(NEEDED)
+    for module, owners in packages_distributions().items():
+        if hidden & set(map(plain, owners)):
+            sys.modules[module] = None
 
 
 if __name__ == "__main__":

@@ -89,10 +89,11 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, _, lse = ctx.saved_tensors
+        # Read once: activation checkpointing frees what it has recomputed as it is read.
+        q, k, v, out, lse = ctx.saved_tensors
         plan, grad, delta = ctx.plan, grad.contiguous(), lse.new_empty(lse.shape)
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-        tensors = grad, *ctx.saved_tensors, delta, dq
+        tensors = grad, q, k, v, out, lse, delta, dq
         _launch(backward_queries, plan.queries, len(lse), ctx.shape, tensors)
         tensors = grad, q, k, v, lse, delta, dk, dv
         _launch(backward_keys, plan.keys, k.shape[1], ctx.shape, tensors)

@@ -1,12 +1,13 @@
 """Products with weights in 8 or 4 bits: y = x W^T.
 
-    W[n, k] = values[n, k] * scales[n, k // group]
+    W[n, k] = (values[n, k] - zeros[n, k // group]) * scales[n, k // group]
 
-8 bits: values int8, or float8_e4m3fn from sm_89 on, [N, K], scales fp32 [N, 1], a group is a row.
-4 bits: scales fp16 [N, K / group], values uint8 [N, K / 2], where byte j of a group has 8 more than
-its column j in the low nibble and column j + group / 2 in the high one. The values enter the
-product as they are, exact in bf16, and the scales join in fp32. That reads N K bytes, or
-N K (1/2 + 2/group), for 2 M N K FLOPs: bandwidth is the limit up to ROWS rows of x.
+8 bits: values int8, or float8_e4m3fn from sm_89 on, [N, K], scales fp32 [N, 1], a group is a row;
+no zeros. 4 bits: scales fp16 [N, K / group], values uint8 [N, K / 2], where byte j of a group has
+column j in the low nibble and column j + group / 2 in the high one; zeros uint8 [N, K / group], or
+8 everywhere. The differences enter the product as they are, exact in bf16, and the scales join in
+fp32. That reads N K bytes, or N K (1/2 + 2/group), 3/group with zeros, for 2 M N K FLOPs: bandwidth
+is the limit up to ROWS rows of x.
 QuantisedLinear in nanorchestra/model/quantise.py multiplies more by torch; its `dequantise` is the
 reference.
 
@@ -28,15 +29,20 @@ PROGRAMS = 192  # of 2 * BLOCK_N outputs: a GPU wants at least as many
 BLOCK_N, BLOCK_K = 32, 128
 
 
-def quantised_linear(x: Tensor, values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+def quantised_linear(
+    x: Tensor, values: Tensor, scales: Tensor, dtype: torch.dtype, zeros: Tensor | None = None
+) -> Tensor:
     """Returns x W^T [M, N] in dtype for x [M, K], M <= ROWS.
 
-    The bits of a row do not depend on M.
+    zeros: of 4 bits, None for 8 everywhere. The bits of a row do not depend on M.
     """
     packed, n, m = values.dtype == torch.uint8, len(values), len(x)
     k = values.shape[1] * (1 + packed)
     check((n, None), values.dtype, values=values)
     check((n, None if packed else 1), torch.float16 if packed else torch.float32, scales=scales)
+    if zeros is not None:
+        require(packed, "zeros: 8-bit values have none")
+        check(tuple(scales.shape), torch.uint8, zeros=zeros)
     group = k // scales.shape[1]
     fits = not packed or group in (32, 64, 128, 256)
     require(fits, f"group is {group}; expected 32, 64, 128 or 256")
@@ -55,7 +61,7 @@ def quantised_linear(x: Tensor, values: Tensor, scales: Tensor, dtype: torch.dty
     out = x.new_empty(m, n, dtype=dtype)
     parts = out if splits == 1 else x.new_empty(splits, m, n, dtype=torch.float32)
     grid = triton.cdiv(m, tile["BLOCK_M"]), triton.cdiv(n, tile["BLOCK_N"]), splits
-    _product[grid](x, values, scales, parts, m, n, k, split, **tile, num_warps=2)
+    _product[grid](x, values, scales, zeros, parts, m, n, k, split, **tile, num_warps=2)
     if splits > 1:
         _add_parts[(m, triton.cdiv(n, 512))](parts, out, splits, m * n, n, BLOCK=512)
     return out
@@ -66,6 +72,7 @@ def _product(
     x,
     values,
     scales,
+    zeros,
     out,
     M,
     N,
@@ -97,10 +104,15 @@ def _product(
             packed = tl.load(values + group[:, None] * HALF + columns[None, :])
             low_run = tl.load(x + step * BLOCK_K, inside, 0.0)
             high_run = tl.load(x + step * BLOCK_K + HALF, inside, 0.0)
-            low = ((packed & 15).to(tl.int8) - 8).to(low_run.dtype)
-            # 16 times the weight saves the shift of each byte: with its top bit flipped, a byte
-            # without its low nibble is 16 * (high - 8)
-            high = ((packed ^ 0x80) & 0xF0).to(tl.int8, bitcast=True).to(low_run.dtype)
+            if zeros is None:
+                low = ((packed & 15).to(tl.int8) - 8).to(low_run.dtype)
+                # 16 times the weight saves the shift of each byte: with its top bit flipped, a byte
+                # without its low nibble is 16 * (high - 8)
+                high = ((packed ^ 0x80) & 0xF0).to(tl.int8, bitcast=True).to(low_run.dtype)
+            else:
+                zero = tl.load(zeros + group).to(tl.int16)[:, None]
+                low = ((packed & 15).to(tl.int16) - zero).to(low_run.dtype)
+                high = ((packed & 0xF0).to(tl.int16) - 16 * zero).to(low_run.dtype)
             part = 16 * tl.dot(low, low_run, input_precision="ieee")
             part = tl.dot(high, high_run, part, input_precision="ieee")
             total += part * (tl.load(scales + group).to(tl.float32) / 16)[:, None]

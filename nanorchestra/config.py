@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+DRAWN = "drawn"  # task.preference: another one for each task
+
 
 def setting(default: Any, help: str, *, least: float = 0) -> Any:
     """Returns a dataclass field; `least` is the smallest value of a number."""
@@ -73,7 +75,9 @@ class TaskSection:
         "", "expert of the catalogue that plays the users of domains; empty: a script"
     )
     preference: str = setting(
-        "", "of rows without one: words, weights and limits (docs/questions.md); empty: drawn"
+        DRAWN,
+        "of rows without one: words, weights and limits (docs/questions.md); drawn: another wish "
+        "for each task, from which obedience is learned; empty: none",
     )
 
 
@@ -137,6 +141,11 @@ class LoraSection:
 
     rank: int = setting(0, "rank of the adapters that are trained, 0: train the model itself")
     alpha: float = setting(32.0, "adapters are scaled by alpha / rank", least=0.01)
+    base: Literal["full", "int4"] = setting(
+        "full",
+        "the frozen base: in the dtype of computing, or in 4 bits (QLoRA), one copy that trainer "
+        "and engine of one process share",
+    )
 
 
 @dataclass(frozen=True)

@@ -142,8 +142,8 @@ class Preference:
     @property
     def words(self) -> str:
         """What the prompt says: the text, and a sentence for each hard limit not in it."""
-        unsaid = [name for name in self.never if name not in self.text]
-        limits = [f"Never call {name}{MODELS.get(name, '')}." for name in unsaid]
+        unsaid = [name + MODELS.get(name, "") for name in self.never if name not in self.text]
+        limits = [f"Never call {', '.join(unsaid)}."] if unsaid else []
         limits += [f"Spend at most ${self.usd:g}."] if self.usd is not None else []
         limits += [f"Answer within {self.seconds:g} seconds."] if self.seconds is not None else []
         return " ".join(filter(None, [self.text, *limits]))

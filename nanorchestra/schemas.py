@@ -1,6 +1,7 @@
 """JSON schemas: what is wrong with a value under one, and the schema of a tool's arguments."""
 
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,20 @@ def check(value: Any, shape: Json | str, where: str) -> None:
     require(problem is None, f"{where}: {problem}")
 
 
-def schema_error(value: Any, schema: Json) -> str | None:
-    """Returns what is wrong with `value` under a JSON schema, in one line; None if nothing is."""
-    error = best_match(Draft202012Validator(schema).iter_errors(value))
+def schema_error(value: Any, schema: Json, first: bool = False) -> str | None:
+    """Returns what is wrong with `value` under a JSON schema, in one line; None if nothing is.
+
+    With `first` it stops at the first error, so that a value that is all wrong costs no more. A
+    part of the schema that is "writeOnly" may hold a secret: the line has its description in place
+    of the value.
+    """
+    errors = Draft202012Validator(schema).iter_errors(value)
+    error = best_match(islice(errors, 1 if first else None))
     if error is None:
         return None
     message = error.message[-300:]  # a long one begins with the value
+    if isinstance(error.schema, dict) and error.schema.get("writeOnly"):
+        message = f"must be {error.schema['description']}; what is there is not shown"
     where = error.json_path.lstrip("$.")
     return f"{where}: {message}" if where else message
 

@@ -1,4 +1,4 @@
-"""Reads the settings of a run from TOML and the command line, checks them, and writes TOML.
+"""Reads the settings of a run from TOML and the command line, and checks them.
 
 One argparse parser, made from the fields of config.py, checks both sources.
 """
@@ -10,8 +10,6 @@ import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
-
-import tomli_w
 
 from nanorchestra.config import Config
 from nanorchestra.errors import ArgumentParser, UserError, require
@@ -112,6 +110,17 @@ def _check_together(config):
         f"grpo.importance_cap is {cap}; gspo weighs whole sequences, so it must be 0, and "
         "rollout.overlap false",
     )
+    if config.lora.base == "int4":
+        require(
+            config.lora.rank,
+            "lora.rank is 0; with lora.base int4 it must be 1 or more: adapters alone are trained",
+        )
+        require(config.model.path, "lora.base is int4; it needs weights to round: set model.path")
+        require(
+            not config.parallel.cpu_offload,
+            "parallel.cpu_offload is true; with lora.base int4 it must be false: the engine shares "
+            "the weights",
+        )
     require(
         rollout.turn_tokens < context,
         f"rollout.turn_tokens is {rollout.turn_tokens}; it must be below rollout.context_tokens, "
@@ -132,8 +141,3 @@ def scaled_down(config: Config, model: str) -> Config:
     name, steps = f"{config.run.name}-dry-run", min(config.warm_start.steps, 2)
     changes = {"run.name": name, "warm_start.steps": steps, "model.path": model}
     return config.replace(SMALL | changes)
-
-
-def to_toml(config: Config) -> str:
-    """Returns all settings as TOML that load_config reads back to an equal config."""
-    return tomli_w.dumps(dataclasses.asdict(config))

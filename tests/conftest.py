@@ -22,7 +22,7 @@ import torch  # noqa: E402  (brings numpy)
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-    import kernel_interpreter  # noqa: F401  (teaches the interpreter bfloat16)
+    import benchmarks.gpu_parts.interpreter  # noqa: F401  (teaches it bfloat16)
 
 
 @pytest.fixture
@@ -92,8 +92,8 @@ def make_training(tmp_path, sandbox, monkeypatch, nano_model, nano_tokenizer):
     stop after `steps` steps. Rewards are drawn at random.
     """
     from nanorchestra.model.saving import save_checkpoint
-    from nanorchestra.report.run import Run
-    from nanorchestra.settings import load_config, to_toml
+    from nanorchestra.report.run import Run, to_toml
+    from nanorchestra.settings import load_config
     from nanorchestra.training import phases
     from nanorchestra.training.ranks import Ranks
     from nanorchestra.training.run import TrainingRun

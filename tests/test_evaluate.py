@@ -25,7 +25,8 @@ from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.records import Preference, Task, ToolResult, Trajectory, Turn
 from nanorchestra.report import plots
 from nanorchestra.report.evaluation import attempts
-from nanorchestra.settings import load_config, to_toml
+from nanorchestra.report.run import to_toml
+from nanorchestra.settings import load_config
 from nanorchestra.tools import http
 from nanorchestra.tools.models import Spending
 from worlds import evaluation
@@ -57,7 +58,7 @@ def questions(home, url, rows=40):
             {
                 "endpoints": {"here": {"base_url": url}},
                 "experts": {
-                    n: {"endpoint": "here", "model": n, "usd": usd[n], "max_tokens": 100}
+                    n: {"endpoint": "here", "model": n, "usd": usd[n], "max_tokens": 2000}
                     for n in usd
                 },
                 "tools": [
@@ -297,6 +298,23 @@ def test_a_model_without_a_price_is_said_aloud_and_has_no_cost(home, capsys):
     for price in (":input=1", ":input=-1:output=1", ":input=nan:output=1", ":output=inf:input=1"):
         assert evaluate.main([*options, boss + price]) == 2
         assert "input and output must both be US dollars" in capsys.readouterr().err
+
+
+def test_questions_are_asked_as_they_are_unless_wishes_are_wanted(home, sandbox):
+    """By default no task has a wish; with "drawn" most have; a text is that of every task."""
+    options = [*questions(home, "http://127.0.0.1:9/v1"), "--all", "--tasks", "40"]
+    found = {}
+    for wish in (None, "drawn", "Be quick. latency=1 usd=0.5"):
+        given = evaluate._read(options + ([] if wish is None else ["--preference", wish]))
+        worlds, tasks, _ = evaluate._open_world(given.world[0], given, sandbox, Spending())
+        found[wish] = [task.preference for task in tasks]
+        if wish is None:
+            for task in tasks:
+                (message,) = worlds.environment(task, 0).messages
+                assert message["content"] == task.question
+    assert found.pop(None) == [Preference()] * 40
+    assert sum(bool(wish.text) for wish in found.pop("drawn")) > 30
+    assert found.popitem()[1] == [Preference("Be quick.", latency=1, usd=0.5)] * 40
 
 
 @pytest.mark.skipif(not FRAMES.exists(), reason="../shared/data/frames.jsonl is not there")

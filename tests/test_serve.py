@@ -152,10 +152,26 @@ def test_commands(talk, nano_tokenizer):
         "Be cheap. Do not use large tool-ro-ta-vi. Spend at most $0.05. Answer within 60 seconds."
     )
     assert f"added to a question: {added}" in out()
+    told = (
+        "weights: low cost 1, tool-ro-ta-vi -1; never: tool-ro-ta-vi; at most $0.05; at most 60 s"
+    )
+    assert told in out().replace("\n", " ")
+    for line in (
+        "/prefer cost=1 latency=0.2 never=large",
+        "/prefer Low cost; don't use the large model",
+    ):
+        session.handle(line)
+        assert "added to a question: Be cheap. Do not use large tool-ro-ta-vi. Spend" in out()
+    session.handle("/prefer be cheap and avoid tool-ro-ta-vi")
     assert f"{LAW} {added}<|im_end|>" in nano_tokenizer.decode(session.ask(LAW).ids)
     for line, problem in (
         ("/frob now", "^/frob: no such command; /help lists them$"),
         ("/budget usd=much", "preference: usd: 'much' is not of type 'number'"),
+        ("/budget 5 dollars", "^/budget: '5 dollars' is no limit; write usd=0.05, seconds=60"),
+        ("/prefer banana=3", "preference: there is no banana; weights are outcome, cost"),
+        ("/prefer never=gpt-5", "preference: there is no gpt-5 to ban; there are tool-ro"),
+        ("/prefer tool-se-li=1", "have weights above 0; nano has learnt to avoid tools"),
+        ("/prefer sing a song", "preference: 'sing a song' is not understood; say be cheap"),
         ("/tools frob", "^/tools: no 'frob'; there are tool-ro-ta-vi, tool-ku-no"),
         ("/load /no/file", "^/no/file: cannot be read"),
         ("/load", "^/load: name the file$"),
@@ -378,7 +394,11 @@ def test_tools_an_index_and_an_expert_work_in_one_conversation(talk, sandbox, tm
             description = "runs"
             """
         )
-        world = open_world(NANO, str(tmp_path / "tools.toml"), str(tmp_path / "index"), sandbox)
+        roles, index = str(NANO.with_name("toolorchestra.toml")), str(tmp_path / "index")
+        by_name = {tool.name: tool for tool in open_world(NANO, roles, index, sandbox).tools}
+        assert [*by_name] == ["enhance_reasoning", "search", "answer"]
+        assert len(by_name["search"].helpers) == 1
+        world = open_world(NANO, str(tmp_path / "tools.toml"), index, sandbox)
         script = [
             think("t", "python", code="6 * 7"),
             think("t", "search", query="prefix sharing of pages"),

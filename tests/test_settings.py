@@ -6,12 +6,12 @@ import pytest
 
 from nanorchestra.config import Config
 from nanorchestra.errors import ArgumentParser, UserError
+from nanorchestra.report.run import to_toml
 from nanorchestra.settings import (
     CONFIGS,
     add_settings,
     given_settings,
     load_config,
-    to_toml,
 )
 
 
@@ -63,6 +63,14 @@ def test_another_objective_does_not_keep_what_the_file_chose_for_the_first():
         (["--grpo.importance_cap", "0.5"], "it must be at least 1, or 0 without"),
         (["--rollout.overlap", "true"], "importance_cap is 0.0; it must be at least 1"),
         (["--grpo.objective", "gspo", "--grpo.importance_cap", "2"], "gspo weighs whole sequences"),
+        (["--lora.base", "int4"], "lora.rank is 0; with lora.base int4 it must be 1 or more"),
+        (["--lora.base", "int4", "--lora.rank", "4"], "lora.base is int4; it needs weights"),
+        (["--lora.base", "nf4"], "'full', 'int4'"),
+        (
+            ["--lora.base", "int4", "--lora.rank", "4", "--model.path", "x"]
+            + ["--parallel.cpu_offload", "true"],
+            "parallel.cpu_offload is true; with lora.base int4 it must be false",
+        ),
         (["--rollout.turn_tokens", "4096"], "below rollout.context_tokens, 1024"),
         (["--rollout.pages", "63"], "rollout.pages is 63; it must be 0, or at least 64"),
     ],

@@ -16,7 +16,9 @@ from nanorchestra.agent.environment import function_schema
 from nanorchestra.errors import UserError
 from nanorchestra.evidence import Evidence
 from nanorchestra.records import Price
+from nanorchestra.tools import models
 from nanorchestra.tools.allowance import most_usd
+from nanorchestra.tools.models import reply_file
 from tools import RecordsTool, SimulatedExpert, Skill, load_tools
 
 CODE = {"name": "py", "description": "runs Python", "kind": "code", "usd_per_call": 0.001}
@@ -26,10 +28,12 @@ SEARCH = {
     "kind": "search",
     "corpus": "corpus.jsonl",
 }
+WEB = {"kind": "web", "name": "web", "description": "d", "cache": "cache"}
 EXPERT = {"name": "llm", "description": "an expert", "kind": "expert", "expert": "mine"}
 MINE = {"endpoint": "here", "model": "m-1", "usd": [1, 2], "max_tokens": 100}
 ANSWER = {"name": "answer", "description": "ends", "kind": "role", "models": ["a-1", "boxed"]}
 ROLES = [ANSWER | {"name": name} for name in ("enhance_reasoning", "search", "answer")]
+ASSETS = Path(__file__).parents[1] / "assets"
 PUBLISHED = Path(__file__).parents[2] / "shared/data/toolorchestra_tools.json"
 
 
@@ -94,6 +98,31 @@ def test_an_expert_is_asked_and_billed_and_a_reasoning_model_as_it_wants(load, s
     assert server.bodies == [asked | {"max_tokens": 100}, asked | {"max_completion_tokens": 100}]
 
 
+def test_an_expert_has_an_effort_of_reasoning_if_its_entry_names_one(load, server):
+    experts = {"mine": MINE, "low": MINE | {"reasoning": True, "reasoning_effort": "low"}}
+    tools = EXPERT, EXPERT | {"name": "t", "expert": "low"}
+    for tool in load(catalogue(*tools, here=server.url, experts=experts)):
+        tool.call({"task": "t"})
+    assert [body.get("reasoning_effort") for body in server.bodies] == [None, "low"]
+
+
+def test_headers_come_from_the_environment_and_reach_no_message(load, server, monkeypatch, capsys):
+    """Not even one that is too odd for HTTP, or that the server repeats."""
+    secret = "org-7 / key"
+    endpoint = {"headers": {"X-Org": "$MY_ORG", "api-key": "$MY_OTHER"}}
+    (expert,) = load(catalogue(EXPERT, here=server.url, endpoint=endpoint))
+    monkeypatch.setenv("MY_ORG", f" {secret}\n")
+    monkeypatch.setattr(models, "TOLD", {})
+    server.status, server.answer = 400, lambda body: f"unknown {secret}".encode()
+    said_by_it = [expert.call({"task": "t"}).content for _ in range(2)]
+    assert said_by_it == ["Error: llm did not answer: HTTP 400: unknown ..."] * 2
+    assert server.headers[0]["X-Org"] == secret and "api-key" not in server.headers[0]
+    assert capsys.readouterr().err == "m-1 needs MY_OTHER, which is not set\n"
+    monkeypatch.setenv("MY_OTHER", "geheim\u2603")
+    assert "geheim" not in expert.call({"task": "t"}).content
+    assert secret not in repr(expert) + capsys.readouterr().err
+
+
 def test_an_expert_that_fails_is_a_short_observation_and_billed(load, server, monkeypatch):
     endpoint = {"timeout_s": 0.8, "key_variable": "MY_KEY"}
     (expert,) = load(catalogue(EXPERT, here=server.url, endpoint=endpoint))
@@ -129,7 +158,7 @@ def test_a_run_spends_no_more_than_its_cap_and_says_so(load, server):
 
 def test_web_search_counts_in_the_cap_of_a_run_and_of_a_user(load, server):
     prices = {"usd_per_search": 0.03, "usd_per_page": 0.01, "pages": 2, "offline": True}
-    web = {"kind": "web", "name": "web", "description": "d", "cache": "cache"} | prices
+    web = WEB | prices
     experts = {"mine": MINE | {"max_tokens": 1000}}
     tools = load(
         catalogue(EXPERT, web, here=server.url, max_usd=0.051, experts=experts, aliases={})
@@ -139,6 +168,20 @@ def test_web_search_counts_in_the_cap_of_a_run_and_of_a_user(load, server):
     server.answer = lambda body: said("a", usage=(0, 1000))
     assert not tools[0].call({"task": "t"}).error  # $0.002
     assert "more than the run has left" in tools[1].call({"query": "q"}).content
+
+
+def test_web_search_asks_the_address_of_its_entry(load, server, monkeypatch, tmp_path):
+    """Replies of another address are other replies, in the same cache too."""
+    monkeypatch.setenv("TAVILY_API_KEY", "tvly")
+    for path in ("v1", "v2"):
+        (tool,) = load([WEB | {"base_url": f"{server.url.removesuffix('v1')}{path}/"}])
+        hit = {"url": "http://a", "content": f"of {path}"}
+        server.answer = lambda body, hit=hit: {"results": [hit]}
+        for _ in range(2):
+            assert f"of {path}" in tool.call({"query": "q"}).content
+    assert len(server.bodies) == 4  # a search and its pages, at two addresses
+    stored = {file.name for file in (tmp_path / "cache").iterdir()}
+    assert reply_file("", ["search", server.bodies[0]]).name not in stored
 
 
 def test_an_endpoint_has_so_many_calls_at_once_as_it_says(load, server):
@@ -190,9 +233,13 @@ def test_published_roles_read_the_evidence_and_return_what_was_found(load, serve
 
 
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="needs ../shared/data")
-def test_the_published_file_loads_as_it_is(sandbox, monkeypatch, capsys):
+def test_the_published_file_loads_as_it_is(sandbox, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    tools = {tool.name: tool for tool in load_tools(PUBLISHED, sandbox)}
+    (tmp_path / "corpus.jsonl").write_text('{"text": "Gold has 79."}')
+    search = SEARCH | {"corpus": str(tmp_path / "corpus.jsonl")}
+    (tmp_path / "mine.json").write_text(json.dumps([search]))
+    found = load_tools(f"{PUBLISHED},{tmp_path}/mine.json", sandbox)
+    tools = {tool.name: tool for tool in found}
     assert list(tools) == ["enhance_reasoning", "answer", "search"]
     published = [entry["function"] for entry in json.loads(PUBLISHED.read_text())]
     assert [function_schema(tool)["function"] for tool in tools.values()] == published
@@ -204,6 +251,44 @@ def test_the_published_file_loads_as_it_is(sandbox, monkeypatch, capsys):
     )
     assert tools["search"].experts["search-1"].latency_s == 22
     assert not capsys.readouterr().err, "simulated experts need no key"
+
+
+POOL = "gpt-5 gpt-5-mini Llama-3.3-70B Llama-3.1-8B DeepSeek-R1 Nemotron-Ultra Phi-4-mini Qwen3-32B"
+PAPERS = {  # the experts of each role, as the paper lists them
+    "toolorchestra-training": {
+        "search": f"{POOL} gemma-3-27b-it",
+        "enhance_reasoning": "gpt-5 gpt-5-mini starcoder2-15b Qwen2.5-Coder-32B",
+        "answer": f"{POOL} Qwen2.5-Math-72B Qwen2.5-Math-7B",
+    },
+    "toolorchestra-unseen": {
+        "search": "claude-opus-4-1 o3-mini gpt-4o",
+        "enhance_reasoning": "claude-opus-4-1 claude-sonnet-4 Codestral-22B",
+        "answer": "claude-opus-4-1 claude-sonnet-4 gemma-3-27b-it OpenMath-Llama-2-70b "
+        "deepseek-math-7b",
+    },
+}
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_a_shipped_catalogue_has_the_experts_of_the_paper(name, sandbox, tmp_path):
+    """The policy sees aliases, words and prices, and no name of a model."""
+    (tmp_path / "corpus.jsonl").write_text('{"text": "Gold has 79."}')
+    (tmp_path / "mine.json").write_text(
+        json.dumps([SEARCH | {"corpus": f"{tmp_path}/corpus.jsonl"}])
+    )
+    roles = load_tools(f"{ASSETS}/{name}.toml,{tmp_path}/mine.json", sandbox)
+    assert {role.name for role in roles} == set(PAPERS[name])
+    for role in roles:
+        shown = role.parameters["properties"]["model"]["description"]
+        listed = PAPERS[name][role.name].split()
+        models = {expert.model for expert in role.experts.values()}
+        assert len(models) == len(role.experts) == len(listed)
+        for words in listed:
+            assert any(words.lower() in model.lower() for model in models), words
+        for alias, expert in role.experts.items():
+            assert expert.note and min(expert.price) > 0
+            assert alias in shown and expert.model not in shown
+        assert " | 0s" not in shown
 
 
 def test_an_orchestrator_can_be_an_expert_to_a_set_depth(load, tmp_path):
@@ -258,6 +343,73 @@ def test_a_python_function_is_a_tool_with_its_schema(tmp_path, sandbox):
         assert says in result.content and result.error == error and result.cost_usd == 0.5
 
 
+HELPERS = """
+from tools import ToolResult, tool
+
+@tool(kind="search", usd_per_call=0.25)
+def pages(query: str, count: int = 2) -> list[str]:
+    "Finds pages, best first."
+    found = {"atomic number of gold": ["Gold has 79.", {"row": 2}], "blank": " "}.get(query, [])
+    if query == "a half character":
+        return "half \\ud800", ""
+    return ToolResult("one page", 0.125) if query == "the cached page" else found
+
+@tool(kind="code")
+def run(code: str) -> str:
+    "Runs it."
+    return f"ran {code}"
+
+@tool
+def other(query: str) -> str:
+    "Is on offer itself."
+    return query
+"""
+
+
+def test_a_python_function_stands_behind_a_published_role(
+    tmp_path, sandbox, server, nano_tokenizer, monkeypatch
+):
+    """What a function finds becomes evidence and is billed; the policy sees the roles alone."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(HELPERS)
+    (tmp_path / "t.json").write_text(json.dumps(catalogue(*ROLES, here=server.url)))
+    reason, search, answer, other = load_tools("t.json,mine.py", sandbox)
+    assert [tool.name for tool in (reason, search, answer)] == [role["name"] for role in ROLES]
+    assert (other.name, other.kind, [helper.name for helper in search.helpers]) == (
+        "other",
+        "function",
+        ["pages"],
+    )
+    evidence = Evidence("What is gold?", tokenizer=nano_tokenizer)
+    reason, search = (replace(tool, evidence=evidence) for tool in (reason, search))
+    for query, documents, usd in (
+        ("atomic number of gold", ['{"row": 2}', "Gold has 79."], 0.25),
+        ("the cached page", ["one page"], 0.125),
+        ("a half character", ["half ?"], 0.25),
+    ):
+        server.answer = lambda body, q=query: said(f"<query>{q}</query>", usage=(0, 0))
+        result = search.call({"model": "a-1"})
+        assert result.found == {"documents": documents} and not result.error
+        assert result.cost_usd == pytest.approx(usd, abs=0.001)
+    assert result.content == "half ?"
+    server.answer = lambda body: said("<query>nothing of this kind</query>")
+    assert search.call({"model": "a-1"}).content == "nothing found"
+    own = search.experts["a-1"].most_usd(search.prompt(search.experts["a-1"]))
+    assert search.most_usd({"model": "a-1"}) == own + 0.25
+    server.answer = lambda body: said("```python\nx\n```")
+    result = reason.call({"model": "a-1"})
+    assert result.found == {"code": [["x", "ran x"]]} and "ran x" in result.content
+
+
+def test_a_role_with_nothing_behind_it_is_an_error_at_the_start(tmp_path, sandbox, load):
+    says = "^t.json: search: nothing to search in; add a tool of the kind search or web, "
+    for tools in (ROLES, ROLES[1:2]):
+        with pytest.raises(UserError, match=says) as refused:
+            load(catalogue(*tools))
+        assert "\n" not in str(refused.value)
+    assert len(load(catalogue(*ROLES, SEARCH))) == 3
+
+
 def test_a_function_that_cannot_be_a_tool_is_refused_in_one_line(tmp_path, sandbox):
     for content, says in (
         ("1/0", "line 2: ZeroDivisionError: division by zero"),
@@ -267,6 +419,10 @@ def test_a_function_that_cannot_be_a_tool_is_refused_in_one_line(tmp_path, sandb
         ('@tool\ndef f(x):\n "d"', "function f: parameter x has no type hint"),
         ('import io\n@tool\ndef f(x: io.IOBase):\n "d"', "Unable to generate pydantic-core schema"),
         ('@tool\ndef f(*x: str):\n "d"', "function f: name each parameter"),
+        ('@tool(kind="serch")\ndef f(query: str):\n "d"', "kind is 'serch'; it must be one of"),
+        ('@tool(kind="search")\ndef f(q: str):\n "d"', "kind is 'search', so .* is query: str"),
+        ('@tool(kind="code")\ndef f(code: int):\n "d"', "kind is 'code', so .* is code: str"),
+        ('@tool(kind="code")\ndef f(code: str, x: str):\n "d"', "so .* is code: str"),
     ):
         (tmp_path / "mine.py").write_text(f"from tools import tool\n{content}")
         with pytest.raises(UserError, match=says) as refused:
@@ -308,7 +464,8 @@ def test_records_are_read_by_table_and_id():
 
 def test_a_bad_catalogue_is_one_line_that_names_the_file_and_the_setting(load, tmp_path):
     (tmp_path / "broken.jsonl").write_text('{"text": 1}\n')
-    key = {"key_variable": "sk-123"}
+    key, header = {"key_variable": "sk-123"}, {"headers": {"X-Org": "org-123"}}
+    effort = MINE | {"reasoning_effort": "hi"}
     for content, says in (
         ([], "t.json: no tool"),
         (7, "t.json: 7 is not of type 'object', 'array'"),
@@ -321,8 +478,21 @@ def test_a_bad_catalogue_is_one_line_that_names_the_file_and_the_setting(load, t
         ([CODE, SEARCH | {"passages": 0}], r"t.json: tools\[1\].passages: "),
         ([SEARCH | {"corpus": "none.jsonl"}], "none.jsonl: "),
         ([SEARCH | {"corpus": "broken.jsonl"}], "broken.jsonl, line 1: "),
-        (catalogue(EXPERT, here="http://user:key@h/v1"), "t.json: endpoints.here.base_url: "),
+        (catalogue(EXPERT, here="http://user:sk-123@h/v1"), "t.json: endpoints.here.base_url: "),
         (catalogue(EXPERT, endpoint=key), "t.json: endpoints.here.key_variable: "),
+        (
+            catalogue(EXPERT, endpoint=header),
+            r"t.json: endpoints.here.headers\['X-Org'\]: must be '\$NAME'",
+        ),
+        (
+            catalogue(EXPERT, endpoint={"headers": {"X-Org\n": "$A"}}),
+            "t.json: endpoints.here.headers: ",
+        ),
+        (catalogue(WEB | {"base_url": "tvly-123"}), r"t.json: tools\[0\].base_url: must be http"),
+        (
+            catalogue(EXPERT, experts={"mine": effort}),
+            "t.json: experts.mine.reasoning_effort: 'hi' is",
+        ),
         (catalogue(EXPERT, experts={}), "t.json: llm is 'mine'; it must be one of gpt-5, "),
         (
             catalogue(EXPERT, experts={"mine": {"usd": [1, 1]}}),
@@ -334,7 +504,7 @@ def test_a_bad_catalogue_is_one_line_that_names_the_file_and_the_setting(load, t
     ):
         with pytest.raises(UserError, match=f"^{says}") as refused:
             load(content)
-        assert "\n" not in str(refused.value)
+        assert "\n" not in str(refused.value) and "-123" not in str(refused.value)
 
 
 def test_the_catalogues_of_the_documentation_load(tmp_path, sandbox):
@@ -344,5 +514,10 @@ def test_the_catalogues_of_the_documentation_load(tmp_path, sandbox):
     for i, (kind, text) in enumerate(blocks):
         file = tmp_path / f"{i}.{kind.replace('python', 'py')}"
         file.write_text(text)
+        if kind == "toml" and "[[tools]]" not in text:  # it changes a preset alone
+            shipped = f"{ASSETS}/toolorchestra.toml"
+            *_, answer = load_tools(f"{shipped},{file}", sandbox, simulated=True)
+            assert answer.experts["answer-1"].model == "the-successor"
+            continue
         names += [tool.name for tool in load_tools(file, sandbox)]
-    assert names == ["python", "coder", "mini", "convert", "answer"]
+    assert names == ["python", "coder", "mini", "convert", "handbook", "answer"]

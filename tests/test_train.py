@@ -293,3 +293,16 @@ def test_a_dry_run_of_a_big_config_passes_on_two_nodes(tmp_path):
     outs = [node.communicate(timeout=300)[0] for node in nodes]
     assert all(node.returncode == 0 for node in nodes), outs
     assert any(row.get("grad_norm", 0) > 0 for row in rows(run)) and (run / "adapter").is_dir()
+
+
+@pytest.mark.slow
+def test_a_dry_run_over_a_base_in_4_bits_passes_and_two_ranks_are_refused(tmp_path):
+    dry = ["--config", "qwen3-8b-qlora", "--dry-run", "--run.root", tmp_path]
+    status, out = train(*dry, ranks=2)
+    run = tmp_path / "qwen3-8b-qlora-dry-run"
+    assert status and out.count("lora.base is int4 on 2 processes") and not run.exists(), out
+    assert "UserError" not in out  # the traceback is torchrun's own
+    status, out = train(*dry)
+    assert status == 0 and "finished" in out, out
+    assert all(row["logprob_gap_max"] < 1e-4 for row in rows(run))
+    assert (run / "adapter").is_dir() and (run / "model").is_dir()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from nanorchestra.agent.environment import Tool
 from nanorchestra.records import Price, Task, ToolResult, banned
-from nanorchestra.schemas import Json
+from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.http import count_tokens
 from nanorchestra.tools.models import Endpoint, Expert, ExpertTool, Spending
 from nanorchestra.tools.roles import RoleTool
@@ -23,6 +23,7 @@ OFFERED = 0.7  # probability of a tool to be on offer in training
 LATENCY_S = 20.0  # of an expert whose entry states none
 WRITTEN = 800  # tokens of an expert's usual reply
 FORMS = preferences.TABLES["descriptions"]
+FOUND = 0.7  # probability that the page of a simulated search has the answer
 REPLY = "```python\nprint({answer!r})\n```\n<query>{question}</query>\n<answer>{answer}</answer>"
 
 
@@ -112,7 +113,10 @@ def simulated(tool: Tool, task: Task, seed: int) -> Tool:
         skill = min(0.97, max(0.3, 0.68 + 0.18 * math.log10(usd)))  # 0.86 at $10
         settings = vars(expert) | {"spending": Spending(), "endpoint": Endpoint("")}
         made[name] = Simulation(**settings, task=task, seed=seed, skill=skill, form=form)
-    return replace(tool, experts=made) if made else tool
+    changes = {"experts": made} if made else {}
+    if isinstance(tool, RoleTool) and tool.kind == "search" and not tool.helpers:
+        changes["helpers"] = [SimulatedSearch(task, seed)]
+    return replace(tool, **changes)
 
 
 @dataclass(frozen=True)
@@ -139,3 +143,24 @@ class Simulation(Expert):
         if cut:
             said = f"Error: {name} gave no answer within {self.max_tokens} tokens"
         return ToolResult(said, self.price.cost(*tokens), seconds, cut, False, *tokens, name)
+
+
+@dataclass
+class SimulatedSearch:
+    """A search with nothing behind it, for a role without one: a page with an answer to the task.
+
+    The answer is right with the probability FOUND. A call costs what Tavily's search does.
+    """
+
+    task: Task
+    seed: int
+    name = kind = "search"
+    blocking, parameters = False, arguments_schema(query="string")
+    usd_per_call, latency_s = 0.01, 1.0
+
+    def call(self, arguments: Json) -> ToolResult:
+        """Returns the page."""
+        data, rng = self.task.data, random.Random(f"{self.task.id}/{self.seed}/page")
+        answer = data["answer"] if rng.random() < FOUND else rng.choice(data["wrong"])
+        page = f"{self.task.question}\n{answer}"
+        return ToolResult(page, self.usd_per_call, self.latency_s, found={"documents": [page]})

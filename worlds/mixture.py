@@ -16,9 +16,9 @@ from pathlib import Path
 
 from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import Rollout
-from nanorchestra.config import TaskSection
+from nanorchestra.config import DRAWN, TaskSection
 from nanorchestra.errors import require
-from nanorchestra.records import Task, Trajectory
+from nanorchestra.records import Task, Trajectory, words_and_vector
 from nanorchestra.schemas import Json
 from nanorchestra.tools.models import ExpertTool, Spending
 from nanorchestra.tools.sandbox import Sandbox
@@ -32,6 +32,7 @@ from worlds.miniature.tables import HELD_OUT, TRAIN
 from worlds.miniature.teacher import teach, texts
 from worlds.toolscale import dataset as toolscale
 from worlds.toolscale.small import small_world
+from worlds.wording import understood
 
 MINIATURE, DOMAINS = "miniature", "domains"  # worlds that need no files
 GOLDEN = (math.sqrt(5) - 1) / 2
@@ -204,7 +205,9 @@ def open_world(
         f"{questions.PREFIX}FILE, a directory of data_gen.py or tau2-bench, or a .jsonl file of "
         "tau2 tasks or ToolScale rows",
     )
-    tools = load_tools(settings.tools, sandbox, spending) if settings.tools else ()
+    simulated, tools = settings.experts == "simulated", ()
+    if settings.tools:
+        tools = load_tools(settings.tools, sandbox, spending, simulated)
     experts = {tool.name: tool for tool in tools if isinstance(tool, ExpertTool)}
     named = (settings.user, settings.judge)
     require(
@@ -217,6 +220,10 @@ def open_world(
     if asks:
         return questions.load_world(name, seed, settings, offered, judge)
     models = {tool.expert.model: tool.expert for tool in offered if isinstance(tool, ExpertTool)}
-    simulated = settings.experts == "simulated"
     models = toolscale.Models(user, judge, None if simulated else models)
-    return toolscale.load_world(name, seed, models)
+    wish = None
+    if settings.preference != DRAWN:
+        words, vector = words_and_vector(settings.preference)
+        named = {*vector, *vector.get("never", ())}  # load_world knows whether they may be
+        wish = understood(words, vector, "task.preference", named, named)
+    return toolscale.load_world(name, seed, models, wish)

@@ -2,8 +2,8 @@
 
 A training task offers a random subset of a catalogue's tools. Experts have aliases and prices that
 change from task to task and stand in a description, as in the paper (arXiv 2511.21689). Held-out
-tasks offer the catalogue as it is. The user's preference comes with the row, from the config, or is
-drawn. A task is a function of split, index and seed alone.
+tasks offer the catalogue as it is. The user's preference comes with the row or from the config, by
+which it is the same, none, or drawn for each task. A task is a function of split, index and seed.
 
 Experts are the endpoints of the catalogue, or simulations: these know the row's answer and give it
 with a probability that grows with the price of the model behind them.
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nanorchestra.agent.environment import Tool, ToolEnvironment
-from nanorchestra.config import TaskSection
+from nanorchestra.config import DRAWN, TaskSection
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json_lines
 from nanorchestra.records import Preference, Task, words_and_vector
@@ -164,7 +164,7 @@ def load_world(
     file, wish = Path(name.removeprefix(PREFIX)), None
     require(tools, f"task.world is {name!r}, which needs a catalogue of tools: task.tools")
     names, labels = catalogue.names_of(tools), known_labels(tools)
-    if settings.preference:
+    if settings.preference != DRAWN:
         wish = understood(*words_and_vector(settings.preference), "task.preference", names, labels)
     splits = {"train": [], HELD_OUT: []}
     weighed = {*SHAPES["preference"]["properties"], *names}

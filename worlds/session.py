@@ -95,11 +95,11 @@ def open_world(model: Path, catalogue: str | None, index: str | None, sandbox: S
     small = config.is_file() and read_toml(config)["task"]["world"] == "miniature"
     if (small or model.resolve() == NANO) and not (catalogue or index):
         return Miniature(sandbox)
-    tools = [PythonTool("python", PYTHON, sandbox, 0.0, None, 60.0, SANDBOX_USD)]
-    tools = load_tools(catalogue, sandbox) if catalogue else tools
-    if index:
-        tools.append(LookupTool("search", SEARCH, open_index(index)))
-    return Offered(tools)
+    search = [LookupTool("search", SEARCH, open_index(index))] if index else []
+    if catalogue:
+        return Offered(load_tools(catalogue, sandbox, more=search))
+    python = PythonTool("python", PYTHON, sandbox, 0.0, None, 60.0, SANDBOX_USD)
+    return Offered([python, *search])
 
 
 @dataclass(eq=False)

@@ -58,7 +58,7 @@ def select(word: str) -> list[Case]:
         *(prefill(0, 8192), prefill(8192, 2048), prefill(8192, 2048, FP8)),
         *training(),
         *outputs(),
-        *(case for mode in ("int8", "int4", "fp8") for case in products(mode)),
+        *(case for mode in ("int8", "int4", "awq", "fp8") for case in products(mode)),
     ]
     chosen = [case for case in cases if word in case.name]
     if not chosen:
@@ -171,8 +171,8 @@ def outputs() -> list[Case]:
 
 
 def products(mode: str) -> list[Case]:
-    """Returns the gate and up projection with quantised weights."""
-    n, k, bits = 2 * FF, HIDDEN, 4 if mode == "int4" else 8
+    """Returns the gate and up projection with quantised weights; awq: int4 with zero points."""
+    n, k, bits = 2 * FF, HIDDEN, 4 if mode in ("int4", "awq") else 8
     size = n * k * (1 if bits == 8 else 0.5 + 2 / 128)
 
     def quantised():
@@ -187,7 +187,10 @@ def products(mode: str) -> list[Case]:
         name, flops = f"quantised_linear {mode} M={rows}", 2.0 * rows * n * k
 
         def make():
-            return randn(rows, k), *quantised(), torch.bfloat16
+            zeros = None
+            if mode == "awq":
+                zeros = torch.randint(16, (n, k // 128), dtype=torch.uint8)
+            return randn(rows, k), *quantised(), torch.bfloat16, zeros
 
         return Case(name, make, quantised_linear, size, flops)
 

@@ -15,12 +15,11 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
-from benchmarks.engine import SHAPES, Bench, Ceiling
-from benchmarks.gpu_parts import NotHereError, Part
+from benchmarks.engine import SHAPES, Bench, Ceiling, seconds
+from benchmarks.gpu_parts import NotHereError, Part, by_kernels
 from nanorchestra.engine.engine import Engine
 from nanorchestra.model.hf_config import config_to_hf
 from nanorchestra.model.quantise import quantise_model
@@ -28,6 +27,8 @@ from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.weights import copy_weights, named_hf_tensors
 from nanorchestra.training.costs import Costs
 
+# Sequences of so many tokens keep, for a few windows, the sizes of the steps that decode them.
+CONTEXT = 1060
 TINY = ModelConfig(320, 32, 48, 1, 4, 2, head_dim=16, tie_word_embeddings=True)
 POSITIONS = 40960
 
@@ -42,6 +43,7 @@ class GpuBench(Bench):
 
     def __init__(self, shape: ModelConfig, part: Part, quantise: str = ""):
         self.device, self.rounds, self.rng = torch.device(part.device), 1, random.Random(0)
+        self.made = 0  # engines
         dtype = torch.float32 if part.rehearse else torch.bfloat16
         self.model = self.served = random_model(shape, self.device, dtype)
         if quantise:
@@ -108,16 +110,9 @@ def bench_of(part: Part, quantise: str = "") -> GpuBench:
     return GpuBench(replace(shape, max_position_embeddings=POSITIONS), part, quantise)
 
 
-def by_kernels(part: Part) -> Any:
-    """Makes engines of the rehearsal compute by kernels, in the interpreter."""
-    if part.rehearse:
-        return mock.patch("nanorchestra.engine.engine.by_kernel", lambda x: True)
-    return mock.patch("nanorchestra.engine.engine.by_kernel", lambda x: x.is_cuda)
-
-
 def steps(part: Part) -> None:
     """A decode step with graphs and look-ahead on and off, in bf16 and in 8 bits."""
-    batches, sizes = ((1,), (30, 5)) if part.rehearse else ((1, 32), (1000, 48))
+    batches, sizes = ((1,), (30, 5)) if part.rehearse else ((1, 32), (CONTEXT, 48))
     for quantise in ("",) if part.rehearse else ("", "int8"):
         bench = bench_of(part, quantise)
         bench.bounded = False
@@ -133,11 +128,11 @@ def steps(part: Part) -> None:
 
 
 def decode(part: Part) -> None:
-    """Decoding at several batch sizes, contexts of about 1,000 tokens; transformers beside it.
+    """Decoding at several batch sizes, contexts of CONTEXT tokens; transformers beside it.
 
     The larger batches also with the KV in 8 bits.
     """
-    batches, sizes = ((1, 2), (30, 5)) if part.rehearse else ((1, 32, 128, 256), (1000, 64))
+    batches, sizes = ((1, 2), (30, 5)) if part.rehearse else ((1, 32, 128, 256), (CONTEXT, 64))
     bench = bench_of(part)
     bench.bounded = False
     for batch in batches:
@@ -151,14 +146,13 @@ def decode(part: Part) -> None:
             part.note(f"KV fp8, B={batch}", **bench.decode(batch, *sizes))
     for batch in batches[:2]:
         texts = [bench.ids(sizes[0]) for _ in range(batch)]
-        times = []
-        for count in (2, 2 + sizes[1]):  # the difference is decoding alone
-            bench.by_transformers(texts, 2)
-            start = time.perf_counter()
-            bench.by_transformers(texts, count)  # reads its ids, so it has waited for them
-            times.append(time.perf_counter() - start)
-        speed = batch * sizes[1] / (times[1] - times[0])
-        part.note(f"transformers B={batch}", tokens_per_second=speed)
+
+        def sample(count: int, texts: list[list[int]] = texts) -> float:
+            return seconds(lambda: bench.by_transformers(texts, count), bench.device)
+
+        sample(2)  # makes the peer, and warms it up
+        taken = sample(2 + sizes[1]) - sample(2)  # of decoding alone
+        part.note(f"transformers B={batch}", tokens_per_second=batch * sizes[1] / taken)
 
 
 def serving(part: Part) -> None:
@@ -173,9 +167,9 @@ def serving(part: Part) -> None:
     for length in (2048, 8192):
         part.note(f"prefill {length}", **bench.prefill(length))
     part.note("tool loop", **bench.tool_loop())
-    part.note("tool loop, prompt 8000", **bench.tool_loop(8000, given=200, sampled=64))
+    part.note("tool loop, prompt 8000", **bench.tool_loop(8000, turns=6, given=200, sampled=64))
     part.note("groups of 64", **bench.group_sampling(64))
-    part.note("groups of 512", **bench.group_sampling(512))
+    part.note("groups of 256", **bench.group_sampling(256))
 
 
 def vllm(part: Part) -> None:
@@ -189,15 +183,17 @@ def vllm(part: Part) -> None:
         text = json.dumps(config_to_hf(shape) | {"dtype": "bfloat16"})
         (Path(directory) / "config.json").write_text(text)
         options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 4096}
-        llm = LLM(directory, dtype="bfloat16", **options)
+        # Without its cache of prompts: each call computes them, and the difference decodes alone.
+        llm = LLM(directory, dtype="bfloat16", enable_prefix_caching=False, **options)
     for batch in (1, 32, 128, 256):
         prompts = [
-            {"prompt_token_ids": [(7 * i + n) % 9000 for i in range(968)]} for n in range(batch)
+            {"prompt_token_ids": [(7 * i + n) % 9000 for i in range(CONTEXT - 32)]}
+            for n in range(batch)
         ]
         times = []
-        for count in (2, 66):
+        for count in (66, 2, 66):  # the first warms up
             params = SamplingParams(max_tokens=count, ignore_eos=True, detokenize=False)
             start = time.perf_counter()
             llm.generate(prompts, params, use_tqdm=False)
             times.append(time.perf_counter() - start)
-        part.note(f"B={batch}", tokens_per_second=batch * 64 / (times[1] - times[0]))
+        part.note(f"B={batch}", tokens_per_second=batch * 64 / (times[2] - times[1]))

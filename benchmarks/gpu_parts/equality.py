@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from benchmarks.engine import SHAPES
-from benchmarks.gpu_parts import Part
-from benchmarks.gpu_parts.engine import TINY, by_kernels, random_model
+from benchmarks.gpu_parts import Part, by_kernels
+from benchmarks.gpu_parts.engine import TINY, random_model
 from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.model.qwen3 import Qwen3
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_parts import Part, cases, timing
+from benchmarks.gpu_parts import Part, by_kernels, cases, timing
 from kernels import attention, flash, logprob, norm, rope, sample, swiglu
 from kernels.decode import decode_attention
 from kernels.decode_plan import DecodeWork, decode_work, group_rows
@@ -45,9 +45,9 @@ class Shape:
 
     @classmethod
     def of(cls, part: Part) -> Shape:
-        """Qwen3-8B on a GPU; on the CPU the interpreter, which has no bfloat16, in small."""
+        """Qwen3-8B on a GPU, and in small on the CPU."""
         if part.rehearse:
-            return cls("cpu", torch.float32, 2, 1, 16, 32, 48, 70, 16, 20)
+            return cls("cpu", torch.bfloat16, 2, 1, 16, 32, 48, 70, 16, 20)
         return cls("cuda", torch.bfloat16, 32, 8, 128, 4096, 12288, 151936, 64, 600)
 
     def randn(self, *shape: int, scale: float = 1.0) -> Tensor:
@@ -75,11 +75,12 @@ def check(part: Part, family: Callable[[Shape], Results], words: tuple[str, ...]
     """Checks a family, then times the cases of cases.py whose names begin with a word."""
     torch.manual_seed(0)
     wrong, start = [], time.perf_counter()
-    for name, got, exact, allowed in family(Shape.of(part)):
-        found = error(got, exact)
-        part.note(f"{name}: error", times_rounding=found, allowed=allowed)
-        if found > allowed:
-            wrong.append(f"{name} is off by {found:.2f} times the rounding, allowed {allowed}")
+    with by_kernels(part):
+        for name, got, exact, allowed in family(Shape.of(part)):
+            found = error(got, exact)
+            part.note(f"{name}: error", times_rounding=found, allowed=allowed)
+            if found > allowed:
+                wrong.append(f"{name} is off by {found:.2f} times the rounding, allowed {allowed}")
     if part.rehearse:
         part.note("checks", seconds=time.perf_counter() - start)
     else:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import random
-import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_parts import Part
+from benchmarks.engine import seconds
+from benchmarks.gpu_parts import Part, by_kernels
+from benchmarks.gpu_parts.engine import TINY
 from nanorchestra.config import Config
 from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.model import lora
@@ -26,6 +29,10 @@ from nanorchestra.training.plan import Setup, memory, peak
 from nanorchestra.training.ranks import Ranks, shard_model
 from nanorchestra.training.trainer import Trainer, TrainerSettings
 
+SMALL = replace(TINY, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+
+MOST_STEPS = 4
+
 
 def small(part: Part) -> None:
     """Qwen3-0.6B, all weights."""
@@ -37,40 +44,63 @@ def large(part: Part) -> None:
     grpo_step(part, "qwen3-4b")
 
 
-def grpo_step(part: Part, name: str) -> None:
-    """Two steps of which the second is measured: rollout, update, weights back to the engine."""
-    length, prompt = (8, 24) if part.rehearse else (512, 512)
-    shape = PRESETS["nano" if part.rehearse else name]
+def grpo_step(part: Part, name: str, **changes: Any) -> None:
+    """Steps of a shipped config: publishing, rollout, update. The last one is measured.
+
+    That is the second at the earliest, and the first whose rollout captures no graph.
+
+    changes: settings in place of the config's, by "section.name". The rehearsal takes a model of
+    two layers, and otherwise what a GPU takes: kernels, FSDP2 over one rank, bf16, and the config's
+    checkpointing, objective and optimizer.
+    """
+    length, prompt = (4, 12) if part.rehearse else (512, 512)
     settings = {
         "grpo.prompts": 2 if part.rehearse else 8,
-        "grpo.group_size": 4 if part.rehearse else 8,
+        "grpo.group_size": 2 if part.rehearse else 8,
+        "rollout.context_tokens": length + prompt,
+        "rollout.turn_tokens": length,
+        "rollout.pages": 0,
     }
-    settings |= {"rollout.context_tokens": length + prompt, "rollout.turn_tokens": length}
-    settings |= {"rollout.pages": 0}
-    config = load_config(name, settings)
-    device = part.device
+    if part.rehearse:
+        settings["rollout.page_size"] = 16
+    config = load_config(name, settings | changes)
+    shape = PRESETS[Path(config.model.path).name.lower()]
+    if part.rehearse:
+        shape = replace(SMALL, tie_word_embeddings=shape.tie_word_embeddings)
     if not part.rehearse:
         torch.cuda.reset_peak_memory_stats()
         if peak(Setup(config, 1, shape)) > torch.cuda.mem_get_info()[0]:
             config = config.replace({"lora.rank": 32})
-    dtype = torch.float32 if part.rehearse else torch.bfloat16
-    ranks = Ranks.start(device, sharded=not part.rehearse)
+    ranks = Ranks.start(part.device, sharded=True)
+    try:
+        with by_kernels(part):
+            _measured_step(part, config, shape, ranks)
+    finally:
+        ranks.close()
+
+
+def _measured_step(part: Part, config: Config, shape: ModelConfig, ranks: Ranks) -> None:
     tokenizer: Any = SimpleNamespace(
         vocab_size=shape.vocab_size, eos_ids=(), decode=lambda ids, skip_special: ""
     )
+    dtype, grpo = torch.bfloat16, config.grpo
     model = trained_model(config, shape, ranks, dtype)
     trainer = build_trainer(config, model, tokenizer, ranks, dtype)
-    trainer.prepare("adamw", False)
+    adamw = {"beta2": grpo.beta2, "weight_decay": grpo.weight_decay}
+    trainer.prepare(grpo.optimizer, grpo.kl_coef > 0, **adamw)
     engine = build_engine(config, shape, tokenizer, ranks, dtype)
     rng = random.Random(0)
-    prompts = [
-        [rng.randrange(shape.vocab_size) for _ in range(prompt)] for _ in range(config.grpo.prompts)
-    ]
-    for _ in range(2):
-        times, metrics, sampled = _one_step(config, trainer, engine, dtype, prompts, length)
+    given = config.rollout.context_tokens - config.rollout.turn_tokens
+    prompts = [[rng.randrange(shape.vocab_size) for _ in range(given)] for _ in range(grpo.prompts)]
+    for number in range(MOST_STEPS):
+        step = _one_step(config, trainer, engine, dtype, prompts)
+        if number and not step.captured:
+            break
+    assert not step.captured, f"graphs were still captured in step {MOST_STEPS}"
+    times, metrics = step.times, step.metrics
     figures = {f"{phase}_s": taken for phase, taken in times.items()}
-    figures["rollout_tokens_per_s"] = sampled / times["rollout"]
-    limit = peak_flops(ranks.device, dtype)
+    figures["rollout_tokens_per_s"] = step.sampled / times["rollout"]
+    limit = peak_flops(ranks.device, dtype) if not part.rehearse else None
     if limit:
         figures["mfu"] = metrics["flops"] / times["update"] / limit
     planned = {part: max(pair) / GB for part, pair in memory(Setup(config, 1, shape)).items()}
@@ -81,7 +111,6 @@ def grpo_step(part: Part, name: str) -> None:
     part.note("step", weights="adapters" if config.lora.rank else "all", **figures)
     part.note("plan, GB", **planned)
     part.note("agreement", logprob_gap=metrics["logprob_gap"], most=metrics["logprob_gap_max"])
-    ranks.close()
 
 
 def trained_model(config: Config, shape: ModelConfig, ranks: Ranks, dtype: torch.dtype) -> Qwen3:
@@ -99,81 +128,106 @@ def trained_model(config: Config, shape: ModelConfig, ranks: Ranks, dtype: torch
             if parameter.dim() == 1:
                 local.fill_(1.0)
             else:
-                local.normal_(0.0, 0.02)
+                local.normal_(0.0, parameter.shape[-1] ** -0.5)
     if config.lora.rank:
         lora.reset(model, 0)
     return model
 
 
+@dataclass
+class Step:
+    """A measured step: seconds by phase, the trainer's metrics, and how many ids were sampled.
+
+    captured: whether the rollout captured a graph, or met a size of step for the first time.
+    """
+
+    times: dict[str, float]
+    metrics: dict[str, float]
+    sampled: int
+    captured: bool
+
+
 def _one_step(
-    config: Config, trainer: Trainer, engine: Engine, dtype: torch.dtype, prompts: list, length: int
-) -> tuple[dict[str, float], dict[str, float], int]:
-    """Returns the seconds of each phase, the trainer's metrics, and the sampled ids."""
-    times, size, objective = {}, config.grpo.group_size, objective_of(config.grpo)
+    config: Config, trainer: Trainer, engine: Engine, dtype: torch.dtype, prompts: list[list[int]]
+) -> Step:
+    times: dict[str, float] = {}
+    size, length = config.grpo.group_size, config.rollout.turn_tokens
+    objective = objective_of(config.grpo)
 
-    def took(phase: str) -> None:
-        nonlocal start
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times[phase], start = time.perf_counter() - start, time.perf_counter()
+    def timed(phase: str, work: Callable[[], Any]) -> Any:
+        results = []
+        times[phase] = seconds(lambda: results.append(work()), trainer.ranks.device)
+        return results[0]
 
-    start = time.perf_counter()
-    engine.update_weights(named_hf_tensors(trainer.model, dtype))
-    engine.wake()
-    took("publish")
+    def publish() -> None:
+        engine.update_weights(named_hf_tensors(trainer.model, dtype))
+        engine.wake()
+
+    timed("publish", publish)
+    texts = [text for text in prompts for _ in range(size)]
     params = [
-        SamplingParams(max_tokens=length, seed=seed, ignore_eos=True)
-        for seed in range(len(prompts) * size)
+        SamplingParams(max_tokens=length, seed=seed, ignore_eos=True) for seed in range(len(texts))
     ]
-    done = engine.generate([text for text in prompts for _ in range(size)], params)
-    took("rollout")
+    known = engine.runner.sizes_known
+    done = timed("rollout", lambda: engine.generate(texts, params))
+    captured = engine.runner.sizes_known != known
     engine.sleep()
+
     groups = []
     for i, text in enumerate(prompts):
         members, fine = done[i * size : (i + 1) * size], [True] * size
-        rewards = [sum(m.token_ids) % 97 / 97 for m in members]
+        rewards = [sum(member.token_ids) % 97 / 97 for member in members]
         advantages, _ = group_advantages(rewards, fine, fine, objective, 0.0)
         samples = [
             Sample(
-                text + m.token_ids,
-                [False] * len(text) + [True] * len(m.token_ids),
-                [0.0] * len(text) + m.logprobs,
+                text + member.token_ids,
+                [False] * len(text) + [True] * len(member.token_ids),
+                [0.0] * len(text) + member.logprobs,
                 advantage,
             )
-            for m, advantage in zip(members, advantages, strict=True)
+            for member, advantage in zip(members, advantages, strict=True)
         ]
         groups.append(Group(samples, len(text)))
-    metrics = trainer.policy_step(groups, 1e-6, objective).metrics
-    took("update")
+    metrics = timed("update", lambda: trainer.policy_step(groups, 1e-6, objective)).metrics
     assert "skipped" not in metrics, "the loss or the gradient is not finite"
-    return times, metrics, sum(len(m.token_ids) for m in done)
+    return Step(times, metrics, sum(len(member.token_ids) for member in done), captured)
 
 
 def nccl(part: Part) -> None:
     """One rank under NCCL (gloo in the rehearsal): a collective, and a sharded step."""
-    device = part.device
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    ranks = Ranks.start(device, sharded=True)
-    x = torch.ones(1 << 10 if part.rehearse else 1 << 28, device=device)
-    start = time.perf_counter()
-    torch.distributed.all_reduce(x)
-    value = x[-1].item()  # waits
-    part.note("all_reduce", seconds=time.perf_counter() - start, backend=str(x.device.type))
-    assert value == 1.0, f"all_reduce over one rank changed 1 to {value}"
-    norms = []
+    ranks = Ranks.start(part.device, sharded=True)
+    try:
+        with by_kernels(part):
+            _all_reduce(part, ranks)
+            _sharded_step(part, ranks)
+    finally:
+        ranks.close()
+
+
+def _all_reduce(part: Part, ranks: Ranks) -> None:
+    x = torch.ones(1 << 10 if part.rehearse else 1 << 28, device=part.device)
+    torch.distributed.all_reduce(x)  # makes the communicator
+    assert x[-1].item() == 1.0, f"all_reduce over one rank changed 1 to {x[-1].item()}"
+    taken = seconds(lambda: torch.distributed.all_reduce(x), ranks.device)
+    part.note("all_reduce", seconds=taken, gb=x.nbytes / GB, backend=str(x.device.type))
+
+
+def _sharded_step(part: Part, ranks: Ranks) -> None:
+    """The same supervised step on plain and on sharded weights."""
+    shape, norms = SMALL if part.rehearse else PRESETS["nano"], []
     for sharded in (False, True):
-        torch.manual_seed(0)
-        model = Qwen3(PRESETS["nano"])
+        model = Qwen3(shape)
         model.init_weights(0)
-        model.to(device)
-        mine = ranks if sharded else Ranks(device=device)
+        model.to(part.device)
+        mine = ranks if sharded else Ranks(device=part.device)
         if sharded:
             model = shard_model(model, mine, torch.float32)
-        trainer = Trainer(model, vocab_limit=896, ranks=mine, settings=TrainerSettings())
+        trainer = Trainer(
+            model, vocab_limit=shape.vocab_size, ranks=mine, settings=TrainerSettings()
+        )
         ids = [*range(5, 30), *range(40, 60)]
         demonstration = Group([Sample(ids, [False] * 25 + [True] * 20, [0.0] * 45)], 25)
         metrics = trainer.supervised_step([demonstration], 1e-4)
         norms.append((metrics["loss"], metrics["grad_norm"]))
     part.note("step", loss=norms[0][0], sharded_loss=norms[1][0])
     assert all(abs(a - b) < 1e-3 * abs(a) for a, b in zip(*norms, strict=True)), norms
-    ranks.close()

@@ -9,7 +9,7 @@ import torch
 from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.engine.engine import Engine
 from nanorchestra.engine.request import SamplingParams
-from nanorchestra.errors import require
+from nanorchestra.errors import UserError, require
 from nanorchestra.model.hf_config import stored_dtype
 from nanorchestra.model.native import library, pack
 from nanorchestra.model.weights import load_model
@@ -38,7 +38,13 @@ def load_rollout(
     context = min(limits.context_tokens, model.config.max_position_embeddings)
     # A GPU's pool is what memory is free; a CPU's has room for what runs.
     pool = {} if cuda else {"num_pages": running * (-(-context // PAGE) + 1), "page_size": PAGE}
-    engine = Engine(model, tokenizer, max_running=running, max_context=context, **pool)
+    try:
+        engine = Engine(model, tokenizer, max_running=running, max_context=context, **pool)
+    except OSError as error:
+        raise UserError(
+            f"{path}: the KV cache of {running} x {context:,} tokens does not fit in the memory "
+            f"({error.strerror}); max_position_embeddings in its config.json bounds the context"
+        ) from None
     if cuda:
         print(f"KV pool: {engine.limits.pool:,} tokens", file=sys.stderr)
 

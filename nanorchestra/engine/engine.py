@@ -16,10 +16,11 @@ from nanorchestra.engine.cache import PageCache, PageTable
 from nanorchestra.engine.gpu import GpuRunner, free_memory
 from nanorchestra.engine.request import Completion, Limits, OnToken, Request, SamplingParams
 from nanorchestra.engine.runner import Runner
+from nanorchestra.engine.sampler import Draw
 from nanorchestra.engine.scheduler import Scheduler
 from nanorchestra.engine.session import Session
 from nanorchestra.engine.steps import Steps
-from nanorchestra.errors import require
+from nanorchestra.errors import NotFiniteError, require
 from nanorchestra.model.ops import by_kernel
 from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.tokenizer import Tokenizer
@@ -115,7 +116,7 @@ class Engine:
         """Queues a request, which `step` serves. Calls on_token(token id, logprob) for each token.
 
         Raises UserError if it can never be served: an id outside the vocabulary, or a prompt
-        longer than the context or the pool.
+        longer than the context or the pool. A callback that raises ends its own request.
         """
         request = self.make_request(ids, params, on_token)
         self.scheduler.add(request)
@@ -124,15 +125,19 @@ class Engine:
     def step(self) -> list[Request]:
         """Computes one step, if there is work. Returns the requests that finished in it.
 
-        A request whose logits are not finite finishes with reason "error", and the cache is emptied
-        since its pages hold NaN: the others compute their KV anew. If the computation fails, all
-        running requests are aborted, the cache is emptied, and the error is raised. An error of a
-        callback is raised as it is; its token has been accepted.
+        An exception while a request is admitted, drawn, guided, decoded or told of its token ends
+        that request alone: it finishes with reason "error", and `Request.error` is the exception.
+        So does a request whose logits are not finite, and the cache is emptied since its pages hold
+        NaN: the others compute their KV anew. If the computation of the step itself fails, all
+        running requests are aborted, the cache is emptied, and the error is raised.
         """
         require(not self._asleep, "engine: it sleeps, its KV memory is lent; call wake() first")
         plan = self._steps.plan()
+        failed = list(plan.failed)
+        for request, error in plan.failed.items():
+            self.fail(request, error)
         if not (plan.decodes or plan.prefills):
-            return []
+            return failed
         try:
             with torch.inference_mode():
                 draws = self._steps.compute(plan)
@@ -146,27 +151,50 @@ class Engine:
         self._counts["steps"] += 1
         self._counts["prefill_tokens"] += sum(count for _, _, count in plan.prefills)
         self._counts["sampled_tokens"] += len(draws)
-        return self._accept(plan, draws)
-
-    def _accept(self, plan, draws) -> list[Request]:
-        """Appends the tokens, then calls back, since a callback may abort any request."""
         drawn = list(zip(plan.sampling, draws, strict=True))
-        finished = [request for request, draw in drawn if not math.isfinite(draw.logprob)]
-        for request in finished:
-            self._finish(request, "error")
-        if finished:
+        accepted = self._accept(drawn)
+        self._call_back(accepted)
+        ended = [request for request, _ in drawn if request.finished]
+        return failed + [each for each in ended if each.completion.finish_reason != "abort"]
+
+    def _accept(self, drawn) -> list[tuple[Request, Draw]]:
+        """Appends the tokens. Returns the requests that have one, with their draws."""
+        accepted, finite = [], True
+        for request, draw in drawn:
+            if isinstance(draw, Exception):
+                self.fail(request, draw)
+            elif not math.isfinite(draw.logprob):
+                self.fail(request, NotFiniteError())
+                finite = False
+        if not finite:
             self._forget()
             self.runner.wake()
-            drawn = [pair for pair in drawn if not pair[0].finished]
         for request, draw in drawn:
-            if reason := request.accept(*draw, self.weight_version):
+            if request.finished:
+                continue
+            try:
+                reason = request.accept(draw.token, draw.logprob, draw.top, self.weight_version)
+            except Exception as error:
+                self.fail(request, error)
+                continue
+            if reason:
                 self._finish(request, reason)
-                finished.append(request)
-        for request, draw in drawn:
-            aborted = request.finished and request.completion.finish_reason == "abort"
-            if request.on_token is not None and not aborted:
+            accepted.append((request, draw))
+        return accepted
+
+    def _call_back(self, accepted):
+        """Tells of the tokens, all of which have been accepted: a callback may abort any request.
+
+        A request that has been aborted, or has failed, hears no more.
+        """
+        for request, draw in accepted:
+            ended = request.finished and request.completion.finish_reason in ("abort", "error")
+            if request.on_token is None or ended:
+                continue
+            try:
                 request.on_token(draw.token, draw.logprob)
-        return finished
+            except Exception as error:
+                self.fail(request, error)
 
     @property
     def has_work(self) -> bool:
@@ -180,6 +208,15 @@ class Engine:
         """
         if not request.finished:
             self._finish(request, "abort")
+
+    def fail(self, request: Request, error: Exception) -> None:
+        """Ends a request by an error of its own, as `abort` does; `completed` then raises it.
+
+        A request that finished in the present step counts as failed too.
+        """
+        if not request.finished:
+            self.scheduler.finish(request)
+        request.finish("error", self.tokenizer, error)
 
     def _finish(self, request, reason):
         self.scheduler.finish(request)

@@ -92,6 +92,14 @@ class GpuRunner(Runner):
         if weight.is_cuda:
             self.warm_up()
 
+    @property
+    def sizes_known(self) -> tuple[int, int]:
+        """Returns how many sizes of steps have occurred, and how many have a graph.
+
+        Steps between two equal readings were replays, those that `launch` never captures aside.
+        """
+        return len(self._seen), len(self._captured)
+
     @staticmethod
     def kv_dtypes(weight: Tensor) -> tuple[torch.dtype, ...]:
         """As Runner.kv_dtypes; FP8 too where the card computes with it."""
@@ -142,8 +150,8 @@ class GpuRunner(Runner):
         outputs = graph.replay() if graph else self._compute(inputs)
         return _Launched(sampling, tuple(x[: len(sampling)] for x in outputs))
 
-    def draws(self, launched: _Launched, requests: list[Request]) -> list[Draw]:
-        """Waits for the draws of the requests."""
+    def draws(self, launched: _Launched, requests: list[Request]) -> list[Draw | Exception]:
+        """Waits for the draws of the requests; one that cannot be drawn has its error."""
         read = launched.read()
         draws = {request: read[launched.row[request]] for request in requests}
         if special := [request for request in requests if not request.plain]:

@@ -1,26 +1,31 @@
 """Which ids may be drawn, so that calls can be run and an answer fits a JSON schema. No torch.
 
 llguidance compiles the grammar and makes the masks. A call has the form that chat.py renders, with
-at most one space in a gap, and its arguments fit the tool's parameters.
+at most one space in a gap, and its arguments fit the tool's parameters. A grammar that meets one of
+llguidance's limits ends its request by an error, never the text before its end.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import time
 from collections.abc import Sequence
 from functools import cache, lru_cache
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from nanorchestra.engine.stream import TurnStream
-from nanorchestra.errors import require
+from nanorchestra.errors import UserError
 from nanorchestra.model.parser import CALL, CALL_END, THINK, THINK_END
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.schemas import Json
 
 CACHED = 32  # compiled grammars
+# A state of the lexer takes one or two kilobytes.
+LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
+MASKS_S, MASK_S = 2.0, 0.02  # CPU time that all masks of a guide may take, and a mask on average
 
 
 class Guide:
@@ -29,7 +34,9 @@ class Guide:
     It holds calls to those of `tools` (OpenAI's function objects), wherever parser.py sees one
     begin, and forbids nothing outside of them. With `required` the turn is one call, after its
     reasoning if it `thinks`; with a `schema` it is JSON of that, or a call. Not `strict`: keywords
-    that cannot be enforced are ignored. UserError if a schema is wrong.
+    that cannot be enforced are ignored. `matcher`: the grammar of these settings, compiled before.
+    UserError if a schema is wrong. So do `allowed` and `advance` raise it if they meet a limit of
+    llguidance, or if the masks of this guide and its copies take too long.
     """
 
     def __init__(
@@ -41,21 +48,13 @@ class Guide:
         required: bool = False,
         strict: bool = False,
         thinks: bool = True,
+        matcher: LLMatcher | None = None,
     ):
         self.tokenizer, self.free = tokenizer, not required and schema is None
-        options = {"x-guidance": {"whitespace_pattern": "[ ]?", "lenient": not strict}}
-        begin, end, call, call_end = (
-            f"<[{tokenizer.token_id(name)}]>" for name in (THINK, THINK_END, CALL, CALL_END)
-        )
-        bodies = [] if schema is None else ["%json " + json.dumps(schema | options)]
-        call = "" if self.free else call  # else the parser has seen it
-        for tool in tools:
-            wanted = json.dumps(_call(tool["function"]) | options)
-            bodies.append(f"{call} /\\n?/ %json {wanted} /\\n?/ {call_end}")
-        think = rf"think: {begin} /(.|\n)*/ {end} /\n?\n?/"
-        start = "think? " if thinks and not self.free else ""
-        lark = f"start: {start}({' | '.join(bodies)})\n{think}"
-        self._matcher, self.holds = _compiled(tokenizer, lark), not self.free
+        if matcher is None:
+            settings = {"required": required, "strict": strict, "thinks": thinks}
+            matcher = _compiled(tokenizer, grammar(tokenizer, tools, schema, **settings))
+        self._matcher, self.holds, self._spent = matcher, not self.free, Spent()
 
     def copy(self) -> Guide:
         """Returns the guide of one turn, at its beginning."""
@@ -66,8 +65,8 @@ class Guide:
 
     def advance(self, token: int) -> None:
         """Takes a sampled id."""
-        if self.holds:
-            self._matcher.consume_token(token)
+        if self.holds and not self._matcher.consume_token(token):
+            raise UserError(problem_of(self._matcher))
         self._unread.append(token)
         if self.free and b">" in self.tokenizer.bytes_of(token):  # a tag may end here
             self._stream.feed(*self._unread)
@@ -77,6 +76,8 @@ class Guide:
                 self._matcher.reset()
                 rest = self.tokenizer.encode(begun)
                 self.holds = self._matcher.try_consume_tokens(rest) == len(rest)
+                if self._matcher.is_error():
+                    raise UserError(problem_of(self._matcher))
             elif begun is None:
                 self.holds = False
 
@@ -87,27 +88,89 @@ class Guide:
         """
         if not self.holds:
             return None
-        return np.frombuffer(self._matcher.compute_logit_bias(), np.uint8) > 0
+        start = time.thread_time()
+        mask = self._matcher.compute_logit_bias()
+        if self._matcher.is_error():
+            raise UserError(problem_of(self._matcher))
+        self._spent.add(time.thread_time() - start)
+        return np.frombuffer(mask, np.uint8) > 0
+
+
+def grammar(
+    tokenizer: Tokenizer,
+    tools: Sequence[Json],
+    schema: Json | None = None,
+    *,
+    required: bool = False,
+    strict: bool = False,
+    thinks: bool = True,
+) -> str:
+    """Returns the grammar of a Guide of these settings, in llguidance's Lark."""
+    free = not required and schema is None
+    options = {"x-guidance": {"whitespace_pattern": "[ ]?", "lenient": not strict}}
+    begin, end, call, call_end = (
+        f"<[{tokenizer.token_id(name)}]>" for name in (THINK, THINK_END, CALL, CALL_END)
+    )
+    bodies = [] if schema is None else ["%json " + json.dumps(schema | options)]
+    call = "" if free else call  # else the parser has seen it
+    for tool in tools:
+        wanted = json.dumps(_call(tool["function"]) | options)
+        bodies.append(f"{call} /\\n?/ %json {wanted} /\\n?/ {call_end}")
+    think = rf"think: {begin} /(.|\n)*/ {end} /\n?\n?/"
+    start = "think? " if thinks and not free else ""
+    return f"start: {start}({' | '.join(bodies)})\n{think}"
+
+
+class Spent:
+    """CPU seconds of the masks of a guide and its copies. `add` raises UserError beyond a limit."""
+
+    def __init__(self) -> None:
+        self.seconds, self.masks = 0.0, 0
+
+    def add(self, seconds: float) -> None:
+        """Counts a mask."""
+        self.seconds += seconds
+        self.masks += 1
+        if self.seconds > MASKS_S + MASK_S * self.masks:
+            mean = 1e3 * self.seconds / self.masks
+            raise UserError(f"schema: it takes too long to enforce, {mean:.0f} ms a token")
 
 
 @cache
-def _known(tokenizer) -> LLTokenizer:
+def known(tokenizer: Tokenizer) -> LLTokenizer:
+    """Returns llguidance's form of a tokenizer, made once."""
     backend, size = tokenizer.backend.to_str(), tokenizer.vocab_size
     return LLTokenizer(backend, n_vocab=size, eos_token=tokenizer.im_end)
 
 
 @lru_cache(CACHED)
 def _compiled(tokenizer, lark) -> LLMatcher:
-    matcher = LLMatcher(_known(tokenizer), LLMatcher.grammar_from_lark(lark))
+    return compile_grammar(known(tokenizer), lark)
+
+
+def compile_grammar(tokenizer: LLTokenizer, lark: str) -> LLMatcher:
+    """Returns what follows a grammar. UserError if it is wrong, or if no text can begin it."""
+    grammar, limits = LLMatcher.grammar_from_lark(lark), LLParserLimits(**LIMITS)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     matcher.compute_logit_bias()
-    problem = matcher.get_error()
-    require(not problem, "schema: " + problem.partition("JSON schema: ")[2][:300])
+    if matcher.is_error():
+        raise UserError(problem_of(matcher))
     return matcher
 
 
+def problem_of(matcher: LLMatcher) -> str:
+    """Returns why a matcher has failed, in one line."""
+    problem = matcher.get_error()
+    _, is_schema, reason = problem.partition("JSON schema: ")
+    reason = (reason if is_schema else problem).partition("\n")[0]
+    if reason.startswith("NoExtension"):
+        reason = "no JSON fits it; a $ref may lead back to itself"
+    return f"schema: {reason[:300] or 'the grammar cannot be followed'}"
+
+
 def _call(function) -> Json:
-    """Returns the schema of a call's JSON object."""
-    arguments = function.get("parameters", {"type": "object"})
+    """Returns the schema of a call's JSON object. A $ref of the parameters begins at their root."""
+    arguments = {"$id": "urn:arguments"} | function.get("parameters", {"type": "object"})
     properties = {"name": {"const": function["name"]}, "arguments": arguments}
     exact = {"required": ["name", "arguments"], "additionalProperties": False}
     return {"type": "object", "properties": properties} | exact

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import operator
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from nanorchestra.engine.cache import PageTable
-from nanorchestra.errors import NotFiniteError, UserError, require
+from nanorchestra.errors import UserError, require
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from nanorchestra.model.tokenizer import Tokenizer
 
 OnToken = Callable[[int, float], None]
+WHOLE = "max_tokens", "top_k", "seed", "top_logprobs"  # parameters that are integers
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,10 @@ class SamplingParams:
     guide: Guide | None = None  # holds calls, or the answer, to a form
 
     def __post_init__(self):
+        for name in WHOLE:
+            object.__setattr__(self, name, self._number(name, operator.index, "an integer"))
+        for name in ("temperature", "top_p"):
+            self._number(name, _real, "a number")
         for name, right, expected in (
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("temperature", 0 <= self.temperature <= 3.4e38, "from 0 to 3.4e38, fp32's largest"),
@@ -45,6 +51,16 @@ class SamplingParams:
         ):
             value = getattr(self, name)
             require(right, f"sampling parameters: {name} is {value!r}, it should be {expected}")
+
+    def _number(self, name, convert, expected):
+        """Returns a parameter as `convert` gives it: in a step, a wrong type would end all rows."""
+        value = getattr(self, name)
+        try:
+            return convert(value)
+        except TypeError:
+            said = reprlib.repr(value)
+            message = f"sampling parameters: {name} is {said}, it should be {expected}"
+            raise UserError(message) from None
 
     @property
     def greedy(self) -> bool:
@@ -102,7 +118,7 @@ class Completion:
     for each: its log-probability under the distribution it was drawn from, and the version of the
     weights that drew it. cached_tokens: prompt tokens whose KV did not have to be computed. text:
     the ids decoded without special tokens. finish_reason: "stop" (a stop id), "length" (a limit),
-    "abort", or "error" (the model's logits were not finite).
+    "abort", or "error" (`Request.error` says which).
     """
 
     prompt_tokens: int
@@ -130,6 +146,7 @@ class Request:
     weight_versions: list[int] = field(default_factory=list)
     top_logprobs: list[Sequence[tuple[int, float]]] = field(default_factory=list)
     completion: Completion | None = None
+    error: Exception | None = None  # why it failed; no other request is touched by it
 
     def __post_init__(self):
         self.prompt_tokens = len(self.ids)
@@ -139,9 +156,9 @@ class Request:
             self.table.age = self.id
 
     def completed(self) -> Completion:
-        """Returns the completion. NotFiniteError if the model computed NaN for it."""
-        if self.completion.finish_reason == "error":
-            raise NotFiniteError
+        """Returns the completion. Raises what ended the request if that was an error."""
+        if self.error is not None:
+            raise self.error
         return self.completion
 
     @property
@@ -182,10 +199,19 @@ class Request:
             return "stop"
         return "length" if len(self.ids) >= self.limit else ""
 
-    def finish(self, reason: str, tokenizer: Tokenizer | None) -> None:
-        """Makes the completion."""
+    def finish(
+        self, reason: str, tokenizer: Tokenizer | None, error: Exception | None = None
+    ) -> None:
+        """Makes the completion. With an error, or ids that do not decode, it says "error"."""
         ids = self.ids[self.prompt_tokens :]
-        text = tokenizer.decode(ids, skip_special=True) if tokenizer else ""
+        text, self.error = "", error
+        try:
+            if tokenizer is not None:
+                text = tokenizer.decode(ids, skip_special=True)
+        except Exception as problem:
+            self.error = error or problem
+        if self.error is not None:
+            reason = "error"
         self.completion = Completion(
             self.prompt_tokens,
             self.cached_tokens or 0,
@@ -195,3 +221,8 @@ class Request:
             reason,
             self.weight_versions,
         )
+
+
+def _real(value) -> None:
+    if not isinstance(value, numbers.Real):
+        raise TypeError

@@ -33,6 +33,7 @@ class Runner:
 
     overlaps = False  # a CPU computes when it is told to: there is nothing to overlap
     mixed: tuple[int, float] | None = None  # bounds of chunks (Scheduler)
+    sizes_known = (0, 0)  # of captured steps (GpuRunner)
 
     def __init__(
         self, model: Qwen3, num_pages: int, page_size: int, vocab_size: int, kv_dtype: torch.dtype
@@ -84,8 +85,8 @@ class Runner:
         attend = self._attend(chunks, self._ints(slots))
         return self._logits(self.model(self._ints(tokens), self._ints(positions), attend)[wanted])
 
-    def draws(self, launched: Any, requests: list[Request]) -> list[Draw]:
-        """Draws a token for each of the requests."""
+    def draws(self, launched: Any, requests: list[Request]) -> list[Draw | Exception]:
+        """Draws a token for each of the requests; one that cannot be drawn has its error."""
         return self._sample(launched, requests) if requests else []
 
     @torch.inference_mode()
@@ -102,14 +103,26 @@ class Runner:
     def _logits(self, hidden) -> Tensor:
         return self.model.logits(hidden)
 
-    def _sample(self, logits, requests) -> list[Draw]:
-        return draw_tokens(
-            logits,
-            self.vocab_size,
-            [request.params for request in requests],
-            [len(request.ids) for request in requests],
-            [request.allowed for request in requests],
-        )
+    def _sample(self, logits, requests) -> list[Draw | Exception]:
+        """Draws a token for each row. If that fails, each is drawn alone: noise is of a row."""
+        try:
+            return draw_tokens(
+                logits,
+                self.vocab_size,
+                [request.params for request in requests],
+                [len(request.ids) for request in requests],
+                [request.allowed for request in requests],
+            )
+        except torch.AcceleratorError:  # the device failed, not a request
+            raise
+        except Exception as error:
+            if len(requests) == 1:
+                return [error]
+        return [
+            draw
+            for row, request in enumerate(requests)
+            for draw in self._sample(logits[row : row + 1], [request])
+        ]
 
     def _copy_pages(self, copies):
         """All pages are read before any is written, since pages may have changed hands."""

@@ -24,12 +24,14 @@ class Plan:
 
     Each (request, leader) of `forks` has the leader's ids and pages and needs only its logits.
     `copies`: page -> the page whose KV is copied into it before anything is computed.
+    `failed` has the errors of requests that cannot be admitted.
     """
 
     decodes: list[Request] = field(default_factory=list)
     prefills: list[tuple[Request, int, int]] = field(default_factory=list)
     forks: list[tuple[Request, Request]] = field(default_factory=list)
     copies: dict[int, int] = field(default_factory=dict)
+    failed: dict[Request, Exception] = field(default_factory=dict)
 
     @property
     def sampling(self) -> list[Request]:
@@ -122,29 +124,43 @@ class Scheduler:
         for request in list(self.waiting):
             if len(self.running) >= self.max_running:
                 return
-            leader = leaders.get((request.prompt_hash, len(request.ids)))
-            if leader and leader.ids == request.ids and not request.table.pages:
-                self._follow(plan, request, leader)
+            try:
+                taken = self._admit_next(plan, request, budget, leaders, coming)
+            except Exception as error:
+                plan.failed[request] = error
                 continue
-            if budget <= 0:
+            if taken is None:
                 return
-            self.parked.discard(request.table)
-            if not request.table.pages:
-                self.cache.match(request.table, request.ids)
-                key = self.cache.next_key(request.table, request.ids[:-1])
-                if key and key in coming:
-                    self.cache.release(request.table)
-                    continue
-            if not self._fit(request):
-                if request.resumed:
-                    self.parked.add(request.table)
-                else:
-                    self.cache.release(request.table)
-                return
-            self._admit(request, request.table.written)
-            leaders[request.prompt_hash, len(request.ids)] = request
-            coming.add(self.cache.next_key(request.table, request.ids))
-            budget -= self._prefill(plan, request, budget)
+            budget -= taken
+
+    def _admit_next(self, plan, request, budget, leaders, coming) -> int | None:
+        """Admits a request if it can be. Returns what it takes of the budget, None if it must wait.
+
+        Those behind it then wait too; it takes nothing if it waits for another's prefill.
+        """
+        leader = leaders.get((request.prompt_hash, len(request.ids)))
+        if leader and leader.ids == request.ids and not request.table.pages:
+            self._follow(plan, request, leader)
+            return 0
+        if budget <= 0:
+            return None
+        self.parked.discard(request.table)
+        if not request.table.pages:
+            self.cache.match(request.table, request.ids)
+            key = self.cache.next_key(request.table, request.ids[:-1])
+            if key and key in coming:
+                self.cache.release(request.table)
+                return 0
+        if not self._fit(request):
+            if request.resumed:
+                self.parked.add(request.table)
+            else:
+                self.cache.release(request.table)
+            return None
+        self._admit(request, request.table.written)
+        leaders[request.prompt_hash, len(request.ids)] = request
+        coming.add(self.cache.next_key(request.table, request.ids))
+        return self._prefill(plan, request, budget)
 
     def _follow(self, plan, request, leader):
         """Lets `request` share what `leader` computes, the same ids, in the step that ends it."""

@@ -33,10 +33,10 @@ class Steps:
         self._launched = None
         return self.scheduler.plan()
 
-    def compute(self, plan: Plan) -> list[Draw]:
+    def compute(self, plan: Plan) -> list[Draw | Exception]:
         """Computes the step, with the one after it under way if that is possible.
 
-        Returns the draws of plan.sampling.
+        Returns the draws of plan.sampling, and the error of a request that cannot be drawn.
         """
         launched = self._launched or self.runner.launch(plan)
         if self.runner.overlaps and (following := self.scheduler.plan_ahead(plan)) is not None:

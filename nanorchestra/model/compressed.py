@@ -1,11 +1,18 @@
-"""Reads matrices that the package compressed-tensors stored in 4 or 8 bits, in full precision.
+"""Reads matrices that compressed-tensors or AutoAWQ stored in 4 or 8 bits.
 
-A matrix is W[n, k] = (q[n, k] - zero[n, k]) * scale[n, k], where rectangles of W share a scale and
-a zero point: a row, a group of columns, a block, or all of it. q is int8 or float8_e4m3fn, or lies
-densely in int32 words, lowest bits first, each value with half of its range added.
+compressed-tensors: W[n, k] = (q[n, k] - zero[n, k]) * scale[n, k], where rectangles of W share a
+scale and a zero point: a row, a group of columns, a block, or all of it. q is int8 or
+float8_e4m3fn, or lies densely in int32 words, lowest bits first, each value with half of its range
+added. These matrices are widened as they are read.
+
+AutoAWQ (Lin et al. 2023, arXiv 2306.00978) in its version "gemm": the same formula for groups of
+columns, q and zero in 0 .. 15. They lie transposed in int32 words, qweight [in, out / 8] and qzeros
+[groups, out / 8], in the order AWQ_ORDER; scales are fp16 [groups, out]. These matrices stay in 4
+bits until their place in the model is known: an int4 model holds them exactly.
 """
 
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,6 +22,36 @@ from nanorchestra.errors import UserError, require
 # Values of `format` in quantization_config
 FORMATS = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
 PARTS = "", "_packed", "_shape", "_scale", "_zero_point"  # of a matrix, behind its name
+# The place in a word, counted from its lowest 4 bits, of each of eight neighbouring outputs
+AWQ_ORDER = 0, 4, 1, 5, 2, 6, 3, 7
+
+
+@dataclass(frozen=True)
+class FourBit:
+    """A matrix as it is stored in 4 bits: W[n, k] = (q[n, k] - zeros[n, g]) * scales[n, g].
+
+    Group g holds the columns k of g * group .. (g + 1) * group - 1. q uint8 [out, in] and zeros
+    uint8 [out, groups] are in 0 .. 15, scales are fp16 [out, groups].
+    """
+
+    q: Tensor
+    zeros: Tensor
+    scales: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return [out, in]."""
+        return self.q.shape
+
+    @property
+    def group(self) -> int:
+        """Return how many columns share a scale."""
+        return self.q.shape[1] // self.scales.shape[1]
+
+    def widened(self) -> Tensor:
+        """Return W [out, in] in fp32, which holds it exactly."""
+        q = self.q.float().unflatten(1, (-1, self.group))
+        return ((q - self.zeros[..., None]) * self.scales[..., None].float()).flatten(1)
 
 
 def decompressed(
@@ -41,6 +78,52 @@ def decompressed(
                 shapes = {weight + part: list(x.shape) for part, x in parts.items()}
                 raise UserError(f"{source}: the parts do not fit: {shapes}") from None
             yield weight, matrix
+
+
+def awq_decompressed(
+    names: Collection[str], read: Callable[[str], Tensor], group: int, source: str
+) -> Iterator[tuple[str, Tensor | FourBit]]:
+    """Yield (name, tensor) of a checkpoint of AutoAWQ; what it did not convert comes as it is.
+
+    names: of all tensors, which `read` gives. group: columns that share a scale, 0: a whole row.
+    UserError, which names the `source`, for parts that are missing or do not fit.
+    """
+    for name in names:
+        module, _, field = name.rpartition(".")
+        converted = f"{module}.qweight" in names
+        if field not in ("qweight", "qzeros", "scales") or not converted:
+            yield name, read(name)
+        elif field == "qweight":
+            parts = {}
+            for part in ("qweight", "qzeros", "scales"):
+                stored = f"{module}.{part}"
+                require(stored in names, f"{source}: {stored} is missing beside {name}")
+                parts[stored] = read(stored)
+            matrix = _awq_matrix(*parts.values(), group)
+            said = {part: f"{x.dtype} {list(x.shape)}" for part, x in parts.items()}
+            groups = f"groups of {group} rows" if group else "one group of rows"
+            require(matrix, f"{source}: the parts do not fit ({groups}, 8 columns a word): {said}")
+            yield f"{module}.weight", matrix
+
+
+def _awq_matrix(qweight, qzeros, scales, group) -> FourBit | None:
+    """Return the matrix, or None if the parts do not fit."""
+    if any(part.dim() != 2 for part in (qweight, qzeros, scales)):
+        return None
+    columns, words = qweight.shape
+    groups = columns // (group or columns or 1)
+    integers = qweight.dtype == qzeros.dtype == torch.int32
+    shapes = (tuple(qzeros.shape), tuple(scales.shape)) == ((groups, words), (groups, 8 * words))
+    whole = groups > 0 and columns == groups * (group or columns)
+    if not (integers and shapes and whole and scales.dtype == torch.float16):
+        return None
+    return FourBit(_awq_values(qweight), _awq_values(qzeros), scales.T)
+
+
+def _awq_values(words: Tensor) -> Tensor:
+    """Return the values 0 .. 15 of int32 words [N, W] as uint8 [8 W, N]."""
+    places = [(words >> 4 * place & 15).to(torch.uint8) for place in AWQ_ORDER]
+    return torch.stack(places, dim=2).flatten(1).T
 
 
 def _matrix(parts: dict[str, Tensor]) -> Tensor:

@@ -3,8 +3,13 @@
 Every linear layer of the blocks has an adapter. A fused matrix (qkv, gate_up) has an A and a B for
 each of its parts, so that an adapter is the one PEFT would make. `named_hf_tensors` gives merged
 weights, so the engine and exports know nothing of adapters.
+
+A base in 4 bits (QLoRA, Dettmers et al. 2023, arXiv 2305.14314) cannot be merged without rounding
+again. There the engine computes with adapters too: `on_the_same_base` gives it a model of its own
+adapters, and of the trainer's base.
 """
 
+import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +21,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from nanorchestra.files import write_whole
-from nanorchestra.model.quantise import linears
+from nanorchestra.model.quantise import QuantisedLinear, linears
 from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.sharded import fill, whole
 from nanorchestra.model.weights import hf_rows
@@ -25,33 +30,49 @@ from nanorchestra.model.weights import hf_rows
 class LoRALinear(nn.Module):
     """x [T, in] -> x W^T + scale * [x A_1^T B_1^T, ...] [T, out], one term per fused part.
 
-    `weight` [out, in] is frozen. lora_a [parts * rank, in] and lora_b [out, rank] are
-    fp32, because bf16 would lose steps of 1e-5; the product casts them to x.dtype.
+    W [out, in] is that of `base`, which is frozen: an nn.Linear, or a QuantisedLinear. lora_a
+    [parts * rank, in] and lora_b [out, rank] are fp32, because bf16 would lose steps of 1e-5; the
+    product casts them to x.dtype.
     """
 
-    def __init__(self, linear: nn.Linear, rows: list[int], rank: int, alpha: float) -> None:
-        """Wrap `linear`, with `rows` output rows in each part; `reset` fills the adapter."""
+    def __init__(
+        self, base: nn.Linear | QuantisedLinear, rows: list[int], rank: int, alpha: float
+    ) -> None:
+        """Wrap `base`, with `rows` output rows in each part; `reset` fills the adapter."""
         super().__init__()
-        self.weight = linear.weight
+        self.base = base
         self.rows, self.rank, self.scale, self.enabled = rows, rank, alpha / rank, True
-        device = linear.weight.device
-        self.lora_a = nn.Parameter(torch.empty(len(rows) * rank, linear.in_features, device=device))
-        self.lora_b = nn.Parameter(torch.empty(linear.out_features, rank, device=device))
+        device = base.scales.device if isinstance(base, QuantisedLinear) else base.weight.device
+        self.lora_a = nn.Parameter(torch.empty(len(rows) * rank, base.in_features, device=device))
+        self.lora_b = nn.Parameter(torch.empty(base.out_features, rank, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product [T, out] with the adapter, or without it if not `enabled`."""
-        y = F.linear(x, self.weight)
+        y = self.base(x)
         if not self.enabled:
             return y
-        low = F.linear(x, self.lora_a.to(x.dtype)).split(self.rank, -1)  # [T, rank] per part
-        matrices = self.lora_b.to(x.dtype).split(self.rows)
-        parts = [F.linear(z, b) for z, b in zip(low, matrices, strict=True)]
-        return y + self.scale * torch.cat(parts, -1)
+        low = F.linear(x, self.lora_a.to(x.dtype))  # [T, parts * rank]
+        return torch.addmm(y, low, self.spread(x.dtype).T, alpha=self.scale)
+
+    def spread(self, dtype: torch.dtype) -> Tensor:
+        """Return B in dtype, [out, parts * rank], zero where a part's rows meet another's columns.
+
+        One product then adds all parts, and no further [T, out] is in memory.
+        """
+        b = self.lora_b.to(dtype)
+        return torch.block_diag(*b.split(self.rows)) if len(self.rows) > 1 else b
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        """Return W + scale B A, whole, [out, in] in the dtype of W, added in fp32."""
-        weight, a, b = (whole(p) for p in (self.weight, self.lora_a, self.lora_b))
+        """Return W + scale B A, whole, [out, in] in the dtype of W, added in fp32.
+
+        Of a base in 4 bits it is in the dtype of the adapter.
+        """
+        a, b = whole(self.lora_a), whole(self.lora_b)
+        if isinstance(self.base, QuantisedLinear):
+            weight = self.base.dequantise(b.dtype)
+        else:
+            weight = whole(self.base.weight)
         parts = zip(b.split(self.rows), a.split(self.rank), strict=True)
         delta = torch.cat([rows @ columns for rows, columns in parts])
         return (weight.to(delta.dtype) + self.scale * delta).to(weight.dtype)
@@ -63,7 +84,7 @@ def add_adapters(model: Qwen3, rank: int, alpha: float, seed: int) -> None:
     A model without memory, or one that is sharded afterwards, needs `reset` once it has weights.
     """
     model.requires_grad_(False)
-    for name, module in linears(model.layers):
+    for name, module in linears(model.layers, (nn.Linear, QuantisedLinear)):
         parts = hf_rows(model.config, f"layers.{name}.weight", module.out_features)
         rows = [part.stop - part.start for _, part in parts]
         model.layers.set_submodule(name, LoRALinear(module, rows, rank, alpha))
@@ -86,6 +107,31 @@ def reset(model: Qwen3, seed: int) -> None:
         values = torch.empty(module.lora_a.shape).uniform_(-bound, bound, generator=generator)
         fill(module.lora_a, values)
         fill(module.lora_b, torch.zeros(module.lora_b.shape))
+
+
+def on_the_same_base(model: Qwen3, dtype: torch.dtype) -> Qwen3:
+    """Return a model with adapters of its own, in dtype, and the very tensors of the base.
+
+    It is frozen. Its adapters are spread: each is of one part, so that a step of an engine need not
+    spread them. `copy_adapters` brings them up to date.
+    """
+    own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    shared = [*model.parameters(), *model.buffers()]
+    memo = {id(tensor): tensor for tensor in shared if id(tensor) not in own}
+    other = copy.deepcopy(model, memo)
+    for _, module in adapters(other):
+        module.lora_a = nn.Parameter(module.lora_a.to(dtype), requires_grad=False)
+        module.lora_b = nn.Parameter(module.spread(dtype), requires_grad=False)
+        module.rows, module.rank = [len(module.lora_b)], len(module.lora_a)
+    return other
+
+
+@torch.no_grad()
+def copy_adapters(source: Qwen3, target: Qwen3) -> None:
+    """Overwrite the adapters of `target`, of `on_the_same_base`, by those of `source`."""
+    for (_, new), (_, old) in zip(adapters(source), adapters(target), strict=True):
+        old.lora_a.copy_(new.lora_a)
+        old.lora_b.copy_(new.spread(old.lora_b.dtype))
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Weight-only quantisation: matrices in 8 or 4 bits, activations in full precision.
 
-A QuantisedLinear takes the place of an nn.Linear and rounds its full-precision weights. Embeddings,
-and norms stay as they are; the lm_head takes 8 bits in either mode.
+A QuantisedLinear takes the place of an nn.Linear. It rounds full-precision weights, and takes those
+of a 4-bit checkpoint as they are. Embeddings and norms stay as they are; the lm_head takes 8 bits
+in either mode.
 """
 
 from typing import Any
@@ -9,31 +10,39 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from kernels.common import wide_product
 from kernels.quantised import ROWS, quantised_linear
 from nanorchestra.errors import require
+from nanorchestra.model.compressed import FourBit
 from nanorchestra.model.ops import by_kernel
 
 MODES = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}  # uint8: two each
 LARGEST = {torch.int8: 127, torch.uint8: 7, torch.float8_e4m3fn: 448}  # magnitudes
-GROUP = 128  # input columns that share a scale in int4, as in most published 4-bit checkpoints
+# Input columns that may share a scale in int4; 128 is that of most published 4-bit checkpoints.
+GROUPS = 256, 128, 64, 32
+GROUP = 128
 _BLOCK = 1024  # output rows converted at a time; bounds the full-precision copies in memory
 # fp16, spaced 2^-24 here, still keeps a scale so well that no weight moves by over half a step.
 _SMALLEST_SCALE = 2.0**-21
 
 
 class QuantisedLinear(nn.Module):
-    """x [T, in] -> x W^T [T, out], W[n, k] = q[n, k] * scales[n, k // group].
+    """x [T, in] -> x W^T [T, out], W[n, k] = (q[n, k] - zeros[n, k // group]) * scales[n, same].
 
-    With 8 bits, values int8 or float8_e4m3fn [out, in] hold q, scales are fp32 [out, 1]. With 4
-    bits, values uint8 [out, in / 2] hold q + 8, scales are fp16 [out, in / group]. Byte j of a
-    group holds column j in its low nibble and column j + group / 2 in its high one, so that
-    consecutive bytes give a kernel consecutive columns.
+    With 8 bits, values int8 or float8_e4m3fn [out, in] hold q, scales are fp32 [out, 1], and there
+    are no zeros. With 4 bits, values uint8 [out, in / 2] hold q in 0 .. 15, scales are fp16 and
+    zeros uint8 [out, in / group]; zeros None stands for 8. Byte j of a group holds column j in its
+    low nibble and column j + group / 2 in its high one, so that consecutive bytes give a kernel
+    consecutive columns.
     """
 
-    def __init__(self, linear: nn.Linear, kind: torch.dtype, group: int):
-        """Take shapes and device of `linear`, not its weights. kind: one of MODES."""
+    def __init__(self, linear: nn.Linear, kind: torch.dtype, group: int, zeros: bool = False):
+        """Take shapes and device of `linear`, not its weights. kind: one of MODES.
+
+        zeros: whether to hold zeros, which a checkpoint in 4 bits may have; rounding uses 8.
+        """
         super().__init__()
         rows, columns = self.out_features, self.in_features = linear.weight.shape
         self.group, self.packed = group, kind == torch.uint8
@@ -41,15 +50,22 @@ class QuantisedLinear(nn.Module):
         values = torch.empty(rows, columns // (1 + self.packed), dtype=kind, device=device)
         scales = torch.empty(rows, columns // group, dtype=dtype, device=device)
         self.values, self.scales = nn.Buffer(values), nn.Buffer(scales)
+        places = torch.empty(scales.shape, dtype=torch.uint8, device=device) if zeros else None
+        self.register_buffer("zeros", places)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the product; a GPU kernel reads the stored bits for up to ROWS rows of x."""
+        """Return the product; a GPU kernel reads the stored bits for up to ROWS rows of x.
+
+        Gradients flow into x. The values are frozen: they have none.
+        """
+        if x.requires_grad and torch.is_grad_enabled():
+            return _FrozenProduct.apply(x, self)
         return self.product(x, x.dtype)
 
     def product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the product in dtype, x.dtype or fp32."""
         if by_kernel(x) and len(x) <= ROWS:
-            return quantised_linear(x, self.values, self.scales, dtype)
+            return quantised_linear(x, self.values, self.scales, dtype, self.zeros)
         weight = self.dequantise(x.dtype)
         return F.linear(x, weight) if dtype == x.dtype else wide_product(x, weight.T)
 
@@ -60,17 +76,26 @@ class QuantisedLinear(nn.Module):
             q = q.float()
         if self.packed:
             halves = self.values.unflatten(1, (-1, self.group // 2))
-            q = torch.cat((halves & 15, halves >> 4), dim=2).to(torch.int8) - 8
+            zeros = 8 if self.zeros is None else self.zeros[..., None].to(torch.int8)
+            q = torch.cat((halves & 15, halves >> 4), dim=2).to(torch.int8) - zeros
         weight = torch.empty(q.shape, dtype=dtype, device=q.device)
         return torch.mul(q, self.scales[..., None].float(), out=weight).flatten(1)
 
     @torch.no_grad()
-    def write(self, rows: slice, weight: Tensor) -> None:
+    def write(self, rows: slice, weight: Tensor | FourBit) -> None:
         """Round weight [rows, in], of any float dtype and device, to the nearest step.
 
         A step is the largest magnitude of a group divided by 127, or by 7 with 4 bits. In fp8 it is
-        the distance to the next number of three binary digits after the point, 448 the largest.
+        the distance to the next number of three binary digits after the point, 448 the largest. A
+        matrix that is stored in 4 bits in the groups of this one is taken as it is.
         """
+        if isinstance(weight, FourBit):
+            if self.zeros is not None and weight.group == self.group:
+                self._take(rows, weight)
+                return
+            weight = weight.widened()
+        if self.zeros is not None:
+            self.zeros[rows] = 8
         largest = LARGEST[self.values.dtype]
         blocks = (self.values[rows], self.scales[rows], weight)
         for values, scales, block in zip(*(x.split(_BLOCK) for x in blocks), strict=True):
@@ -80,23 +105,57 @@ class QuantisedLinear(nn.Module):
             q = (block / scales[..., None].float()).clamp(-largest, largest)
             if not values.is_floating_point():
                 q = q.round()
-            if self.packed:
-                low, high = (q + 8).to(values.dtype).chunk(2, dim=2)
-                q = low | high << 4
-            values.copy_(q.flatten(1))
+            values.copy_(_packed((q + 8).to(values.dtype)) if self.packed else q.flatten(1))
+
+    def _take(self, rows, weight) -> None:
+        self.values[rows] = _packed(weight.q.unflatten(1, (-1, self.group)))
+        self.scales[rows] = weight.scales
+        self.zeros[rows] = weight.zeros
 
 
-def quantise_model(model: nn.Module, mode: str) -> None:
+class _FrozenProduct(torch.autograd.Function):
+    """x W^T with a gradient in x: grad W. Both passes dequantise W, and neither keeps it."""
+
+    @staticmethod
+    def forward(ctx, x, linear):
+        ctx.linear = linear
+        return F.linear(x, linear.dequantise(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return grad @ ctx.linear.dequantise(grad.dtype), None
+
+
+def _packed(q: Tensor) -> Tensor:
+    """Return q uint8 [rows, groups, group] in 0 .. 15, two to a byte: [rows, columns / 2]."""
+    low, high = q.chunk(2, dim=2)
+    return (low | high << 4).flatten(1)
+
+
+def quantise_model(model: nn.Module, mode: str, stored_group: int | None = None) -> None:
     """Replace every nn.Linear by an empty QuantisedLinear, in place.
 
-    "int8" and "fp8" (e4m3) scale each output row, "int4" groups of 128 input columns. Raises
-    UserError for another mode.
+    "int8" and "fp8" (e4m3) scale each output row, "int4" groups of 128 input columns, or of 64 or
+    32 where 128 do not divide a row. stored_group: that of a checkpoint in 4 bits with zero points,
+    which "int4" then holds exactly, if the group is one of GROUPS. Raises UserError for another
+    mode, and for rows that no group divides.
     """
     require(mode in MODES, f"quantise = {mode!r}: expected one of {', '.join(MODES)}")
+    zeros = stored_group in GROUPS
+    largest = stored_group if zeros else GROUP
     for name, module in linears(model):
         kind = MODES["int8" if (mode, name) == ("int4", "lm_head") else mode]
-        group = GROUP if kind == torch.uint8 else module.in_features
-        model.set_submodule(name, QuantisedLinear(module, kind, group))
+        columns = group = module.in_features
+        if kind == torch.uint8:
+            fitting = [size for size in GROUPS if size <= largest and columns % size == 0]
+            require(
+                fitting,
+                f"quantise = 'int4': {name} has {columns} columns; expected a multiple of 32",
+            )
+            group = fitting[0]
+        quantised = QuantisedLinear(module, kind, group, zeros and kind == torch.uint8)
+        model.set_submodule(name, quantised)
 
 
 def linears(model: nn.Module, kind: type | tuple[type, ...] = nn.Linear) -> list[tuple[str, Any]]:

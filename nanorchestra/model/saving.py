@@ -5,15 +5,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from nanorchestra.files import replace_directory
-from nanorchestra.model.hf_config import config_to_hf
+from nanorchestra.files import replace_directory, sha256, write_sums
+from nanorchestra.model.hf_config import GENERATION, config_to_hf
 from nanorchestra.model.qwen3 import Qwen3
-from nanorchestra.model.tokenizer import Tokenizer
+from nanorchestra.model.tensor_files import write_tensors
+from nanorchestra.model.tokenizer import COMPANIONS, Tokenizer
 from nanorchestra.model.weights import INDEX, SINGLE, named_hf_tensors
 
+SETTINGS = (GENERATION, *COMPANIONS)  # that users edit
 SHARD_BYTES = 5_000_000_000  # the most in one file
 
 
@@ -27,7 +28,8 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint directory in `dtype`, the model's own by default; it replaces `path`.
 
-    Host memory holds one shard at a time. All ranks of a sharded model call this, one of them with
+    SHA256SUMS in it has the digests of all files but SETTINGS, and `load_model` checks them. Host
+    memory holds one shard at a time. All ranks of a sharded model call this, one of them with
     `write`. Raises UserError if `path` cannot be written or the model is quantised.
     """
     dtype = dtype or model.embed_tokens.weight.dtype
@@ -41,26 +43,32 @@ def save_checkpoint(
         dtype_name = str(dtype).removeprefix("torch.")
         _write_json(directory / "config.json", config_to_hf(model.config) | {"dtype": dtype_name})
         if eos:
-            _write_json(directory / "generation_config.json", {"eos_token_id": eos})
-        _write_shards(directory, tensors)
+            _write_json(directory / GENERATION, {"eos_token_id": eos})
+        digests = _write_shards(directory, tensors)
         if tokenizer is not None:
             tokenizer.save(directory)
+        for file in directory.iterdir():
+            if file.name not in (*digests, *SETTINGS):
+                digests[file.name] = sha256(file)
+        write_sums(directory, digests)
 
 
-def _write_shards(directory, tensors):
-    """Write one file, or numbered shards and their index."""
+def _write_shards(directory, tensors) -> dict[str, str]:
+    """Write one file, or numbered shards and their index; return the SHA-256 of each shard."""
     weight_map = {}
+    digests = {}
     total = 0
     for number, shard in enumerate(_shards(tensors), 1):
         file = f"model-{number:05d}.safetensors"
-        save_file(shard, directory / file, {"format": "pt"})
+        digests[file] = write_tensors(directory / file, shard)
         weight_map |= dict.fromkeys(shard, file)
         total += sum(tensor.nbytes for tensor in shard.values())
     if number == 1:
         (directory / file).rename(directory / SINGLE)
-    else:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(directory / INDEX, index)
+        return {SINGLE: digests[file]}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    _write_json(directory / INDEX, index)
+    return digests
 
 
 def _shards(tensors) -> Iterator[dict[str, Tensor]]:

@@ -8,6 +8,7 @@ of bytes, so a character that is split over several ids is never emitted in part
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -17,7 +18,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from nanorchestra.errors import UserError, require
-from nanorchestra.files import read_toml, write_whole
+from nanorchestra.files import read_object, read_regular, read_toml, write_whole
 
 QWEN3 = read_toml(Path(__file__).with_name("tokens.toml"))
 SPECIAL_TOKENS, TEXT_TOKENS = QWEN3["special"], QWEN3["text"]  # `skip_special` drops the first
@@ -27,6 +28,7 @@ COMPANIONS = ("tokenizer_config.json", "chat_template.jinja")
 _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 _PRINTABLE_FIRST = sorted(range(256), key=lambda byte: chr(byte) not in _ALPHABET)
 _BYTES = dict(zip(_ALPHABET, _PRINTABLE_FIRST, strict=True))
+_LARGEST_ID = 1 << 22  # the largest vocabularies have 260 thousand ids
 _CACHED = 4096  # entries of the cache of encoded texts, and the most characters of an entry
 
 
@@ -51,9 +53,23 @@ class Tokenizer:
         for token in QWEN3["required"]:
             known = self._ids.get(token) in added
             require(known, f"{source}: added_tokens has no {token!r}, as a Qwen3 tokenizer has")
+        lacking = [c for c in _ALPHABET if c not in self._ids]
+        require(
+            not lacking,
+            f"{source}: model.vocab lacks {len(lacking)} of the 256 bytes, such as {lacking[:1]}; "
+            "expected a byte-level BPE",
+        )
         self.vocab_size = 1 + max(self._ids.values())
+        require(
+            self.vocab_size <= _LARGEST_ID,
+            f"{source}: has the token id {self.vocab_size - 1}; expected ids below {_LARGEST_ID}",
+        )
         self._bytes = [b""] * self.vocab_size
         for token, i in self._ids.items():
+            spelt = i in added or all(c in _BYTES for c in token)
+            require(
+                spelt, f"{source}: the token {token!r} is not of a byte-level BPE, as Qwen's are"
+            )
             self._bytes[i] = token.encode() if i in added else bytes(_BYTES[c] for c in token)
         self.im_end = self.token_id("<|im_end|>")
         self.eos_ids = (self.im_end, self.token_id("<|endoftext|>"))
@@ -67,15 +83,30 @@ class Tokenizer:
         Raises UserError if it cannot be read or lacks Qwen3's chat tokens.
         """
         file = Path(path) / "tokenizer.json"
+        data = read_object(file)
+        model = data.get("model")
+        known = isinstance(model, dict) and model.get("type") == "BPE"
+        require(known, f"{file}: model.type: expected 'BPE', as Qwen's is")
+        for field in ("continuing_subword_prefix", "end_of_word_suffix"):
+            # With a prefix the library cuts tokens inside characters, and can abort the process.
+            stated = model.get(field)
+            said = f"{file}: model.{field} = {stated!r}: expected none, as in Qwen's"
+            require(stated in (None, ""), said)
         try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
+            backend = tokenizers.Tokenizer.from_str(json.dumps(data))
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"{file}: not a readable tokenizer.json ({error})") from None
         tokenizer = cls(backend, str(file))
-        for name in COMPANIONS:
-            companion = file.with_name(name)
-            if companion.exists():
-                tokenizer._companions[name] = companion.read_text(encoding="utf-8")
+        for companion in COMPANIONS:
+            beside = file.with_name(companion)
+            if not os.path.lexists(beside):
+                continue
+            if companion.endswith(".json"):
+                read_object(beside)  # checks it; kept is the text
+            try:
+                tokenizer._companions[companion] = read_regular(beside).decode()
+            except UnicodeDecodeError as error:
+                raise UserError(f"{beside}: not a text file in UTF-8 ({error})") from None
         return tokenizer
 
     def encode(self, text: str) -> list[int]:
@@ -84,6 +115,8 @@ class Tokenizer:
 
     def _encode(self, text) -> list[int]:
         try:
+            if len(text) > _CACHED:  # other threads go on meanwhile, unlike in `encode`
+                return self._plain.encode_batch([text])[0].ids
             return self._plain.encode(text).ids
         except (TypeError, UnicodeEncodeError):  # half a surrogate pair, which JSON can bring
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

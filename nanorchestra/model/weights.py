@@ -5,28 +5,34 @@ are row ranges of the fused matrices. Loading holds one tensor at a time, and ro
 the model is quantised. saving.py writes checkpoints.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanorchestra.errors import UserError, require
-from nanorchestra.files import read_json
-from nanorchestra.model.compressed import decompressed
-from nanorchestra.model.hf_config import read_config
+from nanorchestra.files import SUMS, check_sums, is_file_name, read_object, read_sums
+from nanorchestra.model.compressed import FourBit, awq_decompressed, decompressed
+from nanorchestra.model.hf_config import read_config, stored_group
 from nanorchestra.model.native import PackedLinear
 from nanorchestra.model.quantise import QuantisedLinear, linears, quantise_model
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
-from nanorchestra.model.sharded import fill, is_sharded, whole
+from nanorchestra.model.sharded import fill, is_sharded, local, whole
+from nanorchestra.model.tensor_files import open_tensors
 from nanorchestra.model.tokenizer import Tokenizer
 
 STORED = QuantisedLinear, PackedLinear  # they hold a matrix in a form of their own
+BASE = ".base"  # in the name of a matrix that has an adapter
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SLACK = 4
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,7 @@ class Slot:
     """The place of one checkpoint tensor: its shape, and what writes it."""
 
     shape: list[int]
-    writes: list[Callable[[Tensor], None]]
+    writes: list[Callable[[Tensor | FourBit], None]]
 
 
 def load_model(
@@ -46,19 +52,33 @@ def load_model(
 ) -> tuple[Qwen3, Tokenizer | None]:
     """Return the model of a checkpoint directory and its tokenizer, None without tokenizer.json.
 
-    `quantise`, "int8", "int4" or "fp8", rounds the matrices as they are read; those that
-    compressed-tensors stored in 4 or 8 bits are widened before. `build` makes the model without
-    memory; dtype None keeps the dtypes it chooses. Raises UserError for anything wrong with the
-    directory.
+    `quantise`, "int8", "int4" or "fp8", rounds the matrices as they are read; those that are stored
+    in 4 or 8 bits are widened before, but for AutoAWQ's, which "int4" holds as they are. `build`
+    makes the model without memory; dtype None keeps the dtypes it chooses. Raises UserError for
+    anything wrong with the directory.
     """
     path = Path(path)
+    if os.path.lexists(path / SUMS):
+        check_saved(path)
     config = read_config(path)
+    shards = _shards(path)
+    _check_sizes(config, shards, path)
+    tokenizer = None
+    if os.path.lexists(path / "tokenizer.json"):
+        tokenizer = Tokenizer.from_dir(path)
+        require(
+            tokenizer.vocab_size <= config.vocab_size,
+            f"{path / 'tokenizer.json'}: has ids up to {tokenizer.vocab_size - 1}; the model's "
+            f"vocab_size is {config.vocab_size}",
+        )
     with torch.device("meta"):
         model = build(config)
     if dtype is not None:
         model.to(getattr(torch, dtype))
     if quantise:
-        quantise_model(model, quantise)
+        quantise_model(model, quantise, stored_group(path))
+
+    _check_memory(model, torch.device(device), path)
 
     def empty(x):  # as to_empty does, but empty_like imports sympy: 0.3 s
         if is_sharded(x):
@@ -66,13 +86,12 @@ def load_model(
         return torch.empty(x.shape, dtype=x.dtype, device=device)
 
     model._apply(empty)
-    copy_weights(model, _stored(path), str(path))
-    has_tokenizer = (path / "tokenizer.json").exists()
-    return model, Tokenizer.from_dir(path) if has_tokenizer else None
+    copy_weights(model, _stored(shards, path), str(path))
+    return model, tokenizer
 
 
 def copy_weights(
-    model: Qwen3, tensors: Iterable[tuple[str, Tensor]], source: str = "new weights"
+    model: Qwen3, tensors: Iterable[tuple[str, Tensor | FourBit]], source: str = "new weights"
 ) -> None:
     """Overwrite all weights in place from (HF name, tensor) pairs of any float dtype and device.
 
@@ -102,17 +121,22 @@ def named_hf_tensors(
 
     The tensors are views: writing to them writes to the model. Two exceptions are copies: a matrix
     with an adapter (lora.py) is merged, and a sharded one is gathered, so all ranks must iterate
-    together. Raises UserError for a quantised model and a packed one.
+    together. Raises UserError for a quantised model without adapters and a packed one.
     """
     held = linears(model, STORED)
-    require(not held, "a quantised or packed model can be neither trained nor saved")
+    adapted = all(name.endswith(BASE) for name, _ in held)
+    require(adapted, "a quantised or packed model can be neither trained nor saved")
     for name, parameter in model.named_parameters():
         parts = hf_rows(model.config, name, len(parameter))
         if parts:
             owner, _, field = name.rpartition(".")
-            merged = getattr(model.get_submodule(owner), "merged", None)
+            merged = getattr(model.get_submodule(owner.removesuffix(BASE)), "merged", None)
             matrix = whole(merged() if merged and field == "weight" else parameter, dtype)
             yield from ((part, matrix[rows]) for part, rows in parts)
+    for name, module in held:
+        matrix = whole(model.get_submodule(name.removesuffix(BASE)).merged(), dtype)
+        parts = hf_rows(model.config, f"{name}.weight", module.out_features)
+        yield from ((part, matrix[rows]) for part, rows in parts)
 
 
 def hf_slots(model: Qwen3) -> dict[str, Slot]:
@@ -121,7 +145,7 @@ def hf_slots(model: Qwen3) -> dict[str, Slot]:
     for name, parameter in model.named_parameters():
         for part, rows in hf_rows(model.config, name, len(parameter)):
             shape = [rows.stop - rows.start, *parameter.shape[1:]]
-            slots[part] = Slot(shape, [partial(fill, parameter, begin=rows.start)])
+            slots[part] = Slot(shape, [partial(_fill, parameter, rows.start)])
     for name, module in linears(model, STORED):
         if name == "lm_head" and model.config.tie_word_embeddings:
             name = "embed_tokens"
@@ -131,10 +155,16 @@ def hf_slots(model: Qwen3) -> dict[str, Slot]:
     return slots
 
 
+def _fill(parameter, begin, weight):
+    """Write rows begin.. of a parameter, which holds its numbers one by one."""
+    fill(parameter, weight.widened() if isinstance(weight, FourBit) else weight, begin)
+
+
 def hf_rows(config: ModelConfig, name: str, rows: int) -> list[tuple[str, slice]]:
     """Return the HF names of one parameter and the rows that each has; none for an adapter."""
     if name.endswith("norm"):
         name += ".weight"
+    name = name.replace(f"{BASE}.", ".")
     *owner, module, field = name.split(".")
     if field in ("lora_a", "lora_b"):
         return []
@@ -152,23 +182,116 @@ def hf_rows(config: ModelConfig, name: str, rows: int) -> list[tuple[str, slice]
     ]
 
 
-def _stored(path) -> Iterator[tuple[str, Tensor]]:
+def check_saved(path: Path) -> None:
+    """Raise UserError, which names the file, unless all files in SHA256SUMS are as it says."""
+    digests = read_sums(path)
+    try:
+        check_sums(path, digests, digests)
+    except UserError as error:
+        raise UserError(
+            f"{error}; get the file again, or remove {SUMS} if you have changed it yourself"
+        ) from None
+
+
+def _shards(path) -> dict[str, Any]:
+    """Return the open file of each tensor in a checkpoint directory, by the tensor's name."""
+    index = path / INDEX
+    files, weight_map = {SINGLE}, {}
+    if os.path.lexists(index):
+        weight_map = read_object(index).get("weight_map")
+        known = isinstance(weight_map, dict) and weight_map
+        require(known, f"{index}: weight_map: expected an object of files by tensor")
+        for name, file in weight_map.items():
+            beside = is_file_name(file)
+            require(beside, f"{index}: {name}: {file!r}: expected a file name in its directory")
+        files = set(weight_map.values())
+    shards, places = {}, {}
+    for file in sorted(files):
+        shard = open_tensors(path / file)
+        names = shard.keys()
+        for name in names:
+            twice = f"{path / file}: {name} is in {places.get(name)} too; expected it once"
+            require(name not in places, twice)
+            places[name], shards[name] = file, shard
+    for name, file in weight_map.items():
+        found = places.get(name)
+        require(found == file, f"{index}: {name} is in {found or 'no file'}, not in {file}")
+    return shards
+
+
+def _check_sizes(config, shards, path) -> None:
+    """Raise UserError if the configuration asks for far more than the files hold.
+
+    Nothing of its size has been made yet, not even modules. A difference below a factor of SLACK
+    is left to `copy_weights`, which names the tensor. A word of int32 holds eight weights at most.
+    """
+    numbers = {
+        match[1] for name in shards if (match := re.match(r"(?:model\.)?layers\.(\d+)\.", name))
+    }
+    require(
+        config.num_hidden_layers <= len(numbers),
+        f"{path / 'config.json'}: num_hidden_layers = {config.num_hidden_layers}: "
+        f"the weights have {len(numbers)} layers",
+    )
+    heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
+    layer = config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
+    wanted = config.vocab_size * config.hidden_size + config.num_hidden_layers * layer
+    room = 0
+    for name, file in shards.items():
+        stored = file.get_slice(name)
+        room += math.prod(stored.get_shape()) * (8 if stored.get_dtype() == "I32" else 1)
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+    sizes += ("num_key_value_heads", "head_dim")
+    stated = ", ".join(f"{name} = {getattr(config, name)}" for name in sizes)
+    require(
+        wanted <= SLACK * room,
+        f"{path / 'config.json'}: {stated} make {wanted:,} weights; its files hold {room:,}",
+    )
+
+
+def _check_memory(model, device, path) -> None:
+    """Raise UserError if the model, which has no memory yet, is larger than the device's memory."""
+    tensors = [*model.parameters(), *model.buffers()]
+    wanted = sum(local(x).numel() * x.element_size() for x in tensors)
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    require(
+        wanted <= memory,
+        f"{path}: its weights take {wanted / 1e9:.1f} GB here; {device} has {memory / 1e9:.1f} GB",
+    )
+
+
+def _stored(shards: Mapping[str, Any], path) -> Iterator[tuple[str, Tensor | FourBit]]:
     """Yield (name, tensor) of a checkpoint directory, shard by shard.
 
     A bare backbone, such as Qwen3-Embedding, has names without their first "model".
     """
-    files, shards = {SINGLE}, {}
-    if (path / INDEX).is_file():
-        files = set(read_json(path / INDEX)["weight_map"].values())
-    for file in sorted(files):
-        try:
-            shard = safe_open(path / file, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise UserError(
-                f"{path / file}: not a whole safetensors file ({error}); is the download complete?"
-            ) from error
-        shards |= dict.fromkeys(shard.keys(), shard)
-    tensors = decompressed(shards, lambda name: shards[name].get_tensor(name), str(path))
+
+    def read(name):
+        tensor = shards[name].get_tensor(name)
+        if tensor.is_floating_point():
+            _check_finite(tensor, f"{path}: {name}")
+            return tensor
+        plain = name.endswith(".weight") and f"{name}_scale" not in shards
+        require(not plain, f"{path}: {name} has dtype {tensor.dtype}; expected a float")
+        return tensor
+
+    group = stored_group(path)
+    if group is None:
+        tensors = decompressed(shards, read, str(path))
+    else:
+        tensors = awq_decompressed(shards, read, group, str(path))
     for name, tensor in tensors:
         bare = not name.startswith(("model.", "lm_head."))
         yield f"model.{name}" if bare else name, tensor
+
+
+def _check_finite(tensor, source) -> None:
+    """Raise UserError for a number that is NaN or infinite."""
+    if tensor.numel():
+        compared = tensor.float() if tensor.itemsize == 1 else tensor
+        low, high = compared.aminmax()  # NaN if any is
+        finite = bool(low.isfinite() and high.isfinite())
+        require(finite, f"{source} has a number that is NaN or infinite; get the file again")

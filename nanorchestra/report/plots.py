@@ -112,10 +112,14 @@ def frontier(found: dict[str, Json], world: str = "", turns: bool = False) -> Pa
 
 
 def _point(scores, key, factor):
-    """A score, and how far its interval reaches below and above it."""
+    """A score, and how far its interval reaches below and above it.
+
+    Rounding may put the score of equal attempts outside of its interval; a reach is at least 0.
+    """
     value = scores[key]
     low, high = scores.get("intervals", {}).get(key, (value, value))
-    return factor * value, [[factor * (value - low)], [factor * (high - value)]]
+    below, above = max(0.0, value - low), max(0.0, high - value)
+    return factor * value, [[factor * below], [factor * above]]
 
 
 def _empty(axis):

@@ -5,6 +5,7 @@ One process writes a run, any number may read it meanwhile. This file knows noth
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import math
@@ -12,8 +13,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import tomli_w
+
+from nanorchestra.config import Config
 from nanorchestra.errors import UserError, require
-from nanorchestra.files import append_line, read_json, sync, write_whole
+from nanorchestra.files import append_line, read_json, read_object, sync, write_whole
 from nanorchestra.schemas import Json
 
 LOGS = ("metrics", "trajectories")
@@ -95,10 +99,20 @@ class Run:
         return {log.stem: log.stat().st_size for log in logs}
 
     def truncate(self, offsets: dict[str, int]) -> None:
-        """Cut the logs to `offsets`, so that a resumed run repeats no row."""
-        for name in LOGS:
-            if self._log(name).exists():
-                os.truncate(self._log(name), offsets.get(name, 0))
+        """Cut the logs to `offsets`, so that a resumed run repeats no row.
+
+        UserError, before any is cut, for a log that is shorter: it has lost rows since.
+        """
+        logs = [log for log in map(self._log, LOGS) if log.exists()]
+        for log in logs:
+            size, written = log.stat().st_size, offsets.get(log.stem, 0)
+            require(
+                size >= written,
+                f"{log}: has {size:,} bytes; {written:,} were written up to the checkpoint; get "
+                "the whole file again, or remove it to go on without its rows",
+            )
+        for log in logs:
+            os.truncate(log, offsets.get(log.stem, 0))
 
     def write_json(self, name: str, value: Json) -> None:
         """Replace the file `name` in the run by `value` as JSON, as `append` writes it."""
@@ -107,10 +121,15 @@ class Run:
     def summary(self) -> Json:
         """Return summary.json, or {} while the run has none."""
         path = self.path / "summary.json"
-        return read_json(path) if path.exists() else {}
+        return read_object(path) if path.exists() else {}
 
     def _log(self, name):
         return self.path / f"{name}.jsonl"
+
+
+def to_toml(config: Config) -> str:
+    """Return all settings as the TOML of config.toml; settings.load_config reads it back."""
+    return tomli_w.dumps(dataclasses.asdict(config))
 
 
 def held_out_scores(summary: Json) -> dict[str, Json]:

@@ -1,11 +1,13 @@
 """The routes of the server: who may ask, what is answered, how errors look and how it ends."""
 
 import asyncio
+import logging
 import re
 import secrets
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -21,14 +23,20 @@ from starlette.routing import Route
 from starlette.types import Send
 
 from nanorchestra.agent.loop import Rollout
-from nanorchestra.errors import UserError
+from nanorchestra.engine.guide import Guide, grammar
+from nanorchestra.errors import UserError, require
 from nanorchestra.schemas import Json
+from nanorchestra.serving.connections import Connection, close_overdue
+from nanorchestra.serving.grammars import Grammars
 from nanorchestra.serving.orchestrate import MakeEnvironment, orchestrated
 from nanorchestra.serving.protocol import (
     OPENAPI,
     Choice,
     as_choices,
+    as_prompts,
+    count_choices,
     dumps,
+    guided,
     merge,
     read_body,
     usage,
@@ -40,6 +48,7 @@ POLICY = {"content-security-policy": "default-src 'unsafe-inline'; connect-src '
 LOCAL = ["localhost", "127.0.0.1", "[::1]"]
 JSON = "application/json"
 BODY_S = 30.0  # that a body may take to come
+SMALL = 16 << 10  # bytes of a body that does not wait behind large ones
 DRAIN_S = 20.0  # until what runs is ended, once the server is
 FORMS = {  # the form of a body, and what an answer and a chunk of a stream are called
     "/v1/chat/completions": ("ChatRequest", "chat.completion", "chat.completion.chunk"),
@@ -68,6 +77,9 @@ class Server(uvicorn.Server):
         self.given = given | {"max_tokens": rollout.engine.max_context}
         self.host, self.key = host, key
         self.service, self.models = Service(rollout.engine), [name, f"{name}+tools"]
+        self.grammars = Grammars(rollout.tokenizer)
+        # A thread each: reading bodies holds the interpreter, which the engine needs too.
+        self.small, self.large = (ThreadPoolExecutor(1, name) for name in ("small", "large"))
         model = {"object": "model", "created": 0, "owned_by": "nanorchestra"}
         models = [model | {"id": name} for name in self.models]
         published = {
@@ -83,13 +95,23 @@ class Server(uvicorn.Server):
         app = Starlette(routes=routes, exception_handlers=refusals)
         app = TrustedHostMiddleware(app, LOCAL if host in (*LOCAL, "::1") else ["*"])
         stop = int(DRAIN_S) + 5
-        super().__init__(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=stop))
+        config = uvicorn.Config(
+            app, http=Connection, ws="none", log_level="warning", timeout_graceful_shutdown=stop
+        )
+        super().__init__(config)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Closes connections whose clients take too long, each second."""
+        if counter % 10 == 0:
+            close_overdue(self.server_state.connections)
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Lets what runs go on to its end, or to the deadline."""
         asyncio.get_running_loop().call_later(DRAIN_S, self.service.end)
         await super().shutdown(sockets)
         self.service.jobs.put(None)
+        self.grammars.close()
 
     def _metrics(self, request) -> Response:
         engine = self.service.engine
@@ -107,7 +129,7 @@ class Server(uvicorn.Server):
         """Answers a body, at once or as a stream."""
         form, *kinds = FORMS[request.url.path]
         raw = await self._raw(request)
-        body, chunks = await asyncio.to_thread(self._open, raw, form)
+        body, chunks = await self._open(raw, form)
         head = {"id": secrets.token_hex(12), "created": int(time.time()), "model": body["model"]}
         head["object"] = kinds[body["stream"]]
         if body["stream"]:
@@ -118,12 +140,14 @@ class Server(uvicorn.Server):
 
     async def _raw(self, request):
         """The bytes of a body. HTTPException if the client may not ask, or sends too much."""
-        given, raw = request.headers.get("authorization", "").encode(), b""
-        if self.key and not secrets.compare_digest(given, f"Bearer {self.key}".encode()):
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        is_right = secrets.compare_digest(key.strip().encode(), self.key.encode())
+        if self.key and not (is_right and scheme.lower() == "bearer"):
             raise HTTPException(401, "the API key is missing or wrong")
-        if request.headers.get("content-type", "").partition(";")[0] != JSON:
+        media = request.headers.get("content-type", "").partition(";")[0]
+        if media.strip().lower() != JSON:
             raise HTTPException(415, f"the Content-Type must be {JSON}")
-        most = (1 << 16) + 32 * self.given["max_tokens"]
+        most, raw = (1 << 16) + 32 * self.given["max_tokens"], bytearray()
         try:
             async with asyncio.timeout(BODY_S):
                 async for part in request.stream():
@@ -134,15 +158,43 @@ class Server(uvicorn.Server):
             raise HTTPException(408, "the body did not come in time") from None
         return raw
 
-    def _open(self, raw, form):
-        """A checked body, and the chunks of its answer."""
-        body, rollout = read_body(raw, form, self.given), self.rollout
+    async def _open(self, raw, form):
+        """A checked body, and the chunks of its answer. What is cheap is checked first."""
+        loop, thread = asyncio.get_running_loop(), self.small if len(raw) <= SMALL else self.large
+        body, prompts = await loop.run_in_executor(thread, self._read, raw, form)
+        if body["model"] == self.models[1]:
+            return body, orchestrated(self.service, self.rollout, self.make_environment, body)
+        tokenizer, guide = self.rollout.tokenizer, None
+        if (settings := guided(body)) is not None:
+            lark = await loop.run_in_executor(thread, lambda: grammar(tokenizer, **settings))
+            guide = Guide(tokenizer, **settings, matcher=await self.grammars.compiled(lark))
+        choices = as_choices(body, prompts, guide)
+        return body, sampled(self.service, tokenizer, body, choices)
+
+    def _read(self, raw, form):
+        """A checked body, and the ids of its prompts, which fit the context."""
+        body = read_body(raw, form, self.given)
         if body["model"] not in self.models:
             raise HTTPException(404, f"model: it must be {' or '.join(self.models)}")
-        if body["model"] == self.models[1]:
-            return body, orchestrated(self.service, rollout, self.make_environment, body)
-        asked = as_choices(body, rollout.tokenizer)
-        return body, sampled(self.service, rollout.tokenizer, body, asked)
+        is_chat = "messages" in body
+        path = next(iter(FORMS))
+        require(is_chat or body["model"] == self.models[0], f"model: {body['model']} needs {path}")
+        self.service.check_room(count_choices(body))
+        try:
+            return body, self._prompts(body)
+        except UserError as error:
+            if body["model"] == self.models[0] or len(body["messages"]) == 1:
+                raise
+            # A world's task stands alone: orchestrate.py knows whether this is one.
+            body |= {"messages": body["messages"][-1:], "too_long": str(error)}
+            return body, self._prompts(body)
+
+    def _prompts(self, body):
+        """The ids of the prompts of a body. UserError if they do not fit the context."""
+        limits, prompts = self.rollout.engine.limits, as_prompts(body, self.rollout.tokenizer)
+        for ids in prompts:
+            limits.check_length(limits.check_ids(ids), sampled=1)
+        return prompts
 
 
 class Parts(StreamingResponse):
@@ -200,9 +252,11 @@ async def events(head, chunks, options):
             if options.get("include_usage") or "usage" not in chunk:
                 begun = True
                 yield b"data: %b,%b\n\n" % (begin, dumps(chunk)[1:])
-    except REFUSED as error:
+    except Exception as error:
         if not begun:
             raise
+        if not isinstance(error, REFUSED):
+            logging.exception("an answer failed")
         end = refuse(None, error).body
     yield b"data: %b\n\n" % end
 

@@ -5,6 +5,7 @@ import copy
 import json
 import secrets
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ async def orchestrated(
     check({**body, "last": asked}, OPENAPI["components"]["schemas"]["WithTools"], "+tools")
     seed = body.get("seed", secrets.randbits(62))
     env = make(asked["content"], *preference_of(body.get("metadata") or {}), seed)
+    require(env.task.data or "too_long" not in body, body.get("too_long", ""))
     env.messages[:0] = [] if env.task.data else before  # a world's task stands alone
     rollout, chosen = copy.copy(rollout), {name: body[name] for name in SAMPLING}
     rollout.open = lambda attempt, start, prompt: Conversation(service, rollout.price, prompt)
@@ -95,8 +97,11 @@ def preference_of(metadata: Json) -> tuple[str, Json]:
     words = vector.pop("text", words)
     require(isinstance(words, str), "metadata.preference.text: must be a text")
     for name, value in read.items():
-        if isinstance(value, str):
-            (value,) = words_and_vector(f"{name}={value}")[1].values()
+        if isinstance(value, str) and name == "never":
+            value = [ban.strip() for ban in value.split(",")]
+        elif isinstance(value, str):
+            with suppress(ValueError):  # what is no number is refused by its name
+                value = json.loads(value)
         vector[name] = value
     return words, vector
 

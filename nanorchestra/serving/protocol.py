@@ -23,13 +23,15 @@ OPENAPI = read_json(Path(__file__).with_name("openapi.json"))
 COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 LEAST = -9999.0  # stands for minus infinity, which is no JSON
 SILENT = {"enable_thinking": False}
+VALUES = 20_000  # JSON values in a body, beside prompts: checking one takes up to 50 us
 SAMPLING = ("temperature", "top_p", "top_k", "ignore_eos")
 
 
 def read_body(raw: bytes, name: str, given: Json) -> Json:
     """Returns a body of the form `name` in openapi.json, over the defaults and `given`. UserError.
 
-    Content is text, `stop` a list, and `tools` are those that may be called.
+    It has the fields of that form alone. Content is text, `stop` a list, an integer an int, and
+    `tools` are those that may be called.
     """
     try:
         body = json.loads(raw.decode())
@@ -39,11 +41,19 @@ def read_body(raw: bytes, name: str, given: Json) -> Json:
     if isinstance(body, dict):
         body = {key: value for key, value in body.items() if value is not None}
     forms = OPENAPI["components"]
+    known = forms["schemas"][name]["properties"]
+    if isinstance(body, dict):
+        count = count_values([value for key, value in body.items() if key != "prompt"])
+        require(count <= VALUES, f"body: it has more than {VALUES} values")
+        body = {key: value for key, value in body.items() if key in known}
     schema = {"$ref": f"#/components/schemas/{name}", "components": forms}
-    problem = schema_error(body, schema)
+    problem = schema_error(body, schema, first=True)
     require(not problem, problem)
-    known = forms["schemas"][name]["properties"].items()
-    body = given | {key: field["default"] for key, field in known if "default" in field} | body
+    for key, value in body.items():
+        if isinstance(value, float) and known[key].get("type") == "integer":
+            body[key] = int(value)  # 1.0 is an integer in JSON
+    default = {key: field["default"] for key, field in known.items() if "default" in field}
+    body = given | default | body
     if isinstance(body["stop"], str):
         body["stop"] = [body["stop"]]
     for message in body.get("messages", ()):
@@ -59,31 +69,60 @@ def read_body(raw: bytes, name: str, given: Json) -> Json:
     return body
 
 
-def as_choices(body: Json, tokenizer: Tokenizer) -> list[tuple]:
-    """Returns (ids, SamplingParams) of each choice of a body.
+def count_values(value: Any) -> int:
+    """Returns how many values a JSON value holds, itself among them."""
+    count, left = 0, [value]
+    while left:
+        value = left.pop()
+        count += 1
+        if isinstance(value, dict):
+            left.extend(value.values())
+        elif isinstance(value, list):
+            left.extend(value)
+    return count
 
-    Choice i of a prompt has the seed + i. UserError if a tool or a schema is wrong.
-    """
-    prompts, tools, guide = body.get("prompt"), body["tools"], None
-    if prompts is None:
-        forced = body["tool_choice"] not in ("auto", "none")
-        require(tools or not forced, "tool_choice: tools has no such function")
-        format, template = body["response_format"], body["chat_template_kwargs"]
-        described = format.get("json_schema", {"schema": {"type": "object"}})
-        schema = None if forced or format["type"] == "text" else described["schema"]
-        prompts = chat.encode(tokenizer, body["messages"], tools, **template)
-        if tools or schema is not None:
-            guide = Guide(
-                tokenizer,
-                tools,
-                schema,
-                required=forced,
-                strict=described.get("strict", False),
-                thinks=template != SILENT,
-            )
+
+def count_choices(body: Json) -> int:
+    """Returns how many choices a body asks for, of all prompts together."""
+    prompts = body.get("prompt")
+    single = not isinstance(prompts, list) or isinstance(prompts[0], int)
+    return body["n"] * (1 if single else len(prompts))
+
+
+def as_prompts(body: Json, tokenizer: Tokenizer) -> list[list[int]]:
+    """Returns the ids of the prompts of a body."""
+    if "messages" in body:
+        template = body["chat_template_kwargs"]
+        return [chat.encode(tokenizer, body["messages"], body["tools"], **template)]
+    prompts = body["prompt"]
     if isinstance(prompts, str) or isinstance(prompts[0], int):
         prompts = [prompts]
-    prompts = [tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
+    return [tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
+
+
+def guided(body: Json) -> Json | None:
+    """Returns the arguments of the Guide that a body needs, beside the tokenizer; None for none."""
+    if "messages" not in body:
+        return None
+    tools, format, forced = body["tools"], body["response_format"], False
+    if body["tool_choice"] not in ("auto", "none"):
+        require(tools, "tool_choice: tools has no such function")
+        forced = True
+    described = format.get("json_schema", {"schema": {"type": "object"}})
+    schema = None if forced or format["type"] == "text" else described["schema"]
+    if not tools and schema is None:
+        return None
+    return {
+        "tools": tools,
+        "schema": schema,
+        "required": forced,
+        "strict": described.get("strict", False),
+        "thinks": body["chat_template_kwargs"] != SILENT,
+    }
+
+
+def as_choices(body: Json, prompts: list[list[int]], guide: Guide | None) -> list[tuple]:
+    """Returns (ids, SamplingParams) of each choice. Choice i of a prompt has the seed + i."""
     given = {name: body[name] for name in SAMPLING} | {
         "max_tokens": body.get("max_completion_tokens", body["max_tokens"]),
         "top_logprobs": body.get("top_logprobs", body["logprobs"]),

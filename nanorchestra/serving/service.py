@@ -11,13 +11,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from functools import partial
 
 from starlette.exceptions import HTTPException
 
 from nanorchestra.engine.engine import Engine
 from nanorchestra.engine.request import Request
-from nanorchestra.errors import NotFiniteError
+from nanorchestra.errors import NotFiniteError, UserError, require
 
 CHUNKS = 256  # a second, of all streams together: beyond that a chunk holds several tokens,
 PACE_S = 0.25  # those of this time at most
@@ -37,9 +36,9 @@ class Service:
 
     def __init__(self, engine: Engine):
         self.engine, self.due = engine, 0.0  # `due`: when a reader wants to know of a step
-        self.failures = {"error": (500, str(NotFiniteError())), "abort": (500, "the engine failed")}
+        self.aborted = 500, "the engine failed"  # the status and the reason of an abort
         self.live: dict[Request, Reader] = {}
-        self.jobs = queue.SimpleQueue()  # calls for the thread; None ends it
+        self.jobs = queue.SimpleQueue()  # (call, request) for the thread; None ends it
         self.seconds = Counter()  # sums and counts of durations
         threading.Thread(target=self._work, daemon=True).start()
 
@@ -47,16 +46,14 @@ class Service:
         """Samples (ids, SamplingParams) of each choice of an answer; closed, it ends what runs.
 
         Yields all (request, why it ended or None) when there is more to read, until all have ended.
-        HTTPException if there is no room, the server ends, or the model failed. TimeoutError.
-        UserError if a prompt cannot be served.
+        HTTPException if there is no room, the server ends, or a request failed. TimeoutError.
+        UserError if a prompt or a grammar cannot be served.
         """
-        if ENDING in self.failures.values():
-            raise HTTPException(*ENDING)
-        if len(self.live) + len(choices) > REQUESTS:
-            raise HTTPException(429, f"{len(self.live)} requests are open; try again later")
         self.loop, start = asyncio.get_running_loop(), time.monotonic()
         deadline = start + REQUEST_S
-        requests = [self.engine.make_request(*choice) for choice in choices]
+        self.check_room(len(choices))
+        requests = await asyncio.to_thread(self._make, choices)
+        self.check_room(len(choices))  # others came meanwhile
         reader, reasons = Reader(), [None]
         self.live |= dict.fromkeys(requests, reader)
         self._do(self.engine.scheduler.add, requests)
@@ -67,22 +64,50 @@ class Service:
                 if start:
                     start = self._note("time_to_first_token", start)
                 reasons = [each.completion and each.completion.finish_reason for each in requests]
-                for reason in self.failures.keys() & reasons:
-                    raise HTTPException(*self.failures[reason])
+                for request in requests:
+                    self._check(request)
                 yield list(zip(requests, reasons, strict=True))
         finally:
             self._do(self.engine.abort, requests)
 
+    def check_room(self, choices: int) -> None:
+        """Raises UserError for more choices than may ever be open, HTTPException if now too many.
+
+        It costs nothing: call it before anything is computed for them.
+        """
+        require(choices <= REQUESTS, f"n: {choices} choices of all prompts, at most {REQUESTS}")
+        if self.aborted == ENDING:
+            raise HTTPException(*ENDING)
+        if len(self.live) + choices > REQUESTS:
+            raise HTTPException(429, f"{len(self.live)} requests are open; try again later")
+
     def end(self) -> None:
         """Ends what still runs."""
-        self.failures["abort"] = ENDING
+        self.aborted = ENDING
         self._do(self.engine.abort, self.live)
+
+    def _make(self, choices) -> list[Request]:
+        return [self.engine.make_request(*choice) for choice in choices]
+
+    def _check(self, request):
+        """Raises what ended a request, if it did not end by its text."""
+        error = request.error
+        if error is None:
+            if request.finished and request.completion.finish_reason == "abort":
+                raise HTTPException(*self.aborted)
+        elif isinstance(error, UserError) and not isinstance(error, NotFiniteError):
+            raise UserError(str(error))
+        elif isinstance(error, NotFiniteError):
+            raise HTTPException(500, str(error))
+        else:
+            logging.error("a request failed", exc_info=error)
+            raise HTTPException(500, "the request failed by an error of the server")
 
     def _do(self, call, requests):
         """Has the thread call it with each of the requests that have not ended."""
         for request in requests:
             if not request.finished:
-                self.jobs.put(partial(call, request))
+                self.jobs.put((call, request))
 
     def _note(self, name: str, since: float) -> None:
         """Counts a duration up to now, for the metrics."""
@@ -91,19 +116,33 @@ class Service:
 
     def _work(self):
         """The thread: what was asked for, then a step if there is work."""
-        queues, step = self.engine.scheduler, self.engine.step
-        while job := step if self.jobs.empty() and self.engine.has_work else self.jobs.get():
-            start, news = time.monotonic(), True
-            try:
-                news = job() or job is not step  # none: a step that ended no request
-            except Exception:
-                logging.exception("the engine failed: its requests end")
-                for request in queues.waiting + queues.running:
-                    self.engine.abort(request)
-            if job is step:
+        while True:
+            news = True
+            if self.jobs.empty() and self.engine.has_work:
+                start = time.monotonic()
+                news = self._step()
                 self._note("token_gap", start)
+            elif (job := self.jobs.get()) is None:
+                return
+            else:
+                call, request = job
+                try:
+                    call(request)
+                except Exception as error:
+                    self.engine.fail(request, error)
             if self.jobs.empty() and (news or time.monotonic() >= self.due):
                 self.loop.call_soon_threadsafe(self._look)
+
+    def _step(self) -> bool:
+        """Computes a step. Returns whether requests have ended; all do if it fails."""
+        queues = self.engine.scheduler
+        try:
+            return bool(self.engine.step())
+        except Exception:
+            logging.exception("the engine failed: its requests end")
+            for request in queues.waiting + queues.running:
+                self.engine.abort(request)
+            return True
 
     def _look(self):
         """Wakes the readers of requests that have ended, or whose time has come."""

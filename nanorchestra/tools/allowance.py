@@ -66,7 +66,15 @@ def most_usd(tool: Any, arguments: Json) -> float:
 
 def too_dear(name: str, most: float, left: float) -> RefusedError:
     """Returns the refusal of a call that could cost `most` US dollars where fewer are left."""
-    return RefusedError(f"refused {name}: up to ${most:.2g}, ${max(left, 0):.2g} left")
+    return RefusedError(f"refused {name}: up to {dollars(most)}, {dollars(max(left, 0))} left")
+
+
+def dollars(usd: float) -> str:
+    """Returns US dollars with two digits: "$0.012", "$0.000011"."""
+    if usd == math.inf:
+        return "any sum"
+    digits = f"{float(f'{usd:.2g}'):.9f}".rstrip("0").rstrip(".")
+    return f"${digits}"
 
 
 def labels(tool: Any, arguments: Json | None = None) -> set[str]:

@@ -7,6 +7,13 @@
         '''Converts an amount of Swiss francs.'''
 
 Under a line "Args:" the docstring may describe parameters, as in "amount: in Swiss francs".
+
+A function of the kind "search" returns the documents for a query, one of the kind "code" what a
+program prints. With a published role in the catalogue it works for the role's expert:
+
+    @tool(kind="search")
+    def pages(query: str) -> list[str]:
+        '''Finds pages, the best first.'''
 """
 
 import inspect
@@ -28,10 +35,15 @@ from nanorchestra.schemas import Json
 from nanorchestra.tools.failures import is_infrastructure
 from nanorchestra.tools.http import within
 
+FUNCTION = "function"  # a kind that works for no role
+NEEDED = {"search": "query", "code": "code"}  # the one argument that a function of a kind needs
+
 
 @dataclass
 class FunctionTool:
     """A Python function of the user's. A call ends after `timeout_s` seconds.
+
+    `kind` is "function", "search" or "code". What one of the last two returns is evidence.
 
     A function that charges by itself, in the ToolResult that it returns, charges `usd_per_call` US
     dollars at most: a user's limit holds by it.
@@ -44,37 +56,73 @@ class FunctionTool:
     usd_per_call: float = 0.0
     timeout_s: float = 60.0
     result_words: int = RESULT_WORDS
-    kind, blocking = "function", True
+    kind: str = FUNCTION
+    blocking = True
 
     def call(self, arguments: Json) -> ToolResult:
-        """Returns what the function returns: text, a ToolResult, or else JSON."""
-        start, error, infrastructure = time.monotonic(), True, False
+        """Returns what the function returns: text, a ToolResult, or else JSON.
+
+        A list that a search returns is one of documents, the best first.
+        """
+        start, documents = time.monotonic(), []
         try:
             value = within(self.timeout_s, lambda: self.function(**arguments))
-            if isinstance(value, ToolResult) and value.cost_usd <= self.usd_per_call:
-                return value
-            if isinstance(value, ToolResult):
+            if isinstance(value, ToolResult) and value.cost_usd > self.usd_per_call:
                 stated = f"usd_per_call states ${self.usd_per_call:g} at most"
                 text = f"Error: {self.name} has charged ${value.cost_usd:g}; {stated}"
                 return replace(value, content=text, error=True)
-            text = value if isinstance(value, str) else json.dumps(value, default=str)
-            error = False
+            if isinstance(value, ToolResult):
+                return self._with_evidence(value, _documents(value.content), arguments)
+            if self.kind == "search":
+                documents = _documents(value)
+                text = "\n\n".join(documents) or "nothing found"
+            else:
+                text = _text(value)
         except TimeoutError:
-            text = f"Error: {self.name} took more than {self.timeout_s:g} s"
+            return self._failed(f"{self.name} took more than {self.timeout_s:g} s", start)
         except (Exception, SystemExit) as problem:
-            text = f"Error: {self.name}: {type(problem).__name__}: {problem}"
-            infrastructure = is_infrastructure(problem)
-        return ToolResult(text, self.usd_per_call, time.monotonic() - start, error, infrastructure)
+            text = f"{self.name}: {type(problem).__name__}: {problem}"
+            return self._failed(text, start, is_infrastructure(problem))
+        result = ToolResult(text, self.usd_per_call, time.monotonic() - start)
+        return self._with_evidence(result, documents, arguments)
+
+    def _with_evidence(self, result, documents, arguments) -> ToolResult:
+        """Returns the result of a call with what it adds to the evidence, unless it says so."""
+        if result.error or result.found or self.kind == FUNCTION:
+            return result
+        if self.kind == "code":
+            return replace(result, found={"code": [[arguments["code"], result.content]]})
+        return replace(result, found={"documents": documents[::-1]})  # the last one is the best
+
+    def _failed(self, problem, start, infrastructure=False) -> ToolResult:
+        """Returns the observation of a call that raised, or took too long."""
+        seconds = time.monotonic() - start
+        return ToolResult(f"Error: {problem}", self.usd_per_call, seconds, True, infrastructure)
 
 
-def tool(function: Callable[..., Any] | None = None, **settings: float) -> Any:
+def _documents(value) -> list[str]:
+    """Returns what a search found as texts: the value, or its entries, without what is blank."""
+    entries = value if isinstance(value, (list, tuple)) else [value]
+    texts = [_text(entry) for entry in entries if entry is not None]
+    return [text for text in texts if text.strip()]
+
+
+def _text(value) -> str:
+    """Returns text as it is, but for what UTF-8 cannot hold, and other values as JSON."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def tool(
+    function: Callable[..., Any] | None = None, *, kind: str = FUNCTION, **settings: float
+) -> Any:
     """Decorates a typed, documented function, which becomes a FunctionTool of its name.
 
     `settings` are usd_per_call, timeout_s and result_words. UserError if a type hint or the
-    docstring is missing.
+    docstring is missing, or if a function of this kind needs another argument.
     """
     if function is None:
-        return lambda given: tool(given, **settings)
+        return lambda given: tool(given, kind=kind, **settings)
     where = f"function {function.__name__}"
     text, _, section = (inspect.getdoc(function) or "").partition("\nArgs:\n")
     require(text.strip(), f"{where}: it has no docstring, which tells the policy what it does")
@@ -86,8 +134,22 @@ def tool(function: Callable[..., Any] | None = None, **settings: float) -> Any:
         require(shape, f"{where}: parameter {name} has no type hint; write {name}: str")
         if name in told:
             shape["description"] = told[name]
+    _check_kind(kind, schema, where)
     description = " ".join(text.split())
-    return FunctionTool(function.__name__, description, schema, validate_call(function), **settings)
+    checked = validate_call(function)
+    return FunctionTool(function.__name__, description, schema, checked, kind=kind, **settings)
+
+
+def _check_kind(kind, schema, where) -> None:
+    """Raises UserError unless a function with this schema can be a tool of the kind."""
+    kinds = (FUNCTION, *NEEDED)
+    require(kind in kinds, f"{where}: kind is {kind!r}; it must be one of {', '.join(kinds)}")
+    if kind in NEEDED:
+        name = NEEDED[kind]
+        is_text = schema["properties"].get(name, {}).get("type") == "string"
+        alone = set(schema.get("required", [])) <= {name}
+        right = f"its argument is {name}: str, and all others have defaults"
+        require(is_text and alone, f"{where}: kind is {kind!r}, so {right}")
 
 
 def load_functions(path: str | Path) -> list[FunctionTool]:

@@ -40,7 +40,7 @@ MOST_BYTES = 8 << 20  # of a reply
 MOST_ERROR_BYTES = 4096  # of a reply that is an HTTP error or a redirect
 MOST_VALUES = 10_000  # JSON values of a reply
 MOST_CHARS = 300  # of a message
-SECRET_CHARS = 8  # a shorter key, like "EMPTY", is no secret
+SECRET_CHARS = 8  # a shorter key, like "EMPTY", may be a word of a reply
 BYTES_PER_TOKEN = 3  # of text whose tokens are not known; rather too many tokens than too few
 STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # of JSON, or one that does not end
 LONGEST_INTEGER = 20  # characters
@@ -342,12 +342,15 @@ def _seconds(retry_after: str) -> float:
     return 0.0
 
 
-def _masked(text, secrets) -> str:
-    """Returns a text without the values of headers, as they are or as JSON writes them."""
+def _masked(text, secrets, least=1) -> str:
+    """Returns a text without the values of headers, as they are or as JSON writes them.
+
+    Values of fewer characters than `least` stay.
+    """
     for value in sorted(secrets, key=len, reverse=True):
         written = json.dumps(value)[1:-1]
         for form in (value, written, written.replace("/", "\\/")):
-            if len(value) >= SECRET_CHARS:
+            if len(value) >= least:
                 text = text.replace(form, "...")
     return text
 
@@ -357,7 +360,7 @@ def _read(text, schema, secrets) -> Json:
 
     A gateway's page is no reply that was begun, nor is an error object.
     """
-    text = _masked(text, secrets)
+    text = _masked(text, secrets, SECRET_CHARS)
     begun = text if text.lstrip().startswith("{") else None
     try:
         reply = bounded_json(text)

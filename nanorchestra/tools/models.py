@@ -20,11 +20,12 @@ from nanorchestra.files import read_json, write_whole
 from nanorchestra.records import RESULT_WORDS, Price, ToolResult
 from nanorchestra.schemas import SHAPES, Json, arguments_schema
 from nanorchestra.tools.allowance import Allowance, too_dear
-from nanorchestra.tools.http import EndpointError, count_tokens, post
+from nanorchestra.tools.http import EndpointError, count_tokens, post, secret
 
 TEMPLATE_TOKENS = 100  # that a chat template adds to a message at most
 LEAST_REPLY_TOKENS = 256  # a reply that is cut shorter is not worth its price
-TOLD: dict[str, object] = {}  # variables of keys that are not set, each told once by the first rank
+LEAST_REASONING_TOKENS = 2048  # nor that of a reasoning model, whose reasoning counts
+TOLD: dict[str, object] = {}  # variables that are not set, each told once by the first rank
 
 
 @dataclass(eq=False)
@@ -95,15 +96,27 @@ def reply_file(directory: str | Path, request: Any) -> Path:
 class Endpoint:
     """An OpenAI-compatible server; `key_variable` "" if it needs no key.
 
-    A call waits until fewer than `concurrency` are open, then takes `timeout_s` seconds at most.
-    A copy with another `timeout_s` shares the open calls.
+    `headers` are sent with each request: the name of a header, and "$NAME" for the value of that
+    environment variable. A call waits until fewer than `concurrency` are open, then takes
+    `timeout_s` seconds at most. A copy with another `timeout_s` shares the open calls.
     """
 
     base_url: str
     key_variable: str = ""
     timeout_s: float = 600.0
     concurrency: int = 16
+    headers: dict[str, str] = field(default_factory=dict, hash=False)
     free: threading.Semaphore | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def header_variables(self) -> dict[str, str]:
+        """The environment variable of each header."""
+        return {name: value.removeprefix("$") for name, value in self.headers.items()}
+
+    def unset(self) -> list[str]:
+        """Returns the environment variables of key and headers that are not set."""
+        variables = filter(None, [self.key_variable, *self.header_variables.values()])
+        return [variable for variable in variables if not secret(variable)]
 
     def __post_init__(self) -> None:
         if self.free is None:
@@ -118,7 +131,9 @@ class Endpoint:
         """
         url, shape = f"{self.base_url.rstrip('/')}/chat/completions", SHAPES["completion"]
         with self.free:
-            reply, spent = post(url, body, shape, self.key_variable, self.timeout_s)
+            reply, spent = post(
+                url, body, shape, self.key_variable, self.timeout_s, self.header_variables
+            )
         choice, usage = reply["choices"][0], reply.get("usage")
         usage = usage if isinstance(usage, dict) else {}
         asked = body.get("messages"), body.get("tools")
@@ -150,6 +165,7 @@ class Expert:
 
     `name` is its name in the catalogue's tools, whatever its alias in a task.
     A `reasoning` model has a fixed temperature, and its limit is named max_completion_tokens.
+    `reasoning_effort` is sent as it is, "" not at all.
     `code_tokens` and `context_tokens` bound what it reads in a published role. `boxed`: it marks
     its answer by \boxed{}, not by tags. `note` and `latency_s` are told to the policy.
     `known_as` is its name in the catalogue's table of experts, `owner` is who made it. A user who
@@ -169,6 +185,7 @@ class Expert:
     boxed: bool = False
     note: str = ""
     latency_s: float = 0.0
+    reasoning_effort: str = ""
     known_as: str = ""
     owner: str = ""
     open_weights: bool = False
@@ -185,9 +202,10 @@ class Expert:
 
         Raises RefusedError if that is too short to be of use. The policy knows it as `name`.
         """
+        least = LEAST_REASONING_TOKENS if self.reasoning else LEAST_REPLY_TOKENS
         for usd in (min(allowance.share, allowance.usd), allowance.usd):
             tokens = self._reply_tokens(text, usd)
-            if tokens >= min(LEAST_REPLY_TOKENS, self.max_tokens):
+            if tokens >= min(least, self.max_tokens):
                 return replace(self, max_tokens=tokens)
         raise too_dear(name, self.most_usd(text), allowance.usd)
 
@@ -210,10 +228,10 @@ class Expert:
 
     def ask(self, text: str, name: str) -> ToolResult:
         """Returns the reply to one message; the policy knows this expert as `name`."""
-        key = self.endpoint.key_variable
-        unset = key and not os.environ.get(key, "").strip() and os.environ.get("RANK", "0") == "0"
-        if unset and TOLD.setdefault(key, mark := object()) is mark:
-            print(f"{self.model} needs {key}, which is not set", file=sys.stderr)
+        for variable in self.endpoint.unset():
+            first = os.environ.get("RANK", "0") == "0"
+            if first and TOLD.setdefault(variable, mark := object()) is mark:
+                print(f"{self.model} needs {variable}, which is not set", file=sys.stderr)
         return self.spending.bounded(name, self.most_usd(text), lambda: self._ask(text, name))
 
     def _ask(self, text, name) -> ToolResult:
@@ -222,6 +240,8 @@ class Expert:
         body["messages"] = [{"role": "user", "content": text}]
         if self.temperature is not None and not self.reasoning:
             body["temperature"] = self.temperature
+        if self.reasoning_effort:
+            body["reasoning_effort"] = self.reasoning_effort
         infrastructure = False  # an answer that is empty or refused is the model's own
         try:
             message, tokens = self.spending.complete(self.endpoint, body)

@@ -52,7 +52,7 @@ class RoleTool:
     """A published role: the policy chooses one of `experts` by its alias.
 
     `helpers` are the tools for what the expert writes: searches, of which the first that finds a
-    document counts, or an interpreter.
+    document counts, or an interpreter. A role other than `answer` has at least one.
     `given` are the parameters of a published file; without them the experts describe themselves.
     """
 
@@ -79,7 +79,8 @@ class RoleTool:
         for alias, expert in self.experts.items():
             notes += [f"{alias} {expert.note}"] if expert.note else []
             usd = " | ".join(f"${usd:g}" for usd in expert.price)
-            rows.append(f"{alias} | {usd} | {expert.latency_s:g}s")
+            latency = f"{expert.latency_s:g}s" if expert.latency_s else "not known"
+            rows.append(f"{alias} | {usd} | {latency}")
         schema = arguments_schema(model="string")
         schema["properties"]["model"]["description"] = "\n".join([" ".join(notes), *rows])
         return schema
@@ -134,9 +135,8 @@ class RoleTool:
         found = (text.strip() for text in re.findall(mark, reply.content, re.DOTALL))
         long = [text for text in found if len(text) >= LEAST_CHARS[what]]
         written = {what: long[-1] if long else ""}
-        problem = "nothing to search in; the catalogue offers no search"
-        problem = problem if written[what] else f"{alias} wrote no {what}"
-        calls, result = [("expert", {}, reply)], ToolResult(f"Error: {problem}", error=True)
+        calls = [("expert", {}, reply)]
+        result = ToolResult(f"Error: {alias} wrote no {what}", error=True)
         down = False  # no search has found anything, and one of them could not be asked
         for helper in self.helpers if written[what] else ():
             result = self._helped(helper, written)

@@ -3,34 +3,40 @@ r"""Runs untrusted Python in warm, confined worker processes: milliseconds a run
     with Sandbox() as sandbox:
         sandbox.run("17*23").stdout  # '391\n': a last bare expression is shown
 
-A worker is one process of sandbox_child.py, which forks a fresh child for each run. Nothing passes
-from one run to the next. Hashing and the `random` module start from the same seed every time.
+A worker is one process of sandbox_child.py, which forks a fresh child for each run. Hashing and the
+`random` module start from the same seed every time. Nothing passes from one run to the next but
+which of the libraries are imported already.
 
 Guaranteed on Linux, x86_64 or aarch64; elsewhere `Sandbox()` raises UserError:
-- no network, no further process or thread, no signal to another process: a seccomp filter allows
-  about eighty system calls and refuses all others, so this holds against native code too;
+- no network, no further process or thread, no signal to another process, no capability, even for
+  root: a seccomp filter allows about eighty system calls and refuses all others, so this holds
+  against native code too;
 - no secret of the caller: an empty environment, no inherited descriptor, and the /proc of other
   processes is unreadable;
 - no file outside the scratch directory is written; none is read but the standard library, numpy,
   sympy and pandas where they are installed, and the system's shared libraries (Landlock, Linux
   5.13). On an older kernel no file can be opened;
-- an end after `timeout_s`; at most 768 MiB of memory, 16 MiB a file, 32 open files; output is cut
-  at 8 KiB;
-- nothing is left: children die with their worker, and a worker removes its directory and ends when
-  its owner ends.
+- an end after `timeout_s`, whatever the code does; at most 768 MiB of memory, 32 open files; output
+  is cut at 8 KiB;
+- the scratch directory is in memory: 64 MiB, 256 files, 16 MiB a file. Where a process may not make
+  namespaces of its own, as in many containers, there is none, and no file can be written;
+- nothing is left: children die with their worker, a worker ends when its owner ends, and no file
+  of a run is ever on a disk.
 
 Not guaranteed: a defence against bugs of the kernel, or secrecy of file names and the clock.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import queue
-import shutil
+import signal
+import socket
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,13 +44,18 @@ from pathlib import Path
 from nanorchestra.errors import UserError
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
+LIBRARIES = json.loads(CHILD.with_name("sandbox.json").read_text())["libraries"]
+MAX_OUTPUT = 8192  # bytes
+MAX_ERROR = 500  # characters
+START_S = 60.0  # for a worker to start and to import libraries
+GRACE_S = 2.0  # for a worker to report the end of a run; then it counts as stuck
 
 
 @dataclass(frozen=True)
 class SandboxResult:
     """The text that a run printed, its error in one line ("" if none), and its wall seconds.
 
-    `died`: the worker was gone, which is not the fault of the code.
+    `died`: the worker is gone or cannot be used, which is not the fault of the code.
     """
 
     stdout: str
@@ -95,49 +106,110 @@ class Sandbox:
 
 
 class _Worker:
-    """One process of sandbox_child.py, started when needed. One run at a time."""
+    """One process of sandbox_child.py, started when needed. One run at a time.
 
-    process: subprocess.Popen[str] | None = None
-    directory = ""
+    `files` are its stdin, stdout and stderr, in memory: the program of a run and what it prints.
+    They are empty between runs.
+    """
+
+    process: subprocess.Popen[bytes] | None = None
+    control: socket.socket  # a message each way is a whole message
+    files: list[io.FileIO]
 
     def run(self, code: str, timeout_s: float) -> SandboxResult:
-        start, reply = time.perf_counter(), ""
-        process = self.process or self._start()
+        start = time.perf_counter()
+        stdout, error, answered, died = "", "", False, False
         try:
-            process.stdin.write(json.dumps({"code": code, "timeout_s": timeout_s}) + "\n")
-            process.stdin.flush()
-            reply = process.stdout.readline()
-        except BrokenPipeError:
-            pass
+            if self.process is None:
+                self._start()
+            status = self._ask(code, timeout_s)
+            answered = True
+            stdout, error = self._printed(), self._explain(status, timeout_s)
+            self._empty_files()
+        except TimeoutError:  # the worker is stopped, or waits for a kernel that does not answer
+            stdout, error = self._printed(), self._explain(None, timeout_s)
+        except ConnectionError:
+            error, died = "the sandbox process died", True
+        except OSError as problem:  # such as too many open files
+            error, died = f"the sandbox process cannot be used: {problem}", True
         finally:
-            if not reply:  # it has died, or an interrupt left its reply unread
+            if not answered:  # it is lost, or an interrupt left its reply unread
                 self.stop()
-        seconds = time.perf_counter() - start
-        if not reply:
-            return SandboxResult("", "the sandbox process died", seconds, died=True)
-        return SandboxResult(seconds=seconds, **json.loads(reply))
+        return SandboxResult(stdout, error, time.perf_counter() - start, died)
 
-    def _start(self) -> subprocess.Popen[str]:
-        self.directory = tempfile.mkdtemp(prefix="sandbox-")
+    def _start(self) -> None:
         # As -I, which would ignore the hash seed.
         command = [sys.executable, "-P", "-s", "-S", "-B", "-X", "utf8", str(CHILD)]
-        command.append(sysconfig.get_path("purelib"))  # where numpy, sympy and pandas are
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            cwd=self.directory,
-            env={"PYTHONHASHSEED": "0"},
-            start_new_session=True,
-        )
-        return self.process
+        self.control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.files = []
+        for name in ("program", "stdout", "stderr"):
+            self.files.append(io.FileIO(os.memfd_create(name), "r+"))
+        with other:
+            command.append(str(other.fileno()))
+            command.append(sysconfig.get_path("purelib"))  # where numpy, sympy and pandas are
+            self.process = subprocess.Popen(
+                command,
+                stdin=self.files[0],
+                stdout=self.files[1],
+                stderr=self.files[2],
+                pass_fds=[other.fileno()],
+                env={"PYTHONHASHSEED": "0"},
+                start_new_session=True,
+            )
+
+    def _ask(self, code: str, timeout_s: float) -> int | None:
+        """Returns the exit status of the program, None if the worker ended it at its time-out.
+
+        Raises TimeoutError if the worker does not answer in time, ConnectionError if it died.
+        """
+        self._empty_files()
+        os.pwrite(self.files[0].fileno(), code.encode("utf-8", "surrogatepass"), 0)
+        libraries = [name for name in LIBRARIES if name in code]
+        self.control.send(json.dumps({"timeout_s": timeout_s, "libraries": libraries}).encode())
+        if not self._receive(START_S):
+            raise ConnectionResetError
+        reply = self._receive(timeout_s + GRACE_S)
+        if not reply:
+            raise ConnectionResetError
+        return json.loads(reply)
+
+    def _receive(self, seconds: float) -> bytes:
+        self.control.settimeout(seconds)
+        return self.control.recv(64)
+
+    def _empty_files(self) -> None:
+        for file in self.files:
+            file.truncate(0)
+            file.seek(0)
+
+    def _printed(self) -> str:
+        """Returns what the program wrote to stdout, cut."""
+        written = os.pread(self.files[1].fileno(), MAX_OUTPUT + 1, 0)
+        text = written[:MAX_OUTPUT].decode("utf-8", "replace")
+        if len(written) > MAX_OUTPUT:
+            text += f"\n[cut after {MAX_OUTPUT} bytes]\n"
+        return text
+
+    def _explain(self, status: int | None, timeout_s: float) -> str:
+        """Returns one line on how a program ended, "" if well."""
+        if status is None:
+            return f"timed out after {timeout_s:g} s"
+        if status == 0:
+            return ""
+        if status < 0:
+            return f"killed by {signal.Signals(-status).name}"
+        stderr = self.files[2].fileno()
+        start = max(0, os.fstat(stderr).st_size - MAX_OUTPUT)
+        end = os.pread(stderr, MAX_OUTPUT, start).decode("utf-8", "replace")
+        lines = end.strip().splitlines()
+        return lines[-1][-MAX_ERROR:] if lines else f"exit status {status}"
 
     def stop(self) -> None:
-        """Ends the process and removes its directory; the child of a run dies with it."""
+        """Ends the process and with it the child of a run, and forgets what that has printed."""
         process, self.process = self.process, None
         if process is not None:
-            process.kill()
-            process.communicate()  # closes the pipes
-            shutil.rmtree(self.directory, ignore_errors=True)
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            for each in (self.control, *self.files):
+                each.close()

@@ -1,9 +1,14 @@
 """The confined side of sandbox.py, run as a script: it imports nothing of this project.
 
-For each request on stdin, a JSON line {"code", "timeout_s"}, it forks a child, which gives up its
-rights, runs the code and exits; the reply on stdout is a JSON line {"stdout", "error"}.
-This process never runs what it was sent. A child that cannot give up its rights exits before it
-looks at the code.
+sandbox.py and this worker talk over one socket, whose descriptor is the first argument. For each
+request, a JSON message {"timeout_s", "libraries"}, the worker imports the libraries, says "ready",
+and forks a child, which gives up its rights, reads the program from stdin, runs it and exits. The
+reply is the child's exit status, a JSON number, negative for a signal, null after a time-out.
+
+The worker's stdin, stdout and stderr are three files in memory that sandbox.py writes and reads.
+Only a child uses them: the worker never holds a program or its output, so that no later child can
+find them in its copy of the worker's memory. A child that cannot give up its rights exits before it
+reads the program.
 """
 
 import ast
@@ -17,7 +22,6 @@ import os
 import random
 import resource
 import select
-import shutil
 import signal
 import struct
 import sys
@@ -26,44 +30,102 @@ import types
 
 with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "sandbox.json")) as _file:
     TABLE = json.load(_file)
-MAX_OUTPUT = 8192  # bytes
 MAX_ERROR = 500  # characters
-PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38  # <linux/prctl.h>
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4  # <linux/prctl.h>
+PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 22, 38
 SYS_LANDLOCK_CREATE, SYS_LANDLOCK_ADD, SYS_LANDLOCK_RESTRICT = 444, 445, 446
+CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000  # <linux/sched.h>
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 1 << 14, 1 << 18  # <linux/mount.h>
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Answers requests until stdin ends, then removes the scratch directory."""
-    directory = os.getcwd()
+    """Answers requests until sandbox.py closes its end of the socket."""
+    control, place = os.dup(int(sys.argv[1])), sys.argv[2]
+    os.close(int(sys.argv[1]))  # its number may be high; dup takes the lowest that is free
     for name in TABLE["preload"]:  # so that importing them costs a run nothing
         importlib.import_module(name)
-    ruleset = landlock_ruleset(directory, sys.argv[1])
+    scratch = mount_scratch()
+    os.chdir(scratch or "/")
+    drop_capabilities()
+    ruleset = landlock_ruleset(scratch, place)
     filter_program = seccomp_filter(with_files=ruleset >= 0)
     gc.collect()
     gc.freeze()  # collecting would write to, and so copy, pages shared with the children
-    with contextlib.suppress(BrokenPipeError):
-        for line in sys.stdin:
-            request = json.loads(line)
-            load_libraries(request["code"], sys.argv[1])
-            print(json.dumps(serve(**request, confinement=(ruleset, filter_program))))
-            sys.stdout.flush()
-            for entry in os.scandir(directory):
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        while message := os.read(control, 1 << 16):
+            request = json.loads(message)
+            load_libraries(request["libraries"], place)
+            os.write(control, b"ready")
+            status = serve(control, request["timeout_s"], ruleset, filter_program)
+            os.write(control, json.dumps(status).encode())
+            if scratch:
+                empty(scratch)
+
+
+def mount_scratch() -> str | None:
+    """Mounts an empty tmpfs that this process and its children alone see. Returns its path.
+
+    The kernel bounds its bytes and its files, and frees it with the last process. None where the
+    machine does not let a process make namespaces of its own, as in many containers.
+    """
+    path, options = TABLE["scratch"]["path"], TABLE["scratch"]["options"]
+    user, group = os.getuid(), os.getgid()
+    flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
+    try:
+        check(libc.unshare(CLONE_NEWUSER | CLONE_NEWNS))
+        for file, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{user} {user} 1"),
+            ("gid_map", f"{group} {group} 1"),
+        ):
+            with open(f"/proc/self/{file}", "w") as kernel:
+                kernel.write(text)
+        check(libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
+        check(libc.mount(b"tmpfs", path.encode(), b"tmpfs", flags, options.encode()))
+    except OSError:
+        return None
+    return path
+
+
+def drop_capabilities() -> None:
+    """Gives up all capabilities, of root too. Raises OSError if one stays."""
+    header = struct.pack("<Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
+    check(libc.capset(header, bytes(24)))
+
+
+def empty(scratch: str) -> None:
+    """Removes the files of a run. Raises OSError, which ends the worker, if one stays.
+
+    In a process of its own: the worker would keep their names in its memory, for the next run.
+    """
+    filesystem = os.statvfs(scratch)
+    if filesystem.f_files - filesystem.f_ffree == 1:  # the directory itself
+        return
+    pid = os.fork()
+    if pid == 0:
+        try:
+            for entry in os.scandir(scratch):
                 os.unlink(entry.path)  # Landlock lets a run make plain files only
-    shutil.rmtree(directory, ignore_errors=True)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    if os.waitpid(pid, 0)[1] != 0:
+        raise OSError(f"{scratch} cannot be emptied")
 
 
-def load_libraries(code: str, place: str) -> None:
-    """Imports the libraries that the code names, from the directory `place`, for later runs too.
+def load_libraries(names: list[str], place: str) -> None:
+    """Imports libraries from the directory `place`, for later runs too.
 
     On one thread, since a child has no right to more. A library that cannot be imported stays away.
     """
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     sys.path.append(place)
-    for name in TABLE["libraries"]:
-        if name in code and name not in sys.modules:
-            with contextlib.suppress(Exception):
+    for name in names:
+        if name not in sys.modules:
+            quiet = contextlib.redirect_stderr(None)  # stderr belongs to the run
+            with contextlib.suppress(Exception), quiet:
                 importlib.import_module(name)
             if "numpy" in sys.modules:
                 sys.modules["numpy"].random.seed(0)
@@ -71,44 +133,27 @@ def load_libraries(code: str, place: str) -> None:
     sys.path.pop()
 
 
-def serve(code: str, timeout_s: float, confinement: tuple) -> dict:
-    """Runs `code` in a child and returns what it printed, and how it ended."""
-    worker, out, err = os.getpid(), os.memfd_create("stdout"), os.memfd_create("stderr")
+def serve(control: int, timeout_s: float, ruleset: int, filter_program) -> int | None:
+    """Runs the program on stdin in a child. Returns its exit status, None after a time-out."""
+    worker = os.getpid()
     pid = os.fork()
     if pid == 0:
         try:
-            confine(worker, out, err, *confinement)
+            confine(worker, ruleset, filter_program)
         except BaseException:
             os._exit(97)
-        run_source(code)
+        run_program()
     pidfd, poll = os.pidfd_open(pid), select.poll()
     poll.register(pidfd, select.POLLIN)
-    poll.register(0, 0)  # only its hang-up: the owner is gone
+    poll.register(control, 0)  # only its hang-up: the owner is gone
     timed_out = not poll.poll(timeout_s * 1000)
     os.kill(pid, signal.SIGKILL)  # a child that has ended is a zombie, its pid still its own
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    printed = os.pread(out, MAX_OUTPUT + 1, 0)
-    stdout = printed[:MAX_OUTPUT].decode("utf-8", "replace")
-    if len(printed) > MAX_OUTPUT:
-        stdout += f"\n[cut after {MAX_OUTPUT} bytes]\n"
-    end = os.pread(err, MAX_OUTPUT, max(0, os.fstat(err).st_size - MAX_OUTPUT))
-    for descriptor in (out, err, pidfd):
-        os.close(descriptor)
-    error = f"timed out after {timeout_s:g} s" if timed_out else explain(status, end)
-    return {"stdout": stdout, "error": error}
+    os.close(pidfd)
+    return None if timed_out else status
 
 
-def explain(status: int, stderr: bytes) -> str:
-    """Returns one line on how a child ended, "" if well."""
-    if status == 0:
-        return ""
-    if status < 0:
-        return f"killed by {signal.Signals(-status).name}"
-    lines = stderr.decode("utf-8", "replace").strip().splitlines()
-    return lines[-1] if lines else f"exit status {status}"
-
-
-def confine(worker: int, out: int, err: int, ruleset: int, filter_program) -> None:
+def confine(worker: int, ruleset: int, filter_program) -> None:
     """Gives up, for good, every right but computing and the scratch directory.
 
     Raises OSError if one stays.
@@ -116,9 +161,8 @@ def confine(worker: int, out: int, err: int, ruleset: int, filter_program) -> No
     check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
     if os.getppid() != worker:
         raise OSError("the worker died before its child was bound to it")
+    check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))  # no core file, none for a core handler either
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-    for descriptor, place in ((os.open(os.devnull, os.O_RDONLY), 0), (out, 1), (err, 2)):
-        os.dup2(descriptor, place)
     if ruleset >= 0:
         check(libc.syscall(SYS_LANDLOCK_RESTRICT, ruleset, 0))
     os.closerange(3, 256)
@@ -135,11 +179,11 @@ def check(result: int) -> int:
     return result
 
 
-def landlock_ruleset(directory: str, place: str) -> int:
+def landlock_ruleset(scratch: str | None, place: str) -> int:
     """Returns a descriptor of the file rules, -1 on a kernel without Landlock.
 
     Python's library, shared libraries and the packages of TABLE["packages"] in `place` can be read,
-    plain files in `directory` made and changed.
+    plain files in `scratch` made and changed.
     The access bits are those of <linux/landlock.h>; all thirteen of its first version are denied
     unless granted.
     """
@@ -153,7 +197,8 @@ def landlock_ruleset(directory: str, place: str) -> int:
     folders = (library, sys.base_prefix + "/lib", *TABLE["readable"], *packages)
     readable = filter(os.path.isdir, folders)
     rules = dict.fromkeys(readable, read_file | read_dir)
-    rules[directory] = write_file | read_file | read_dir | remove_file | make_file
+    if scratch:
+        rules[scratch] = write_file | read_file | read_dir | remove_file | make_file
     for path, access in rules.items():
         descriptor = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         beneath = struct.pack("<Qi", access, descriptor)
@@ -175,20 +220,32 @@ def seccomp_filter(with_files: bool) -> Program:
     """
     machine = TABLE["architectures"][os.uname().machine]
     calls = TABLE["calls"] | (TABLE["file_calls"] if with_files else {})
-    column = machine["column"]
-    numbers = [call[column] for call in calls.values() if call[column] is not None]
-    load, jump_equal, ret = 0x20, 0x15, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_RET|K
-    allow, refuse, kill = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
-    program = [(load, 0, 0, 4), (jump_equal, 1, 0, machine["audit"]), (ret, 0, 0, kill)]
-    program += [(load, 0, 0, 0)]
-    program += [(jump_equal, len(numbers) - i, 0, number) for i, number in enumerate(numbers)]
-    program += [(ret, 0, 0, refuse), (ret, 0, 0, allow)]
+    load, jump_equal, bits_and, ret = 0x20, 0x15, 0x54, 0x06  # LD|W|ABS, JMP|JEQ, ALU|AND, RET
+    allow = (ret, 0, 0, 0x7FFF0000)
+    refuse = (ret, 0, 0, 0x00050000 | errno.EPERM)
+    kill = (ret, 0, 0, 0x80000000)
+    program = [(load, 0, 0, 4), (jump_equal, 1, 0, machine["audit"]), kill]
+    program.append((load, 0, 0, 0))  # the number of the call
+    for name, numbers in calls.items():
+        number = numbers[machine["column"]]
+        if number is None:
+            continue
+        verdict = [allow]
+        if name in TABLE["arguments"]:
+            position, mask, values = TABLE["arguments"][name]
+            verdict = [(load, 0, 0, 16 + 8 * position), (bits_and, 0, 0, mask)]  # its low half
+            for value in values:
+                verdict += [(jump_equal, 0, 1, value), allow]
+            verdict.append(refuse)
+        program.append((jump_equal, 0, len(verdict), number))
+        program += verdict
+    program.append(refuse)
     code = b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
     return Program(len(program), code)
 
 
-def run_source(code: str) -> None:
-    """Runs the program as __main__ in the child, shows the value of a last expression, and exits.
+def run_program() -> None:
+    """Runs the program on stdin as __main__, shows the value of a last expression, and exits.
 
     An exception becomes the last line of stderr.
     """
@@ -197,6 +254,7 @@ def run_source(code: str) -> None:
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     status = 0
     try:
+        code = sys.stdin.buffer.read().decode("utf-8", "surrogatepass")
         tree = ast.parse(code, "<code>")
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, "<code>", "exec"), module.__dict__)

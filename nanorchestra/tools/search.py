@@ -17,6 +17,7 @@ from nanorchestra.schemas import SHAPES, Json, arguments_schema
 from nanorchestra.tools.http import EndpointError, post
 from nanorchestra.tools.models import Spending, reply_file
 
+TAVILY = "https://api.tavily.com"
 KEY_VARIABLE = "TAVILY_API_KEY"
 QUERY_CHARS = 400  # Tavily's limit
 PAGE_CHARS = 10_000  # of a document; a page is cut there
@@ -27,7 +28,8 @@ MIN_CHARS = 100  # of a page; a shorter one is replaced by the excerpts of the s
 class WebSearch:
     """Documents of the web for a query. `cache` is a directory; prices are Tavily's, in USD.
 
-    UserError without a key, unless `offline`.
+    `base_url` is the address of Tavily, or of a server that answers as Tavily does. UserError
+    without a key, unless `offline`.
     """
 
     name: str
@@ -38,7 +40,7 @@ class WebSearch:
     usd_per_search: float = 0.01
     usd_per_page: float = 0.002
     timeout_s: float = 60.0
-    base_url: str = "https://api.tavily.com"
+    base_url: str = TAVILY
     spending: Spending = field(default_factory=Spending)
     result_words: int = RESULT_WORDS
     kind, blocking = "search", True
@@ -92,14 +94,15 @@ class WebSearch:
 
     def _ask(self, path, body) -> tuple[list[Json], float]:
         """Returns the results of a request and its seconds, from the cache if they are there."""
-        stored = reply_file(self.cache, [path, body])
+        url = f"{self.base_url.rstrip('/')}/{path}"
+        request = [path, body] if self.base_url == TAVILY else [url, body]
+        stored = reply_file(self.cache, request)
         try:
             return read_json(stored)
         except UserError as missing:  # not asked yet, or damaged
             if self.offline:
                 problem = "offline, and this query has no stored reply; use another tool"
                 raise EndpointError(problem, bad_request=True) from missing
-        url = f"{self.base_url}/{path}"
         reply, (_, seconds) = post(url, body, SHAPES["tavily"], KEY_VARIABLE, self.timeout_s)
         answer = reply["results"], seconds
         try:

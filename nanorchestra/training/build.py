@@ -10,12 +10,14 @@ from kernels.external import choose_attention
 from nanorchestra.config import Config
 from nanorchestra.engine.engine import Engine
 from nanorchestra.errors import require
+from nanorchestra.files import SUMS, sha256, write_sums
 from nanorchestra.model import lora
-from nanorchestra.model.hf_config import PRESETS
+from nanorchestra.model.hf_config import PRESETS, stored_group
 from nanorchestra.model.native import pack
+from nanorchestra.model.quantise import quantise_model
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.tokenizer import Tokenizer, train_bpe
-from nanorchestra.model.weights import load_model
+from nanorchestra.model.weights import check_saved, load_model, named_hf_tensors
 from nanorchestra.training.ranks import Ranks, shard_model
 from nanorchestra.training.trainer import Trainer, TrainerSettings
 
@@ -41,7 +43,12 @@ def build_model(
     on demonstrations, which rank 0 keeps in the run's directory. UserError.
     """
     seed, path = config.run.seed, config.model.path
-    offload = config.parallel.cpu_offload
+    offload, in_4_bits = config.parallel.cpu_offload, config.lora.base == "int4"
+    require(
+        not in_4_bits or ranks.world == 1,
+        f"lora.base is int4 on {ranks.world} processes; engine and trainer of one process share "
+        "it: start one, or set lora.base to full",
+    )
 
     def build(shape):
         model = Qwen3(shape)
@@ -49,6 +56,9 @@ def build_model(
             worlds.initialise(model, model.init_weights(seed))
         if config.lora.rank:
             model.to(dtype)  # the base is frozen, so it needs no float32
+            if in_4_bits:
+                # Embeddings and output matrix stay: the log-probabilities need them whole.
+                quantise_model(model.layers, "int4", stored_group(path))
             lora.add_adapters(model, config.lora.rank, config.lora.alpha, seed)
         return shard_model(model, ranks, dtype, cpu_offload=offload)
 
@@ -64,7 +74,10 @@ def build_model(
 def _miniature(config, ranks, worlds, saved, build) -> tuple[Qwen3, Tokenizer]:
     if ranks.first and not (saved / "tokenizer.json").exists():
         train_bpe(worlds.texts(TOKENIZER_TEXTS), VOCAB_SIZE).save(saved)
+        write_sums(saved, {"tokenizer.json": sha256(saved / "tokenizer.json")})
     ranks.gather(None)  # the other ranks wait for the file
+    if (saved / SUMS).exists():  # not if the run was killed just before
+        check_saved(saved)
     tokenizer = Tokenizer.from_dir(saved)
     preset = PRESETS["nano"]
     positions = max(preset.max_position_embeddings, config.rollout.context_tokens)
@@ -97,14 +110,25 @@ def build_trainer(
 
 
 def build_engine(
-    config: Config, shape: ModelConfig, tokenizer: Tokenizer, ranks: Ranks, dtype: torch.dtype
+    config: Config,
+    shape: ModelConfig,
+    tokenizer: Tokenizer,
+    ranks: Ranks,
+    dtype: torch.dtype,
+    trained: Qwen3 | None = None,
 ) -> Engine:
-    """Returns this rank's engine; its model has no weights before the first update_weights."""
+    """Returns this rank's engine; its model has no weights before the first `publish`.
+
+    trained: the model in training, whose base the engine's model shares if it is in 4 bits.
+    """
     limits = config.rollout
-    with torch.device("meta"):
-        model = Qwen3(shape).to(dtype)
-    model.to_empty(device=ranks.device)
-    pack(model)
+    if config.lora.base == "int4":
+        model = lora.on_the_same_base(trained, dtype)
+    else:
+        with torch.device("meta"):
+            model = Qwen3(shape).to(dtype)
+        model.to_empty(device=ranks.device)
+        pack(model)
     require(
         limits.context_tokens <= shape.max_position_embeddings,
         f"rollout.context_tokens is {limits.context_tokens}; it must be at most "
@@ -121,3 +145,12 @@ def build_engine(
         max_running=rows,
         max_context=limits.context_tokens,
     )
+
+
+def publish(config: Config, trained: Qwen3, engine: Engine, dtype: torch.dtype) -> None:
+    """Copies the trained weights into the engine: adapters alone where both share the base."""
+    if config.lora.base == "int4":
+        lora.copy_adapters(trained, engine.model)
+        engine.update_weights()
+    else:
+        engine.update_weights(named_hf_tensors(trained, dtype))

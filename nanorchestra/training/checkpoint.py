@@ -1,31 +1,53 @@
-"""Checkpoints of a run: one directory each, tensors by torch.distributed.checkpoint, notes.json.
+"""Checkpoints of a run: one directory each, with a safetensors file a rank, notes.json, SHA256SUMS.
 
-Every rank writes its shards in a thread while training goes on, from a copy taken at once. A
-checkpoint is written aside and renamed when all of it is on disk, so a directory with a
-checkpoint's name is whole. Any number of ranks reads it, each the parts that it holds.
+Every rank writes the rows that it holds in a thread while training goes on, from a copy taken at
+once. A checkpoint is written aside and renamed when all of it is on disk, so a directory with a
+checkpoint's name is whole; digests taken while it was written tell what has changed since. Any
+number of ranks reads it, each the rows that it holds. No file can run code when it is read.
 """
 
 import json
+import math
 import os
 import shutil
 import sys
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
-from nanorchestra.errors import require
-from nanorchestra.files import sync, write_whole
+from nanorchestra.errors import UserError, require
+from nanorchestra.files import (
+    SUMS,
+    check_sums,
+    read_object,
+    read_sums,
+    sha256,
+    sync,
+    write_sums,
+    write_whole,
+)
+from nanorchestra.model.sharded import fill, first_row, is_first_copy, local
+from nanorchestra.model.tensor_files import DTYPES, open_tensors, write_tensors
 from nanorchestra.schemas import Json
 from nanorchestra.training.ranks import Ranks
 
 NOTES = "notes.json"
 KEPT = 2
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank has written: its file, and of each tensor in it the first of its rows."""
+
+    file: str
+    rows: dict[str, int]
+    sha256: str
+    failure: str | None  # why it could not be written
 
 
 class Checkpoints:
@@ -33,8 +55,8 @@ class Checkpoints:
 
     def __init__(self, folder: Path, ranks: Ranks):
         self.folder, self.ranks = folder, ranks
-        self._saving: tuple[str, Future[None]] | None = None
-        self._group = ranks.beside().group  # of the thread that writes
+        self._saving: tuple[str, Future[str | None]] | None = None
+        self._beside = ranks.beside()  # for the thread that writes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         if ranks.first:
             folder.mkdir(exist_ok=True)
@@ -43,89 +65,184 @@ class Checkpoints:
         ranks.gather(None)
 
     def save(self, name: str, tensors: dict[str, Tensor], notes: Json) -> None:
-        """Begins to save; the tensors may change once it returns. Waits for the save before it."""
+        """Begins to save; the tensors may change once it returns. Waits for the save before it.
+
+        Each row is written by one rank: of a tensor that is not sharded, and of replicas, by the
+        first that has it.
+        """
         self.wait()
-        aside = self.folder / f".{name}.part"
-        written = dcp.async_save(
-            tensors,
-            checkpoint_id=aside,
-            process_group=self._group,
-            no_dist=self.ranks.world == 1,
-        )
-        self._saving = name, self._thread.submit(self._finish, name, aside, notes, written)
+        copies = {}
+        rows = {}
+        for key, tensor in tensors.items():
+            held = local(tensor).detach()
+            if is_first_copy(tensor, self.ranks.rank) and held.numel():
+                copies[key] = held.to("cpu", copy=True).contiguous()
+                rows[key] = first_row(tensor)
+        self._saving = name, self._thread.submit(self._write, name, copies, rows, notes)
 
     def wait(self) -> None:
         """Returns when the last save is on disk. UserError on every rank if it failed on one."""
         if self._saving is None:
             return
         (name, saving), self._saving = self._saving, None
-        failures = self.ranks.gather(_failure(saving.exception()))
-        failure = next(filter(None, failures), None)
+        failure = next(filter(None, self.ranks.gather(saving.result())), None)
         require(
             not failure,
             f"{self.folder / name}: the checkpoint cannot be written: {failure}; "
             "the ones before it are whole: free the space, then resume",
         )
 
-    def _finish(self, name, aside, notes, written):
-        """When all shards are on disk, rank 0 adds the notes, renames, and removes the oldest."""
+    def _write(self, name, copies, rows, notes) -> str | None:
+        """Writes this rank's file; when all are on disk, rank 0 makes a checkpoint of them.
+
+        Returns why it could not be written, None if it was.
+        """
+        aside = self.folder / f".{name}.part"
+        file, digest, failure = f"rank-{self.ranks.rank:05d}.safetensors", "", None
         try:
-            written.result()
-            if not self.ranks.first:
-                return
-            files = {file.name: file.stat().st_size for file in aside.iterdir()}
-            write_whole(aside / NOTES, json.dumps({"files": files, "notes": notes}))
-            shutil.rmtree(self.folder / name, ignore_errors=True)  # one that could not be read
-            os.replace(aside, self.folder / name)
-            sync(self.folder)
-            for old in self._names()[:-KEPT]:
-                shutil.rmtree(self.folder / old)
-        finally:
-            if self.ranks.first:
-                shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(exist_ok=True)
+            digest = write_tensors(aside / file, copies)
+        except Exception as error:  # whatever it is: the other ranks wait in the gather
+            failure = _line(error)
+        copies.clear()  # their memory is free while other ranks still write
+        parts = self._beside.gather(Part(file, rows, digest, failure))
+        failure = next((part.failure for part in parts if part.failure), None)
+        if self.ranks.first:
+            try:
+                if not failure:
+                    self._publish(name, aside, parts, notes)
+            except (OSError, UserError) as error:
+                failure = _line(error)
+            shutil.rmtree(aside, ignore_errors=True)
+        return failure
+
+    def _publish(self, name, aside, parts, notes):
+        """Adds notes and digests, renames the directory, and removes the oldest."""
+        rows = {part.file: part.rows for part in parts}
+        write_whole(aside / NOTES, json.dumps({"rows": rows, "notes": notes}))
+        digests = {part.file: part.sha256 for part in parts}
+        write_sums(aside, digests | {NOTES: sha256(aside / NOTES)})
+        shutil.rmtree(self.folder / name, ignore_errors=True)  # one that could not be read
+        os.replace(aside, self.folder / name)
+        sync(self.folder)
+        for old in self._names()[:-KEPT]:
+            shutil.rmtree(self.folder / old)
 
     def restore(self, prepare: Callable[[Json], dict[str, Tensor]]) -> Json | None:
         """Reads the newest whole checkpoint in place into prepare(notes); returns its notes.
 
-        A damaged one is named on stderr, and the one before it is read. None if there is no
-        checkpoint; UserError if none can be read.
+        A damaged one is named on stderr, with the damaged file and the checkpoint that is read
+        instead. None if there is no checkpoint; UserError if none is whole.
         """
         names = self.ranks.gather(self._names())[0]
+        damages = []
         for name in reversed(names):
-            path, problem = self.folder / name, None
-            try:
-                notes = _verified(path)
-                dcp.load(prepare(notes), checkpoint_id=path, no_dist=True)
-            except (CheckpointException, OSError, ValueError, KeyError, RuntimeError) as error:
-                problem = _failure(error)
-            problems = self.ranks.gather(problem)
-            if not any(problems):
+            path = self.folder / name
+            written, damage = self._everywhere(self._check, path)
+            if not damage:
+                notes, damage = self._everywhere(_load, path, written, prepare)
+            if not damage:
+                for line in damages if self.ranks.first else []:
+                    print(f"{line}; resuming from {path}, which is whole", file=sys.stderr)
                 return notes
-            if self.ranks.first:
-                reason = next(filter(None, problems))
-                print(f"{path}: damaged ({reason}); trying the one before", file=sys.stderr)
+            damages.append(damage)
         require(
             not names,
-            f"{self.folder}: none of its {len(names)} checkpoints can be read; "
-            "remove the directory to start the run from its beginning",
+            f"{self.folder}: none of its {len(names)} checkpoints can be read ("
+            f"{'; '.join(damages)}); remove the directory to start the run from its beginning",
         )
         return None
+
+    def _everywhere(self, function: Callable[..., T], *arguments) -> tuple[T | None, str | None]:
+        """Calls a function on all ranks; returns its value, and the first UserError of any rank."""
+        value, problem = None, None
+        try:
+            value = function(*arguments)
+        except UserError as error:
+            problem = str(error)
+        return value, next(filter(None, self.ranks.gather(problem)), None)
+
+    def _check(self, path) -> Json:
+        """Returns what notes.json holds if all files are those that were written, else UserError.
+
+        Each rank reads notes.json and a share of the other files.
+        """
+        digests = read_sums(path)
+        require(NOTES in digests, f"{path / SUMS}: has no SHA-256 of {NOTES}")
+        check_sums(path, digests, [NOTES])
+        written = read_object(path / NOTES)
+        known = isinstance(written.get("rows"), dict) and isinstance(written.get("notes"), dict)
+        require(known, f"{path / NOTES}: expected the objects rows and notes")
+        files = sorted(written["rows"])
+        others = sorted((digests.keys() - {NOTES}) ^ set(files))
+        require(not others, f"{path / SUMS}: names other files than {NOTES}, such as {others[:1]}")
+        check_sums(path, digests, files[self.ranks.rank :: self.ranks.world])
+        return written
 
     def _names(self) -> list[str]:
         return sorted(path.name for path in self.folder.glob("[!.]*"))
 
 
-def _verified(path) -> Json:
-    """The notes of a checkpoint. ValueError if a file is not what was written."""
-    data = json.loads((path / NOTES).read_bytes())
-    for file, size in data["files"].items():
-        if (path / file).stat().st_size != size:
-            raise ValueError(f"{file} is not the {size} bytes that were written")
-    return data["notes"]
+def _load(path, written, prepare) -> Json:
+    """Fills prepare(notes) from a checkpoint whose files are sound; returns its notes.
+
+    `written` is what notes.json holds. UserError if these are not the tensors of the checkpoint, as
+    those of another model.
+    """
+    parts = _parts(path, written["rows"])
+    wanted = prepare(written["notes"])
+    others = sorted(wanted.keys() ^ parts.keys())
+    require(not others, f"{path}: holds other tensors than this run, such as {others[:1]}")
+    for name, tensor in wanted.items():
+        filled, stored = 0, 0
+        for begin, file in parts[name]:
+            stored += math.prod(file.get_slice(name).get_shape())
+            filled += _fill_from(file, name, begin, tensor, path)
+        held = local(tensor).numel()
+        require(
+            stored == tensor.numel() and filled == held,
+            f"{path}: {name} has {stored} numbers, {filled} of the {held} that this rank holds; "
+            f"expected {tensor.numel()}",
+        )
+    return written["notes"]
 
 
-def _failure(error) -> str | None:
-    """An error in one line; of a CheckpointException the first rank's."""
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    return None if error is None else f"{type(error).__name__}: {error}".strip().splitlines()[0]
+def _parts(path, rows_of) -> dict[str, list[tuple[int, Any]]]:
+    """Returns (first row, open file) of each part of each tensor, from the rows by file."""
+    parts = {}
+    for file, rows in rows_of.items():
+        opened = open_tensors(path / file)
+        same = isinstance(rows, dict) and rows.keys() == set(opened.keys())
+        whole = same and all(type(row) is int and row >= 0 for row in rows.values())
+        require(whole, f"{path / NOTES}: does not state the rows of each tensor in {file}")
+        for name, row in rows.items():
+            parts.setdefault(name, []).append((row, opened))
+    return parts
+
+
+def _fill_from(file, name, begin, tensor, path) -> int:
+    """Copies those rows of a file that this rank holds; returns how many numbers they are."""
+    stored = file.get_slice(name)
+    shape, dtype = stored.get_shape(), stored.get_dtype()
+    fits = dtype == DTYPES[tensor.dtype] and shape[1:] == list(tensor.shape[1:])
+    require(
+        fits and len(shape) == tensor.dim(),
+        f"{path}: {name} is {dtype} {shape}; this run has {DTYPES[tensor.dtype]} "
+        f"{list(tensor.shape)}",
+    )
+    if not shape:
+        local(tensor).copy_(file.get_tensor(name))
+        return 1
+    low = max(begin, first_row(tensor))
+    high = min(begin + shape[0], first_row(tensor) + len(local(tensor)))
+    if low >= high:
+        return 0
+    rows = stored[low - begin : high - begin]
+    fill(tensor, rows, low)
+    return rows.numel()
+
+
+def _line(error: Exception) -> str:
+    """Returns an error in one line."""
+    said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    return said.strip().splitlines()[0]

@@ -1,6 +1,8 @@
 """The order of a run: warm start, evaluation, GRPO, evaluation, results."""
 
 from nanorchestra.model.lora import save_adapter
+from nanorchestra.model.quantise import QuantisedLinear, linears
+from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.report.page import write_report
 from nanorchestra.report.run import held_out_scores, table
@@ -54,6 +56,13 @@ def evaluate(run: TrainingRun, name: str) -> Json:
     return worlds.summarise(tasks, trajectories)
 
 
+def parameters(model: Qwen3) -> int:
+    """Returns how many numbers the model has, those in 4 bits and of adapters included."""
+    in_4_bits = linears(model, QuantisedLinear)
+    plain = sum(parameter.numel() for parameter in model.parameters())
+    return plain + sum(module.in_features * module.out_features for _, module in in_4_bits)
+
+
 def _finish(run) -> Json:
     """Evaluates and writes the model; returns the results, which rank 0 prints."""
     path, trainer, worlds = run.folder.path, run.trainer, run.worlds
@@ -68,7 +77,7 @@ def _finish(run) -> Json:
     tasks = worlds.held_out(run.config.evaluation.tasks)
     results = {
         "peak_memory_mb": peak_memory_mb(),
-        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "parameters": parameters(trainer.model),
         "held_out": {
             "tasks": len(tasks),
             "before": run.progress.before,

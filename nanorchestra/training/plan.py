@@ -20,7 +20,14 @@ LOSS = 1.5 * GB  # logits and gradients of activations, a chunk or a layer of ea
 TYPICAL, PROMPT, SAMPLED = 0.25, 0.375, 0.25  # of the context; of the ids of an attempt
 TRAINING, ROLLOUT = 0.40, 0.65  # efficiency; torchtitan reports 0.33 to 0.39 for Llama-3.1-8B
 PER_NODE = 8  # GPUs
-WAYS = ({}, {"parallel.cpu_offload": True}, {"lora.rank": 32})
+# Of a base in 4 bits: bytes of a number with its share of a scale (AutoAWQ's zero points are a byte
+# for 128 more); bytes of a number that are in
+# memory while its matrix is widened to bf16, and that are read and written then.
+IN_4_BITS, WIDENED, WIDENING = 1 / 2 + 2 / 128, 5, 12
+FULL = {"lora.base": "full"}
+OFFLOADED = {"parallel.cpu_offload": True}
+WAYS = ({}, OFFLOADED, {"lora.rank": 32}, {"lora.rank": 32, "lora.base": "int4"})
+WAYS_FROM_4_BITS = ({}, FULL, FULL | OFFLOADED)
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,30 @@ class Setup:
         return rank * self.costs.adapter_numbers if rank else self.costs.numbers
 
     @property
+    def spread(self) -> int:
+        """How many numbers the engine's adapters have: those of q, k, v, gate and up are spread."""
+        shape, rank = self.model, self.config.lora.rank
+        heads = shape.num_attention_heads + 2 * shape.num_key_value_heads
+        zeros = 2 * heads * shape.head_dim + 2 * shape.intermediate_size
+        return self.trained + shape.num_hidden_layers * rank * zeros
+
+    @property
+    def in_4_bits(self) -> bool:
+        """Whether the layers are frozen in 4 bits; trainer and engine then share them."""
+        return self.config.lora.base == "int4"
+
+    @property
+    def in_layers(self) -> int:
+        """How many numbers are in matrices of the layers."""
+        return self.costs.token_flops // 2
+
+    @property
+    def base_bytes(self) -> float:
+        """Bytes of the weights in bf16, or of those that are not in 4 bits."""
+        in_4_bits = self.in_layers if self.in_4_bits else 0
+        return IN_4_BITS * in_4_bits + 2 * (self.costs.numbers - in_4_bits)
+
+    @property
     def shards(self) -> int:
         """How many GPUs divide the weights."""
         return min(self.gpus, PER_NODE) if self.config.parallel.shard == "node" else self.gpus
@@ -54,10 +85,14 @@ def memory(setup: Setup) -> dict[str, tuple[float, float]]:
     grpo, rollout, full = config.grpo, config.rollout, not config.lora.rank
     layers, hidden = setup.model.num_hidden_layers, setup.model.hidden_size
     share = 0 if config.parallel.cpu_offload else 1 / setup.shards
-    weights = (4 * total if full else 2 * total + 4 * trained) * share
+    weights = (4 * total if full else setup.base_bytes + 4 * trained) * share
     reference = 4 * total * share if grpo.kl_coef and full else 0  # of adapters it is the base
     # in bf16 a layer, the next one and the root; of full weights also their gradients
     gathered = 2 * (1 + full) * (total - (1 - (2 + full) / layers) * costs.token_flops / 2)
+    engine, widened = 2 * total, 0.0
+    if setup.in_4_bits:  # one process, so nothing is gathered
+        largest = 2 * hidden * setup.model.intermediate_size  # gate and up
+        gathered, engine, widened = 0.0, 2 * setup.spread, WIDENED * largest
     kept = layers * costs.activations
     if config.parallel.activation_checkpointing:
         kept = layers * hidden + costs.activations
@@ -71,7 +106,8 @@ def memory(setup: Setup) -> dict[str, tuple[float, float]]:
         "gradients": (0, 4 * trained * share),
         "gathered layers": (0, gathered),
         "activations": (0, 2 * grpo.token_budget * kept + LOSS),
-        "engine's copy": (2 * total, 2 * total),
+        "widened matrix": (widened, widened),
+        "engine's copy": (engine, engine),
         "KV pages": (kv, kv if rollout.overlap else 0),  # else lent to the trainer
     }
     both = (LIBRARIES + FRAGMENTS * sum(column) for column in zip(*parts.values(), strict=True))
@@ -87,7 +123,8 @@ def seconds(setup: Setup, gpu: Gpu) -> dict[str, tuple[float, float]]:
     """Returns the seconds of a step by phase: the roofline, and what to expect.
 
     Backward counts twice a forward (once with adapters), recomputation once. Per micro-batch bf16
-    weights are gathered twice and float32 gradients reduced once, while the GPU computes.
+    weights are gathered twice and float32 gradients reduced once, while the GPU computes. A base in
+    4 bits is widened in every pass.
     """
     config, costs, shards = setup.config, setup.costs, setup.shards
     groups = config.grpo.prompts / setup.gpus
@@ -95,11 +132,17 @@ def seconds(setup: Setup, gpu: Gpu) -> dict[str, tuple[float, float]]:
     tokens, sampled = length * (PROMPT * groups + (1 - PROMPT) * attempts), SAMPLED * length
     flops = tokens * costs.token_flops + attempts * length**2 / 2 * costs.pair_flops
     forward = (flops + attempts * sampled * costs.logit_flops) / gpu.flops
-    reads = sampled * (costs.weight_bytes + attempts * length / 2 * costs.kv_bytes)
+    read = costs.weight_bytes
+    if setup.in_4_bits:
+        read += setup.base_bytes - 2 * costs.numbers + 2 * setup.trained
+    reads = sampled * (read + attempts * length / 2 * costs.kv_bytes)
     rollout = max(reads / gpu.bandwidth, forward)
     passes = (2 if config.lora.rank else 3) + config.parallel.activation_checkpointing
     passes += config.grpo.mini_batch > 0  # the old log-probabilities
     training, batches = forward * passes, max(1.0, tokens / config.grpo.token_budget)
+    computed = 2 + config.parallel.activation_checkpointing  # times that a layer is
+    widening = batches * computed * WIDENING * setup.in_layers / gpu.bandwidth
+    widening *= setup.in_4_bits
     link = gpu.link if shards <= PER_NODE else gpu.network
     gathering = batches * 4 * (costs.numbers + setup.trained) * (shards - 1) / shards / link
     optimizer = 28 * setup.trained / shards / gpu.bandwidth
@@ -107,7 +150,7 @@ def seconds(setup: Setup, gpu: Gpu) -> dict[str, tuple[float, float]]:
         optimizer = (4 * setup.trained + batches * 8 * costs.numbers) / shards / gpu.host
     return {
         "rollout": (rollout, rollout / ROLLOUT),
-        "training": (training, training / TRAINING),
+        "training": (training + widening, training / TRAINING + widening),
         "gathering": (gathering, max(0.0, gathering - training / TRAINING)),
         "optimizer": (optimizer, optimizer),
     }
@@ -115,7 +158,9 @@ def seconds(setup: Setup, gpu: Gpu) -> dict[str, tuple[float, float]]:
 
 def smallest(setup: Setup, way: dict[str, object], limit: float) -> str:
     """Returns a line with the fewest GPUs of `limit` bytes, up to 64, for a way to train."""
-    setups = [replace(setup, gpus=2**n, config=setup.config.replace(way)) for n in range(7)]
+    config = setup.config.replace(way)
+    counts = [1] if config.lora.base == "int4" else [2**n for n in range(7)]
+    setups = [replace(setup, gpus=gpus, config=config) for gpus in counts]
     fits = next((f"{x.gpus} x {peak(x) / GB:.1f} GB" for x in setups if peak(x) <= limit), "none")
     options = " ".join(f"--{name} {str(value).lower()}" for name, value in way.items())
     return f"  {fits:14}{options or 'as configured'}"
@@ -127,6 +172,12 @@ def plan(config: Config, gpus: int, memory_gb: float | None, name: str) -> tuple
     Without `memory_gb` it is the GPU's as sold. model.path may end in the name of a preset.
     """
     require(gpus > 0, f"--gpus is {gpus}; it must be 1 or more")
+    in_4_bits = config.lora.base == "int4"
+    require(
+        gpus == 1 or not in_4_bits,
+        f"--gpus is {gpus}; with lora.base int4 it must be 1: engine and trainer of one process "
+        "share the base",
+    )
     limit = GPUS[name].memory if memory_gb is None else memory_gb * GB
     require(limit > 0, f"--memory is {limit / GB:g}; it must be the GB of one GPU")
     path = Path(config.model.path or "nano")
@@ -144,4 +195,5 @@ def plan(config: Config, gpus: int, memory_gb: float | None, name: str) -> tuple
         f"\n{peak(setup) / GB:.1f} of {limit / GB:g} GB: {'fits' if fits else 'too much'}",
         f"The fewest GPUs of {limit / GB:g} GB:",
     ]
-    return "\n".join(lines + [smallest(setup, way, limit) for way in WAYS]), fits
+    ways = WAYS_FROM_4_BITS if in_4_bits else WAYS
+    return "\n".join(lines + [smallest(setup, way, limit) for way in ways]), fits

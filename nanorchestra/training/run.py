@@ -14,14 +14,12 @@ from tqdm import tqdm
 from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.config import Config
 from nanorchestra.engine.request import SamplingParams
-from nanorchestra.errors import require
+from nanorchestra.errors import UserError, require
 from nanorchestra.files import write_whole
-from nanorchestra.model.weights import named_hf_tensors
 from nanorchestra.records import Task, Trajectory
-from nanorchestra.report.run import Run
+from nanorchestra.report.run import Run, to_toml
 from nanorchestra.report.watch import Watch, peak_memory_mb
 from nanorchestra.schemas import Json
-from nanorchestra.settings import to_toml
 from nanorchestra.training import build
 from nanorchestra.training.checkpoint import Checkpoints
 from nanorchestra.training.costs import peak_flops
@@ -67,7 +65,9 @@ class TrainingRun:
         model, self.tokenizer = build.build_model(config, ranks, self.dtype, worlds, folder.path)
         self.examples = load_kept(config, self.tokenizer, self.say)
         self.trainer = build.build_trainer(config, model, self.tokenizer, ranks, self.dtype)
-        self.engine = build.build_engine(config, model.config, self.tokenizer, ranks, self.dtype)
+        self.engine = build.build_engine(
+            config, model.config, self.tokenizer, ranks, self.dtype, model
+        )
         self.checkpoints = Checkpoints(folder.path / "checkpoints", ranks)
         self.peak_flops = peak_flops(ranks.device, self.dtype)
         self.progress, self.ahead, self.started = Progress(), None, time.monotonic()
@@ -119,7 +119,7 @@ class TrainingRun:
 
     def publish(self) -> None:
         """Copies the trainer's weights into the engine."""
-        self.engine.update_weights(named_hf_tensors(self.trainer.model, self.dtype))
+        build.publish(self.config, self.trainer.model, self.engine, self.dtype)
 
     # Records.
 
@@ -213,15 +213,29 @@ class TrainingRun:
 
         The number of ranks may differ from that of the run so far.
         """
-        notes = self.checkpoints.restore(lambda notes: self.prepare(notes["progress"]["phase"]))
-        offsets = {}
+        notes = self.checkpoints.restore(self._prepare_for)
         if notes:
-            self.progress, offsets = Progress(**notes["progress"]), notes["offsets"]
-            self.ahead = Batch.from_notes(notes["ahead"]) if notes["ahead"] else None
-            self.engine.weight_version = notes["weight_version"] - 1
             self.publish()
+        offsets = notes["offsets"] if notes else {}
         if self.ranks.first:
             self.folder.truncate(offsets)
             write_whole(self.folder.path / "config.toml", to_toml(self.config))
             (self.folder.path / "summary.json").unlink(missing_ok=True)  # the run is extended
         self.say(f"resuming {self.folder.path} at {self.progress.phase} step {self.progress.step}")
+
+    def _prepare_for(self, notes) -> dict[str, Tensor]:
+        """Takes what a checkpoint holds besides tensors; returns the tensors of its phase.
+
+        UserError for notes that another version of the code has written.
+        """
+        try:
+            self.progress = Progress(**notes["progress"])
+            self.ahead = Batch.from_notes(notes["ahead"]) if notes["ahead"] else None
+            self.engine.weight_version = notes["weight_version"] - 1
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(
+                f"{self.checkpoints.folder}: the notes of a checkpoint are not those of this "
+                f"version ({reason}); resume with the version that wrote them"
+            ) from None
+        return self.prepare(self.progress.phase)

@@ -322,6 +322,104 @@ def test_a_request_whose_logits_are_not_finite_fails_alone():
     assert_no_leak(engine)
 
 
+class BoomError(Exception):
+    pass
+
+
+class Fused(Guide):
+    """A guide without a grammar, which raises where it is told to, at the third token."""
+
+    def __init__(self, place):
+        self.place, self.count = place, 0
+
+    def copy(self):
+        return Fused(self.place)
+
+    def allowed(self):
+        if self.place == "mask" and self.count == 2:
+            raise BoomError
+        return None
+
+    def advance(self, token):
+        self.count += 1
+        if self.place == "advance" and self.count == 3:
+            raise BoomError
+
+
+FAULTS = "admission", "seed", "top", "mask", "advance", "callback", "last callback", "text"
+
+
+@pytest.mark.parametrize("place", [*FAULTS, "all of them"])
+def test_an_exception_of_one_request_ends_no_other(model, place, monkeypatch):
+    """The others' tokens and log-probabilities are those of a run without the fault."""
+    prompts = [[5, 6, 7], [9] * 13, [5, 6, 7, 8], list(range(40))]
+
+    def run(faults):
+        engine, heard = Engine(model, Letters(), num_pages=60, max_batch_tokens=24), []
+        listen = lambda *token: heard.append(token)  # noqa: E731
+        sound = [
+            engine.submit(prompt, SamplingParams(max_tokens=24, seed=i, ignore_eos=True), listen)
+            for i, prompt in enumerate(prompts)
+        ]
+        engine.step()
+        bad = [submit_faulty(engine, fault, monkeypatch) for fault in faults]
+        returned = []
+        while engine.has_work:
+            returned += engine.step()
+            check_scheduler(engine.scheduler)
+        assert sorted(map(id, returned)) == sorted(map(id, sound + bad))
+        assert_no_leak(engine)
+        results = [request.completed() for request in sound]
+        for fault, request in zip(faults, bad, strict=True):
+            assert request.completion.finish_reason == "error"
+            expected = TypeError if fault in ("seed", "top") else BoomError
+            with pytest.raises(expected):
+                request.completed()
+        return [(r.token_ids, r.logprobs, r.text) for r in results], sorted(heard)
+
+    faults = FAULTS if place == "all of them" else [place]
+    expected = run([])
+    assert run(faults) == expected and len(expected[1]) == 24 * len(prompts)
+
+
+def submit_faulty(engine, fault, monkeypatch):
+    """A request that raises at a place, which no check at the door has seen."""
+    params, on_token = SamplingParams(max_tokens=6, seed=1, ignore_eos=True), None
+    if fault in ("mask", "advance"):
+        params = SamplingParams(max_tokens=6, guide=Fused(fault))
+    if "callback" in fault:
+        left = [6 if "last" in fault else 2]
+
+        def on_token(*_):
+            left[0] -= 1
+            if not left[0]:
+                raise BoomError
+
+    request = engine.submit([1, 2, 3, 4, 96 - FAULTS.index(fault)], params, on_token)
+    if fault == "seed":
+        object.__setattr__(params, "seed", 1.0)
+    if fault == "top":
+        object.__setattr__(params, "top_logprobs", 2.5)
+    right = {"admission": engine.cache.match, "text": engine.tokenizer.decode}.get(fault)
+    if fault == "admission":
+
+        def match(table, ids):
+            if table is request.table:
+                raise BoomError
+            return right(table, ids)
+
+        monkeypatch.setattr(engine.cache, "match", match)
+    if fault == "text":
+
+        def decode(ids, **settings):
+            if ids == request.ids[request.prompt_tokens :]:
+                raise BoomError
+            return right(ids, **settings)
+
+        monkeypatch.setattr(engine.tokenizer, "decode", decode)
+    return request
+
+
 def test_other_misuse_is_explained(model):
     with pytest.raises(UserError, match="pages, .* are \\(0, 16, .* at least 1"):
         Engine(model, num_pages=0)

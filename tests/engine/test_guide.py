@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from nanorchestra.engine import guide as module
 from nanorchestra.engine.guide import Guide
 from nanorchestra.errors import UserError
 from nanorchestra.model import chat
@@ -162,3 +163,31 @@ def test_copies_stand_apart_and_a_wrong_schema_is_named(guide, tokenizer):
     assert second.allowed().tolist() != mask.tolist() == first.allowed().tolist()
     with pytest.raises(UserError, match="schema: .*nothing"):
         guide(["sea"], {"type": "nothing"})
+
+
+def test_a_limit_of_the_grammar_is_an_error_and_no_end_of_the_text(tokenizer, monkeypatch):
+    """700 optional properties are more items than a row may have; before, only the end was left."""
+    many = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(700)}}
+    held = Guide(tokenizer, [], many, thinks=False).copy()
+    with pytest.raises(UserError, match="schema: .*2807 items; max is 2000"):
+        for i in tokenizer.encode('{"p1": 1}'):
+            assert held.allowed()[i]
+            held.advance(i)
+    monkeypatch.setattr(module, "MASKS_S", 0.0)
+    monkeypatch.setattr(module, "MASK_S", 0.0)
+    with pytest.raises(UserError, match="schema: it takes too long to enforce"):
+        Guide(tokenizer, [], {"const": 1}, thinks=False).copy().allowed()
+
+
+def test_references_of_a_tools_parameters_begin_at_their_root(guide, tokenizer):
+    """As pydantic writes nested models; a $ref that leads to itself has a message of its own."""
+    point = {"type": "object", "properties": {"x": {"enum": [5, 6]}}, "required": ["x"]}
+    nested = {"$defs": {"p": point}, "properties": {"a": {"$ref": "#/$defs/p"}}, "type": "object"}
+    call = '{"name": "sea", "arguments": {"a": {"x": %d}}}'
+    begin = tokenizer.token_id("<tool_call>")
+    follow(guide(["sea"], nested), [begin, *tokenizer.encode(call % 6)])
+    with pytest.raises(AssertionError, match="masked"):
+        follow(guide(["sea"], nested), [begin, *tokenizer.encode(call % 7)])
+    loop = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+    with pytest.raises(UserError, match="schema: no JSON fits it; a .ref may lead back to itself"):
+        Guide(tokenizer, [], loop, thinks=False)

@@ -17,10 +17,12 @@ LIMITS = Limits(vocab_size=97, context=64, pool=48)
 @pytest.mark.parametrize(
     "field, values",
     {
-        "temperature": (-0.1, math.nan, math.inf, 1e39),
-        "top_p": (0, 1.5, math.nan),
-        "top_k": (-1, 2**70),
-        "max_tokens": (0, -3),
+        "temperature": (-0.1, math.nan, math.inf, 1e39, "1", None),
+        "top_p": (0, 1.5, math.nan, [1]),
+        "top_k": (-1, 2**70, 5.0),
+        "max_tokens": (0, -3, 1.0, "1", None),
+        "seed": (1.0, "1", None),
+        "top_logprobs": (21, 1.0),
     }.items(),
 )
 def test_bad_sampling_parameters_are_refused(field, values):

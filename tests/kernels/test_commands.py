@@ -1,9 +1,12 @@
 """`python -m benchmarks.gpu_parts.compile`, and the first day on a GPU."""
 
 import json
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
-import torch
 from kernel_check import DEVICE
 
 from benchmarks import gpu
@@ -20,11 +23,10 @@ def test_an_unknown_kernel_is_refused_in_one_line(capsys):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="says what happens without a GPU")
-def test_a_day_on_a_gpu_without_one_says_so_and_writes_nothing(capsys):
-    before = set(gpu.ROOT.glob("benchmarks/*"))
-    assert gpu.main([]) == 2
+def test_a_day_on_a_gpu_without_one_says_so_and_writes_nothing(capsys, tmp_path):
+    assert gpu.main(["--out", str(tmp_path / "day")]) == 2
     out, error = capsys.readouterr()
-    assert not out and set(gpu.ROOT.glob("benchmarks/*")) == before
+    assert not out and not list(tmp_path.iterdir())
     assert error == "gpu.py: there is no GPU here; --rehearse runs in small on the CPU\n"
 
 
@@ -38,26 +40,81 @@ def test_a_kernel_is_timed_as_a_share_of_its_ceiling(monkeypatch):
     assert set(row["ms"]) >= {"own", "eager", "compiled"}
 
 
-def test_a_part_that_fails_loses_no_other_and_is_done_again(monkeypatch, tmp_path, capsys):
-    """Each part in a process of its own; a second call does what is left."""
-    calls = []
+@pytest.fixture
+def day(monkeypatch, tmp_path):
+    """A day on a GPU whose parts do nothing: calls, the status of parts, and the files of one."""
+
+    class Day:
+        calls: list[str] = []
+        limits: dict[str, float] = {}
+        status = {"vllm": "not here"}
+        file = tmp_path / "kernel.py"
+        out = tmp_path / "day"
+        report = out / "gpu-h200.json"
+
+        def call(self, *words: str) -> tuple[int, list[str]]:
+            """The exit status, and the parts that were run."""
+            self.calls.clear()
+            return gpu.main(["--out", str(self.out), *words]), list(self.calls)
+
+    made = Day()
+    made.file.write_text("BLOCK = 64")
 
     def run_part(name, rehearse, limit, file):
-        calls.append(name)
-        failed = name == "decode" and len(calls) <= len(gpu.PARTS)
-        status = {"decode": "failed" if failed else "done", "vllm": "not here"}.get(name, "done")
-        return {"status": status, "seconds": 1.0, "figures": {}}
+        made.calls.append(name)
+        made.limits[name] = limit
+        files = ["kernel.py"] if name in ("decode", "steps") else []
+        done = {"status": made.status.get(name, "done"), "seconds": 1.0, "figures": {}}
+        return done | {"files": files, "code": gpu.code(files)}
 
     monkeypatch.setattr(gpu, "run_part", run_part)
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
     monkeypatch.setattr(gpu, "machine", lambda rehearse: {"card": "NVIDIA H200"})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert gpu.main([]) == 1 and calls == list(gpu.PARTS)
-    report = tmp_path / "benchmarks" / "gpu-h200.json"
-    assert json.loads(report.read_text())["parts"]["decode"]["status"] == "failed"
-    assert gpu.main([]) == 0 and calls[len(gpu.PARTS) :] == ["decode"]
-    assert gpu.main(["--minutes", "0.01", "--only", "steps"]) == 0
-    assert "not reached" in capsys.readouterr().out
+    return made
+
+
+def test_a_second_call_does_what_is_left_and_then_what_failed(day):
+    """All that a call leaves lies in the folder that it names."""
+    day.status |= {"decode": "failed"}
+    assert day.call() == (1, list(gpu.PARTS))
+    assert json.loads(day.report.read_text())["parts"]["decode"]["status"] == "failed"
+    assert {path.name for path in day.out.iterdir()} == {"gpu-h200.json"}
+
+    parts = json.loads(day.report.read_text())["parts"]
+    del parts["vllm"]
+    day.report.write_text(json.dumps({"parts": parts}))
+    assert day.call() == (1, ["vllm", "decode"]), "what has not been tried comes first"
+    del day.status["decode"]
+    assert day.call() == (0, ["decode"]) and day.call() == (0, [])
+    assert day.call("--only", "steps", "grpo") == (0, ["grpo 0.6b", "steps", "grpo 4b"])
+
+
+def test_only_parts_whose_code_has_changed_are_done_again(day):
+    assert day.call()[0] == 0
+    day.file.write_text("BLOCK = 128")
+    assert day.call() == (0, ["decode", "steps"])
+    (day.file.parent / "tiles.toml").write_text("block = 32")
+    assert day.call() == (0, ["decode", "steps"]) and day.call() == (0, [])
+
+
+def test_a_part_begins_only_if_its_limit_fits_in_the_call(day, capsys):
+    assert day.call("--minutes", "1.4") == (1, ["pointwise", *day.calls[1:]])
+    assert all(limit == gpu.PARTS[name].limit <= 84 for name, limit in day.limits.items())
+    assert "decode" not in day.calls and "nccl" in day.calls
+    assert "not reached: it may take 100 s, and 84 s are left" in capsys.readouterr().out
+    assert "decode" in day.call("--only", "decode")[1]
+
+
+def test_the_parts_of_a_day_fit_in_two_calls():
+    """In the first one kernels, a GRPO step, NCCL and decoding, in this order."""
+    minutes = gpu.arguments([]).minutes
+    assert minutes <= 9.5, "a call ends within ten minutes, its start and its plots included"
+    names, limits = list(gpu.PARTS), [work.limit for work in gpu.PARTS.values()]
+    first = names.index("decode") + 1
+    assert sum(limits[:first]) <= 60 * minutes and sum(limits[first:]) <= 60 * minutes
+    modules = [work.module for work in gpu.PARTS.values()]
+    assert modules[:first] == ["kernels"] * 5 + ["training"] * 2 + ["engine"]
+    assert names[first - 3 : first] == ["grpo 0.6b", "nccl", "decode"]
 
 
 def test_a_part_ends_with_its_reason(tmp_path, monkeypatch, capfd):
@@ -70,5 +127,42 @@ def test_a_part_ends_with_its_reason(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("benchmarks.gpu_parts.engine.steps", work)
     file = tmp_path / "figures.json"
     assert gpu.child("steps", True, file) == 3 and gpu.child("steps", False, file) == 1
-    assert json.loads(file.read_text()) == {"first": {"speed": 1.0}}
+    saved = json.loads(file.read_text())
+    assert saved["figures"] == {"first": {"speed": 1.0}}
+    assert {"benchmarks/gpu_parts/engine.py", "kernels/decode.py"} <= set(saved["files"])
     assert "ValueError: too slow" in capfd.readouterr().err
+
+
+def test_a_part_that_hangs_is_ended_with_all_its_processes(tmp_path, monkeypatch):
+    """What it noted before it hung is kept."""
+    script = tmp_path / "hangs.py"
+    script.write_text(
+        "import json, pathlib, subprocess, sys, time\n"
+        "file = pathlib.Path(sys.argv[sys.argv.index('--file') + 1])\n"
+        "file.write_text(json.dumps({'figures': {'first': 1}, 'files': []}))\n"
+        "inner = subprocess.Popen(['sleep', '60'])\n"
+        "file.with_name('pid').write_text(str(inner.pid))\n"
+        "inner.wait()\n"
+    )
+    monkeypatch.setattr(gpu, "__file__", str(script))
+    result = gpu.run_part("steps", False, 1.0, tmp_path / "figures.json")
+    assert result["status"] == "failed" and result["reason"] == "it ran longer than 1 s"
+    assert result["figures"] == {"first": 1}
+    status = Path("/proc", (tmp_path / "pid").read_text(), "status")
+    end = time.monotonic() + 20
+    while status.exists() and "State:\tZ" not in status.read_text():
+        assert time.monotonic() < end, "its own process goes on"
+
+
+@pytest.mark.slow
+def test_the_parts_need_nothing_that_a_machine_for_a_day_may_lack():
+    """Each of their modules is imported where only PyTorch and what comes with it is."""
+    modules = sorted({work.module for work in gpu.PARTS.values()} | {"plots", "interpreter"})
+    imports = "".join(f"import benchmarks.gpu_parts.{module}\n" for module in modules)
+    code = f"import sys\nfrom benchmarks import gpu\ngpu.hide_other_requirements()\n{imports}"
+    code += "print(*(name for name, module in sys.modules.items() if module is None))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=gpu.ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert {"tomli_w", "pydantic", "starlette", "faiss", "llguidance"} <= set(done.stdout.split())

@@ -36,12 +36,12 @@ def eights(generator, n, k):
     return bits.masked_fill(bits & 127 == 127, 7).view(torch.float8_e4m3fn), scales
 
 
-def reference(values, scales):
+def reference(values, scales, zeros=None):
     """W [N, K] in float64, which holds it exactly: as the layer that stores it computes W."""
     bits = 4 if values.dtype == torch.uint8 else 8
     n, k = len(values), values.shape[1] * 8 // bits
     layer = QuantisedLinear(nn.Linear(k, n, device=DEVICE), values.dtype, k // scales.shape[1])
-    layer.values, layer.scales = values, scales
+    layer.values, layer.scales, layer.zeros = values, scales, zeros
     return layer.dequantise(torch.float64)
 
 
@@ -78,6 +78,23 @@ def test_numbers_of_fp8(generator, dtype):
     for m, n, k in [(1, 16, 32), (9, 17, 33), (20, 5, 320)]:
         x, weight = randn(generator, m, k, dtype=dtype), eights(generator, n, k)
         assert_close(quantised_linear(x, *weight, x.dtype), exact(x, reference(*weight)), 3.2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zero_points(generator, dtype):
+    """All of 0 .. 15 beside all values, in one product, in splits of K and over many rows of x."""
+    for group, m, n, groups in [(32, 1, 16, 1), (64, 9, 33, 5), (128, 20, 17, 9), (256, 3, 9, 2)]:
+        k = group * groups
+        x, (values, scales) = (
+            randn(generator, m, k, dtype=dtype),
+            weights(generator, 4, n, k, group),
+        )
+        zeros = torch.randint(0, 16, (n, groups), generator=generator).to(DEVICE, torch.uint8)
+        got = quantised_linear(x, values, scales, dtype, zeros)
+        assert_close(got, exact(x, reference(values, scales, zeros)), POINTWISE)
+        eight = torch.full_like(zeros, 8)
+        plain = quantised_linear(x, values, scales, dtype)
+        assert torch.equal(quantised_linear(x, values, scales, dtype, eight), plain)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -1,16 +1,24 @@
-"""Checkpoints of compressed-tensors load with the weights that the package itself gives back."""
+"""Checkpoints of compressed-tensors load with the weights that the package itself gives back.
+
+Those of AutoAWQ load with the weights that compressed-tensors reads in them.
+"""
 
 import json
 
 import pytest
 import torch
 from compressed_tensors.compressors.base import BaseCompressor
+from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3ForCausalLM
 
 from nanorchestra.errors import UserError
-from nanorchestra.model.compressed import decompressed
+from nanorchestra.files import SUMS
+from nanorchestra.model.compressed import awq_decompressed, decompressed
+from nanorchestra.model.packed_attention import Segment, packed_attention
+from nanorchestra.model.quantise import QuantisedLinear, linears
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.model.weights import load_model, named_hf_tensors
@@ -52,7 +60,22 @@ def directory(tmp_path):
     model = Qwen3(CONFIG)
     model.init_weights(0)
     save_checkpoint(model, None, tmp_path / "model")
+    (tmp_path / "model" / SUMS).unlink()  # another program writes the files anew
     return tmp_path / "model"
+
+
+def write(directory, stored, quantization):
+    """Replace the weights by these tensors, in two shards with parts of a matrix on either side."""
+    names = sorted(stored)
+    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, members in shards.items():
+        save_file({name: stored[name].contiguous() for name in members}, directory / file)
+    where = {name: file for file, members in shards.items() for name in members}
+    index = {"weight_map": where}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = quantization
+    (directory / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -69,16 +92,7 @@ def test_matrices_are_those_the_package_gives_back(directory, case):
             module = name.removesuffix("weight")
             stored |= {module + part: x.contiguous() for part, x in parts.items()}
             stored[f"{module}input_scale"] = torch.ones(1)
-    names = sorted(stored)
-    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
-    for file, members in shards.items():
-        save_file({name: stored[name] for name in members}, directory / file)
-    where = {name: file for file, members in shards.items() for name in members}
-    index = {"weight_map": where}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": style}
-    (directory / "config.json").write_text(json.dumps(config))
+    write(directory, stored, {"quant_method": "compressed-tensors", "format": style})
     loaded = dict(named_hf_tensors(load_model(directory, dtype="bfloat16")[0]))
     assert loaded.keys() == exact.keys()
     for name, tensor in exact.items():
@@ -108,8 +122,168 @@ def test_parts_that_do_not_fit_are_refused_in_one_line(change, words, tmp_path):
         dict(decompressed(stored, stored.__getitem__, "somewhere"))
 
 
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+
+
+def awq_word(values):
+    """Eight numbers of 0 .. 15, of the columns 0 .. 7, in an int32, as AutoAWQ's gemm packs."""
+    word = 0
+    for place, column in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+        word |= values[column] << 4 * place
+    return word - 2**32 if word >= 2**31 else word
+
+
+def awq_packed(numbers):
+    """int32 [N, M / 8] of numbers [N, M]."""
+    words = [[awq_word(row[i : i + 8]) for i in range(0, len(row), 8)] for row in numbers.tolist()]
+    return torch.tensor(words, dtype=torch.int32)
+
+
+def awq(weight, group):
+    """Tensors of a module of AutoAWQ that stand for nearly this weight [out, in]."""
+    blocks = weight.T.unflatten(0, (-1, group))  # [groups, group, out]
+    low, high = blocks.amin(1).clamp(max=0), blocks.amax(1).clamp(min=0)
+    scales = ((high - low) / 15).half()
+    zeros = (-low / scales).round().clamp(0, 15)
+    q = (blocks / scales[:, None] + zeros[:, None]).round().clamp(0, 15).flatten(0, 1)
+    return {
+        "qweight": awq_packed(q.int()),
+        "qzeros": awq_packed(zeros.int()),
+        "scales": scales,
+    }
+
+
+def awq_checkpoint(directory, group, kept=()):
+    """Rewrite a checkpoint as AutoAWQ does; returns its weights as compressed-tensors reads them.
+
+    kept: endings of modules that are not converted.
+    """
+    stored, exact = {}, {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if not module.endswith("_proj") or module.endswith(kept):
+            stored[name] = exact[name] = tensor
+            continue
+        size = tensor.shape[1] if group == -1 else group
+        parts = {f"{module}.{part}": x for part, x in awq(tensor, size).items()}
+        stored |= parts
+        args = QuantizationArgs(
+            num_bits=4, strategy="group", group_size=size, symmetric=False, type="int"
+        )
+        state = AutoAWQConverter(group_size=size).process(dict(parts))
+        state = {name.removeprefix(f"{module}."): x for name, x in state.items()}
+        state["weight_scale"] = state["weight_scale"].float()
+        compressor = BaseCompressor.get_value_from_registry("pack-quantized")
+        scheme = QuantizationScheme(targets=["Linear"], weights=args)
+        exact[name] = compressor.decompress(state, scheme)["weight"].float()
+        assert (exact[name] - tensor).abs().max() < 0.6 * tensor.abs().max() / 7
+    config = AWQ | {"group_size": group, "modules_to_not_convert": list(kept) or None}
+    write(directory, stored, config)
+    return exact
+
+
+@pytest.mark.parametrize("group, kept", [(32, ()), (64, ("down_proj", "gate_proj")), (-1, ())])
+def test_matrices_of_autoawq_are_exact_widened_and_in_4_bits(directory, group, kept):
+    """In float32, and held in 4 bits if the group is one that int4 has."""
+    if group == 64:
+        kept += ("up_proj", "o_proj")
+    exact = awq_checkpoint(directory, group, kept)
+    loaded = dict(named_hf_tensors(load_model(directory)[0]))
+    assert loaded.keys() == exact.keys()
+    for name, tensor in exact.items():
+        assert torch.equal(loaded[name], tensor), name
+    model, _ = load_model(directory, quantise="int4")
+    held = {name: module for name, module in linears(model.layers, QuantisedLinear)}
+    own = held["0.self_attn.qkv_proj"]
+    rows = torch.cat([exact[f"model.layers.0.self_attn.{x}_proj.weight"] for x in "qkv"])
+    assert torch.equal(own.dequantise(torch.float32), rows) == (group > 0)
+    torch.testing.assert_close(own.dequantise(torch.float32), rows, rtol=0, atol=0.01)
+    x = torch.randn(5, 64)
+    torch.testing.assert_close(own(x), x @ own.dequantise(torch.float32).T)
+
+
+def test_logits_of_an_awq_checkpoint_are_those_of_transformers_with_its_weights(directory):
+    exact = awq_checkpoint(directory, 32)
+    tokens = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
+    model, _ = load_model(directory)
+    plain = directory.with_name("plain")
+    save_checkpoint(Qwen3(CONFIG), None, plain)
+    save_file(exact, plain / "model.safetensors", {"format": "pt"})
+    theirs = Qwen3ForCausalLM.from_pretrained(plain)(tokens[None]).logits[0]
+    for ours in (model, load_model(directory, quantise="int4")[0]):
+        if linears(ours, QuantisedLinear):
+            ours.lm_head = model.lm_head  # int4 holds it in 8 bits
+        hidden = ours(tokens, torch.arange(8), packed_attention([Segment(0, 8)]))
+        torch.testing.assert_close(ours.logits(hidden), theirs, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
-    "stored", [{"quant_method": "awq"}, {"format": "nvfp4-pack-quantized"}, "mine"]
+    "change, words",
+    [
+        ({"version": "gemv"}, "quantization_config.version = 'gemv': expected 'gemm'"),
+        ({"version": None, "format": "gemv"}, "quantization_config.version = None: expected"),
+        ({"backend": "llm-awq"}, "quantization_config.backend = 'llm-awq': expected autoawq"),
+        ({"bits": 3}, "quantization_config.bits = 3: expected 4"),
+        ({"bits": None}, "quantization_config.bits = None: expected 4"),
+        ({"zero_point": False}, "quantization_config.zero_point = False: expected true"),
+        ({"group_size": 0}, "quantization_config.group_size = 0: expected"),
+        ({"group_size": 64}, "the parts do not fit (groups of 64 rows"),
+        ({"group_size": "32"}, "quantization_config.group_size = '32': expected"),
+        ({"version": "GEMM", "format": "gemm"}, None),
+    ],
+)
+def test_another_form_of_awq_is_refused_in_one_line(directory, change, words):
+    awq_checkpoint(directory, 32)
+    file = directory / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"] |= change
+    file.write_text(json.dumps(config))
+    if words is None:
+        load_model(directory)
+        return
+    with pytest.raises(UserError) as refusal:
+        load_model(directory)
+    message = str(refusal.value)
+    assert message.startswith(str(directory)) and words in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"qzeros": None}, "somewhere: a.qzeros is missing beside a.qweight"),
+        ({"scales": None}, "somewhere: a.scales is missing beside a.qweight"),
+        ({"scales": torch.ones(3, 64).half()}, "the parts do not fit (groups of 32 rows"),
+        ({"scales": torch.ones(2, 64)}, "'a.scales': 'torch.float32 [2, 64]'"),
+        ({"qzeros": torch.zeros(2, 9, dtype=torch.int32)}, "do not fit"),
+        ({"qweight": torch.zeros(60, 8, dtype=torch.int32)}, "'a.qweight': 'torch.int32 [60, 8]'"),
+        ({"qweight": torch.zeros(64, dtype=torch.int32)}, "do not fit"),
+        ({"qweight": torch.zeros(0, 8, dtype=torch.int32)}, "do not fit"),
+        ({"qweight": torch.zeros(64, 8)}, "do not fit"),
+    ],
+)
+def test_parts_of_awq_that_do_not_fit_are_refused_in_one_line(change, words):
+    parts = awq(torch.randn(64, 64), 32) | change
+    stored = {f"a.{part}": x for part, x in parts.items() if x is not None}
+    with pytest.raises(UserError) as refusal:
+        dict(awq_decompressed(stored, stored.__getitem__, 32, "somewhere"))
+    assert words in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_an_awq_matrix_of_another_shape_than_the_models_is_refused(directory):
+    exact = awq_checkpoint(directory, 32)
+    stored = {**load_file(directory / "a.safetensors"), **load_file(directory / "b.safetensors")}
+    module = "model.layers.0.mlp.down_proj"
+    stored |= {f"{module}.{part}": x for part, x in awq(torch.randn(64, 64), 32).items()}
+    write(directory, stored, AWQ)
+    assert f"{module}.weight" in exact
+    with pytest.raises(
+        UserError, match=r"down_proj.weight has shape \[64, 64\]; expected \[64, 96"
+    ):
+        load_model(directory)
+
+
+@pytest.mark.parametrize(
+    "stored", [{"quant_method": "gptq"}, {"format": "nvfp4-pack-quantized"}, "mine"]
 )
 def test_other_formats_are_refused(directory, stored):
     config = json.loads((directory / "config.json").read_text())

@@ -27,8 +27,8 @@ def test_a_config_comes_back_from_its_file_and_from_transformers(config: ModelCo
     "change, words",
     [
         ({"model_type": "llama"}, "model_type = 'llama': expected 'qwen3'"),
-        ({"hidden_size": None}, "hidden_size = None: expected a positive number"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"hidden_size": None}, "hidden_size = None: expected a whole number from 1"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type = 'yarn'"),
     ],
     ids=str,

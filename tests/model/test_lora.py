@@ -1,5 +1,9 @@
-"""Adapters: exact gradients, the same model merged or not, only A and B trained, PEFT's files."""
+"""Adapters: exact gradients, the same model merged or not, only A and B trained, PEFT's files.
 
+Over a base in 4 bits the gradients are those over its widened weights.
+"""
+
+import copy
 import json
 
 import pytest
@@ -9,11 +13,12 @@ from safetensors.torch import load_file
 
 from nanorchestra.model.lora import adapters, add_adapters, disabled, reset, save_adapter
 from nanorchestra.model.packed_attention import Segment, packed_attention
+from nanorchestra.model.quantise import QuantisedLinear, linears, quantise_model
 from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.weights import copy_weights, named_hf_tensors
 from nanorchestra.training.objectives import Objective
 from nanorchestra.training.packing import Sample
-from nanorchestra.training.trainer import Trainer
+from nanorchestra.training.trainer import Trainer, TrainerSettings
 
 SAMPLES = [
     Sample([9, 10, 11], [True, True, False], [-6.0] * 3, 1.0),
@@ -93,3 +98,56 @@ def test_peft_files_hold_the_adapters(nano_model, tmp_path):
     assert not torch.allclose(base[matrix], expected[matrix], atol=1e-4)
     save_adapter(nano_model, tmp_path / "new", write=False)
     assert not (tmp_path / "new").exists()
+
+
+def gradients(model, recompute):
+    """The gradients of a policy step by name, and the largest |trainer - sampler|."""
+    settings = TrainerSettings(activation_checkpointing=recompute)
+    trainer, taken = Trainer(model, vocab_limit=690, settings=settings), {}
+
+    def take():
+        parameters = model.named_parameters()
+        taken.update({name: p.grad.clone() for name, p in parameters if p.grad is not None})
+        return float("nan")  # no update
+
+    trainer._clip_gradients = take
+    return taken, trainer.policy_step(GROUPS, 0.0, Objective()).metrics["logprob_gap_max"]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("zeros", [None, 32], ids=["rounded", "zero points"])
+def test_gradients_over_a_base_in_4_bits_are_those_over_its_widened_weights(
+    nano_model, recompute, zeros
+):
+    """Of adapters alone: the base has none. Nothing of the widened base is kept for backward."""
+    base = copy.deepcopy(nano_model)
+    quantise_model(base.layers, "int4", zeros)
+    copy_weights(base, named_hf_tensors(nano_model))
+    wide = nano_model
+    for name, module in linears(base.layers, QuantisedLinear):
+        if zeros:
+            generator = torch.Generator().manual_seed(len(name))
+            module.zeros.random_(6, 11, generator=generator)
+        wide.layers.get_submodule(name).weight.data = module.dequantise(torch.float32)
+    found = []
+    for model in (base, wide):
+        add_adapters(model, rank=3, alpha=6.0, seed=1)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for _, module in adapters(model):
+                module.lora_b.copy_(0.1 * torch.randn(module.lora_b.shape, generator=generator))
+        found.append(gradients(model, recompute))
+    (ours, gap), (theirs, their_gap) = found
+    assert ours.keys() == theirs.keys() and all(".lora_" in name for name in ours)
+    assert gap == pytest.approx(their_gap, abs=1e-5) and len(ours) == 2 * 16
+    for name, gradient in ours.items():
+        size = theirs[name].norm()
+        assert size > 0 and (gradient - theirs[name]).norm() < 1e-5 * size, name
+
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        hidden(base)
+    smallest = min(
+        module.base.in_features * module.base.out_features for _, module in adapters(base)
+    )
+    assert kept and max(x.numel() for x in kept) < smallest

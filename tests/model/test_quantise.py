@@ -88,6 +88,16 @@ def test_loading_quantised_is_loading_and_quantising(mode, tmp_path):
     assert loaded.embed_tokens.weight.dtype == torch.bfloat16
 
 
+def test_rows_that_128_does_not_divide_have_smaller_groups(tmp_path):
+    shape = {"hidden_size": 96, "intermediate_size": 192, "tie_word_embeddings": True}
+    save_checkpoint(a_model(**shape), None, tmp_path / "out")
+    layers = load_model(tmp_path / "out", quantise="int4")[0].layers
+    assert layers[0].self_attn.qkv_proj.group == 32 and layers[0].down_proj.group == 64
+    save_checkpoint(a_model(**shape | {"hidden_size": 80}), None, tmp_path / "odd")
+    with pytest.raises(UserError, match="qkv_proj has 80 columns; expected a multiple of 32"):
+        load_model(tmp_path / "odd", quantise="int4")
+
+
 def test_what_cannot_be_quantised_or_saved_is_refused(tmp_path):
     save_checkpoint(a_model(config=SMALL), None, tmp_path / "out")
     with pytest.raises(UserError, match="quantise = 'int3': expected one of int8, int4, fp8"):

@@ -84,7 +84,7 @@ def test_a_bad_file_is_refused_in_one_line_that_names_it(saved, tmp_path):
     file = tmp_path / "tokenizer.json"
     data = json.loads((saved / "tokenizer.json").read_text(encoding="utf-8"))
     bare = json.dumps(data | {"added_tokens": []})
-    for text, words in (("", "not a readable"), (bare, "added_tokens has no '<|endoftext|>'")):
+    for text, words in (("", "not JSON"), (bare, "added_tokens has no '<|endoftext|>'")):
         file.write_text(text)
         with pytest.raises(UserError, match=re.escape(f"{file}: ") + ".*" + re.escape(words)):
             Tokenizer.from_dir(tmp_path)

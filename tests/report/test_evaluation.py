@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 
 from test_browser import TEXTS, data_of, drawn, needs_node
@@ -82,6 +83,17 @@ def test_failures_and_missing_prices_stand_in_the_tables(tmp_path):
     page = " | ".join(map(str, texts))
     assert "a/model | 50.0 ±10.0 | - | 0.0500" in page and "b/model | 50.0 ±10.0 | 0.200" in page
     assert not {"NaN", "undefined"} & set(texts)
+
+
+def test_the_page_is_written_where_all_attempts_cost_the_same(tmp_path):
+    """Rounding may then put a mean outside of its interval, on either side."""
+    for name, toward in (("above", 1.0), ("below", 0.0)):
+        run, same = Run.create(tmp_path / name, "seed = 1"), scores(0.5)
+        same["intervals"] |= {"cost_usd": [math.nextafter(same["cost_usd"], toward)] * 2}
+        found = {"a/model": same, "b/model:turns=2": same}
+        run.write_json("summary.json", {"partial": "", "worlds": {"w": found}, "probes": {}})
+        write_evaluation(tmp_path / name)
+        assert (tmp_path / name / "frontier.png").read_bytes().startswith(b"\x89PNG")
 
 
 @needs_node

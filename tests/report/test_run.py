@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 
 import pytest
@@ -66,6 +67,20 @@ def test_resume_repeats_no_row(run):
     assert resumed.offsets() == offsets
     resumed.append("metrics", {"step": "again"})
     assert [row["step"] for row in resumed.rows("metrics")] == [0, 1, 2, 3, 4, "again"]
+
+
+def test_a_log_that_has_lost_rows_is_refused_and_no_log_is_cut(run):
+    for name in ("metrics", "trajectories"):
+        run.append(name, {"step": 1})
+    offsets = run.offsets()
+    os.truncate(run.path / "trajectories.jsonl", 4)
+    run.append("metrics", {"step": 2})
+    with pytest.raises(UserError, match="trajectories.jsonl: has 4 bytes; .* were written"):
+        run.truncate(offsets)
+    assert len(list(run.rows("metrics"))) == 2
+    (run.path / "trajectories.jsonl").unlink()  # as the message says
+    run.truncate(offsets)
+    assert len(list(run.rows("metrics"))) == 1
 
 
 def test_a_run_has_one_writer(run):

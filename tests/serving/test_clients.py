@@ -19,7 +19,7 @@ from nanorchestra.model import chat
 PARAMETERS = {
     "type": "object",
     "properties": {"text": {"enum": ["hi", "ho"]}, "loud": {"type": "boolean"}},
-    "required": ["text", "loud"],
+    "required": ["text"],
     "additionalProperties": False,
 }
 TOOL = {"type": "function", "function": {"name": "echo", "parameters": PARAMETERS}}

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -19,12 +20,17 @@ import httpx
 import hypothesis
 import pytest
 import schemathesis
+from fuzz_bodies import bodies
 from running_server import Running, wait
 from scripted import EchoTool
 
+from nanorchestra.engine.engine import Engine
+from nanorchestra.engine.request import Request
+from nanorchestra.engine.scheduler import Scheduler
 from nanorchestra.records import ToolResult
-from nanorchestra.serving import service
+from nanorchestra.serving import connections, service
 from nanorchestra.serving.orchestrate import Conversation
+from nanorchestra.serving.protocol import Choice
 
 ROOT = Path(__file__).parents[2]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -64,6 +70,17 @@ def start(make_engine):
 BIG = {"type": "function", "function": {"name": "f", "parameters": {"type": "nonsense"}}}
 DEEP = "[" * 100_000
 FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
+SELF = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+COSTLY = {"allOf": [{"type": "string", "pattern": f"(.*{chr(97 + i)}.*){{1}}"} for i in range(20)]}
+LARGE = {"allOf": [{"type": "integer", "multipleOf": p} for p in (7, 11, 13, 17, 19, 23, 29)]}
+OPTIONAL = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(700)}}
+TEXTS = {"model": "nano", "prompt": ["a"] * 8000}
+
+
+def form(schema):
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
 BAD = {
     "not JSON": (CHAT, b"{", "not JSON"),
     "no UTF-8": (CHAT, b'{"model": "\xff"}', "not JSON"),
@@ -91,6 +108,22 @@ BAD = {
     "mixed prompts": (TEXT, b'{"model": "nano", "prompt": ["a", 5]}', "prompt: 5 is not"),
     "ids and text": (TEXT, b'{"model": "nano", "prompt": [5, "a"]}', "prompt: [5, 'a'] is not"),
     "no prompt": (TEXT, b'{"model": "nano", "prompt": []}', "prompt: "),
+    "a part of an id": (TEXT, b'{"model": "nano", "prompt": [5.0, 6.5]}', "prompt: "),
+    "text with tools": (TEXT, b'{"model": "nano+tools", "prompt": "a"}', "model: nano+tools needs"),
+    "many prompts": (TEXT, json.dumps(TEXTS | {"n": 128}), "n: 1024000 choices of all prompts"),
+    "many values": (CHAT, json.dumps(said(tools=[{}] * 30_000)), "body: it has more than 20000"),
+    "a $ref to itself": (
+        CHAT,
+        json.dumps(said(response_format=form(SELF))),
+        "schema: no JSON fits",
+    ),
+    "a costly schema": (CHAT, json.dumps(said(response_format=form(COSTLY))), "schema: it takes"),
+    "a schema of much memory": (CHAT, json.dumps(said(response_format=form(LARGE))), "schema: it "),
+    "a schema of many properties": (
+        CHAT,
+        json.dumps(said("babble", response_format=form(OPTIONAL))),
+        "schema: Parser Error: Current row has",
+    ),
     "tools with tools": (
         CHAT,
         json.dumps(said(tools=[BIG]) | {"model": "nano+tools"}),
@@ -131,10 +164,13 @@ def drip():
 def test_what_is_harmless_is_served(http):
     for body in (
         said(unknown={"a": [1]}, user="x", store=True, stop=None, tools=None),
+        said(seed=1.0, top_logprobs=2.0, logprobs=True, n=1.0, max_tokens=99.0, top_k=5.0),
+        said(prompt=7, echo="of the other form", best_of=None),
         said([{"type": "text", "text": "!sa"}, {"type": "text", "text": "y"}]),
         {"model": "nano", "messages": [{"role": "developer", "content": ""}, *said()["messages"]]},
     ):
-        answer = http.post(CHAT, json=body)
+        headers = {"content-type": "Application/JSON ; charset=utf-8"}
+        answer = http.post(CHAT, content=json.dumps(body), headers=headers)
         assert "fourty-two" in answer.json()["choices"][0]["message"]["content"], answer.text
 
 
@@ -219,9 +255,12 @@ def test_a_full_server_refuses_and_a_long_request_ends(start, monkeypatch):
 def test_a_key_is_asked_for(start):
     server = start(key="secret")
     for given, status in (("secret", 200), ("wrong", 401), ("sécret", 401)):
-        headers = {"authorization": f"Bearer {given}".encode()}
-        assert httpx.post(server.base + CHAT, json=said(), headers=headers).status_code == status
-    assert httpx.post(server.base + CHAT, json=said()).status_code == 401
+        for scheme in ("Bearer", "bearer", "BEARER "):
+            headers = {"authorization": f"{scheme} {given}".encode()}
+            answer = httpx.post(server.base + CHAT, json=said(), headers=headers)
+            assert answer.status_code == status
+    for headers in ({}, {"authorization": "secret"}, {"authorization": "Basic secret"}):
+        assert httpx.post(server.base + CHAT, json=said(), headers=headers).status_code == 401
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
@@ -267,6 +306,44 @@ def test_the_loop_runs_in_the_server(http, running):
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert "".join(d.get("content", "") for d in deltas) == message["content"]
     assert running.wishes[-1] == ("Be quick.", {"usd": 0.5, "never": ["echo"]})
+
+
+@pytest.mark.parametrize(
+    "metadata, words, vector",
+    [
+        ({"preference": "Be quick. echo=-1", "usd": 0.5}, "Be quick.", {"echo": -1, "usd": 0.5}),
+        ({"preference": '{"text": "Be quick.", "cost": 1}'}, "Be quick.", {"cost": 1}),
+        (
+            {"preference": {"latency": 0.5}, "never": ["echo"]},
+            "",
+            {"latency": 0.5, "never": ["echo"]},
+        ),
+        ({"never": '["echo"]', "seconds": "60"}, "", {"never": ["echo"], "seconds": 60}),
+        ({"never": "echo, echo", "user_id": "17"}, "", {"never": ["echo", "echo"]}),
+    ],
+)
+def test_a_preference_comes_as_a_line_or_as_json(http, running, metadata, words, vector):
+    body = said("!ask") | {"model": "nano+tools", "metadata": metadata}
+    assert http.post(CHAT, json=body).status_code == 200
+    assert running.wishes[-1] == (words, vector)
+
+
+@pytest.mark.parametrize(
+    "metadata, problem",
+    [
+        ({"preference": '{"cost": 1'}, "metadata.preference: '{\"cost\": 1' is not JSON"),
+        ({"preference": '["cost"]'}, "metadata.preference: must be a text or an object"),
+        ({"preference": "banana=3"}, "metadata: there is no banana; weights are"),
+        ({"never": "banana"}, "metadata: there is no banana to ban; there are echo"),
+        ({"usd": "much"}, "metadata: usd: 'much' is not of type 'number'"),
+        ({"usd": []}, "usd"),
+        ({"preference": {"text": 1}}, "metadata.preference.text: must be a text"),
+    ],
+)
+def test_a_preference_that_is_none_is_refused_in_one_line(http, metadata, problem):
+    reply = http.post(CHAT, json=said("!ask") | {"model": "nano+tools", "metadata": metadata})
+    message = reply.json()["error"]["message"]
+    assert reply.status_code == 400 and problem in message and "\n" not in message
 
 
 def test_a_loop_that_is_left_or_fails_ends(start, monkeypatch):
@@ -327,6 +404,115 @@ def test_sigterm_ends_the_command_with_status_0():
         process.send_signal(signal.SIGTERM)
         assert events(answer)
     assert process.wait(30) == 0
+
+
+class BrokenError(Exception):
+    pass
+
+
+PLACES = (Engine, "make_request"), (Scheduler, "add"), (Request, "accept"), (Choice, "feed")
+
+
+@pytest.mark.parametrize("owner, name", PLACES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_exception_of_one_answer_ends_no_other(http, running, monkeypatch, owner, name, stream):
+    right, decode = getattr(owner, name), running.engine.tokenizer.decode
+
+    def broken(self, *given):
+        request = self if name == "accept" else given[0]
+        ids = request if name == "make_request" else request.ids
+        if "!fault" in decode(ids):
+            raise BrokenError
+        return right(self, *given)
+
+    def ask(text):
+        answer = http.post(CHAT, json=said(text, max_tokens=40, seed=3, stream=stream, n=2))
+        error = '"type":"server_error"' in answer.text
+        if not stream or answer.status_code != 200:
+            return error, answer.json().get("choices")
+        chunks = [json.loads(line[6:]) for line in answer.text.split("\n\n") if "choices" in line]
+        deltas = [(c["index"], c["delta"]) for chunk in chunks for c in chunk["choices"]]
+        return error, [
+            "".join(delta.get("content", "") for i, delta in deltas if i == index)
+            for index in (0, 1)
+        ]
+
+    alone = ask("babble")
+    monkeypatch.setattr(owner, name, broken)
+    with ThreadPoolExecutor(5) as pool:
+        answers = list(pool.map(ask, ["babble", "!fault", "babble", "!fault", "babble"]))
+    monkeypatch.undo()
+    assert [error for error, _ in answers] == [False, True, False, True, False]
+    assert answers[0] == answers[2] == answers[4] == alone == (False, alone[1])
+    running.assert_idle()
+
+
+def test_changed_bodies_are_answered_or_refused(http, running):
+    """No body gives an error of the server; the generator makes 6,000 from another seed too."""
+    for path, body in bodies(int(os.environ.get("FUZZ_BODIES", 60)), seed=0):
+        answer = http.post(path, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code < 500 and "server_error" not in answer.text, (body, answer.text)
+    running.assert_idle()
+
+
+def raw_connection(server):
+    return socket.create_connection(("127.0.0.1", int(server.base.rpartition(":")[2])), timeout=20)
+
+
+HEAD = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode()
+HALVES = {
+    "nothing": b"",
+    "half a line": b"POST /v1",
+    "half the headers": HEAD,
+    "half a body": HEAD + b"Content-Length: 100\r\n\r\n{",
+    "half a second request": b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /he",
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_half_a_request_is_given_up(running, monkeypatch, name):
+    """Within seconds, and more than may be open keep no client out meanwhile."""
+    monkeypatch.setattr(connections, "CONNECTIONS", 20)
+    opened = running.server.server_state.connections
+    halves = [raw_connection(running) for _ in range(50)]
+    for half in halves:
+        with suppress(OSError):
+            half.sendall(HALVES[name])
+    wait(lambda: 0 < len(opened) <= 20, 1)
+    start = time.monotonic()
+    assert "fourty-two" in httpx.post(running.base + CHAT, json=said(), timeout=30).text
+    assert time.monotonic() - start < 2 and len(opened) > 5
+    monkeypatch.setattr(connections, "WAIT_S", 0.1)
+    wait(lambda: not opened)
+    for half in halves:
+        half.close()
+
+
+@pytest.mark.slow
+def test_a_client_that_does_not_read_is_given_up(running, monkeypatch):
+    monkeypatch.setattr(connections, "WRITE_S", 1.0)
+    body = json.dumps(
+        said("babble", max_tokens=1900, ignore_eos=True, stream=True, n=8)
+        | {"logprobs": True, "top_logprobs": 20}
+    ).encode()
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", int(running.base.rpartition(":")[2])))
+    client.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    wait(lambda: running.service.live)
+    wait(lambda: not running.server.server_state.connections)
+    running.assert_idle()
+    client.close()
+
+
+def test_endless_headers_are_refused(running):
+    with raw_connection(running) as client:
+        with suppress(OSError):
+            for _ in range(200):
+                client.sendall(b"GET / HTTP/1.1\r\n" if not _ else b"X: " + b"x" * 1000 + b"\r\n")
+        with suppress(ConnectionError):
+            assert b"400" in client.recv(4096)
+    wait(lambda: not running.server.server_state.connections)
 
 
 @pytest.mark.slow

@@ -1,12 +1,14 @@
 """What untrusted code may and may not do, and that nothing of it stays behind."""
 
-import glob
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -98,7 +100,7 @@ def test_memory_output_and_file_sizes_are_bounded(sandbox):
     endless = sandbox.run("while True: print('x' * 10_000)")
     assert "File too large" in endless.error and len(endless.stdout) < 8300
     assert sandbox.run("raise ValueError('x' * 10**6)").error == "ValueError: " + "x" * 488
-    many = "fs = [open(str(i), 'w') for i in range(100)]"
+    many = "import os\npipes = [os.pipe() for i in range(100)]"
     assert "Too many open files" in sandbox.run(many).error
 
 
@@ -130,8 +132,119 @@ def test_rights_that_were_given_up(sandbox, attempt):
 def test_raw_system_calls_are_refused_as_well(sandbox):
     """The confinement is the kernel's: going round Python's own functions does not help."""
     code = "import ctypes\nc = ctypes.CDLL(None, use_errno=True)\n[(c.{0}, ctypes.get_errno())]"
-    for call in ("fork()", "socket(2, 1, 0)", "prctl(1, 0, 0, 0, 0)", "syscall(425, 8, 0)"):
+    for call in (
+        "fork()",
+        "socket(2, 1, 0)",
+        "prctl(1, 0, 0, 0, 0)",
+        "syscall(425, 8, 0)",
+        "fcntl(1, 8, 1)",  # F_SETOWN
+        "ioctl(1, 0x541b, 0)",  # FIONREAD
+        "madvise(0, 4096, 12)",  # MADV_MERGEABLE
+        "mmap(0, 4096, 3, 0x42022, -1, 0)",  # MAP_LOCKED, MAP_HUGETLB
+        "pipe2(0, 128)",  # O_NOTIFICATION_PIPE
+    ):
         assert sandbox.run(code.format(call)).stdout == "[(-1, 1)]\n", call
+
+
+NATIVE = """
+import ctypes, fcntl, os, struct
+c = ctypes.CDLL(None, use_errno=True)
+c.mmap.restype = c.sbrk.restype = ctypes.c_void_p
+c.write.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t]
+"""
+ATTACKS = {  # each worked once. `victim` is a process, `book` a file that can be read
+    "a pipe's owner is any process, and its signal is 9": """
+r, w = os.pipe()
+fcntl.fcntl(r, 8, {victim})
+fcntl.fcntl(r, 10, 9)
+fcntl.fcntl(r, 4, 0o20000)
+os.write(w, b"x")
+""",
+    "a file becomes immutable for root": """
+attributes = fcntl.ioctl(open("f", "w"), 0x80086601, bytes(8))
+fcntl.ioctl(open("f", "w"), 0x40086602, attributes)
+""",
+    "a file opened to read is emptied": "os.open({book!r}, os.O_RDONLY | os.O_TRUNC)",
+    "a file opened to neither read nor write is emptied": "os.open({book!r}, 3 | os.O_TRUNC)",
+    "root maps the page at 0": """
+if c.mmap(ctypes.c_void_p(0), 4096, 3, 0x32, -1, 0) is not None and ctypes.get_errno():
+    raise OSError
+""",
+    "files fill a disk": """
+for i in range(6):
+    with open(str(i), "wb") as file:
+        file.write(bytes(15 << 20))
+""",
+    "deleted files that are still mapped fill a disk": """
+for i in range(6):
+    with open("f", "w+b") as file:
+        file.write(bytes(15 << 20))
+        c.mmap(None, 4096, 1, 2, file.fileno(), 0)
+    os.unlink("f")
+""",
+    "many small files fill a disk": """
+for i in range(400):
+    open(str(i), "w").close()
+""",
+    "the memory of the worker holds the run before": """
+import re
+r, w = os.pipe()
+kinds = set()
+for near, size in ((c.sbrk(0) - (16 << 20), 16 << 20), (id(c) - (48 << 20), 64 << 20)):
+    start = near >> 12 << 12
+    for page in range(start, start + size, 4096):
+        if c.write(w, page, 4096) > 0:
+            kinds.update(re.findall(rb"Q[X](CODE|PRINTED|RAISED|FILE)9", os.read(r, 4096)))
+if not kinds:
+    raise OSError
+print(kinds)
+""",
+}
+SECRETS = """
+note = 'QXCODE9' * 9
+print('-'.join(['Q', 'XPRINTED9' * 9]).replace('-', ''))
+try: open('Q' + 'XFILE9', 'w')
+except PermissionError: pass
+raise ValueError('Q' + 'XRAISED9' * 9)
+"""
+
+
+@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
+def test_attacks_that_worked_once(attack, copied_sandbox, tmp_path):
+    """Each was seen to work: with the rights of root, some with those of any user."""
+    book = tmp_path / "readable" / "book"
+    book.parent.mkdir()
+    book.write_text("a library")
+    copied_sandbox("sandbox.json", '"readable": [', f'"readable": ["{book.parent}", ')
+    victim = subprocess.Popen(["sleep", "60"])
+    with Sandbox(workers=1) as one:
+        one.run(SECRETS)
+        program = textwrap.indent(attack.format(victim=victim.pid, book=str(book)), "    ")
+        refused = "except OSError:\n    print('held')"
+        result = one.run(f"{NATIVE}\ntry:\n{program}\n    print('fell')\n{refused}")
+        assert (result.stdout, result.error) == ("held\n", "")
+        assert book.read_text() == "a library" and victim.poll() is None
+        result = one.run("import os\nos.listdir('.' if os.getcwd() != '/' else '/lib')[:0]")
+        assert result.stdout == "[]\n" and result.seconds < 0.5
+    victim.kill()
+    victim.wait()
+
+
+def test_a_program_has_no_capability_and_leaves_no_core():
+    """Also where root runs it."""
+    with Sandbox(workers=1) as one:
+        run = threading.Thread(target=one.run, args=("import time\ntime.sleep(60)", 0.3))
+        worker = one._idle.queue[0].process.pid
+        run.start()
+        child = wait_for(lambda: child_of(worker))
+        found = wait_for(
+            lambda: re.search(r"Seccomp:\t2", Path(f"/proc/{child}/status").read_text())
+        )
+        rights = dict(line.split(":\t", 1) for line in found.string.splitlines())
+        assert int(rights["CapPrm"], 16) == int(rights["CapEff"], 16) == 0
+        assert rights["NoNewPrivs"] == "1"
+        assert os.stat(f"/proc/{child}/stat").st_uid == 0  # not its user's, as of one without cores
+        run.join()
 
 
 def test_no_secret_and_no_descriptor_of_the_caller(monkeypatch):
@@ -150,7 +263,7 @@ def test_no_secret_and_no_descriptor_of_the_caller(monkeypatch):
     os.close(leak)
 
 
-def test_a_run_sees_nothing_of_the_one_before_and_repeats_itself():
+def test_a_run_sees_nothing_of_the_one_before_and_repeats_itself(scratch):
     change = "import math, builtins\nmath.pi = builtins.x = 3\nopen('note', 'w').write('hello')"
     look = "import math, os\n(math.pi > 3.1, 'x' in dir(__builtins__), os.listdir('.'))"
     draw = "import random\n(random.random(), list({'a', 'b', 'c', 'd', 'e'}))"
@@ -163,17 +276,46 @@ def test_a_run_sees_nothing_of_the_one_before_and_repeats_itself():
 def test_a_killed_worker_is_reported_and_replaced_and_a_closed_sandbox_leaves_nothing():
     one = Sandbox(workers=1)
     (worker,) = one._idle.queue
-    directory = worker.directory
     os.kill(worker.process.pid, signal.SIGKILL)
-    assert one.run("1+1").error == "the sandbox process died" and not os.path.exists(directory)
+    assert one.run("1+1").error == "the sandbox process died"
     assert one.run("1+1").stdout == "2\n"
-    process, directory = worker.process, worker.directory
+    process, descriptors = worker.process, [worker.control, *worker.files]
     one.close()
     one.close()
-    assert process.returncode is not None and not os.path.exists(directory)
+    assert process.returncode is not None
+    assert all(
+        each.fileno() == -1 if each is worker.control else each.closed for each in descriptors
+    )
 
 
-def test_nothing_is_left_when_the_owner_is_killed(tmp_path):
+def test_a_stopped_worker_is_ended_and_replaced(monkeypatch):
+    """A deadline that the worker keeps alone would never come."""
+    monkeypatch.setattr(sandbox_module, "GRACE_S", 0.2)
+    with Sandbox(workers=1) as one:
+        process = one._idle.queue[0].process
+        os.kill(process.pid, signal.SIGSTOP)
+        monkeypatch.setattr(sandbox_module, "START_S", 0.2)
+        result = one.run("1+1", timeout_s=0.1)
+        assert result.error == "timed out after 0.1 s" and result.seconds < 1.0
+        assert process.returncode == -signal.SIGKILL
+        monkeypatch.undo()
+        assert one.run("1+1").stdout == "2\n"
+
+
+def test_a_worker_that_cannot_be_started_is_an_error_of_the_run(monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(24, "Too many open files")
+
+    with Sandbox(workers=1) as one:
+        one.close()
+        monkeypatch.setattr(subprocess, "Popen", refuse)
+        assert "Too many open files" in one.run("1").error
+        monkeypatch.undo()
+        assert one.run("1").stdout == "1\n"
+
+
+@pytest.mark.parametrize("killed", ["owner", "owner and worker"])
+def test_nothing_is_left_when_the_owner_is_killed(killed, tmp_path):
     """The owner gets SIGKILL in the middle of a run: it cannot clean up, its worker must."""
     program = textwrap.dedent("""
         from nanorchestra.tools.sandbox import Sandbox
@@ -186,33 +328,57 @@ def test_nothing_is_left_when_the_owner_is_killed(tmp_path):
     owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     worker = int(owner.stdout.readline())
     child = wait_for(lambda: child_of(worker))
-    wait_for(lambda: glob.glob(str(tmp_path / "sandbox-*" / "f")))
+    if killed == "owner and worker":
+        owner.send_signal(signal.SIGSTOP)
+        os.kill(worker, signal.SIGKILL)
+        wait_for(lambda: gone(child))
     owner.kill()
     owner.wait()
     owner.stdout.close()
-    wait_for(lambda: gone(worker) and gone(child) and not os.listdir(tmp_path))
+    wait_for(lambda: gone(worker) and gone(child))
+    assert not os.listdir(tmp_path) and not os.path.exists("/dev/shm/f")
 
 
-def test_without_landlock_no_file_can_be_opened_and_without_seccomp_nothing_runs(
-    monkeypatch, tmp_path
-):
-    """An older kernel computes without files; if seccomp says no, the source is not looked at."""
-    child, table = sandbox_module.CHILD, sandbox_module.CHILD.with_name("sandbox.json")
-    (tmp_path / table.name).write_text(table.read_text())
-    monkeypatch.setattr(sandbox_module, "CHILD", tmp_path / "child.py")
-
-    def alter(old, new):
-        assert old in child.read_text()
-        (tmp_path / "child.py").write_text(child.read_text().replace(old, new))
-
-    alter("PR_SET_SECCOMP, 2,", "PR_SET_SECCOMP, 99,")
+def test_what_the_machine_cannot_confine_is_not_allowed(copied_sandbox):
+    """Without namespaces no file is written, without Landlock none opened, else nothing runs."""
+    copied_sandbox("sandbox_child.py", "PR_SET_SECCOMP, 2,", "PR_SET_SECCOMP, 99,")
     with pytest.raises(UserError, match="cannot be confined here .exit status 97"):
         Sandbox(workers=1)
-    alter("landlock_ruleset(directory, sys.argv[1])\n", "-1\n")
+    copied_sandbox("sandbox_child.py", "capset(header", "capset(None")
+    with pytest.raises(UserError, match="cannot be confined here .the sandbox process died"):
+        Sandbox(workers=1)
+    for old, new in (("CLONE_NEWUSER | CLONE_NEWNS", "-1"), ('b"tmpfs", flags', 'b"none", flags')):
+        copied_sandbox("sandbox_child.py", old, new)
+        with Sandbox(workers=1) as one:
+            assert one.run("import this").stdout.startswith("The Zen")
+            assert "PermissionError" in one.run("open('here', 'w')").error
+    copied_sandbox("sandbox_child.py", "landlock_ruleset(scratch, place)\n", "-1\n")
     with Sandbox(workers=1) as one:
         assert one.run("import math, statistics, json\nmath.factorial(5)").stdout == "120\n"
         for path, mode in (("/etc/passwd", "r"), ("/proc/1/environ", "r"), ("here", "w")):
             assert "PermissionError" in one.run(f"open({path!r}, {mode!r})").error
+
+
+@pytest.fixture
+def copied_sandbox(monkeypatch, tmp_path):
+    """Makes sandboxes run a copy of the confined side, in which one text is replaced."""
+    original = sandbox_module.CHILD
+    monkeypatch.setattr(sandbox_module, "CHILD", tmp_path / original.name)
+
+    def replace(name, old, new):
+        for each in (original, original.with_name("sandbox.json")):
+            text = each.read_text()
+            assert each.name != name or old in text
+            (tmp_path / each.name).write_text(text.replace(old, new))
+
+    return replace
+
+
+@pytest.fixture
+def scratch(sandbox):
+    """Skips a test of files where the machine lets a program write none."""
+    if sandbox.run("open('f', 'w')").error:
+        pytest.skip("this machine does not let a process make namespaces of its own")
 
 
 def child_of(pid) -> str | None:

@@ -10,14 +10,17 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanorchestra.errors import UserError
+from nanorchestra.model import lora
 from nanorchestra.model.hf_config import PRESETS
 from nanorchestra.model.packed_attention import Segment, packed_attention
+from nanorchestra.model.quantise import quantise_model
 from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.settings import load_config
 from nanorchestra.training.costs import GB, GPUS, Costs, model_flops, peak_flops
 from nanorchestra.training.plan import Setup, memory, peak, plan, seconds, smallest
 
-CONFIG = load_config(Path(__file__).parents[2] / "configs" / "qwen3-8b.toml")
+CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIG = load_config(CONFIGS / "qwen3-8b.toml")
 
 
 def setup(gpus=8, **changes):
@@ -119,8 +122,10 @@ def test_the_smallest_set_ups_fit_and_half_as_many_gpus_do_not():
         gpus = int(smallest(setup(), {}, limit * GB).split()[0])
         assert peak(setup(gpus)) <= limit * GB < peak(setup(gpus // 2))
     text, fits = plan(CONFIG, 1, None, "h100")
-    assert not fits and text.splitlines()[-1].split()[-2:] == ["--lora.rank", "32"]
-    assert plan(CONFIG, 1, None, "4090")[0].endswith("none          --lora.rank 32")
+    last = "--lora.rank 32 --lora.base int4"
+    assert not fits and text.splitlines()[-2].split()[-2:] == ["--lora.rank", "32"]
+    assert text.splitlines()[-1].endswith(last)
+    assert plan(CONFIG, 1, None, "4090")[0].endswith(f"none          {last}")
     text, fits = plan(load_config(None), 1, None, "4090")
     assert fits and ": fits" in text
     for arguments, words in (
@@ -129,6 +134,45 @@ def test_the_smallest_set_ups_fit_and_half_as_many_gpus_do_not():
     ):
         with pytest.raises(UserError, match=words):
             plan(CONFIG, *arguments)
+
+
+def test_one_consumer_gpu_trains_the_8b_over_a_base_in_4_bits(monkeypatch):
+    """6.95 B numbers of the layers in 4 bits and scales of 16 bits a group of 128, and 1.24 B in
+    bfloat16; nothing of it twice. The model itself, without memory, has as many bytes.
+    """
+    qlora = load_config(CONFIGS / "qwen3-8b-qlora.toml")
+    text, fits = plan(qlora, 1, None, "4090")
+    assert fits and "fits" in text
+    parts = memory(Setup(qlora, 1, PRESETS["qwen3-8b"]))
+    adapters = 87.3e6  # of rank 32
+    base = 6.946e9 * (0.5 + 2 / 128) + 2 * 2 * 151936 * 4096
+    assert parts["weights"][0] == pytest.approx(base + 4 * adapters, rel=1e-3)
+    spread = adapters + 36 * 32 * (2 * 6144 + 24576)  # twice zeros beside q, k and v; gate and up
+    assert parts["engine's copy"] == pytest.approx((2 * spread, 2 * spread), rel=1e-3)
+    assert parts["moments"][1] == pytest.approx(8 * adapters, rel=1e-3)
+    assert not any(parts["gathered layers"]) and parts["widened matrix"][1] > 0.4e9
+    counted = {"base": 0, "adapters": 0, "engine": 0}
+    monkeypatch.setattr(lora, "reset", lambda model, seed: None)
+    with torch.device("meta"):
+        model = Qwen3(PRESETS["qwen3-8b"]).to(torch.bfloat16)
+        quantise_model(model.layers, "int4")
+        lora.add_adapters(model, 32, 64.0, 0)
+        shared = lora.on_the_same_base(model, torch.bfloat16)
+    for which, part in (("adapters", model), ("engine", shared)):
+        for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
+            if ".lora_" in name:
+                counted[which] += tensor.nbytes
+            elif part is model:
+                counted["base"] += tensor.nbytes
+    assert parts["weights"][0] == pytest.approx(counted["base"] + counted["adapters"], rel=1e-3)
+    assert parts["engine's copy"][0] == pytest.approx(counted["engine"], rel=1e-3)
+    full = Setup(qlora.replace({"lora.base": "full"}), 1, PRESETS["qwen3-8b"])
+    assert peak(full) > 45 * GB
+    ours, theirs = (seconds(Setup(x, 1, full.model), GPUS["4090"]) for x in (qlora, full.config))
+    assert ours["rollout"][0] < theirs["rollout"][0]
+    assert 1 < ours["training"][0] / theirs["training"][0] < 1.2
+    with pytest.raises(UserError, match="--gpus is 2; with lora.base int4 it must be 1"):
+        plan(qlora, 2, None, "4090")
 
 
 def test_the_peak_of_a_cpu_is_measured_and_that_of_a_gpu_is_its_own(monkeypatch):

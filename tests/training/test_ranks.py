@@ -331,11 +331,17 @@ def test_four_ranks_and_two_nodes_with_a_replica_each_do_as_one_and_end_together
     jobs = [[name, "gradients", VARIANTS[name]] for name in names]
     jobs += [[f"flat_{name}", "gradients", VARIANTS[name]] for name in names]
     jobs += [["muon", "losses", {"steps": 3}]]
+    folder = str(tmp_path / "run")
+    jobs += [[name, name, {"folder": folder}] for name in ("first_half", "second_half")]
     results = run(tmp_path, 4, jobs, "fail", "rank 1: out of luck", node=2)
     for name in names:
         agree(results[name], expected(name), 1e-5)
         agree(results[f"flat_{name}"], expected(name), 1e-5)
     agree(results["muon"], losses(ONE, steps=3), 1e-4)
+    agree(results["second_half"], results["first_half"], 0.0)  # to the bit
+    agree(second_half(ONE, folder), results["first_half"], 1e-5)
+    written = [file.stat().st_size for file in (tmp_path / "run" / "three").glob("rank-*")]
+    assert sorted(size > 1000 for size in written) == [False, False, True, True]  # one replica
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from nanorchestra.engine.request import SamplingParams
 from nanorchestra.errors import UserError
 from nanorchestra.model import chat
 from nanorchestra.records import Price, ToolCall
-from nanorchestra.tools.allowance import Allowance
+from nanorchestra.tools.allowance import Allowance, most_usd
 from nanorchestra.training import run as running
 from worlds.mixture import Worlds
 from worlds.questions import load_rows
@@ -152,6 +152,28 @@ def test_a_published_role_has_some_of_its_experts_in_another_order(world, tmp_pa
     assert all(tool["function"]["parameters"] == listed for tool in env.tools)
 
 
+def test_a_search_with_nothing_behind_it_is_simulated_with_the_experts_or_refused(
+    world, tmp_path, nano_tokenizer
+):
+    made = json.loads(Path(catalogue(tmp_path)).read_text())
+    role = {"name": "search", "kind": "role", "description": "It.", "models": ["strong"]}
+    (tmp_path / "roles.json").write_text(json.dumps(made | {"tools": [role]}))
+    settings = {"tools": str(tmp_path / "roles.json"), "judge": ""}
+    with pytest.raises(UserError, match="roles.json: search: nothing to search in; add a tool"):
+        world(**settings, experts="real")
+    worlds, right = world(**settings), []
+    for task in worlds.tasks(60, 0):
+        env = worlds.environment(task, 0)
+        env.evidence.tokenizer = nano_tokenizer
+        call = ToolCall("search", {"model": next(iter(task.data["tools"][0]["models"]))})
+        result = asyncio.run(env.execute(call))
+        question, answer = result.content.split("\n")
+        assert question == task.question and result.found["documents"] == [result.content]
+        assert 0.01 < result.cost_usd <= most_usd(env.by_name["search"], call.arguments)
+        right.append(answer == task.data["answer"])
+    assert 0.5 < sum(right) / len(right) < 0.9
+
+
 def test_a_row_or_the_config_says_what_the_user_wants(world):
     row = {"preference": "No strong, please.", "pref_vec": {"strong": -1, "accuracy": 3, "x": 1}}
     for task in world([row | ROWS[n] for n in range(40)]).tasks(20, 0):
@@ -247,7 +269,9 @@ def test_training_on_frames_asks_real_experts_and_a_real_judge(tmp_path, monkeyp
         server.answer = answer
         here = {"base_url": server.url, "key_variable": ""}
         tables = json.loads(Path(catalogue(tmp_path)).read_text())
-        tables |= {"tools": tables["tools"][-1:], "endpoints": dict.fromkeys(HOSTS, here)}
+        pages = lines(tmp_path / "pages.jsonl", [{"text": "Eliza was the first lady."}])
+        search = {"kind": "search", "name": "pages", "description": "d", "corpus": str(pages)}
+        tables |= {"tools": [search, tables["tools"][-1]], "endpoints": dict.fromkeys(HOSTS, here)}
         (tmp_path / "mine.json").write_text(json.dumps(tables))
         options = ["--config", "toolorchestra-8b", "--dry-run", "--run.root", str(tmp_path)]
         options += ["--rollout.temperature", "4"]  # each turn of the menu is drawn

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from scripted import ScriptedEngine
 from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.config import TaskSection
 from nanorchestra.errors import UserError
-from nanorchestra.records import ToolCall
+from nanorchestra.records import Preference, ToolCall
 from nanorchestra.tools.http import EndpointError
 from worlds.mixture import open_world
 from worlds.toolscale.dataset import load_world
@@ -159,6 +161,24 @@ def test_what_one_table_of_all_tools_did_to_arguments_is_undone(cinema):
         ((_, arguments),) = env.scorer.golden
         assert arguments == {"booking_id": f"B{n}", "on": day, "refund": 5}
     assert [wish.say for wish in env.user.wishes] == ["I want to cancel my booking.", "Be quick."]
+
+
+def test_a_row_without_a_preference_has_that_of_the_setting(cinema):
+    """Training draws one for each task; an evaluation has none, or that of its user."""
+    path = str(cinema(*map(row, range(5))))
+
+    def wishes(preference):
+        world = open_world(path, 0, None, TaskSection(preference=preference))
+        return [world.task("train", index).preference for index in range(4)]
+
+    assert len({wish.text for wish in wishes("drawn")}) == 4
+    assert wishes("") == [Preference()] * 4
+    assert wishes("Be frugal. cost=1 usd=0.5") == [Preference("Be frugal.", cost=1, usd=0.5)] * 4
+    with pytest.raises(UserError, match="task.preference names gpt-5; movie/0 offers experts") as e:
+        wishes("never=gpt-5")
+    assert "\n" not in str(e.value)
+    own = open_world(str(cinema(*map(trained, range(5)))), 0, None, TaskSection(preference="x=1"))
+    assert own.task("train", 0).preference.tools == {"expert-1": 3, "expert-2": 0}
 
 
 def trained(number, **changes):
@@ -311,12 +331,74 @@ def get_environment():
 """
 
 
-def test_a_domain_of_tau2s_package_plays_and_one_without_code_is_named(cinema, monkeypatch):
+@pytest.fixture
+def no_tau2():
+    """Forgets the package tau2, before and after; it is not installed."""
+
+    def forget():
+        for name in [name for name in sys.modules if name.partition(".")[0] == "tau2"]:
+            del sys.modules[name]
+
+    forget()
+    if importlib.util.find_spec("tau2"):
+        pytest.skip("tau2-bench is installed")
+    yield
+    forget()
+
+
+@pytest.mark.parametrize(
+    "name, files, says",
+    [
+        ("movie", {}, "movie: the released rows lack .* REPO_PATH=.*, with the methods cancel_boo"),
+        (
+            "retail",
+            {},
+            "retail: its tools are code of tau2-bench; .* set PYTHONPATH=tau2-bench/src;",
+        ),
+        (
+            "movie",
+            {"tau2/__init__.py": ""},
+            "movie: the installed tau2 is PyPI's, another project; the",
+        ),
+        (
+            "movie",
+            {"tau2/domains/__init__.py": ""},
+            "movie: the released rows lack the code of its",
+        ),
+        (
+            "movie",
+            {"tau2/domains/movie/environment.py": "import no_such_package"},
+            "movie: the package tau2 has its tools, and needs no_such_package, which is not inst",
+        ),
+        (
+            "movie",
+            {"tau2/domains/movie/environment.py": "open('no/db.json')"},
+            "cannot open this domain .FileNotFoundError: .*; if it misses data, set TAU2_DATA_DIR=",
+        ),
+        ("movie", {"worlds/movie/toolkit.py": "x = 1"}, "movie/toolkit.py: its class Toolkit must"),
+    ],
+)
+def test_a_domain_without_the_code_of_its_tools_is_one_line_with_what_to_do(
+    cinema, monkeypatch, no_tau2, name, files, says
+):
+    home = cinema(*map(row, range(5))).parent
+    (home / "worlds/movie/toolkit.py").unlink()
+    if name != "movie":
+        (home / "worlds/movie").rename(home / name)
+        (home / name / "tasks.json").write_text(json.dumps([row(n) for n in range(5)]))
+    for path, text in files.items():
+        (home / path).parent.mkdir(parents=True, exist_ok=True)
+        (home / path).write_text(text)
+    monkeypatch.syspath_prepend(home)
+    with pytest.raises(UserError, match=says) as refused:
+        load_world(home / ("data.jsonl" if name == "movie" else name))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_domain_of_tau2s_package_plays(cinema, monkeypatch):
     state = {"initialization_data": {"agent_data": {"bookings": {"B1": {"seat": 7}}}}}
     path = cinema(*(row(n) | {"initial_state": state} for n in range(5)))
     (path.parent / "worlds" / "movie" / "toolkit.py").unlink()
-    with pytest.raises(UserError, match=r"worlds/movie: needs tools.json, .*ModuleNotFoundError"):
-        load_world(path)
     package = path.parent / "tau2" / "domains" / "movie"
     package.mkdir(parents=True)
     (package / "environment.py").write_text(PACKAGE)

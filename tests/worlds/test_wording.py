@@ -77,9 +77,7 @@ def test_what_is_given_in_one_form_is_completed_in_the_other():
     limits = understood(
         "", {"usd": 0.05, "never": ["proprietary", "Web-Search"]}, "it", NAMES, LABELS
     )
-    assert limits.words == (
-        "Never call proprietary models. Never call Web-Search. Spend at most $0.05."
-    )
+    assert limits.words == "Never call proprietary models, Web-Search. Spend at most $0.05."
     assert described(both) == "weights: right answer 1, short time 0.3, gpt-5 -1"
 
 

@@ -7,7 +7,7 @@ tau2-bench; small.py makes tasks in memory. The world's
 
 import random
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,7 @@ class ToolScaleWorld:
     `splits`: split -> tau2 tasks. A task without `experts` offers those of a catalogue. A task with
     a `policy` of its own shows that instead of its world's. `name` stands in the data of every
     task. With `models.experts` these alone are offered. `skill` is the share of the demonstrations
-    that are right.
+    that are right. `wish` is the preference of every task without one, None: drawn.
     """
 
     splits: dict[str, list[Json]]
@@ -48,6 +48,7 @@ class ToolScaleWorld:
     name: str = ""
     models: Models = SIMULATED
     skill: float = 1.0
+    wish: Preference | None = None
 
     def task(self, split: str, index: int) -> Task:
         """Returns task `index` of a split ("train", "held_out"), taken round and round."""
@@ -61,6 +62,8 @@ class ToolScaleWorld:
         if "preference" in tau2:
             words = tau2.get("wish", "")
             preference = Preference.of(words, tau2["preference"], tau2["id"])
+        elif self.wish is not None:
+            preference = self.wish
         else:
             preference = preferences.draw(rng, [expert["alias"] for expert in offered], split)
         world = self.worlds[tau2["domain"]]
@@ -132,12 +135,18 @@ def texts(world: ToolScaleWorld, count: int) -> Iterator[str]:
         yield chat.render(env.messages, env.tools)
 
 
-def load_world(path: str | Path, seed: int = 0, models: Models = SIMULATED) -> ToolScaleWorld:
+def load_world(
+    path: str | Path,
+    seed: int = 0,
+    models: Models = SIMULATED,
+    wish: Preference | None = None,
+) -> ToolScaleWorld:
     """Reads a directory that data_gen.py wrote, a .jsonl file of tasks, or a tau2 directory.
 
     A .jsonl file may also hold rows of ToolScale. The domains are in worlds/DOMAIN beside the
     tasks; a tau2 directory (tasks.json) is itself one. Tasks that cannot be scored here are left
-    out, with a line on stderr. Raises UserError if something is missing or damaged.
+    out, with a line on stderr. `wish` is the preference of tasks without one, None: drawn. Raises
+    UserError if something is missing or damaged.
     """
     name, path = str(path), Path(path)  # task.world names it so, "data/" too
     if (path / "tasks.json").is_file():
@@ -146,8 +155,13 @@ def load_world(path: str | Path, seed: int = 0, models: Models = SIMULATED) -> T
         file = path if path.suffix == ".jsonl" else path / "tasks.jsonl"
         home = file.parent / "worlds"
     tasks, kept, left_out = load_tasks(file), [], Counter()
-    domains = sorted({task["domain"] for task in tasks})
-    worlds = {domain: load_domain(home / domain) for domain in domains}
+    if wish is not None:
+        _check_wish(wish, tasks)
+    called = defaultdict(set)  # the tools that the tasks of a domain call
+    for task in tasks:
+        actions = task["evaluation_criteria"]["actions"]
+        called[task["domain"]].update(action["name"] for action in actions)
+    worlds = {domain: load_domain(home / domain, called[domain]) for domain in sorted(called)}
     for task in tasks:
         world = worlds[task["domain"]]
         if why := unfit(world, task, models):
@@ -165,7 +179,18 @@ def load_world(path: str | Path, seed: int = 0, models: Models = SIMULATED) -> T
     require(all(splits.values()), f"{file}: a domain needs at least {HELD_OUT} tasks; {said}")
     if left_out:
         print(f"{file}: {said}", file=sys.stderr)
-    return ToolScaleWorld(splits, worlds, seed, name=name, models=models)
+    return ToolScaleWorld(splits, worlds, seed, name=name, models=models, wish=wish)
+
+
+def _check_wish(wish, tasks) -> None:
+    """Raises UserError if a preference names tools that its tasks know by other names."""
+    named = [*wish.tools, *wish.never]
+    for task in tasks:
+        require(
+            "preference" in task or not named,
+            f"task.preference names {', '.join(named)}; {task['id']} offers experts under aliases "
+            "of its own, so it can have words, outcome, cost, latency, usd and seconds",
+        )
 
 
 def load_tasks(path: Path) -> list[Json]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nanorchestra.errors import UserError, require
 from worlds.toolscale.act import PHRASES, people
-from worlds.toolscale.program import Json, parse, parse_call, rules
+from worlds.toolscale.program import FAULTS, Json, ToolError, parse, parse_call, rules
 from worlds.toolscale.records import Draws
 from worlds.toolscale.words import Words, draw_words, expand
 from worlds.toolscale.world import World, leaves, read_shape
@@ -45,14 +45,14 @@ def build(name: str, seed: int) -> tuple[World, Words]:
         common = expand(PHRASES["tools"], {"person": holder["key"]})
         tools = [_tool(*each) for each in (words.data["tools"] | common).items()]
         _compile(words.data)
-    except (LookupError, TypeError, ValueError, AttributeError, SyntaxError) as error:
+    except (*FAULTS, ToolError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise UserError(f"{name}: no world can be made ({problem})") from None
     return World(blueprint["domain"], draws.tables, tools, _policy(words, tools)), words
 
 
 def _compile(data):
-    """Raises ValueError, SyntaxError or LookupError for a wish, rule or test that can't be read."""
+    """Raises one of FAULTS for a wish, rule or test that cannot be read."""
     for ref in data["refs"].values():
         for words in ref["by"]:
             parse(words.partition(" | ")[2] or "0")

@@ -8,6 +8,10 @@ from nanorchestra.errors import require
 from worlds.toolscale.program import Json, Tables, evaluate
 from worlds.toolscale.words import day
 
+MOST_DRAWS = 10_000  # for words that no other record has
+MOST_DIGITS = 30  # of a number as text
+MOST_ENTRIES = 100  # of records within a record
+
 
 def holds(text: str, scope: Json) -> bool:
     """Returns whether the conditions of a text are true; what cannot be looked up is not."""
@@ -80,12 +84,16 @@ class Draws:
         taken = {
             value for row in self.rows.values() for value in row.values() if isinstance(value, str)
         }
-        while (words := " ".join(map(self.rng.choice, parts))) in taken:
-            pass
-        return words
+        for _ in range(MOST_DRAWS):
+            words = " ".join(map(self.rng.choice, parts))
+            if words not in taken:
+                return words
+        raise ValueError(f"title: no words are left after {len(self.rows)} records")
 
     def digits(self, count: int, prefix: str = "") -> str:
         """A number of so many digits, as text."""
+        if not 1 <= count <= MOST_DIGITS:
+            raise ValueError(f"digits: {count} must be from 1 to {MOST_DIGITS}")
         return prefix + str(self.rng.randrange(10 ** (count - 1), 10**count))
 
     def int(self, low: int, high: int, step: int = 1) -> int:
@@ -115,6 +123,8 @@ class Draws:
 
     def several(self, low: int, high: int, fields: Json) -> list[Json]:
         """Records within the record; what they link to, they do not share."""
+        if high > MOST_ENTRIES:
+            raise ValueError(f"several: {high} must be at most {MOST_ENTRIES}")
         outer, rows = self.row, []
         for _ in range(self.rng.randint(low, high)):
             self.row = {}

@@ -5,13 +5,15 @@
 
 Each public method with a docstring is a tool; its schema comes from its type hints, and what it
 raises is what the agent reads. A domain without tools.json and toolkit.py is one of the package's:
-tau2.domains.DOMAIN.environment, with its own records and policy if DIR has none.
+tau2.domains.DOMAIN.environment, with its own records and policy if DIR has none. The package is
+that of tau2-bench, or for the domains of the released rows the one in ToolOrchestra's repository.
 """
 
 import copy
 import importlib
 import inspect
 import runpy
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +27,7 @@ from worlds.toolscale.program import Json, Tables, ToolError
 from worlds.toolscale.world import USER, World
 
 READS = ("read", "think", "generic")  # tau2's types of tools that change nothing
+BENCH = ("airline", "banking_knowledge", "mock", "retail", "telecom")  # tau2-bench's domains
 KINDS = {"calculate": "calculate", "transfer_to_human_agents": "handover"}
 
 
@@ -74,8 +77,11 @@ def _tables(environment) -> Tables:
     return {"db": environment.tools.db} | ({"user": user.db} if user else {})
 
 
-def load_domain(directory: Path) -> World:
-    """Reads a domain whose tools are programs, a toolkit, or in tau2-bench's package. UserError."""
+def load_domain(directory: Path, called: Collection[str] = ()) -> World:
+    """Reads a domain whose tools are programs, a toolkit, or in the package tau2.
+
+    `called` are the names of the tools that its tasks call. UserError says what to do.
+    """
     if (directory / "tools.json").is_file():
         return World.load(directory)
     source, users = directory / "toolkit.py", []
@@ -100,11 +106,7 @@ def load_domain(directory: Path) -> World:
             users = environment.get_user_tools() if environment.user_tools else []
             functions = [each.openai_schema["function"] for each in environment.get_tools()]
     except Exception as error:  # whatever the code of others raises
-        raise UserError(
-            f"{directory}: needs tools.json, a toolkit.py with a class Toolkit, or the package of "
-            "tau2-bench with this domain, installed from its repository (PyPI's tau2 is another "
-            f"project); found {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        ) from None
+        raise UserError(_problem(directory, error, called)) from None
     tools = []
     for function in functions:
         name = function["name"]
@@ -113,3 +115,37 @@ def load_domain(directory: Path) -> World:
         tools.append({"kind": kind, "function": function})
     tools += [{"kind": USER, "function": each.openai_schema["function"]} for each in users]
     return ToolkitWorld(directory.name, _tables(environment), tools, policy, environment)
+
+
+def _problem(directory, error, called) -> str:
+    """Returns in one line why the tools of a domain cannot be had, and what to do."""
+    found = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    kit = directory / "toolkit.py"
+    if kit.is_file():
+        return f"{kit}: its class Toolkit must load, made with the value of db.json; found {found}"
+    module = (error.name or "") if isinstance(error, ModuleNotFoundError) else None
+    if module is None:
+        return (
+            f"{directory}: the package tau2 cannot open this domain ({found}); if it misses data, "
+            "set TAU2_DATA_DIR=tau2-bench/data, or REPO_PATH=ToolOrchestra for the released domains"
+        )
+    if module.partition(".")[0] != "tau2":
+        return (
+            f"{directory}: the package tau2 has its tools, and needs {module}, which is not "
+            "installed; install what the pyproject.toml of its repository lists"
+        )
+    if (directory / "tasks.json").is_file() or directory.name in BENCH:
+        code = (
+            "its tools are code of tau2-bench; clone its repository, install what its "
+            "pyproject.toml lists, and set PYTHONPATH=tau2-bench/src"
+        )
+    else:
+        code = (
+            "the released rows lack the code of its tools; clone ToolOrchestra's repository, "
+            "install what evaluation/tau2-bench/pyproject.toml lists, and set "
+            "REPO_PATH=ToolOrchestra PYTHONPATH=ToolOrchestra/evaluation/tau2-bench"
+        )
+    if module == "tau2.domains":
+        code = f"the installed tau2 is PyPI's, another project; {code}"
+    methods = f", with the methods {', '.join(sorted(called))}" if called else ""
+    return f"{directory}: {code}; or write {kit} (docs/toolscale.md){methods}"

@@ -1,0 +1,154 @@
+"""A run over a base in 4 bits: one copy of it, which learns, resumes and is saved merged."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from run_rows import steps_of
+
+from nanorchestra.config import Config
+from nanorchestra.engine import engine as engines
+from nanorchestra.engine.engine import Engine
+from nanorchestra.engine.request import SamplingParams
+from nanorchestra.errors import UserError
+from nanorchestra.model import ops, packed_attention, quantise
+from nanorchestra.model.lora import adapters, add_adapters, copy_adapters, on_the_same_base
+from nanorchestra.model.quantise import QuantisedLinear, linears, quantise_model
+from nanorchestra.model.qwen3 import ModelConfig, Qwen3
+from nanorchestra.model.weights import copy_weights, load_model, named_hf_tensors
+from nanorchestra.training import grpo as program
+from nanorchestra.training import logprobs, phases
+from nanorchestra.training.build import build_model
+from nanorchestra.training.packing import Group, Sample
+from nanorchestra.training.ranks import Ranks
+from nanorchestra.training.trainer import Trainer
+
+QLORA = {
+    "lora.base": "int4",
+    "lora.rank": 4,
+    "grpo.learning_rate": 1e-2,
+    "grpo.warmup_steps": 1,
+    "grpo.steps": 4,
+    "grpo.optimizer": "adamw",
+}
+
+
+def frozen(model) -> dict[str, torch.Tensor]:
+    """Every tensor of the model but those of adapters, by name."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: x for name, x in tensors.items() if ".lora_" not in name}
+
+
+def gap(engine, trainer, prompts=((5, 6, 7, 8), (9, 10, 11)), count=12) -> float:
+    """The largest difference of a log-probability between engine and trainer, on new samples."""
+    prompts = list(map(list, prompts))
+    params = [SamplingParams(count, seed=seed, ignore_eos=True) for seed in range(len(prompts))]
+    groups, drawn = [], []
+    for prompt, done in zip(prompts, engine.generate(prompts, params), strict=True):
+        given, count = len(prompt), len(done.token_ids)
+        sampled = [False] * given + [True] * count
+        logprobs = [0.0] * given + done.logprobs
+        groups.append(Group([Sample(prompt + done.token_ids, sampled, logprobs, 1.0)], given))
+        drawn.append(done.logprobs)
+    computed = trainer.score(groups)
+    differences = torch.tensor(sum(computed, [])) - torch.tensor(sum(drawn, []))
+    return differences.abs().max().item()
+
+
+def test_trainer_and_engine_share_the_base_and_agree_after_every_update(make_training):
+    run = make_training("shared", QLORA)
+    ours, theirs = frozen(run.trainer.model), frozen(run.engine.model)
+    assert ours.keys() == theirs.keys() and len(linears(run.trainer.model, QuantisedLinear)) == 16
+    assert all(x.data_ptr() == theirs[name].data_ptr() for name, x in ours.items())
+    before = {name: x.clone() for name, x in ours.items()}
+    run.prepare("grpo")
+    assert gap(run.engine, run.trainer) < 1e-4
+    assert program.grpo(run)
+    for row in run.folder.rows("metrics"):
+        assert row["grad_norm"] > 0 and row["logprob_gap_max"] < 1e-4
+    moved = [module.lora_b.abs().max().item() for _, module in adapters(run.trainer.model)]
+    assert min(moved) > 1e-3
+    assert gap(run.engine, run.trainer) < 1e-4
+    assert all(torch.equal(x, before[name]) for name, x in frozen(run.engine.model).items())
+
+
+def test_demonstrations_lower_the_loss_and_the_engine_has_them_once_they_are_published(
+    make_training,
+):
+    run = make_training("taught", QLORA)
+    ids = [(7 * i) % 300 + 5 for i in range(40)]
+    sampled = [False] * 4 + [True] * 36
+    groups = [Group([Sample(ids, sampled, [0.0] * 40, 1.0)], 4)]
+    losses = [run.trainer.supervised_step(groups, 1e-2)["loss"] for _ in range(6)]
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.3
+
+    def likelihood():
+        (logprobs,) = run.engine.score([ids])
+        return sum(logprobs[3:]) / 36
+
+    assert likelihood() == pytest.approx(-losses[0], abs=1e-3)
+    run.publish()
+    assert likelihood() == pytest.approx(sum(run.trainer.score(groups)[0]) / 36, abs=1e-4)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_stopped_and_resumed_it_ends_the_same(make_training, overlap):
+    """Also if the engine samples beside the update: its adapters are its own."""
+    settings = QLORA | {"rollout.overlap": overlap, "grpo.importance_cap": 2.0}
+    settings |= {"grpo.kl_coef": 0.1}
+    whole = make_training("whole", settings)
+    whole.prepare("grpo")
+    assert program.grpo(whole)
+    stopped = make_training("stopped", settings, steps=3)
+    stopped.prepare("grpo")
+    assert not program.grpo(stopped)
+    stopped.checkpoints.wait()
+    again = make_training("stopped", resume=True)
+    assert program.grpo(again)
+    assert steps_of(again) == steps_of(whole) and len(steps_of(whole)) == 4
+
+
+def test_the_saved_model_has_the_adapters_merged_into_the_widened_base(make_training, monkeypatch):
+    run = make_training("saved", QLORA | {"grpo.steps": 2, "evaluation.tasks": 2})
+    run.prepare("grpo")
+    assert program.grpo(run)
+    model, trained = run.trainer.model, dict(named_hf_tensors(run.trainer.model))
+    results = phases._finish(run)
+    assert results["parameters"] == phases.parameters(model)
+    loaded, _ = load_model(run.folder.path / "model")
+    for name, tensor in named_hf_tensors(loaded):
+        assert torch.equal(tensor, trained.pop(name)), name
+    assert not trained
+    _, module = adapters(model)[-1]
+    expected = module.base.dequantise(torch.float32) + module.scale * module.lora_b @ module.lora_a
+    torch.testing.assert_close(loaded.layers[-1].down_proj.weight, expected)
+    assert (run.folder.path / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_several_processes_are_refused_in_one_line(tmp_path):
+    config = Config().replace({"lora.base": "int4", "lora.rank": 4, "model.path": str(tmp_path)})
+    with pytest.raises(UserError, match="lora.base is int4 on 2 processes; .* start one, or") as no:
+        build_model(config, Ranks(world=2), torch.float32, None, tmp_path)
+    assert "\n" not in str(no.value)
+
+
+@pytest.mark.slow
+def test_by_kernels_in_bfloat16_engine_and_trainer_agree_over_a_base_in_4_bits(monkeypatch):
+    """As on a GPU: decodes are by the 4-bit kernel, 70 ids by widened matrices."""
+    for module in (ops, packed_attention, logprobs, quantise, engines):
+        monkeypatch.setattr(module, "by_kernel", lambda x: True)
+    plain = Qwen3(ModelConfig(320, 128, 192, 1, 4, 2, head_dim=32))
+    plain.init_weights(0)
+    model = Qwen3(plain.config).to(torch.bfloat16)
+    quantise_model(model.layers, "int4")
+    copy_weights(model, named_hf_tensors(plain))
+    add_adapters(model, 4, 8.0, 0)
+    trainer = Trainer(model, vocab_limit=320)
+    engine = Engine(on_the_same_base(model, torch.bfloat16), num_pages=16, page_size=16)
+    ids = [(7 * i) % 300 + 5 for i in range(73)]
+    groups = [Group([Sample(ids, [False] * 60 + [True] * 13, [0.0] * 73, 1.0)], 60)]
+    losses = [trainer.supervised_step(groups, 1e-2)["loss"] for _ in range(2)]
+    assert losses[1] < losses[0] - 0.01
+    copy_adapters(model, engine.model)
+    engine.update_weights()
+    assert gap(engine, trainer, prompts=[ids[:70]], count=3) < 0.02

@@ -1,0 +1,59 @@
+"""Each shipped GPU config trains in small as on a GPU: kernels, FSDP2, bf16, checkpointing.
+
+Where there is no GPU the kernels run in Triton's interpreter and the one rank is gloo's. The step
+is that of benchmarks/gpu.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from benchmarks.gpu_parts import Part, training
+from kernels import flash_plan
+from nanorchestra.model.sharded import is_sharded
+from nanorchestra.settings import load_config
+
+# Log-probabilities of trainer and sampler: their mean and largest distance in nats. The logits of
+# this model have unit variance, and an error in one layer makes a distance of 0.1 or more.
+GAP, LARGEST_GAP = 0.02, 0.1
+CASES = [
+    ("qwen3-0.6b", {}),
+    ("qwen3-4b", {"grpo.optimizer": "muon"}),
+    ("qwen3-8b", {}),
+    ("qwen3-8b", {"grpo.kl_coef": 1e-3}),  # exact, against a sharded copy
+    ("qwen3-8b-lora", {}),
+    ("qwen3-8b-lora", {"grpo.kl_coef": 1e-3}),  # exact, against the base
+    ("qwen3-8b-multinode", {}),
+    ("toolorchestra-8b", {}),  # k2
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, changes", CASES, ids=str)
+def test_a_gpu_config_trains_in_small(monkeypatch, name, changes):
+    models, launches = [], Counter()
+    shard, launch = training.shard_model, flash_plan._launch
+
+    def sharding(*args, **options):
+        models.append(shard(*args, **options))
+        return models[-1]
+
+    def launching(kernel, *args):
+        launches[kernel.__name__] += 1
+        return launch(kernel, *args)
+
+    monkeypatch.setattr(training, "shard_model", sharding)
+    monkeypatch.setattr(flash_plan, "_launch", launching)
+    part = Part(rehearse=True)
+    training.grpo_step(part, name, **changes)
+
+    agreement = part.figures["agreement"]
+    assert 0 < agreement["logprob_gap"] < GAP and agreement["most"] < LARGEST_GAP
+    trained = [p for p in models[0].parameters() if p.requires_grad]
+    assert trained and all(is_sharded(p) for p in trained)
+    # a layer is computed once more in the backward pass, and without gradients by a reference
+    assert launches["backward_keys"] and launches["backward_keys"] == launches["backward_queries"]
+    forward = launches["flash_forward"] / launches["backward_keys"]
+    assert forward == 2 + (load_config(name, changes).grpo.kl_coef > 0)
