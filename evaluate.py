@@ -54,8 +54,12 @@ from worlds.routers import TRAINED, routers_of
 RUNS = Path("runs")
 ROUTERS = "routers"  # all of a world, in --policy
 TRIAL = 7919  # between the seeds of two trials
-FAILING = 4  # one attempt in so many that met a dead endpoint ends an evaluation
-SILENT = "did not answer"  # what an attempt reads of an expert whose endpoint is gone
+FAILING = 4  # more than one attempt in so many that the infrastructure fails ends an evaluation
+NO_PRICE = (
+    "no price is known for this model: its tokens count as free in reward and preference, its cost "
+    "is left out, and --max-usd does not bound it; add :input=X:output=X, US dollars per million "
+    "tokens"
+)
 OPTIONS = (  # name, default, help
     ("tasks", 480, "of each world at most"),
     ("trials", 1, "attempts at each task"),
@@ -158,7 +162,8 @@ def _play(options, policies, run, spending, opened):
                 tried = evaluation.evaluate(player, block, seed, make, start=start)
                 _check(policy.name, tried, spending)
                 spent = round(spending.spent, 9)  # in whatever order it was added up
-                more = {"policy": policy.name, "trial": trial, "spent_usd": spent}
+                more = {"policy": policy.name, "priced": policy.priced}
+                more |= {"trial": trial, "spent_usd": spent}
                 rows = (to_row(*pair) | more for pair in zip(block, tried, strict=True))
                 write_whole(file, "".join(json.dumps(row) + "\n" for row in rows))
             rows = [row for _, row in read_json_lines(file)]
@@ -169,13 +174,8 @@ def _play(options, policies, run, spending, opened):
 def _check(name, tried, spending):
     """Raises UserError if the dollars are spent, or an endpoint is gone, of a policy or expert."""
     require(not spending.refused, f"--max-usd {spending.most:g} is reached; give more to go on")
-    failed = []
-    for t in tried:
-        said = [result.content for turn in t.turns for result in turn.results]
-        silent = [text for text in said if text.startswith("Error: ") and SILENT in text]
-        if silent or t.status == "infrastructure":
-            failed.append((silent or said or ["no answer"])[-1])
-    text = f"{name}: {len(failed)} of {len(tried)} attempts failed: {''.join(failed[-1:])}"
+    failed = [t.failure for t in tried if t.failure]
+    text = f"{name}: {len(failed)} of {len(tried)} attempts failed: {''.join(failed[:1])}"
     require(len(failed) * FAILING <= len(tried), text)
 
 
@@ -189,13 +189,16 @@ def _measure(options, sandbox):
     for policy in policies:
         if not policy.router:
             print(f"{policy.name}: {policy.settings}", file=sys.stderr)
+        if not policy.priced:
+            print(f"{policy.name}: {NO_PRICE}", file=sys.stderr)
     run, problem, played = _open_run(options, policies), "", {}
     try:
         for world, policy, pairs in _play(options, policies, run, spending, opened):
             played.setdefault(world, {}).setdefault(policy, []).extend(pairs)
     except UserError as error:
         problem = f"{error}. {run.path} has what was measured; the same command goes on"
-    summary = {world: evaluation.compare(found) for world, found in played.items()}
+    unpriced = [policy.name for policy in policies if not policy.priced]
+    summary = {world: evaluation.compare(found, unpriced) for world, found in played.items()}
     probes = {}
     if options.probes and not problem:
         make = partial(environment, sandbox=sandbox)
@@ -209,9 +212,16 @@ def _measure(options, sandbox):
 
 
 def show(worlds: Json, probes: Json) -> None:
-    """Prints the tables, by how much the first policy leads the others, and the probes."""
+    """Prints the tables, what failed, by how much the first policy leads, and the probes."""
     for world, found in worlds.items():
         print(f"{world}\n{table(found)}")
+        for name, scores in found.items():
+            if scores["failed"]:
+                print(
+                    f"{label(name)}: the infrastructure failed {scores['failed']} of "
+                    f"{scores['attempts']} attempts, which count nowhere; the first: "
+                    f"{' '.join(scores['failure'].split())}"
+                )
         ours, *others = found
         for name in others:
             print(f"{label(ours)} minus {label(name)}:", _text(found[name]["behind"]))
@@ -231,19 +241,24 @@ def _compare(arguments):
     """Prints by how much the policies of the first evaluation lead those of the second."""
     parser = ArgumentParser(prog="evaluate.py compare")
     parser.add_argument("runs", nargs=2, type=Path)
-    ours, theirs = defaultdict(list), defaultdict(list)
+    ours, theirs, unpriced = defaultdict(list), defaultdict(list), set()
     for path, found in zip(parser.parse_args(arguments).runs, (ours, theirs), strict=True):
         with suppress(KeyError, TypeError):  # rows that are no attempts
             for row in attempts(path):
                 pair = from_row(row)
                 found[row["policy"]].append(pair)
+                if not row.get("priced", True):
+                    unpriced.add(row["policy"])
         require(found, f"{path}: holds no attempts; give two directories of evaluate.py")
     same = {name: name for name in ours if name in theirs} or {[*ours][0]: [*theirs][0]}
     for name, other in same.items():
         known = {task.id: task for task, _ in ours[name]}
         shared = [pair for pair in theirs[other] if known.get(pair[0].id) == pair[0]]
         require(shared, f"{name}: the two evaluations have no task in common")
-        text = _text(evaluation.differences(ours[name], shared))
+        found = evaluation.differences(ours[name], shared)
+        if {name, other} & unpriced:
+            found.pop("cost_usd", None)
+        text = _text(found)
         print(f"{name} minus {other} on the {len(shared)} attempts at the same tasks: {text}")
 
 

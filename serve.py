@@ -145,6 +145,7 @@ def main(arguments: list[str]) -> int:
         world = open_world(options.model, options.tools, options.index, sandbox)
         limits = Limits(turn_tokens=context // 2, context_tokens=context)
         rollout = load_rollout(options.model, limits, sampling, 1, options.quantise)
+        rollout.survives_failures = True  # a person would rather have an answer without that expert
         if options.http:
             serve_openai(options, rollout, world, sampling)
             return 0

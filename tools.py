@@ -80,7 +80,7 @@ class PythonTool:
         seconds = result.seconds if self.latency_s is None else self.latency_s
         usd = self.usd_per_call + self.usd_per_second * min(seconds, self.timeout_s)
         found = {"code": [[arguments["code"], text]]}
-        return ToolResult(text, usd, seconds, error=bool(error), found=found)
+        return ToolResult(text, usd, seconds, bool(error), result.died, found=found)
 
 
 @dataclass

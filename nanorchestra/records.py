@@ -254,3 +254,12 @@ class Trajectory:
     advantage: float = 0.0
     trainer_logprobs: list[float | None] = field(default_factory=list)
     verdict: str = ""
+
+    @property
+    def failure(self) -> str:
+        """What the infrastructure failed with, if that has ended the attempt; else ""."""
+        if self.status != "infrastructure":
+            return ""
+        results = [result for turn in self.turns for result in turn.results]
+        said = [result.content for result in results if result.infrastructure]
+        return said[-1] if said else "no reason is recorded"

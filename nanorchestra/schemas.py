@@ -1,5 +1,6 @@
 """JSON schemas: what is wrong with a value under one, and the schema of a tool's arguments."""
 
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from nanorchestra.errors import require
 from nanorchestra.files import read_json
 
 Json = dict[str, Any]  # a JSON object
+MOST_DEPTH = 64  # levels of JSON from outside; what is read by recursion stays far from its limit
 SHAPES = {file.stem: read_json(file) for file in Path(__file__).with_name("shapes").glob("*.json")}
 
 
@@ -39,6 +41,23 @@ def schema_error(value: Any, schema: Json, first: bool = False) -> str | None:
         message = f"must be {error.schema['description']}; what is there is not shown"
     where = error.json_path.lstrip("$.")
     return f"{where}: {message}" if where else message
+
+
+def levels(value: Any) -> Iterator[list[Any]]:
+    """Yields the values of JSON level by level: itself, then those inside it, and so on.
+
+    Without recursion, so that it can tell what is nested too deeply for the rest of the code.
+    """
+    level = [value]
+    while level:
+        yield level
+        inner = []
+        for each in level:
+            if isinstance(each, dict):
+                inner += each.values()
+            elif isinstance(each, list):
+                inner += each
+        level = inner
 
 
 def argument_error(arguments: Any, parameters: Json) -> str | None:

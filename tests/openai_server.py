@@ -16,12 +16,14 @@ class Server:
 
     `status` is its HTTP status, `reply_headers` are its headers. `bodies` and `headers` hold what
     was asked, `open` how many requests are open and `most_open` how many were at once. `fault`
-    "drip" sends a byte at a time without end, "break" half of the reply.
+    "drip" sends a byte at a time without end, "break" half of the reply. `raw(send)` takes the
+    place of all that: it sends whatever bytes it wants, and the connection closes after it.
     """
 
     def __init__(self):
         self.bodies, self.headers, self.status, self.answer = [], [], 200, lambda body: said("42")
         self.reply_headers, self.fault, self.open, self.most_open = {}, "", 0, 0
+        self.raw = None
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -29,6 +31,11 @@ class Server:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 server.bodies.append(body)
                 server.headers.append(dict(self.headers))
+                if server.raw:
+                    self.close_connection = True
+                    with contextlib.suppress(OSError):  # the client has gone away
+                        server.raw(self.connection.sendall)
+                    return
                 server.open += 1
                 server.most_open = max(server.most_open, server.open)
                 reply = server.answer(body)

@@ -58,6 +58,7 @@ class ScriptedSession:
         completion = SimpleNamespace(
             token_ids=ids,
             logprobs=[-0.5] * len(ids),
+            text="",
             finish_reason=self.engine.finish,
             weight_versions=[3] * len(ids),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections import Counter
 from functools import partial
@@ -26,6 +27,7 @@ from nanorchestra.report import plots
 from nanorchestra.report.evaluation import attempts
 from nanorchestra.report.run import to_toml
 from nanorchestra.settings import load_config
+from nanorchestra.tools import http
 from nanorchestra.tools.models import Spending
 from worlds import evaluation
 from worlds.evaluation import interval, p_value, pass_hat
@@ -97,7 +99,8 @@ def test_an_evaluation_that_was_killed_goes_on_to_the_same_record(home, monkeypa
     assert all(whole[f"{name}.png"] for name in ("frontier", "turns"))
 
 
-def test_a_mistake_is_one_line_and_status_2(home, capsys):
+def test_a_mistake_is_one_line_and_status_2(home, capsys, monkeypatch):
+    monkeypatch.setattr(http.random, "uniform", lambda *_: 0.0)  # no wait between the tries
     evaluate.main(["--policy", "random", "--tasks", "2"])
     capsys.readouterr()
     (home / "empty.jsonl").touch()
@@ -119,7 +122,7 @@ def test_a_mistake_is_one_line_and_status_2(home, capsys):
         ([*asked, "--world", "questions:odd.jsonl"], "odd.jsonl, line 1"),
         ([*asked[:2], "--tools", "nothing.json"], "nothing.json"),
         ([*asked, "--judge", "nobody"], "task.judge"),
-        ([*asked, *real], "4 of 4 attempts failed: Error: strong did not answer: ConnectionError"),
+        ([*asked, *real], "4 of 4 attempts failed: Error: strong did not answer: no connection"),
         (["--policy", "hollow"], "hollow"),
         (["--policy", "m@nowhere"], "m@nowhere"),
         (["--policy", "m@https://a/v1:input=much"], "input=much"),
@@ -230,12 +233,71 @@ def test_calls_that_fail_change_the_accuracy_by_their_own_tasks_alone(home):
     ]
     changed = {asked for asked in outcomes[0] if outcomes[0][asked] != outcomes[1][asked]}
     assert {re.findall(r"\d+", question)[0] for _, question in changed} == {"7", "31"}
-    for policy, name in zip(found["sound"], ("boss", "strongest"), strict=True):
+    for policy in found["sound"]:
         failing, sound = found["failing"][policy], found["sound"][policy]
         count = sum(policy == who for who, _ in changed)
         assert abs(failing["accuracy"] - sound["accuracy"]) <= count / 50 + 1e-9
-        assert (failing["tasks"], failing["failed"]) == (50, name == "boss")
+        assert (failing["tasks"], failing["failed"]) == (50, count)
         assert failing["behind"]["accuracy"][0] == 0.0  # on the 49 tasks that both finished
+
+
+def test_attempts_that_an_endpoint_fails_are_left_out_counted_and_explained(home, capsys):
+    """Every second request fails; three attempts at a task then fail once in eight times."""
+    asked, fails = Counter(), {n: random.Random(n).choices((True, False), k=3) for n in range(40)}
+
+    def answer(body):
+        (number,) = re.findall(r"is (\d+) plus", body["messages"][0]["content"])
+        asked[number] += 1
+        failed = fails[int(number)][asked[number] - 1]
+        return b"<html>502" if failed else said(str(2 * int(number)))
+
+    with openai_server() as server:
+        server.answer = answer
+        options = [*questions(home, server.url), "--experts", "real", "--all", "--tasks", "40"]
+        assert evaluate.main([*options, "--policy", "strongest"]) == 0
+    lost = sum(all(tries) for tries in fails.values())
+    assert lost == 6 and sum(asked.values()) > 60
+    says = f"the infrastructure failed {lost} of 40 attempts, which count nowhere; the first: Error"
+    assert f"{says}: strong did not answer: not JSON: <html>502" in capsys.readouterr().out
+    (found,) = read_json("runs/evaluation/summary.json")["worlds"].values()
+    scores = found["strongest"]
+    assert (scores["failed"], scores["attempts"], scores["accuracy"]) == (lost, 40, 1.0)
+    rows = [row for row in attempts(Path("runs/evaluation")) if row["status"] == "infrastructure"]
+    assert len(rows) == lost and b"not JSON" in records("evaluation")["report.html"]
+
+
+def test_a_model_without_a_price_is_said_aloud_and_has_no_cost(home, capsys):
+    with openai_server() as server:
+        server.answer = lambda body: said("4", usage=(1000, 500))
+        boss = f"boss@{server.url}:turn_tokens=600"
+        free, paid = f"{boss}:input=0:output=0", f"{boss}:input=1:output=2"
+        options = [*questions(home, server.url), "--all", "--tasks", "4", "--policy"]
+        assert evaluate.main([*options, boss, free, paid, "--run", "one"]) == 0
+        out, err = capsys.readouterr()
+        assert evaluate.main([*options, paid, boss, "--run", "two"]) == 0
+    assert f"{boss}: no price is known for this model" in err
+    assert err.count("no price is known") == 1
+    assert "add :input=X:output=X, US dollars per million tokens" in err
+    titles, *lines = (re.split(r"  +", line) for line in out.splitlines()[1:5])
+    cells = {line[0]: dict(zip(titles, line, strict=True)) for line in lines}
+    cost = {name: found["cost/task, m$"] for name, found in cells.items()}
+    assert cost[boss] == "-" and cost[free].startswith("0.00") and cost[paid].startswith("2.00")
+    assert cells[boss]["cost/right, m$"] == "-"
+    (found,) = read_json("runs/one/summary.json")["worlds"].values()
+    known = json.dumps(found[boss])
+    assert found[boss]["cost_usd"] is None and '"cost_usd": 0' not in known
+    assert "cost_usd" not in found[free]["behind"] and "latency_s" in found[free]["behind"]
+    (found,) = read_json("runs/two/summary.json")["worlds"].values()
+    assert "cost_usd" in found[paid]["behind"] and "cost_usd" not in found[boss]["behind"]
+    assert found[paid]["published"] is None  # its base has no price
+    capsys.readouterr()
+    assert evaluate.main(["compare", "runs/two", "runs/one"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(paid) and "cost_usd" in first
+    assert second.startswith(boss) and "cost_usd" not in second and "latency_s" in second
+    for price in (":input=1", ":input=-1:output=1", ":input=nan:output=1", ":output=inf:input=1"):
+        assert evaluate.main([*options, boss + price]) == 2
+        assert "input and output must both be US dollars" in capsys.readouterr().err
 
 
 def test_questions_are_asked_as_they_are_unless_wishes_are_wanted(home, sandbox):

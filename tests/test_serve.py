@@ -433,6 +433,22 @@ def test_ask_answers_one_question_and_says_what_is_loaded(command_line):
     assert command_line("--ask", LAW, script=[think("t")])[0] == 1  # no answer
 
 
+def test_an_expert_that_is_down_is_told_and_the_answer_comes_all_the_same(
+    command_line, tmp_path, monkeypatch
+):
+    """A person would rather have an answer without it; training and evaluation exclude it."""
+    monkeypatch.setattr("nanorchestra.tools.http.random.uniform", lambda *_: 0.0)
+    down = {"endpoint": "here", "model": "big", "usd": [1, 2]}
+    offered = {"name": "llm", "kind": "expert", "description": "d", "expert": "down"}
+    tables = {"endpoints": {"here": {"base_url": "http://127.0.0.1:9/v1"}}}
+    tables |= {"experts": {"down": down}, "tools": [offered]}
+    (tmp_path / "t.json").write_text(json.dumps(tables))
+    script = think("it knows", "llm", task="what?"), think("then alone", content="42")
+    status, out, _ = command_line("--ask", "what?", "--tools", f"{tmp_path}/t.json", script=script)
+    assert status == 0 and "answer 42" in out
+    assert "error  Error: llm did not answer: no connection (Connection refused)" in out
+
+
 def test_an_attempt_is_recorded_and_shown_again_without_calling_anything(
     command_line, tmp_path, monkeypatch, nano_tokenizer, capsys
 ):

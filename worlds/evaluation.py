@@ -7,7 +7,7 @@ name of the preference.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from statistics import fmean, stdev
@@ -22,6 +22,8 @@ from nanorchestra.schemas import Json
 from reward import Bounds, preference_score, reward_parts, task_reward
 
 Pairs = Sequence[tuple[Task, Trajectory]]
+FAILURE_CHARS = 200  # of what the infrastructure failed with
+COSTS = ("cost_usd", "cost_per_correct_usd", "published")  # figures that need the policy's price
 RETRIES = 2  # of attempts that failed for reasons of the infrastructure
 DRAWS = 2000  # resamples of a bootstrap, and sign flips of a test
 
@@ -79,8 +81,8 @@ def summarise(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> Json
     """Returns means per task: over all tasks, by preference, and by kind of question.
 
     A task may have several attempts: `pass_hat` is pass^1, pass^2, ... `intervals` are 95%
-    bootstrap intervals over tasks. `failed` counts the attempts that the infrastructure failed; no
-    mean includes them. UserError if all attempts failed.
+    bootstrap intervals over tasks. `failed` counts the attempts that the infrastructure failed, and
+    `failure` says what the first one met; no mean includes them. UserError if all attempts failed.
     """
     pairs = finished(zip(tasks, trajectories, strict=True))
     require(
@@ -94,7 +96,9 @@ def summarise(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> Json
     passed = [(round(row["accuracy"] * tries[n]), tries[n]) for n, row in rows.items()]
     return {
         "tasks": len({task.id for task in tasks}),
+        "attempts": len(tasks),
         "failed": len(tasks) - len(pairs),
+        "failure": next((t.failure for t in trajectories if t.failure), "")[:FAILURE_CHARS],
         **scores,
         "intervals": {n: interval(values)[1:] for n, values in known.items() if len(values) > 1},
         "pass_hat": [pass_hat(passed, k) for k in range(1, max(tries.values()) + 1)],
@@ -105,18 +109,31 @@ def summarise(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> Json
     }
 
 
-def compare(found: dict[str, Pairs]) -> dict[str, Json]:
+def compare(found: dict[str, Pairs], unpriced: Collection[str] = ()) -> dict[str, Json]:
     """Returns the summary of each policy, with `behind`: what the first one has more.
 
-    `published` is the paper's preference score; its base is the second policy.
+    `published` is the paper's preference score; its base is the second policy. Where a price is
+    missing, of the policies named `unpriced`, a cost is None, and a difference of costs is left
+    out.
     """
-    policies = [*found.values()]
+    names, policies = [*found], [*found.values()]
     first, base = policies[0], policies[:2][-1]
-    return {
-        name: summarise(*zip(*pairs, strict=True))
-        | {"published": published_preference(pairs, base), "behind": differences(first, pairs)}
-        for name, pairs in found.items()
-    }
+    compared = {}
+    for name, pairs in found.items():
+        summary = summarise(*zip(*pairs, strict=True))
+        summary["published"] = published_preference(pairs, base)
+        summary["behind"] = differences(first, pairs)
+        if name in unpriced:
+            summary |= dict.fromkeys(COSTS)
+            summary["intervals"].pop("cost_usd", None)
+            for group in (*summary["by_preference"].values(), *summary["by_kind"].values()):
+                group["cost_usd"] = None
+        if names[:2][-1] in unpriced:
+            summary["published"] = None
+        if {name, names[0]} & {*unpriced}:
+            summary["behind"].pop("cost_usd", None)
+        compared[name] = summary
+    return compared
 
 
 def differences(ours: Pairs, theirs: Pairs) -> dict[str, tuple[float, ...]]:

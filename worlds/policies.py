@@ -5,6 +5,7 @@ A policy is written BASE[:CHANGE]...: a checkpoint's directory, MODEL@URL, or a 
 more), or one of its limits, like turns=10.
 """
 
+import math
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from worlds.mixture import Worlds
 from worlds.toolscale.environment import EXPERT, HAND_OVER
 
 LIMITS = ("turns", "calls_per_turn", "turn_tokens", "context_tokens")
+PRICE = ("input", "output")  # US dollars per million tokens
 SAMPLING = ("temperature", "top_p", "top_k")
 CONTEXT = 32768  # tokens of an endpoint
 
@@ -36,7 +38,7 @@ class Policy:
     """A policy as it was written.
 
     `settings` are its tools ("all", "basic" or "none"), its limits and sampling, and where they
-    come from; no limits for a router.
+    come from; no limits for a router. Those of an endpoint have a price if one is known.
     """
 
     name: str
@@ -48,13 +50,18 @@ class Policy:
         """Whether it is a fixed router."""
         return "turns" not in self.settings
 
+    @property
+    def priced(self) -> bool:
+        """Whether it is known what its own tokens cost."""
+        return "://" not in self.base or "input" in self.settings
+
     def load(self, spending: Spending, running: int) -> Rollout:
         """Returns what plays it, `running` attempts at a time; no router. UserError."""
         given = self.settings
         limits = Limits(**{name: given[name] for name in LIMITS})
         if "://" in self.base:
-            price, tokenizer = Price(given["input"], given["output"]), Tokenizer.from_dir(NANO)
-            warmth = given["temperature"]
+            price = Price(*(given.get(name, 0.0) for name in PRICE))
+            tokenizer, warmth = Tokenizer.from_dir(NANO), given["temperature"]
             return EndpointRollout(self.base, price, tokenizer, limits, warmth, spending)
         sampling = {name: given[name] for name in SAMPLING}
         rollout = load_rollout(Path(self.base), limits, sampling, running)
@@ -81,23 +88,29 @@ def parse(text: str, routers: Collection[str]) -> Policy:
     """Returns the policy that is written `text`; `routers` are known by name. UserError."""
     base, *changes = re.split(r":(?=basic\b|none\b|[a-z_]+=)", text)
     settings = {"tools": "all", "usd": 0.0}
+    kinds = {}
     if "://" in base:
-        usd_in, usd_out = PRICES.get(base.partition("@")[0], (0.0, 0.0))
-        settings |= _limits(CONTEXT)
-        settings |= {"input": usd_in, "output": usd_out, "temperature": 1.0, "from": "evaluate.py"}
+        settings |= _limits(CONTEXT) | {"temperature": 1.0, "from": "evaluate.py"}
+        settings |= zip(PRICE, PRICES.get(base.partition("@")[0], ()), strict=False)
+        kinds = dict.fromkeys(PRICE, float)
     elif base not in routers:
         known = f"a checkpoint's directory, MODEL@URL, or one of {', '.join(routers)}"
         require(
             (Path(base) / "config.json").is_file(), f"--policy {text}: {base} is none of {known}"
         )
         settings |= limits_of(Path(base))
+    kinds = {name: type(value) for name, value in settings.items()} | kinds
     for change in changes:
         name, _, value = (change if "=" in change else f"tools={change}").partition("=")
         try:
-            settings[name] = type(settings[name])(value)
+            settings[name] = kinds[name](value)
         except (KeyError, ValueError):
-            right = ", ".join(settings)
+            right = ", ".join(kinds)
             raise UserError(f"--policy {text}: {change} must be a number of {right}") from None
+    price = [settings[name] for name in PRICE if name in settings]
+    whole = len(price) != 1 and all(0 <= usd < math.inf for usd in price)
+    right = "input and output must both be US dollars per million tokens, 0 or more"
+    require(whole, f"--policy {text}: {right}")
     return Policy(text, base, settings)
 
 

@@ -23,12 +23,12 @@ from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.load import NANO
 from nanorchestra.errors import require
 from nanorchestra.model.tokenizer import Tokenizer
-from nanorchestra.records import Preference, Task, ToolCall, Trajectory, Turn
+from nanorchestra.records import Preference, Task, ToolCall, ToolResult, Trajectory, Turn
 from nanorchestra.tools.allowance import Allowance
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.roles import final_answer
 from tools import Skill
-from worlds.evaluation import score
+from worlds.evaluation import finished, score
 from worlds.judge import normalise
 from worlds.miniature.offers import (
     Offer,
@@ -118,9 +118,10 @@ def _learn(worlds, seed):
     drawn = {task.id: [random.Random(task.id).choice(offers(task))] for task in tasks}
     environments = [worlds.environment(task, seed) for task in tasks]
     tried = Router(lambda task: drawn[task.id]).run(environments, range(len(tasks)))
-    texts = [_words(task, *drawn[task.id]) for task in tasks]
+    pairs = finished(zip(tasks, tried, strict=True))
+    texts = [_words(task, *drawn[task.id]) for task, _ in pairs]
     model = make_pipeline(CountVectorizer(token_pattern=r"\S+"), LogisticRegression(max_iter=1000))
-    model.fit(["", "", *texts], [False, True, *(attempt.outcome == 1 for attempt in tried)])
+    model.fit(["", "", *texts], [False, True, *(attempt.outcome == 1 for _, attempt in pairs)])
 
     def best(task):
         found = offers(task)
@@ -155,6 +156,9 @@ def play(
             if not result.refused:
                 used = result.alias or name
                 trajectory.calls[used] = trajectory.calls.get(used, 0) + 1
+            if result.infrastructure:
+                trajectory.status = "infrastructure"
+                return score(task, trajectory)
             if known is None:
                 reading = read_result(task, offer, result)
             else:
@@ -173,8 +177,10 @@ def play(
             break
     try:
         trajectory.outcome = env.score(trajectory.answer)
-    except EndpointError:
+    except EndpointError as error:
         trajectory.status = "infrastructure"
+        problem = f"Error: the judge did not answer ({error})"
+        trajectory.turns[-1].results[-1:] = [ToolResult(problem, error=True, infrastructure=True)]
     trajectory.verdict = env.verdict
     return score(task, trajectory)
 

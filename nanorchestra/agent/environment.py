@@ -21,6 +21,7 @@ from nanorchestra.tools.allowance import (
     most_usd,
     within,
 )
+from nanorchestra.tools.failures import is_infrastructure
 from nanorchestra.tools.http import in_daemon
 
 RESULT_CHARS = 16_000  # of texts without spaces
@@ -141,7 +142,7 @@ class ToolEnvironment:
                 result = tool.call(call.arguments)
         except Exception as error:  # whatever a tool raises is an observation
             problem = f"Error: {call.name} failed: {type(error).__name__}: {error}"
-            return ToolResult(problem, error=True)
+            return ToolResult(problem, error=True, infrastructure=is_infrastructure(error))
         words = getattr(self.by_name[call.name], "result_words", RESULT_WORDS)
         return replace(result, content=shortened(result.content, words))
 

@@ -20,11 +20,15 @@ ANSWER_SHARE = 0.1  # of the user's dollars and seconds, which calls leave for r
 
 @dataclass
 class UserLimits:
-    """The limits of `env.task.preference` on one attempt; `price` is that of its own tokens."""
+    """The limits of `env.task.preference` on one attempt.
+
+    `price` and `seconds_per_token` are those of its own tokens.
+    """
 
     env: Environment
     trajectory: Trajectory
     price: Price
+    seconds_per_token: float = SECONDS_PER_TOKEN
 
     def own_usd(self) -> float:
         """Returns what the policy's own tokens cost so far."""
@@ -36,6 +40,10 @@ class UserLimits:
         usd, _ = self._left()
         return _count(usd, self.price.cost(1, 0))
 
+    def seconds_left(self) -> float:
+        """Returns the seconds that the attempt may still last; infinite without a limit."""
+        return self._left()[1]
+
     def writable(self, tokens: int, read_usd: float, token_usd: float) -> int:
         """Returns how many of `tokens` may be sampled in the next turn.
 
@@ -43,7 +51,8 @@ class UserLimits:
         """
         usd, seconds = self._left()
         by_usd = _count(usd - read_usd, token_usd)
-        return int(max(0, min(tokens, by_usd, seconds / SECONDS_PER_TOKEN)))
+        by_time = _count(seconds, self.seconds_per_token)
+        return int(max(0, min(tokens, by_usd, by_time)))
 
     async def execute(self, calls: Sequence[ToolCall], most: int) -> list[ToolResult]:
         """Returns the results of a turn's calls, which run side by side.

@@ -54,7 +54,7 @@ class Attempt:
         self.emit = on_event or (lambda kind, payload: None)
         self.on_token = on_event and (lambda token, _: on_event("text", self.stream.feed(token)))
         self.trajectory = Trajectory(env.task.id, seed)
-        self.user = UserLimits(env, self.trajectory, rollout.price)
+        self.user = UserLimits(env, self.trajectory, rollout.price, rollout.seconds_per_token)
         self.conversation, self.context = None, 0  # and where in the trajectory it begins
         room = self.limits.context_tokens - self.limits.turn_tokens
         self.has_answer = ANSWER in env.kinds.values()
@@ -98,14 +98,18 @@ class Attempt:
             completion = await self.conversation.sample(params, self.on_token)
             turn, parsed = self._record(completion)
             if completion.finish_reason == "length" and not self.has_answer:  # the turn is void
-                return "token_limit" if allowed == budget else "user_limit"
+                over = allowed < budget or self.user.seconds_left() <= 0
+                return "user_limit" if over else "token_limit"
             if completion.finish_reason == "error":
-                failed = ToolResult(completion.text, error=True, infrastructure=True)
-                results = turn.results = [failed]
-            elif parsed.calls:
+                turn.results = [ToolResult(completion.text, error=True, infrastructure=True)]
+                return "infrastructure"
+            if parsed.calls:
                 results = await self._execute(turn, parsed.calls)
                 if self._answered(turn):
                     return "answered"
+                failed = any(result.infrastructure for result in results)
+                if failed and not self.rollout.survives_failures:
+                    return "infrastructure"
             elif self.has_answer:
                 results = [NO_CALL]
             else:
@@ -113,9 +117,10 @@ class Attempt:
                 reply = await self.env.reply(parsed.content)
                 if reply is None:
                     return "answered"
+                if reply.infrastructure:
+                    turn.results = [reply]
+                    return "infrastructure"
                 results = [reply]
-            if any(result.infrastructure for result in results):
-                return "infrastructure"
             if not self._observe(parsed.content, turn, results):
                 return "user_limit"
         return "turn_limit"
@@ -155,7 +160,7 @@ class Attempt:
         turn = Turn(start, end, completion.finish_reason, context=self.context)
         t.turns.append(turn)
         self._extend(ids, completion.logprobs, completion.weight_versions)
-        t.latency_s += SECONDS_PER_TOKEN * len(ids)
+        t.latency_s += self.rollout.seconds_per_token * len(ids)
         parsed = chat.parse(self.tokenizer, ids)
         turn.well_formed = parsed.well_formed and bool(parsed.calls or not self.has_answer)
         t.well_formed &= turn.well_formed
@@ -241,8 +246,11 @@ class Attempt:
 class Rollout:
     """Plays attempts on one engine. `params(seed, budget)` makes the SamplingParams of a turn.
 
-    `price` is that of the policy's own tokens. With `rebuild` every turn has a prompt of its own,
-    as it has where a tool gives the answer. `on_done` is told of each trajectory that has ended.
+    `price` and `seconds_per_token` are those of the policy's own tokens: a virtual clock, so that a
+    run is a function of its seed. With `rebuild` every turn has a prompt of its own, as it has
+    where a tool gives the answer. An attempt ends when a tool fails for reasons of the
+    infrastructure; if it `survives_failures`, the policy reads the error and goes on. `on_done` is
+    told of each trajectory that has ended.
     """
 
     engine: Any
@@ -250,6 +258,8 @@ class Rollout:
     params: Callable[[int, int], Any]
     limits: Limits
     price: Price = DEFAULT_PRICE
+    seconds_per_token: float = SECONDS_PER_TOKEN
+    survives_failures: bool = False
     lockstep: bool = True
     rebuild: bool = False
     on_done: Callable[[Trajectory], Any] = lambda trajectory: None

@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from nanorchestra.agent.environment import in_thread
+from nanorchestra.agent.limits import UserLimits
 from nanorchestra.agent.loop import Attempt, Limits, Rollout
 from nanorchestra.engine.request import Completion
 from nanorchestra.errors import require
@@ -22,15 +23,15 @@ from nanorchestra.model import chat
 from nanorchestra.model.parser import THINK, THINK_END
 from nanorchestra.records import Price, ToolCall, Trajectory
 from nanorchestra.schemas import Json
-from nanorchestra.tools.http import EndpointError
+from nanorchestra.tools.http import EndpointError, bounded_json
 from nanorchestra.tools.models import TEMPLATE_TOKENS, Endpoint, Spending, most_tokens
 
 
 class EndpointRollout(Rollout):
     """Plays attempts of `model`, "MODEL@URL", under the limits of our policy.
 
-    Its tokens cost `price`, as the server counts them. Its latency is that of our policy for the
-    same ids. `spending` bounds what it costs. UserError unless URL is a base URL.
+    Its tokens cost `price`, as the server counts them. Its latency is measured, request by request.
+    `spending` bounds what it costs. UserError unless URL is a base URL.
     """
 
     def __init__(
@@ -57,13 +58,25 @@ class EndpointRollout(Rollout):
                 "max_completion_tokens": budget,
             }
 
-        super().__init__(None, tokenizer, params, limits, Price(0.0, 0.0))
+        super().__init__(None, tokenizer, params, limits, Price(0.0, 0.0), seconds_per_token=0.0)
         self.server = Endpoint(url, "OPENAI_API_KEY", timeout_s=120.0)
         self.bill, self.spending = price, spending
 
     def open(self, attempt: Attempt, start: Any, prompt: list[int]) -> EndpointConversation:
         """Opens a conversation that begins with the messages of `start`."""
-        return EndpointConversation(self, attempt.trajectory, list(start.messages), start.tools)
+        return EndpointConversation(
+            self, attempt.trajectory, attempt.user, list(start.messages), start.tools
+        )
+
+
+@dataclass(frozen=True)
+class _Reply:
+    """A message, None if there is none because of a `problem`; US dollars and seconds of it."""
+
+    message: Json | None = None
+    usd: float = 0.0
+    seconds: float = 0.0
+    problem: str = ""
 
 
 @dataclass
@@ -72,6 +85,7 @@ class EndpointConversation:
 
     rollout: EndpointRollout
     trajectory: Trajectory
+    user: UserLimits
     messages: list[Json]
     tools: list[Json]
 
@@ -99,23 +113,25 @@ class EndpointConversation:
         """Does nothing: the server keeps no state."""
 
     async def sample(self, params: Json, on_token: Any = None) -> Completion:
-        """Returns the next turn. finish_reason "error": there is none, and `text` says why."""
-        body = self._request(params)
-        bill, spending = self.rollout.bill, self.rollout.spending
+        """Returns the next turn, and adds its cost and its seconds to the trajectory.
+
+        finish_reason "error": there is none, and `text` says why. "length" without ids: the user's
+        time is over.
+        """
+        server, left = self.rollout.server, self.user.seconds_left()
         budget, tokenizer = params["max_completion_tokens"], self.rollout.tokenizer
-        most_usd = bill.cost(self._most_tokens(), budget)
-        if not spending.reserve(most_usd):
-            return _completion([], "error", f"Error: ${most_usd:.2g} is more than is left to spend")
-        ask, problem = partial(spending.complete, self.rollout.server), None
-        try:
-            message, tokens = await in_thread(ask, body)
-        except EndpointError as error:
-            problem, tokens = error, error.tokens
-        self.trajectory.cost_usd += (usd := bill.cost(*tokens))
-        spending.settle(most_usd, usd)
-        if problem:
-            text = f"Error: {params['model']} at {self.rollout.server.base_url} failed ({problem})"
+        limited = left < server.timeout_s
+        server = replace(server, timeout_s=left) if limited else server
+        most = self._most_tokens(), budget
+        reply = await in_thread(partial(self._ask, server, most), self._request(params))
+        self.trajectory.cost_usd += reply.usd
+        self.trajectory.latency_s += reply.seconds
+        if reply.message is None:
+            if limited and self.user.seconds_left() <= 0:
+                return _completion([], "length")
+            text = f"Error: {params['model']} at {server.base_url} failed ({reply.problem})"
             return _completion([], "error", text)
+        message = reply.message
         reasoning, content, calls = read(message)
         whole = chat.encode_assistant(tokenizer, reasoning, content, calls)
         cut = message["finish_reason"] == "length"
@@ -127,6 +143,23 @@ class EndpointConversation:
         """Returns the body of the next request, which carries the whole conversation."""
         tools = {"tools": self.tools} if self.tools else {}
         return params | {"messages": self.messages} | tools
+
+    def _ask(self, server, most, body) -> _Reply:
+        """Returns the reply to a request of `most` tokens, which is paid for also if it is left."""
+        bill, spending = self.rollout.bill, self.rollout.spending
+        most_usd = bill.cost(*most)
+        if not spending.reserve(most_usd):
+            return _Reply(problem=f"${most_usd:.2g} is more than is left to spend")
+        usd = 0.0
+        try:
+            message, tokens = spending.complete(server, body)
+            usd = bill.cost(*map(min, tokens, most))
+            return _Reply(message, usd, message["spent"][1])
+        except EndpointError as error:
+            usd = bill.cost(*map(min, error.tokens, most))
+            return _Reply(None, usd, error.spent[1], str(error))
+        finally:
+            spending.settle(most_usd, usd)
 
     def _record(self, message, parsed):
         """Appends a message as the loop parses it, with the server's own field of reasoning."""
@@ -157,8 +190,8 @@ def read(message: Json) -> tuple[str, str, list[ToolCall]]:
     for call in message.get("tool_calls") or ():
         arguments = call["function"].get("arguments") or {}
         if isinstance(arguments, str):
-            with contextlib.suppress(ValueError, RecursionError):
-                arguments = json.loads(arguments)
+            with contextlib.suppress(ValueError):
+                arguments = bounded_json(arguments)
         calls.append(ToolCall(call["function"]["name"], arguments))
     return reasoning, content, calls
 

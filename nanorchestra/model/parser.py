@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import ParsedTurn, ToolCall
+from nanorchestra.schemas import MOST_DEPTH, levels
 
 
 class Marker(str):
@@ -147,6 +148,8 @@ def _read_call(text) -> tuple[ToolCall, int, bool]:
         arguments = value.get("arguments") or {}
         if isinstance(arguments, str):
             arguments = _DECODER.decode(arguments)
+        if any(depth > MOST_DEPTH for depth, _ in enumerate(levels(arguments), 1)):
+            raise ValueError(f"arguments are nested deeper than {MOST_DEPTH} levels")
         if isinstance(name, str) and isinstance(arguments, dict):
             return ToolCall(name, arguments, raw), length, True
         name, error = str(name), "name must be a string and arguments a JSON object"

@@ -85,15 +85,17 @@ def frontier(found: dict[str, Json], world: str = "", turns: bool = False) -> Pa
     def draw(axis):
         axis.set_title(f"{world} right answers on held-out tasks, %".strip())
         axis.set_xlabel("turns allowed" if turns else "cost per task, m$ (thousandths of a dollar)")
-        if not found:
+        known = [item for item in found.items() if turns or item[1]["cost_usd"] is not None]
+        if not known:
             return _empty(axis)
         best = []
-        ranked = sorted(found.items(), key=lambda item: -item[1]["accuracy"])  # as in the picture
+        ranked = sorted(known, key=lambda item: -item[1]["accuracy"])  # as in the picture
         for place, (name, scores) in enumerate(ranked):
-            x, wide = _point(scores, "cost_usd", 1000)
             y, up = _point(scores, "accuracy", 100)
             if turns:
                 x, wide = float(name.rpartition(":turns=")[2].partition(":")[0]), None
+            else:
+                x, wide = _point(scores, "cost_usd", 1000)
             best.append((x, y))
             style = {"color": f"C{1 + place % 5}", "elinewidth": 0.6}
             if name in ours:

@@ -27,8 +27,9 @@ const section = (parent, title, note) => {
 };
 const label = name => titles.names[name] || name.split("/").slice(-2).join("/");
 const absent = value => value === null || value === undefined;
-const digits = value => {
-  if (absent(value)) return "-";
+const digits = (given, factor = 1) => {
+  if (absent(given)) return "-";
+  const value = factor * given;
   const size = Math.abs(value), places = size ? 2 - Math.floor(Math.log10(size)) : 2;
   return value.toFixed(Math.min(6, Math.max(0, places)));
 };
@@ -89,13 +90,14 @@ function drawSummary(parent, worlds) {
   const names = [...new Set(worlds.flatMap(([, found]) => Object.keys(found)))];
   const mean = (name, key) => {
     const known = worlds.map(([, found]) => found[name]).filter(Boolean);
+    if (known.some(scores => absent(scores[key]))) return null;  // a model without a price
     return known.reduce((sum, scores) => sum + scores[key], 0) / known.length;
   };
   table(parent, ["", ...worlds.map(([world]) => `${world}, %`), "cost, cents", "latency, min"],
     names.map(name => [
       label(name),
       ...worlds.map(([, found]) => (found[name] ? cell(found[name], "accuracy") : "-")),
-      digits(100 * mean(name, "cost_usd")),
+      digits(mean(name, "cost_usd"), 100),
       digits(mean(name, "latency_s") / 60),
     ]), first);
 }
@@ -109,6 +111,8 @@ function drawWorld(parent, world, named) {
   const trials = Math.max(...more.map(row => row.length)) - 4;
   add(parent, "p", titles.notes.more, "note");
   table(parent, ["", "tasks", "failed", "appendix L", ...Array.from({ length: trials }, (_, k) => `pass^${k + 1}, %`)], more, first);
+  for (const [name, { failed, failure }] of named)
+    if (failed) add(parent, "p", `${label(name)}, the first that failed: ${failure}`, "note");
   heat(parent, titles.notes.calls, named.map(([name, { calls }]) => [label(name), calls]));
   const wishes = named.map(([name, { by_preference: found }]) =>
     [label(name), Object.fromEntries(Object.entries(found).map(([wish, { reward }]) => [wish, reward]))]);

@@ -22,7 +22,10 @@ def tree(row: Json) -> str:
             lines += _branches(call | result, "  ")
             calls_usd += result["cost_usd"]
     own, whole = row["cost_usd"] - calls_usd, row["cost_usd"]
-    lines.append(f"policy ${number(own)} + calls ${number(calls_usd)} = ${number(whole)}")
+    spent = f"policy ${number(own)} + calls ${number(calls_usd)} = ${number(whole)}"
+    if not row.get("priced", True):  # by evaluate.py
+        spent = f"policy without a price + calls ${number(calls_usd)}"
+    lines.append(spent)
     return "\n".join([*lines, f"{row['status']}: {_short(row['answer'])}"])
 
 

@@ -61,7 +61,7 @@ async def orchestrated(
             yield chunk
         t = task.result()
         if t.status == "infrastructure":
-            raise HTTPException(502, t.turns[-1].results[-1].content)
+            raise HTTPException(502, t.failure)
         told = {name: getattr(t, name) for name in TOLD}
         delta = {"content": t.answer} if t.answer else {}
         reason = "stop" if t.status == "answered" else "length"

@@ -32,6 +32,7 @@ from pydantic import TypeAdapter, validate_call
 from nanorchestra.errors import UserError, require
 from nanorchestra.records import RESULT_WORDS, ToolResult
 from nanorchestra.schemas import Json
+from nanorchestra.tools.failures import is_infrastructure
 from nanorchestra.tools.http import within
 
 FUNCTION = "function"  # a kind that works for no role
@@ -79,8 +80,9 @@ class FunctionTool:
                 text = _text(value)
         except TimeoutError:
             return self._failed(f"{self.name} took more than {self.timeout_s:g} s", start)
-        except Exception as problem:
-            return self._failed(f"{self.name}: {type(problem).__name__}: {problem}", start)
+        except (Exception, SystemExit) as problem:
+            text = f"{self.name}: {type(problem).__name__}: {problem}"
+            return self._failed(text, start, is_infrastructure(problem))
         result = ToolResult(text, self.usd_per_call, time.monotonic() - start)
         return self._with_evidence(result, documents, arguments)
 
@@ -92,10 +94,10 @@ class FunctionTool:
             return replace(result, found={"code": [[arguments["code"], result.content]]})
         return replace(result, found={"documents": documents[::-1]})  # the last one is the best
 
-    def _failed(self, problem, start) -> ToolResult:
+    def _failed(self, problem, start, infrastructure=False) -> ToolResult:
         """Returns the observation of a call that raised, or took too long."""
         seconds = time.monotonic() - start
-        return ToolResult(f"Error: {problem}", self.usd_per_call, seconds, error=True)
+        return ToolResult(f"Error: {problem}", self.usd_per_call, seconds, True, infrastructure)
 
 
 def _documents(value) -> list[str]:

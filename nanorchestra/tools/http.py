@@ -1,44 +1,75 @@
-"""Posts JSON to a server and reads its JSON reply, in bounded time and with bounded retries.
+"""Posts JSON to a server and reads its JSON reply, whatever the server does.
 
-The API key and the values of headers come from environment variables and reach no message.
+Time, tries, memory and the reply's numbers and nesting are bounded; each failure is one line. The
+API key and the values of headers come from environment variables, go to the address that was named,
+and reach no message. No redirect is followed and ~/.netrc is not read. An https:// address is
+reached through the proxy of the variable HTTPS_PROXY, unless NO_PROXY excepts it: a tunnel, which
+sees neither key nor text. An http:// address is reached directly.
 """
 
+import base64
 import json
+import math
 import os
 import random
+import re
+import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TypeVar
+from email.utils import parsedate_to_datetime
+from functools import cache
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from types import MappingProxyType
+from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
-import requests
-import urllib3
-from urllib3.util import Retry
+import certifi
 
-from nanorchestra.schemas import Json, schema_error
+from nanorchestra.schemas import MOST_DEPTH, Json, levels, schema_error
 
 ATTEMPTS = 3
 RETRIED = (408, 409, 429)  # and every status from 500
-MOST_BYTES = 32 << 20  # of a reply
+BAD_REQUEST = (400, 413, 422)  # the request is at fault: too long, or not accepted
+CONNECT_S = 10.0  # for each address of a host, its TLS handshake included
+MOST_BYTES = 8 << 20  # of a reply
+MOST_ERROR_BYTES = 4096  # of a reply that is an HTTP error or a redirect
+MOST_VALUES = 10_000  # JSON values of a reply
+MOST_CHARS = 300  # of a message
+SECRET_CHARS = 8  # a shorter key, like "EMPTY", may be a word of a reply
 BYTES_PER_TOKEN = 3  # of text whose tokens are not known; rather too many tokens than too few
+STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # of JSON, or one that does not end
+LONGEST_INTEGER = 20  # characters
+MOST_LEFT = 64  # threads of calls that were given up
 T = TypeVar("T")
+LEFT: list[Future] = []  # those calls; some may have ended since
 
 
 class EndpointError(Exception):
     """A server has not answered as it should, after all attempts; the message never has the key.
 
-    `received` is the text of a reply that was begun, None if there is nothing to bill; `tokens` are
-    those of a language model that has worked for it. `spent` are the requests that were repeated
-    and the seconds of all. A request may be repeated after `wait` seconds; None: it is no use.
+    `bad_request` says that the server refuses this request itself, so that whoever wrote its text
+    is at fault; else the infrastructure is. `received` is the text of a reply that was begun, None
+    if there is nothing to bill; `tokens` are those of a language model that has worked for it.
+    `spent` are the requests that were repeated and the seconds of all. A request may be repeated
+    after `wait` seconds; None: it is no use.
     """
 
     tokens, spent = (0, 0), (0, 0.0)
 
-    def __init__(self, problem: str, received: str | None = None, wait: float | None = None):
+    def __init__(
+        self,
+        problem: str,
+        received: str | None = None,
+        wait: float | None = None,
+        bad_request: bool = False,
+    ):
         super().__init__(problem)
-        self.received, self.wait = received, wait
+        self.received, self.wait, self.bad_request = received, wait, bad_request
 
 
 def post(
@@ -47,27 +78,35 @@ def post(
     schema: Json,
     key_variable: str,
     timeout_s: float,
-    header_variables: Mapping[str, str] = {},
+    header_variables: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Json, tuple[int, float]]:
     """Returns a JSON reply that fits `schema`, and (requests that were repeated, seconds).
 
     All of it takes `timeout_s` seconds at most. A connection error and the status 408, 409, 429 or
     from 500 are tried again, after a random wait or as long as the server's Retry-After says. The
     key is in the environment variable `key_variable`, the value of each header in that of
-    `header_variables`; one that is not set is not sent. Raises EndpointError.
+    `header_variables`; one that is not set is not sent. The reply is as `bounded_json` reads it.
+    Raises EndpointError.
     """
-    key = "".join(os.environ.get(key_variable, "").split())
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    key = secret(key_variable).replace(" ", "")
     values = {name: secret(variable) for name, variable in header_variables.items()}
+    secrets = [key, *values.values()]
+    headers = {"Content-Type": "application/json", "User-Agent": "nanorchestra"}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
     headers |= {name: value for name, value in values.items() if value}
+    sent = json.dumps(body)
     start = time.monotonic()
     end = start + timeout_s
     for attempt in range(ATTEMPTS):
+        exchange = _Exchange(url, sent.encode(), headers, end)
         try:
-            text = within(end - time.monotonic(), lambda: _send(url, body, headers, end))
-            return _read(text, schema), (attempt, time.monotonic() - start)
+            reading = in_daemon(lambda e=exchange: _read(e.run(), schema, secrets))
+            reply = reading.result(timeout=max(end - time.monotonic(), 0.0))
+            return reply, (attempt, time.monotonic() - start)
         except TimeoutError:
-            error = EndpointError(f"no whole reply within {timeout_s:g} s", "")
+            exchange.stop()
+            error = EndpointError(f"no whole reply within {timeout_s:g} s", exchange.begun())
         except EndpointError as refused:
             error = refused
         wait = max(error.wait or 0.0, 2.0 ** (attempt + 1) * random.uniform(0.5, 1.0))
@@ -75,14 +114,12 @@ def post(
         if error.wait is None or late or attempt == ATTEMPTS - 1:
             break
         time.sleep(wait)
-    problem = " ".join(str(error).split())
-    for value in sorted(filter(None, [key, *values.values()]), key=len, reverse=True):
-        problem = problem.replace(value, "...")
+    problem = " ".join(_masked(str(error), secrets).split())
     if key_variable and not key and "HTTP 401" in problem:
         problem = f"the environment variable {key_variable} is not set; {problem}"
-    error.args, error.spent = (problem[:300],), (attempt, time.monotonic() - start)
+    error.args, error.spent = (problem[:MOST_CHARS],), (attempt, time.monotonic() - start)
     if error.received is not None:
-        error.tokens = count_tokens(json.dumps(body)), count_tokens(error.received)
+        error.tokens = count_tokens(sent), count_tokens(error.received)
     raise error
 
 
@@ -96,9 +133,69 @@ def count_tokens(text: str) -> int:
     return -(-len(text.encode("utf-8", "replace")) // BYTES_PER_TOKEN)
 
 
+def bounded_json(text: str) -> Any:
+    """Returns the JSON value of a text from outside, in which nothing surprises its reader.
+
+    A number that is not finite or has no place in 64 bits becomes null, half a surrogate pair the
+    replacement character. Raises ValueError for what is not JSON, is nested deeper than MOST_DEPTH
+    or has more than MOST_VALUES values.
+    """
+    if _commas(text) >= MOST_VALUES:  # before any value takes memory
+        raise ValueError(f"more than {MOST_VALUES} values")
+    try:
+        value = json.loads(text, parse_int=_integer)
+        deep = any(depth > MOST_DEPTH for depth, _ in enumerate(levels(value), 1))
+    except RecursionError:
+        deep = True
+    if deep:
+        raise ValueError(f"nested deeper than {MOST_DEPTH} levels")
+    return _plain(value)
+
+
+def _commas(text) -> int:
+    """Returns how many commas of a text stand outside of strings, up to MOST_VALUES."""
+    commas, end = 0, 0
+    for number, string in enumerate(STRING.finditer(text)):
+        commas += text.count(",", end, string.start())
+        end = string.end()
+        if commas > MOST_VALUES or number > 2 * MOST_VALUES:  # a value has a name at most
+            return MOST_VALUES
+    return commas + text.count(",", end)
+
+
+def _integer(digits) -> int | None:
+    return int(digits) if len(digits) <= LONGEST_INTEGER else None
+
+
+def _plain(value):
+    """Returns JSON with numbers and texts that can be computed with and written."""
+    if isinstance(value, dict):
+        return {_plain(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, int):  # bool is one
+        return value if abs(value) < 2**63 else None
+    return value
+
+
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """Returns `call()` from a daemon thread. TimeoutError after `seconds`; the thread is left."""
-    return in_daemon(call).result(timeout=max(seconds, 0.0))
+    """Returns `call()` from a daemon thread. TimeoutError after `seconds`; the thread is left.
+
+    A thread cannot be ended, so EndpointError where MOST_LEFT of them have not ended by themselves.
+    """
+    LEFT[:] = [future for future in LEFT if not future.done()]
+    if len(LEFT) >= MOST_LEFT:
+        raise EndpointError(f"{len(LEFT)} calls that were given up still run; end this process")
+    future = in_daemon(call)
+    try:
+        return future.result(timeout=max(seconds, 0.0))
+    except TimeoutError:
+        LEFT.append(future)
+        raise
 
 
 def in_daemon(call: Callable[[], T]) -> Future[T]:
@@ -116,44 +213,166 @@ def in_daemon(call: Callable[[], T]) -> Future[T]:
     return future
 
 
-def _send(url, body, headers, end) -> str:
-    """Returns the reply to one request. EndpointError; TimeoutError after the time `end`."""
-    data, left = bytearray(), end - time.monotonic() + 1  # `within` ends it first
-    try:
-        with requests.post(url, json=body, headers=headers, timeout=left, stream=True) as reply:
-            while chunk := reply.raw.read1(1 << 16, decode_content=True):
-                data += chunk
-                if time.monotonic() > end or len(data) > MOST_BYTES:
-                    raise TimeoutError
-    except requests.ConnectionError:
-        raise EndpointError("ConnectionError", wait=0.0) from None
-    except urllib3.exceptions.HTTPError:
-        raise EndpointError("the reply breaks off", data.decode("utf-8", "replace")) from None
-    except (requests.RequestException, ValueError) as error:
-        raise EndpointError(f"{type(error).__name__}: {error}") from None
-    text, status, wait = data.decode("utf-8", "replace"), reply.status_code, None
-    if status < 400:
+class _Exchange:
+    """One request and its reply, which `run` reads in a thread and `stop` ends from another.
+
+    A thread that waits for a server cannot be ended. Its socket can be shut down, and then each of
+    its reads returns: of a header as of the body, however slowly they come.
+    """
+
+    def __init__(self, url: str, body: bytes, headers: dict[str, str], end: float):
+        self.url, self.body, self.headers, self.end = url, body, headers, end
+        self.data, self.status = bytearray(), 0
+        self.connection, self.socket = None, None
+        self.sent = self.stopped = False
+
+    def run(self) -> str:
+        """Returns the text of the reply. EndpointError."""
+        try:
+            self._connect()
+            return self._ask()
+        except ssl.SSLCertVerificationError as error:
+            raise EndpointError(f"no trusted connection ({error.verify_message})") from None
+        except OSError as error:
+            reason = error.strerror or str(error) or type(error).__name__
+            raise self._failure(f"no connection ({reason})", wait=0.0) from None
+        except HTTPException as error:
+            raise self._failure(f"not HTTP ({type(error).__name__}: {error})") from None
+        except ValueError as error:  # an address or a key that cannot be sent, a size that is none
+            raise self._failure(f"{type(error).__name__}: {error}") from None
+        finally:
+            if self.connection:
+                self.connection.close()
+
+    def stop(self) -> None:
+        """Ends the reads of `run`."""
+        self.stopped = True
+        open_one = self.socket or (self.connection and self.connection.sock)
+        if open_one:
+            with suppress(OSError):  # it has ended by itself
+                socket.socket.shutdown(open_one, socket.SHUT_RDWR)
+
+    def begun(self) -> str | None:
+        """Returns what has come of a reply that is to be billed; None if there is none."""
+        if not self.sent or self.status >= 300:
+            return None
+        return bytes(self.data).decode("utf-8", "replace")
+
+    def _failure(self, problem, wait=None):
+        """Returns the error of a step; a reply that has begun breaks off with it."""
+        if self.status:
+            return EndpointError("the reply breaks off", self.begun())
+        return EndpointError(problem, wait=wait)
+
+    def _connect(self):
+        left = max(self.end - time.monotonic(), 0.001)
+        self.connection = _connection(self.url, min(left, CONNECT_S))
+        self.connection.connect()
+        self.socket = self.connection.sock
+        if self.stopped:
+            raise TimeoutError
+        self.socket.settimeout(max(self.end - time.monotonic(), 0.0) + 1)  # `stop` ends it first
+
+    def _ask(self) -> str:
+        parts = urlsplit(self.url)
+        path = parts.path + (f"?{parts.query}" if parts.query else "")
+        self.connection.request("POST", path or "/", self.body, self.headers)
+        self.sent = True
+        reply = self.connection.getresponse()
+        self.status = reply.status
+        most = MOST_BYTES if self.status < 300 else MOST_ERROR_BYTES
+        with reply:
+            while len(self.data) <= most and (chunk := reply.read1(1 << 16)):
+                self.data += chunk
+            whole = not reply.length  # None where the server has not said how long it is
+        text = bytes(self.data).decode("utf-8", "replace")
+        if self.status >= 400:
+            again = self.status in RETRIED or self.status >= 500
+            wait = _seconds(reply.getheader("Retry-After", "")) if again else None
+            bad = self.status in BAD_REQUEST
+            raise EndpointError(f"HTTP {self.status}: {text}", wait=wait, bad_request=bad)
+        if self.status >= 300:
+            where = reply.getheader("Location", "nowhere")
+            raise EndpointError(f"HTTP {self.status}: redirected to {where}, which is not followed")
+        if len(self.data) > most:
+            raise EndpointError(f"the reply has more than {most >> 20} MiB", text)
+        if not whole:
+            raise EndpointError("the reply breaks off", text)
         return text
-    if status in RETRIED or status >= 500:
-        with suppress(urllib3.exceptions.InvalidHeader):
-            wait = Retry().get_retry_after(reply.raw)
-        wait = wait or 0.0
-    raise EndpointError(f"HTTP {status}: {text}", wait=wait)
 
 
-def _read(text, schema) -> Json:
+def _connection(url, timeout_s) -> HTTPConnection:
+    """Returns a connection to the host of `url`, not yet open. ValueError."""
+    parts = urlsplit(url)
+    known = parts.scheme in ("http", "https") and parts.hostname and "@" not in parts.netloc
+    if not known:
+        raise ValueError("an address must be http:// or https:// and a host, without a key")
+    if parts.scheme == "http":
+        return HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
+    proxy = getproxies().get("https", "")
+    if not proxy or proxy_bypass(parts.hostname):
+        context = _trusted()
+        return HTTPSConnection(parts.hostname, parts.port, timeout=timeout_s, context=context)
+    via = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    if via.scheme != "http" or not via.hostname:
+        raise ValueError("HTTPS_PROXY must be http:// and a host")
+    headers = {}
+    if via.username:
+        login = f"{unquote(via.username)}:{unquote(via.password or '')}".encode()
+        headers["Proxy-Authorization"] = f"Basic {base64.b64encode(login).decode()}"
+    tunnel = HTTPSConnection(via.hostname, via.port or 80, timeout=timeout_s, context=_trusted())
+    tunnel.set_tunnel(parts.hostname, parts.port or 443, headers)
+    return tunnel
+
+
+@cache
+def _trusted() -> ssl.SSLContext:
+    """Returns what checks a server: the system's authorities (SSL_CERT_FILE) and certifi's."""
+    context = ssl.create_default_context()
+    context.load_verify_locations(certifi.where())
+    return context
+
+
+def _seconds(retry_after: str) -> float:
+    """Returns the seconds that a Retry-After asks to wait; 0 if it cannot be read."""
+    if re.fullmatch(r"[0-9]+", text := retry_after.strip()):
+        return float(text)
+    with suppress(ValueError, OverflowError, TypeError):
+        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
+    return 0.0
+
+
+def _masked(text, secrets, least=1) -> str:
+    """Returns a text without the values of headers, as they are or as JSON writes them.
+
+    Values of fewer characters than `least` stay.
+    """
+    for value in sorted(secrets, key=len, reverse=True):
+        written = json.dumps(value)[1:-1]
+        for form in (value, written, written.replace("/", "\\/")):
+            if len(value) >= least:
+                text = text.replace(form, "...")
+    return text
+
+
+def _read(text, schema, secrets) -> Json:
     """Returns the JSON of a reply. EndpointError if it is another; what was begun as JSON is kept.
 
     A gateway's page is no reply that was begun, nor is an error object.
     """
+    text = _masked(text, secrets, SECRET_CHARS)
     begun = text if text.lstrip().startswith("{") else None
     try:
-        reply = json.loads(text)
-    except (ValueError, RecursionError):
+        reply = bounded_json(text)
+    except json.JSONDecodeError:
         problem = f"not JSON: {text.strip()[:80] or 'an empty reply'}"
         raise EndpointError(problem, begun) from None
+    except ValueError as error:
+        raise EndpointError(f"not the reply that was asked for: {error}", begun) from None
     if isinstance(reply, dict) and (error := reply.get("error")):
-        raise EndpointError(f"the endpoint says: {json.dumps(error)}")
+        code = error.get("code") if isinstance(error, dict) else None
+        said = f"the endpoint says: {json.dumps(error)}"
+        raise EndpointError(said, bad_request=code in BAD_REQUEST)
     if problem := schema_error(reply, schema):
         raise EndpointError(f"not the reply that was asked for: {problem}", begun)
     return reply

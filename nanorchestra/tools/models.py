@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +64,12 @@ class Spending:
         if not self.reserve(most_usd):
             problem = f"{name} could cost ${most_usd:.2g}, more than the run has left to spend"
             return ToolResult(f"Error: {problem}", error=True, alias=name)
-        result = call()
-        self.settle(most_usd, result.cost_usd)
+        usd = 0.0  # of a call that raises, as far as is known
+        try:
+            result = call()
+            usd = result.cost_usd
+        finally:
+            self.settle(most_usd, usd)
         return result
 
     def complete(self, endpoint: "Endpoint", body: Json) -> Any:
@@ -95,7 +98,7 @@ class Endpoint:
 
     `headers` are sent with each request: the name of a header, and "$NAME" for the value of that
     environment variable. A call waits until fewer than `concurrency` are open, then takes
-    `timeout_s` seconds at most.
+    `timeout_s` seconds at most. A copy with another `timeout_s` shares the open calls.
     """
 
     base_url: str
@@ -103,6 +106,7 @@ class Endpoint:
     timeout_s: float = 600.0
     concurrency: int = 16
     headers: dict[str, str] = field(default_factory=dict, hash=False)
+    free: threading.Semaphore | None = field(default=None, repr=False, compare=False)
 
     @property
     def header_variables(self) -> dict[str, str]:
@@ -114,9 +118,9 @@ class Endpoint:
         variables = filter(None, [self.key_variable, *self.header_variables.values()])
         return [variable for variable in variables if not secret(variable)]
 
-    @cached_property
-    def _free(self) -> threading.Semaphore:
-        return threading.Semaphore(self.concurrency)
+    def __post_init__(self) -> None:
+        if self.free is None:
+            object.__setattr__(self, "free", threading.Semaphore(self.concurrency))
 
     def complete(self, body: Json) -> tuple[Json, tuple[int, int]]:
         """Returns an assistant's message, with `finish_reason` and `spent`, and its tokens.
@@ -126,7 +130,7 @@ class Endpoint:
         EndpointError; its `spent`, as that of the message, is what `post` says.
         """
         url, shape = f"{self.base_url.rstrip('/')}/chat/completions", SHAPES["completion"]
-        with self._free:
+        with self.free:
             reply, spent = post(
                 url, body, shape, self.key_variable, self.timeout_s, self.header_variables
             )
@@ -136,7 +140,7 @@ class Endpoint:
         tokens = []
         for name, part in (("prompt_tokens", asked), ("completion_tokens", choice["message"])):
             stated = usage.get(name)
-            known = isinstance(stated, int) and stated > 0
+            known = isinstance(stated, int) and not isinstance(stated, bool) and stated > 0
             tokens.append(stated if known else count_tokens(json.dumps(part, ensure_ascii=False)))
         message = choice["message"] | {
             "content": _text(choice["message"].get("content")),
@@ -152,8 +156,7 @@ def _text(content) -> str:
         return "".join(map(_text, content))
     if isinstance(content, dict):
         content = content.get("text")
-    text = "" if content is None else str(content)
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return "" if content is None else str(content)
 
 
 @dataclass(frozen=True)
@@ -239,17 +242,29 @@ class Expert:
             body["temperature"] = self.temperature
         if self.reasoning_effort:
             body["reasoning_effort"] = self.reasoning_effort
+        infrastructure = False  # an answer that is empty or refused is the model's own
         try:
             message, tokens = self.spending.complete(self.endpoint, body)
             said, spent = message["content"].rpartition("</think>")[2], message["spent"]
             problem = "" if said.strip() else _emptiness(message)
         except EndpointError as error:
             problem, tokens, spent = f"did not answer: {error}", error.tokens, error.spent
+            infrastructure = not error.bad_request
         if problem:
             said = f"Error: {name} {problem}".replace(self.model, name)
-        (retries, seconds), usd = spent, self.price.cost(*tokens)
-        text, failed = said.strip(), bool(problem)
-        return ToolResult(text, usd, seconds, failed, False, *tokens, alias=name, retries=retries)
+        retries, seconds = spent
+        tokens = tuple(map(min, tokens, (most_tokens(text), self.max_tokens)))  # of what was asked
+        return ToolResult(
+            said.strip(),
+            self.price.cost(*tokens),
+            seconds,
+            error=bool(problem),
+            infrastructure=infrastructure,
+            input_tokens=tokens[0],
+            output_tokens=tokens[1],
+            alias=name,
+            retries=retries,
+        )
 
 
 def most_tokens(text: str) -> int:
@@ -260,10 +275,11 @@ def most_tokens(text: str) -> int:
 def _emptiness(message) -> str:
     """Returns why a message has no content."""
     if refusal := message.get("refusal"):
-        return f"refused: {refusal[:200]}"
+        return f"refused: {' '.join(refusal[:200].split())}"
     reasoned = message.get("reasoning") or message.get("reasoning_content")
     after = "reasoning alone" if reasoned else "nothing"
-    return f"gave no answer: {after} (finish_reason {message['finish_reason']!r})"
+    reason = str(message["finish_reason"])[:50]
+    return f"gave no answer: {after} (finish_reason {reason!r})"
 
 
 @dataclass

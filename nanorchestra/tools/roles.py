@@ -19,6 +19,7 @@ from nanorchestra.tools.allowance import (
     labels,
     most_usd,
 )
+from nanorchestra.tools.failures import is_infrastructure
 from nanorchestra.tools.models import Expert
 
 CODE = (
@@ -31,12 +32,15 @@ QUERY = (
 )
 TAGS = "Think between <think> and </think>, then write the answer between <answer> and </answer>."
 BOXED = "Reason step by step, and put the final answer within \\boxed{}."
-ROLES = {  # the kind of observation, what the expert is asked for, and where it stands in the reply
-    "enhance_reasoning": ("code", CODE, r"```python\s+(.*?)\s*(?:```|\Z)"),
-    "search": ("search", QUERY, r"<query>\s*([^<]{10,}?)\s*(?:<|\Z)"),
+# The kind of observation, what the expert is asked for, and where it stands in the reply. A pattern
+# that skipped spaces beside what may hold spaces would take a time quadratic in the reply.
+ROLES = {
+    "enhance_reasoning": ("code", CODE, r"```python\s(.*?)(?:```|\Z)"),
+    "search": ("search", QUERY, r"<query>([^<]*)"),
     "answer": ("answer", TAGS, ""),
 }
-ANSWERS = (r"<answer>\s*(.*?)\s*(?:</answer>|\Z)", r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
+LEAST_CHARS = {"code": 1, "query": 10}  # shorter ones are none
+ANSWERS = (r"<answer>(.*?)(?:</answer>|\Z)", r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
 COLUMNS = (
     "Model | price per million input tokens | price per million output tokens | average latency"
 )
@@ -128,13 +132,18 @@ class RoleTool:
             text = final_answer(reply.content)
             return replace(reply, content=text, found={"attempts": [[alias, text]]})
         what = "query" if kind == "search" else "code"
-        written = {what: (re.findall(mark, reply.content, re.DOTALL) or [""])[-1]}
+        found = (text.strip() for text in re.findall(mark, reply.content, re.DOTALL))
+        long = [text for text in found if len(text) >= LEAST_CHARS[what]]
+        written = {what: long[-1] if long else ""}
         calls = [("expert", {}, reply)]
         result = ToolResult(f"Error: {alias} wrote no {what}", error=True)
+        down = False  # no search has found anything, and one of them could not be asked
         for helper in self.helpers if written[what] else ():
             result = self._helped(helper, written)
             calls.append((helper.name, written, result))
+            down |= result.infrastructure
             if kind == "code" or result.found.get("documents"):
+                down = result.infrastructure
                 break
         program = f"```python\n{written[what]}\n```\n\n```output\n{result.content}\n```"
         return replace(
@@ -143,6 +152,7 @@ class RoleTool:
             cost_usd=sum(result.cost_usd for _, _, result in calls),
             latency_s=sum(result.latency_s for _, _, result in calls),
             error=result.error,
+            infrastructure=down,
             found=result.found,
             parts=[part(*call) for call in calls],
         )
@@ -153,7 +163,7 @@ class RoleTool:
             return helper.call(written)
         except Exception as error:
             problem = f"Error: {helper.name} failed: {type(error).__name__}: {error}"
-            return ToolResult(problem, error=True)
+            return ToolResult(problem, error=True, infrastructure=is_infrastructure(error))
 
     def prompt(self, expert: Expert) -> str:
         """Returns what the expert reads: evidence in its budget, the problem, and what to do."""

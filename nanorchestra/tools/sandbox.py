@@ -53,11 +53,15 @@ GRACE_S = 2.0  # for a worker to report the end of a run; then it counts as stuc
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """The text that a run printed, its error in one line ("" if none), and its wall seconds."""
+    """The text that a run printed, its error in one line ("" if none), and its wall seconds.
+
+    `died`: the worker is gone or cannot be used, which is not the fault of the code.
+    """
 
     stdout: str
     error: str
     seconds: float
+    died: bool = False
 
 
 class Sandbox:
@@ -114,7 +118,7 @@ class _Worker:
 
     def run(self, code: str, timeout_s: float) -> SandboxResult:
         start = time.perf_counter()
-        stdout, error, answered = "", "", False
+        stdout, error, answered, died = "", "", False, False
         try:
             if self.process is None:
                 self._start()
@@ -125,13 +129,13 @@ class _Worker:
         except TimeoutError:  # the worker is stopped, or waits for a kernel that does not answer
             stdout, error = self._printed(), self._explain(None, timeout_s)
         except ConnectionError:
-            error = "the sandbox process died"
+            error, died = "the sandbox process died", True
         except OSError as problem:  # such as too many open files
-            error = f"the sandbox process cannot be used: {problem}"
+            error, died = f"the sandbox process cannot be used: {problem}", True
         finally:
             if not answered:  # it is lost, or an interrupt left its reply unread
                 self.stop()
-        return SandboxResult(stdout, error, time.perf_counter() - start)
+        return SandboxResult(stdout, error, time.perf_counter() - start, died)
 
     def _start(self) -> None:
         # As -I, which would ignore the hash seed.

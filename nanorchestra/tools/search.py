@@ -70,7 +70,8 @@ class WebSearch:
         try:
             hits, seconds = self._ask("search", body | {"chunks_per_source": 3})
         except EndpointError as error:
-            return ToolResult(f"Error: {self.name}: {error}", error=True)
+            problem, down = f"Error: {self.name}: {error}", not error.bad_request
+            return ToolResult(problem, error=True, infrastructure=down)
         hits = hits[: self.pages]  # best first
         if not hits:
             return ToolResult("nothing found", self.usd_per_search, seconds)
@@ -84,7 +85,8 @@ class WebSearch:
         for hit in hits:
             text = texts.get(hit["url"], "")
             text = text if len(text) > MIN_CHARS else hit.get("content") or text
-            head = f"{hit.get('title') or ''}\n{hit['url']} (score {hit.get('score', 0.0):.2f})"
+            score = hit.get("score") or 0.0
+            head = f"{hit.get('title') or ''}\n{hit['url']} (score {score:.2f})"
             documents.append(f"{head}\n{text[:PAGE_CHARS]}")
         usd, found = self.usd_per_search + self.usd_per_page * len(pages), documents[::-1]
         content = "\n\n".join(documents) + note
@@ -100,7 +102,7 @@ class WebSearch:
         except UserError as missing:  # not asked yet, or damaged
             if self.offline:
                 problem = "offline, and this query has no stored reply; use another tool"
-                raise EndpointError(problem) from missing
+                raise EndpointError(problem, bad_request=True) from missing
         reply, (_, seconds) = post(url, body, SHAPES["tavily"], KEY_VARIABLE, self.timeout_s)
         answer = reply["results"], seconds
         try:

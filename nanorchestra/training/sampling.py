@@ -147,13 +147,11 @@ class Sampler:
 
 
 def _check_failures(trajectories, step):
-    failed = [t for t in trajectories if t.status == "infrastructure"]
-    results = [result for t in failed for turn in t.turns[-1:] for result in turn.results]
-    said = [result.content[:200] for result in results if result.infrastructure]
+    failed = [t.failure for t in trajectories if t.failure]
     require(
         len(failed) <= FAILED_SHARE * len(trajectories),
         f"step {step + 1}: {len(failed)} of {len(trajectories)} attempts failed, repeated ones "
-        f"too, for reasons of the infrastructure; the first: {said[:1]}",
+        f"too, for reasons of the infrastructure; the first: {''.join(failed[:1])[:200]}",
     )
 
 

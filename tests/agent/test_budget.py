@@ -138,7 +138,9 @@ class Wasteful:
 
     def run(self, code, timeout_s):
         seconds = timeout_s * self.rng.uniform(0, 1.2)
-        return SimpleNamespace(stdout="1 " * self.rng.randint(0, 4000), error="", seconds=seconds)
+        return SimpleNamespace(
+            stdout="1 " * self.rng.randint(0, 4000), error="", seconds=seconds, died=False
+        )
 
 
 @pytest.fixture
@@ -266,14 +268,16 @@ def play(nano_tokenizer, tmp_path_factory, monkeypatch):
             rollout = EndpointRollout(
                 "gpt-5@http://x/v1", price, nano_tokenizer, LIMITS, 1.0, Spending()
             )
-            rollout.server = SimpleNamespace(base_url="", complete=lambda body: answered(body))
 
-            def answered(body):
-                _, tokens = endpoint.complete(body)
-                return endpoint_message(engine) | {
-                    "finish_reason": "stop",
-                    "spent": (0, 0.1),
-                }, tokens
+            class Answering(Endpoint):
+                def complete(self, body):
+                    _, tokens = endpoint.complete(body)
+                    return endpoint_message(engine) | {
+                        "finish_reason": "stop",
+                        "spent": (0, 0.1),
+                    }, tokens
+
+            rollout.server = Answering("")
 
         (t,) = rollout.run([env], [seed])
         return t, preference, [*ledger]

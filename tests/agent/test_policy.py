@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import threading
+import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,11 +15,13 @@ from openai_server import openai_server, said
 from scripted import ANSWER, LIMITS, echoing, play
 
 from nanorchestra.agent import policy
-from nanorchestra.agent.loop import Limits
+from nanorchestra.agent.loop import Attempt, Limits
 from nanorchestra.errors import UserError
 from nanorchestra.model import chat
 from nanorchestra.records import Price, ToolResult
+from nanorchestra.tools import http
 from nanorchestra.tools.models import Spending
+from nanorchestra.training.trajectories import to_row
 from worlds.miniature.teacher import teach
 from worlds.miniature.world import World, environment
 
@@ -26,7 +32,7 @@ HI = ("echo", '{"text":"hi"}')
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the tries
+    monkeypatch.setattr(http.random, "uniform", lambda *_: 0.0)  # no wait between the tries
     with openai_server() as served:
         yield served
 
@@ -136,6 +142,78 @@ def test_a_failure_is_infrastructure_and_keeps_what_was_before(server, nano_toke
     assert result.infrastructure and f"big at {server.url} failed (" in result.content
 
 
+def test_an_attempt_lasts_as_long_as_its_requests(server, nano_tokenizer):
+    """Measured, whatever the number of tokens; a reply that is kept lasts what it did at first."""
+
+    def answer(body):
+        first = body["messages"][-1]["role"] == "user"
+        time.sleep(0.3 if first else 0.1)
+        return said(None, [HI]) if first else said("42 " * 200)
+
+    server.answer = answer
+    (t,) = run(server, nano_tokenizer)
+    assert t.calls == {"echo": 1} and sum(t.sampled) > 200
+    assert 2.4 <= t.latency_s < 3.9  # 2 s are the tool's virtual price
+
+
+def test_the_users_seconds_bound_a_request(server, nano_tokenizer):
+    """A turn that would outlast them is given up, and the attempt ends by that limit."""
+    asked = []
+
+    def answer(body):
+        asked.append(body)
+        time.sleep(2.0 if len(asked) == 2 else 0.0)
+        return said(None, [HI])
+
+    server.answer = answer
+    env = echoing()
+    env.task = replace(env.task, preference=replace(env.task.preference, seconds=2.4))
+    start = time.monotonic()
+    (t,) = run(server, nano_tokenizer, env)
+    assert (t.status, len(t.turns), len(asked)) == ("user_limit", 2, 2)
+    assert time.monotonic() - start < 1.8 and 2.4 <= t.latency_s < 3.8  # 2 s are the tool's
+
+
+def test_a_request_that_is_not_waited_for_is_settled(server, nano_tokenizer):
+    """A client that goes away in the middle of a turn leaves no reservation."""
+    entered, release = threading.Event(), threading.Event()
+
+    def answer(body):
+        entered.set()
+        release.wait(5)
+        return said("42", usage=(10, 5))
+
+    server.answer = answer
+    spending = Spending(most=1.0)
+    rollout = policy.EndpointRollout(
+        f"big@{server.url}", Price(3.0, 5.0), nano_tokenizer, LIMITS, 1.0, spending
+    )
+
+    async def leave():
+        attempt = asyncio.ensure_future(Attempt(rollout, 0, echoing(), 0, None).run())
+        await asyncio.to_thread(entered.wait, 5)
+        attempt.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await attempt
+
+    asyncio.run(leave())
+    assert spending.spent > 0.001  # at its most, while it is open
+    release.set()
+    end = time.monotonic() + 2
+    while spending.spent != pytest.approx((10 * 3 + 5 * 5) / 1e6):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_arguments_without_measure_are_an_error_that_the_endpoint_reads(server, nano_tokenizer):
+    for deep in ("[" * 900 + "]" * 900, "[" * 10**5, "1" + "0" * 5000):
+        arguments = '{"text": ' + deep + "}"
+        server.answer = script(said(None, [("echo", arguments)]), said("42"))
+        (t,) = run(server, nano_tokenizer, limits=Limits(turn_tokens=10**6, context_tokens=10**7))
+        assert t.answer == "42" and t.turns[0].results[0].error
+        json.dumps(to_row(echoing().task, t))
+
+
 def test_attempts_run_side_by_side_up_to_a_limit(server, nano_tokenizer, monkeypatch):
     monkeypatch.setattr(policy, "Endpoint", partial(policy.Endpoint, concurrency=3))
     three, free = threading.Barrier(3), threading.Semaphore(3)
@@ -175,7 +253,7 @@ def test_with_rebuilt_context_every_turn_is_a_request_of_its_own(server, nano_to
     assert (t.status, t.outcome, len(t.turns)) == ("answered", 1, 2)
     # The cost is what the server counts.
     assert t.cost_usd == pytest.approx(0.25 + (300 * 3 + 30 * 5) / 1e6)
-    assert t.latency_s == pytest.approx(2.0 + 0.01 * sum(t.sampled))
+    assert 2.0 < t.latency_s < 3.0  # the tool's two seconds, and those of two requests
     for turn, body in zip(t.turns, server.bodies, strict=True):
         prompt = chat.encode(nano_tokenizer, body["messages"], body["tools"])
         assert t.ids[turn.context : turn.start] == prompt

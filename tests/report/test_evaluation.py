@@ -8,6 +8,7 @@ import re
 
 from test_browser import TEXTS, data_of, drawn, needs_node
 
+from nanorchestra.report import plots
 from nanorchestra.report.evaluation import write_evaluation
 from nanorchestra.report.run import Run
 
@@ -58,6 +59,30 @@ def test_the_page_shows_where_the_first_two_differ_and_runs_nothing(tmp_path):
     assert shown == [f"wish {n}" for n in (19, 18, 17, 16, 15, 0, 1, 2, 3, 4)]
     for name in ("frontier", "turns"):
         assert (tmp_path / "one" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_policy_without_a_price_has_no_place_on_the_axis_of_cost():
+    found = {"free": scores(0.1) | {"cost_usd": None}, "paid": scores(0.2)}
+    drawn = plots.figure([plots.frontier(found)], "svg").decode()
+    assert "paid" in drawn and "free" not in drawn
+    swept = plots.frontier({"free:turns=2": found["free"]}, turns=True)
+    assert "free" in plots.figure([swept], "svg").decode()
+    plots.figure([plots.frontier({"free": found["free"]})], "svg")  # no point at all
+
+
+@needs_node
+def test_failures_and_missing_prices_stand_in_the_tables(tmp_path):
+    run = Run.create(tmp_path / "one", "seed = 1")
+    failing = {"failed": 3, "failure": EVIL, "cost_usd": None, "cost_per_correct_usd": None}
+    worlds = {"miniature": {"a/model": scores(0.2) | failing, "b/model": scores(0.4)}}
+    run.write_json("summary.json", {"partial": "", "worlds": worlds, "probes": {}})
+    (tmp_path / "one" / "00000.jsonl").write_text("")
+    write_evaluation(tmp_path / "one")
+    texts = drawn((tmp_path / "one" / "report.html").read_text(), TEXTS)
+    assert f"a/model, the first that failed: {EVIL}" in texts
+    page = " | ".join(map(str, texts))
+    assert "a/model | 50.0 ±10.0 | - | 0.0500" in page and "b/model | 50.0 ±10.0 | 0.200" in page
+    assert not {"NaN", "undefined"} & set(texts)
 
 
 def test_the_page_is_written_where_all_attempts_cost_the_same(tmp_path):

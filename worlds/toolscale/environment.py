@@ -215,7 +215,7 @@ class DomainEnvironment:
             answer = await self.reply(turn.content)
             said = f"The user: {answer.content}" if answer else "The user has ended the talk."
             text = f"{alias} wrote to the user: {turn.content}\n{said}"
-        failed = answer is not None and answer.infrastructure
+        failed = result.infrastructure or answer is not None and answer.infrastructure
         found = {} if result.error else {"attempts": [[alias, text]]}
         return replace(result, content=text, infrastructure=failed, alias=alias, found=found)
 

@@ -1,0 +1,439 @@
+"""Servers that misbehave: one line, in bounded time and memory; nothing leaks and nothing stays."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import socket
+import threading
+import time
+import tracemalloc
+from contextlib import contextmanager
+from itertools import repeat
+
+import pytest
+from openai_server import openai_server, said
+
+from nanorchestra.records import Price
+from nanorchestra.tools import http
+from nanorchestra.tools.http import EndpointError, bounded_json, post, within
+from nanorchestra.tools.models import Endpoint, Expert, Spending, most_tokens
+from nanorchestra.tools.search import WebSearch
+
+KEY = "sk-secret/key\"of'mine'"
+LIMIT = 100  # tokens of a reply
+GOOD = json.dumps(said("42")).encode()
+
+
+def reply(body=GOOD, status="200 OK", *headers, length=None):
+    """Sends a reply as it is told to, right or wrong."""
+    length = len(body) if length is None else length
+    lines = [f"HTTP/1.1 {status}", f"Content-Length: {length}", *headers, "", ""]
+    return lambda send: send("\r\n".join(lines).encode() + body)
+
+
+def answers(content="42", **more):
+    return reply(json.dumps(said(content, **more)).encode())
+
+
+def uses(*usage):
+    """A good reply with numbers that json.dumps would not write."""
+    return reply(
+        GOOD.replace(
+            b'"usage": {"prompt_tokens": 10, "completion_tokens": 5}',
+            b"".join(
+                [
+                    b'"usage": {"prompt_tokens": ',
+                    usage[0],
+                    b', "completion_tokens": ',
+                    usage[1],
+                    b"}",
+                ]
+            ),
+        )
+    )
+
+
+def sent(*parts):
+    """Sends parts of bytes; the last one a byte at a time for ever, if it is a string."""
+
+    def send_all(send):
+        for part in parts:
+            for piece in repeat(part.encode()) if isinstance(part, str) else [part]:
+                send(piece)
+                time.sleep(0.02 if isinstance(part, str) else 0)
+
+    return send_all
+
+
+def flood(head, block=b"x" * (1 << 20), blocks=1500):
+    """Sends 1.5 GB, as fast as it is read."""
+
+    def send_all(send):
+        send(head)
+        for _ in range(blocks):
+            send(block)
+
+    return send_all
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
+MOVED = "Location: http://127.0.0.1:{}/chat/completions"
+INSIDE = b'{"choices": [{"message": {"content": %s}}]}'
+BILLED, FREE = True, False
+INFRASTRUCTURE, ORDINARY, ANSWERED = "infrastructure", "ordinary", "answered"
+FAULTS = {  # name: (what is sent, how the call ends, what it says, whether the model is paid)
+    "retry in the year 99999": (
+        reply(b"busy", "429 Busy", "Retry-After: Fri, 31 Dec 99999 23:59:59 GMT"),
+        INFRASTRUCTURE, "HTTP 429: busy", FREE,
+    ),
+    "retry after 10^400 s": (
+        reply(b"busy", "503 Busy", "Retry-After: 1" + "0" * 400),
+        INFRASTRUCTURE, "HTTP 503: busy", FREE,
+    ),
+    "retry after nonsense": (
+        reply(b"busy", "503 Busy", "Retry-After: -5, nan, \xff"), INFRASTRUCTURE, "HTTP 503", FREE,
+    ),
+    "usage of 10^400": (uses(b"1" + b"0" * 400, b"5"), ANSWERED, "42", BILLED),
+    "usage of 10^5000": (uses(b"1" + b"0" * 5000, b"5"), ANSWERED, "42", BILLED),
+    "usage of 10^18": (uses(b"1" + b"0" * 18, b"1" + b"0" * 18), ANSWERED, "42", BILLED),
+    "usage of NaN": (uses(b"NaN", b"-Infinity"), ANSWERED, "42", BILLED),
+    "usage of 1e999": (uses(b"1e999", b"-1e999"), ANSWERED, "42", BILLED),
+    "negative usage": (uses(b"-7", b"-1e300"), ANSWERED, "42", BILLED),
+    "usage of true": (uses(b"true", b"false"), ANSWERED, "42", BILLED),
+    "usage of lists": (uses(b"[[[]]]", b'{"a": []}'), ANSWERED, "42", BILLED),
+    "content nested 900 deep": (
+        reply(INSIDE % (b"[" * 900 + b"]" * 900)), INFRASTRUCTURE, "nested deeper than 64", BILLED,
+    ),
+    "content nested 10^6 deep": (
+        reply(INSIDE % (b"[" * 10**6 + b"]" * 10**6)), INFRASTRUCTURE, "nested deeper", BILLED,
+    ),
+    "objects nested 900 deep": (
+        reply(INSIDE % (b'{"text":' * 900 + b"1" + b"}" * 900)),
+        INFRASTRUCTURE, "nested deeper", BILLED,
+    ),
+    "a million choices": (
+        reply(b'{"choices": [' + b"{}," * 10**6 + b"{}]}"),
+        INFRASTRUCTURE, "more than 10000 values", BILLED,
+    ),
+    "millions of quotes": (reply(b"{" + b'"' * 8_000_000), INFRASTRUCTURE, "10000", BILLED),
+    "9000 choices": (
+        reply(b'{"choices": [' + b"{}," * 9000 + b"{}]}"), INFRASTRUCTURE, "required", BILLED,
+    ),
+    "millions of lists": (
+        reply(INSIDE % (b"[" + b"[]," * 2_700_000 + b"1]")),
+        INFRASTRUCTURE, "more than 10000 values", BILLED,
+    ),
+    "millions of texts": (
+        reply(INSIDE % (b"[" + b'"ab",' * 1_600_000 + b"1]")),
+        INFRASTRUCTURE, "more than 10000 values", BILLED,
+    ),
+    "1.5 GB": (flood(OK + b"\r\n{"), INFRASTRUCTURE, "more than 8 MiB", BILLED),
+    "an error of 1.5 GB": (
+        flood(b"HTTP/1.1 500 No\r\n\r\n"), INFRASTRUCTURE, "HTTP 500: xxx", FREE,
+    ),
+    "a redirect of 1.5 GB": (
+        flood(b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:9/\r\n\r\n"),
+        INFRASTRUCTURE, "HTTP 302: redirected to http://127.0.0.1:9/, which is not fol", FREE,
+    ),
+    "a redirect to a file": (
+        reply(b"", "301 Moved", "Location: file:///etc/passwd"), INFRASTRUCTURE, "HTTP 301", FREE,
+    ),
+    "a redirect to nowhere": (reply(b"", "308 Moved"), INFRASTRUCTURE, "nowhere", FREE),
+    "a status that drips": (sent(b"HTTP/1.1 ", "2"), INFRASTRUCTURE, "no whole reply", BILLED),
+    "headers that drip": (sent(OK, "X"), INFRASTRUCTURE, "no whole reply", BILLED),
+    "a chunk's size that drips": (sent(CHUNKED, "0"), INFRASTRUCTURE, "no whole reply", BILLED),
+    "a chunk's name that drips": (sent(CHUNKED + b"5;", "x"), INFRASTRUCTURE, "no whole", BILLED),
+    "a body that drips": (sent(OK + b"\r\n", " "), INFRASTRUCTURE, "no whole reply", BILLED),
+    "trailers that drip": (sent(CHUNKED + b"0\r\n", "x"), INFRASTRUCTURE, "no whole", BILLED),
+    "an error that drips": (
+        sent(b"HTTP/1.1 500 No\r\n\r\n", "x"), INFRASTRUCTURE, "no whole reply", FREE,
+    ),
+    "silence": (lambda send: time.sleep(1), INFRASTRUCTURE, "no whole reply", BILLED),
+    "100 Continue for ever": (
+        sent("HTTP/1.1 100 Continue\r\n\r\n"), INFRASTRUCTURE, "no whole reply", BILLED,
+    ),
+    "103 Early Hints": (reply(b"", "103 Early Hints"), INFRASTRUCTURE, "not JSON", FREE),
+    "500 headers": (reply(GOOD, "200 OK", *["A: b"] * 500), INFRASTRUCTURE, "not HTTP", FREE),
+    "a header of 1 MB": (reply(GOOD, "200 OK", "A: " + "b" * 10**6), INFRASTRUCTURE, "HTTP", FREE),
+    "another protocol": (sent(b"SSH-2.0-OpenSSH_9.6\r\n"), INFRASTRUCTURE, "not HTTP", FREE),
+    "HTTP/0.9": (sent(b"hello\r\n"), INFRASTRUCTURE, "not HTTP", FREE),
+    "a status in words": (reply(GOOD, "fine"), INFRASTRUCTURE, "not HTTP", FREE),
+    "a status of 999": (reply(GOOD, "999 ?"), INFRASTRUCTURE, "HTTP 999", FREE),
+    "a connection that closes": (sent(), INFRASTRUCTURE, "no connection", FREE),
+    "half a header": (sent(OK + b"Content-Le"), INFRASTRUCTURE, "not JSON: an empty", FREE),
+    "half a reply": (reply(GOOD, length=10**6), INFRASTRUCTURE, "breaks off", BILLED),
+    "half a chunk": (sent(CHUNKED + b"ff\r\n{"), INFRASTRUCTURE, "breaks off", BILLED),
+    "a length of 10^400": (reply(GOOD, length=10**400), INFRASTRUCTURE, "breaks off", BILLED),
+    "a length below 0": (reply(GOOD, length=-5), ANSWERED, "42", BILLED),
+    "a length in words": (reply(GOOD, length="long"), ANSWERED, "42", BILLED),
+    "a chunk of no size": (sent(CHUNKED + b"zz\r\n{}"), INFRASTRUCTURE, "breaks off", BILLED),
+    "a chunk below 0": (sent(CHUNKED + b"-5\r\n{}\r\n0\r\n"), INFRASTRUCTURE, "", BILLED),
+    "a compressed reply": (
+        reply(gzip.compress(GOOD), "200 OK", "Content-Encoding: gzip"),
+        INFRASTRUCTURE, "not JSON", FREE,
+    ),
+    "a bomb": (
+        reply(gzip.compress(b" " * 10**8), "200 OK", "Content-Encoding: gzip"),
+        INFRASTRUCTURE, "not JSON", FREE,
+    ),
+    "bytes": (reply(bytes(range(256)) * 9), INFRASTRUCTURE, "not JSON", FREE),
+    "nothing": (reply(b"", "204 No Content"), INFRASTRUCTURE, "not JSON: an empty reply", FREE),
+    "a page": (reply(b"<html>\n<title>502"), INFRASTRUCTURE, "not JSON: <html> <title>502", FREE),
+    "another object": (reply(b'{"answer": 42}'), INFRASTRUCTURE, "'choices' is a required", BILLED),
+    "the key in an error": (
+        reply(f"no {KEY}, no {json.dumps(KEY)}".encode(), "400 Bad"), ORDINARY, "no ..., no", FREE,
+    ),
+    "the key in an answer": (answers(f"your key: {KEY}"), ANSWERED, "your key: ...", BILLED),
+    "half a surrogate pair": (answers("a\ud800b"), ANSWERED, "a\ufffdb", BILLED),
+    "a reason of lists": (answers("", finish=[[]] * 999), ORDINARY, "gave no answer", BILLED),
+    "a missing key": (reply(b"who?", "401 No"), INFRASTRUCTURE, "HTTP 401: who?", FREE),
+    "too long": (reply(b"8192 tokens at most", "400 Bad"), ORDINARY, "8192 tokens at most", FREE),
+    "too large": (reply(b"", "413 Large"), ORDINARY, "HTTP 413", FREE),
+    "an error in a reply": (
+        reply(b'{"error": {"code": 503, "message": "busy"}}'), INFRASTRUCTURE, "busy", FREE,
+    ),
+    "too long, in a reply": (
+        reply(b'{"error": {"code": 400, "message": "long"}}'), ORDINARY, "long", FREE,
+    ),
+    "nothing said": (answers(""), ORDINARY, "gave no answer: nothing", BILLED),
+    "a refusal": (answers("", refusal="I\nwill not"), ORDINARY, "refused: I will not", BILLED),
+}  # fmt: skip
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.setattr(http.random, "uniform", lambda *_: 0.0)  # no wait between the tries
+    with openai_server() as served:
+        yield served
+
+
+def expert(url, spending, timeout_s):
+    endpoint = Endpoint(url, "OPENAI_API_KEY", timeout_s)
+    return Expert("e", endpoint, "model-1", Price(1.0, 10.0), spending, max_tokens=LIMIT)
+
+
+def reading():
+    """The threads of calls."""
+    return [thread for thread in threading.enumerate() if "(work)" in thread.name]
+
+
+@contextmanager
+def nothing_stays():
+    """Threads of calls end within a second after their call."""
+    before = set(reading())
+    yield
+    end = time.monotonic() + 1
+    while left := set(reading()) - before:
+        assert time.monotonic() < end, left
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_whatever_a_server_does_is_one_line_in_bounded_time_and_billed_once(server, name):
+    server.raw, ends, says, billed = FAULTS[name]
+    spending, slow = (
+        Spending(most=1.0),
+        "drip" in name or name in ("silence", "100 Continue for ever"),
+    )
+    asked = expert(server.url, spending, 0.3 if slow else 5.0)
+    text, start = "What is 6 times 7?", time.monotonic()
+    with nothing_stays():
+        result = asked.ask(text, "e")
+        assert time.monotonic() - start < 2.0
+    assert (result.error, result.infrastructure) == (ends != ANSWERED, ends == INFRASTRUCTURE)
+    assert says in result.content and len(result.content) < 400, result.content
+    assert "\n" not in result.content and KEY not in result.content
+    assert not re.search(r"sk-secret|of'mine", result.content)
+    most = asked.price.cost(most_tokens(text), LIMIT)
+    assert (0 < result.cost_usd <= most) if billed else result.cost_usd == 0
+    assert spending.spent == pytest.approx(result.cost_usd, abs=1e-12)
+    assert 0 <= result.latency_s < 2.0 and 0 <= result.output_tokens <= LIMIT
+    server.raw = None
+    assert asked.ask(text, "e").content == "42"  # the next call finds nothing amiss
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in FAULTS if re.search(r"million|GB|10\^6|bomb", name)]
+)
+def test_no_reply_takes_more_memory_than_its_bound(server, name):
+    server.raw = FAULTS[name][0]
+    tracemalloc.start()
+    try:
+        result = expert(server.url, Spending(), 5.0).ask("hi", "e")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert result.error and peak < 200 << 20, f"{peak >> 20} MiB"
+
+
+def test_no_redirect_takes_a_prompt_or_a_key_to_another_host(server):
+    with openai_server() as other:
+        for status in (301, 302, 303, 307, 308):
+            server.status = status
+            server.reply_headers = {"Location": f"{other.url}/chat/completions"}
+            result = expert(server.url, Spending(), 5.0).ask("a secret", "e")
+            assert result.infrastructure and f"HTTP {status}: redirected to" in result.content
+        assert not other.bodies and len(server.bodies) == 5
+
+
+def test_the_key_alone_speaks_for_the_user_and_proxies_see_neither_key_nor_text(
+    server, monkeypatch, tmp_path
+):
+    """Whatever ~/.netrc and the variables of proxies say."""
+    netrc = tmp_path / "netrc"
+    netrc.write_text("default login somebody password else\n")
+    netrc.chmod(0o600)
+    monkeypatch.setenv("NETRC", str(netrc))
+    told = []
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        port = proxy.getsockname()[1]
+        for variable in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "HTTPS_PROXY", "https_proxy"):
+            monkeypatch.setenv(variable, f"http://me:word@127.0.0.1:{port}")
+        monkeypatch.setenv("NO_PROXY", "excepted.invalid")
+        monkeypatch.delenv("no_proxy", raising=False)
+        assert expert(server.url, Spending(), 5.0).ask("hi", "e").content == "42"
+        assert server.headers[-1]["Authorization"] == f"Bearer {KEY}"
+
+        def tunnel():
+            for _ in range(3):
+                connection, _ = proxy.accept()
+                with connection:
+                    told.append(connection.recv(4096).decode())
+                    connection.sendall(b"HTTP/1.1 403 Not from here\r\n\r\n")
+
+        thread = threading.Thread(target=tunnel, daemon=True)
+        thread.start()
+        result = expert("https://api.invalid/v1", Spending(), 1.0).ask("hi", "e")
+        thread.join(2)
+    assert "no connection (Tunnel connection failed: 403 Not from here)" in result.content
+    assert told[0].startswith("CONNECT api.invalid:443") and "Basic bWU6d29yZA==" in told[0]
+    assert len(told) == 3 and "sk-secret" not in told[0] and "Bearer" not in told[0]
+    direct = expert("https://excepted.invalid/v1", Spending(), 1.0).ask("hi", "e")
+    assert "Tunnel" not in direct.content and direct.infrastructure
+    monkeypatch.setenv("https_proxy", "socks5://127.0.0.1:1")
+    result = expert("https://api.invalid/v1", Spending(), 1.0).ask("hi", "e")
+    assert "HTTPS_PROXY must be http://" in result.content
+
+
+@contextmanager
+def listening(serve):
+    """The port of a server that does `serve(connection)` with each connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def accept():
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                threading.Thread(target=serve, args=(connection,), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield listener.getsockname()[1]
+
+
+def test_what_never_becomes_a_connection_ends_too(server):
+    """A host that is not there, a server that reads nothing, TLS that is none or drips."""
+    held = []
+
+    def drip(connection):
+        try:
+            connection.sendall(b"\x16\x03\x03\x40\x00\x02\x00\x3f\xfc")  # a record of 16 KB begins
+            while True:
+                connection.sendall(b"\x00")
+                time.sleep(0.02)
+        except OSError:
+            pass
+
+    with listening(held.append) as deaf, listening(drip) as dripping, nothing_stays():
+        for address, says, text in (
+            ("http://127.0.0.1:9/v1", "no connection (Connection refused)", "hi"),
+            ("http://nowhere.invalid/v1", "no connection (", "hi"),
+            (server.url.replace("http", "https"), "no connection (", "hi"),
+            (f"https://127.0.0.1:{dripping}/v1", "no whole reply within 0.3 s", "hi"),
+            (f"http://127.0.0.1:{deaf}/v1", "no whole reply within 0.3 s", "x" * 10**7),
+            ("http://127.0.0.1:99999/v1", "Port out of range", "hi"),
+            ("ftp://127.0.0.1/v1", "must be http:// or https://", "hi"),
+            ("http://me:pass@127.0.0.1/v1", "without a key", "hi"),
+            (f"http://{'a' * 70}.invalid/v1", "UnicodeError", "hi"),
+        ):
+            start, spending = time.monotonic(), Spending(most=1000.0)
+            result = expert(address, spending, 0.3).ask(text, "e")
+            assert time.monotonic() - start < 1.5, address
+            assert result.infrastructure and says in result.content, result.content
+            assert "\n" not in result.content and spending.spent == result.cost_usd == 0
+
+
+def test_a_key_that_cannot_be_sent_is_an_error_without_the_key(server, monkeypatch):
+    for key in ("sk-secret\u20ac", "sk-secret\udcff\x00"):
+        monkeypatch.setenv("OPENAI_API_KEY", key) if "\x00" not in key else None
+        result = expert(server.url, Spending(), 1.0).ask("hi", "e")
+        assert result.error or KEY not in result.content
+        assert "sk-secret" not in result.content
+
+
+def test_a_call_that_raises_keeps_no_reservation():
+    """Whether it raises in the call itself or while its text is made."""
+    spending = Spending(most=1.0)
+
+    def call():
+        raise RuntimeError("a bug")
+
+    for _ in range(3):
+        with pytest.raises(RuntimeError):
+            spending.bounded("e", 0.4, call)
+    assert spending.spent == 0.0 and not spending.refused
+
+
+def test_scores_of_a_search_are_numbers_or_nothing(server, monkeypatch, tmp_path):
+    monkeypatch.setenv("TAVILY_API_KEY", KEY)
+    web = WebSearch("web", "", str(tmp_path), base_url=server.url)
+    for number, score in enumerate(("1" + "0" * 400, "NaN", "1e999", "null", "0.5")):
+        hits = f'{{"results": [{{"url": "u", "content": "text", "score": {score}}}]}}'
+        server.answer = lambda body, hits=hits: hits.encode()
+        result = web.call({"query": f"q{number}"})
+        shown = 0.5 if score == "0.5" else 0.0
+        assert not result.error and f"u (score {shown:.2f})" in result.content
+
+
+def test_json_from_outside_is_plain():
+    assert bounded_json('[1, 1e999, NaN, "\\ud83d\\ude00 \\ud83d", true, 9223372036854775808]') == [
+        1, None, None, "\U0001f600 \ufffd", True, None,
+    ]  # fmt: skip
+    assert bounded_json(json.dumps(["a, b, " * 9000])) == ["a, b, " * 9000]
+    assert len(bounded_json(json.dumps(['"\\,' * 9000] * 3))) == 3
+    for text in ("[" * 64 + "]" * 64, json.dumps([0] * 9000)):
+        bounded_json(text)
+    for text in ("[" * 65 + "]" * 65, "[" * 10**5, json.dumps([0] * 10_002), "", "{]"):
+        with pytest.raises(ValueError):
+            bounded_json(text)
+
+
+def test_calls_that_hang_are_bounded(monkeypatch):
+    """Threads cannot be ended, so no more are begun where too many hang."""
+    monkeypatch.setattr(http, "LEFT", [])
+    monkeypatch.setattr(http, "MOST_LEFT", 3)
+    ended = threading.Event()
+    before = len(reading())
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            within(0.01, ended.wait)
+    for _ in range(3):
+        with pytest.raises(EndpointError, match="3 calls that were given up still run"):
+            within(0.01, ended.wait)
+    assert len(reading()) == before + 3
+    ended.set()
+    while len(reading()) > before:
+        time.sleep(0.01)
+    assert within(1.0, lambda: 7) == 7
+
+
+def test_a_whole_reply_is_returned_with_what_it_took(server):
+    server.answer = lambda body: {"text": body["text"] * 2}
+    found, (retries, seconds) = post(server.url, {"text": "ab"}, {}, "NO_KEY_AT_ALL", 5.0)
+    assert found == {"text": "abab"} and retries == 0 and 0 < seconds < 5
+    assert "Authorization" not in server.headers[-1]

@@ -1,0 +1,79 @@
+"""What an expert writes for a role is read from its reply, whatever it babbles around it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from nanorchestra.evidence import Evidence
+from nanorchestra.records import Price, ToolResult
+from nanorchestra.tools.models import Endpoint, Expert, Spending
+from nanorchestra.tools.roles import RoleTool, final_answer
+
+
+class Scripted(Expert):
+    said = ""
+
+    def _ask(self, text, name):
+        return ToolResult(Scripted.said)
+
+
+class Recorder:
+    name, kind = "helper", "search"
+
+    def call(self, arguments):
+        Recorder.asked = arguments
+        return ToolResult("found", found={"documents": ["found"]})
+
+
+@pytest.fixture
+def ask(nano_tokenizer):
+    """ask(role, reply of the expert) -> what the helper was asked, None if nothing."""
+    expert = Scripted("e", Endpoint(""), "m", Price(0, 0), Spending())
+    evidence = Evidence("question?", tokenizer=nano_tokenizer)
+
+    def run(name, said):
+        Scripted.said, Recorder.asked = said, {}
+        RoleTool(name, "d", {"e": expert}, [Recorder()], evidence=evidence).call({"model": "e"})
+        return next(iter(Recorder.asked.values()), None)
+
+    return run
+
+
+def test_the_last_query_and_the_last_program_are_used(ask):
+    for said, query in (
+        ("<query>\n  atomic number of gold \n</query>", "atomic number of gold"),
+        ("<query>the first query</query> no: <query>the second query", "the second query"),
+        ("<query>the first query</query> no: <query> short   </query>", "the first query"),
+        ("<query>short</query>", None),
+        ("gold", None),
+    ):
+        assert ask("search", said) == query
+    for said, code in (
+        ("```python\n\nprint(1)\n\n```", "print(1)"),
+        ("```python\nprint(1)\n``` or ```python\nprint(2)", "print(2)"),
+        ("```python\n``` nothing", None),
+        ("print(1)", None),
+    ):
+        assert ask("enhance_reasoning", said) == code
+    for said, answer in (
+        ("<answer>\n 42 </answer>", "42"),
+        ("<answer>41</answer><answer>42", "42"),
+        ("so \\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+        (" 42 ", "42"),
+    ):
+        assert final_answer(said) == answer
+
+
+def test_a_reply_of_any_length_is_read_in_linear_time(ask):
+    """A model that loops writes spaces to its limit, and a pattern holds up every thread."""
+    many = 100_000
+    for part in (" ", "\n ", "a ", "<", "{", "{a", "\\boxed{", "```python ", "<query>", "<answer>"):
+        noise = part * (many // len(part))
+        start = time.monotonic()
+        for begin in ("<query>a", "```python a", "<answer>a", "\\boxed{a", ""):
+            for end in ("a", ""):
+                for role in ("search", "enhance_reasoning", "answer"):
+                    ask(role, begin + noise + end)
+        assert time.monotonic() - start < 2.0, part
