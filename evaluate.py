@@ -41,8 +41,8 @@ from nanorchestra.files import read_json_lines, read_text, write_whole
 from nanorchestra.report.evaluation import attempts, write_evaluation
 from nanorchestra.report.run import Run, label, table
 from nanorchestra.schemas import Json
-from nanorchestra.tools.models import Spending
 from nanorchestra.tools.sandbox import Sandbox
+from nanorchestra.tools.spending import Spending
 from nanorchestra.training.trajectories import from_row, to_row
 from worlds import evaluation
 from worlds.miniature.probe import probe

@@ -45,11 +45,12 @@ from nanorchestra.tools.corpus import build_index, open_index
 from nanorchestra.tools.functions import load_functions, tool
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.index import Index, RemoteIndex
-from nanorchestra.tools.models import Endpoint, Expert, ExpertTool, Spending
+from nanorchestra.tools.models import Endpoint, Expert, ExpertTool
 from nanorchestra.tools.roles import ROLES, RoleTool
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.search import WebSearch
 from nanorchestra.tools.simulated import RecordsTool, SimulatedExpert, Skill
+from nanorchestra.tools.spending import Spending
 from nanorchestra.tools.vectors import KINDS
 
 __all__ = ["RecordsTool", "SimulatedExpert", "Skill", "ToolResult", "load_tools", "tool"]
@@ -174,7 +175,7 @@ class Catalogue:
 
     def __post_init__(self) -> None:
         self.endpoints = {name: Endpoint(**s) for name, s in self.tables["endpoints"].items()}
-        self.spending.most = min(self.spending.most, self.tables.get("max_usd", math.inf))
+        self.spending.bound(self.tables.get("max_usd", math.inf))
 
     def tools(self, entries: list[Json], given: Sequence[Tool] = ()) -> list[Tool]:
         """Returns the tools on offer, without those that only help a role."""

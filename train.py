@@ -38,6 +38,7 @@ from nanorchestra.config import Config
 from nanorchestra.errors import INTERRUPTED, ArgumentParser, UserError, command, require
 from nanorchestra.report.run import Run, to_toml
 from nanorchestra.tools.sandbox import Sandbox
+from nanorchestra.training.bill import Bill
 from nanorchestra.training.build import device_and_dtype
 from nanorchestra.training.costs import GPUS
 from nanorchestra.training.overlap import running
@@ -211,10 +212,11 @@ def open_run(
             folder.lock()
 
     def build():
-        worlds = Worlds(config.task, config.run.seed, sandbox)
-        return TrainingRun(config, folder, ranks, worlds, stop)
+        worlds = Worlds(config.task, config.run.seed, sandbox, bill.spending)
+        return TrainingRun(config, folder, ranks, worlds, stop, bill)
 
     ranks.together(claim)
+    bill = Bill.open(path / "spent", ranks)
     try:
         run = ranks.together(build)
     except UserError:

@@ -28,7 +28,7 @@ from nanorchestra.report.evaluation import attempts
 from nanorchestra.report.run import to_toml
 from nanorchestra.settings import load_config
 from nanorchestra.tools import http
-from nanorchestra.tools.models import Spending
+from nanorchestra.tools.spending import Spending
 from worlds import evaluation
 from worlds.evaluation import interval, p_value, pass_hat
 from worlds.miniature.world import World, environment

@@ -18,7 +18,7 @@ from nanorchestra.evidence import Evidence
 from nanorchestra.records import Price
 from nanorchestra.tools import models
 from nanorchestra.tools.allowance import most_usd
-from nanorchestra.tools.models import reply_file
+from nanorchestra.tools.spending import reply_file
 from tools import RecordsTool, SimulatedExpert, Skill, load_tools
 
 CODE = {"name": "py", "description": "runs Python", "kind": "code", "usd_per_call": 0.001}

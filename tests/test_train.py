@@ -25,6 +25,7 @@ from nanorchestra.records import Trajectory, Turn
 from nanorchestra.report.run import Run
 from nanorchestra.settings import load_config
 from nanorchestra.training import grpo, sampling
+from nanorchestra.training.bill import Bill
 from nanorchestra.training.ranks import Ranks
 from nanorchestra.training.warm_start import warm_start
 
@@ -227,7 +228,7 @@ def test_failed_attempts_are_repeated_then_left_out_then_end_the_run(make_traini
     trajectories, retried = run.worlds.attempt(Rollout(), tasks, range(5))
     assert [t.status for t in trajectories] == ["answered"] * 4 + ["infrastructure"]
     assert retried == 5 and [t.seed for t in trajectories] == list(range(5))
-    sampler = sampling.Sampler(run.config, run.worlds, Rollout(), Ranks())
+    sampler = sampling.Sampler(run.config, run.worlds, Rollout(), Ranks(), Bill())
     seeds = sampler._draw(0, 0)[1]
     failures.update(zip(seeds, (9, 0, 9, 9), strict=True))
     with pytest.raises(UserError, match="step 1: 3 of 4 attempts failed"):
@@ -239,7 +240,7 @@ def test_failed_attempts_are_repeated_then_left_out_then_end_the_run(make_traini
 
 def test_groups_without_advantages_are_sampled_again_from_other_tasks(make_training):
     run = make_training("dapo", {"grpo.objective": "dapo", "grpo.min_std": 0.4})
-    sampler = grpo.Sampler(run.config, run.worlds, run.rollout(1.0), Ranks())
+    sampler = grpo.Sampler(run.config, run.worlds, run.rollout(1.0), Ranks(), Bill())
     batches = [sampler.batch(step) for step in range(4)]
     sizes = [len(batch.tasks) // 4 for batch in batches]
     assert min(sizes) < max(sizes) <= 4

@@ -13,8 +13,9 @@ from nanorchestra.agent.environment import Tool
 from nanorchestra.records import Price, Task, ToolResult, banned
 from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.http import count_tokens
-from nanorchestra.tools.models import Endpoint, Expert, ExpertTool, Spending
+from nanorchestra.tools.models import Endpoint, Expert, ExpertTool
 from nanorchestra.tools.roles import RoleTool
+from nanorchestra.tools.spending import Spending
 from worlds.miniature.draw import draw_names
 from worlds.miniature.tables import TRAIN
 from worlds.toolscale import preferences

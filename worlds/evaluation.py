@@ -245,15 +245,42 @@ def _figures(task, t):
 
 
 def _tallies(pairs):
-    """Calls per attempt by what is behind the alias, and the shares of how a judge decided."""
-    called, verdicts = Counter(), (t.verdict for _, t in pairs if t.verdict)
+    """Calls, US dollars and seconds per attempt by what is behind the alias, shares of verdicts.
+
+    The policy's own tokens and seconds are those of "policy". Of calls that run side by side the
+    slowest counts.
+    """
+    called, usd, seconds = Counter(), Counter(), Counter()
     for task, t in pairs:
         known = {}
         for offer in task.data["tools"]:  # questions.py: experts of a tool that offers several
             known |= {offer["name"]: offer} | offer.get("models", {})
+        own_usd, own_seconds = t.cost_usd, t.latency_s
         for name, count in t.calls.items():
-            called[known[name]["what"] if name in known else "unknown"] += count
-    return {"calls": _shares(called, len(pairs)), "verdicts": _shares(verdicts, len(pairs))}
+            called[_what(name, known)] += count
+        for turn in t.turns:
+            slowest = 0.0, "none"
+            for call, result in zip(turn.calls, turn.results, strict=False):
+                what = _what(result.alias or call.name, known)
+                usd[what] += result.cost_usd
+                own_usd -= result.cost_usd
+                slowest = max(slowest, (result.latency_s, what))
+            seconds[slowest[1]] += slowest[0]
+            own_seconds -= slowest[0]
+        usd["policy"] += own_usd
+        seconds["policy"] += own_seconds
+    del seconds["none"]
+    verdicts = (t.verdict for _, t in pairs if t.verdict)
+    return {
+        "calls": _shares(called, len(pairs)),
+        "costs_usd": _shares(usd, len(pairs)),
+        "seconds_by": _shares(seconds, len(pairs)),
+        "verdicts": _shares(verdicts, len(pairs)),
+    }
+
+
+def _what(name, known) -> str:
+    return known[name]["what"] if name in known else "unknown"
 
 
 def _shares(found, total):

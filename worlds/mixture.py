@@ -11,6 +11,7 @@ import random
 from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -20,8 +21,9 @@ from nanorchestra.config import DRAWN, TaskSection
 from nanorchestra.errors import require
 from nanorchestra.records import Task, Trajectory, words_and_vector
 from nanorchestra.schemas import Json
-from nanorchestra.tools.models import ExpertTool, Spending
+from nanorchestra.tools.models import ExpertTool
 from nanorchestra.tools.sandbox import Sandbox
+from nanorchestra.tools.spending import Spending
 from nanorchestra.training.lessons import Lesson
 from reward import POLICY, PRICES, group_rewards
 from tools import load_tools
@@ -184,6 +186,14 @@ class Worlds:
         }
 
 
+def _paid_as(tool, payee) -> ExpertTool | None:
+    """Returns an expert whose bill is under the name of what it is asked for."""
+    if tool is None:
+        return None
+    paid = {name: replace(expert, payee=payee) for name, expert in tool.experts.items()}
+    return replace(tool, experts=paid)
+
+
 def open_world(
     name: str,
     seed: int,
@@ -215,7 +225,8 @@ def open_world(
         f"task.user and task.judge are {named}; each must be an expert of the catalogue "
         f"task.tools, {settings.tools!r}, or empty",
     )
-    user, judge = map(experts.get, named)
+    user = _paid_as(experts.get(settings.user), "user")
+    judge = _paid_as(experts.get(settings.judge), "judge")
     offered = [tool for tool in tools if tool.name not in named]
     if asks:
         return questions.load_world(name, seed, settings, offered, judge)

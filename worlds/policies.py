@@ -21,8 +21,8 @@ from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Price, Task
 from nanorchestra.schemas import Json
 from nanorchestra.settings import load_config
-from nanorchestra.tools.models import Spending
 from nanorchestra.tools.roles import ROLES
+from nanorchestra.tools.spending import Spending
 from reward import PRICES
 from worlds.mixture import Worlds
 from worlds.toolscale.environment import EXPERT, HAND_OVER

@@ -24,7 +24,8 @@ from nanorchestra.model.parser import THINK, THINK_END
 from nanorchestra.records import Price, ToolCall, Trajectory
 from nanorchestra.schemas import Json
 from nanorchestra.tools.http import EndpointError, bounded_json
-from nanorchestra.tools.models import TEMPLATE_TOKENS, Endpoint, Spending, most_tokens
+from nanorchestra.tools.models import TEMPLATE_TOKENS, Endpoint, most_tokens
+from nanorchestra.tools.spending import Spending
 
 
 class EndpointRollout(Rollout):
@@ -159,7 +160,7 @@ class EndpointConversation:
             usd = bill.cost(*map(min, error.tokens, most))
             return _Reply(None, usd, error.spent[1], str(error))
         finally:
-            spending.settle(most_usd, usd)
+            spending.settle(most_usd, usd, "policy")
 
     def _record(self, message, parsed):
         """Appends a message as the loop parses it, with the server's own field of reasoning."""

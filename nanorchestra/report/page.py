@@ -64,7 +64,7 @@ def write_report(run_path: str | Path) -> None:
         "browser": browser(list(run.rows("trajectories", TAIL_BYTES)), _pieces(run)),
     }
     write_whole(run.path / "report.html", page(run, BODY.format(**drawn), data))
-    image = plots.figure([*learning[:4], *calls, *frontier], "png", height=2.9)
+    image = plots.figure([*learning[:4], *calls[:1], *frontier], "png", height=2.9)
     write_whole(run.path / "curves.png", image)
 
 

@@ -33,9 +33,11 @@ def figure(panels: Sequence[Panel], kind: str, width: float = 3.7, height: float
     with style.context(STYLE):
         rows, columns = math.ceil(len(panels) / 3), min(len(panels), 3)
         drawn = Figure(figsize=(width * columns, height * rows), layout="constrained")
-        axes = drawn.subplots(rows, columns, squeeze=False).flat
-        for axis, panel in zip(axes, panels, strict=True):
+        axes = list(drawn.subplots(rows, columns, squeeze=False).flat)
+        for axis, panel in zip(axes, panels, strict=False):
             panel(axis)
+        for axis in axes[len(panels) :]:
+            axis.set_visible(False)
         buffer = io.BytesIO()
         metadata = {"Date": None} if kind == "svg" else None
         drawn.savefig(buffer, format=kind, dpi=150, metadata=metadata)
@@ -43,16 +45,23 @@ def figure(panels: Sequence[Panel], kind: str, width: float = 3.7, height: float
 
 
 def curves(rows: Rows, name: str) -> list[Panel]:
-    """Return the panels of that name in report.json: values by step, and strong their mean."""
-    return [_curve(rows, *panel) for panel in TITLES["panels"][name]]
+    """Return the panels of that name in report.json: values by step, and strong their mean.
 
-
-def _curve(rows, title, patterns, factor):
-    """Return a panel: patterns for the keys of a row (as run.scalars names them), a factor."""
+    A panel of all the keys of one name is left out where rows have none, such as a bill.
+    """
     values = [(row["step"], scalars(row)) for row in rows]
     names = sorted({name for _, found in values for name in found})
-    keys = [key for pattern in patterns.split() for key in fnmatch.filter(names, pattern)]
-    window = min(25, max(1, len(rows) // 10))  # of the strong lines
+    panels = []
+    for title, patterns, factor in TITLES["panels"][name]:
+        keys = [key for pattern in patterns.split() for key in fnmatch.filter(names, pattern)]
+        if keys or not rows or not patterns.endswith("/*"):
+            panels.append(_curve(values, title, keys, factor))
+    return panels
+
+
+def _curve(values, title, keys, factor):
+    """Return a panel of `values`, pairs of a step and its scalars, at some keys."""
+    window = min(25, max(1, len(values) // 10))  # of the strong lines
 
     def draw(axis):
         axis.set_title(title)

@@ -4,92 +4,23 @@ What an expert cannot do is an observation, never an exception. What it has cost
 where it has failed.
 """
 
-import hashlib
 import json
-import math
 import os
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
 
 from nanorchestra.evidence import Evidence
-from nanorchestra.files import read_json, write_whole
 from nanorchestra.records import RESULT_WORDS, Price, ToolResult
 from nanorchestra.schemas import SHAPES, Json, arguments_schema
 from nanorchestra.tools.allowance import Allowance, too_dear
 from nanorchestra.tools.http import EndpointError, count_tokens, post, secret
+from nanorchestra.tools.spending import Spending
 
 TEMPLATE_TOKENS = 100  # that a chat template adds to a message at most
 LEAST_REPLY_TOKENS = 256  # a reply that is cut shorter is not worth its price
 LEAST_REASONING_TOKENS = 2048  # nor that of a reasoning model, whose reasoning counts
 TOLD: dict[str, object] = {}  # variables that are not set, each told once by the first rank
-
-
-@dataclass(eq=False)
-class Spending:
-    """US dollars that the endpoints of a run may cost together; thread-safe.
-
-    `replies`: a directory that keeps what endpoints say, so that nothing is asked twice. `trial` is
-    part of a reply's key, so that a repeated trial asks anew.
-
-    Invariant: `spent`, which counts an open call at its most, is never above `most`. `refused` says
-    whether a call was refused for that.
-    """
-
-    most: float = math.inf
-    replies: Path | None = None
-    spent, refused, trial = 0.0, False, 0
-
-    def __post_init__(self) -> None:
-        self._lock, self._asking = threading.Lock(), {}
-
-    def reserve(self, most_usd: float) -> bool:
-        """Counts a call at its most; False if that is more than is left."""
-        with self._lock:
-            fits = self.spent + most_usd <= self.most
-            self.refused |= not fits
-            self.spent += most_usd if fits else 0.0
-        return fits
-
-    def settle(self, most_usd: float, usd: float) -> None:
-        """Counts a call that was reserved at what it has cost."""
-        with self._lock:
-            self.spent += usd - most_usd
-
-    def bounded(self, name: str, most_usd: float, call: Callable[[], ToolResult]) -> ToolResult:
-        """Returns `call()`, or an error if that could cost more than is left."""
-        if not self.reserve(most_usd):
-            problem = f"{name} could cost ${most_usd:.2g}, more than the run has left to spend"
-            return ToolResult(f"Error: {problem}", error=True, alias=name)
-        usd = 0.0  # of a call that raises, as far as is known
-        try:
-            result = call()
-            usd = result.cost_usd
-        finally:
-            self.settle(most_usd, usd)
-        return result
-
-    def complete(self, endpoint: "Endpoint", body: Json) -> Any:
-        """Returns what `endpoint.complete(body)` does, or has returned to the same request."""
-        if self.replies is None:
-            return endpoint.complete(body)
-        stored = reply_file(self.replies, [endpoint.base_url, self.trial, body])
-        with self._asking.setdefault(stored, threading.Lock()):
-            if stored.exists():
-                return read_json(stored)
-            reply = endpoint.complete(body)
-            self.replies.mkdir(parents=True, exist_ok=True)
-            write_whole(stored, json.dumps(reply))
-        return reply
-
-
-def reply_file(directory: str | Path, request: Any) -> Path:
-    """Returns the file of a directory that keeps the reply to a request, which is JSON."""
-    digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
-    return Path(directory) / f"{digest}.json"
 
 
 @dataclass(frozen=True)
@@ -168,7 +99,8 @@ class Expert:
     `reasoning_effort` is sent as it is, "" not at all.
     `code_tokens` and `context_tokens` bound what it reads in a published role. `boxed`: it marks
     its answer by \boxed{}, not by tags. `note` and `latency_s` are told to the policy.
-    `known_as` is its name in the catalogue's table of experts, `owner` is who made it. A user who
+    `known_as` is its name in the catalogue's table of experts, `payee` what the bill calls it if
+    not that, `owner` is who made it. A user who
     bans "proprietary" models bans those without `open_weights`.
     """
 
@@ -187,6 +119,7 @@ class Expert:
     latency_s: float = 0.0
     reasoning_effort: str = ""
     known_as: str = ""
+    payee: str = ""
     owner: str = ""
     open_weights: bool = False
 
@@ -232,7 +165,9 @@ class Expert:
             first = os.environ.get("RANK", "0") == "0"
             if first and TOLD.setdefault(variable, mark := object()) is mark:
                 print(f"{self.model} needs {variable}, which is not set", file=sys.stderr)
-        return self.spending.bounded(name, self.most_usd(text), lambda: self._ask(text, name))
+        payee = self.payee or self.known_as or self.name
+        most = self.most_usd(text)
+        return self.spending.bounded(name, most, lambda: self._ask(text, name), payee)
 
     def _ask(self, text, name) -> ToolResult:
         limit = "max_completion_tokens" if self.reasoning else "max_tokens"

@@ -15,7 +15,7 @@ from nanorchestra.files import read_json, write_whole
 from nanorchestra.records import RESULT_WORDS, ToolResult
 from nanorchestra.schemas import SHAPES, Json, arguments_schema
 from nanorchestra.tools.http import EndpointError, post
-from nanorchestra.tools.models import Spending, reply_file
+from nanorchestra.tools.spending import Spending, reply_file
 
 TAVILY = "https://api.tavily.com"
 KEY_VARIABLE = "TAVILY_API_KEY"

@@ -23,7 +23,7 @@ def grpo(run: TrainingRun) -> bool:
         ranks = run.ranks.beside()  # what the two threads exchange must not mix
         torch.set_num_threads(max(1, threads // 2))  # the other half for the rollout
     rollout = run.rollout(run.config.rollout.temperature)
-    sampler = Sampler(run.config, run.worlds, rollout, ranks)
+    sampler = Sampler(run.config, run.worlds, rollout, ranks, run.bill)
     if run.ahead:
         sampler.judge(run.ahead)
     finished = run.repeat(lambda: grpo_step(run, sampler))
@@ -128,6 +128,8 @@ def _record(run, batch, metrics, times):
         "filtered": batch.filtered,
         "retried": batch.retried,
     }
+    if bill := run.bill.total(run.ranks):
+        row["bill_usd"] = bill  # of the run so far
     line = (
         f"step {progress.step:4d}/{run.steps}  reward {row['reward']:.3f}  "
         f"accuracy {row['accuracy']:.2f}  cost {row['cost_usd'] * 1e3:.2f} m$  "

@@ -50,7 +50,8 @@ def evaluate(run: TrainingRun, name: str) -> Json:
     share = -(-len(tasks) // run.ranks.world)
     with run.bar(share, f"held-out tasks, {name}", unit="task") as bar:
         rollout.on_done = lambda _: bar.update()
-        trajectories = worlds.evaluate(DividedRollout(rollout, run.ranks), tasks)
+        divided = DividedRollout(rollout, run.ranks, run.bill)
+        trajectories = worlds.evaluate(divided, tasks)
     for task, trajectory in zip(tasks, trajectories, strict=True):
         run.record_trajectory(name, task, trajectory)
     return worlds.summarise(tasks, trajectories)
@@ -67,6 +68,7 @@ def _finish(run) -> Json:
     """Evaluates and writes the model; returns the results, which rank 0 prints."""
     path, trainer, worlds = run.folder.path, run.trainer, run.worlds
     after = evaluate(run, "after")
+    bill = run.bill.total(run.ranks)
     # The other ranks send their shards to rank 0.
     first, dtype = run.ranks.first, run.dtype
     save_checkpoint(trainer.model, run.tokenizer, path / "model", dtype=dtype, write=first)
@@ -76,6 +78,7 @@ def _finish(run) -> Json:
         return {}
     tasks = worlds.held_out(run.config.evaluation.tasks)
     results = {
+        "bill_usd": bill,
         "peak_memory_mb": peak_memory_mb(),
         "parameters": parameters(trainer.model),
         "held_out": {

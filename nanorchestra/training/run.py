@@ -21,6 +21,7 @@ from nanorchestra.report.run import Run, to_toml
 from nanorchestra.report.watch import Watch, peak_memory_mb
 from nanorchestra.schemas import Json
 from nanorchestra.training import build
+from nanorchestra.training.bill import Bill
 from nanorchestra.training.checkpoint import Checkpoints
 from nanorchestra.training.costs import peak_flops
 from nanorchestra.training.ranks import Ranks
@@ -48,12 +49,22 @@ class TrainingRun:
     """The parts of a run on this rank, and its progress. The phases change it step by step.
 
     `worlds` are worlds.mixture.Worlds: tasks, environments, demonstrations and rewards. `stop` has
-    an attribute `asked`: whether to stop after the present step. `ahead` is the next step's batch
-    if it has been sampled already. Rank 0 alone records and prints.
+    an attribute `asked`: whether to stop after the present step. `bill` is what endpoints cost.
+    `ahead` is the next step's batch if it has been sampled already. Rank 0 alone records and
+    prints.
     """
 
-    def __init__(self, config: Config, folder: Run, ranks: Ranks, worlds: Any, stop: Any):
+    def __init__(
+        self,
+        config: Config,
+        folder: Run,
+        ranks: Ranks,
+        worlds: Any,
+        stop: Any,
+        bill: Bill | None = None,
+    ):
         self.folder, self.ranks, self.worlds, self.stop = folder, ranks, worlds, stop
+        self.bill = bill or Bill()
         self.dtype = build.device_and_dtype(config)[1]
         if config.grpo.epochs:
             steps = math.ceil(config.grpo.epochs * worlds.epoch() / config.grpo.prompts)

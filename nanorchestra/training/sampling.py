@@ -15,6 +15,7 @@ from nanorchestra.config import Config
 from nanorchestra.errors import require
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.schemas import Json
+from nanorchestra.training.bill import Bill
 from nanorchestra.training.objectives import group_advantages, objective_of, overlong_punishment
 from nanorchestra.training.packing import Group, MicroBatch
 from nanorchestra.training.ranks import Ranks
@@ -65,9 +66,9 @@ class Sampler:
     A sampler reads no state of the run, so the next batch can be made during this step's update.
     """
 
-    def __init__(self, config: Config, worlds: Any, rollout: Rollout, ranks: Ranks):
+    def __init__(self, config: Config, worlds: Any, rollout: Rollout, ranks: Ranks, bill: Bill):
         self.config, self.worlds = config, worlds
-        self.rollout = DividedRollout(rollout, ranks, config.grpo.group_size)
+        self.rollout = DividedRollout(rollout, ranks, bill, config.grpo.group_size)
         self.objective = objective_of(config.grpo)
 
     def batch(self, step: int) -> Batch:
@@ -159,17 +160,25 @@ def _check_failures(trajectories, step):
 class DividedRollout:
     """A rollout whose attempts are divided over the ranks; every rank has all trajectories.
 
-    Attempts `together` in a row are made by one rank.
+    Attempts `together` in a row are made by one rank. `bill` is what the ranks may spend.
     """
 
     rollout: Rollout
     ranks: Ranks
+    bill: Bill
     together: int = 1
 
     def run(self, environments: Sequence[Environment], seeds: Sequence[int]) -> list[Trajectory]:
-        """Returns an attempt in each environment, as Rollout.run does."""
+        """Returns an attempt in each environment, as Rollout.run does.
+
+        UserError if the run has no dollars left for them.
+        """
 
         def run(pairs):
             return self.rollout.run(*zip(*pairs, strict=True)) if pairs else []
 
-        return self.ranks.map(run, list(zip(environments, seeds, strict=True)), self.together)
+        self.bill.divide(self.ranks)
+        pairs = list(zip(environments, seeds, strict=True))
+        trajectories = self.ranks.map(run, pairs, self.together)
+        self.bill.require_left(self.ranks)
+        return trajectories

@@ -24,8 +24,9 @@ from nanorchestra.config import TaskSection
 from nanorchestra.records import Preference, Price, Task, banned
 from nanorchestra.tools.allowance import known_labels
 from nanorchestra.tools.http import EndpointError
-from nanorchestra.tools.models import Endpoint, Expert, ExpertTool, Spending
+from nanorchestra.tools.models import Endpoint, Expert, ExpertTool
 from nanorchestra.tools.roles import ROLES, RoleTool
+from nanorchestra.tools.spending import Spending
 from tools import PythonTool, RecordsTool
 from worlds.miniature.tables import TRAIN
 from worlds.mixture import Worlds

@@ -20,7 +20,7 @@ from nanorchestra.errors import UserError
 from nanorchestra.model import chat
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.tools import http
-from nanorchestra.tools.models import Spending
+from nanorchestra.tools.spending import Spending
 from nanorchestra.training.trajectories import to_row
 from worlds.miniature.teacher import teach
 from worlds.miniature.world import World, environment

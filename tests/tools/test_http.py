@@ -18,8 +18,9 @@ from openai_server import openai_server, said
 from nanorchestra.records import Price
 from nanorchestra.tools import http
 from nanorchestra.tools.http import EndpointError, bounded_json, post, within
-from nanorchestra.tools.models import Endpoint, Expert, Spending, most_tokens
+from nanorchestra.tools.models import Endpoint, Expert, most_tokens
 from nanorchestra.tools.search import WebSearch
+from nanorchestra.tools.spending import Spending
 
 KEY = "sk-secret/key\"of'mine'"
 LIMIT = 100  # tokens of a reply

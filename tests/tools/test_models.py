@@ -12,7 +12,8 @@ from openai_server import openai_server, said
 from nanorchestra.records import Price
 from nanorchestra.tools import http, models
 from nanorchestra.tools.http import EndpointError
-from nanorchestra.tools.models import Endpoint, Expert, Spending
+from nanorchestra.tools.models import Endpoint, Expert
+from nanorchestra.tools.spending import Spending
 
 KEY = "sk-secret/key"
 BODY = {"model": "m", "messages": [{"role": "user", "content": "x" * 300}]}

@@ -8,8 +8,9 @@ import pytest
 
 from nanorchestra.evidence import Evidence
 from nanorchestra.records import Price, ToolResult
-from nanorchestra.tools.models import Endpoint, Expert, Spending
+from nanorchestra.tools.models import Endpoint, Expert
 from nanorchestra.tools.roles import RoleTool, final_answer
+from nanorchestra.tools.spending import Spending
 
 
 class Scripted(Expert):

@@ -296,4 +296,10 @@ def test_training_on_frames_asks_real_experts_and_a_real_judge(tmp_path, monkeyp
     assert 0 < paid < len(asked) - asked.count("judge") and "judge" in asked
     steps = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     assert any("loss" in step for step in steps)
+    bill = json.loads((run / "summary.json").read_text())["bill_usd"]
+    assert {"judge", "gpt-5"} <= set(bill) and bill["judge"] > 0, "who was paid what"
+    for step in (step for step in steps if "costs_usd" in step):
+        assert step["costs_usd"]["policy"] > 0 and step["seconds_by"]["policy"] > 0
+        assert sum(step["costs_usd"].values()) == pytest.approx(step["cost_usd"])
+        assert sum(step["seconds_by"].values()) == pytest.approx(step["latency_s"])
     assert any({"model", "unparsed"} <= set(step["verdicts"]) for step in steps)

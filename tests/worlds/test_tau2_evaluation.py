@@ -13,7 +13,7 @@ from test_toolscale_rows import DATA, NOTES, domain, real
 import evaluate
 from nanorchestra.report import plots
 from nanorchestra.report.evaluation import attempts
-from nanorchestra.tools.models import Spending
+from nanorchestra.tools.spending import Spending
 from worlds.toolscale.dataset import load_world
 from worlds.toolscale.environment import Models
 from worlds.toolscale.score import Scorer, attempt

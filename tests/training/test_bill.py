@@ -1,0 +1,77 @@
+"""One limit of dollars for all ranks of a run, whenever it is killed and with how many it goes on."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from nanorchestra.errors import UserError
+from nanorchestra.records import ToolResult
+from nanorchestra.tools.spending import Spending
+from nanorchestra.training.bill import Bill
+from nanorchestra.training.ranks import Ranks
+
+
+def opened(folder, world, most):
+    """The bills of all ranks of a start."""
+    bills = []
+    for rank in range(world):
+        ranks = SimpleNamespace(rank=rank, world=world, gather=lambda value: [value])
+        bills.append(Bill.open(folder, ranks))
+        bills[-1].spending.bound(most)
+    return bills
+
+
+def divide(bills):
+    spent = [bill.spending.spent for bill in bills]
+    for bill in bills:
+        bill.divide(SimpleNamespace(gather=lambda value: spent))
+
+
+def test_no_run_spends_more_than_its_limit_over_ranks_kills_and_resumes(tmp_path):
+    rng = random.Random(0)
+    for trial in range(30):
+        most, paid, named = rng.uniform(0.1, 3), 0.0, 0.0
+        for _ in range(4):  # starts, with any number of ranks
+            bills = opened(tmp_path / str(trial), rng.randint(1, 4), most)
+            total = sum(bill.spending.spent for bill in bills) + bills[0].before_usd
+            assert total == pytest.approx(paid + named), "what was spent is known at the start"
+            for _ in range(rng.randint(0, 3)):  # steps
+                divide(bills)
+                for _ in range(rng.randint(0, 12)):
+                    spending, bound = rng.choice(bills).spending, rng.uniform(0, 0.3)
+                    if spending.reserve(bound):
+                        if rng.random() < 0.1:
+                            named += bound  # killed during the call: it may have cost as much
+                        else:
+                            usd = rng.uniform(0, bound)
+                            spending.settle(bound, usd, "strong")
+                            paid += usd
+                assert paid + named <= most + 1e-9
+    assert paid + named > 0.5 * most, "the money is used"
+
+
+def test_the_bill_names_who_was_paid_and_outlives_the_process(tmp_path):
+    (bill,) = opened(tmp_path, 1, 1.0)
+    divide([bill])
+    spending = bill.spending
+    spending.bounded("answer-1", 0.5, lambda: ToolResult("", 0.2), "gpt-5")
+    spending.bounded("answer-1", 0.5, lambda: ToolResult("", 0.1), "judge")
+    with pytest.raises(RuntimeError):
+        spending.bounded("answer-1", 0.5, lambda: (_ for _ in ()).throw(RuntimeError()))
+    assert spending.bounded("big", 0.8, lambda: ToolResult("")).infrastructure
+    with pytest.raises(UserError, match="max_usd of the catalogue is 1 US dollars.*--resume"):
+        bill.require_left(Ranks())
+    (again,) = opened(tmp_path, 1, 1.0)
+    assert again.total(Ranks()) == pytest.approx({"gpt-5": 0.2, "judge": 0.1})
+    (tmp_path / "rank-00000.json").write_text('{"spent_usd": -1}')
+    with pytest.raises(UserError, match=r"rank-00000.json: .*required"):
+        opened(tmp_path, 1, 1.0)
+
+
+def test_a_run_without_a_limit_is_never_refused(tmp_path):
+    (bill,) = opened(tmp_path, 1, float("inf"))
+    divide([bill])
+    assert bill.spending.reserve(1e9) and Spending().reserve(1e9)
