@@ -46,6 +46,7 @@ from nanorchestra.training.phases import train
 from nanorchestra.training.plan import plan
 from nanorchestra.training.ranks import Ranks
 from nanorchestra.training.run import TrainingRun
+from worlds.estimate import api_bill
 from worlds.mixture import Worlds
 
 
@@ -86,9 +87,12 @@ def parse(arguments: list[str]) -> Namespace:
     add("--gpus", type=int, help="for --plan: how many GPUs (default: 1)")
     add("--gpu", choices=GPUS, help="for --plan (default: h100)")
     add("--memory", type=float, metavar="GB", help="for --plan: of one GPU (default: as sold)")
+    text = "for --plan: estimate the bill of paid calls by playing so many tasks"
+    add("--probe", type=int, metavar="TASKS", help=text)
     settings.add_settings(parser)
     options = parser.parse_args(arguments)
-    planning = [name for name in ("gpus", "gpu", "memory") if getattr(options, name) is not None]
+    planned = ("gpus", "gpu", "memory", "probe")
+    planning = [name for name in planned if getattr(options, name) is not None]
     require(options.plan or not planning, f"--{' --'.join(planning)}: only for --plan; add --plan")
     fixed = [name for name in settings.given_settings(options) if name not in settings.RESUMABLE]
     fixed += [name for name in ("config", "dry_run") if getattr(options, name)]
@@ -160,6 +164,9 @@ def main(arguments: list[str]) -> int:
         gpus = 1 if options.gpus is None else options.gpus
         text, fits = plan(config, gpus, options.memory, options.gpu or "h100")
         print(text)
+        if options.probe is not None:
+            with Sandbox() as sandbox:
+                print("\n" + api_bill(config, options.probe, sandbox))
         return 0 if fits else 1
     device, _ = device_and_dtype(config)
     keep_freed_memory()

@@ -1,4 +1,4 @@
-"""One limit of dollars for all ranks of a run, whenever it is killed and with how many it goes on."""
+"""One limit of dollars for all ranks of a run, whenever it is killed, and resumed by any number."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from nanorchestra.records import ToolResult
 from nanorchestra.tools.spending import Spending
 from nanorchestra.training.bill import Bill
 from nanorchestra.training.ranks import Ranks
+from nanorchestra.training.sampling import DividedRollout
 
 
 def opened(folder, world, most):
@@ -69,6 +70,21 @@ def test_the_bill_names_who_was_paid_and_outlives_the_process(tmp_path):
     (tmp_path / "rank-00000.json").write_text('{"spent_usd": -1}')
     with pytest.raises(UserError, match=r"rank-00000.json: .*required"):
         opened(tmp_path, 1, 1.0)
+
+
+def test_a_rollout_that_the_limit_cut_short_ends_the_run_with_one_line(tmp_path):
+    (bill,) = opened(tmp_path, 1, 0.5)
+
+    def run(environments, seeds):
+        for _ in environments:
+            bill.spending.bounded("strong", 0.2, lambda: ToolResult("", 0.2))
+        return list(seeds)
+
+    rollout = DividedRollout(SimpleNamespace(run=run), Ranks(), bill)
+    assert rollout.run(["a", "b"], [1, 2]) == [1, 2]
+    with pytest.raises(UserError, match="raise it, and go on with --resume"):
+        rollout.run(["a"], [3])
+    assert bill.spending.spent == pytest.approx(0.4)
 
 
 def test_a_run_without_a_limit_is_never_refused(tmp_path):

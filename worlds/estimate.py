@@ -1,0 +1,73 @@
+"""Estimates what a run will pay at endpoints, from a probe: a few of its tasks, played once."""
+
+import math
+from pathlib import Path
+
+from nanorchestra.agent.load import load_rollout
+from nanorchestra.agent.loop import Limits
+from nanorchestra.config import Config
+from nanorchestra.errors import require
+from nanorchestra.records import Trajectory
+from nanorchestra.tools.sandbox import Sandbox
+from nanorchestra.tools.spending import Spending
+from worlds.evaluation import finished, interval
+from worlds.mixture import Worlds
+
+
+def api_bill(config: Config, count: int, sandbox: Sandbox) -> str:
+    """Returns lines with the US dollars that the calls of a run will cost, and their interval.
+
+    The policy of model.path plays the first `count` training tasks, with the experts that the
+    config names: real ones are paid, simulated ones charge the catalogue's prices. UserError
+    without weights, or if no attempt was finished.
+    """
+    require(count >= 2, f"--probe is {count}; it must be 2 tasks or more")
+    path = Path(config.model.path)
+    require(
+        config.model.path and (path / "config.json").exists(),
+        f"--probe: model.path is {config.model.path!r}; it must be a checkpoint, which plays",
+    )
+    spending = Spending()
+    worlds = Worlds(config.task, config.run.seed, sandbox, spending)
+    limits = Limits(
+        config.rollout.turns,
+        config.rollout.turn_tokens,
+        config.rollout.context_tokens,
+        config.rollout.calls_per_turn,
+    )
+    sampling = {"temperature": config.rollout.temperature}
+    rollout = load_rollout(path, limits, sampling, running=min(count, 64))
+    rollout.rebuild = config.rollout.context == "rebuild"
+    tasks = worlds.tasks(count, 0)
+    seeds = [config.run.seed * 1_000_003 + i for i in range(count)]
+    attempts, _ = worlds.attempt(rollout, tasks, seeds)
+    played = finished(zip(tasks, attempts, strict=True))
+    require(
+        len(played) > 1,
+        f"--probe: {len(played)} of {count} attempts were finished; the first failure: "
+        f"{next((t.failure for t in attempts if t.failure), 'none')}",
+    )
+    usd, low, high = interval([_calls_usd(t) for _, t in played])
+    grpo, steps = config.grpo, config.grpo.steps
+    if grpo.epochs:
+        steps = math.ceil(grpo.epochs * worlds.epoch() / grpo.prompts)
+    training = steps * grpo.prompts * grpo.group_size
+    evaluated = 2 * config.evaluation.tasks
+    number = training + evaluated
+    real = "paid" if spending.spent else "simulated: at the catalogue's prices"
+    lines = [
+        f"API bill, from a probe of {len(played)} tasks (experts {real}):",
+        f"  ${usd:.4g} an attempt [{low:.4g}, {high:.4g}], {number:,} attempts "
+        f"({training:,} of training, {evaluated:,} held out)",
+        f"  ${usd * number:,.2f} in all [{low * number:,.2f}, {high * number:,.2f}], "
+        "95% bootstrap interval over tasks",
+    ]
+    if spending.spent:
+        parts = ", ".join(f"{name} ${part:.4g}" for name, part in spending.bill.most_common())
+        lines.append(f"  the probe cost ${spending.spent:.4g}: {parts}")
+    return "\n".join(lines)
+
+
+def _calls_usd(t: Trajectory) -> float:
+    """Returns the US dollars of an attempt's calls, without the policy's own tokens."""
+    return sum(result.cost_usd for turn in t.turns for result in turn.results)
