@@ -18,10 +18,10 @@ from nanorchestra.config import Config
 from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.model import lora
 from nanorchestra.model.hf_config import PRESETS
+from nanorchestra.model.quantise import QuantisedLinear, linears, quantise_model
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
-from nanorchestra.model.weights import named_hf_tensors
 from nanorchestra.settings import load_config
-from nanorchestra.training.build import build_engine, build_trainer
+from nanorchestra.training.build import build_engine, build_trainer, publish
 from nanorchestra.training.costs import GB, peak_flops
 from nanorchestra.training.objectives import group_advantages, objective_of
 from nanorchestra.training.packing import Group, Sample
@@ -29,9 +29,17 @@ from nanorchestra.training.plan import Setup, memory, peak
 from nanorchestra.training.ranks import Ranks, shard_model
 from nanorchestra.training.trainer import Trainer, TrainerSettings
 
-SMALL = replace(TINY, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+# Rows of 64, which a base in 4 bits divides into groups.
+SMALL = replace(
+    TINY,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+)
 
 MOST_STEPS = 4
+NIBBLE_SPREAD = 4.6  # standard deviation of 0 .. 15
 
 
 def small(part: Part) -> None:
@@ -71,7 +79,8 @@ def grpo_step(part: Part, name: str, **changes: Any) -> None:
         torch.cuda.reset_peak_memory_stats()
         if peak(Setup(config, 1, shape)) > torch.cuda.mem_get_info()[0]:
             config = config.replace({"lora.rank": 32})
-    ranks = Ranks.start(part.device, sharded=True)
+    # A base in 4 bits is not sharded, as in train.py.
+    ranks = Ranks.start(part.device, sharded=config.lora.base != "int4")
     try:
         with by_kernels(part):
             _measured_step(part, config, shape, ranks)
@@ -88,7 +97,7 @@ def _measured_step(part: Part, config: Config, shape: ModelConfig, ranks: Ranks)
     trainer = build_trainer(config, model, tokenizer, ranks, dtype)
     adamw = {"beta2": grpo.beta2, "weight_decay": grpo.weight_decay}
     trainer.prepare(grpo.optimizer, grpo.kl_coef > 0, **adamw)
-    engine = build_engine(config, shape, tokenizer, ranks, dtype)
+    engine = build_engine(config, shape, tokenizer, ranks, dtype, model)
     rng = random.Random(0)
     given = config.rollout.context_tokens - config.rollout.turn_tokens
     prompts = [[rng.randrange(shape.vocab_size) for _ in range(given)] for _ in range(grpo.prompts)]
@@ -119,6 +128,8 @@ def trained_model(config: Config, shape: ModelConfig, ranks: Ranks, dtype: torch
         model = Qwen3(shape)
         if config.lora.rank:
             model.to(dtype)
+            if config.lora.base == "int4":
+                quantise_model(model.layers, "int4")
             lora.add_adapters(model, config.lora.rank, config.lora.alpha, 0)
         model = shard_model(model, ranks, dtype)
     model.to_empty(device=ranks.device)
@@ -129,6 +140,9 @@ def trained_model(config: Config, shape: ModelConfig, ranks: Ranks, dtype: torch
                 local.fill_(1.0)
             else:
                 local.normal_(0.0, parameter.shape[-1] ** -0.5)
+        for _, module in linears(model, QuantisedLinear):
+            module.values.random_(256)
+            module.scales.fill_(module.in_features**-0.5 / NIBBLE_SPREAD)
     if config.lora.rank:
         lora.reset(model, 0)
     return model
@@ -159,11 +173,11 @@ def _one_step(
         times[phase] = seconds(lambda: results.append(work()), trainer.ranks.device)
         return results[0]
 
-    def publish() -> None:
-        engine.update_weights(named_hf_tensors(trainer.model, dtype))
+    def published() -> None:
+        publish(config, trainer.model, engine, dtype)
         engine.wake()
 
-    timed("publish", publish)
+    timed("publish", published)
     texts = [text for text in prompts for _ in range(size)]
     params = [
         SamplingParams(max_tokens=length, seed=seed, ignore_eos=True) for seed in range(len(texts))
