@@ -156,5 +156,5 @@ def test_a_damaged_task_file_is_refused_and_the_line_named(made, tmp_path):
             load_world(tmp_path / "tasks.jsonl")
     (tmp_path / "tasks.jsonl").write_text(text)
     assert len(load_tasks(tmp_path / "tasks.jsonl")) == 40
-    with pytest.raises(UserError, match="worlds/railway: needs tools.json"):
+    with pytest.raises(UserError, match="worlds/railway: is missing; data_gen.py writes it"):
         load_world(tmp_path)

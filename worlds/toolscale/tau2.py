@@ -28,6 +28,7 @@ from worlds.toolscale.world import USER, World
 
 READS = ("read", "think", "generic")  # tau2's types of tools that change nothing
 BENCH = ("airline", "banking_knowledge", "mock", "retail", "telecom")  # tau2-bench's domains
+OURS = {path.stem for path in Path(__file__).with_name("domains").glob("*.json")} - {*BENCH}
 KINDS = {"calculate": "calculate", "transfer_to_human_agents": "handover"}
 
 
@@ -128,6 +129,11 @@ def _problem(directory, error, called) -> str:
         return (
             f"{directory}: the package tau2 cannot open this domain ({found}); if it misses data, "
             "set TAU2_DATA_DIR=tau2-bench/data, or REPO_PATH=ToolOrchestra for the released domains"
+        )
+    if directory.name in OURS and not directory.exists():
+        return (
+            f"{directory}: is missing; data_gen.py writes it with tools.json beside tasks.jsonl, "
+            "and both belong together"
         )
     if module.partition(".")[0] != "tau2":
         return (
