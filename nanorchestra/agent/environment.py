@@ -25,6 +25,7 @@ from nanorchestra.tools.failures import is_infrastructure
 from nanorchestra.tools.http import in_daemon
 
 RESULT_CHARS = 16_000  # of texts without spaces
+NOTE = re.compile(r"\n\[[\d,]+ of (?P<whole>[\d,]+) (?:words|characters)\]\Z")
 
 
 class Tool(Protocol):
@@ -171,17 +172,22 @@ def refusal(problem: str) -> PreparedCall:
 def shortened(text: str, words: int, chars: int = RESULT_CHARS) -> str:
     """Returns the beginning of a text, with a note of how much it is: "[1,200 of 3,000 words]".
 
-    A text of fewer words and characters is returned as it is.
+    A text of fewer words and characters is returned as it is. One that was shortened before is told
+    by its note, which then counts what the whole text had.
     """
-    ends = [match.end() for match in re.finditer(r"\S+", text)]
+    note = NOTE.search(text)
+    body = text[: note.start()] if note else text
+    ends = [match.end() for match in re.finditer(r"\S+", body)]
     kept = min(len(ends), words)
     while kept and ends[kept - 1] > chars:
         kept -= 1
     if kept == len(ends):
         return text
-    if not kept:  # one word fills the room
-        return f"{text[:chars]}\n[{min(chars, len(text)):,} of {len(text):,} characters]"
-    return f"{text[: ends[kept - 1]]}\n[{kept:,} of {len(ends):,} words]"
+    if kept:
+        whole = note["whole"] if note else f"{len(ends):,}"
+        return f"{body[: ends[kept - 1]]}\n[{kept:,} of {whole} words]"
+    whole = note["whole"] if note else f"{len(body):,}"  # one word fills the room
+    return f"{body[:chars]}\n[{min(chars, len(body)):,} of {whole} characters]"
 
 
 def function_schema(tool: Tool) -> Json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from scripted import ANSWER, EchoTool, call, echoing, play
@@ -127,3 +128,32 @@ def test_turns_with_equal_prompts_are_drawn_apart(nano_tokenizer):
         _, engine = run(nano_tokenizer, [call()] * 3 + [ANSWER], rebuild=rebuild)
         seeds = [seed for seed, _ in engine.params]
         assert len(seeds) == 4 and seeds[0] == 0 and len(set(seeds)) == (4 if rebuild else 1)
+
+
+def test_results_that_are_too_long_for_the_context_are_shortened(nano_tokenizer):
+    """A result of 3,000 words ended the attempt; two of them share the room by their length."""
+    two = call("a").replace("<|im_end|>", "") + "\n" + call("short").split("\n\n")[1]
+    long = " ".join(f"w{n}" for n in range(3000))
+
+    class Long(EchoTool):
+        def call(self, arguments):
+            return ToolResult(long if arguments["text"] == "a" else "short one")
+
+    limits = Limits(context_tokens=900, turn_tokens=200)
+    (t,), engine = play(nano_tokenizer, [two, ANSWER], envs=[echoing(Long())], limits=limits)
+    first, second = (result.content for result in t.turns[0].results)
+    assert t.status == "answered" and t.outcome == 1 and second == "short one"
+    kept, note = first.rsplit("\n", 1)
+    count = len(kept.split())
+    assert long.startswith(kept) and note == f"[{count} of 3,000 words]" and count > 50
+    assert len(t.ids) < 900 and engine.params[1][1] >= 200, "the next turn has its room"
+    assert len(nano_tokenizer.encode(first)) > 300, "the room that there is, is used"
+
+
+def test_results_are_shortened_to_what_the_user_pays_for_reading(nano_tokenizer):
+    env = echoing(EchoTool(result=ToolResult("word " * 2000)))
+    task = replace(env.task, preference=replace(env.task.preference, usd=0.0016))
+    env = type(env)(task, list(env.by_name.values()), lambda answer: float(answer == "42"))
+    (t,), _ = play(nano_tokenizer, [call(), ANSWER], envs=[env], limits=Limits(context_tokens=9000))
+    assert " of 2,000 words]" in t.turns[0].results[0].content
+    assert t.status == "answered" and 0.0008 < t.cost_usd <= 0.0016  # $1 per million read
