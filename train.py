@@ -13,6 +13,8 @@ nanorchestra/training/phases.py has the order of a run, grpo.py a step of GRPO. 
 random is a function of run.seed, step and place: resuming and more ranks change nothing.
 """
 
+from __future__ import annotations
+
 if __name__ == "__main__":
     from nanorchestra.errors import end_on_interrupt
 
@@ -54,12 +56,20 @@ class Stop:
     """Turns SIGINT and SIGTERM into a flag that is read between steps.
 
     A second SIGINT ends the process at once. SIGTERM may come twice: by way of torchrun too.
+    As a context manager it gives the signals back at its end.
     """
 
     def __init__(self) -> None:
         self.asked = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._ask)
+        numbers = signal.SIGINT, signal.SIGTERM
+        self._before = {number: signal.signal(number, self._ask) for number in numbers}
+
+    def __enter__(self) -> Stop:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _ask(self, number, frame):
         if self.asked and number == signal.SIGINT:
@@ -111,7 +121,7 @@ def choose_run(options: Namespace) -> tuple[Config, Path, bool]:
         folder = Run.open(options.resume)
         config, summary = settings.load_config(folder.path / "config.toml", given), folder.summary()
         require(
-            not summary or config.grpo.steps > summary["steps"],
+            not summary or config.grpo.steps > summary.get("steps", 0),
             f"{folder.path}: this run is finished; --grpo.steps above {summary.get('steps')} "
             "extends it",
         )
@@ -172,11 +182,10 @@ def main(arguments: list[str]) -> int:
     keep_freed_memory()
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     torch.set_num_threads(config.run.threads or max(1, cores))
-    stop = Stop()
     # A base in 4 bits is not sharded; it and the adapters choose their dtypes themselves.
     sharded = device == "cuda" and config.lora.base != "int4"
     ranks = Ranks.start(device, shard=config.parallel.shard, sharded=sharded)
-    with ending_together(ranks), Sandbox() as sandbox:
+    with Stop() as stop, ending_together(ranks), Sandbox() as sandbox:
         # After a restart a slow rank may find the directory that rank 0 has just made.
         resumed = ranks.gather(resumed)[0]
         dry_run = options.dry_run

@@ -137,7 +137,6 @@ def test_a_killed_run_ends_the_same_and_can_be_extended(tmp_path):
 def test_a_bad_argument_is_one_line_and_makes_nothing(
     tmp_path, monkeypatch, capsys, arguments, says
 ):
-    monkeypatch.setattr(program, "Stop", lambda: None)  # leaves the test's signal handlers alone
     monkeypatch.chdir(tmp_path)
     assert program.main(arguments) == 2
     said = capsys.readouterr().err
@@ -147,16 +146,13 @@ def test_a_bad_argument_is_one_line_and_makes_nothing(
 
 def test_only_a_second_sigint_ends_the_run_at_once():
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        stop = program.Stop()
+    with program.Stop() as stop:
         for _ in range(2):  # a scheduler's, to torchrun and to the ranks
             signal.raise_signal(signal.SIGTERM)
         assert stop.asked
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
+    assert kept == {number: signal.getsignal(number) for number in kept}, "given back"
 
 
 def test_steps_that_are_not_finite_are_recorded_and_end_the_run(make_training):

@@ -311,8 +311,17 @@ class Rollout:
                     self._sampling[session.submit(params, on_token=on_token).id] = future
                 self._ready.clear()
                 for request in self.engine.step():
-                    self._sampling.pop(request.id).set_result(request.completed())
+                    self._sampling.pop(request.id).set_result(_completion(request))
             await asyncio.sleep(0)  # each attempt that was woken runs on to its next wait
+
+
+def _completion(request) -> Any:
+    """Returns a finished request's Completion. One that failed says why, and ends no other."""
+    try:
+        return request.completed()
+    except Exception as error:
+        problem = f"Error: the engine could not sample this turn ({type(error).__name__}: {error})"
+        return replace(request.completion, text=problem)
 
 
 @dataclass

@@ -7,9 +7,10 @@ import time
 from dataclasses import replace
 
 import pytest
-from scripted import ANSWER, EchoTool, call, echoing, play
+from scripted import ANSWER, EchoTool, ScriptedEngine, call, echoing, play
 
 from nanorchestra.agent.loop import Limits
+from nanorchestra.engine.request import Completion
 from nanorchestra.model import chat
 from nanorchestra.records import ToolResult
 
@@ -157,3 +158,26 @@ def test_results_are_shortened_to_what_the_user_pays_for_reading(nano_tokenizer)
     (t,), _ = play(nano_tokenizer, [call(), ANSWER], envs=[env], limits=Limits(context_tokens=9000))
     assert " of 2,000 words]" in t.turns[0].results[0].content
     assert t.status == "answered" and 0.0008 < t.cost_usd <= 0.0016  # $1 per million read
+
+
+def test_a_turn_that_the_engine_cannot_sample_fails_its_attempt_alone(nano_tokenizer, monkeypatch):
+    """The error of one request ended the whole rollout, and with it a step of training."""
+    step = ScriptedEngine.step
+
+    def failing(engine):
+        done = step(engine)
+        for request in done:
+            completion = request.completed()
+            if len(completion.token_ids) > 30:  # the calls
+
+                def completed():
+                    raise ValueError("no finite logits")
+
+                request.completion = Completion(1, 0, [], [], "", "error", [])
+                request.completed = completed
+        return done
+
+    monkeypatch.setattr(ScriptedEngine, "step", failing)
+    (bad, good), _ = run(nano_tokenizer, [call("a long text to say")], [ANSWER])
+    assert (bad.status, good.status, good.outcome) == ("infrastructure", "answered", 1.0)
+    assert "could not sample this turn (ValueError: no finite logits)" in bad.failure

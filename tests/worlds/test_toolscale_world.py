@@ -236,6 +236,8 @@ def test_a_new_domain_is_one_file_and_a_bad_one_is_named(tmp_path):
         (lambda b: b.pop("tools"), "'tools' is a required property"),
         (lambda b: b["tables"]["trains"]["fields"].update(kind=["colour"]), "no kind of draw"),
         (lambda b: b["tools"]["show_train"].update(program=["import os"]), "is no step"),
+        (lambda b: b["tools"]["show_train"].update(program=["1 < 2 < 1"]), "1 < 2 < 1 has no mean"),
+        (lambda b: b["tools"]["show_train"].update(program=["a = b = 1"]), "a = b = 1 has no mean"),
         (lambda b: train(b, ["title", ["a", "b"]]), "no words are left"),
         (lambda b: train(b, ["digits", 10**9]), "digits: 1000000000 must be"),
         (lambda b: train(b, ["several", 1, 10**9, {}]), "several: 1000000000 must be"),

@@ -118,6 +118,10 @@ def parse(text: str) -> Any:
         known = type(part) in PARTS
         if isinstance(part, ast.Call):
             known = isinstance(part.func, ast.Name) and part.func.id in METHODS | FUNCTIONS.keys()
+        elif isinstance(part, ast.Compare):
+            known = len(part.ops) == 1  # a chain, a < b < c, would be read as its first part
+        elif isinstance(part, ast.Assign):
+            known = len(part.targets) == 1
         if not known or not isinstance(step, STEPS):
             raise ValueError(f"{text!r} is no step ({ast.unparse(part)} has no meaning here)")
     return step
