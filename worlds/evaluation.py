@@ -261,6 +261,8 @@ def _tallies(pairs):
         for turn in t.turns:
             slowest = 0.0, "none"
             for call, result in zip(turn.calls, turn.results, strict=False):
+                if result.refused:
+                    continue
                 what = _what(result.alias or call.name, known)
                 usd[what] += result.cost_usd
                 own_usd -= result.cost_usd
