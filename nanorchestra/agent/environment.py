@@ -5,11 +5,10 @@ never raises into the loop: an exception becomes an error observation, which the
 A call is prepared before it runs, so that the loop knows the most that it can cost.
 """
 
-import asyncio
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from nanorchestra.evidence import Evidence
 from nanorchestra.records import RESULT_WORDS, Task, ToolCall, ToolResult
@@ -22,7 +21,7 @@ from nanorchestra.tools.allowance import (
     within,
 )
 from nanorchestra.tools.failures import is_infrastructure
-from nanorchestra.tools.http import in_daemon
+from nanorchestra.tools.threads import in_thread
 
 RESULT_CHARS = 16_000  # of texts without spaces
 
@@ -192,8 +191,3 @@ def function_schema(tool: Tool) -> Json:
         "parameters": tool.parameters,
     }
     return {"type": "function", "function": function}
-
-
-async def in_thread(call: Callable[[Any], Any], argument: Any) -> Any:
-    """Returns `call(argument)` from a daemon thread."""
-    return await asyncio.wrap_future(in_daemon(lambda: call(argument)))

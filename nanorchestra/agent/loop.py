@@ -15,13 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanorchestra.agent.environment import Environment, in_thread, shortened
+from nanorchestra.agent.environment import Environment, shortened
 from nanorchestra.agent.limits import SECONDS_PER_TOKEN, UserLimits
 from nanorchestra.agent.rebuild import ANSWER, Notes, counted
 from nanorchestra.engine.stream import TurnStream
 from nanorchestra.model import chat
 from nanorchestra.records import RESULT_WORDS, ParsedTurn, Price, ToolResult, Trajectory, Turn
 from nanorchestra.tools.http import EndpointError
+from nanorchestra.tools.threads import in_thread
 
 # ("start", Trajectory), ("text", deltas of a turn), ("turn", its last deltas), ("results", Turn)
 OnEvent = Callable[[str, Any], None]

@@ -11,10 +11,8 @@ import contextlib
 import json
 import re
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-from nanorchestra.agent.environment import in_thread
 from nanorchestra.agent.limits import UserLimits
 from nanorchestra.agent.loop import Attempt, Limits, Rollout
 from nanorchestra.engine.request import Completion
@@ -22,10 +20,11 @@ from nanorchestra.errors import require
 from nanorchestra.model import chat
 from nanorchestra.model.parser import THINK, THINK_END
 from nanorchestra.records import Price, ToolCall, Trajectory
-from nanorchestra.schemas import Json
-from nanorchestra.tools.http import EndpointError, bounded_json
+from nanorchestra.schemas import Json, bounded_json
+from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.models import TEMPLATE_TOKENS, Endpoint, most_tokens
 from nanorchestra.tools.spending import Spending
+from nanorchestra.tools.threads import in_thread
 
 
 class EndpointRollout(Rollout):
@@ -124,7 +123,7 @@ class EndpointConversation:
         limited = left < server.timeout_s
         server = replace(server, timeout_s=left) if limited else server
         most = self._most_tokens(), budget
-        reply = await in_thread(partial(self._ask, server, most), self._request(params))
+        reply = await in_thread(self._ask, server, most, self._request(params))
         self.trajectory.cost_usd += reply.usd
         self.trajectory.latency_s += reply.seconds
         if reply.message is None:

@@ -23,6 +23,7 @@ import runpy
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,13 @@ from nanorchestra.errors import UserError, require
 from nanorchestra.records import RESULT_WORDS, ToolResult
 from nanorchestra.schemas import Json
 from nanorchestra.tools.failures import is_infrastructure
-from nanorchestra.tools.http import within
+from nanorchestra.tools.http import EndpointError
+from nanorchestra.tools.threads import in_daemon
 
 FUNCTION = "function"  # a kind that works for no role
 NEEDED = {"search": "query", "code": "code"}  # the one argument that a function of a kind needs
+MOST_LEFT = 64  # calls that were given up and may still run
+LEFT: list[Future] = []  # those calls; some may have ended since
 
 
 @dataclass
@@ -66,7 +70,7 @@ class FunctionTool:
         """
         start, documents = time.monotonic(), []
         try:
-            value = within(self.timeout_s, lambda: self.function(**arguments))
+            value = within_seconds(self.timeout_s, lambda: self.function(**arguments))
             if isinstance(value, ToolResult) and value.cost_usd > self.usd_per_call:
                 stated = f"usd_per_call states ${self.usd_per_call:g} at most"
                 text = f"Error: {self.name} has charged ${value.cost_usd:g}; {stated}"
@@ -98,6 +102,22 @@ class FunctionTool:
         """Returns the observation of a call that raised, or took too long."""
         seconds = time.monotonic() - start
         return ToolResult(f"Error: {problem}", self.usd_per_call, seconds, True, infrastructure)
+
+
+def within_seconds(seconds: float, call: Callable[[], Any]) -> Any:
+    """Returns `call()` from a daemon thread. TimeoutError after `seconds`; the thread is left.
+
+    A thread cannot be ended, so EndpointError where MOST_LEFT of them have not ended by themselves.
+    """
+    LEFT[:] = [future for future in LEFT if not future.done()]
+    if len(LEFT) >= MOST_LEFT:
+        raise EndpointError(f"{len(LEFT)} calls that were given up still run; end this process")
+    future = in_daemon(call)
+    try:
+        return future.result(timeout=max(seconds, 0.0))
+    except TimeoutError:
+        LEFT.append(future)
+        raise
 
 
 def _documents(value) -> list[str]:

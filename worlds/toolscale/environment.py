@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from nanorchestra.agent.environment import PreparedCall, Tool, in_thread, refusal, refused
+from nanorchestra.agent.environment import PreparedCall, Tool, refusal, refused
 from nanorchestra.evidence import Evidence
 from nanorchestra.records import ParsedTurn, Price, Task, ToolCall, ToolResult, banned
 from nanorchestra.tools.allowance import UNLIMITED, Allowance, RefusedError, too_dear
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.models import Expert
+from nanorchestra.tools.threads import in_thread
 from worlds.toolscale import preferences
 from worlds.toolscale.expert import turn
 from worlds.toolscale.model_user import ModelUser, parsed
@@ -204,7 +205,7 @@ class DomainEnvironment:
         if asked is None:
             turn, result = self._simulated(expert)
         else:
-            result = await in_thread(partial(asked.ask, name=alias), self._turn())
+            result = await in_thread(asked.ask, self._turn(), alias)
             turn = parsed("" if result.error else result.content)
         if result.error:
             text = result.content
