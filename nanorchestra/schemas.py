@@ -1,4 +1,4 @@
-"""JSON from outside: read within bounds and checked by schemas. The schema of a tool's arguments."""
+"""Checks JSON by schemas, and reads JSON from outside within bounds."""
 
 import json
 import math

@@ -17,7 +17,7 @@ from nanorchestra.errors import UserError
 from nanorchestra.evidence import Evidence
 from nanorchestra.records import Price
 from nanorchestra.tools import models
-from nanorchestra.tools.allowance import most_usd
+from nanorchestra.tools.allowance import UNLIMITED, RefusedError, most_usd, within
 from nanorchestra.tools.spending import reply_file
 from tools import RecordsTool, SimulatedExpert, Skill, load_tools
 
@@ -229,7 +229,8 @@ def test_published_roles_read_the_evidence_and_return_what_was_found(load, serve
         result = answer.call({"model": model})
         assert result.content == {"a-1": "79", "boxed": r"\frac{1}{2}"}[model]
     assert len(server.bodies[-1]["messages"][0]["content"]) < 1500  # its budget is 400 tokens
-    assert answer.call({"model": "gpt"}).refused
+    with pytest.raises(RefusedError, match="answer: no model 'gpt'; there are a-1"):
+        within(answer, {"model": "gpt"}, UNLIMITED)
 
 
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="needs ../shared/data")

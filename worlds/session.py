@@ -24,7 +24,7 @@ from nanorchestra.report.run import number
 from nanorchestra.report.terminal import Console, footer
 from nanorchestra.report.trace import tree
 from nanorchestra.schemas import Json
-from nanorchestra.tools.allowance import known_labels
+from nanorchestra.tools.allowance import all_ban_names
 from nanorchestra.tools.corpus import open_index
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.trajectories import from_row, replay, to_row
@@ -53,8 +53,8 @@ class Offered:
 
     def open(self, question: str, wish: str, vector: Json, seed: int) -> ToolEnvironment:
         """Returns an attempt under a preference, in words and as a vector. UserError."""
-        names, labels = names_of(self.tools), known_labels(self.tools)
-        preference = understood(wish, vector, "preference", names, labels)
+        names, ban_names = names_of(self.tools), all_ban_names(self.tools)
+        preference = understood(wish, vector, "preference", names, ban_names)
         never = [*preference.never, *reached(preference.never, self.tools)]
         preference = replace(preference, never=list(dict.fromkeys(never)))
         tools = [tool for tool in self.tools if tool.name not in self.off]

@@ -129,14 +129,14 @@ def words_for(weights: Weights, tools: dict[str, float]) -> str:
 
 
 def understood(
-    text: str, vector: Json, where: str, names: Collection[str], labels: Collection[str]
+    text: str, vector: Json, where: str, names: Collection[str], ban_names: Collection[str]
 ) -> Preference:
     """Returns the preference of a text and a vector, with words and weights that say the same.
 
-    `names` are those that a weight may have, `labels` those that a ban may have. UserError, which
-    begins with `where`, for any other.
+    A weight may have one of `names`, a ban one of `ban_names`. UserError, which begins with
+    `where`, for any other.
     """
-    preference = Preference.of(text, vector, where, names, labels)
+    preference = Preference.of(text, vector, where, names, ban_names)
     own = SHAPES["preference"]["properties"]
     weighed = {"outcome", "accuracy", "cost", "latency"} & {*vector}
     stated = weights_in(text)
@@ -153,7 +153,7 @@ def understood(
     }
     usual = tuple(weight for _, weight in preferences.DEFAULTS)
     preference = replace(preference, text=_joined(preference.text, words_for(usual, unsaid)))
-    bans = [name for name in bans_in(text, labels) if name not in preference.never]
+    bans = [name for name in bans_in(text, ban_names) if name not in preference.never]
     return replace(preference, never=[*preference.never, *bans])
 
 

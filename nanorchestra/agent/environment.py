@@ -79,7 +79,7 @@ class Environment(Protocol):
     def prepare(self, call: ToolCall, allowance: Allowance) -> PreparedCall:
         """Returns a call as it may be made; never raises for what the policy wrote.
 
-        A call that cannot be made within the allowance runs to a refusal, for nothing.
+        A call that cannot be made within the allowance runs to a refused_call, for nothing.
         """
 
     async def reply(self, content: str) -> ToolResult | None:
@@ -111,11 +111,11 @@ class ToolEnvironment:
     def prepare(self, call: ToolCall, allowance: Allowance) -> PreparedCall:
         """Returns a call as it may be made under an allowance, smaller if need be."""
         if problem := self._problem(call):
-            return refusal(problem)
+            return refused_call(problem)
         try:
             tool = within(self.by_name[call.name], call.arguments, allowance)
         except RefusedError as error:
-            return refusal(str(error))
+            return refused_call(str(error))
         most = most_usd(tool, call.arguments) if allowance.bounded else 0.0
         return PreparedCall(lambda: self._run(tool, call), most)
 
@@ -158,7 +158,7 @@ def refused(problem: str) -> ToolResult:
     return ToolResult(f"Error: {problem}", error=True, refused=True)
 
 
-def refusal(problem: str) -> PreparedCall:
+def refused_call(problem: str) -> PreparedCall:
     """Returns a call that is not run, and says why."""
 
     async def run():

@@ -153,7 +153,7 @@ class Expert:
         return tokens
 
     @property
-    def labels(self) -> set[str]:
+    def ban_names(self) -> set[str]:
         """The names under which a user can ban it."""
         openness = "open" if self.open_weights else "proprietary"
         names = {self.known_as, self.model, self.model.rpartition("/")[2], self.owner, openness}
@@ -232,9 +232,9 @@ class ExpertTool:
     kind, blocking = "expert", True
     parameters = arguments_schema(task="string") | {"required": []}
 
-    def labels(self, arguments: Json | None = None) -> set[str]:
+    def ban_names(self, arguments: Json | None = None) -> set[str]:
         """Returns the names under which its model can be banned."""
-        return self.expert.labels
+        return self.expert.ban_names
 
     def within(self, arguments: Json, allowance: Allowance) -> "ExpertTool":
         """Returns the tool with a reply that the allowance pays for, else raises RefusedError."""

@@ -16,7 +16,7 @@ from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.allowance import (
     Allowance,
     RefusedError,
-    labels,
+    ban_names,
     most_usd,
 )
 from nanorchestra.tools.failures import is_infrastructure
@@ -85,22 +85,24 @@ class RoleTool:
         schema["properties"]["model"]["description"] = "\n".join([" ".join(notes), *rows])
         return schema
 
-    def labels(self, arguments: Json | None = None) -> set[str]:
+    def ban_names(self, arguments: Json | None = None) -> set[str]:
         """Returns the names under which its models can be banned, or the one that is chosen."""
         chosen = self.experts if arguments is None else {arguments["model"]} & {*self.experts}
-        return set(chosen).union(*(self.experts[alias].labels for alias in chosen))
+        return set(chosen).union(*(self.experts[alias].ban_names for alias in chosen))
 
     def within(self, arguments: Json, allowance: Allowance) -> "RoleTool":
         """Returns the role without banned helpers, and with a reply that the allowance pays for.
 
-        Raises RefusedError if no helper is left, or the money does not suffice.
+        Raises RefusedError if no helper is left, the money does not suffice, or the model is none
+        of `experts`.
         """
         alias, never = arguments["model"], allowance.preference.never
-        if alias not in self.experts:  # `call` says so
-            return self
-        helpers = [helper for helper in self.helpers if not banned(labels(helper), never)]
+        if alias not in self.experts:
+            known = ", ".join(self.experts)
+            raise RefusedError(f"{self.name}: no model {alias!r}; there are {known}")
+        helpers = [helper for helper in self.helpers if not banned(ban_names(helper), never)]
         if self.helpers and not helpers:
-            ban = banned(labels(self.helpers[0]), never)
+            ban = banned(ban_names(self.helpers[0]), never)
             raise RefusedError(f"the user forbids {ban}, which {self.name} uses")
         for_helpers = sum(most_usd(helper, {}) for helper in helpers)
         left = replace(
@@ -112,19 +114,14 @@ class RoleTool:
 
     def most_usd(self, arguments: Json) -> float:
         """Returns the US dollars of the longest reply and of all helpers."""
-        expert = self.experts.get(arguments["model"])
-        if expert is None:
-            return 0.0
+        expert = self.experts[arguments["model"]]
         helpers = sum(most_usd(helper, {}) for helper in self.helpers)
         return expert.most_usd(self.prompt(expert)) + helpers
 
     def call(self, arguments: Json) -> ToolResult:
         """Returns code and its output, documents, or an answer; each also as `found`."""
         alias, (kind, _, mark) = arguments["model"], ROLES[self.name]
-        expert = self.experts.get(alias)
-        if expert is None:
-            problem = f"Error: {self.name}: no model {alias!r}; there are {', '.join(self.experts)}"
-            return ToolResult(problem, error=True, refused=True)
+        expert = self.experts[alias]
         reply = expert.ask(self.prompt(expert), alias)
         if reply.error:
             return reply

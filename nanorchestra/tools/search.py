@@ -51,7 +51,7 @@ class WebSearch:
         require(self.offline or os.environ.get(KEY_VARIABLE), f"{problem} offline = true")
         Path(self.cache).mkdir(parents=True, exist_ok=True)
 
-    def labels(self, arguments: Json | None = None) -> set[str]:
+    def ban_names(self, arguments: Json | None = None) -> set[str]:
         """Returns the names under which searches of the web can be banned."""
         return {"web", "web search"}
 

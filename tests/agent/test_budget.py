@@ -22,7 +22,7 @@ from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.agent.policy import EndpointRollout
 from nanorchestra.config import TaskSection
 from nanorchestra.records import Preference, Price, Task, banned
-from nanorchestra.tools.allowance import known_labels
+from nanorchestra.tools.allowance import all_ban_names
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.models import Endpoint, Expert, ExpertTool
 from nanorchestra.tools.roles import ROLES, RoleTool
@@ -253,7 +253,7 @@ def play(nano_tokenizer, tmp_path_factory, monkeypatch):
         ledger.clear()
         env = environment(kind, seed)
         tools = list(getattr(env, "by_name", {}).values())
-        labels = [*known_labels(tools), *getattr(env, "experts", ())]
+        labels = [*all_ban_names(tools), *getattr(env, "experts", ())]
         preference = replace(
             env.task.preference,
             usd=10 ** rng.uniform(-6, 0.5),
