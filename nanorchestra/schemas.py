@@ -122,9 +122,14 @@ def _plain(value):
     if isinstance(value, list):
         return [_plain(inner) for inner in value]
     if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return whole_characters(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, int):  # bool is one
         return value if abs(value) < 2**63 else None
     return value
+
+
+def whole_characters(text: str) -> str:
+    """Returns a text that UTF-8 can hold: half a surrogate pair is the replacement character."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

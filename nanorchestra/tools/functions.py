@@ -32,7 +32,7 @@ from pydantic import TypeAdapter, validate_call
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.records import RESULT_WORDS, ToolResult
-from nanorchestra.schemas import Json
+from nanorchestra.schemas import Json, whole_characters
 from nanorchestra.tools.failures import is_infrastructure
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.threads import in_daemon
@@ -68,30 +68,32 @@ class FunctionTool:
 
         A list that a search returns is one of documents, the best first.
         """
-        start, documents = time.monotonic(), []
+        start = time.monotonic()
         try:
             value = within_seconds(self.timeout_s, lambda: self.function(**arguments))
-            if isinstance(value, ToolResult) and value.cost_usd > self.usd_per_call:
-                stated = f"usd_per_call states ${self.usd_per_call:g} at most"
-                text = f"Error: {self.name} has charged ${value.cost_usd:g}; {stated}"
-                return replace(value, content=text, error=True)
-            if isinstance(value, ToolResult):
-                return self._with_evidence(value, _documents(value.content), arguments)
-            if self.kind == "search":
-                documents = _documents(value)
-                text = "\n\n".join(documents) or "nothing found"
-            else:
-                text = _text(value)
+            return self._result(value, arguments, time.monotonic() - start)
         except TimeoutError:
             return self._failed(f"{self.name} took more than {self.timeout_s:g} s", start)
         except (Exception, SystemExit) as problem:
             text = f"{self.name}: {type(problem).__name__}: {problem}"
             return self._failed(text, start, is_infrastructure(problem))
-        result = ToolResult(text, self.usd_per_call, time.monotonic() - start)
-        return self._with_evidence(result, documents, arguments)
 
-    def _with_evidence(self, result, documents, arguments) -> ToolResult:
-        """Returns the result of a call with what it adds to the evidence, unless it says so."""
+    def _result(self, value, arguments, seconds) -> ToolResult:
+        """Returns the observation of a value, with what it adds to the evidence."""
+        documents = []
+        if isinstance(value, ToolResult):
+            if value.cost_usd > self.usd_per_call:
+                stated = f"usd_per_call states ${self.usd_per_call:g} at most"
+                text = f"Error: {self.name} has charged ${value.cost_usd:g}; {stated}"
+                return replace(value, content=text, error=True)
+            result = value
+            documents = _documents(value.content)
+        elif self.kind == "search":
+            documents = _documents(value)
+            text = "\n\n".join(documents) or "nothing found"
+            result = ToolResult(text, self.usd_per_call, seconds)
+        else:
+            result = ToolResult(_text(value), self.usd_per_call, seconds)
         if result.error or result.found or self.kind == FUNCTION:
             return result
         if self.kind == "code":
@@ -129,8 +131,7 @@ def _documents(value) -> list[str]:
 
 def _text(value) -> str:
     """Returns text as it is, but for what UTF-8 cannot hold, and other values as JSON."""
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return whole_characters(value if isinstance(value, str) else json.dumps(value, default=str))
 
 
 def tool(
