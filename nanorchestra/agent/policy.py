@@ -120,14 +120,13 @@ class EndpointConversation:
         """
         server, left = self.rollout.server, self.user.seconds_left()
         budget, tokenizer = params["max_completion_tokens"], self.rollout.tokenizer
-        limited = left < server.timeout_s
-        server = replace(server, timeout_s=left) if limited else server
+        server = replace(server, timeout_s=min(left, server.timeout_s))
         most = self._most_tokens(), budget
         reply = await in_thread(self._ask, server, most, self._request(params))
         self.trajectory.cost_usd += reply.usd
         self.trajectory.latency_s += reply.seconds
         if reply.message is None:
-            if limited and self.user.seconds_left() <= 0:
+            if self.user.seconds_left() <= 0:
                 return _completion([], "length")
             text = f"Error: {params['model']} at {server.base_url} failed ({reply.problem})"
             return _completion([], "error", text)

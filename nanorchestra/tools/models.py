@@ -20,7 +20,7 @@ from nanorchestra.tools.spending import Spending
 TEMPLATE_TOKENS = 100  # that a chat template adds to a message at most
 LEAST_REPLY_TOKENS = 256  # a reply that is cut shorter is not worth its price
 LEAST_REASONING_TOKENS = 2048  # nor that of a reasoning model, whose reasoning counts
-TOLD: dict[str, object] = {}  # variables that are not set, each told once by the first rank
+TOLD: set[str] = set()  # variables that are not set, each told once, by the first rank
 
 
 @dataclass(frozen=True)
@@ -161,13 +161,13 @@ class Expert:
 
     def ask(self, text: str, name: str) -> ToolResult:
         """Returns the reply to one message; the policy knows this expert as `name`."""
-        for variable in self.endpoint.unset():
-            first = os.environ.get("RANK", "0") == "0"
-            if first and TOLD.setdefault(variable, mark := object()) is mark:
+        if os.environ.get("RANK", "0") == "0":
+            for variable in {*self.endpoint.unset()} - TOLD:
+                TOLD.add(variable)
                 print(f"{self.model} needs {variable}, which is not set", file=sys.stderr)
         payee = self.payee or self.known_as or self.name
         most = self.most_usd(text)
-        return self.spending.bounded(name, most, lambda: self._ask(text, name), payee)
+        return self.spending.charge(name, most, lambda: self._ask(text, name), payee)
 
     def _ask(self, text, name) -> ToolResult:
         limit = "max_completion_tokens" if self.reasoning else "max_tokens"

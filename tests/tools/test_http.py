@@ -371,7 +371,7 @@ def test_a_call_that_raises_keeps_no_reservation():
 
     for _ in range(3):
         with pytest.raises(RuntimeError):
-            spending.bounded("e", 0.4, call)
+            spending.charge("e", 0.4, call)
     assert spending.spent == 0.0 and not spending.refused
 
 
