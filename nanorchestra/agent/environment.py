@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from nanorchestra.evidence import Evidence
-from nanorchestra.records import RESULT_WORDS, Task, ToolCall, ToolResult
+from nanorchestra.records import RESULT_WORDS, Task, ToolCall, ToolResult, Trajectory
 from nanorchestra.schemas import Json, argument_error
 from nanorchestra.tools.allowance import (
     UNLIMITED,
@@ -20,7 +20,8 @@ from nanorchestra.tools.allowance import (
     most_usd,
     within,
 )
-from nanorchestra.tools.failures import is_infrastructure
+from nanorchestra.tools.failures import failed
+from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.threads import in_thread
 
 RESULT_CHARS = 16_000  # of texts without spaces
@@ -140,8 +141,7 @@ class ToolEnvironment:
             else:
                 result = tool.call(call.arguments)
         except Exception as error:  # whatever a tool raises is an observation
-            problem = f"Error: {call.name} failed: {type(error).__name__}: {error}"
-            return ToolResult(problem, error=True, infrastructure=is_infrastructure(error))
+            return failed(call.name, error)
         words = getattr(self.by_name[call.name], "result_words", RESULT_WORDS)
         return replace(result, content=shortened(result.content, words))
 
@@ -165,6 +165,20 @@ def refused_call(problem: str) -> PreparedCall:
         return refused(problem)
 
     return PreparedCall(run)
+
+
+def score_answer(env: Environment, t: Trajectory) -> None:
+    """Fills in the outcome of a trajectory's answer, and how it was judged; may wait for a judge.
+
+    A judge that does not answer is a failure of the infrastructure.
+    """
+    try:
+        t.outcome = env.score(t.answer)
+    except EndpointError as error:
+        t.status = "infrastructure"
+        problem = f"Error: the judge did not answer ({error})"
+        t.turns[-1].results[-1:] = [ToolResult(problem, error=True, infrastructure=True)]
+    t.verdict = env.verdict
 
 
 def shortened(text: str, words: int, chars: int = RESULT_CHARS) -> str:

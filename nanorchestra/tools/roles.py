@@ -19,7 +19,7 @@ from nanorchestra.tools.allowance import (
     ban_names,
     most_usd,
 )
-from nanorchestra.tools.failures import is_infrastructure
+from nanorchestra.tools.failures import failed
 from nanorchestra.tools.models import Expert
 
 CODE = (
@@ -75,9 +75,11 @@ class RoleTool:
         """One argument, `model`; its description has the aliases, notes, prices and latencies."""
         if self.given:
             return self.given
-        notes, rows = [f"The model used. Choices: {list(self.experts)}."], [COLUMNS]
+        notes = [f"The model used. Choices: {list(self.experts)}."]
+        rows = [COLUMNS]
         for alias, expert in self.experts.items():
-            notes += [f"{alias} {expert.note}"] if expert.note else []
+            if expert.note:
+                notes.append(f"{alias} {expert.note}")
             usd = " | ".join(f"${usd:g}" for usd in expert.price)
             latency = f"{expert.latency_s:g}s" if expert.latency_s else "not known"
             rows.append(f"{alias} | {usd} | {latency}")
@@ -104,10 +106,8 @@ class RoleTool:
         if self.helpers and not helpers:
             ban = banned(ban_names(self.helpers[0]), never)
             raise RefusedError(f"the user forbids {ban}, which {self.name} uses")
-        for_helpers = sum(most_usd(helper, {}) for helper in helpers)
-        left = replace(
-            allowance, usd=allowance.usd - for_helpers, share=allowance.share - for_helpers
-        )
+        helping = sum(most_usd(helper, {}) for helper in helpers)
+        left = replace(allowance, usd=allowance.usd - helping, share=allowance.share - helping)
         expert = self.experts[alias]
         expert = expert.within(self.prompt(expert), alias, left)
         return replace(self, helpers=helpers, experts=self.experts | {alias: expert})
@@ -115,8 +115,8 @@ class RoleTool:
     def most_usd(self, arguments: Json) -> float:
         """Returns the US dollars of the longest reply and of all helpers."""
         expert = self.experts[arguments["model"]]
-        helpers = sum(most_usd(helper, {}) for helper in self.helpers)
-        return expert.most_usd(self.prompt(expert)) + helpers
+        helping = sum(most_usd(helper, {}) for helper in self.helpers)
+        return expert.most_usd(self.prompt(expert)) + helping
 
     def call(self, arguments: Json) -> ToolResult:
         """Returns code and its output, documents, or an answer; each also as `found`."""
@@ -136,7 +136,10 @@ class RoleTool:
         result = ToolResult(f"Error: {alias} wrote no {what}", error=True)
         down = False  # no search has found anything, and one of them could not be asked
         for helper in self.helpers if written[what] else ():
-            result = self._helped(helper, written)
+            try:
+                result = helper.call(written)
+            except Exception as error:  # kept, since the expert is to be billed
+                result = failed(helper.name, error)
             calls.append((helper.name, written, result))
             down |= result.infrastructure
             if kind == "code" or result.found.get("documents"):
@@ -153,14 +156,6 @@ class RoleTool:
             found=result.found,
             parts=[part(*call) for call in calls],
         )
-
-    def _helped(self, helper, written) -> ToolResult:
-        """Returns a helper's result. One that raises is an error: the expert is to be billed."""
-        try:
-            return helper.call(written)
-        except Exception as error:
-            problem = f"Error: {helper.name} failed: {type(error).__name__}: {error}"
-            return ToolResult(problem, error=True, infrastructure=is_infrastructure(error))
 
     def prompt(self, expert: Expert) -> str:
         """Returns what the expert reads: evidence in its budget, the problem, and what to do."""
