@@ -161,9 +161,10 @@ def load_world(
     Rows that are no question are left out, which one line on stderr says. UserError if none is
     left, or a preference names no tool.
     """
-    file, wish = Path(name.removeprefix(PREFIX)), None
+    file = Path(name.removeprefix(PREFIX))
     require(tools, f"task.world is {name!r}, which needs a catalogue of tools: task.tools")
     names, ban_names = catalogue.names_of(tools), all_ban_names(tools)
+    wish = None
     if settings.preference != DRAWN:
         words, vector = words_and_vector(settings.preference)
         wish = understood(words, vector, "task.preference", names, ban_names)
