@@ -14,7 +14,6 @@ from nanorchestra.evidence import Evidence
 from nanorchestra.records import RESULT_WORDS, Task, ToolCall, ToolResult, Trajectory
 from nanorchestra.schemas import Json, argument_error
 from nanorchestra.tools.allowance import (
-    UNLIMITED,
     Allowance,
     RefusedError,
     most_usd,
@@ -119,10 +118,6 @@ class ToolEnvironment:
             return refused_call(str(error))
         most = most_usd(tool, call.arguments) if allowance.bounded else 0.0
         return PreparedCall(lambda: self._run(tool, call), most)
-
-    async def execute(self, call: ToolCall) -> ToolResult:
-        """Runs one call without limits. One that cannot be run returns the reason, and is free."""
-        return await self.prepare(call, UNLIMITED).run()
 
     def _problem(self, call) -> str | None:
         """Returns why a call cannot be run; None if it can."""

@@ -60,7 +60,7 @@ class EndpointRollout(Rollout):
 
         super().__init__(None, tokenizer, params, limits, Price(0.0, 0.0), seconds_per_token=0.0)
         self.server = Endpoint(url, "OPENAI_API_KEY", timeout_s=120.0)
-        self.bill, self.spending = price, spending
+        self.endpoint_price, self.spending = price, spending
 
     def open(self, attempt: Attempt, start: Any, prompt: list[int]) -> EndpointConversation:
         """Opens a conversation that begins with the messages of `start`."""
@@ -91,8 +91,8 @@ class EndpointConversation:
 
     def prices(self) -> tuple[float, float]:
         """Returns the most US dollars of the next request, and those of each token it asks for."""
-        bill = self.rollout.bill
-        return bill.cost(self._most_tokens(), 0), bill.cost(0, 1)
+        price = self.rollout.endpoint_price
+        return price.cost(self._most_tokens(), 0), price.cost(0, 1)
 
     def _most_tokens(self) -> int:
         """Returns the most tokens that the next request can have, with the words about its tools.
@@ -145,17 +145,17 @@ class EndpointConversation:
 
     def _ask(self, server, most, body) -> _Reply:
         """Returns the reply to a request of `most` tokens, which is paid for also if it is left."""
-        bill, spending = self.rollout.bill, self.rollout.spending
-        most_usd = bill.cost(*most)
+        price, spending = self.rollout.endpoint_price, self.rollout.spending
+        most_usd = price.cost(*most)
         if not spending.reserve(most_usd):
             return _Reply(problem=f"${most_usd:.2g} is more than is left to spend")
         usd = 0.0
         try:
             message, tokens = spending.complete(server, body)
-            usd = bill.cost(*map(min, tokens, most))
+            usd = price.cost(*map(min, tokens, most))
             return _Reply(message, usd, message["spent"][1])
         except EndpointError as error:
-            usd = bill.cost(*map(min, error.tokens, most))
+            usd = price.cost(*map(min, error.tokens, most))
             return _Reply(None, usd, error.spent[1], str(error))
         finally:
             spending.settle(most_usd, usd, "policy")

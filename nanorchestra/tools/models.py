@@ -67,18 +67,22 @@ class Endpoint:
             )
         choice, usage = reply["choices"][0], reply.get("usage")
         usage = usage if isinstance(usage, dict) else {}
-        asked = body.get("messages"), body.get("tools")
-        tokens = []
-        for name, part in (("prompt_tokens", asked), ("completion_tokens", choice["message"])):
-            stated = usage.get(name)
-            known = isinstance(stated, int) and not isinstance(stated, bool) and stated > 0
-            tokens.append(stated if known else count_tokens(json.dumps(part, ensure_ascii=False)))
+        tokens = (
+            _tokens(usage.get("prompt_tokens"), [body.get("messages"), body.get("tools")]),
+            _tokens(usage.get("completion_tokens"), choice["message"]),
+        )
         message = choice["message"] | {
             "content": _text(choice["message"].get("content")),
             "finish_reason": choice.get("finish_reason"),
             "spent": spent,
         }
-        return message, tuple(tokens)
+        return message, tokens
+
+
+def _tokens(stated, part) -> int:
+    """Returns the stated tokens of a part of a request or reply, estimated if that is no number."""
+    known = isinstance(stated, int) and not isinstance(stated, bool) and stated > 0
+    return stated if known else count_tokens(json.dumps(part, ensure_ascii=False))
 
 
 def _text(content) -> str:

@@ -120,20 +120,25 @@ class RoleTool:
 
     def call(self, arguments: Json) -> ToolResult:
         """Returns code and its output, documents, or an answer; each also as `found`."""
-        alias, (kind, _, mark) = arguments["model"], ROLES[self.name]
+        alias = arguments["model"]
         expert = self.experts[alias]
         reply = expert.ask(self.prompt(expert), alias)
         if reply.error:
             return reply
-        if kind == "answer":
+        if self.kind == "answer":
             text = final_answer(reply.content)
             return replace(reply, content=text, found={"attempts": [[alias, text]]})
+        return self._helped(reply)
+
+    def _helped(self, reply) -> ToolResult:
+        """Returns an expert's reply with what the helpers make of the code or query in it."""
+        kind, _, mark = ROLES[self.name]
         what = "query" if kind == "search" else "code"
         found = (text.strip() for text in re.findall(mark, reply.content, re.DOTALL))
         long = [text for text in found if len(text) >= LEAST_CHARS[what]]
         written = {what: long[-1] if long else ""}
         calls = [("expert", {}, reply)]
-        result = ToolResult(f"Error: {alias} wrote no {what}", error=True)
+        result = ToolResult(f"Error: {reply.alias} wrote no {what}", error=True)
         down = False  # no search has found anything, and one of them could not be asked
         for helper in self.helpers if written[what] else ():
             try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import json
 import sys
@@ -15,7 +14,7 @@ import pytest
 import requests
 import torch
 from openai_server import openai_server, said
-from scripted import ANSWER, EchoTool, call, echoing, play
+from scripted import ANSWER, EchoTool, call, echoing, execute, play
 
 from nanorchestra.evidence import Evidence
 from nanorchestra.records import ToolCall, ToolResult
@@ -79,7 +78,7 @@ def test_an_exception_of_a_tool_is_an_observation_and_says_whose_fault_it_is(err
     if not isinstance(error, SystemExit):
         tool = Raising(blocking=True)
         tool.error = error
-        result = asyncio.run(echoing(tool).execute(ToolCall("echo", {"text": "hi"})))
+        result = execute(echoing(tool), ToolCall("echo", {"text": "hi"}))
         assert result.error and result.infrastructure != blamed
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from openai_server import openai_server, said
-from scripted import ScriptedEngine
+from scripted import ScriptedEngine, execute
 
 from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.config import TaskSection
@@ -121,7 +121,7 @@ def environment(world, name):
 
 
 def call(env, name, /, **arguments):
-    return asyncio.run(env.execute(ToolCall(name, arguments)))
+    return execute(env, ToolCall(name, arguments))
 
 
 def last_word(env):

@@ -9,7 +9,7 @@ from typing import Any
 from nanorchestra.agent.environment import PreparedCall, Tool, refused, refused_call
 from nanorchestra.evidence import Evidence
 from nanorchestra.records import ParsedTurn, Price, Task, ToolCall, ToolResult
-from nanorchestra.tools.allowance import UNLIMITED, Allowance, RefusedError
+from nanorchestra.tools.allowance import Allowance, RefusedError
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.models import Expert
 from nanorchestra.tools.threads import in_thread
@@ -127,10 +127,6 @@ class DomainEnvironment:
         asked = replace(self.models.experts[expert["model"]], price=price)
         asked = asked.within(self._turn(), alias, allowance)
         return PreparedCall(partial(self._hand_over, expert, asked), asked.most_usd(self._turn()))
-
-    async def execute(self, call: ToolCall) -> ToolResult:
-        """Runs a call of a domain tool or an expert. One that fails is an error observation."""
-        return await self.prepare(call, UNLIMITED).run()
 
     async def _do(self, call) -> ToolResult:
         return self.do(call)
