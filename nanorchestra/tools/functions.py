@@ -23,7 +23,7 @@ import runpy
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -72,11 +72,14 @@ class FunctionTool:
         try:
             value = within_seconds(self.timeout_s, lambda: self.function(**arguments))
             return self._result(value, arguments, time.monotonic() - start)
-        except TimeoutError:
-            return self._failed(f"{self.name} took more than {self.timeout_s:g} s", start)
-        except (Exception, SystemExit) as problem:
-            text = f"{self.name}: {type(problem).__name__}: {problem}"
-            return self._failed(text, start, is_infrastructure(problem))
+        except (Exception, SystemExit) as error:
+            return ToolResult(
+                f"Error: {self.name}: {type(error).__name__}: {error}",
+                self.usd_per_call,
+                time.monotonic() - start,
+                error=True,
+                infrastructure=is_infrastructure(error),
+            )
 
     def _result(self, value, arguments, seconds) -> ToolResult:
         """Returns the observation of a value, with what it adds to the evidence."""
@@ -100,11 +103,6 @@ class FunctionTool:
             return replace(result, found={"code": [[arguments["code"], result.content]]})
         return replace(result, found={"documents": documents[::-1]})  # the last one is the best
 
-    def _failed(self, problem, start, infrastructure=False) -> ToolResult:
-        """Returns the observation of a call that raised, or took too long."""
-        seconds = time.monotonic() - start
-        return ToolResult(f"Error: {problem}", self.usd_per_call, seconds, True, infrastructure)
-
 
 def within_seconds(seconds: float, call: Callable[[], Any]) -> Any:
     """Returns `call()` from a daemon thread. TimeoutError after `seconds`; the thread is left.
@@ -115,11 +113,11 @@ def within_seconds(seconds: float, call: Callable[[], Any]) -> Any:
     if len(LEFT) >= MOST_LEFT:
         raise EndpointError(f"{len(LEFT)} calls that were given up still run; end this process")
     future = in_daemon(call)
-    try:
-        return future.result(timeout=max(seconds, 0.0))
-    except TimeoutError:
+    wait([future], seconds)
+    if not future.done():
         LEFT.append(future)
-        raise
+        raise TimeoutError(f"it took more than {seconds:g} s")
+    return future.result()
 
 
 def _documents(value) -> list[str]:

@@ -208,5 +208,11 @@ def test_a_function_that_hangs_or_exits_ends_its_call_alone(monkeypatch):
     assert threading.active_count() == before + 2
     time.sleep(0.6)
     assert "took more than" in slow.call({}).content
+
+    def impatient():
+        raise TimeoutError("the database is slow")
+
+    result = FunctionTool("h", "", {}, impatient).call({})
+    assert result.content == "Error: h: TimeoutError: the database is slow" and result.error
     result = FunctionTool("g", "", {}, lambda: sys.exit("no")).call({})
     assert result.content == "Error: g: SystemExit: no" and result.error
