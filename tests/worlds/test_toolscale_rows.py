@@ -16,6 +16,7 @@ from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.config import TaskSection
 from nanorchestra.errors import UserError
 from nanorchestra.records import Preference, ToolCall
+from nanorchestra.tools.allowance import Allowance
 from nanorchestra.tools.http import EndpointError
 from worlds.mixture import open_world
 from worlds.toolscale.dataset import load_world
@@ -302,6 +303,13 @@ def test_real_experts_do_a_turn_and_a_failing_one_does_nothing(cinema, catalogue
     server.status = 400
     before = list(env.history)
     assert call(env, "call_expert", expert="expert-1").error and env.history == before
+    asked = len(server.bodies)
+    for ban in ("expert-1", "m", "Call expert", "expert", "proprietary"):
+        allowance = Allowance(preference=Preference(never=[ban]))
+        prepared = env.prepare(ToolCall("call_expert", {"expert": "expert-1"}), allowance)
+        result = asyncio.run(prepared.run())
+        assert result.refused and result.content == f"Error: the user forbids {ban}"
+    assert len(server.bodies) == asked
 
 
 PACKAGE = f"""
