@@ -39,8 +39,8 @@ from nanorchestra.tools.threads import in_daemon
 
 FUNCTION = "function"  # a kind that works for no role
 NEEDED = {"search": "query", "code": "code"}  # the one argument that a function of a kind needs
-MOST_LEFT = 64  # calls that were given up and may still run
-LEFT: list[Future] = []  # those calls; some may have ended since
+MOST_GIVEN_UP = 64  # calls that were given up and may still run
+GIVEN_UP: list[Future] = []  # those calls; some may have ended since
 
 
 @dataclass
@@ -107,15 +107,15 @@ class FunctionTool:
 def within_seconds(seconds: float, call: Callable[[], Any]) -> Any:
     """Returns `call()` from a daemon thread. TimeoutError after `seconds`; the thread is left.
 
-    A thread cannot be ended, so EndpointError where MOST_LEFT of them have not ended by themselves.
+    A thread cannot be ended, so EndpointError where MOST_GIVEN_UP calls that were left still run.
     """
-    LEFT[:] = [future for future in LEFT if not future.done()]
-    if len(LEFT) >= MOST_LEFT:
-        raise EndpointError(f"{len(LEFT)} calls that were given up still run; end this process")
+    GIVEN_UP[:] = [future for future in GIVEN_UP if not future.done()]
+    if len(GIVEN_UP) >= MOST_GIVEN_UP:
+        raise EndpointError(f"{len(GIVEN_UP)} calls that were given up still run; end this process")
     future = in_daemon(call)
     wait([future], seconds)
     if not future.done():
-        LEFT.append(future)
+        GIVEN_UP.append(future)
         raise TimeoutError(f"it took more than {seconds:g} s")
     return future.result()
 

@@ -195,8 +195,8 @@ def test_a_dead_worker_of_the_sandbox_is_not_the_fault_of_the_code():
 
 def test_a_function_that_hangs_or_exits_ends_its_call_alone(monkeypatch):
     """A thread cannot be ended, so no more are begun where too many hang."""
-    monkeypatch.setattr(functions, "LEFT", [])
-    monkeypatch.setattr(functions, "MOST_LEFT", 2)
+    monkeypatch.setattr(functions, "GIVEN_UP", [])
+    monkeypatch.setattr(functions, "MOST_GIVEN_UP", 2)
     before = threading.active_count()
     slow = FunctionTool("f", "", {}, lambda: time.sleep(0.5), timeout_s=0.01)
     for _ in range(2):
