@@ -255,6 +255,18 @@ class Trajectory:
     trainer_logprobs: list[float | None] = field(default_factory=list)
     verdict: str = ""
 
+    def count_calls(self, turn: Turn) -> None:
+        """Adds the calls of a turn, their US dollars, and the seconds of the slowest.
+
+        A refused call does not count as one. Its name is that of the expert behind it.
+        """
+        for call, result in zip(turn.calls, turn.results, strict=True):
+            if not result.refused:
+                name = result.alias or call.name
+                self.calls[name] = self.calls.get(name, 0) + 1
+        self.cost_usd += sum(result.cost_usd for result in turn.results)
+        self.latency_s += max(result.latency_s for result in turn.results)
+
     @property
     def failure(self) -> str:
         """What the infrastructure failed with, if that has ended the attempt; else ""."""

@@ -150,11 +150,7 @@ def play(
             prepared = env.prepare(call, Allowance(usd=left, share=left, preference=wish))
             result = asyncio.run(prepared.run())
             trajectory.turns.append(Turn(0, 0, "stop", [call], [result]))
-            trajectory.cost_usd += result.cost_usd
-            trajectory.latency_s += result.latency_s
-            if not result.refused:
-                used = result.alias or name
-                trajectory.calls[used] = trajectory.calls.get(used, 0) + 1
+            trajectory.count_calls(trajectory.turns[-1])
             if result.infrastructure:
                 trajectory.status = "infrastructure"
                 return score(task, trajectory)

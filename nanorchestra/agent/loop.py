@@ -177,12 +177,7 @@ class Attempt:
         if self.has_answer:
             turn.well_formed &= not all(result.refused for result in turn.results)
             t.well_formed &= turn.well_formed
-        for call, result in zip(turn.calls, turn.results, strict=True):
-            if not result.refused:
-                name = result.alias or call.name
-                t.calls[name] = t.calls.get(name, 0) + 1
-        t.cost_usd += sum(result.cost_usd for result in turn.results)
-        t.latency_s += max(result.latency_s for result in turn.results)
+        t.count_calls(turn)
         self.emit("results", turn)
         return turn.results
 
