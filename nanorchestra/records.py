@@ -155,13 +155,13 @@ class Preference:
         vector: Json,
         where: str,
         tools: Collection[str] | None = None,
-        labels: Collection[str] = (),
+        ban_names: Collection[str] = (),
     ) -> Preference:
         """Returns the preference of a text and a vector, which is at `where` for the UserError.
 
-        It names no others than `tools`, if these are given; "never" may also name `labels`. Entries
-        are the weights "outcome" (or "accuracy"), "cost", "latency" and those of tools, and the
-        limits "never" (a list), "usd" and "seconds".
+        It names no others than `tools`, if these are given; "never" may also have `ban_names`.
+        Entries are the weights "outcome" (or "accuracy"), "cost", "latency" and those of tools, and
+        the limits "never" (a list), "usd" and "seconds".
         """
         check(vector, "preference", where)
         given = {"outcome" if name == "accuracy" else name: v for name, v in vector.items()}
@@ -173,8 +173,8 @@ class Preference:
             known = f"weights are outcome, cost, latency and those of {', '.join(tools)}"
             require(not unknown, f"{where}: there is no {', '.join(unknown)}; {known}")
             bans = own.get("never", [])
-            unknown = [name for name in bans if not banned([*tools, *labels], [name])]
-            known = ", ".join(dict.fromkeys([*tools, *labels]))
+            unknown = [name for name in bans if not banned([*tools, *ban_names], [name])]
+            known = ", ".join(dict.fromkeys([*tools, *ban_names]))
             require(
                 not unknown, f"{where}: there is no {', '.join(unknown)} to ban; there are {known}"
             )
@@ -254,6 +254,18 @@ class Trajectory:
     advantage: float = 0.0
     trainer_logprobs: list[float | None] = field(default_factory=list)
     verdict: str = ""
+
+    def count_calls(self, turn: Turn) -> None:
+        """Adds the calls of a turn, their US dollars, and the seconds of the slowest.
+
+        A refused call does not count as one. Its name is that of the expert behind it.
+        """
+        for call, result in zip(turn.calls, turn.results, strict=True):
+            if not result.refused:
+                name = result.alias or call.name
+                self.calls[name] = self.calls.get(name, 0) + 1
+        self.cost_usd += sum(result.cost_usd for result in turn.results)
+        self.latency_s += max(result.latency_s for result in turn.results)
 
     @property
     def failure(self) -> str:

@@ -1,5 +1,8 @@
-"""JSON schemas: what is wrong with a value under one, and the schema of a tool's arguments."""
+"""Checks JSON by schemas, and reads JSON from outside within bounds."""
 
+import json
+import math
+import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -13,6 +16,9 @@ from nanorchestra.files import read_json
 
 Json = dict[str, Any]  # a JSON object
 MOST_DEPTH = 64  # levels of JSON from outside; what is read by recursion stays far from its limit
+MOST_VALUES = 10_000  # of JSON from outside
+STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # of JSON, or one that does not end
+LONGEST_INTEGER = 20  # characters
 SHAPES = {file.stem: read_json(file) for file in Path(__file__).with_name("shapes").glob("*.json")}
 
 
@@ -73,3 +79,57 @@ def arguments_schema(**types: str) -> Json:
     """Returns the schema of an object that has all these properties, by their JSON types."""
     schema = {"type": "object", "properties": {name: {"type": t} for name, t in types.items()}}
     return schema | ({"required": list(types)} if types else {})
+
+
+def bounded_json(text: str) -> Any:
+    """Returns the JSON value of a text from outside, in which nothing surprises its reader.
+
+    A number that is not finite or has no place in 64 bits becomes null, half a surrogate pair the
+    replacement character. Raises ValueError for what is not JSON, is nested deeper than MOST_DEPTH
+    or has more than MOST_VALUES values.
+    """
+    if _commas(text) >= MOST_VALUES:  # before any value takes memory
+        raise ValueError(f"more than {MOST_VALUES} values")
+    try:
+        value = json.loads(text, parse_int=_integer)
+        deep = any(depth > MOST_DEPTH for depth, _ in enumerate(levels(value), 1))
+    except RecursionError:
+        deep = True
+    if deep:
+        raise ValueError(f"nested deeper than {MOST_DEPTH} levels")
+    return _plain(value)
+
+
+def _commas(text) -> int:
+    """Returns how many commas of a text stand outside of strings, up to MOST_VALUES."""
+    commas, end = 0, 0
+    for number, string in enumerate(STRING.finditer(text)):
+        commas += text.count(",", end, string.start())
+        end = string.end()
+        if commas > MOST_VALUES or number > 2 * MOST_VALUES:  # a value has a name at most
+            return MOST_VALUES
+    return commas + text.count(",", end)
+
+
+def _integer(digits) -> int | None:
+    return int(digits) if len(digits) <= LONGEST_INTEGER else None
+
+
+def _plain(value):
+    """Returns JSON with numbers and texts that can be computed with and written."""
+    if isinstance(value, dict):
+        return {_plain(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, str):
+        return whole_characters(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, int):  # bool is one
+        return value if abs(value) < 2**63 else None
+    return value
+
+
+def whole_characters(text: str) -> str:
+    """Returns a text that UTF-8 can hold: half a surrogate pair is the replacement character."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.records import Preference, Price, Task, ToolResult
+from nanorchestra.tools.allowance import UNLIMITED
 
 LIMITS = Limits()
 ANSWER = "<think>\nt\n</think>\n\n42<|im_end|>"
@@ -19,6 +21,11 @@ def call(text="hi", name="echo"):
     """A turn that calls the tool `name`."""
     arguments = f'{{"name": "{name}", "arguments": {{"text": "{text}"}}}}'
     return f"<think>\nt\n</think>\n\n<tool_call>\n{arguments}\n</tool_call><|im_end|>"
+
+
+def execute(env, call):
+    """The result of a ToolCall without limits."""
+    return asyncio.run(env.prepare(call, UNLIMITED).run())
 
 
 class ScriptedEngine:

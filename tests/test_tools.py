@@ -17,7 +17,7 @@ from nanorchestra.errors import UserError
 from nanorchestra.evidence import Evidence
 from nanorchestra.records import Price
 from nanorchestra.tools import models
-from nanorchestra.tools.allowance import most_usd
+from nanorchestra.tools.allowance import UNLIMITED, RefusedError, most_usd, within
 from nanorchestra.tools.spending import reply_file
 from tools import RecordsTool, SimulatedExpert, Skill, load_tools
 
@@ -112,7 +112,7 @@ def test_headers_come_from_the_environment_and_reach_no_message(load, server, mo
     endpoint = {"headers": {"X-Org": "$MY_ORG", "api-key": "$MY_OTHER"}}
     (expert,) = load(catalogue(EXPERT, here=server.url, endpoint=endpoint))
     monkeypatch.setenv("MY_ORG", f" {secret}\n")
-    monkeypatch.setattr(models, "TOLD", {})
+    monkeypatch.setattr(models, "TOLD", set())
     server.status, server.answer = 400, lambda body: f"unknown {secret}".encode()
     said_by_it = [expert.call({"task": "t"}).content for _ in range(2)]
     assert said_by_it == ["Error: llm did not answer: HTTP 400: unknown ..."] * 2
@@ -229,7 +229,8 @@ def test_published_roles_read_the_evidence_and_return_what_was_found(load, serve
         result = answer.call({"model": model})
         assert result.content == {"a-1": "79", "boxed": r"\frac{1}{2}"}[model]
     assert len(server.bodies[-1]["messages"][0]["content"]) < 1500  # its budget is 400 tokens
-    assert answer.call({"model": "gpt"}).refused
+    with pytest.raises(RefusedError, match="answer: no model 'gpt'; there are a-1"):
+        within(answer, {"model": "gpt"}, UNLIMITED)
 
 
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="needs ../shared/data")
@@ -385,13 +386,13 @@ def test_a_python_function_stands_behind_a_published_role(
     for query, documents, usd in (
         ("atomic number of gold", ['{"row": 2}', "Gold has 79."], 0.25),
         ("the cached page", ["one page"], 0.125),
-        ("a half character", ["half ?"], 0.25),
+        ("a half character", ["half \ufffd"], 0.25),
     ):
         server.answer = lambda body, q=query: said(f"<query>{q}</query>", usage=(0, 0))
         result = search.call({"model": "a-1"})
         assert result.found == {"documents": documents} and not result.error
         assert result.cost_usd == pytest.approx(usd, abs=0.001)
-    assert result.content == "half ?"
+    assert result.content == "half \ufffd"
     server.answer = lambda body: said("<query>nothing of this kind</query>")
     assert search.call({"model": "a-1"}).content == "nothing found"
     own = search.experts["a-1"].most_usd(search.prompt(search.experts["a-1"]))

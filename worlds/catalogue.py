@@ -58,7 +58,7 @@ def reached(never: Sequence[str], tools: Sequence[Tool]) -> list[str]:
         found += [
             alias
             for alias, expert in experts.items()
-            if banned({tool.kind, expert.name, *expert.labels}, never)
+            if banned({tool.kind, expert.name, *expert.ban_names}, never)
         ]
     return list(dict.fromkeys(found))
 

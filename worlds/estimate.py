@@ -29,14 +29,8 @@ def api_bill(config: Config, count: int, sandbox: Sandbox) -> str:
     )
     spending = Spending()
     worlds = Worlds(config.task, config.run.seed, sandbox, spending)
-    limits = Limits(
-        config.rollout.turns,
-        config.rollout.turn_tokens,
-        config.rollout.context_tokens,
-        config.rollout.calls_per_turn,
-    )
     sampling = {"temperature": config.rollout.temperature}
-    rollout = load_rollout(path, limits, sampling, running=min(count, 64))
+    rollout = load_rollout(path, Limits.of(config.rollout), sampling, running=min(count, 64))
     rollout.rebuild = config.rollout.context == "rebuild"
     tasks = worlds.tasks(count, 0)
     seeds = [config.run.seed * 1_000_003 + i for i in range(count)]
@@ -48,7 +42,8 @@ def api_bill(config: Config, count: int, sandbox: Sandbox) -> str:
         f"{next((t.failure for t in attempts if t.failure), 'none')}",
     )
     usd, low, high = interval([_calls_usd(t) for _, t in played])
-    grpo, steps = config.grpo, config.grpo.steps
+    grpo = config.grpo
+    steps = grpo.steps
     if grpo.epochs:
         steps = math.ceil(grpo.epochs * worlds.epoch() / grpo.prompts)
     training = steps * grpo.prompts * grpo.group_size

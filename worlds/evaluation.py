@@ -116,21 +116,20 @@ def compare(found: dict[str, Pairs], unpriced: Collection[str] = ()) -> dict[str
     missing, of the policies named `unpriced`, a cost is None, and a difference of costs is left
     out.
     """
-    names, policies = [*found], [*found.values()]
-    first, base = policies[0], policies[:2][-1]
+    first, base = [*found, *found][:2]  # a single policy is its own base
     compared = {}
     for name, pairs in found.items():
         summary = summarise(*zip(*pairs, strict=True))
-        summary["published"] = published_preference(pairs, base)
-        summary["behind"] = differences(first, pairs)
+        summary["published"] = published_preference(pairs, found[base])
+        summary["behind"] = differences(found[first], pairs)
         if name in unpriced:
             summary |= dict.fromkeys(COSTS)
             summary["intervals"].pop("cost_usd", None)
             for group in (*summary["by_preference"].values(), *summary["by_kind"].values()):
                 group["cost_usd"] = None
-        if names[:2][-1] in unpriced:
+        if base in unpriced:
             summary["published"] = None
-        if {name, names[0]} & {*unpriced}:
+        if {name, first} & {*unpriced}:
             summary["behind"].pop("cost_usd", None)
         compared[name] = summary
     return compared
@@ -259,19 +258,20 @@ def _tallies(pairs):
         for name, count in t.calls.items():
             called[_what(name, known)] += count
         for turn in t.turns:
-            slowest = 0.0, "none"
+            made = []
             for call, result in zip(turn.calls, turn.results, strict=False):
                 if result.refused:
                     continue
                 what = _what(result.alias or call.name, known)
                 usd[what] += result.cost_usd
                 own_usd -= result.cost_usd
-                slowest = max(slowest, (result.latency_s, what))
-            seconds[slowest[1]] += slowest[0]
-            own_seconds -= slowest[0]
+                made.append((result.latency_s, what))
+            if made:
+                slowest_s, what = max(made)
+                seconds[what] += slowest_s
+                own_seconds -= slowest_s
         usd["policy"] += own_usd
         seconds["policy"] += own_seconds
-    del seconds["none"]
     verdicts = (t.verdict for _, t in pairs if t.verdict)
     return {
         "calls": _shares(called, len(pairs)),

@@ -215,7 +215,8 @@ def open_world(
         f"{questions.PREFIX}FILE, a directory of data_gen.py or tau2-bench, or a .jsonl file of "
         "tau2 tasks or ToolScale rows",
     )
-    simulated, tools = settings.experts == "simulated", ()
+    simulated = settings.experts == "simulated"
+    tools = []
     if settings.tools:
         tools = load_tools(settings.tools, sandbox, spending, simulated)
     experts = {tool.name: tool for tool in tools if isinstance(tool, ExpertTool)}
@@ -235,6 +236,6 @@ def open_world(
     wish = None
     if settings.preference != DRAWN:
         words, vector = words_and_vector(settings.preference)
-        named = {*vector, *vector.get("never", ())}  # load_world knows whether they may be
-        wish = understood(words, vector, "task.preference", named, named)
+        names = {*vector, *vector.get("never", ())}  # load_world knows whether they may be
+        wish = understood(words, vector, "task.preference", names, names)
     return toolscale.load_world(name, seed, models, wish)

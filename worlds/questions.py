@@ -24,7 +24,7 @@ from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json_lines
 from nanorchestra.records import Preference, Task, words_and_vector
 from nanorchestra.schemas import SHAPES, Json, check
-from nanorchestra.tools.allowance import known_labels
+from nanorchestra.tools.allowance import all_ban_names
 from nanorchestra.tools.models import ExpertTool
 from worlds import catalogue
 from worlds.judge import grade
@@ -161,11 +161,13 @@ def load_world(
     Rows that are no question are left out, which one line on stderr says. UserError if none is
     left, or a preference names no tool.
     """
-    file, wish = Path(name.removeprefix(PREFIX)), None
+    file = Path(name.removeprefix(PREFIX))
     require(tools, f"task.world is {name!r}, which needs a catalogue of tools: task.tools")
-    names, labels = catalogue.names_of(tools), known_labels(tools)
+    names, ban_names = catalogue.names_of(tools), all_ban_names(tools)
+    wish = None
     if settings.preference != DRAWN:
-        wish = understood(*words_and_vector(settings.preference), "task.preference", names, labels)
+        words, vector = words_and_vector(settings.preference)
+        wish = understood(words, vector, "task.preference", names, ban_names)
     splits = {"train": [], HELD_OUT: []}
     weighed = {*SHAPES["preference"]["properties"], *names}
     strangers = Counter()
@@ -175,7 +177,7 @@ def load_world(
             strangers.update(vector.keys() - weighed)
             known = {name: weight for name, weight in vector.items() if name in weighed}
             where = f"{file}: question {row.id}"
-            row = replace(row, preference=understood(words, known, where, names, labels))
+            row = replace(row, preference=understood(words, known, where, names, ban_names))
         digest = hashlib.sha256(row.question.encode()).digest()
         splits["train" if int.from_bytes(digest[:4]) % EVERY else HELD_OUT].append(row)
     count = sum(map(len, splits.values()))

@@ -19,13 +19,12 @@ from functools import cache, partial
 from itertools import permutations
 from typing import Any
 
-from nanorchestra.agent.environment import Environment
+from nanorchestra.agent.environment import Environment, score_answer
 from nanorchestra.agent.load import NANO
 from nanorchestra.errors import require
 from nanorchestra.model.tokenizer import Tokenizer
-from nanorchestra.records import Preference, Task, ToolCall, ToolResult, Trajectory, Turn
+from nanorchestra.records import Preference, Task, ToolCall, Trajectory, Turn
 from nanorchestra.tools.allowance import Allowance
-from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.roles import final_answer
 from tools import Skill
 from worlds.evaluation import finished, score
@@ -151,11 +150,7 @@ def play(
             prepared = env.prepare(call, Allowance(usd=left, share=left, preference=wish))
             result = asyncio.run(prepared.run())
             trajectory.turns.append(Turn(0, 0, "stop", [call], [result]))
-            trajectory.cost_usd += result.cost_usd
-            trajectory.latency_s += result.latency_s
-            if not result.refused:
-                used = result.alias or name
-                trajectory.calls[used] = trajectory.calls.get(used, 0) + 1
+            trajectory.count_calls(trajectory.turns[-1])
             if result.infrastructure:
                 trajectory.status = "infrastructure"
                 return score(task, trajectory)
@@ -175,13 +170,7 @@ def play(
         trajectory.answer = max(given, key=given.get) if votes else reading.answer or ""
         if reading.sure and not votes:
             break
-    try:
-        trajectory.outcome = env.score(trajectory.answer)
-    except EndpointError as error:
-        trajectory.status = "infrastructure"
-        problem = f"Error: the judge did not answer ({error})"
-        trajectory.turns[-1].results[-1:] = [ToolResult(problem, error=True, infrastructure=True)]
-    trajectory.verdict = env.verdict
+    score_answer(env, trajectory)
     return score(task, trajectory)
 
 

@@ -24,7 +24,7 @@ from nanorchestra.report.run import number
 from nanorchestra.report.terminal import Console, footer
 from nanorchestra.report.trace import tree
 from nanorchestra.schemas import Json
-from nanorchestra.tools.allowance import known_labels
+from nanorchestra.tools.allowance import all_ban_names
 from nanorchestra.tools.corpus import open_index
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.trajectories import from_row, replay, to_row
@@ -53,8 +53,8 @@ class Offered:
 
     def open(self, question: str, wish: str, vector: Json, seed: int) -> ToolEnvironment:
         """Returns an attempt under a preference, in words and as a vector. UserError."""
-        names, labels = names_of(self.tools), known_labels(self.tools)
-        preference = understood(wish, vector, "preference", names, labels)
+        names, ban_names = names_of(self.tools), all_ban_names(self.tools)
+        preference = understood(wish, vector, "preference", names, ban_names)
         never = [*preference.never, *reached(preference.never, self.tools)]
         preference = replace(preference, never=list(dict.fromkeys(never)))
         tools = [tool for tool in self.tools if tool.name not in self.off]
@@ -127,6 +127,10 @@ class Session:
         self.wishes, self.total, self.last = {"wish": "", "budget": ""}, Counter(), {}
         self.do_reset("")
 
+    def _open(self, question, wishes, seed) -> ToolEnvironment:
+        words, vector = words_and_vector(" ".join(wishes.values()))
+        return self.world.open(question, words, vector, seed)
+
     def handle(self, line: str) -> None:
         """Handles what was typed; UserError if nothing can be done with it."""
         name, _, rest = line.partition(" ")
@@ -142,7 +146,7 @@ class Session:
         Ctrl-C stops it; the conversation goes on from what was said by then.
         """
         console, seed, begun = self.console, next(self.seeds), time.monotonic()
-        env = self.world.open(question, *words_and_vector(" ".join(self.wishes.values())), seed)
+        env = self._open(question, self.wishes, seed)
         task, console.trajectory = env.task, None
         if not self.at_prompt:
             console.say("task", env.messages[0]["content"])
@@ -181,10 +185,8 @@ class Session:
     def do_prefer(self, text: str, name: str = "wish") -> None:
         """TEXT says what matters: be cheap, avoid NAME; "off" clears it."""
         wishes = self.wishes | ({name: "" if text == "off" else text} if text else {})
-        env = self.world.open(
-            self.world.examples[0], *words_and_vector(" ".join(wishes.values())), 0
-        )
-        self.wishes, preference = wishes, env.task.preference
+        preference = self._open(self.world.examples[0], wishes, 0).task.preference
+        self.wishes = wishes
         self.console.line(f"added to a question: {preference.words or 'nothing'}")
         self.console.line(described(preference))
 

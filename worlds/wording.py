@@ -16,6 +16,7 @@ from nanorchestra.schemas import SHAPES, Json
 from worlds.toolscale import preferences
 
 Weights = tuple[float, float, float]  # of outcome, cost and latency
+WEIGHED = {"outcome", "accuracy", "cost", "latency"}  # entries of a vector that are Weights
 
 # What a clause is about, by its words.
 ABOUT = {
@@ -109,7 +110,7 @@ def _first_ban(said, names) -> tuple[str, str] | None:
     return None
 
 
-def words_for(weights: Weights, tools: dict[str, float]) -> str:
+def words_for(weights: Weights) -> str:
     """Returns sentences for weights, those that policies were trained on.
 
     Weights count by their ratio to the largest, rounded to 0, 1/2 or 1.
@@ -122,6 +123,12 @@ def words_for(weights: Weights, tools: dict[str, float]) -> str:
             rounded = 0.5  # the least that has words
         if rounded != usual:
             said.append(preferences.TABLES["phrases"][what][str(rounded)]["train"][0])
+    return " ".join(said)
+
+
+def tool_words(tools: dict[str, float]) -> str:
+    """Returns a sentence for the weight of each tool, one that policies were trained on."""
+    said = []
     for tool, weight in tools.items():
         phrases = preferences.TABLES["phrases"]["tool"][str(math.copysign(1.0, weight))]
         said.append(phrases["train"][0].format(tool=tool))
@@ -129,20 +136,20 @@ def words_for(weights: Weights, tools: dict[str, float]) -> str:
 
 
 def understood(
-    text: str, vector: Json, where: str, names: Collection[str], labels: Collection[str]
+    text: str, vector: Json, where: str, names: Collection[str], ban_names: Collection[str]
 ) -> Preference:
     """Returns the preference of a text and a vector, with words and weights that say the same.
 
-    `names` are those that a weight may have, `labels` those that a ban may have. UserError, which
-    begins with `where`, for any other.
+    A weight may have one of `names`, a ban one of `ban_names`. UserError, which begins with
+    `where`, for any other.
     """
-    preference = Preference.of(text, vector, where, names, labels)
+    preference = Preference.of(text, vector, where, names, ban_names)
     own = SHAPES["preference"]["properties"]
-    weighed = {"outcome", "accuracy", "cost", "latency"} & {*vector}
+    weighed = WEIGHED & {*vector}
     stated = weights_in(text)
     if weighed and stated is None:
         weights = preference.outcome, preference.cost, preference.latency
-        preference = replace(preference, text=_joined(text, words_for(weights, {})))
+        preference = replace(preference, text=_joined(text, words_for(weights)))
     elif stated and not weighed:
         outcome, cost, latency = stated
         preference = replace(preference, outcome=outcome, cost=cost, latency=latency)
@@ -151,9 +158,8 @@ def understood(
         for name, weight in preference.tools.items()
         if weight and name not in own and name not in text
     }
-    usual = tuple(weight for _, weight in preferences.DEFAULTS)
-    preference = replace(preference, text=_joined(preference.text, words_for(usual, unsaid)))
-    bans = [name for name in bans_in(text, labels) if name not in preference.never]
+    preference = replace(preference, text=_joined(preference.text, tool_words(unsaid)))
+    bans = [name for name in bans_in(text, ban_names) if name not in preference.never]
     return replace(preference, never=[*preference.never, *bans])
 
 

@@ -5,24 +5,23 @@ never raises into the loop: an exception becomes an error observation, which the
 A call is prepared before it runs, so that the loop knows the most that it can cost.
 """
 
-import asyncio
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from nanorchestra.evidence import Evidence
-from nanorchestra.records import RESULT_WORDS, Task, ToolCall, ToolResult
+from nanorchestra.records import RESULT_WORDS, Task, ToolCall, ToolResult, Trajectory
 from nanorchestra.schemas import Json, argument_error
 from nanorchestra.tools.allowance import (
-    UNLIMITED,
     Allowance,
     RefusedError,
     most_usd,
     within,
 )
-from nanorchestra.tools.failures import is_infrastructure
-from nanorchestra.tools.http import in_daemon
+from nanorchestra.tools.failures import failed
+from nanorchestra.tools.http import EndpointError
+from nanorchestra.tools.threads import in_thread
 
 RESULT_CHARS = 16_000  # of texts without spaces
 NOTE = re.compile(r"\n\[[\d,]+ of (?P<whole>[\d,]+) (?:words|characters)\]\Z")
@@ -81,7 +80,7 @@ class Environment(Protocol):
     def prepare(self, call: ToolCall, allowance: Allowance) -> PreparedCall:
         """Returns a call as it may be made; never raises for what the policy wrote.
 
-        A call that cannot be made within the allowance runs to a refusal, for nothing.
+        A call that cannot be made within the allowance runs to a refused_call, for nothing.
         """
 
     async def reply(self, content: str) -> ToolResult | None:
@@ -113,17 +112,13 @@ class ToolEnvironment:
     def prepare(self, call: ToolCall, allowance: Allowance) -> PreparedCall:
         """Returns a call as it may be made under an allowance, smaller if need be."""
         if problem := self._problem(call):
-            return refusal(problem)
+            return refused_call(problem)
         try:
             tool = within(self.by_name[call.name], call.arguments, allowance)
         except RefusedError as error:
-            return refusal(str(error))
+            return refused_call(str(error))
         most = most_usd(tool, call.arguments) if allowance.bounded else 0.0
         return PreparedCall(lambda: self._run(tool, call), most)
-
-    async def execute(self, call: ToolCall) -> ToolResult:
-        """Runs one call without limits. One that cannot be run returns the reason, and is free."""
-        return await self.prepare(call, UNLIMITED).run()
 
     def _problem(self, call) -> str | None:
         """Returns why a call cannot be run; None if it can."""
@@ -142,8 +137,7 @@ class ToolEnvironment:
             else:
                 result = tool.call(call.arguments)
         except Exception as error:  # whatever a tool raises is an observation
-            problem = f"Error: {call.name} failed: {type(error).__name__}: {error}"
-            return ToolResult(problem, error=True, infrastructure=is_infrastructure(error))
+            return failed(call.name, error)
         words = getattr(self.by_name[call.name], "result_words", RESULT_WORDS)
         return replace(result, content=shortened(result.content, words))
 
@@ -160,13 +154,27 @@ def refused(problem: str) -> ToolResult:
     return ToolResult(f"Error: {problem}", error=True, refused=True)
 
 
-def refusal(problem: str) -> PreparedCall:
+def refused_call(problem: str) -> PreparedCall:
     """Returns a call that is not run, and says why."""
 
     async def run():
         return refused(problem)
 
     return PreparedCall(run)
+
+
+def score_answer(env: Environment, t: Trajectory) -> None:
+    """Fills in the outcome of a trajectory's answer, and how it was judged; may wait for a judge.
+
+    A judge that does not answer is a failure of the infrastructure.
+    """
+    try:
+        t.outcome = env.score(t.answer)
+    except EndpointError as error:
+        t.status = "infrastructure"
+        problem = f"Error: the judge did not answer ({error})"
+        t.turns[-1].results[-1:] = [ToolResult(problem, error=True, infrastructure=True)]
+    t.verdict = env.verdict
 
 
 def shortened(text: str, words: int, chars: int = RESULT_CHARS) -> str:
@@ -198,8 +206,3 @@ def function_schema(tool: Tool) -> Json:
         "parameters": tool.parameters,
     }
     return {"type": "function", "function": function}
-
-
-async def in_thread(call: Callable[[Any], Any], argument: Any) -> Any:
-    """Returns `call(argument)` from a daemon thread."""
-    return await asyncio.wrap_future(in_daemon(lambda: call(argument)))

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from nanorchestra.agent.environment import Environment, PreparedCall, refusal
+from nanorchestra.agent.environment import Environment, PreparedCall, refused_call
 from nanorchestra.records import Price, ToolCall, ToolResult, Trajectory
 from nanorchestra.tools.allowance import Allowance
 
@@ -68,9 +68,9 @@ class UserLimits:
         running = []
         for number, call in enumerate(calls):
             if number >= most:
-                prepared = refusal(f"at most {most} calls in one turn")
+                prepared = refused_call(f"at most {most} calls in one turn")
             elif seconds <= 0:
-                prepared = refusal("the user's time for calls is over; answer now")
+                prepared = refused_call("the user's time for calls is over; answer now")
             else:
                 share = usd / (min(len(calls), most) - number)
                 prepared = self.env.prepare(call, Allowance(usd, share, seconds, preference))

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from nanorchestra.agent.environment import Environment, in_thread, shortened
+from nanorchestra.agent.environment import Environment, score_answer, shortened
 from nanorchestra.agent.limits import SECONDS_PER_TOKEN, UserLimits
 from nanorchestra.agent.rebuild import ANSWER, Notes, counted
 from nanorchestra.engine.stream import TurnStream
 from nanorchestra.model import chat
 from nanorchestra.records import RESULT_WORDS, ParsedTurn, Price, ToolResult, Trajectory, Turn
-from nanorchestra.tools.http import EndpointError
+from nanorchestra.tools.threads import in_thread
 
 # ("start", Trajectory), ("text", deltas of a turn), ("turn", its last deltas), ("results", Turn)
 OnEvent = Callable[[str, Any], None]
@@ -35,6 +35,11 @@ class Limits:
     turn_tokens: int = 512
     context_tokens: int = 2048
     calls_per_turn: int = 4
+
+    @classmethod
+    def of(cls, settings: Any) -> Limits:
+        """Returns the limits that settings, as config.rollout, have under the same names."""
+        return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
 
 
 DEFAULT_PRICE = Price(0.2, 0.2)
@@ -73,13 +78,7 @@ class Attempt:
             t.cost_usd += self.user.own_usd()
         t.well_formed &= t.status == "answered" and bool(t.answer)
         if t.status == "answered":
-            try:
-                t.outcome = await in_thread(self.env.score, t.answer)  # a judge may take its time
-            except EndpointError as error:
-                t.status = "infrastructure"
-                problem = f"Error: the judge did not answer ({error})"
-                t.turns[-1].results[-1:] = [ToolResult(problem, error=True, infrastructure=True)]
-            t.verdict = self.env.verdict
+            await in_thread(score_answer, self.env, t)
         return t
 
     async def _play(self) -> str:
@@ -178,12 +177,7 @@ class Attempt:
         if self.has_answer:
             turn.well_formed &= not all(result.refused for result in turn.results)
             t.well_formed &= turn.well_formed
-        for call, result in zip(turn.calls, turn.results, strict=True):
-            if not result.refused:
-                name = result.alias or call.name
-                t.calls[name] = t.calls.get(name, 0) + 1
-        t.cost_usd += sum(result.cost_usd for result in turn.results)
-        t.latency_s += max(result.latency_s for result in turn.results)
+        t.count_calls(turn)
         self.emit("results", turn)
         return turn.results
 

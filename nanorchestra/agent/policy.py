@@ -11,10 +11,8 @@ import contextlib
 import json
 import re
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-from nanorchestra.agent.environment import in_thread
 from nanorchestra.agent.limits import UserLimits
 from nanorchestra.agent.loop import Attempt, Limits, Rollout
 from nanorchestra.engine.request import Completion
@@ -22,10 +20,11 @@ from nanorchestra.errors import require
 from nanorchestra.model import chat
 from nanorchestra.model.parser import THINK, THINK_END
 from nanorchestra.records import Price, ToolCall, Trajectory
-from nanorchestra.schemas import Json
-from nanorchestra.tools.http import EndpointError, bounded_json
+from nanorchestra.schemas import Json, bounded_json
+from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.models import TEMPLATE_TOKENS, Endpoint, most_tokens
 from nanorchestra.tools.spending import Spending
+from nanorchestra.tools.threads import in_thread
 
 
 class EndpointRollout(Rollout):
@@ -61,7 +60,7 @@ class EndpointRollout(Rollout):
 
         super().__init__(None, tokenizer, params, limits, Price(0.0, 0.0), seconds_per_token=0.0)
         self.server = Endpoint(url, "OPENAI_API_KEY", timeout_s=120.0)
-        self.bill, self.spending = price, spending
+        self.endpoint_price, self.spending = price, spending
 
     def open(self, attempt: Attempt, start: Any, prompt: list[int]) -> EndpointConversation:
         """Opens a conversation that begins with the messages of `start`."""
@@ -92,8 +91,8 @@ class EndpointConversation:
 
     def prices(self) -> tuple[float, float]:
         """Returns the most US dollars of the next request, and those of each token it asks for."""
-        bill = self.rollout.bill
-        return bill.cost(self._most_tokens(), 0), bill.cost(0, 1)
+        price = self.rollout.endpoint_price
+        return price.cost(self._most_tokens(), 0), price.cost(0, 1)
 
     def _most_tokens(self) -> int:
         """Returns the most tokens that the next request can have, with the words about its tools.
@@ -121,14 +120,13 @@ class EndpointConversation:
         """
         server, left = self.rollout.server, self.user.seconds_left()
         budget, tokenizer = params["max_completion_tokens"], self.rollout.tokenizer
-        limited = left < server.timeout_s
-        server = replace(server, timeout_s=left) if limited else server
+        server = replace(server, timeout_s=min(left, server.timeout_s))
         most = self._most_tokens(), budget
-        reply = await in_thread(partial(self._ask, server, most), self._request(params))
+        reply = await in_thread(self._ask, server, most, self._request(params))
         self.trajectory.cost_usd += reply.usd
         self.trajectory.latency_s += reply.seconds
         if reply.message is None:
-            if limited and self.user.seconds_left() <= 0:
+            if self.user.seconds_left() <= 0:
                 return _completion([], "length")
             text = f"Error: {params['model']} at {server.base_url} failed ({reply.problem})"
             return _completion([], "error", text)
@@ -147,17 +145,17 @@ class EndpointConversation:
 
     def _ask(self, server, most, body) -> _Reply:
         """Returns the reply to a request of `most` tokens, which is paid for also if it is left."""
-        bill, spending = self.rollout.bill, self.rollout.spending
-        most_usd = bill.cost(*most)
+        price, spending = self.rollout.endpoint_price, self.rollout.spending
+        most_usd = price.cost(*most)
         if not spending.reserve(most_usd):
             return _Reply(problem=f"${most_usd:.2g} is more than is left to spend")
         usd = 0.0
         try:
             message, tokens = spending.complete(server, body)
-            usd = bill.cost(*map(min, tokens, most))
+            usd = price.cost(*map(min, tokens, most))
             return _Reply(message, usd, message["spent"][1])
         except EndpointError as error:
-            usd = bill.cost(*map(min, error.tokens, most))
+            usd = price.cost(*map(min, error.tokens, most))
             return _Reply(None, usd, error.spent[1], str(error))
         finally:
             spending.settle(most_usd, usd, "policy")

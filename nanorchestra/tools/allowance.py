@@ -34,6 +34,16 @@ class Allowance:
         """Whether it bounds dollars or seconds."""
         return self.usd < math.inf or self.seconds < math.inf
 
+    def check_bans(self, names: set[str]) -> None:
+        """Raises RefusedError if the user forbids a call that has one of the names."""
+        if ban := banned(names, self.preference.never):
+            raise RefusedError(f"the user forbids {ban}")
+
+    def check_usd(self, name: str, most_usd: float) -> None:
+        """Raises RefusedError if a call of `name` can cost more than the US dollars left."""
+        if most_usd > self.usd:
+            raise too_dear(name, most_usd, self.usd)
+
 
 UNLIMITED = Allowance()
 
@@ -47,12 +57,10 @@ def within(tool: Any, arguments: Json, allowance: Allowance) -> Any:
 
     Raises RefusedError if it is banned, or costs more even where it is made smaller.
     """
-    if ban := banned(labels(tool, arguments), allowance.preference.never):
-        raise RefusedError(f"the user forbids {ban}")
+    allowance.check_bans(ban_names(tool, arguments))
     if hasattr(tool, "within"):
         return tool.within(arguments, allowance)
-    if (most := most_usd(tool, arguments)) > allowance.usd:
-        raise too_dear(tool.name, most, allowance.usd)
+    allowance.check_usd(tool.name, most_usd(tool, arguments))
     return tool
 
 
@@ -77,15 +85,15 @@ def dollars(usd: float) -> str:
     return f"${digits}"
 
 
-def labels(tool: Any, arguments: Json | None = None) -> set[str]:
+def ban_names(tool: Any, arguments: Json | None = None) -> set[str]:
     """Returns the names under which the user can ban a call: of the tool, its kind, its models.
 
     Without `arguments` those of every call. A tool whose models have names of their own has a
-    method `labels`; of any other, what its schema lets an argument choose from is a label.
+    method `ban_names`; any other has the values that its schema lets an argument choose from.
     """
     found = {tool.name, tool.kind}
-    if hasattr(tool, "labels"):
-        return found | tool.labels(arguments)
+    if hasattr(tool, "ban_names"):
+        return found | tool.ban_names(arguments)
     for name, schema in tool.parameters.get("properties", {}).items():
         choices = [choice for choice in schema.get("enum", ()) if isinstance(choice, str)]
         chosen = choices if arguments is None else [arguments.get(name)]
@@ -93,10 +101,10 @@ def labels(tool: Any, arguments: Json | None = None) -> set[str]:
     return found
 
 
-def known_labels(tools: Iterable[Any]) -> list[str]:
+def all_ban_names(tools: Iterable[Any]) -> list[str]:
     """Returns every name that a ban may have where these tools are on offer, sorted."""
     known = set()
     for tool in tools:
         inner = [*getattr(tool, "helpers", ()), *getattr(tool, "tools", ())]
-        known |= labels(tool) | set(known_labels(inner))
+        known |= ban_names(tool) | set(all_ban_names(inner))
     return sorted(known)

@@ -16,12 +16,11 @@ from urllib.parse import quote
 
 import bm25s
 import numpy as np
-from jsonschema import Draft202012Validator
 from tqdm import tqdm
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json, read_json_lines, read_text, replace_directory, write_whole
-from nanorchestra.schemas import SHAPES, check
+from nanorchestra.schemas import check, whole_characters
 from nanorchestra.tools.embed import Embedder, device_named
 from nanorchestra.tools.index import Index, Passage, RemoteIndex, VectorIndex, word_index
 from nanorchestra.tools.vectors import CODES, VECTORS, Vectors, choose, describe, write_ivfpq
@@ -30,17 +29,12 @@ from nanorchestra.tools.vectors import CODES, VECTORS, Vectors, choose, describe
 _CHUNK = re.compile(
     r"\S.{0,999}(?=\Z)|\S.{300,999}(?=\n[ \t]*\n)|\S.{0,999}(?=\s)|\S{1000}", re.DOTALL
 )
-MANIFEST, TEXTS, ENDS, BY_WORDS, BY_VECTORS = (
-    "index.json",
-    "passages.jsonl",
-    "passages.ends",
-    "bm25",
-    "vectors",
-)
+MANIFEST = "index.json"
+TEXTS, ENDS = "passages.jsonl", "passages.ends"
+BY_WORDS, BY_VECTORS = "bm25", "vectors"
 SETTINGS = "settings.json"  # of vectors: written last, so that where it is the directory is whole
 FORMAT = 2  # of an index directory
 TEXT_FIELDS, SOURCE_FIELDS = ("text", "contents", "content"), ("source", "url", "title", "id")
-ROW = Draft202012Validator(SHAPES["passage"])
 BLOCK = 32  # passages whose vectors are written together
 SAME_EMBEDDER = 0.98  # cosine of a passage's vector and the stored one; in bf16 it is above 0.995
 
@@ -48,8 +42,8 @@ SAME_EMBEDDER = 0.98  # cosine of a passage's vector and the stored one; in bf16
 class Passages(Sequence[Passage]):
     """The passages of an index directory, read from mapped files as they are asked for.
 
-    A line of the first file is the JSON of [text, source]; the second has where each line ends, in
-    8 bytes. UserError if they are not whole.
+    A line of TEXTS is the JSON of [text, source]; ENDS has the offset of each line's end, in 8
+    bytes. UserError if they are not whole.
     """
 
     def __init__(self, path: Path):
@@ -114,12 +108,11 @@ def build_index(
 def open_index(
     path: str | Path, device: str | None = None, checkpoint: str | None = None
 ) -> Index | RemoteIndex:
-    """Returns a built index, by vectors if it has any, that of a JSONL file, or that of a server.
+    """Returns the index of a directory, of the rows of a JSONL file, or of a server's address.
 
-    A row of a JSONL file is a passage; their index is made in memory. `path` may be the address of
-    a server. `device` searches vectors and embeds queries with `checkpoint`; None: this thread's
-    GPU, else the CPU, and the checkpoint that the index was built with. UserError names the file
-    and what is wrong with it.
+    The index of a directory is by vectors if it has any. `device` searches them and embeds queries;
+    None: this thread's GPU, else the CPU. `checkpoint` is the embedder; None: that of the build.
+    UserError names the file and what is wrong with it.
     """
     if str(path).startswith(("http://", "https://")):
         return RemoteIndex(str(path))
@@ -146,7 +139,7 @@ def open_index(
 
 def _open_vectors(passages, path, device, checkpoint) -> VectorIndex:
     settings = read_json(path / SETTINGS)
-    check(settings, "index", f"{path / SETTINGS}")
+    check(settings, "index", str(path / SETTINGS))
     vectors = Vectors(path, settings, len(passages), device_named(device))
     embedder = Embedder(checkpoint or settings["checkpoint"], device_named(device))
     _check_embedder(embedder, passages[0].text, vectors.first, path)
@@ -179,12 +172,10 @@ def _documents(source, files) -> Iterator[Passage]:
 
 def _rows(file) -> Iterator[Passage]:
     for number, row in read_json_lines(file):
-        if not ROW.is_valid(row):
-            check(row, "passage", f"{file}, line {number}")
+        check(row, "passage", f"{file}, line {number}")
         text = next(row[name] for name in TEXT_FIELDS if name in row)
         source = next((str(row[name]) for name in SOURCE_FIELDS if name in row), "")
-        # JSON can hold half of a character, which UTF-8 cannot.
-        yield Passage(*(part.encode("utf-8", "replace").decode() for part in (text, source)))
+        yield Passage(whole_characters(text), whole_characters(source))
 
 
 def _write_passages(source, files, out) -> None:

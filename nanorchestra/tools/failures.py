@@ -6,6 +6,7 @@ leave it out.
 
 import errno
 
+from nanorchestra.records import ToolResult
 from nanorchestra.tools.http import EndpointError
 
 # By name, so that neither torch nor a client of HTTP is imported to ask: torch, requests, httpx.
@@ -22,3 +23,9 @@ def is_infrastructure(error: BaseException) -> bool:
         return True
     names = {parent.__name__ for parent in type(error).__mro__}
     return bool(names & CLASSES) or any(text in str(error) for text in DEVICE)
+
+
+def failed(name: str, error: Exception) -> ToolResult:
+    """Returns the observation of a call of the tool `name` that has raised an exception."""
+    problem = f"Error: {name} failed: {type(error).__name__}: {error}"
+    return ToolResult(problem, error=True, infrastructure=is_infrastructure(error))

@@ -23,6 +23,7 @@ import runpy
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,15 @@ from pydantic import TypeAdapter, validate_call
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.records import RESULT_WORDS, ToolResult
-from nanorchestra.schemas import Json
+from nanorchestra.schemas import Json, whole_characters
 from nanorchestra.tools.failures import is_infrastructure
-from nanorchestra.tools.http import within
+from nanorchestra.tools.http import EndpointError
+from nanorchestra.tools.threads import in_daemon
 
 FUNCTION = "function"  # a kind that works for no role
 NEEDED = {"search": "query", "code": "code"}  # the one argument that a function of a kind needs
+MOST_GIVEN_UP = 64  # calls that were given up and may still run
+GIVEN_UP: list[Future] = []  # those calls; some may have ended since
 
 
 @dataclass
@@ -64,40 +68,56 @@ class FunctionTool:
 
         A list that a search returns is one of documents, the best first.
         """
-        start, documents = time.monotonic(), []
+        start = time.monotonic()
         try:
-            value = within(self.timeout_s, lambda: self.function(**arguments))
-            if isinstance(value, ToolResult) and value.cost_usd > self.usd_per_call:
+            value = within_seconds(self.timeout_s, lambda: self.function(**arguments))
+            return self._result(value, arguments, time.monotonic() - start)
+        except (Exception, SystemExit) as error:
+            return ToolResult(
+                f"Error: {self.name}: {type(error).__name__}: {error}",
+                self.usd_per_call,
+                time.monotonic() - start,
+                error=True,
+                infrastructure=is_infrastructure(error),
+            )
+
+    def _result(self, value, arguments, seconds) -> ToolResult:
+        """Returns the observation of a value, with what it adds to the evidence."""
+        documents = []
+        if isinstance(value, ToolResult):
+            if value.cost_usd > self.usd_per_call:
                 stated = f"usd_per_call states ${self.usd_per_call:g} at most"
                 text = f"Error: {self.name} has charged ${value.cost_usd:g}; {stated}"
                 return replace(value, content=text, error=True)
-            if isinstance(value, ToolResult):
-                return self._with_evidence(value, _documents(value.content), arguments)
-            if self.kind == "search":
-                documents = _documents(value)
-                text = "\n\n".join(documents) or "nothing found"
-            else:
-                text = _text(value)
-        except TimeoutError:
-            return self._failed(f"{self.name} took more than {self.timeout_s:g} s", start)
-        except (Exception, SystemExit) as problem:
-            text = f"{self.name}: {type(problem).__name__}: {problem}"
-            return self._failed(text, start, is_infrastructure(problem))
-        result = ToolResult(text, self.usd_per_call, time.monotonic() - start)
-        return self._with_evidence(result, documents, arguments)
-
-    def _with_evidence(self, result, documents, arguments) -> ToolResult:
-        """Returns the result of a call with what it adds to the evidence, unless it says so."""
+            result = value
+            documents = _documents(value.content)
+        elif self.kind == "search":
+            documents = _documents(value)
+            text = "\n\n".join(documents) or "nothing found"
+            result = ToolResult(text, self.usd_per_call, seconds)
+        else:
+            result = ToolResult(_text(value), self.usd_per_call, seconds)
         if result.error or result.found or self.kind == FUNCTION:
             return result
         if self.kind == "code":
             return replace(result, found={"code": [[arguments["code"], result.content]]})
         return replace(result, found={"documents": documents[::-1]})  # the last one is the best
 
-    def _failed(self, problem, start, infrastructure=False) -> ToolResult:
-        """Returns the observation of a call that raised, or took too long."""
-        seconds = time.monotonic() - start
-        return ToolResult(f"Error: {problem}", self.usd_per_call, seconds, True, infrastructure)
+
+def within_seconds(seconds: float, call: Callable[[], Any]) -> Any:
+    """Returns `call()` from a daemon thread. TimeoutError after `seconds`; the thread is left.
+
+    A thread cannot be ended, so EndpointError where MOST_GIVEN_UP calls that were left still run.
+    """
+    GIVEN_UP[:] = [future for future in GIVEN_UP if not future.done()]
+    if len(GIVEN_UP) >= MOST_GIVEN_UP:
+        raise EndpointError(f"{len(GIVEN_UP)} calls that were given up still run; end this process")
+    future = in_daemon(call)
+    wait([future], seconds)
+    if not future.done():
+        GIVEN_UP.append(future)
+        raise TimeoutError(f"it took more than {seconds:g} s")
+    return future.result()
 
 
 def _documents(value) -> list[str]:
@@ -109,8 +129,7 @@ def _documents(value) -> list[str]:
 
 def _text(value) -> str:
     """Returns text as it is, but for what UTF-8 cannot hold, and other values as JSON."""
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return whole_characters(value if isinstance(value, str) else json.dumps(value, default=str))
 
 
 def tool(

@@ -9,28 +9,25 @@ sees neither key nor text. An http:// address is reached directly.
 
 import base64
 import json
-import math
 import os
 import random
 import re
 import socket
 import ssl
-import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from functools import cache
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from types import MappingProxyType
-from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import certifi
 
-from nanorchestra.schemas import MOST_DEPTH, Json, levels, schema_error
+from nanorchestra.schemas import Json, bounded_json, schema_error
+from nanorchestra.tools.threads import in_daemon
 
 ATTEMPTS = 3
 RETRIED = (408, 409, 429)  # and every status from 500
@@ -38,22 +35,16 @@ BAD_REQUEST = (400, 413, 422)  # the request is at fault: too long, or not accep
 CONNECT_S = 10.0  # for each address of a host, its TLS handshake included
 MOST_BYTES = 8 << 20  # of a reply
 MOST_ERROR_BYTES = 4096  # of a reply that is an HTTP error or a redirect
-MOST_VALUES = 10_000  # JSON values of a reply
 MOST_CHARS = 300  # of a message
 SECRET_CHARS = 8  # a shorter key, like "EMPTY", may be a word of a reply
 BYTES_PER_TOKEN = 3  # of text whose tokens are not known; rather too many tokens than too few
-STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # of JSON, or one that does not end
-LONGEST_INTEGER = 20  # characters
-MOST_LEFT = 64  # threads of calls that were given up
-T = TypeVar("T")
-LEFT: list[Future] = []  # those calls; some may have ended since
 
 
 class EndpointError(Exception):
     """A server has not answered as it should, after all attempts; the message never has the key.
 
-    `bad_request` says that the server refuses this request itself, so that whoever wrote its text
-    is at fault; else the infrastructure is. `received` is the text of a reply that was begun, None
+    `bad_request` says that the server refuses this request itself, so that its text is at
+    fault; else the infrastructure is. `received` is the text of a reply that was begun, None
     if there is nothing to bill; `tokens` are those of a language model that has worked for it.
     `spent` are the requests that were repeated and the seconds of all. A request may be repeated
     after `wait` seconds; None: it is no use.
@@ -117,7 +108,8 @@ def post(
     problem = " ".join(_masked(str(error), secrets).split())
     if key_variable and not key and "HTTP 401" in problem:
         problem = f"the environment variable {key_variable} is not set; {problem}"
-    error.args, error.spent = (problem[:MOST_CHARS],), (attempt, time.monotonic() - start)
+    error.args = (problem[:MOST_CHARS],)
+    error.spent = attempt, time.monotonic() - start
     if error.received is not None:
         error.tokens = count_tokens(sent), count_tokens(error.received)
     raise error
@@ -131,86 +123,6 @@ def secret(variable: str) -> str:
 def count_tokens(text: str) -> int:
     """Returns an estimate of the tokens of a text, from its bytes."""
     return -(-len(text.encode("utf-8", "replace")) // BYTES_PER_TOKEN)
-
-
-def bounded_json(text: str) -> Any:
-    """Returns the JSON value of a text from outside, in which nothing surprises its reader.
-
-    A number that is not finite or has no place in 64 bits becomes null, half a surrogate pair the
-    replacement character. Raises ValueError for what is not JSON, is nested deeper than MOST_DEPTH
-    or has more than MOST_VALUES values.
-    """
-    if _commas(text) >= MOST_VALUES:  # before any value takes memory
-        raise ValueError(f"more than {MOST_VALUES} values")
-    try:
-        value = json.loads(text, parse_int=_integer)
-        deep = any(depth > MOST_DEPTH for depth, _ in enumerate(levels(value), 1))
-    except RecursionError:
-        deep = True
-    if deep:
-        raise ValueError(f"nested deeper than {MOST_DEPTH} levels")
-    return _plain(value)
-
-
-def _commas(text) -> int:
-    """Returns how many commas of a text stand outside of strings, up to MOST_VALUES."""
-    commas, end = 0, 0
-    for number, string in enumerate(STRING.finditer(text)):
-        commas += text.count(",", end, string.start())
-        end = string.end()
-        if commas > MOST_VALUES or number > 2 * MOST_VALUES:  # a value has a name at most
-            return MOST_VALUES
-    return commas + text.count(",", end)
-
-
-def _integer(digits) -> int | None:
-    return int(digits) if len(digits) <= LONGEST_INTEGER else None
-
-
-def _plain(value):
-    """Returns JSON with numbers and texts that can be computed with and written."""
-    if isinstance(value, dict):
-        return {_plain(name): _plain(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, int):  # bool is one
-        return value if abs(value) < 2**63 else None
-    return value
-
-
-def within(seconds: float, call: Callable[[], T]) -> T:
-    """Returns `call()` from a daemon thread. TimeoutError after `seconds`; the thread is left.
-
-    A thread cannot be ended, so EndpointError where MOST_LEFT of them have not ended by themselves.
-    """
-    LEFT[:] = [future for future in LEFT if not future.done()]
-    if len(LEFT) >= MOST_LEFT:
-        raise EndpointError(f"{len(LEFT)} calls that were given up still run; end this process")
-    future = in_daemon(call)
-    try:
-        return future.result(timeout=max(seconds, 0.0))
-    except TimeoutError:
-        LEFT.append(future)
-        raise
-
-
-def in_daemon(call: Callable[[], T]) -> Future[T]:
-    """Runs `call` in a daemon thread, for which neither Ctrl-C nor the exit waits."""
-    future = Future()
-    future.set_running_or_notify_cancel()  # so that a cancelled attempt leaves it alone
-
-    def work():
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return future
 
 
 class _Exchange:
@@ -335,7 +247,8 @@ def _trusted() -> ssl.SSLContext:
 
 def _seconds(retry_after: str) -> float:
     """Returns the seconds that a Retry-After asks to wait; 0 if it cannot be read."""
-    if re.fullmatch(r"[0-9]+", text := retry_after.strip()):
+    text = retry_after.strip()
+    if re.fullmatch(r"[0-9]+", text):
         return float(text)
     with suppress(ValueError, OverflowError, TypeError):
         return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())

@@ -19,7 +19,7 @@ import torch
 from bm25s.stopwords import STOPWORDS_EN
 
 from nanorchestra.errors import UserError, require
-from nanorchestra.schemas import SHAPES
+from nanorchestra.schemas import SHAPES, whole_characters
 from nanorchestra.tools.embed import Embedder
 from nanorchestra.tools.http import EndpointError, post
 from nanorchestra.tools.vectors import Vectors, describe
@@ -72,7 +72,7 @@ class Index:
 
     def search_all(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         """Returns what `search` does, for each query; vectors of all are computed together."""
-        queries = [query[:QUERY_CHARS].encode("utf-8", "replace").decode() for query in queries]
+        queries = [whole_characters(query[:QUERY_CHARS]) for query in queries]
         with self._lock:  # one thread at a time has the model and FAISS
             found = self._rank_all(queries, k)
         return [

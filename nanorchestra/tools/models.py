@@ -20,7 +20,7 @@ from nanorchestra.tools.spending import Spending
 TEMPLATE_TOKENS = 100  # that a chat template adds to a message at most
 LEAST_REPLY_TOKENS = 256  # a reply that is cut shorter is not worth its price
 LEAST_REASONING_TOKENS = 2048  # nor that of a reasoning model, whose reasoning counts
-TOLD: dict[str, object] = {}  # variables that are not set, each told once by the first rank
+TOLD: set[str] = set()  # variables that are not set, each told once, by the first rank
 
 
 @dataclass(frozen=True)
@@ -67,18 +67,22 @@ class Endpoint:
             )
         choice, usage = reply["choices"][0], reply.get("usage")
         usage = usage if isinstance(usage, dict) else {}
-        asked = body.get("messages"), body.get("tools")
-        tokens = []
-        for name, part in (("prompt_tokens", asked), ("completion_tokens", choice["message"])):
-            stated = usage.get(name)
-            known = isinstance(stated, int) and not isinstance(stated, bool) and stated > 0
-            tokens.append(stated if known else count_tokens(json.dumps(part, ensure_ascii=False)))
+        tokens = (
+            _tokens(usage.get("prompt_tokens"), [body.get("messages"), body.get("tools")]),
+            _tokens(usage.get("completion_tokens"), choice["message"]),
+        )
         message = choice["message"] | {
             "content": _text(choice["message"].get("content")),
             "finish_reason": choice.get("finish_reason"),
             "spent": spent,
         }
-        return message, tuple(tokens)
+        return message, tokens
+
+
+def _tokens(stated, part) -> int:
+    """Returns the stated tokens of a part of a request or reply, estimated if that is no number."""
+    known = isinstance(stated, int) and not isinstance(stated, bool) and stated > 0
+    return stated if known else count_tokens(json.dumps(part, ensure_ascii=False))
 
 
 def _text(content) -> str:
@@ -153,7 +157,7 @@ class Expert:
         return tokens
 
     @property
-    def labels(self) -> set[str]:
+    def ban_names(self) -> set[str]:
         """The names under which a user can ban it."""
         openness = "open" if self.open_weights else "proprietary"
         names = {self.known_as, self.model, self.model.rpartition("/")[2], self.owner, openness}
@@ -161,13 +165,13 @@ class Expert:
 
     def ask(self, text: str, name: str) -> ToolResult:
         """Returns the reply to one message; the policy knows this expert as `name`."""
-        for variable in self.endpoint.unset():
-            first = os.environ.get("RANK", "0") == "0"
-            if first and TOLD.setdefault(variable, mark := object()) is mark:
+        if os.environ.get("RANK", "0") == "0":
+            for variable in {*self.endpoint.unset()} - TOLD:
+                TOLD.add(variable)
                 print(f"{self.model} needs {variable}, which is not set", file=sys.stderr)
         payee = self.payee or self.known_as or self.name
         most = self.most_usd(text)
-        return self.spending.bounded(name, most, lambda: self._ask(text, name), payee)
+        return self.spending.charge(name, most, lambda: self._ask(text, name), payee)
 
     def _ask(self, text, name) -> ToolResult:
         limit = "max_completion_tokens" if self.reasoning else "max_tokens"
@@ -232,9 +236,9 @@ class ExpertTool:
     kind, blocking = "expert", True
     parameters = arguments_schema(task="string") | {"required": []}
 
-    def labels(self, arguments: Json | None = None) -> set[str]:
+    def ban_names(self, arguments: Json | None = None) -> set[str]:
         """Returns the names under which its model can be banned."""
-        return self.expert.labels
+        return self.expert.ban_names
 
     def within(self, arguments: Json, allowance: Allowance) -> "ExpertTool":
         """Returns the tool with a reply that the allowance pays for, else raises RefusedError."""

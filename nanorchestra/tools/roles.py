@@ -16,10 +16,10 @@ from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.allowance import (
     Allowance,
     RefusedError,
-    labels,
+    ban_names,
     most_usd,
 )
-from nanorchestra.tools.failures import is_infrastructure
+from nanorchestra.tools.failures import failed
 from nanorchestra.tools.models import Expert
 
 CODE = (
@@ -75,9 +75,11 @@ class RoleTool:
         """One argument, `model`; its description has the aliases, notes, prices and latencies."""
         if self.given:
             return self.given
-        notes, rows = [f"The model used. Choices: {list(self.experts)}."], [COLUMNS]
+        notes = [f"The model used. Choices: {list(self.experts)}."]
+        rows = [COLUMNS]
         for alias, expert in self.experts.items():
-            notes += [f"{alias} {expert.note}"] if expert.note else []
+            if expert.note:
+                notes.append(f"{alias} {expert.note}")
             usd = " | ".join(f"${usd:g}" for usd in expert.price)
             latency = f"{expert.latency_s:g}s" if expert.latency_s else "not known"
             rows.append(f"{alias} | {usd} | {latency}")
@@ -85,61 +87,64 @@ class RoleTool:
         schema["properties"]["model"]["description"] = "\n".join([" ".join(notes), *rows])
         return schema
 
-    def labels(self, arguments: Json | None = None) -> set[str]:
+    def ban_names(self, arguments: Json | None = None) -> set[str]:
         """Returns the names under which its models can be banned, or the one that is chosen."""
         chosen = self.experts if arguments is None else {arguments["model"]} & {*self.experts}
-        return set(chosen).union(*(self.experts[alias].labels for alias in chosen))
+        return set(chosen).union(*(self.experts[alias].ban_names for alias in chosen))
 
     def within(self, arguments: Json, allowance: Allowance) -> "RoleTool":
         """Returns the role without banned helpers, and with a reply that the allowance pays for.
 
-        Raises RefusedError if no helper is left, or the money does not suffice.
+        Raises RefusedError if no helper is left, the money does not suffice, or the model is none
+        of `experts`.
         """
         alias, never = arguments["model"], allowance.preference.never
-        if alias not in self.experts:  # `call` says so
-            return self
-        helpers = [helper for helper in self.helpers if not banned(labels(helper), never)]
+        if alias not in self.experts:
+            known = ", ".join(self.experts)
+            raise RefusedError(f"{self.name}: no model {alias!r}; there are {known}")
+        helpers = [helper for helper in self.helpers if not banned(ban_names(helper), never)]
         if self.helpers and not helpers:
-            ban = banned(labels(self.helpers[0]), never)
+            ban = banned(ban_names(self.helpers[0]), never)
             raise RefusedError(f"the user forbids {ban}, which {self.name} uses")
-        for_helpers = sum(most_usd(helper, {}) for helper in helpers)
-        left = replace(
-            allowance, usd=allowance.usd - for_helpers, share=allowance.share - for_helpers
-        )
+        helping = sum(most_usd(helper, {}) for helper in helpers)
+        left = replace(allowance, usd=allowance.usd - helping, share=allowance.share - helping)
         expert = self.experts[alias]
         expert = expert.within(self.prompt(expert), alias, left)
         return replace(self, helpers=helpers, experts=self.experts | {alias: expert})
 
     def most_usd(self, arguments: Json) -> float:
         """Returns the US dollars of the longest reply and of all helpers."""
-        expert = self.experts.get(arguments["model"])
-        if expert is None:
-            return 0.0
-        helpers = sum(most_usd(helper, {}) for helper in self.helpers)
-        return expert.most_usd(self.prompt(expert)) + helpers
+        expert = self.experts[arguments["model"]]
+        helping = sum(most_usd(helper, {}) for helper in self.helpers)
+        return expert.most_usd(self.prompt(expert)) + helping
 
     def call(self, arguments: Json) -> ToolResult:
         """Returns code and its output, documents, or an answer; each also as `found`."""
-        alias, (kind, _, mark) = arguments["model"], ROLES[self.name]
-        expert = self.experts.get(alias)
-        if expert is None:
-            problem = f"Error: {self.name}: no model {alias!r}; there are {', '.join(self.experts)}"
-            return ToolResult(problem, error=True, refused=True)
+        alias = arguments["model"]
+        expert = self.experts[alias]
         reply = expert.ask(self.prompt(expert), alias)
         if reply.error:
             return reply
-        if kind == "answer":
+        if self.kind == "answer":
             text = final_answer(reply.content)
             return replace(reply, content=text, found={"attempts": [[alias, text]]})
+        return self._helped(reply)
+
+    def _helped(self, reply) -> ToolResult:
+        """Returns an expert's reply with what the helpers make of the code or query in it."""
+        kind, _, mark = ROLES[self.name]
         what = "query" if kind == "search" else "code"
         found = (text.strip() for text in re.findall(mark, reply.content, re.DOTALL))
         long = [text for text in found if len(text) >= LEAST_CHARS[what]]
         written = {what: long[-1] if long else ""}
         calls = [("expert", {}, reply)]
-        result = ToolResult(f"Error: {alias} wrote no {what}", error=True)
+        result = ToolResult(f"Error: {reply.alias} wrote no {what}", error=True)
         down = False  # no search has found anything, and one of them could not be asked
         for helper in self.helpers if written[what] else ():
-            result = self._helped(helper, written)
+            try:
+                result = helper.call(written)
+            except Exception as error:  # kept, since the expert is to be billed
+                result = failed(helper.name, error)
             calls.append((helper.name, written, result))
             down |= result.infrastructure
             if kind == "code" or result.found.get("documents"):
@@ -156,14 +161,6 @@ class RoleTool:
             found=result.found,
             parts=[part(*call) for call in calls],
         )
-
-    def _helped(self, helper, written) -> ToolResult:
-        """Returns a helper's result. One that raises is an error: the expert is to be billed."""
-        try:
-            return helper.call(written)
-        except Exception as error:
-            problem = f"Error: {helper.name} failed: {type(error).__name__}: {error}"
-            return ToolResult(problem, error=True, infrastructure=is_infrastructure(error))
 
     def prompt(self, expert: Expert) -> str:
         """Returns what the expert reads: evidence in its budget, the problem, and what to do."""

@@ -166,16 +166,16 @@ class _Worker:
         os.pwrite(self.files[0].fileno(), code.encode("utf-8", "surrogatepass"), 0)
         libraries = [name for name in LIBRARIES if name in code]
         self.control.send(json.dumps({"timeout_s": timeout_s, "libraries": libraries}).encode())
-        if not self._receive(START_S):
-            raise ConnectionResetError
-        reply = self._receive(timeout_s + GRACE_S)
-        if not reply:
-            raise ConnectionResetError
-        return json.loads(reply)
+        self._receive(START_S)  # "ready"
+        return json.loads(self._receive(timeout_s + GRACE_S))
 
     def _receive(self, seconds: float) -> bytes:
+        """Returns the worker's next message. Raises as `_ask` does."""
         self.control.settimeout(seconds)
-        return self.control.recv(64)
+        message = self.control.recv(64)
+        if not message:
+            raise ConnectionResetError
+        return message
 
     def _empty_files(self) -> None:
         for file in self.files:

@@ -42,21 +42,21 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 def main() -> None:
     """Answers requests until sandbox.py closes its end of the socket."""
-    control, place = os.dup(int(sys.argv[1])), sys.argv[2]
+    control, site_packages = os.dup(int(sys.argv[1])), sys.argv[2]
     os.close(int(sys.argv[1]))  # its number may be high; dup takes the lowest that is free
     for name in TABLE["preload"]:  # so that importing them costs a run nothing
         importlib.import_module(name)
     scratch = mount_scratch()
     os.chdir(scratch or "/")
     drop_capabilities()
-    ruleset = landlock_ruleset(scratch, place)
+    ruleset = landlock_ruleset(scratch, site_packages)
     filter_program = seccomp_filter(with_files=ruleset >= 0)
     gc.collect()
     gc.freeze()  # collecting would write to, and so copy, pages shared with the children
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         while message := os.read(control, 1 << 16):
             request = json.loads(message)
-            load_libraries(request["libraries"], place)
+            load_libraries(request["libraries"], site_packages)
             os.write(control, b"ready")
             status = serve(control, request["timeout_s"], ruleset, filter_program)
             os.write(control, json.dumps(status).encode())
@@ -115,13 +115,13 @@ def empty(scratch: str) -> None:
         raise OSError(f"{scratch} cannot be emptied")
 
 
-def load_libraries(names: list[str], place: str) -> None:
-    """Imports libraries from the directory `place`, for later runs too.
+def load_libraries(names: list[str], site_packages: str) -> None:
+    """Imports libraries from the directory `site_packages`, for later runs too.
 
     On one thread, since a child has no right to more. A library that cannot be imported stays away.
     """
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    sys.path.append(place)
+    sys.path.append(site_packages)
     for name in names:
         if name not in sys.modules:
             quiet = contextlib.redirect_stderr(None)  # stderr belongs to the run
@@ -179,13 +179,12 @@ def check(result: int) -> int:
     return result
 
 
-def landlock_ruleset(scratch: str | None, place: str) -> int:
+def landlock_ruleset(scratch: str | None, site_packages: str) -> int:
     """Returns a descriptor of the file rules, -1 on a kernel without Landlock.
 
-    Python's library, shared libraries and the packages of TABLE["packages"] in `place` can be read,
-    plain files in `scratch` made and changed.
-    The access bits are those of <linux/landlock.h>; all thirteen of its first version are denied
-    unless granted.
+    Python's library, shared libraries and the packages of TABLE["packages"] in `site_packages` can
+    be read, plain files in `scratch` made and changed. The access bits are those of
+    <linux/landlock.h>; all thirteen of its first version are denied unless granted.
     """
     if libc.syscall(SYS_LANDLOCK_CREATE, None, 0, 1) < 1:  # asked for its version
         return -1
@@ -193,7 +192,7 @@ def landlock_ruleset(scratch: str | None, place: str) -> int:
     attributes = struct.pack("<Q", (1 << 13) - 1)
     ruleset = check(libc.syscall(SYS_LANDLOCK_CREATE, attributes, len(attributes), 0))
     library = os.path.dirname(os.path.dirname(os.path.abspath(os.__file__)))
-    packages = (os.path.join(place, name) for name in TABLE["packages"])
+    packages = (os.path.join(site_packages, name) for name in TABLE["packages"])
     folders = (library, sys.base_prefix + "/lib", *TABLE["readable"], *packages)
     readable = filter(os.path.isdir, folders)
     rules = dict.fromkeys(readable, read_file | read_dir)

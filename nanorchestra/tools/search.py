@@ -51,7 +51,7 @@ class WebSearch:
         require(self.offline or os.environ.get(KEY_VARIABLE), f"{problem} offline = true")
         Path(self.cache).mkdir(parents=True, exist_ok=True)
 
-    def labels(self, arguments: Json | None = None) -> set[str]:
+    def ban_names(self, arguments: Json | None = None) -> set[str]:
         """Returns the names under which searches of the web can be banned."""
         return {"web", "web search"}
 
@@ -63,7 +63,7 @@ class WebSearch:
         """Returns the best documents, best first: title, address, score, text."""
         query = arguments["query"].strip()[:QUERY_CHARS]
         most = self.most_usd(arguments)
-        return self.spending.bounded(self.name, most, lambda: self._search(query))
+        return self.spending.charge(self.name, most, lambda: self._search(query))
 
     def _search(self, query) -> ToolResult:
         body = {"query": query, "search_depth": "advanced", "max_results": 20}
@@ -76,10 +76,12 @@ class WebSearch:
         if not hits:
             return ToolResult("nothing found", self.usd_per_search, seconds)
         body = {"urls": [h["url"] for h in hits], "extract_depth": "advanced", "format": "text"}
+        note = ""
         try:
-            (pages, more), note = self._ask("extract", body), ""
+            pages, more = self._ask("extract", body)
         except EndpointError as error:
-            (pages, more), note = ([], 0.0), f"\n\n(excerpts only; pages were not read: {error})"
+            pages, more = [], 0.0
+            note = f"\n\n(excerpts only; pages were not read: {error})"
         texts = {page["url"]: page.get("raw_content") or "" for page in pages}
         documents = []
         for hit in hits:

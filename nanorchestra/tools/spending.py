@@ -77,7 +77,7 @@ class Spending:
             if usd or most_usd:
                 self._keep()
 
-    def bounded(
+    def charge(
         self, name: str, most_usd: float, call: Callable[[], ToolResult], payee: str = ""
     ) -> ToolResult:
         """Returns `call()`, or an error if that could cost more than the run has left.

@@ -88,14 +88,15 @@ def write_ivfpq(vectors: np.ndarray, settings: Json, path: Path) -> None:
 
 
 class Vectors:
-    """The vectors of a directory with its index, to search in; `n` of them.
+    """The `count` vectors of a directory with their index, to search in.
 
-    A GPU searches flat vectors, in fp16 and on this device alone, if FAISS was built for GPUs; the
-    CPU does otherwise. UserError if a file is missing, or is not of the size that it must have.
+    Flat vectors are searched in fp16 on `device`, if it is a GPU and FAISS was built for GPUs. All
+    else is searched on the CPU. UserError if a file is missing or has not the size it must have.
     """
 
     def __init__(self, path: Path, settings: Json, count: int, device: torch.device):
-        self.settings, dimension = settings, settings["dimension"]
+        self.settings = settings
+        dimension = settings["dimension"]
         whole = 4 * count * dimension
         file = path / VECTORS
         size = file.stat().st_size if file.is_file() else 0
@@ -107,16 +108,16 @@ class Vectors:
         self._vectors = np.memmap(file, np.float32, "r", shape=(count, dimension))
         self._codes = self._on_gpu = None
         if settings["kind"] == "ivfpq":
-            self._codes = self._open(path / CODES)
+            self._codes = self._open_codes(path / CODES)
         elif device.type == "cuda" and faiss.get_num_gpus():
-            self._on_gpu = self._copy(device)
+            self._on_gpu = self._copy_to_gpu(device)
 
     @property
     def first(self) -> np.ndarray:
         """The vector of the first passage, float32 [dimension]."""
         return self._vectors[0]
 
-    def _open(self, file) -> Any:
+    def _open_codes(self, file) -> Any:
         """Returns the mapped IVF-PQ index. UserError if it is not that of the vectors."""
         try:
             index = faiss.read_index(str(file), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY)
@@ -130,7 +131,7 @@ class Vectors:
         )
         return index
 
-    def _copy(self, device) -> Any:
+    def _copy_to_gpu(self, device) -> Any:
         """Returns the vectors on a GPU, in fp16. UserError if they do not fit there."""
         count, dimension = self._vectors.shape
         needed, free = 2 * count * dimension, torch.cuda.mem_get_info(device)[0]

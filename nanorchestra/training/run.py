@@ -109,12 +109,7 @@ class TrainingRun:
             self.engine,
             self.tokenizer,
             params,
-            Limits(
-                settings.turns,
-                settings.turn_tokens,
-                settings.context_tokens,
-                settings.calls_per_turn,
-            ),
+            Limits.of(settings),
             self.worlds.price,
             lockstep=settings.lockstep,
             rebuild=settings.context == "rebuild",

@@ -22,7 +22,7 @@ from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.agent.policy import EndpointRollout
 from nanorchestra.config import TaskSection
 from nanorchestra.records import Preference, Price, Task, banned
-from nanorchestra.tools.allowance import known_labels
+from nanorchestra.tools.allowance import all_ban_names
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.models import Endpoint, Expert, ExpertTool
 from nanorchestra.tools.roles import ROLES, RoleTool
@@ -84,13 +84,14 @@ class Babbler:
         return None
 
     def submit(self, params, on_token=None):
-        ids = self.tokenizer.backend.encode(self.turn()).ids
-        cut = len(ids) > params[1]
+        _, budget = params
+        whole = self.tokenizer.backend.encode(self.turn()).ids
+        ids = whole[:budget]
         completion = SimpleNamespace(
-            token_ids=ids[: params[1]],
-            logprobs=[-1.0] * min(len(ids), params[1]),
-            finish_reason="length" if cut else "stop",
-            weight_versions=[0] * min(len(ids), params[1]),
+            token_ids=ids,
+            logprobs=[-1.0] * len(ids),
+            finish_reason="stop" if ids == whole else "length",
+            weight_versions=[0] * len(ids),
         )
         request = SimpleNamespace(id=id(completion), completed=lambda: completion)
         self.done.append(request)
@@ -195,7 +196,7 @@ def play(nano_tokenizer, tmp_path_factory, monkeypatch):
         inner = nested.Orchestrator("inner", "d", str(folder), tools, depth, 4)
         return nested.Orchestrator("deputy", "d", str(folder), [*plain(), inner], depth, 4)
 
-    def load(path, limits, sampling, running):
+    def load():
         rollout = Rollout(
             Babbler(nano_tokenizer, rng), nano_tokenizer, lambda *p: p, LIMITS, Price(3, 15)
         )
@@ -209,7 +210,7 @@ def play(nano_tokenizer, tmp_path_factory, monkeypatch):
         return rollout
 
     # No cache: an orchestrator may stand inside itself.
-    monkeypatch.setattr(nested, "_loaded", lambda *_: (load(*[None] * 4), nested.threading.Lock()))
+    monkeypatch.setattr(nested, "_loaded", lambda *_: (load(), nested.threading.Lock()))
     named = {
         "miniature": "miniature",
         "questions": f"questions:{folder / 'rows.jsonl'}",
@@ -253,7 +254,7 @@ def play(nano_tokenizer, tmp_path_factory, monkeypatch):
         ledger.clear()
         env = environment(kind, seed)
         tools = list(getattr(env, "by_name", {}).values())
-        labels = [*known_labels(tools), *getattr(env, "experts", ())]
+        labels = [*all_ban_names(tools), *getattr(env, "experts", ())]
         preference = replace(
             env.task.preference,
             usd=10 ** rng.uniform(-6, 0.5),

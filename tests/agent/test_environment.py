@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
-from scripted import EchoTool, echoing
+from scripted import EchoTool, echoing, execute
 
 from nanorchestra.records import ToolCall
 
@@ -23,7 +21,7 @@ from nanorchestra.records import ToolCall
 )
 @pytest.mark.parametrize("blocking", [False, True])
 def test_a_call_that_cannot_be_run_says_why_and_costs_nothing(call, says, blocking):
-    result = asyncio.run(echoing(EchoTool(blocking=blocking)).execute(call))
+    result = execute(echoing(EchoTool(blocking=blocking)), call)
     assert result.error and result.content.startswith("Error: ") and says in result.content
     assert result.cost_usd == 0.0 and not result.infrastructure
 
@@ -42,5 +40,5 @@ def test_a_long_result_is_shortened_and_says_of_how_much(text, words, says):
     tool = EchoTool()
     if words:
         tool.result_words = words  # a setting of the tool
-    content = asyncio.run(echoing(tool).execute(ToolCall("echo", {"text": text}))).content
+    content = execute(echoing(tool), ToolCall("echo", {"text": text})).content
     assert content == (says or text)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import json
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -14,12 +14,12 @@ import pytest
 import requests
 import torch
 from openai_server import openai_server, said
-from scripted import ANSWER, EchoTool, call, echoing, play
+from scripted import ANSWER, EchoTool, call, echoing, execute, play
 
 from nanorchestra.evidence import Evidence
 from nanorchestra.records import ToolCall, ToolResult
 from nanorchestra.settings import load_config
-from nanorchestra.tools import http
+from nanorchestra.tools import functions, http
 from nanorchestra.tools.failures import is_infrastructure
 from nanorchestra.tools.functions import FunctionTool
 from nanorchestra.tools.http import EndpointError
@@ -78,7 +78,7 @@ def test_an_exception_of_a_tool_is_an_observation_and_says_whose_fault_it_is(err
     if not isinstance(error, SystemExit):
         tool = Raising(blocking=True)
         tool.error = error
-        result = asyncio.run(echoing(tool).execute(ToolCall("echo", {"text": "hi"})))
+        result = execute(echoing(tool), ToolCall("echo", {"text": "hi"}))
         assert result.error and result.infrastructure != blamed
 
 
@@ -194,15 +194,25 @@ def test_a_dead_worker_of_the_sandbox_is_not_the_fault_of_the_code():
 
 
 def test_a_function_that_hangs_or_exits_ends_its_call_alone(monkeypatch):
-    monkeypatch.setattr(http, "LEFT", [])
-    monkeypatch.setattr(http, "MOST_LEFT", 2)
+    """A thread cannot be ended, so no more are begun where too many hang."""
+    monkeypatch.setattr(functions, "GIVEN_UP", [])
+    monkeypatch.setattr(functions, "MOST_GIVEN_UP", 2)
+    before = threading.active_count()
     slow = FunctionTool("f", "", {}, lambda: time.sleep(0.5), timeout_s=0.01)
     for _ in range(2):
         result = slow.call({})
         assert "took more than 0.01 s" in result.content and not result.infrastructure
-    result = slow.call({})
-    assert "2 calls that were given up still run" in result.content and result.infrastructure
+    for _ in range(3):
+        result = slow.call({})
+        assert "2 calls that were given up still run" in result.content and result.infrastructure
+    assert threading.active_count() == before + 2
     time.sleep(0.6)
     assert "took more than" in slow.call({}).content
+
+    def impatient():
+        raise TimeoutError("the database is slow")
+
+    result = FunctionTool("h", "", {}, impatient).call({})
+    assert result.content == "Error: h: TimeoutError: the database is slow" and result.error
     result = FunctionTool("g", "", {}, lambda: sys.exit("no")).call({})
     assert result.content == "Error: g: SystemExit: no" and result.error

@@ -16,8 +16,9 @@ import pytest
 from openai_server import openai_server, said
 
 from nanorchestra.records import Price
+from nanorchestra.schemas import bounded_json
 from nanorchestra.tools import http
-from nanorchestra.tools.http import EndpointError, bounded_json, post, within
+from nanorchestra.tools.http import post
 from nanorchestra.tools.models import Endpoint, Expert, most_tokens
 from nanorchestra.tools.search import WebSearch
 from nanorchestra.tools.spending import Spending
@@ -38,22 +39,10 @@ def answers(content="42", **more):
     return reply(json.dumps(said(content, **more)).encode())
 
 
-def uses(*usage):
+def uses(read, written):
     """A good reply with numbers that json.dumps would not write."""
-    return reply(
-        GOOD.replace(
-            b'"usage": {"prompt_tokens": 10, "completion_tokens": 5}',
-            b"".join(
-                [
-                    b'"usage": {"prompt_tokens": ',
-                    usage[0],
-                    b', "completion_tokens": ',
-                    usage[1],
-                    b"}",
-                ]
-            ),
-        )
-    )
+    usage = b'"prompt_tokens": %s, "completion_tokens": %s'
+    return reply(GOOD.replace(usage % (b"10", b"5"), usage % (read, written)))
 
 
 def sent(*parts):
@@ -236,10 +225,8 @@ def nothing_stays():
 @pytest.mark.parametrize("name", FAULTS)
 def test_whatever_a_server_does_is_one_line_in_bounded_time_and_billed_once(server, name):
     server.raw, ends, says, billed = FAULTS[name]
-    spending, slow = (
-        Spending(most=1.0),
-        "drip" in name or name in ("silence", "100 Continue for ever"),
-    )
+    spending = Spending(most=1.0)
+    slow = "drip" in name or name in ("silence", "100 Continue for ever")
     asked = expert(server.url, spending, 0.3 if slow else 5.0)
     text, start = "What is 6 times 7?", time.monotonic()
     with nothing_stays():
@@ -370,15 +357,13 @@ def test_what_never_becomes_a_connection_ends_too(server):
 
 
 def test_a_key_that_cannot_be_sent_is_an_error_without_the_key(server, monkeypatch):
-    for key in ("sk-secret\u20ac", "sk-secret\udcff\x00"):
-        monkeypatch.setenv("OPENAI_API_KEY", key) if "\x00" not in key else None
+    for key in ("sk-secret\u20ac", "sk-secret\udcff"):
+        monkeypatch.setenv("OPENAI_API_KEY", key)
         result = expert(server.url, Spending(), 1.0).ask("hi", "e")
-        assert result.error or KEY not in result.content
-        assert "sk-secret" not in result.content
+        assert result.infrastructure and "sk-secret" not in result.content
 
 
 def test_a_call_that_raises_keeps_no_reservation():
-    """Whether it raises in the call itself or while its text is made."""
     spending = Spending(most=1.0)
 
     def call():
@@ -386,7 +371,7 @@ def test_a_call_that_raises_keeps_no_reservation():
 
     for _ in range(3):
         with pytest.raises(RuntimeError):
-            spending.bounded("e", 0.4, call)
+            spending.charge("e", 0.4, call)
     assert spending.spent == 0.0 and not spending.refused
 
 
@@ -412,25 +397,6 @@ def test_json_from_outside_is_plain():
     for text in ("[" * 65 + "]" * 65, "[" * 10**5, json.dumps([0] * 10_002), "", "{]"):
         with pytest.raises(ValueError):
             bounded_json(text)
-
-
-def test_calls_that_hang_are_bounded(monkeypatch):
-    """Threads cannot be ended, so no more are begun where too many hang."""
-    monkeypatch.setattr(http, "LEFT", [])
-    monkeypatch.setattr(http, "MOST_LEFT", 3)
-    ended = threading.Event()
-    before = len(reading())
-    for _ in range(3):
-        with pytest.raises(TimeoutError):
-            within(0.01, ended.wait)
-    for _ in range(3):
-        with pytest.raises(EndpointError, match="3 calls that were given up still run"):
-            within(0.01, ended.wait)
-    assert len(reading()) == before + 3
-    ended.set()
-    while len(reading()) > before:
-        time.sleep(0.01)
-    assert within(1.0, lambda: 7) == 7
 
 
 def test_a_whole_reply_is_returned_with_what_it_took(server):

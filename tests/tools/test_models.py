@@ -125,7 +125,7 @@ def test_the_wait_is_as_long_as_the_server_says_but_within_the_time_out(server, 
 
 def test_a_missing_key_is_named(server, monkeypatch, capsys):
     monkeypatch.delenv("OPENAI_API_KEY")
-    monkeypatch.setattr(models, "TOLD", {})
+    monkeypatch.setattr(models, "TOLD", set())
     endpoint = Endpoint(server.url, "OPENAI_API_KEY")
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)

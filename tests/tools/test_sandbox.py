@@ -352,7 +352,7 @@ def test_what_the_machine_cannot_confine_is_not_allowed(copied_sandbox):
         with Sandbox(workers=1) as one:
             assert one.run("import this").stdout.startswith("The Zen")
             assert "PermissionError" in one.run("open('here', 'w')").error
-    copied_sandbox("sandbox_child.py", "landlock_ruleset(scratch, place)\n", "-1\n")
+    copied_sandbox("sandbox_child.py", "landlock_ruleset(scratch, site_packages)\n", "-1\n")
     with Sandbox(workers=1) as one:
         assert one.run("import math, statistics, json\nmath.factorial(5)").stdout == "120\n"
         for path, mode in (("/etc/passwd", "r"), ("/proc/1/environ", "r"), ("here", "w")):

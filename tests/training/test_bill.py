@@ -58,11 +58,11 @@ def test_the_bill_names_who_was_paid_and_outlives_the_process(tmp_path):
     (bill,) = opened(tmp_path, 1, 1.0)
     divide([bill])
     spending = bill.spending
-    spending.bounded("answer-1", 0.5, lambda: ToolResult("", 0.2), "gpt-5")
-    spending.bounded("answer-1", 0.5, lambda: ToolResult("", 0.1), "judge")
+    spending.charge("answer-1", 0.5, lambda: ToolResult("", 0.2), "gpt-5")
+    spending.charge("answer-1", 0.5, lambda: ToolResult("", 0.1), "judge")
     with pytest.raises(RuntimeError):
-        spending.bounded("answer-1", 0.5, lambda: (_ for _ in ()).throw(RuntimeError()))
-    assert spending.bounded("big", 0.8, lambda: ToolResult("")).infrastructure
+        spending.charge("answer-1", 0.5, lambda: (_ for _ in ()).throw(RuntimeError()))
+    assert spending.charge("big", 0.8, lambda: ToolResult("")).infrastructure
     with pytest.raises(UserError, match="max_usd of the catalogue is 1 US dollars.*--resume"):
         bill.require_left(Ranks())
     (again,) = opened(tmp_path, 1, 1.0)
@@ -77,7 +77,7 @@ def test_a_rollout_that_the_limit_cut_short_ends_the_run_with_one_line(tmp_path)
 
     def run(environments, seeds):
         for _ in environments:
-            bill.spending.bounded("strong", 0.2, lambda: ToolResult("", 0.2))
+            bill.spending.charge("strong", 0.2, lambda: ToolResult("", 0.2))
         return list(seeds)
 
     rollout = DividedRollout(SimpleNamespace(run=run), Ranks(), bill)

@@ -24,7 +24,7 @@ def test_questions_become_the_worlds_own():
         ("the mass of element 79", EXAMPLES[2], "lookup", "hard", "197"),
         ("age of agent of customer of order 512", EXAMPLES[3], "chain", "hard", "78"),
     ):
-        task = as_task(typed, "")
+        task = as_task(typed, "", {})
         read = task.question, *(task.data[key] for key in ("kind", "difficulty", "answer"))
         assert read == (asked, kind, difficulty, answer)
 
@@ -40,26 +40,26 @@ def test_what_is_outside_the_world_is_refused_in_one_line_with_examples():
         with pytest.raises(
             UserError, match="^outside the .*'; ask like .*in hard law trial 372.*$"
         ) as error:
-            as_task(typed, "")
+            as_task(typed, "", {})
         assert len(str(error.value)) < 400
 
 
 def test_made_up_facts_agree_between_questions_and_experts_know_them(sandbox):
-    task = as_task(EXAMPLES[0], "")
-    assert task.data["answer"] == as_task(EXAMPLES[0], "be fast").data["answer"]
+    task = as_task(EXAMPLES[0], "", {})
+    assert task.data["answer"] == as_task(EXAMPLES[0], "be fast", {}).data["answer"]
     assert "records" not in [tool["what"] for tool in task.data["tools"]]
     experts = [environment(task, seed, sandbox).by_name["tool-ro-ta-vi"] for seed in range(200)]
     says = [expert.call({}).content.split(": ")[1] for expert in experts]
     expected = skill("large", "law", "hard").right
     assert abs(says.count(task.data["answer"]) / 200 - expected) < 0.08
-    asked = as_task(EXAMPLES[3], "")
+    asked = as_task(EXAMPLES[3], "", {})
     records = environment(asked, 0, sandbox).by_name["tool-da-lo"]
     table, key = asked.data["solution"]
     for following in ("customer", "agent", "age"):
         ((table, key),) = json.loads(records.call({"table": table, "id": key}).content).items()
         assert table == following
     assert str(key) == asked.data["answer"]
-    shorter = as_task("what is the rank of the customer of order 512?", "")
+    shorter = as_task("what is the rank of the customer of order 512?", "", {})
     assert shorter.data["tables"]["order"] == asked.data["tables"]["order"]
 
 
@@ -74,7 +74,7 @@ def test_a_wish_stands_in_the_prompt_in_the_worlds_words():
             "Do not use large tool-ro-ta-vi.",
         ),
     ):
-        read, preference = as_preference(wish, LINE_UP)
+        read, preference = as_preference(wish, {}, LINE_UP)
         assert (read, preference.text) == (name, text)
         weights = preference.outcome, preference.cost, preference.latency
         assert weights == PREFERENCES[name][1]

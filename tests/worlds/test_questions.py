@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from openai_server import openai_server, said
-from scripted import call
+from scripted import call, execute
 
 import train
 from nanorchestra.agent.load import NANO, load_rollout
@@ -139,7 +139,7 @@ def test_a_published_role_has_some_of_its_experts_in_another_order(world, tmp_pa
             said = env.by_name[offer["name"]].parameters["properties"]["model"]["description"]
             alias, model = random.Random(task.id).choice(list(offer["models"].items()))
             assert f"{alias} | ${model['usd'][0]:g} | ${model['usd'][1]:g} |" in said
-            result = asyncio.run(env.execute(ToolCall(offer["name"], {"model": alias})))
+            result = execute(env, ToolCall(offer["name"], {"model": alias}))
             printed = re.findall(r"output\n(.*)\n", result.content) or [result.content]
             assert printed[0] in [task.data["answer"], *task.data["wrong"]] and not result.error
             assert result.alias == alias and result.cost_usd > 0
@@ -166,7 +166,7 @@ def test_a_search_with_nothing_behind_it_is_simulated_with_the_experts_or_refuse
         env = worlds.environment(task, 0)
         env.evidence.tokenizer = nano_tokenizer
         call = ToolCall("search", {"model": next(iter(task.data["tools"][0]["models"]))})
-        result = asyncio.run(env.execute(call))
+        result = execute(env, call)
         question, answer = result.content.split("\n")
         assert question == task.question and result.found["documents"] == [result.content]
         assert 0.01 < result.cost_usd <= most_usd(env.by_name["search"], call.arguments)

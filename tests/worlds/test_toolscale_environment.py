@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 import re
 
 import pytest
-from scripted import ScriptedEngine
+from scripted import ScriptedEngine, execute
 
 from data_gen import main
 from nanorchestra.agent.loop import Limits, Rollout
@@ -31,12 +30,8 @@ def world(made):
     return load_world(made)
 
 
-def run(coroutine):
-    return asyncio.run(coroutine)
-
-
 def call(env, name, /, **arguments):
-    return run(env.execute(ToolCall(name, arguments)))
+    return execute(env, ToolCall(name, arguments))
 
 
 def environments(world, count):
@@ -68,7 +63,7 @@ def test_an_error_changes_nothing_and_unknown_or_unoffered_tools_are_refused(wor
     hidden = env.offered.pop(0)
     wrong = (("nothing", {}), (hidden, {}), ("calculate", {}), ("calculate", {"expression": "x"}))
     for bad in [ToolCall(*pair) for pair in wrong] + [ToolCall("calculate", {}, error="not JSON")]:
-        result = run(env.execute(bad))
+        result = execute(env, bad)
         assert result.error and result.content.startswith("Error: ")
     assert env.tables == env.world.tables
 

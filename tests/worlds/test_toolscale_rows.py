@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 from openai_server import openai_server, said
-from scripted import ScriptedEngine
+from scripted import ScriptedEngine, execute
 
 from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.config import TaskSection
 from nanorchestra.errors import UserError
 from nanorchestra.records import Preference, ToolCall
+from nanorchestra.tools.allowance import Allowance
 from nanorchestra.tools.http import EndpointError
 from worlds.mixture import open_world
 from worlds.toolscale.dataset import load_world
@@ -121,7 +122,7 @@ def environment(world, name):
 
 
 def call(env, name, /, **arguments):
-    return asyncio.run(env.execute(ToolCall(name, arguments)))
+    return execute(env, ToolCall(name, arguments))
 
 
 def last_word(env):
@@ -302,6 +303,13 @@ def test_real_experts_do_a_turn_and_a_failing_one_does_nothing(cinema, catalogue
     server.status = 400
     before = list(env.history)
     assert call(env, "call_expert", expert="expert-1").error and env.history == before
+    asked = len(server.bodies)
+    for ban in ("expert-1", "m", "Call expert", "expert", "proprietary"):
+        allowance = Allowance(preference=Preference(never=[ban]))
+        prepared = env.prepare(ToolCall("call_expert", {"expert": "expert-1"}), allowance)
+        result = asyncio.run(prepared.run())
+        assert result.refused and result.content == f"Error: the user forbids {ban}"
+    assert len(server.bodies) == asked
 
 
 PACKAGE = f"""

@@ -105,6 +105,7 @@ def test_a_call_that_fails_changes_nothing():
         "x = lookup('a', {})",
         "x = get('books')",
         "return books.x",
+        "return 1 < 2 < 1",
     ]
     writes = "delete(books, 'B2')", "update(books, 'B1', pages=1)", "insert(books, 'B7')"
     for last in failing:

@@ -8,7 +8,7 @@ from nanorchestra.errors import UserError
 from nanorchestra.records import Preference
 from worlds.miniature.tables import PHRASES
 from worlds.toolscale import preferences
-from worlds.wording import bans_in, described, understood, weights_in, words_for
+from worlds.wording import bans_in, described, tool_words, understood, weights_in, words_for
 
 SAID = preferences.TABLES["phrases"]
 NAMES = ["search", "gpt-5", "gpt-5-mini"]
@@ -59,11 +59,10 @@ def test_words_of_ones_own(text, weights, bans):
 
 def test_weights_become_words_and_back():
     for weights in preferences.TABLES["wishes"]:
-        text = words_for(tuple(weights), {})
+        text = words_for(tuple(weights))
         assert (weights_in(text) or (1.0, 0.0, 0.0)) == tuple(weights), text
-    assert words_for((3.0, 0.0, 1.6), {"gpt-5": -2.0}) == (
-        "Do not take too long. Do not use gpt-5."
-    )
+    assert words_for((3.0, 0.0, 1.6)) == "Do not take too long."
+    assert tool_words({"gpt-5": -2.0}) == "Do not use gpt-5."
 
 
 def test_what_is_given_in_one_form_is_completed_in_the_other():

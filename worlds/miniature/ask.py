@@ -26,7 +26,7 @@ from worlds.miniature.tables import (
 )
 from worlds.miniature.world import make_task
 from worlds.toolscale.preferences import kind_of
-from worlds.wording import bans_in, weights_in
+from worlds.wording import WEIGHED, bans_in, weights_in
 
 _DATA = read_toml(Path(__file__).with_suffix(".toml"))
 EXAMPLES: list[str] = _DATA["examples"]
@@ -37,7 +37,7 @@ ROW = rf"({'|'.join(FIELDS)}) of ([a-z ]+) ([1-9]\d\d)"
 PATHS = {" of ".join(reversed(chain[:k])): chain[:k] for chain in CHAINS for k in (2, 3)}
 
 
-def as_task(question: str, wish: str, vector: Json | None = None) -> Task:
+def as_task(question: str, wish: str, vector: Json) -> Task:
     """Returns the task that a typed question is, with LINE_UP on offer.
 
     UserError if it is of none of the four kinds, or its numbers are longer or shorter than the
@@ -52,15 +52,13 @@ def as_task(question: str, wish: str, vector: Json | None = None) -> Task:
     require(asked, f"outside the miniature's world: {question[:60]!r}; ask like {examples}")
     records = asked.kind == "chain"  # as in the world: no records without tables
     tools = [t for t in LINE_UP if is_expert(t) or (t["what"] == "records") == records]
-    name, preference = as_preference(wish, tools, vector or {})
+    name, preference = as_preference(wish, vector, tools)
     text = QUESTIONS[TRAIN][asked.kind][0].format(**asked.values)
     wrong = draw_wrong(random.Random(text), asked, TRAIN)
     return make_task(f"asked/{text}", text, asked, wrong, tools, name, preference)
 
 
-def as_preference(
-    wish: str, offers: Collection[Offer], vector: Json | None = None
-) -> tuple[str, Preference]:
+def as_preference(wish: str, vector: Json, offers: Collection[Offer]) -> tuple[str, Preference]:
     """Returns the preference that words and a vector state, in this world's words, and its name.
 
     It is one of the four that nano has learnt, "balanced" and unsaid if none is stated. A tool may
@@ -68,7 +66,7 @@ def as_preference(
     """
     names = [offer["name"] for offer in LINE_UP]  # of which a task offers some
     bans = [*names, *(offer["what"] for offer in LINE_UP), *map(title, LINE_UP)]
-    given = Preference.of(wish, vector or {}, "preference", names, bans)
+    given = Preference.of(wish, vector, "preference", names, bans)
     favoured = [name for name, weight in given.tools.items() if weight > 0]
     require(
         not favoured,
@@ -77,7 +75,7 @@ def as_preference(
     )
     forbidden = [*given.never, *given.avoided, *bans_in(wish, bans)]
     stated = weights_in(wish)
-    if {"outcome", "accuracy", "cost", "latency"} & {*(vector or {})}:
+    if WEIGHED & {*vector}:
         stated = given.outcome, given.cost, given.latency
     require(
         stated or forbidden or not wish,

@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from nanorchestra.agent.environment import PreparedCall, Tool, in_thread, refusal, refused
+from nanorchestra.agent.environment import PreparedCall, Tool, refused, refused_call
 from nanorchestra.evidence import Evidence
-from nanorchestra.records import ParsedTurn, Price, Task, ToolCall, ToolResult, banned
-from nanorchestra.tools.allowance import UNLIMITED, Allowance, RefusedError, too_dear
+from nanorchestra.records import ParsedTurn, Price, Task, ToolCall, ToolResult
+from nanorchestra.tools.allowance import Allowance, RefusedError
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.models import Expert
+from nanorchestra.tools.threads import in_thread
 from worlds.toolscale import preferences
 from worlds.toolscale.expert import turn
 from worlds.toolscale.model_user import ModelUser, parsed
@@ -103,44 +104,39 @@ class DomainEnvironment:
 
     def prepare(self, call: ToolCall, allowance: Allowance) -> PreparedCall:
         """Returns a call as it may be made: the tools of a domain are free, experts charge."""
-        never = allowance.preference.never
-        if call.error is not None or call.name != EXPERT or not self.experts:
-            if ban := banned({call.name}, never):
-                return refusal(f"the user forbids {ban}")
-            return PreparedCall(partial(self._do, call))
-        alias = call.arguments.get("expert")
+        try:
+            if call.error is None and call.name == EXPERT and self.experts:
+                return self._prepare_expert(call.arguments.get("expert"), allowance)
+            allowance.check_bans({call.name})
+        except RefusedError as error:
+            return refused_call(str(error))
+        return PreparedCall(partial(self._do, call))
+
+    def _prepare_expert(self, alias, allowance) -> PreparedCall:
+        """Returns a turn of an expert as it may be made. Raises RefusedError."""
         if not isinstance(alias, str) or alias not in self.experts:
             names = ", ".join(self.experts)
-            return refusal(f"{EXPERT}: expert must be one of {names}, not {alias!r}")
+            raise RefusedError(f"{EXPERT}: expert must be one of {names}, not {alias!r}")
         expert = self.experts[alias]
-        if ban := banned(self._labels(expert), never):
-            return refusal(f"the user forbids {ban}")
-        asked = None
+        price = Price(*expert["usd"])  # that the task quotes
+        allowance.check_bans(self._ban_names(expert))
         if self.models.experts is None:
-            most = Price(*expert["usd"]).cost(sum(map(len, self.history)), STEP_TOKENS)
-            if most > allowance.usd:
-                return refusal(str(too_dear(alias, most, allowance.usd)))
-        else:
-            try:
-                asked = self._asked(expert).within(self._turn(), alias, allowance)
-            except RefusedError as error:
-                return refusal(str(error))
-            most = asked.most_usd(self._turn())
-        return PreparedCall(partial(self._hand_over, expert, asked), most)
-
-    async def execute(self, call: ToolCall) -> ToolResult:
-        """Runs a call of a domain tool or an expert. One that fails is an error observation."""
-        return await self.prepare(call, UNLIMITED).run()
+            most = price.cost(sum(map(len, self.history)), STEP_TOKENS)
+            allowance.check_usd(alias, most)
+            return PreparedCall(partial(self._hand_over, expert, None), most)
+        asked = replace(self.models.experts[expert["model"]], price=price)
+        asked = asked.within(self._turn(), alias, allowance)
+        return PreparedCall(partial(self._hand_over, expert, asked), asked.most_usd(self._turn()))
 
     async def _do(self, call) -> ToolResult:
         return self.do(call)
 
-    def _labels(self, expert) -> set[str]:
+    def _ban_names(self, expert) -> set[str]:
         """The names under which the user can ban an expert."""
+        model, names = expert["model"], {EXPERT, self.kinds[EXPERT], expert["alias"]}
         if self.models.experts is not None:
-            return {EXPERT, expert["alias"], *self.models.experts[expert["model"]].labels}
-        model = expert["model"]
-        return {EXPERT, "expert", expert["alias"], model, model.rpartition("/")[2]}
+            return names | self.models.experts[model].ban_names
+        return names | {model, model.rpartition("/")[2]}
 
     async def reply(self, content: str) -> ToolResult | None:
         """Returns the user's answer; None if the conversation is over."""
@@ -204,7 +200,7 @@ class DomainEnvironment:
         if asked is None:
             turn, result = self._simulated(expert)
         else:
-            result = await in_thread(partial(asked.ask, name=alias), self._turn())
+            result = await in_thread(asked.ask, self._turn(), alias)
             turn = parsed("" if result.error else result.content)
         if result.error:
             text = result.content
@@ -222,10 +218,6 @@ class DomainEnvironment:
     def _turn(self) -> str:
         """What an expert is asked."""
         return TURN.format(talk="\n".join(self.history), tools=json.dumps(self.tools[:-1]))
-
-    def _asked(self, expert) -> Expert:
-        """The language model behind an expert, at the price that the task quotes."""
-        return replace(self.models.experts[expert["model"]], price=Price(*expert["usd"]))
 
     def _simulated(self, expert) -> tuple[ParsedTurn, ToolResult]:
         """A declared simulation of an expert, whose turns are right with probability `skill`."""

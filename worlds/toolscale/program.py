@@ -53,27 +53,20 @@ OPERATORS = {
     ast.GtE: operator.ge,
     ast.In: lambda value, options: value in options,
 }
-VALUES = {  # of the parts of an expression: how they follow from the `value` of what is in them
-    ast.Name: lambda value, node, call: call._scope[node.id],
-    ast.Attribute: lambda value, node, call: value(node.value)[node.attr],
-    ast.Constant: lambda value, node, call: node.value,
-    ast.Compare: lambda value, node, call: call._compared(
-        type(node.ops[0]), value(node.left), value(node.comparators[0])
-    ),
-    ast.Call: lambda value, node, call: call._called(node),
-    ast.BoolOp: lambda value, node, call: all(map(value, node.values)),
-    ast.BinOp: lambda value, node, call: call._computed(
-        type(node.op), value(node.left), value(node.right)
-    ),
-    ast.UnaryOp: lambda value, node, call: OPERATORS[type(node.op)](value(node.operand)),
-    ast.List: lambda value, node, call: call._made([*map(value, node.elts)]),
-    ast.Dict: lambda value, node, call: call._made(
-        {key.value: value(each) for key, each in zip(node.keys, node.values, strict=True)}
-    ),
-}
 STEPS = ast.Return, ast.Assign, ast.Expr
-PARTS = {*STEPS, *OPERATORS, *VALUES, ast.Load, ast.Store, ast.And, ast.keyword}
-
+VALUES = {  # what _value evaluates
+    ast.Name,
+    ast.Attribute,
+    ast.Constant,
+    ast.Compare,
+    ast.Call,
+    ast.BoolOp,
+    ast.BinOp,
+    ast.UnaryOp,
+    ast.List,
+    ast.Dict,
+}
+PARTS = {*STEPS, *VALUES, *OPERATORS, ast.Load, ast.Store, ast.And, ast.keyword}
 
 # What a program that cannot go on raises.
 FAULTS = LookupError, TypeError, ValueError, ArithmeticError, AttributeError
@@ -176,10 +169,30 @@ class _Call:
     _work: int = MOST_WORK
 
     def _value(self, node):
-        self._work -= 1
-        if self._work < 0:
-            self._spend(0)
-        return VALUES[type(node)](self._value, node, self)
+        self._spend(1)
+        value = self._value
+        match node:
+            case ast.Name():
+                return self._scope[node.id]
+            case ast.Constant():
+                return node.value
+            case ast.Attribute():
+                return value(node.value)[node.attr]
+            case ast.Call():
+                return self._called(node)
+            case ast.Compare(ops=[sign], comparators=[right]):
+                return self._compared(type(sign), value(node.left), value(right))
+            case ast.BinOp():
+                return self._computed(type(node.op), value(node.left), value(node.right))
+            case ast.UnaryOp():
+                return OPERATORS[type(node.op)](value(node.operand))
+            case ast.BoolOp():
+                return all(map(value, node.values))
+            case ast.List():
+                return self._made([*map(value, node.elts)])
+            case ast.Dict():
+                pairs = zip(node.keys, node.values, strict=True)
+                return self._made({key.value: value(each) for key, each in pairs})
 
     def _spend(self, work):
         self._work -= work

@@ -124,12 +124,12 @@ def _problem(directory, error, called) -> str:
     kit = directory / "toolkit.py"
     if kit.is_file():
         return f"{kit}: its class Toolkit must load, made with the value of db.json; found {found}"
-    module = (error.name or "") if isinstance(error, ModuleNotFoundError) else None
-    if module is None:
+    if not isinstance(error, ModuleNotFoundError):
         return (
             f"{directory}: the package tau2 cannot open this domain ({found}); if it misses data, "
             "set TAU2_DATA_DIR=tau2-bench/data, or REPO_PATH=ToolOrchestra for the released domains"
         )
+    module = error.name or ""
     if directory.name in OURS and not directory.exists():
         return (
             f"{directory}: is missing; data_gen.py writes it with tools.json beside tasks.jsonl, "

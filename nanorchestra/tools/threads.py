@@ -1,0 +1,29 @@
+"""Runs calls in daemon threads, for which neither Ctrl-C nor the exit of the process waits."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def in_daemon(call: Callable[[], T]) -> Future[T]:
+    """Runs `call` in a daemon thread; returns the future of its result."""
+    future = Future()
+    future.set_running_or_notify_cancel()  # so that a cancelled attempt leaves it alone
+
+    def work():
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
+
+
+async def in_thread(call: Callable[..., T], *arguments: Any) -> T:
+    """Returns `call(*arguments)` from a daemon thread."""
+    return await asyncio.wrap_future(in_daemon(lambda: call(*arguments)))
