@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 import time
@@ -522,3 +523,20 @@ def test_the_catalogues_of_the_documentation_load(tmp_path, sandbox):
             continue
         names += [tool.name for tool in load_tools(file, sandbox)]
     assert names == ["python", "coder", "mini", "convert", "handbook", "answer"]
+
+
+@pytest.mark.parametrize(
+    "charged, billed",
+    [(0.2, 0.2), (0.0, 0.0), (0.3, 0.3), (-1.0, 0.25), (math.nan, 0.25), (math.inf, 0.25)],
+)
+def test_a_function_charges_no_more_than_it_states(charged, billed):
+    """A user's limit holds by what a function states; what it charges beyond is an error, billed."""
+
+    @tool(usd_per_call=0.25)
+    def ask(text: str) -> ToolResult:
+        """Asks."""
+        return ToolResult("yes", charged)
+
+    result = ask.call({"text": "well?"})
+    assert result.cost_usd == billed and result.error == (charged not in (0.0, 0.2))
+    assert ("usd_per_call states $0.25 at most" in result.content) == result.error

@@ -18,6 +18,7 @@ program prints. With a published role in the catalogue it works for the role's e
 
 import inspect
 import json
+import math
 import re
 import runpy
 import time
@@ -85,10 +86,11 @@ class FunctionTool:
         """Returns the observation of a value, with what it adds to the evidence."""
         documents = []
         if isinstance(value, ToolResult):
-            if value.cost_usd > self.usd_per_call:
+            if not 0 <= value.cost_usd <= self.usd_per_call:  # nan is neither
                 stated = f"usd_per_call states ${self.usd_per_call:g} at most"
                 text = f"Error: {self.name} has charged ${value.cost_usd:g}; {stated}"
-                return replace(value, content=text, error=True)
+                usd = value.cost_usd if self.usd_per_call < value.cost_usd < math.inf else 0.0
+                return replace(value, content=text, cost_usd=usd or self.usd_per_call, error=True)
             result = value
             documents = _documents(value.content)
         elif self.kind == "search":
