@@ -16,11 +16,11 @@ from openai_server import openai_server, said
 from nanorchestra.agent.environment import function_schema
 from nanorchestra.errors import UserError
 from nanorchestra.evidence import Evidence
-from nanorchestra.records import Price
+from nanorchestra.records import Price, ToolResult
 from nanorchestra.tools import models
 from nanorchestra.tools.allowance import UNLIMITED, RefusedError, most_usd, within
 from nanorchestra.tools.spending import reply_file
-from tools import RecordsTool, SimulatedExpert, Skill, load_tools
+from tools import RecordsTool, SimulatedExpert, Skill, load_tools, tool
 
 CODE = {"name": "py", "description": "runs Python", "kind": "code", "usd_per_call": 0.001}
 SEARCH = {
@@ -530,7 +530,7 @@ def test_the_catalogues_of_the_documentation_load(tmp_path, sandbox):
     [(0.2, 0.2), (0.0, 0.0), (0.3, 0.3), (-1.0, 0.25), (math.nan, 0.25), (math.inf, 0.25)],
 )
 def test_a_function_charges_no_more_than_it_states(charged, billed):
-    """A user's limit holds by what a function states; what it charges beyond is an error, billed."""
+    """A user's limit holds by what a function states; a charge beyond it is an error, and billed."""
 
     @tool(usd_per_call=0.25)
     def ask(text: str) -> ToolResult:
