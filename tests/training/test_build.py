@@ -91,6 +91,7 @@ def test_demonstrations_lower_the_loss_and_the_engine_has_them_once_they_are_pub
     assert likelihood() == pytest.approx(sum(run.trainer.score(groups)[0]) / 36, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_stopped_and_resumed_it_ends_the_same(make_training, overlap):
     """Also if the engine samples beside the update: its adapters are its own."""
