@@ -4,7 +4,6 @@ import asyncio
 import logging
 import re
 import secrets
-import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Send
@@ -26,7 +22,16 @@ from nanorchestra.agent.loop import Rollout
 from nanorchestra.engine.guide import Guide, grammar
 from nanorchestra.errors import UserError, require
 from nanorchestra.schemas import Json
-from nanorchestra.serving.connections import Connection, close_overdue
+from nanorchestra.serving.connections import (
+    REFUSED,
+    Connection,
+    address,
+    application,
+    close_overdue,
+    listen,
+    read_raw,
+    serve,
+)
 from nanorchestra.serving.grammars import Grammars
 from nanorchestra.serving.orchestrate import MakeEnvironment, orchestrated
 from nanorchestra.serving.protocol import (
@@ -45,7 +50,6 @@ from nanorchestra.serving.service import Service
 
 PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 POLICY = {"content-security-policy": "default-src 'unsafe-inline'; connect-src 'self'"}
-LOCAL = ["localhost", "127.0.0.1", "[::1]"]
 JSON = "application/json"
 BODY_S = 30.0  # that a body may take to come
 SMALL = 16 << 10  # bytes of a body that does not wait behind large ones
@@ -54,7 +58,6 @@ FORMS = {  # the form of a body, and what an answer and a chunk of a stream are 
     "/v1/chat/completions": ("ChatRequest", "chat.completion", "chat.completion.chunk"),
     "/v1/completions": ("CompletionRequest", "text_completion", "text_completion"),
 }
-REFUSED = HTTPException, UserError, TimeoutError
 
 
 class Server(uvicorn.Server):
@@ -91,12 +94,12 @@ class Server(uvicorn.Server):
         }
         routes = [Route(path, said, methods=["GET"]) for path, said in published.items()]
         routes += [Route(path, self._complete, methods=["POST"]) for path in FORMS]
-        refusals = dict.fromkeys((*REFUSED, ClientDisconnect, Exception), refuse)
-        app = Starlette(routes=routes, exception_handlers=refusals)
-        app = TrustedHostMiddleware(app, LOCAL if host in (*LOCAL, "::1") else ["*"])
-        stop = int(DRAIN_S) + 5
         config = uvicorn.Config(
-            app, http=Connection, ws="none", log_level="warning", timeout_graceful_shutdown=stop
+            application(routes, refuse, host),
+            http=Connection,
+            ws="none",
+            log_level="warning",
+            timeout_graceful_shutdown=int(DRAIN_S) + 5,
         )
         super().__init__(config)
 
@@ -147,16 +150,8 @@ class Server(uvicorn.Server):
         media = request.headers.get("content-type", "").partition(";")[0]
         if media.strip().lower() != JSON:
             raise HTTPException(415, f"the Content-Type must be {JSON}")
-        most, raw = (1 << 16) + 32 * self.given["max_tokens"], bytearray()
-        try:
-            async with asyncio.timeout(BODY_S):
-                async for part in request.stream():
-                    raw += part
-                    if len(raw) > most:
-                        raise HTTPException(413, f"the body has more than {most} bytes")
-        except TimeoutError:
-            raise HTTPException(408, "the body did not come in time") from None
-        return raw
+        most = (1 << 16) + 32 * self.given["max_tokens"]
+        return await read_raw(request, most, BODY_S)
 
     async def _open(self, raw, form):
         """A checked body, and the chunks of its answer. What is cheap is checked first."""
@@ -276,14 +271,7 @@ def refuse(request: Any, error: Exception) -> Response:
 
 def serve_http(server: Server, port: int) -> None:
     """Listens until SIGTERM or SIGINT. UserError if it cannot."""
-    try:
-        family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-        listening = socket.create_server((server.host, port), family=family)
-    except (OSError, OverflowError) as error:
-        raise UserError(f"--host {server.host} --port {port}: {error}") from None
-    host = f"[{server.host}]" if ":" in server.host else server.host
-    place = f"http://{host}:{listening.getsockname()[1]}"
+    listening = listen(server.host, port)
+    place = address(listening)
     print(f"{' and '.join(server.models)} at {place}/v1, the page at {place}/", flush=True)
-    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again at its end
-        signal.signal(number, lambda *_: None)
-    server.run([listening])
+    serve(server, listening)

@@ -17,7 +17,7 @@ from nanorchestra.files import read_json
 from nanorchestra.model import chat
 from nanorchestra.model.parser import CALL, CALL_END
 from nanorchestra.model.tokenizer import Tokenizer
-from nanorchestra.schemas import Json, schema_error
+from nanorchestra.schemas import Json, levels, schema_error
 
 OPENAPI = read_json(Path(__file__).with_name("openapi.json"))
 COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -43,7 +43,8 @@ def read_body(raw: bytes, name: str, given: Json) -> Json:
     forms = OPENAPI["components"]
     known = forms["schemas"][name]["properties"]
     if isinstance(body, dict):
-        count = count_values([value for key, value in body.items() if key != "prompt"])
+        counted = [value for key, value in body.items() if key != "prompt"]
+        count = sum(map(len, levels(counted)))
         require(count <= VALUES, f"body: it has more than {VALUES} values")
         body = {key: value for key, value in body.items() if key in known}
     schema = {"$ref": f"#/components/schemas/{name}", "components": forms}
@@ -67,19 +68,6 @@ def read_body(raw: bytes, name: str, given: Json) -> Json:
         tools = [t for t in tools if t["function"]["name"] == choice["function"]["name"]]
     body["tools"] = [] if choice == "none" else tools
     return body
-
-
-def count_values(value: Any) -> int:
-    """Returns how many values a JSON value holds, itself among them."""
-    count, left = 0, [value]
-    while left:
-        value = left.pop()
-        count += 1
-        if isinstance(value, dict):
-            left.extend(value.values())
-        elif isinstance(value, list):
-            left.extend(value)
-    return count
 
 
 def count_choices(body: Json) -> int:

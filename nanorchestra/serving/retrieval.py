@@ -11,7 +11,6 @@ embedder computes them in one batch. What is refused or fails has a status from 
 import asyncio
 import json
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -20,18 +19,15 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 import uvicorn
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from nanorchestra.errors import UserError
 from nanorchestra.schemas import SHAPES, Json, schema_error
+from nanorchestra.serving.connections import address, application, read_raw, serve
 from nanorchestra.tools.index import Index, Passage
 
-LOCAL = ["localhost", "127.0.0.1", "[::1]"]
 MOST_BYTES = 128 << 10  # of a body; a query of QUERY_CHARS has 96 KB at most
 MOST_WAITING = 512  # queries; more are told to come again
 BATCH = 32  # queries that are embedded together
@@ -76,9 +72,7 @@ class SearchServer(uvicorn.Server):
             Route("/search", self._search, methods=["POST"]),
             Route("/health", self._health, methods=["GET"]),
         ]
-        refused = (HTTPException, TimeoutError, ClientDisconnect, Exception)
-        app = Starlette(routes=routes, exception_handlers=dict.fromkeys(refused, refuse))
-        app = TrustedHostMiddleware(app, LOCAL if host in (*LOCAL, "::1") else ["*"])
+        app = application(routes, refuse, host)
         super().__init__(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=STOP_S))
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
@@ -98,7 +92,7 @@ class SearchServer(uvicorn.Server):
             raise HTTPException(503, f"{MOST_WAITING} queries wait already", {"Retry-After": "1"})
         self._waiting += 1
         try:
-            body = read(await self._raw(request))
+            body = read(await read_raw(request, MOST_BYTES, BODY_S))
             found = asyncio.get_running_loop().create_future()
             self._queries.put(Query(body["query"], int(body.get("k", PASSAGES)), found))
             async with asyncio.timeout(ANSWER_S):
@@ -107,19 +101,6 @@ class SearchServer(uvicorn.Server):
             self._waiting -= 1
         self.searches += 1
         return reply({"passages": [passage._asdict() for passage in passages]})
-
-    async def _raw(self, request) -> bytes:
-        """Returns the bytes of a body. HTTPException if they are too many, or too slow."""
-        raw = bytearray()
-        try:
-            async with asyncio.timeout(BODY_S):
-                async for part in request.stream():
-                    raw += part
-                    if len(raw) > MOST_BYTES:
-                        raise HTTPException(413, f"the body has more than {MOST_BYTES} bytes")
-        except TimeoutError:
-            raise HTTPException(408, f"the body did not come within {BODY_S:g} s") from None
-        return bytes(raw)
 
     def _work(self) -> None:
         """Answers what waits, at most BATCH queries at a time, until None comes."""
@@ -182,24 +163,11 @@ def refuse(request: Request, error: Exception) -> Response:
     return reply({"error": "internal error"}, 500)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that clients can connect to already. UserError if it cannot listen there."""
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=MOST_WAITING)
-    except (OSError, OverflowError) as error:
-        problem = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"--host {host} --port {port}: {problem}; give another") from None
-
-
 def serve_index(index: Index, listening: socket.socket) -> None:
     """Serves an index on a socket until SIGTERM or SIGINT."""
-    host, port = listening.getsockname()[:2]
-    name = f"[{host}]" if ":" in host else host
-    print(f"{index.about}\nserved at http://{name}:{port}, the corpus of a catalogue's search tool")
+    print(index.about)
+    print(f"served at {address(listening)}, the corpus of a catalogue's search tool")
     print("Ctrl-C ends it", flush=True)
-    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again at its end
-        signal.signal(number, lambda *_: None)
-    server, start = SearchServer(index, host), time.monotonic()
-    server.run([listening])
+    server, start = SearchServer(index, listening.getsockname()[0]), time.monotonic()
+    serve(server, listening)
     print(f"ended after {server.searches} searches in {time.monotonic() - start:.0f} s")
