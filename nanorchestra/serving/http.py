@@ -19,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import Send
 
 from nanorchestra.agent.loop import Rollout
-from nanorchestra.engine.guide import Guide, grammar
+from nanorchestra.engine.guide import Guide
 from nanorchestra.errors import UserError, require
 from nanorchestra.schemas import Json
 from nanorchestra.serving.connections import (
@@ -41,7 +41,7 @@ from nanorchestra.serving.protocol import (
     as_prompts,
     count_choices,
     dumps,
-    guided,
+    form_of,
     merge,
     read_body,
     usage,
@@ -130,9 +130,9 @@ class Server(uvicorn.Server):
 
     async def _complete(self, request) -> Response:
         """Answers a body, at once or as a stream."""
-        form, *kinds = FORMS[request.url.path]
+        name, *kinds = FORMS[request.url.path]
         raw = await self._raw(request)
-        body, chunks = await self._open(raw, form)
+        body, chunks = await self._open(raw, name)
         head = {"id": secrets.token_hex(12), "created": int(time.time()), "model": body["model"]}
         head["object"] = kinds[body["stream"]]
         if body["stream"]:
@@ -153,22 +153,22 @@ class Server(uvicorn.Server):
         most = (1 << 16) + 32 * self.given["max_tokens"]
         return await read_raw(request, most, BODY_S)
 
-    async def _open(self, raw, form):
+    async def _open(self, raw, name):
         """A checked body, and the chunks of its answer. What is cheap is checked first."""
         loop, thread = asyncio.get_running_loop(), self.small if len(raw) <= SMALL else self.large
-        body, prompts = await loop.run_in_executor(thread, self._read, raw, form)
+        body, prompts = await loop.run_in_executor(thread, self._read, raw, name)
         if body["model"] == self.models[1]:
             return body, orchestrated(self.service, self.rollout, self.make_environment, body)
         tokenizer, guide = self.rollout.tokenizer, None
-        if (settings := guided(body)) is not None:
-            lark = await loop.run_in_executor(thread, lambda: grammar(tokenizer, **settings))
-            guide = Guide(tokenizer, **settings, matcher=await self.grammars.compiled(lark))
+        if (form := form_of(body)) is not None:
+            lark = await loop.run_in_executor(thread, form.grammar, tokenizer)
+            guide = Guide(tokenizer, form, await self.grammars.compiled(lark))
         choices = as_choices(body, prompts, guide)
         return body, sampled(self.service, tokenizer, body, choices)
 
-    def _read(self, raw, form):
+    def _read(self, raw, name):
         """A checked body, and the ids of its prompts, which fit the context."""
-        body = read_body(raw, form, self.given)
+        body = read_body(raw, name, self.given)
         if body["model"] not in self.models:
             raise HTTPException(404, f"model: it must be {' or '.join(self.models)}")
         is_chat = "messages" in body

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanorchestra.engine.guide import Guide
+from nanorchestra.engine.guide import Form, Guide
 from nanorchestra.engine.request import Request, SamplingParams
 from nanorchestra.engine.stream import TurnStream
 from nanorchestra.errors import UserError, require
@@ -88,25 +88,20 @@ def as_prompts(body: Json, tokenizer: Tokenizer) -> list[list[int]]:
     return [tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
 
 
-def guided(body: Json) -> Json | None:
-    """Returns the arguments of the Guide that a body needs, beside the tokenizer; None for none."""
+def form_of(body: Json) -> Form | None:
+    """Returns the form that a body holds its answers to, None for none. UserError."""
     if "messages" not in body:
         return None
-    tools, format, forced = body["tools"], body["response_format"], False
+    tools, format, required = body["tools"], body["response_format"], False
     if body["tool_choice"] not in ("auto", "none"):
         require(tools, "tool_choice: tools has no such function")
-        forced = True
+        required = True
     described = format.get("json_schema", {"schema": {"type": "object"}})
-    schema = None if forced or format["type"] == "text" else described["schema"]
+    schema = None if required or format["type"] == "text" else described["schema"]
     if not tools and schema is None:
         return None
-    return {
-        "tools": tools,
-        "schema": schema,
-        "required": forced,
-        "strict": described.get("strict", False),
-        "thinks": body["chat_template_kwargs"] != SILENT,
-    }
+    thinks = body["chat_template_kwargs"] != SILENT
+    return Form(tools, schema, required, described.get("strict", False), thinks)
 
 
 def as_choices(body: Json, prompts: list[list[int]], guide: Guide | None) -> list[tuple]:
