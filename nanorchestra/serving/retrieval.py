@@ -48,7 +48,7 @@ class Query:
     def finish(self, result: list[Passage] | Exception) -> None:
         """Gives the future its result, from another thread, unless nobody waits for it."""
 
-        def finish():
+        def give():
             if self.found.done():
                 return
             if isinstance(result, Exception):
@@ -58,7 +58,7 @@ class Query:
 
         loop = self.found.get_loop()
         if not loop.is_closed():
-            loop.call_soon_threadsafe(finish)
+            loop.call_soon_threadsafe(give)
 
 
 class SearchServer(uvicorn.Server):
