@@ -69,7 +69,7 @@ def load_model(
     if os.path.lexists(path / SUMS):
         check_saved(path)
     config = read_config(path)
-    shards = _shards(path)
+    shards = _open_shards(path)
     _check_sizes(config, shards, path)
     tokenizer = None
     if os.path.lexists(path / "tokenizer.json"):
@@ -200,7 +200,7 @@ def check_saved(path: Path) -> None:
         ) from None
 
 
-def _shards(path) -> dict[str, Any]:
+def _open_shards(path) -> dict[str, Any]:
     """Return the open file of each tensor in a checkpoint directory, by the tensor's name."""
     index = path / INDEX
     files, weight_map = {SINGLE}, {}
