@@ -155,7 +155,8 @@ class Server(uvicorn.Server):
 
     async def _open(self, raw, name):
         """A checked body, and the chunks of its answer. What is cheap is checked first."""
-        loop, thread = asyncio.get_running_loop(), self.small if len(raw) <= SMALL else self.large
+        loop = asyncio.get_running_loop()
+        thread = self.small if len(raw) <= SMALL else self.large
         body, prompts = await loop.run_in_executor(thread, self._read, raw, name)
         if body["model"] == self.models[1]:
             return body, orchestrated(self.service, self.rollout, self.make_environment, body)
@@ -186,7 +187,8 @@ class Server(uvicorn.Server):
 
     def _prompts(self, body):
         """The ids of the prompts of a body. UserError if they do not fit the context."""
-        limits, prompts = self.rollout.engine.limits, as_prompts(body, self.rollout.tokenizer)
+        limits = self.rollout.engine.limits
+        prompts = as_prompts(body, self.rollout.tokenizer)
         for ids in prompts:
             limits.check_length(limits.check_ids(ids), sampled=1)
         return prompts
