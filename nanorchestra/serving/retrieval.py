@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import uvicorn
@@ -39,26 +40,11 @@ PASSAGES = 3  # where a body does not say k
 
 @dataclass(frozen=True)
 class Query:
-    """A query that waits for `found`, a future of the server's event loop."""
+    """A query that waits for `found`, the passages; cancelled once nobody waits."""
 
     text: str
     k: int
-    found: asyncio.Future
-
-    def finish(self, result: list[Passage] | Exception) -> None:
-        """Gives the future its result, from another thread, unless nobody waits for it."""
-
-        def give():
-            if self.found.done():
-                return
-            if isinstance(result, Exception):
-                self.found.set_exception(result)
-            else:
-                self.found.set_result(result)
-
-        loop = self.found.get_loop()
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(give)
+    found: Future[list[Passage]]
 
 
 class SearchServer(uvicorn.Server):
@@ -93,10 +79,10 @@ class SearchServer(uvicorn.Server):
         self._waiting += 1
         try:
             body = read(await read_raw(request, MOST_BYTES, BODY_S))
-            found = asyncio.get_running_loop().create_future()
+            found = Future()
             self._queries.put(Query(body["query"], int(body.get("k", PASSAGES)), found))
             async with asyncio.timeout(ANSWER_S):
-                passages = await found
+                passages = await asyncio.wrap_future(found)
         finally:
             self._waiting -= 1
         self.searches += 1
@@ -117,7 +103,8 @@ class SearchServer(uvicorn.Server):
                     break
                 batch[query.k].append(query)
             for k, queries in batch.items():
-                self._answer([query for query in queries if not query.found.done()], k)
+                awaited = [each for each in queries if each.found.set_running_or_notify_cancel()]
+                self._answer(awaited, k)
 
     def _answer(self, queries, k) -> None:
         """Answers queries together, and each alone if that fails, so that one spoils no other."""
@@ -132,10 +119,11 @@ class SearchServer(uvicorn.Server):
                 return
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             print(f"a search failed: {problem}", file=sys.stderr, flush=True)
-            queries[0].finish(HTTPException(500, f"the search failed: {problem}"))
+            refusal = HTTPException(500, f"the search failed: {problem}")
+            queries[0].found.set_exception(refusal)
             return
         for query, passages in zip(queries, found, strict=True):
-            query.finish(passages)
+            query.found.set_result(passages)
 
 
 def read(raw: bytes) -> Json:
