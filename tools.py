@@ -40,7 +40,8 @@ from nanorchestra.errors import ArgumentParser, command, require
 from nanorchestra.files import merge, read_json, read_toml
 from nanorchestra.records import RESULT_WORDS, Price, ToolResult
 from nanorchestra.schemas import Json, arguments_schema, check
-from nanorchestra.serving.retrieval import listen, serve_index
+from nanorchestra.serving.connections import listen
+from nanorchestra.serving.retrieval import serve_index
 from nanorchestra.tools.corpus import build_index, open_index
 from nanorchestra.tools.functions import load_functions, tool
 from nanorchestra.tools.http import EndpointError

@@ -94,9 +94,10 @@ def seconds(work: Callable[[], Any], device: torch.device) -> float:
 class Bench:
     """One model, and the works to run on it. Each returns figures for the table and the JSON."""
 
+    made = 0  # engines
+
     def __init__(self, shape: str, device: torch.device, dtype: torch.dtype, rounds: int):
         self.device, self.rounds, self.rng = device, rounds, random.Random(0)
-        self.made = 0  # engines
         with torch.device(device):
             self.model = Qwen3(replace(SHAPES[shape], max_position_embeddings=40960)).to(dtype)
         self.model.init_weights(0)

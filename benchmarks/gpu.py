@@ -42,6 +42,7 @@ from benchmarks.gpu_parts import NotHereError, Part, write  # noqa: E402
 
 # What the parts import. transformers and vLLM are measured beside the project where they are.
 NEEDED = ("torch", "triton", "numpy", "safetensors", "tokenizers", "tqdm", "matplotlib")
+OF_PEERS = ("certifi",)  # requirements that transformers imports too, where it is installed
 DONE = ("done", "not here")
 
 
@@ -257,7 +258,7 @@ def hide_other_requirements() -> None:
 
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     names = (re.match(r"[\w.-]+", line) for line in lines)
-    hidden = {plain(name[0]) for name in names if name} - set(NEEDED)
+    hidden = {plain(name[0]) for name in names if name} - {*NEEDED, *OF_PEERS}
     for module, owners in packages_distributions().items():
         if hidden & set(map(plain, owners)):
             sys.modules[module] = None

@@ -1,6 +1,6 @@
 """Measures IVF-PQ beside flat search: recall, bytes, time to build and time of a query.
 
-    python benchmarks/retrieval.py [--vectors 1000000] [--dimension 64] [--home DIR] [--json F]
+    python benchmarks/retrieval.py [--vectors 1000000] [--dimension 64]
 
 The vectors are synthetic: points of a mixture of 1,000 Gaussians in a space of 24 dimensions, laid
 into `dimension` of them with a little noise, of length 1. Real embeddings are such a cloud too:
@@ -12,7 +12,6 @@ not in it, because the system takes their pages back when it needs them.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -50,17 +49,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--vectors", type=int, default=1_000_000)
     parser.add_argument("--dimension", type=int, default=64)
-    parser.add_argument("--home", type=Path, help="where the files are written and kept")
-    parser.add_argument("--json", type=Path, help="where the figures are written")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        home = options.home or Path(temporary)
-        home.mkdir(parents=True, exist_ok=True)
-        figures = measure(options.vectors, options.dimension, home)
+    with tempfile.TemporaryDirectory() as home:
+        figures = measure(options.vectors, options.dimension, Path(home))
     for name, value in figures.items():
         print(f"{name:32} {value}")
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def measure(count: int, dimension: int, home: Path) -> dict[str, object]:

@@ -29,11 +29,7 @@ def read_json(path: str | Path) -> Any:
 
 def read_object(path: str | Path) -> dict[str, Any]:
     """Returns the JSON object of a regular file, by `read_regular`. UserError."""
-    try:
-        text = read_regular(path).decode()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not a text file in UTF-8 ({error})") from None
-    value = _parsed(path, text)
+    value = _parsed(path, read_regular(path))
     said = f"{path}: holds {reprlib.repr(value)}; expected a JSON object"
     require(isinstance(value, dict), said)
     return value
@@ -109,12 +105,12 @@ def open_regular(path: str | Path) -> Iterator[IO[bytes]]:
         yield file
 
 
-def read_regular(path: str | Path) -> bytes:
-    """Returns the bytes of a regular file of up to LARGEST_TEXT. UserError."""
+def read_regular(path: str | Path) -> str:
+    """Returns the text of a regular file of up to LARGEST_TEXT bytes. UserError."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         require(size <= LARGEST_TEXT, f"{path}: {size:,} bytes; expected at most {LARGEST_TEXT:,}")
-        return file.read()
+        return file.read().decode()
 
 
 def sha256(path: str | Path) -> str:
@@ -132,7 +128,7 @@ def write_sums(directory: Path, digests: Mapping[str, str]) -> None:
 def read_sums(directory: Path) -> dict[str, str]:
     """Returns the SHA-256 by file name that SHA256SUMS states. UserError."""
     path, digests = directory / SUMS, {}
-    *lines, rest = read_regular(path).decode("utf-8", "replace").split("\n")
+    *lines, rest = read_regular(path).split("\n")
     require(lines and not rest, f"{path}: not whole; expected lines of a SHA-256 and a file name")
     for number, line in enumerate(lines, 1):
         digest, _, name = line.partition("  ")

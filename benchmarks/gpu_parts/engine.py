@@ -12,6 +12,7 @@ import random
 import tempfile
 import time
 from dataclasses import replace
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,6 @@ class GpuBench(Bench):
 
     def __init__(self, shape: ModelConfig, part: Part, quantise: str = ""):
         self.device, self.rounds, self.rng = torch.device(part.device), 1, random.Random(0)
-        self.made = 0  # engines
         dtype = torch.float32 if part.rehearse else torch.bfloat16
         self.model = self.served = random_model(shape, self.device, dtype)
         if quantise:
@@ -65,12 +65,10 @@ class GpuBench(Bench):
             made.runner.overlaps = False
         return made
 
-    @property
+    @cached_property
     def peer(self) -> Any:
         """The same weights in transformers, without a copy on disk."""
-        if "_peer" not in self.__dict__:
-            self._peer = transformers_model(self.model, self.device)
-        return self._peer
+        return transformers_model(self.model, self.device)
 
 
 def random_model(shape: ModelConfig, device: torch.device, dtype: torch.dtype) -> Qwen3:

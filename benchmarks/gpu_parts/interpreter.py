@@ -92,23 +92,5 @@ def patch_lang(function):
 
 
 interpreter._patch_lang = patch_lang
-
-
-def patch_lang(function):
-    """Replaces the language by the interpreter's once: it is asked to at every call of a function.
-
-    The call of a kernel begins with the true language, and the functions that it calls find what
-    the kernel has replaced.
-    """
-    seen = [x for x in function.__globals__.values() if x is tl or x is tl.core]
-    if not any(tl.core.is_builtin(language.load) for language in seen):
-        return interpreter._LangPatchScope()
-    scope = _patch(function)
-    # Triton 3.6 leaves it to NumPy, which from 2.4 on makes no number of an array [1].
-    scope.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
-    return scope
-
-
-interpreter._patch_lang = patch_lang
 InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl
 InterpreterBuilder.binary_op, InterpreterBuilder.create_fp_to_fp = binary_op, create_fp_to_fp

@@ -218,15 +218,21 @@ def _quantised(s: Shape) -> Results:
     k, n = (256, 40) if s.device == "cpu" else (s.hidden, 2 * s.ff)
     with torch.device(s.device):
         linear = torch.nn.Linear(k, n, bias=False)
-    for bits, kind, group in ((8, torch.int8, k), (4, torch.uint8, 128)):
-        layer = QuantisedLinear(linear, kind, group)
+    for mode, kind, group in (
+        ("int8", torch.int8, k),
+        ("int4", torch.uint8, 128),
+        ("awq", torch.uint8, 128),
+    ):
+        layer = QuantisedLinear(linear, kind, group, zeros=mode == "awq")
         layer.write(slice(0, n), linear.weight.detach())
+        if mode == "awq":
+            layer.zeros.random_(16)
         exact = layer.dequantise(torch.float64)
         for m in (1, 16, 64, 65):
             x = s.randn(m, k)
             got = layer(x)
             allowed = POINTWISE if m <= 64 else 2 * ATTENTION  # then W is rounded too
-            yield f"quantised_linear int{bits}, M={m}", got, x.double() @ exact.T, allowed
+            yield f"quantised_linear {mode}, M={m}", got, x.double() @ exact.T, allowed
 
 
 def pointwise(part: Part) -> None:

@@ -18,10 +18,11 @@ from nanorchestra.config import Config
 from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.model import lora
 from nanorchestra.model.hf_config import PRESETS
-from nanorchestra.model.quantise import QuantisedLinear, linears, quantise_model
+from nanorchestra.model.quantise import QuantisedLinear, linears
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
+from nanorchestra.model.sharded import local
 from nanorchestra.settings import load_config
-from nanorchestra.training.build import build_engine, build_trainer, publish
+from nanorchestra.training.build import as_configured, build_engine, build_trainer, publish
 from nanorchestra.training.costs import GB, peak_flops
 from nanorchestra.training.objectives import group_advantages, objective_of
 from nanorchestra.training.packing import Group, Sample
@@ -125,26 +126,18 @@ def _measured_step(part: Part, config: Config, shape: ModelConfig, ranks: Ranks)
 def trained_model(config: Config, shape: ModelConfig, ranks: Ranks, dtype: torch.dtype) -> Qwen3:
     """A sharded model with random weights, drawn where they lie."""
     with torch.device("meta"):
-        model = Qwen3(shape)
-        if config.lora.rank:
-            model.to(dtype)
-            if config.lora.base == "int4":
-                quantise_model(model.layers, "int4")
-            lora.add_adapters(model, config.lora.rank, config.lora.alpha, 0)
-        model = shard_model(model, ranks, dtype)
+        model = as_configured(Qwen3(shape), config, ranks, dtype)
     model.to_empty(device=ranks.device)
     with torch.no_grad():
         for parameter in model.parameters():
-            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             if parameter.dim() == 1:
-                local.fill_(1.0)
+                local(parameter).fill_(1.0)
             else:
-                local.normal_(0.0, parameter.shape[-1] ** -0.5)
+                local(parameter).normal_(0.0, parameter.shape[-1] ** -0.5)
         for _, module in linears(model, QuantisedLinear):
             module.values.random_(256)
             module.scales.fill_(module.in_features**-0.5 / NIBBLE_SPREAD)
-    if config.lora.rank:
-        lora.reset(model, 0)
+    lora.reset(model, config.run.seed)
     return model
 
 

@@ -11,6 +11,7 @@ import copy
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
 
 import numpy as np
@@ -28,33 +29,54 @@ LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
 MASKS_S, MASK_S = 2.0, 0.02  # CPU time that all masks of a guide may take, and a mask on average
 
 
-class Guide:
-    """A grammar, and where a turn stands in it: each request takes a copy of SamplingParams.guide.
+@dataclass(frozen=True)
+class Form:
+    """What a turn is held to: calls to `tools` (OpenAI's function objects), wherever one begins.
 
-    It holds calls to those of `tools` (OpenAI's function objects), wherever parser.py sees one
-    begin, and forbids nothing outside of them. With `required` the turn is one call, after its
-    reasoning if it `thinks`; with a `schema` it is JSON of that, or a call. Not `strict`: keywords
-    that cannot be enforced are ignored. `matcher`: the grammar of these settings, compiled before.
-    UserError if a schema is wrong. So do `allowed` and `advance` raise it if they meet a limit of
-    llguidance, or if the masks of this guide and its copies take too long.
+    Nothing outside of calls is forbidden. With `required` the turn is one call, after its reasoning
+    if it `thinks`; with a `schema` it is JSON of that, or a call. Not `strict`: keywords that
+    cannot be enforced are ignored.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        tools: Sequence[Json],
-        schema: Json | None = None,
-        *,
-        required: bool = False,
-        strict: bool = False,
-        thinks: bool = True,
-        matcher: LLMatcher | None = None,
-    ):
-        self.tokenizer, self.free = tokenizer, not required and schema is None
-        if matcher is None:
-            settings = {"required": required, "strict": strict, "thinks": thinks}
-            matcher = _compiled(tokenizer, grammar(tokenizer, tools, schema, **settings))
-        self._matcher, self.holds, self._spent = matcher, not self.free, Spent()
+    tools: Sequence[Json]
+    schema: Json | None = None
+    required: bool = False
+    strict: bool = False
+    thinks: bool = True
+
+    @property
+    def free(self) -> bool:
+        """Whether a turn may hold anything beside its calls."""
+        return not self.required and self.schema is None
+
+    def grammar(self, tokenizer: Tokenizer) -> str:
+        """Returns the grammar in llguidance's Lark."""
+        options = {"x-guidance": {"whitespace_pattern": "[ ]?", "lenient": not self.strict}}
+        begin, end, call, call_end = (
+            f"<[{tokenizer.token_id(name)}]>" for name in (THINK, THINK_END, CALL, CALL_END)
+        )
+        bodies = [] if self.schema is None else ["%json " + json.dumps(self.schema | options)]
+        call = "" if self.free else call  # else the parser has seen it
+        for tool in self.tools:
+            wanted = json.dumps(_call(tool["function"]) | options)
+            bodies.append(f"{call} /\\n?/ %json {wanted} /\\n?/ {call_end}")
+        think = rf"think: {begin} /(.|\n)*/ {end} /\n?\n?/"
+        start = "think? " if self.thinks and not self.free else ""
+        return f"start: {start}({' | '.join(bodies)})\n{think}"
+
+
+class Guide:
+    """A form, and where a turn stands in it: each request takes a copy of SamplingParams.guide.
+
+    `matcher`: the grammar of the form, compiled before. UserError if a schema is wrong. So do
+    `allowed` and `advance` raise it if they meet a limit of llguidance, or if the masks of this
+    guide and its copies take too long.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, form: Form, matcher: LLMatcher | None = None):
+        self.tokenizer, self.free = tokenizer, form.free
+        self._matcher = matcher or _compiled(tokenizer, form.grammar(tokenizer))
+        self.holds, self._spent = not self.free, Spent()
 
     def copy(self) -> Guide:
         """Returns the guide of one turn, at its beginning."""
@@ -94,31 +116,6 @@ class Guide:
             raise UserError(problem_of(self._matcher))
         self._spent.add(time.thread_time() - start)
         return np.frombuffer(mask, np.uint8) > 0
-
-
-def grammar(
-    tokenizer: Tokenizer,
-    tools: Sequence[Json],
-    schema: Json | None = None,
-    *,
-    required: bool = False,
-    strict: bool = False,
-    thinks: bool = True,
-) -> str:
-    """Returns the grammar of a Guide of these settings, in llguidance's Lark."""
-    free = not required and schema is None
-    options = {"x-guidance": {"whitespace_pattern": "[ ]?", "lenient": not strict}}
-    begin, end, call, call_end = (
-        f"<[{tokenizer.token_id(name)}]>" for name in (THINK, THINK_END, CALL, CALL_END)
-    )
-    bodies = [] if schema is None else ["%json " + json.dumps(schema | options)]
-    call = "" if free else call  # else the parser has seen it
-    for tool in tools:
-        wanted = json.dumps(_call(tool["function"]) | options)
-        bodies.append(f"{call} /\\n?/ %json {wanted} /\\n?/ {call_end}")
-    think = rf"think: {begin} /(.|\n)*/ {end} /\n?\n?/"
-    start = "think? " if thinks and not free else ""
-    return f"start: {start}({' | '.join(bodies)})\n{think}"
 
 
 class Spent:

@@ -111,13 +111,17 @@ def _awq_matrix(qweight, qzeros, scales, group) -> FourBit | None:
     if any(part.dim() != 2 for part in (qweight, qzeros, scales)):
         return None
     columns, words = qweight.shape
-    groups = columns // (group or columns or 1)
-    integers = qweight.dtype == qzeros.dtype == torch.int32
-    shapes = (tuple(qzeros.shape), tuple(scales.shape)) == ((groups, words), (groups, 8 * words))
-    whole = groups > 0 and columns == groups * (group or columns)
-    if not (integers and shapes and whole and scales.dtype == torch.float16):
+    if columns == 0:
         return None
-    return FourBit(_awq_values(qweight), _awq_values(qzeros), scales.T)
+    groups, rest = divmod(columns, group or columns)
+    fits = (
+        rest == 0
+        and qweight.dtype == qzeros.dtype == torch.int32
+        and scales.dtype == torch.float16
+        and qzeros.shape == (groups, words)
+        and scales.shape == (groups, 8 * words)
+    )
+    return FourBit(_awq_values(qweight), _awq_values(qzeros), scales.T) if fits else None
 
 
 def _awq_values(words: Tensor) -> Tensor:

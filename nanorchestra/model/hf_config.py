@@ -13,6 +13,8 @@ from nanorchestra.files import read_object, read_toml
 from nanorchestra.model.compressed import FORMATS
 from nanorchestra.model.qwen3 import ModelConfig
 
+GENERATION = "generation_config.json"
+LARGEST = 2**31  # a size is below it
 # field: the values that the decoder computes; the first is the default
 _SUPPORTED = {
     "model_type": ("qwen3",),
@@ -30,10 +32,6 @@ _DEFAULTS = {  # those of transformers
     "rms_norm_eps": 1e-6,
     "initializer_range": 0.02,
 }
-
-
-GENERATION = "generation_config.json"
-LARGEST = 2**31  # a size is below it
 
 
 def read_config(path: str | Path) -> ModelConfig:
@@ -68,19 +66,20 @@ def _awq_group(data, source) -> int | None:
     stored = data.get("quantization_config")
     if not isinstance(stored, Mapping) or stored.get("quant_method") != "awq":
         return None
-    version = stored.get("version", stored.get("format", "gemm"))
-    bits, zeros = stored.get("bits"), stored.get("zero_point", True)
-    group = stored.get("group_size", 128)
-    counted = type(group) is int and (group > 0 or group == -1)
-    for field, value, holds, expected in (
-        ("backend", stored.get("backend"), stored.get("backend") != "llm-awq", "autoawq"),
-        ("version", version, str(version).lower() == "gemm", "'gemm'"),
-        ("bits", bits, bits == 4, "4"),
-        ("zero_point", zeros, zeros is True, "true"),
-        ("group_size", group, counted, "a number of columns, or -1"),
-    ):
-        where = f"{source}: quantization_config.{field} = {value!r}"
-        require(holds, f"{where}: expected {expected}, as AutoAWQ's version 'gemm' has it")
+    defaults = {"version": stored.get("format", "gemm"), "zero_point": True, "group_size": 128}
+    stored = defaults | stored
+    group = stored["group_size"]
+
+    def check(holds, field, expected):
+        expected = f"{expected}, as AutoAWQ's version 'gemm' has it"
+        _expect(holds, source, f"quantization_config.{field}", stored.get(field), expected)
+
+    check(stored.get("backend") != "llm-awq", "backend", "autoawq")
+    check(str(stored["version"]).lower() == "gemm", "version", "'gemm'")
+    check(stored.get("bits") == 4, "bits", "4")
+    check(stored["zero_point"] is True, "zero_point", "true")
+    counted = _is_whole(group) and (group > 0 or group == -1)
+    check(counted, "group_size", "a number of columns, or -1")
     return max(group, 0)
 
 
@@ -90,22 +89,18 @@ def read_sampling(path: str | Path) -> dict[str, float]:
     Raises UserError for one that is not a number, or out of its range.
     """
     stated = _generation(path)
-    stated = stated if stated.get("do_sample") else {"temperature": 0.0}
+    if not stated.get("do_sample"):
+        stated = {"temperature": 0.0}
     values = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-    for name in values:
-        if (number := stated.get(name)) is not None:
-            values[name] = number
-    for name, holds, expected in (
-        (
-            "temperature",
-            _is_number(values["temperature"]) and values["temperature"] >= 0,
-            "0 or more",
-        ),
-        ("top_p", _is_number(values["top_p"]) and 0 < values["top_p"] <= 1, "above 0, at most 1"),
-        ("top_k", _is_whole(values["top_k"]) and values["top_k"] >= 0, "whole, 0 or more"),
-    ):
-        where = f"{Path(path) / GENERATION}: {name} = {reprlib.repr(values[name])}"
-        require(holds, f"{where}: expected a number, {expected}")
+    values |= {name: stated[name] for name in values if stated.get(name) is not None}
+
+    def check(holds, name, expected):
+        _expect(holds, Path(path) / GENERATION, name, values[name], f"a number, {expected}")
+
+    temperature, top_p, top_k = values.values()
+    check(_is_number(temperature) and temperature >= 0, "temperature", "0 or more")
+    check(_is_number(top_p) and 0 < top_p <= 1, "top_p", "above 0, at most 1")
+    check(_is_whole(top_k) and top_k >= 0, "top_k", "whole, 0 or more")
     return values
 
 
@@ -122,10 +117,7 @@ def config_from_hf(data: Mapping[str, Any], source: str = "config.json") -> Mode
     that is missing, malformed, or asks for what the decoder does not compute, such as YaRN.
     """
     rope = data.get("rope_scaling") or data.get("rope_parameters") or {}
-    require(
-        isinstance(rope, Mapping),
-        f"{source}: rope_scaling = {reprlib.repr(rope)}: expected an object",
-    )
+    _expect(isinstance(rope, Mapping), source, "rope_scaling", rope, "an object")
     values = {name: supported[0] for name, supported in _SUPPORTED.items()} | _DEFAULTS
     values["num_key_value_heads"] = data.get("num_attention_heads")
     values |= {name: value for name, value in {**data, **rope}.items() if value is not None}
@@ -135,8 +127,7 @@ def config_from_hf(data: Mapping[str, Any], source: str = "config.json") -> Mode
         _awq_group(data, source)
 
     def check(holds, field, expected):
-        stated = reprlib.repr(values.get(field))
-        require(holds, f"{source}: {field} = {stated}: expected {expected}")
+        _expect(holds, source, field, values.get(field), expected)
 
     for field, supported in _SUPPORTED.items():
         check(values[field] in supported, field, " or ".join(map(repr, supported)))
@@ -167,11 +158,18 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 def _eos_ids(data, source, vocab_size) -> tuple[int, ...]:
     stated = data.get("eos_token_id")
-    ids = stated if isinstance(stated, list | tuple) else () if stated is None else (stated,)
+    if stated is None:
+        return ()
+    ids = tuple(stated) if isinstance(stated, list | tuple) else (stated,)
     known = all(_is_whole(i) and 0 <= i < vocab_size for i in ids)
-    said = f"{source}: eos_token_id = {reprlib.repr(stated)}"
-    require(known, f"{said}: expected an id below {vocab_size}, the vocab_size, or a list of them")
-    return tuple(ids)
+    expected = f"an id below {vocab_size}, the vocab_size, or a list of them"
+    _expect(known, source, "eos_token_id", stated, expected)
+    return ids
+
+
+def _expect(holds, source, field, value, expected) -> None:
+    """UserError, which names the file, the field, its value and what would be right."""
+    require(holds, f"{source}: {field} = {reprlib.repr(value)}: expected {expected}")
 
 
 def _is_whole(value) -> bool:

@@ -99,14 +99,10 @@ class Tokenizer:
         tokenizer = cls(backend, str(file))
         for companion in COMPANIONS:
             beside = file.with_name(companion)
-            if not os.path.lexists(beside):
-                continue
-            if companion.endswith(".json"):
-                read_object(beside)  # checks it; kept is the text
-            try:
-                tokenizer._companions[companion] = read_regular(beside).decode()
-            except UnicodeDecodeError as error:
-                raise UserError(f"{beside}: not a text file in UTF-8 ({error})") from None
+            if os.path.lexists(beside):
+                if companion.endswith(".json"):
+                    read_object(beside)  # checks it; kept is the text
+                tokenizer._companions[companion] = read_regular(beside)
         return tokenizer
 
     def encode(self, text: str) -> list[int]:

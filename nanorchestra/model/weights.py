@@ -32,7 +32,15 @@ from nanorchestra.model.tokenizer import Tokenizer
 STORED = QuantisedLinear, PackedLinear  # they hold a matrix in a form of their own
 BASE = ".base"  # in the name of a matrix that has an adapter
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-SLACK = 4
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+SLACK = 4  # times what the files hold is far more
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,7 @@ def load_model(
     if os.path.lexists(path / SUMS):
         check_saved(path)
     config = read_config(path)
-    shards = _shards(path)
+    shards = _open_shards(path)
     _check_sizes(config, shards, path)
     tokenizer = None
     if os.path.lexists(path / "tokenizer.json"):
@@ -77,7 +85,6 @@ def load_model(
         model.to(getattr(torch, dtype))
     if quantise:
         quantise_model(model, quantise, stored_group(path))
-
     _check_memory(model, torch.device(device), path)
 
     def empty(x):  # as to_empty does, but empty_like imports sympy: 0.3 s
@@ -193,7 +200,7 @@ def check_saved(path: Path) -> None:
         ) from None
 
 
-def _shards(path) -> dict[str, Any]:
+def _open_shards(path) -> dict[str, Any]:
     """Return the open file of each tensor in a checkpoint directory, by the tensor's name."""
     index = path / INDEX
     files, weight_map = {SINGLE}, {}
@@ -225,13 +232,12 @@ def _check_sizes(config, shards, path) -> None:
     Nothing of its size has been made yet, not even modules. A difference below a factor of SLACK
     is left to `copy_weights`, which names the tensor. A word of int32 holds eight weights at most.
     """
-    numbers = {
-        match[1] for name in shards if (match := re.match(r"(?:model\.)?layers\.(\d+)\.", name))
-    }
+    matches = [re.match(r"(?:model\.)?layers\.(\d+)\.", name) for name in shards]
+    layers = len({match[1] for match in matches if match})
     require(
-        config.num_hidden_layers <= len(numbers),
+        config.num_hidden_layers <= layers,
         f"{path / 'config.json'}: num_hidden_layers = {config.num_hidden_layers}: "
-        f"the weights have {len(numbers)} layers",
+        f"the weights have {layers} layers",
     )
     heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
     layer = config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
@@ -240,9 +246,7 @@ def _check_sizes(config, shards, path) -> None:
     for name, file in shards.items():
         stored = file.get_slice(name)
         room += math.prod(stored.get_shape()) * (8 if stored.get_dtype() == "I32" else 1)
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
-    sizes += ("num_key_value_heads", "head_dim")
-    stated = ", ".join(f"{name} = {getattr(config, name)}" for name in sizes)
+    stated = ", ".join(f"{name} = {getattr(config, name)}" for name in SIZES)
     require(
         wanted <= SLACK * room,
         f"{path / 'config.json'}: {stated} make {wanted:,} weights; its files hold {room:,}",

@@ -1,17 +1,34 @@
-"""Bounds what connections take: their number, their headers, and the time until a whole request.
+"""Listens, and bounds what connections take: their number, the time and the size of a request.
 
 uvicorn waits without an end for the rest of a request, and for a client that does not read. Here a
 connection that answers nothing is closed after a time. If too many are open, the oldest that wait
 for their client are closed for a new one, so that half-sent requests keep no client out.
 """
 
+import asyncio
 import resource
+import signal
+import socket
 import time
 from asyncio import Transport
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from nanorchestra.errors import UserError
+
+LOCAL = ["localhost", "127.0.0.1", "[::1]"]
+REFUSED = HTTPException, UserError, TimeoutError  # what a client is told of
+BACKLOG = 512  # connections that the system keeps until they are accepted
 CONNECTIONS = 1024  # at most; fewer if the process may open few files
 FILES = 64  # that the process opens beside them
 HEADER_BYTES = 32 << 10  # of one request
@@ -93,6 +110,55 @@ class Connection(HttpToolsProtocol):
         """Waits for the next request."""
         self.since = time.monotonic()
         super().on_response_complete()
+
+
+def application(
+    routes: Sequence[Route], refuse: Callable[[Request, Exception], Response], host: str
+) -> ASGIApp:
+    """Returns an application whose errors `refuse` answers; on loopback it has local names alone.
+
+    A web page of another name then cannot reach it by a name that leads to 127.0.0.1.
+    """
+    refusals = dict.fromkeys((*REFUSED, ClientDisconnect, Exception), refuse)
+    app = Starlette(routes=routes, exception_handlers=refusals)
+    return TrustedHostMiddleware(app, LOCAL if host in (*LOCAL, "::1") else ["*"])
+
+
+async def read_raw(request: Request, most: int, seconds: float) -> bytes:
+    """Returns the bytes of a body. HTTPException if they are more than `most`, or too slow."""
+    raw = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            async for part in request.stream():
+                raw += part
+                if len(raw) > most:
+                    raise HTTPException(413, f"the body has more than {most} bytes")
+    except TimeoutError:
+        raise HTTPException(408, f"the body did not come in time: {seconds:g} s") from None
+    return bytes(raw)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a socket that clients can connect to already. UserError if it cannot listen there."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except (OSError, OverflowError) as error:
+        problem = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"--host {host} --port {port}: {problem}; give another") from None
+
+
+def address(listening: socket.socket) -> str:
+    """Returns the address of a socket as clients write it."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(server: uvicorn.Server, listening: socket.socket) -> None:
+    """Serves on a socket until SIGTERM or SIGINT, after which the process goes on."""
+    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again at its end
+        signal.signal(number, lambda *_: None)
+    server.run([listening])
 
 
 def close_overdue(connections: set[Connection]) -> None:

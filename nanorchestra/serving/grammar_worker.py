@@ -60,9 +60,9 @@ def try_grammar(tokenizer: LLTokenizer, lark: str) -> dict[str, str | int]:
 
 
 def _within_limits(tokenizer, lark):
-    before = _pages()
     page = os.sysconf("SC_PAGE_SIZE")
-    memory = before[0] * page + MEMORY
+    whole, resident = _pages()
+    memory = whole * page + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_STACK, (STACK, STACK))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -74,7 +74,8 @@ def _within_limits(tokenizer, lark):
             _follow(matcher.deep_copy(), random.Random(seed))
     except UserError as error:
         return {"problem": str(error), "bytes": 0}
-    return {"problem": "", "bytes": (_pages()[1] - before[1]) * page}
+    _, now_resident = _pages()
+    return {"problem": "", "bytes": (now_resident - resident) * page}
 
 
 def _follow(matcher, rng):

@@ -18,7 +18,7 @@ from llguidance import LLMatcher
 from starlette.exceptions import HTTPException
 
 from nanorchestra.engine.guide import compile_grammar, known
-from nanorchestra.errors import UserError
+from nanorchestra.errors import UserError, require
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.serving.grammar_worker import WALL_S
 
@@ -52,10 +52,11 @@ class Grammars:
                 self._coming[lark] = loop.run_in_executor(self._thread, self._compile, lark)
                 self._coming[lark].add_done_callback(lambda done: self._keep(lark, done))
             await asyncio.wait([self._coming[lark]])
-        kept, _ = self._kept.get(lark) or (UserError("schema: it could not be compiled"), 0)
+        require(lark in self._kept, "schema: it could not be compiled")
+        self._kept.move_to_end(lark)
+        kept, _ = self._kept[lark]
         if isinstance(kept, UserError):
             raise UserError(str(kept))
-        self._kept.move_to_end(lark)
         return kept
 
     def close(self) -> None:

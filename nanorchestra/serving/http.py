@@ -4,7 +4,6 @@ import asyncio
 import logging
 import re
 import secrets
-import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,20 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Send
 
 from nanorchestra.agent.loop import Rollout
-from nanorchestra.engine.guide import Guide, grammar
+from nanorchestra.engine.guide import Guide
 from nanorchestra.errors import UserError, require
 from nanorchestra.schemas import Json
-from nanorchestra.serving.connections import Connection, close_overdue
+from nanorchestra.serving.connections import (
+    REFUSED,
+    Connection,
+    address,
+    application,
+    close_overdue,
+    listen,
+    read_raw,
+    serve,
+)
 from nanorchestra.serving.grammars import Grammars
 from nanorchestra.serving.orchestrate import MakeEnvironment, orchestrated
 from nanorchestra.serving.protocol import (
@@ -36,7 +41,7 @@ from nanorchestra.serving.protocol import (
     as_prompts,
     count_choices,
     dumps,
-    guided,
+    form_of,
     merge,
     read_body,
     usage,
@@ -45,7 +50,6 @@ from nanorchestra.serving.service import Service
 
 PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 POLICY = {"content-security-policy": "default-src 'unsafe-inline'; connect-src 'self'"}
-LOCAL = ["localhost", "127.0.0.1", "[::1]"]
 JSON = "application/json"
 BODY_S = 30.0  # that a body may take to come
 SMALL = 16 << 10  # bytes of a body that does not wait behind large ones
@@ -54,7 +58,6 @@ FORMS = {  # the form of a body, and what an answer and a chunk of a stream are 
     "/v1/chat/completions": ("ChatRequest", "chat.completion", "chat.completion.chunk"),
     "/v1/completions": ("CompletionRequest", "text_completion", "text_completion"),
 }
-REFUSED = HTTPException, UserError, TimeoutError
 
 
 class Server(uvicorn.Server):
@@ -91,12 +94,12 @@ class Server(uvicorn.Server):
         }
         routes = [Route(path, said, methods=["GET"]) for path, said in published.items()]
         routes += [Route(path, self._complete, methods=["POST"]) for path in FORMS]
-        refusals = dict.fromkeys((*REFUSED, ClientDisconnect, Exception), refuse)
-        app = Starlette(routes=routes, exception_handlers=refusals)
-        app = TrustedHostMiddleware(app, LOCAL if host in (*LOCAL, "::1") else ["*"])
-        stop = int(DRAIN_S) + 5
         config = uvicorn.Config(
-            app, http=Connection, ws="none", log_level="warning", timeout_graceful_shutdown=stop
+            application(routes, refuse, host),
+            http=Connection,
+            ws="none",
+            log_level="warning",
+            timeout_graceful_shutdown=int(DRAIN_S) + 5,
         )
         super().__init__(config)
 
@@ -127,9 +130,9 @@ class Server(uvicorn.Server):
 
     async def _complete(self, request) -> Response:
         """Answers a body, at once or as a stream."""
-        form, *kinds = FORMS[request.url.path]
+        name, *kinds = FORMS[request.url.path]
         raw = await self._raw(request)
-        body, chunks = await self._open(raw, form)
+        body, chunks = await self._open(raw, name)
         head = {"id": secrets.token_hex(12), "created": int(time.time()), "model": body["model"]}
         head["object"] = kinds[body["stream"]]
         if body["stream"]:
@@ -147,33 +150,26 @@ class Server(uvicorn.Server):
         media = request.headers.get("content-type", "").partition(";")[0]
         if media.strip().lower() != JSON:
             raise HTTPException(415, f"the Content-Type must be {JSON}")
-        most, raw = (1 << 16) + 32 * self.given["max_tokens"], bytearray()
-        try:
-            async with asyncio.timeout(BODY_S):
-                async for part in request.stream():
-                    raw += part
-                    if len(raw) > most:
-                        raise HTTPException(413, f"the body has more than {most} bytes")
-        except TimeoutError:
-            raise HTTPException(408, "the body did not come in time") from None
-        return raw
+        most = (1 << 16) + 32 * self.given["max_tokens"]
+        return await read_raw(request, most, BODY_S)
 
-    async def _open(self, raw, form):
+    async def _open(self, raw, name):
         """A checked body, and the chunks of its answer. What is cheap is checked first."""
-        loop, thread = asyncio.get_running_loop(), self.small if len(raw) <= SMALL else self.large
-        body, prompts = await loop.run_in_executor(thread, self._read, raw, form)
+        loop = asyncio.get_running_loop()
+        thread = self.small if len(raw) <= SMALL else self.large
+        body, prompts = await loop.run_in_executor(thread, self._read, raw, name)
         if body["model"] == self.models[1]:
             return body, orchestrated(self.service, self.rollout, self.make_environment, body)
         tokenizer, guide = self.rollout.tokenizer, None
-        if (settings := guided(body)) is not None:
-            lark = await loop.run_in_executor(thread, lambda: grammar(tokenizer, **settings))
-            guide = Guide(tokenizer, **settings, matcher=await self.grammars.compiled(lark))
+        if (form := form_of(body)) is not None:
+            lark = await loop.run_in_executor(thread, form.grammar, tokenizer)
+            guide = Guide(tokenizer, form, await self.grammars.compiled(lark))
         choices = as_choices(body, prompts, guide)
         return body, sampled(self.service, tokenizer, body, choices)
 
-    def _read(self, raw, form):
+    def _read(self, raw, name):
         """A checked body, and the ids of its prompts, which fit the context."""
-        body = read_body(raw, form, self.given)
+        body = read_body(raw, name, self.given)
         if body["model"] not in self.models:
             raise HTTPException(404, f"model: it must be {' or '.join(self.models)}")
         is_chat = "messages" in body
@@ -191,7 +187,8 @@ class Server(uvicorn.Server):
 
     def _prompts(self, body):
         """The ids of the prompts of a body. UserError if they do not fit the context."""
-        limits, prompts = self.rollout.engine.limits, as_prompts(body, self.rollout.tokenizer)
+        limits = self.rollout.engine.limits
+        prompts = as_prompts(body, self.rollout.tokenizer)
         for ids in prompts:
             limits.check_length(limits.check_ids(ids), sampled=1)
         return prompts
@@ -276,14 +273,7 @@ def refuse(request: Any, error: Exception) -> Response:
 
 def serve_http(server: Server, port: int) -> None:
     """Listens until SIGTERM or SIGINT. UserError if it cannot."""
-    try:
-        family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-        listening = socket.create_server((server.host, port), family=family)
-    except (OSError, OverflowError) as error:
-        raise UserError(f"--host {server.host} --port {port}: {error}") from None
-    host = f"[{server.host}]" if ":" in server.host else server.host
-    place = f"http://{host}:{listening.getsockname()[1]}"
+    listening = listen(server.host, port)
+    place = address(listening)
     print(f"{' and '.join(server.models)} at {place}/v1, the page at {place}/", flush=True)
-    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again at its end
-        signal.signal(number, lambda *_: None)
-    server.run([listening])
+    serve(server, listening)

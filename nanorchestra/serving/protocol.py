@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanorchestra.engine.guide import Guide
+from nanorchestra.engine.guide import Form, Guide
 from nanorchestra.engine.request import Request, SamplingParams
 from nanorchestra.engine.stream import TurnStream
 from nanorchestra.errors import UserError, require
@@ -17,7 +17,7 @@ from nanorchestra.files import read_json
 from nanorchestra.model import chat
 from nanorchestra.model.parser import CALL, CALL_END
 from nanorchestra.model.tokenizer import Tokenizer
-from nanorchestra.schemas import Json, schema_error
+from nanorchestra.schemas import Json, levels, schema_error
 
 OPENAPI = read_json(Path(__file__).with_name("openapi.json"))
 COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -43,7 +43,8 @@ def read_body(raw: bytes, name: str, given: Json) -> Json:
     forms = OPENAPI["components"]
     known = forms["schemas"][name]["properties"]
     if isinstance(body, dict):
-        count = count_values([value for key, value in body.items() if key != "prompt"])
+        counted = [value for key, value in body.items() if key != "prompt"]
+        count = sum(map(len, levels(counted)))
         require(count <= VALUES, f"body: it has more than {VALUES} values")
         body = {key: value for key, value in body.items() if key in known}
     schema = {"$ref": f"#/components/schemas/{name}", "components": forms}
@@ -69,19 +70,6 @@ def read_body(raw: bytes, name: str, given: Json) -> Json:
     return body
 
 
-def count_values(value: Any) -> int:
-    """Returns how many values a JSON value holds, itself among them."""
-    count, left = 0, [value]
-    while left:
-        value = left.pop()
-        count += 1
-        if isinstance(value, dict):
-            left.extend(value.values())
-        elif isinstance(value, list):
-            left.extend(value)
-    return count
-
-
 def count_choices(body: Json) -> int:
     """Returns how many choices a body asks for, of all prompts together."""
     prompts = body.get("prompt")
@@ -100,25 +88,20 @@ def as_prompts(body: Json, tokenizer: Tokenizer) -> list[list[int]]:
     return [tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
 
 
-def guided(body: Json) -> Json | None:
-    """Returns the arguments of the Guide that a body needs, beside the tokenizer; None for none."""
+def form_of(body: Json) -> Form | None:
+    """Returns the form that a body holds its answers to, None for none. UserError."""
     if "messages" not in body:
         return None
-    tools, format, forced = body["tools"], body["response_format"], False
+    tools, format, required = body["tools"], body["response_format"], False
     if body["tool_choice"] not in ("auto", "none"):
         require(tools, "tool_choice: tools has no such function")
-        forced = True
+        required = True
     described = format.get("json_schema", {"schema": {"type": "object"}})
-    schema = None if forced or format["type"] == "text" else described["schema"]
+    schema = None if required or format["type"] == "text" else described["schema"]
     if not tools and schema is None:
         return None
-    return {
-        "tools": tools,
-        "schema": schema,
-        "required": forced,
-        "strict": described.get("strict", False),
-        "thinks": body["chat_template_kwargs"] != SILENT,
-    }
+    thinks = body["chat_template_kwargs"] != SILENT
+    return Form(tools, schema, required, described.get("strict", False), thinks)
 
 
 def as_choices(body: Json, prompts: list[list[int]], guide: Guide | None) -> list[tuple]:

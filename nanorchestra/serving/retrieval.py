@@ -11,27 +11,24 @@ embedder computes them in one batch. What is refused or fails has a status from 
 import asyncio
 import json
 import queue
-import signal
 import socket
 import sys
 import threading
 import time
 from collections import defaultdict
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import uvicorn
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from nanorchestra.errors import UserError
 from nanorchestra.schemas import SHAPES, Json, schema_error
+from nanorchestra.serving.connections import address, application, read_raw, serve
 from nanorchestra.tools.index import Index, Passage
 
-LOCAL = ["localhost", "127.0.0.1", "[::1]"]
 MOST_BYTES = 128 << 10  # of a body; a query of QUERY_CHARS has 96 KB at most
 MOST_WAITING = 512  # queries; more are told to come again
 BATCH = 32  # queries that are embedded together
@@ -43,26 +40,11 @@ PASSAGES = 3  # where a body does not say k
 
 @dataclass(frozen=True)
 class Query:
-    """A query that waits for `found`, a future of the server's event loop."""
+    """A query that waits for `found`, the passages; cancelled once nobody waits."""
 
     text: str
     k: int
-    found: asyncio.Future
-
-    def finish(self, result: list[Passage] | Exception) -> None:
-        """Gives the future its result, from another thread, unless nobody waits for it."""
-
-        def finish():
-            if self.found.done():
-                return
-            if isinstance(result, Exception):
-                self.found.set_exception(result)
-            else:
-                self.found.set_result(result)
-
-        loop = self.found.get_loop()
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(finish)
+    found: Future[list[Passage]]
 
 
 class SearchServer(uvicorn.Server):
@@ -76,9 +58,7 @@ class SearchServer(uvicorn.Server):
             Route("/search", self._search, methods=["POST"]),
             Route("/health", self._health, methods=["GET"]),
         ]
-        refused = (HTTPException, TimeoutError, ClientDisconnect, Exception)
-        app = Starlette(routes=routes, exception_handlers=dict.fromkeys(refused, refuse))
-        app = TrustedHostMiddleware(app, LOCAL if host in (*LOCAL, "::1") else ["*"])
+        app = application(routes, refuse, host)
         super().__init__(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=STOP_S))
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
@@ -98,28 +78,15 @@ class SearchServer(uvicorn.Server):
             raise HTTPException(503, f"{MOST_WAITING} queries wait already", {"Retry-After": "1"})
         self._waiting += 1
         try:
-            body = read(await self._raw(request))
-            found = asyncio.get_running_loop().create_future()
+            body = read(await read_raw(request, MOST_BYTES, BODY_S))
+            found = Future()
             self._queries.put(Query(body["query"], int(body.get("k", PASSAGES)), found))
             async with asyncio.timeout(ANSWER_S):
-                passages = await found
+                passages = await asyncio.wrap_future(found)
         finally:
             self._waiting -= 1
         self.searches += 1
         return reply({"passages": [passage._asdict() for passage in passages]})
-
-    async def _raw(self, request) -> bytes:
-        """Returns the bytes of a body. HTTPException if they are too many, or too slow."""
-        raw = bytearray()
-        try:
-            async with asyncio.timeout(BODY_S):
-                async for part in request.stream():
-                    raw += part
-                    if len(raw) > MOST_BYTES:
-                        raise HTTPException(413, f"the body has more than {MOST_BYTES} bytes")
-        except TimeoutError:
-            raise HTTPException(408, f"the body did not come within {BODY_S:g} s") from None
-        return bytes(raw)
 
     def _work(self) -> None:
         """Answers what waits, at most BATCH queries at a time, until None comes."""
@@ -136,7 +103,8 @@ class SearchServer(uvicorn.Server):
                     break
                 batch[query.k].append(query)
             for k, queries in batch.items():
-                self._answer([query for query in queries if not query.found.done()], k)
+                awaited = [each for each in queries if each.found.set_running_or_notify_cancel()]
+                self._answer(awaited, k)
 
     def _answer(self, queries, k) -> None:
         """Answers queries together, and each alone if that fails, so that one spoils no other."""
@@ -151,10 +119,11 @@ class SearchServer(uvicorn.Server):
                 return
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             print(f"a search failed: {problem}", file=sys.stderr, flush=True)
-            queries[0].finish(HTTPException(500, f"the search failed: {problem}"))
+            refusal = HTTPException(500, f"the search failed: {problem}")
+            queries[0].found.set_exception(refusal)
             return
         for query, passages in zip(queries, found, strict=True):
-            query.finish(passages)
+            query.found.set_result(passages)
 
 
 def read(raw: bytes) -> Json:
@@ -182,24 +151,11 @@ def refuse(request: Request, error: Exception) -> Response:
     return reply({"error": "internal error"}, 500)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that clients can connect to already. UserError if it cannot listen there."""
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=MOST_WAITING)
-    except (OSError, OverflowError) as error:
-        problem = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"--host {host} --port {port}: {problem}; give another") from None
-
-
 def serve_index(index: Index, listening: socket.socket) -> None:
     """Serves an index on a socket until SIGTERM or SIGINT."""
-    host, port = listening.getsockname()[:2]
-    name = f"[{host}]" if ":" in host else host
-    print(f"{index.about}\nserved at http://{name}:{port}, the corpus of a catalogue's search tool")
+    print(index.about)
+    print(f"served at {address(listening)}, the corpus of a catalogue's search tool")
     print("Ctrl-C ends it", flush=True)
-    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again at its end
-        signal.signal(number, lambda *_: None)
-    server, start = SearchServer(index, host), time.monotonic()
-    server.run([listening])
+    server, start = SearchServer(index, listening.getsockname()[0]), time.monotonic()
+    serve(server, listening)
     print(f"ended after {server.searches} searches in {time.monotonic() - start:.0f} s")

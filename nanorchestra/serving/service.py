@@ -92,16 +92,15 @@ class Service:
     def _check(self, request):
         """Raises what ended a request, if it did not end by its text."""
         error = request.error
-        if error is None:
-            if request.finished and request.completion.finish_reason == "abort":
-                raise HTTPException(*self.aborted)
-        elif isinstance(error, UserError) and not isinstance(error, NotFiniteError):
-            raise UserError(str(error))
-        elif isinstance(error, NotFiniteError):
+        if isinstance(error, NotFiniteError):
             raise HTTPException(500, str(error))
-        else:
+        if isinstance(error, UserError):
+            raise UserError(str(error))
+        if error is not None:
             logging.error("a request failed", exc_info=error)
             raise HTTPException(500, "the request failed by an error of the server")
+        if request.finished and request.completion.finish_reason == "abort":
+            raise HTTPException(*self.aborted)
 
     def _do(self, call, requests):
         """Has the thread call it with each of the requests that have not ended."""

@@ -54,13 +54,8 @@ def build_model(
         model = Qwen3(shape)
         if not path:
             worlds.initialise(model, model.init_weights(seed))
-        if config.lora.rank:
-            model.to(dtype)  # the base is frozen, so it needs no float32
-            if in_4_bits:
-                # Embeddings and output matrix stay: the log-probabilities need them whole.
-                quantise_model(model.layers, "int4", stored_group(path))
-            lora.add_adapters(model, config.lora.rank, config.lora.alpha, seed)
-        return shard_model(model, ranks, dtype, cpu_offload=offload)
+        group = stored_group(path) if in_4_bits else None
+        return as_configured(model, config, ranks, dtype, group)
 
     if not path:
         return _miniature(config, ranks, worlds, run_path / "tokenizer", build)
@@ -69,6 +64,26 @@ def build_model(
     lora.reset(model, seed)
     require(tokenizer, f"{path}: no tokenizer.json; training needs it beside the weights")
     return model, tokenizer
+
+
+def as_configured(
+    model: Qwen3,
+    config: Config,
+    ranks: Ranks,
+    dtype: torch.dtype,
+    stored_group: int | None = None,
+) -> Qwen3:
+    """Returns the model with adapters, its base in 4 bits, and sharded, where config says so.
+
+    The weights may be missing yet. stored_group: as that of quantise_model.
+    """
+    if config.lora.rank:
+        model.to(dtype)  # the base is frozen, so it needs no float32
+        if config.lora.base == "int4":
+            # Embeddings and output matrix stay: the log-probabilities need them whole.
+            quantise_model(model.layers, "int4", stored_group)
+        lora.add_adapters(model, config.lora.rank, config.lora.alpha, config.run.seed)
+    return shard_model(model, ranks, dtype, cpu_offload=config.parallel.cpu_offload)
 
 
 def _miniature(config, ranks, worlds, saved, build) -> tuple[Qwen3, Tokenizer]:

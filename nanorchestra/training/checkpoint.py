@@ -11,11 +11,13 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -37,7 +39,6 @@ from nanorchestra.training.ranks import Ranks
 
 NOTES = "notes.json"
 KEPT = 2
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,6 @@ class Part:
     file: str
     rows: dict[str, int]
     sha256: str
-    failure: str | None  # why it could not be written
 
 
 class Checkpoints:
@@ -55,7 +55,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, ranks: Ranks):
         self.folder, self.ranks = folder, ranks
-        self._saving: tuple[str, Future[str | None]] | None = None
+        self._saving: tuple[str, Future[None]] | None = None
         self._beside = ranks.beside()  # for the thread that writes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         if ranks.first:
@@ -85,36 +85,37 @@ class Checkpoints:
         if self._saving is None:
             return
         (name, saving), self._saving = self._saving, None
-        failure = next(filter(None, self.ranks.gather(saving.result())), None)
-        require(
-            not failure,
-            f"{self.folder / name}: the checkpoint cannot be written: {failure}; "
-            "the ones before it are whole: free the space, then resume",
-        )
+        try:
+            self.ranks.together(saving.result)
+        except UserError as error:
+            raise UserError(
+                f"{self.folder / name}: the checkpoint cannot be written: {error}; "
+                "the ones before it are whole: free the space, then resume"
+            ) from None
 
-    def _write(self, name, copies, rows, notes) -> str | None:
+    def _write(self, name, copies, rows, notes) -> None:
         """Writes this rank's file; when all are on disk, rank 0 makes a checkpoint of them.
 
-        Returns why it could not be written, None if it was.
+        UserError if a file cannot be written, on every rank, or if the checkpoint cannot be made.
         """
         aside = self.folder / f".{name}.part"
-        file, digest, failure = f"rank-{self.ranks.rank:05d}.safetensors", "", None
+
+        def write() -> Part:
+            file = f"rank-{self.ranks.rank:05d}.safetensors"
+            with _told():
+                aside.mkdir(exist_ok=True)
+                digest = write_tensors(aside / file, copies)
+            copies.clear()  # their memory is free while other ranks still write
+            return Part(file, rows, digest)
+
         try:
-            aside.mkdir(exist_ok=True)
-            digest = write_tensors(aside / file, copies)
-        except Exception as error:  # whatever it is: the other ranks wait in the gather
-            failure = _line(error)
-        copies.clear()  # their memory is free while other ranks still write
-        parts = self._beside.gather(Part(file, rows, digest, failure))
-        failure = next((part.failure for part in parts if part.failure), None)
-        if self.ranks.first:
-            try:
-                if not failure:
+            parts = self._beside.gather(self._beside.together(write))
+            if self.ranks.first:
+                with _told():
                     self._publish(name, aside, parts, notes)
-            except (OSError, UserError) as error:
-                failure = _line(error)
-            shutil.rmtree(aside, ignore_errors=True)
-        return failure
+        finally:
+            if self.ranks.first:
+                shutil.rmtree(aside, ignore_errors=True)
 
     def _publish(self, name, aside, parts, notes):
         """Adds notes and digests, renames the directory, and removes the oldest."""
@@ -138,29 +139,21 @@ class Checkpoints:
         damages = []
         for name in reversed(names):
             path = self.folder / name
-            written, damage = self._everywhere(self._check, path)
-            if not damage:
-                notes, damage = self._everywhere(_load, path, written, prepare)
-            if not damage:
-                for line in damages if self.ranks.first else []:
-                    print(f"{line}; resuming from {path}, which is whole", file=sys.stderr)
-                return notes
-            damages.append(damage)
+            try:
+                written = self.ranks.together(partial(self._check, path))
+                notes = self.ranks.together(partial(_load, path, written, prepare))
+            except UserError as error:
+                damages.append(str(error))
+                continue
+            for line in damages if self.ranks.first else []:
+                print(f"{line}; resuming from {path}, which is whole", file=sys.stderr)
+            return notes
         require(
             not names,
             f"{self.folder}: none of its {len(names)} checkpoints can be read ("
             f"{'; '.join(damages)}); remove the directory to start the run from its beginning",
         )
         return None
-
-    def _everywhere(self, function: Callable[..., T], *arguments) -> tuple[T | None, str | None]:
-        """Calls a function on all ranks; returns its value, and the first UserError of any rank."""
-        value, problem = None, None
-        try:
-            value = function(*arguments)
-        except UserError as error:
-            problem = str(error)
-        return value, next(filter(None, self.ranks.gather(problem)), None)
 
     def _check(self, path) -> Json:
         """Returns what notes.json holds if all files are those that were written, else UserError.
@@ -242,7 +235,12 @@ def _fill_from(file, name, begin, tensor, path) -> int:
     return rows.numel()
 
 
-def _line(error: Exception) -> str:
-    """Returns an error in one line."""
-    said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    return said.strip().splitlines()[0]
+@contextmanager
+def _told() -> Iterator[None]:
+    """Turns any error into a UserError of one line, of which the other ranks are told."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{type(error).__name__}: {error}".strip().splitlines()[0]) from error

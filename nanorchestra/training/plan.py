@@ -20,9 +20,9 @@ LOSS = 1.5 * GB  # logits and gradients of activations, a chunk or a layer of ea
 TYPICAL, PROMPT, SAMPLED = 0.25, 0.375, 0.25  # of the context; of the ids of an attempt
 TRAINING, ROLLOUT = 0.40, 0.65  # efficiency; torchtitan reports 0.33 to 0.39 for Llama-3.1-8B
 PER_NODE = 8  # GPUs
-# Of a base in 4 bits: bytes of a number with its share of a scale (AutoAWQ's zero points are a byte
-# for 128 more); bytes of a number that are in
-# memory while its matrix is widened to bf16, and that are read and written then.
+# Of a base in 4 bits: bytes of a number with its share of a scale; AutoAWQ's zero points are a byte
+# for 128 numbers more. Then its bytes in memory while its matrix is widened to bf16, and those that
+# are read and written meanwhile.
 IN_4_BITS, WIDENED, WIDENING = 1 / 2 + 2 / 128, 5, 12
 FULL = {"lora.base": "full"}
 OFFLOADED = {"parallel.cpu_offload": True}
@@ -89,10 +89,12 @@ def memory(setup: Setup) -> dict[str, tuple[float, float]]:
     reference = 4 * total * share if grpo.kl_coef and full else 0  # of adapters it is the base
     # in bf16 a layer, the next one and the root; of full weights also their gradients
     gathered = 2 * (1 + full) * (total - (1 - (2 + full) / layers) * costs.token_flops / 2)
-    engine, widened = 2 * total, 0.0
-    if setup.in_4_bits:  # one process, so nothing is gathered
-        largest = 2 * hidden * setup.model.intermediate_size  # gate and up
-        gathered, engine, widened = 0.0, 2 * setup.spread, WIDENED * largest
+    engine = 2 * total
+    widened = 0.0
+    if setup.in_4_bits:
+        gathered = 0.0  # one process
+        engine = 2 * setup.spread
+        widened = WIDENED * 2 * hidden * setup.model.intermediate_size  # gate and up
     kept = layers * costs.activations
     if config.parallel.activation_checkpointing:
         kept = layers * hidden + costs.activations
@@ -134,15 +136,16 @@ def seconds(setup: Setup, gpu: Gpu) -> dict[str, tuple[float, float]]:
     forward = (flops + attempts * sampled * costs.logit_flops) / gpu.flops
     read = costs.weight_bytes
     if setup.in_4_bits:
-        read += setup.base_bytes - 2 * costs.numbers + 2 * setup.trained
+        read += setup.base_bytes - 2 * costs.numbers + 2 * setup.spread
     reads = sampled * (read + attempts * length / 2 * costs.kv_bytes)
     rollout = max(reads / gpu.bandwidth, forward)
     passes = (2 if config.lora.rank else 3) + config.parallel.activation_checkpointing
     passes += config.grpo.mini_batch > 0  # the old log-probabilities
     training, batches = forward * passes, max(1.0, tokens / config.grpo.token_budget)
-    computed = 2 + config.parallel.activation_checkpointing  # times that a layer is
-    widening = batches * computed * WIDENING * setup.in_layers / gpu.bandwidth
-    widening *= setup.in_4_bits
+    widening = 0.0
+    if setup.in_4_bits:
+        computed = 2 + config.parallel.activation_checkpointing  # times that a layer is
+        widening = batches * computed * WIDENING * setup.in_layers / gpu.bandwidth
     link = gpu.link if shards <= PER_NODE else gpu.network
     gathering = batches * 4 * (costs.numbers + setup.trained) * (shards - 1) / shards / link
     optimizer = 28 * setup.trained / shards / gpu.bandwidth

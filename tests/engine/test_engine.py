@@ -10,7 +10,7 @@ import torch
 from invariants import check_scheduler
 
 from nanorchestra.engine.engine import Engine, SamplingParams
-from nanorchestra.engine.guide import Guide
+from nanorchestra.engine.guide import Form, Guide
 from nanorchestra.engine.sampler import draw_tokens
 from nanorchestra.errors import UserError
 from nanorchestra.model import chat
@@ -449,7 +449,7 @@ def test_tool_calls_can_be_held_to_valid_json_and_known_names(nano_model, nano_t
 
     engine.runner._sample = eager
     names = ("calc", "search", "sea")
-    guide = Guide(nano_tokenizer, [{"function": {"name": name}} for name in names])
+    guide = Guide(nano_tokenizer, Form([{"function": {"name": name}} for name in names]))
     options = {"guide": guide, "stop_token_ids": (end,)}
     params = [SamplingParams(max_tokens=120, seed=i, **options) for i in range(12)]
     completions = engine.generate([[5, 6, 7]] * 12, params)

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanorchestra.engine import guide as module
-from nanorchestra.engine.guide import Guide
+from nanorchestra.engine.guide import Form, Guide
 from nanorchestra.errors import UserError
 from nanorchestra.model import chat
 from nanorchestra.model.tokenizer import train_bpe
@@ -59,7 +59,7 @@ def guide(tokenizer):
     def make(names, parameters=None, **settings):
         shape = {"parameters": parameters} if parameters else {}
         tools = [{"type": "function", "function": {"name": name} | shape} for name in sorted(names)]
-        return Guide(tokenizer, tools, **settings).copy()
+        return Guide(tokenizer, Form(tools, **settings)).copy()
 
     return make
 
@@ -168,7 +168,7 @@ def test_copies_stand_apart_and_a_wrong_schema_is_named(guide, tokenizer):
 def test_a_limit_of_the_grammar_is_an_error_and_no_end_of_the_text(tokenizer, monkeypatch):
     """700 optional properties are more items than a row may have; before, only the end was left."""
     many = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(700)}}
-    held = Guide(tokenizer, [], many, thinks=False).copy()
+    held = Guide(tokenizer, Form([], many, thinks=False)).copy()
     with pytest.raises(UserError, match="schema: .*2807 items; max is 2000"):
         for i in tokenizer.encode('{"p1": 1}'):
             assert held.allowed()[i]
@@ -176,7 +176,7 @@ def test_a_limit_of_the_grammar_is_an_error_and_no_end_of_the_text(tokenizer, mo
     monkeypatch.setattr(module, "MASKS_S", 0.0)
     monkeypatch.setattr(module, "MASK_S", 0.0)
     with pytest.raises(UserError, match="schema: it takes too long to enforce"):
-        Guide(tokenizer, [], {"const": 1}, thinks=False).copy().allowed()
+        Guide(tokenizer, Form([], {"const": 1}, thinks=False)).copy().allowed()
 
 
 def test_references_of_a_tools_parameters_begin_at_their_root(guide, tokenizer):
@@ -190,4 +190,4 @@ def test_references_of_a_tools_parameters_begin_at_their_root(guide, tokenizer):
         follow(guide(["sea"], nested), [begin, *tokenizer.encode(call % 7)])
     loop = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
     with pytest.raises(UserError, match="schema: no JSON fits it; a .ref may lead back to itself"):
-        Guide(tokenizer, [], loop, thinks=False)
+        Guide(tokenizer, Form([], loop, thinks=False))

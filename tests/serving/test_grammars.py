@@ -8,7 +8,7 @@ import time
 import pytest
 from starlette.exceptions import HTTPException
 
-from nanorchestra.engine.guide import grammar
+from nanorchestra.engine.guide import Form
 from nanorchestra.errors import UserError
 from nanorchestra.serving import grammars
 
@@ -19,7 +19,7 @@ def compiled(nano_tokenizer):
     made = grammars.Grammars(nano_tokenizer)
 
     def run(*schemas):
-        texts = [grammar(nano_tokenizer, [], schema, thinks=False) for schema in schemas]
+        texts = [Form([], schema, thinks=False).grammar(nano_tokenizer) for schema in schemas]
 
         async def main():
             return await asyncio.gather(*map(made.compiled, texts), return_exceptions=True)

@@ -20,7 +20,8 @@ from openai_server import openai_server
 
 from nanorchestra.errors import UserError
 from nanorchestra.serving import retrieval
-from nanorchestra.serving.retrieval import SearchServer, listen
+from nanorchestra.serving.connections import listen
+from nanorchestra.serving.retrieval import SearchServer
 from nanorchestra.tools import index as index_module
 from nanorchestra.tools.corpus import open_index
 from nanorchestra.tools.index import Index, Passage

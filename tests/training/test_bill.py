@@ -31,6 +31,7 @@ def divide(bills):
         bill.divide(SimpleNamespace(gather=lambda value: spent))
 
 
+@pytest.mark.slow
 def test_no_run_spends_more_than_its_limit_over_ranks_kills_and_resumes(tmp_path):
     rng = random.Random(0)
     for trial in range(30):

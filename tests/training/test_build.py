@@ -6,18 +6,17 @@ import pytest
 import torch
 from run_rows import steps_of
 
+from benchmarks.gpu_parts import Part, by_kernels
 from nanorchestra.config import Config
-from nanorchestra.engine import engine as engines
 from nanorchestra.engine.engine import Engine
 from nanorchestra.engine.request import SamplingParams
 from nanorchestra.errors import UserError
-from nanorchestra.model import ops, packed_attention, quantise
 from nanorchestra.model.lora import adapters, add_adapters, copy_adapters, on_the_same_base
 from nanorchestra.model.quantise import QuantisedLinear, linears, quantise_model
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.weights import copy_weights, load_model, named_hf_tensors
 from nanorchestra.training import grpo as program
-from nanorchestra.training import logprobs, phases
+from nanorchestra.training import phases
 from nanorchestra.training.build import build_model
 from nanorchestra.training.packing import Group, Sample
 from nanorchestra.training.ranks import Ranks
@@ -91,6 +90,7 @@ def test_demonstrations_lower_the_loss_and_the_engine_has_them_once_they_are_pub
     assert likelihood() == pytest.approx(sum(run.trainer.score(groups)[0]) / 36, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_stopped_and_resumed_it_ends_the_same(make_training, overlap):
     """Also if the engine samples beside the update: its adapters are its own."""
@@ -133,22 +133,21 @@ def test_several_processes_are_refused_in_one_line(tmp_path):
 
 
 @pytest.mark.slow
-def test_by_kernels_in_bfloat16_engine_and_trainer_agree_over_a_base_in_4_bits(monkeypatch):
+def test_by_kernels_in_bfloat16_engine_and_trainer_agree_over_a_base_in_4_bits():
     """As on a GPU: decodes are by the 4-bit kernel, 70 ids by widened matrices."""
-    for module in (ops, packed_attention, logprobs, quantise, engines):
-        monkeypatch.setattr(module, "by_kernel", lambda x: True)
     plain = Qwen3(ModelConfig(320, 128, 192, 1, 4, 2, head_dim=32))
     plain.init_weights(0)
     model = Qwen3(plain.config).to(torch.bfloat16)
     quantise_model(model.layers, "int4")
     copy_weights(model, named_hf_tensors(plain))
     add_adapters(model, 4, 8.0, 0)
-    trainer = Trainer(model, vocab_limit=320)
-    engine = Engine(on_the_same_base(model, torch.bfloat16), num_pages=16, page_size=16)
-    ids = [(7 * i) % 300 + 5 for i in range(73)]
-    groups = [Group([Sample(ids, [False] * 60 + [True] * 13, [0.0] * 73, 1.0)], 60)]
-    losses = [trainer.supervised_step(groups, 1e-2)["loss"] for _ in range(2)]
-    assert losses[1] < losses[0] - 0.01
-    copy_adapters(model, engine.model)
-    engine.update_weights()
-    assert gap(engine, trainer, prompts=[ids[:70]], count=3) < 0.02
+    with by_kernels(Part(rehearse=True)):
+        trainer = Trainer(model, vocab_limit=320)
+        engine = Engine(on_the_same_base(model, torch.bfloat16), num_pages=16, page_size=16)
+        ids = [(7 * i) % 300 + 5 for i in range(73)]
+        groups = [Group([Sample(ids, [False] * 60 + [True] * 13, [0.0] * 73, 1.0)], 60)]
+        losses = [trainer.supervised_step(groups, 1e-2)["loss"] for _ in range(2)]
+        assert losses[1] < losses[0] - 0.01
+        copy_adapters(model, engine.model)
+        engine.update_weights()
+        assert gap(engine, trainer, prompts=[ids[:70]], count=3) < 0.02

@@ -14,6 +14,7 @@ from benchmarks.gpu_parts import Part, training
 from kernels import flash_plan
 from nanorchestra.model.sharded import is_sharded
 from nanorchestra.settings import load_config
+from nanorchestra.training import build
 
 # Log-probabilities of trainer and sampler: their mean and largest distance in nats. The logits of
 # this model have unit variance, and an error in one layer makes a distance of 0.1 or more.
@@ -35,7 +36,7 @@ CASES = [
 @pytest.mark.parametrize("name, changes", CASES, ids=str)
 def test_a_gpu_config_trains_in_small(monkeypatch, name, changes):
     models, launches = [], Counter()
-    shard, launch = training.shard_model, flash_plan._launch
+    shard, launch = build.shard_model, flash_plan._launch
 
     def sharding(*args, **options):
         models.append(shard(*args, **options))
@@ -45,7 +46,7 @@ def test_a_gpu_config_trains_in_small(monkeypatch, name, changes):
         launches[kernel.__name__] += 1
         return launch(kernel, *args)
 
-    monkeypatch.setattr(training, "shard_model", sharding)
+    monkeypatch.setattr(build, "shard_model", sharding)
     monkeypatch.setattr(flash_plan, "_launch", launching)
     part = Part(rehearse=True)
     training.grpo_step(part, name, **changes)
