@@ -102,8 +102,8 @@ def test_an_expert_is_asked_and_billed_and_a_reasoning_model_as_it_wants(load, s
 def test_an_expert_has_an_effort_of_reasoning_if_its_entry_names_one(load, server):
     experts = {"mine": MINE, "low": MINE | {"reasoning": True, "reasoning_effort": "low"}}
     tools = EXPERT, EXPERT | {"name": "t", "expert": "low"}
-    for tool in load(catalogue(*tools, here=server.url, experts=experts)):
-        tool.call({"task": "t"})
+    for asked in load(catalogue(*tools, here=server.url, experts=experts)):
+        asked.call({"task": "t"})
     assert [body.get("reasoning_effort") for body in server.bodies] == [None, "low"]
 
 
@@ -530,7 +530,7 @@ def test_the_catalogues_of_the_documentation_load(tmp_path, sandbox):
     [(0.2, 0.2), (0.0, 0.0), (0.3, 0.3), (-1.0, 0.25), (math.nan, 0.25), (math.inf, 0.25)],
 )
 def test_a_function_charges_no_more_than_it_states(charged, billed):
-    """A user's limit holds by what a function states; a charge beyond it is an error, and billed."""
+    """A user's limit holds by what a function states; a charge beyond it is an error, billed."""
 
     @tool(usd_per_call=0.25)
     def ask(text: str) -> ToolResult:
