@@ -97,14 +97,29 @@ def words_and_vector(line: str) -> tuple[str, Json]:
 
     'Be quick. latency=1 gpt-5=-0.5 never=python,"web search" usd=0.05 seconds=60' is an example.
     """
-    vector: Json = dict(PAIR.findall(line))
-    for name, value in vector.items():
+    vector: Json = {}
+    for name, text in PAIR.findall(line):
+        value = text
         if name == "never":
-            vector[name] = [ban.strip(' "') for ban in value.split(",")]
+            value = [ban.strip(' "') for ban in text.split(",")]
         else:
             with suppress(ValueError):
-                vector[name] = json.loads(value)
+                value = json.loads(text)
+        vector[name] = stricter(name, vector.get(name), value)
     return " ".join(PAIR.sub("", line).split()), vector
+
+
+def stricter(name: str, before: Any, value: Any) -> Any:
+    """Returns an entry of a vector that is stated twice: all bans, the lower limit, else the last.
+
+    A value of another form is returned as it is; Preference.of says what is wrong with it.
+    """
+    if name == "never" and isinstance(before, list) and isinstance(value, list):
+        return [*before, *value]
+    limits = name in ("usd", "seconds")
+    if limits and isinstance(before, int | float) and isinstance(value, int | float):
+        return min(before, value)
+    return value
 
 
 def banned(names: Collection[str], never: Collection[str]) -> str:

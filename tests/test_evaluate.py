@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ from worlds.evaluation import interval, p_value, pass_hat
 from worlds.miniature.world import World, environment
 from worlds.mixture import Worlds
 from worlds.policies import limits_of, parse
+from worlds.routers import routers_of
 from worlds.toolscale.environment import HAND_OVER
 
 FRAMES = Path(__file__).parents[2] / "shared" / "data" / "frames.jsonl"
@@ -362,6 +364,24 @@ def test_a_policy_with_fewer_tools_can_call_no_others(home, sandbox):
     domains = Worlds(TaskSection("domains"), 0, sandbox)
     env = parse("mine/model:basic", []).open(domains, domains.held_out(1)[0], 0)
     assert HAND_OVER not in env.messages[0]["content"] and "call_expert" not in str(env.tools)
+
+
+def test_a_limit_of_a_policy_never_loosens_that_of_the_user(home, sandbox):
+    """A task's limit of $0.0005 became the policy's of $1; routers kept to neither seconds."""
+    worlds = Worlds(TaskSection("miniature"), 0, sandbox)
+    routers = routers_of(worlds, 0)
+    strict = dict(usd=0.0005, seconds=9.0)
+    tasks = [replace(t, preference=replace(t.preference, **strict)) for t in worlds.held_out(40)]
+    for text in ("cheapest:usd=1", "strongest"):
+        policy = parse(text, routers)
+        make = partial(policy.open, worlds)
+        for t in evaluation.evaluate(routers[policy.base], tasks, 0, make):
+            assert t.cost_usd <= 0.0005 and t.latency_s <= 9.0, text
+    for wrong in ("nan", "-1", "inf"):
+        with pytest.raises(UserError, match="usd must be US dollars, 0 or more"):
+            parse(f"cheapest:usd={wrong}", routers)
+    with pytest.raises(UserError, match="turns, calls_per_turn must be 1 or more"):
+        parse("mine/model:turns=-5:calls_per_turn=0", routers)
 
 
 def test_the_routers_of_any_world(home, sandbox):

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nanorchestra.agent.environment import Tool
+from nanorchestra.agent.nested import Orchestrator
 from nanorchestra.records import Price, Task, ToolResult, banned
 from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.http import count_tokens
@@ -107,7 +108,12 @@ def _offer(tool, behind, schedule=None, form=FORMS[0]):
 
 
 def simulated(tool: Tool, task: Task, seed: int) -> Tool:
-    """Returns a tool of the catalogue whose language models are simulated for one attempt."""
+    """Returns a tool of the catalogue whose language models are simulated for one attempt.
+
+    Those of an orchestrator's tools are, too.
+    """
+    if isinstance(tool, Orchestrator):
+        return replace(tool, tools=[simulated(inner, task, seed) for inner in tool.tools])
     form, made = REPLY if isinstance(tool, RoleTool) else "{answer}", {}
     for name, expert in experts_of(tool).items():
         usd = max(expert.price.output_per_million, 1e-9)

@@ -80,7 +80,8 @@ class Policy:
             env.messages[0]["content"] = env.messages[0]["content"].replace(HAND_OVER, "")
         wish, usd = task.preference, self.settings["usd"]
         never = [*wish.never, *(name for name in names if name not in kept)]
-        env.task = replace(task, preference=replace(wish, usd=usd or wish.usd, never=never))
+        usd = min(filter(None, (usd, wish.usd)), default=None)  # the stricter of both
+        env.task = replace(task, preference=replace(wish, usd=usd, never=never))
         return env
 
 
@@ -107,6 +108,9 @@ def parse(text: str, routers: Collection[str]) -> Policy:
         except (KeyError, ValueError):
             right = ", ".join(kinds)
             raise UserError(f"--policy {text}: {change} must be a number of {right}") from None
+    require(0 <= settings["usd"] < math.inf, f"--policy {text}: usd must be US dollars, 0 or more")
+    small = [name for name in LIMITS if settings.get(name, 1) < 1]
+    require(not small, f"--policy {text}: {', '.join(small)} must be 1 or more")
     price = [settings[name] for name in PRICE if name in settings]
     whole = len(price) != 1 and all(0 <= usd < math.inf for usd in price)
     right = "input and output must both be US dollars per million tokens, 0 or more"

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nanorchestra.agent.environment import Tool, ToolEnvironment
+from nanorchestra.agent.nested import Orchestrator
 from nanorchestra.config import DRAWN, TaskSection
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json_lines
@@ -140,8 +141,10 @@ class QuestionWorld:
         pattern = rf"(?<![\w-])({names})(?![\w-])"
         text = re.sub(pattern, lambda match: " or ".join(aliases[match[1]]), wish.text)
         tools = {alias: weight for name, weight in wish.tools.items() for alias in aliases[name]}
-        kinds = [ban for ban in wish.never if ban not in catalogue.names_of(self.tools)]
-        never = [*catalogue.reached(wish.never, offers), *kinds]
+        # The tools of an orchestrator have the catalogue's names.
+        nested = any(isinstance(tool, Orchestrator) for tool in offers)
+        kept = [ban for ban in wish.never if nested or ban not in catalogue.names_of(self.tools)]
+        never = [*catalogue.reached(wish.never, offers), *kept]
         return replace(wish, text=text, tools=tools, never=list(dict.fromkeys(never)))
 
 

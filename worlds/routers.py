@@ -9,7 +9,6 @@ the next.
 
 import asyncio
 import importlib.util
-import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,11 +19,11 @@ from itertools import permutations
 from typing import Any
 
 from nanorchestra.agent.environment import Environment, score_answer
+from nanorchestra.agent.limits import UserLimits
 from nanorchestra.agent.load import NANO
 from nanorchestra.errors import require
 from nanorchestra.model.tokenizer import Tokenizer
-from nanorchestra.records import Preference, Task, ToolCall, Trajectory, Turn
-from nanorchestra.tools.allowance import Allowance
+from nanorchestra.records import Preference, Price, Task, ToolCall, Trajectory, Turn
 from nanorchestra.tools.roles import final_answer
 from tools import Skill
 from worlds.evaluation import finished, score
@@ -142,13 +141,12 @@ def play(
     wish = task.preference
     votes = votes and not (wish.cost or wish.latency or fits(order[0], task))
     trajectory = Trajectory(task.id, seed)
+    limits = UserLimits(env, trajectory, Price(0.0, 0.0))
     for offer in order:
         row, name, known = None, offer["name"], offer.get("arguments")
         while True:
             call = call_for(task, offer, row) if known is None else ToolCall(name, known)
-            left = math.inf if wish.usd is None else wish.usd - trajectory.cost_usd
-            prepared = env.prepare(call, Allowance(usd=left, share=left, preference=wish))
-            result = asyncio.run(prepared.run())
+            (result,) = asyncio.run(limits.execute([call], 1))
             trajectory.turns.append(Turn(0, 0, "stop", [call], [result]))
             trajectory.count_calls(trajectory.turns[-1])
             if result.infrastructure:

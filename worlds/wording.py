@@ -23,7 +23,7 @@ ABOUT = {
     "outcome": r"right|correct\w*|accura\w+|mistakes?|errors?|wrong|perfect\w*|precise\w*|guess",
     "cost": (
         r"cheap\w*|inexpensive\w*|expensive|frugal\w*|econom\w+|thrift\w*|budget|money|costs?|costly"
-        r"|spend\w*|price\w*|bill|cents?|dollars?|sav(?:e|es|ing)"
+        r"|spend\w*|price\w*|(?:the|my|our) bill(?! of)|cents?|dollars?|sav(?:e|es|ing)"
     ),
     "latency": (
         r"fast\w*|quick\w*|hurry|rush|soon\w*|speed\w*|prompt\w*|urgent\w*|asap|right away|at once"
@@ -32,8 +32,10 @@ ABOUT = {
 }
 # "Whatever the cost", "time does not matter", "take your time": the clause waives what it names.
 WAIVED = (
-    r"\bwhatever\b|\bno matter\b|\bat any\b|\bregardless\b|\bnot the\b|\btake (?:your|all the)\b"
-    r"|\b(?:not|n't) (?:matter|mind|care)|\bno (?:object|issue)\b|\bspend what\b"
+    r"\bwhatever\b|\bat any\b|\bregardless\b|\bignore\b|\bun(?:important|limited)\b"
+    r"|\bno (?:matter|rush|hurry|problem|object|issue|limit)\b|\btake (?:your|all the)\b"
+    r"|\bslow is\b|\bspend what\b|\bnot (?:the|in a|cheap\w*|fast\w*|quick\w*)\b"
+    r"|(?:\bnot|\bdont|n't) (?:matter|mind|care|worry|important|rush|hurry|count)"
 )
 # Clauses that a weight of a half is worded by.
 HALF = (
@@ -46,14 +48,37 @@ LENIENT = (
     r"|\bdo not mind an (?:error|mistake)"
 )
 BALANCE = r"\bbalanc\w*|\bweigh\b|\bmind both\b"
-# What stands before the name of something that must not be used.
-BAN = (
-    r"(?:\bavoid(?: using| asking| calling)?|\bwithout(?: using| asking)?|\bleave|\bforbid|\bban"
-    r"|(?:\bnever|\bnot|n't)(?: ever)? (?:use|call|ask|want|trust|run|touch|rely on)"
-    r"|\b(?:stay|keep) away from|\bhands off|\bnothing may go through)(?: (?:the|any|an?|all))? "
+# What stands before the name of something that must not be used: "never use", "stay away from".
+BAN = re.compile(
+    r"(?:\b(?:never|not|dont|cannot)|n't)(?:,? ever)?"
+    r" (?:use|call|ask|query|invoke|run|touch|contact|trust|want|rely on):? "
+    r"|\b(?:avoid|without) (?:using|asking|calling) "
+    r"|\b(?:stay|keep) away from |\bhands off |\bnothing may go through |\b(?:use no|forbid|ban) "
 )
-# What follows a name after "no": "no web search, please", but not "no code yet".
-ENDS = r"(?: (?:models?|tools?|experts?|calls?|please))*\s*(?:[.,;:!?]|$)"
+# The same before a name that is no everyday word, or has a noun after it: "no gpt-5", "avoid the
+# search tool"; "avoid code duplication" is no ban.
+WEAK_BAN = re.compile(r"\b(?:no|not|avoid|without|leave) ")
+# Names of tools, kinds and models that are everyday words as well.
+EVERYDAY = {
+    "answer",
+    "code",
+    "docs",
+    "expert",
+    "function",
+    "notes",
+    "open",
+    "records",
+    "search",
+    "web",
+}
+EVERYDAY |= {"large", "medium", "small"}
+ARTICLE = re.compile(r"(?:the|any|an?|all) ")
+NOUN = re.compile(r" (?:models?|tools?|experts?)\b| (?:out|alone)\b")
+END = re.compile(
+    r"\s*(?:$|[.,;:!?)]|(?:and|or|nor|but|please|here|at all|(?:for|of) (?:this|that|it)|to be)\b)"
+)
+MORE = re.compile(r",? (?:and|or|nor) (?:no |not )?|, (?:no |not )?")  # goes on with another name
+AFTER = r"(?: (?:models?|tools?))? (?:must|may|should|can) ?(?:not|n't) be (?:used|called|asked)"
 
 
 def weights_in(text: str) -> Weights | None:
@@ -67,7 +92,8 @@ def weights_in(text: str) -> Weights | None:
             read |= {"cost": 0.5, "latency": 0.5}
             continue
         for clause in re.split(r"[,:]| but ", sentence):
-            read |= _clause_weights(clause)
+            preferred = re.split(r" (?:over|rather than|instead of) ", clause)[0]
+            read |= _clause_weights(preferred)
     if not read:
         return None
     return read.get("outcome", 1.0), read.get("cost", 0.0), read.get("latency", 0.0)
@@ -87,27 +113,50 @@ def _clause_weights(clause) -> dict[str, float]:
 
 
 def bans_in(text: str, names: Iterable[str]) -> list[str]:
-    """Returns those of the names that a text forbids: "never use gpt-5", "no web search"."""
-    said, found = _plain(text), []
-    left = sorted(names, key=len, reverse=True)  # "web search" is no ban of every search
-    while match := _first_ban(said, left):
-        name, said = match
-        found.append(name)
-        left.remove(name)
-    return found
+    """Returns those of the names that a text forbids: "never use gpt-5", "no web search".
 
-
-def _first_ban(said, names) -> tuple[str, str] | None:
-    """Returns the first of the names that a text forbids, and the text without it.
-
-    What stands before the name stays: "use no A or B" goes on as "use no B".
+    Words that only contain a name are no ban: "do not use large numbers", "there is no answer".
     """
-    for name in names:
-        words = r"[\s_-]+".join(map(re.escape, re.split(r"[\s_-]+", name.casefold())))
-        for pattern in (rf"({BAN}){words}(?![\w-])", rf"(\bno ){words}(?={ENDS}| n?or )"):
-            if re.search(pattern, said):
-                return name, re.sub(rf"{pattern}(?: n?or )?", r"\1", said)
-    return None
+    said = re.sub(r"[`\"“”*]|(?<!\w)'|'(?!\w)", "", _plain(text))
+    known = {name: _pattern(name) for name in sorted(names, key=len, reverse=True)}
+    found = []
+    for weak, pattern in ((False, BAN), (True, WEAK_BAN)):
+        for start in pattern.finditer(said):
+            found += _listed(said, start.end(), known, weak)
+    for name, pattern in known.items():
+        if re.search(rf"(?<![\w-])(?:{pattern.pattern}){AFTER}", said):
+            found.append(name)
+    return list(dict.fromkeys(found))
+
+
+def _pattern(name) -> re.Pattern:
+    """Returns how a text may write a name: in any case, with spaces, hyphens or underscores."""
+    parts = re.split(r"[\s_-]+", name.casefold())
+    return re.compile(r"[\s_-]+".join(map(re.escape, parts)) + r"(?![\w-])")
+
+
+def _listed(said, at, known, weak) -> list[str]:
+    """Returns the names that stand in a row at a place of a text: "A, B or the C tool".
+
+    weak: after words like "no", which forbid an everyday word only where a noun follows it.
+    """
+    found = []
+    while True:
+        if article := ARTICLE.match(said, at):
+            at = article.end()
+        match = next(((n, m) for n, p in known.items() if (m := p.match(said, at))), None)
+        if match is None:
+            return found
+        name, place = match
+        noun = NOUN.match(said, place.end())
+        at = noun.end() if noun else place.end()
+        everyday = weak and not noun and not found and name.casefold() in EVERYDAY
+        if everyday or not END.match(said, at):
+            return found
+        found.append(name)
+        if not (more := MORE.match(said, at)):
+            return found
+        at = more.end()
 
 
 def words_for(weights: Weights) -> str:

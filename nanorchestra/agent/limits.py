@@ -74,18 +74,21 @@ class UserLimits:
             else:
                 share = usd / (min(len(calls), most) - number)
                 prepared = self.env.prepare(call, Allowance(usd, share, seconds, preference))
-            usd -= prepared.most_usd
+            if usd < math.inf:  # an orchestrator may have no bound without a limit of dollars
+                usd -= prepared.most_usd
             running.append(self._run(call, prepared, seconds))
         return await asyncio.gather(*running)
 
     async def _run(self, call: ToolCall, prepared: PreparedCall, seconds: float) -> ToolResult:
         """Returns a call's result; without one after `seconds` it is given up, billed at its most.
 
-        The dollars of a result that comes too late are known.
+        The dollars of a result that comes too late are known. A call without a bound of dollars is
+        waited for, so that its bill is known: an orchestrator keeps to the seconds itself.
         """
         late = f"Error: {call.name} was given up after {seconds:.1f} s, the user's limit"
+        endless = math.inf in (seconds, prepared.most_usd)
         try:
-            async with asyncio.timeout(None if seconds == math.inf else seconds):
+            async with asyncio.timeout(None if endless else seconds):
                 result = await prepared.run()
         except TimeoutError:
             return ToolResult(late, prepared.most_usd, seconds, error=True)

@@ -15,13 +15,14 @@ from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import Attempt, Rollout
 from nanorchestra.engine.request import SamplingParams
 from nanorchestra.errors import UserError, require
-from nanorchestra.records import Price, words_and_vector
+from nanorchestra.records import Price, stricter, words_and_vector
 from nanorchestra.schemas import Json, check
 from nanorchestra.serving.protocol import OPENAPI, SAMPLING, usage
 from nanorchestra.serving.service import REQUEST_S, Service
 
 # Of a question, a preference in words and as a vector, and a seed.
 MakeEnvironment = Callable[[str, str, Json, int], Environment]
+MOST_CHARACTERS = 2_000  # of the words of a preference
 TOLD = "status", "cost_usd", "latency_s", "calls"
 
 
@@ -96,13 +97,17 @@ def preference_of(metadata: Json) -> tuple[str, Json]:
     vector = dict(vector)
     words = vector.pop("text", words)
     require(isinstance(words, str), "metadata.preference.text: must be a text")
+    require(
+        len(words) <= MOST_CHARACTERS,
+        f"metadata.preference.text: has {len(words):,} characters; {MOST_CHARACTERS:,} at most",
+    )
     for name, value in read.items():
         if isinstance(value, str) and name == "never":
             value = [ban.strip() for ban in value.split(",")]
         elif isinstance(value, str):
             with suppress(ValueError):  # what is no number is refused by its name
                 value = json.loads(value)
-        vector[name] = value
+        vector[name] = stricter(name, vector.get(name), value)
     return words, vector
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from scripted import ANSWER, EchoTool, call, echoing, play
 
 from nanorchestra.agent.loop import Limits
 from nanorchestra.errors import UserError
-from nanorchestra.records import Preference, ToolResult
+from nanorchestra.records import Preference, ToolResult, words_and_vector
 
 TWO = call("a").replace("<|im_end|>", "") + "\n" + call("b").split("\n\n")[1]
 
@@ -84,3 +85,24 @@ def test_a_preference_is_a_line_of_words_and_a_vector():
             Preference.parse(line, "it")
     with pytest.raises(UserError, match="never: 'python' is not of type 'array'"):
         Preference.of("", {"never": "python"}, "it")
+
+
+def test_what_is_stated_twice_holds_in_its_stricter_form():
+    words, vector = words_and_vector("Be quick. never=a usd=0.5 never=b,c usd=2 seconds=9 cost=1")
+    assert words == "Be quick."
+    assert vector == {"never": ["a", "b", "c"], "usd": 0.5, "seconds": 9, "cost": 1}
+
+
+def test_an_orchestrator_without_a_limit_of_dollars_is_waited_for(nano_tokenizer):
+    """It made the dollars left infinity minus infinity, and a call given up cost infinity."""
+
+    class Endless(EchoTool):
+        def most_usd(self, arguments):
+            return math.inf
+
+    tool = Endless(blocking=True, seconds=0.3, result=ToolResult("late", 0.25, 0.0))
+    t, said, _, _ = limited(nano_tokenizer, [TWO, ANSWER], tool, seconds=0.9)
+    assert t.calls == {"echo": 2} and 0.5 <= t.cost_usd < 0.51 and said == ["late", "late"]
+    slow = Endless(blocking=True, seconds=0.5, result=ToolResult("late", 0.25, 0.5))
+    t, said, _, _ = limited(nano_tokenizer, [call(), ANSWER], slow, seconds=0.4)
+    assert "was given up" in said[0] and 0.25 <= t.cost_usd < 0.26

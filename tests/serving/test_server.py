@@ -320,6 +320,11 @@ def test_the_loop_runs_in_the_server(http, running):
         ),
         ({"never": '["echo"]', "seconds": "60"}, "", {"never": ["echo"], "seconds": 60}),
         ({"never": "echo, echo", "user_id": "17"}, "", {"never": ["echo", "echo"]}),
+        (
+            {"preference": "never=echo usd=0.1", "never": "echo", "usd": "5"},
+            "",
+            {"never": ["echo", "echo"], "usd": 0.1},
+        ),
     ],
 )
 def test_a_preference_comes_as_a_line_or_as_json(http, running, metadata, words, vector):
@@ -338,6 +343,7 @@ def test_a_preference_comes_as_a_line_or_as_json(http, running, metadata, words,
         ({"usd": "much"}, "metadata: usd: 'much' is not of type 'number'"),
         ({"usd": []}, "usd"),
         ({"preference": {"text": 1}}, "metadata.preference.text: must be a text"),
+        ({"preference": {"text": "a" * 2001}}, "text: has 2,001 characters; 2,000 at most"),
     ],
 )
 def test_a_preference_that_is_none_is_refused_in_one_line(http, metadata, problem):

@@ -51,10 +51,33 @@ def test_every_phrase_that_policies_are_trained_on_is_understood():
         ("Answer in French; I have no code yet.", None, []),
         ("Do not search too long.", (1.0, 0.0, 0.5), []),
         ("", None, []),
+        ("Never use `gpt-5`, code, or web search.", None, ["gpt-5", "web search", "code"]),
+        ("never, ever use: 'gpt-5'", None, ["gpt-5"]),
+        ("dont query gpt-5, gpt-5-mini", None, ["gpt-5", "gpt-5-mini"]),
+        ("Use gpt-5-mini, not gpt-5.", None, ["gpt-5"]),
+        ("The large model must not be used.", None, ["large"]),
+        ("No OpenAI and no code", None, ["OpenAI", "code"]),
+        *(
+            (harmless, None, [])
+            for harmless in (
+                "Say so if there is no answer, expert.",
+                "I do not want an expert opinion in French.",
+                "Don't leave open questions.",
+                "Avoid open questions and code duplication.",
+                "Do not use large numbers, code blocks or search engines' words.",
+                "Leave the search for later.",
+                "There is no rush, no hurry.",
+                "I'm not in a hurry; slow is fine, speed is unimportant.",
+                "The price doesn't matter, ignore the cost: unlimited budget, money is no problem",
+                "Don't worry about the cost. Summarise the bill of rights.",
+            )
+        ),
+        ("be fast, not cheap", (1.0, 0.0, 1.0), []),
+        ("I prefer accuracy over speed", (1.0, 0.0, 0.0), []),
     ],
 )
 def test_words_of_ones_own(text, weights, bans):
-    assert (weights_in(text), bans_in(text, LABELS)) == (weights, bans)
+    assert (weights_in(text), sorted(bans_in(text, LABELS))) == (weights, sorted(bans))
 
 
 def test_weights_become_words_and_back():
