@@ -125,8 +125,10 @@ def serve_openai(
     )
     name = options.model.resolve().name
     gc.freeze()  # a collection of all that was imported would take 100 ms, while streams wait
-    serve_http(Server(rollout, name, world.open, sampling, options.host, key), options.port)
-    gc.unfreeze()  # nanobind would report at the end what is not collected
+    try:
+        serve_http(Server(rollout, name, world.open, sampling, options.host, key), options.port)
+    finally:
+        gc.unfreeze()  # nanobind would report at the end what is not collected
 
 
 @command("serve.py")

@@ -129,7 +129,12 @@ def choose_run(options: Namespace) -> tuple[Config, Path, bool]:
     config = settings.load_config(options.config or "nano", given)
     if options.dry_run:
         config = settings.scaled_down(config, str(NANO))
-    path = Path(config.run.root) / config.run.name
+    name = config.run.name
+    require(
+        name not in ("", ".", "..") and "/" not in name,
+        f"run.name is {name!r}; it must be the name of a directory, which {config.run.root} gets",
+    )
+    path = Path(config.run.root) / name
     # torchrun starts the same command again after a failure.
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     return config, path, again and (path / "config.toml").exists()

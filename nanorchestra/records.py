@@ -89,7 +89,8 @@ def part(name: str, arguments: Json, result: ToolResult) -> Json:
 
 
 MODELS = {"proprietary": " models", "open": " models"}  # what these words say of an expert
-PAIR = re.compile(r"""(\S+)=("[^"]*"(?:,\S+)?|\S*)""")  # NAME=VALUE in a line
+ITEM = r'(?:"[^"]*"|[^\s,"]+)'
+PAIR = re.compile(rf"(\S+)=({ITEM}(?:,{ITEM})*|\S*)")  # NAME=VALUE in a line
 
 
 def words_and_vector(line: str) -> tuple[str, Json]:
@@ -101,7 +102,7 @@ def words_and_vector(line: str) -> tuple[str, Json]:
     for name, text in PAIR.findall(line):
         value = text
         if name == "never":
-            value = [ban.strip(' "') for ban in text.split(",")]
+            value = [ban.strip(' "') for ban in re.findall(ITEM, text)]
         else:
             with suppress(ValueError):
                 value = json.loads(text)

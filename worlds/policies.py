@@ -31,6 +31,7 @@ LIMITS = ("turns", "calls_per_turn", "turn_tokens", "context_tokens")
 PRICE = ("input", "output")  # US dollars per million tokens
 SAMPLING = ("temperature", "top_p", "top_k")
 CONTEXT = 32768  # tokens of an endpoint
+TOOLS = ("all", "basic", "none")
 
 
 @dataclass(frozen=True)
@@ -103,11 +104,14 @@ def parse(text: str, routers: Collection[str]) -> Policy:
     kinds = {name: type(value) for name, value in settings.items()} | kinds
     for change in changes:
         name, _, value = (change if "=" in change else f"tools={change}").partition("=")
+        numbers = [known for known in kinds if known not in ("tools", "context", "from")]
         try:
+            if name not in numbers and (name != "tools" or value not in TOOLS):
+                raise ValueError(change)
             settings[name] = kinds[name](value)
-        except (KeyError, ValueError):
-            right = ", ".join(kinds)
-            raise UserError(f"--policy {text}: {change} must be a number of {right}") from None
+        except ValueError:
+            right = f"basic, none, or a number of {', '.join(numbers)}"
+            raise UserError(f"--policy {text}: {change} must be {right}") from None
     require(0 <= settings["usd"] < math.inf, f"--policy {text}: usd must be US dollars, 0 or more")
     small = [name for name in LIMITS if settings.get(name, 1) < 1]
     require(not small, f"--policy {text}: {', '.join(small)} must be 1 or more")

@@ -240,6 +240,9 @@ class Session:
     def do_save(self, file: str) -> None:
         """FILE gets what was said."""
         require(file, "/save: name the file")
+        require(
+            self.talk.messages, "/save: nothing was said; questions of the miniature stand alone"
+        )
         self.talk.save(file)
 
     def do_load(self, file: str) -> None:

@@ -91,6 +91,10 @@ def test_what_is_stated_twice_holds_in_its_stricter_form():
     words, vector = words_and_vector("Be quick. never=a usd=0.5 never=b,c usd=2 seconds=9 cost=1")
     assert words == "Be quick."
     assert vector == {"never": ["a", "b", "c"], "usd": 0.5, "seconds": 9, "cost": 1}
+    listed = 'latency=1 never=python,"web search",a-b usd=2 Be quick.'
+    found = {"latency": 1, "never": ["python", "web search", "a-b"], "usd": 2}
+    assert words_and_vector(listed) == ("Be quick.", found)
+    assert words_and_vector('never="a b"') == ("", {"never": ["a b"]})
 
 
 def test_an_orchestrator_without_a_limit_of_dollars_is_waited_for(nano_tokenizer):
