@@ -37,7 +37,7 @@ from tqdm import tqdm
 from nanorchestra.agent.load import NANO
 from nanorchestra.config import TaskSection
 from nanorchestra.errors import ArgumentParser, UserError, command, require
-from nanorchestra.files import read_json_lines, read_text, write_whole
+from nanorchestra.files import read_json_lines, read_text, refuse_links, write_whole
 from nanorchestra.report.evaluation import attempts, write_evaluation
 from nanorchestra.report.run import Run, label, table
 from nanorchestra.schemas import Json
@@ -130,6 +130,7 @@ def _open_run(options, policies):
         Run.create(path, text)
     other = f"{path}: holds another evaluation (its config.toml differs); give another --run"
     require(read_text(path / "config.toml") == text, other)
+    refuse_links(path)
     return Run(path)
 
 

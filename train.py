@@ -38,6 +38,7 @@ from nanorchestra import settings
 from nanorchestra.agent.load import NANO
 from nanorchestra.config import Config
 from nanorchestra.errors import INTERRUPTED, ArgumentParser, UserError, command, require
+from nanorchestra.files import refuse_links
 from nanorchestra.report.run import Run, to_toml
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.bill import Bill
@@ -231,6 +232,8 @@ def open_run(
             print(f"writing to {path}: config.toml, metrics.jsonl, report.html, model/ and more")
         if ranks.first:
             folder.lock()
+        elif resumed:
+            refuse_links(path)  # a node may have a directory of its own
 
     def build():
         worlds = Worlds(config.task, config.run.seed, sandbox, bill.spending)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nanorchestra.errors import UserError
-from nanorchestra.files import read_json, read_json_lines, write_whole
+from nanorchestra.files import read_json, read_json_lines, replace_directory, write_whole
 
 
 def test_what_is_written_is_read_back(tmp_path):
@@ -45,3 +45,17 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
     with pytest.raises(UserError, match="cannot be written"):
         write_whole(tmp_path / "missing" / "a.json", "new")
+
+
+def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path):
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "kept").write_text("kept")
+    for name in ("model", ".model.partial", ".model.previous"):
+        (tmp_path / name).symlink_to(victim)
+    with replace_directory(tmp_path / "model") as new:
+        (new / "file").write_text("new")
+    write_whole(tmp_path / "model" / "file", "newer")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "victim"]
+    assert not (tmp_path / "model").is_symlink()
+    assert (victim / "kept").read_text() == "kept" and len(list(victim.iterdir())) == 1

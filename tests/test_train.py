@@ -319,3 +319,30 @@ def test_a_probe_estimates_the_bill_of_the_calls(sandbox):
         api_bill(config, 1, sandbox)
     with pytest.raises(UserError, match="model.path is 'nowhere'; it must be a checkpoint"):
         api_bill(config.replace({"model.path": "nowhere"}), 8, sandbox)
+
+
+def test_notes_of_a_checkpoint_with_wrong_types_are_one_line(make_training):
+    run = make_training("notes")
+    run.save()
+    run.checkpoints.wait()
+    (folder,) = run.checkpoints.folder.glob("[!.]*")
+    notes = json.loads((folder / "notes.json").read_text())["notes"]
+    progress = notes["progress"]
+    run._prepare_for(notes)
+    for changed in (
+        {"progress": progress | {"phase": ["a"]}},
+        {"progress": progress | {"phase": "model"}},
+        {"progress": progress | {"step": "a"}},
+        {"progress": progress | {"step": -5}},
+        {"progress": progress | {"before": 5}},
+        {"progress": progress | {"seconds": math.nan}},
+        {"offsets": None},
+        {"offsets": {"metrics": -1}},
+        {"ahead": 5},
+        {"ahead": {"rows": [[1]], "retried": 0, "seconds": 0}},
+        {"ahead": {"rows": [{"task": 3}], "retried": 0, "seconds": 0}},
+        {"weight_version": "x"},
+    ):
+        with pytest.raises(UserError, match="the notes of a checkpoint") as refusal:
+            run._prepare_for(notes | changed)
+        assert "\n" not in str(refusal.value)

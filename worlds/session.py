@@ -28,7 +28,7 @@ from nanorchestra.schemas import Json
 from nanorchestra.tools.allowance import all_ban_names
 from nanorchestra.tools.corpus import open_index
 from nanorchestra.tools.sandbox import Sandbox
-from nanorchestra.training.trajectories import from_row, replay, to_row
+from nanorchestra.training.trajectories import check_row, from_row, replay, to_row
 from tools import SANDBOX_USD, LookupTool, PythonTool, load_tools
 from worlds.catalogue import names_of, reached
 from worlds.miniature.ask import EXAMPLES, as_task
@@ -260,12 +260,14 @@ def show_again(path: Path, tokenizer: Tokenizer) -> None:
     """Shows the recorded attempts of a file as they happened, each with the tree of its calls."""
     console = Console(sys.stdout)
     for line, row in read_json_lines(path):
+        where = f"{path}, line {line}: not a recorded attempt"
+        check_row(row, where)
         try:
             task, trajectory = from_row(row)
         except (KeyError, TypeError):
-            raise UserError(
-                f"{path}, line {line}: not a recorded attempt; --trace and training write them"
-            ) from None
+            raise UserError(f"{where}; --trace and training write them") from None
+        known = max(trajectory.ids, default=0) < tokenizer.vocab_size
+        require(known, f"{where} of this model: an id is beyond its tokenizer's vocabulary")
         console.say("task", f"{task.question} {task.preference.words}")
         replay(trajectory, tokenizer, console.on_event)
         console.rest()

@@ -74,11 +74,12 @@ class SearchServer(uvicorn.Server):
         return reply(state | {"waiting": self._waiting, "searches": self.searches})
 
     async def _search(self, request: Request) -> Response:
+        body = read(await read_raw(request, MOST_BYTES, BODY_S))
+        # Only now: a client that sends half a body must not take the place of a query.
         if self._waiting >= MOST_WAITING:
             raise HTTPException(503, f"{MOST_WAITING} queries wait already", {"Retry-After": "1"})
         self._waiting += 1
         try:
-            body = read(await read_raw(request, MOST_BYTES, BODY_S))
             found = Future()
             self._queries.put(Query(body["query"], int(body.get("k", PASSAGES)), found))
             async with asyncio.timeout(ANSWER_S):

@@ -59,6 +59,7 @@ class Passages(Sequence[Passage]):
         )
         with open(texts, "rb") as file:
             self._lines = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._texts = texts
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -67,7 +68,14 @@ class Passages(Sequence[Passage]):
         if not 0 <= row < len(self):
             raise IndexError(row)
         begin = int(self._ends[row - 1]) if row else 0
-        return Passage(*json.loads(self._lines[begin : int(self._ends[row])]))
+        line = self._lines[begin : int(self._ends[row])]
+        try:
+            text, source = json.loads(line)
+            whole = isinstance(text, str) and isinstance(source, str)
+        except (ValueError, TypeError, RecursionError):
+            whole = False
+        require(whole, f"{self._texts}: passage {row} is damaged; build the index again")
+        return Passage(text, source)
 
 
 def build_index(

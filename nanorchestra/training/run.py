@@ -19,14 +19,14 @@ from nanorchestra.files import write_whole
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.report.run import Run, to_toml
 from nanorchestra.report.watch import Watch, peak_memory_mb
-from nanorchestra.schemas import Json
+from nanorchestra.schemas import Json, check
 from nanorchestra.training import build
 from nanorchestra.training.bill import Bill
 from nanorchestra.training.checkpoint import Checkpoints
 from nanorchestra.training.costs import peak_flops
 from nanorchestra.training.ranks import Ranks
 from nanorchestra.training.sampling import Batch
-from nanorchestra.training.trajectories import load_kept, to_row
+from nanorchestra.training.trajectories import check_row, load_kept, to_row
 
 REPORT_EVERY = 120.0  # seconds between live reports
 SKIP_LIMIT = 3  # steps in a row without an update end the run
@@ -234,6 +234,12 @@ class TrainingRun:
 
         UserError for notes that another version of the code has written.
         """
+        where = f"{self.checkpoints.folder}: the notes of a checkpoint"
+        check(notes, "notes", where)
+        finite = math.isfinite(notes["progress"]["seconds"])
+        require(finite, f"{where}: progress.seconds: expected a finite number")
+        for row in notes["ahead"]["rows"] if notes["ahead"] else []:
+            check_row(row, f"{where}: ahead")
         try:
             self.progress = Progress(**notes["progress"])
             self.ahead = Batch.from_notes(notes["ahead"]) if notes["ahead"] else None

@@ -5,6 +5,7 @@ keeps those that were right and well formed, and of each task the best paid.
 """
 
 import dataclasses
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from nanorchestra.errors import require
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Preference, Task, ToolCall, ToolResult, Trajectory, Turn
 from nanorchestra.report.run import Run
-from nanorchestra.schemas import Json
+from nanorchestra.schemas import MOST_DEPTH, Json, check, levels
 from nanorchestra.training.packing import Group, Sample
 
 BEST = 4  # attempts at a task that are imitated, at most
@@ -27,6 +28,26 @@ def to_row(task: Task, trajectory: Trajectory) -> Json:
     """Returns the task and the trajectory as one JSON object, which shares the lists of ids."""
     turns = list(map(dataclasses.asdict, trajectory.turns))
     return vars(trajectory) | {"turns": turns, "task": dataclasses.asdict(task)}
+
+
+def check_row(row: Any, where: str) -> None:
+    """UserError, which begins with `where`, unless `row` is what `to_row` makes of an attempt."""
+    for depth, level in enumerate(levels(row), 1):
+        require(depth <= MOST_DEPTH, f"{where}: nested deeper than {MOST_DEPTH} levels")
+        finite = all(math.isfinite(value) for value in level if isinstance(value, float))
+        require(finite, f"{where}: has a number that is not finite")
+    check(row, "attempt", where)
+    ids = row["ids"]  # too long for a schema, which takes microseconds for each
+    known = all(type(number) is int and number >= 0 for number in ids)
+    require(known, f"{where}: ids: expected integers from 0")
+    for name in ("sampled", "logprobs", "weight_versions"):
+        same = len(row.get(name, ())) == len(ids)
+        require(same, f"{where}: {name}: expected one for each of the {len(ids)} ids")
+    for turn in row["turns"]:
+        inside = turn.get("context", 0) <= turn["start"] <= turn["end"] <= len(ids)
+        require(inside, f"{where}: a turn is not within the {len(ids)} ids")
+        answered = len(turn["results"]) in (0, len(turn["calls"]))
+        require(answered, f"{where}: a turn has other results than calls")
 
 
 def from_row(row: Json) -> tuple[Task, Trajectory]:
@@ -50,7 +71,7 @@ def replay(
         stream = TurnStream(tokenizer)
         on_event("text", stream.feed(*trajectory.ids[turn.start : turn.end]))
         on_event("turn", stream.finish())
-        if turn.calls:
+        if turn.results:
             on_event("results", turn)
 
 

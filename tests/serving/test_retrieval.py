@@ -167,6 +167,7 @@ def test_too_many_and_too_slow_ones_are_told_so(monkeypatch):
         host, port = address.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=5) as slow:
             slow.sendall(b"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
+            assert requests.get(f"{address}/health", timeout=5).json()["waiting"] == 0
             assert b"408" in slow.recv(1000)
         assert ask(0).json()["passages"][0]["text"] == "q"
 

@@ -277,3 +277,15 @@ def test_a_bad_file_of_passages_is_named_with_its_line(tmp_path):
         path.write_text(content)
         with pytest.raises(UserError, match=f"passages.jsonl.*{complaint}"):
             open_index(path)
+
+
+def test_a_damaged_passage_is_named_in_one_line(tmp_path):
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages" / "a.txt").write_text("memory pages are swapped")
+    build_index(tmp_path / "pages", tmp_path / "index")
+    texts = tmp_path / "index" / "passages.jsonl"
+    whole = texts.read_bytes()
+    for damaged in (b"\xff" + whole[1:], b"{" + whole[1:], b'["x"]'.ljust(len(whole))):
+        texts.write_bytes(damaged)
+        with pytest.raises(UserError, match="passages.jsonl: passage 0 is damaged; build"):
+            open_index(tmp_path / "index").search("memory")
