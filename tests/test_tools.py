@@ -425,6 +425,21 @@ def test_a_function_that_cannot_be_a_tool_is_refused_in_one_line(tmp_path, sandb
         ('@tool(kind="search")\ndef f(q: str):\n "d"', "kind is 'search', so .* is query: str"),
         ('@tool(kind="code")\ndef f(code: int):\n "d"', "kind is 'code', so .* is code: str"),
         ('@tool(kind="code")\ndef f(code: str, x: str):\n "d"', "so .* is code: str"),
+        *(
+            (f'@tool({setting}={value})\ndef f(x: str):\n "d"', f"function f: {says}")
+            for setting, value, says in (
+                ("usd_per_call", "-1", "usd_per_call is -1; it must be a number from 0 to 1,000,0"),
+                ("usd_per_call", "'0.1'", "usd_per_call is '0.1'; it must be"),
+                ("usd_per_call", "None", "usd_per_call is None; it must be"),
+                ("usd_per_call", "True", "usd_per_call is True; it must be"),
+                ("usd_per_call", "float('nan')", "usd_per_call is nan; it must be"),
+                ("usd_per_call", "float('inf')", "usd_per_call is inf; it must be"),
+                ("timeout_s", "0", "timeout_s is 0; it must be a number from 0.1 to 3,600"),
+                ("timeout_s", "'5'", "timeout_s is '5'; it must be"),
+                ("result_words", "2.5", "result_words is 2.5; it must be an integer from 1 to"),
+                ("usd", "1", "no setting 'usd'; there are usd_per_call, "),
+            )
+        ),
     ):
         (tmp_path / "mine.py").write_text(f"from tools import tool\n{content}")
         with pytest.raises(UserError, match=says) as refused:
@@ -540,3 +555,34 @@ def test_a_function_charges_no_more_than_it_states(charged, billed):
     result = ask.call({"text": "well?"})
     assert result.cost_usd == billed and result.error == (charged not in (0.0, 0.2))
     assert ("usd_per_call states $0.25 at most" in result.content) == result.error
+
+
+def test_a_result_that_a_function_makes_itself_is_made_plain():
+    """It has run, so it counts as a call, in seconds that passed, with text that can be shown."""
+    for content, latency_s, text in (
+        ({"mean": 3}, -50.0, '{"mean": 3}'),
+        (7, math.nan, "7"),
+        (None, math.inf, "null"),
+        ("half \ud83d", "soon", "half \ufffd"),
+        ("yes", 3, "yes"),
+    ):
+
+        @tool(usd_per_call=0.25)
+        def ask(text: str) -> ToolResult:
+            """Asks."""
+            return ToolResult(content, 0.1, latency_s, refused=True)  # noqa: B023
+
+        result = ask.call({"text": "well?"})
+        assert (result.content, result.cost_usd, result.refused) == (text, 0.1, False)
+        assert result.latency_s == 3 if latency_s == 3 else 0 <= result.latency_s < 1
+
+
+@pytest.mark.parametrize("charged", ["0.1", None, True])
+def test_a_charge_that_is_no_number_is_an_error_and_billed(charged):
+    @tool(usd_per_call=0.25)
+    def ask(text: str) -> ToolResult:
+        """Asks."""
+        return ToolResult("yes", charged)
+
+    result = ask.call({"text": "well?"})
+    assert result.error and result.cost_usd == 0.25 and f"{charged!r}" in result.content

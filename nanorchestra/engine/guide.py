@@ -34,8 +34,8 @@ class Form:
     """What a turn is held to: calls to `tools` (OpenAI's function objects), wherever one begins.
 
     Nothing outside of calls is forbidden. With `required` the turn is one call, after its reasoning
-    if it `thinks`; with a `schema` it is JSON of that, or a call. Not `strict`: keywords that
-    cannot be enforced are ignored.
+    if it `thinks`; with a `schema` it is JSON of that, or a call. Keywords that cannot be
+    enforced are ignored, but refused in a `strict` schema and for a function that says so.
     """
 
     tools: Sequence[Json]
@@ -51,14 +51,14 @@ class Form:
 
     def grammar(self, tokenizer: Tokenizer) -> str:
         """Returns the grammar in llguidance's Lark."""
-        options = {"x-guidance": {"whitespace_pattern": "[ ]?", "lenient": not self.strict}}
         begin, end, call, call_end = (
             f"<[{tokenizer.token_id(name)}]>" for name in (THINK, THINK_END, CALL, CALL_END)
         )
-        bodies = [] if self.schema is None else ["%json " + json.dumps(self.schema | options)]
+        bodies = [] if self.schema is None else ["%json " + _json(self.schema, self.strict)]
         call = "" if self.free else call  # else the parser has seen it
         for tool in self.tools:
-            wanted = json.dumps(_call(tool["function"]) | options)
+            function = tool["function"]
+            wanted = _json(_call(function), bool(function.get("strict")))
             bodies.append(f"{call} /\\n?/ %json {wanted} /\\n?/ {call_end}")
         think = rf"think: {begin} /(.|\n)*/ {end} /\n?\n?/"
         start = "think? " if self.thinks and not self.free else ""
@@ -163,6 +163,13 @@ def problem_of(matcher: LLMatcher) -> str:
     if reason.startswith("NoExtension"):
         reason = "no JSON fits it; a $ref may lead back to itself"
     return f"schema: {reason[:300] or 'the grammar cannot be followed'}"
+
+
+def _json(schema, strict) -> str:
+    """Returns a schema as llguidance reads it; `strict`: it refuses what it cannot enforce."""
+    return json.dumps(
+        schema | {"x-guidance": {"whitespace_pattern": "[ ]?", "lenient": not strict}}
+    )
 
 
 def _call(function) -> Json:

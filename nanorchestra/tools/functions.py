@@ -40,6 +40,11 @@ from nanorchestra.tools.threads import in_daemon
 
 FUNCTION = "function"  # a kind that works for no role
 NEEDED = {"search": "query", "code": "code"}  # the one argument that a function of a kind needs
+SETTINGS = {  # type, least and most, as in a catalogue
+    "usd_per_call": ((int, float), 0, 1_000_000),
+    "timeout_s": ((int, float), 0.1, 3600),
+    "result_words": (int, 1, 1_000_000),
+}
 MOST_GIVEN_UP = 64  # calls that were given up and may still run
 GIVEN_UP: list[Future] = []  # those calls; some may have ended since
 
@@ -86,13 +91,8 @@ class FunctionTool:
         """Returns the observation of a value, with what it adds to the evidence."""
         documents = []
         if isinstance(value, ToolResult):
-            if not 0 <= value.cost_usd <= self.usd_per_call:  # nan is neither
-                stated = f"usd_per_call states ${self.usd_per_call:g} at most"
-                text = f"Error: {self.name} has charged ${value.cost_usd:g}; {stated}"
-                usd = value.cost_usd if self.usd_per_call < value.cost_usd < math.inf else 0.0
-                return replace(value, content=text, cost_usd=usd or self.usd_per_call, error=True)
-            result = value
             documents = _documents(value.content)
+            result = self._checked(value, seconds)
         elif self.kind == "search":
             documents = _documents(value)
             text = "\n\n".join(documents) or "nothing found"
@@ -104,6 +104,30 @@ class FunctionTool:
         if self.kind == "code":
             return replace(result, found={"code": [[arguments["code"], result.content]]})
         return replace(result, found={"documents": documents[::-1]})  # the last one is the best
+
+    def _checked(self, result, seconds) -> ToolResult:
+        """Returns a result that the function made itself, with numbers that limits can count on.
+
+        It has run, so its call counts. A charge that is wrong is an error, and billed.
+        """
+        result = replace(
+            result,
+            content=_text(result.content),
+            latency_s=result.latency_s if is_within(result.latency_s) else seconds,
+            refused=False,
+        )
+        if is_within(result.cost_usd, most=self.usd_per_call):
+            return result
+        usd = result.cost_usd if is_within(result.cost_usd) else self.usd_per_call
+        stated = f"usd_per_call states ${self.usd_per_call:g} at most"
+        text = f"Error: {self.name} has charged {result.cost_usd!r} US dollars; {stated}"
+        return replace(result, content=text, cost_usd=usd, error=True)
+
+
+def is_within(value: Any, least: float = 0.0, most: float = math.inf) -> bool:
+    """Returns whether a value is a finite number (NaN is none) from `least` to `most`."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and least <= value <= most and value < math.inf
 
 
 def within_seconds(seconds: float, call: Callable[[], Any]) -> Any:
@@ -156,6 +180,7 @@ def tool(
         if name in told:
             shape["description"] = told[name]
     _check_kind(kind, schema, where)
+    _check_settings(settings, where)
     description = " ".join(text.split())
     checked = validate_call(function)
     return FunctionTool(function.__name__, description, schema, checked, kind=kind, **settings)
@@ -171,6 +196,18 @@ def _check_kind(kind, schema, where) -> None:
         alone = set(schema.get("required", [])) <= {name}
         right = f"its argument is {name}: str, and all others have defaults"
         require(is_text and alone, f"{where}: kind is {kind!r}, so {right}")
+
+
+def _check_settings(settings, where) -> None:
+    """Raises UserError unless each setting has a name and a value that a catalogue's may have."""
+    for name, value in settings.items():
+        known = ", ".join(SETTINGS)
+        require(name in SETTINGS, f"{where}: no setting {name!r}; there are {known}")
+        kind, least, most = SETTINGS[name]
+        fits = is_within(value, least, most) and isinstance(value, kind)
+        what = "an integer" if kind is int else "a number"
+        right = f"it must be {what} from {least:g} to {most:,}"
+        require(fits, f"{where}: {name} is {value!r:.80}; {right}")
 
 
 def load_functions(path: str | Path) -> list[FunctionTool]:

@@ -21,6 +21,7 @@ from email.utils import parsedate_to_datetime
 from functools import cache
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from types import MappingProxyType
+from typing import Any
 from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -256,16 +257,44 @@ def _seconds(retry_after: str) -> float:
 
 
 def _masked(text, secrets, least=1) -> str:
-    """Returns a text without the values of headers, as they are or as JSON writes them.
+    """Returns a text without the values of headers, however JSON or an address writes them.
 
     Values of fewer characters than `least` stay.
     """
     for value in sorted(secrets, key=len, reverse=True):
-        written = json.dumps(value)[1:-1]
-        for form in (value, written, written.replace("/", "\\/")):
-            if len(value) >= least:
-                text = text.replace(form, "...")
+        if len(value) >= least:
+            text = _writings(value).sub("...", text)
     return text
+
+
+@cache
+def _writings(value) -> re.Pattern[str]:
+    """Returns what matches a value as it is, and with any of its characters escaped.
+
+    JSON escapes by a backslash, also with u and hex digits, JSON inside JSON by up to four
+    backslashes, and an address by % and hex digits.
+    """
+    characters = []
+    for character in value:
+        plain = re.escape(character)
+        units = character.encode("utf-16-be", "surrogatepass")
+        codes = [units[i : i + 2].hex() for i in range(0, len(units), 2)]
+        forms = [
+            "".join(rf"\\{{1,4}}u(?i:{code})" for code in codes),
+            "".join(f"%(?i:{byte:02x})" for byte in character.encode("utf-8", "surrogatepass")),
+            rf"\\{{0,4}}{plain}" if character in '"/\\' else plain,
+        ]
+        characters.append(f"(?:{'|'.join(forms)})")
+    return re.compile("".join(characters))
+
+
+def _without(value, secrets) -> Any:
+    """Returns JSON whose texts are masked."""
+    if isinstance(value, dict):
+        return {_without(name, secrets): _without(inner, secrets) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_without(inner, secrets) for inner in value]
+    return _masked(value, secrets, SECRET_CHARS) if isinstance(value, str) else value
 
 
 def _read(text, schema, secrets) -> Json:
@@ -273,10 +302,9 @@ def _read(text, schema, secrets) -> Json:
 
     A gateway's page is no reply that was begun, nor is an error object.
     """
-    text = _masked(text, secrets, SECRET_CHARS)
     begun = text if text.lstrip().startswith("{") else None
     try:
-        reply = bounded_json(text)
+        reply = _without(bounded_json(text), secrets)
     except json.JSONDecodeError:
         problem = f"not JSON: {text.strip()[:80] or 'an empty reply'}"
         raise EndpointError(problem, begun) from None

@@ -82,6 +82,7 @@ class WebSearch:
         except EndpointError as error:
             pages, more = [], 0.0
             note = f"\n\n(excerpts only; pages were not read: {error})"
+        pages = pages[: len(hits)]  # a server that sends more than was asked for is not paid more
         texts = {page["url"]: page.get("raw_content") or "" for page in pages}
         documents = []
         for hit in hits:

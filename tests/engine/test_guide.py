@@ -191,3 +191,17 @@ def test_references_of_a_tools_parameters_begin_at_their_root(guide, tokenizer):
     loop = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
     with pytest.raises(UserError, match="schema: no JSON fits it; a .ref may lead back to itself"):
         Guide(tokenizer, Form([], loop, thinks=False))
+
+
+def test_a_strict_function_refuses_what_no_grammar_enforces_as_a_strict_format_does(tokenizer):
+    listed = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    either = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
+    for keyword, shape in (("uniqueItems", listed), ("oneOf", either)):
+        schema = {"type": "object", "properties": {"a": shape}}
+        function = {"name": "f", "parameters": schema}
+        for strict in (False, None):
+            Guide(tokenizer, Form([{"function": function | {"strict": strict}}]))
+        with pytest.raises(UserError, match=keyword):
+            Guide(tokenizer, Form([{"function": function | {"strict": True}}]))
+        with pytest.raises(UserError, match=keyword):
+            Guide(tokenizer, Form([], schema, strict=True))

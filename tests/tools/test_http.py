@@ -11,6 +11,7 @@ import time
 import tracemalloc
 from contextlib import contextmanager
 from itertools import repeat
+from urllib.parse import quote
 
 import pytest
 from openai_server import openai_server, said
@@ -404,3 +405,24 @@ def test_a_whole_reply_is_returned_with_what_it_took(server):
     found, (retries, seconds) = post(server.url, {"text": "ab"}, {}, "NO_KEY_AT_ALL", 5.0)
     assert found == {"text": "abab"} and retries == 0 and 0 < seconds < 5
     assert "Authorization" not in server.headers[-1]
+
+
+def test_a_key_that_a_server_repeats_is_masked_however_it_is_written(server, monkeypatch):
+    key = 'sk-Se/c"r\\e t\u00e9'
+    monkeypatch.setenv("ODD_KEY", key)
+    hexed = "".join(f"\\u{ord(c):04X}" for c in key)
+    plain, percent = json.dumps(key)[1:-1], quote(key, safe="")
+    for written in (plain, plain.replace("/", "\\/"), hexed, hexed.lower(), percent):
+        within = json.dumps(f'{{"key": "{written}"}}')[1:-1]  # JSON as the text of JSON
+        for text in (written, within):
+            server.status, body = 200, f'{{"text": "{text}", "{text}": ["a {text} b"]}}'
+            server.answer = lambda _, body=body: body.encode()
+            found, _ = post(server.url, {}, {}, "", 5.0, {"X-Org": "ODD_KEY"})
+            assert len(found) == 2 and found["text"].strip('{}": key') == "..."
+            assert "a " in (said := str(found)) and "..." in said
+            assert not {key, hexed, plain, percent} & {*said.split("'")}
+            server.status = 400
+            with pytest.raises(http.EndpointError) as refused:
+                post(server.url, {}, {}, "", 5.0, {"X-Org": "ODD_KEY"})
+            assert "..." in (said := str(refused.value)) and "u0073" not in said.lower()
+            assert "Se" not in said and "Se" not in str(found)

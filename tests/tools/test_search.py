@@ -99,3 +99,11 @@ def test_a_missing_key_is_named_and_a_full_disk_costs_the_cache_alone(make, monk
     monkeypatch.delenv("TAVILY_API_KEY")
     with pytest.raises(UserError, match="TAVILY_API_KEY is not set"):
         make()
+
+
+def test_pages_that_were_not_asked_for_are_not_paid(tavily, make):
+    many = [{"url": f"http://{i}", "raw_content": LONG} for i in range(3000)]
+    tavily.answer = lambda body: {"results": many} if "urls" in body else answer(body)
+    web = make()
+    result = web.call({"query": "q"})
+    assert result.cost_usd == pytest.approx(web.most_usd({})) and len(result.content) < 1000
