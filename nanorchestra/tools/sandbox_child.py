@@ -183,27 +183,48 @@ def landlock_ruleset(scratch: str | None, site_packages: str) -> int:
     """Returns a descriptor of the file rules, -1 on a kernel without Landlock.
 
     Python's library, shared libraries and the packages of TABLE["packages"] in `site_packages` can
-    be read, plain files in `scratch` made and changed. The access bits are those of
-    <linux/landlock.h>; all thirteen of its first version are denied unless granted.
+    be read, but no package beside them, of which names alone can be listed; plain files in
+    `scratch` can be made and changed. The access bits are those of <linux/landlock.h>; all thirteen
+    of its first version are denied unless granted.
     """
     if libc.syscall(SYS_LANDLOCK_CREATE, None, 0, 1) < 1:  # asked for its version
         return -1
     write_file, read_file, read_dir, remove_file, make_file = 1 << 1, 1 << 2, 1 << 3, 1 << 5, 1 << 8
     attributes = struct.pack("<Q", (1 << 13) - 1)
     ruleset = check(libc.syscall(SYS_LANDLOCK_CREATE, attributes, len(attributes), 0))
-    library = os.path.dirname(os.path.dirname(os.path.abspath(os.__file__)))
+    library = os.path.dirname(os.path.abspath(os.__file__))
     packages = (os.path.join(site_packages, name) for name in TABLE["packages"])
-    folders = (library, sys.base_prefix + "/lib", *TABLE["readable"], *packages)
-    readable = filter(os.path.isdir, folders)
-    rules = dict.fromkeys(readable, read_file | read_dir)
+    rules = {library: read_dir}  # importing lists it
+    for folder in (library, sys.base_prefix + "/lib", *TABLE["readable"]):
+        for entry in entries(folder):
+            is_folder = entry.is_dir(follow_symlinks=False)
+            rules[entry.path] = read_file | read_dir if is_folder else read_file
+    zones = "/usr/share/zoneinfo"  # whole, for it has no packages and is listed
+    rules |= dict.fromkeys(filter(os.path.isdir, (zones, *packages)), read_file | read_dir)
     if scratch:
         rules[scratch] = write_file | read_file | read_dir | remove_file | make_file
     for path, access in rules.items():
-        descriptor = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
         beneath = struct.pack("<Qi", access, descriptor)
         check(libc.syscall(SYS_LANDLOCK_ADD, ruleset, 1, beneath, 0))
         os.close(descriptor)
     return ruleset
+
+
+def entries(folder: str) -> list[os.DirEntry]:
+    """Returns the files and directories of a folder, without those that hold Python's packages.
+
+    Links are left out: what they lead to has an entry of its own. [] if there is no such folder.
+    """
+    if not os.path.isdir(folder):
+        return []
+    return [
+        entry
+        for entry in os.scandir(folder)
+        if (entry.is_dir(follow_symlinks=False) or entry.is_file(follow_symlinks=False))
+        and not entry.name.startswith("python")
+        and entry.name not in ("site-packages", "dist-packages")
+    ]
 
 
 class Program(ctypes.Structure):

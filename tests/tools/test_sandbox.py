@@ -400,3 +400,13 @@ def wait_for(condition):
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.005)
     return value
+
+
+def test_packages_beside_pythons_library_cannot_be_read(sandbox):
+    library = os.path.dirname(os.__file__)
+    pip = os.path.join(library, "site-packages", "pip", "__init__.py")
+    for file in (pip, "/usr/lib/python3/dist-packages/six.py"):
+        assert "PermissionError" in sandbox.run(f"open({file!r})").error or not os.path.exists(file)
+    listing = sandbox.run("import os; os.listdir('/usr/lib/python3/dist-packages')").error
+    assert "PermissionError" in listing or "FileNotFoundError" in listing
+    assert sandbox.run("import asyncio, sqlite3, zoneinfo, xml.dom, email.mime.text").error == ""
