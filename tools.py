@@ -39,7 +39,7 @@ from nanorchestra.agent.nested import Orchestrator
 from nanorchestra.errors import ArgumentParser, command, require
 from nanorchestra.files import merge, read_json, read_toml
 from nanorchestra.records import RESULT_WORDS, Price, ToolResult
-from nanorchestra.schemas import Json, arguments_schema, check
+from nanorchestra.schemas import Json, arguments_schema, check, schema_fault
 from nanorchestra.serving.connections import listen
 from nanorchestra.serving.retrieval import serve_index
 from nanorchestra.tools.corpus import build_index, open_index
@@ -223,6 +223,8 @@ class Catalogue:
     def _role(self, where, entry) -> RoleTool:
         """Returns a published role; published parameters state aliases, prices and latencies."""
         given, experts = entry.get("parameters"), {}
+        problem = schema_fault(given or {})
+        require(not problem, f"{where}: parameters are no JSON schema: {problem}")
         stated = given["properties"]["model"]["description"] if given else ""
         listed = {alias: map(float, numbers) for alias, *numbers in LISTED.findall(stated)}
         models = entry.get("models", listed)

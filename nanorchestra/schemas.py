@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jsonschema import Draft202012Validator
-from jsonschema.exceptions import best_match
+from jsonschema.exceptions import SchemaError, best_match
 
 from nanorchestra.errors import require
 from nanorchestra.files import read_json
@@ -25,8 +25,10 @@ SHAPES = {file.stem: read_json(file) for file in Path(__file__).with_name("shape
 def check(value: Any, shape: Json | str, where: str) -> None:
     """Raises UserError, which begins with `where`, unless `value` has a shape: a schema, or a name.
 
-    The named ones are files in shapes/.
+    The named ones are files in shapes/. NaN, which every comparison lets pass, has no place in any.
     """
+    numbers = (each for level in levels(value) for each in level if isinstance(each, float))
+    require(not any(map(math.isnan, numbers)), f"{where}: nan is not a number")
     problem = schema_error(value, SHAPES[shape] if isinstance(shape, str) else shape)
     require(problem is None, f"{where}: {problem}")
 
@@ -47,6 +49,15 @@ def schema_error(value: Any, schema: Json, first: bool = False) -> str | None:
         message = f"must be {error.schema['description']}; what is there is not shown"
     where = error.json_path.lstrip("$.")
     return f"{where}: {message}" if where else message
+
+
+def schema_fault(schema: Json) -> str | None:
+    """Returns why a schema is none itself, in one line; None if it is one."""
+    try:
+        Draft202012Validator.check_schema(schema)
+    except SchemaError as error:
+        return f"{error.json_path.lstrip('$.')}: {error.message[-300:]}".replace("\n", " ")
+    return None
 
 
 def levels(value: Any) -> Iterator[list[Any]]:

@@ -479,12 +479,23 @@ def test_records_are_read_by_table_and_id():
         assert (result.content, result.error, result.cost_usd) == (content, error, 0.01)
 
 
+PUBLISHED_FORM = {
+    "type": "object",
+    "properties": {"model": {"type": "string", "description": "a-1 | $1.0 | $2.0 | 5s"}},
+    "required": ["model"],
+}
+
+
 def test_a_bad_catalogue_is_one_line_that_names_the_file_and_the_setting(load, tmp_path):
     (tmp_path / "broken.jsonl").write_text('{"text": 1}\n')
     key, header = {"key_variable": "sk-123"}, {"headers": {"X-Org": "org-123"}}
     effort = MINE | {"reasoning_effort": "hi"}
     for content, says in (
         ([], "t.json: no tool"),
+        ([CODE | {"usd_per_call": math.nan}], "t.json: nan is not a number"),
+        (catalogue(CODE, max_usd=math.nan), "t.json: nan is not a number"),
+        ([CODE | {"name": {"a": 1}}], r"t.json: .*name: .*is not of type .string"),
+        ([{"function": {"name": {"a": 1}}}], r"t.json: .*name: .*is not of type .string"),
         (7, "t.json: 7 is not of type 'object', 'array'"),
         ([{}], r"t.json: tools\[0\]: .* is a required property"),
         ([CODE, CODE], "t.json: two tools are named 'py'"),
@@ -517,6 +528,18 @@ def test_a_bad_catalogue_is_one_line_that_names_the_file_and_the_setting(load, t
         ),
         (catalogue(EXPERT, experts={"mine": MINE | {"endpoint": "x"}}), "t.json: experts.mine.end"),
         (catalogue(ANSWER | {"models": ["big"]}), "t.json: answer: big is 'big'; it must be one"),
+        *(
+            (
+                catalogue(ANSWER | {"parameters": PUBLISHED_FORM | wrong}),
+                r"t.json: (tools\[0\].|answer: )param",
+            )
+            for wrong in (
+                {"required": 3},
+                {"required": []},
+                {"type": "string"},
+                {"minProperties": "x"},
+            )
+        ),
         ([CODE | {"kind": "role", "name": "answer"}], r"t.json: tools\[0\]: .*usd_per_call"),
     ):
         with pytest.raises(UserError, match=f"^{says}") as refused:

@@ -49,7 +49,12 @@ class WebSearch:
     def __post_init__(self) -> None:
         problem = f"{self.name}: the environment variable {KEY_VARIABLE} is not set; set it, or"
         require(self.offline or os.environ.get(KEY_VARIABLE), f"{problem} offline = true")
-        Path(self.cache).mkdir(parents=True, exist_ok=True)
+        try:
+            Path(self.cache).mkdir(parents=True, exist_ok=True)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            problem = f"{self.name}: cache is {self.cache!r:.80}, no directory that can be made"
+            raise UserError(f"{problem} ({reason})") from None
 
     def ban_names(self, arguments: Json | None = None) -> set[str]:
         """Returns the names under which searches of the web can be banned."""

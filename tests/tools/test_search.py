@@ -101,6 +101,12 @@ def test_a_missing_key_is_named_and_a_full_disk_costs_the_cache_alone(make, monk
         make()
 
 
+@pytest.mark.parametrize("cache", ["a" * 300, "/dev/null/x", "a\0b"])
+def test_a_cache_that_cannot_be_made_is_one_line(tavily, cache):
+    with pytest.raises(UserError, match="web: cache is .*no directory that can be made"):
+        WebSearch("web", "", cache)
+
+
 def test_pages_that_were_not_asked_for_are_not_paid(tavily, make):
     many = [{"url": f"http://{i}", "raw_content": LONG} for i in range(3000)]
     tavily.answer = lambda body: {"results": many} if "urls" in body else answer(body)
