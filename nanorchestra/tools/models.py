@@ -6,6 +6,7 @@ where it has failed.
 
 import json
 import os
+import re
 import sys
 import threading
 from dataclasses import dataclass, field, replace
@@ -173,6 +174,15 @@ class Expert:
         most = self.most_usd(text)
         return self.spending.charge(name, most, lambda: self._ask(text, name), payee)
 
+    def _renamed(self, problem, name) -> str:
+        """Returns what a server says with the name that the policy knows, not the model's.
+
+        A name of one or two letters may be any word, and hides nothing.
+        """
+        if len(self.model) <= 2:
+            return problem
+        return re.sub(rf"(?<!\w){re.escape(self.model)}(?!\w)", lambda _: name, problem)
+
     def _ask(self, text, name) -> ToolResult:
         limit = "max_completion_tokens" if self.reasoning else "max_tokens"
         body = {"model": self.model, limit: self.max_tokens}
@@ -190,7 +200,7 @@ class Expert:
             problem, tokens, spent = f"did not answer: {error}", error.tokens, error.spent
             infrastructure = not error.bad_request
         if problem:
-            said = f"Error: {name} {problem}".replace(self.model, name)
+            said = f"Error: {name} {self._renamed(problem, name)}"
         retries, seconds = spent
         tokens = tuple(map(min, tokens, (most_tokens(text), self.max_tokens)))  # of what was asked
         return ToolResult(

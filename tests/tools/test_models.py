@@ -165,3 +165,16 @@ def test_an_endpoint_that_is_not_there_is_tried_three_times_and_named(monkeypatc
     with pytest.raises(EndpointError, match="^no connection .Connection refused.$"):
         chat_completion("http://127.0.0.1:9/v1", {})
     assert len(tries) == 3
+
+
+@pytest.mark.parametrize(
+    "model, says, told",
+    [
+        ("r", "r redirected", "r redirected"),
+        ("big.1", "big.1 redirected, big.1x.", "c redirected, big.1x."),
+    ],
+)
+def test_the_models_name_is_hidden_and_no_other_word_is_changed(server, model, says, told):
+    server.status, server.answer = 400, lambda body: says.encode()
+    expert = Expert("c", Endpoint(server.url), model, Price(1, 1), Spending())
+    assert expert.ask("hi", "c").content == f"Error: c did not answer: HTTP 400: {told}"
