@@ -24,7 +24,7 @@ from nanorchestra.config import DRAWN, TaskSection
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json_lines
 from nanorchestra.records import Preference, Task, words_and_vector
-from nanorchestra.schemas import SHAPES, Json, check
+from nanorchestra.schemas import SHAPES, Json, check, whole_characters
 from nanorchestra.tools.allowance import all_ban_names
 from nanorchestra.tools.models import ExpertTool
 from worlds import catalogue
@@ -224,8 +224,8 @@ def _row(value, file, number):
         Preference.of(text, vector, where)  # checks it
     return Row(
         id=str(known.get("id", number)),
-        question=known["question"].strip(),
-        answer=str(known["answer"]).strip(),
+        question=whole_characters(known["question"]).strip(),
+        answer=whole_characters(str(known["answer"])).strip(),
         kind=str(known.get("kind", file.stem)),
         wish=(text, vector) if vector or text else None,
     )

@@ -146,9 +146,7 @@ def test_notes_of_another_version_are_refused_in_one_line(make_training):
     written["notes"]["progress"]["colour"] = "red"
     (folder / "notes.json").write_text(json.dumps(written))
     write_sums(folder, {name: sha256(folder / name) for name in FILES[:2]})
-    with pytest.raises(
-        UserError, match="none of its 1 checkpoints .*colour"
-    ) as refusal:
+    with pytest.raises(UserError, match="none of its 1 checkpoints .*colour") as refusal:
         make_training("run", resume=True)
     assert "\n" not in str(refusal.value)
 
