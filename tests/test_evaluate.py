@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -188,6 +189,8 @@ def test_what_was_measured_is_kept_when_dollars_or_an_endpoint_end(home, why, ca
 
         def answer(body):
             server.status = 500 if why == "dead" and len(server.bodies) > 4 else 200
+            if why == "cap":  # four calls are open together, each at its most
+                threading.Event().wait(0.5)
             return said("4", usage=(100, 10))
 
         server.answer = answer

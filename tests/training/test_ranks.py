@@ -333,7 +333,7 @@ def test_four_ranks_and_two_nodes_with_a_replica_each_do_as_one_and_end_together
     jobs += [["muon", "losses", {"steps": 3}]]
     folder = str(tmp_path / "run")
     jobs += [[name, name, {"folder": folder}] for name in ("first_half", "second_half")]
-    results = run(tmp_path, 4, jobs, "fail", "rank 1: out of luck", node=2)
+    results = run(tmp_path, 4, jobs, "fail", "rank 1: out of luck", node=2, silence=120.0)
     for name in names:
         agree(results[name], expected(name), 1e-5)
         agree(results[f"flat_{name}"], expected(name), 1e-5)
