@@ -8,7 +8,7 @@ import torch
 
 from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.engine.engine import Engine
-from nanorchestra.engine.request import SamplingParams
+from nanorchestra.engine.sequence import SamplingParams
 from nanorchestra.errors import UserError, require
 from nanorchestra.model.hf_config import stored_dtype
 from nanorchestra.model.native import library, pack

@@ -137,9 +137,7 @@ class BlockManager:
         lost = {self._uids[page] for page in discarded if self._uids[page]}
         while lost:  # pages that continue a lost one cannot be reached any more
             orphans = [
-                page
-                for page in self._idle
-                if self._keys[page][0] in lost and page not in discarded
+                page for page in self._idle if self._keys[page][0] in lost and page not in discarded
             ]
             lost = {self._uids[page] for page in orphans}
             discarded += orphans

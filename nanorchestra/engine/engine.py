@@ -116,7 +116,9 @@ class Engine:
         self._counts = {"steps": 0, "prefill_tokens": 0, "sampled_tokens": 0}
 
     def generate(
-        self, prompts: Collection[Iterable[int]], params: SamplingParams | Collection[SamplingParams]
+        self,
+        prompts: Collection[Iterable[int]],
+        params: SamplingParams | Collection[SamplingParams],
     ) -> list[Completion]:
         """Samples each prompt to its end. Returns the completions in the same order.
 

@@ -32,8 +32,7 @@ from kernels.paged_decode import (
     decode_scratch,
     rows_per_item,
 )
-from kernels.paged_prefill import ROWS as PREFILL_ROWS
-from kernels.paged_prefill import prefill_items
+from kernels.paged_prefill import ITEM_TOKENS, prefill_items
 from kernels.sample import sample, truncation_floor
 from nanorchestra.engine.cpu_runner import Result
 from nanorchestra.engine.sampler import Draw, uniforms
@@ -106,8 +105,8 @@ class StepInputs:
         self.context_lens = arena.tensor(rows, dtype=int32)
         self.num_decode_items = arena.tensor(1, dtype=int32)
         self.decode_items = arena.tensor(rows * capacity.splits, 3, dtype=int32)
-        # Of attention: chunks, in tiles of PREFILL_ROWS tokens.
-        tiles = -(-tokens // PREFILL_ROWS) + rows
+        # Of attention: chunks, in tiles of ITEM_TOKENS tokens.
+        tiles = -(-tokens // ITEM_TOKENS) + rows
         self.prefill_items = arena.tensor(tiles, 4, dtype=int32)
         # Last, so that a copy can end after the rows that are there.
         self.block_tables = arena.tensor(rows, capacity.table_width, dtype=int32)

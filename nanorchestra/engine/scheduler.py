@@ -283,7 +283,7 @@ class Scheduler:
         """Takes pages for all present tokens, and leaves one for each running request.
 
         Newer parked sessions give way. If no request runs, all parked sessions do, so that every
-        request is served in the end. Returns False, and the request waits on, if that is too little.
+        request is served in the end. Returns False if that is too little: the request waits on.
         """
         sequence = request.sequence
         self.parked.discard(sequence)

@@ -8,10 +8,10 @@ import sys
 
 import torch
 import triton
-
-from benchmarks.gpu_parts.compile import Driver
 from nanorchestra.engine.gpu import GpuRunner
 from nanorchestra.engine.inputs import BATCHES, Inputs, Sizes
+
+from benchmarks.gpu_parts.compile import Driver
 from nanorchestra.model.quantise import quantise_model
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 
