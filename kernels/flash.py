@@ -6,21 +6,24 @@ Dao 2023). A visible pair of a query and a key costs 4 D FLOPs a query head forw
 backward. q and out move once, k and v once for each block of queries, which the L2 cache serves for
 a pack of Qwen3-8B of up to about 10,000 tokens. Compute is the limit.
 
-What a query sees is a list of spans. Two answers (tokens 4-6 and 7-8) to one prompt (0-3) have five:
+What a query sees is a list of spans. Two answers (tokens 4-6 and 7-8) to one prompt (tokens 0-3)
+have five, and give this picture of queries (rows) and the keys that they see (x):
 
-    Span(0, 4, 0, 4)    causal: the prompt sees itself              keys  0 1 2 3 4 5 6 7 8
-    Span(4, 7, 0, 4)    the first answer sees the whole prompt   query 0  x
-    Span(4, 7, 4, 7)    causal: the first answer sees itself           3  x x x x
-    Span(7, 9, 0, 4)    the second answer sees the whole prompt        5  x x x x x x
-    Span(7, 9, 7, 9)    causal: the second answer sees itself          8  x x x x       x x
+                                                                 keys  0 1 2 3 4 5 6 7 8
+    Span(0, 4, 0, 4)  causal: the prompt sees itself          query 0  x
+    Span(4, 7, 0, 4)  the first answer sees the prompt              1  x x
+    Span(4, 7, 4, 7)  causal: the first answer sees itself          ...
+    Span(7, 9, 0, 4)  the second answer sees the prompt             5  x x x x x x
+    Span(7, 9, 7, 9)  causal: the second answer sees itself         8  x x x x       x x
 
 Work is cut into blocks of queries (or of keys), and a list names for each block the spans that
-touch it. One program owns a block of one head and visits all of its spans. What a query sees of the
-prompt and of its own answer so meets in registers, and so do the gradients of a prompt that many
-answers read. No sum is split between programs: there are no atomics, and a run repeats its bits.
+touch it. With blocks of four queries, the one of tokens 4-7 would visit spans 2 to 5. One program
+owns a block of one head and visits all of its spans. What a query sees of the prompt and of its own
+answer meets in registers, and so do the gradients of a prompt that many answers read. No sum is
+split between programs, so there are no atomics and every run gives the same bits.
 
-The file holds the naive version, the work list, the differentiable launcher, and the three kernels.
-It knows nothing of samples, heads' norms or positions.
+In order: the naive version, the work list, the launcher, the forward kernel, the two backward
+kernels. The file knows nothing of samples, norms or rotations.
 """
 
 from bisect import bisect_left, bisect_right
@@ -59,9 +62,10 @@ class Span(NamedTuple):
 
 
 def naive_attention(q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span]) -> Tensor:
-    """Returns out [T, H, D]: the whole definition in loops, differentiable, in the arguments' dtype.
+    """Returns out [T, H, D] by loops over tokens and heads: the definition, used by tests only.
 
     q is [T, H, D], k and v are [T, Hkv, D]. Query head h reads kv head h // (H / Hkv).
+    Arithmetic is in the dtype of the arguments; autograd differentiates it.
     """
     tokens, heads, dim = q.shape
     group = heads // k.shape[1]
@@ -97,9 +101,7 @@ class FlashWork:
     tokens: int  # T
 
 
-def flash_work(
-    spans: Sequence[Span], device: torch.device | str, dtype: torch.dtype
-) -> FlashWork:
+def flash_work(spans: Sequence[Span], device: torch.device | str, dtype: torch.dtype) -> FlashWork:
     """Returns the work of attention over spans whose causal ones cover the pack without gaps.
 
     dtype is that of q, k and v: the size of a block depends on it and on the GPU (tiles.toml).
@@ -277,12 +279,12 @@ def flash_forward(
     tl.store(lse_ptr + head.to(tl.int64) * tokens + rows, row_max + tl.log2(row_sum), exists)
 
 
-# Backward (Dao et al. 2022, algorithm 4). With p = exp(score - lse), dp = dout v^T and delta =
-# sum(dout * out):
+# Backward (Dao et al. 2022, algorithm 4). With score = q k^T / sqrt(D), p = exp(score - lse),
+# dp = dout v^T and delta = sum(dout * out):
 #
-#     dv = p^T dout        ds = p (dp - delta)        dq = ds k / sqrt(D)        dk = ds^T q / sqrt(D)
+#     dv = p^T dout      ds = p (dp - delta)      dq = ds k / sqrt(D)      dk = ds^T q / sqrt(D)
 #
-# p and ds are fp32 until they meet their other factor. Two kernels, one by queries and one by keys,
+# p and ds are fp32 until they meet their other factor. One kernel owns queries, one owns keys, and
 # both compute p and dp: 7 products a tile instead of 5, and no sum that two programs share.
 
 
@@ -398,7 +400,7 @@ def flash_backward_keys(
 
 @triton.jit
 def _keys_of(visits_ptr, visit, rows, first, last, BLOCK_N: tl.constexpr):
-    """Returns (limit, start, edge, stop): the keys of a span that the queries first .. last - 1 see.
+    """Returns (limit, start, edge, stop): what the queries first .. last - 1 see of a span's keys.
 
     A row sees the keys from start to below its limit. Tiles of keys from start to below edge need
     no mask, those from edge to below stop do.
@@ -415,7 +417,7 @@ def _keys_of(visits_ptr, visit, rows, first, last, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _queries_of(visits_ptr, visit, keys, first, last, BLOCK_M: tl.constexpr):
-    """Returns (needs, start, edge, end): the queries of a span that see the keys first .. last - 1.
+    """Returns (needs, start, edge, end): which queries of a span see the keys first .. last - 1.
 
     A key is seen by the rows from its needs to below end. Tiles of queries from start to below edge
     need a mask, those from edge to below end do not.
