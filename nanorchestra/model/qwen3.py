@@ -186,8 +186,12 @@ class Qwen3(nn.Module):
         config = self.config
         return rope_frequencies(config.head_dim, config.rope_theta, config.rope, device)
 
+    @property
+    def rope_attention_factor(self) -> float:
+        """Return what cosines and sines are multiplied by: YaRN's factor, else 1."""
+        return 1.0 if self.config.rope is None else self.config.rope.attention_factor
+
     def rotation(self, positions: Tensor) -> Rotation:
         """Return the rotation of positions int64 [T]."""
-        scaling = self.config.rope
-        attention_factor = 1.0 if scaling is None else scaling.attention_factor
-        return Rotation.of(positions, self.rope_frequencies(positions.device), attention_factor)
+        frequencies = self.rope_frequencies(positions.device)
+        return Rotation.of(positions, frequencies, self.rope_attention_factor)
