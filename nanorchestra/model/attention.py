@@ -20,8 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.external import external_attention, sequences
-from kernels.flash_plan import flash_attention, plan
+from kernels.flash import FlashWork, Span, flash_attention, flash_work
+from kernels.flash_attn import ExternalPlan, external_attention, external_plan
+from kernels.paged_decode import DecodeWork, decode_attention
+from kernels.paged_prefill import prefill_attention
+from kernels.qk_norm_rope import qk_norm_rope_store
 from nanorchestra.model.ops import by_kernel, qk_norm_rope
 from nanorchestra.model.rope import Rotation
 
@@ -44,20 +47,20 @@ class Attention(Protocol):
 
 @dataclass(frozen=True)
 class DecodeInputs:
-    """The first `rows` tokens of a step: one newest token of each decoding sequence."""
+    """The first `rows` tokens of a step: the newest token of each decoding sequence."""
 
     rows: int
-    block_tables: Tensor  # int32 [rows, width]
-    context_lens: Tensor  # int32 [rows], the newest token included
-    work: object  # DecodeWork
+    block_tables: Tensor  # int32 [rows, width]: the pages of each sequence
+    context_lens: Tensor  # int32 [rows]: keys of each sequence, the newest token's included
+    work: DecodeWork  # of kernels/paged_decode.py
 
 
 @dataclass(frozen=True)
 class PrefillInputs:
     """The tokens of a step behind its decoding rows: chunks of prompts."""
 
-    block_tables: Tensor  # int32 [sequences, width]
-    items: Tensor  # int32 [W, 4], of kernels/paged_prefill.py
+    block_tables: Tensor  # int32 [sequences, width]: the pages of each chunk's sequence
+    items: Tensor  # int32 [W, 4]: the work list of kernels/paged_prefill.py
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,45 @@ class PagedAttention:
 
     def __call__(self, layer: SelfAttention, qkv: Tensor, rotation: Rotation) -> Tensor:
         """Return attention's output [T, H, D]; stores the tokens' keys and values first."""
-        raise NotImplementedError("until the kernels are merged")
+        k_cache, v_cache = self.k_cache[layer.index], self.v_cache[layer.index]
+        q = qk_norm_rope_store(
+            qkv,
+            layer.q_norm,
+            layer.k_norm,
+            rotation.cos,
+            rotation.sin,
+            k_cache,
+            v_cache,
+            self.slots,
+            layer.eps,
+        )
+        return self.attend(q, k_cache, v_cache)
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """Return attention of q [T, H, D] over one layer's pages [pages, Hkv, page_size, D]."""
+        out = torch.empty_like(q)
+        rows = 0
+        if self.decode is not None:
+            rows = self.decode.rows
+            decode_attention(
+                q[:rows],
+                k_cache,
+                v_cache,
+                self.decode.block_tables,
+                self.decode.context_lens,
+                self.decode.work,
+                out[:rows],
+            )
+        if self.prefill is not None:
+            prefill_attention(
+                q[rows:],
+                k_cache,
+                v_cache,
+                self.prefill.block_tables,
+                self.prefill.items,
+                out[rows:],
+            )
+        return out
 
 
 @dataclass(frozen=True)
@@ -154,9 +195,8 @@ class PackedAttention:
     """
 
     def __init__(self, segments: Sequence[Segment], kernel: str = "triton"):
-        self.kernel = kernel
-        self.spans = _spans(segments)
-        self._work = {}  # by device and dtype: made by the first layer, used by all
+        self.segments, self.kernel = segments, kernel
+        self._work: Work | None = None  # made by the first layer, used by all
 
     def __call__(self, layer: SelfAttention, qkv: Tensor, rotation: Rotation) -> Tensor:
         """Return attention's output [T, H, D], differentiable in qkv and the norms."""
@@ -165,25 +205,25 @@ class PackedAttention:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return attention of q [T, H, D] over k and v [T, Hkv, D] -> [T, H, D]."""
-        key = q.device, q.dtype
-        if key not in self._work:
-            self._work[key] = self._prepared(q)
+        if self._work is None:
+            self._work = self._make_work(q)
+        if isinstance(self._work, ExternalPlan):
+            return external_attention(q, k, v, self._work)
+        if isinstance(self._work, FlashWork):
+            return flash_attention(q, k, v, self._work)
+        return _SpanAttention.apply(q, k, v, self._work)
+
+    def _make_work(self, q) -> Work:
+        spans = segment_spans(self.segments)
         if self.kernel == "flash-attn":
-            return external_attention(q, k, v, self._work[key])
+            return external_plan(spans, q.device)
         if by_kernel(q):
-            return flash_attention(q, k, v, self._work[key])
-        return _SpanAttention.apply(q, k, v, self._work[key])
-
-    def _prepared(self, q):
-        if self.kernel == "flash-attn":
-            return sequences(self.spans, q.device)
-        if by_kernel(q):
-            return plan(self.spans, q.device, q.dtype)
-        return _dense_calls(self.spans)
+            return flash_work(spans, q.device, q.dtype)
+        return _dense_calls(spans)
 
 
-def _spans(segments) -> list[tuple[int, int, int, int]]:
-    """Return the spans (start, end, key_start, key_end) of each segment: prefixes, then itself."""
+def segment_spans(segments: Sequence[Segment]) -> list[Span]:
+    """Return the spans of each segment in turn: one for each of its prefixes, then its own."""
     spans = []
     prefixes = {}  # start of a segment -> the ranges of keys that it sees before itself
     for segment in segments:
@@ -193,8 +233,9 @@ def _spans(segments) -> list[tuple[int, int, int, int]]:
             prefix_end = segment.prefix_start + segment.prefix_length
             ranges = [*prefixes[segment.prefix_start], (segment.prefix_start, prefix_end)]
         prefixes[start] = ranges
-        for key_start, key_end in [*ranges, (start, end)]:
-            spans.append((start, end, key_start, key_end))
+        for key_start, key_end in ranges:
+            spans.append(Span(start, end, key_start, key_end))
+        spans.append(Span(start, end, start, end))
     return spans
 
 
@@ -213,15 +254,15 @@ class _DenseCall:
         return self.queries == self.keys
 
 
-def _dense_calls(spans) -> list[_DenseCall]:
+def _dense_calls(spans: Sequence[Span]) -> list[_DenseCall]:
     """Return the calls that compute the spans: each segment's own keys first, then prefixes.
 
     Neighbouring queries that see the same prefix are one call.
     """
     calls = []
     prefixed = []
-    for start, end, key_start, key_end in spans:
-        call = _DenseCall(slice(start, end), slice(key_start, key_end))
+    for span in spans:
+        call = _DenseCall(slice(span.start, span.end), slice(span.key_start, span.key_end))
         if call.causal:
             calls.append(call)
         else:
@@ -234,6 +275,9 @@ def _dense_calls(spans) -> list[_DenseCall]:
         else:
             calls.append(call)
     return calls
+
+
+Work = FlashWork | ExternalPlan | list[_DenseCall]  # what a kernel of PackedAttention needs
 
 
 class _SpanAttention(torch.autograd.Function):

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.norm import rms_norm_train
-from kernels.swiglu import swiglu as fused_swiglu
+import kernels.qk_norm_rope
+import kernels.rms_norm
+import kernels.swiglu
 from nanorchestra.model.rope import Rotation
 
 
@@ -21,12 +22,14 @@ def by_kernel(x: Tensor) -> bool:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x / rms(x) * weight of each row (Zhang & Sennrich 2019, eq. 4): x [T, N]."""
     if by_kernel(x):
-        return rms_norm_train(x, weight, eps)
+        return kernels.rms_norm.rms_norm(x, weight, eps)
     return _normalised(_wide(x), weight, eps).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return (rms_norm(sum), sum), where sum is x + residual, rounded: all [T, N]."""
+    if by_kernel(x):
+        return kernels.rms_norm.add_rms_norm(x, residual, weight, eps)
     summed = x + residual
     return rms_norm(summed, weight, eps), summed
 
@@ -34,7 +37,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def swiglu(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up (Shazeer 2020): gate_up [T, 2 * F], gate first -> [T, F]."""
     if by_kernel(gate_up):
-        return fused_swiglu(gate_up)
+        return kernels.swiglu.swiglu(gate_up)
     gate, up = _wide(gate_up).chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 
@@ -52,6 +55,9 @@ def qk_norm_rope(
     Queries and keys are normalised, each head by itself, and rotated. q_norm and k_norm are weights
     [D], or both None for a model without these norms.
     """
+    if by_kernel(qkv):
+        cos, sin = rotation.cos, rotation.sin
+        return kernels.qk_norm_rope.qk_norm_rope(qkv, q_norm, k_norm, cos, sin, kv_heads, eps)
     head_dim = 2 * rotation.cos.shape[1]
     qkv_heads = qkv.unflatten(1, (-1, head_dim))
     heads = qkv_heads.shape[1] - 2 * kv_heads
