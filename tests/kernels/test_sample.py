@@ -1,18 +1,17 @@
 """Draws from logits: the tokens of the naive version and of the CPU's sampler, limits, bits."""
 
 import math
-import mmap
 
 import pytest
 import torch
 from kernel_check import DEVICE, randn
+from reserved_memory import reserved
 
 from kernels import sample as kernel
 from kernels.sample import naive_sample, naive_truncation_floor, sample, truncation_floor
 from nanorchestra.engine.sampler import SamplingParams, draw_tokens, uniforms
 
 EXACT = 2e-5  # nats, absolute
-MAP_NORESERVE = 0x4000  # of Linux; Python names it from 3.13 on
 # (top_k, top_p): every combination of limits, and limits that keep one id or nearly all.
 LIMITS = [(0, 1.0), (1, 1.0), (7, 1.0), (0, 0.5), (300, 0.99), (20, 0.9), (9, 0.8), (0, 1e-6)]
 
@@ -194,11 +193,7 @@ def test_broken_logits_show(bad, limit):
 def test_offsets_beyond_32_bits():
     """Three rows 1.1e9 logits apart: the third begins beyond 2^31. Few pages take memory."""
     stride = 1_100_000_000
-    if DEVICE == "cuda":
-        base = torch.empty(2 * stride + 64, device=DEVICE)
-    else:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-        base = torch.frombuffer(mmap.mmap(-1, 4 * (2 * stride + 64), flags), dtype=torch.float32)
+    base = reserved(2 * stride + 64, torch.float32)
     logits = base.as_strided((3, 16), (stride, 1))
     logits.zero_()
     logits[[0, 1, 2], [3, 9, 14]] = 5.0
