@@ -42,9 +42,12 @@ class QuantisedLinear(nn.Module):
         """Take shapes and device of `linear`, not its weights. kind: one of MODES.
 
         zeros: whether to hold zeros, which a checkpoint in 4 bits may have; rounding uses 8.
+        ValueError if the group does not divide the columns of the weights.
         """
         super().__init__()
         rows, columns = self.out_features, self.in_features = linear.weight.shape
+        if columns % group:
+            raise ValueError(f"{columns} columns; expected a multiple of the group, {group}")
         self.bias = linear.bias
         self.group, self.packed = group, kind == torch.uint8
         dtype, device = torch.float16 if self.packed else torch.float32, linear.weight.device
