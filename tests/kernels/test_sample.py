@@ -9,7 +9,7 @@ from kernel_check import DEVICE, DTYPES, randn
 from kernels import sample, truncate
 from kernels.sample import reference
 from kernels.truncate import truncation
-from nanorchestra.engine.request import SamplingParams
+from nanorchestra.engine.sequence import SamplingParams
 from nanorchestra.engine.sampler import draw_tokens, uniforms
 
 EXACT = 2e-5  # nats, absolute

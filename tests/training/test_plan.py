@@ -80,7 +80,7 @@ def test_memory_of_the_8b_is_what_others_calculate():
     assert parts["engine's copy"][0] / 2**30 == pytest.approx(15.3, rel=0.01)
     inputs = parts["activations"][1] - memory(setup(grpo__token_budget=24576))["activations"][1]
     assert 2.25 < inputs / 2**30 < 2.25 + 2  # and those of the layer that is recomputed
-    assert parts["KV pages"] == (2000 * 64 * 144 * 1024, 0)
+    assert parts["KV pages"] == (1600 * 64 * 144 * 1024,) * 2
 
 
 def test_memory_falls_with_every_saving_and_is_divided_by_ranks():
