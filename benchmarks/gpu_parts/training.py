@@ -129,8 +129,11 @@ def _measured_step(part: Part, config: Config, shape: ModelConfig, ranks: Ranks)
             figures["mfu"] = step.metrics["flops"] / times["update"] / limit
     part.note("step", weights="adapters" if config.lora.rank else "all", **figures)
     part.note("plan, GB", **{name: max(pair) / GB for name, pair in memory(setup).items()})
-    gaps = {"mean": step.metrics["logprob_gap"], "largest": step.metrics["logprob_gap_max"]}
-    part.note("logprob gap, nats", **gaps)
+    part.note(
+        "agreement",
+        logprob_gap=step.metrics["logprob_gap"],
+        most=step.metrics["logprob_gap_max"],
+    )
 
 
 def trained_model(config: Config, shape: ModelConfig, ranks: Ranks, dtype: torch.dtype) -> Qwen3:
