@@ -109,6 +109,7 @@ class StepInputs:
         tiles = -(-tokens // ITEM_TOKENS) + rows
         self.prefill_items = arena.tensor(tiles, 4, dtype=int32)
         # Last, so that a copy can end after the rows that are there.
+        self._bytes_before_tables = arena.used
         self.block_tables = arena.tensor(rows, capacity.table_width, dtype=int32)
         self.memory = arena.memory
 
@@ -123,8 +124,7 @@ class StepInputs:
 
     def bytes_of_rows(self, rows: int) -> int:
         """Returns the bytes from the beginning up to the block tables of so many rows."""
-        unused = self.block_tables[rows:].numel() * self.block_tables.element_size()
-        return len(self.memory) - unused
+        return self._bytes_before_tables + self.block_tables[:rows].numel() * torch.int32.itemsize
 
 
 class Draws:
