@@ -172,6 +172,8 @@ def test_a_token_has_the_same_bits_in_any_batch_and_wherever_rows_lie(generator)
     q, k, v = case.run()
     gradients = case.gradients()
     assert all(torch.equal(a, b) for a, b in zip(case.gradients(), gradients, strict=True))
+    with torch.no_grad():
+        assert all(torch.equal(a, b) for a, b in zip(case.run(), (q, k, v), strict=True))
     wide = poisoned(5, 300, dtype=torch.float32)
     wide[:, 20:276] = case.qkv
     case.qkv = wide[:, 20:276]
