@@ -256,18 +256,18 @@ def test_the_grid_depends_on_rows_and_model_alone(generator, monkeypatch):
 
 
 def test_offsets_beyond_32_bits(generator):
-    """Page 32,769 begins at element 2**31 + 65,536, row 1 of q at 2**31. Little takes memory."""
+    """Page 32,769 begins at element 2**31 + 65,536, row 2 of q at 2**31. Little takes memory."""
     cache = torch.empty(32770, 1, 256, 256, dtype=torch.float16, device=DEVICE)
     cache[-1, 0, :20] = randn(generator, 20, 256, dtype=torch.float16)
     q = torch.empty(2**31 + 256, dtype=torch.float16, device=DEVICE)
-    q = q.as_strided((2, 1, 256), (2**31, 256, 1))
-    q.copy_(randn(generator, 2, 1, 256, dtype=torch.float16))
-    block_tables = torch.tensor([[32769], [32769]], dtype=torch.int32, device=DEVICE)
-    context_lens = torch.tensor([20, 13], dtype=torch.int32, device=DEVICE)
-    items = torch.from_numpy(decode_items([20, 13], (), BOUNDS, 16)).to(DEVICE)
+    q = q.as_strided((3, 1, 256), (2**30, 256, 1))
+    q.copy_(randn(generator, 3, 1, 256, dtype=torch.float16))
+    block_tables = torch.tensor([[32769]] * 3, dtype=torch.int32, device=DEVICE)
+    context_lens = torch.tensor([20, 13, 17], dtype=torch.int32, device=DEVICE)
+    items = torch.from_numpy(decode_items([20, 13, 17], (), BOUNDS, 16)).to(DEVICE)
     num_items = torch.tensor([len(items)], dtype=torch.int32, device=DEVICE)
-    scratch = decode_scratch(2, 200, 1, 256, DEVICE)
-    out = poisoned(2, 1, 256, dtype=torch.float16)
+    scratch = decode_scratch(3, 200, 1, 256, DEVICE)
+    out = poisoned(3, 1, 256, dtype=torch.float16)
     bounds = torch.tensor(BOUNDS[:3], dtype=torch.int32, device=DEVICE)
     work = DecodeWork(items, num_items, bounds, *scratch[1:])
     decode_attention(q, cache, cache, block_tables, context_lens, work, out)
@@ -374,6 +374,10 @@ def test_arguments_that_are_refused(generator):
         work = work._replace(partial=work.partial[:, :5].clone(), lse=work.lse[:, :5].clone())
         inputs = cache.q, cache.k, cache.v, cache.block_tables, cache.context_lens
         decode_attention(*inputs, work, torch.empty_like(cache.q))
+    with pytest.raises(ValueError, match="a row has 30 keys; expected at most 16"):
+        decode_items([20, 30], [], [0, 16], 4)
+    with pytest.raises(ValueError, match="a row has fewer keys than its shared prefix"):
+        decode_items([20, 30], [SharedPrefix(0, 2, 21)], BOUNDS, 4)
     cache.block_tables = torch.cat([cache.block_tables, cache.block_tables])
     with pytest.raises(ValueError, match=r"block_tables has shape \[4, 4\]; expected \[2, None\]"):
         attend(cache)

@@ -149,17 +149,17 @@ def test_where_a_chunk_begins_does_not_matter(generator, dtype):
 
 
 def test_offsets_beyond_32_bits(generator):
-    """Page 32,769 begins at element 2**31 + 65,536, token 1 of q at 2**31. Little takes memory."""
+    """Page 32,769 begins at element 2**31 + 65,536, token 2 of q at 2**31. Little takes memory."""
     cache = torch.empty(32770, 1, 256, 256, dtype=torch.float16, device=DEVICE)
     cache[-1, 0, :20] = randn(generator, 20, 256, dtype=torch.float16)
     q = torch.empty(2**31 + 256, dtype=torch.float16, device=DEVICE)
-    q = q.as_strided((2, 1, 256), (2**31, 256, 1))
-    q.copy_(randn(generator, 2, 1, 256, dtype=torch.float16))
+    q = q.as_strided((3, 1, 256), (2**30, 256, 1))
+    q.copy_(randn(generator, 3, 1, 256, dtype=torch.float16))
     block_tables = torch.tensor([[32769]], dtype=torch.int32, device=DEVICE)
-    out = poisoned(2, 1, 256, dtype=torch.float16)
-    prefill_attention(q, cache, cache, block_tables, prefill_items([18], [2]).to(DEVICE), out)
+    out = poisoned(3, 1, 256, dtype=torch.float16)
+    prefill_attention(q, cache, cache, block_tables, prefill_items([17], [3]).to(DEVICE), out)
     last = cache[-1:].double()
-    expected = naive_prefill_attention(q.double(), last, last, block_tables * 0, [18], [2])
+    expected = naive_prefill_attention(q.double(), last, last, block_tables * 0, [17], [3])
     assert_close(out, expected, ATTENTION)
 
 
