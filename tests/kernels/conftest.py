@@ -1,4 +1,4 @@
-"""What every test of a kernel finds: NaN in fresh memory, programs in random order, guarded launches.
+"""What every test of a kernel finds: NaN in fresh memory, shuffled programs, guarded launches.
 
 A launcher that returns what no program has written then returns NaN, or an id that does not exist.
 Two runs of a test of equal bits have two orders.
