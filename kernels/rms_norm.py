@@ -185,7 +185,7 @@ def _backward(d_out: Tensor, d_summed: Tensor | None, x: Tensor, weight: Tensor,
         x.stride(0),
         eps,
         **tile,
-        **pick("rms_norm_backward"),
+        **pick("rms_norm_backward", x.dtype),
     )
     return d_x, d_weight_parts.sum(0).to(weight.dtype)
 

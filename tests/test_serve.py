@@ -289,7 +289,7 @@ def test_tokens_of_a_stopped_turn_are_kept_and_billed(talk):
     session.console.on_event = on_event
     t = session.ask("hello")
     sampled = sum(t.sampled)
-    assert t.status == "stopped" and sampled >= 5 and rollout.engine.cache.available == 129
+    assert t.status == "stopped" and sampled >= 5 and rollout.engine.blocks.available == 129
     assert t.cost_usd == pytest.approx(rollout.price.cost(len(t.ids) - sampled, sampled))
     session.console.on_event = show
     assert session.ask("go on").ids[: len(t.ids)] == t.ids

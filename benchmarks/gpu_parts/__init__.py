@@ -54,8 +54,8 @@ class Part:
 
 BY_KERNEL = (  # where the project asks whether Triton kernels compute
     "nanorchestra.engine.engine",
+    "nanorchestra.model.attention",
     "nanorchestra.model.ops",
-    "nanorchestra.model.packed_attention",
     "nanorchestra.model.quantise",
     "nanorchestra.training.logprobs",
 )

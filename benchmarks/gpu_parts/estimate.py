@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from benchmarks.gpu_parts.compile import Driver  # noqa: E402
 from nanorchestra.engine.gpu import GpuRunner  # noqa: E402
 from nanorchestra.engine.inputs import Host, Inputs, Sizes  # noqa: E402
-from nanorchestra.engine.request import Request, SamplingParams  # noqa: E402
+from nanorchestra.engine.sequence import Request, SamplingParams  # noqa: E402
 from nanorchestra.engine.scheduler import Plan  # noqa: E402
 from nanorchestra.model.hf_config import PRESETS
 from nanorchestra.model.quantise import quantise_model  # noqa: E402

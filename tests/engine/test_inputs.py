@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from nanorchestra.engine.inputs import Host, group_by_prefix
-from nanorchestra.engine.request import Request, SamplingParams
+
 from nanorchestra.engine.scheduler import Plan
+from nanorchestra.engine.sequence import Request, SamplingParams
 
 
 def test_a_system_prompt_common_to_all_does_not_split_groups():

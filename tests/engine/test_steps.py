@@ -7,11 +7,11 @@ import random
 import pytest
 import torch
 from invariants import check_scheduler
+from nanorchestra.engine.runner import Runner
+from nanorchestra.engine.steps import Steps
 
 from nanorchestra.engine.engine import Engine, SamplingParams
-from nanorchestra.engine.runner import Runner
 from nanorchestra.engine.scheduler import Plan
-from nanorchestra.engine.steps import Steps
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 
 SHAPE = ModelConfig(64, 32, 32, 2, 2, 1, 16, 256, eos_token_ids=(3, 4, 5))

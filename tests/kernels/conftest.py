@@ -1,12 +1,17 @@
-"""Every test of a kernel finds NaN in fresh memory, and programs that run in a random order.
+"""What every test of a kernel finds: NaN in fresh memory, shuffled programs, guarded launches.
 
 A launcher that returns what no program has written then returns NaN, or an id that does not exist.
 Two runs of a test of equal bits have two orders.
 """
 
+import sys
+
 import pytest
 import torch
 from kernel_check import program_order
+from triton.runtime.interpreter import GridExecutor
+
+from kernels.common import on_device
 
 
 @pytest.fixture(autouse=True)
@@ -27,3 +32,19 @@ def _fresh_memory_is_nan(monkeypatch):
 def _shuffled_programs():
     with program_order("shuffled"):
         yield
+
+
+@pytest.fixture(autouse=True)
+def _launches_are_guarded(monkeypatch):
+    """Every launch is made under `on_device`: on a machine with GPUs, on that of its tensors."""
+    launch = GridExecutor.__call__
+    guard = on_device(lambda: None).__code__  # the code of everything that on_device returns
+
+    def guarded_launch(grid, *arguments, **constants):
+        frame = sys._getframe()
+        while frame is not None and frame.f_code is not guard:
+            frame = frame.f_back
+        assert frame is not None, f"{grid.fn.__name__} is launched without on_device"
+        return launch(grid, *arguments, **constants)
+
+    monkeypatch.setattr(GridExecutor, "__call__", guarded_launch)

@@ -1,16 +1,20 @@
-"""A request: sampling parameters, checks at the door, state, completion. No torch."""
+"""What the engine serves: sampling parameters, sequences, requests and completions. No torch.
+
+A `Sequence` is a growing list of token ids and the pages that hold the KV of its beginning. A
+`Request` samples on a sequence once, up to a stop. A session keeps its sequence over many requests;
+any other request has a sequence of its own.
+"""
 
 from __future__ import annotations
 
 import numbers
 import operator
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from nanorchestra.engine.cache import PageTable
 from nanorchestra.errors import UserError, require
 
 if TYPE_CHECKING:
@@ -20,7 +24,9 @@ if TYPE_CHECKING:
     from nanorchestra.model.tokenizer import Tokenizer
 
 OnToken = Callable[[int, float], None]
-WHOLE = "max_tokens", "top_k", "seed", "top_logprobs"  # parameters that are integers
+TopLogprobs = list[tuple[int, float]]  # the most probable (id, log-probability), best first
+GREEDY_BELOW = 1e-5  # temperature
+LARGEST_FLOAT32 = 3.4e38
 
 
 @dataclass(frozen=True)
@@ -38,39 +44,44 @@ class SamplingParams:
     guide: Guide | None = None  # holds calls, or the answer, to a form
 
     def __post_init__(self):
-        for name in WHOLE:
-            object.__setattr__(self, name, self._number(name, operator.index, "an integer"))
+        for name in ("max_tokens", "top_k", "seed", "top_logprobs"):
+            object.__setattr__(self, name, _whole(name, getattr(self, name)))
         for name in ("temperature", "top_p"):
-            self._number(name, _real, "a number")
-        for name, right, expected in (
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature <= 3.4e38, "from 0 to 3.4e38, fp32's largest"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("top_k", 0 <= self.top_k < 2**31, "from 0 (off) to 2**31 - 1"),
-            ("top_logprobs", 0 <= self.top_logprobs <= 20, "from 0 to 20"),
-        ):
             value = getattr(self, name)
-            require(right, f"sampling parameters: {name} is {value!r}, it should be {expected}")
-
-    def _number(self, name, convert, expected):
-        """Returns a parameter as `convert` gives it: in a step, a wrong type would end all rows."""
-        value = getattr(self, name)
-        try:
-            return convert(value)
-        except TypeError:
-            said = reprlib.repr(value)
-            message = f"sampling parameters: {name} is {said}, it should be {expected}"
-            raise UserError(message) from None
+            _expect(isinstance(value, numbers.Real), name, value, "a number")
+        _expect(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+        _expect(
+            0 <= self.temperature <= LARGEST_FLOAT32,
+            "temperature",
+            self.temperature,
+            f"from 0 to {LARGEST_FLOAT32:g}, fp32's largest",
+        )
+        _expect(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _expect(0 <= self.top_k < 2**31, "top_k", self.top_k, "from 0 (off) to 2**31 - 1")
+        _expect(0 <= self.top_logprobs <= 20, "top_logprobs", self.top_logprobs, "from 0 to 20")
 
     @property
     def greedy(self) -> bool:
         """True if the most probable id is taken."""
-        return self.temperature < 1e-5
+        return self.temperature < GREEDY_BELOW
 
     @property
     def truncated(self) -> bool:
         """True if the draw is from the most probable ids alone."""
         return not self.greedy and (self.top_p < 1 or self.top_k > 0)
+
+
+def _whole(name, value) -> int:
+    """Returns a parameter as an int. A wrong type is refused here: in a step it would end all."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        _expect(False, name, value, "an integer")
+
+
+def _expect(holds, name, value, expected) -> None:
+    said = reprlib.repr(value)
+    require(holds, f"sampling parameters: {name} is {said}, it should be {expected}")
 
 
 @dataclass(frozen=True)
@@ -96,18 +107,31 @@ class Limits:
             require(0 <= i < self.vocab_size, f"prompt: token id {reprlib.repr(i)}, {right}")
         return values
 
-    def check_length(self, ids: list[int], sampled: int = 0) -> None:
-        """Raises UserError if there are no ids, or no room for them and `sampled` more."""
+    def check_length(self, length: int, sampled: int = 0) -> None:
+        """Raises UserError if a prompt is empty, or has no room for itself and `sampled` more."""
         room = self.context - sampled
-        require(ids, "prompt: it is empty, there should be at least one token")
+        require(length, "prompt: it is empty, there should be at least one token")
         require(
-            len(ids) <= room,
-            f"prompt: {len(ids)} tokens, the context of {self.context} leaves room for {room}",
+            length <= room,
+            f"prompt: {length} tokens, the context of {self.context} leaves room for {room}",
         )
         require(
-            not sampled or len(ids) <= self.pool,
-            f"prompt: {len(ids)} tokens do not fit the KV pool of {self.pool} tokens (num_pages)",
+            not sampled or length <= self.pool,
+            f"prompt: {length} tokens do not fit the KV pool of {self.pool} tokens (num_pages)",
         )
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Token ids in order, and the pages of the KV cache that hold the KV of the first of them."""
+
+    ids: list[int] = field(default_factory=list)
+    block_table: list[int] = field(default_factory=list)  # pages, in order of position
+    num_computed: int = 0  # so many ids have their KV in the pages
+    num_indexed: int = 0  # so many pages, from the first on, are in the prefix index
+    last_uid: int = 0  # uid of the last of these pages, or the root of the index
+    is_session: bool = False  # the sequence outlives its requests
+    age: int = -1  # id of the first request on it; the scheduler serves the oldest first
 
 
 @dataclass
@@ -132,44 +156,39 @@ class Completion:
 
 @dataclass(eq=False)
 class Request:
-    """One sampling. `ids` are the prompt and the sampled ids; `table` has the KV of the first."""
+    """One sampling on a sequence, from submit to its completion."""
 
     id: int
-    ids: list[int]
+    sequence: Sequence
     params: SamplingParams
-    limit: int  # len(ids) at which the text ends at the latest
+    limit: int  # length of the sequence at which the text ends at the latest
     stop_ids: frozenset[int] = frozenset()
     on_token: OnToken | None = None
-    table: PageTable = field(default_factory=PageTable)
     cached_tokens: int | None = None  # None: not admitted yet
     logprobs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
-    top_logprobs: list[Sequence[tuple[int, float]]] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
     completion: Completion | None = None
     error: Exception | None = None  # why it failed; no other request is touched by it
 
     def __post_init__(self):
-        self.prompt_tokens = len(self.ids)
+        sequence = self.sequence
+        self.prompt_tokens = len(sequence.ids)
         self.guide = self.params.guide and self.params.guide.copy()
-        self.resumed = bool(self.table.pages)  # it comes with the KV of its session's last turn
-        if self.table.age < 0:
-            self.table.age = self.id
-
-    def completed(self) -> Completion:
-        """Returns the completion. Raises what ended the request if that was an error."""
-        if self.error is not None:
-            raise self.error
-        return self.completion
+        # A turn that comes back from a tool: the KV of its session is still there.
+        self.resumes = bool(sequence.block_table)
+        if sequence.age < 0:
+            sequence.age = self.id
 
     @property
-    def finished(self) -> bool:
-        """True once there is a completion."""
-        return self.completion is not None
+    def ids(self) -> list[int]:
+        """The prompt and the ids sampled so far."""
+        return self.sequence.ids
 
     @property
-    def plain(self) -> bool:
-        """True if the draw needs no guide, and only the drawn id is reported."""
-        return not (self.params.top_logprobs or self.guide)
+    def remaining(self) -> int:
+        """How many ids have no KV yet: 1 for a request that decodes, more for one in prefill."""
+        return len(self.sequence.ids) - self.sequence.num_computed
 
     @cached_property
     def prompt_hash(self) -> int:
@@ -177,21 +196,25 @@ class Request:
         return hash(tuple(self.ids[: self.prompt_tokens]))
 
     @property
-    def allowed(self) -> np.ndarray | None:
-        """The ids that the guide lets follow, bool [vocab_size], or None for all."""
-        return self.guide and self.guide.allowed()
+    def finished(self) -> bool:
+        """True once there is a completion."""
+        return self.completion is not None
+
+    def allowed_ids(self) -> np.ndarray | None:
+        """Returns the ids that the guide lets follow, bool [vocab_size], or None for all."""
+        return None if self.guide is None else self.guide.allowed()
 
     def accept(
         self,
         token: int,
         logprob: float,
-        top: Sequence[tuple[int, float]] = (),
+        top_logprobs: TopLogprobs | None = None,
         weight_version: int = 0,
     ) -> str:
         """Appends a sampled token. Returns the reason to finish, or ""."""
-        self.ids.append(token)
-        self.top_logprobs.append(top)
+        self.sequence.ids.append(token)
         self.logprobs.append(logprob)
+        self.top_logprobs.append(top_logprobs or [])
         self.weight_versions.append(weight_version)
         if self.guide is not None:
             self.guide.advance(token)
@@ -203,26 +226,28 @@ class Request:
         self, reason: str, tokenizer: Tokenizer | None, error: Exception | None = None
     ) -> None:
         """Makes the completion. With an error, or ids that do not decode, it says "error"."""
-        ids = self.ids[self.prompt_tokens :]
-        text, self.error = "", error
+        sampled = self.ids[self.prompt_tokens :]
+        text = ""
+        self.error = error
         try:
             if tokenizer is not None:
-                text = tokenizer.decode(ids, skip_special=True)
+                text = tokenizer.decode(sampled, skip_special=True)
         except Exception as problem:
             self.error = error or problem
         if self.error is not None:
             reason = "error"
         self.completion = Completion(
-            self.prompt_tokens,
-            self.cached_tokens or 0,
-            ids,
-            self.logprobs,
-            text,
-            reason,
-            self.weight_versions,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens or 0,
+            token_ids=sampled,
+            logprobs=self.logprobs,
+            text=text,
+            finish_reason=reason,
+            weight_versions=self.weight_versions,
         )
 
-
-def _real(value) -> None:
-    if not isinstance(value, numbers.Real):
-        raise TypeError
+    def completed(self) -> Completion:
+        """Returns the completion. Raises what ended the request if that was an error."""
+        if self.error is not None:
+            raise self.error
+        return self.completion

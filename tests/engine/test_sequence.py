@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanorchestra.engine.request import Limits, SamplingParams
+from nanorchestra.engine.sequence import Limits, SamplingParams
 from nanorchestra.errors import UserError
 
 LIMITS = Limits(vocab_size=97, context=64, pool=48)
@@ -46,8 +46,8 @@ def test_ids_may_come_in_any_sequence_of_integers_and_in_nothing_else():
 
 
 def test_lengths_are_limited_by_context_and_pool():
-    LIMITS.check_length([1] * 48, sampled=1)
-    LIMITS.check_length([1] * 64)
+    LIMITS.check_length(48, sampled=1)
+    LIMITS.check_length(64)
     for count, sampled, says in (
         (0, 0, "it is empty"),
         (65, 0, "65 tokens, the context of 64 leaves room for 64"),
@@ -55,4 +55,4 @@ def test_lengths_are_limited_by_context_and_pool():
         (49, 1, "49 tokens do not fit the KV pool of 48 tokens"),
     ):
         with pytest.raises(UserError, match=says):
-            LIMITS.check_length([1] * count, sampled)
+            LIMITS.check_length(count, sampled)

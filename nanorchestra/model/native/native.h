@@ -1,4 +1,4 @@
-// Numbers, work that threads share, and products with packed matrices. native.py says how to build.
+// Numbers, loops that threads share, and products with packed matrices, for native.c.
 
 #include <math.h>
 #include <sched.h>
@@ -14,20 +14,22 @@ enum { LANES = 8, WIDE = 2, TILE = 6 };
 #else
 enum { LANES = 4, WIDE = 4, TILE = 4 };
 #endif
-enum { PANEL = LANES * WIDE };
+enum { PANEL = LANES * WIDE };  // outputs of a matrix that lie together
+enum { BLOCK = 16 };            // keys of a page that lie together
 
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-// A product adds up PAIR neighbouring elements at a time: what one instruction multiplies.
+// Weights, KV and what a product reads are of type `element`, the model's. A product adds up PAIR
+// neighbouring elements at a time: what one instruction multiplies.
 #ifdef BF16
 #include <immintrin.h>
 enum { PAIR = 2 };
 typedef uint16_t element;
 typedef union { uint32_t bits; float value; } word;
 
-static inline float get(element x) { return ((word){(uint32_t)x << 16}).value; }
-static inline element put(float x) {  // rounds to nearest, ties to even
+static inline float to_float(element x) { return ((word){(uint32_t)x << 16}).value; }
+static inline element to_element(float x) {  // rounds to nearest, ties to even
     uint32_t bits = ((word){.value = x}).bits;
     return x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
 }
@@ -39,14 +41,19 @@ static inline floats multiply_add(floats sum, const element *x, ints w) {
 #else
 enum { PAIR = 1 };
 typedef float element;
-static inline float get(element x) { return x; }
-static inline element put(float x) { return x; }
+static inline float to_float(element x) { return x; }
+static inline element to_element(float x) { return x; }
 static inline floats multiply_add(floats sum, const element *x, ints w) {
     return sum + *x * (floats)w;
 }
 #endif
 
-static inline long least(long a, long b) { return a < b ? a : b; }
+static inline long min(long a, long b) { return a < b ? a : b; }
+
+static inline floats max_of_each(floats a, floats b) {
+    ints greater = a > b;
+    return (floats)(((ints)a & greater) | ((ints)b & ~greater));
+}
 
 static inline float inverse_rms(const float *x, long n, float eps) {
     float sum = 0;
@@ -55,16 +62,13 @@ static inline float inverse_rms(const float *x, long n, float eps) {
     return 1 / sqrtf(sum / n + eps);
 }
 
-static inline floats largest(floats a, floats b) {
-    ints more = a > b;
-    return (floats)(((ints)a & more) | ((ints)b & ~more));
-}
-
 // exp(x) for x <= 88; 0 below -87. 2^n e^r, with |r| <= ln(2) / 2 and a polynomial for e^r.
 static inline floats exponential(floats x) {
     const float round = 12582912;  // 1.5 * 2^23: adding it leaves n in the low bits
-    floats clipped = largest(x, (floats){0} - 87), shifted = clipped * 1.442695041f + round;
-    floats n = shifted - round, r = clipped - n * 0.693145752f - n * 1.42860677e-6f;
+    floats clipped = max_of_each(x, (floats){0} - 87);
+    floats shifted = clipped * 1.442695041f + round;
+    floats n = shifted - round;
+    floats r = clipped - n * 0.693145752f - n * 1.42860677e-6f;
     floats p = 1.0f / 720 + r * (1.0f / 5040);
     p = 1.0f / 120 + r * p;
     p = 1.0f / 24 + r * p;
@@ -96,6 +100,7 @@ static inline __attribute__((always_inline)) void sum_tile(
         *(floats *)(out + i / wide * out_stride + i % wide * LANES) = sum[i];
 }
 
+// A function for each shape of a tile, so that its sums stay in registers.
 #define CASE(n) case n: sum_tile(n, wide, x, xs, w, ws, out, os, steps, add); break;
 #define TILES(name, columns)                                                              \
     static void name(int rows, const element *x, long xs, const element *w, long ws,      \
@@ -103,36 +108,42 @@ static inline __attribute__((always_inline)) void sum_tile(
         enum { wide = columns };                                                          \
         switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) } \
     }
-TILES(wide_tile, WIDE)
-TILES(narrow_tile, 16 / LANES)  // 16 columns
+TILES(panel_tile, WIDE)
+TILES(block_tile, BLOCK / LANES)
 
 // Threads share a computation in phases, in the same order each. A thread takes the next item of a
 // phase until none is left, and goes on once all are done. It waits for work, not for threads: one
 // that the system has put aside holds up its item and no other.
 typedef struct { _Atomic int64_t taken, done; } phase;
 
-// Says that `last` is done, unless it is -1, and returns the next item; -1 at the end of the phase.
-static inline long next_item(phase **now, long last, long items) {
-    phase *here = *now;
+// Says that the item `last` is done, unless it is -1, and returns the next; -1 at the phase's end.
+static inline long next_item(phase **current, long last, long items) {
+    phase *here = *current;
     if (last >= 0) here->done++;
     long item = here->taken++;
     if (item < items) return item;
     for (long polls = 0; here->done < items; polls++)
         if (polls > 1000) sched_yield();
-    ++*now;
+    ++*current;
     return -1;
 }
-#define EACH(item, items) for (long item = -1; (item = next_item(now, item, items)) >= 0;)
 
-// out [rows, n] = x [rows, k] W^T, added to what it holds if `add`. n is whole panels of PANEL
-// outputs, and w has for each [k / PAIR, PANEL, PAIR].
-static void product(phase **now, const element *x, long rows, long k, const element *w, long n,
-                    float *out, int add) {
-    long panels = n / PANEL, blocks = (rows + 8 * TILE - 1) / (8 * TILE);
-    EACH(item, blocks * panels) {
-        long block = item / panels * 8 * TILE, first = item % panels * PANEL;
-        for (long row = block; row < least(rows, block + 8 * TILE); row += TILE)
-            wide_tile(least(TILE, rows - row), x + row * k, k, w + first * k, PANEL * PAIR,
-                      out + row * n + first, n, k / PAIR, add);
+// A loop over 0 .. items - 1 that the threads share, as one phase.
+#define SHARED_LOOP(current, item, items) \
+    for (long item = -1; (item = next_item(current, item, items)) >= 0;)
+
+// out [rows, outputs] = x [rows, inputs] W^T, added to what it holds if `add`. W lies in whole
+// panels: [outputs / PANEL, inputs / PAIR, PANEL, PAIR].
+static void product(phase **current, const element *x, long rows, long inputs, const element *w,
+                    long outputs, float *out, int add) {
+    long panels = outputs / PANEL;
+    long some = 8 * TILE;  // rows that read a panel while it is in the cache
+    SHARED_LOOP(current, item, (rows + some - 1) / some * panels) {
+        long start = item / panels * some;
+        long end = min(rows, start + some);
+        long output = item % panels * PANEL;
+        for (long row = start; row < end; row += TILE)
+            panel_tile(min(TILE, rows - row), x + row * inputs, inputs, w + output * inputs,
+                       PANEL * PAIR, out + row * outputs + output, outputs, inputs / PAIR, add);
     }
 }

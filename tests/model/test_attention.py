@@ -4,7 +4,7 @@ import pytest
 import torch
 from packed_reference import segment_attention
 
-from nanorchestra.model.packed_attention import Segment, packed_attention
+from nanorchestra.model.attention import PackedAttention, Segment
 
 PACKS = {
     "one sequence": [(0, 37)],
@@ -23,7 +23,7 @@ PACKS = {
 
 
 def packed(segments, q, k, v):
-    return packed_attention(segments)(0, q, k, v)
+    return PackedAttention(segments).attend(q, k, v)
 
 
 @pytest.mark.parametrize(
