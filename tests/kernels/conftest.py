@@ -1,4 +1,4 @@
-"""Every test of a kernel finds NaN in fresh memory, and programs that run in a random order.
+"""What every test of a kernel finds: NaN in fresh memory, shuffled programs, guarded launches.
 
 A launcher that returns what no program has written then returns NaN, or an id that does not exist.
 Two runs of a test of equal bits have two orders.
@@ -19,6 +19,8 @@ def _fresh_memory_is_nan(monkeypatch):
     def poisoning(make):
         def make_poisoned(*args, **options):
             out = make(*args, **options)
+            if out.nbytes > 2**30:
+                return out  # a test of 64-bit offsets, of which few pages take memory
             return out.fill_(float("nan") if out.is_floating_point() else 77)
 
         return make_poisoned

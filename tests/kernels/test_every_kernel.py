@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks import gpu
 from benchmarks.gpu_parts.cases import SMALL, all_cases
+from kernels.common import on_device
 
 CASES = all_cases(SMALL)
 in_the_interpreter = pytest.mark.skipif(DEVICE == "cuda", reason="a property of the interpreter")
@@ -63,13 +64,17 @@ def test_no_access_lies_outside_of_a_tensor(guard_pages, case):
 @pytest.mark.parametrize("at_end, first", [(True, 1), (False, -1)])
 def test_guard_pages_end_a_process_that_reads_outside_of_a_tensor(guard_pages, at_end, first):
     @triton.jit
-    def copy(x_ptr, out_ptr, first):
+    def copy_kernel(x_ptr, out_ptr, first):
         rows = tl.arange(0, 64)
         tl.store(out_ptr + rows, tl.load(x_ptr + first + rows))
 
+    @on_device
+    def copy(x, first):
+        copy_kernel[(1,)](x, torch.empty(64), first)
+
     def guarded(first):
         with GuardPages(at_end):
-            copy[(1,)](torch.ones(64), torch.empty(64), first)
+            copy(torch.ones(64), first)
 
     assert exit_code(lambda: guarded(0)) == 0
     assert exit_code(lambda: guarded(first)) == -signal.SIGSEGV
@@ -78,16 +83,19 @@ def test_guard_pages_end_a_process_that_reads_outside_of_a_tensor(guard_pages, a
 @in_the_interpreter
 def test_a_program_that_needs_an_earlier_one_is_noticed_in_another_order():
     @triton.jit
-    def count(x_ptr):
+    def count_kernel(x_ptr):
         program = tl.program_id(0)
         tl.store(x_ptr + program + 1, tl.load(x_ptr + program) + 1)
+
+    @on_device
+    def count(x):
+        count_kernel[(8,)](x)
+        return x.tolist()
 
     found = {}
     for order in ORDERS:
         with program_order(order):
-            x = torch.zeros(9)
-            count[(8,)](x)
-            found[order] = x.tolist()
+            found[order] = count(torch.zeros(9))
     assert found["ascending"] == [0, 1, 2, 3, 4, 5, 6, 7, 8]
     assert found["descending"] == [0, 1, 1, 1, 1, 1, 1, 1, 1] != found["shuffled"]
 
