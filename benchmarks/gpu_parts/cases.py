@@ -7,7 +7,7 @@ bf16. The file computes nothing itself.
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -67,12 +67,15 @@ class Shape:
 
 
 QWEN3_8B = Shape("Qwen3-8B", 32, 8, 128, 4096, 12288, 151936)
-# Other groupings of query heads, for the kernels that depend on them.
-OTHERS = (
-    Shape("Qwen3-0.6B", 16, 8, 128, 1024, 3072, 151936),  # 2 query heads a kv head
-    Shape("Qwen3-14B", 40, 8, 128, 5120, 17408, 151936),  # 5
+# Other numbers of query heads a kv head, of which decode attention makes tiles of 16 rows.
+OTHER_GROUPS = (
+    Shape("Qwen3-0.6B", 16, 8, 128, 1024, 3072, 151936),  # 2
     Shape("Qwen3-32B", 64, 8, 128, 5120, 25600, 151936),  # 8
-    Shape("Llama-3.2-1B", 32, 8, 64, 2048, 8192, 128256),  # 4, of dimension 64
+)
+# Heads that every kernel of attention and rotation is compiled for.
+OTHER_HEADS = (
+    Shape("Qwen3-14B", 40, 8, 128, 5120, 17408, 151936),  # 5, no power of two
+    Shape("Llama-3.2-1B", 32, 8, 64, 2048, 8192, 128256),  # of dimension 64
 )
 SMALL = Shape(
     "small",
@@ -120,14 +123,12 @@ class Case:
         return torch.autograd.grad(outputs, leaves, [torch.ones_like(out) for out in outputs])
 
 
-def select(word: str, shapes: tuple[Shape, ...] = ()) -> list[Case]:
-    """Returns the cases of Qwen3-8B whose name contains the word, then those of other shapes.
+def select(word: str, cases: list[Case] | None = None) -> list[Case]:
+    """Returns the cases whose name contains the word, among those of Qwen3-8B if not given.
 
     Exits with status 2 if there are none.
     """
-    cases = all_cases(QWEN3_8B)
-    for shape in shapes:
-        cases += by_heads(shape, f" {shape.name}")
+    cases = all_cases(QWEN3_8B) if cases is None else cases
     chosen = [case for case in cases if word in case.name]
     if not chosen:
         names = ", ".join(dict.fromkeys(case.name.split()[0] for case in cases))
@@ -155,19 +156,18 @@ def all_cases(shape: Shape) -> list[Case]:
     ]
 
 
-def by_heads(shape: Shape, suffix: str = "") -> list[Case]:
-    """Returns the kernels whose code depends on the heads of a model."""
-    cases = [
-        *rotations(shape),
-        decode(shape, shape.rows, shape.context),
-        decode(shape, shape.rows, shape.context, dtype=FP8),
-        prefill(shape, 0, shape.tokens),
-        *training(shape),
-    ]
-    return [
-        Case(case.name + suffix, case.make, case.run, case.bytes, case.flops, case.gradients)
-        for case in cases
-    ]
+def other_shapes() -> list[Case]:
+    """Returns the kernels whose code depends on the heads of a model, for heads of other models."""
+    cases = []
+    for shape in (*OTHER_GROUPS, *OTHER_HEADS):
+        found = [
+            decode(shape, shape.rows, shape.context),
+            decode(shape, shape.rows, shape.context, dtype=FP8),
+        ]
+        if shape in OTHER_HEADS:
+            found += [*rotations(shape), prefill(shape, 0, shape.tokens), *training(shape)]
+        cases += [replace(case, name=f"{case.name} {shape.name}") for case in found]
+    return cases
 
 
 def norms(shape: Shape) -> list[Case]:

@@ -24,7 +24,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from benchmarks.gpu_parts.cases import OTHERS, QWEN3_8B, all_cases, select
+from benchmarks.gpu_parts.cases import QWEN3_8B, Case, all_cases, other_shapes, select
 
 ARCHITECTURES = (80, 89, 90)  # A100, RTX 4090, H100 and H200: each has configurations in tiles.toml
 # Bytes of shared memory that a block may have.
@@ -178,12 +178,17 @@ def faults(report: Report, arch: int) -> list[str]:
     return found
 
 
+def compiled_cases(word: str) -> list[Case]:
+    """Returns the cases whose name contains the word; exits with status 2 if there are none."""
+    return select(word, all_cases(QWEN3_8B) + other_shapes())
+
+
 def compile_cases(arch: int, word: str) -> list[str]:
     """Returns a line for each kernel of the cases that no earlier case has compiled."""
     driver = Driver(arch)
     triton.runtime.driver.set_active(driver)
     lines = []
-    for case in select(word, OTHERS):
+    for case in compiled_cases(word):
         if "fp8" in case.name and arch < 89:
             continue  # it has no such numbers
         driver.compiled.clear()
@@ -248,7 +253,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--kernel", default="", help="only cases whose name contains this")
     options = parser.parse_args(argv)
-    select(options.kernel, OTHERS)
+    compiled_cases(options.kernel)
     # a kernel keeps what it was compiled to: one process a GPU
     tasks = [(arch, options.kernel) for arch in ARCHITECTURES]
     with get_context("spawn").Pool(len(tasks) + 1) as pool:
