@@ -108,10 +108,11 @@ def loop_work(prompt: int, turns: int, given: int, sampled: int) -> Work:
 class Ceiling:
     """The rates of this machine with a model: bytes/s of a read, FLOP/s of a product."""
 
-    def __init__(self, model: Qwen3):
+    def __init__(self, model: Qwen3, kv_dtype: torch.dtype | None = None):
         weight = model.embed_tokens.weight
+        kv_dtype = kv_dtype or weight.dtype
         self.device, self.costs = weight.device, Costs.of(model.config)
-        self.kv_bytes = self.costs.kv_bytes * weight.dtype.itemsize // 2  # Costs counts in bf16
+        self.kv_bytes = self.costs.kv_bytes * kv_dtype.itemsize // 2  # Costs counts in bf16
         self.weight_bytes = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
         if not model.config.tie_word_embeddings:
             self.weight_bytes -= weight.nbytes  # a step reads few of its rows
@@ -187,7 +188,7 @@ class Bench:
     def __init__(self, model: Qwen3, rounds: int = 1, room: int = ROOM, **options: Any):
         self.rounds, self.rng = rounds, random.Random(0)
         self.vocab_size = model.config.vocab_size
-        self.ceiling = Ceiling(model)
+        self.ceiling = Ceiling(model, options.get("kv_dtype"))
         self.device = self.ceiling.device
         if by_kernel(model.embed_tokens.weight):
             page_size = 64

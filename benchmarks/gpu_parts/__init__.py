@@ -46,10 +46,11 @@ def by_kernels(part: Part) -> Iterator[None]:
     """Lets the kernels compute in the rehearsal too: in Triton's interpreter, on CPU tensors."""
     from nanorchestra.model import ops
 
+    by_kernel = ops.by_kernel
     with ExitStack() as patches:
         if part.rehearse:
-            for module in list(sys.modules.values()):
-                if getattr(module, "by_kernel", None) is ops.by_kernel:
+            for module in list(sys.modules.values()):  # all that have imported it
+                if getattr(module, "by_kernel", None) is by_kernel:
                     patches.enter_context(mock.patch.object(module, "by_kernel", lambda x: True))
             # A packed model is computed by C.
             patches.enter_context(mock.patch("nanorchestra.training.build.pack"))

@@ -36,9 +36,11 @@ Function = Callable[..., Any]
 
 # With the compiled variants of the cases that are timed, but few tokens: naive versions are loops.
 CHECKED = replace(
-    QWEN3_8B, tokens=256, rows=32, context=1100, long_context=2000, prefix=1024, draws=64
+    QWEN3_8B, tokens=256, rows=32, context=1100, long_context=2000, prefix=1024, draws=4
 )
-POINTWISE, ATTENTION, GRADIENT = 1.1, 1.6, 2.0  # multiples of the rounding
+# Multiples of the rounding. add_rms_norm norms a rounded sum, attention multiplies rounded weights.
+ROUNDED_TWICE = ("add_rms_norm", "prefill_attention", "flash_attention")
+ONCE, TWICE, GRADIENT = 1.1, 1.6, 2.0
 FLOORS = {torch.bfloat16: 1.66e-3 / 4, torch.float32: 2e-6}  # relative rounding at least
 SAME_DRAWS = 0.98  # of float32 and float64: a draw at the edge of an id may fall either way
 DEVICE = "cuda"  # of what is timed
@@ -59,6 +61,12 @@ def _naive_flash(q, k, v, work) -> Tensor:
     return naive_attention(q, k, v, sorted(spans))
 
 
+def _naive_sample(logits, *arguments) -> tuple[Tensor, ...]:
+    """Draws on the CPU: it looks at one id after another."""
+    results = naive_sample(*[x.cpu() if isinstance(x, Tensor) else x for x in (logits, *arguments)])
+    return tuple(x.to(logits.device) for x in results)
+
+
 NAIVE: dict[str, Function] = {
     "rms_norm": naive_rms_norm,
     "add_rms_norm": naive_add_rms_norm,
@@ -69,7 +77,7 @@ NAIVE: dict[str, Function] = {
     "prefill_attention": _naive_prefill,
     "flash_attention": _naive_flash,
     "linear_logprob": lambda *arguments: naive_linear_logprob(*arguments)[0].mean(),
-    "sample": naive_sample,
+    "sample": _naive_sample,
     "truncation_floor": naive_truncation_floor,
     "quantised_linear": naive_quantised_linear,
 }
@@ -143,7 +151,9 @@ def check(part: Part, case: Case) -> list[str]:
         got, exact = got[1][same], exact[1][same]
     if isinstance(got, Tensor):
         got, exact = (got,), (exact,)
-    allowed = GRADIENT if case.gradients or got[0].dtype == torch.float32 else ATTENTION
+    allowed = TWICE if kernel_of(case) in ROUNDED_TWICE else ONCE
+    if case.gradients or got[0].dtype == torch.float32:
+        allowed = GRADIENT
     for number, (result, right) in enumerate(zip(got, exact, strict=True)):
         found = error(result, right.double())
         part.note(f"{case.name}: error of result {number}", times_rounding=found, allowed=allowed)
