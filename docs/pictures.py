@@ -345,6 +345,65 @@ def _tiles(picture: Picture, example: Example, step: ExampleStep, left: int, top
         )
 
 
+def request_life() -> Picture:
+    """The states of a request, and what a step does to the running ones."""
+    picture = Picture("request-life", 920, 400, "The states of a request and the parts of a step")
+    picture.text(30, 30, "States of a request", 15, bold=True)
+    y, height = 60, 62
+    middle = y + height / 2
+    states = (
+        (30, 130, ("submit", "ids are checked"), "free"),
+        (195, 130, ("waiting", "in order of age"), "host"),
+        (375, 130, ("running: prefill", "chunks of the prompt"), "first"),
+        (540, 130, ("running: decode", "one token a step"), "first"),
+        (760, 130, ("finished", "completion"), "both"),
+    )
+    for x, width, lines, kind in states:
+        picture.label(x, y, width, height, list(lines), kind)
+    picture.line((160, middle), (193, middle))
+    picture.line((325, middle), (373, middle))
+    picture.text(348, middle - 8, "pages", 11, "middle", "soft")
+    picture.line((505, middle), (538, middle))
+    picture.line((670, middle), (758, middle))
+    picture.text(713, middle - 22, "stop, length", 11, "middle", "soft")
+    picture.text(713, middle - 8, "abort, error", 11, "middle", "soft")
+    below = y + height
+    picture.line((605, below), (605, below + 26), (285, below + 26), (285, below + 2))
+    picture.line((440, below), (440, below + 26), arrow=False)
+    picture.text(525, below + 42, "preempted: its pages are given away", 11, "middle", "soft")
+    picture.label(
+        400, 186, 210, 46, ["session between turns", "its pages stay in its table"], "second"
+    )
+    picture.line((825, below), (825, 209), (612, 209))
+    picture.text(720, 201, "a session's turn", 11, "middle", "soft")
+    picture.line((400, 209), (235, 209), (235, below + 2))
+    picture.text(318, 201, "the next turn", 11, "middle", "soft")
+
+    picture.text(30, 274, "One step", 15, bold=True)
+    parts = (
+        (("schedule", "decodes, chunks, pages"), "host"),
+        (("launch", "inputs, layers, logits"), "device"),
+        (("draw", "noise, guides"), "device"),
+        (("read", "tokens, logprobs"), "host"),
+        (("commit", "full pages are indexed"), "host"),
+        (("accept", "token, end, callback"), "host"),
+    )
+    width, gap = 128, 18
+    for number, (lines, kind) in enumerate(parts):
+        x = 30 + number * (width + gap)
+        picture.label(x, 292, width, 54, list(lines), kind, size=12)
+        if number:
+            picture.line((x - gap, 319), (x - 2, 319))
+    picture.text(
+        30,
+        376,
+        "On a GPU the next step is launched before this one is read, if it only decodes.",
+        12,
+        kind="soft",
+    )
+    return picture
+
+
 @dataclass(frozen=True)
 class Stage:
     """One operation of a step: its name, and what it gives, with the shape at Qwen3-8B."""
@@ -455,6 +514,10 @@ def step_tensors() -> Picture:
     return picture
 
 
+SPLIT_LENGTHS = (370, 330, 200)  # keys of three rows, of which two share 300
+SPLIT_ITEMS = ((0, 2, 0), (0, 2, 1), (2, 1, 0), (0, 1, 2), (1, 1, 2), (2, 1, 1))
+
+
 def splits() -> Picture:
     """Decode attention: bounds by position, items of work, a grid of fixed size, the merge."""
     picture = Picture(
@@ -508,9 +571,8 @@ def _items_of_work(picture: Picture, y: int) -> None:
         12,
         kind="soft",
     )
-    lengths = (370, 330, 200)
     shared_splits = 2
-    for row, length in enumerate(lengths):
+    for row, length in enumerate(SPLIT_LENGTHS):
         top = y + 36 + row * 30
         picture.text(left, top + 17, f"row {row}", 12, mono=True)
         for split in range(-(-length // 128)):
@@ -524,10 +586,9 @@ def _items_of_work(picture: Picture, y: int) -> None:
                 picture.frame(x, top, part * width, 24)
     for split in range(shared_splits):
         picture.frame(left + 60 + split * width, y + 36, width, 54)
-    items = ((0, 2, 0), (0, 2, 1), (2, 1, 0), (2, 1, 1), (0, 1, 2), (1, 1, 2))
     top = y + 150
     picture.text(left, top + 18, "the list", 12)
-    for number, item in enumerate(items):
+    for number, item in enumerate(SPLIT_ITEMS):
         x = left + 60 + number * 100
         picture.label(x, top, 94, 28, [str(item)], "host", mono=True, size=12)
         picture.text(x + 47, top + 46, f"program {number % 4}", 12, "middle", "soft")
@@ -565,42 +626,82 @@ def _merge(picture: Picture, y: int) -> None:
     )
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """A stretch of time of the host or the GPU, in pixels."""
+
+    start: int
+    end: int
+    lines: tuple[str, ...]
+    kind: str
+
+
+HOST_TIME = (
+    Stretch(90, 180, ("read n - 1", "accept tokens"), "host"),
+    Stretch(180, 270, ("draw n", "masks, late draw"), "second"),
+    Stretch(270, 346, ("callbacks", "of n - 1"), "host"),
+    Stretch(346, 420, ("plan n + 1", "pages"), "host"),
+    Stretch(420, 498, ("launch n + 1", "fill inputs"), "both"),
+    Stretch(498, 552, ("wait",), "free"),
+    Stretch(552, 640, ("read n", "accept tokens"), "host"),
+    Stretch(640, 730, ("draw n + 1", "masks, late draw"), "second"),
+    Stretch(730, 806, ("callbacks", "of n"), "host"),
+    Stretch(806, 890, ("plan n + 2", "pages"), "host"),
+)
+GPU_TIME = (
+    Stretch(90, 420, ("graph of step n", "layers, logits, top-k, top-p, draw"), "device"),
+    Stretch(420, 486, ("late draw", "guided rows"), "second"),
+    Stretch(486, 562, ("copy out", "draws n"), "both"),
+    Stretch(562, 624, ("copy in", "inputs n + 1"), "both"),
+    Stretch(624, 890, ("graph of step n + 1", "takes the tokens of n from the device"), "device"),
+)
+
+
 def decode_step() -> Picture:
     """Two decode steps on the host and on the GPU, with the look-ahead between them."""
     picture = Picture(
-        "decode-step", 920, 420, "How decode steps overlap on the host and on the GPU"
+        "decode-step", 920, 440, "How decode steps overlap on the host and on the GPU"
     )
     picture.text(
         30, 30, "Decode steps n and n + 1: the host works while the GPU computes", 15, bold=True
     )
-    host, device = 78, 208
-    height = 56
-    picture.text(30, host + 24, "host", 13, bold=True)
-    picture.text(30, device + 24, "GPU", 13, bold=True)
-    picture.line((84, host + height + 14), (890, host + height + 14), arrow=False, dashed=True)
-    # (first x, width, lines, kind)
-    on_host = (
-        (90, 96, ["read n - 1", "accept tokens"], "host"),
-        (186, 84, ["plan n + 1", "pages, slots"], "host"),
-        (270, 84, ["masks of n", "guided rows"], "second"),
-        (354, 92, ["launch n + 1", "3 operations"], "both"),
-        (446, 70, ["wait"], "free"),
-        (516, 96, ["read n", "accept tokens"], "host"),
-        (612, 84, ["plan n + 2", "pages, slots"], "host"),
-        (696, 84, ["masks of n + 1", "guided rows"], "second"),
-        (780, 92, ["launch n + 2", "3 operations"], "both"),
+    picture.text(30, 50, "not to scale; time runs to the right", 12, kind="soft")
+    host, device, height = 74, 184, 54
+    picture.text(30, host + 31, "host", 13, bold=True)
+    picture.text(30, device + 31, "GPU", 13, bold=True)
+    for top, stretches in ((host, HOST_TIME), (device, GPU_TIME)):
+        for stretch in stretches:
+            width = stretch.end - stretch.start
+            picture.label(
+                stretch.start, top, width, height, list(stretch.lines), stretch.kind, size=11
+            )
+    below, above = host + height, device - 2
+    picture.line((225, below), (225, below + 34), (453, below + 34), (453, above))
+    picture.line((458, below), (458, below + 18), (593, below + 18), (593, above))
+    picture.line((557, device), (557, below + 2))
+    picture.text(30, 276, "A decode-only step is three operations of the host", 15, bold=True)
+    rows = (
+        (
+            "copy in",
+            "one block of pinned memory: tokens, positions, slots, context_lens, work items, "
+            "noise, block tables",
+        ),
+        (
+            "replay",
+            "the graph of the batch size; its kernels read all lengths on the device",
+        ),
+        ("copy out", "tokens and log-probabilities of all rows, in one block"),
+        (
+            "guided rows",
+            "their masks are copied in, and these rows are drawn again from the graph's logits, "
+            "before the next launch",
+        ),
     )
-    for x, width, lines, kind in on_host:
-        picture.label(x, host, width, height, lines, kind, size=12)
-    on_device = (
-        (90, 310, ["graph of step n", "layers, logits, draw"], "device"),
-        (400, 64, ["late draw", "guided"], "second"),
-        (464, 40, ["draws"], "both"),
-        (504, 40, ["inputs"], "both"),
-        (544, 310, ["graph of step n + 1", "takes the tokens of n from the device"], "device"),
-    )
-    for x, width, lines, kind in on_device:
-        picture.label(x, device, width, height, lines, kind, size=12)
+    for number, (name, words) in enumerate(rows):
+        top = 290 + number * 34
+        kind = ("both", "device", "both", "second")[number]
+        picture.label(30, top, 100, 26, [name], kind, size=12)
+        picture.text(144, top + 17, words, 12)
     return picture
 
 
@@ -616,7 +717,7 @@ def split_bounds(max_context: int) -> list[int]:
 
 def draw_all() -> dict[str, str]:
     """Returns the text of every picture by the name of its file."""
-    pictures = (two_requests(), step_tensors(), decode_step(), splits())
+    pictures = (request_life(), two_requests(), step_tensors(), decode_step(), splits())
     return {f"{picture.name}.svg": picture.svg() for picture in pictures}
 
 
