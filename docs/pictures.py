@@ -2,7 +2,7 @@
 
 A picture is one function below. Each file has its own colours for a light and a dark reader
 (`prefers-color-scheme`) on a background of its own, so it is legible on any page. The worked
-example of two requests is data in `EXAMPLE`; tests/test_pictures.py holds it against the engine.
+example of two requests is data in `EXAMPLE`; tests/test_docs.py holds it against the engine.
 The script writes nothing but docs/pictures/*.svg.
 """
 

@@ -1,4 +1,4 @@
-"""The pictures of the documentation are what their script draws, and say what the code does."""
+"""The pages name files that exist; their pictures are what a script draws, and what the code does."""
 
 import importlib.util
 import re
@@ -119,3 +119,14 @@ def test_the_inputs_of_the_picture_are_those_of_the_engine():
         for words in stage.inputs:
             for name in re.findall(r"[a-z_]+_[a-z_]+|tokens|positions|slots|uniform", words):
                 assert name in fields, name
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/engine.md", "docs/kernels.md"])
+def test_a_page_names_only_files_that_exist(page):
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    files = ["/" + name for name in listed.stdout.split()]
+    text = (ROOT / page).read_text()
+    for name in re.findall(r"`([\w./-]+\.(?:py|c|h))`", text):
+        assert any(file.endswith("/" + name) for file in files), name
+    for target in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text):
+        assert (ROOT / page).parent.joinpath(target).exists(), target
