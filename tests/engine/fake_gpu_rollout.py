@@ -9,6 +9,7 @@ import json
 import random
 import sys
 from collections import Counter
+from typing import ClassVar
 from unittest import mock
 
 import numpy as np
@@ -40,14 +41,31 @@ def compiled(*, key, fn, **_) -> bool:
 class FakeGraph:
     """A graph whose capture computes once and whose replay is one operation of the host."""
 
+    operations: ClassVar[set[str]] = set()  # of torch, beside the kernels, in what is captured
+
     def __init__(self, runner, rows):
         COUNTS["captures"] += 1
-        self.logits = runner._compute(model_runner.StepShape(decodes=rows, sampled=rows))
+        with Record(self.operations):
+            self.logits = runner._compute(model_runner.StepShape(decodes=rows, sampled=rows))
 
     def replay(self):
         COUNTS["replays"] += 1
         COUNTS["operations of a step"] += 1
         return self.logits
+
+
+class Record(TorchDispatchMode):
+    """Adds the names of the operations that are not views to a set."""
+
+    def __init__(self, names):
+        super().__init__()
+        self.names = names
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.__name__
+        if not name.startswith(VIEWS):
+            self.names.add(name.partition(".")[0])
+        return function(*args, **kwargs or {})
 
 
 class Watch(TorchDispatchMode):
@@ -183,6 +201,7 @@ print(
             "waits": {name: n for name, n in COUNTS.items() if name.startswith("waits")},
             "operations": dict(most),
             "kernels": len(known),
+            "captured_operations": sorted(FakeGraph.operations),
         }
     )
 )

@@ -35,6 +35,14 @@ SHAPE = ModelConfig(320, 32, 48, 1, 4, 2, head_dim=16, tie_word_embeddings=True)
 UNTIED = ModelConfig(320, 128, 128, 1, 4, 2, head_dim=32)  # can be quantised
 
 
+# What torch computes in a captured step, beside the kernels. None of it waits or allocates memory
+# outside of the graph's pool.
+CAPTURED = {"clamp", "ge", "where", "index_select", "copy_"}  # newest ids and draws
+CAPTURED |= {"embedding", "unbind", "flatten", "new_zeros"}  # new_zeros is new_empty in that script
+CAPTURED |= {"to", "mul", "cos", "sin"}  # the rotation
+CAPTURED |= {"linear", "matmul", "numpy_T", "promote_types"}  # products
+
+
 @pytest.fixture(scope="module")
 def model():
     model = Qwen3(SHAPE)
@@ -189,6 +197,7 @@ def test_after_the_start_nothing_is_captured_compiled_or_waited_for(steps, quant
     seen = json.loads(run.stdout)
     assert seen["steps"] == steps and seen["kernels"] > 5
     assert seen["compiled"] == [] and seen["captures"] == 0
+    assert set(seen["captured_operations"]) <= CAPTURED
     assert seen["waits"] == {}
     assert seen["operations"]["decode-only step"] <= 3
     assert seen["ahead"] > steps / 2 and seen["replays"] > steps / 2
