@@ -145,9 +145,7 @@ def main(arguments: list[str]) -> int:
             engine = {"running": 256, "max_batch_tokens": 2048}
         else:
             engine = {"running": 1}
-        rollout = load_rollout(
-            options.model, limits, sampling, quantise=options.quantise, **engine
-        )
+        rollout = load_rollout(options.model, limits, sampling, quantise=options.quantise, **engine)
         rollout.survives_failures = True  # a person would rather have an answer without that expert
         if options.http:
             serve_openai(options, rollout, world, sampling)

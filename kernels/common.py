@@ -1,7 +1,8 @@
 """What all launchers share: checks of their tensors, the configurations of GPUs, the device guard.
 
-A launcher is the Python function that checks tensors, allocates the result and starts kernels.
-This file holds no kernel.
+A launcher is the Python function that checks tensors, allocates the result and starts kernels. If
+it is differentiable, it calls its autograd.Function only while gradients are enabled: the call
+alone costs 10 us of an eager step. This file holds no kernel.
 """
 
 import os

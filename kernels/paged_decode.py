@@ -6,8 +6,9 @@ k and v are those of kv head h // G, G = H / Hkv.
 
 Bytes and FLOPs. With H query heads and Hkv kv heads of D, a key of one sequence takes
 2 Hkv D itemsize bytes (K and V) and 4 H D FLOPs (q k and p v). Qwen3-8B in bf16: 4,096 bytes and
-16,384 FLOPs a key and layer, 4 FLOP a byte; a GPU does 150 to 250 in the time of one byte. Memory
-is the limit: 64 sequences of 4,096 keys are 1.07 GB a layer, 0.22 ms at 4.8 TB/s.
+16,384 FLOPs a key and layer, 4 FLOP a byte, or 24 with the padding and the second product of p
+below; a GPU does 150 to 300 in the time of one byte. Memory is the limit: 64 sequences of 4,096
+keys are 1.07 GB a layer, 0.22 ms at 4.8 TB/s.
 
 Splits. One program for each row and kv head would leave most of the GPU idle at small batches, so
 the keys of a row are cut into splits (Flash-Decoding; Dao et al. 2023) and a program takes one
@@ -15,26 +16,28 @@ split of one kv head. A split ends at a position that depends on that position a
 batch nor the GPU changes the bits of a row. Splits grow with the position: 8 x Hkv programs at
 1,024 keys, and few partial results at 40,960.
 
-Merge. Of each split s of a query the kernel stores the mean value a_s and l_s = log2 of its sum of
+Merge. For each split s of a query the kernel stores the mean value a_s and l_s = log2 of its sum of
 exponentials. The whole is sum_s 2^(l_s) a_s / sum_s 2^(l_s). This is an identity, no approximation:
-2^(l_s) a_s is the split's sum of exp(score) * value and 2^(l_s) its sum of exp(score), and the sums
-over all keys are the sums over splits of these. Both are kept in fp32 and never rounded to 16 bits.
+2^(l_s) a_s is the split's sum of exp(score) * value and 2^(l_s) its sum of exp(score), and a sum
+over all keys is the sum over splits of these. Both are fp32 and never rounded to 16 bits; p is
+multiplied in two parts of 16 bits, so that nothing of it is lost either.
 
 Shared prefixes. An item is the same split of up to `rows_per_item` neighbouring rows, whose block
-tables begin alike: their 16 // G' rows x G query heads (G' = G rounded up to a power of two) fill
-the 16 rows of a tensor-core tile, of which a lone row uses G. The tile has 16 rows either way: one
-compiled code, one instruction (HMMA), so a row has the same bits alone and in a group. n rows that
-share a prefix have ceil(n / rows_per_item) items for each split; these stand next to each other in
-the list and run at the same time: the keys come once from HBM and ceil(n / rows_per_item) times
-from L2, where n lone rows read them n times (Hydragen; Juravsky et al. 2024).
+tables begin alike. Their rows x G query heads of a kv head (G = H / Hkv, padded to a power of two)
+fill the 16 rows of a tensor-core tile, of which a lone row uses G. The tile has 16 rows either way:
+one compiled code and one instruction (HMMA), so a row has the same bits alone and in a group. n
+rows with a common prefix have ceil(n / rows_per_item) items for each split. These follow one
+another in the list and run at the same time: the keys come once from HBM and
+ceil(n / rows_per_item) times from L2, where n lone rows read them n times (Hydragen; Juravsky et
+al. 2024).
 
 Grid. A fixed number of programs walks the list, whose length is read on the device: a captured
 CUDA graph serves all lengths and all groups, and no program is launched for nothing.
 
-Scratch. partial and lse take rows * S * H * (D + 1) * 4 bytes, S the number of splits: for Qwen3-8B
-372 MB at 512 rows of 40,960 keys (S = 44) and 68 MB at 128 rows of 16,384 (S = 32). What is written
-and read again is 2 * 4 H D bytes for each split: 6% of the K and V of a split of 128 keys twice,
-0.4% at 2,048.
+Scratch. partial and lse take rows * S * H * (D + 1) * 4 bytes with S splits: for Qwen3-8B 372 MB at
+512 rows of 40,960 keys (S = 44), 68 MB at 128 rows of 16,384 (S = 32). A split writes 4 H D bytes
+and the merge reads them: together 6% of the split's K and V at 128 keys, 1.6% at 512, 0.4% at
+2,048.
 """
 
 from collections.abc import Sequence
@@ -137,16 +140,18 @@ def decode_items(
     """Returns the items int32 [n, 3] of a step: first row, number of rows, split.
 
     Every split of every row is in one item. Items with most keys come first; the items of one split
-    of a shared prefix follow one another. A row is in one shared prefix at most, and has at least
-    its keys. The order does not change results, so a list stays right as long as no row enters a
-    new split: keys are counted on the device.
+    of a shared prefix follow one another. A row is in one shared prefix at most. The order does not
+    change results, so a list stays right as long as no row enters a new split: keys are counted on
+    the device. ValueError if a row has more keys than the bounds, or fewer than its prefix.
 
     For example, with splits at 0, 128, 256, 384, two rows of 300 and 200 keys that share 150, and
     two rows an item: (0, 2, 0), (0, 1, 1), (1, 1, 1), (0, 1, 2).
     """
     lengths = np.asarray(context_lens, np.int64)
-    starts, ends = np.asarray(bounds[:-1], np.int64), np.asarray(bounds[1:], np.int64)
-    num_splits = np.searchsorted(starts, lengths)  # of each row
+    if lengths.max(initial=0) > bounds[-1]:
+        raise ValueError(f"a row has {lengths.max()} keys; expected at most {bounds[-1]}")
+    starts = np.asarray(bounds[:-1], np.int64)
+    ends = np.asarray(bounds[1:], np.int64)
 
     # Shared items: for each prefix its whole splits, for each split its rows in portions.
     prefixes = np.asarray(shared_prefixes, np.int64).reshape(-1, 3)
@@ -155,20 +160,24 @@ def decode_items(
     portions = -(-rows // rows_per_item)
     prefix, index = _enumerate(shared_splits * portions)
     split, portion = np.divmod(index, portions[prefix])
-    item_rows = np.minimum(rows_per_item, rows[prefix] - portion * rows_per_item)
-    item_start = first_row[prefix] + portion * rows_per_item
-    shared_items = np.stack((item_start, item_rows, split), 1)
+    item_row = first_row[prefix] + portion * rows_per_item
+    item_rows = np.minimum(rows_per_item, first_row[prefix] + rows[prefix] - item_row)
+    shared_items = np.stack((item_row, item_rows, split), 1)
 
     # Items of one row: the splits that its prefix leaves.
-    skipped = np.zeros_like(lengths)
     prefix, index = _enumerate(rows)
-    skipped[first_row[prefix] + index] = shared_splits[prefix]
+    row = first_row[prefix] + index
+    if (lengths[row] < keys[prefix]).any():
+        raise ValueError("a row has fewer keys than its shared prefix")
+    skipped = np.zeros_like(lengths)
+    skipped[row] = shared_splits[prefix]
+    num_splits = np.searchsorted(starts, lengths)  # of each row
     row, index = _enumerate(num_splits - skipped)
     lone_items = np.stack((row, np.ones_like(row), skipped[row] + index), 1)
 
     items = np.concatenate((shared_items, lone_items))
-    split = items[:, 2]
-    item_keys = np.minimum(ends[split], lengths[items[:, 0]]) - starts[split]
+    row, _, split = items.T
+    item_keys = np.minimum(ends[split], lengths[row]) - starts[split]
     order = np.argsort(-item_keys, kind="stable")
     return items[order].astype(np.int32)
 
@@ -275,7 +284,17 @@ def decode_attention(
 # The kernels.
 
 
-@triton.jit(do_not_specialize=["table_stride", "splits"])  # one code for any width and context
+@triton.jit(
+    do_not_specialize=["table_stride", "splits"],  # one code for any width and context
+    # What is loaded one by one may lie anywhere.
+    do_not_specialize_on_alignment=[
+        "block_tables_ptr",
+        "context_lens_ptr",
+        "items_ptr",
+        "num_items_ptr",
+        "bounds_ptr",
+    ],
+)
 def _attend_splits(
     q_ptr,  # [B, H, D], rows q_stride apart
     k_cache_ptr,  # [pages, HKV, PAGE, D]
@@ -344,7 +363,10 @@ def _attend_splits(
         tl.store(lse_ptr + result, row_max + tl.log2(row_sum), real)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(
+    do_not_specialize=["splits"],
+    do_not_specialize_on_alignment=["context_lens_ptr", "bounds_ptr"],
+)
 def _merge_splits(
     partial_ptr,  # [R, splits, H, D]
     lse_ptr,  # [R, splits, H]

@@ -81,6 +81,8 @@ def qk_norm_rope(
     other shapes and dtypes.
     """
     _check(qkv, q_norm, k_norm, cos, sin, 2 * cos.shape[-1], kv_heads)
+    if not torch.is_grad_enabled():
+        return _to_tensors(qkv, q_norm, k_norm, cos, sin, kv_heads, eps)
     return _QkNormRope.apply(qkv, q_norm, k_norm, cos, sin, kv_heads, eps)
 
 
@@ -110,7 +112,7 @@ def qk_norm_rope_store(
     _check(qkv, q_norm, k_norm, cos, sin, dim, kv_heads)
     slots_dtype = torch.int64 if slots.dtype == torch.int64 else torch.int32
     check((len(qkv),), slots_dtype, slots=slots)
-    return _forward(qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, slots, page_size, eps)
+    return _to_slots(qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, slots, page_size, eps)
 
 
 def _check(qkv, q_norm, k_norm, cos, sin, dim: int, kv_heads: int) -> None:
@@ -134,7 +136,16 @@ def _heads_of_program(total: int, dim: int) -> int:
     return min(max(1, TILE // dim), triton.next_power_of_2(total))
 
 
-def _forward(qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, slots, page_size, eps) -> Tensor:
+def _to_tensors(qkv, q_norm, k_norm, cos, sin, kv_heads, eps) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns q, k and v. To the kernel, k and v are caches whose pages hold one token."""
+    tokens, dim = len(qkv), 2 * cos.shape[1]
+    k = qkv.new_empty(tokens, kv_heads, 1, dim)
+    v = qkv.new_empty(tokens, kv_heads, 1, dim)
+    q = _to_slots(qkv, q_norm, k_norm, cos, sin, k, v, None, 1, eps)
+    return q, k.view(tokens, kv_heads, dim), v.view(tokens, kv_heads, dim)
+
+
+def _to_slots(qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, slots, page_size, eps) -> Tensor:
     """Returns q; fills the caches, where token t has slot t if slots is None."""
     tokens, width = qkv.shape
     kv_heads, dim = k_cache.shape[1], k_cache.shape[-1]
@@ -258,14 +269,9 @@ def _weights(q_norm_ptr, k_norm_ptr, is_q, col, HALF: tl.constexpr):
 class _QkNormRope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv, q_norm, k_norm, cos, sin, kv_heads, eps):
-        tokens, dim = len(qkv), 2 * cos.shape[1]
-        # To the kernel k and v are caches whose pages hold one token.
-        k = qkv.new_empty(tokens, kv_heads, 1, dim)
-        v = qkv.new_empty(tokens, kv_heads, 1, dim)
-        q = _forward(qkv, q_norm, k_norm, cos, sin, k, v, None, 1, eps)
         ctx.save_for_backward(qkv, q_norm, k_norm, cos, sin)
         ctx.eps = eps
-        return q, k.view(tokens, kv_heads, dim), v.view(tokens, kv_heads, dim)
+        return _to_tensors(qkv, q_norm, k_norm, cos, sin, kv_heads, eps)
 
     @staticmethod
     @on_device

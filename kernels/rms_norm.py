@@ -50,6 +50,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     other shapes.
     """
     _check(x, weight)
+    if not torch.is_grad_enabled():
+        out, _ = _forward(x, None, weight, eps)
+        return out
     return _RmsNorm.apply(x, weight, eps)
 
 
@@ -62,6 +65,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """
     _check(x, weight)
     check(x.shape, x.dtype, residual=residual)
+    if not torch.is_grad_enabled():
+        return _forward(x, residual, weight, eps)
     return _AddRmsNorm.apply(x, residual, weight, eps)
 
 
@@ -185,7 +190,7 @@ def _backward(d_out: Tensor, d_summed: Tensor | None, x: Tensor, weight: Tensor,
         x.stride(0),
         eps,
         **tile,
-        **pick("rms_norm_backward"),
+        **pick("rms_norm_backward", x.dtype),
     )
     return d_x, d_weight_parts.sum(0).to(weight.dtype)
 

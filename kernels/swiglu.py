@@ -37,33 +37,17 @@ def swiglu(gate_up: Tensor) -> Tensor:
     width = gate_up.shape[1]
     if width % 2 != 0:
         raise ValueError(f"gate_up has {width} columns; expected an even number")
+    if not torch.is_grad_enabled():
+        return _forward(gate_up)
     return _SwiGLU.apply(gate_up)
 
 
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, gate_up):
-        ctx.save_for_backward(gate_up)
-        rows, width = gate_up.shape
-        out = gate_up.new_empty(rows, width // 2)
-        _swiglu[_grid(gate_up)](gate_up, out, gate_up.stride(0), width // 2, BLOCK)
-        return out
-
-    @staticmethod
-    @on_device
-    def backward(ctx, d_out):
-        (gate_up,) = ctx.saved_tensors
-        rows, width = gate_up.shape
-        d_gate_up = gate_up.new_empty(rows, width)
-        _swiglu_backward[_grid(gate_up)](
-            gate_up, d_out.contiguous(), d_gate_up, gate_up.stride(0), width // 2, BLOCK
-        )
-        return d_gate_up
-
-
-def _grid(gate_up: Tensor) -> tuple[int]:
+def _forward(gate_up: Tensor) -> Tensor:
     rows, width = gate_up.shape
-    return (rows * triton.cdiv(width // 2, BLOCK),)
+    out = gate_up.new_empty(rows, width // 2)
+    grid = (rows * triton.cdiv(width // 2, BLOCK),)
+    _swiglu[grid](gate_up, out, gate_up.stride(0), width // 2, BLOCK)
+    return out
 
 
 @triton.jit
@@ -93,6 +77,25 @@ def _load_block(gate_up_ptr, stride, F: tl.constexpr, BLOCK: tl.constexpr):
 # Backward, with s = sigmoid(gate):
 #
 #     d_gate = d_out * up * s * (1 + gate * (1 - s))        d_up = d_out * gate * s
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up):
+        ctx.save_for_backward(gate_up)
+        return _forward(gate_up)
+
+    @staticmethod
+    @on_device
+    def backward(ctx, d_out):
+        (gate_up,) = ctx.saved_tensors
+        rows, width = gate_up.shape
+        d_gate_up = gate_up.new_empty(rows, width)
+        grid = (rows * triton.cdiv(width // 2, BLOCK),)
+        _swiglu_backward[grid](
+            gate_up, d_out.contiguous(), d_gate_up, gate_up.stride(0), width // 2, BLOCK
+        )
+        return d_gate_up
 
 
 @triton.jit

@@ -5,10 +5,8 @@ What no sequence has stored is NaN, and block table entries past the end are far
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-import random
 
 import torch
 from kernel_check import DEVICE, poisoned, randn
@@ -62,27 +60,3 @@ def joined(*caches: Cache) -> Cache:
     whole.k = torch.cat([cache.k for cache in caches])
     whole.v = torch.cat([cache.v for cache in caches])
     return whole
-
-
-@contextlib.contextmanager
-def programs_in_another_order(monkeypatch, order: str):
-    """Lets the interpreter run the programs of each grid axis "reversed" or "shuffled".
-
-    A GPU takes them in any order; there this changes nothing.
-    """
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    set_grid_idx = InterpreterBuilder.set_grid_idx
-
-    def permuted(self, *index):
-        moved = []
-        for i, size in zip(index, self.grid_dim, strict=True):
-            numbers = list(range(size))[::-1]
-            if order == "shuffled":
-                random.Random(size).shuffle(numbers)
-            moved.append(numbers[i])
-        set_grid_idx(self, *moved)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(InterpreterBuilder, "set_grid_idx", permuted)
-        yield

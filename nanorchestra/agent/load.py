@@ -46,7 +46,9 @@ def load_rollout(
         pages_per_attempt = -(-context // PAGE) + 1
         engine_options = {"num_pages": running * pages_per_attempt, "page_size": PAGE}
     try:
-        engine = Engine(model, tokenizer, max_running=running, max_context=context, **engine_options)
+        engine = Engine(
+            model, tokenizer, max_running=running, max_context=context, **engine_options
+        )
     except OSError as error:
         raise UserError(
             f"{path}: the KV cache of {running} x {context:,} tokens does not fit in the memory "

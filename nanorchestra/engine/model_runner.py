@@ -109,6 +109,7 @@ class StepInputs:
         tiles = -(-tokens // ITEM_TOKENS) + rows
         self.prefill_items = arena.tensor(tiles, 4, dtype=int32)
         # Last, so that a copy can end after the rows that are there.
+        self._bytes_before_tables = arena.used
         self.block_tables = arena.tensor(rows, capacity.table_width, dtype=int32)
         self.memory = arena.memory
 
@@ -123,8 +124,7 @@ class StepInputs:
 
     def bytes_of_rows(self, rows: int) -> int:
         """Returns the bytes from the beginning up to the block tables of so many rows."""
-        unused = self.block_tables[rows:].numel() * self.block_tables.element_size()
-        return len(self.memory) - unused
+        return self._bytes_before_tables + self.block_tables[:rows].numel() * torch.int32.itemsize
 
 
 class Draws:
@@ -142,10 +142,15 @@ class Masks:
 
     def __init__(self, rows: int, vocab_size: int, device: torch.device | str, pinned=False):
         width = -(-vocab_size // 8)  # bytes
-        arena = Arena(4 * rows + rows * width + 32, device, pinned)
+        arena = Arena(4 * rows + 16 + rows * width, device, pinned)
         self.rows = arena.tensor(rows, dtype=torch.int32)
+        self._bytes_before_bits = arena.used
         self.allowed_bits = arena.tensor(rows, width, dtype=torch.uint8)  # lowest bit first
         self.memory = arena.memory
+
+    def bytes_of_rows(self, rows: int) -> int:
+        """Returns the bytes from the beginning up to the bits of so many rows."""
+        return self._bytes_before_bits + self.allowed_bits[:rows].numel()
 
 
 @dataclass(frozen=True)
@@ -255,6 +260,7 @@ class ModelRunner:
             with torch.cuda.device(self.device):
                 self.warm_up()
                 self.capture()
+                self.warm_up()  # takes the memory again that capturing has given back
 
     # Before the first request.
 
@@ -305,7 +311,8 @@ class ModelRunner:
             self._host_inputs.reverse()
             self._host_tables.reverse()
             decodes, shared = self._by_prefix(batch.decodes)
-            host, shape = self._fill(batch, decodes, shared, after)
+            sampled = decodes + batch.sampled[len(decodes) :]
+            host, shape = self._fill(batch, decodes, shared, sampled, after)
             used = host.bytes_of_rows(shape.decodes + shape.chunks)
             self.inputs.memory[:used].copy_(host.memory[:used], non_blocking=True)
             graph = self.graphs.get(shape.decodes) if not shape.prefill_tokens else None
@@ -313,7 +320,6 @@ class ModelRunner:
                 logits = graph.replay()
             else:
                 logits = self._compute(shape)
-            sampled = decodes + batch.sampled[len(decodes) :]
             return Launched({request: row for row, request in enumerate(sampled)}, logits)
 
     def draw(self, launched: Launched, requests: list[Request]) -> None:
@@ -355,8 +361,12 @@ class ModelRunner:
 
     # The inputs of a step, on the host.
 
-    def _fill(self, batch, decodes, shared, after) -> tuple[StepInputs, StepShape]:
-        """Fills a host block with the inputs of a step, padded to the size of a graph."""
+    def _fill(self, batch, decodes, shared, sampled, after) -> tuple[StepInputs, StepShape]:
+        """Fills a host block with the inputs of a step, padded to the size of a graph.
+
+        decodes: those of the batch in the order of their rows, of which `shared` have prefixes in
+        common. sampled: the requests in the order of their draws.
+        """
         host, host_tables = self._host_inputs[0], self._host_tables[0]
         rows = len(decodes)
         if self.use_graphs and not batch.prefills:
@@ -405,7 +415,6 @@ class ModelRunner:
         # A tile names its block table and its first token, counted from the first chunk on.
         _write(host.prefill_items, tiles.numpy())
 
-        sampled = decodes + batch.sampled[len(decodes) :]
         last_tokens = list(range(len(decodes)))
         end = rows
         for chunk in batch.prefills:
@@ -417,17 +426,19 @@ class ModelRunner:
         noise = uniforms(
             [p.seed for p in params], [len(request.ids) + unread for request in sampled]
         )
+        # Padding is drawn too, the cheapest way: greedily.
+        padding = 0 if batch.prefills else rows - len(sampled)
         _write(host.sampled_token, last_tokens)
-        _write(host.uniform, noise)
-        _write(host.temperature, [p.temperature for p in params])
-        _write(host.top_p, [p.top_p for p in params])
-        _write(host.top_k, [p.top_k for p in params])
+        _write(host.uniform, [*noise, *[0.0] * padding])
+        _write(host.temperature, [p.temperature for p in params] + [0.0] * padding)
+        _write(host.top_p, [p.top_p for p in params] + [1.0] * padding)
+        _write(host.top_k, [p.top_k for p in params] + [0] * padding)
         shape = StepShape(
             decodes=rows,
             prefill_tokens=batch.prefill_tokens,
             chunks=len(batch.prefills),
             prefill_items=len(tiles),
-            sampled=len(sampled) if batch.prefills else rows,
+            sampled=len(sampled) + padding,
         )
         return host, shape
 
@@ -522,8 +533,7 @@ class ModelRunner:
         count = len(special)
         _write(self._host_masks.rows, [launched.row_of[request] for request in special])
         _write(self._host_masks.allowed_bits, np.stack(bits))
-        used = self._masks.allowed_bits[:count].numel() + self._masks.memory.numel()
-        used -= self._masks.allowed_bits.numel()
+        used = self._masks.bytes_of_rows(count)
         self._masks.memory[:used].copy_(self._host_masks.memory[:used], non_blocking=True)
 
         rows = self._masks.rows[:count].long()

@@ -190,7 +190,7 @@ class Server(uvicorn.Server):
         limits = self.rollout.engine.limits
         prompts = as_prompts(body, self.rollout.tokenizer)
         for ids in prompts:
-            limits.check_length(limits.check_ids(ids), sampled=1)
+            limits.check_length(len(limits.check_ids(ids)), sampled=1)
         return prompts
 
 

@@ -9,7 +9,7 @@ import json
 import random
 import sys
 from collections import Counter
-from contextlib import nullcontext
+from unittest import mock
 
 import numpy as np
 import torch
@@ -51,7 +51,11 @@ class FakeGraph:
 
 
 class Watch(TorchDispatchMode):
-    """Counts what the host asks of the device, and what would make it wait."""
+    """Counts what the host asks of the device, and what would make it wait.
+
+    All memory is the host's here, so the runner's pinned blocks tell which copies cross: those must
+    be non_blocking. A value that is read, and a tensor made of values, cross too.
+    """
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -59,14 +63,29 @@ class Watch(TorchDispatchMode):
         if not name.startswith(VIEWS):
             COUNTS["operations of a step"] += 1
         waits = name.startswith(("_local_scalar_dense", "nonzero"))
-        if name.startswith("_to_copy"):
-            waits = kwargs.get("device") is not None
         if name.startswith("copy_"):
-            same = args[0].data_ptr() in DEVICE and args[1].data_ptr() in DEVICE
-            waits = not (same or len(args) > 2 and args[2] or kwargs.get("non_blocking"))
+            crosses = {x.untyped_storage().data_ptr() for x in args[:2]} & PINNED
+            waits = crosses and not (len(args) > 2 and args[2] or kwargs.get("non_blocking"))
         if waits:
             COUNTS[f"waits: {name}"] += 1
         return function(*args, **kwargs)
+
+    def __enter__(self):
+        torch.tensor, torch.as_tensor = from_values, from_values
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.tensor, torch.as_tensor = TENSOR, AS_TENSOR
+        return super().__exit__(*error)
+
+
+def from_values(*values, **options):
+    """Takes the place of torch.tensor while a step is watched."""
+    COUNTS["waits: a tensor made of values"] += 1
+    return TENSOR(*values, **options)
+
+
+TENSOR, AS_TENSOR = torch.tensor, torch.as_tensor
 
 
 class Sometimes(Guide):
@@ -85,6 +104,8 @@ class Sometimes(Guide):
         return np.arange(1000) % 2 == 0 if self.count % 5 == 4 else None
 
 
+# What no kernel fills is 0: the ids that are drawn, too.
+torch.Tensor.new_empty = torch.Tensor.new_zeros
 triton.runtime.driver.set_active(Driver(90))
 triton.knobs.runtime.jit_cache_hook = compiled
 for module in (engine_module, ops, attention, quantise, score):
@@ -96,24 +117,22 @@ if "int8" in sys.argv:
     quantise.quantise_model(model, "int8")
 serving = Engine(model, max_batch_tokens=512, max_running=64, max_context=2000)
 runner = serving.runner
-DEVICE = {runner.inputs.memory.data_ptr(), runner.draws.memory.data_ptr()}
+pinned = [*runner._host_inputs, runner._host_draws, runner._host_masks]
+PINNED = {block.memory.untyped_storage().data_ptr() for block in pinned}
 model_runner.Graph = FakeGraph
 runner.warm_up()
 runner.capture()
 runner.use_graphs = True
 known, captures = set(COMPILED), COUNTS["captures"]
 
-# The host's own arithmetic is not watched.
-for name in ("_fill",):
-    right = getattr(runner, name)
-
-    def unwatched(*arguments, right=right):
-        with _disable_current_modes():
-            return right(*arguments)
-
-    setattr(runner, name, unwatched)
-launch, draw = runner.launch, runner.draw
+fill, launch, draw = runner._fill, runner.launch, runner.draw
 most = Counter()
+
+
+def unwatched_fill(*arguments):
+    """The host's own arithmetic."""
+    with _disable_current_modes(), mock.patch("torch.tensor", TENSOR):
+        return fill(*arguments)
 
 
 def watched_launch(batch, after=None):
@@ -121,6 +140,9 @@ def watched_launch(batch, after=None):
     with Watch():
         launched = launch(batch, after)
     COUNTS["ahead"] += after is not None
+    launched.kind = "step with prefill" if batch.prefills else "decode-only step"
+    if batch.page_copies:
+        launched.kind += ", page copies"
     return launched
 
 
@@ -128,36 +150,28 @@ def watched_draw(launched, requests):
     special = any(r.params.top_logprobs or r.allowed_ids() is not None for r in requests)
     with Watch():
         draw(launched, requests)
-    kind = "decode-only step" if launched.decode_only else "step with prefill"
-    kind = f"{kind}, special rows" if special else kind
+    kind = f"{launched.kind}, special rows" if special else launched.kind
     most[kind] = max(most[kind], COUNTS["operations of a step"])
     COUNTS[kind] += 1
 
 
-def launched_kind(batch, after=None):
-    launched = watched_launch(batch, after)
-    launched.decode_only = not batch.prefills
-    return launched
-
-
-runner.launch, runner.draw = launched_kind, watched_draw
+runner._fill, runner.launch, runner.draw = unwatched_fill, watched_launch, watched_draw
 rng = random.Random(0)
-with nullcontext():
-    while serving.stats["steps"] < steps:
-        queued = len(serving.scheduler.running) + len(serving.scheduler.waiting)
-        if queued < 40 and rng.random() < 0.2 or not serving.has_work:
-            prompt = [rng.randrange(1000) for _ in range(rng.choice((3, 40, 300, 900)))]
-            guide = Sometimes() if rng.random() < 0.1 else None
-            params = SamplingParams(
-                max_tokens=rng.randint(1, 120),
-                top_p=rng.choice((1.0, 0.9)),
-                top_logprobs=rng.choice((0,) * 19 + (3,)),
-                guide=guide,
-                ignore_eos=True,
-            )
-            for _ in range(rng.choice((1, 1, 4))):
-                serving.submit(prompt, params)
-        serving.step()
+while serving.stats["steps"] < steps:
+    queued = len(serving.scheduler.running) + len(serving.scheduler.waiting)
+    if queued < 40 and rng.random() < 0.2 or not serving.has_work:
+        prompt = [rng.randrange(1000) for _ in range(rng.choice((3, 40, 300, 900)))]
+        guide = Sometimes() if rng.random() < 0.1 else None
+        params = SamplingParams(
+            max_tokens=rng.randint(1, 120),
+            top_p=rng.choice((1.0, 0.9)),
+            top_logprobs=rng.choice((0,) * 19 + (3,)),
+            guide=guide,
+            ignore_eos=True,
+        )
+        for _ in range(rng.choice((1, 1, 4))):
+            serving.submit(prompt, params)
+    serving.step()
 print(
     json.dumps(
         {

@@ -172,9 +172,10 @@ def test_graphs_change_no_token_and_write_no_other_page(engine, with_graphs, qua
     assert len(written) <= 6, "padding is stored nowhere"
 
 
-@pytest.mark.parametrize("quantise", ["", "int8"])
-def test_after_the_start_nothing_is_captured_compiled_or_waited_for(quantise):
-    """1,000 steps of requests that come and go, some guided, some with reports.
+@pytest.mark.slow
+@pytest.mark.parametrize("steps, quantise", [(1000, ""), (200, "int8")])
+def test_after_the_start_nothing_is_captured_compiled_or_waited_for(steps, quantise):
+    """Requests come and go, alone and in groups, some guided, some with reports.
 
     In a process without the interpreter; the compiler is only asked, not run. A decode-only step is
     three operations of the host: a copy of the inputs, a graph, a copy of the draws.
@@ -182,22 +183,22 @@ def test_after_the_start_nothing_is_captured_compiled_or_waited_for(quantise):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])
     script = Path(__file__).with_name("fake_gpu_rollout.py")
-    command = [sys.executable, str(script), "1000", quantise]
+    command = [sys.executable, str(script), str(steps), quantise]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     seen = json.loads(run.stdout)
-    assert seen["steps"] == 1000 and seen["kernels"] > 5
+    assert seen["steps"] == steps and seen["kernels"] > 5
     assert seen["compiled"] == [] and seen["captures"] == 0
     assert seen["waits"] == {}
     assert seen["operations"]["decode-only step"] <= 3
-    assert seen["ahead"] > 500 and seen["replays"] > 500
+    assert seen["ahead"] > steps / 2 and seen["replays"] > steps / 2
 
 
 def test_inputs_lie_where_the_kernels_were_compiled_for():
     """Triton compiles anew for a pointer that is not a multiple of 16 bytes."""
     inputs = StepInputs.allocate(Capacity(tokens=9, rows=3, splits=5, table_width=7), "cpu")
-    own = [x for name, x in vars(inputs).items() if name != "memory"]
-    assert len(own) == 13 and not [x for x in own if x.data_ptr() % 16]
+    own = [x for name, x in vars(inputs).items() if name[0] != "_" and name != "memory"]
+    assert len(own) == 14 and not [x for x in own if x.data_ptr() % 16]
     spans = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in own)
     assert all(end <= start for (_, end), (start, _) in pairwise(spans)), "they overlap"
     memory = inputs.memory

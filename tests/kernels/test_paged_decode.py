@@ -8,8 +8,8 @@ that no cache has.
 import numpy as np
 import pytest
 import torch
-from kernel_check import DEVICE, DTYPES, POINTWISE, assert_close, poisoned, randn
-from paged_cache import OUT_OF_RANGE, Cache, joined, programs_in_another_order
+from kernel_check import DEVICE, DTYPES, POINTWISE, assert_close, poisoned, program_order, randn
+from paged_cache import OUT_OF_RANGE, Cache, joined
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels import paged_decode, softmax
@@ -174,10 +174,11 @@ def shared_cache(generator):
 
 
 SHARED = [SharedPrefix(5, 2, 33), SharedPrefix(0, 3, 32)]
-HEADS = [(torch.bfloat16, 2), (torch.float16, 5), (torch.float32, 1)]
 
 
-@pytest.mark.parametrize("dtype, heads", HEADS, ids=str)
+@pytest.mark.parametrize(
+    "dtype, heads", [(torch.bfloat16, 2), (torch.float16, 5), (torch.float32, 1)], ids=str
+)
 def test_a_row_has_the_same_bits_in_any_batch_and_group(generator, shared_cache, dtype, heads):
     cache = shared_cache(dtype, heads)
     out = attend(cache)
@@ -195,17 +196,16 @@ def test_a_row_has_the_same_bits_in_any_batch_and_group(generator, shared_cache,
     assert torch.equal(out[rows], attend(cache)), "rows in another order"
 
 
-@pytest.mark.parametrize("dtype, heads", HEADS, ids=str)
 def test_a_row_has_the_same_bits_in_any_order_of_programs_and_grid(
-    generator, shared_cache, monkeypatch, dtype, heads
+    generator, shared_cache, monkeypatch
 ):
-    cache = shared_cache(dtype, heads)
+    cache = shared_cache(torch.bfloat16, 5)
     out = attend(cache)
     items = items_of(cache, SHARED)
     shuffled = items[torch.randperm(len(items), generator=generator).numpy()]
     assert torch.equal(out, attend(cache, items=shuffled)), "items in another order"
-    for order in ("reversed", "shuffled"):
-        with programs_in_another_order(monkeypatch, order):
+    for order in ("descending", "shuffled"):
+        with program_order(order):
             assert torch.equal(out, attend(cache, prefixes=SHARED)), f"programs {order}"
     for programs in (1, 500):
         monkeypatch.setattr(paged_decode, "multiprocessors", lambda device, n=programs: n)
@@ -256,18 +256,18 @@ def test_the_grid_depends_on_rows_and_model_alone(generator, monkeypatch):
 
 
 def test_offsets_beyond_32_bits(generator):
-    """Page 32,769 begins at element 2**31 + 65,536, row 1 of q at 2**31. Little takes memory."""
+    """Page 32,769 begins at element 2**31 + 65,536, row 2 of q at 2**31. Little takes memory."""
     cache = torch.empty(32770, 1, 256, 256, dtype=torch.float16, device=DEVICE)
     cache[-1, 0, :20] = randn(generator, 20, 256, dtype=torch.float16)
     q = torch.empty(2**31 + 256, dtype=torch.float16, device=DEVICE)
-    q = q.as_strided((2, 1, 256), (2**31, 256, 1))
-    q.copy_(randn(generator, 2, 1, 256, dtype=torch.float16))
-    block_tables = torch.tensor([[32769], [32769]], dtype=torch.int32, device=DEVICE)
-    context_lens = torch.tensor([20, 13], dtype=torch.int32, device=DEVICE)
-    items = torch.from_numpy(decode_items([20, 13], (), BOUNDS, 16)).to(DEVICE)
+    q = q.as_strided((3, 1, 256), (2**30, 256, 1))
+    q.copy_(randn(generator, 3, 1, 256, dtype=torch.float16))
+    block_tables = torch.tensor([[32769]] * 3, dtype=torch.int32, device=DEVICE)
+    context_lens = torch.tensor([20, 13, 17], dtype=torch.int32, device=DEVICE)
+    items = torch.from_numpy(decode_items([20, 13, 17], (), BOUNDS, 16)).to(DEVICE)
     num_items = torch.tensor([len(items)], dtype=torch.int32, device=DEVICE)
-    scratch = decode_scratch(2, 200, 1, 256, DEVICE)
-    out = poisoned(2, 1, 256, dtype=torch.float16)
+    scratch = decode_scratch(3, 200, 1, 256, DEVICE)
+    out = poisoned(3, 1, 256, dtype=torch.float16)
     bounds = torch.tensor(BOUNDS[:3], dtype=torch.int32, device=DEVICE)
     work = DecodeWork(items, num_items, bounds, *scratch[1:])
     decode_attention(q, cache, cache, block_tables, context_lens, work, out)
@@ -374,6 +374,10 @@ def test_arguments_that_are_refused(generator):
         work = work._replace(partial=work.partial[:, :5].clone(), lse=work.lse[:, :5].clone())
         inputs = cache.q, cache.k, cache.v, cache.block_tables, cache.context_lens
         decode_attention(*inputs, work, torch.empty_like(cache.q))
+    with pytest.raises(ValueError, match="a row has 30 keys; expected at most 16"):
+        decode_items([20, 30], [], [0, 16], 4)
+    with pytest.raises(ValueError, match="a row has fewer keys than its shared prefix"):
+        decode_items([20, 30], [SharedPrefix(0, 2, 21)], BOUNDS, 4)
     cache.block_tables = torch.cat([cache.block_tables, cache.block_tables])
     with pytest.raises(ValueError, match=r"block_tables has shape \[4, 4\]; expected \[2, None\]"):
         attend(cache)

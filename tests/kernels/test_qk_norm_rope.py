@@ -99,6 +99,11 @@ class Case:
         return found
 
 
+def shapes_of(tile):
+    """Returns the shapes for a size of programs: of small ones there are many."""
+    return SHAPES if tile == 2048 else SHAPES[:3]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tile", [32, 2048])
 @pytest.mark.parametrize("norm", [True, False])
@@ -107,8 +112,8 @@ def test_q_k_and_v_are_exact_and_the_same_bits_in_tensors_and_slots(
 ):
     """Also where q, k and v share a program and the last program has heads to spare."""
     monkeypatch.setattr(module, "TILE", tile)
-    random = [int(torch.randint(1, high, (), generator=generator)) for high in (6, 8, 4)]
-    for shape in [*SHAPES, (*random, 16)]:
+    random = [int(torch.randint(1, high, (), generator=generator)) for high in (4, 8, 4)]
+    for shape in [*shapes_of(tile), (*random, 16)]:
         case = Case(generator, *shape, dtype=dtype, norm=norm)
         case.slots = case.slots.to((torch.int32, torch.int64)[shape[0] % 2])
         exact = case.exact()
@@ -127,8 +132,8 @@ def test_q_k_and_v_are_exact_and_the_same_bits_in_tensors_and_slots(
 def test_gradients_are_exact(generator, monkeypatch, dtype, tile, norm):
     """With a program for each token, and with programs that walk over several."""
     monkeypatch.setattr(module, "TILE", tile)
-    for multiprocessors, shape in zip((1, 1, 1, 2, 8, 8), SHAPES, strict=True):
-        monkeypatch.setattr(module, "multiprocessors", lambda device, n=multiprocessors: n)
+    for number, shape in enumerate(shapes_of(tile), start=1):
+        monkeypatch.setattr(module, "multiprocessors", lambda device, count=number: count)
         case = Case(generator, *shape, dtype=dtype, norm=norm)
         for got, want in zip(case.gradients(), case.exact_gradients(), strict=True):
             assert got.dtype == dtype
@@ -167,6 +172,8 @@ def test_a_token_has_the_same_bits_in_any_batch_and_wherever_rows_lie(generator)
     q, k, v = case.run()
     gradients = case.gradients()
     assert all(torch.equal(a, b) for a, b in zip(case.gradients(), gradients, strict=True))
+    with torch.no_grad():
+        assert all(torch.equal(a, b) for a, b in zip(case.run(), (q, k, v), strict=True))
     wide = poisoned(5, 300, dtype=torch.float32)
     wide[:, 20:276] = case.qkv
     case.qkv = wide[:, 20:276]

@@ -114,7 +114,7 @@ def test_small_rows_feel_eps(generator):
 
 
 @pytest.mark.parametrize("width", [16, 100])
-def test_a_row_has_the_same_bits_in_any_batch_and_run(generator, width):
+def test_a_row_has_the_same_bits_in_any_batch_and_run_and_without_gradients(generator, width):
     x, weight = inputs(generator, 7, width)
     residual = randn(generator, 7, width)
 
@@ -129,6 +129,9 @@ def test_a_row_has_the_same_bits_in_any_batch_and_run(generator, width):
         for got, of_batch in zip(alone[:4], batch[:4], strict=True):
             assert torch.equal(got, of_batch[row : row + 1])
     assert all(torch.equal(a, b) for a, b in zip(run(slice(0, 7)), batch, strict=True))
+    with torch.no_grad():
+        outputs = (rms_norm(x, weight, EPS), *add_rms_norm(x, residual, weight, EPS))
+    assert all(torch.equal(a, b) for a, b in zip(outputs, batch[:3], strict=True))
 
 
 def test_offsets_beyond_32_bits(generator):

@@ -44,7 +44,7 @@ def test_large_gates_neither_overflow_nor_lose_their_sign():
     assert_close(gradient(gate_up, grad, swiglu), exact, GRADIENT)
 
 
-def test_a_row_has_the_same_bits_in_any_batch_and_run(generator):
+def test_a_row_has_the_same_bits_in_any_batch_and_run_and_without_gradients(generator):
     gate_up, grad = randn(generator, 5, 74), randn(generator, 5, 37)
     for run in (
         lambda rows: swiglu(gate_up[rows]),
@@ -53,6 +53,9 @@ def test_a_row_has_the_same_bits_in_any_batch_and_run(generator):
         batch = run(slice(0, 5))
         assert all(torch.equal(run(slice(row, row + 1))[0], batch[row]) for row in range(5))
         assert torch.equal(run(slice(0, 5)), batch)
+    with torch.no_grad():
+        without_gradients = swiglu(gate_up)
+    assert torch.equal(without_gradients, swiglu(gate_up))
 
 
 def test_offsets_beyond_32_bits(generator):

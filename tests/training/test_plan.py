@@ -118,7 +118,7 @@ def test_seconds_are_those_of_published_flops_and_fall_with_faster_gpus():
 
 
 def test_the_smallest_set_ups_fit_and_half_as_many_gpus_do_not():
-    for limit in (48, 80, 141):
+    for limit in (64, 80, 141):
         gpus = int(smallest(setup(), {}, limit * GB).split()[0])
         assert peak(setup(gpus)) <= limit * GB < peak(setup(gpus // 2))
     text, fits = plan(CONFIG, 1, None, "h100")
