@@ -240,7 +240,7 @@ def decode_attention(
     group = heads // constants["HKV"]
     if group > BLOCK_M:
         raise ValueError(f"{group} query heads a kv head; expected at most {BLOCK_M}")
-    config = pick("paged_decode_fp8" if k_cache.dtype == FP8 else "paged_decode")
+    config = pick("paged_decode_fp8" if k_cache.dtype == FP8 else "paged_decode", q.dtype)
     programs = config["PROGRAMS"] * multiprocessors(q.device)
     registers = REGISTERS // config["PROGRAMS"] // (32 * NUM_WARPS)  # of a thread
     _attend_splits[(programs,)](

@@ -9,7 +9,8 @@ from reserved_memory import reserved
 
 from kernels import sample as kernel
 from kernels.sample import naive_sample, naive_truncation_floor, sample, truncation_floor
-from nanorchestra.engine.sampler import SamplingParams, draw_tokens, uniforms
+from nanorchestra.engine.sampler import draw_tokens, uniforms
+from nanorchestra.engine.sequence import SamplingParams
 
 EXACT = 2e-5  # nats, absolute
 # (top_k, top_p): every combination of limits, and limits that keep one id or nearly all.
