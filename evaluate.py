@@ -157,8 +157,7 @@ def _play(options, policies, run, spending, opened):
             if not file.exists():
                 player = player or routers.get(policy.base) or policy.load(spending, size)
                 if engine := getattr(player, "engine", None):  # forgets what it has prefilled
-                    engine.sleep()
-                    engine.wake()
+                    engine.reset_prefix_cache()
                 make = partial(policy.open, worlds)
                 tried = evaluation.evaluate(player, block, seed, make, start=start)
                 _check(policy.name, tried, spending)

@@ -30,7 +30,6 @@ from pathlib import Path
 from nanorchestra import SamplingParams
 from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import Limits, Rollout
-from nanorchestra.engine.engine import Engine
 from nanorchestra.errors import ArgumentParser, UserError, command, require
 from nanorchestra.model.hf_config import read_config, read_sampling
 from nanorchestra.model.quantise import MODES
@@ -119,10 +118,6 @@ def serve_openai(
 
     key = os.environ.get(options.key_env, "")
     require(key or not options.key_env, f"--key-env: {options.key_env} is not set")
-    rollout.engine.sleep()  # gives its KV memory back
-    rollout.engine = Engine(
-        rollout.engine.model, rollout.tokenizer, max_running=256, max_batch_tokens=2048
-    )
     name = options.model.resolve().name
     gc.freeze()  # a collection of all that was imported would take 100 ms, while streams wait
     try:
@@ -146,7 +141,11 @@ def main(arguments: list[str]) -> int:
     with Sandbox() as sandbox:
         world = open_world(options.model, options.tools, options.index, sandbox)
         limits = Limits(turn_tokens=context // 2, context_tokens=context)
-        rollout = load_rollout(options.model, limits, sampling, 1, options.quantise)
+        if options.http:  # requests wait for pages: the pool has a fixed size
+            engine = {"running": 256, "max_batch_tokens": 2048}
+        else:
+            engine = {"running": 1}
+        rollout = load_rollout(options.model, limits, sampling, quantise=options.quantise, **engine)
         rollout.survives_failures = True  # a person would rather have an answer without that expert
         if options.http:
             serve_openai(options, rollout, world, sampling)

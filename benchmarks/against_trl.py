@@ -1,13 +1,17 @@
-"""One GRPO step here and in TRL's GRPOTrainer: the same model, prompts, lengths and objective.
+"""Measures one GRPO step here and in TRL's GRPOTrainer: same model, prompts, lengths, objective.
 
-    python benchmarks/against_trl.py [--prompts 16] [--group 8] [--length 64] [--json FILE]
-    python benchmarks/against_trl.py --model 25M --rounds 1 --steps 1
+    python benchmarks/against_trl.py [--model nano] [--rounds 2] [--steps 4] [--json FILE]
 
-TRL lives in a virtual environment of the benchmark's own (runs/trl-venv), made by the first run
-from the package index; torch and transformers are this environment's. The two sides take turns,
-each in processes of its own. Every process makes one step to warm up. Completions go to their full
-length on both sides. TRL updates in micro-batches of each of --micro-batches, and its fastest
-counts. On a shared machine, compare the CPU seconds, with --threads 1.
+16 groups of 8 completions of 64 ids on prompts of about 200, in float32. TRL lives in a virtual
+environment of its own, to which this environment's torch and transformers are visible:
+
+    python -m venv runs/trl-venv
+    runs/trl-venv/bin/pip install --no-deps trl==1.16.0 accelerate datasets pyarrow pandas
+    runs/trl-venv/bin/pip install dill multiprocess xxhash psutil python-dateutil pytz tzdata
+
+The sides take turns, each in a process of its own that makes one step to warm up. Completions go to
+their full length on both sides. TRL updates in micro-batches of 8, 32 and 128 completions, and its
+fastest counts. On a shared machine compare the CPU seconds, with --threads 1.
 """
 
 from __future__ import annotations
@@ -21,153 +25,100 @@ import subprocess
 import sys
 import sysconfig
 import time
-import venv
-from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-NANO = ROOT / "assets" / "nano"
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+PROMPTS, GROUP, LENGTH = 16, 8, 64
+ROWS = PROMPTS * GROUP
+MICRO_BATCHES = (8, 32, 128)  # of TRL
 HOME = ROOT / "runs" / "trl-venv"
-# What importing GRPOTrainer takes, without dependencies, which would bring another torch.
-PACKAGES = [
-    "trl==1.16.0",
-    "accelerate",
-    "datasets",
-    "pyarrow",
-    "pandas",
-    "dill",
-    "multiprocess",
-    "xxhash",
-    "psutil",
-    "python-dateutil",
-    "pytz",
-    "tzdata",
-]
+WORDS = "law history medicine cheap fast avoid large small price seconds expert records answer "
+WORDS += "question tool dollars"
 
 
-def trl_python() -> Path:
-    """Returns the interpreter that has TRL, installing it first if it is missing."""
-    python = HOME / "bin" / "python"
-    if not python.exists():
-        venv.create(HOME, with_pip=True)
-        site = next(HOME.glob("lib/python3*/site-packages"))
-        (site / "shared.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    if subprocess.run(
-        [python, "-c", "from trl import GRPOTrainer"], capture_output=True
-    ).returncode:
-        subprocess.run(
-            [python, "-m", "pip", "install", "--quiet", "--no-deps", *PACKAGES], check=True
-        )
-    return python
+class Clock:
+    """Wall and CPU seconds of each step, and the peak of memory above that before the first."""
 
+    def __init__(self):
+        self.before_mb, self.wall, self.cpu = memory_mb(), [], []
 
-def model_25m() -> Path:
-    """Writes benchmarks/engine.py's model of 28M parameters with nano's vocabulary: 25M."""
-    sys.path.insert(0, str(ROOT))
-    from benchmarks.engine import SHAPES
-    from nanorchestra.model.qwen3 import Qwen3
-    from nanorchestra.model.saving import save_checkpoint
-    from nanorchestra.model.weights import load_model
+    def start(self) -> None:
+        """Begins a step."""
+        self.started = time.monotonic(), time.process_time()
 
-    small, tokenizer = load_model(NANO)
-    eos, size = small.config.eos_token_ids, small.config.vocab_size
-    model = Qwen3(replace(SHAPES["28M"], vocab_size=size, eos_token_ids=eos))
-    model.init_weights(0)
-    path = ROOT / "runs" / "model-25m"
-    path.parent.mkdir(exist_ok=True)
-    save_checkpoint(model, tokenizer, path)
-    return path
+    def stop(self) -> None:
+        """Ends a step."""
+        self.wall.append(time.monotonic() - self.started[0])
+        self.cpu.append(time.process_time() - self.started[1])
 
-
-def prompts_of(options) -> list[str]:
-    """Returns texts of random words, about 200 ids each."""
-    rng = random.Random(0)
-    words = ["law", "history", "medicine", "cheap", "fast", "avoid", "large", "small", "price"]
-    words += ["seconds", "expert", "records", "answer", "question", "tool", "dollars"]
-    return [" ".join(rng.choice(words) for _ in range(100)) for _ in range(options.prompts)]
-
-
-def reward_of(text: str) -> float:
-    """Any function of the text whose values differ within a group."""
-    return len(set(text)) / max(1, len(text)) + text.count("e") / 50
+    def figures(self, sampled: int) -> dict[str, float]:
+        """Returns medians without the first step."""
+        return {
+            "seconds": median(self.wall[1:]),
+            "cpu_seconds": median(self.cpu[1:]),
+            "memory_mb": memory_mb() - self.before_mb,
+            "sampled": sampled,
+        }
 
 
 def memory_mb() -> float:
-    """Returns the peak of resident memory so far, in MB."""
+    """Returns the peak of resident memory so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def ours(options) -> dict:
+def texts() -> list[str]:
+    """Returns prompts of random words, about 200 ids each."""
+    rng = random.Random(0)
+    return [" ".join(rng.choice(WORDS.split()) for _ in range(100)) for _ in range(PROMPTS)]
+
+
+def reward_of(text: str) -> float:
+    """Scores a text by any function whose values differ within a group."""
+    return len(set(text)) / max(1, len(text)) + text.count("e") / 50
+
+
+def ours(options: argparse.Namespace) -> dict[str, float]:
     """Measures the steps of this project."""
     import torch
 
-    sys.path.insert(0, str(ROOT))
-    from nanorchestra import Engine, SamplingParams, load_model
-    from nanorchestra.model.native import pack
+    from benchmarks.gpu_parts.training import groups_of
+    from nanorchestra import Engine, SamplingParams, load_model, pack
     from nanorchestra.model.qwen3 import Qwen3
     from nanorchestra.model.weights import named_hf_tensors
-    from nanorchestra.training.objectives import Objective, group_advantages
-    from nanorchestra.training.packing import Group, Sample
+    from nanorchestra.training.objectives import Objective
     from nanorchestra.training.trainer import Trainer, TrainerSettings
 
     torch.set_num_threads(options.threads)
     model, tokenizer = load_model(options.model, device="cpu", dtype="float32")
-    prompts = [tokenizer.encode(text) for text in prompts_of(options)]
-    rows = options.prompts * options.group
-    pages = rows * -(-(max(map(len, prompts)) + options.length) // 16) + 64
+    prompts = []
+    for text in texts():
+        prompts += [tokenizer.encode(text)] * GROUP
     served = Qwen3(model.config)
     pack(served)
-    engine = Engine(served, tokenizer, num_pages=pages, max_running=rows)
+    pages = ROWS * (max(map(len, prompts)) + LENGTH) // 16 + 2 * ROWS
+    engine = Engine(served, tokenizer, page_size=16, num_pages=pages, max_running=ROWS)
     settings = TrainerSettings(token_budget=4096)  # as in configs/nano.toml
     trainer = Trainer(model, vocab_limit=tokenizer.vocab_size, settings=settings)
     engine.update_weights(named_hf_tensors(model))
-    before, seconds, cpu, tokens = memory_mb(), [], [], 0
+    clock, sampled = Clock(), 0
     for step in range(options.steps + 1):
-        start, worked = time.monotonic(), time.process_time()
-        done = engine.generate(
-            [ids for ids in prompts for _ in range(options.group)],
-            [
-                SamplingParams(max_tokens=options.length, seed=step * rows + i, ignore_eos=True)
-                for i in range(rows)
-            ],
-        )
-        groups = []
-        for i, prompt in enumerate(prompts):
-            members = done[i * options.group : (i + 1) * options.group]
-            rewards, fine = [reward_of(m.text) for m in members], [True] * len(members)
-            advantages, _ = group_advantages(rewards, fine, fine, Objective(), 0.0)
-            groups.append(
-                Group(
-                    [
-                        Sample(
-                            prompt + m.token_ids,
-                            [False] * len(prompt) + [True] * len(m.token_ids),
-                            [0.0] * len(prompt) + m.logprobs,
-                            a,
-                        )
-                        for m, a in zip(members, advantages, strict=True)
-                    ],
-                    len(prompt),
-                )
-            )
-        trainer.policy_step(groups, 1e-6, Objective())
+        clock.start()
+        seeds = range(step * ROWS, (step + 1) * ROWS)
+        params = [SamplingParams(max_tokens=LENGTH, seed=seed, ignore_eos=True) for seed in seeds]
+        done = engine.generate(prompts, params)
+        rewards = [reward_of(completion.text) for completion in done]
+        trainer.policy_step(groups_of(prompts, done, rewards, GROUP), 1e-6, Objective())
         engine.update_weights(named_hf_tensors(model))
-        seconds.append(time.monotonic() - start)
-        cpu.append(time.process_time() - worked)
-        tokens = sum(len(m.token_ids) for m in done)
-    return {
-        "seconds": seconds[1:],
-        "cpu": cpu[1:],
-        "peak_mb": memory_mb(),
-        "before_mb": before,
-        "sampled": tokens,
-        "prompt_ids": sum(map(len, prompts)) * options.group,
-    }
+        clock.stop()
+        sampled = sum(len(completion.token_ids) for completion in done)
+    return clock.figures(sampled)
 
 
-def theirs(options) -> dict:
+def theirs(options: argparse.Namespace) -> dict[str, float]:
     """Measures the steps of TRL."""
     import torch
     from datasets import Dataset
@@ -178,29 +129,27 @@ def theirs(options) -> dict:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-    rows, seconds, cpu, seen = options.prompts * options.group, [], [], []
+    sampled = []
 
-    class Clock(TrainerCallback):
+    class StepClock(TrainerCallback):
         def on_step_begin(self, *args, **kwargs):
-            seconds.append(-time.monotonic())
-            cpu.append(-time.process_time())
+            clock.start()
 
         def on_step_end(self, *args, **kwargs):
-            seconds[-1] += time.monotonic()
-            cpu[-1] += time.process_time()
+            clock.stop()
 
     def reward(completions, completion_ids, **kwargs):
-        seen.append(sum(map(len, completion_ids)))
+        sampled.append(sum(map(len, completion_ids)))
         return [reward_of(text) for text in completions]
 
     arguments = GRPOConfig(
         output_dir=str(HOME / "out"),
         use_cpu=True,
         bf16=False,
-        per_device_train_batch_size=options.micro_batches[0],
-        gradient_accumulation_steps=rows // options.micro_batches[0],
-        num_generations=options.group,
-        max_completion_length=options.length,
+        per_device_train_batch_size=options.micro_batch,
+        gradient_accumulation_steps=ROWS // options.micro_batch,
+        num_generations=GROUP,
+        max_completion_length=LENGTH,
         max_steps=options.steps + 1,
         learning_rate=1e-6,
         beta=0.0,
@@ -212,128 +161,72 @@ def theirs(options) -> dict:
         report_to=[],
         save_strategy="no",
         disable_tqdm=True,
-        generation_kwargs={"min_new_tokens": options.length},
+        generation_kwargs={"min_new_tokens": LENGTH},
         shuffle_dataset=False,
     )
-    # at least as many prompts as the steps take, for the sampler to find
-    data = Dataset.from_list(
-        [{"prompt": text} for text in prompts_of(options)] * (options.steps + 1)
-    )
+    # At least as many prompts as the steps take, for the sampler to find.
+    rows = [{"prompt": text} for text in texts()] * (options.steps + 1)
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=reward,
         args=arguments,
-        train_dataset=data,
+        train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
-        callbacks=[Clock()],
+        callbacks=[StepClock()],
     )
-    before = memory_mb()
+    clock = Clock()
     trainer.train()
-    return {
-        "seconds": seconds[1:],
-        "cpu": cpu[1:],
-        "peak_mb": memory_mb(),
-        "before_mb": before,
-        "sampled": seen[-1],
-        "prompt_ids": sum(len(tokenizer(text)["input_ids"]) for text in prompts_of(options))
-        * options.group,
-    }
+    return clock.figures(sampled[-1])
+
+
+def run_side(python: Path, options: argparse.Namespace, micro_batch: int) -> dict[str, float]:
+    """Runs one side in a process of its own: TRL with this micro-batch, or with 0 this project."""
+    command = [str(python), __file__, "--model", options.model, "--steps", str(options.steps)]
+    command += ["--threads", str(options.threads), "--micro-batch", str(micro_batch)]
+    paths = sysconfig.get_paths()["purelib"]
+    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": paths}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> int:
     """Runs both sides in turn and prints medians."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--model",
-        type=Path,
-        default=NANO,
-        help="a checkpoint that both load, or 25M: random weights with nano's tokenizer",
-    )
-    parser.add_argument(
-        "--micro-batches",
-        type=int,
-        nargs="+",
-        default=[8, 32, 128],
-        help="completions that TRL computes at once (default: 8 32 128)",
-    )
-    for name, value, what in (
-        ("prompts", 16, "groups of a step"),
-        ("group", 8, "attempts of a group"),
-        ("length", 64, "ids of a completion"),
-        ("steps", 4, "timed steps of a process"),
-        ("rounds", 2, "processes of each side"),
-        ("threads", len(os.sched_getaffinity(0)), "of torch"),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=value, help=f"{what} (default: {value})")
-    parser.add_argument("--json", type=Path, help="write all figures there too")
-    parser.add_argument("--side", choices=("ours", "theirs"), help=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(prog="benchmarks/against_trl.py")
+    parser.add_argument("--model", default=str(ROOT / "assets" / "nano"), help="default: nano")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps of a process (default 4)")
+    parser.add_argument("--rounds", type=int, default=2, help="processes of each side (default 2)")
+    parser.add_argument("--threads", type=int, default=2, help="of torch (default 2)")
+    parser.add_argument("--json", type=Path, help="where to write all figures")
+    parser.add_argument("--micro-batch", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.side:
-        print("RESULT " + json.dumps({"ours": ours, "theirs": theirs}[options.side](options)))
+    if options.micro_batch is not None:
+        figures = theirs(options) if options.micro_batch else ours(options)
+        print("\n" + json.dumps(figures), flush=True)
         return 0
-    if str(options.model) == "25M":
-        options.model = model_25m()
-    rows, trl = options.prompts * options.group, trl_python()
-    sizes = [size for size in options.micro_batches if rows % size == 0]
-    sides = {"ours": (sys.executable, "ours", rows)}
-    sides |= {f"TRL, {size} at once": (trl, "theirs", size) for size in sizes}
-    runs = {name: [] for name in sides}
+    trl = HOME / "bin" / "python"
+    if not trl.exists():
+        print(f"{HOME} has no environment; {__file__} says how to make it", file=sys.stderr)
+        return 1
+    sides = {"ours": (Path(sys.executable), 0)}
+    for size in MICRO_BATCHES:
+        sides[f"TRL, {size} at once"] = (trl, size)
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     for _ in range(options.rounds):
-        for name, (python, side, size) in sides.items():
-            chosen = ["--model", options.model, "--micro-batches", str(size), "--side", side]
-            done = subprocess.run(
-                [python, __file__, *sys.argv[1:], *chosen],
-                capture_output=True,
-                text=True,
-                env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
-            )
-            result = next(
-                (line for line in done.stdout.splitlines() if line.startswith("RESULT ")), None
-            )
-            if result is None:
-                print(f"{name} failed:\n{done.stderr[-2000:]}", file=sys.stderr)
-                return 1
-            runs[name].append(json.loads(result[7:]))
-    works = {(run["sampled"], run["prompt_ids"]) for results in runs.values() for run in results}
-    if len(works) > 1:
-        print(f"the work differs, in (sampled, prompt ids): {works}", file=sys.stderr)
-    figures = {
-        side: {
-            "seconds": median(s for r in results for s in r["seconds"]),
-            "cpu": median(s for r in results for s in r["cpu"]),
-            "peak_mb": max(r["peak_mb"] for r in results),
-            "above_start_mb": max(r["peak_mb"] - r["before_mb"] for r in results),
-        }
-        for side, results in runs.items()
-    }
-    print(
-        f"{options.prompts} groups of {options.group}, {options.length} sampled ids each, "
-        f"{options.threads} threads; load of the machine {os.getloadavg()[0]:.1f}"
-    )
-    widths = {"seconds": 10, "cpu": 10, "peak_mb": 10, "above_start_mb": 20}
-    print(f"{'':18}{'s/step':>10}{'CPU s':>10}{'peak MB':>10}{'above the start MB':>20}")
+        for name, (python, size) in sides.items():
+            runs[name].append(run_side(python, options, size))
+    figures: dict[str, Any] = {}
+    for name, results in runs.items():
+        assert all(result["sampled"] == ROWS * LENGTH for result in results), "the work differs"
+        figures[name] = {key: median(result[key] for result in results) for key in results[0]}
+    print(f"{'':20}{'s/step':>10}{'CPU s':>10}{'MB above the start':>20}")
     for name, row in figures.items():
-        places = {"seconds": 2, "cpu": 2}
-        shown = (f"{row[key]:>{width}.{places.get(key, 0)}f}" for key, width in widths.items())
-        print(f"{name:18}{''.join(shown)}")
-    best = min((name for name in figures if name != "ours"), key=lambda n: figures[n]["seconds"])
-    ratios = (f"{figures[best][key] / figures['ours'][key]:>{w}.1f}" for key, w in widths.items())
-    print(f"{'TRL at best / ours':18}{''.join(ratios)}")
+        print(f"{name:20}{row['seconds']:10.2f}{row['cpu_seconds']:10.2f}{row['memory_mb']:20,.0f}")
+    best = min(figures[name]["seconds"] for name in figures if name != "ours")
+    print(f"TRL at its best takes {best / figures['ours']['seconds']:.1f} times as long")
     if options.json:
-        sys.path.insert(0, str(ROOT))
-        from benchmarks.engine import cpu_name
-
-        machine = {
-            "machine": cpu_name(),
-            "threads": options.threads,
-            "torch": version("torch"),
-            "transformers": version("transformers"),
-            "trl": PACKAGES[0].partition("==")[2],
-            "date": time.strftime("%Y-%m-%d"),
-        }
-        options.json.write_text(
-            json.dumps(machine | {"figures": figures, "runs": runs}, indent=1) + "\n"
-        )
+        options.json.write_text(json.dumps(figures | {"threads": options.threads}, indent=1) + "\n")
     return 0
 
 

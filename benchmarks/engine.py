@@ -1,31 +1,27 @@
-"""Measures the engine beside transformers' `generate` and beside what the machine could do.
+"""Measures the engine on a CPU beside what the machine could do.
 
-    python benchmarks/engine.py [--json PATH] [--rounds 1] [--threads 2]
-    python benchmarks/engine.py --peers    # beside llama.cpp, vLLM and transformers: peers.py
+    python benchmarks/engine.py [--threads 2] [--rounds 1] [--json PATH]
 
-Works: samples in groups, a tool loop beside prefilling every turn anew, decoding, prefill. On the
-CPU in float32 with a model of 28M parameters, whose time goes into arithmetic, and with nano, whose
-time goes into Python; then on a GPU, if there is one, with Qwen3-8B in bf16. Weights are random.
-Rounds alternate and medians are reported. A timed window makes no engine and captures no graph, and
-one of decoding computes no prompt: each asserts it. Every speed stands beside its ceiling: the
-bytes and FLOPs of the work at the machine's own measured rates.
+The works are samples in groups, a tool loop, prefill and decoding. They run in float32 with a model
+of 28M parameters, whose time goes into arithmetic, and with nano, whose time goes into Python.
+Weights are random. peers.py beside this file measures other engines, and gpu.py a GPU; both take
+works, ceilings and `Bench` from here.
+
+A speed stands beside its ceiling: the bytes and FLOPs of the work at the rates of this machine. The
+rates are measured with the same threads by reading as many bytes as the model's weights have, and
+by a product of two matrices. One engine serves all works of a model, so that no timed window makes
+one.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from copy import deepcopy
-from dataclasses import replace
-from functools import cached_property
-from importlib.util import find_spec
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,13 +33,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.model.hf_config import PRESETS
 from nanorchestra.model.native import pack
-from nanorchestra.model.qwen3 import Qwen3
-from nanorchestra.model.saving import save_checkpoint
+from nanorchestra.model.ops import by_kernel
+from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.training.costs import Costs
 
-BATCH_TOKENS = 8192  # of a step that prefills, before decoding is timed
-WINDOWS = 4  # of decode steps, of which one must be undisturbed
-WARM_UPS = 5  # rounds of a work, after which it must have captured its graphs
+CONTEXT = 40960  # that every model allows
+ROOM = 90_000  # tokens of the KV pool: 64 sequences of 1,100 tokens and what the cache keeps
+READ_AT_MOST = 2 << 30  # bytes: more than any cache holds
+SETTLE = 4  # decode steps before the timed ones
 
 SHAPES = PRESETS | {
     "28M": replace(
@@ -57,321 +54,301 @@ SHAPES = PRESETS | {
 }
 
 
+@dataclass(frozen=True)
+class Work:
+    """What a work asks of the machine; counts of all its steps together.
+
+    steps: each reads all weights. tokens: through the layers. logits: tokens with logits. keys:
+    tokens whose KV decode steps read. pairs: of query and key in prefill.
+    """
+
+    steps: int
+    tokens: int
+    logits: int
+    keys: float = 0.0
+    pairs: float = 0.0
+
+
+def prefill_work(length: int) -> Work:
+    """Counts one prompt, to its first token."""
+    return Work(1, length, 1, pairs=length**2 / 2)
+
+
+def decode_work(rows: int, context: float, steps: int = 1) -> Work:
+    """Counts steps of `rows` unrelated sequences that have `context` tokens on average."""
+    return Work(steps, rows * steps, rows * steps, keys=rows * steps * context)
+
+
+def group_work(prompts: int, prompt: int, samples: int, sampled: int) -> Work:
+    """Counts samples in groups. A prompt is computed once, and read once for all its samples."""
+    rows = prompts * samples
+    own_keys = rows * sampled * (sampled - 1) / 2
+    shared_keys = prompts * prompt * (sampled - 1)
+    return Work(
+        steps=sampled,
+        tokens=prompts * prompt + rows * (sampled - 1),
+        logits=rows * sampled,
+        keys=own_keys + shared_keys,
+        pairs=prompts * prompt**2 / 2,
+    )
+
+
+def loop_work(prompt: int, turns: int, given: int, sampled: int) -> Work:
+    """Counts a tool loop that keeps its KV: in each turn tokens are given, then some sampled."""
+    keys = pairs = 0.0
+    context = prompt
+    for turn in range(turns):
+        new = given if turn else prompt + given
+        pairs += given * context if turn else new**2 / 2
+        keys += (context + given) * sampled
+        context += given + sampled
+    return Work(turns * sampled, context, turns * sampled, keys, pairs)
+
+
 class Ceiling:
-    """The machine's rates: bytes/s of a large copy, FLOP/s of a matrix product in the dtype."""
+    """The rates of this machine with a model: bytes/s of a read, FLOP/s of a product."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype):
-        self.device, self.dtype = device, dtype
-        on_gpu = device.type == "cuda"
-        source = torch.empty(1 << (31 if on_gpu else 27), dtype=torch.uint8, device=device)
-        target, size, rows = torch.empty_like(source), *((8192, 8192) if on_gpu else (1024, 512))
-        a, b = (torch.randn(n, size, device=device, dtype=dtype) for n in (rows, size))
-        self.bandwidth = 2 * source.numel() / self._best(lambda: target.copy_(source))
-        self.flops = 2 * rows * size * size / self._best(lambda: a @ b)
+    def __init__(self, model: Qwen3, kv_dtype: torch.dtype | None = None):
+        weight = model.embed_tokens.weight
+        kv_dtype = kv_dtype or weight.dtype
+        self.device, self.costs = weight.device, Costs.of(model.config)
+        self.kv_bytes = self.costs.kv_bytes * kv_dtype.itemsize // 2  # Costs counts in bf16
+        self.weight_bytes = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+        if not model.config.tie_word_embeddings:
+            self.weight_bytes -= weight.nbytes  # a step reads few of its rows
+        numbers = torch.ones(min(self.weight_bytes, READ_AT_MOST) // 4, device=self.device)
+        self.bandwidth = numbers.nbytes / self._best(numbers.sum)
+        rows, size = (8192, 8192) if self.device.type == "cuda" else (512, 1024)
+        left = torch.randn(rows, size, device=self.device, dtype=weight.dtype)
+        right = torch.randn(size, size, device=self.device, dtype=weight.dtype)
+        self.flops = 2 * rows * size * size / self._best(lambda: left @ right)
 
-    def _best(self, work: Callable[[], Any]) -> float:
-        return min(seconds(work, self.device) for _ in range(12))
+    def _best(self, call: Callable[[], Any]) -> float:
+        return min(seconds(call, self.device) for _ in range(12))
 
-    def time(self, costs: Costs, steps: int, tokens: int, rows: int, kv: float, pairs: float):
-        """Seconds of `steps` steps: weights read or FLOPs done, and `kv` tokens of KV read."""
-        scale = torch.finfo(self.dtype).bits / 16  # Costs counts bytes of bf16
-        flops = tokens * costs.token_flops + rows * costs.logit_flops + pairs * costs.pair_flops
-        weights = steps * costs.weight_bytes * scale / self.bandwidth
-        return max(weights, flops / self.flops) + kv * costs.kv_bytes * scale / self.bandwidth
+    def bytes_of(self, work: Work) -> float:
+        """Counts the bytes of weights and KV that must be read."""
+        return work.steps * self.weight_bytes + work.keys * self.kv_bytes
+
+    def flops_of(self, work: Work) -> float:
+        """Counts the FLOPs."""
+        costs = self.costs
+        layers = work.tokens * costs.token_flops + work.pairs * costs.pair_flops
+        return layers + work.logits * costs.logit_flops
+
+    def seconds(self, work: Work) -> float:
+        """Returns the least seconds: weights read or FLOPs done, and the KV read."""
+        weights = work.steps * self.weight_bytes / self.bandwidth
+        keys = work.keys * self.kv_bytes / self.bandwidth
+        return max(weights, self.flops_of(work) / self.flops) + keys
+
+    def figures(self, work: Work, tokens: int, taken: float) -> dict[str, float]:
+        """Returns a speed beside its ceiling: `tokens` of the work counted, in `taken` seconds."""
+        bound = self.seconds(work)
+        return {
+            "tokens_per_second": tokens / taken,
+            "ceiling_tokens_per_second": tokens / bound,
+            "share_of_ceiling": bound / taken,
+            "gb_per_second": self.bytes_of(work) / taken / 1e9,
+            "gflop_per_second": self.flops_of(work) / taken / 1e9,
+        }
 
 
-def seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """Wall time of `work`, the device's included."""
+def seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Returns the wall time of a call, the device's included."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
-    work()
+    call()
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
+def random_model(shape: ModelConfig, device: torch.device, dtype: torch.dtype) -> Qwen3:
+    """Makes a decoder whose weights are drawn where they lie."""
+    with torch.device(device):
+        model = Qwen3(replace(shape, max_position_embeddings=CONTEXT)).to(dtype)
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, shape.initializer_range, generator=generator)
+    return model
+
+
 class Bench:
-    """One model, and the works to run on it. Each returns figures for the table and the JSON."""
+    """One model and one engine, and the works to run on them. Each work returns its figures.
 
-    made = 0  # engines
+    On a CPU the model is packed, so that C computes it. room: tokens of the KV pool.
+    """
 
-    def __init__(self, shape: str, device: torch.device, dtype: torch.dtype, rounds: int):
-        self.device, self.rounds, self.rng = device, rounds, random.Random(0)
-        with torch.device(device):
-            self.model = Qwen3(replace(SHAPES[shape], max_position_embeddings=40960)).to(dtype)
-        self.model.init_weights(0)
-        self.served = self.model if device.type == "cuda" else deepcopy(self.model)
-        pack(self.served)
-        self.costs, self.ceiling = Costs.of(self.model.config), Ceiling(device, dtype)
+    def __init__(self, model: Qwen3, rounds: int = 1, room: int = ROOM, **options: Any):
+        self.rounds, self.rng = rounds, random.Random(0)
+        self.vocab_size = model.config.vocab_size
+        self.ceiling = Ceiling(model, options.get("kv_dtype"))
+        self.device = self.ceiling.device
+        if by_kernel(model.embed_tokens.weight):
+            page_size = 64
+        else:
+            page_size = 16
+            pack(model)
+        options = {"page_size": page_size, "num_pages": room // page_size} | options
+        self.engine = Engine(model, **options)
 
     def ids(self, count: int) -> list[int]:
-        """Random ids."""
-        return [self.rng.randrange(self.model.config.vocab_size) for _ in range(count)]
+        """Returns random ids."""
+        return [self.rng.randrange(self.vocab_size) for _ in range(count)]
 
-    def engine(self, tokens: int, **options: Any) -> Engine:
-        """An engine with nothing cached and room for so many tokens."""
-        page_size = 64 if self.device.type == "cuda" else 16
-        self.made += 1
-        return Engine(self.served, num_pages=tokens // page_size + 64, **options)
+    def sample(self, prompts: list[list[int]], samples: int, tokens: int) -> None:
+        """Samples each prompt so many times, with nothing cached before."""
+        self.engine.reset_prefix_cache()
+        texts, params = [], []
+        for prompt in prompts:
+            for seed in range(samples):
+                texts.append(prompt)
+                params.append(sampling(tokens, seed))
+        self.engine.generate(texts, params)
 
-    @contextmanager
-    def serving(self, tokens: int, **options: Any) -> Iterator[Engine]:
-        """An engine as `engine` makes it; its memory, perhaps most of a GPU, is free afterwards."""
-        made = self.engine(tokens, **options)
-        try:
-            yield made
-        finally:
-            made.sleep()
+    def loop(self, prompt: list[int], turns: list[list[int]], tokens: int) -> None:
+        """Samples once after each turn's given ids, in a session that keeps the KV."""
+        self.engine.reset_prefix_cache()
+        session = self.engine.session(prompt)
+        for seed, given in enumerate(turns):
+            session.append(given)
+            session.sample(sampling(tokens, seed))
+        session.close()
 
-    def disturbances(self, *engines: Engine) -> list[Any]:
-        """Counts what no timed window may contain: engines made, graphs captured, preemptions."""
-        seen = [(e.runner.sizes_known, e.stats["preemptions"]) for e in engines]
-        return [self.made, *seen]
+    def median(self, work: Callable[[], Any]) -> float:
+        """Returns the median seconds of a work, after one run that warms up."""
+        work()
+        return median(seconds(work, self.device) for _ in range(self.rounds))
 
-    def alternate(self, *works: Callable[[], Any], engines: tuple[Engine, ...] = ()) -> list[float]:
-        """Median seconds of each work, run in turn. They use these engines and make none.
-
-        A work runs untimed at first, until it has captured the graphs of all its steps.
-        """
-        for work in works:
-            for _ in range(WARM_UPS):
-                before = self.disturbances(*engines)
-                work()
-                if self.disturbances(*engines) == before:
-                    break
-        before = self.disturbances(*engines)
-        times = [[seconds(work, self.device) for work in works] for _ in range(self.rounds)]
-        after = self.disturbances(*engines)
-        assert after == before, f"a timed window made engines or graphs: {before}, then {after}"
-        return [median(column) for column in zip(*times, strict=True)]
-
-    @cached_property
-    def peer(self) -> Any:
-        """The same model in transformers."""
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-        with tempfile.TemporaryDirectory() as directory:
-            path, dtype = Path(directory) / "model", self.model.embed_tokens.weight.dtype
-            save_checkpoint(self.model, None, path)
-            return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval().to(self.device)
-
-    def by_transformers(self, texts: list[list[int]], sampled: int, samples: int = 1) -> None:
-        """Its `generate` for prompts of one length."""
-        ids = torch.tensor(texts, device=self.device)
-        self.peer.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            num_return_sequences=samples,
-            max_new_tokens=sampled,
-            min_new_tokens=sampled,
-            pad_token_id=0,
-            eos_token_id=None,
-        )
+    def prefill(self, length: int) -> dict[str, float]:
+        """Computes one prompt, to its first token."""
+        prompt = self.ids(length)
+        taken = self.median(lambda: self.sample([prompt], 1, 1))
+        return self.ceiling.figures(prefill_work(length), length, taken)
 
     def group_sampling(
         self, sampled: int = 24, prompts: int = 8, samples: int = 8, prompt: int = 300
     ) -> dict[str, float]:
         """Samples in groups, prefill included. The engine computes a group's prompt once."""
-        texts, count = [self.ids(prompt) for _ in range(prompts)], prompts * samples
-        params = [
-            SamplingParams(max_tokens=sampled, ignore_eos=True, seed=seed)
-            for _ in texts
-            for seed in range(samples)
-        ]
-
-        with self.serving(prompts * prompt + count * (sampled + 64)) as engine:
-
-            def ours() -> None:
-                engine.update_weights()  # forgets the prompts
-                engine.generate([text for text in texts for _ in range(samples)], params)
-
-            def theirs() -> None:
-                self.by_transformers(texts, sampled, samples)
-
-            mine, peer = self.alternate(ours, theirs, engines=(engine,))
-        kv = count * sampled * (sampled - 1) / 2 + prompts * prompt * (sampled - 1)
-        tokens, pairs = prompts * prompt + count * (sampled - 1), prompts * prompt**2 / 2
-        bound = self.ceiling.time(self.costs, sampled, tokens, count * sampled, kv, pairs)
-        return {
-            "tokens_per_second": count * sampled / mine,
-            "transformers_tokens_per_second": count * sampled / peer,
-            "ratio_to_transformers": peer / mine,
-            "ceiling_tokens_per_second": count * sampled / bound,
-            "share_of_ceiling": bound / mine,
-        }
+        texts = [self.ids(prompt) for _ in range(prompts)]
+        taken = self.median(lambda: self.sample(texts, samples, sampled))
+        work = group_work(prompts, prompt, samples, sampled)
+        return self.ceiling.figures(work, prompts * samples * sampled, taken)
 
     def tool_loop(
         self, prompt: int = 1000, turns: int = 20, given: int = 60, sampled: int = 8
     ) -> dict[str, float]:
-        """One session turn by turn, beside the same turns each prefilled from the first token."""
-        text, more = self.ids(prompt), [self.ids(given) for _ in range(turns)]
-        room = prompt + turns * (given + sampled)
-        params = [SamplingParams(max_tokens=sampled, ignore_eos=True, seed=s) for s in range(turns)]
-        computed = 0
-
-        with self.serving(room) as growing, self.serving(room) as fresh:
-
-            def resumed() -> None:
-                nonlocal computed
-                growing.update_weights()  # forgets the round before
-                before = growing.stats["prefill_tokens"]
-                session = growing.session(text)
-                for ids, one in zip(more, params, strict=True):
-                    session.append(ids)
-                    session.sample(one)
-                session.close()
-                computed = growing.stats["prefill_tokens"] - before
-
-            def anew() -> None:
-                ids = list(text)
-                for extra, one in zip(more, params, strict=True):
-                    fresh.update_weights()  # forgets the turn before
-                    ids = ids + extra
-                    ids += fresh.generate([ids], one)[0].token_ids
-
-            mine, reprefill = self.alternate(resumed, anew, engines=(growing, fresh))
-        lengths = [prompt + turn * (given + sampled) for turn in range(turns)]
-        kv = sum((length + given) * sampled for length in lengths)
-        pairs = (prompt + given) ** 2 / 2 + sum(given * length for length in lengths[1:])
-        steps = turns * sampled
-        return {
-            "seconds": mine,
-            "reprefill_seconds": reprefill,
-            "speedup_over_reprefill": reprefill / mine,
-            "ceiling_seconds": self.ceiling.time(self.costs, steps, room, steps, kv, pairs),
-            "prefill_tokens": computed,
-            "appended_tokens": prompt + turns * given,
-        }
+        """Samples once in each turn of a session, on what the turns before have left."""
+        text, observations = self.ids(prompt), [self.ids(given) for _ in range(turns)]
+        before = self.engine.stats["prefill_tokens"]
+        taken = self.median(lambda: self.loop(text, observations, sampled))
+        computed = (self.engine.stats["prefill_tokens"] - before) // (1 + self.rounds)
+        figures = self.ceiling.figures(
+            loop_work(prompt, turns, given, sampled), turns * sampled, taken
+        )
+        return figures | {"seconds": taken, "prefill_tokens": computed}
 
     def decode(self, batch: int, context: int = 1000, steps: int = 64) -> dict[str, float]:
-        """Decoding alone: `batch` unrelated sequences of about `context` tokens.
+        """Decodes `batch` unrelated sequences of about `context` tokens.
 
-        Windows of `steps` steps follow one another. The first counts in which no prompt was
-        computed and every step was one that the engine knew: on a GPU, a replay of a graph.
+        The prompts are computed first and stay in the prefix cache, so that the requests that are
+        timed start together. A window that computes a prompt, or in which a request ends, raises.
         """
-        prompt = context - steps // 2
-        warm_up = batch * prompt // BATCH_TOKENS + 8
-        longest = prompt + warm_up + WINDOWS * steps
-        params = [
-            SamplingParams(max_tokens=longest - prompt, ignore_eos=True, seed=seed)
-            for seed in range(batch)
-        ]
-        with self.serving(batch * longest, max_batch_tokens=BATCH_TOKENS) as engine:
-            requests = [engine.submit(self.ids(prompt), each) for each in params]
-            while min(len(request.ids) for request in requests) < prompt + 4:
-                engine.step()
-            for _ in range(WINDOWS):
-                before = [engine.stats["prefill_tokens"], *self.disturbances(engine)]
-                keys = sum(len(request.ids) for request in requests) + batch * steps / 2
-                whole = seconds(lambda: [engine.step() for _ in range(steps)], self.device)
-                after = [engine.stats["prefill_tokens"], *self.disturbances(engine)]
-                if after == before:
-                    break
-            assert after == before, f"no window decodes alone: {before}, then {after}"
-            running = sum(not request.finished for request in requests)
-            assert running == batch, f"{running} of {batch} sequences went on to the end"
-        taken = whole / steps
-        bound = self.ceiling.time(self.costs, 1, batch, batch, keys, 0)
-        return {
-            "tokens_per_second": batch / taken,
-            "ceiling_tokens_per_second": batch / bound,
-            "share_of_ceiling": bound / taken,
-            "step_ms": taken * 1e3,
-            "context": keys / batch,
-        }
-
-    def prefill(self, length: int) -> dict[str, float]:
-        """One prompt, to its first token."""
-        text, one = self.ids(length), SamplingParams(max_tokens=1)
-        with self.serving(length, max_batch_tokens=length) as engine:
-
-            def work() -> None:
-                engine.update_weights()  # forgets the prompt
-                engine.generate([text], one)
-
-            (taken,) = self.alternate(work, engines=(engine,))
-        bound = self.ceiling.time(self.costs, 1, length, 1, 0, length * length / 2)
-        return {
-            "tokens_per_second": length / taken,
-            "ceiling_tokens_per_second": length / bound,
-            "share_of_ceiling": bound / taken,
-        }
+        engine = self.engine
+        prompts = [self.ids(context - steps // 2) for _ in range(batch)]
+        engine.reset_prefix_cache()
+        engine.generate(prompts, sampling(1))
+        longest = (self.rounds + 1) * steps + 100
+        requests = [engine.submit(ids, sampling(longest, i)) for i, ids in enumerate(prompts)]
+        start, computed = engine.stats, None
+        while engine.stats["prefill_tokens"] != computed:
+            computed = engine.stats["prefill_tokens"]
+            engine.step()
+        for _ in range(SETTLE):
+            engine.step()
+        keys, times = [], []
+        for _ in range(self.rounds):
+            before = engine.stats
+            times.append(seconds(lambda: [engine.step() for _ in range(steps)], self.device))
+            after = engine.stats
+            sampled = after["sampled_tokens"] - before["sampled_tokens"]
+            assert sampled == batch * steps, f"{sampled} tokens in {steps} steps of {batch} rows"
+            assert after["prefill_tokens"] == before["prefill_tokens"], "a prompt was computed"
+            drawn = (before["sampled_tokens"] - start["sampled_tokens"]) / batch
+            keys.append(len(prompts[0]) + drawn + steps / 2)
+        for request in requests:
+            engine.abort(request)
+        work, taken = decode_work(batch, median(keys)), median(times) / steps
+        figures = self.ceiling.figures(work, batch, taken)
+        return figures | {"step_ms": taken * 1e3, "context": median(keys)}
 
 
-def cpu_name() -> str:
-    """The CPU's name as Linux gives it; elsewhere the architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+def sampling(tokens: int, seed: int = 0) -> SamplingParams:
+    """Returns the settings of so many sampled tokens, whatever their ids."""
+    return SamplingParams(max_tokens=tokens, ignore_eos=True, seed=seed)
 
 
-def run(bench: Bench, on_gpu: bool) -> dict[str, Any]:
-    """Runs all works of one model, and prints each as it is measured."""
-    parameters = sum(p.numel() for p in bench.model.parameters())
-    rates = bench.ceiling.bandwidth, bench.ceiling.flops
-    figures: dict[str, Any] = {"parameters": parameters, "bandwidth": rates[0], "flops": rates[1]}
-    print(f"\n{parameters / 1e6:,.1f}M parameters", end="; ")
-    print(f"ceilings: copy {rates[0] / 1e9:,.1f} GB/s, product {rates[1] / 1e9:,.0f} GFLOP/s")
+def run(bench: Bench) -> dict[str, Any]:
+    """Runs all works and prints a line for each. Returns the figures."""
     works: dict[str, Callable[[], dict[str, float]]] = {
         "group_sampling": bench.group_sampling,
         "group_sampling_64": lambda: bench.group_sampling(64),
         "tool_loop": bench.tool_loop,
-        "prefill": lambda: bench.prefill(8192 if on_gpu else 1024),
+        "prefill": lambda: bench.prefill(1024),
+        "decode_1": lambda: bench.decode(1),
+        "decode_64": lambda: bench.decode(64),
     }
-    for batch in (1, 32, 128) if on_gpu else (1, 64):
-        works[f"decode_{batch}"] = lambda batch=batch: bench.decode(batch)
+    bandwidth, flops = bench.ceiling.bandwidth / 1e9, bench.ceiling.flops / 1e9
+    figures: dict[str, Any] = {"read_gb_per_second": bandwidth, "product_gflop_per_second": flops}
+    print(f"  {'work':18}{'tokens/s':>10}{'ceiling':>10}{'share':>8}{'GB/s':>8}{'GFLOP/s':>9}")
+    print(f"  {'this machine':46}{bandwidth:8.1f}{flops:9,.0f}")
     for name, work in works.items():
-        figures[name] = work()
-        shown = (f"{key} {value:,.{2 * (value < 100)}f}" for key, value in figures[name].items())
-        print(f"  {name}: {', '.join(shown)}", flush=True)
+        row = figures[name] = work()
+        print(
+            f"  {name:18}{row['tokens_per_second']:10,.0f}{row['ceiling_tokens_per_second']:10,.0f}"
+            f"{row['share_of_ceiling']:8.0%}{row['gb_per_second']:8.1f}"
+            f"{row['gflop_per_second']:9,.0f}",
+            flush=True,
+        )
     return figures
+
+
+def cpu_name() -> str:
+    """Returns the CPU's name as Linux gives it."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return "a CPU without a name"
+
+
+def machine(threads: int) -> dict[str, Any]:
+    """Describes where figures come from."""
+    date = time.strftime("%Y-%m-%d")
+    return {"machine": cpu_name(), "threads": threads, "torch": torch.__version__, "date": date}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measures, prints, and writes the figures where --json says."""
     parser = argparse.ArgumentParser(prog="benchmarks/engine.py")
-    parser.add_argument("--json", type=Path, help="where to write all figures")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--rounds", type=int, default=1, help="timed rounds (default: 1)")
-    parser.add_argument("--peers", action="store_true", help="beside other engines (peers.py)")
-    parser.add_argument("--install", action="store_true", help="with --peers: install them first")
-    parser.add_argument("--home", type=Path, default=Path("runs/peers"), help="where they live")
-    parser.add_argument("--shape", choices=SHAPES, default="28M", help="with --peers: the model")
+    parser.add_argument("--json", type=Path, help="where to write all figures")
     options = parser.parse_args(argv)
-    if options.peers:
-        from benchmarks import peers
-
-        torch.set_num_threads(options.threads)
-        return peers.main(options)
-    if find_spec("transformers") is None:
-        print("transformers is not installed: pip install -r requirements-dev.txt", file=sys.stderr)
-        return 1
     torch.set_num_threads(options.threads)
-    figures: dict[str, Any] = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
-    figures["machine"] = f"{cpu_name()}, {options.threads} threads"
-    print(f"{figures['machine']}, float32, torch {torch.__version__}")
-    cpu = torch.device("cpu")
-    figures |= run(Bench("28M", cpu, torch.float32, options.rounds), on_gpu=False)
-    figures["nano"] = run(Bench("nano", cpu, torch.float32, options.rounds), on_gpu=False)
-    if torch.cuda.is_available():
-        print(f"{torch.cuda.get_device_name()}, bfloat16")
-        bench = Bench("qwen3-8b", torch.device("cuda"), torch.bfloat16, options.rounds)
-        figures["cuda"] = {"machine": torch.cuda.get_device_name()} | run(bench, on_gpu=True)
+    figures = machine(options.threads)
+    print(", ".join(f"{name} {value}" for name, value in figures.items()))
+    for shape in ("28M", "nano"):
+        print(f"{shape}, float32")
+        model = random_model(SHAPES[shape], torch.device("cpu"), torch.float32)
+        figures[shape] = run(Bench(model, options.rounds))
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
-        print(f"figures: {options.json}")
     return 0
 
 

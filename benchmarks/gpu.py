@@ -4,21 +4,20 @@
     python benchmarks/gpu.py --only decode grpo   parts whose name contains one of these, again
     python benchmarks/gpu.py --rehearse           all parts in small on the CPU
 
-It needs PyTorch, Triton, NumPy, safetensors, tokenizers, tqdm and Matplotlib, and no network. A
-part runs in a process of its own with a limit on its time, so that a fault of the driver or too
-little memory ends that part alone. It is started only if its limit fits in the minutes of the call
-(`--minutes`, 9 by default), so a call ends in time.
+It needs PyTorch, Triton, NumPy, safetensors, tokenizers and tqdm, and no network. A part runs in a
+process of its own with a limit on its time, so that a fault of the driver or too little memory ends
+that part alone. It is started only if its limit fits in the minutes of the call (`--minutes`, 9 by
+default), so a call ends in time.
 
-All results are in DIR (runs/ by default): gpu-CARD.json, written after every part, and plots beside
-it. Another call with the same DIR, or a copy of it on another machine with that card, goes on with
-the parts that are left, and ends with those that failed. A part whose code has changed is done
-again. Exit status 1 if a part has failed or was not reached.
+All results are in DIR/gpu-CARD.json (DIR is runs/ by default), written after every part. Another
+call with the same DIR, or a copy of it on another machine with that card, goes on with the parts
+that are left, and ends with those that failed. After a change of the code, `--only` runs parts
+again, or another DIR all of them. Exit status 1 if a part has failed or was not reached.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import platform
@@ -30,7 +29,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,9 +39,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_parts import NotHereError, Part, write  # noqa: E402
 
-# What the parts import. transformers and vLLM are measured beside the project where they are.
-NEEDED = ("torch", "triton", "numpy", "safetensors", "tokenizers", "tqdm", "matplotlib")
-OF_PEERS = ("certifi",)  # requirements that transformers imports too, where it is installed
+# What the parts import. vLLM and flash-attn are measured beside the project where they are.
+NEEDED = ("torch", "triton", "numpy", "safetensors", "tokenizers", "tqdm")
 DONE = ("done", "not here")
 
 
@@ -59,14 +57,13 @@ class Work:
 # up to "decode" fit in one call, and those of the others in a second one.
 PARTS = {
     "pointwise": Work("kernels", "pointwise", 80),
-    "attention": Work("kernels", "attention_kernels", 60),
+    "attention": Work("kernels", "paged_attention", 60),
     "training attention": Work("kernels", "training_attention", 60),
     "output matrix": Work("kernels", "outputs", 60),
-    "quantised products": Work("kernels", "quantised", 50),
+    "quantised products": Work("kernels", "quantised_products", 50),
     "grpo 0.6b": Work("training", "small", 90),
-    "nccl": Work("training", "nccl", 40),
     "decode": Work("engine", "decode", 100),
-    "tokens as on the CPU": Work("equality", "tokens", 60),
+    "tokens as on the CPU": Work("engine", "tokens_as_on_cpu", 60),
     "steps": Work("engine", "steps", 90),
     "serving": Work("engine", "serving", 150),
     "grpo 4b": Work("training", "large", 120),
@@ -75,12 +72,10 @@ PARTS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the parts that are left, then draws the plots."""
+    """Runs the parts that are left."""
     start = time.monotonic()
     options = arguments(argv)
     if options.part:
-        if options.rehearse:
-            hide_other_requirements()
         return child(options.part, options.rehearse, options.file)
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
@@ -114,21 +109,20 @@ def main(argv: list[str] | None = None) -> int:
             file.unlink(missing_ok=True)
         write(report, {"parts": results})
 
-    from benchmarks.gpu_parts.plots import draw
-
-    drawn = draw(results, report.with_suffix(""))
-    print(f"figures: {report}", *(f"plot: {path}" for path in drawn), sep="\n")
-    states = {name: results.get(name, {}).get("status", "not reached") for name in PARTS}
-    wrong = [name for name, state in states.items() if state not in DONE]
-    if options.only:
-        wrong = [name for name in wrong if name in parts_left({}, options.only)]
+    print(f"figures: {report}")
+    wrong = []
+    for name in PARTS:
+        status = status_of(results, name)
+        asked = not options.only or name in parts_left({}, options.only)
+        if asked and status not in DONE:
+            wrong.append(f"{name} ({status})")
     if wrong:
-        print("not done:", ", ".join(f"{name} ({states[name]})" for name in wrong))
+        print("not done:", ", ".join(wrong))
     return int(bool(wrong))
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The options of a call, or of the process of a part."""
+    """Parses the options of a call, or of the process of a part."""
     parser = argparse.ArgumentParser(prog="benchmarks/gpu.py")
     parser.add_argument("--rehearse", action="store_true", help="in small on the CPU")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="only parts with such a name")
@@ -142,16 +136,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def machine(rehearse: bool) -> dict[str, str]:
-    """The libraries, the card and its driver; nothing if there is no card.
+    """Describes the libraries, the card and its driver; empty if there is no card.
 
     This process asks nvidia-smi: with torch it would hold memory of the card beside its parts.
     """
     found = {"python": platform.python_version()}
     for name in ("torch", "triton", "numpy"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not known"
+        found[name] = version(name)
     if rehearse:
         return found | {"card": "cpu"}
     query = "--query-gpu=name,memory.total,driver_version,clocks.max.sm"
@@ -165,38 +156,29 @@ def machine(rehearse: bool) -> dict[str, str]:
 
 
 def parts_left(results: dict[str, Any], only: list[str] | None) -> list[str]:
-    """The parts to run: those that are not done with this code, and then those that failed.
+    """Returns the parts whose name contains a word of `only`, or all that are not done.
 
-    `only`: the parts whose name contains one of these words instead, whatever became of them.
+    Those that failed come last.
     """
     if only:
         return [name for name in PARTS if any(word in name for word in only)]
     left, failed = [], []
     for name in PARTS:
-        result = results.get(name, {"status": "not reached"})
-        same = code(result.get("files", [])) == result.get("code")
-        if result["status"] == "failed" and same:
-            failed.append(name)
-        elif result["status"] not in DONE or not same:
+        status = status_of(results, name)
+        if status == "not reached":
             left.append(name)
+        elif status not in DONE:
+            failed.append(name)
     return left + failed
 
 
-def code(files: list[str]) -> str:
-    """A hash of these files of the project, and of the settings that lie beside them."""
-    paths = {ROOT / file for file in files}
-    for folder in {path.parent for path in paths}:
-        paths |= set(folder.glob("*.toml"))
-    contents = [path.read_bytes() for path in sorted(paths) if path.exists()]
-    return hashlib.sha256(b"".join(contents)).hexdigest()[:12]
+def status_of(results: dict[str, Any], name: str) -> str:
+    """Returns "done", "not here", "failed" or "not reached"."""
+    return results.get(name, {}).get("status", "not reached")
 
 
 def run_part(name: str, rehearse: bool, limit: float, file: Path) -> dict[str, Any]:
-    """Runs a part in a process group of its own.
-
-    Returns its status, seconds and figures, the files of the project that it loaded, and their
-    hash.
-    """
+    """Runs a part in a process group of its own. Returns its status, seconds and figures."""
     file.unlink(missing_ok=True)
     command = [sys.executable, str(Path(__file__).resolve()), "--part", name, "--file", str(file)]
     environment = dict(os.environ)
@@ -218,50 +200,32 @@ def run_part(name: str, rehearse: bool, limit: float, file: Path) -> dict[str, A
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
-    result = {"status": status, "seconds": round(time.monotonic() - start, 1)}
+    result: dict[str, Any] = {"status": status, "seconds": round(time.monotonic() - start, 1)}
     result["date"] = time.strftime("%Y-%m-%d %H:%M")
     if status != "done":
         result["reason"] = reason or f"exit status {process.returncode}"
         print(f"  {status.upper()}: {result['reason']}", flush=True)
     if status == "failed":
         result["traceback"] = errors[-3000:]
-    saved = json.loads(file.read_text()) if file.exists() else {"figures": {}, "files": []}
-    return result | saved | {"code": code(saved["files"])}
+    result["figures"] = json.loads(file.read_text()) if file.exists() else {}
+    return result
 
 
 def child(name: str, rehearse: bool, file: Path) -> int:
     """Runs one part here. Returns the exit status of its process."""
-    part, work = Part(rehearse, file), PARTS[name]
+    work = PARTS[name]
     try:
         if rehearse:
             import_module("benchmarks.gpu_parts.interpreter")
-        getattr(import_module(f"benchmarks.gpu_parts.{work.module}"), work.function)(part)
+        module = import_module(f"benchmarks.gpu_parts.{work.module}")
+        getattr(module, work.function)(Part(rehearse, file))
     except NotHereError as error:
         print(error, file=sys.stderr)
         return 3
     except Exception:
         traceback.print_exc()
         return 1
-    finally:
-        part.save()
     return 0
-
-
-def hide_other_requirements() -> None:
-    """Lets the import of each requirement fail that is not among those that the parts need.
-
-    A machine for a day has PyTorch and what comes with it: a rehearsal shows that this is enough.
-    """
-
-    def plain(name: str) -> str:
-        return re.sub("[-_.]+", "-", name).lower()
-
-    lines = (ROOT / "requirements.txt").read_text().splitlines()
-    names = (re.match(r"[\w.-]+", line) for line in lines)
-    hidden = {plain(name[0]) for name in names if name} - {*NEEDED, *OF_PEERS}
-    for module, owners in packages_distributions().items():
-        if hidden & set(map(plain, owners)):
-            sys.modules[module] = None
 
 
 if __name__ == "__main__":

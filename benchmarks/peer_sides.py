@@ -1,10 +1,10 @@
-"""The works of benchmarks/peers.py inside one engine; runs in that engine's own environment.
+"""Runs the works of benchmarks/peers.py in one engine, by that engine's own Python.
 
     python benchmarks/peer_sides.py NAME MODEL DTYPE THREADS
 
-Reads the name of a work a line, does it, and prints its seconds as a line of JSON. Every engine
-gets the same prompts and samples the same numbers of tokens, at temperature 1 over the whole
-vocabulary. Each is set up as its users would for speed.
+Prints the seconds of each work as JSON on the last line. Every engine gets the same prompts and
+samples the same numbers of tokens, at temperature 1 over the whole vocabulary. Each is set up as
+its users would for speed, before anything is timed, and forgets its prompts between works.
 """
 
 from __future__ import annotations
@@ -16,39 +16,25 @@ import sys
 import time
 from pathlib import Path
 
-DECODED, TURNS, GIVEN, TURN_TOKENS, OPENING = 96, 20, 60, 8, 1000
+STREAM = 96  # tokens of one stream after the first
+GROUPS, SAMPLES, GROUP_PROMPT = 8, 8, 300
+TURNS, GIVEN, TURN_TOKENS, OPENING = 20, 60, 8, 1000
+POOL = 20_000  # tokens of KV: more than any work needs
+
+Prompts = list[list[int]]
 
 
-class Ours:
-    """This project's engine."""
+def ours(path: str, dtype: str, threads: int):
+    """Returns this project's engine."""
+    import torch
 
-    def __init__(self, path: str, dtype: str, threads: int):
-        import torch
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from benchmarks.engine import Bench
+    from nanorchestra import load_model
 
-        sys.path.insert(0, str(Path(__file__).parents[1]))
-        from nanorchestra import Engine, SamplingParams, load_model
-        from nanorchestra.model.native import pack
-
-        torch.set_num_threads(threads)
-        model, _ = load_model(path, dtype=dtype)
-        pack(model)
-        self.params = lambda count, seed: SamplingParams(count, ignore_eos=True, seed=seed)
-        self.engine = lambda tokens: Engine(model, num_pages=tokens // 16 + 200)
-
-    def sample(self, prompts: list[list[int]], samples: int, tokens: int) -> None:
-        """Samples each prompt so many times."""
-        room = sum(map(len, prompts)) + len(prompts) * samples * (tokens + 32)
-        params = [self.params(tokens, seed) for _ in prompts for seed in range(samples)]
-        self.engine(room).generate([ids for ids in prompts for _ in range(samples)], params)
-
-    def loop(self, prompt: list[int], turns: list[list[int]], tokens: int) -> None:
-        """Samples once after each turn's given ids, keeping the KV."""
-        session = self.engine(len(prompt) + sum(map(len, turns)) + tokens * len(turns)).session(
-            prompt
-        )
-        for seed, given in enumerate(turns):
-            session.append(given)
-            session.sample(self.params(tokens, seed))
+    torch.set_num_threads(threads)
+    model, _ = load_model(path, dtype=dtype)
+    return Bench(model, room=POOL)
 
 
 class Transformers:
@@ -78,7 +64,7 @@ class Transformers:
             eos_token_id=None,
         )
 
-    def sample(self, prompts: list[list[int]], samples: int, tokens: int) -> None:
+    def sample(self, prompts: Prompts, samples: int, tokens: int) -> None:
         """Samples each prompt so many times; the prompts have one length."""
         cache, ids = self.cache(config=self.model.config), self.torch.tensor(prompts)
         if samples > 1:
@@ -87,7 +73,7 @@ class Transformers:
             cache.batch_repeat_interleave(samples)
         self.generate(ids.repeat_interleave(samples, 0), cache, tokens)
 
-    def loop(self, prompt: list[int], turns: list[list[int]], tokens: int) -> None:
+    def loop(self, prompt: list[int], turns: Prompts, tokens: int) -> None:
         """Samples once after each turn's given ids, keeping the KV."""
         cache, ids = self.cache(config=self.model.config), self.torch.tensor([prompt])
         for given in turns:
@@ -100,12 +86,10 @@ class Vllm:
 
     def __init__(self, path: str, dtype: str, threads: int):
         cores = sorted(os.sched_getaffinity(0))[:threads]
-        os.environ |= {
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_LOGGING_LEVEL": "ERROR",
-        }
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
         from vllm import LLM, SamplingParams
 
         self.params = SamplingParams
@@ -118,24 +102,25 @@ class Vllm:
             disable_log_stats=True,
         )
 
-    def run(self, prompts: list[list[int]], samples: int, tokens: int) -> list[int]:
-        """Returns the last sample's ids."""
+    def generate(self, prompts: Prompts, samples: int, tokens: int) -> list[int]:
+        """Samples, and returns the last sample's ids."""
         params = self.params(n=samples, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        prompts = [{"prompt_token_ids": ids} for ids in prompts]
-        return list(self.llm.generate(prompts, params, use_tqdm=False)[-1].outputs[-1].token_ids)
+        inputs = [{"prompt_token_ids": ids} for ids in prompts]
+        outputs = self.llm.generate(inputs, params, use_tqdm=False)
+        return list(outputs[-1].outputs[-1].token_ids)
 
-    def sample(self, prompts: list[list[int]], samples: int, tokens: int) -> None:
+    def sample(self, prompts: Prompts, samples: int, tokens: int) -> None:
         """Samples each prompt so many times."""
         self.llm.reset_prefix_cache()
-        self.run(prompts, samples, tokens)
+        self.generate(prompts, samples, tokens)
 
-    def loop(self, prompt: list[int], turns: list[list[int]], tokens: int) -> None:
+    def loop(self, prompt: list[int], turns: Prompts, tokens: int) -> None:
         """Samples once after each turn's given ids; the prefix cache keeps the KV."""
         self.llm.reset_prefix_cache()
         ids = list(prompt)
         for given in turns:
             ids += given
-            ids += self.run([ids], 1, tokens)
+            ids += self.generate([ids], 1, tokens)
 
 
 class LlamaCpp:
@@ -144,67 +129,76 @@ class LlamaCpp:
     def __init__(self, path: str, dtype: str, threads: int):
         import llama_cpp
 
-        file = write_gguf(Path(path), dtype)
         self.c = c = llama_cpp
+        file = write_gguf(Path(path), dtype)
         c.llama_backend_init()
-        self.llama = c.llama_model_load_from_file(
-            str(file).encode(), c.llama_model_default_params()
-        )
+        defaults = c.llama_model_default_params()
+        self.llama = c.llama_model_load_from_file(str(file).encode(), defaults)
         settings = c.llama_context_default_params()
-        settings.n_ctx, settings.n_batch, settings.n_seq_max = 16384, 4096, 128
+        settings.n_ctx, settings.n_batch, settings.n_seq_max = POOL, 4096, 128
         settings.n_threads = settings.n_threads_batch = threads
         settings.kv_unified = True
         self.context = c.llama_init_from_model(self.llama, settings)
         self.memory = c.llama_get_memory(self.context)
         self.batch = c.llama_batch_init(4096, 0, 1)
         self.samplers = []
-        for seed in range(64):
+        for seed in range(GROUPS * SAMPLES):
             chain = c.llama_sampler_chain_init(c.llama_sampler_chain_default_params())
             c.llama_sampler_chain_add(chain, c.llama_sampler_init_temp(1.0))
             c.llama_sampler_chain_add(chain, c.llama_sampler_init_dist(seed))
             self.samplers.append(chain)
 
-    def decode(self, rows: list[tuple[int, int, int, bool]]) -> None:
-        """Computes (token, position, sequence, whether its logits are wanted) of each row."""
-        batch = self.batch
-        batch.n_tokens = len(rows)
-        for i, (token, position, sequence, wanted) in enumerate(rows):
-            batch.token[i], batch.pos[i], batch.logits[i] = token, position, wanted
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
-        code = self.c.llama_decode(self.context, batch)
+    def decode(self, tokens: list[int], position: int, sequence: int) -> None:
+        """Computes tokens of one sequence, and the logits of the last."""
+        self.batch.n_tokens = 0
+        for offset, token in enumerate(tokens):
+            self.add(token, position + offset, sequence, offset == len(tokens) - 1)
+        self.compute()
+
+    def add(self, token: int, position: int, sequence: int, logits: bool) -> None:
+        """Adds a token to the batch."""
+        batch, row = self.batch, self.batch.n_tokens
+        batch.token[row], batch.pos[row], batch.logits[row] = token, position, logits
+        batch.n_seq_id[row], batch.seq_id[row][0] = 1, sequence
+        batch.n_tokens = row + 1
+
+    def compute(self) -> None:
+        """Computes the batch."""
+        code = self.c.llama_decode(self.context, self.batch)
         if code:
             raise RuntimeError(f"llama_decode returned {code}")
 
-    def drawn(self, sampler: int, row: int) -> int:
-        """Draws from the logits of a row of the last batch."""
+    def draw(self, sampler: int, row: int = -1) -> int:
+        """Draws from the logits of a row of the batch."""
         return self.c.llama_sampler_sample(self.samplers[sampler], self.context, row)
 
-    def sample(self, prompts: list[list[int]], samples: int, tokens: int) -> None:
-        """Samples each prompt so many times."""
-        c, length = self.c, len(prompts[0])
-        c.llama_memory_clear(self.memory, False)
-        count, newest = len(prompts) * samples, []
-        for i, ids in enumerate(prompts):
-            first = i * samples
-            self.decode([(t, n, first, n == length - 1) for n, t in enumerate(ids)])
-            newest += [self.drawn(first + k, length - 1) for k in range(samples)]
-            for other in range(first + 1, first + samples):
-                c.llama_memory_seq_cp(self.memory, first, other, -1, -1)
+    def sample(self, prompts: Prompts, samples: int, tokens: int) -> None:
+        """Samples each prompt so many times; the prompts have one length."""
+        self.c.llama_memory_clear(self.memory, False)
+        newest = []
+        for group, ids in enumerate(prompts):
+            first = group * samples
+            self.decode(ids, 0, first)
+            newest += [self.draw(first + member) for member in range(samples)]
+            for member in range(first + 1, first + samples):
+                self.c.llama_memory_seq_cp(self.memory, first, member, -1, -1)
         for step in range(tokens - 1):
-            self.decode([(newest[row], length + step, row, True) for row in range(count)])
-            newest = [self.drawn(row, row) for row in range(count)]
+            self.batch.n_tokens = 0
+            for row, token in enumerate(newest):
+                self.add(token, len(prompts[0]) + step, row, True)
+            self.compute()
+            newest = [self.draw(row, row) for row in range(len(newest))]
 
-    def loop(self, prompt: list[int], turns: list[list[int]], tokens: int) -> None:
+    def loop(self, prompt: list[int], turns: Prompts, tokens: int) -> None:
         """Samples once after each turn's given ids, keeping the KV."""
         self.c.llama_memory_clear(self.memory, False)
-        coming, place = list(prompt), 0
+        pending, computed = list(prompt), 0
         for given in turns:
-            coming += given
+            pending += given
             for _ in range(tokens):
-                last = len(coming) - 1
-                self.decode([(t, place + n, 0, n == last) for n, t in enumerate(coming)])
-                place += len(coming)
-                coming = [self.drawn(0, last)]
+                self.decode(pending, computed, 0)
+                computed += len(pending)
+                pending = [self.draw(0)]
 
 
 def write_gguf(path: Path, dtype: str) -> Path:
@@ -223,9 +217,9 @@ def write_gguf(path: Path, dtype: str) -> Path:
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(rope_theta(config))
+    writer.add_rope_freq_base(config["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
-    add_tokenizer(writer, path / "tokenizer.json", config)
+    writer.add_tokenizer_model("no_vocab")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
     for part in sorted(path.glob("*.safetensors")):
         for name, tensor in load_file(part).items():
@@ -242,65 +236,39 @@ def write_gguf(path: Path, dtype: str) -> Path:
     return file
 
 
-def add_tokenizer(writer, file: Path, config: dict) -> None:
-    """Adds a byte-level BPE, which a server needs; none if the file is not there."""
-    if not file.exists():
-        writer.add_tokenizer_model("no_vocab")
-        return
-    data = json.loads(file.read_text())
-    tokens = [f"[PAD{i}]" for i in range(config["vocab_size"])]
-    added = {token["content"]: token["id"] for token in data["added_tokens"]}
-    for token, place in (data["model"]["vocab"] | added).items():
-        tokens[place] = token
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if i in added.values() else 1 for i in range(len(tokens))])
-    writer.add_token_merges([" ".join(pair) for pair in data["model"]["merges"]])
-    eos = config["eos_token_id"]
-    writer.add_eos_token_id(eos[0] if isinstance(eos, list) else eos)
+SIDES = {"ours": ours, "llama.cpp": LlamaCpp, "vLLM": Vllm, "transformers": Transformers}
 
 
-def rope_theta(config: dict) -> float:
-    """Returns the base of the rotary angles, in either of the layouts of a configuration."""
-    return config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
+def measure(side, vocab_size: int) -> dict[str, float]:
+    """Does every work twice, the first time to warm up. Returns the seconds of the second."""
+    rng = random.Random(0)
 
+    def ids(count: int) -> list[int]:
+        return [rng.randrange(vocab_size) for _ in range(count)]
 
-SIDES = {"ours": Ours, "llama.cpp": LlamaCpp, "vLLM": Vllm, "transformers": Transformers}
-
-
-def work(side, name: str, ids) -> list[float]:
-    """Does a work by its name, and returns the seconds of its parts."""
-
-    def timed(function, *arguments) -> float:
-        start = time.perf_counter()
-        function(*arguments)
-        return time.perf_counter() - start
-
-    kind, _, size = name.partition("_")
-    if kind == "stream":  # to the first token, and DECODED tokens further
-        prompts = [[ids(int(size))] for _ in range(2)]
-        return [
-            timed(side.sample, prompts[0], 1, 1),
-            timed(side.sample, prompts[1], 1, DECODED + 1),
-        ]
-    if kind == "groups":
-        return [timed(side.sample, [ids(300) for _ in range(8)], 8, int(size))]
-    turns = [ids(GIVEN) for _ in range(TURNS)]
-    return [timed(side.loop, ids(OPENING), turns, TURN_TOKENS)]
+    seconds = {}
+    for _ in range(2):
+        works = {}
+        for length in (300, 1500):
+            works[f"first_{length}"] = (side.sample, [ids(length)], 1, 1)
+            works[f"stream_{length}"] = (side.sample, [ids(length)], 1, 1 + STREAM)
+        for tokens in (24, 64):
+            prompts = [ids(GROUP_PROMPT) for _ in range(GROUPS)]
+            works[f"groups_{tokens}"] = (side.sample, prompts, SAMPLES, tokens)
+        works["loop"] = (side.loop, ids(OPENING), [ids(GIVEN) for _ in range(TURNS)], TURN_TOKENS)
+        for name, (function, *arguments) in works.items():
+            start = time.perf_counter()
+            function(*arguments)
+            seconds[name] = time.perf_counter() - start
+    return seconds
 
 
 def main() -> int:
-    """Answers on what was standard output; what a library prints there goes to the errors."""
+    """Runs one engine."""
     name, path, dtype, threads = sys.argv[1:]
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    side, rng = SIDES[name](path, dtype, int(threads)), random.Random(0)
-    size = json.loads((Path(path) / "config.json").read_text())["vocab_size"]
-    print("[]", file=answers)
-    for line in sys.stdin:
-        seconds = work(side, line.strip(), lambda n: [rng.randrange(size) for _ in range(n)])
-        print(json.dumps(seconds), file=answers)
+    side = SIDES[name](path, dtype, int(threads))
+    vocab_size = json.loads((Path(path) / "config.json").read_text())["vocab_size"]
+    print("\n" + json.dumps(measure(side, vocab_size)), flush=True)
     return 0
 
 

@@ -1,8 +1,16 @@
-"""What all launchers share: configurations of the GPU at hand, checks of shapes and strides."""
+"""What all launchers share: checks of their tensors, the configurations of GPUs, the device guard.
+
+A launcher is the Python function that checks tensors, allocates the result and starts kernels. If
+it is differentiable, it calls its autograd.Function only while gradients are enabled: the call
+alone costs 10 us of an eager step. This file holds no kernel.
+"""
 
 import os
 import tomllib
+from collections.abc import Callable
+from functools import cache, wraps
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 # a * b + c is rounded once. Triton 3.10 changes the default.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -13,35 +21,16 @@ from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8 = torch.float8_e4m3fn  # what the KV cache may hold in place of the dtype of q, from sm_89 on
-SMALL = (86, 89, 120, 121)  # cards whose blocks have 99 KiB take those of sm_89
 SIZES = (16, 32, 64, 128, 256)  # of heads, and of pages
+# Cards whose blocks have at most 99 KiB of shared memory: sm_86, 89, 120 and 121.
+SMALL_SHARED_MEMORY = (86, 89, 120, 121)
 FP32 = "32"  # key of a configuration for float32 tensors
 # kernel -> architecture, or FP32 -> configuration
 TILES = tomllib.loads(Path(__file__).with_name("tiles.toml").read_text(encoding="utf-8"))
 
 Config = dict[str, int]  # tile sizes by the kernel's own names, num_warps, num_stages
-
-
-def pick(kernel: str, dtype: torch.dtype | None = None) -> Config:
-    """Returns a kernel's configuration for float32 if there is one, else that for the GPU at hand.
-
-    Another GPU takes those of the last one before it with as much shared memory. ValueError before
-    sm_80.
-    """
-    configs = TILES[kernel]
-    if dtype == torch.float32 and FP32 in configs:
-        return configs[FP32]
-    if os.environ.get("TRITON_INTERPRET") == "1":  # kernels run in Python on CPU tensors
-        return configs["80"]
-    arch = triton.runtime.driver.active.get_current_target().arch
-    require(arch >= 80, f"the kernels need a GPU of compute capability 8.0; it has {arch / 10}")
-    return configs["89" if arch in SMALL else "90" if arch >= 90 else "80"]
-
-
-def require(holds: bool, message: str) -> None:
-    """Raises ValueError(message) unless the condition holds."""
-    if not holds:
-        raise ValueError(message)
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 def check(
@@ -53,17 +42,91 @@ def check(
     """Raises ValueError unless every tensor has this shape and dtype and is contiguous.
 
     None stands for any size, and for any of DTYPES. strided: the first dimension may have any
-    stride.
+    stride. An eager step of 36 layers calls this hundreds of times, so messages are made on failure
+    only.
     """
+    dtypes = DTYPES if dtype is None else (dtype,)
     for name, x in tensors.items():
-        fits = x.dim() == len(shape) and all(
-            want in (None, have) for want, have in zip(shape, x.shape, strict=True)
-        )
-        require(fits, f"{name} has shape {list(x.shape)}; expected {list(shape)}")
-        allowed = DTYPES if dtype is None else (dtype,)
-        require(x.dtype in allowed, f"{name} is {x.dtype}; expected {allowed}")
-        block = x[:1] if strided else x
-        require(block.is_contiguous(), f"{name} has strides {x.stride()}; it must be contiguous")
+        sizes = x.shape
+        if sizes != shape and not _fits(sizes, shape):
+            raise ValueError(f"{name} has shape {list(sizes)}; expected {list(shape)}")
+        if x.dtype not in dtypes:
+            expected = " or ".join(map(str, dtypes))
+            raise ValueError(f"{name} is {x.dtype}; expected {expected}")
+        if not x.is_contiguous() and not (strided and x[:1].is_contiguous()):
+            raise ValueError(f"{name} has strides {x.stride()}; it must be contiguous")
+
+
+def _fits(sizes: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:
+    """Returns True if the sizes are those of the shape, in which None stands for any size."""
+    if len(sizes) != len(shape):
+        return False
+    for size, expected in zip(sizes, shape, strict=True):
+        if expected is not None and size != expected:
+            return False
+    return True
+
+
+def require(holds: bool, message: str) -> None:
+    """Raises ValueError(message) unless the condition holds.
+
+    The message is made at every call: on a path that a step takes often, raise it by hand.
+    """
+    if not holds:
+        raise ValueError(message)
+
+
+def on_device(launcher: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Lets a launcher run with the GPU of its first tensor argument as the current one.
+
+    Triton launches on the current GPU, whichever one holds the tensors. Where that GPU is current
+    already, and for tensors that are on no GPU, nothing is changed.
+    """
+
+    @wraps(launcher)
+    def guarded(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
+        device = _device(arguments) or _device(named.values())
+        if device is None or device.type != "cuda" or device.index == torch.cuda.current_device():
+            return launcher(*arguments, **named)
+        with torch.cuda.device(device):
+            return launcher(*arguments, **named)
+
+    return guarded
+
+
+def _device(arguments) -> torch.device | None:
+    """Returns the device of the first tensor among the arguments."""
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            return argument.device
+    return None
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Returns the number of multiprocessors of a GPU; 4 for the interpreter, which has none."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def pick(kernel: str, dtype: torch.dtype | None = None) -> Config:
+    """Returns a kernel's configuration for float32 if there is one, else that of the current GPU.
+
+    Another GPU takes those of the last one before it with as much shared memory. ValueError before
+    sm_80.
+    """
+    configs = TILES[kernel]
+    if dtype == torch.float32 and FP32 in configs:
+        return configs[FP32]
+    if os.environ.get("TRITON_INTERPRET") == "1":  # kernels run in Python on CPU tensors
+        return configs["80"]
+    arch = triton.runtime.driver.active.get_current_target().arch
+    if arch < 80:
+        raise ValueError(f"the kernels need a GPU of compute capability 8.0; it has {arch / 10}")
+    if arch in SMALL_SHARED_MEMORY:
+        return configs["89"]
+    return configs["90" if arch >= 90 else "80"]
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:

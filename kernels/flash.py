@@ -1,44 +1,246 @@
-"""Flash attention for training, forward: out = softmax(q k^T / sqrt(D)) v over the spans of a pack.
+"""Flash attention for training, forward and backward: out = softmax(q k^T / sqrt(D)) v over a pack.
 
-Grouped-query and exact, without a [T, T] matrix (Dao et al. 2022; Dao 2023). 4 * H * D FLOPs for
-each visible pair of a query and a key. q and out move once, k and v once for each block of queries;
-the L2 cache holds them for a pack of Qwen3-8B of up to about 10,000 tokens. Compute is the limit.
+A pack is one dimension [T] of tokens. Sequences, or trees of sequences that share their beginnings,
+stand in it one after the other. Grouped-query and exact, without a [T, T] matrix (Dao et al. 2022;
+Dao 2023). A visible pair of a query and a key costs 4 D FLOPs a query head forward and 14 D
+backward. q and out move once, k and v once for each block of queries, which the L2 cache serves for
+a pack of Qwen3-8B of up to about 10,000 tokens. Compute is the limit.
 
-One program owns a block of queries of one head and visits all of its spans (flash_plan.py): first
-the tiles that all of its queries see, without a mask, then those on a span's edges. Longest blocks
-start first. A sequence, or a tree of sequences, gives the same bits at any place in any pack.
+What a query sees is a list of spans. Two answers (tokens 4-6 and 7-8) to one prompt (tokens 0-3)
+have five, and give this picture of queries (rows) and the keys that they see (x):
+
+                                                                 keys  0 1 2 3 4 5 6 7 8
+    Span(0, 4, 0, 4)  causal: the prompt sees itself          query 0  x
+    Span(4, 7, 0, 4)  the first answer sees the prompt              1  x x
+    Span(4, 7, 4, 7)  causal: the first answer sees itself          ...
+    Span(7, 9, 0, 4)  the second answer sees the prompt             5  x x x x x x
+    Span(7, 9, 7, 9)  causal: the second answer sees itself         8  x x x x       x x
+
+Work is cut into blocks of queries (or of keys), and a list names for each block the spans that
+touch it. With blocks of four queries, the one of tokens 4-7 would visit spans 2 to 5. One program
+owns a block of one head and visits all of its spans. What a query sees of the prompt and of its own
+answer meets in registers, and so do the gradients of a prompt that many answers read. No sum is
+split between programs, so there are no atomics and every run gives the same bits.
+
+In order: the naive version, the work list, the launcher, the forward kernel, the two backward
+kernels. The file knows nothing of samples, norms or rotations.
 """
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.attention import LOG2E, softmax_start, softmax_step
+from kernels.common import check, on_device, pick
+from kernels.softmax import LOG2E, softmax_start, softmax_step
 
 HEAD_DIMS = (16, 32, 64, 128)
+WARPS = 8
+
+
+class Span(NamedTuple):
+    """Queries start .. end - 1 see the keys key_start .. key_end - 1.
+
+    A span is causal if both are the same tokens (start == key_start): a query then sees the keys up
+    to itself. Otherwise all of its queries see all of its keys.
+    """
+
+    start: int
+    end: int
+    key_start: int
+    key_end: int
+
+    @property
+    def causal(self) -> bool:
+        """True if the queries are the keys."""
+        return self.start == self.key_start
+
+
+def naive_attention(q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span]) -> Tensor:
+    """Returns out [T, H, D] by loops over tokens and heads: the definition, used by tests only.
+
+    q is [T, H, D], k and v are [T, Hkv, D]. Query head h reads kv head h // (H / Hkv).
+    Arithmetic is in the dtype of the arguments; autograd differentiates it.
+    """
+    tokens, heads, dim = q.shape
+    group = heads // k.shape[1]
+    rows = []
+    for token in range(tokens):
+        visible = []
+        for span in spans:
+            if span.start <= token < span.end:
+                visible += range(span.key_start, token + 1 if span.causal else span.key_end)
+        for head in range(heads):
+            keys = k[visible, head // group]  # [visible, D]
+            values = v[visible, head // group]
+            scores = keys @ q[token, head] / dim**0.5  # [visible]
+            rows.append(torch.softmax(scores, 0) @ values)  # [D]
+    return torch.stack(rows).view(tokens, heads, dim)
 
 
 @dataclass(frozen=True)
-class Work:
-    """Blocks of queries or of keys, longest first, and the spans each visits (flash_plan.py)."""
+class WorkList:
+    """Blocks of tokens in the order in which programs start, and the spans that each visits."""
 
-    items: Tensor  # int32 [items, 4]: (first token, last token + 1, first visit, last visit + 1)
-    visits: Tensor  # int32 [visits, 4]: spans (start, end, key_start, key_end)
+    blocks: Tensor  # int32 [blocks, 4]: first token, last token + 1, first visit, last visit + 1
+    visits: Tensor  # int32 [visits, 4]: a Span
 
 
-@triton.jit
+@dataclass(frozen=True)
+class FlashWork:
+    """The work lists of a pack, one for each kernel."""
+
+    forward: WorkList  # blocks of queries
+    backward_queries: WorkList  # blocks of queries
+    backward_keys: WorkList  # blocks of keys
+    tokens: int  # T
+
+
+def flash_work(spans: Sequence[Span], device: torch.device | str, dtype: torch.dtype) -> FlashWork:
+    """Returns the work of attention over spans whose causal ones cover the pack without gaps.
+
+    dtype is that of q, k and v: the size of a block depends on it and on the GPU (tiles.toml).
+    """
+    # A block visits prefixes before its own sequence, in the order of their positions.
+    spans = sorted(spans, key=lambda span: (span.key_start, span.start))
+    tokens = max((span.end for span in spans), default=0)
+
+    def work_list(kernel: str, side: str) -> WorkList:
+        blocks = _blocks(spans, tokens, pick(kernel, dtype)[side])
+        return _work_list(spans, blocks, by_keys=side == "BLOCK_N", device=device)
+
+    return FlashWork(
+        forward=work_list("flash_forward", "BLOCK_M"),
+        backward_queries=work_list("flash_backward_queries", "BLOCK_M"),
+        backward_keys=work_list("flash_backward_keys", "BLOCK_N"),
+        tokens=tokens,
+    )
+
+
+def _blocks(spans: Sequence[Span], tokens: int, size: int) -> list[tuple[int, int]]:
+    """Returns the blocks (first token, last token + 1), at most `size` long, that cover the pack.
+
+    A block never holds tokens of two trees: so a tree has the same bits at any place in any pack.
+    A tree begins with a segment that has no prefix.
+    """
+    prefixed = {span.start for span in spans if not span.causal}
+    roots = sorted({span.start for span in spans} - prefixed)
+    blocks = []
+    for start, end in zip(roots, [*roots[1:], tokens], strict=True):
+        for first in range(start, end, size):
+            blocks.append((first, min(first + size, end)))
+    return blocks
+
+
+def _work_list(
+    spans: Sequence[Span],
+    blocks: Sequence[tuple[int, int]],
+    by_keys: bool,
+    device: torch.device | str,
+) -> WorkList:
+    """Returns the spans that touch each block; the blocks with most visible pairs come first."""
+    firsts = [first for first, _ in blocks]
+    touching: list[list[Span]] = [[] for _ in blocks]
+    pairs = [0] * len(blocks)  # an estimate, for one token of the block
+    for span in spans:
+        low, high = (span.key_start, span.key_end) if by_keys else (span.start, span.end)
+        # the blocks from the one that holds token `low` to the one that holds `high` - 1
+        for index in range(bisect_right(firsts, low) - 1, bisect_left(firsts, high)):
+            first, last = blocks[index]
+            touching[index].append(span)
+            if by_keys:
+                first_query = max(span.start, first) if span.causal else span.start
+                pairs[index] += span.end - first_query
+            else:
+                last_key = min(span.key_end, last) if span.causal else span.key_end
+                pairs[index] += last_key - span.key_start
+    rows, visits = [], []
+    for index in sorted(range(len(blocks)), key=lambda index: -pairs[index]):
+        first, last = blocks[index]
+        rows.append((first, last, len(visits), len(visits) + len(touching[index])))
+        visits += touching[index]
+    return WorkList(blocks=_table(rows, device), visits=_table(visits, device))
+
+
+def _table(rows: Sequence[tuple[int, ...]], device: torch.device | str) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int32).reshape(-1, 4).to(device)
+
+
+@on_device
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, work: FlashWork) -> Tensor:
+    """Returns differentiable attention: q [T, H, D], k and v [T, Hkv, D] -> out [T, H, D].
+
+    ValueError unless the work covers T tokens, D is one of HEAD_DIMS and H a multiple of Hkv.
+    """
+    return _FlashAttention.apply(q.contiguous(), k.contiguous(), v.contiguous(), work)
+
+
+class _FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, work):
+        check((work.tokens, None, None), q=q)
+        tokens, heads, dim = q.shape
+        if dim not in HEAD_DIMS:
+            raise ValueError(f"head_dim is {dim}; expected one of {HEAD_DIMS}")
+        check((tokens, None, dim), q.dtype, k=k)
+        check(k.shape, q.dtype, v=v)
+        kv_heads = k.shape[1]
+        if heads % kv_heads:
+            raise ValueError(f"{heads} query heads; expected a multiple of {kv_heads}")
+        out = q.new_empty(q.shape)
+        lse = q.new_empty(heads, tokens, dtype=torch.float32)
+        _launch(flash_forward, work.forward, heads, (q, k, v, out, lse), q, k)
+        ctx.work = work
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @on_device
+    def backward(ctx, dout):
+        # Read once: activation checkpointing frees what it has recomputed as it is read.
+        q, k, v, out, lse = ctx.saved_tensors
+        dout = dout.contiguous()
+        delta = lse.new_empty(lse.shape)
+        dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        heads, kv_heads = q.shape[1], k.shape[1]
+        tensors = (dout, q, k, v, out, lse, delta, dq)
+        _launch(flash_backward_queries, ctx.work.backward_queries, heads, tensors, q, k)
+        tensors = (dout, q, k, v, lse, delta, dk, dv)
+        _launch(flash_backward_keys, ctx.work.backward_keys, kv_heads, tensors, q, k)
+        return dq, dk, dv, None
+
+
+def _launch(kernel, work: WorkList, heads: int, tensors: tuple[Tensor, ...], q: Tensor, k: Tensor):
+    """Launches one program for each block of the work and each of `heads` heads."""
+    tokens, query_heads, dim = q.shape
+    config = pick(kernel.__name__, q.dtype)
+    kernel[(len(work.blocks) * heads,)](
+        *tensors,
+        work.blocks,
+        work.visits,
+        tokens,
+        H=query_heads,
+        G=query_heads // k.shape[1],
+        D=dim,
+        **config,
+        num_warps=WARPS,
+    )
+
+
+@triton.jit(do_not_specialize=["tokens"])
 def flash_forward(
-    q,
-    k,
-    v,
-    out,
-    lse,
-    items,
-    visits,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    blocks_ptr,
+    visits_ptr,
     tokens,
     H: tl.constexpr,
     G: tl.constexpr,
@@ -46,73 +248,206 @@ def flash_forward(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Fills out [T, H, D], and lse fp32 [H, T], the natural logarithm of the sum of exp(score)."""
-    head = tl.program_id(0) % H
-    first, last, visit, end = fields(items + tl.program_id(0) // H * 4)
-    rows, columns = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    query = load_rows(q, first, last, head, H, BLOCK_M, D)
-    peak, total, acc = softmax_start(BLOCK_M, D)
-    for index in range(visit, end):
-        limit, begin, edge, stop = walk(visits + index * 4, rows, first, last, BLOCK_N)
-        for offset in range(0, stop - begin, BLOCK_N):
-            key = begin + offset
-            keys = load_rows(k, key, stop, head // G, H // G, BLOCK_N, D)
-            scores = tl.dot(query, keys.T, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-            if key >= edge:
-                # finite: what a row that sees nothing yet adds up shrinks to 0 at its first key
-                scores = tl.where((key + columns)[None, :] < limit[:, None], scores, -1e9)
-            p, shrink, peak, total = softmax_step(scores, peak, total, D**-0.5 * LOG2E)
-            values = load_rows(v, key, stop, head // G, H // G, BLOCK_N, D)
-            acc = tl.dot(p.to(values.dtype), values, acc * shrink, input_precision="ieee")
-    here = rows < last
-    tl.store(pointers(out, first, head, H, BLOCK_M, D), acc / total[:, None], here[:, None])
-    log_sum = (peak + tl.log2(total)) * (1 / LOG2E)
-    tl.store(lse + head.to(tl.int64) * tokens + rows, log_sum, here)
+    """Fills out [T, H, D], and lse fp32 [H, T], the log2 of the sum of exp(score).
 
-
-@triton.jit
-def pointers(x, row, head, HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
-    """Returns those of ROWS rows of one head, from `row` on, in x [T, HEADS, D]: [ROWS, D]."""
-    tile = tl.arange(0, ROWS)[:, None] * (HEADS * D) + head * D + tl.arange(0, D)
-    return x + row.to(tl.int64) * (HEADS * D) + tile
-
-
-@triton.jit
-def load_rows(x, row, stop, head, HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
-    """Returns these rows, with zeros from row `stop` on."""
-    exists = row + tl.arange(0, ROWS) < stop
-    return tl.load(pointers(x, row, head, HEADS, ROWS, D), exists[:, None], 0.0)
-
-
-@triton.jit
-def fields(row):
-    """Returns the four numbers of an item or a visit (see Work)."""
-    return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
-
-
-@triton.jit
-def walk(visit, rows, first, last, BLOCK_N: tl.constexpr):
-    """Returns (limit, begin, edge, stop) for the block of queries first .. last over a span.
-
-    A row sees the keys from begin to below its limit. Tiles begin .. edge need no mask, edge ..
-    stop do.
+    A program visits first the tiles of a span that all of its queries see, without a mask, then
+    those on the span's edge.
     """
-    start, end, key_start, key_end = fields(visit)
+    SCALE: tl.constexpr = D**-0.5 * LOG2E
+    head = tl.program_id(0) % H
+    kv_head = head // G
+    first, last, first_visit, last_visit = _load_four(blocks_ptr, tl.program_id(0) // H)
+    rows = first + tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, BLOCK_N)
+    q = _load_rows(q_ptr, first, last, head, H, BLOCK_M, D)
+    row_max, row_sum, acc = softmax_start(BLOCK_M, D)
+    for visit in range(first_visit, last_visit):
+        limit, start, edge, stop = _keys_of(visits_ptr, visit, rows, first, last, BLOCK_N)
+        for offset in range(0, stop - start, BLOCK_N):
+            key = start + offset
+            k = _load_rows(k_ptr, key, stop, kv_head, H // G, BLOCK_N, D)
+            scores = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+            if key >= edge:
+                # finite: what a row that sees nothing yet adds up is scaled to 0 at its first key
+                scores = tl.where((key + columns)[None, :] < limit[:, None], scores, -1e9)
+            p, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum, SCALE)
+            v = _load_rows(v_ptr, key, stop, kv_head, H // G, BLOCK_N, D)
+            acc = tl.dot(p.to(v.dtype), v, acc * rescale, input_precision="ieee")
+    exists = rows < last
+    out = acc / row_sum[:, None]
+    tl.store(_pointers(out_ptr, first, head, H, BLOCK_M, D), out, exists[:, None])
+    tl.store(lse_ptr + head.to(tl.int64) * tokens + rows, row_max + tl.log2(row_sum), exists)
+
+
+# Backward (Dao et al. 2022, algorithm 4). With score = q k^T / sqrt(D), p = exp(score - lse),
+# dp = dout v^T and delta = sum(dout * out):
+#
+#     dv = p^T dout      ds = p (dp - delta)      dq = ds k / sqrt(D)      dk = ds^T q / sqrt(D)
+#
+# p and ds are fp32 until they meet their other factor. One kernel owns queries, one owns keys, and
+# both compute p and dp: 7 products a tile instead of 5, and no sum that two programs share.
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def flash_backward_queries(
+    dout_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    delta_ptr,
+    dq_ptr,
+    blocks_ptr,
+    visits_ptr,
+    tokens,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Fills dq [T, H, D], and delta fp32 [H, T], which the second kernel reads."""
+    SCALE: tl.constexpr = D**-0.5 * LOG2E
+    head = tl.program_id(0) % H
+    kv_head = head // G
+    first, last, first_visit, last_visit = _load_four(blocks_ptr, tl.program_id(0) // H)
+    rows = first + tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, BLOCK_N)
+    exists = rows < last
+    q = _load_rows(q_ptr, first, last, head, H, BLOCK_M, D)
+    dout = _load_rows(dout_ptr, first, last, head, H, BLOCK_M, D)
+    out = _load_rows(out_ptr, first, last, head, H, BLOCK_M, D)
+    delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)  # [BLOCK_M]
+    row_offsets = head.to(tl.int64) * tokens + rows
+    tl.store(delta_ptr + row_offsets, delta, exists)
+    lse = tl.load(lse_ptr + row_offsets, exists, 0.0)
+    dq = tl.zeros([BLOCK_M, D], tl.float32)
+    for visit in range(first_visit, last_visit):
+        limit, start, edge, stop = _keys_of(visits_ptr, visit, rows, first, last, BLOCK_N)
+        for offset in range(0, stop - start, BLOCK_N):
+            key = start + offset
+            k = _load_rows(k_ptr, key, stop, kv_head, H // G, BLOCK_N, D)
+            v = _load_rows(v_ptr, key, stop, kv_head, H // G, BLOCK_N, D)
+            scores = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+            p = tl.exp2(scores * SCALE - lse[:, None])
+            if key >= edge:
+                p = tl.where((key + columns)[None, :] < limit[:, None], p, 0.0)
+            dp = tl.dot(dout, v.T, input_precision="ieee")
+            ds = p * (dp - delta[:, None])
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    tl.store(_pointers(dq_ptr, first, head, H, BLOCK_M, D), dq * D**-0.5, exists[:, None])
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def flash_backward_keys(
+    dout_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    lse_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    blocks_ptr,
+    visits_ptr,
+    tokens,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Fills dk and dv [T, Hkv, D] from all query heads and all spans that read a block of keys."""
+    SCALE: tl.constexpr = D**-0.5 * LOG2E
+    HKV: tl.constexpr = H // G
+    kv_head = tl.program_id(0) % HKV
+    first, last, first_visit, last_visit = _load_four(blocks_ptr, tl.program_id(0) // HKV)
+    keys = first + tl.arange(0, BLOCK_N)
+    columns = tl.arange(0, BLOCK_M)
+    k = _load_rows(k_ptr, first, last, kv_head, HKV, BLOCK_N, D)
+    v = _load_rows(v_ptr, first, last, kv_head, HKV, BLOCK_N, D)
+    dk = tl.zeros([BLOCK_N, D], tl.float32)
+    dv = tl.zeros([BLOCK_N, D], tl.float32)
+    for visit in range(first_visit, last_visit):
+        needs, start, edge, end = _queries_of(visits_ptr, visit, keys, first, last, BLOCK_M)
+        # all query heads of the kv head in one loop, so that the pipeline of loads fills once
+        row = start
+        head = kv_head * G
+        for _ in range(0, G * tl.cdiv(end - start, BLOCK_M)):
+            q = _load_rows(q_ptr, row, end, head, H, BLOCK_M, D)
+            dout = _load_rows(dout_ptr, row, end, head, H, BLOCK_M, D)
+            row_offsets = head.to(tl.int64) * tokens + row + columns
+            exists = row + columns < end
+            lse = tl.load(lse_ptr + row_offsets, exists, 0.0)
+            delta = tl.load(delta_ptr + row_offsets, exists, 0.0)
+            scores = tl.dot(k, q.T, input_precision="ieee")  # [BLOCK_N, BLOCK_M]
+            # beyond the span p is 1: there dout is 0
+            p = tl.exp2(scores * SCALE - lse[None, :])
+            if row < edge:
+                p = tl.where((row + columns)[None, :] >= needs[:, None], p, 0.0)
+            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
+            dp = tl.dot(v, dout.T, input_precision="ieee")
+            ds = p * (dp - delta[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+            row += BLOCK_M
+            head = tl.where(row < end, head, head + 1)
+            row = tl.where(row < end, row, start)
+    exists = (keys < last)[:, None]
+    tl.store(_pointers(dk_ptr, first, kv_head, HKV, BLOCK_N, D), dk * D**-0.5, exists)
+    tl.store(_pointers(dv_ptr, first, kv_head, HKV, BLOCK_N, D), dv, exists)
+
+
+@triton.jit
+def _keys_of(visits_ptr, visit, rows, first, last, BLOCK_N: tl.constexpr):
+    """Returns (limit, start, edge, stop): what the queries first .. last - 1 see of a span's keys.
+
+    A row sees the keys from start to below its limit. Tiles of keys from start to below edge need
+    no mask, those from edge to below stop do.
+    """
+    start, end, key_start, key_end = _load_four(visits_ptr, visit)
     causal = start == key_start
     limit = tl.where((rows >= start) & (rows < end), tl.where(causal, rows + 1, key_end), 0)
     stop = tl.where(causal, tl.minimum(key_end, last), key_end)
-    common = tl.where(causal, first + 1, key_end) - key_start  # keys that all rows of the span see
-    inside = (start <= first) & (last <= end)
-    edge = key_start + tl.where(inside, common // BLOCK_N * BLOCK_N, 0)
+    seen_by_all = tl.where(causal, first + 1, key_end) - key_start  # keys, by the rows in the span
+    all_in_span = (start <= first) & (last <= end)
+    edge = key_start + tl.where(all_in_span, seen_by_all // BLOCK_N * BLOCK_N, 0)
     return limit, key_start, edge, stop
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, spans: list[tuple[int, int, int, int]]) -> Tensor:
-    """Returns out [T, H, D], in the dtype of the arguments."""
-    seen = torch.zeros(len(q), len(q), dtype=torch.bool, device=q.device)  # [query, key]
-    for start, end, key_start, key_end in spans:
-        block = seen[start:end, key_start:key_end].fill_(True)
-        if start == key_start:
-            block.tril_()
-    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    return scaled_dot_product_attention(q, k, v, seen, enable_gqa=True).transpose(0, 1)
+@triton.jit
+def _queries_of(visits_ptr, visit, keys, first, last, BLOCK_M: tl.constexpr):
+    """Returns (needs, start, edge, end): which queries of a span see the keys first .. last - 1.
+
+    A key is seen by the rows from its needs to below end. Tiles of queries from start to below edge
+    need a mask, those from edge to below end do not.
+    """
+    start, end, key_start, key_end = _load_four(visits_ptr, visit)
+    causal = start == key_start
+    in_span = (keys >= key_start) & (keys < key_end)
+    needs = tl.where(in_span, tl.where(causal, keys, start), end)
+    skipped = tl.where(causal, tl.maximum(first - start, 0) // BLOCK_M * BLOCK_M, 0)
+    all_in_span = (key_start <= first) & (last <= key_end)
+    edge = tl.where(all_in_span, tl.where(causal, last - 1, start), end)
+    return needs, start + skipped, edge, end
+
+
+@triton.jit
+def _load_four(table_ptr, row):
+    """Returns the four numbers of a row of a work list."""
+    row_ptr = table_ptr + row * 4
+    return tl.load(row_ptr), tl.load(row_ptr + 1), tl.load(row_ptr + 2), tl.load(row_ptr + 3)
+
+
+@triton.jit
+def _pointers(x_ptr, row, head, HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
+    """Returns the pointers [ROWS, D] of one head's rows, from `row` on, in x [T, HEADS, D]."""
+    tile = tl.arange(0, ROWS)[:, None] * (HEADS * D) + head * D + tl.arange(0, D)
+    return x_ptr + row.to(tl.int64) * (HEADS * D) + tile
+
+
+@triton.jit
+def _load_rows(x_ptr, row, stop, head, HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
+    """Returns the rows [ROWS, D] of one head, from `row` on, with zeros from row `stop` on."""
+    exists = row + tl.arange(0, ROWS) < stop
+    return tl.load(_pointers(x_ptr, row, head, HEADS, ROWS, D), exists[:, None], 0.0)

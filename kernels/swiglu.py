@@ -1,10 +1,9 @@
-"""SwiGLU, silu(gate) * up with silu(x) = x * sigmoid(x) (Shazeer 2020, eq. 5), and its gradient.
+"""SwiGLU: silu(gate) * up, with silu(x) = x * sigmoid(x) (Shazeer 2020, eq. 5).
 
-gate and up stand side by side in one row, as one matrix product leaves them. Forward: 3 elements
-moved for each of T * F outputs (T = 8192, F = 12288, bf16: 604 MB) and about 10 FLOPs. Backward: 5
-elements moved; with s = sigmoid(gate), dgate = grad * up * s * (1 + gate * (1 - s)) and dup = grad
-* gate * s. Bandwidth is the limit of both. One program owns BLOCK neighbouring columns of one row.
-The arithmetic is fp32, and every result is rounded once.
+gate and up stand side by side in one row, as one matrix product leaves them. Forward moves 3
+elements for each of the T * F outputs (T = 8192, F = 12288, bf16: 604 MB) with about 10 FLOPs,
+backward 5 elements (1.0 GB): bandwidth is the limit of both. One program owns BLOCK neighbouring
+columns of one row. The arithmetic is fp32, and every result is rounded once.
 """
 
 import torch
@@ -12,59 +11,105 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import check, require
+from kernels.common import check, on_device
 
 BLOCK = 2048
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """Returns silu(gate) * up, differentiable: gate_up [T, 2 * F], the gate first -> [T, F].
+def naive_swiglu(gate_up: Tensor) -> Tensor:
+    """Returns what swiglu computes, column by column, in the dtype of its argument."""
+    width = gate_up.shape[1] // 2
+    columns = []
+    for i in range(width):
+        gate = gate_up[:, i]  # [T]
+        up = gate_up[:, width + i]
+        columns.append(gate * gate.sigmoid() * up)
+    return torch.stack(columns, dim=1)
 
-    Rows may have any stride.
+
+@on_device
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Returns silu(gate) * up [T, F], differentiable.
+
+    gate_up [T, 2 * F] of DTYPES with any row stride, the gate first. ValueError for other shapes.
     """
+    check((None, None), strided=True, gate_up=gate_up)
+    width = gate_up.shape[1]
+    if width % 2 != 0:
+        raise ValueError(f"gate_up has {width} columns; expected an even number")
+    if not torch.is_grad_enabled():
+        return _forward(gate_up)
     return _SwiGLU.apply(gate_up)
+
+
+def _forward(gate_up: Tensor) -> Tensor:
+    rows, width = gate_up.shape
+    out = gate_up.new_empty(rows, width // 2)
+    grid = (rows * triton.cdiv(width // 2, BLOCK),)
+    _swiglu[grid](gate_up, out, gate_up.stride(0), width // 2, BLOCK)
+    return out
+
+
+@triton.jit
+def _swiglu(
+    gate_up_ptr,  # [T, 2 * F], rows `stride` apart
+    out_ptr,  # [T, F]
+    stride,
+    F: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, cols, gate, up = _load_block(gate_up_ptr, stride, F, BLOCK)
+    tl.store(out_ptr + row * F + cols, gate * tl.sigmoid(gate) * up, cols < F)
+
+
+@triton.jit
+def _load_block(gate_up_ptr, stride, F: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns the row of a program, its columns, and gate and up there, fp32 [BLOCK]."""
+    programs_of_row = tl.cdiv(F, BLOCK)
+    row = (tl.program_id(0) // programs_of_row).to(tl.int64)
+    cols = tl.program_id(0) % programs_of_row * BLOCK + tl.arange(0, BLOCK)
+    gate_ptr = gate_up_ptr + row * stride + cols
+    gate = tl.load(gate_ptr, cols < F, 0.0).to(tl.float32)
+    up = tl.load(gate_ptr + F, cols < F, 0.0).to(tl.float32)
+    return row, cols, gate, up
+
+
+# Backward, with s = sigmoid(gate):
+#
+#     d_gate = d_out * up * s * (1 + gate * (1 - s))        d_up = d_out * gate * s
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_up):
-        check((None, None), strided=True, gate_up=gate_up)
-        rows, width = gate_up.shape
-        require(width % 2 == 0, f"gate_up has {width} columns; expected an even number")
         ctx.save_for_backward(gate_up)
-        return _launch(gate_up, None, gate_up.new_empty(rows, width // 2))
+        return _forward(gate_up)
 
     @staticmethod
-    def backward(ctx, grad):
+    @on_device
+    def backward(ctx, d_out):
         (gate_up,) = ctx.saved_tensors
-        return _launch(gate_up, grad.contiguous(), gate_up.new_empty(gate_up.shape))
-
-
-def _launch(gate_up, grad, out) -> Tensor:
-    rows, width = gate_up.shape
-    grid = (rows * triton.cdiv(width // 2, BLOCK),)
-    _swiglu[grid](gate_up, grad, out, gate_up.stride(0), width // 2, BLOCK)
-    return out
+        rows, width = gate_up.shape
+        d_gate_up = gate_up.new_empty(rows, width)
+        grid = (rows * triton.cdiv(width // 2, BLOCK),)
+        _swiglu_backward[grid](
+            gate_up, d_out.contiguous(), d_gate_up, gate_up.stride(0), width // 2, BLOCK
+        )
+        return d_gate_up
 
 
 @triton.jit
-def _swiglu(gate_up_ptr, grad_ptr, out_ptr, stride, F: tl.constexpr, BLOCK: tl.constexpr):
-    """Fills out with the product [T, F], or if grad_ptr is given with the gradient [T, 2 * F]."""
-    row = (tl.program_id(0) // tl.cdiv(F, BLOCK)).to(tl.int64)
-    cols = tl.program_id(0) % tl.cdiv(F, BLOCK) * BLOCK + tl.arange(0, BLOCK)
-    inside = cols < F
-    gate = tl.load(gate_up_ptr + row * stride + cols, inside, 0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * stride + F + cols, inside, 0.0).to(tl.float32)
+def _swiglu_backward(
+    gate_up_ptr,  # [T, 2 * F], rows `stride` apart
+    d_out_ptr,  # [T, F]
+    d_gate_up_ptr,  # [T, 2 * F]
+    stride,
+    F: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, cols, gate, up = _load_block(gate_up_ptr, stride, F, BLOCK)
+    d_out = tl.load(d_out_ptr + row * F + cols, cols < F, 0.0).to(tl.float32)
     s = tl.sigmoid(gate)
-    if grad_ptr is None:
-        tl.store(out_ptr + row * F + cols, gate * s * up, inside)
-    else:
-        grad = tl.load(grad_ptr + row * F + cols, inside, 0.0).to(tl.float32)
-        tl.store(out_ptr + row * 2 * F + cols, grad * up * s * (1 + gate * (1 - s)), inside)
-        tl.store(out_ptr + row * 2 * F + F + cols, grad * gate * s, inside)
-
-
-def reference(gate_up: Tensor) -> Tensor:
-    """Returns what swiglu computes, in the dtype of its argument."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return gate * gate.sigmoid() * up
+    d_gate_ptr = d_gate_up_ptr + row * 2 * F + cols
+    tl.store(d_gate_ptr, d_out * up * s * (1 + gate * (1 - s)), cols < F)
+    tl.store(d_gate_ptr + F, d_out * gate * s, cols < F)

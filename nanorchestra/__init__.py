@@ -8,8 +8,8 @@ from typing import Any
 
 _HOMES = {
     "Engine": "engine.engine",
-    "Completion": "engine.request",
-    "SamplingParams": "engine.request",
+    "Completion": "engine.sequence",
+    "SamplingParams": "engine.sequence",
     "load_model": "model.weights",
     "pack": "model.native",
     "chat": "model.chat",

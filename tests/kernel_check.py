@@ -1,10 +1,27 @@
-"""Judges kernels by their distance to float64, in multiples of the rounding of the exact result."""
+"""What the tests of kernels share.
+
+Results are judged by their distance to float64, in multiples of the rounding of the exact result.
+`program_order` runs the programs of a launch in another order than the interpreter's, and
+`GuardPages` ends the process at an access outside of a tensor.
+"""
 
 from __future__ import annotations
+
+import ctypes
+import faulthandler
+import mmap
+import os
+import random
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from triton.runtime.interpreter import InterpreterBuilder
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -60,3 +77,102 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
         out = F.scaled_dot_product_attention(*heads_first, mask, enable_gqa=True)
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)
+
+
+ORDERS = ("ascending", "descending", "shuffled")
+_start_launch, _start_program = InterpreterBuilder.set_grid_dim, InterpreterBuilder.set_grid_idx
+
+
+@contextmanager
+def program_order(order: str) -> Iterator[None]:
+    """Lets the interpreter run the programs of each launch in one of ORDERS.
+
+    A GPU runs them in any order. The interpreter runs one after the other, so that a program which
+    reads what an earlier one has written goes unnoticed in ascending order.
+    """
+    generator = random.Random(0)
+
+    def set_grid_dim(self, *sizes):
+        _start_launch(self, *sizes)
+        programs = list(_indices(*sizes))
+        if order == "descending":
+            programs.reverse()
+        if order == "shuffled":
+            generator.shuffle(programs)
+        self.programs_left = iter(programs)
+
+    def set_grid_idx(self, *_):
+        _start_program(self, *next(self.programs_left))
+
+    before = InterpreterBuilder.set_grid_dim, InterpreterBuilder.set_grid_idx
+    InterpreterBuilder.set_grid_dim, InterpreterBuilder.set_grid_idx = set_grid_dim, set_grid_idx
+    try:
+        yield
+    finally:
+        InterpreterBuilder.set_grid_dim, InterpreterBuilder.set_grid_idx = before
+
+
+def _indices(nx: int, ny: int, nz: int) -> Iterator[tuple[int, int, int]]:
+    for x in range(nx):
+        for y in range(ny):
+            for z in range(nz):
+                yield x, y, z
+
+
+class GuardPages(TorchDispatchMode):
+    """Places the memory of every tensor that is made between two pages that cannot be accessed.
+
+    An access before its first page or past its last one ends the process with SIGSEGV. The tensor
+    ends where its last page ends, or begins where its first page begins (`at_end`).
+    """
+
+    def __init__(self, at_end: bool):
+        super().__init__()
+        self.at_end = at_end
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        known = set()
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, Tensor):
+                known.add(x.untyped_storage().data_ptr())
+
+        def guarded(x: Tensor) -> Tensor:
+            if x.untyped_storage().data_ptr() in known:
+                return x  # a view, or changed in place
+            return self.move(x)
+
+        return tree_map_only(Tensor, guarded, function(*args, **kwargs))
+
+    def move(self, x: Tensor) -> Tensor:
+        """Returns x in memory with guard pages."""
+        storage = x.untyped_storage()
+        if x.device.type != "cpu" or storage.nbytes() == 0:
+            return x
+        page = mmap.PAGESIZE
+        pages = -(-storage.nbytes() // page) * page
+        memory = mmap.mmap(-1, pages + 2 * page)
+        first = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        offset = page + (pages - storage.nbytes() if self.at_end else 0)
+        ctypes.memmove(first + offset, storage.data_ptr(), storage.nbytes())
+        for guard in (first, first + page + pages):
+            protected = ctypes.CDLL(None).mprotect(ctypes.c_void_p(guard), page, 0)
+            assert protected == 0
+        flat = torch.frombuffer(memory, dtype=torch.uint8, count=storage.nbytes(), offset=offset)
+        return flat.view(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def exit_code(run: Callable[[], object]) -> int:
+    """Returns how a forked process that calls `run` ends: 0, 1 at an exception, or -signal."""
+    process = os.fork()
+    if process == 0:
+        code = 1
+        faulthandler.disable()
+        try:
+            run()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])

@@ -6,7 +6,7 @@ import torch
 
 
 def segment_attention(segments, q, k, v):
-    """What packed_attention computes: q [T, H, D], k and v [T, Hkv, D] -> [T, H, D]."""
+    """What PackedAttention.attend computes: q [T, H, D], k and v [T, Hkv, D] -> [T, H, D]."""
     outputs, seen = [], {}
     for segment in segments:
         own = list(range(segment.start, segment.start + segment.length))

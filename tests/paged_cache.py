@@ -1,6 +1,6 @@
-"""Sequences on shuffled cache pages for the tests of attention kernels.
+"""Sequences on shuffled cache pages, for the tests of the attention kernels.
 
-What no sequence has stored is NaN, and table entries past the end are far out of range.
+What no sequence has stored is NaN, and block table entries past the end are far out of range.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import math
 import torch
 from kernel_check import DEVICE, poisoned, randn
 
+OUT_OF_RANGE = 2**30  # a page that no cache has
+
 
 class Cache:
     """Pages of sequences of given lengths, whose first `shared` keys are the same."""
@@ -19,38 +21,42 @@ class Cache:
         used = [math.ceil(n / page) for n in lengths]
         free = iter((torch.randperm(sum(used) + 3, generator=generator) + 1).tolist())
         common = list(itertools.islice(free, shared // page))
-        shape = sum(used) + 4, kv_heads, page, dim
-        self.k, self.v = (poisoned(*shape, dtype=dtype) for _ in range(2))
-        tables = torch.full((len(lengths), max(used, default=0) + 3), 2**30, dtype=torch.int32)
+        self.k = poisoned(sum(used) + 4, kv_heads, page, dim, dtype=dtype)
+        self.v = poisoned(sum(used) + 4, kv_heads, page, dim, dtype=dtype)
+        width = max(used, default=0) + 3
+        block_tables = torch.full((len(lengths), width), OUT_OF_RANGE, dtype=torch.int32)
         for row, (n, pages) in enumerate(zip(lengths, used, strict=True)):
-            mine = (common + list(itertools.islice(free, pages)))[:pages]
-            tables[row, :pages] = torch.tensor(mine, dtype=torch.int32)
-            for index, number in enumerate(mine):
+            block_table = (common + list(itertools.islice(free, pages)))[:pages]
+            block_tables[row, :pages] = torch.tensor(block_table, dtype=torch.int32)
+            for index, number in enumerate(block_table):
                 stored = min(page, n - index * page)
                 for cache in (self.k, self.v):
                     cache[number, :, :stored] = randn(generator, kv_heads, stored, dim, dtype=dtype)
-        self.tables = tables.to(DEVICE)[:, :-1]  # a row stride beyond the width
-        self.lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+        self.block_tables = block_tables.to(DEVICE)[:, :-1]  # a row stride beyond the width
+        self.context_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
         self.set_queries(generator, len(lengths), heads)
 
     def set_queries(self, generator, rows: int, heads: int) -> None:
         """Draws queries as a view of the fused projection."""
         _, kv_heads, _, dim = self.k.shape
-        q = randn(generator, rows, heads + 2 * kv_heads, dim, dtype=self.k.dtype)
-        self.q = q[:, :heads]
+        qkv = randn(generator, rows, heads + 2 * kv_heads, dim, dtype=self.k.dtype)
+        self.q = qkv[:, :heads]
 
 
 def joined(*caches: Cache) -> Cache:
     """Returns the sequences of several caches as one batch over one cache."""
     whole = caches[0]
-    firsts = itertools.accumulate([len(cache.k) for cache in caches], initial=0)
-    width = max(cache.tables.shape[1] for cache in caches)
-    whole.tables = torch.cat(
-        [
-            torch.nn.functional.pad(cache.tables + first, (0, width - cache.tables.shape[1]))
-            for cache, first in zip(caches, firsts, strict=False)
-        ]
-    )
-    for name in ("q", "lengths", "k", "v"):
-        setattr(whole, name, torch.cat([getattr(cache, name) for cache in caches]))
+    width = max(cache.block_tables.shape[1] for cache in caches)
+    block_tables = []
+    first_page = 0
+    for cache in caches:
+        missing = width - cache.block_tables.shape[1]
+        block_table = cache.block_tables + first_page
+        block_tables.append(torch.nn.functional.pad(block_table, (0, missing), value=OUT_OF_RANGE))
+        first_page += len(cache.k)
+    whole.block_tables = torch.cat(block_tables)
+    whole.q = torch.cat([cache.q for cache in caches])
+    whole.context_lens = torch.cat([cache.context_lens for cache in caches])
+    whole.k = torch.cat([cache.k for cache in caches])
+    whole.v = torch.cat([cache.v for cache in caches])
     return whole

@@ -6,37 +6,36 @@ import itertools
 
 from invariants import check_scheduler
 
-from nanorchestra.engine.cache import PageCache, PageTable
-from nanorchestra.engine.request import Request, SamplingParams
-from nanorchestra.engine.scheduler import Plan, Scheduler
+from nanorchestra.engine.block_manager import BlockManager
+from nanorchestra.engine.scheduler import Batch, PageCopy, Scheduler
+from nanorchestra.engine.sequence import Request, SamplingParams, Sequence
 
 
 class FakePool:
     """Holds for each slot what its keys and values depend on: the weights, and all ids so far."""
 
-    def __init__(self, cache: PageCache):
-        self.cache, self.slots = cache, {}
+    def __init__(self, blocks: BlockManager):
+        self.blocks, self.slots = blocks, {}
 
-    def copy(self, copies: dict[int, int]) -> None:
-        old = dict(self.slots)
-        for page, source in copies.items():
-            for offset in range(self.cache.page_size):
-                self.slots[page, offset] = old.get((source, offset))
+    def copy(self, copies: list[PageCopy]) -> None:
+        for copy in copies:
+            for offset in range(self.blocks.page_size):
+                self.slots[copy.target, offset] = self.slots.get((copy.source, offset))
 
-    def _history(self, ids: list[int], position: int) -> tuple:
-        return self.cache.root, tuple(ids[: position + 1])
+    def _history(self, sequence: Sequence, position: int) -> tuple:
+        return self.blocks.root, tuple(sequence.ids[: position + 1])
 
-    def write(self, table: PageTable, ids: list[int], start: int, count: int) -> None:
-        size = self.cache.page_size
-        for p in range(start, start + count):
-            self.slots[table.pages[p // size], p % size] = self._history(ids, p)
+    def write(self, sequence: Sequence, start: int, end: int) -> None:
+        size = self.blocks.page_size
+        for p in range(start, end):
+            self.slots[sequence.block_table[p // size], p % size] = self._history(sequence, p)
 
-    def assert_reads(self, table: PageTable, ids: list[int], length: int) -> None:
+    def assert_reads(self, sequence: Sequence, length: int) -> None:
         """What is read through the table is the sequence's own history, under these weights."""
-        size = self.cache.page_size
+        size = self.blocks.page_size
         for p in range(length):
-            stored = self.slots.get((table.pages[p // size], p % size))
-            assert stored == self._history(ids, p), f"position {p} holds {stored}"
+            stored = self.slots.get((sequence.block_table[p // size], p % size))
+            assert stored == self._history(sequence, p), f"position {p} holds {stored}"
 
 
 def policy(ids: list[int]) -> int:
@@ -51,23 +50,25 @@ class World:
     """
 
     def __init__(self, num_pages=32, page_size=4, max_batch_tokens=64, max_running=8):
-        self.cache = PageCache(num_pages, page_size)
-        self.scheduler = Scheduler(self.cache, max_batch_tokens, max_running)
-        self.pool = FakePool(self.cache)
+        self.blocks = BlockManager(num_pages, page_size)
+        self.scheduler = Scheduler(self.blocks, max_batch_tokens, max_running)
+        self.pool = FakePool(self.blocks)
         self.log: list[tuple[list[int], list[tuple[int, int, int]]]] = []
         self.requests: list[Request] = []
+        self.texts: dict[int, list[int]] = {}  # of requests that have ended: prompt and text
         self.done: dict[int, str] = {}
         self._ids = itertools.count()
 
     def submit(
-        self, ids: list[int], max_tokens: int = 4, table: PageTable | None = None
+        self, ids: list[int], max_tokens: int = 4, session: Sequence | None = None
     ) -> Request:
+        sequence = Sequence(list(ids)) if session is None else session
+        length = len(sequence.ids)
         request = Request(
             next(self._ids),
-            list(ids),
+            sequence,
             SamplingParams(max_tokens=max_tokens),
-            limit=min(len(ids) + max_tokens, self.cache.num_pages * self.cache.page_size + 1),
-            table=table or PageTable(),
+            limit=min(length + max_tokens, self.blocks.num_pages * self.blocks.page_size + 1),
         )
         self.requests.append(request)
         self.scheduler.add(request)
@@ -75,37 +76,42 @@ class World:
 
     def finish(self, request: Request, reason: str) -> None:
         self.done[request.id] = reason
+        self.texts[request.id] = list(request.ids)
         self.scheduler.finish(request)
 
     @property
     def has_work(self) -> bool:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
-    def step(self) -> Plan:
-        plan = self.scheduler.plan()
+    def step(self) -> Batch:
+        batch = self.scheduler.schedule()
         check_scheduler(self.scheduler)
-        chunks = [(r, len(r.ids) - 1, 1) for r in plan.decodes] + plan.prefills
         budget = self.scheduler.max_batch_tokens
-        assert sum(count for *_, count in chunks) <= budget, "the step is larger than its budget"
-        served = [r for r, *_ in chunks + plan.forks]
+        tokens = len(batch.decodes) + batch.prefill_tokens
+        assert tokens <= budget, "the step is larger than its budget"
+        served = batch.decodes + [chunk.request for chunk in batch.prefills]
         assert len(set(served)) == len(served), "a request is there twice"
         assert not {r.id for r in served} & self.done.keys(), "a request has ended"
-        self.pool.copy(plan.copies)
-        for request, start, count in chunks:
-            assert count > 0 and start == request.table.written, "a chunk leaves a gap"
-            self.pool.write(request.table, request.ids, start, count)
-        for request, start, count in chunks:
-            self.pool.assert_reads(request.table, request.ids, start + count)
-        for request, _ in plan.forks:
-            self.pool.assert_reads(request.table, request.ids, len(request.ids))
-        self.scheduler.commit(plan)
-        for request in plan.sampling:
+        chunks = [(r.sequence, len(r.ids) - 1, len(r.ids)) for r in batch.decodes]
+        for chunk in batch.prefills:
+            assert chunk.count > 0
+            assert chunk.is_last == (chunk.end == len(chunk.request.ids))
+            chunks.append((chunk.request.sequence, chunk.start, chunk.end))
+        self.pool.copy(batch.page_copies)
+        for sequence, start, end in chunks:
+            assert start == sequence.num_computed, "a chunk leaves a gap"
+            self.pool.write(sequence, start, end)
+        for sequence, _, end in chunks:
+            self.pool.assert_reads(sequence, end)
+        sampled = batch.sampled
+        self.scheduler.commit(batch)
+        for request in sampled:
             if reason := request.accept(policy(request.ids), 0.0):
                 self.finish(request, reason)
-        prefills = [(r.id, start, count) for r, start, count in plan.prefills]
-        self.log.append(([r.id for r in plan.decodes], prefills))
+        prefills = [(chunk.request.id, chunk.start, chunk.count) for chunk in batch.prefills]
+        self.log.append(([r.id for r in batch.decodes], prefills))
         check_scheduler(self.scheduler)
-        return plan
+        return batch
 
     def run(self, limit: int = 1000) -> None:
         for _ in range(limit):
@@ -122,8 +128,9 @@ class World:
     def assert_correct(self, *requests: Request) -> None:
         """They have ended with the tokens they would have alone."""
         for request in requests:
-            prompt = request.ids[: request.prompt_tokens]
-            assert request.ids == reference(prompt, request.limit - request.prompt_tokens)
+            text = self.texts[request.id]
+            prompt = text[: request.prompt_tokens]
+            assert text == reference(prompt, request.limit - request.prompt_tokens)
 
 
 def reference(prompt: list[int], max_tokens: int) -> list[int]:

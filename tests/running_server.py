@@ -28,7 +28,7 @@ SCRIPT = {
 
 def scripted(engine):
     """Replaces the draws of the requests whose prompt names a line of the script."""
-    draws, tokenizer = engine.runner.draws, engine.tokenizer
+    read, tokenizer = engine.runner.read, engine.tokenizer
 
     def line(request):
         prompt = tokenizer.decode(request.ids[: request.prompt_tokens])
@@ -37,8 +37,8 @@ def scripted(engine):
             return SCRIPT["say"]
         return next((text for word, text in SCRIPT.items() if f"!{word}" in said), None)
 
-    def draw(launched, requests):
-        drawn = draws(launched, requests)
+    def scripted_read(launched, requests):
+        drawn = read(launched, requests)
         for row, request in enumerate(requests):
             text, count = line(request), len(request.ids) - request.prompt_tokens
             if text == "":
@@ -48,7 +48,7 @@ def scripted(engine):
                 drawn[row] = Draw(token, -0.5, [(token, -0.5)] * request.params.top_logprobs)
         return drawn
 
-    engine.runner.draws = draw
+    engine.runner.read = scripted_read
     return engine
 
 
@@ -95,4 +95,4 @@ class Running:
         """No request is left, and no page is held."""
         wait(lambda: not self.service.live and not self.engine.has_work)
         check_scheduler(self.engine.scheduler)
-        assert self.engine.cache.available == self.engine.cache.num_pages
+        assert self.engine.blocks.available == self.engine.blocks.num_pages

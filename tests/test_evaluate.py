@@ -17,7 +17,6 @@ import torch
 from openai_server import openai_server, said
 
 import evaluate
-from benchmarks import ablation
 from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import Limits
 from nanorchestra.config import TaskSection
@@ -415,26 +414,6 @@ def test_intervals_tests_and_repeated_trials():
     assert p_value([0.0, 0.0]) == 1.0 and p_value([0.1] * 20) < 0.01 < p_value([1, -1, 1, -1, 1])
     assert pass_hat([(4, 4), (2, 4), (0, 4)], 1) == 0.5
     assert pass_hat([(4, 4), (2, 4), (0, 4)], 2) == pytest.approx((1 + 1 / 6) / 3)
-
-
-def test_a_part_of_the_reward_that_is_left_out_changes_no_reward(sandbox):
-    worlds = ablation.Ablated(TaskSection("miniature"), 0, sandbox)
-    data = {"bounds": [[0, 2], [0, 2]]}
-    task = Task("t", "?", Preference("", 0.2, 0.8, 0.0, {"x": -1.0}), data)
-    one, two = (Trajectory("t", 0, outcome=1.0, cost_usd=usd) for usd in (0, 1))
-    two.calls = {"x": 1}
-    for factors, ahead in (({}, True), ({"cost": 0.0}, True), ({"tools": 0.0}, True)):
-        worlds.factors = factors
-        a, b = worlds.training_rewards(task, [one, two], "task")
-        assert (a > b) == ahead
-    worlds.factors = {"cost": 0.0, "tools": 0.0}
-    assert worlds.training_rewards(task, [one, two], "task") == [1.0, 1.0]
-    assert one.reward == two.reward == 0.0, "the scores of the attempts stay"
-
-
-def test_a_wrong_number_of_seeds_is_refused_before_any_training(capsys):
-    assert ablation.main(["--seeds", "0"]) == 2
-    assert capsys.readouterr().err == "benchmarks.ablation: --seeds must be at least 1, not 0\n"
 
 
 def test_the_reward_of_calls_leaves_out_what_the_policy_itself_costs():

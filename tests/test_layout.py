@@ -37,8 +37,8 @@ OPTIONAL = {"flash_attn", "sklearn", "tau2"}
 FRAMEWORKS = {"transformers", "vllm", "trl", "ray", "accelerate", "deepspeed", "openai", "peft"}
 TORCH_FREE = (
     "engine.scheduler",
-    "engine.cache",
-    "engine.request",
+    "engine.block_manager",
+    "engine.sequence",
     "model.chat",
     "model.parser",
     "records",

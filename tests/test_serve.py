@@ -67,7 +67,7 @@ def command_line(talk, monkeypatch, capsys):
     """command_line(*arguments, script, typed) -> (status, stdout, stderr) of serve.main."""
 
     def run(*arguments, script=(), typed=""):
-        def load(path, limits, *_):
+        def load(path, limits, *_, **__):
             rollout = talk(*script)[0].rollout
             rollout.engine.model = load_rollout(NANO, limits, {}, 1).engine.model
             return rollout
@@ -212,14 +212,14 @@ def test_a_conversation_sees_what_was_said_in_the_cache(sandbox, tmp_path, capsy
     """Real engine, real tools: nano babbles, but its prompt is all that was said before."""
     rollout = load_rollout(NANO, Limits(2, 48, 2048), {"temperature": 0.0}, 1)
     cached = []
-    sample = rollout.engine.make_request
+    make = rollout.engine.make_turn
 
-    def make_request(ids, *rest):
-        request = sample(ids, *rest)
+    def make_turn(sequence, *rest):
+        request = make(sequence, *rest)
         cached.append(request)
         return request
 
-    rollout.engine.make_request = make_request
+    rollout.engine.make_turn = make_turn
     session = Session(rollout, Offered([spy()]), "", 0, io.StringIO())
     first = session.ask("My name is Ada.")
     second = session.ask("What is my name?")
@@ -289,7 +289,7 @@ def test_tokens_of_a_stopped_turn_are_kept_and_billed(talk):
     session.console.on_event = on_event
     t = session.ask("hello")
     sampled = sum(t.sampled)
-    assert t.status == "stopped" and sampled >= 5 and rollout.engine.cache.available == 129
+    assert t.status == "stopped" and sampled >= 5 and rollout.engine.blocks.available == 129
     assert t.cost_usd == pytest.approx(rollout.price.cost(len(t.ids) - sampled, sampled))
     session.console.on_event = show
     assert session.ask("go on").ids[: len(t.ids)] == t.ids

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 class NotHereError(Exception):
     """A part cannot run on this machine: a library is not installed, the memory is too small."""
@@ -37,37 +35,23 @@ class Part:
     def note(self, name: str, **values: Any) -> None:
         """Records and prints figures."""
         self.figures[name] = values
-        shown = (f"{key} {_shown(value)}" for key, value in values.items())
+        shown = [f"{key} {_shown(value)}" for key, value in values.items()]
         print(f"  {name:44} {', '.join(shown)}", flush=True)
-        self.save()
-
-    def save(self) -> None:
-        """Writes the figures, and which files of the project this process has loaded."""
-        if self.file is None:
-            return
-        loaded = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-        paths = [Path(name).resolve() for name in loaded if name and "site-packages" not in name]
-        mine = [path for path in paths if path.is_relative_to(ROOT)]
-        files = sorted({path.relative_to(ROOT).as_posix() for path in mine})
-        write(self.file, {"figures": self.figures, "files": files})
-
-
-BY_KERNEL = (  # where the project asks whether Triton kernels compute
-    "nanorchestra.engine.engine",
-    "nanorchestra.model.ops",
-    "nanorchestra.model.packed_attention",
-    "nanorchestra.model.quantise",
-    "nanorchestra.training.logprobs",
-)
+        if self.file is not None:
+            write(self.file, self.figures)
 
 
 @contextmanager
 def by_kernels(part: Part) -> Iterator[None]:
     """Lets the kernels compute in the rehearsal too: in Triton's interpreter, on CPU tensors."""
+    from nanorchestra.model import ops
+
+    by_kernel = ops.by_kernel
     with ExitStack() as patches:
         if part.rehearse:
-            for module in BY_KERNEL:
-                patches.enter_context(mock.patch(f"{module}.by_kernel", lambda x: True))
+            for module in list(sys.modules.values()):  # all that have imported it
+                if getattr(module, "by_kernel", None) is by_kernel:
+                    patches.enter_context(mock.patch.object(module, "by_kernel", lambda x: True))
             # A packed model is computed by C.
             patches.enter_context(mock.patch("nanorchestra.training.build.pack"))
         yield

@@ -1,34 +1,100 @@
-"""The kernels at shapes of Qwen3-8B, for compile.py and gpu.py, with bytes and FLOPs.
+"""Every kernel at the shapes of a model: arguments, bytes and FLOPs.
 
-32 query heads and 8 key/value heads of 128, hidden size 4096, feed-forward 12288, 151936 ids, bf16.
-Pages have 64 tokens, as in the engine. Inputs are made on torch's default device.
+compile.py compiles the cases of several models, benchmarks/gpu.py times those of Qwen3-8B, and
+tests/kernels runs those of SMALL in the interpreter. Inputs are made on torch's default device, in
+bf16. The file computes nothing itself.
 """
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from kernels import norm, swiglu
 from kernels.common import FP8
-from kernels.decode import decode_attention
-from kernels.decode_plan import DecodeWork, decode_work
-from kernels.flash_plan import flash_attention, plan
+from kernels.flash import Span, flash_attention, flash_work
 from kernels.logprob import linear_logprob
-from kernels.prefill import prefill_attention, prefill_work
+from kernels.paged_decode import (
+    DecodeWork,
+    SharedPrefix,
+    decode_attention,
+    decode_items,
+    decode_scratch,
+    rows_per_item,
+    split_bounds,
+)
+from kernels.paged_prefill import prefill_attention, prefill_items
+from kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_store
 from kernels.quantised import quantised_linear
-from kernels.rope import norm_rope_store
-from kernels.sample import sample
-from kernels.truncate import truncation
+from kernels.rms_norm import add_rms_norm, rms_norm
+from kernels.sample import sample, truncation_floor
+from kernels.swiglu import swiglu
 
-H, HKV, D, HIDDEN, FF, VOCAB, PAGE = 32, 8, 128, 4096, 12288, 151936, 64
-T, EPS = 8192, 1e-6
+EPS = 1e-6
 randn = partial(torch.randn, dtype=torch.bfloat16)
 Function = Callable[..., Any]
 Inputs = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model, and of the batches at which its kernels are called."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    ff: int
+    vocab: int
+    page: int = 64  # tokens, as in the engine
+    tokens: int = 8192  # of a training pack, and of a prefill
+    rows: int = 64  # of a decode step
+    context: int = 4096  # keys of a row
+    long_context: int = 32768  # keys of one row alone
+    max_context: int = 40960  # for which the scratch of a decode step is made
+    prefix: int = 4096  # keys that the rows of a sample group share
+    samples: int = 16  # rows of a sample group
+    draws: int = 256  # rows whose tokens are drawn
+
+    @property
+    def qkv(self) -> int:
+        """Columns of the joint projection of queries, keys and values."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+
+QWEN3_8B = Shape("Qwen3-8B", 32, 8, 128, 4096, 12288, 151936)
+# Other numbers of query heads a kv head, of which decode attention makes tiles of 16 rows.
+OTHER_GROUPS = (
+    Shape("Qwen3-0.6B", 16, 8, 128, 1024, 3072, 151936),  # 2
+    Shape("Qwen3-32B", 64, 8, 128, 5120, 25600, 151936),  # 8
+)
+# Heads that every kernel of attention and rotation is compiled for.
+OTHER_HEADS = (
+    Shape("Qwen3-14B", 40, 8, 128, 5120, 17408, 151936),  # 5, no power of two
+    Shape("Llama-3.2-1B", 32, 8, 64, 2048, 8192, 128256),  # of dimension 64
+)
+SMALL = Shape(
+    "small",
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    hidden=64,
+    ff=96,
+    vocab=300,
+    page=16,
+    tokens=20,
+    rows=2,
+    context=140,
+    long_context=260,
+    max_context=400,
+    prefix=128,
+    samples=2,
+    draws=3,
+)
 
 
 @dataclass(frozen=True)
@@ -43,23 +109,26 @@ class Case:
     gradients: int = 0  # of the first so many arguments are computed too
 
     def call(self, *arguments: Any, run: Function | None = None) -> Any:
-        """Returns what the kernel does, or `run` in its place."""
+        """Returns what the kernel does, or `run` in its place: its gradients if the case has any.
+
+        The gradient of each output is 1 everywhere.
+        """
+        run = run or self.run
+        if not self.gradients:
+            return run(*arguments)
         leaves = [x.detach().requires_grad_() for x in arguments[: self.gradients]]
-        out = (run or self.run)(*leaves, *arguments[self.gradients :])
-        return torch.autograd.grad(out, leaves, torch.ones_like(out)) if leaves else out
+        outputs = run(*leaves, *arguments[self.gradients :])
+        if isinstance(outputs, Tensor):
+            outputs = (outputs,)
+        return torch.autograd.grad(outputs, leaves, [torch.ones_like(out) for out in outputs])
 
 
-def select(word: str) -> list[Case]:
-    """Returns the cases whose name contains the word. Exits with status 2 if there are none."""
-    cases = [
-        *pointwise(),
-        *(decode(64, 4096), decode(1, 32768), decode(64, 4352, shared=4096)),
-        decode(64, 4096, kind=FP8),
-        *(prefill(0, 8192), prefill(8192, 2048), prefill(8192, 2048, FP8)),
-        *training(),
-        *outputs(),
-        *(case for mode in ("int8", "int4", "awq", "fp8") for case in products(mode)),
-    ]
+def select(word: str, cases: list[Case] | None = None) -> list[Case]:
+    """Returns the cases whose name contains the word, among those of Qwen3-8B if not given.
+
+    Exits with status 2 if there are none.
+    """
+    cases = all_cases(QWEN3_8B) if cases is None else cases
     chosen = [case for case in cases if word in case.name]
     if not chosen:
         names = ", ".join(dict.fromkeys(case.name.split()[0] for case in cases))
@@ -68,130 +137,249 @@ def select(word: str) -> list[Case]:
     return chosen
 
 
-def pointwise() -> list[Case]:
-    """Returns norms, rotation and SwiGLU."""
-    heads, size, wide = H + 2 * HKV, 2 * T * HIDDEN, 2 * T * FF
-
-    def hidden():
-        return randn(T, HIDDEN), randn(HIDDEN), EPS
-
-    def qkv(kind=torch.bfloat16):
-        angles, caches = torch.rand(2, T, D // 2), randn(2, T // PAGE, HKV, PAGE, D).to(kind)
-        return randn(T, heads * D), tuple(randn(2, D)), *angles, *caches, torch.arange(T), EPS
-
-    def gates():
-        return (randn(T, 2 * FF),)
-
+def all_cases(shape: Shape) -> list[Case]:
+    """Returns every kernel at the sizes of a model."""
     return [
-        Case("rms_norm, residual", lambda: (*hidden(), randn(T, HIDDEN)), norm.rms_norm, 4 * size),
-        Case("rms_norm", hidden, norm.rms_norm_train, 5 * size, 0, 2),
-        Case("norm_rope_store", qkv, norm_rope_store, 4 * T * heads * D),
-        Case(
-            "norm_rope_store fp8", lambda: qkv(FP8), norm_rope_store, T * (4 * heads - 2 * HKV) * D
-        ),
-        Case("swiglu", gates, swiglu.swiglu, 8 * wide, 0, 1),
+        *norms(shape),
+        *rotations(shape),
+        activation(shape),
+        decode(shape, shape.rows, shape.context),
+        decode(shape, 1, shape.long_context),
+        decode(shape, shape.rows, shape.prefix + 4 * shape.page, shared=shape.prefix),
+        decode(shape, shape.rows, shape.context, dtype=FP8),
+        prefill(shape, 0, shape.tokens),
+        prefill(shape, shape.tokens, -(-shape.tokens // 4)),
+        prefill(shape, shape.tokens, -(-shape.tokens // 4), FP8),
+        *training(shape),
+        *outputs(shape),
+        *products(shape),
     ]
 
 
-def decode(rows: int, length: int, shared: int = 0, kind: torch.dtype = torch.bfloat16) -> Case:
-    """Returns decodes at one length; with `shared`, 16 neighbours have so many keys in common."""
-    groups, count = rows // 16 if shared else 0, rows * length // PAGE
+def other_shapes() -> list[Case]:
+    """Returns the kernels whose code depends on the heads of a model, for heads of other models."""
+    cases = []
+    for shape in (*OTHER_GROUPS, *OTHER_HEADS):
+        found = [
+            decode(shape, shape.rows, shape.context),
+            decode(shape, shape.rows, shape.context, dtype=FP8),
+        ]
+        if shape in OTHER_HEADS:
+            found += [*rotations(shape), prefill(shape, 0, shape.tokens), *training(shape)]
+        cases += [replace(case, name=f"{case.name} {shape.name}") for case in found]
+    return cases
+
+
+def norms(shape: Shape) -> list[Case]:
+    """Returns RMSNorm and the residual addition before it, each with gradients."""
+    tokens, size = shape.tokens, 2 * shape.tokens * shape.hidden
+
+    def alone():
+        return randn(tokens, shape.hidden), randn(shape.hidden), EPS
+
+    def residual():
+        return (*randn(2, tokens, shape.hidden), randn(shape.hidden), EPS)
+
+    return [
+        Case("rms_norm", alone, rms_norm, 2 * size),
+        Case("rms_norm backward", alone, rms_norm, 5 * size, gradients=2),
+        Case("add_rms_norm", residual, add_rms_norm, 4 * size),
+        Case("add_rms_norm backward", residual, add_rms_norm, 8 * size, gradients=3),
+    ]
+
+
+def rotations(shape: Shape) -> list[Case]:
+    """Returns norm and rotation of queries and keys, for a training pack and for a KV cache."""
+    tokens = shape.tokens
+    size = 2 * tokens * shape.qkv
+    pages = -(-tokens // shape.page)
+
+    def pack():
+        norms = randn(2, shape.head_dim)
+        angles = torch.rand(2, tokens, shape.head_dim // 2)
+        return randn(tokens, shape.qkv), *norms, *angles, shape.kv_heads, EPS
+
+    def store(dtype):
+        qkv, q_norm, k_norm, cos, sin, _, _ = pack()
+        caches = randn(2, pages, shape.kv_heads, shape.page, shape.head_dim).to(dtype)
+        slots = torch.arange(tokens, dtype=torch.int32)
+        return qkv, q_norm, k_norm, cos, sin, *caches, slots, EPS
+
+    saved = 2 * tokens * shape.kv_heads * shape.head_dim  # bytes by an FP8 cache
+    bf16 = partial(store, torch.bfloat16)
+    return [
+        Case("qk_norm_rope", pack, qk_norm_rope, 2 * size),
+        Case("qk_norm_rope backward", pack, qk_norm_rope, 5 * size, gradients=3),
+        Case("qk_norm_rope_store", bf16, qk_norm_rope_store, 2 * size),
+        Case("qk_norm_rope_store fp8", partial(store, FP8), qk_norm_rope_store, 2 * size - saved),
+    ]
+
+
+def activation(shape: Shape) -> Case:
+    """Returns SwiGLU with its gradient."""
+    tokens, ff = shape.tokens, shape.ff
+    return Case("swiglu", lambda: (randn(tokens, 2 * ff),), swiglu, 16 * tokens * ff, gradients=1)
+
+
+def decode(
+    shape: Shape,
+    rows: int,
+    context: int,
+    shared: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Case:
+    """Returns a decode step at one length; with `shared`, sample groups have so many keys alike."""
+    heads, kv_heads, dim, page = shape.heads, shape.kv_heads, shape.head_dim, shape.page
+    width = -(-context // page)  # pages of a row
+    groups = rows // shape.samples if shared else 0
 
     def make():
-        tables = torch.arange(count, dtype=torch.int32).view(rows, -1)
-        first = torch.arange(rows) // 16 * 16
-        tables[:, : shared // PAGE] = tables[first, : shared // PAGE]
-        spans = [(16 * i, 16, shared) for i in range(groups)]
-        *tensors, results = decode_work([length] * rows, spans, 16)
-        work = DecodeWork(*(x.to(torch.get_default_device()) for x in tensors), results)
-        lengths = torch.full((rows,), length, dtype=torch.int32)
-        caches = randn(2, count, HKV, PAGE, D).to(kind)
-        q, out = randn(2, rows, H, D)
-        return q, *caches, tables, lengths, work, out
+        block_tables = torch.arange(rows * width, dtype=torch.int32).view(rows, width)
+        prefixes = []
+        for group in range(groups):
+            first = group * shape.samples
+            prefixes.append(SharedPrefix(first, shape.samples, shared))
+            members = slice(first, first + shape.samples)
+            block_tables[members, : shared // page] = block_tables[first, : shared // page]
+        lengths = [context] * rows
+        device = torch.get_default_device()
+        bounds, partial, lse = decode_scratch(rows, shape.max_context, heads, dim, device)
+        with torch.device("cpu"):  # what the engine makes on the host
+            splits = split_bounds(shape.max_context)
+            items = decode_items(lengths, prefixes, splits, rows_per_item(heads // kv_heads))
+            items = torch.from_numpy(items)
+            num_items = torch.tensor([len(items)], dtype=torch.int32)
+        work = DecodeWork(items.to(device), num_items.to(device), bounds, partial, lse)
+        caches = randn(2, rows * width, kv_heads, page, dim).to(dtype)
+        context_lens = torch.tensor(lengths, dtype=torch.int32)
+        q, out = randn(2, rows, heads, dim)
+        return q, *caches, block_tables, context_lens, work, out
 
-    keys = rows * (length - shared) + groups * shared
-    name = f"decode_attention{' fp8' * (kind == FP8)} B={rows} n={length} shared={shared}"
-    flops = 4.0 * rows * length * H * D
-    return Case(name, make, decode_attention, 2 * kind.itemsize * keys * HKV * D, flops)
+    keys = rows * (context - shared) + groups * shared
+    name = f"decode_attention{' fp8' * (dtype == FP8)} B={rows} n={context} shared={shared}"
+    flops = 4.0 * rows * context * heads * dim
+    return Case(name, make, decode_attention, 2 * dtype.itemsize * keys * kv_heads * dim, flops)
 
 
-def prefill(start: int, count: int, kind: torch.dtype = torch.bfloat16) -> Case:
+def prefill(shape: Shape, start: int, count: int, dtype: torch.dtype = torch.bfloat16) -> Case:
     """Returns the prefill of `count` tokens on `start` earlier ones."""
-    end = start + count
+    heads, kv_heads, dim, end = shape.heads, shape.kv_heads, shape.head_dim, start + count
+    pages = -(-end // shape.page)
 
     def make():
-        tables = torch.arange(end // PAGE, dtype=torch.int32)[None]
-        caches, work = randn(2, end // PAGE, HKV, PAGE, D).to(kind), prefill_work([start], [count])
-        return randn(count, H, D), *caches, tables, work, randn(count, H, D)
+        block_tables = torch.arange(pages, dtype=torch.int32)[None]
+        caches = randn(2, pages, kv_heads, shape.page, dim).to(dtype)
+        items = prefill_items([start], [count])
+        q, out = randn(2, count, heads, dim)
+        return q, *caches, block_tables, items, out
 
-    flops = 4 * H * D * (count * start + count * (count + 1) / 2)
-    name = f"prefill_attention{' fp8' * (kind == FP8)} {count} on {start}"
-    return Case(name, make, prefill_attention, 2 * kind.itemsize * end * HKV * D, flops)
+    flops = 4 * heads * dim * (count * start + count * (count + 1) / 2)
+    name = f"prefill_attention{' fp8' * (dtype == FP8)} {count} on {start}"
+    size = 2 * dtype.itemsize * end * kv_heads * dim
+    return Case(name, make, prefill_attention, size, flops)
 
 
-def training() -> list[Case]:
-    """Returns attention over a pack of one sequence, without and with gradients."""
-    spans = [(0, T, 0, T)]
+def training(shape: Shape) -> list[Case]:
+    """Returns attention over a pack of one sequence, and over two answers to one prompt."""
+    tokens, heads, kv_heads, dim = shape.tokens, shape.heads, shape.kv_heads, shape.head_dim
 
-    def make():
-        work = plan(spans, torch.get_default_device(), torch.bfloat16)
-        return randn(T, H, D), *randn(2, T, HKV, D), work
+    first, second = tokens // 2, 3 * tokens // 4  # where the answers begin
+    sequence = [Span(0, tokens, 0, tokens)]
+    tree = [Span(0, first, 0, first)]
+    for start, end in ((first, second), (second, tokens)):
+        tree += [Span(start, end, 0, first), Span(start, end, start, end)]
 
-    size, flops = 4 * T * (H + HKV) * D, 2.0 * H * D * T * (T + 1)
+    def make(spans):
+        work = flash_work(spans, torch.get_default_device(), torch.bfloat16)
+        return randn(tokens, heads, dim), *randn(2, tokens, kv_heads, dim), work
+
+    size = 4 * tokens * (heads + kv_heads) * dim
+    flops = 2.0 * heads * dim * tokens * (tokens + 1)
+    tree_flops = flops * 7 / 8  # 7/16 of tokens^2 are visible, 1/2 in one sequence
+    packed, branched = partial(make, sequence), partial(make, tree)
+    # backward counts 5 products, the fewest known; ours computes 7
     return [
-        Case("flash_attention", make, flash_attention, size, flops),
-        Case("flash_attention backward", make, flash_attention, 3 * size, 3.5 * flops, 3),
+        Case("flash_attention", packed, flash_attention, size, flops),
+        Case("flash_attention backward", packed, flash_attention, 3 * size, 3.5 * flops, 3),
+        Case(
+            "flash_attention backward, tree",
+            branched,
+            flash_attention,
+            3 * size,
+            3.5 * tree_flops,
+            3,
+        ),
     ]
 
 
-def outputs() -> list[Case]:
+def outputs(shape: Shape) -> list[Case]:
     """Returns log-probabilities and sampling over the output matrix."""
-    size, flops = 2 * VOCAB * HIDDEN, 2.0 * HIDDEN * VOCAB
+    tokens, vocab, draws = shape.tokens, shape.vocab, shape.draws
+    size, flops = 2 * vocab * shape.hidden, 2.0 * shape.hidden * vocab
 
-    def tokens():
-        return randn(T, HIDDEN), randn(VOCAB, HIDDEN), torch.randint(VOCAB, (T,)), 60.0, VOCAB
+    def targets():
+        ids = torch.randint(vocab, (tokens,))
+        return randn(tokens, shape.hidden), randn(vocab, shape.hidden), ids, 60.0, vocab
 
-    def logits():
-        uniform = torch.rand(256, dtype=torch.float64)
-        return torch.randn(256, VOCAB), uniform, torch.ones(256), VOCAB
+    def logits(rows, limited):
+        top_k = torch.full((rows,), 20 if limited else 0, dtype=torch.int32)
+        top_p = torch.full((rows,), 0.95 if limited else 1.0)
+        temperature = torch.ones(rows)
+        return torch.randn(rows, vocab), temperature, top_k, top_p, vocab
 
-    def limits():
-        top_k = torch.full((256,), 20, dtype=torch.int32)
-        return torch.randn(256, VOCAB), torch.ones(256), top_k, torch.full((256,), 0.95), VOCAB
+    def draw(rows, limited):
+        logits_of, *limits = logits(rows, limited)
+        return logits_of, torch.rand(rows, dtype=torch.float64), *limits
 
     def loss(*arguments):
         return linear_logprob(*arguments)[0].mean()
 
+    def floor(rows):
+        return Case(
+            f"truncation_floor B={rows}",
+            partial(logits, rows, True),
+            truncation_floor,
+            4 * rows * vocab,
+        )
+
     return [
-        Case("linear_logprob", tokens, loss, size, T * flops),
-        Case("linear_logprob backward", tokens, loss, 3 * size, 4 * T * flops, 2),
-        Case("sample", logits, sample, 1024 * VOCAB),
-        Case("truncation", limits, truncation, 1024 * VOCAB),
+        Case("linear_logprob", targets, loss, size, tokens * flops),
+        Case("linear_logprob backward", targets, loss, 3 * size, 4 * tokens * flops, 2),
+        Case(f"sample B={draws}", partial(draw, draws, False), sample, 4 * draws * vocab),
+        Case("sample B=1 top-k top-p", partial(draw, 1, True), sample, 4 * vocab),
+        floor(draws),
+        floor(1),
     ]
 
 
-def products(mode: str) -> list[Case]:
-    """Returns the gate and up projection with quantised weights; awq: int4 with zero points."""
-    n, k, bits = 2 * FF, HIDDEN, 4 if mode in ("int4", "awq") else 8
-    size = n * k * (1 if bits == 8 else 0.5 + 2 / 128)
+def products(shape: Shape) -> list[Case]:
+    """Returns the gate and up projection with weights in int8, int4, int4 with zeros (awq), fp8."""
+    cases = []
+    for mode in ("int8", "int4", "awq", "fp8"):
+        for rows in (1, 16, 64):
+            cases.append(_product(shape, mode, rows))
+    return cases
 
-    def quantised():
-        values = torch.randint(126, (n, k * bits // 8), dtype=torch.uint8)
-        if bits == 8:
-            kind = torch.int8 if mode == "int8" else torch.float8_e4m3fn
-            return values.view(kind), torch.rand(n, 1)
-        scales = torch.rand(n, k // 128, dtype=torch.float16)
-        return values, scales
 
-    def product(rows):
-        name, flops = f"quantised_linear {mode} M={rows}", 2.0 * rows * n * k
+def _product(shape: Shape, mode: str, rows: int) -> Case:
+    n, k = 2 * shape.ff, shape.hidden
+    packed = mode in ("int4", "awq")
+    group = min(128, k)  # columns that share a scale, of 4-bit weights
 
-        def make():
-            zeros = None
-            if mode == "awq":
-                zeros = torch.randint(16, (n, k // 128), dtype=torch.uint8)
-            return randn(rows, k), *quantised(), torch.bfloat16, zeros
+    def make():
+        x = randn(rows, k)
+        if packed:
+            values = torch.randint(126, (n, k // 2), dtype=torch.uint8)
+            scales = torch.rand(n, k // group, dtype=torch.float16)
+        else:
+            values = torch.randint(126, (n, k), dtype=torch.uint8)
+            values = values.view(torch.int8 if mode == "int8" else FP8)
+            scales = torch.rand(n, 1)
+        zeros = None
+        if mode == "awq":
+            zeros = torch.randint(16, (n, k // group), dtype=torch.uint8)
+        return x, values, scales, torch.bfloat16, zeros
 
-        return Case(name, make, quantised_linear, size, flops)
-
-    return [product(1), product(16), product(64)]
+    size = n * k * (0.5 + 2 / group if packed else 1)
+    name = f"quantised_linear {mode} M={rows}"
+    return Case(name, make, quantised_linear, size, 2.0 * rows * n * k)

@@ -1,122 +1,240 @@
-"""What a decode step of Qwen3-8B should take on an H200, part by part, without a GPU.
+"""What Qwen3-8B should take on an H100 and an H200, and the arithmetic, without a GPU.
 
     python -m benchmarks.gpu_parts.estimate
 
-Bytes and FLOPs are counted from the shape. Launches are counted by running the step on tensors
-without memory, with a driver that launches nothing. The host's time is measured on this CPU: what
-`launch` does before a captured graph is replayed. Rates are those measured on an H200: 4.3 TB/s
-copied, 790 TFLOP/s; SHARE of them is what products and attention reach in comparable kernels.
+Prints three tables: every kernel at its limit, a decode step part by part, and prefill and training
+beside their goals. Limits are those of the data sheets (training/gpus.toml). Bytes and FLOPs are
+counted from the shapes; launches by running a step on tensors without memory, with a driver that
+launches nothing. The host's time is measured on this CPU: what filling the inputs of a step takes.
+The shares below are assumptions: what good kernels of each kind reach.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import time
-from pathlib import Path
+from dataclasses import dataclass
 
 os.environ.pop("TRITON_INTERPRET", None)
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch  # noqa: E402
 import triton  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
+from benchmarks.engine import decode_work  # noqa: E402
+from benchmarks.gpu_parts.cases import QWEN3_8B, all_cases  # noqa: E402
 from benchmarks.gpu_parts.compile import Driver  # noqa: E402
-from nanorchestra.engine.gpu import GpuRunner  # noqa: E402
-from nanorchestra.engine.inputs import Host, Inputs, Sizes  # noqa: E402
-from nanorchestra.engine.request import Request, SamplingParams  # noqa: E402
-from nanorchestra.engine.scheduler import Plan  # noqa: E402
-from nanorchestra.model.hf_config import PRESETS
-from nanorchestra.model.quantise import quantise_model  # noqa: E402
+from nanorchestra.engine.model_runner import ModelRunner, StepShape  # noqa: E402
+from nanorchestra.engine.scheduler import Batch  # noqa: E402
+from nanorchestra.engine.sequence import Request, SamplingParams, Sequence  # noqa: E402
+from nanorchestra.model.hf_config import PRESETS  # noqa: E402
 from nanorchestra.model.qwen3 import Qwen3  # noqa: E402
-from nanorchestra.training.costs import Costs  # noqa: E402
+from nanorchestra.training.costs import GPUS, Costs, Gpu  # noqa: E402
 
-BANDWIDTH, FLOPS = 4.3e12, 790e12
-SHARE = 0.88  # of bandwidth: what cuBLAS and paged attention reach at these sizes
-BUBBLE = 1.3e-6  # seconds between two launches of a graph
+SHAPE = PRESETS["qwen3-8b"]
+COSTS = Costs.of(SHAPE)
+CARDS = ("h100", "h200")
+MULTIPROCESSORS = 132  # of both cards
 CONTEXT, PAGE = 1000, 64
+SPLIT = 128  # keys of a program of decode attention, up to position 2,048
+BATCHES = 1, 32, 128, 256
+DECODE_GOALS = {("h100", 1): 165, ("h200", 1): 230, ("h100", 128): 10_500, ("h200", 128): 14_500}
+
+WEIGHTS = 0.88  # of bandwidth: products of few rows, which read a matrix
+KV = 0.80  # of bandwidth: paged attention whose programs fill the card
+GAP = 1.0e-6  # seconds between two launches of a graph
+PRODUCTS = 0.72  # of FLOP/s: products of many rows
+ATTENTION = 0.50  # of FLOP/s: attention forward
+ATTENTION_BACKWARD = 0.42  # of FLOP/s
+LOGPROB = 0.60  # of FLOP/s: the fused output product
+POINTWISE = 0.80  # of bandwidth: norms, rotation, SwiGLU
+IDLE = 0.08  # of a training step: collectives that no computing hides, and the optimizer
 
 
-class _Count(TorchDispatchMode):
-    """Counts torch's operations that launch something."""
+class CountOperations(TorchDispatchMode):
+    """Counts torch's operations that launch something on a GPU."""
 
-    SILENT = (
-        "view",
-        "slice",
-        "select",
-        "empty",
-        "new_empty",
-        "alias",
-        "detach",
-        "as_strided",
-        "t.",
-    )
-    SILENT += ("_unsafe_view", "unsqueeze", "reshape", "flatten", "split")
+    SILENT = ("view", "slice", "select.", "empty", "new_empty", "alias", "detach", "as_strided")
+    SILENT += ("t.", "_unsafe_view", "unsqueeze", "reshape", "flatten", "split", "unbind", "expand")
+    count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if not function.__name__.startswith(self.SILENT):
-            self.operations = getattr(self, "operations", 0) + 1
+            self.count += 1
         return function(*args, **kwargs or {})
 
 
-def launches(batch: int, quantise: str = "") -> int:
-    """Launches of a decode step of `batch` rows: what its graph holds."""
-    counted = []
-    triton.runtime.driver.set_active(Driver(90))
-    triton.knobs.runtime.jit_cache_hook = lambda **_: counted.append(1) or True
-    shape = PRESETS["qwen3-8b"]
+def make_runner() -> ModelRunner:
+    """Makes a runner of Qwen3-8B without memory, whose kernels are counted and not launched."""
     with torch.device("meta"):
-        model = Qwen3(shape).to(torch.bfloat16)
-        if quantise:
-            quantise_model(model, quantise)
-    runner = GpuRunner(model, 8, PAGE, shape.vocab_size, torch.bfloat16)
-    sizes = Sizes(batch, 4 * batch, 0, 0, 0, 0, batch, 16)
-    inputs, count = Inputs(sizes, "meta"), _Count()
-    with count:
-        runner._compute(inputs)
-    return len(counted) + count.operations
+        model = Qwen3(SHAPE).to(torch.bfloat16)
+    return ModelRunner(
+        model,
+        num_pages=8,
+        page_size=PAGE,
+        vocab_size=SHAPE.vocab_size,
+        kv_dtype=torch.bfloat16,
+        max_batch_tokens=4096,
+        max_running=BATCHES[-1],
+        max_context=4096,
+    )
 
 
-def host_seconds(batch: int, rounds: int = 20) -> float:
-    """Seconds in which the host fills the inputs of a step that looks ahead."""
+def count_launches(runner: ModelRunner, rows: int) -> int:
+    """Returns the launches of a decode step: what its graph holds."""
+    kernels = []
+    triton.runtime.driver.set_active(Driver(90))
+    triton.knobs.runtime.jit_cache_hook = lambda **_: kernels.append(1) or True
+    with CountOperations() as operations:
+        runner._compute(StepShape(decodes=rows, sampled=rows))
+    return len(kernels) + operations.count
+
+
+def host_seconds(runner: ModelRunner, rows: int, rounds: int = 20) -> float:
+    """Returns the median seconds in which the host fills the inputs of a decode step."""
     pages = -(-(CONTEXT + 1) // PAGE)
-    requests = [Request(i, [7] * CONTEXT, SamplingParams(seed=i), 10**6) for i in range(batch)]
-    for i, request in enumerate(requests):
-        request.table.pages = list(range(i * pages, (i + 1) * pages))
-    host, plan = Host(PAGE, 16, False), Plan(decodes=requests)
-    before, times = {request: i for i, request in enumerate(requests)}, []
+    requests = []
+    for i in range(rows):
+        sequence = Sequence([7] * CONTEXT)
+        sequence.block_table = list(range(i * pages, (i + 1) * pages))
+        params = SamplingParams(seed=i)
+        requests.append(Request(id=i, sequence=sequence, params=params, limit=10**6))
+    batch, times = Batch(decodes=requests), []
     for _ in range(rounds):
         start = time.process_time()
-        host.fill(plan, before, True)
+        decodes, shared = runner._by_prefix(batch.decodes)
+        runner._fill(batch, decodes, shared, None)
         times.append(time.process_time() - start)
     return sorted(times)[rounds // 2]
 
 
-def main() -> None:
-    """Prints a row for each batch size."""
-    costs, shape = Costs.of(PRESETS["qwen3-8b"]), PRESETS["qwen3-8b"]
-    count = launches(1)
-    print(f"{count} launches of a step in bf16; bytes in GB, times in ms\n")
-    columns = "B weights KV logits launches products attention draw gaps step tokens/s host"
-    print("| " + columns.replace(" ", " | ") + " |\n|" + "---|" * 12)
-    for batch in (1, 32, 128, 256):
-        logits = 12 * batch * shape.vocab_size  # fp32, written once and read twice
-        kv = batch * CONTEXT * costs.kv_bytes
-        flops = batch * (costs.token_flops + costs.logit_flops)
-        products = max(costs.weight_bytes / BANDWIDTH / SHARE, flops / FLOPS / SHARE)
-        parts = products, kv / BANDWIDTH / SHARE, logits / BANDWIDTH, count * BUBBLE
-        step = sum(parts)
-        sizes = (f"{x / 1e9:.2f}" for x in (costs.weight_bytes, kv, logits))
-        times = (f"{1e3 * x:.2f}" for x in (*parts, step))
-        cells = (
-            *sizes,
-            str(count),
-            *times,
-            f"{batch / step:,.0f}",
-            f"{1e3 * host_seconds(batch):.2f}",
+def print_table(columns: str, rows: list[list[str]]) -> None:
+    """Prints a Markdown table; columns are divided by commas."""
+    names = columns.split(",")
+    print("| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+    print()
+
+
+def print_kernels() -> None:
+    """Prints each case's bytes and FLOPs, and its time at the limit of each card."""
+    rows = []
+    for case in all_cases(QWEN3_8B):
+        row = [case.name, f"{case.bytes / 1e6:,.1f}", f"{case.flops / 1e9:,.1f}"]
+        for name in CARDS:
+            gpu = GPUS[name]
+            by_bytes, by_flops = case.bytes / gpu.bandwidth, case.flops / gpu.flops
+            limit = "bytes" if by_bytes >= by_flops else "FLOPs"
+            row.append(f"{1e6 * max(by_bytes, by_flops):,.1f} ({limit})")
+        rows.append([*row, ""])
+    print("Every kernel at the limit of its bytes or FLOPs\n")
+    print_table("kernel,MB,GFLOP,H100 us,H200 us,measured us", rows)
+
+
+@dataclass
+class DecodeStep:
+    """The parts of a decode step of so many rows, in seconds."""
+
+    products: float
+    attention: float
+    draw: float
+    gaps: float
+
+    @classmethod
+    def of(cls, gpu: Gpu, rows: int, launches: int) -> DecodeStep:
+        """Computes the parts from bytes, FLOPs and launches."""
+        flops = rows * (COSTS.token_flops + COSTS.logit_flops)
+        read = COSTS.weight_bytes / (WEIGHTS * gpu.bandwidth)
+        # A program reads its keys at a multiprocessor's share of the bandwidth.
+        programs = rows * SHAPE.num_key_value_heads * -(-CONTEXT // SPLIT)
+        busy = min(1.0, programs / MULTIPROCESSORS)
+        keys = decode_work(rows, CONTEXT).keys
+        logits = 12 * rows * SHAPE.vocab_size  # fp32, written once and read twice
+        return cls(
+            products=max(read, flops / (PRODUCTS * gpu.flops)),
+            attention=keys * COSTS.kv_bytes / (KV * busy * gpu.bandwidth),
+            draw=logits / (POINTWISE * gpu.bandwidth),
+            gaps=launches * GAP,
         )
-        print(f"| {batch} | {' | '.join(cells)} |")
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return self.products + self.attention + self.draw + self.gaps
+
+
+def print_decode() -> None:
+    """Prints a decode step part by part, beside its goal and the card's limit."""
+    runner = make_runner()
+    launches = count_launches(runner, 1)
+    rows = []
+    for name in CARDS:
+        gpu = GPUS[name]
+        for batch in BATCHES:
+            step = DecodeStep.of(gpu, batch, launches)
+            kv_bytes = batch * CONTEXT * COSTS.kv_bytes
+            limit = (COSTS.weight_bytes + kv_bytes) / gpu.bandwidth
+            goal = DECODE_GOALS.get((name, batch))
+            parts = (step.products, step.attention, step.draw, step.gaps, step.total)
+            row = [name.upper(), str(batch), f"{kv_bytes / 1e9:.2f}"]
+            row += [f"{1e3 * part:.2f}" for part in parts]
+            row += [f"{batch / step.total:,.0f}", f"{limit / step.total:.0%}"]
+            if goal:
+                row += [f"{goal:,}", f"{limit * goal / batch:.0%}"]
+            else:
+                row += ["", ""]
+            rows.append([*row, f"{1e3 * host_seconds(runner, batch):.2f}"])
+    print(
+        f"A decode step at {CONTEXT:,} keys: {COSTS.weight_bytes / 1e9:.2f} GB of weights, "
+        f"{launches} launches; times in ms, shares of the card's bandwidth\n"
+    )
+    print_table(
+        "card,B,KV GB,products,attention,draw,gaps,step,tokens/s,share,goal,goal's share,host",
+        rows,
+    )
+
+
+def print_compute() -> None:
+    """Prints prefill, log-probabilities and a GRPO update as shares of the card's FLOP/s."""
+    tokens = 8192  # in one sequence
+    layers = tokens * COSTS.token_flops
+    attention = tokens**2 / 2 * COSTS.pair_flops
+    logits = tokens * COSTS.logit_flops
+    # Bytes of a layer's pointwise kernels and token: two norms with sums, rotation, SwiGLU.
+    qkv = (SHAPE.num_attention_heads + 2 * SHAPE.num_key_value_heads) * SHAPE.head_dim
+    token_bytes = 2 * (8 * SHAPE.hidden_size + 2 * qkv + 3 * SHAPE.intermediate_size)
+    pointwise = SHAPE.num_hidden_layers * tokens * token_bytes
+
+    rows = []
+    for name in CARDS:
+        gpu = GPUS[name]
+        moved = pointwise / (POINTWISE * gpu.bandwidth)
+        forward = layers / (PRODUCTS * gpu.flops) + attention / (ATTENTION * gpu.flops) + moved
+        backward = 2 * layers / (PRODUCTS * gpu.flops) + 2 * moved
+        backward += 2.5 * attention / (ATTENTION_BACKWARD * gpu.flops)
+        # Three more products go backward, of which one computes the logits again; the logits and
+        # their gradient, in bf16, are moved five times.
+        output = logits / (LOGPROB * gpu.flops) + 3 * logits / (PRODUCTS * gpu.flops)
+        output += 10 * tokens * SHAPE.vocab_size / (POINTWISE * gpu.bandwidth)
+        # A layer's forward pass is computed twice: checkpoints keep its input alone.
+        update = (2 * forward + backward + output) / (1 - IDLE)
+        for work, flops, taken, goal in (
+            ("prefill", layers + attention, forward, "65%"),
+            ("log-probabilities, both ways", 4 * logits, output, "55%"),
+            ("GRPO update, MFU", 3 * (layers + attention + logits), update, "40%"),
+        ):
+            cells = [f"{flops / 1e12:,.0f}", f"{1e3 * taken:,.0f}", f"{tokens / taken:,.0f}"]
+            rows.append([name.upper(), work, *cells, f"{flops / gpu.flops / taken:.0%}", goal])
+    print(f"{tokens:,} tokens in one sequence; shares of the card's FLOP/s\n")
+    print_table("card,work,TFLOP,ms,tokens/s,share,goal", rows)
+
+
+def main() -> None:
+    """Prints the tables."""
+    print_kernels()
+    print_decode()
+    print_compute()
 
 
 if __name__ == "__main__":

@@ -1,260 +1,267 @@
 """Every kernel against float64, then timed beside its ceiling and its peers.
 
-An error is a multiple of the rounding of the exact result to the kernel's dtype; what is allowed is
-what tests/kernels allows. On a GPU the shapes of a check are those of Qwen3-8B with fewer tokens,
-so the timed kernels are the compiled ones that were checked.
+An error is a multiple of the rounding of the exact result to the kernel's dtype; the exact result
+is the naive version's in float64. What is allowed is what tests/kernels allows. The cases are those
+of cases.py with fewer tokens, so on a GPU the timed kernels are the compiled ones that were
+checked. Times are medians with a cold L2 cache, as shares of what this GPU was just measured to
+read or to multiply.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from triton.testing import do_bench
 
-from benchmarks.gpu_parts import Part, by_kernels, cases, timing
-from kernels import attention, flash, logprob, norm, rope, sample, swiglu
-from kernels.decode import decode_attention
-from kernels.decode_plan import DecodeWork, decode_work, group_rows
-from kernels.flash_plan import flash_attention, plan
-from kernels.prefill import prefill_attention, prefill_work
-from kernels.truncate import truncation
-from nanorchestra.model.quantise import QuantisedLinear
+from benchmarks.gpu_parts import Part, by_kernels
+from benchmarks.gpu_parts.cases import QWEN3_8B, SMALL, Case, all_cases
+from kernels.flash import Span, naive_attention
+from kernels.flash_attn import external_attention, external_plan, flash_attn_varlen_func
+from kernels.logprob import naive_linear_logprob
+from kernels.paged_decode import decode_attention, naive_decode_attention
+from kernels.paged_prefill import naive_prefill_attention
+from kernels.qk_norm_rope import naive_qk_norm_rope
+from kernels.quantised import naive_quantised_linear
+from kernels.rms_norm import naive_add_rms_norm, naive_rms_norm
+from kernels.sample import naive_sample, naive_truncation_floor
+from kernels.swiglu import naive_swiglu
 
-POINTWISE, ATTENTION, GRADIENT = 1.1, 1.6, 2.0  # multiples of the rounding
-_FLOORS = {torch.bfloat16: 1.66e-3, torch.float32: 2e-6}
-Results = Iterable[tuple[str, Tensor, Tensor, float]]  # (what, got, exact in float64, allowed)
+Function = Callable[..., Any]
 
-
-@dataclass
-class Shape:
-    """The sizes of a check, and where its tensors lie."""
-
-    device: str
-    dtype: torch.dtype
-    heads: int
-    kv_heads: int
-    dim: int
-    hidden: int
-    ff: int
-    vocab: int
-    page: int
-    tokens: int
-
-    @classmethod
-    def of(cls, part: Part) -> Shape:
-        """Qwen3-8B on a GPU, and in small on the CPU."""
-        if part.rehearse:
-            return cls("cpu", torch.bfloat16, 2, 1, 16, 32, 48, 70, 16, 20)
-        return cls("cuda", torch.bfloat16, 32, 8, 128, 4096, 12288, 151936, 64, 600)
-
-    def randn(self, *shape: int, scale: float = 1.0) -> Tensor:
-        """Normal numbers, rounded to the dtype."""
-        return (torch.randn(*shape, device=self.device) * scale).to(self.dtype)
-
-    def cache(self, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """k_cache, v_cache and tables of sequences on shuffled pages."""
-        most = -(-max(lengths) // self.page)
-        tables = torch.randperm(len(lengths) * most, device=self.device).int().view(-1, most)
-        shape = len(lengths) * most, self.kv_heads, self.page, self.dim
-        return self.randn(*shape), self.randn(*shape), tables
+# With the compiled variants of the cases that are timed, but few tokens: naive versions are loops.
+CHECKED = replace(
+    QWEN3_8B, tokens=256, rows=32, context=1100, long_context=2000, prefix=1024, draws=4
+)
+# Multiples of the rounding. add_rms_norm norms a rounded sum, attention multiplies rounded weights.
+ROUNDED_TWICE = ("add_rms_norm", "prefill_attention", "flash_attention")
+ONCE, TWICE, GRADIENT = 1.1, 1.6, 2.0
+FLOORS = {torch.bfloat16: 1.66e-3 / 4, torch.float32: 2e-6}  # relative rounding at least
+SAME_DRAWS = 0.98  # of float32 and float64: a draw at the edge of an id may fall either way
+DEVICE = "cuda"  # of what is timed
 
 
-def error(got: Tensor, exact: Tensor) -> float:
-    """The relative error as a multiple of that of rounding the exact result."""
-    assert torch.isfinite(got).all(), "it is not finite"
-    size = exact.norm() + 1e-300
-    rounding = ((exact.to(got.dtype).double() - exact).norm() / size).item()
-    floor = max(rounding, _FLOORS[got.dtype] / (1 if got.dtype == torch.float32 else 4))
-    return ((got.double() - exact).norm() / size).item() / floor
+def _naive_store(qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, slots, eps) -> Tensor:
+    q, _, _ = naive_qk_norm_rope(qkv, q_norm, k_norm, cos, sin, k_cache.shape[1], eps)
+    return q
 
 
-def check(part: Part, family: Callable[[Shape], Results], words: tuple[str, ...]) -> None:
-    """Checks a family, then times the cases of cases.py whose names begin with a word."""
-    torch.manual_seed(0)
-    wrong, start = [], time.perf_counter()
-    with by_kernels(part):
-        for name, got, exact, allowed in family(Shape.of(part)):
-            found = error(got, exact)
-            part.note(f"{name}: error", times_rounding=found, allowed=allowed)
-            if found > allowed:
-                wrong.append(f"{name} is off by {found:.2f} times the rounding, allowed {allowed}")
-    if part.rehearse:
-        part.note("checks", seconds=time.perf_counter() - start)
-    else:
-        limits = timing.ceilings()
-        part.note("ceilings", copied_tb_s=limits[0] / 1e12, product_tflop_s=limits[1] / 1e12)
-        for case in cases.select(""):
-            if case.name.startswith(words):
-                try:
-                    row = timing.measure(case, limits)
-                except Exception as failure:  # the other kernels are still measured
-                    wrong.append(f"{case.name}: {type(failure).__name__}: {failure}")
-                    continue
-                times = {f"{peer}_us": 1e3 * ms for peer, ms in row["ms"].items()}
-                part.note(case.name, share=row["share"], limit=row["limit"], **times)
-    if wrong:
-        raise AssertionError("; ".join(wrong))
+def _naive_prefill(q, k_cache, v_cache, block_tables, items, out) -> Tensor:
+    start = int(items[:, 3].min())  # one sequence: the position of its first token
+    return naive_prefill_attention(q, k_cache, v_cache, block_tables, [start], [len(q)])
 
 
-def _with_gradients(
-    name: str, run: Callable, reference: Callable, inputs: list[Tensor], allowed: float
-) -> Results:
-    """The results of a differentiable kernel, and its gradients."""
-    grad = None
-    ways = []
-    for function, cast in ((run, lambda x: x), (reference, Tensor.double)):
-        leaves = [cast(x).detach().requires_grad_() for x in inputs]
-        out = function(*leaves)
-        grad = torch.randn_like(out) if grad is None else grad.double()
-        ways.append((out.detach(), *torch.autograd.grad(out, leaves, grad)))
-    yield name, ways[0][0], ways[1][0], allowed
-    for i, (got, exact) in enumerate(zip(ways[0][1:], ways[1][1:], strict=True)):
-        yield f"{name}, gradient {i}", got, exact, GRADIENT
+def _naive_flash(q, k, v, work) -> Tensor:
+    spans = {Span(*visit) for visit in work.forward.visits.tolist()}
+    return naive_attention(q, k, v, sorted(spans))
 
 
-def _pointwise(s: Shape) -> Results:
-    x, weight, residual = (
-        s.randn(s.tokens, s.hidden),
-        s.randn(s.hidden),
-        s.randn(s.tokens, s.hidden),
-    )
-    total = (x.double() + residual.double(), weight.double())
-    got = norm.rms_norm(x, weight, 1e-6, residual)
-    yield "rms_norm, residual", got, norm.reference(*total, 1e-6), POINTWISE
-    yield from _with_gradients(
-        "rms_norm",
-        lambda *leaves: norm.rms_norm_train(*leaves, 1e-6),
-        lambda *leaves: norm.reference(*leaves, 1e-6),
-        [x, weight],
-        POINTWISE,
-    )
-    yield from _with_gradients(
-        "swiglu", swiglu.swiglu, swiglu.reference, [s.randn(s.tokens, 2 * s.ff)], POINTWISE
-    )
-    qkv = s.randn(s.tokens, (s.heads + 2 * s.kv_heads) * s.dim)
-    norms, angles = s.randn(2, s.dim), torch.rand(s.tokens, s.dim // 2, device=s.device)
-    k_cache, v_cache, tables = s.cache([s.tokens])
-    at = torch.arange(s.tokens, device=s.device)
-    slots = tables[0].long()[at // s.page] * s.page + at % s.page
-    tables_of = angles.cos(), angles.sin()
-    q = rope.norm_rope_store(qkv, tuple(norms), *tables_of, k_cache, v_cache, slots, 1e-6)
-    wide = qkv.double(), tuple(norms.double()), *(x.double() for x in tables_of)
-    stored = (x.transpose(1, 2).flatten(0, 1)[slots] for x in (k_cache, v_cache))
-    for name, got, exact in zip(
-        ("q", "k", "v"), (q, *stored), rope.reference(*wide, s.kv_heads, 1e-6), strict=True
-    ):
-        yield f"norm_rope_store, {name}", got, exact, POINTWISE
+def _naive_sample(logits, *arguments) -> tuple[Tensor, ...]:
+    """Draws on the CPU: it looks at one id after another."""
+    results = naive_sample(*[x.cpu() if isinstance(x, Tensor) else x for x in (logits, *arguments)])
+    return tuple(x.to(logits.device) for x in results)
 
 
-def _attention(s: Shape) -> Results:
-    lengths = [1, 40, 16, 33] if s.device == "cpu" else [1, 65, 4096, 1300, 257, 2048]
-    caches = s.cache(lengths)
-    caches[2][3] = caches[2][2]  # rows 2 and 3 have their first pages in common
-    q, wide = s.randn(len(lengths), s.heads, s.dim), [x.double() for x in caches[:2]]
-    rows = torch.tensor(lengths, dtype=torch.int32, device=s.device)
-    exact = attention.reference(
-        q.double(), *wide, caches[2], [n - 1 for n in lengths], [1] * len(lengths)
-    )
-    common = min(lengths[2:4]) - 1
-    for name, groups in (("", []), (" of groups", [(2, 2, common)])):
-        most = group_rows(s.heads // s.kv_heads, q.element_size())
-        *tensors, results = decode_work(lengths, groups, most)
-        work = DecodeWork(*(x.to(s.device) for x in tensors), results)
-        got = decode_attention(q, *caches, rows, work, torch.empty_like(q))
-        yield f"decode_attention{name}", got, exact, POINTWISE
-    starts, counts = [lengths[3], 0], [20, 7] if s.device == "cpu" else [300, 700]
-    caches = s.cache([a + b for a, b in zip(starts, counts, strict=True)])
-    q, wide = s.randn(sum(counts), s.heads, s.dim), [x.double() for x in caches[:2]]
-    got = prefill_attention(q, *caches, prefill_work(starts, counts).to(s.device), q * 0)
-    exact = attention.reference(q.double(), *wide, caches[2], starts, counts)
-    yield "prefill_attention", got, exact, ATTENTION
-
-
-def _flash(s: Shape) -> Results:
-    n, third = s.tokens, s.tokens // 3
-    spans = [(0, third, 0, third)]  # a prompt, and two samples that continue it
-    for start, end in ((third, 2 * third), (2 * third, n)):
-        spans += [(start, end, 0, third), (start, end, start, end)]
-    work = plan(spans, s.device, s.dtype)
-    inputs = [s.randn(n, heads, s.dim) for heads in (s.heads, s.kv_heads, s.kv_heads)]
-    yield from _with_gradients(
-        "flash_attention",
-        lambda *leaves: flash_attention(*leaves, work),
-        lambda *leaves: flash.reference(*leaves, spans),
-        inputs,
-        ATTENTION,
-    )
-
-
-def _outputs(s: Shape) -> Results:
-    rows = min(s.tokens, 200)
-    hidden, weight = s.randn(rows, s.hidden), s.randn(s.vocab, s.hidden, scale=s.hidden**-0.5)
-    targets = torch.randint(s.vocab, (rows,), device=s.device)
-    yield from _with_gradients(
-        "linear_logprob",
-        lambda *leaves: logprob.linear_logprob(*leaves, targets, 0.9, s.vocab)[0],
-        lambda *leaves: logprob.reference(*leaves, targets, 0.9, s.vocab)[0],
-        [hidden, weight],
-        GRADIENT,
-    )
-    logits = (hidden.double() @ weight.double().T).float()
-    uniform = torch.rand(rows, dtype=torch.float64, device=s.device)
-    request = uniform, torch.full((rows,), 0.8, device=s.device)
-    tokens, logprobs = sample.sample(logits, *request, vocab=s.vocab)
-    wanted, exact = sample.reference(logits.double(), request[0], request[1].double(), s.vocab)
-    same = tokens == wanted  # a draw at the very edge of an id may fall either way
-    yield "sample, tokens", same.float(), torch.ones(rows, device=s.device).double(), 4e4
-    yield "sample, log-probabilities", logprobs[same], exact[same], 20.0
-    top_k = torch.full((rows,), 20, dtype=torch.int32, device=s.device)
-    floors = truncation(logits, request[1], top_k, torch.ones_like(request[1]), s.vocab)
-    kept = logits.topk(20).values[:, -1]
-    yield "truncation", floors, kept.double(), 1e-6
-
-
-def _quantised(s: Shape) -> Results:
-    k, n = (256, 40) if s.device == "cpu" else (s.hidden, 2 * s.ff)
-    with torch.device(s.device):
-        linear = torch.nn.Linear(k, n, bias=False)
-    for mode, kind, group in (
-        ("int8", torch.int8, k),
-        ("int4", torch.uint8, 128),
-        ("awq", torch.uint8, 128),
-    ):
-        layer = QuantisedLinear(linear, kind, group, zeros=mode == "awq")
-        layer.write(slice(0, n), linear.weight.detach())
-        if mode == "awq":
-            layer.zeros.random_(16)
-        exact = layer.dequantise(torch.float64)
-        for m in (1, 16, 64, 65):
-            x = s.randn(m, k)
-            got = layer(x)
-            allowed = POINTWISE if m <= 64 else 2 * ATTENTION  # then W is rounded too
-            yield f"quantised_linear {mode}, M={m}", got, x.double() @ exact.T, allowed
+NAIVE: dict[str, Function] = {
+    "rms_norm": naive_rms_norm,
+    "add_rms_norm": naive_add_rms_norm,
+    "qk_norm_rope": naive_qk_norm_rope,
+    "qk_norm_rope_store": _naive_store,
+    "swiglu": naive_swiglu,
+    "decode_attention": lambda *arguments: naive_decode_attention(*arguments[:5]),
+    "prefill_attention": _naive_prefill,
+    "flash_attention": _naive_flash,
+    "linear_logprob": lambda *arguments: naive_linear_logprob(*arguments)[0].mean(),
+    "sample": _naive_sample,
+    "truncation_floor": naive_truncation_floor,
+    "quantised_linear": naive_quantised_linear,
+}
 
 
 def pointwise(part: Part) -> None:
     """Norms, rotation and store, SwiGLU."""
-    check(part, _pointwise, ("rms_norm", "norm_rope_store", "swiglu"))
+    run(part, "rms_norm", "add_rms_norm", "qk_norm_rope", "qk_norm_rope_store", "swiglu")
 
 
-def attention_kernels(part: Part) -> None:
+def paged_attention(part: Part) -> None:
     """Attention of decodes and of chunks over the paged cache."""
-    check(part, _attention, ("decode_attention", "prefill_attention"))
+    run(part, "decode_attention", "prefill_attention")
 
 
 def training_attention(part: Part) -> None:
     """Attention over a training pack, and its gradients."""
-    check(part, _flash, ("flash_attention",))
+    run(part, "flash_attention")
 
 
 def outputs(part: Part) -> None:
     """Log-probabilities and draws over the output matrix."""
-    check(part, _outputs, ("linear_logprob", "sample", "truncation"))
+    run(part, "linear_logprob", "sample", "truncation_floor")
 
 
-def quantised(part: Part) -> None:
+def quantised_products(part: Part) -> None:
     """Products with weights in 8 and 4 bits."""
-    check(part, _quantised, ("quantised_linear",))
+    run(part, "quantised_linear")
+
+
+def run(part: Part, *kernels: str) -> None:
+    """Checks the cases of these kernels, then times them on a GPU."""
+    torch.manual_seed(0)
+    wrong = []
+    with torch.device(part.device), by_kernels(part):
+        for case in all_cases(SMALL if part.rehearse else CHECKED):
+            if kernel_of(case) in kernels:
+                wrong += check(part, case)
+    if not part.rehearse:
+        rates = measure_rates()
+        part.note("rates", read_tb_s=rates[0] / 1e12, product_tflop_s=rates[1] / 1e12)
+        for case in all_cases(QWEN3_8B):
+            if kernel_of(case) not in kernels:
+                continue
+            try:
+                part.note(case.name, **measure(case, rates))
+            except Exception as error:  # the other kernels are still measured
+                wrong.append(f"{case.name}: {type(error).__name__}: {error}")
+    if wrong:
+        raise AssertionError("; ".join(wrong))
+
+
+def kernel_of(case: Case) -> str:
+    """Returns the first word of a case's name."""
+    return case.name.split()[0]
+
+
+def check(part: Part, case: Case) -> list[str]:
+    """Compares all that a case computes with the naive version in float64. Returns what is off."""
+    arguments = case.make()
+    got = case.call(*arguments)
+    exact = case.call(*[_wide(x) for x in arguments], run=NAIVE[kernel_of(case)])
+    wrong = []
+    if kernel_of(case) == "sample":
+        tokens, exact_tokens = got[0], exact[0]
+        same = tokens == exact_tokens
+        share = same.double().mean().item()
+        part.note(f"{case.name}: tokens", same=share)
+        if share < SAME_DRAWS:
+            wrong.append(f"{case.name}: {share:.0%} of the tokens are the same")
+        got, exact = got[1][same], exact[1][same]
+    if isinstance(got, Tensor):
+        got, exact = (got,), (exact,)
+    allowed = TWICE if kernel_of(case) in ROUNDED_TWICE else ONCE
+    if case.gradients or got[0].dtype == torch.float32:
+        allowed = GRADIENT
+    for number, (result, right) in enumerate(zip(got, exact, strict=True)):
+        found = error(result, right.double())
+        part.note(f"{case.name}: error of result {number}", times_rounding=found, allowed=allowed)
+        if not found <= allowed:
+            wrong.append(f"{case.name}, result {number}: {found:.2f} roundings, allowed {allowed}")
+    if kernel_of(case) == "decode_attention":
+        same = _same_bits_alone(case, arguments, got[0])
+        part.note(f"{case.name}: rows alone have the same bits", same=same)
+        if not same:
+            wrong.append(f"{case.name}: a row alone has other bits than in the batch")
+    return wrong
+
+
+def error(got: Tensor, exact: Tensor) -> float:
+    """Returns the relative error as a multiple of that of rounding the exact result."""
+    size = exact.norm() + 1e-300
+    rounding = ((exact.to(got.dtype).double() - exact).norm() / size).item()
+    return ((got.double() - exact).norm() / size).item() / max(rounding, FLOORS[got.dtype])
+
+
+def _same_bits_alone(case: Case, arguments: tuple[Any, ...], together: Tensor) -> bool:
+    """Returns True if the first rows, each in a step of its own, have the bits of the batch."""
+    q, k_cache, v_cache, block_tables, context_lens, work, _ = arguments
+    for row in range(2):
+        mine = work.items[: int(work.num_items)]
+        items = mine[(mine[:, 0] <= row) & (row < mine[:, 0] + mine[:, 1])].clone()
+        items[:, 0], items[:, 1] = 0, 1
+        one = slice(row, row + 1)
+        alone = decode_attention(
+            q[one],
+            k_cache,
+            v_cache,
+            block_tables[one],
+            context_lens[one],
+            work._replace(items=items, num_items=torch.full_like(work.num_items, len(items))),
+            torch.empty_like(q[one]),
+        )
+        if not torch.equal(alone, together[one]):
+            return False
+    return True
+
+
+def _wide(x: Any) -> Any:
+    return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def measure_rates() -> tuple[float, float]:
+    """Returns the bytes/s that this GPU reads, and the FLOP/s of a bf16 product of 8192 cubed."""
+    numbers = torch.ones(1 << 28, device=DEVICE)
+    a, b = torch.randn(2, 8192, 8192, dtype=torch.bfloat16, device=DEVICE)
+    return numbers.nbytes / _seconds(numbers.sum), 2 * 8192**3 / _seconds(lambda: a @ b)
+
+
+def measure(case: Case, rates: tuple[float, float]) -> dict[str, Any]:
+    """Returns microseconds of a kernel and its peers, its share of the ceiling, and which it is."""
+    with torch.device(DEVICE):
+        arguments = case.make()
+    taken = _seconds(lambda: case.call(*arguments))
+    least, limit = max((case.bytes / rates[0], "bytes"), (case.flops / rates[1], "FLOPs"))
+    figures = {"us": 1e6 * taken, "share": least / taken, "limit": limit}
+    for name, function in peers_of(case).items():
+        try:
+            figures[f"{name}_us"] = 1e6 * _seconds(lambda f=function: case.call(*arguments, run=f))
+        except Exception as failure:  # a peer that does not run here
+            print(f"  {case.name}, {name}: {type(failure).__name__}: {failure}")
+    return figures
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    return do_bench(call, return_mode="median") / 1e3
+
+
+def peers_of(case: Case) -> dict[str, Function]:
+    """Returns functions that do the same job: torch, SDPA, cuBLAS, flash-attn."""
+    kernel = kernel_of(case)
+    if kernel in ("rms_norm", "swiglu"):
+        eager = _torch_rms_norm if kernel == "rms_norm" else _torch_swiglu
+        return {"eager": eager, "compiled": torch.compile(eager, dynamic=False)}
+    if kernel == "flash_attention":
+        peers = {"sdpa": _sdpa, "cudnn": sdpa_kernel(SDPBackend.CUDNN_ATTENTION)(_sdpa)}
+        if flash_attn_varlen_func is not None:
+            peers["flash_attn"] = _flash_attn
+        return peers
+    if case.name == "linear_logprob":  # writes the logits
+        return {"cublas": lambda hidden, weight, *_: hidden @ weight.T}
+    if kernel == "quantised_linear":
+        shape = QWEN3_8B
+        weight = torch.randn(2 * shape.ff, shape.hidden, dtype=torch.bfloat16, device=DEVICE)
+        return {"cublas": lambda x, *_: x @ weight.T}
+    return {}
+
+
+def _torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def _torch_swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    """Attends causally over one sequence: q [T, H, D], k and v [T, Hkv, D]."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def _flash_attn(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    plan = external_plan([Span(0, len(q), 0, len(q))], q.device)
+    return external_attention(q, k, v, plan)

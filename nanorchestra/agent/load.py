@@ -8,7 +8,7 @@ import torch
 
 from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.engine.engine import Engine
-from nanorchestra.engine.request import SamplingParams
+from nanorchestra.engine.sequence import SamplingParams
 from nanorchestra.errors import UserError, require
 from nanorchestra.model.hf_config import stored_dtype
 from nanorchestra.model.native import library, pack
@@ -20,14 +20,20 @@ PAGE = 16  # tokens of a KV page
 
 
 def load_rollout(
-    path: Path, limits: Limits, sampling: Json, running: int, quantise: str | None = None
+    path: Path,
+    limits: Limits,
+    sampling: Json,
+    running: int,
+    quantise: str | None = None,
+    **engine_options: int,
 ) -> Rollout:
     """Returns a rollout of a checkpoint: in bfloat16 on a GPU, in float32 on a CPU.
 
     A checkpoint in bfloat16 stays so on a CPU that multiplies it, which is faster in half the
     memory. `sampling` has fields of SamplingParams. `running` attempts run at a time; the model's
     positions bound their context too. quantise: "int8", "int4" or "fp8" rounds the linear layers.
-    UserError if the checkpoint is not whole.
+    engine_options: of Engine; without them a CPU's KV pool has room for all attempts. UserError if
+    the checkpoint is not whole.
     """
     cuda = torch.cuda.is_available()
     half = cuda or stored_dtype(path) == "bfloat16" and library(torch.bfloat16)
@@ -36,10 +42,13 @@ def load_rollout(
     pack(model)
     require(tokenizer, f"{path}: no tokenizer.json; it must lie beside the weights")
     context = min(limits.context_tokens, model.config.max_position_embeddings)
-    # A GPU's pool is what memory is free; a CPU's has room for what runs.
-    pool = {} if cuda else {"num_pages": running * (-(-context // PAGE) + 1), "page_size": PAGE}
+    if not cuda and not engine_options:  # a GPU's pool is what memory is free
+        pages_per_attempt = -(-context // PAGE) + 1
+        engine_options = {"num_pages": running * pages_per_attempt, "page_size": PAGE}
     try:
-        engine = Engine(model, tokenizer, max_running=running, max_context=context, **pool)
+        engine = Engine(
+            model, tokenizer, max_running=running, max_context=context, **engine_options
+        )
     except OSError as error:
         raise UserError(
             f"{path}: the KV cache of {running} x {context:,} tokens does not fit in the memory "

@@ -15,7 +15,7 @@ from typing import Any
 
 from nanorchestra.agent.limits import UserLimits
 from nanorchestra.agent.loop import Attempt, Limits, Rollout
-from nanorchestra.engine.request import Completion
+from nanorchestra.engine.sequence import Completion
 from nanorchestra.errors import require
 from nanorchestra.model import chat
 from nanorchestra.model.parser import THINK, THINK_END

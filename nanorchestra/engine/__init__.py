@@ -1,5 +1,6 @@
-"""Paged inference: the public `Engine`, and the request, scheduler and page cache behind it.
+"""Paged inference: the public `Engine`, and what it is made of.
 
-`runner` computes a planned step on a CPU, `gpu` on a GPU; `steps` launches the next one.
-`guide` holds tool calls to valid JSON, `stream` turns sampled ids into text as they come.
+Reading order: `sequence`, `block_manager`, `scheduler`, then a runner (`cpu_runner`; on a GPU
+`model_runner`), then `engine`. `sampler` draws on a CPU, `score` gives log-probabilities, `guide`
+holds tool calls to valid JSON, `session` keeps a conversation, `stream` turns ids into text.
 """

@@ -7,26 +7,43 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanorchestra.engine.cache import PageCache, PageTable
-from nanorchestra.engine.gpu import GpuRunner, free_memory
-from nanorchestra.engine.request import Completion, Limits, OnToken, Request, SamplingParams
-from nanorchestra.engine.runner import Runner
+from nanorchestra.engine.block_manager import BlockManager
+from nanorchestra.engine.cpu_runner import CpuRunner, Result
+from nanorchestra.engine.model_runner import ModelRunner, free_memory
 from nanorchestra.engine.sampler import Draw
-from nanorchestra.engine.scheduler import Scheduler
+from nanorchestra.engine.scheduler import Batch, Scheduler
+from nanorchestra.engine.score import score
+from nanorchestra.engine.sequence import (
+    Completion,
+    Limits,
+    OnToken,
+    Request,
+    SamplingParams,
+    Sequence,
+)
 from nanorchestra.engine.session import Session
-from nanorchestra.engine.steps import Steps
 from nanorchestra.errors import NotFiniteError, require
 from nanorchestra.model.ops import by_kernel
 from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.model.weights import copy_weights
 
-DEFAULT_POOL = 1 << 30  # bytes
+DEFAULT_POOL = 1 << 30  # bytes of a CPU's KV pool
+
+
+@dataclass
+class Step:
+    """A batch, and what the runner has launched for it."""
+
+    batch: Batch
+    launched: Any
 
 
 class Engine:
@@ -56,36 +73,52 @@ class Engine:
         kv_dtype: torch.dtype | None = None,
     ):
         config, weight = model.config, model.embed_tokens.weight
-        on_gpu, kv_dtype = by_kernel(weight), kv_dtype or weight.dtype
+        on_gpu = by_kernel(weight)
+        kv_dtype = kv_dtype or weight.dtype
         if page_size is None:
             page_size = 64 if on_gpu else 16
         if num_pages is None:
-            numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
             room = memory_share * free_memory(weight.device) if on_gpu else DEFAULT_POOL
+            numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
             num_pages = max(1, int(room / (page_size * numbers * kv_dtype.itemsize)))
         longest = config.max_position_embeddings
         self.max_context = longest if max_context is None else min(max_context, longest)
         settings = num_pages, page_size, max_batch_tokens, max_running, self.max_context
         names = "pages, page size, batch tokens, running requests, context"
         require(min(settings) >= 1, f"engine: {names} are {settings}, they should be at least 1")
+
         self.model, self.tokenizer = model, tokenizer
         self.vocab_size, self.eos_ids = config.vocab_size, frozenset(config.eos_token_ids)
         if tokenizer is not None:
             self.vocab_size = min(self.vocab_size, tokenizer.vocab_size)
             self.eos_ids = frozenset(tokenizer.eos_ids)
         self.weight_version = 0
-        kind = GpuRunner if on_gpu else Runner
-        self.runner = kind(model, num_pages, page_size, self.vocab_size, kv_dtype)
-        self.cache = PageCache(num_pages, page_size)
-        self.scheduler = Scheduler(self.cache, max_batch_tokens, max_running, self.runner.mixed)
+        if on_gpu:
+            self.runner = ModelRunner(
+                model,
+                num_pages,
+                page_size,
+                self.vocab_size,
+                kv_dtype,
+                max_batch_tokens,
+                max_running,
+                min(self.max_context, num_pages * page_size + 1),
+            )
+        else:
+            self.runner = CpuRunner(model, num_pages, page_size, self.vocab_size, kv_dtype)
+        self.blocks = BlockManager(num_pages, page_size)
+        self.scheduler = Scheduler(
+            self.blocks, max_batch_tokens, max_running, self.runner.mixed_prefill
+        )
         self.limits = Limits(config.vocab_size, self.max_context, num_pages * page_size)
-        self._ids = itertools.count()
-        self._asleep = False
+        self._request_ids = itertools.count()
+        self._ahead: Step | None = None  # launched before the tokens of the step before were read
         self._counts = {"steps": 0, "prefill_tokens": 0, "sampled_tokens": 0}
-        self._steps = Steps(self.scheduler, self.runner)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+        self,
+        prompts: Collection[Iterable[int]],
+        params: SamplingParams | Collection[SamplingParams],
     ) -> list[Completion]:
         """Samples each prompt to its end. Returns the completions in the same order.
 
@@ -111,7 +144,7 @@ class Engine:
         return [request.completed() for request in requests]
 
     def submit(
-        self, ids: Sequence[int], params: SamplingParams, on_token: OnToken | None = None
+        self, ids: Iterable[int], params: SamplingParams, on_token: OnToken | None = None
     ) -> Request:
         """Queues a request, which `step` serves. Calls on_token(token id, logprob) for each token.
 
@@ -125,76 +158,120 @@ class Engine:
     def step(self) -> list[Request]:
         """Computes one step, if there is work. Returns the requests that finished in it.
 
+        On a GPU the next step is launched before this one's tokens are read, where it only decodes
+        (`Scheduler.schedule_ahead`). The GPU then computes while the host reads, and the newest ids
+        go from one step to the next on the device. With `runner.overlaps` False, as on a CPU, steps
+        follow one another; the tokens are the same.
+
         An exception while a request is admitted, drawn, guided, decoded or told of its token ends
         that request alone: it finishes with reason "error", and `Request.error` is the exception.
-        So does a request whose logits are not finite, and the cache is emptied since its pages hold
-        NaN: the others compute their KV anew. If the computation of the step itself fails, all
-        running requests are aborted, the cache is emptied, and the error is raised.
+        So does a request whose logits are not finite; its pages are cleared. If the computation of
+        the step itself fails, all running requests are aborted, the cache is emptied, and the error
+        is raised.
         """
-        require(not self._asleep, "engine: it sleeps, its KV memory is lent; call wake() first")
-        plan = self._steps.plan()
-        failed = list(plan.failed)
-        for request, error in plan.failed.items():
-            self.fail(request, error)
-        if not (plan.decodes or plan.prefills):
-            return failed
+        failed = []
         try:
             with torch.inference_mode():
-                draws = self._steps.compute(plan)
+                step = self._launched_ahead()
+                if step is None:
+                    batch = self.scheduler.schedule()
+                    failed = list(batch.failed)
+                    for request, error in batch.failed.items():
+                        self.fail(request, error)
+                    if not (batch.decodes or batch.prefills):
+                        return failed
+                    step = Step(batch, self.runner.launch(batch))
+                    self.runner.draw(step.launched, batch.sampled)
+                if self.runner.overlaps:
+                    following = self.scheduler.schedule_ahead(step.batch)
+                    if following is not None:
+                        launched = self.runner.launch(following, after=step.launched)
+                        self._ahead = Step(following, launched)
+                results = self.runner.read(step.launched, step.batch.sampled)
         except BaseException:
-            for request in list(self.scheduler.running):
-                self.abort(request)
-            self._forget()
-            self.runner.wake()  # pages may hold NaN
+            self._abandon_step()
             raise
-        self.scheduler.commit(plan)
-        self._counts["steps"] += 1
-        self._counts["prefill_tokens"] += sum(count for _, _, count in plan.prefills)
-        self._counts["sampled_tokens"] += len(draws)
-        drawn = list(zip(plan.sampling, draws, strict=True))
-        accepted = self._accept(drawn)
-        self._call_back(accepted)
-        ended = [request for request, _ in drawn if request.finished]
-        return failed + [each for each in ended if each.completion.finish_reason != "abort"]
+        return failed + self._finish_step(step.batch, results)
 
-    def _accept(self, drawn) -> list[tuple[Request, Draw]]:
-        """Appends the tokens. Returns the requests that have one, with their draws."""
-        accepted, finite = [], True
-        for request, draw in drawn:
-            if isinstance(draw, Exception):
-                self.fail(request, draw)
-            elif not math.isfinite(draw.logprob):
-                self.fail(request, NotFiniteError())
-                finite = False
-        if not finite:
-            self._forget()
-            self.runner.wake()
-        for request, draw in drawn:
-            if request.finished:
-                continue
-            try:
-                reason = request.accept(draw.token, draw.logprob, draw.top, self.weight_version)
-            except Exception as error:
-                self.fail(request, error)
-                continue
-            if reason:
-                self._finish(request, reason)
-            accepted.append((request, draw))
-        return accepted
+    def _launched_ahead(self) -> Step | None:
+        """Returns the step that was launched ahead, without the requests that have ended since.
 
-    def _call_back(self, accepted):
-        """Tells of the tokens, all of which have been accepted: a callback may abort any request.
-
-        A request that has been aborted, or has failed, hears no more.
+        Such a request still has a row in it, which is ignored. What the row wrote lies in pages
+        that are free again. Only a later step can hand them out, and it comes later on the device.
         """
+        step, self._ahead = self._ahead, None
+        if step is None:
+            return None
+        batch = step.batch
+        batch.decodes = [request for request in batch.decodes if not request.finished]
+        return step if batch.decodes else None
+
+    def _finish_step(self, batch: Batch, results: list[Result]) -> list[Request]:
+        """Gives the requests their tokens. Returns those that finished, but for aborted ones."""
+        drawn = list(zip(batch.sampled, results, strict=True))
+        self.scheduler.commit(batch)
+        self._counts["steps"] += 1
+        self._counts["prefill_tokens"] += batch.prefill_tokens
+        self._counts["sampled_tokens"] += len(drawn)
+        accepted = []
+        for request, result in drawn:
+            if self._accept(request, result):
+                accepted.append((request, result))
+        if self._ahead is not None:
+            self._draw_ahead()
         for request, draw in accepted:
-            ended = request.finished and request.completion.finish_reason in ("abort", "error")
-            if request.on_token is None or ended:
-                continue
-            try:
-                request.on_token(draw.token, draw.logprob)
-            except Exception as error:
-                self.fail(request, error)
+            self._call_back(request, draw)
+        ended = [request for request, _ in drawn if request.finished]
+        return [request for request in ended if request.completion.finish_reason != "abort"]
+
+    def _accept(self, request, result) -> bool:
+        """Appends a token to its request, and finishes the request where it ends. False: failed."""
+        if isinstance(result, Exception):
+            self.fail(request, result)
+            return False
+        if not math.isfinite(result.logprob):
+            self.runner.clear_pages(self.scheduler.discard(request))
+            request.finish("error", self.tokenizer, NotFiniteError())
+            return False
+        try:
+            reason = request.accept(
+                result.token, result.logprob, result.top_logprobs, self.weight_version
+            )
+        except Exception as error:
+            self.fail(request, error)
+            return False
+        if reason:
+            self._finish(request, reason)
+        return True
+
+    def _draw_ahead(self):
+        """Finishes the draws of the step launched ahead: guides now know the token before."""
+        going_on = [request for request in self._ahead.batch.decodes if not request.finished]
+        try:
+            self.runner.draw(self._ahead.launched, going_on)
+        except BaseException:
+            self._abandon_step()
+            raise
+
+    def _call_back(self, request, draw: Draw):
+        """Tells of a token, once all tokens of the step have been accepted.
+
+        A callback may abort any request. One that has been aborted, or has failed, hears no more.
+        """
+        ended = request.finished and request.completion.finish_reason in ("abort", "error")
+        if request.on_token is None or ended:
+            return
+        try:
+            request.on_token(draw.token, draw.logprob)
+        except Exception as error:
+            self.fail(request, error)
+
+    def _abandon_step(self):
+        """Ends all running requests after the device or the runner has failed."""
+        for request in list(self.scheduler.running):
+            self.abort(request)
+        self.reset_prefix_cache()
+        self.runner.clear_pages()
 
     @property
     def has_work(self) -> bool:
@@ -222,37 +299,43 @@ class Engine:
         self.scheduler.finish(request)
         request.finish(reason, self.tokenizer)
 
-    def session(self, ids: Sequence[int] = ()) -> Session:
+    def session(self, ids: Iterable[int] = ()) -> Session:
         """Opens a growing sequence of ids whose KV stays in the cache between its turns."""
         return Session(self, ids)
 
     def make_request(
         self,
-        ids: Sequence[int],
+        ids: Iterable[int],
         params: SamplingParams,
         on_token: OnToken | None = None,
-        table: PageTable | None = None,
     ) -> Request:
-        """Checks what a caller gives and makes the request. Raises UserError. The one door.
+        """Checks what a caller gives and makes the request. Raises UserError.
 
         Any thread may call this.
         """
-        ids = self.limits.check_ids(ids)
-        self.limits.check_length(ids, sampled=1)
+        own = Sequence(self.limits.check_ids(ids))
+        return self.make_turn(own, params, on_token)
+
+    def make_turn(
+        self, sequence: Sequence, params: SamplingParams, on_token: OnToken | None = None
+    ) -> Request:
+        """Makes a request that samples on a sequence of checked ids. Raises UserError."""
+        length = len(sequence.ids)
+        self.limits.check_length(length, sampled=1)
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= self.eos_ids
         return Request(
-            id=next(self._ids),
-            ids=ids,
+            id=next(self._request_ids),
+            sequence=sequence,
             params=params,
             # The last token needs no page.
-            limit=min(len(ids) + params.max_tokens, self.max_context, self.limits.pool + 1),
-            stop_ids=frozenset(params.stop_token_ids).union(
-                () if params.ignore_eos else self.eos_ids
-            ),
+            limit=min(length + params.max_tokens, self.max_context, self.limits.pool + 1),
+            stop_ids=stop_ids,
             on_token=on_token,
-            table=table or PageTable(),
         )
 
-    def score(self, list_of_ids: Sequence[Sequence[int]]) -> list[list[float]]:
+    def score(self, list_of_ids: Iterable[Iterable[int]]) -> list[list[float]]:
         """Returns log p(ids[i + 1] | ids[: i + 1]) at temperature 1: n - 1 numbers for n ids.
 
         Normalised over the ids that the sampler can draw; minus infinity for others. Each
@@ -260,8 +343,8 @@ class Engine:
         """
         list_of_ids = [self.limits.check_ids(ids) for ids in list_of_ids]
         for ids in list_of_ids:
-            self.limits.check_length(ids)
-        return [self.runner.score(ids) for ids in list_of_ids]
+            self.limits.check_length(len(ids))
+        return [score(self.model, ids, self.vocab_size) for ids in list_of_ids]
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]] | None = None) -> int:
         """Copies all (Hugging Face name, tensor) pairs into the model; returns the new version.
@@ -275,29 +358,13 @@ class Engine:
                 copy_weights(self.model, tensors)
         finally:  # a copy that failed half-way has changed the weights too
             self.weight_version += 1
-            self._forget()
+            self.reset_prefix_cache()
         return self.weight_version
 
-    def _forget(self):
-        """Empties the cache: all KV will be computed anew."""
-        self._steps.discard()
+    def reset_prefix_cache(self) -> None:
+        """Forgets all KV. Requests in flight and sessions compute theirs anew."""
+        self._ahead = None
         self.scheduler.reset(self.weight_version)
-
-    def sleep(self) -> None:
-        """Gives the memory of the KV pool back, to a trainer say, until `wake`.
-
-        Requests and sessions stay and compute their KV anew then. Meanwhile requests are taken,
-        and `score` and `update_weights` work, but `step` raises UserError.
-        """
-        self._asleep = True
-        self._forget()
-        self.runner.sleep()
-
-    def wake(self) -> None:
-        """Takes the KV pool's memory again. If there is too little, torch's error is raised."""
-        if self._asleep:
-            self.runner.wake()
-            self._asleep = False
 
     @property
     def stats(self) -> dict[str, int]:

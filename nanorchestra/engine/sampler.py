@@ -1,9 +1,10 @@
-"""Draws the next token of each row and reports its log-probability.
+"""Draws the next token of each row on a CPU, and reports its log-probability.
 
 Rows with any parameters, greedy ones too, mix in one batch. The noise of a row is one uniform
 number, a hash of (seed, position): a request draws the same token whatever its neighbours, after a
 preemption and after a restart. The token is found by inverting the cumulative distribution, first
 over blocks of the vocabulary, then within one block, so nothing of size [rows, vocab] is sorted.
+kernels/sample.py does the same on a GPU.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanorchestra.engine.request import SamplingParams
+from nanorchestra.engine.sequence import SamplingParams, TopLogprobs
 
 BLOCK = 64  # ids
 
@@ -24,7 +25,7 @@ class Draw(NamedTuple):
 
     token: int
     logprob: float  # not finite if the row's logits are not
-    top: Sequence[tuple[int, float]] = ()  # the most probable (id, logprob), best first
+    top_logprobs: TopLogprobs = []  # noqa: RUF012 (never written to)
 
 
 def draw_tokens(
@@ -40,28 +41,47 @@ def draw_tokens(
     over. positions [R]: the index that the token will have in its sequence. allowed [R]: the ids
     that may be drawn, bool [vocab_size], or None for all.
     """
-    device = logits.device
+    rows = np.arange(len(params))
+
+    # Temperature.
     temperature = np.array([1.0 if p.greedy else p.temperature for p in params], np.float32)
-    scale = torch.from_numpy(1.0 / temperature).to(device)[:, None]
-    z = logits[:, :vocab_size].float() * scale
+    inverse = torch.from_numpy(1.0 / temperature)[:, None]
+    z = logits[:, :vocab_size].float() * inverse  # [R, vocab]
+
+    # Mask.
     for row, mask in enumerate(allowed):
         if mask is not None:
-            z[row].masked_fill_(torch.from_numpy(~mask[:vocab_size]).to(device), -torch.inf)
+            z[row].masked_fill_(torch.from_numpy(~mask[:vocab_size]), -torch.inf)
+
+    # Softmax, but for its division, of the ids that top-k and top-p keep.
     z -= z.amax(1, keepdim=True)
-    weights = _weights(z)
-    cut = [i for i, p in enumerate(params) if p.truncated]
-    if cut:
-        weights[cut] = _truncate(weights[cut], [params[i] for i in cut])
-    upto = _cumulative(weights)
-    tokens = _draw(weights, upto, uniforms([p.seed for p in params], positions))
-    if greedy := [i for i, p in enumerate(params) if p.greedy]:
-        tokens[greedy] = z[greedy].argmax(1).cpu().numpy()
-    draws = list(map(Draw, tokens.tolist(), _logprobs(z, upto, tokens).tolist()))
+    weights = _weights(z)  # [R, blocks * BLOCK]
+    truncated = [row for row, p in enumerate(params) if p.truncated]
+    if truncated:
+        weights[truncated] = _truncate(weights[truncated], [params[row] for row in truncated])
+
+    # Cumulative sums of blocks, then of the ids in the block that the noise falls into.
+    cumulative = _cumulative_blocks(weights)  # [R, blocks]
+    total = cumulative[:, -1]
+    target = uniforms([p.seed for p in params], positions) * total
+    block = _first_above(cumulative, target)
+    before = np.where(block > 0, cumulative[rows, block - 1], 0.0)
+    in_block = weights.unflatten(1, (-1, BLOCK))[rows, block].double().numpy().cumsum(1)
+    tokens = block * BLOCK + _first_above(in_block, target - before)
+    greedy = [row for row, p in enumerate(params) if p.greedy]
+    if greedy:
+        tokens[greedy] = z[greedy].argmax(1).numpy()
+
+    # Log-probability.
+    log_total = np.log(total)
+    logprobs = z[rows, tokens].double().numpy() - log_total
+    draws = [Draw(*pair) for pair in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
     for row, p in enumerate(params):
         if p.top_logprobs:
             values, ids = weights[row].topk(p.top_logprobs)
-            values = values.double().div_(upto[row, -1]).log_().tolist()
-            draws[row] = draws[row]._replace(top=list(zip(ids.tolist(), values, strict=True)))
+            values = (values.double() / total[row]).log().tolist()
+            top = list(zip(ids.tolist(), values, strict=True))
+            draws[row] = draws[row]._replace(top_logprobs=top)
     return draws
 
 
@@ -70,9 +90,12 @@ def score_tokens(logits: Tensor, vocab_size: int, targets: Tensor) -> list[float
 
     Minus infinity for ids from `vocab_size` on.
     """
-    z, ids = logits[:, :vocab_size].float(), targets.cpu().numpy()
+    ids = targets.cpu().numpy()
+    z = logits[:, :vocab_size].float()
     z = z - z.amax(1, keepdim=True)
-    values = _logprobs(z, _cumulative(_weights(z)), ids.clip(max=vocab_size - 1))
+    log_total = np.log(_cumulative_blocks(_weights(z))[:, -1])
+    chosen = z[np.arange(len(ids)), ids.clip(max=vocab_size - 1)]
+    values = chosen.double().cpu().numpy() - log_total
     values[ids >= vocab_size] = -np.inf
     return values.tolist()
 
@@ -94,48 +117,33 @@ def _mix(x) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def _truncate(weights, params) -> Tensor:
-    """Zeroes weights [R, V] outside the top-k, then outside the top-p (Holtzman et al. 2020)."""
-    width = weights.shape[1]
-    limits = [(p.top_k or width, p.top_p) for p in params]
-    limits = torch.tensor(limits, dtype=torch.float64, device=weights.device)
-    top_k, top_p = limits.split(1, 1)
-    ordered, order = weights.sort(dim=1, descending=True, stable=True)
-    ordered[torch.arange(width, device=weights.device) >= top_k] = 0.0
-    below = ordered.double().cumsum(1)
-    ordered[(below - ordered >= top_p * below[:, -1:]) & (top_p < 1)] = 0.0  # never the first
-    return torch.zeros_like(weights).scatter_(1, order, ordered)
-
-
 def _weights(z) -> Tensor:
     """Returns exp(z) [R, V], filled up to whole blocks with zeros."""
     return F.pad(z.exp(), (0, -z.shape[1] % BLOCK))
 
 
-def _cumulative(weights) -> np.ndarray:
+def _cumulative_blocks(weights) -> np.ndarray:
     """Returns the running sums of the blocks of weights [R, blocks * BLOCK], fp64 [R, blocks]."""
     return weights.unflatten(1, (-1, BLOCK)).sum(2).double().cpu().numpy().cumsum(1)
 
 
-def _draw(weights, upto, uniform) -> np.ndarray:
-    """Returns int64 [R], drawn from weights >= 0 with uniform fp64 [R] in [0, 1)."""
-    rows, target = np.arange(len(uniform)), uniform * upto[:, -1]
-    block = _invert(upto, target)
-    before = np.where(block > 0, upto[rows, block - 1], 0.0)
-    chosen = weights.unflatten(1, (-1, BLOCK))[rows, block]
-    within = chosen.double().cpu().numpy().cumsum(1)
-    return block * BLOCK + _invert(within, target - before)
-
-
-def _logprobs(z, upto, ids) -> np.ndarray:
-    """Returns the log-probability fp64 [R] of an id in each row: z less the log of the weights."""
-    return z[np.arange(len(ids)), ids].double().cpu().numpy() - np.log(upto[:, -1])
-
-
-def _invert(cumulative, target) -> np.ndarray:
-    """Returns the first index whose cumulative weight exceeds the target.
+def _first_above(cumulative, target) -> np.ndarray:
+    """Returns the first index of each row whose cumulative weight exceeds the target.
 
     The target is kept inside, so that rounding never leads to an index without weight.
     """
     inside = np.clip(target, 0.0, cumulative[:, -1] * (1 - 1e-12))
     return np.minimum((cumulative <= inside[:, None]).sum(1), cumulative.shape[1] - 1)
+
+
+def _truncate(weights, params) -> Tensor:
+    """Zeroes weights [R, V] outside the top-k, then outside the top-p (Holtzman et al. 2020)."""
+    width = weights.shape[1]
+    top_k = torch.tensor([[p.top_k or width] for p in params], dtype=torch.float64)
+    top_p = torch.tensor([[p.top_p] for p in params], dtype=torch.float64)
+    ordered, order = weights.sort(dim=1, descending=True, stable=True)
+    ordered[torch.arange(width) >= top_k] = 0.0
+    cumulative = ordered.double().cumsum(1)
+    # An id stays if those before it have less than top_p of the total: so the first always does.
+    ordered[(cumulative - ordered >= top_p * cumulative[:, -1:]) & (top_p < 1)] = 0.0
+    return torch.zeros_like(weights).scatter_(1, order, ordered)

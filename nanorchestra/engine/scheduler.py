@@ -1,260 +1,369 @@
-"""Decides what the next step computes: admission, preemption, and the release of pages. No torch.
+"""Decides what each step computes: admission, preemption, and the release of pages. No torch.
 
 Every step decodes all running requests first and spends the rest of `max_batch_tokens` on prefill,
 in chunks. Admission is optimistic: a request is admitted when its present tokens fit, whatever its
-max_tokens. When pages run out, the newest session loses its pages, whether it runs or waits for a
+max_tokens. When pages run out, the newest sequence loses its pages, whether it runs or waits for a
 tool. It is computed again later, mostly from indexed pages.
 
-Equal prompts are prefilled once: a request whose prompt is already being prefilled waits for the
-last chunk, shares its pages and samples from its logits. A request that only shares a prefix with
-a prompt in prefill waits until these pages are indexed.
+Equal prompts are prefilled once. A request whose prompt is being prefilled waits for the end of
+that prefill, then takes its full pages, copies its half-full one, and computes the last token
+alone. A request that only shares a prefix with a prompt in prefill waits until the pages of the
+prefix are indexed.
 """
 
 import bisect
 import math
 from dataclasses import dataclass, field
 
-from nanorchestra.engine.cache import PageCache, PageTable
-from nanorchestra.engine.request import Request
+from nanorchestra.engine.block_manager import BlockManager, Key
+from nanorchestra.engine.sequence import Request, Sequence
 
 
 @dataclass
-class Plan:
-    """One step: `decodes` compute one token each, `prefills` ids[start : start + count].
+class Chunk:
+    """Part of a prefill: ids[start:end] of a request, which one step computes."""
 
-    Each (request, leader) of `forks` has the leader's ids and pages and needs only its logits.
-    `copies`: page -> the page whose KV is copied into it before anything is computed.
-    `failed` has the errors of requests that cannot be admitted.
+    request: Request
+    start: int
+    end: int
+    is_last: bool  # the prefill ends with it, so that a token is sampled
+
+    @property
+    def count(self) -> int:
+        """Number of tokens."""
+        return self.end - self.start
+
+
+@dataclass
+class PageCopy:
+    """A page whose KV is copied into another one before the step computes anything."""
+
+    source: int
+    target: int
+
+
+@dataclass
+class Batch:
+    """What one step computes: one token of each request in `decodes`, then the chunks.
+
+    `failed` has the errors of requests that could not be admitted.
     """
 
     decodes: list[Request] = field(default_factory=list)
-    prefills: list[tuple[Request, int, int]] = field(default_factory=list)
-    forks: list[tuple[Request, Request]] = field(default_factory=list)
-    copies: dict[int, int] = field(default_factory=dict)
+    prefills: list[Chunk] = field(default_factory=list)
+    page_copies: list[PageCopy] = field(default_factory=list)
     failed: dict[Request, Exception] = field(default_factory=dict)
 
     @property
-    def sampling(self) -> list[Request]:
-        """Requests that get a token from this step; a chunk short of its request's end gives none.
+    def sampled(self) -> list[Request]:
+        """Requests that get a token: the decodes, then those whose prefill ends in this step."""
+        return self.decodes + [chunk.request for chunk in self.prefills if chunk.is_last]
 
-        Decodes stand first, then prefills, then forks.
-        """
-        ended = [r for r, start, count in self.prefills if start + count == len(r.ids)]
-        return self.decodes + ended + [request for request, _ in self.forks]
+    @property
+    def prefill_tokens(self) -> int:
+        """Number of tokens of all chunks."""
+        return sum(chunk.count for chunk in self.prefills)
+
+
+@dataclass(frozen=True)
+class MixedPrefill:
+    """Bounds the prefill of a step that also decodes, so that no running request waits for long.
+
+    tokens: at the beginning of a context. doubling_context: the position at which a token costs
+    twice as much, since it attends to more.
+    """
+
+    tokens: int
+    doubling_context: float
+
+    def price(self, start: int) -> float:
+        """Returns the cost of a token at position `start`, in tokens at the beginning."""
+        return 1 + start / self.doubling_context
+
+
+@dataclass
+class _Admission:
+    """What the admissions of one step share."""
+
+    batch: Batch
+    budget: int  # tokens that are left for prefill
+    prompts: dict[int, Request]  # by prompt_hash, the oldest running request with this prompt
+    coming_pages: set[Key | None]  # keys of the pages that running prefills write next
 
 
 class Scheduler:
-    """Plans the steps. A request is waiting, running, or finished and in neither queue.
+    """Schedules the steps. A request is waiting, running, or finished and in neither queue.
 
-    Invariant (tests/invariants.py): `running` is in order of age, which is the session's; `waiting`
-    is in order of admission. `parked` has the table of each session between turns. A waiting
-    request holds no pages but parked ones.
-
-    mixed: tokens of prefill at most in a step that also decodes, and the context at which a token
-    of a chunk costs twice as much as at the beginning.
+    Invariant (tests/invariants.py): `running` is in order of age, which is the sequence's;
+    `waiting` is in order of admission. `parked` has the sequence of each session between turns. A
+    waiting request holds no pages but those of a parked session.
     """
 
     def __init__(
         self,
-        cache: PageCache,
+        blocks: BlockManager,
         max_batch_tokens: int,
         max_running: int,
-        mixed: tuple[int, float] | None = None,
+        mixed_prefill: MixedPrefill | None = None,
     ):
-        self.cache, self.max_batch_tokens, self.mixed = cache, max_batch_tokens, mixed
+        self.blocks = blocks
+        self.max_batch_tokens = max_batch_tokens
         self.max_running = min(max_running, max_batch_tokens)
+        self.mixed_prefill = mixed_prefill
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.parked: set[PageTable] = set()
+        self.parked: set[Sequence] = set()
         self.preemptions = 0
+        # False once the first in the queue did not fit, until something changes that could help.
+        self._may_admit = True
 
     def add(self, request: Request) -> None:
         """Queues a request: those that resume a session first, then in order of age."""
         bisect.insort(self.waiting, request, key=_admission_order)
+        self._may_admit = True
 
-    def plan(self) -> Plan:
-        """Plans the next step and takes its pages. Nothing counts as written before `commit`."""
-        plan, position = Plan(), 0
-        while position < len(self.running):
-            request = self.running[position]
-            if _remaining(request) == 1:
-                if not self._make_room(request):
-                    continue  # it was the newest and has been preempted itself
-                plan.decodes.append(request)
-            position += 1
-        budget = self.max_batch_tokens - len(plan.decodes)
-        if plan.decodes and self.mixed:
-            budget = min(budget, self.mixed[0])
+    def schedule(self) -> Batch:
+        """Returns the next step and takes its pages. Nothing counts as computed before `commit`."""
+        batch = Batch()
+        self._schedule_decodes(batch)
+        budget = self.max_batch_tokens - len(batch.decodes)
+        if batch.decodes and self.mixed_prefill:
+            budget = min(budget, self.mixed_prefill.tokens)
         for request in self.running:
-            if _remaining(request) > 1 and budget > 0:
-                budget -= self._prefill(plan, request, budget)
-        if self.waiting:
-            self._admit_waiting(plan, budget)
-        plan.copies, self.cache.copies = self.cache.copies, {}
-        return plan
+            if request.remaining > 1 and budget > 0:
+                budget -= self._add_chunk(batch, request, budget)
+        self._admit_waiting(batch, budget)
+        return batch
 
-    def plan_ahead(self, plan: Plan) -> Plan | None:
-        """Plans the step after `plan`, which is still being computed, or returns None.
+    def schedule_ahead(self, batch: Batch) -> Batch | None:
+        """Returns the step after `batch` while that is computed and its tokens are unknown.
 
-        The next step can be planned before this step's tokens are read if all requests decode,
-        none waits, none reaches its limit, and enough pages are free. Rows that the host draws,
-        with a guide say, rule it out too. A request may still finish by its token: its row of the
-        next step is then ignored.
+        Such a step only decodes. It is None, and the tokens must be read first, if prefill is to be
+        done, if a request could be admitted, or if the pages do not suffice. A request may still
+        turn out to have ended with its unknown token: its row of the next step is then ignored.
         """
-        going_on = [r for r in plan.decodes if len(r.ids) + 1 < r.limit and r.plain]
-        pages = sum(self.cache.missing(r.table, len(r.ids) + 1) for r in going_on)
-        if going_on != self.running or self.waiting or pages > self.cache.available:
+        sampled = batch.sampled
+        going_on = [r for r in sampled if len(r.ids) + 1 < r.limit]
+        all_decode = len(sampled) == len(self.running)
+        if not going_on or not all_decode or (self.waiting and self._may_admit):
+            return None
+        missing = sum(self.blocks.missing(r.sequence, len(r.ids) + 1) for r in going_on)
+        if missing > self.blocks.available:
             return None
         for request in going_on:
-            self.cache.grow(request.table, len(request.ids) + 1)
-        return Plan(going_on)
+            self.blocks.grow(request.sequence, len(request.ids) + 1)
+        return Batch(decodes=going_on)
 
-    def _prefill(self, plan, request, budget) -> int:
-        """Adds a chunk, and returns what it takes of the budget."""
-        start, price = request.table.written, 1.0
-        if plan.decodes and self.mixed:
-            price += start / self.mixed[1]
-        count = min(_remaining(request), max(1, int(budget / price)))
-        plan.prefills.append((request, start, count))
-        return math.ceil(count * price)
+    def commit(self, batch: Batch) -> None:
+        """Records that the step has been computed. Call it before its tokens are accepted."""
+        for request in batch.decodes:
+            self.blocks.commit(request.sequence, len(request.ids))
+        for chunk in batch.prefills:
+            self.blocks.commit(chunk.request.sequence, chunk.end)
 
-    def _admit_waiting(self, plan, budget):
-        leaders = {(r.prompt_hash, len(r.ids)): r for r in self.running}
-        coming = {self.cache.next_key(r.table, r.ids) for r in self.running if _remaining(r) > 1}
-        for request in list(self.waiting):
-            if len(self.running) >= self.max_running:
-                return
-            try:
-                taken = self._admit_next(plan, request, budget, leaders, coming)
-            except Exception as error:
-                plan.failed[request] = error
-                continue
-            if taken is None:
-                return
-            budget -= taken
+    def finish(self, request: Request) -> None:
+        """Takes out a request that stopped, was aborted, or whose step failed."""
+        self._release(request, keep_pages=request.sequence.is_session)
 
-    def _admit_next(self, plan, request, budget, leaders, coming) -> int | None:
-        """Admits a request if it can be. Returns what it takes of the budget, None if it must wait.
+    def discard(self, request: Request) -> list[int]:
+        """Takes out a request whose KV cannot be trusted; returns the pages to be cleared."""
+        pages = self.blocks.discard(request.sequence)
+        self._release(request, keep_pages=False)
+        return pages
 
-        Those behind it then wait too; it takes nothing if it waits for another's prefill.
-        """
-        leader = leaders.get((request.prompt_hash, len(request.ids)))
-        if leader and leader.ids == request.ids and not request.table.pages:
-            self._follow(plan, request, leader)
-            return 0
-        if budget <= 0:
-            return None
-        self.parked.discard(request.table)
-        if not request.table.pages:
-            self.cache.match(request.table, request.ids)
-            key = self.cache.next_key(request.table, request.ids[:-1])
-            if key and key in coming:
-                self.cache.release(request.table)
-                return 0
-        if not self._fit(request):
-            if request.resumed:
-                self.parked.add(request.table)
-            else:
-                self.cache.release(request.table)
-            return None
-        self._admit(request, request.table.written)
-        leaders[request.prompt_hash, len(request.ids)] = request
-        coming.add(self.cache.next_key(request.table, request.ids))
-        return self._prefill(plan, request, budget)
+    def close(self, sequence: Sequence) -> None:
+        """Ends a session: its pages become idle."""
+        self.parked.discard(sequence)
+        self.blocks.release(sequence)
+        self._may_admit = True
 
-    def _follow(self, plan, request, leader):
-        """Lets `request` share what `leader` computes, the same ids, in the step that ends it."""
-        if leader in plan.sampling and self.cache.available > len(self.running):
-            self.cache.fork(leader.table, request.table, len(leader.ids))
-            self._admit(request, request.prompt_tokens)
-            plan.forks.append((request, leader))
+    def reset(self, weight_version: int) -> None:
+        """Empties the cache: running requests and sessions will compute their KV anew."""
+        for request in list(self.running):
+            self._requeue(request)
+        for sequence in list(self.parked):
+            self.close(sequence)
+        self.blocks.clear(weight_version)
 
-    def _admit(self, request, cached_tokens):
-        self.waiting.remove(request)
-        bisect.insort(self.running, request, key=_age)
-        if request.cached_tokens is None:
-            request.cached_tokens = cached_tokens
+    # Running requests.
 
-    def _fit(self, request) -> bool:
-        """Takes pages for all present tokens, and leaves one for each running request.
-
-        Newer parked sessions give way. If no request runs, all parked sessions do, so that every
-        request is served in the end.
-        """
-        length, older_than = len(request.ids), _age(request) if self.running else -1
-        while self.cache.available - self.cache.missing(request.table, length) < len(self.running):
-            if not self._revoke(older_than):
-                return False
-        return self.cache.grow(request.table, length)
+    def _schedule_decodes(self, batch):
+        """Adds all requests that decode, oldest first; preempts the newest where pages run out."""
+        position = 0
+        while position < len(self.running):
+            request = self.running[position]
+            if request.remaining == 1:
+                if not self._make_room(request):
+                    continue  # it was the newest and has been preempted itself
+                batch.decodes.append(request)
+            position += 1
 
     def _make_room(self, request) -> bool:
         """Takes a page for one more token of a running request, from the newest if none is free.
 
         Returns False if `request` was the newest and has been preempted.
         """
-        while not self.cache.grow(request.table, len(request.ids)):
+        while not self.blocks.grow(request.sequence, len(request.ids)):
             newest = self.running[-1]
-            if not self._revoke(_age(newest)):
-                self.preemptions += 1
-                self._requeue(newest)
-                if newest is request:
-                    return False
+            if self._revoke_parked(newer_than=newest.sequence.age):
+                continue
+            self.preemptions += 1
+            self._requeue(newest)
+            if newest is request:
+                return False
         return True
 
-    def _revoke(self, age) -> bool:
-        """Takes the newest parked session's pages. False if none is newer than `age`."""
-        table = max(self.parked, key=lambda table: table.age, default=None)
-        if table is None or table.age <= age:
+    def _revoke_parked(self, newer_than) -> bool:
+        """Takes the newest parked session's pages. False if none is newer than that age."""
+        sequence = max(self.parked, key=lambda parked: parked.age, default=None)
+        if sequence is None or sequence.age <= newer_than:
             return False
-        self.close(table)
+        self.close(sequence)
         return True
 
-    def commit(self, plan: Plan) -> None:
-        """Records that the step has been computed. Call it before tokens are accepted."""
-        for request, start, count in plan.prefills:
-            self.cache.commit(request.table, request.ids, start + count)
-        for request in plan.sampling:
-            self.cache.commit(request.table, request.ids, len(request.ids))
+    def _add_chunk(self, batch, request, budget) -> int:
+        """Adds the next chunk of a prefill, and returns what it takes of the budget."""
+        start = request.sequence.num_computed
+        price = 1.0
+        if batch.decodes and self.mixed_prefill:
+            price = self.mixed_prefill.price(start)
+        affordable = max(1, int(budget / price))
+        count = min(request.remaining, affordable)
+        is_last = count == request.remaining
+        batch.prefills.append(Chunk(request, start, start + count, is_last))
+        return math.ceil(count * price)
 
-    def finish(self, request: Request) -> None:
-        """Takes out a request that stopped, was aborted, or whose step failed."""
-        self._release(request, request.table.kept)
+    # Admission.
+
+    def _admit_waiting(self, batch, budget):
+        """Admits requests in order, until one has to wait for rows, tokens or pages."""
+        if not self.waiting:
+            return
+        admission = _Admission(
+            batch,
+            budget,
+            prompts={request.prompt_hash: request for request in reversed(self.running)},
+            coming_pages={self._next_page(r) for r in self.running if r.remaining > 1},
+        )
+        for request in list(self.waiting):
+            if len(self.running) >= self.max_running:
+                self._may_admit = False
+                return
+            if admission.budget <= 0:
+                return
+            try:
+                self._share_prefix(request)
+                if self._waits_for_prefill(admission, request):
+                    self.blocks.release(request.sequence)
+                    continue
+                if not self._take_pages(request):
+                    self._may_admit = False
+                    return
+                self._copy_half_full_page(admission, request)
+                self._start(admission, request)
+            except Exception as error:
+                batch.failed[request] = error
+
+    def _share_prefix(self, request):
+        """Gives a request the indexed pages of its prefix. A session comes with its own pages."""
+        if not request.sequence.block_table:
+            self.blocks.match(request.sequence)
+
+    def _waits_for_prefill(self, admission, request) -> bool:
+        """True if a running prefill is about to write KV that this request can share."""
+        if request.resumes:
+            return False
+        same_prompt = self._same_prompt(admission, request)
+        if same_prompt is not None and not self._has_computed(same_prompt, request):
+            return True
+        key = self.blocks.next_key(request.sequence, len(request.ids) - 1)
+        return key is not None and key in admission.coming_pages
+
+    def _take_pages(self, request) -> bool:
+        """Takes pages for all present tokens, and leaves one for each running request.
+
+        Newer parked sessions give way. If no request runs, all parked sessions do, so that every
+        request is served in the end. Returns False if that is too little: the request waits on.
+        """
+        sequence = request.sequence
+        self.parked.discard(sequence)
+        newer_than = sequence.age if self.running else -1
+        length = len(request.ids)
+        while self.blocks.available - self.blocks.missing(sequence, length) < len(self.running):
+            if not self._revoke_parked(newer_than):
+                if request.resumes and sequence.block_table:
+                    self.parked.add(sequence)
+                else:
+                    self.blocks.release(sequence)
+                return False
+        return self.blocks.grow(sequence, length)
+
+    def _copy_half_full_page(self, admission, request):
+        """Copies the end of a prompt that a running request has computed, all but its last token.
+
+        Full pages are shared by the index. What follows them is part of a page, into which the
+        other request goes on writing.
+        """
+        other = self._same_prompt(admission, request)
+        if other is None or not self._has_computed(other, request):
+            return
+        sequence, page_size = request.sequence, self.blocks.page_size
+        page = sequence.num_computed // page_size
+        computed = len(request.ids) - 1
+        if 0 < computed - page * page_size < page_size:
+            source = other.sequence.block_table[page]
+            admission.batch.page_copies.append(PageCopy(source, sequence.block_table[page]))
+            sequence.num_computed = computed
+
+    def _start(self, admission, request):
+        """Moves a request that has its pages to the running ones, and adds what it computes."""
+        self.waiting.remove(request)
+        bisect.insort(self.running, request, key=_age)
+        if request.cached_tokens is None:
+            request.cached_tokens = request.sequence.num_computed
+        admission.prompts.setdefault(request.prompt_hash, request)
+        if request.remaining == 1:
+            admission.batch.decodes.append(request)
+            admission.budget -= 1
+            return
+        admission.coming_pages.add(self._next_page(request))
+        admission.budget -= self._add_chunk(admission.batch, request, admission.budget)
+
+    def _same_prompt(self, admission, request) -> Request | None:
+        """Returns a running request that begins with all ids of this one, if there is one."""
+        other = admission.prompts.get(request.prompt_hash)
+        if other is None or other.ids[: len(request.ids)] != request.ids:
+            return None
+        return other
+
+    def _has_computed(self, other, request) -> bool:
+        """True if the other request has the KV of all ids of this one, but for the last."""
+        return other.sequence.num_computed >= len(request.ids) - 1
+
+    def _next_page(self, request) -> Key | None:
+        return self.blocks.next_key(request.sequence, len(request.ids))
+
+    # Release.
 
     def _requeue(self, request):
-        self._release(request, False)
+        self._release(request, keep_pages=False)
         self.add(request)
 
     def _release(self, request, keep_pages):
-        """The one way out of a queue, for finish, abort, preemption and error alike."""
+        """Takes a request out of its queue: for finish, abort, preemption and error alike."""
         for queue in (self.running, self.waiting):
             if request in queue:
                 queue.remove(request)
         if keep_pages:
-            self.parked.add(request.table)
+            self.parked.add(request.sequence)
+            self._may_admit = True
         else:
-            self.close(request.table)
-
-    def close(self, table: PageTable) -> None:
-        """Ends a session: its pages become idle."""
-        self.parked.discard(table)
-        self.cache.release(table)
-
-    def reset(self, version: int) -> None:
-        """Empties the cache: running requests and sessions will compute their KV anew."""
-        for request in list(self.running):
-            self._requeue(request)
-        for table in list(self.parked):
-            self.close(table)
-        self.cache.clear(version)
-
-
-def _remaining(request) -> int:
-    return len(request.ids) - request.table.written
+            self.close(request.sequence)
 
 
 def _age(request) -> int:
-    return request.table.age
+    return request.sequence.age
 
 
 def _admission_order(request) -> tuple[bool, int]:
-    return not request.resumed, _age(request)
+    return not request.resumes, request.sequence.age

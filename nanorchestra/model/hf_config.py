@@ -1,37 +1,59 @@
-"""Reads a Qwen3 configuration from config.json in Hugging Face layout, and writes one."""
+"""Reads the configuration of a decoder from config.json in Hugging Face layout, and writes one.
+
+Three values of model_type are read: qwen3, qwen2 (Qwen2 and Qwen2.5) and llama. Fields that are
+missing have transformers' defaults. What the decoder does not compute is refused.
+"""
 
 import math
 import os
 import reprlib
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from nanorchestra.errors import require
+from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_object, read_toml
 from nanorchestra.model.compressed import FORMATS
 from nanorchestra.model.qwen3 import ModelConfig
+from nanorchestra.model.rope import (
+    Llama3Scaling,
+    RopeScaling,
+    YarnScaling,
+    yarn_attention_factor,
+)
 
 GENERATION = "generation_config.json"
 LARGEST = 2**31  # a size is below it
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a model_type stands for: a class of transformers, its switches, its own defaults."""
+
+    architecture: str
+    qk_norm: bool
+    attention_bias: bool
+    max_position_embeddings: int
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    eos_token_id: int | None = None
+
+
+_KINDS = {
+    "qwen3": _Kind("Qwen3ForCausalLM", True, False, max_position_embeddings=32768, head_dim=128),
+    "qwen2": _Kind("Qwen2ForCausalLM", False, True, max_position_embeddings=32768),
+    "llama": _Kind("LlamaForCausalLM", False, False, max_position_embeddings=2048, eos_token_id=2),
+}
 # field: the values that the decoder computes; the first is the default
 _SUPPORTED = {
-    "model_type": ("qwen3",),
     "hidden_act": ("silu",),
-    "rope_type": ("default",),
     "use_sliding_window": (False,),
     "tie_word_embeddings": (False, True),
-    "attention_bias": (False,),
+    "partial_rotary_factor": (1.0,),
     "quantization_config": (None, *FORMATS, "awq"),
 }
-_DEFAULTS = {  # those of transformers
-    "head_dim": 128,
-    "max_position_embeddings": 32768,
-    "rope_theta": 10_000.0,
-    "rms_norm_eps": 1e-6,
-    "initializer_range": 0.02,
-}
+_ROPE_TYPES = "default", "llama3", "yarn"
+_DEFAULTS = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "initializer_range": 0.02}
 
 
 def read_config(path: str | Path) -> ModelConfig:
@@ -113,15 +135,27 @@ def _generation(path) -> dict[str, Any]:
 def config_from_hf(data: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
     """Return the configuration that config.json holds; `source` names it in messages.
 
-    The rotary theta stands in it, or in the newer `rope_parameters`. Raises UserError for a field
-    that is missing, malformed, or asks for what the decoder does not compute, such as YaRN.
+    The rotation stands in `rope_theta` and `rope_scaling`, or in the newer `rope_parameters`. With
+    YaRN, max_position_embeddings is the extended length. Raises UserError for a field that is
+    missing, malformed, or asks for what the decoder does not compute.
     """
-    rope = data.get("rope_scaling") or data.get("rope_parameters") or {}
+    stated = {name: value for name, value in data.items() if value is not None}
+    rope = stated.get("rope_scaling") or stated.get("rope_parameters") or {}
     _expect(isinstance(rope, Mapping), source, "rope_scaling", rope, "an object")
+    model_type = stated.get("model_type", "qwen3")
+    known = isinstance(model_type, str) and model_type in _KINDS
+    _expect(known, source, "model_type", model_type, " or ".join(map(repr, _KINDS)))
+    kind = _KINDS[model_type]
+
     values = {name: supported[0] for name, supported in _SUPPORTED.items()} | _DEFAULTS
-    values["num_key_value_heads"] = data.get("num_attention_heads")
-    values |= {name: value for name, value in {**data, **rope}.items() if value is not None}
-    if isinstance(stored := data.get("quantization_config"), Mapping):
+    values["max_position_embeddings"] = kind.max_position_embeddings
+    values["num_key_value_heads"] = stated.get("num_attention_heads")
+    values |= stated
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if rope.get(name) is not None:
+            values[name] = rope[name]
+    stored = stated.get("quantization_config")
+    if isinstance(stored, Mapping):
         method = stored.get("quant_method")
         values["quantization_config"] = method if method == "awq" else stored.get("format", method)
         _awq_group(data, source)
@@ -131,8 +165,13 @@ def config_from_hf(data: Mapping[str, Any], source: str = "config.json") -> Mode
 
     for field, supported in _SUPPORTED.items():
         check(values[field] in supported, field, " or ".join(map(repr, supported)))
+    _check_biases(model_type, values, source)
+    values["qk_norm"], values["attention_bias"] = kind.qk_norm, kind.attention_bias
     for field in fields(ModelConfig):
         number = values.get(field.name)
+        if field.name == "head_dim" and number is None:  # the sizes before it are checked
+            number = kind.head_dim or values["hidden_size"] // values["num_attention_heads"]
+            values["head_dim"] = number
         if field.type is int:
             whole = _is_whole(number) and 0 < number < LARGEST
             check(whole, field.name, f"a whole number from 1 to {LARGEST - 1}")
@@ -141,19 +180,102 @@ def config_from_hf(data: Mapping[str, Any], source: str = "config.json") -> Mode
     groups = values["num_attention_heads"] % values["num_key_value_heads"] == 0
     check(groups, "num_key_value_heads", f"a divisor of {values['num_attention_heads']} heads")
     check(values["head_dim"] % 2 == 0, "head_dim", "an even number")
-    values["eos_token_ids"] = _eos_ids(data, source, values["vocab_size"])
+    values["rope"] = _rope_scaling(rope, values, source)
+    if isinstance(values["rope"], YarnScaling):
+        extended = values["rope"].factor * values["rope"].original_max_position_embeddings
+        values["max_position_embeddings"] = max(values["max_position_embeddings"], int(extended))
+        check(extended < LARGEST, "max_position_embeddings", f"a length below {LARGEST}")
+    ids = {"eos_token_id": kind.eos_token_id} | dict(data)
+    values["eos_token_ids"] = _eos_ids(ids, source, values["vocab_size"])
     return ModelConfig(**{field.name: values[field.name] for field in fields(ModelConfig)})
 
 
+def _check_biases(model_type, values, source) -> None:
+    """Raise UserError for biases that the decoder does not compute.
+
+    attention_bias of Qwen3 and Llama is one on o_proj too. Qwen2 has none there, whatever its
+    configuration says.
+    """
+    refused = {"qwen3": ["attention_bias"], "qwen2": [], "llama": ["attention_bias", "mlp_bias"]}
+    for field in refused[model_type]:
+        value = values.get(field, False)
+        matrices = "o_proj" if field == "attention_bias" else "gate_proj, up_proj and down_proj"
+        expected = f"false; the decoder has no bias on {matrices}"
+        _expect(value is False, source, field, value, expected)
+
+
+def _rope_scaling(rope, values, source) -> RopeScaling | None:
+    """Return the scaling of the rotary frequencies that `rope` states.
+
+    The original length is max_position_embeddings if it is not stated. Before rope_type, the field
+    was called type.
+    """
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    known = isinstance(rope_type, str) and rope_type in _ROPE_TYPES
+    _expect(known, source, "rope_type", rope_type, " or ".join(map(repr, _ROPE_TYPES)))
+    if rope_type == "default":
+        return None
+    length = values.get("original_max_position_embeddings")  # beside the scaling, as Phi has it
+    if length is None:
+        length = rope.get("original_max_position_embeddings")
+    if length is None:
+        length = values["max_position_embeddings"]
+    whole = _is_whole(length) and 0 < length < LARGEST
+    expected = f"a whole number from 1 to {LARGEST - 1}"
+    _expect(whole, source, "original_max_position_embeddings", length, expected)
+
+    def number(field, default=None) -> float:
+        value = default if rope.get(field) is None else rope[field]
+        holds = _is_number(value) and value > 0
+        _expect(holds, source, f"rope_scaling.{field}", value, f"a positive number ({rope_type})")
+        return float(value)
+
+    if rope_type == "llama3":
+        factor = number("factor")
+        low, high = number("low_freq_factor"), number("high_freq_factor")
+        _expect(low < high, source, "rope_scaling.high_freq_factor", high, f"more than {low}")
+        return Llama3Scaling(factor, low, high, length)
+
+    _expect(values["rope_theta"] > 1, source, "rope_theta", values["rope_theta"], "more than 1")
+    factor = number("factor", values["max_position_embeddings"] / length)
+    attention_factor = yarn_attention_factor(factor)
+    if rope.get("mscale") and rope.get("mscale_all_dim"):  # DeepSeek's two parts of it
+        attention_factor = yarn_attention_factor(factor, number("mscale"))
+        attention_factor /= yarn_attention_factor(factor, number("mscale_all_dim"))
+    truncate = rope.get("truncate", True)
+    _expect(isinstance(truncate, bool), source, "rope_scaling.truncate", truncate, "true or false")
+    return YarnScaling(
+        factor,
+        length,
+        number("attention_factor", attention_factor),
+        number("beta_fast", 32.0),
+        number("beta_slow", 1.0),
+        truncate,
+    )
+
+
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Return the contents of a config.json that transformers loads as Qwen3ForCausalLM."""
+    """Return the contents of a config.json that transformers loads as the class that fits.
+
+    Raises UserError for a combination of switches that no class has.
+    """
     values = asdict(config)
+    switches = values.pop("qk_norm"), values.pop("attention_bias")
     eos = list(values.pop("eos_token_ids"))
-    return values | {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
-    }
+    del values["rope"]
+    if config.rope is not None:
+        values["rope_scaling"] = {"rope_type": config.rope.rope_type} | asdict(config.rope)
+    for model_type, kind in _KINDS.items():
+        if (kind.qk_norm, kind.attention_bias) == switches:
+            return values | {
+                "architectures": [kind.architecture],
+                "model_type": model_type,
+                "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+            }
+    raise UserError(
+        f"qk_norm = {config.qk_norm}, attention_bias = {config.attention_bias}: config.json has no "
+        "model_type for both; expected at most one of them"
+    )
 
 
 def _eos_ids(data, source, vocab_size) -> tuple[int, ...]:

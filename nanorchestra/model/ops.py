@@ -1,21 +1,17 @@
-"""Plain functions of a Qwen3 decoder layer: RMSNorm, SwiGLU, rotary positions.
+"""Plain functions of a decoder layer: RMSNorm, SwiGLU, the norm and rotation of queries and keys.
 
-All are differentiable, hold no weights, and run on any device: Triton kernels compute CUDA tensors,
-PyTorch computes the others. Attention over a training pack is in packed_attention.py.
+They are differentiable, hold no weights, and run on any device: Triton kernels compute CUDA
+tensors, PyTorch computes the others. Both compute in fp32 and round a result once.
 """
-
-from collections.abc import Callable
-from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.norm import rms_norm_train
-from kernels.swiglu import swiglu as fused_swiglu
-
-# (layer, q [T, H, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, H, D]
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+import kernels.qk_norm_rope
+import kernels.rms_norm
+import kernels.swiglu
+from nanorchestra.model.rope import Rotation
 
 
 def by_kernel(x: Tensor) -> bool:
@@ -24,46 +20,62 @@ def by_kernel(x: Tensor) -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019, eq. 4).
+    """Return x / rms(x) * weight of each row (Zhang & Sennrich 2019, eq. 4): x [T, N]."""
+    if by_kernel(x):
+        return kernels.rms_norm.rms_norm(x, weight, eps)
+    return _normalised(_wide(x), weight, eps).to(x.dtype)
 
-    x [..., N]; weight broadcasts against it. The norm is computed in fp32 and rounded to x.dtype
-    before the weight multiplies it, as in Qwen3's training. The kernel rounds once.
-    """
-    if weight.dim() == 1 and x.dim() == 2 and by_kernel(x):
-        return rms_norm_train(x, weight, eps)
-    return F.rms_norm(x, (x.shape[-1],), None, eps) * weight
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return (rms_norm(sum), sum), where sum is x + residual, rounded: all [T, N]."""
+    if by_kernel(x):
+        return kernels.rms_norm.add_rms_norm(x, residual, weight, eps)
+    summed = x + residual
+    return rms_norm(summed, weight, eps), summed
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up (Shazeer 2020): gate_up [T, 2 * F], gate first -> [T, F]."""
     if by_kernel(gate_up):
-        return fused_swiglu(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+        return kernels.swiglu.swiglu(gate_up)
+    gate, up = _wide(gate_up).chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
 
 
-@cache
-def rope_frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
-    """Return the rotary angle per position of each pair, theta^(-2i/d), fp32 [head_dim / 2].
+def qk_norm_rope(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    rotation: Rotation,
+    kv_heads: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q [T, H, D], k [T, Hkv, D] and v [T, Hkv, D] of qkv [T, (H + 2 Hkv) D].
 
-    RoFormer (Su et al. 2021, section 3.2.2). Computed on the CPU, the same for all.
+    Queries and keys are normalised, each head by itself, and rotated. q_norm and k_norm are weights
+    [D], or both None for a model without these norms.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
-    return (1.0 / theta**exponents).to(device)
+    if by_kernel(qkv):
+        cos, sin = rotation.cos, rotation.sin
+        return kernels.qk_norm_rope.qk_norm_rope(qkv, q_norm, k_norm, cos, sin, kv_heads, eps)
+    head_dim = 2 * rotation.cos.shape[1]
+    qkv_heads = qkv.unflatten(1, (-1, head_dim))
+    heads = qkv_heads.shape[1] - 2 * kv_heads
+    qk, v = qkv_heads.split((heads + kv_heads, kv_heads), dim=1)
+    # One norm and one rotation for q and k: in a small model, calls cost more than arithmetic.
+    x = _wide(qk)
+    if q_norm is not None:
+        weight = torch.cat((q_norm.expand(heads, -1), k_norm.expand(kv_heads, -1)))
+        x = _normalised(x, weight, eps)
+    cos, sin = rotation.whole_heads
+    x = x * cos + x.roll(head_dim // 2, -1) * sin
+    q, k = x.to(qkv.dtype).split((heads, kv_heads), dim=1)
+    return q, k, v
 
 
-def rope_tables(
-    positions: Tensor, frequencies: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, each [T, 1, D] in dtype: positions [T], frequencies fp32 [D / 2].
-
-    Computed in fp32, then rounded. The first half of sin is negated for apply_rope.
-    """
-    angles = positions[:, None, None].float() * frequencies  # [T, 1, D/2]
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
+def _normalised(x, weight, eps) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), None, eps) * weight
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (x[i], x[i + D/2]) of x [T, heads, D]; cos and sin are from rope_tables."""
-    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+def _wide(x) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

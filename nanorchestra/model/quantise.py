@@ -29,22 +29,26 @@ _SMALLEST_SCALE = 2.0**-21
 
 
 class QuantisedLinear(nn.Module):
-    """x [T, in] -> x W^T [T, out], W[n, k] = (q[n, k] - zeros[n, k // group]) * scales[n, same].
+    """x [T, in] -> x W^T + bias, W[n, k] = (q[n, k] - zeros[n, k // group]) * scales[n, same].
 
     With 8 bits, values int8 or float8_e4m3fn [out, in] hold q, scales are fp32 [out, 1], and there
     are no zeros. With 4 bits, values uint8 [out, in / 2] hold q in 0 .. 15, scales are fp16 and
     zeros uint8 [out, in / group]; zeros None stands for 8. Byte j of a group holds column j in its
     low nibble and column j + group / 2 in its high one, so that consecutive bytes give a kernel
-    consecutive columns.
+    consecutive columns. The bias, of `linear` if it has one, is not rounded.
     """
 
     def __init__(self, linear: nn.Linear, kind: torch.dtype, group: int, zeros: bool = False):
         """Take shapes and device of `linear`, not its weights. kind: one of MODES.
 
         zeros: whether to hold zeros, which a checkpoint in 4 bits may have; rounding uses 8.
+        ValueError if the group does not divide the columns of the weights.
         """
         super().__init__()
         rows, columns = self.out_features, self.in_features = linear.weight.shape
+        if columns % group:
+            raise ValueError(f"{columns} columns; expected a multiple of the group, {group}")
+        self.bias = linear.bias
         self.group, self.packed = group, kind == torch.uint8
         dtype, device = torch.float16 if self.packed else torch.float32, linear.weight.device
         values = torch.empty(rows, columns // (1 + self.packed), dtype=kind, device=device)
@@ -59,11 +63,13 @@ class QuantisedLinear(nn.Module):
         Gradients flow into x. The values are frozen: they have none.
         """
         if x.requires_grad and torch.is_grad_enabled():
-            return _FrozenProduct.apply(x, self)
-        return self.product(x, x.dtype)
+            out = _FrozenProduct.apply(x, self)
+        else:
+            out = self.product(x, x.dtype)
+        return out if self.bias is None else out + self.bias
 
     def product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the product in dtype, x.dtype or fp32."""
+        """Return the product without bias in dtype, x.dtype or fp32."""
         if by_kernel(x) and len(x) <= ROWS:
             return quantised_linear(x, self.values, self.scales, dtype, self.zeros)
         weight = self.dequantise(x.dtype)

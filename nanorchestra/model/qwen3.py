@@ -1,8 +1,10 @@
-"""The Qwen3 dense decoder, used by the trainer and the engine alike.
+"""The dense decoder of Qwen3 and its kin, used by the trainer and the engine alike.
 
-It computes packed tokens, [T], without a batch dimension or padding. The caller supplies positions
-and `attend(layer, q, k, v)`, which decides what attends to what. hf_config.py reads configurations,
-weights.py reads and writes weights.
+This file alone says what a layer computes. It works on packed tokens, [T], without a batch
+dimension or padding. The caller supplies positions and an attention object (attention.py), which
+decides what attends to what. Qwen3, Qwen2.5 and Llama differ by three switches of ModelConfig: the
+norm of queries and keys, a bias on q, k and v, and the scaling of the rotary frequencies.
+hf_config.py reads configurations, weights.py reads and writes weights.
 """
 
 from dataclasses import dataclass
@@ -12,14 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nanorchestra.model.ops import (
-    Attend,
-    apply_rope,
-    rms_norm,
-    rope_frequencies,
-    rope_tables,
-    swiglu,
-)
+from nanorchestra.model.attention import Attention
+from nanorchestra.model.ops import add_rms_norm, rms_norm, swiglu
+from nanorchestra.model.rope import RopeScaling, Rotation, rope_frequencies
 
 
 @dataclass(frozen=True)
@@ -39,71 +36,96 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
     initializer_range: float = 0.02
+    qk_norm: bool = True  # RMSNorm of each query and key head
+    attention_bias: bool = False  # of the matrices of q, k and v
+    rope: RopeScaling | None = None  # None: the frequencies of rope_theta as they are
 
 
-class Attention(nn.Module):
-    """Grouped-query attention with normalised queries and keys; one matrix computes q, k and v."""
+class SelfAttention(nn.Module):
+    """Grouped-query attention; one matrix computes q, k and v.
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    An attention object reads `index`, the shape, and the norms, which are None without qk_norm.
+    """
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
-        self.layer, self.eps, self.head_dim = layer, config.rms_norm_eps, config.head_dim
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        hidden = config.hidden_size
+        self.index = index
+        self.heads = config.num_attention_heads
+        self.kv_heads = config.num_key_value_heads
+        self.head_dim = config.head_dim
+        self.eps = config.rms_norm_eps
         rows = (self.heads + 2 * self.kv_heads) * self.head_dim
-        self.qkv_proj = nn.Linear(hidden, rows, bias=False)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, hidden, bias=False)
-        self.q_norm = nn.Parameter(torch.ones(self.head_dim))
-        self.k_norm = nn.Parameter(torch.ones(self.head_dim))
+        self.qkv_proj = nn.Linear(config.hidden_size, rows, bias=config.attention_bias)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = nn.Parameter(torch.ones(self.head_dim))
+            self.k_norm = nn.Parameter(torch.ones(self.head_dim))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """Return the attention's output [T, hidden]: x [T, hidden], cos and sin [T, 1, D]."""
-        qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)  # [T, H + 2 Hkv, D]
-        qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=1)
-        # One norm and one rotation for q and k: in a small model, calls cost more than arithmetic.
-        weight = torch.cat(
-            (self.q_norm.expand(self.heads, -1), self.k_norm.expand(self.kv_heads, -1))
-        )
-        qk = apply_rope(rms_norm(qk, weight, self.eps), cos, sin)
-        q, k = qk.split((self.heads, self.kv_heads), dim=1)
-        return self.o_proj(attend(self.layer, q, k, v).flatten(1))
+    def forward(self, x: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
+        """Return the attention's output [T, hidden] of x [T, hidden]."""
+        qkv = self.qkv_proj(x)  # [T, (H + 2 Hkv) D]
+        out = attention(self, qkv, rotation)  # [T, H, D]
+        return self.o_proj(out.flatten(1))
 
 
 class Block(nn.Module):
     """One decoder layer: x + attention(norm(x)), then x + SwiGLU(norm(x)).
 
-    With `recompute` set, training keeps only x and the backward pass computes the layer again
-    (Chen et al. 2016, arXiv 1604.06174).
+    The last addition is left to the next layer, where one kernel adds and normalises: what goes
+    from layer to layer is (x, residual), and their sum is the residual stream. With `recompute`
+    set, training keeps only that sum, and the backward pass computes the layer again (Chen et al.
+    2016, arXiv 1604.06174).
     """
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         hidden, intermediate = config.hidden_size, config.intermediate_size
         self.eps = config.rms_norm_eps
         self.recompute = False
         self.input_layernorm = nn.Parameter(torch.ones(hidden))
-        self.self_attn = Attention(config, layer)
+        self.self_attn = SelfAttention(config, index)
         self.post_attention_layernorm = nn.Parameter(torch.ones(hidden))
         self.gate_up_proj = nn.Linear(hidden, 2 * intermediate, bias=False)
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """Return the layer's output [T, hidden]: x [T, hidden], cos and sin [T, 1, D]."""
-        if self.recompute and torch.is_grad_enabled():
-            return checkpoint(
-                self._forward, x, cos, sin, attend, use_reentrant=False, preserve_rng_state=False
-            )
-        return self._forward(x, cos, sin, attend)
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation, attention: Attention
+    ) -> tuple[Tensor, Tensor]:
+        """Return the layer's (x, residual), both [T, hidden], from those of the layer before.
 
-    def _forward(self, x, cos, sin, attend) -> Tensor:
-        x = x + self.self_attn(rms_norm(x, self.input_layernorm, self.eps), cos, sin, attend)
-        gate_up = self.gate_up_proj(rms_norm(x, self.post_attention_layernorm, self.eps))
-        return x + self.down_proj(swiglu(gate_up))
+        residual None: x is the whole stream, the embeddings.
+        """
+        if self.recompute and torch.is_grad_enabled():
+            if residual is not None:
+                x = x + residual  # outside of the checkpoint, which then keeps one tensor
+            return checkpoint(
+                self._forward,
+                x,
+                None,
+                rotation,
+                attention,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+        return self._forward(x, residual, rotation, attention)
+
+    def _forward(self, x, residual, rotation, attention) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            residual = x
+            x = rms_norm(x, self.input_layernorm, self.eps)
+        else:
+            x, residual = add_rms_norm(x, residual, self.input_layernorm, self.eps)
+        x = self.self_attn(x, rotation, attention)
+        x, residual = add_rms_norm(x, residual, self.post_attention_layernorm, self.eps)
+        x = self.down_proj(swiglu(self.gate_up_proj(x)))
+        return x, residual
 
 
 class Qwen3(nn.Module):
     """The decoder. `lm_head` is None if the output is tied to the embeddings.
 
-    native.py alone gives such a model one: a copy of the embeddings.
+    native/ alone gives such a model one: a copy of the embeddings.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -125,7 +147,7 @@ class Qwen3(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> torch.Generator:
-        """Draw normal weights of std `initializer_range`, and norms of 1.
+        """Draw normal weights of std `initializer_range`; norms are 1 and biases 0.
 
         The same for a seed on every device and dtype. The two projections into the residual stream
         are divided by sqrt(2 * layers), as in GPT-2 (Radford et al. 2019, section 2.3). Returns
@@ -135,7 +157,7 @@ class Qwen3(nn.Module):
         residual = (2 * self.config.num_hidden_layers) ** -0.5
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
-                parameter.fill_(1.0)
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
                 continue
             scale = residual if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
             values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
@@ -143,13 +165,15 @@ class Qwen3(nn.Module):
             parameter.copy_(values.normal_(0.0, std, generator=generator))
         return generator
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Return the hidden states after the final norm, [T, hidden]; inputs are int64 [T]."""
+        rotation = self.rotation(positions)
         x = self.embed_tokens(tokens)
-        cos, sin = rope_tables(positions, self.rope_frequencies(positions.device), x.dtype)
+        residual = None
         for block in self.layers:
-            x = block(x, cos, sin, attend)
-        return rms_norm(x, self.norm, self.config.rms_norm_eps)
+            x, residual = block(x, residual, rotation, attention)
+        hidden, _ = add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [T, vocab] of hidden [T, hidden]."""
@@ -159,4 +183,15 @@ class Qwen3(nn.Module):
 
     def rope_frequencies(self, device: torch.device) -> Tensor:
         """Return the rotary angles per position, fp32 [head_dim / 2] on `device`."""
-        return rope_frequencies(self.config.head_dim, self.config.rope_theta, device)
+        config = self.config
+        return rope_frequencies(config.head_dim, config.rope_theta, config.rope, device)
+
+    @property
+    def rope_attention_factor(self) -> float:
+        """Return what cosines and sines are multiplied by: YaRN's factor, else 1."""
+        return 1.0 if self.config.rope is None else self.config.rope.attention_factor
+
+    def rotation(self, positions: Tensor) -> Rotation:
+        """Return the rotation of positions int64 [T]."""
+        frequencies = self.rope_frequencies(positions.device)
+        return Rotation.of(positions, frequencies, self.rope_attention_factor)

@@ -1,17 +1,15 @@
 """Loads a checkpoint in Hugging Face layout, and copies weights in and out by their HF names.
 
 The model holds q, k, v and gate, up as one matrix each. Only this file knows their HF names, which
-are row ranges of the fused matrices. Loading holds one tensor at a time, and rounds it at once if
-the model is quantised. saving.py writes checkpoints.
+are row ranges of the fused matrices (PARTS). Loading holds one tensor at a time, and rounds it at
+once if the model is quantised. saving.py writes checkpoints.
 """
 
 import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,16 @@ from nanorchestra.model.sharded import fill, is_sharded, local, whole
 from nanorchestra.model.tensor_files import open_tensors
 from nanorchestra.model.tokenizer import Tokenizer
 
+# Module of a checkpoint -> ours, and which of its rows: part_rows counts them. Parts lie in this
+# order. Other modules have the same name here and there.
+PARTS = {
+    "q_proj": ("qkv_proj", "q"),
+    "k_proj": ("qkv_proj", "k"),
+    "v_proj": ("qkv_proj", "v"),
+    "mlp.gate_proj": ("gate_up_proj", "gate"),
+    "mlp.up_proj": ("gate_up_proj", "up"),
+    "mlp.down_proj": ("down_proj", "down"),
+}
 STORED = QuantisedLinear, PackedLinear  # they hold a matrix in a form of their own
 BASE = ".base"  # in the name of a matrix that has an adapter
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -44,11 +52,28 @@ SLACK = 4  # times what the files hold is far more
 
 
 @dataclass(frozen=True)
+class Target:
+    """Rows of a parameter, or of a module that holds its matrix in a form of its own."""
+
+    holder: Tensor | QuantisedLinear | PackedLinear
+    rows: slice
+
+    def write(self, weight: Tensor | FourBit) -> None:
+        """Overwrite the rows by a checkpoint's tensor of their shape."""
+        if not isinstance(self.holder, Tensor):
+            self.holder.write(self.rows, weight)
+            return
+        if isinstance(weight, FourBit):
+            weight = weight.widened()
+        fill(self.holder, weight, self.rows.start)
+
+
+@dataclass
 class Slot:
-    """The place of one checkpoint tensor: its shape, and what writes it."""
+    """Where one tensor of a checkpoint goes. Tied embeddings go to two places in a packed model."""
 
     shape: list[int]
-    writes: list[Callable[[Tensor | FourBit], None]]
+    targets: list[Target] = field(default_factory=list)
 
 
 def load_model(
@@ -113,8 +138,8 @@ def copy_weights(
             continue  # tied: the same matrix comes as the embeddings
         shape, expected = list(tensor.shape), slots[name].shape if name in slots else "no tensor"
         require(shape == expected, f"{source}: {name} has shape {shape}; expected {expected}")
-        for write in slots[name].writes:
-            write(tensor)
+        for target in slots[name].targets:
+            target.write(tensor)
         missing.discard(name)
     if missing:
         name = min(missing)
@@ -135,15 +160,18 @@ def named_hf_tensors(
     require(adapted, "a quantised or packed model can be neither trained nor saved")
     for name, parameter in model.named_parameters():
         parts = hf_rows(model.config, name, len(parameter))
-        if parts:
-            owner, _, field = name.rpartition(".")
-            merged = getattr(model.get_submodule(owner.removesuffix(BASE)), "merged", None)
-            matrix = whole(merged() if merged and field == "weight" else parameter, dtype)
-            yield from ((part, matrix[rows]) for part, rows in parts)
+        if not parts:
+            continue
+        if name.endswith(f"{BASE}.weight"):
+            adapter = model.get_submodule(name.removesuffix(f"{BASE}.weight"))
+            parameter = adapter.merged()
+        tensor = whole(parameter, dtype)
+        for part, rows in parts:
+            yield part, tensor[rows]
     for name, module in held:
         matrix = whole(model.get_submodule(name.removesuffix(BASE)).merged(), dtype)
-        parts = hf_rows(model.config, f"{name}.weight", module.out_features)
-        yield from ((part, matrix[rows]) for part, rows in parts)
+        for part, rows in hf_rows(model.config, f"{name}.weight", module.out_features):
+            yield part, matrix[rows]
 
 
 def hf_slots(model: Qwen3) -> dict[str, Slot]:
@@ -152,19 +180,26 @@ def hf_slots(model: Qwen3) -> dict[str, Slot]:
     for name, parameter in model.named_parameters():
         for part, rows in hf_rows(model.config, name, len(parameter)):
             shape = [rows.stop - rows.start, *parameter.shape[1:]]
-            slots[part] = Slot(shape, [partial(_fill, parameter, rows.start)])
+            slots[part] = Slot(shape, [Target(parameter, rows)])
     for name, module in linears(model, STORED):
         if name == "lm_head" and model.config.tie_word_embeddings:
             name = "embed_tokens"
         for part, rows in hf_rows(model.config, f"{name}.weight", module.out_features):
             shape = [rows.stop - rows.start, module.in_features]
-            slots.setdefault(part, Slot(shape, [])).writes.append(partial(module.write, rows))
+            slots.setdefault(part, Slot(shape)).targets.append(Target(module, rows))
     return slots
 
 
-def _fill(parameter, begin, weight):
-    """Write rows begin.. of a parameter, which holds its numbers one by one."""
-    fill(parameter, weight.widened() if isinstance(weight, FourBit) else weight, begin)
+def part_rows(config: ModelConfig) -> dict[str, int]:
+    """Return how many output rows each of PARTS has."""
+    return {
+        "q": config.num_attention_heads * config.head_dim,
+        "k": config.num_key_value_heads * config.head_dim,
+        "v": config.num_key_value_heads * config.head_dim,
+        "gate": config.intermediate_size,
+        "up": config.intermediate_size,
+        "down": config.hidden_size,
+    }
 
 
 def hf_rows(config: ModelConfig, name: str, rows: int) -> list[tuple[str, slice]]:
@@ -172,21 +207,20 @@ def hf_rows(config: ModelConfig, name: str, rows: int) -> list[tuple[str, slice]
     if name.endswith("norm"):
         name += ".weight"
     name = name.replace(f"{BASE}.", ".")
-    *owner, module, field = name.split(".")
-    if field in ("lora_a", "lora_b"):
+    *owner, module, kind = name.split(".")  # kind: "weight" or "bias"
+    if kind in ("lora_a", "lora_b"):
         return []
-    kv = config.num_key_value_heads * config.head_dim
-    fused = {
-        "qkv_proj": {"q_proj": rows - 2 * kv, "k_proj": kv, "v_proj": kv},
-        "gate_up_proj": {"mlp.gate_proj": rows // 2, "mlp.up_proj": rows // 2},
-        "down_proj": {"mlp.down_proj": rows},
-    }
-    parts = fused.get(module, {module: rows})
-    path = owner if module == "lm_head" else ["model", *owner]
-    return [
-        (".".join([*path, part, field]), slice(end - count, end))
-        for (part, count), end in zip(parts.items(), accumulate(parts.values()), strict=True)
-    ]
+    if module == "lm_head":
+        return [(name, slice(0, rows))]
+    counts = part_rows(config)
+    parts = []
+    begin = 0
+    for hf_module, (fused, part) in PARTS.items():
+        if fused == module:
+            end = begin + counts[part]
+            parts.append((".".join(["model", *owner, hf_module, kind]), slice(begin, end)))
+            begin = end
+    return parts or [(f"model.{name}", slice(0, rows))]
 
 
 def check_saved(path: Path) -> None:
@@ -270,7 +304,8 @@ def _check_memory(model, device, path) -> None:
 def _stored(shards: Mapping[str, Any], path) -> Iterator[tuple[str, Tensor | FourBit]]:
     """Yield (name, tensor) of a checkpoint directory, shard by shard.
 
-    A bare backbone, such as Qwen3-Embedding, has names without their first "model".
+    A bare backbone, such as Qwen3-Embedding, has names without their first "model". The rotary
+    frequencies that old Llama checkpoints hold are left out.
     """
 
     def read(name):
@@ -288,6 +323,8 @@ def _stored(shards: Mapping[str, Any], path) -> Iterator[tuple[str, Tensor | Fou
     else:
         tensors = awq_decompressed(shards, read, group, str(path))
     for name, tensor in tensors:
+        if name.endswith("rotary_emb.inv_freq"):
+            continue
         bare = not name.startswith(("model.", "lm_head."))
         yield f"model.{name}" if bare else name, tensor
 

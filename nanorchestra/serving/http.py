@@ -118,13 +118,13 @@ class Server(uvicorn.Server):
 
     def _metrics(self, request) -> Response:
         engine = self.service.engine
-        queues, cache = engine.scheduler, engine.cache
+        queues, blocks = engine.scheduler, engine.blocks
         rows = {f"{name}_total": value for name, value in engine.stats.items()}
         rows |= self.service.seconds | {
             "requests_waiting": len(queues.waiting),
             "requests_running": len(queues.running),
-            "pages": cache.num_pages,
-            "pages_used": cache.num_pages - cache.available,
+            "pages": blocks.num_pages,
+            "pages_used": blocks.num_pages - blocks.available,
         }
         return Response("".join(f"nanorchestra_{name} {rows[name]}\n" for name in rows))
 
@@ -190,7 +190,7 @@ class Server(uvicorn.Server):
         limits = self.rollout.engine.limits
         prompts = as_prompts(body, self.rollout.tokenizer)
         for ids in prompts:
-            limits.check_length(limits.check_ids(ids), sampled=1)
+            limits.check_length(len(limits.check_ids(ids)), sampled=1)
         return prompts
 
 

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import Attempt, Rollout
-from nanorchestra.engine.request import SamplingParams
+from nanorchestra.engine.sequence import SamplingParams
 from nanorchestra.errors import UserError, require
 from nanorchestra.records import Price, stricter, words_and_vector
 from nanorchestra.schemas import Json, check

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nanorchestra.engine.guide import Form, Guide
-from nanorchestra.engine.request import Request, SamplingParams
+from nanorchestra.engine.sequence import Request, SamplingParams
 from nanorchestra.engine.stream import TurnStream
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from starlette.exceptions import HTTPException
 
 from nanorchestra.engine.engine import Engine
-from nanorchestra.engine.request import Request
+from nanorchestra.engine.sequence import Request
 from nanorchestra.errors import NotFiniteError, UserError, require
 
 CHUNKS = 256  # a second, of all streams together: beyond that a chunk holds several tokens,

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from nanorchestra.errors import require
-from nanorchestra.model.packed_attention import Segment, packed_attention
+from nanorchestra.model.attention import PackedAttention, Segment
 from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.weights import load_model
 
@@ -83,6 +83,6 @@ class Embedder:
         with torch.cuda.device(-1 if self.device.index is None else self.device.index):
             tokens = torch.tensor(sum(rows, []), device=self.device)  # [T]
             positions = torch.cat([torch.arange(n, device=self.device) for n in lengths])
-            hidden = self._model(tokens, positions, packed_attention(segments))  # [T, hidden]
+            hidden = self._model(tokens, positions, PackedAttention(segments))  # [T, hidden]
             last = hidden[torch.tensor(ends, device=self.device) - 1]  # [texts, hidden]
             return F.normalize(last.float(), dim=-1).cpu().numpy()

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kernels.external import choose_attention
+from kernels.flash_attn import choose_attention
 from nanorchestra.config import Config
 from nanorchestra.engine.engine import Engine
 from nanorchestra.errors import require

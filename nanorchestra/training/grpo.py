@@ -38,13 +38,10 @@ def grpo_step(run: TrainingRun, sampler: Sampler) -> None:
     """
     config, step = run.config, run.progress.step
     start = time.monotonic()
-    run.engine.wake()
     batch = run.ahead or sampler.batch(step)  # attempts with rewards and advantages
     coming = None
     if config.rollout.overlap and step + 1 < run.steps:
         coming = beside(lambda: next_batch(run, sampler, step + 1), run.ranks.device)
-    elif run.on_gpu:
-        run.engine.sleep()  # lends its KV memory to the trainer
     sampled = time.monotonic()
 
     metrics = learn(run, batch, sampler.objective) if batch.kept else {}

@@ -2,7 +2,7 @@
 
 A pack is a tree of shared prefixes. The text that all prompts of a world begin with stands in it
 once, each prompt once, and whatever the samples of a group begin with in common once.
-`packed_attention` lets each id attend to its own past, so the gradients are exactly those of
+`PackedAttention` lets each id attend to its own past, so the gradients are exactly those of
 the whole sequences. Nothing here computes with a model.
 """
 
@@ -14,8 +14,7 @@ from os.path import commonprefix  # of any lists, not of paths alone
 import torch
 from torch import Tensor
 
-from nanorchestra.model.ops import Attend
-from nanorchestra.model.packed_attention import Segment, packed_attention
+from nanorchestra.model.attention import PackedAttention, Segment
 
 SHARED_IDS = 16  # a shared prefix shorter than this costs more as a segment than it saves
 
@@ -65,7 +64,7 @@ def samples_in(groups: Sequence[Group]) -> list[Sample]:
 class Packed:
     """One micro-batch of T packed ids, N of them sampled; all tensors on one device.
 
-    tokens, positions: int64 [T]; `attend` closes over the segments. `pairs` counts the pairs of an
+    tokens, positions: int64 [T]; `attention` knows the segments. `pairs` counts the pairs of an
     id and an id it attends to, itself included.
     One entry per sampled id [N]: source int64 (index in tokens whose hidden state predicts it),
     targets int64, sequences int64 (number of its sample), trajectory_ids int64 (sampled ids of its
@@ -76,7 +75,7 @@ class Packed:
 
     tokens: Tensor
     positions: Tensor
-    attend: Attend
+    attention: PackedAttention
     pairs: int
     source: Tensor
     targets: Tensor
@@ -94,7 +93,7 @@ MicroBatch = tuple[list[Group], Packed, bool]  # the bool: whether it is the ran
 def pack(
     groups: Sequence[Group], device: torch.device | str = "cpu", attention: str = "triton"
 ) -> Packed:
-    """Returns the groups as one pack. `attention` names the kernel of packed_attention.
+    """Returns the groups as one pack. `attention` names the kernel of PackedAttention.
 
     Without groups the pack is one id that predicts nothing, for a rank that has no work but must
     take part in forward and backward.
@@ -114,7 +113,7 @@ def pack(
     return Packed(
         torch.tensor(tokens, device=device),
         torch.tensor(positions, device=device),
-        packed_attention(segments, attention),
+        PackedAttention(segments, attention),
         sum(positions) + len(positions),
         *torch.tensor(integers, dtype=torch.int64, device=device).reshape(-1, 4).T.contiguous(),
         *torch.tensor(floats, device=device).reshape(-1, 3).T.contiguous(),

@@ -17,8 +17,6 @@ from nanorchestra.training.warm_start import warm_start
 def train(run: TrainingRun) -> bool:
     """Trains from where the run is to its end; returns False if it is asked to stop on the way."""
     if run.progress.phase == "warm_start":
-        if run.on_gpu:
-            run.engine.sleep()  # until the first evaluation
         if not warm_start(run):
             return False
         run.progress.before = evaluate(run, "before")
@@ -44,7 +42,6 @@ def evaluate(run: TrainingRun, name: str) -> Json:
     """Returns the held-out summary of the present weights; records the attempts as phase `name`."""
     worlds = run.worlds
     tasks = worlds.held_out(run.config.evaluation.tasks)
-    run.engine.wake()
     run.publish()
     rollout = run.rollout(run.config.evaluation.temperature)
     share = -(-len(tasks) // run.ranks.world)

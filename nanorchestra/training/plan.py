@@ -110,7 +110,7 @@ def memory(setup: Setup) -> dict[str, tuple[float, float]]:
         "activations": (0, 2 * grpo.token_budget * kept + LOSS),
         "widened matrix": (widened, widened),
         "engine's copy": (engine, engine),
-        "KV pages": (kv, kv if rollout.overlap else 0),  # else lent to the trainer
+        "KV pages": (kv, kv),
     }
     both = (LIBRARIES + FRAGMENTS * sum(column) for column in zip(*parts.values(), strict=True))
     return parts | {"CUDA and fragments": tuple(both)}

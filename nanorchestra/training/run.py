@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.config import Config
-from nanorchestra.engine.request import SamplingParams
+from nanorchestra.engine.sequence import SamplingParams
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import write_whole
 from nanorchestra.records import Task, Trajectory

@@ -35,7 +35,7 @@ class TrainerSettings:
     activation_checkpointing: bool = False  # keep a layer's input only, recompute it in backward
     cpu_offload: bool = False  # of a sharded model: weights and moments in host memory
     dtype: torch.dtype = torch.float32  # of computing, in a sharded reference
-    attention: str = "triton"  # kernel of packed_attention on a GPU
+    attention: str = "triton"  # kernel of PackedAttention on a GPU
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class Trainer:
         return [everywhere[i] for i in range(len(numbers))]
 
     def _hidden(self, model, packed) -> Tensor:
-        return model(packed.tokens, packed.positions, packed.attend)[packed.source]
+        return model(packed.tokens, packed.positions, packed.attention)[packed.source]
 
     def _logprobs(self, hidden, packed, temperature=1.0, weight=None) -> tuple[Tensor, Tensor]:
         weight = self.model.output_weight if weight is None else weight

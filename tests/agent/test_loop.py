@@ -10,7 +10,7 @@ import pytest
 from scripted import ANSWER, EchoTool, ScriptedEngine, call, echoing, play
 
 from nanorchestra.agent.loop import Limits
-from nanorchestra.engine.request import Completion
+from nanorchestra.engine.sequence import Completion
 from nanorchestra.model import chat
 from nanorchestra.records import ToolResult
 

@@ -14,8 +14,8 @@ from nanorchestra.engine.guide import Form, Guide
 from nanorchestra.engine.sampler import draw_tokens
 from nanorchestra.errors import UserError
 from nanorchestra.model import chat
+from nanorchestra.model.attention import PackedAttention, Segment
 from nanorchestra.model.native import PackedLinear, library, pack
-from nanorchestra.model.packed_attention import Segment, packed_attention
 from nanorchestra.model.quantise import linears
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.weights import named_hf_tensors
@@ -41,9 +41,9 @@ def model() -> Qwen3:
 
 
 def naive_logits(model: Qwen3, ids: list[int]) -> torch.Tensor:
-    attend = packed_attention([Segment(0, len(ids))])
+    attention = PackedAttention([Segment(0, len(ids))])
     with torch.inference_mode():
-        return model.logits(model(torch.tensor(ids), torch.arange(len(ids)), attend))
+        return model.logits(model(torch.tensor(ids), torch.arange(len(ids)), attention))
 
 
 def naive_sample(model: Qwen3, prompt: list[int], params: SamplingParams) -> list[int]:
@@ -67,7 +67,7 @@ def assert_logprobs(model: Qwen3, prompt: list[int], completion, temperature=1.0
 
 def assert_no_leak(engine: Engine) -> None:
     check_scheduler(engine.scheduler)
-    assert not engine.has_work and engine.cache.available == engine.cache.num_pages
+    assert not engine.has_work and engine.blocks.available == engine.blocks.num_pages
 
 
 def finish(engine: Engine) -> None:
@@ -207,7 +207,9 @@ def test_requests_in_flight_go_on_with_new_weights():
         engine.step()
     assert engine.update_weights(named_hf_tensors(new)) == engine.weight_version == 1
     finish(engine)
-    assert [r.completion.weight_versions for r in requests] == [[0] * 4 + [1] * 8] * 4 + [[1] * 12]
+    # The others of the group begin a step after the first, which computes their prompt.
+    expected = [[0] * 4 + [1] * 8] + [[0] * 3 + [1] * 9] * 3 + [[1] * 12]
+    assert [r.completion.weight_versions for r in requests] == expected
     for request in requests:
         ids = request.completion.token_ids
         before = request.weight_versions.count(0)
@@ -221,25 +223,20 @@ def test_requests_in_flight_go_on_with_new_weights():
     assert_no_leak(engine)
 
 
-def test_the_kv_memory_can_be_lent(model):
+def test_the_prefix_cache_can_be_reset_while_requests_run(model):
     engine, prompt = Engine(model, num_pages=60), list(range(40))
     session = engine.session(prompt)
     history = prompt + session.sample(GREEDY).token_ids
     running = engine.submit(prompt, GREEDY)
     engine.step()
-    engine.sleep()
-    engine.sleep()
-    assert engine.runner.k_cache is None
-    with pytest.raises(UserError, match="it sleeps"):
-        engine.step()
-    assert len(engine.score([prompt])[0]) == 39
-    waiting = engine.submit(prompt + [1], GREEDY)
-    engine.wake()
+    engine.reset_prefix_cache()
+    check_scheduler(engine.scheduler)
     finish(engine)
     assert running.completion.token_ids == naive_sample(model, prompt, GREEDY)
-    assert waiting.completion.token_ids == naive_sample(model, prompt + [1], GREEDY)
     assert session.sample(GREEDY).token_ids == naive_sample(model, history, GREEDY)
     session.close()
+    engine.reset_prefix_cache()
+    assert engine.generate([prompt], GREEDY)[0].cached_tokens == 0
     assert_no_leak(engine)
 
 
@@ -283,7 +280,7 @@ def test_a_failed_step_ends_its_requests_and_leaves_the_engine_whole(raises, mon
         weight.fill_(float("nan"))
     request, waiting = engine.submit(range(9), GREEDY), engine.submit([8] * 17, GREEDY)
     if raises:
-        monkeypatch.setattr(engine.runner, "draws", lambda *_: 1 / 0)
+        monkeypatch.setattr(engine.runner, "read", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.step()
     else:
@@ -400,15 +397,15 @@ def submit_faulty(engine, fault, monkeypatch):
         object.__setattr__(params, "seed", 1.0)
     if fault == "top":
         object.__setattr__(params, "top_logprobs", 2.5)
-    right = {"admission": engine.cache.match, "text": engine.tokenizer.decode}.get(fault)
+    right = {"admission": engine.blocks.match, "text": engine.tokenizer.decode}.get(fault)
     if fault == "admission":
 
-        def match(table, ids):
-            if table is request.table:
+        def match(sequence):
+            if sequence is request.sequence:
                 raise BoomError
-            return right(table, ids)
+            return right(sequence)
 
-        monkeypatch.setattr(engine.cache, "match", match)
+        monkeypatch.setattr(engine.blocks, "match", match)
     if fault == "text":
 
         def decode(ids, **settings):
@@ -438,16 +435,16 @@ def test_tool_calls_can_be_held_to_valid_json_and_known_names(nano_model, nano_t
     engine = Engine(nano_model, nano_tokenizer, num_pages=70)
     begin, end = nano_tokenizer.token_id("<tool_call>"), nano_tokenizer.token_id("</tool_call>")
     closing = [nano_tokenizer.bytes_of(i) in (b'"', b"}") for i in range(engine.vocab_size)]
-    sample = engine.runner._sample
+    read = engine.runner.read
 
     def eager(logits, requests):
         for row, request in zip(logits, requests, strict=True):
-            if request.allowed is None and begin not in request.ids:
+            if request.allowed_ids() is None and begin not in request.ids:
                 row[begin] = 1e3
             row[: engine.vocab_size][closing] += 4.0
-        return sample(logits, requests)
+        return read(logits, requests)
 
-    engine.runner._sample = eager
+    engine.runner.read = eager
     names = ("calc", "search", "sea")
     guide = Guide(nano_tokenizer, Form([{"function": {"name": name}} for name in names]))
     options = {"guide": guide, "stop_token_ids": (end,)}

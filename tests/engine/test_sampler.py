@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from nanorchestra.engine.request import SamplingParams
 from nanorchestra.engine.sampler import draw_tokens, uniforms
+from nanorchestra.engine.sequence import SamplingParams
 
 
 def draw(logits: torch.Tensor, params: list[SamplingParams], vocab: int, allowed=None):
@@ -93,8 +93,8 @@ def test_the_most_probable_ids_are_those_of_the_distribution_drawn_from():
     expected = (logits / 0.5).log_softmax(0)[-3:].flip(0).tolist()
     both = [SamplingParams(), params]
     plain, told = draw_tokens(logits.expand(2, -1), 150, both, [0, 1], [None] * 2)
-    ids, values = zip(*told.top, strict=True)
-    assert ids == (149, 148, 147) and np.allclose(values, expected) and plain.top == ()
+    ids, values = zip(*told.top_logprobs, strict=True)
+    assert ids == (149, 148, 147) and np.allclose(values, expected) and plain.top_logprobs == []
 
 
 def test_only_allowed_ids_are_drawn_and_normalised_over():

@@ -8,10 +8,10 @@ import pytest
 from invariants import check_scheduler
 from paged_world import World, reference
 
-from nanorchestra.engine.cache import PageCache, PageTable
-from nanorchestra.engine.inputs import CHUNKS
-from nanorchestra.engine.request import Request, SamplingParams
-from nanorchestra.engine.scheduler import Scheduler
+from nanorchestra.engine.block_manager import BlockManager
+from nanorchestra.engine.model_runner import MIXED_PREFILL_TOKENS
+from nanorchestra.engine.scheduler import MixedPrefill, Scheduler
+from nanorchestra.engine.sequence import Request, SamplingParams, Sequence
 from nanorchestra.model.hf_config import PRESETS
 from nanorchestra.training.costs import GPUS, Costs
 
@@ -30,13 +30,14 @@ def test_a_step_decodes_all_running_requests_before_it_prefills():
     world.assert_correct(a, b, late)
 
 
-@pytest.mark.parametrize("budget, length", [(64, 22), (8, 41)])
+@pytest.mark.parametrize("budget, length", [(64, 22), (8, 41), (64, 3), (64, 24), (64, 25)])
 def test_a_group_is_prefilled_once(budget, length):
+    """The others copy the half-full page and compute the last token of the prompt as a decode."""
     world = World(num_pages=64, max_batch_tokens=budget)
     requests = [world.submit(list(range(length))) for _ in range(6)]
     world.run()
     assert world.prefilled in (length, length - 1), "the last token of a prompt may be a decode"
-    assert [r.cached_tokens for r in requests] == [0] + [length] * 5
+    assert [r.cached_tokens for r in requests] == [0] + [length - 1] * 5
     world.assert_correct(*requests)
 
 
@@ -60,7 +61,7 @@ def test_the_newest_is_preempted_keeps_its_place_and_comes_to_the_same_end():
     world.run()
     assert list(world.done) == [0, 1, 2, 3]
     world.assert_correct(*requests)
-    assert world.cache.available == 8
+    assert world.blocks.available == 8
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -70,44 +71,51 @@ def test_storm(seed):
     pages, size = rng.choice((10, 24)), rng.choice((2, 3))
     world = World(pages, size, rng.choice((3, 8, 40)), rng.choice((2, 5)))
     capacity, version = pages * size, 0
-    sessions = [{"table": PageTable(kept=True), "ids": [i % 2], "open": None} for i in range(4)]
+    sessions = [Sequence([i % 2], is_session=True) for i in range(4)]
+    turns = dict.fromkeys(range(4))  # the open turn of each session
 
     def some(count: int) -> list[int]:
         return [rng.randrange(2) for _ in range(count)]
 
     for _ in range(1000):
-        kind, session = rng.random(), rng.choice(sessions)
+        kind, number = rng.random(), rng.randrange(4)
         queued = world.scheduler.running + world.scheduler.waiting
         if kind < 0.15:
             world.submit(some(rng.randrange(1, min(16, capacity))), rng.randrange(1, 8))
-        elif kind < 0.35 and session["open"] is None:
-            session["ids"] = session["ids"] + some(rng.randrange(3))
-            if len(session["ids"]) > capacity - 6:
-                world.scheduler.close(session["table"])
-                session["ids"] = session["ids"][:2]
-            tokens = rng.randrange(1, 6)
-            session["open"] = world.submit(session["ids"], tokens, session["table"])
+        elif kind < 0.35 and turns[number] is None:
+            sequence = sessions[number]
+            sequence.ids.extend(some(rng.randrange(3)))
+            if len(sequence.ids) > capacity - 6:
+                world.scheduler.close(sequence)
+                sequence = sessions[number] = Sequence(sequence.ids[:2], is_session=True)
+            turns[number] = world.submit([], rng.randrange(1, 6), sequence)
         elif kind < 0.42 and queued:
             world.finish(rng.choice(queued), "abort")
         elif kind < 0.45:
             version += 1
             world.scheduler.reset(version)
+        elif kind < 0.47 and world.scheduler.running:
+            request = rng.choice(world.scheduler.running)
+            world.done[request.id] = "error"
+            world.texts[request.id] = list(request.ids)
+            world.scheduler.discard(request)
         else:
             world.step()
         check_scheduler(world.scheduler)
-        for session in sessions:
-            if session["open"] is not None and session["open"].id in world.done:
-                session["ids"], session["open"] = session["open"].ids, None
+        for number, turn in turns.items():
+            if turn is not None and turn.id in world.done:
+                turns[number] = None
     world.run(3000)
     for request in world.requests:
-        prompt = request.ids[: request.prompt_tokens]
+        text = world.texts[request.id]
+        prompt = text[: request.prompt_tokens]
         complete = reference(prompt, request.limit - request.prompt_tokens)
         ended = world.done[request.id] == "length"
-        assert request.ids == (complete if ended else complete[: len(request.ids)])
-    for session in sessions:
-        world.scheduler.close(session["table"])
+        assert text == (complete if ended else complete[: len(text)])
+    for sequence in sessions:
+        world.scheduler.close(sequence)
     check_scheduler(world.scheduler)
-    assert world.cache.available == pages
+    assert world.blocks.available == pages
 
 
 @pytest.mark.parametrize("model", ["qwen3-8b", "qwen3-0.6b"])
@@ -118,24 +126,24 @@ def test_no_running_request_waits_for_long_chunks_on_a_gpu(card, model):
     The gap between two tokens of a request is at most three median steps.
     """
     costs, gpu = Costs.of(PRESETS[model]), GPUS[card]
-    far = costs.token_flops / costs.pair_flops
-    scheduler = Scheduler(PageCache(20_000, 64), 8192, 64, (CHUNKS[-1], far))
-    rng, gaps, number = random.Random(0), [], iter(range(10**6))
+    bound = MixedPrefill(MIXED_PREFILL_TOKENS, costs.token_flops / costs.pair_flops)
+    scheduler = Scheduler(BlockManager(20_000, 64), 8192, 64, bound)
+    rng, gaps = random.Random(0), []
     for step in range(1000):
         if step < 12 or step % 200 == 0:
             length = 300 if step < 12 else rng.randint(2_000, 24_000)
             ids = [rng.randrange(9) for _ in range(length)]
-            scheduler.add(Request(next(number), ids, SamplingParams(), 10**6))
-        plan = scheduler.plan()
-        chunks = [(start, count) for _, start, count in plan.prefills]
-        tokens = len(plan.decodes) + sum(count for _, count in chunks)
-        pairs = sum(count * (start + count / 2) for start, count in chunks)
-        kv = sum(len(r.ids) for r in plan.decodes) * costs.kv_bytes / gpu.bandwidth
+            scheduler.add(Request(step, Sequence(ids), SamplingParams(), 10**6))
+        batch = scheduler.schedule()
+        tokens = len(batch.decodes) + batch.prefill_tokens
+        pairs = sum(chunk.count * (chunk.start + chunk.count / 2) for chunk in batch.prefills)
+        kv = sum(len(r.ids) for r in batch.decodes) * costs.kv_bytes / gpu.bandwidth
         products = costs.weight_bytes / gpu.bandwidth, tokens * costs.token_flops / gpu.flops
-        if plan.decodes:
+        if batch.decodes:
             gaps.append(max(products) + kv + pairs * costs.pair_flops / gpu.flops)
-        scheduler.commit(plan)
-        for request in plan.sampling:
+        sampled = batch.sampled
+        scheduler.commit(batch)
+        for request in sampled:
             request.accept(rng.randrange(9), 0.0)
             if len(request.ids) > 24_500:
                 scheduler.finish(request)

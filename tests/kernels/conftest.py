@@ -1,15 +1,52 @@
-"""What the kernels' launchers allocate starts as NaN, or as an id that does not exist."""
+"""What every test of a kernel finds: NaN in fresh memory, shuffled programs, guarded launches.
+
+A launcher that returns what no program has written then returns NaN, or an id that does not exist.
+Two runs of a test of equal bits have two orders.
+"""
+
+import sys
 
 import pytest
 import torch
+from kernel_check import program_order
+from triton.runtime.interpreter import GridExecutor
+
+from kernels.common import on_device
 
 
 @pytest.fixture(autouse=True)
-def _poison(monkeypatch):
-    new_empty = torch.Tensor.new_empty
+def _fresh_memory_is_nan(monkeypatch):
+    def poisoning(make):
+        def make_poisoned(*args, **options):
+            out = make(*args, **options)
+            if out.nbytes > 2**30:
+                return out  # a test of 64-bit offsets, of which few pages take memory
+            return out.fill_(float("nan") if out.is_floating_point() else 77)
 
-    def poisoned(self, *shape, **options):
-        out = new_empty(self, *shape, **options)
-        return out.fill_(float("nan") if out.is_floating_point() else 77)
+        return make_poisoned
 
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoning(torch.Tensor.new_empty))
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, poisoning(getattr(torch, name)))
+
+
+@pytest.fixture(autouse=True)
+def _shuffled_programs():
+    with program_order("shuffled"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _launches_are_guarded(monkeypatch):
+    """Every launch is made under `on_device`: on a machine with GPUs, on that of its tensors."""
+    launch = GridExecutor.__call__
+    guard = on_device(lambda: None).__code__  # the code of everything that on_device returns
+
+    def guarded_launch(grid, *arguments, **constants):
+        frame = sys._getframe()
+        while frame is not None and frame.f_code is not guard:
+            frame = frame.f_back
+        assert frame is not None, f"{grid.fn.__name__} is launched without on_device"
+        return launch(grid, *arguments, **constants)
+
+    monkeypatch.setattr(GridExecutor, "__call__", guarded_launch)

@@ -1,12 +1,16 @@
-"""What the launchers refuse, each with a line that says what would be right."""
+"""What launchers share: checks, the configuration of a GPU, and the GPU that a launch goes to."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
-from paged_cache import Cache
+from triton.runtime import driver, interpreter
 
-from kernels import decode, flash_plan, logprob, norm, quantised, rope, sample, swiglu
-from kernels.common import check
-from kernels.decode_plan import decode_work
+from kernels import common
+from kernels.common import check, on_device, pick
+from kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_store
+from kernels.rms_norm import add_rms_norm, rms_norm
+from kernels.swiglu import swiglu
 
 ONES = torch.ones(4, 8)
 
@@ -16,7 +20,7 @@ ONES = torch.ones(4, 8)
     [
         ({"x": ONES.T}, r"x has shape \[8, 4\]; expected \[4, None\]"),
         ({"x": ONES[None]}, r"x has shape \[1, 4, 8\]"),
-        ({"x": ONES, "y": ONES.double()}, "y is torch.float64"),
+        ({"x": ONES, "y": ONES.double()}, "y is torch.float64; expected torch.bfloat16 or"),
         ({"x": torch.ones(8, 4).T}, r"x has strides \(1, 4\); it must be contiguous"),
         ({"x": torch.ones(4, 16)[:, :8]}, r"x has strides \(16, 1\); it must be contiguous"),
     ],
@@ -28,33 +32,109 @@ def test_shapes_dtypes_and_strides(given, message):
         check((4, None), **given)
 
 
-def test_limits(generator):
-    def decoded(**shape):
-        cache = Cache(generator, [20, 30], torch.float32, **shape)
-        inputs = cache.q, cache.k, cache.v, cache.tables, cache.lengths
-        return decode.decode_attention(*inputs, decode_work([20, 30], ()), cache.q)
+def test_a_check_that_holds_makes_no_message():
+    """A step makes hundreds of checks, and messages were a quarter of its host time."""
 
-    ids, ones = torch.zeros(4, dtype=torch.int64), torch.ones(4)
-    hidden, weight = torch.ones(4, 32), torch.ones(40, 32)
-    cache, eighth = torch.ones(2, 1, 16, 16), torch.ones(4, 64, dtype=torch.uint8)
-    pack = flash_plan.plan([(0, 5, 0, 5)], "cpu", torch.float32)
-    qkv = [torch.ones(5, heads, 16) for heads in (3, 2, 2)]
-    for run, message in (
-        (lambda: decoded(heads=3), "3 query heads; expected a multiple of 2"),
-        (lambda: decoded(dim=24), "head_dim is 24; expected one of"),
-        (lambda: decoded(page=8), "page_size is 8"),
-        (lambda: norm.rms_norm(torch.ones(1, 8193), torch.ones(8193), 1e-6), "expected 1 to 8192"),
-        (lambda: swiglu.swiglu(torch.ones(4, 7)), "7 columns; expected an even number"),
-        (lambda: rope.norm_rope_store(hidden, (), ids, ids, cache, cache, ids, 0), "32 columns"),
-        (lambda: flash_plan.flash_attention(*qkv, pack), "3 query heads; expected a multiple of 2"),
-        (
-            lambda: flash_plan.flash_attention(*(x[:4] for x in qkv), pack),
-            r"\[4, 3, 16\]; expected \[5",
-        ),
-        (lambda: logprob.linear_logprob(ONES, ONES, ids, 1.0, 4), "hidden size is 8"),
-        (lambda: logprob.linear_logprob(hidden, weight, ids, 1.0, 41), "expected 1 to 40"),
-        (lambda: sample.sample(hidden, ones.double(), ones, 33), "expected 1 to 32"),
-        (lambda: quantised.quantised_linear(ONES, eighth, eighth.half(), ONES.dtype), "group is 2"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            run()
+    class Loud(int):
+        def __repr__(self):
+            raise AssertionError("a message was made")
+
+    check((Loud(4), None), x=ONES)
+    with pytest.raises(AssertionError, match="a message was made"):
+        check((Loud(5), None), x=ONES)
+
+
+def test_a_gpu_has_the_configuration_of_its_architecture(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setitem(common.TILES, "kernel", {"80": "80", "89": "89", "90": "90", "32": "32"})
+    target = SimpleNamespace(arch=80)
+    active = SimpleNamespace(get_current_target=lambda: target)
+    monkeypatch.setattr(driver, "_active", active)
+    found = {}
+    for target.arch in (80, 86, 89, 90, 100, 120, 121):
+        found[target.arch] = pick("kernel", torch.bfloat16)
+        assert pick("kernel", torch.float32) == "32"
+    assert found == {80: "80", 86: "89", 89: "89", 90: "90", 100: "90", 120: "89", 121: "89"}
+    target.arch = 75
+    with pytest.raises(ValueError, match="need a GPU of compute capability 8.0; it has 7.5"):
+        pick("kernel")
+
+
+class OnSecondGpu(torch.Tensor):
+    """A tensor of the CPU that says that it is on the second GPU."""
+
+    @property
+    def device(self):
+        return torch.device("cuda:1")
+
+
+def on_second_gpu(*shape, dtype=torch.float32):
+    return torch.ones(shape, dtype=dtype).as_subclass(OnSecondGpu)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Two GPUs, the first of which is current; `launches` gets the one current at each launch."""
+
+    class Gpus:
+        current = 0
+        switches = 0
+        launches: list[int] = []
+
+    class Current:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            self.before, Gpus.current = Gpus.current, self.device.index
+            Gpus.switches += 1
+
+        def __exit__(self, *error):
+            Gpus.current = self.before
+
+    def launch(grid, *arguments, **constants):
+        Gpus.launches.append(Gpus.current)
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: Gpus.current)
+    monkeypatch.setattr(torch.cuda, "device", Current)
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
+    common.multiprocessors.cache_clear()
+    Gpus.launches.clear()
+    yield Gpus
+    common.multiprocessors.cache_clear()
+
+
+def test_every_launch_goes_to_the_gpu_of_its_tensors(gpus):
+    """Forward and backward, though another GPU is current, which it is again afterwards."""
+
+    def differentiate(run, *tensors):
+        leaves = [x.requires_grad_() for x in tensors]
+        outputs = run(*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs])
+
+    x, weight, head = on_second_gpu(5, 64), on_second_gpu(64), on_second_gpu(16)
+    rotation = on_second_gpu(5, 8), on_second_gpu(5, 8)
+    cache, slots = on_second_gpu(3, 1, 4, 16), on_second_gpu(5, dtype=torch.int32)
+    differentiate(lambda x, weight: rms_norm(x, weight, 1e-6), x, weight)
+    differentiate(
+        lambda x, residual, weight: add_rms_norm(x, residual, weight, 1e-6), x, x + 0, weight
+    )
+    differentiate(
+        lambda x, q_norm, k_norm: qk_norm_rope(x, q_norm, k_norm, *rotation, 1, 1e-6),
+        *(x, head, head + 0),
+    )
+    differentiate(swiglu, x)
+    qk_norm_rope_store(x, None, None, *rotation, cache, cache, slots, 1e-6)
+    assert gpus.launches == [1] * 9 and gpus.current == 0
+
+
+def test_the_guard_changes_the_gpu_only_if_another_one_is_current(gpus):
+    launcher = on_device(lambda number, x=None: gpus.current)
+    here = on_second_gpu(4)
+    assert launcher(2, here) == launcher(2, x=here) == 1 and gpus.switches == 2
+    assert launcher(2) == launcher(2, torch.ones(4)) == 0 and gpus.switches == 2
+    gpus.current = 1
+    assert launcher(2, here) == 1 and gpus.switches == 2

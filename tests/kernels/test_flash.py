@@ -7,22 +7,21 @@ the pack, or on the run.
 import pytest
 import torch
 from kernel_check import ATTENTION, DEVICE, DTYPES, GRADIENT, assert_close, randn
+from torch.nn.functional import scaled_dot_product_attention
 
-from kernels import flash
 from kernels.common import FP32, TILES
-from kernels.flash import reference
-from kernels.flash_plan import flash_attention, plan
+from kernels.flash import HEAD_DIMS, Span, flash_attention, flash_work, naive_attention
 
 BLOCK, DIM = 16, 16
 TREE = [  # segments 0..19, 19..28 on it, 28..34 on both, 34..42 on the first
-    (0, 19, 0, 19),
-    (19, 28, 0, 19),
-    (19, 28, 19, 28),
-    (28, 34, 0, 19),
-    (28, 34, 19, 28),
-    (28, 34, 28, 34),
-    (34, 42, 0, 19),
-    (34, 42, 34, 42),
+    Span(0, 19, 0, 19),
+    Span(19, 28, 0, 19),
+    Span(19, 28, 19, 28),
+    Span(28, 34, 0, 19),
+    Span(28, 34, 19, 28),
+    Span(28, 34, 28, 34),
+    Span(34, 42, 0, 19),
+    Span(34, 42, 34, 42),
 ]
 
 
@@ -33,7 +32,7 @@ def small_tiles(monkeypatch):
 
 
 def set_tiles(monkeypatch, forward, queries, keys):
-    names = ("flash_forward", "backward_queries", "backward_keys")
+    names = ("flash_forward", "flash_backward_queries", "flash_backward_keys")
     for name, (block_m, block_n) in zip(names, (forward, queries, keys), strict=True):
         tile = {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_stages": 2}
         monkeypatch.setitem(TILES, name, {"80": tile, FP32: tile})
@@ -46,20 +45,25 @@ def inputs(generator, tokens, heads=2, kv_heads=1, dim=DIM, dtype=torch.float32)
 
 
 def sequences(*lengths):
-    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
-    return [(end - n, end) * 2 for n, end in zip(lengths, ends, strict=True)]
+    """The spans of sequences without prefixes."""
+    spans, end = [], 0
+    for length in lengths:
+        spans.append(Span(end, end + length, end, end + length))
+        end += length
+    return spans
 
 
 def run(q, k, v, grad, spans):
     """The output and the three gradients."""
     q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
-    out = flash_attention(q, k, v, plan(spans, DEVICE, q.dtype))
+    out = flash_attention(q, k, v, flash_work(spans, DEVICE, q.dtype))
     return out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
 
 
 def exact(q, k, v, grad, spans):
+    """The same by the naive version in float64."""
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
-    out = reference(q, k, v, spans)
+    out = naive_attention(q, k, v, spans)
     return out.detach(), *torch.autograd.grad(out, (q, k, v), grad.double())
 
 
@@ -75,6 +79,18 @@ def check(data, spans):
             assert_close(result, want, multiple)
 
 
+def test_the_naive_version_is_torchs_attention_with_a_mask(generator):
+    q, k, v, _ = (x.double() for x in inputs(generator, 42, heads=4, kv_heads=2))
+    seen = torch.zeros(42, 42, dtype=torch.bool, device=DEVICE)  # [query, key]
+    for span in TREE:
+        block = seen[span.start : span.end, span.key_start : span.key_end].fill_(True)
+        if span.causal:
+            block.tril_()
+    heads_first = (x.transpose(0, 1) for x in (q, k, v))
+    want = scaled_dot_product_attention(*heads_first, seen, enable_gqa=True).transpose(0, 1)
+    torch.testing.assert_close(naive_attention(q, k, v, TREE), want)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_tree(generator, dtype):
     check(inputs(generator, 42, dtype=dtype), TREE)
@@ -84,7 +100,7 @@ def test_a_tree(generator, dtype):
     "length, heads, kv_heads, dim",
     [(length, 1, 1, DIM) for length in (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1)]
     + [(18, heads, kv_heads, DIM) for heads, kv_heads in ((2, 2), (4, 1), (6, 3))]
-    + [(20, 1, 1, dim) for dim in flash.HEAD_DIMS],
+    + [(20, 1, 1, dim) for dim in HEAD_DIMS],
 )
 def test_lengths_heads_and_dimensions(generator, length, heads, kv_heads, dim):
     check(inputs(generator, length, heads, kv_heads, dim), sequences(length))
@@ -102,7 +118,8 @@ def test_random_trees_and_unequal_tiles(generator, monkeypatch):
                 parent = draws.pop() % len(segments)
                 start, size = segments[parent]
                 prefixes = [*sees[parent], (start, start + 1 + draws.pop() % size)]
-            spans += [(end, end + length, *keys) for keys in [*prefixes, (end, end + length)]]
+            for keys in [*prefixes, (end, end + length)]:
+                spans.append(Span(end, end + length, *keys))
             segments.append((end, length))
             sees.append(prefixes)
             end += length
@@ -113,7 +130,7 @@ def test_random_trees_and_unequal_tiles(generator, monkeypatch):
 def test_a_tree_has_the_same_bits_in_any_pack_and_run(generator, dtype):
     before, rows = 21, slice(21, 63)
     data = inputs(generator, 63, heads=1, dtype=dtype)
-    pack = sequences(before) + [tuple(x + before for x in span) for span in TREE]
+    pack = sequences(before) + [Span(*(x + before for x in span)) for span in TREE]
     first, again = run(*data, pack), run(*data, pack)
     alone = run(*(x[rows] for x in data), TREE)
     for one, two, part in zip(first, again, alone, strict=True):
@@ -134,6 +151,49 @@ def test_views_and_gradients_of_stride_zero(generator):
     """Slices of one matrix, and the gradient of a sum."""
     qkv = randn(generator, 10, 4, DIM).requires_grad_()
     q, k, v = qkv[:, :2], qkv[:, 2:3], qkv[:, 3:]
-    flash_attention(q, k, v, plan(sequences(10), DEVICE, q.dtype)).sum().backward()
+    flash_attention(q, k, v, flash_work(sequences(10), DEVICE, q.dtype)).sum().backward()
     grads = exact(q, k, v, torch.ones_like(q), sequences(10))[1:]
     assert_close(qkv.grad, torch.cat(grads, 1), GRADIENT)
+
+
+def test_work_lists_name_the_spans_of_each_block():
+    """The example of flash.py, in blocks of 16 tokens: two answers on a prompt of 20."""
+    spans = [Span(0, 20, 0, 20)]
+    for start, end in ((20, 30), (30, 36)):
+        spans += [Span(start, end, 0, 20), Span(start, end, start, end)]
+    work = flash_work(spans, "cpu", torch.float32)
+
+    def listed(work_list):
+        visited = {}
+        for first, last, visit, end in work_list.blocks.tolist():
+            visited[first, last] = [tuple(span) for span in work_list.visits[visit:end].tolist()]
+        return visited
+
+    prompt, first_on, first, second_on, second = (tuple(span) for span in spans)
+    assert listed(work.forward) == {
+        (16, 32): [prompt, first_on, second_on, first, second],
+        (32, 36): [second_on, second],
+        (0, 16): [prompt],
+    }
+    assert list(listed(work.backward_keys)) == [(0, 16), (16, 32), (32, 36)]  # longest first
+    assert listed(work.backward_keys) == {
+        (0, 16): [prompt, first_on, second_on],
+        (16, 32): [prompt, first_on, second_on, first, second],
+        (32, 36): [second],
+    }
+
+
+@pytest.mark.parametrize(
+    "heads, dim, tokens, message",
+    [
+        ((3, 2, 2), 16, 5, "3 query heads; expected a multiple of 2"),
+        ((2, 2, 2), 24, 5, r"head_dim is 24; expected one of \(16, 32, 64, 128\)"),
+        ((2, 2, 2), 16, 4, r"q has shape \[4, 2, 16\]; expected \[5, None, None\]"),
+        ((2, 2, 1), 16, 5, r"v has shape \[5, 1, 16\]; expected \[5, 2, 16\]"),
+    ],
+)
+def test_what_does_not_fit_is_refused(heads, dim, tokens, message):
+    work = flash_work(sequences(5), DEVICE, torch.float32)
+    q, k, v = (torch.ones(tokens, count, dim, device=DEVICE) for count in heads)
+    with pytest.raises(ValueError, match=message):
+        flash_attention(q, k, v, work)

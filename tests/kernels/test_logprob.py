@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 from kernel_check import DEVICE, DTYPES, GRADIENT, assert_close, randn
+from reserved_memory import reserved
 
-from kernels import logprob, logprob_forward
+from kernels import logprob
 from kernels.common import TILES
-from kernels.logprob import linear_logprob
+from kernels.logprob import linear_logprob, naive_linear_logprob
 
 EXACT = 2e-5  # nats, absolute
 TILE = {"BLOCK_T": 16, "BLOCK_V": 32, "BLOCK_N": 16}
@@ -17,7 +18,7 @@ TILE = {"BLOCK_T": 16, "BLOCK_V": 32, "BLOCK_N": 16}
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     monkeypatch.setitem(TILES, "logprob_forward", {"80": TILE})
-    monkeypatch.setattr(logprob_forward, "GROUP", 2)
+    monkeypatch.setattr(logprob, "GROUP", 2)
     monkeypatch.setattr(logprob, "BLOCK", 64)
 
 
@@ -34,7 +35,7 @@ def assert_exact(results, expected):
 
 
 def exact(hidden, weight, targets, temperature, vocab):
-    return logprob.reference(hidden.double(), weight.double(), targets, temperature, vocab)
+    return naive_linear_logprob(hidden.double(), weight.double(), targets, temperature, vocab)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -142,3 +143,47 @@ def test_chunks_fit_the_memory_they_are_given():
     assert width == 10240 and 8192 * (width * (4 + 2) + 4096 * 4) < 650e6
     assert logprob.chunk_width(1, 151936, 2) == 151936
     assert logprob.chunk_width(10**6, 151936, 2) == 256
+
+
+def test_offsets_beyond_32_bits_in_the_partial_results(generator):
+    """Of 8e8 tokens the first 16: the sums of their chunk lie from element 2.4e9 on."""
+    tokens = 800_000_000
+    hidden, weight, targets = problem(generator, 16, 16, 20, 20)
+    partials = reserved(3 * tokens + 64, torch.float32)
+    results = [torch.full((16,), math.nan, device=DEVICE) for _ in range(3)]
+    logprob._logprob_chunks[(1,)](
+        hidden, weight, targets, partials, 1.0, tokens, 20, 16, 1, **TILE, num_warps=8
+    )
+    inputs = partials, targets, *results, tokens, 20, 1, 1, TILE["BLOCK_V"]
+    logprob._logprob_merge[(16,)](*inputs)
+    assert_exact(results[:2], exact(hidden, weight, targets, 1.0, 20))
+
+
+def test_offsets_beyond_32_bits_in_the_logits():
+    """Of [3, 1.1e9] logits the first 16 ids: the third row begins beyond 2^31, as T 16,384 would.
+
+    16,384 rows of 151,936 logits are 2.5e9.
+    """
+    width = 1_100_000_000
+    logits = reserved(2 * width + 64, torch.float32)
+    rows = logits.as_strided((3, 16), (width, 1))
+    rows.zero_()
+    targets = torch.tensor([3, 9, 14], device=DEVICE)
+    logsumexp = torch.full((3,), math.log(16), device=DEVICE)
+    grad = torch.tensor([1.0, 2.0, 3.0], device=DEVICE)
+    inputs = logits, logits, targets, logsumexp, grad, 1.0, 0, width, 16
+    logprob._logit_gradients[(3, 1)](*inputs)  # in place
+    expected = torch.full((3, 16), -1 / 16, device=DEVICE)
+    expected[[0, 1, 2], targets] += 1
+    assert (rows - expected * grad[:, None]).abs().max() <= 1e-6
+
+
+def test_wrong_shapes_are_refused():
+    ids = torch.zeros(4, dtype=torch.int64)
+    hidden, weight = torch.ones(4, 32), torch.ones(40, 32)
+    with pytest.raises(ValueError, match="hidden size is 8; expected a multiple of 16"):
+        linear_logprob(torch.ones(4, 8), torch.ones(4, 8), ids, 1.0, 4)
+    with pytest.raises(ValueError, match="vocab is 41; expected 1 to 40"):
+        linear_logprob(hidden, weight, ids, 1.0, 41)
+    with pytest.raises(ValueError, match=r"weight has shape \[40, 16\]; expected \[None, 32\]"):
+        linear_logprob(hidden, weight[:, :16], ids, 1.0, 40)

@@ -6,7 +6,7 @@ from kernel_check import DEVICE, DTYPES, POINTWISE, assert_close, randn
 from torch import nn
 
 from kernels import quantised
-from kernels.quantised import quantised_linear
+from kernels.quantised import naive_quantised_linear, quantised_linear
 from nanorchestra.model.quantise import QuantisedLinear
 
 
@@ -29,29 +29,20 @@ def weights(generator, bits, n, k, group=128):
     return draw(256, n, k // 2).to(torch.uint8), scales.half()
 
 
-def eights(generator, n, k):
+def fp8_weights(generator, n, k):
     """Numbers of fp8, all but NaN, with a scale a row."""
     values, scales = weights(generator, 8, n, k)
     bits = values.view(torch.uint8)
     return bits.masked_fill(bits & 127 == 127, 7).view(torch.float8_e4m3fn), scales
 
 
-def reference(values, scales, zeros=None):
-    """W [N, K] in float64, which holds it exactly: as the layer that stores it computes W."""
-    bits = 4 if values.dtype == torch.uint8 else 8
-    n, k = len(values), values.shape[1] * 8 // bits
-    layer = QuantisedLinear(nn.Linear(k, n, device=DEVICE), values.dtype, k // scales.shape[1])
-    layer.values, layer.scales, layer.zeros = values, scales, zeros
-    return layer.dequantise(torch.float64)
-
-
-def exact(x, weight):
-    return x.double() @ weight.T
+def exact(x, values, scales, zeros=None):
+    return naive_quantised_linear(x.double(), values, scales, zeros)
 
 
 def compare(generator, bits, m, n, k, dtype, group=128):
     x, weight = randn(generator, m, k, dtype=dtype), weights(generator, bits, n, k, group)
-    assert_close(quantised_linear(x, *weight, x.dtype), exact(x, reference(*weight)), POINTWISE)
+    assert_close(quantised_linear(x, *weight, x.dtype), exact(x, *weight), POINTWISE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -76,8 +67,8 @@ def test_sizes_around_the_tiles(generator, dtype):
 def test_numbers_of_fp8(generator, dtype):
     """In one product, in splits of K, with tails."""
     for m, n, k in [(1, 16, 32), (9, 17, 33), (20, 5, 320)]:
-        x, weight = randn(generator, m, k, dtype=dtype), eights(generator, n, k)
-        assert_close(quantised_linear(x, *weight, x.dtype), exact(x, reference(*weight)), 3.2)
+        x, weight = randn(generator, m, k, dtype=dtype), fp8_weights(generator, n, k)
+        assert_close(quantised_linear(x, *weight, x.dtype), exact(x, *weight), 3.2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -91,7 +82,7 @@ def test_zero_points(generator, dtype):
         )
         zeros = torch.randint(0, 16, (n, groups), generator=generator).to(DEVICE, torch.uint8)
         got = quantised_linear(x, values, scales, dtype, zeros)
-        assert_close(got, exact(x, reference(values, scales, zeros)), POINTWISE)
+        assert_close(got, exact(x, values, scales, zeros), POINTWISE)
         eight = torch.full_like(zeros, 8)
         plain = quantised_linear(x, values, scales, dtype)
         assert torch.equal(quantised_linear(x, values, scales, dtype, eight), plain)
@@ -115,3 +106,28 @@ def test_a_row_has_the_same_bits_in_any_batch_and_run(generator, bits, dtype, k)
     order = torch.randperm(34, generator=generator).to(DEVICE)
     for rows in (order, slice(0, 1), slice(33, 34), slice(5, 14), slice(13, 30), slice(None)):
         assert torch.equal(out[rows], quantised_linear(x[rows], *weight, dtype))
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn, torch.uint8])
+def test_the_layer_holds_what_the_kernel_reads(generator, kind):
+    """A rounded layer of 192 columns, as those of nano: 4 bits in groups of 64."""
+    layer = QuantisedLinear(
+        nn.Linear(192, 20, device=DEVICE), kind, 64 if kind == torch.uint8 else 192
+    )
+    layer.write(slice(0, 20), randn(generator, 20, 192, scale=0.1))
+    x = randn(generator, 3, 192)
+    expected = x.double() @ layer.dequantise(torch.float64).T
+    got = quantised_linear(x, layer.values, layer.scales, torch.float32)
+    assert_close(got, expected, 3.2)
+
+
+def test_wrong_shapes_are_refused():
+    x, values = torch.ones(4, 192), torch.ones(8, 96, dtype=torch.uint8)
+    for groups in (1, 2, 5, 12):
+        message = f"scales has {groups} groups for 192 columns; expected groups of 32, 64, 128"
+        with pytest.raises(ValueError, match=message):
+            quantised_linear(x, values, torch.ones(8, groups).half(), torch.float32)
+    with pytest.raises(ValueError, match="x has 65 rows; expected at most 64"):
+        quantised_linear(torch.ones(65, 192), values, torch.ones(8, 3).half(), torch.float32)
+    with pytest.raises(ValueError, match="192 columns; expected a multiple of the group, 128"):
+        QuantisedLinear(nn.Linear(192, 8), torch.uint8, 128)

@@ -16,8 +16,8 @@ from transformers import Qwen3ForCausalLM
 
 from nanorchestra.errors import UserError
 from nanorchestra.files import SUMS
+from nanorchestra.model.attention import PackedAttention, Segment
 from nanorchestra.model.compressed import awq_decompressed, decompressed
-from nanorchestra.model.packed_attention import Segment, packed_attention
 from nanorchestra.model.quantise import QuantisedLinear, linears
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.saving import save_checkpoint
@@ -213,7 +213,7 @@ def test_logits_of_an_awq_checkpoint_are_those_of_transformers_with_its_weights(
     for ours in (model, load_model(directory, quantise="int4")[0]):
         if linears(ours, QuantisedLinear):
             ours.lm_head = model.lm_head  # int4 holds it in 8 bits
-        hidden = ours(tokens, torch.arange(8), packed_attention([Segment(0, 8)]))
+        hidden = ours(tokens, torch.arange(8), PackedAttention([Segment(0, 8)]))
         torch.testing.assert_close(ours.logits(hidden), theirs, rtol=1e-5, atol=1e-5)
 
 

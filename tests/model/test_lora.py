@@ -11,8 +11,8 @@ import torch
 from groups import grouped
 from safetensors.torch import load_file
 
+from nanorchestra.model.attention import PackedAttention, Segment
 from nanorchestra.model.lora import adapters, add_adapters, disabled, reset, save_adapter
-from nanorchestra.model.packed_attention import Segment, packed_attention
 from nanorchestra.model.quantise import QuantisedLinear, linears, quantise_model
 from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.weights import copy_weights, named_hf_tensors
@@ -40,7 +40,7 @@ def adapted(nano_model):
 
 def hidden(model, tokens=(5, 9, 600, 3, 77, 12)):
     tokens = torch.tensor(tokens)
-    return model(tokens, torch.arange(len(tokens)), packed_attention([Segment(0, len(tokens))]))
+    return model(tokens, torch.arange(len(tokens)), PackedAttention([Segment(0, len(tokens))]))
 
 
 def test_the_merged_model_computes_the_same(adapted):

@@ -25,7 +25,7 @@ from running_server import Running, wait
 from scripted import EchoTool
 
 from nanorchestra.engine.engine import Engine
-from nanorchestra.engine.request import Request
+from nanorchestra.engine.sequence import Request
 from nanorchestra.engine.scheduler import Scheduler
 from nanorchestra.records import ToolResult
 from nanorchestra.serving import connections, service

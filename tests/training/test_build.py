@@ -9,7 +9,7 @@ from run_rows import steps_of
 from benchmarks.gpu_parts import Part, by_kernels
 from nanorchestra.config import Config
 from nanorchestra.engine.engine import Engine
-from nanorchestra.engine.request import SamplingParams
+from nanorchestra.engine.sequence import SamplingParams
 from nanorchestra.errors import UserError
 from nanorchestra.model.lora import adapters, add_adapters, copy_adapters, on_the_same_base
 from nanorchestra.model.quantise import QuantisedLinear, linears, quantise_model

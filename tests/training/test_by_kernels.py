@@ -9,7 +9,7 @@ import torch
 from groups import grouped
 from kernel_check import DEVICE
 
-from nanorchestra.model import ops, packed_attention
+from nanorchestra.model import attention, ops
 from nanorchestra.training import logprobs as head
 from nanorchestra.training.packing import Sample, pack
 
@@ -28,11 +28,11 @@ def test_gradients_by_kernels_are_those_of_plain_pytorch(monkeypatch, nano_model
     groups = [grouped(ids(9), twins), grouped(ids(9)[:5] + [8], [single])]
     gradients = []
     for by_kernel in (False, True):
-        for module in (ops, packed_attention, head):
+        for module in (ops, attention, head):
             monkeypatch.setattr(module, "by_kernel", lambda x, answer=by_kernel: answer)
         model = copy.deepcopy(nano_model).to(DEVICE)
         packed = pack(groups, DEVICE)
-        hidden = model(packed.tokens, packed.positions, packed.attend)[packed.source]
+        hidden = model(packed.tokens, packed.positions, packed.attention)[packed.source]
         logprobs, entropy = head.token_logprobs(
             hidden, model.output_weight, packed.targets, vocab_limit=690
         )

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from benchmarks.gpu_parts import Part, training
-from kernels import flash_plan
+from kernels import flash
 from nanorchestra.model.sharded import is_sharded
 from nanorchestra.settings import load_config
 from nanorchestra.training import build
@@ -36,7 +36,7 @@ CASES = [
 @pytest.mark.parametrize("name, changes", CASES, ids=str)
 def test_a_gpu_config_trains_in_small(monkeypatch, name, changes):
     models, launches = [], Counter()
-    shard, launch = build.shard_model, flash_plan._launch
+    shard, launch = build.shard_model, flash._launch
 
     def sharding(*args, **options):
         models.append(shard(*args, **options))
@@ -47,7 +47,7 @@ def test_a_gpu_config_trains_in_small(monkeypatch, name, changes):
         return launch(kernel, *args)
 
     monkeypatch.setattr(build, "shard_model", sharding)
-    monkeypatch.setattr(flash_plan, "_launch", launching)
+    monkeypatch.setattr(flash, "_launch", launching)
     part = Part(rehearse=True)
     training.grpo_step(part, name, **changes)
 
@@ -57,6 +57,9 @@ def test_a_gpu_config_trains_in_small(monkeypatch, name, changes):
     sharded = load_config(name, changes).lora.base != "int4"
     assert trained and all(is_sharded(p) == sharded for p in trained)
     # a layer is computed once more in the backward pass, and without gradients by a reference
-    assert launches["backward_keys"] and launches["backward_keys"] == launches["backward_queries"]
-    forward = launches["flash_forward"] / launches["backward_keys"]
+    assert (
+        launches["flash_backward_keys"]
+        and launches["flash_backward_keys"] == launches["flash_backward_queries"]
+    )
+    forward = launches["flash_forward"] / launches["flash_backward_keys"]
     assert forward == 2 + (load_config(name, changes).grpo.kl_coef > 0)

@@ -27,7 +27,7 @@ def test_every_sampled_id_is_predicted_from_exactly_its_past(drawn):
     packed = pack(groups)
     names = torch.randn(2, 100, 1, 8, generator=torch.Generator().manual_seed(0))
     values = names[packed.tokens, packed.positions]  # [T, 1, 8]
-    seen = packed.attend(0, torch.zeros_like(values), torch.zeros_like(values), values)
+    seen = packed.attention.attend(torch.zeros_like(values), torch.zeros_like(values), values)
     place = 0
     for number, sample in enumerate(s for g in groups for s in g.samples):
         tokens = torch.tensor(sample.ids)

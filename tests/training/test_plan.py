@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nanorchestra.errors import UserError
 from nanorchestra.model import lora
+from nanorchestra.model.attention import PackedAttention, Segment
 from nanorchestra.model.hf_config import PRESETS
-from nanorchestra.model.packed_attention import Segment, packed_attention
 from nanorchestra.model.quantise import quantise_model
 from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.settings import load_config
@@ -42,8 +42,8 @@ def test_activations_are_what_autograd_keeps():
             return seen.setdefault(tensor.untyped_storage().data_ptr(), tensor)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            attend = packed_attention([Segment(0, tokens)])
-            out = model(torch.arange(tokens), torch.arange(tokens), attend)
+            attention = PackedAttention([Segment(0, tokens)])
+            out = model(torch.arange(tokens), torch.arange(tokens), attention)
         assert len(out) == tokens
         return sum(t.untyped_storage().nbytes() / 4 for at, t in seen.items() if at not in own)
 
@@ -55,8 +55,8 @@ def test_model_flops_are_what_torch_counts_in_the_products(nano_model):
     """Attention is counted by hand: 4 FLOPs a pair, head and dimension, forward."""
     config, tokens, sampled = nano_model.config, 40, 13
     with FlopCounterMode(display=False) as counted:
-        attend = packed_attention([Segment(0, tokens)])
-        hidden = nano_model(torch.arange(tokens), torch.arange(tokens), attend)
+        attention = PackedAttention([Segment(0, tokens)])
+        hidden = nano_model(torch.arange(tokens), torch.arange(tokens), attention)
         (hidden[:sampled] @ nano_model.output_weight.T).sum().backward()
     counts = counted.get_flop_counts()["Global"].items()
     products = sum(n for op, n in counts if "mm" in str(op) and "bmm" not in str(op))
@@ -80,7 +80,7 @@ def test_memory_of_the_8b_is_what_others_calculate():
     assert parts["engine's copy"][0] / 2**30 == pytest.approx(15.3, rel=0.01)
     inputs = parts["activations"][1] - memory(setup(grpo__token_budget=24576))["activations"][1]
     assert 2.25 < inputs / 2**30 < 2.25 + 2  # and those of the layer that is recomputed
-    assert parts["KV pages"] == (2000 * 64 * 144 * 1024, 0)
+    assert parts["KV pages"] == (1600 * 64 * 144 * 1024,) * 2
 
 
 def test_memory_falls_with_every_saving_and_is_divided_by_ranks():
@@ -118,7 +118,7 @@ def test_seconds_are_those_of_published_flops_and_fall_with_faster_gpus():
 
 
 def test_the_smallest_set_ups_fit_and_half_as_many_gpus_do_not():
-    for limit in (48, 80, 141):
+    for limit in (64, 80, 141):
         gpus = int(smallest(setup(), {}, limit * GB).split()[0])
         assert peak(setup(gpus)) <= limit * GB < peak(setup(gpus // 2))
     text, fits = plan(CONFIG, 1, None, "h100")

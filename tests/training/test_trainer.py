@@ -8,7 +8,7 @@ import pytest
 import torch
 from groups import grouped
 
-from nanorchestra.model.packed_attention import Segment, packed_attention
+from nanorchestra.model.attention import PackedAttention, Segment
 from nanorchestra.training.costs import model_flops
 from nanorchestra.training.objectives import OBJECTIVES, Objective
 from nanorchestra.training.packing import Group, Sample, mini_batches, pack
@@ -53,8 +53,8 @@ def gradients(model, groups, objective=None, vocab_limit=690, length=1, **settin
 def alone(model, sample, limit=690, temperature=1.0):
     """Log-probabilities and entropies of a sample, alone in its sequence, from all logits."""
     tokens = torch.tensor(sample.ids)
-    attend = packed_attention([Segment(0, len(tokens))])
-    hidden = model(tokens, torch.arange(len(tokens)), attend)
+    attention = PackedAttention([Segment(0, len(tokens))])
+    hidden = model(tokens, torch.arange(len(tokens)), attention)
     logp = (model.logits(hidden)[:, :limit] / temperature).log_softmax(-1)
     at = [i for i, sampled in enumerate(sample.sampled) if sampled]
     before = logp[[i - 1 for i in at]]

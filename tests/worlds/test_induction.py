@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-from packed_reference import segment_attention
 
+from nanorchestra.model.attention import PackedAttention, Segment
 from nanorchestra.model.hf_config import PRESETS
-from nanorchestra.model.packed_attention import Segment
 from nanorchestra.model.qwen3 import Qwen3
 from worlds.miniature.induction import draft_induction
 
@@ -16,17 +15,22 @@ def initial_attention(tokens):
     model, weights, count = Qwen3(PRESETS["nano"]), {}, len(tokens)
     draft_induction(model, model.init_weights(0))
 
-    def attend(layer, q, k, v):
-        scores = (
-            torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1))
-            / q.shape[-1] ** 0.5
-        )
-        future = torch.ones(count, count).triu(1).bool()
-        weights[layer] = scores.masked_fill(future, -torch.inf).softmax(-1)
-        return segment_attention([Segment(0, count)], q, k, v)
+    class Watched(PackedAttention):
+        def __call__(self, layer, qkv, rotation):
+            self.index = layer.index
+            return super().__call__(layer, qkv, rotation)
+
+        def attend(self, q, k, v):
+            scores = (
+                torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1))
+                / q.shape[-1] ** 0.5
+            )
+            future = torch.ones(count, count).triu(1).bool()
+            weights[self.index] = scores.masked_fill(future, -torch.inf).softmax(-1)
+            return super().attend(q, k, v)
 
     with torch.no_grad():
-        model(tokens, torch.arange(300, 300 + count), attend)
+        model(tokens, torch.arange(300, 300 + count), Watched([Segment(0, count)]))
     return weights
 
 

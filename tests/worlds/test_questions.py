@@ -21,7 +21,7 @@ import train
 from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import Limits
 from nanorchestra.config import TaskSection
-from nanorchestra.engine.request import SamplingParams
+from nanorchestra.engine.sequence import SamplingParams
 from nanorchestra.errors import UserError
 from nanorchestra.model import chat
 from nanorchestra.records import Price, ToolCall

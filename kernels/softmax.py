@@ -1,0 +1,139 @@
+"""The running softmax of the attention kernels, and their walk over the pages of a sequence.
+
+Attention of one query over keys j is sum_j p_j v_j with p_j = exp(s_j) / sum_i exp(s_i). A kernel
+sees the keys a tile at a time and keeps three values for each query:
+
+    row_max  the largest score so far, in units of log2
+    row_sum  the sum of exp2(score - row_max)
+    acc      the sum of exp2(score - row_max) * value
+
+A tile with a larger score rescales row_sum and acc by exp2(old row_max - new row_max) (Milakov &
+Gimelshein 2018; Dao et al. 2022). After the last tile, acc / row_sum is the output and
+row_max + log2(row_sum) is the log2 of the sum of exponentials.
+
+The KV cache is [pages, Hkv, page_size, D], of the dtype of q or FP8, which is widened as it is
+read. The block table of a sequence names its pages in order: key j lies in page
+block_table[j // page_size], row j % page_size. This file launches no kernel.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.common import FP8, SIZES, Config, check
+
+BLOCK_N = 64  # keys of a tile, fewer if a row of K is wide or the pages are small
+TILE_BYTES = 16384  # of a tile of K at most
+LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E); the hardware has exp2
+
+
+def check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor) -> Config:
+    """Returns the constants HKV, D, PAGE and BLOCK_N of the kernels.
+
+    q [rows, H, D] with any row stride; block_tables int32 [B, width] with any row stride.
+    ValueError if queries, caches and block tables do not fit each other or the kernels.
+    """
+    check((None, None, None), strided=True, q=q)
+    _, heads, head_dim = q.shape
+    cache_dtype = FP8 if k_cache.dtype == FP8 else q.dtype
+    check((None, None, None, head_dim), cache_dtype, k_cache=k_cache)
+    check(k_cache.shape, cache_dtype, v_cache=v_cache)
+    check((None, None), torch.int32, strided=True, block_tables=block_tables)
+    _, kv_heads, page_size, _ = k_cache.shape
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads; expected a multiple of {kv_heads}")
+    for name, size in (("head_dim", head_dim), ("page_size", page_size)):
+        if size not in SIZES:
+            raise ValueError(f"{name} is {size}; expected one of {SIZES}")
+    block_n = min(BLOCK_N, page_size, TILE_BYTES // (head_dim * q.element_size()))
+    return {"HKV": kv_heads, "D": head_dim, "PAGE": page_size, "BLOCK_N": block_n}
+
+
+def gather_pages(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
+    """Returns the first `length` keys (or values) of a sequence as [Hkv, length, D].
+
+    The naive versions of the paged kernels use it: a copy of what the kernels read in place.
+    """
+    page_size = cache.shape[2]
+    pages = block_table[: -(-length // page_size)].long()
+    # [pages, Hkv, page_size, D] -> [Hkv, pages, page_size, D] -> [Hkv, pages * page_size, D]
+    return cache[pages].transpose(0, 1).flatten(1, 2)[:, :length]
+
+
+@triton.jit
+def softmax_start(M: tl.constexpr, D: tl.constexpr):
+    """Returns row_max [M], row_sum [M] and acc [M, D] before the first tile."""
+    row_max = tl.full([M], -1e30, tl.float32)  # finite: minus infinity less itself would be NaN
+    row_sum = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, D], tl.float32)
+    return row_max, row_sum, acc
+
+
+@triton.jit
+def softmax_step(scores, row_max, row_sum, SCALE: tl.constexpr):
+    """Adds a tile of scores [M, N], to be multiplied by SCALE, to row_max and row_sum [M].
+
+    Returns p = exp2(SCALE * score - row_max) [M, N], the factor [M, 1] that rescales acc, and the
+    new row_max and row_sum.
+    """
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * SCALE)
+    p = tl.exp2(tl.fma(scores, SCALE, -new_max[:, None]))
+    rescale = tl.exp2(row_max - new_max)
+    row_sum = row_sum * rescale + tl.sum(p, 1)
+    return p, rescale[:, None], new_max, row_sum
+
+
+@triton.jit
+def attend_pages(
+    q,  # [M, D]
+    row_max,  # [M]
+    row_sum,  # [M]
+    acc,  # [M, D]
+    k_cache_ptr,  # [pages, HKV, PAGE, D]
+    v_cache_ptr,
+    block_table_ptr,  # of the sequence
+    kv_head,
+    start,  # the first key to visit, a multiple of BLOCK_N
+    stop,  # one past the last key to visit
+    stored,  # keys that the sequence has in the cache
+    last_key,  # the last key that a row sees, [M, 1] or one for all; None: all in start .. stop - 1
+    HKV: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Returns row_max, row_sum and acc after keys start .. stop - 1 of one kv head, tile by tile.
+
+    Tensor cores take p in the dtype of q. EXACT: a second product adds what this rounding lost,
+    which reads no memory. Tiles begin at multiples of BLOCK_N from position 0, so the arithmetic of
+    a row does not depend on the other rows of q or where its chunk began.
+    """
+    D: tl.constexpr = q.shape[1]
+    key = tl.arange(0, BLOCK_N)
+    tile = key[:, None] * D + tl.arange(0, D)[None, :]  # [BLOCK_N, D] within a page
+    page = tl.load(block_table_ptr + start // PAGE, start < stored, 0)
+    for first_key in range(start, stop, BLOCK_N):
+        # 64 bits: a cache has more than 2^31 elements.
+        offset = ((page.to(tl.int64) * HKV + kv_head) * PAGE + first_key % PAGE) * D
+        # The page of the next tile is looked up now: a lookup in place stalls the pipeline.
+        next_key = first_key + BLOCK_N
+        page = tl.load(block_table_ptr + next_key // PAGE, next_key < stored, 0)
+
+        k = tl.load(k_cache_ptr + offset + tile).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, BLOCK_N]
+        if last_key is None:
+            v = tl.load(v_cache_ptr + offset + tile).to(q.dtype)
+        else:
+            scores = tl.where(first_key + key[None, :] <= last_key, scores, -1e30)
+            # Values past the end are not read: they may be NaN, and 0 * NaN is NaN.
+            in_cache = first_key + key[:, None] < stored
+            v = tl.load(v_cache_ptr + offset + tile, in_cache, 0.0).to(q.dtype)
+
+        p, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum, LOG2E / D**0.5)
+        rounded = p.to(q.dtype)
+        acc = tl.dot(rounded, v, acc * rescale, input_precision="ieee")
+        if EXACT:
+            lost = (p - rounded.to(tl.float32)).to(q.dtype)
+            acc = tl.dot(lost, v, acc, input_precision="ieee")
+    return row_max, row_sum, acc

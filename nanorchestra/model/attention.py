@@ -1,0 +1,342 @@
+"""Attention in its three places: KV pages on a GPU, KV pages in plain PyTorch, a training pack.
+
+An attention object receives a layer's raw queries, keys and values. It owns all that follows: the
+norm of queries and keys, their rotation, the store of keys and values, and attention itself. A
+step makes one object; all layers of the model call it. The decoder (qwen3.py) computes the rest,
+so that trainer and sampler run the same lines.
+
+    PagedAttention     the engine on a GPU: Triton kernels
+    GatheredAttention  the engine on a CPU, and readers: the same pages in plain PyTorch
+    PackedAttention    training: packed samples that share prefixes, differentiable
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.flash import FlashWork, Span, flash_attention, flash_work
+from kernels.flash_attn import ExternalPlan, external_attention, external_plan
+from kernels.paged_decode import DecodeWork, decode_attention
+from kernels.paged_prefill import prefill_attention
+from kernels.qk_norm_rope import qk_norm_rope_store
+from nanorchestra.model.ops import by_kernel, qk_norm_rope
+from nanorchestra.model.rope import Rotation
+
+if TYPE_CHECKING:
+    from nanorchestra.model.qwen3 import SelfAttention
+
+
+class Attention(Protocol):
+    """What the decoder asks for in each layer."""
+
+    def __call__(self, layer: SelfAttention, qkv: Tensor, rotation: Rotation) -> Tensor:
+        """Return attention's output [T, H, D].
+
+        qkv [T, (H + 2 Hkv) D] is the product with the layer's fused matrix, queries first. `layer`
+        has the shape (heads, kv_heads, head_dim), the norms (q_norm, k_norm, eps) and the `index`
+        of the layer.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class DecodeInputs:
+    """The first `rows` tokens of a step: the newest token of each decoding sequence."""
+
+    rows: int
+    block_tables: Tensor  # int32 [rows, width]: the pages of each sequence
+    context_lens: Tensor  # int32 [rows]: keys of each sequence, the newest token's included
+    work: DecodeWork  # of kernels/paged_decode.py
+
+
+@dataclass(frozen=True)
+class PrefillInputs:
+    """The tokens of a step behind its decoding rows: chunks of prompts."""
+
+    block_tables: Tensor  # int32 [sequences, width]: the pages of each chunk's sequence
+    items: Tensor  # int32 [W, 4]: the work list of kernels/paged_prefill.py
+
+
+@dataclass(frozen=True)
+class PagedAttention:
+    """Attention of a step over KV pages, by Triton kernels.
+
+    k_cache, v_cache [layers, pages, Hkv, page_size, D]; slots [T] says where each token's key and
+    value are stored: page * page_size + offset, or -1 for padding.
+    """
+
+    k_cache: Tensor
+    v_cache: Tensor
+    slots: Tensor
+    decode: DecodeInputs | None
+    prefill: PrefillInputs | None
+
+    def __call__(self, layer: SelfAttention, qkv: Tensor, rotation: Rotation) -> Tensor:
+        """Return attention's output [T, H, D]; stores the tokens' keys and values first."""
+        k_cache, v_cache = self.k_cache[layer.index], self.v_cache[layer.index]
+        q = qk_norm_rope_store(
+            qkv,
+            layer.q_norm,
+            layer.k_norm,
+            rotation.cos,
+            rotation.sin,
+            k_cache,
+            v_cache,
+            self.slots,
+            layer.eps,
+        )
+        return self.attend(q, k_cache, v_cache)
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """Return attention of q [T, H, D] over one layer's pages [pages, Hkv, page_size, D]."""
+        out = torch.empty_like(q)
+        rows = 0
+        if self.decode is not None:
+            rows = self.decode.rows
+            decode_attention(
+                q[:rows],
+                k_cache,
+                v_cache,
+                self.decode.block_tables,
+                self.decode.context_lens,
+                self.decode.work,
+                out[:rows],
+            )
+        if self.prefill is not None:
+            prefill_attention(
+                q[rows:],
+                k_cache,
+                v_cache,
+                self.prefill.block_tables,
+                self.prefill.items,
+                out[rows:],
+            )
+        return out
+
+
+@dataclass(frozen=True)
+class PagedChunk:
+    """Tokens start .. start + count of a sequence, whose block table is `pages`."""
+
+    start: int
+    count: int
+    pages: Sequence[int]
+
+
+class GatheredAttention:
+    """Attention of a step over KV pages, in plain PyTorch: gathers the keys of a chunk, attends.
+
+    k_cache, v_cache [layers, pages, Hkv, page_size, D], as PagedAttention's; chunks: those of the
+    step, in the order of its tokens.
+    """
+
+    def __init__(self, k_cache: Tensor, v_cache: Tensor, chunks: Sequence[PagedChunk]):
+        self.k_cache, self.v_cache = k_cache, v_cache
+        self.chunks = chunks
+        page_size = k_cache.shape[3]
+        pages, offsets = [], []
+        for chunk in chunks:
+            for position in range(chunk.start, chunk.start + chunk.count):
+                pages.append(chunk.pages[position // page_size])
+                offsets.append(position % page_size)
+        self._pages = torch.tensor(pages, dtype=torch.int64, device=k_cache.device)  # [T]
+        self._offsets = torch.tensor(offsets, dtype=torch.int64, device=k_cache.device)  # [T]
+
+    def __call__(self, layer: SelfAttention, qkv: Tensor, rotation: Rotation) -> Tensor:
+        """Return attention's output [T, H, D]; stores the tokens' keys and values first."""
+        q, k, v = qk_norm_rope(qkv, layer.q_norm, layer.k_norm, rotation, layer.kv_heads, layer.eps)
+        k_cache, v_cache = self.k_cache[layer.index], self.v_cache[layer.index]
+        k_cache[self._pages, :, self._offsets] = k
+        v_cache[self._pages, :, self._offsets] = v
+        return self.attend(q, k_cache, v_cache)
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """Return attention of q [T, H, D] over one layer's pages [pages, Hkv, page_size, D]."""
+        outputs = []
+        queries = q.split([chunk.count for chunk in self.chunks])
+        for query, chunk in zip(queries, self.chunks, strict=True):
+            end = chunk.start + chunk.count
+            pages = list(chunk.pages)
+            k = k_cache[pages].transpose(0, 1).flatten(1, 2)[None, :, :end]  # [1, Hkv, end, D]
+            v = v_cache[pages].transpose(0, 1).flatten(1, 2)[None, :, :end]
+            mask = torch.ones(chunk.count, end, dtype=torch.bool).tril(chunk.start)
+            out = F.scaled_dot_product_attention(
+                query.transpose(0, 1)[None], k, v, mask, enable_gqa=True
+            )
+            outputs.append(out[0].transpose(0, 1))  # [count, H, D]
+        return torch.cat(outputs)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens start .. start + length of a pack, and the prefix that they see before themselves.
+
+    The prefix is an earlier segment or its first tokens; what that segment sees is seen as well.
+    """
+
+    start: int
+    length: int
+    prefix_start: int = 0
+    prefix_length: int = 0
+
+
+class PackedAttention:
+    """Attention over a training pack, where samples share their prompt and prompts their beginning.
+
+    A pack is a list of segments that cover it in order, without gaps. A segment attends to its
+    prefixes and causally to itself. Nothing is padded, masked or copied. `kernel` names the kernel
+    of a GPU: "triton" or "flash-attn" (kernels/flash_attn.py).
+    """
+
+    def __init__(self, segments: Sequence[Segment], kernel: str = "triton"):
+        self.segments, self.kernel = segments, kernel
+        self._work: Work | None = None  # made by the first layer, used by all
+
+    def __call__(self, layer: SelfAttention, qkv: Tensor, rotation: Rotation) -> Tensor:
+        """Return attention's output [T, H, D], differentiable in qkv and the norms."""
+        q, k, v = qk_norm_rope(qkv, layer.q_norm, layer.k_norm, rotation, layer.kv_heads, layer.eps)
+        return self.attend(q, k, v)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return attention of q [T, H, D] over k and v [T, Hkv, D] -> [T, H, D]."""
+        if self._work is None:
+            self._work = self._make_work(q)
+        if isinstance(self._work, ExternalPlan):
+            return external_attention(q, k, v, self._work)
+        if isinstance(self._work, FlashWork):
+            return flash_attention(q, k, v, self._work)
+        return _SpanAttention.apply(q, k, v, self._work)
+
+    def _make_work(self, q) -> Work:
+        spans = segment_spans(self.segments)
+        if self.kernel == "flash-attn":
+            return external_plan(spans, q.device)
+        if by_kernel(q):
+            return flash_work(spans, q.device, q.dtype)
+        return _dense_calls(spans)
+
+
+def segment_spans(segments: Sequence[Segment]) -> list[Span]:
+    """Return the spans of each segment in turn: one for each of its prefixes, then its own."""
+    spans = []
+    prefixes = {}  # start of a segment -> the ranges of keys that it sees before itself
+    for segment in segments:
+        start, end = segment.start, segment.start + segment.length
+        ranges = []
+        if segment.prefix_length:
+            prefix_end = segment.prefix_start + segment.prefix_length
+            ranges = [*prefixes[segment.prefix_start], (segment.prefix_start, prefix_end)]
+        prefixes[start] = ranges
+        for key_start, key_end in ranges:
+            spans.append(Span(start, end, key_start, key_end))
+        spans.append(Span(start, end, start, end))
+    return spans
+
+
+# Attention over a pack on a CPU.
+
+
+@dataclass(frozen=True)
+class _DenseCall:
+    """One call of PyTorch's attention: `queries` of a pack against `keys`, both slices of it."""
+
+    queries: slice
+    keys: slice
+
+    @property
+    def causal(self) -> bool:
+        return self.queries == self.keys
+
+
+def _dense_calls(spans: Sequence[Span]) -> list[_DenseCall]:
+    """Return the calls that compute the spans: each segment's own keys first, then prefixes.
+
+    Neighbouring queries that see the same prefix are one call.
+    """
+    calls = []
+    prefixed = []
+    for span in spans:
+        call = _DenseCall(slice(span.start, span.end), slice(span.key_start, span.key_end))
+        if call.causal:
+            calls.append(call)
+        else:
+            prefixed.append(call)
+    prefixed.sort(key=lambda call: (call.keys.start, call.keys.stop, call.queries.start))
+    for call in prefixed:
+        last = calls[-1]
+        if last.keys == call.keys and not last.causal and last.queries.stop == call.queries.start:
+            calls[-1] = _DenseCall(slice(last.queries.start, call.queries.stop), call.keys)
+        else:
+            calls.append(call)
+    return calls
+
+
+Work = FlashWork | ExternalPlan | list[_DenseCall]  # what a kernel of PackedAttention needs
+
+
+class _SpanAttention(torch.autograd.Function):
+    """Attention on a CPU: one flash-attention call per span, merged exactly by log-sum-exps.
+
+    The merge is that of Dao et al. 2022, section 3.1. The backward pass of a span, given the merged
+    output and log-sum-exp, is that span's share of the gradients. Autograd cannot derive this: it
+    does not differentiate the log-sum-exp.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, calls):
+        out = q.new_empty(q.shape)  # [T, H, D]
+        lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))  # [T, H]
+        for call in calls:
+            rows = call.queries
+            span_out, span_lse = _span_forward(q, k, v, call)
+            if call.causal:  # a segment's first
+                out[rows], lse[rows] = span_out, span_lse
+                continue
+            share = torch.sigmoid(span_lse - lse[rows])[..., None]  # the span's softmax mass
+            out[rows] = torch.lerp(out[rows].to(share.dtype), span_out.to(share.dtype), share)
+            lse[rows] = torch.logaddexp(lse[rows], span_lse)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.calls = calls
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        saved = ctx.saved_tensors
+        dq, dk, dv = (x.new_empty(x.shape) for x in saved[:3])
+        for call in ctx.calls:
+            span_dq, span_dk, span_dv = _span_backward(grad, *saved, call)
+            if call.causal:
+                dq[call.queries], dk[call.keys], dv[call.keys] = span_dq, span_dk, span_dv
+                continue
+            dq[call.queries] += span_dq
+            dk[call.keys] += span_dk
+            dv[call.keys] += span_dv
+        return dq, dk, dv, None
+
+
+def _heads_first(x, rows) -> Tensor:
+    return x[rows].transpose(0, 1)[None]  # [T, heads, ...] -> [1, heads, rows, ...]
+
+
+def _span_forward(q, k, v, call) -> tuple[Tensor, Tensor]:
+    """Return the attention of one span: out [rows, H, D] and log-sum-exp [rows, H]."""
+    q = _heads_first(q, call.queries)
+    k, v = _heads_first(k, call.keys), _heads_first(v, call.keys)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, call.causal)
+    return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+
+
+def _span_backward(grad, q, k, v, out, lse, call) -> list[Tensor]:
+    """Return the gradients of q [rows, H, D] and of k and v [keys, Hkv, D] from one span."""
+    grad, q, out, lse = (_heads_first(x, call.queries) for x in (grad, q, out, lse))
+    k, v = _heads_first(k, call.keys), _heads_first(v, call.keys)
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, call.causal
+    )
+    return [x[0].transpose(0, 1) for x in grads]

@@ -1,0 +1,297 @@
+"""The decoder on a CPU in C: native.c, compiled for this machine at its first use.
+
+`pack` puts a model's matrices in the layout that native.c multiplies. They take the place of the
+plain ones, so memory stays as it is; only an output matrix that is tied to the embeddings is held
+twice. `Forward` then computes a step in one call. A packed model takes new weights, but is not
+trained. Without a C compiler the model stays as it is, and torch computes it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanorchestra.model.quantise import linears
+from nanorchestra.model.qwen3 import Qwen3
+
+SOURCE = Path(__file__).with_name("native.c")
+HEADER = Path(__file__).with_name("native.h")
+COMMAND = "cc -O3 -march=native -fopenmp -fPIC -shared"
+BLOCK, PANEL, LARGEST_DIM = 16, 32, 256  # of native.c: keys together, outputs, head size
+
+
+@cache
+def library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """Return native.c for models of this dtype, or None where it cannot be had.
+
+    It is compiled into ~/.cache/nanorchestra (XDG_CACHE_HOME), once for each source and CPU.
+    """
+    half = dtype == torch.bfloat16
+    if dtype != torch.float32 and not (half and torch.cpu._is_avx512_bf16_supported()):
+        return None
+    command = COMMAND.split()
+    if half:
+        command.append("-DBF16")
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else ()
+    cpu = [line for line in lines if line.startswith("flags")][:1]
+    sources = SOURCE.read_text() + HEADER.read_text()
+    key = hashlib.sha256(f"{command}{cpu}{sources}".encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanorchestra"
+    built = folder / f"native-{key}.so"
+    try:
+        if not built.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as directory:
+                part = Path(directory) / built.name
+                subprocess.run(
+                    [*command, "-o", str(part), str(SOURCE)], check=True, capture_output=True
+                )
+                part.replace(built)
+        loaded = ctypes.CDLL(str(built))
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"native.c cannot be compiled, so torch computes: {error}", file=sys.stderr)
+        return None
+    pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    loaded.linear.argtypes = [pointer, size, size, pointer, size, pointer, number]
+    loaded.forward.argtypes = [pointer, pointer, size, size, pointer, pointer, number]
+    return loaded
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return zeros on pages of 2 MB, if Linux has them: a step that reads all of it misses less.
+
+    Memory is taken as it is written.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(AttributeError, OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+class PackedLinear(nn.Module):
+    """x [T, in] -> x W^T + bias [T, out], with W [out, in] in the layout of native.c."""
+
+    def __init__(self, weight: Tensor, bias: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.bias = bias
+        columns = library(weight.dtype).panel_columns()
+        pair = 4 // weight.itemsize
+        panels = -(-self.out_features // columns)
+        self.packed = zeros((panels, self.in_features // pair, columns, pair), weight.dtype)
+        self.write(slice(0, len(weight)), weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the product."""
+        panels, _, columns, _ = self.packed.shape
+        x = x.contiguous()
+        out = torch.empty(len(x), panels * columns)
+        library(x.dtype).linear(
+            x.data_ptr(),
+            len(x),
+            self.in_features,
+            self.packed.data_ptr(),
+            panels * columns,
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        out = out[:, : self.out_features]
+        if self.bias is not None:
+            out = out + self.bias
+        return out.to(x.dtype)
+
+    @torch.no_grad()
+    def write(self, rows: slice, weight: Tensor) -> None:
+        """Take `rows` of W, whole panels but for W's last, of any float dtype."""
+        _, pairs, columns, pair = self.packed.shape
+        padded = F.pad(weight.cpu(), (0, 0, 0, -len(weight) % columns))
+        panels = padded.view(-1, columns, pairs, pair).transpose(1, 2)
+        first = rows.start // columns
+        self.packed[first : first + len(panels)].copy_(panels)
+
+
+def pack(model: Qwen3) -> None:
+    """Replace the matrices of a model on a CPU, in place, where native.c can compute it.
+
+    It takes head sizes that are multiples of 16, to 256, and multiples of 32 for the hidden sizes
+    and for the columns of q, k and v. Quantised models stay as they are, and bfloat16 on a CPU
+    without instructions for it.
+    """
+    config = model.config
+    weight = model.embed_tokens.weight
+    names = [name for name, _ in linears(model)]
+    sizes = (
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_attention_heads * config.head_dim,
+        config.num_key_value_heads * config.head_dim,
+    )
+    fits = config.head_dim % BLOCK == 0 and config.head_dim <= LARGEST_DIM
+    fits = fits and all(size % PANEL == 0 for size in sizes)
+    if not (names and weight.is_cpu and fits and library(weight.dtype)):
+        return
+    for name in names:
+        module = model.get_submodule(name)
+        model.set_submodule(name, PackedLinear(module.weight, module.bias))
+    if model.lm_head is None:
+        model.lm_head = PackedLinear(weight)
+
+
+class _Layer(ctypes.Structure):
+    """`layer` of native.c: addresses, None where a model has no such tensor."""
+
+    _fields_ = [
+        (name, ctypes.c_void_p)
+        for name in (
+            "input_norm",
+            "q_norm",
+            "k_norm",
+            "post_attention_norm",
+            "qkv",
+            "qkv_bias",
+            "o",
+            "gate_up",
+            "down",
+        )
+    ]
+
+
+class _Decoder(ctypes.Structure):
+    """`decoder` of native.c."""
+
+    _fields_ = [
+        ("layers", ctypes.POINTER(_Layer)),
+        ("embeddings", ctypes.c_void_p),
+        ("norm", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("frequencies", ctypes.c_void_p),
+        ("k_cache", ctypes.c_void_p),
+        ("v_cache", ctypes.c_void_p),
+        ("scratch", ctypes.c_void_p),
+        ("depth", ctypes.c_int64),
+        ("hidden", ctypes.c_int64),
+        ("inner", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("dim", ctypes.c_int64),
+        ("pages", ctypes.c_int64),
+        ("page_size", ctypes.c_int64),
+        ("outputs", ctypes.c_int64),
+        ("eps", ctypes.c_float),
+        ("attention_factor", ctypes.c_float),
+    ]
+
+
+class Forward:
+    """A step of a packed model over KV pages, in one call.
+
+    k_cache and v_cache [layers, pages, Hkv, page_size, D], page_size a multiple of 16. Inside a
+    page the order is native.c's.
+    """
+
+    def __init__(self, model: Qwen3, k_cache: Tensor, v_cache: Tensor):
+        config = model.config
+        self._config = config
+        self._library = library(k_cache.dtype)
+        depth, pages, kv_heads, page_size, dim = k_cache.shape
+        output = model.lm_head.packed  # [panels, in / pair, columns, pair]
+        self._outputs = output.shape[0] * output.shape[2]
+        frequencies = model.rope_frequencies(k_cache.device)
+        inputs = config.hidden_size + config.intermediate_size  # of products, in the scratch
+        heads = config.num_attention_heads + kv_heads
+        width = inputs + 2 * config.intermediate_size + 2 * heads * dim
+        scratch = torch.empty(self._library.chunk_rows() * width)
+        self._kept = model, k_cache, v_cache, frequencies, scratch  # native.c has addresses alone
+
+        layers = (_Layer * depth)(*(_layer(block) for block in model.layers))
+        self._decoder = _Decoder(
+            layers=layers,
+            embeddings=model.embed_tokens.weight.data_ptr(),
+            norm=model.norm.data_ptr(),
+            output=output.data_ptr(),
+            frequencies=frequencies.data_ptr(),
+            k_cache=k_cache.data_ptr(),
+            v_cache=v_cache.data_ptr(),
+            scratch=scratch.data_ptr(),
+            depth=depth,
+            hidden=config.hidden_size,
+            inner=config.intermediate_size,
+            heads=config.num_attention_heads,
+            kv_heads=kv_heads,
+            dim=dim,
+            pages=pages,
+            page_size=page_size,
+            outputs=self._outputs,
+            eps=config.rms_norm_eps,
+            attention_factor=model.rope_attention_factor,
+        )
+
+    def __call__(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        counts: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        output_rows: Sequence[int],
+    ) -> Tensor:
+        """Return the logits fp32 [len(output_rows), vocab] of those of the tokens; store the KV.
+
+        tokens and positions [T] are in parts of `counts` tokens. Each part reads the pages of its
+        block table, and none that a later one writes.
+        """
+        table_starts = []  # of each token
+        pages = []
+        for count, table in zip(counts, block_tables, strict=True):
+            table_starts += [len(pages)] * count
+            pages += table
+        numbers = [*tokens, *positions, *table_starts, *output_rows, *pages]
+        numbers = np.array(numbers, np.int64)
+        memory = torch.empty(len(tokens), self._config.hidden_size + self._config.head_dim)
+        logits = torch.empty(len(output_rows), self._outputs)
+        self._library.forward(
+            ctypes.byref(self._decoder),
+            numbers.ctypes.data,
+            len(tokens),
+            len(output_rows),
+            memory.data_ptr(),
+            logits.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return logits[:, : self._config.vocab_size]
+
+
+def _layer(block) -> _Layer:
+    """Return the addresses of a block's weights."""
+    own = block.self_attn
+    return _Layer(
+        input_norm=_address(block.input_layernorm),
+        q_norm=_address(own.q_norm),
+        k_norm=_address(own.k_norm),
+        post_attention_norm=_address(block.post_attention_layernorm),
+        qkv=_address(own.qkv_proj.packed),
+        qkv_bias=_address(own.qkv_proj.bias),
+        o=_address(own.o_proj.packed),
+        gate_up=_address(block.gate_up_proj.packed),
+        down=_address(block.down_proj.packed),
+    )
+
+
+def _address(tensor) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,136 @@
+"""Rotary positions: the angles of every kind of model that the decoder computes.
+
+RoPE turns each pair (x[i], x[i + D/2]) of a head by position * theta^(-2i/D) (Su et al. 2021, arXiv
+2104.09864, section 3.2.2). A model that was extended to longer texts scales these frequencies:
+"llama3" and "yarn" are two published ways. `Rotation` holds the cosines and sines of one step.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1's scaling: low frequencies are divided by `factor`, high ones stay.
+
+    A frequency is low if its wavelength exceeds original_max_position_embeddings /
+    low_freq_factor tokens, and high if it is below the same quotient by high_freq_factor. Between
+    the two the scale is interpolated (Llama 3.1 model card and reference code).
+    """
+
+    rope_type: ClassVar[str] = "llama3"
+    attention_factor: ClassVar[float] = 1.0
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def scaled(self, frequencies: Tensor, theta: float) -> Tensor:
+        """Return the scaled frequencies, fp32 [D / 2]: those of `theta` are given."""
+        wavelengths = 2 * math.pi / frequencies
+        length = self.original_max_position_embeddings
+        share = (length / wavelengths - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
+        between = (1 - share) * frequencies / self.factor + share * frequencies
+        scaled = torch.where(share > 1, frequencies, between)
+        return torch.where(share < 0, frequencies / self.factor, scaled)
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023, arXiv 2309.00071): how Qwen3 reaches 131,072 tokens.
+
+    Pairs that turn less than beta_slow times within the original length are divided by `factor`
+    (section 3.2, "NTK-by-parts"); those that turn more than beta_fast times stay; a ramp lies
+    between. Cosines and sines are multiplied by attention_factor (section 3.4), and so scores by
+    its square. truncate: whether the ramp begins and ends at whole pairs.
+    """
+
+    rope_type: ClassVar[str] = "yarn"
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def scaled(self, frequencies: Tensor, theta: float) -> Tensor:
+        """Return the scaled frequencies, fp32 [D / 2]: those of `theta` are given."""
+        pairs = len(frequencies)
+        first = self._pair_with_turns(self.beta_fast, pairs, theta)
+        last = self._pair_with_turns(self.beta_slow, pairs, theta)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * pairs - 1)
+        if first == last:
+            last += 0.001  # a step in place of a ramp
+        ramp = (torch.arange(pairs, dtype=torch.float32) - first) / (last - first)
+        kept = 1 - ramp.clamp(0, 1)  # share of the original frequency
+        return frequencies / self.factor * (1 - kept) + frequencies * kept
+
+    def _pair_with_turns(self, turns, pairs, theta) -> float:
+        """Return the pair, as a real number, that turns so often within the original length."""
+        length = self.original_max_position_embeddings
+        return pairs * math.log(length / (turns * 2 * math.pi)) / math.log(theta)
+
+
+RopeScaling = Llama3Scaling | YarnScaling
+
+
+def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
+    """Return YaRN's factor of cosines and sines (equation 22): 0.1 mscale ln(factor) + 1."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+@cache
+def rope_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device
+) -> Tensor:
+    """Return the rotary angle per position of each pair, fp32 [head_dim / 2] on `device`.
+
+    Computed on the CPU, the same for all devices.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    frequencies = 1.0 / theta**exponents
+    if scaling is not None:
+        frequencies = scaling.scaled(frequencies, theta)
+    return frequencies.to(device)
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """Cosines and sines of the positions of T tokens, fp32 [T, D / 2], in every precision.
+
+    FSDP's mixed precision casts the tensors among a layer's inputs. It does not look into this.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def of(cls, positions: Tensor, frequencies: Tensor, attention_factor: float) -> "Rotation":
+        """Return the rotation of positions int64 [T], by frequencies fp32 [D / 2]."""
+        angles = positions[:, None].float() * frequencies  # [T, D / 2]
+        cos, sin = angles.cos(), angles.sin()
+        if attention_factor != 1.0:
+            cos, sin = cos * attention_factor, sin * attention_factor
+        return cls(cos, sin)
+
+    @cached_property
+    def whole_heads(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines for both halves of a head, fp32 [T, 1, D] each.
+
+        A head x is turned by x * cos + (x with its halves swapped) * sin: the first half of the
+        sines is negative. The first layer makes them, all use them.
+        """
+        cos = torch.cat((self.cos, self.cos), dim=-1)
+        sin = torch.cat((-self.sin, self.sin), dim=-1)
+        return cos[:, None], sin[:, None]

@@ -1,0 +1,207 @@
+"""A rollout on a GPU that is not there, watched from the host. Run by test_model_runner.py.
+
+Usage: fake_gpu_rollout.py STEPS [int8]. The real scheduler and runner serve requests that come,
+are guided, report their most probable ids, and end; kernels are compiled by name only and compute
+nothing, so every token is 0. Prints one JSON object: what happened after the start.
+"""
+
+import json
+import random
+import sys
+from collections import Counter
+from typing import ClassVar
+from unittest import mock
+
+import numpy as np
+import torch
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+import nanorchestra.engine.engine as engine_module
+import nanorchestra.model.attention as attention
+import nanorchestra.model.ops as ops
+import nanorchestra.model.quantise as quantise
+from benchmarks.gpu_parts.compile import Driver
+from nanorchestra.engine import model_runner, score
+from nanorchestra.engine.engine import Engine, SamplingParams
+from nanorchestra.engine.guide import Guide
+from nanorchestra.model.qwen3 import ModelConfig, Qwen3
+
+VIEWS = ("view", "slice", "select", "empty", "split", "alias", "detach", "as_strided", "unsqueeze")
+COMPILED = set()
+COUNTS = Counter()
+
+
+def compiled(*, key, fn, **_) -> bool:
+    """Takes the place of the compiler: True says that there is nothing to launch."""
+    COMPILED.add((fn.name, str(key)))
+    return True
+
+
+class FakeGraph:
+    """A graph whose capture computes once and whose replay is one operation of the host."""
+
+    operations: ClassVar[set[str]] = set()  # of torch, beside the kernels, in what is captured
+
+    def __init__(self, runner, rows):
+        COUNTS["captures"] += 1
+        with Record(self.operations):
+            self.logits = runner._compute(model_runner.StepShape(decodes=rows, sampled=rows))
+
+    def replay(self):
+        COUNTS["replays"] += 1
+        COUNTS["operations of a step"] += 1
+        return self.logits
+
+
+class Record(TorchDispatchMode):
+    """Adds the names of the operations that are not views to a set."""
+
+    def __init__(self, names):
+        super().__init__()
+        self.names = names
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.__name__
+        if not name.startswith(VIEWS):
+            self.names.add(name.partition(".")[0])
+        return function(*args, **kwargs or {})
+
+
+class Watch(TorchDispatchMode):
+    """Counts what the host asks of the device, and what would make it wait.
+
+    All memory is the host's here, so the runner's pinned blocks tell which copies cross: those must
+    be non_blocking. A value that is read, and a tensor made of values, cross too.
+    """
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = function.__name__
+        if not name.startswith(VIEWS):
+            COUNTS["operations of a step"] += 1
+        waits = name.startswith(("_local_scalar_dense", "nonzero"))
+        if name.startswith("copy_"):
+            crosses = {x.untyped_storage().data_ptr() for x in args[:2]} & PINNED
+            waits = crosses and not (len(args) > 2 and args[2] or kwargs.get("non_blocking"))
+        if waits:
+            COUNTS[f"waits: {name}"] += 1
+        return function(*args, **kwargs)
+
+    def __enter__(self):
+        torch.tensor, torch.as_tensor = from_values, from_values
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.tensor, torch.as_tensor = TENSOR, AS_TENSOR
+        return super().__exit__(*error)
+
+
+def from_values(*values, **options):
+    """Takes the place of torch.tensor while a step is watched."""
+    COUNTS["waits: a tensor made of values"] += 1
+    return TENSOR(*values, **options)
+
+
+TENSOR, AS_TENSOR = torch.tensor, torch.as_tensor
+
+
+class Sometimes(Guide):
+    """Forbids an id now and then."""
+
+    def __init__(self):
+        self.count = 0
+
+    def copy(self):
+        return Sometimes()
+
+    def advance(self, token):
+        self.count += 1
+
+    def allowed(self):
+        return np.arange(1000) % 2 == 0 if self.count % 5 == 4 else None
+
+
+# What no kernel fills is 0: the ids that are drawn, too.
+torch.Tensor.new_empty = torch.Tensor.new_zeros
+triton.runtime.driver.set_active(Driver(90))
+triton.knobs.runtime.jit_cache_hook = compiled
+for module in (engine_module, ops, attention, quantise, score):
+    module.by_kernel = lambda x: True
+engine_module.free_memory = lambda device: 1 << 24
+steps = int(sys.argv[1])
+model = Qwen3(ModelConfig(1000, 256, 512, 1, 8, 2, head_dim=32)).to(torch.bfloat16)
+if "int8" in sys.argv:
+    quantise.quantise_model(model, "int8")
+serving = Engine(model, max_batch_tokens=512, max_running=64, max_context=2000)
+runner = serving.runner
+pinned = [*runner._host_inputs, runner._host_draws, runner._host_masks]
+PINNED = {block.memory.untyped_storage().data_ptr() for block in pinned}
+model_runner.Graph = FakeGraph
+runner.warm_up()
+runner.capture()
+runner.use_graphs = True
+known, captures = set(COMPILED), COUNTS["captures"]
+
+fill, launch, draw = runner._fill, runner.launch, runner.draw
+most = Counter()
+
+
+def unwatched_fill(*arguments):
+    """The host's own arithmetic."""
+    with _disable_current_modes(), mock.patch("torch.tensor", TENSOR):
+        return fill(*arguments)
+
+
+def watched_launch(batch, after=None):
+    COUNTS["operations of a step"] = 0
+    with Watch():
+        launched = launch(batch, after)
+    COUNTS["ahead"] += after is not None
+    launched.kind = "step with prefill" if batch.prefills else "decode-only step"
+    if batch.page_copies:
+        launched.kind += ", page copies"
+    return launched
+
+
+def watched_draw(launched, requests):
+    special = any(r.params.top_logprobs or r.allowed_ids() is not None for r in requests)
+    with Watch():
+        draw(launched, requests)
+    kind = f"{launched.kind}, special rows" if special else launched.kind
+    most[kind] = max(most[kind], COUNTS["operations of a step"])
+    COUNTS[kind] += 1
+
+
+runner._fill, runner.launch, runner.draw = unwatched_fill, watched_launch, watched_draw
+rng = random.Random(0)
+while serving.stats["steps"] < steps:
+    queued = len(serving.scheduler.running) + len(serving.scheduler.waiting)
+    if queued < 40 and rng.random() < 0.2 or not serving.has_work:
+        prompt = [rng.randrange(1000) for _ in range(rng.choice((3, 40, 300, 900)))]
+        guide = Sometimes() if rng.random() < 0.1 else None
+        params = SamplingParams(
+            max_tokens=rng.randint(1, 120),
+            top_p=rng.choice((1.0, 0.9)),
+            top_logprobs=rng.choice((0,) * 19 + (3,)),
+            guide=guide,
+            ignore_eos=True,
+        )
+        for _ in range(rng.choice((1, 1, 4))):
+            serving.submit(prompt, params)
+    serving.step()
+print(
+    json.dumps(
+        {
+            "steps": serving.stats["steps"],
+            "ahead": COUNTS["ahead"],
+            "replays": COUNTS["replays"],
+            "captures": COUNTS["captures"] - captures,
+            "compiled": sorted({name for name, _ in COMPILED - known}),
+            "waits": {name: n for name, n in COUNTS.items() if name.startswith("waits")},
+            "operations": dict(most),
+            "kernels": len(known),
+            "captured_operations": sorted(FakeGraph.operations),
+        }
+    )
+)

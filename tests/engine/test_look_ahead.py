@@ -1,0 +1,178 @@
+"""Launching a step before the last one's draws are read changes no token, whatever happens."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from invariants import check_scheduler
+
+from nanorchestra.engine.cpu_runner import CpuRunner
+from nanorchestra.engine.engine import Engine, SamplingParams
+from nanorchestra.engine.guide import Guide
+from nanorchestra.model.qwen3 import ModelConfig, Qwen3
+
+SHAPE = ModelConfig(64, 32, 32, 2, 2, 1, 16, 256, eos_token_ids=(3, 4, 5))
+
+
+class AheadRunner(CpuRunner):
+    """Draws when a GPU does, and takes a step's newest ids from the step before it."""
+
+    overlaps, ahead = True, 0
+
+    def launch(self, batch, after=None):
+        if after is None:
+            return {"logits": super().launch(batch), "row_of": self.rows(batch)}
+        self.ahead += 1
+        for request in batch.decodes:
+            request.ids.append(after["draws"][request].token)
+            request.sequence.num_computed += 1
+        logits = super().launch(batch)
+        for request in batch.decodes:
+            request.ids.pop()
+            request.sequence.num_computed -= 1
+        return {"logits": logits, "row_of": self.rows(batch)}
+
+    @staticmethod
+    def rows(batch):
+        return {request: row for row, request in enumerate(batch.sampled)}
+
+    def draw(self, launched, requests):
+        rows = [launched["row_of"][request] for request in requests]
+        results = super().read(launched["logits"][rows], requests) if rows else []
+        launched["draws"] = dict(zip(requests, results, strict=True))
+
+    def read(self, launched, requests):
+        return [launched["draws"][request] for request in requests]
+
+
+class EvenAfterSix(Guide):
+    """Once a 6 is drawn, or an odd id follows an even one, the next id must be even."""
+
+    def __init__(self):
+        self.last = 1
+
+    def copy(self):
+        return EvenAfterSix()
+
+    def advance(self, token):
+        assert not self.holds or token % 2 == 0, "a forbidden id was drawn"
+        self.last = token
+
+    @property
+    def holds(self):
+        return self.last % 3 == 0
+
+    def allowed(self):
+        return np.arange(64) % 2 == 0 if self.holds else None
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = Qwen3(SHAPE)
+    model.init_weights(0)
+    return model
+
+
+def engine(model, ahead: bool, **settings) -> Engine:
+    made = Engine(model, **{"num_pages": 40, "page_size": 4, "max_batch_tokens": 24} | settings)
+    if ahead:
+        made.runner = AheadRunner(model, made.blocks.num_pages, 4, made.vocab_size, torch.float32)
+    return made
+
+
+def storm(model, seed: int, ahead: bool, pages: int) -> tuple[list, Engine]:
+    """The same requests, sessions, aborts and new weights, at times that no token decides."""
+    rng, results = random.Random(seed), []
+    serving = engine(model, ahead, num_pages=pages)
+
+    def prompt(count: int) -> list[int]:
+        return [rng.randrange(6, 64) for _ in range(count)]
+
+    def params() -> SamplingParams:
+        return SamplingParams(
+            max_tokens=rng.randint(1, 14),
+            seed=rng.randrange(1000),
+            temperature=rng.choice((0.0, 1.0, 3.0)),
+            ignore_eos=rng.random() < 0.3,
+            stop_token_ids=(7, 8, 9),
+            top_k=rng.choice((0,) * 9 + (5,)),
+            top_logprobs=rng.choice((0, 0, 3)),
+            guide=EvenAfterSix() if rng.random() < 0.4 else None,
+        )
+
+    sessions = [serving.session(prompt(rng.randint(2, 12))) for _ in range(3)]
+    for _ in range(8):
+        count = rng.randint(0, 5)
+        requests = [serving.submit(prompt(rng.choice((3, 3, 20))), params()) for _ in range(count)]
+        turns = [session.submit(params()) for session in sessions]
+        doomed = rng.choice(requests) if requests and rng.random() < 0.3 else None
+        if doomed is not None:
+            serving.step()
+            serving.abort(doomed)
+        while not all(request.finished for request in requests + turns):
+            serving.step()
+            check_scheduler(serving.scheduler)
+        for request in requests + turns:
+            if request is not doomed:
+                done = request.completed()
+                results.append((done.token_ids, done.finish_reason, request.top_logprobs))
+        for session in sessions:
+            session.append(prompt(rng.randint(1, 5)))
+        if rng.random() < 0.3:
+            serving.update_weights()
+        sessions = [s if len(s.ids) < 60 else serving.session([9, 10]) for s in sessions]
+    return results, serving
+
+
+@pytest.mark.parametrize("pages", [150, 45])
+@pytest.mark.parametrize("seed", range(6))
+def test_looking_ahead_changes_no_token(model, seed, pages):
+    """Guides that forbid ids at times, and reports of the most probable ids, among the rows."""
+    serial, _ = storm(model, seed, False, pages)
+    ahead, serving = storm(model, seed, True, pages)
+    assert serving.runner.ahead > 10
+    for a, b in zip(serial, ahead, strict=True):
+        assert a[:2] == b[:2]
+        for one, other in zip(a[2], b[2], strict=True):
+            assert [token for token, _ in one] == [token for token, _ in other]
+
+
+def test_a_guided_row_does_not_switch_looking_ahead_off(model):
+    serving = engine(model, ahead=True, num_pages=80)
+    params = [
+        SamplingParams(max_tokens=30, seed=i, ignore_eos=True, guide=EvenAfterSix())
+        for i in range(4)
+    ]
+    serving.generate([[6, 7, 8 + i] for i in range(4)], params)
+    assert serving.runner.ahead == serving.stats["steps"] - 1, "all but the prefill"
+
+
+def test_a_queue_that_cannot_move_does_not_switch_looking_ahead_off(model):
+    serving = engine(model, ahead=True, num_pages=80, max_running=2)
+    params = [SamplingParams(max_tokens=20, seed=i, ignore_eos=True) for i in range(6)]
+    serving.generate([[6, 7, 8 + i] for i in range(6)], params)
+    assert serving.runner.ahead >= serving.stats["steps"] - 2 * 3
+
+
+@pytest.mark.parametrize("steps", range(3, 8))
+def test_a_failed_step_leaves_what_has_been_sampled(model, steps):
+    """The failing step's successor is under way by then. page_size is 4: one step fills a page."""
+    left = []
+    for ahead in (False, True):
+        serving = engine(model, ahead, max_batch_tokens=64)
+        session = serving.session([6, 7, 8, 9, 10])
+        session.submit(SamplingParams(max_tokens=30, ignore_eos=True, temperature=0))
+        for _ in range(steps):
+            serving.step()
+        right = serving.runner.read
+        serving.runner.read = lambda launched, requests: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            serving.step()
+        serving.runner.read = right
+        check_scheduler(serving.scheduler)
+        session.append([13])
+        left.append(session.ids + session.sample(SamplingParams(max_tokens=9)).token_ids)
+    assert left[0] == left[1] and len(left[0]) >= 5 + steps + 1

@@ -1,0 +1,168 @@
+"""RMSNorm, alone, after a residual addition, and its gradients, against float64."""
+
+import pytest
+import torch
+from kernel_check import DEVICE, DTYPES, GRADIENT, POINTWISE, assert_close, randn
+
+from kernels import rms_norm as module
+from kernels.rms_norm import add_rms_norm, naive_add_rms_norm, naive_rms_norm, rms_norm
+
+EPS = 1e-6
+SHAPES = [(1, 1), (1, 64), (3, 64), (1, 63), (2, 65), (7, 16), (8, 16), (9, 16), (5, 31), (2, 300)]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Rows of up to 32 elements share a tile; longer ones have more than one."""
+    monkeypatch.setattr(module, "TILE", 64)
+
+
+def inputs(generator, tokens, width, dtype=torch.float32):
+    weight = 1 + 0.3 * randn(generator, width, dtype=dtype)
+    return randn(generator, tokens, width, dtype=dtype), weight
+
+
+def gradients(x, weight, d_out, normed):
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    return torch.autograd.grad(normed(x, weight, EPS), (x, weight), d_out)
+
+
+def gradients_of(chosen, run, leaves, d_outputs):
+    """Returns the gradients of x, residual and weight; the sum alone has none in the weight."""
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    d_outputs = [d.to(leaves[0].dtype) for d in d_outputs[chosen]]
+    outputs = run(*leaves, EPS)[chosen]
+    found = torch.autograd.grad(outputs, leaves, d_outputs, allow_unused=True)
+    return [gradient for gradient in found if gradient is not None]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_are_exact(generator, dtype):
+    random = torch.randint(1, 400, (2,), generator=generator).tolist()
+    for tokens, width in [*SHAPES, (random[0] % 12 + 1, random[1])]:
+        x, weight = inputs(generator, tokens, width, dtype)
+        exact = naive_rms_norm(x.double(), weight.double(), EPS)
+        assert_close(rms_norm(x, weight, EPS), exact, POINTWISE)
+    assert rms_norm(x[:0], weight, EPS).shape == (0, width)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_made_in_the_kernel_has_the_bits_of_one_made_before(generator, dtype):
+    """And so have its norm and all gradients; the arguments stay as they are."""
+    for tokens, width in SHAPES:
+        x, weight = inputs(generator, tokens, width, dtype)
+        residual = randn(generator, tokens, width, dtype=dtype, scale=3.0)
+        leaves = [t.clone().requires_grad_() for t in (x, residual, weight)]
+        out, summed = add_rms_norm(*leaves, EPS)
+        assert torch.equal(summed, x + residual)
+        assert torch.equal(out, rms_norm(x + residual, weight, EPS))
+        exact = naive_add_rms_norm(x.double(), residual.double(), weight.double(), EPS)
+        assert_close(summed, exact[1], POINTWISE)
+
+        d_out = randn(generator, tokens, width, dtype=dtype)
+        d_x, d_residual, d_weight = torch.autograd.grad(out, leaves, d_out)
+        separate = gradients(x + residual, weight, d_out, rms_norm)
+        assert torch.equal(d_x, separate[0]) and torch.equal(d_residual, separate[0])
+        assert torch.equal(d_weight, separate[1])
+        before = (x, residual, weight)
+        assert all(torch.equal(a, b) for a, b in zip(leaves, before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("programs", [1, 3])
+def test_gradients_are_exact(generator, monkeypatch, dtype, programs):
+    monkeypatch.setattr(module, "multiprocessors", lambda device: programs)
+    monkeypatch.setattr(module, "PROGRAMS_PER_MULTIPROCESSOR", 1)
+    for tokens, width in SHAPES[1:]:  # but for eps, the gradient of a single element is 0
+        x, weight = inputs(generator, tokens, width, dtype)
+        d_out = randn(generator, tokens, width, dtype=dtype)
+        exact = gradients(x.double(), weight.double(), d_out.double(), naive_rms_norm)
+        for got, want in zip(gradients(x, weight, d_out, rms_norm), exact, strict=True):
+            assert_close(got, want, GRADIENT)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_both_outputs_of_an_addition_are_exact(generator, dtype):
+    """Of the sum and its norm, of the norm alone, and of the sum alone."""
+    for tokens, width in SHAPES[1:]:
+        x, weight = inputs(generator, tokens, width, dtype)
+        residual = randn(generator, tokens, width, dtype=dtype)
+        d_outputs = [randn(generator, tokens, width, dtype=dtype) for _ in range(2)]
+        # the norm reads the rounded sum
+        rounded = (x + residual).double()
+        exact_leaves = [torch.zeros_like(rounded), rounded, weight.double()]
+        leaves = [x, residual, weight]
+        for chosen in (slice(0, 2), slice(0, 1), slice(1, 2)):
+            got = gradients_of(chosen, add_rms_norm, leaves, d_outputs)
+            exact = gradients_of(chosen, naive_add_rms_norm, exact_leaves, d_outputs)
+            for gradient, exact_gradient in zip(got, exact, strict=True):
+                assert_close(gradient, exact_gradient, GRADIENT)
+
+
+def test_small_rows_feel_eps(generator):
+    """Rows whose mean square is as small as eps, and rows of zeros."""
+    x, weight = inputs(generator, 4, 32)
+    x *= torch.tensor([1e-3, 3e-3, 0.0, 1.0], device=DEVICE)[:, None]
+    expected = naive_rms_norm(x.double(), weight.double(), EPS)
+    assert_close(rms_norm(x, weight, EPS), expected, POINTWISE)
+    assert_close(add_rms_norm(x, torch.zeros_like(x), weight, EPS)[0], expected, POINTWISE)
+    ones = torch.ones_like(x)
+    exact = gradients(x.double(), weight.double(), ones.double(), naive_rms_norm)[0]
+    got = gradients(x, weight, ones, rms_norm)[0]
+    for row, exact_row in zip(got, exact, strict=True):
+        assert_close(row, exact_row, GRADIENT)
+
+
+@pytest.mark.parametrize("width", [16, 100])
+def test_a_row_has_the_same_bits_in_any_batch_and_run_and_without_gradients(generator, width):
+    x, weight = inputs(generator, 7, width)
+    residual = randn(generator, 7, width)
+
+    def run(rows):
+        out, summed = add_rms_norm(x[rows], residual[rows], weight, EPS)
+        d_x, d_weight = gradients(x[rows], weight, residual[rows], rms_norm)
+        return rms_norm(x[rows], weight, EPS), out, summed, d_x, d_weight
+
+    batch = run(slice(0, 7))
+    for row in range(7):
+        alone = run(slice(row, row + 1))
+        for got, of_batch in zip(alone[:4], batch[:4], strict=True):
+            assert torch.equal(got, of_batch[row : row + 1])
+    assert all(torch.equal(a, b) for a, b in zip(run(slice(0, 7)), batch, strict=True))
+    with torch.no_grad():
+        outputs = (rms_norm(x, weight, EPS), *add_rms_norm(x, residual, weight, EPS))
+    assert all(torch.equal(a, b) for a, b in zip(outputs, batch[:3], strict=True))
+
+
+def test_offsets_beyond_32_bits(generator):
+    """A wrapped offset would read the front of the storage. Only the touched pages take memory."""
+    storage = torch.empty(2**32 + 16, dtype=torch.float16, device=DEVICE)
+    x = storage.as_strided((3, 16), (2**30, 1), 2**31)
+    storage[:16] = float("nan")
+    x.copy_(randn(generator, 3, 16, dtype=torch.float16))
+    weight = torch.ones(16, dtype=torch.float16, device=DEVICE)
+    exact = naive_rms_norm(x.double(), weight.double(), EPS)
+    assert_close(rms_norm(x, weight, EPS), exact, POINTWISE)
+    zeros = torch.zeros(3, 16, dtype=torch.float16, device=DEVICE)
+    assert_close(add_rms_norm(x, zeros, weight, EPS)[0], exact, POINTWISE)
+    d_out = weight.expand(3, 16)
+    far, near = (gradients(each, weight, d_out, rms_norm) for each in (x, x + 0))
+    assert torch.equal(far[0], near[0])
+
+
+@pytest.mark.parametrize(
+    "x, residual, weight, message",
+    [
+        (torch.ones(1, 8193), None, torch.ones(8193), "rows of 8193; expected 1 to 8192"),
+        (torch.ones(2, 8), None, torch.ones(4), r"weight has shape \[4\]; expected \[8\]"),
+        (torch.ones(8), None, torch.ones(8), r"x has shape \[8\]"),
+        (torch.ones(2, 8), torch.ones(2, 4), torch.ones(8), r"residual has shape \[2, 4\]"),
+        (torch.ones(2, 8), torch.ones(2, 8).half(), torch.ones(8), "residual is torch.float16"),
+    ],
+)
+def test_what_does_not_fit_is_refused(x, residual, weight, message):
+    with pytest.raises(ValueError, match=message):
+        if residual is None:
+            rms_norm(x, weight, EPS)
+        else:
+            add_rms_norm(x, residual, weight, EPS)
