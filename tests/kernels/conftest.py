@@ -40,7 +40,7 @@ def _shuffled_programs():
 
 @pytest.fixture(autouse=True)
 def _launches_are_guarded(monkeypatch):
-    """Every launch of a launcher is made under `on_device`, on the GPU of its tensors if there is one.
+    """Every launch of a launcher is made under `on_device`: on the GPU of its tensors.
 
     A test may launch a kernel by itself.
     """
