@@ -40,7 +40,7 @@ def _shuffled_programs():
 
 @pytest.fixture(autouse=True)
 def _launches_are_guarded(monkeypatch):
-    """Every launcher launches under `on_device`: on a machine with GPUs, on that of its tensors.
+    """Every launch of a launcher is made under `on_device`: on the GPU of its tensors.
 
     A test may launch a kernel by itself.
     """

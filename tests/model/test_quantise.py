@@ -1,6 +1,7 @@
 """Weights in 8 and 4 bits: nearest step, packed as written, small enough."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -108,3 +109,17 @@ def test_what_cannot_be_quantised_or_saved_is_refused(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="quantised"):
         save_checkpoint(quantised(a_model(), "int8"), None, tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+@torch.no_grad()
+def test_a_bias_is_added_unrounded():
+    shape = replace(SMALL, qk_norm=False, attention_bias=True)
+    plain, model = Qwen3(shape), Qwen3(shape)
+    plain.init_weights(0)
+    plain.layers[0].self_attn.qkv_proj.bias.normal_()
+    quantise_model(model, "int8")
+    copy_weights(model, named_hf_tensors(plain))
+    x = torch.randn(3, shape.hidden_size)
+    rounded, exact = (each.layers[0].self_attn.qkv_proj for each in (model, plain))
+    assert torch.equal(rounded(x), rounded.product(x, x.dtype) + exact.bias)
+    torch.testing.assert_close(rounded(x), exact(x), rtol=0.05, atol=0.05)
