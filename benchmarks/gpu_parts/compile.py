@@ -160,7 +160,7 @@ def product_loop(code: str) -> list[str]:
     LDGSTS in it copies to shared memory while the program goes on. LDG waits in a register.
     """
     instructions = []  # (address, text)
-    for address, text in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", code):
+    for address, text in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?)\s*;", code):
         instructions.append((int(address, 16), text))
     shortest: list[str] = []
     for end, text in instructions:

@@ -1,5 +1,6 @@
 """`python -m benchmarks.gpu_parts.compile`, and the first day on a GPU."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -22,6 +23,34 @@ def test_an_unknown_kernel_is_refused_in_one_line(capsys):
     out, error = capsys.readouterr()
     assert ended.value.code == 2 and out == "" and error.count("\n") == 1
     assert "bogus" in error and "swiglu, decode_attention" in error
+
+
+def test_a_kernel_that_breaks_its_budget_is_named():
+    """One that spills, that another instruction multiplies, or whose loop waits for its loads."""
+    good = compile.Report("_attend_splits", 168, 0, 71680, programs=3, product="HMMA", loads=1)
+    assert compile.faults(good, 90) == []
+    bad = dataclasses.replace(good, spilled=8, programs=1, product="HGMMA", loads=18)
+    assert compile.faults(bad, 90) == [
+        "spills",
+        "expected 2 programs",
+        "expected HMMA",
+        "expected 1 loads",
+    ]
+    assert compile.faults(dataclasses.replace(good, kernel="_new"), 90) == ["has no budget"]
+
+
+def test_loads_are_counted_in_the_shortest_loop_with_a_product():
+    code = """
+        /*0010*/ LDG.E R1, [R2] ;
+        /*0020*/ LDGSTS.E.128 [R3], [R4] ;
+        /*0030*/ @!P0 LDG.E R5, [R6] ;
+        /*0040*/ HMMA.16816.F32.BF16 R8, R9, R10, R8 ;
+        /*0050*/ @P1 BRA 0x20 ;
+        /*0060*/ @P2 BRA 0x10 ;
+        /*0070*/ BRA 0x70 ;
+    """
+    loop = compile.product_loop(code)
+    assert [line.split(".")[0] for line in loop] == ["LDGSTS", "@!P0 LDG", "HMMA", "@P1 BRA 0x20"]
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="says what happens without a GPU")
