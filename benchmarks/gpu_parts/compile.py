@@ -32,6 +32,8 @@ SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 120: 101376}
 # A multiprocessor: bytes of shared memory, of which each program takes 1 KiB more; warps; programs.
 MULTIPROCESSOR = {80: (167936, 64, 32), 89: (102400, 48, 24), 90: (233472, 64, 32)}
 REGISTERS = 65536  # of a multiprocessor
+# On tensor cores: HMMA, HGMMA of a warpgroup, of integers IMMA. HFMA2.MMA loads a constant.
+PRODUCT = re.compile(r"\b[HI]G?MMA\b")
 TOKENS = (1, 777, 2000)  # a kernel is compiled once for all of them
 
 
@@ -142,14 +144,14 @@ def inspect(binary: Binary, arch: int) -> Report:
         code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, spilled = map(int, re.search(r"REG:(\d+) STACK:(\d+)", code).groups())
     loop = product_loop(code)
-    product = re.search(r"HG?MMA|IMMA|QMMA|$", "\n".join(loop) or code)[0]
+    product = PRODUCT.search("\n".join(loop) or code)
     return Report(
         kernel=binary.kernel,
         registers=registers,
         spilled=spilled,
         shared=binary.shared,
         programs=resident_programs(registers, binary.shared, binary.warps, arch),
-        product=product,
+        product=product[0] if product else "",
         loads=sum(re.search(r"\bLDG\b", instruction) is not None for instruction in loop),
     )
 
@@ -169,7 +171,7 @@ def product_loop(code: str) -> list[str]:
             continue  # no jump back
         start = int(target[1], 16)
         body = [text for address, text in instructions if start <= address <= end]
-        multiplies = any("MMA" in text for text in body)
+        multiplies = any(PRODUCT.search(text) for text in body)
         if multiplies and (not shortest or len(body) < len(shortest)):
             shortest = body
     return shortest

@@ -47,6 +47,8 @@ def test_loads_are_counted_in_the_shortest_loop_with_a_product():
         /*0040*/ HMMA.16816.F32.BF16 R8, R9, R10, R8 ;
         /*0050*/ @P1 BRA 0x20 ;
         /*0060*/ @P2 BRA 0x10 ;
+        /*0064*/ HFMA2.MMA R1, -RZ, RZ, 0, 0 ;
+        /*0068*/ @P2 BRA 0x64 ;
         /*0070*/ BRA 0x70 ;
     """
     loop = compile.product_loop(code)
