@@ -99,8 +99,11 @@ def test_rows_that_128_does_not_divide_have_smaller_groups(tmp_path):
         load_model(tmp_path / "odd", quantise="int4")
 
 
-def test_what_cannot_be_quantised_or_saved_is_refused(tmp_path):
+def test_what_cannot_be_quantised_or_saved_is_refused(tmp_path, monkeypatch):
     save_checkpoint(a_model(config=SMALL), None, tmp_path / "out")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    with pytest.raises(UserError, match="'fp8': expected .* capability 8.9; cuda:1 has 8.6"):
+        load_model(tmp_path / "out", device="cuda:1", quantise="fp8")
     with pytest.raises(UserError, match="quantise = 'int3': expected one of int8, int4, fp8"):
         load_model(tmp_path / "out", quantise="int3")
     with pytest.raises(UserError, match="quantised"):
