@@ -1,4 +1,4 @@
-"""The pages name files that exist; their pictures are what a script draws, and what the code does."""
+"""The pages name files that exist; a script draws their pictures, which are what the code does."""
 
 import importlib.util
 import re

@@ -61,6 +61,10 @@ def _naive_flash(q, k, v, work) -> Tensor:
     return naive_attention(q, k, v, sorted(spans))
 
 
+def _naive_quantised(x, values, scales, dtype, zeros) -> Tensor:
+    return naive_quantised_linear(x, values, scales, zeros)
+
+
 def _naive_sample(logits, *arguments) -> tuple[Tensor, ...]:
     """Draws on the CPU: it looks at one id after another."""
     results = naive_sample(*[x.cpu() if isinstance(x, Tensor) else x for x in (logits, *arguments)])
@@ -79,7 +83,7 @@ NAIVE: dict[str, Function] = {
     "linear_logprob": lambda *arguments: naive_linear_logprob(*arguments)[0].mean(),
     "sample": _naive_sample,
     "truncation_floor": naive_truncation_floor,
-    "quantised_linear": naive_quantised_linear,
+    "quantised_linear": _naive_quantised,
 }
 
 

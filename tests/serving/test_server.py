@@ -25,8 +25,8 @@ from running_server import Running, wait
 from scripted import EchoTool
 
 from nanorchestra.engine.engine import Engine
-from nanorchestra.engine.sequence import Request
 from nanorchestra.engine.scheduler import Scheduler
+from nanorchestra.engine.sequence import Request
 from nanorchestra.records import ToolResult
 from nanorchestra.serving import connections, service
 from nanorchestra.serving.orchestrate import Conversation
