@@ -141,11 +141,12 @@ def main(arguments: list[str]) -> int:
     with Sandbox() as sandbox:
         world = open_world(options.model, options.tools, options.index, sandbox)
         limits = Limits(turn_tokens=context // 2, context_tokens=context)
-        if options.http:  # requests wait for pages: the pool has a fixed size
-            engine = {"running": 256, "max_batch_tokens": 2048}
-        else:
-            engine = {"running": 1}
-        rollout = load_rollout(options.model, limits, sampling, quantise=options.quantise, **engine)
+        running, engine_options = 1, {}
+        if options.http:  # the pool has a fixed size, and requests wait for its pages
+            running, engine_options = 256, {"max_batch_tokens": 2048}
+        rollout = load_rollout(
+            options.model, limits, sampling, running, options.quantise, **engine_options
+        )
         rollout.survives_failures = True  # a person would rather have an answer without that expert
         if options.http:
             serve_openai(options, rollout, world, sampling)

@@ -309,7 +309,7 @@ def _step(picture: Picture, example: Example, step: ExampleStep, y: int) -> None
     for name, values in facts.items():
         picture.text(356, line, name, 12, mono=True, kind="soft")
         for start in range(0, max(len(values), 1), 2):
-            picture.text(464, line, "  ".join(values[start : start + 2]) or "none", 12, mono=True)
+            picture.text(464, line, ", ".join(values[start : start + 2]) or "none", 12, mono=True)
             line += 20
     _tiles(picture, example, step, 716, y + 24)
 
@@ -318,7 +318,7 @@ def _tiles(picture: Picture, example: Example, step: ExampleStep, left: int, top
     """Draws which keys each token of a step sees; a frame is an item of work."""
     cell = 14
     keys = max(step.positions) + 1
-    picture.text(left - 26, top - 24, "keys that a token sees, by position", 12, kind="soft")
+    picture.text(left - 46, top - 24, "keys that a token sees (frame: an item)", 12, kind="soft")
     for key in range(keys):
         picture.text(
             left + (key + 0.5) * cell, top - 5, str(key), 9, "middle", kind="soft", mono=True
@@ -420,16 +420,16 @@ STEP_STAGES = (
     Stage(
         "embed_tokens",
         "x [T, N]; no residual yet",
-        "[512, 4096]",
-        inputs=("tokens int32 [T]", "drawn_row int32 [B]"),
+        "[448, 4096]",
+        inputs=("tokens int32 [T]",),
     ),
-    Stage("rotation", "cos and sin, fp32 [T, D / 2]", "[512, 64]", inputs=("positions int32 [T]",)),
-    Stage("add_rms_norm", "x and residual [T, N]", "[512, 4096]", KERNEL),
-    Stage("qkv_proj", "qkv [T, (H + 2 Hkv) D]", "[512, 6144]"),
+    Stage("rotation", "cos and sin, fp32 [T, D / 2]", "[448, 64]", inputs=("positions int32 [T]",)),
+    Stage("add_rms_norm", "x and residual [T, N]", "[448, 4096]", KERNEL),
+    Stage("qkv_proj", "qkv [T, (H + 2 Hkv) D]", "[448, 6144]"),
     Stage(
         "qk_norm_rope_store",
         "q [T, H, D]; k and v into the pages",
-        "[512, 32, 128]",
+        "[448, 32, 128]",
         KERNEL,
         ("slots int32 [T]",),
     ),
@@ -443,16 +443,16 @@ STEP_STAGES = (
     Stage(
         "prefill_attention",
         "out[B:], the chunks",
-        "[448, 32, 128]",
+        "[384, 32, 128]",
         KERNEL,
         ("block_tables [chunks, width]", "prefill_items int32 [W, 4]"),
     ),
-    Stage("o_proj", "x [T, N]", "[512, 4096]"),
-    Stage("add_rms_norm", "x and residual [T, N]", "[512, 4096]", KERNEL),
-    Stage("gate_up_proj", "gate and up [T, 2 F]", "[512, 24576]"),
-    Stage("swiglu", "[T, F]", "[512, 12288]", KERNEL),
-    Stage("down_proj", "x [T, N]", "[512, 4096]"),
-    Stage("add_rms_norm", "hidden [T, N]", "[512, 4096]", KERNEL),
+    Stage("o_proj", "x [T, N]", "[448, 4096]"),
+    Stage("add_rms_norm", "x and residual [T, N]", "[448, 4096]", KERNEL),
+    Stage("gate_up_proj", "gate and up [T, 2 F]", "[448, 24576]"),
+    Stage("swiglu", "[T, F]", "[448, 12288]", KERNEL),
+    Stage("down_proj", "x [T, N]", "[448, 4096]"),
+    Stage("add_rms_norm", "hidden [T, N]", "[448, 4096]", KERNEL),
     Stage(
         "output matrix",
         "logits fp32 [R, V] of the rows that draw",
@@ -483,7 +483,7 @@ def step_tensors() -> Picture:
         30,
         50,
         "T tokens, R rows that draw; sizes of Qwen3-8B, 64 decodes and the last chunk of a prompt, "
-        "448 tokens",
+        "384 tokens",
         12,
         kind="soft",
     )

@@ -218,7 +218,11 @@ class _FlashAttention(torch.autograd.Function):
 def _launch(kernel, work: WorkList, heads: int, tensors: tuple[Tensor, ...], q: Tensor, k: Tensor):
     """Launches one program for each block of the work and each of `heads` heads."""
     tokens, query_heads, dim = q.shape
-    config = pick(kernel.__name__, q.dtype)
+    config = dict(pick(kernel.__name__, q.dtype))
+    if dim <= 64 and kernel is not flash_forward:
+        # The compiler then keeps the program's own block in registers, and wider tiles spill.
+        visited = "BLOCK_N" if kernel is flash_backward_queries else "BLOCK_M"
+        config[visited] = min(config[visited], 32)
     kernel[(len(work.blocks) * heads,)](
         *tensors,
         work.blocks,

@@ -103,7 +103,34 @@ class Budget:
     loads: int = 0  # at most so many loads in the loop of products are waited for
 
 
-BUDGETS: dict[str, Budget] = {}
+# Attention of decodes and products with few rows have the same instruction on every GPU: the bits
+# of a row must not depend on the batch. The page of the next tile is a load that a loop waits for,
+# as are the scales of 4-bit weights.
+BUDGETS = {
+    "_rms_norm": Budget(programs=6),
+    "_rms_norm_backward": Budget(programs=2),
+    "_qk_norm_rope": Budget(programs=8),
+    "_qk_norm_rope_backward": Budget(programs=4),
+    "_swiglu": Budget(programs=12),
+    "_swiglu_backward": Budget(programs=8),
+    "_attend_splits": Budget(programs=2, product="HMMA", loads=1),
+    "_merge_splits": Budget(programs=8),
+    "_attend_chunks": Budget(programs=1, product="HGMMA", loads=1),
+    "flash_forward": Budget(programs=1, product="HGMMA"),
+    "flash_backward_queries": Budget(programs=1, product="HGMMA"),
+    "flash_backward_keys": Budget(programs=1, product="HGMMA"),
+    "_logprob_chunks": Budget(programs=1, product="HGMMA"),
+    "_logprob_merge": Budget(programs=8),
+    "_logit_gradients": Budget(programs=12),
+    "_group_maxima": Budget(programs=6),
+    "_candidate_bounds": Budget(programs=5),
+    "_gather_candidates": Budget(programs=1),
+    "_search_floors": Budget(programs=5),
+    "_block_weights": Budget(programs=12),
+    "_draw": Budget(programs=5),
+    "_product": Budget(programs=2, product="HMMA", loads=4),
+    "_add_parts": Budget(programs=8),
+}
 
 
 def inspect(binary: Binary, arch: int) -> Report:

@@ -164,6 +164,17 @@ def quantise_model(model: nn.Module, mode: str, stored_group: int | None = None)
         model.set_submodule(name, quantised)
 
 
+def require_card(mode: str, device: torch.device) -> None:
+    """Raise UserError for "fp8" on a GPU that does not compute with such numbers."""
+    if mode == "fp8" and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        have = ".".join(map(str, capability))
+        require(
+            capability >= (8, 9),
+            f"quantise = 'fp8': expected a GPU of compute capability 8.9; {device} has {have}",
+        )
+
+
 def linears(model: nn.Module, kind: type | tuple[type, ...] = nn.Linear) -> list[tuple[str, Any]]:
     """Return (name, module) of the modules of a kind, or of several."""
     return [(name, module) for name, module in model.named_modules() if isinstance(module, kind)]

@@ -21,7 +21,7 @@ from nanorchestra.files import SUMS, check_sums, is_file_name, read_object, read
 from nanorchestra.model.compressed import FourBit, awq_decompressed, decompressed
 from nanorchestra.model.hf_config import read_config, stored_group
 from nanorchestra.model.native import PackedLinear
-from nanorchestra.model.quantise import QuantisedLinear, linears, quantise_model
+from nanorchestra.model.quantise import QuantisedLinear, linears, quantise_model, require_card
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.sharded import fill, is_sharded, local, whole
 from nanorchestra.model.tensor_files import open_tensors
@@ -110,6 +110,7 @@ def load_model(
         model.to(getattr(torch, dtype))
     if quantise:
         quantise_model(model, quantise, stored_group(path))
+        require_card(quantise, torch.device(device))
     _check_memory(model, torch.device(device), path)
 
     def empty(x):  # as to_empty does, but empty_like imports sympy: 0.3 s

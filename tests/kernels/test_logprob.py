@@ -8,7 +8,7 @@ from kernel_check import DEVICE, DTYPES, GRADIENT, assert_close, randn
 from reserved_memory import reserved
 
 from kernels import logprob
-from kernels.common import TILES
+from kernels.common import TILES, on_device
 from kernels.logprob import linear_logprob, naive_linear_logprob
 
 EXACT = 2e-5  # nats, absolute
@@ -151,11 +151,16 @@ def test_offsets_beyond_32_bits_in_the_partial_results(generator):
     hidden, weight, targets = problem(generator, 16, 16, 20, 20)
     partials = reserved(3 * tokens + 64, torch.float32)
     results = [torch.full((16,), math.nan, device=DEVICE) for _ in range(3)]
-    logprob._logprob_chunks[(1,)](
-        hidden, weight, targets, partials, 1.0, tokens, 20, 16, 1, **TILE, num_warps=8
-    )
-    inputs = partials, targets, *results, tokens, 20, 1, 1, TILE["BLOCK_V"]
-    logprob._logprob_merge[(16,)](*inputs)
+
+    @on_device
+    def launch(partials):
+        logprob._logprob_chunks[(1,)](
+            hidden, weight, targets, partials, 1.0, tokens, 20, 16, 1, **TILE, num_warps=8
+        )
+        inputs = partials, targets, *results, tokens, 20, 1, 1, TILE["BLOCK_V"]
+        logprob._logprob_merge[(16,)](*inputs)
+
+    launch(partials)
     assert_exact(results[:2], exact(hidden, weight, targets, 1.0, 20))
 
 
@@ -171,8 +176,13 @@ def test_offsets_beyond_32_bits_in_the_logits():
     targets = torch.tensor([3, 9, 14], device=DEVICE)
     logsumexp = torch.full((3,), math.log(16), device=DEVICE)
     grad = torch.tensor([1.0, 2.0, 3.0], device=DEVICE)
-    inputs = logits, logits, targets, logsumexp, grad, 1.0, 0, width, 16
-    logprob._logit_gradients[(3, 1)](*inputs)  # in place
+
+    @on_device
+    def launch(logits):
+        inputs = logits, logits, targets, logsumexp, grad, 1.0, 0, width, 16
+        logprob._logit_gradients[(3, 1)](*inputs)  # in place
+
+    launch(logits)
     expected = torch.full((3, 16), -1 / 16, device=DEVICE)
     expected[[0, 1, 2], targets] += 1
     assert (rows - expected * grad[:, None]).abs().max() <= 1e-6

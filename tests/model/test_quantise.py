@@ -1,6 +1,7 @@
 """Weights in 8 and 4 bits: nearest step, packed as written, small enough."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -98,10 +99,27 @@ def test_rows_that_128_does_not_divide_have_smaller_groups(tmp_path):
         load_model(tmp_path / "odd", quantise="int4")
 
 
-def test_what_cannot_be_quantised_or_saved_is_refused(tmp_path):
+def test_what_cannot_be_quantised_or_saved_is_refused(tmp_path, monkeypatch):
     save_checkpoint(a_model(config=SMALL), None, tmp_path / "out")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    with pytest.raises(UserError, match="'fp8': expected .* capability 8.9; cuda:1 has 8.6"):
+        load_model(tmp_path / "out", device="cuda:1", quantise="fp8")
     with pytest.raises(UserError, match="quantise = 'int3': expected one of int8, int4, fp8"):
         load_model(tmp_path / "out", quantise="int3")
     with pytest.raises(UserError, match="quantised"):
         save_checkpoint(quantised(a_model(), "int8"), None, tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+@torch.no_grad()
+def test_a_bias_is_added_unrounded():
+    shape = replace(SMALL, qk_norm=False, attention_bias=True)
+    plain, model = Qwen3(shape), Qwen3(shape)
+    plain.init_weights(0)
+    plain.layers[0].self_attn.qkv_proj.bias.normal_()
+    quantise_model(model, "int8")
+    copy_weights(model, named_hf_tensors(plain))
+    x = torch.randn(3, shape.hidden_size)
+    rounded, exact = (each.layers[0].self_attn.qkv_proj for each in (model, plain))
+    assert torch.equal(rounded(x), rounded.product(x, x.dtype) + exact.bias)
+    torch.testing.assert_close(rounded(x), exact(x), rtol=0.05, atol=0.05)

@@ -164,6 +164,33 @@ def test_bf16_is_no_further_from_float32_than_transformers(tmp_path):
     assert torch.equal(logits_of(cast, ids), logits_of(model, ids)), "the frequencies stay fp32"
 
 
+def saved_numbers(layers: int, recompute: bool, tokens: int) -> float:
+    """How many numbers autograd keeps of a forward pass, each storage once, without weights."""
+    model = Qwen3(replace(PRESETS["nano"], num_hidden_layers=layers))
+    model.init_weights(0)
+    for block in model.layers:
+        block.recompute = recompute
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        ids = torch.arange(tokens)
+        hidden = model(ids, ids, PackedAttention([Segment(0, tokens)]))
+    assert hidden.requires_grad
+    return sum(x.untyped_storage().nbytes() / 4 for at, x in kept.items() if at not in weights)
+
+
+def test_recomputation_keeps_one_row_of_the_residual_stream_a_token_and_layer():
+    tokens, hidden = 40, PRESETS["nano"].hidden_size
+    with_recompute = saved_numbers(6, True, tokens) - saved_numbers(2, True, tokens)
+    assert with_recompute == 4 * tokens * hidden
+    assert saved_numbers(6, False, tokens) - saved_numbers(2, False, tokens) > 8 * with_recompute
+
+
 def test_presets_have_the_published_sizes():
     sizes = {
         "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "qwen3-4b": 4_022_468_096,

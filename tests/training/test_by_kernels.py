@@ -1,4 +1,7 @@
-"""A training pass by kernels, in the interpreter where there is no GPU, against plain PyTorch."""
+"""A training pass by kernels, in the interpreter where there is no GPU, against plain PyTorch.
+
+And one in FSDP2's mixed precision, which must leave the rotation in float32.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,10 @@ from groups import grouped
 from kernel_check import DEVICE
 
 from nanorchestra.model import attention, ops
+from nanorchestra.model.attention import PackedAttention, Segment
 from nanorchestra.training import logprobs as head
 from nanorchestra.training.packing import Sample, pack
+from nanorchestra.training.ranks import Ranks, shard_model
 
 
 def ids(count: int, start: int = 5) -> list[int]:
@@ -40,3 +45,30 @@ def test_gradients_by_kernels_are_those_of_plain_pytorch(monkeypatch, nano_model
         gradients.append([logprobs.detach(), entropy, *(p.grad for p in model.parameters())])
     for plain, own in zip(*gradients, strict=True):
         assert torch.allclose(plain, own, atol=2e-6 + 1e-4 * plain.abs().max())
+
+
+def test_mixed_precision_casts_the_layers_and_not_the_rotation(nano_model):
+    """Cosines that are rounded to bf16 put positions beyond 256 together."""
+    seen = []
+
+    class Watched(PackedAttention):
+        def __call__(self, layer, qkv, rotation):
+            seen.append((qkv.dtype, layer.q_norm.dtype, rotation))
+            return super().__call__(layer, qkv, rotation)
+
+    tokens, positions = torch.tensor(ids(12)), torch.arange(5000, 5012)
+    expected = nano_model.rotation(positions)
+    ranks = Ranks.start("cpu", sharded=True)  # one rank of gloo
+    try:
+        shard_model(nano_model, ranks, torch.bfloat16)
+        for block in nano_model.layers:
+            block.recompute = True
+        hidden = nano_model(tokens, positions, Watched([Segment(0, 12)]))
+        hidden.float().sum().backward()
+    finally:
+        ranks.close()
+    assert len(seen) == 2 * len(nano_model.layers), "each layer is computed again"
+    for qkv_dtype, norm_dtype, rotation in seen:
+        assert qkv_dtype == norm_dtype == torch.bfloat16
+        assert torch.equal(rotation.cos, expected.cos) and torch.equal(rotation.sin, expected.sin)
+        assert rotation.cos.dtype == rotation.sin.dtype == torch.float32
