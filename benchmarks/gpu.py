@@ -62,7 +62,7 @@ PARTS = {
     "output matrix": Work("kernels", "outputs", 60),
     "quantised products": Work("kernels", "quantised_products", 50),
     "grpo 0.6b": Work("training", "small", 90),
-    "decode": Work("engine", "decode", 100),
+    "decode": Work("engine", "decode", 140),
     "tokens as on the CPU": Work("engine", "tokens_as_on_cpu", 60),
     "steps": Work("engine", "steps", 90),
     "serving": Work("engine", "serving", 150),

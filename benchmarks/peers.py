@@ -33,28 +33,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.engine import (  # noqa: E402
-    SHAPES,
-    Ceiling,
-    Work,
-    decode_work,
-    group_work,
-    loop_work,
-    machine,
-    prefill_work,
-    random_model,
-)
-from benchmarks.peer_sides import (  # noqa: E402
-    GIVEN,
-    GROUP_PROMPT,
-    GROUPS,
-    OPENING,
-    SAMPLES,
-    SIDES,
-    STREAM,
-    TURN_TOKENS,
-    TURNS,
-)
+from benchmarks import engine  # noqa: E402
+from benchmarks import peer_sides as sides  # noqa: E402
 from nanorchestra.model.saving import save_checkpoint  # noqa: E402
 
 HERE = ("ours", "transformers")  # in this environment
@@ -66,7 +46,7 @@ class Row:
     """A row of the table: tokens of a work, over the seconds of `timed` without those of `less`."""
 
     tokens: int
-    work: Work
+    work: engine.Work
     timed: str
     less: str = ""
 
@@ -76,23 +56,25 @@ class Row:
 
 
 def _groups(sampled: int) -> Row:
-    work = group_work(GROUPS, GROUP_PROMPT, SAMPLES, sampled)
-    return Row(GROUPS * SAMPLES * sampled, work, f"groups_{sampled}")
+    work = engine.group_work(sides.GROUPS, sides.GROUP_PROMPT, sides.SAMPLES, sampled)
+    return Row(sides.GROUPS * sides.SAMPLES * sampled, work, f"groups_{sampled}")
 
 
 def _stream(context: int) -> Row:
-    work = decode_work(1, context + STREAM / 2, STREAM)
-    return Row(STREAM, work, f"stream_{context}", f"first_{context}")
+    work = engine.decode_work(1, context + sides.STREAM / 2, sides.STREAM)
+    return Row(sides.STREAM, work, f"stream_{context}", f"first_{context}")
 
 
 ROWS = {
     "one stream at context 300": _stream(300),
     "one stream at context 1500": _stream(1500),
-    "prefill of 1,500": Row(1500, prefill_work(1500), "first_1500"),
+    "prefill of 1,500": Row(1500, engine.prefill_work(1500), "first_1500"),
     "8 x 8 samples of 24 on prompts of 300": _groups(24),
     "8 x 8 samples of 64 on prompts of 300": _groups(64),
     "20-turn tool loop": Row(
-        TURNS * TURN_TOKENS, loop_work(OPENING, TURNS, GIVEN, TURN_TOKENS), "loop"
+        sides.TURNS * sides.TURN_TOKENS,
+        engine.loop_work(sides.OPENING, sides.TURNS, sides.GIVEN, sides.TURN_TOKENS),
+        "loop",
     ),
 }
 
@@ -135,8 +117,10 @@ def compare(
     options: argparse.Namespace, peers: list[str], dtype: str
 ) -> dict[str, dict[str, float]]:
     """Runs all rounds of one dtype. Returns row -> engine -> tokens/s."""
-    model = random_model(SHAPES[options.shape], torch.device("cpu"), getattr(torch, dtype))
-    ceiling = Ceiling(model)
+    model = engine.random_model(
+        engine.SHAPES[options.shape], torch.device("cpu"), getattr(torch, dtype)
+    )
+    ceiling = engine.Ceiling(model)
     rounds: dict[str, list[Seconds]] = {peer: [] for peer in peers}
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "model"
@@ -156,19 +140,21 @@ def main() -> int:
     """Prints a table for each dtype, and writes the figures where --json says."""
     parser = argparse.ArgumentParser(prog="benchmarks/peers.py")
     parser.add_argument("--home", type=Path, default=Path("runs/peers"), help="of the peers")
-    parser.add_argument("--shape", choices=SHAPES, default="28M", help="the model (default: 28M)")
+    parser.add_argument(
+        "--shape", choices=engine.SHAPES, default="28M", help="the model (default: 28M)"
+    )
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--rounds", type=int, default=1, help="default: 1")
     parser.add_argument("--json", type=Path, help="where to write all figures")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     peers = []
-    for peer in SIDES:
+    for peer in sides.SIDES:
         if python_of(peer, options.home).exists():
             peers.append(peer)
         else:
             print(f"{peer} is left out: {options.home / peer} has no environment", file=sys.stderr)
-    figures = machine(options.threads) | {"shape": options.shape}
+    figures = engine.machine(options.threads) | {"shape": options.shape}
     print(", ".join(f"{name} {value}" for name, value in figures.items()))
     dtypes = ["float32"]
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():

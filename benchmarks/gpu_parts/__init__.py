@@ -44,6 +44,7 @@ class Part:
 @contextmanager
 def by_kernels(part: Part) -> Iterator[None]:
     """Lets the kernels compute in the rehearsal too: in Triton's interpreter, on CPU tensors."""
+    # gpu.py imports this file before it knows that torch is installed.
     from nanorchestra.model import ops
 
     by_kernel = ops.by_kernel

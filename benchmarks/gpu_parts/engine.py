@@ -7,6 +7,7 @@ CPU with nano.
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import tempfile
@@ -57,6 +58,7 @@ def decode_rows(part: Part, label: str, batches: tuple[int, ...], **options: Any
             sizes = (30, 5) if part.rehearse else (KEYS, STEPS)
             part.note(f"{label}B={batch}", **bench.decode(batch, *sizes))
     del bench
+    gc.collect()  # an engine's parts know each other
     if not part.rehearse:
         torch.cuda.empty_cache()
 

@@ -20,8 +20,8 @@ def bench():
 
 
 def test_a_window_of_decoding_has_no_prompt_and_no_request_that_ends(monkeypatch, bench):
-    """12 prompts of 56 tokens, of which a step computes one: the first request is far ahead."""
-    monkeypatch.setattr(bench.engine.scheduler, "max_batch_tokens", 64)
+    """A step computes 16 tokens, so the last of 12 prompts is there many steps after the first."""
+    monkeypatch.setattr(bench.engine.scheduler, "max_batch_tokens", 16)
     windows, timed = [], benchmark.seconds
 
     def watched(call, device):

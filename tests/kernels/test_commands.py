@@ -130,7 +130,7 @@ def test_a_part_begins_only_if_its_limit_fits_in_the_call(day, capsys):
     assert day.call("--minutes", "1.4") == (1, ["pointwise", *day.calls[1:]])
     assert all(limit == gpu.PARTS[name].limit <= 84 for name, limit in day.limits.items())
     assert "decode" not in day.calls and "quantised products" in day.calls
-    assert "not reached: it may take 100 s, and 84 s are left" in capsys.readouterr().out
+    assert "not reached: it may take 140 s, and 84 s are left" in capsys.readouterr().out
     assert "decode" in day.call("--only", "decode")[1]
 
 
