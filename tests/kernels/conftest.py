@@ -10,10 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 from kernel_check import program_order
+from torch.utils._device import _device_constructors
 from triton.runtime.interpreter import GridExecutor
 
 import kernels.common
 from kernels.common import on_device
+
+
+# torch.device(...) as a context remembers the functions that make tensors at its first use. If that
+# were in a test here, it would remember the poisoned ones, and "meta" would not hold afterwards: a
+# later test of an 8B model without memory would take 22 GB.
+_device_constructors()
 
 
 @pytest.fixture(autouse=True)
