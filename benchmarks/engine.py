@@ -98,8 +98,10 @@ def loop_work(prompt: int, turns: int, given: int, sampled: int) -> Work:
     keys = pairs = 0.0
     context = prompt
     for turn in range(turns):
-        new = given if turn else prompt + given
-        pairs += given * context if turn else new**2 / 2
+        if turn == 0:
+            pairs += (prompt + given) ** 2 / 2
+        else:
+            pairs += given * context
         keys += (context + given) * sampled
         context += given + sampled
     return Work(turns * sampled, context, turns * sampled, keys, pairs)
@@ -111,7 +113,8 @@ class Ceiling:
     def __init__(self, model: Qwen3, kv_dtype: torch.dtype | None = None):
         weight = model.embed_tokens.weight
         kv_dtype = kv_dtype or weight.dtype
-        self.device, self.costs = weight.device, Costs.of(model.config)
+        self.device = weight.device
+        self.costs = Costs.of(model.config)
         self.kv_bytes = self.costs.kv_bytes * kv_dtype.itemsize // 2  # Costs counts in bf16
         self.weight_bytes = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
         if not model.config.tie_word_embeddings:
@@ -186,7 +189,8 @@ class Bench:
     """
 
     def __init__(self, model: Qwen3, rounds: int = 1, room: int = ROOM, **options: Any):
-        self.rounds, self.rng = rounds, random.Random(0)
+        self.rounds = rounds
+        self.rng = random.Random(0)
         self.vocab_size = model.config.vocab_size
         self.ceiling = Ceiling(model, options.get("kv_dtype"))
         self.device = self.ceiling.device
@@ -266,7 +270,8 @@ class Bench:
         engine.generate(prompts, sampling(1))
         longest = (self.rounds + 1) * steps + 100
         requests = [engine.submit(ids, sampling(longest, i)) for i, ids in enumerate(prompts)]
-        start, computed = engine.stats, None
+        start = engine.stats
+        computed = None
         while engine.stats["prefill_tokens"] != computed:
             computed = engine.stats["prefill_tokens"]
             engine.step()
@@ -284,9 +289,9 @@ class Bench:
             keys.append(len(prompts[0]) + drawn + steps / 2)
         for request in requests:
             engine.abort(request)
-        work, taken = decode_work(batch, median(keys)), median(times) / steps
-        figures = self.ceiling.figures(work, batch, taken)
-        return figures | {"step_ms": taken * 1e3, "context": median(keys)}
+        step = median(times) / steps  # seconds
+        figures = self.ceiling.figures(decode_work(batch, median(keys)), batch, step)
+        return figures | {"step_ms": step * 1e3, "context": median(keys)}
 
 
 def sampling(tokens: int, seed: int = 0) -> SamplingParams:

@@ -8,6 +8,7 @@ CPU with nano.
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import random
 import tempfile
@@ -73,18 +74,18 @@ def decode(part: Part) -> None:
 
 
 def steps(part: Part) -> None:
-    """A decode step with graphs and look-ahead on and off."""
+    """A decode step with graphs and look-ahead on and off; a CPU has no graphs."""
+    batches, switches, sizes = (1, 32), (True, False), (KEYS, STEPS)
+    if part.rehearse:
+        batches, switches, sizes = (1,), (False,), (30, 5)
     with by_kernels(part):
         bench = bench_of(part)
         runner = bench.engine.runner
-        for batch in (1,) if part.rehearse else (1, 32):
-            for graphs in (False,) if part.rehearse else (True, False):
-                for overlaps in (True, False):
-                    runner.use_graphs, runner.overlaps = graphs, overlaps
-                    sizes = (30, 5) if part.rehearse else (KEYS, STEPS)
-                    figures = bench.decode(batch, *sizes)
-                    words = f"graphs {graphs}, look-ahead {overlaps}"
-                    part.note(f"B={batch}, {words}", step_ms=figures["step_ms"])
+        for batch, graphs, overlaps in itertools.product(batches, switches, (True, False)):
+            runner.use_graphs = graphs
+            runner.overlaps = overlaps
+            step_ms = bench.decode(batch, *sizes)["step_ms"]
+            part.note(f"B={batch}, graphs {graphs}, look-ahead {overlaps}", step_ms=step_ms)
 
 
 def serving(part: Part) -> None:
