@@ -16,7 +16,6 @@ from triton.runtime.interpreter import GridExecutor
 import kernels.common
 from kernels.common import on_device
 
-
 # torch.device(...) as a context remembers the functions that make tensors at its first use. If that
 # were in a test here, it would remember the poisoned ones, and "meta" would not hold afterwards: a
 # later test of an 8B model without memory would take 22 GB.
