@@ -212,14 +212,14 @@ def test_a_conversation_sees_what_was_said_in_the_cache(sandbox, tmp_path, capsy
     """Real engine, real tools: nano babbles, but its prompt is all that was said before."""
     rollout = load_rollout(NANO, Limits(2, 48, 2048), {"temperature": 0.0}, 1)
     cached = []
-    make = rollout.engine.make_turn
+    make = rollout.engine.make_request_on
 
-    def make_turn(sequence, *rest):
+    def make_request_on(sequence, *rest):
         request = make(sequence, *rest)
         cached.append(request)
         return request
 
-    rollout.engine.make_turn = make_turn
+    rollout.engine.make_request_on = make_request_on
     session = Session(rollout, Offered([spy()]), "", 0, io.StringIO())
     first = session.ask("My name is Ada.")
     second = session.ask("What is my name?")

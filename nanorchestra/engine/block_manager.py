@@ -32,12 +32,10 @@ class BlockManager:
         self.clear(weight_version=0)
 
     def clear(self, weight_version: int) -> None:
-        """Forgets all pages and starts anew for these weights. No sequence may hold pages.
-
-        Pages are then handed out from the lowest on. The runner sorts rows by page, so a run's
-        rounding does not depend on what was cached before.
-        """
+        """Forgets all pages and starts anew for these weights. No sequence may hold pages."""
         self.root = -1 - weight_version
+        # The lowest is handed out first. The runner sorts rows by page, so a run's rounding does
+        # not depend on what was cached before.
         self._free = list(range(self.num_pages - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._references = [0] * self.num_pages
@@ -58,9 +56,9 @@ class BlockManager:
         sequence.last_uid = self.root
         while True:
             key = self.next_key(sequence, len(sequence.ids) - 1)
-            page = self._index.get(key)
-            if page is None:
+            if key is None or key not in self._index:
                 break
+            page = self._index[key]
             self._hold(page)
             sequence.block_table.append(page)
             sequence.last_uid = self._uids[page]
@@ -68,7 +66,7 @@ class BlockManager:
         sequence.num_computed = sequence.num_indexed * self.page_size
 
     def next_key(self, sequence: Sequence, length: int) -> Key | None:
-        """Returns the key of the first page that is not indexed; None if ids[:length] end in it."""
+        """Returns the key of the first page not indexed, or None if ids[:length] do not fill it."""
         start = sequence.num_indexed * self.page_size
         end = start + self.page_size
         if end > length:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanorchestra.engine.sampler import Draw, draw_tokens
+from nanorchestra.engine.sampler import Result, draw_tokens
 from nanorchestra.engine.scheduler import Batch, Chunk
 from nanorchestra.engine.sequence import Request
 from nanorchestra.errors import require
@@ -17,14 +17,11 @@ from nanorchestra.model.attention import GatheredAttention, PagedChunk
 from nanorchestra.model.native import BLOCK, Forward, PackedLinear, zeros
 from nanorchestra.model.qwen3 import Qwen3
 
-Result = Draw | Exception  # the error is that of a request that cannot be drawn
-
 
 class CpuRunner:
     """Owns the KV pages: kv_cache [2, layers, num_pages, Hkv, page_size, D], keys then values.
 
-    `launch` computes the logits, `draw` draws from them, `read` returns the draws. On a GPU
-    (ModelRunner) these are three things; here each is done when it is called.
+    `launch` computes the logits and `read` draws from them. `draw` is a GPU's.
     """
 
     overlaps = False  # a CPU computes when it is told to: there is nothing to look ahead for
@@ -77,12 +74,13 @@ class CpuRunner:
         return self.model.logits(hidden[sampled_rows])
 
     def draw(self, launched: Tensor, requests: list[Request]) -> None:
-        """Nothing to do yet: `read` draws."""
+        """Nothing: the draws of a CPU are made when they are read."""
 
     def read(self, launched: Tensor, requests: list[Request]) -> list[Result]:
         """Draws a token for each of the requests, those that the batch samples.
 
-        If that fails, each row is drawn alone: the noise is a function of the row.
+        If that fails, each row is drawn alone, which changes no token: the noise is a function of
+        the row. Its guide then makes its mask again.
         """
         if not requests:
             return []
@@ -101,6 +99,9 @@ class CpuRunner:
         for row, request in enumerate(requests):
             results += self.read(launched[row : row + 1], [request])
         return results
+
+    def wait(self) -> None:
+        """Nothing: a step has been computed when `launch` returns."""
 
     def clear_pages(self, pages: list[int] | None = None) -> None:
         """Zeroes pages, by default all: padding reads them, and NaN would spread from there."""

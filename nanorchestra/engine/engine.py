@@ -8,6 +8,7 @@
 import itertools
 import math
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 
 from nanorchestra.engine.block_manager import BlockManager
-from nanorchestra.engine.cpu_runner import CpuRunner, Result
+from nanorchestra.engine.cpu_runner import CpuRunner
 from nanorchestra.engine.model_runner import ModelRunner, free_memory
-from nanorchestra.engine.sampler import Draw
+from nanorchestra.engine.runner import Runner
+from nanorchestra.engine.sampler import Draw, Result
 from nanorchestra.engine.scheduler import Batch, Scheduler
 from nanorchestra.engine.score import score
 from nanorchestra.engine.sequence import (
@@ -78,14 +80,20 @@ class Engine:
         if page_size is None:
             page_size = 64 if on_gpu else 16
         if num_pages is None:
-            room = memory_share * free_memory(weight.device) if on_gpu else DEFAULT_POOL
-            numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-            num_pages = max(1, int(room / (page_size * numbers * kv_dtype.itemsize)))
+            pool = memory_share * free_memory(weight.device) if on_gpu else DEFAULT_POOL
+            kv_heads = 2 * config.num_hidden_layers * config.num_key_value_heads
+            token_bytes = kv_heads * config.head_dim * kv_dtype.itemsize
+            num_pages = max(1, int(pool / (page_size * token_bytes)))
         longest = config.max_position_embeddings
         self.max_context = longest if max_context is None else min(max_context, longest)
-        settings = num_pages, page_size, max_batch_tokens, max_running, self.max_context
-        names = "pages, page size, batch tokens, running requests, context"
-        require(min(settings) >= 1, f"engine: {names} are {settings}, they should be at least 1")
+        for name, value in (
+            ("num_pages", num_pages),
+            ("page_size", page_size),
+            ("max_batch_tokens", max_batch_tokens),
+            ("max_running", max_running),
+            ("max_context", self.max_context),
+        ):
+            require(value >= 1, f"engine: {name} is {value}, it should be at least 1")
 
         self.model, self.tokenizer = model, tokenizer
         self.vocab_size, self.eos_ids = config.vocab_size, frozenset(config.eos_token_ids)
@@ -93,6 +101,7 @@ class Engine:
             self.vocab_size = min(self.vocab_size, tokenizer.vocab_size)
             self.eos_ids = frozenset(tokenizer.eos_ids)
         self.weight_version = 0
+        self.runner: Runner
         if on_gpu:
             self.runner = ModelRunner(
                 model,
@@ -156,75 +165,124 @@ class Engine:
         return request
 
     def step(self) -> list[Request]:
-        """Computes one step, if there is work. Returns the requests that finished in it.
+        """Computes one step, if there is work.
 
-        On a GPU the next step is launched before this one's tokens are read, where it only decodes
-        (`Scheduler.schedule_ahead`). The GPU then computes while the host reads, and the newest ids
-        go from one step to the next on the device. With `runner.overlaps` False, as on a CPU, steps
-        follow one another; the tokens are the same.
+        Returns the requests that ended in it by a stop, a limit or an error. A caller knows what it
+        has aborted.
+
+        On a GPU the next step is launched before the tokens of this one are read, if the next step
+        only decodes (`Scheduler.schedule_ahead`). The GPU then computes while the host reads, and
+        the newest ids go from one step to the next on the device. With `runner.overlaps` False, as
+        on a CPU, steps follow one another; the tokens are the same.
 
         An exception while a request is admitted, drawn, guided, decoded or told of its token ends
         that request alone: it finishes with reason "error", and `Request.error` is the exception.
         So does a request whose logits are not finite; its pages are cleared. If the computation of
         the step itself fails, all running requests are aborted, the cache is emptied, and the error
-        is raised.
+        is raised. A callback must not call `step`.
         """
         failed = []
         try:
             with torch.inference_mode():
-                step = self._launched_ahead()
+                step = self._take_ahead() or self._start_step(failed)
                 if step is None:
-                    batch = self.scheduler.schedule()
-                    failed = list(batch.failed)
-                    for request, error in batch.failed.items():
-                        self.fail(request, error)
-                    if not (batch.decodes or batch.prefills):
-                        return failed
-                    step = Step(batch, self.runner.launch(batch))
-                    self.runner.draw(step.launched, batch.sampled)
-                if self.runner.overlaps:
-                    following = self.scheduler.schedule_ahead(step.batch)
-                    if following is not None:
-                        launched = self.runner.launch(following, after=step.launched)
-                        self._ahead = Step(following, launched)
-                results = self.runner.read(step.launched, step.batch.sampled)
+                    return failed
+                self._launch_ahead(step)
+                sampled = step.batch.sampled
+                results = self.runner.read(step.launched, sampled)
+                self._commit(step.batch)
+                accepted = self._accept_all(sampled, results)
+                # The guides have their tokens, so the next step can be drawn. Callbacks come last:
+                # the GPU works meanwhile.
+                self._draw_ahead()
         except BaseException:
-            self._abandon_step()
+            self._abandon()
             raise
-        return failed + self._finish_step(step.batch, results)
+        for request, draw in accepted:
+            self._call_back(request, draw)
+        ended = [request for request in sampled if request.finished]
+        return failed + [each for each in ended if each.completion.finish_reason != "abort"]
 
-    def _launched_ahead(self) -> Step | None:
+    def _take_ahead(self) -> Step | None:
         """Returns the step that was launched ahead, without the requests that have ended since.
 
         Such a request still has a row in it, which is ignored. What the row wrote lies in pages
         that are free again. Only a later step can hand them out, and it comes later on the device.
         """
-        step, self._ahead = self._ahead, None
+        step = self._ahead
         if step is None:
             return None
-        batch = step.batch
-        batch.decodes = [request for request in batch.decodes if not request.finished]
-        return step if batch.decodes else None
+        going_on = [request for request in step.batch.decodes if not request.finished]
+        if not going_on:
+            self._drop_ahead()
+            return None
+        self._ahead = None
+        step.batch.decodes = going_on
+        return step
 
-    def _finish_step(self, batch: Batch, results: list[Result]) -> list[Request]:
-        """Gives the requests their tokens. Returns those that finished, but for aborted ones."""
-        drawn = list(zip(batch.sampled, results, strict=True))
+    def _start_step(self, failed: list[Request]) -> Step | None:
+        """Schedules, launches and draws a step; None if there is nothing to compute.
+
+        Adds the requests that cannot be admitted to `failed`.
+        """
+        batch = self.scheduler.schedule()
+        for request, error in batch.failed.items():
+            self.fail(request, error)
+            failed.append(request)
+        if not (batch.decodes or batch.prefills):
+            return None
+        step = Step(batch, self.runner.launch(batch))
+        self.runner.draw(step.launched, batch.sampled)
+        return step
+
+    def _launch_ahead(self, step: Step):
+        """Launches the step after this one, if it can be scheduled without this one's tokens."""
+        if not self.runner.overlaps:
+            return
+        batch = self.scheduler.schedule_ahead(step.batch)
+        if batch is not None:
+            self._ahead = Step(batch, self.runner.launch(batch, after=step.launched))
+
+    def _draw_ahead(self):
+        """Finishes the draws of the step launched ahead, but for requests that have ended."""
+        if self._ahead is not None:
+            going_on = [r for r in self._ahead.batch.decodes if not r.finished]
+            self.runner.draw(self._ahead.launched, going_on)
+
+    def _drop_ahead(self):
+        """Forgets the step launched ahead, once the device no longer reads its host memory."""
+        if self._ahead is not None:
+            self._ahead = None
+            self.runner.wait()
+
+    def _abandon(self):
+        """Ends all running requests after the device or the runner has failed."""
+        self._ahead = None
+        for request in list(self.scheduler.running):
+            self.abort(request)
+        self.reset_prefix_cache()
+        with suppress(Exception):  # the error that is about to be raised says more
+            self.runner.wait()
+            self.runner.clear_pages()
+
+    def _commit(self, batch: Batch):
+        """Records that a step has been computed."""
         self.scheduler.commit(batch)
         self._counts["steps"] += 1
         self._counts["prefill_tokens"] += batch.prefill_tokens
-        self._counts["sampled_tokens"] += len(drawn)
+        self._counts["sampled_tokens"] += len(batch.sampled)
+
+    def _accept_all(
+        self, sampled: list[Request], results: list[Result]
+    ) -> list[tuple[Request, Draw]]:
+        """Gives the requests their tokens; returns those that have one, with their draws."""
         accepted = []
-        for request, result in drawn:
+        for request, result in zip(sampled, results, strict=True):
             if self._accept(request, result):
                 accepted.append((request, result))
-        if self._ahead is not None:
-            self._draw_ahead()
-        for request, draw in accepted:
-            self._call_back(request, draw)
-        ended = [request for request, _ in drawn if request.finished]
-        return [request for request in ended if request.completion.finish_reason != "abort"]
+        return accepted
 
-    def _accept(self, request, result) -> bool:
+    def _accept(self, request: Request, result: Result) -> bool:
         """Appends a token to its request, and finishes the request where it ends. False: failed."""
         if isinstance(result, Exception):
             self.fail(request, result)
@@ -244,15 +302,6 @@ class Engine:
             self._finish(request, reason)
         return True
 
-    def _draw_ahead(self):
-        """Finishes the draws of the step launched ahead: guides now know the token before."""
-        going_on = [request for request in self._ahead.batch.decodes if not request.finished]
-        try:
-            self.runner.draw(self._ahead.launched, going_on)
-        except BaseException:
-            self._abandon_step()
-            raise
-
     def _call_back(self, request, draw: Draw):
         """Tells of a token, once all tokens of the step have been accepted.
 
@@ -265,13 +314,6 @@ class Engine:
             request.on_token(draw.token, draw.logprob)
         except Exception as error:
             self.fail(request, error)
-
-    def _abandon_step(self):
-        """Ends all running requests after the device or the runner has failed."""
-        for request in list(self.scheduler.running):
-            self.abort(request)
-        self.reset_prefix_cache()
-        self.runner.clear_pages()
 
     @property
     def has_work(self) -> bool:
@@ -314,9 +356,9 @@ class Engine:
         Any thread may call this.
         """
         own = Sequence(self.limits.check_ids(ids))
-        return self.make_turn(own, params, on_token)
+        return self.make_request_on(own, params, on_token)
 
-    def make_turn(
+    def make_request_on(
         self, sequence: Sequence, params: SamplingParams, on_token: OnToken | None = None
     ) -> Request:
         """Makes a request that samples on a sequence of checked ids. Raises UserError."""
@@ -363,7 +405,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Forgets all KV. Requests in flight and sessions compute theirs anew."""
-        self._ahead = None
+        self._drop_ahead()
         self.scheduler.reset(self.weight_version)
 
     @property

@@ -28,6 +28,9 @@ class Draw(NamedTuple):
     top_logprobs: TopLogprobs = []  # noqa: RUF012 (never written to)
 
 
+Result = Draw | Exception  # the error is that of a request that cannot be drawn
+
+
 def draw_tokens(
     logits: Tensor,
     vocab_size: int,

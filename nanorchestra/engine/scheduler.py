@@ -6,7 +6,7 @@ max_tokens. When pages run out, the newest sequence loses its pages, whether it 
 tool. It is computed again later, mostly from indexed pages.
 
 Equal prompts are prefilled once. A request whose prompt is being prefilled waits for the end of
-that prefill, then takes its full pages, copies its half-full one, and computes the last token
+that prefill, then takes its full pages, copies its part-filled one, and computes the last token
 alone. A request that only shares a prefix with a prompt in prefill waits until the pages of the
 prefix are indexed.
 """
@@ -88,7 +88,7 @@ class _Admission:
     batch: Batch
     budget: int  # tokens that are left for prefill
     prompts: dict[int, Request]  # by prompt_hash, the oldest running request with this prompt
-    coming_pages: set[Key | None]  # keys of the pages that running prefills write next
+    coming_pages: set[Key]  # keys of the full pages that running prefills write next
 
 
 class Scheduler:
@@ -123,7 +123,10 @@ class Scheduler:
         self._may_admit = True
 
     def schedule(self) -> Batch:
-        """Returns the next step and takes its pages. Nothing counts as computed before `commit`."""
+        """Returns the next step and takes its pages.
+
+        Nothing counts as computed before `commit`, but for what the step copies first.
+        """
         batch = Batch()
         self._schedule_decodes(batch)
         budget = self.max_batch_tokens - len(batch.decodes)
@@ -222,14 +225,17 @@ class Scheduler:
         return True
 
     def _add_chunk(self, batch, request, budget) -> int:
-        """Adds the next chunk of a prefill, and returns what it takes of the budget."""
+        """Adds the next chunk of a prefill, and returns what it takes of the budget.
+
+        All tokens of a chunk have the price of its first.
+        """
         start = request.sequence.num_computed
         price = 1.0
         if batch.decodes and self.mixed_prefill:
             price = self.mixed_prefill.price(start)
         affordable = max(1, int(budget / price))
         count = min(request.remaining, affordable)
-        is_last = count == request.remaining
+        is_last = (start + count) == len(request.ids)
         batch.prefills.append(Chunk(request, start, start + count, is_last))
         return math.ceil(count * price)
 
@@ -243,8 +249,11 @@ class Scheduler:
             batch,
             budget,
             prompts={request.prompt_hash: request for request in reversed(self.running)},
-            coming_pages={self._next_page(r) for r in self.running if r.remaining > 1},
+            coming_pages=set(),
         )
+        for request in self.running:
+            if request.remaining > 1:
+                self._note_coming_page(admission, request)
         for request in list(self.waiting):
             if len(self.running) >= self.max_running:
                 self._may_admit = False
@@ -252,16 +261,18 @@ class Scheduler:
             if admission.budget <= 0:
                 return
             try:
+                if self._waits_for_its_prompt(admission, request):
+                    continue
                 self._share_prefix(request)
-                if self._waits_for_prefill(admission, request):
+                if self._waits_for_a_page(admission, request):
                     self.blocks.release(request.sequence)
                     continue
                 if not self._take_pages(request):
                     self._may_admit = False
                     return
-                self._copy_half_full_page(admission, request)
+                self._copy_part_filled_page(admission, request)
                 self._start(admission, request)
-            except Exception as error:
+            except Exception as error:  # a fault of one request's must not stop the others
                 batch.failed[request] = error
 
     def _share_prefix(self, request):
@@ -269,15 +280,17 @@ class Scheduler:
         if not request.sequence.block_table:
             self.blocks.match(request.sequence)
 
-    def _waits_for_prefill(self, admission, request) -> bool:
-        """True if a running prefill is about to write KV that this request can share."""
+    def _waits_for_its_prompt(self, admission, request) -> bool:
+        """True if a running request is about to compute the same prompt."""
+        other = self._same_prompt(admission, request)
+        return other is not None and not self._has_computed(other, request)
+
+    def _waits_for_a_page(self, admission, request) -> bool:
+        """True if a running prefill is about to write the next full page of the request."""
         if request.resumes:
             return False
-        same_prompt = self._same_prompt(admission, request)
-        if same_prompt is not None and not self._has_computed(same_prompt, request):
-            return True
         key = self.blocks.next_key(request.sequence, len(request.ids) - 1)
-        return key is not None and key in admission.coming_pages
+        return key in admission.coming_pages
 
     def _take_pages(self, request) -> bool:
         """Takes pages for all present tokens, and leaves one for each running request.
@@ -289,7 +302,8 @@ class Scheduler:
         self.parked.discard(sequence)
         newer_than = sequence.age if self.running else -1
         length = len(request.ids)
-        while self.blocks.available - self.blocks.missing(sequence, length) < len(self.running):
+        missing = self.blocks.missing(sequence, length)
+        while self.blocks.available < missing + len(self.running):
             if not self._revoke_parked(newer_than):
                 if request.resumes and sequence.block_table:
                     self.parked.add(sequence)
@@ -298,7 +312,7 @@ class Scheduler:
                 return False
         return self.blocks.grow(sequence, length)
 
-    def _copy_half_full_page(self, admission, request):
+    def _copy_part_filled_page(self, admission, request):
         """Copies the end of a prompt that a running request has computed, all but its last token.
 
         Full pages are shared by the index. What follows them is part of a page, into which the
@@ -326,13 +340,16 @@ class Scheduler:
             admission.batch.decodes.append(request)
             admission.budget -= 1
             return
-        admission.coming_pages.add(self._next_page(request))
+        self._note_coming_page(admission, request)
         admission.budget -= self._add_chunk(admission.batch, request, admission.budget)
 
     def _same_prompt(self, admission, request) -> Request | None:
-        """Returns a running request that begins with all ids of this one, if there is one."""
+        """Returns a running request that begins with all ids of this one, if there is one.
+
+        A session comes with its own pages: it shares no prompt.
+        """
         other = admission.prompts.get(request.prompt_hash)
-        if other is None or other.ids[: len(request.ids)] != request.ids:
+        if other is None or request.resumes or other.ids[: len(request.ids)] != request.ids:
             return None
         return other
 
@@ -340,8 +357,11 @@ class Scheduler:
         """True if the other request has the KV of all ids of this one, but for the last."""
         return other.sequence.num_computed >= len(request.ids) - 1
 
-    def _next_page(self, request) -> Key | None:
-        return self.blocks.next_key(request.sequence, len(request.ids))
+    def _note_coming_page(self, admission, request):
+        """Notes the next page that a prefill fills."""
+        key = self.blocks.next_key(request.sequence, len(request.ids))
+        if key is not None:
+            admission.coming_pages.add(key)
 
     # Release.
 

@@ -27,6 +27,7 @@ OnToken = Callable[[int, float], None]
 TopLogprobs = list[tuple[int, float]]  # the most probable (id, log-probability), best first
 GREEDY_BELOW = 1e-5  # temperature
 LARGEST_FLOAT32 = 3.4e38
+MOST_TOP_LOGPROBS = 20
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,12 @@ class SamplingParams:
         )
         _expect(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         _expect(0 <= self.top_k < 2**31, "top_k", self.top_k, "from 0 (off) to 2**31 - 1")
-        _expect(0 <= self.top_logprobs <= 20, "top_logprobs", self.top_logprobs, "from 0 to 20")
+        _expect(
+            0 <= self.top_logprobs <= MOST_TOP_LOGPROBS,
+            "top_logprobs",
+            self.top_logprobs,
+            f"from 0 to {MOST_TOP_LOGPROBS}",
+        )
 
     @property
     def greedy(self) -> bool:
@@ -72,7 +78,7 @@ class SamplingParams:
 
 
 def _whole(name, value) -> int:
-    """Returns a parameter as an int. A wrong type is refused here: in a step it would end all."""
+    """Returns a parameter as an int. A wrong type inside a step would fail every request."""
     try:
         return operator.index(value)
     except TypeError:
@@ -102,9 +108,12 @@ class Limits:
                 f"prompt: {reprlib.repr(ids)} is not a sequence of token ids, "
                 f"integers from 0 to {self.vocab_size - 1}"
             ) from None
-        for i in (min(values, default=0), max(values, default=0)):
-            right = f"it should be from 0 to {self.vocab_size - 1}"
-            require(0 <= i < self.vocab_size, f"prompt: token id {reprlib.repr(i)}, {right}")
+        if values and not 0 <= min(values) <= max(values) < self.vocab_size:
+            wrong = next(i for i in values if not 0 <= i < self.vocab_size)
+            raise UserError(
+                f"prompt: token id {reprlib.repr(wrong)}, "
+                f"it should be from 0 to {self.vocab_size - 1}"
+            )
         return values
 
     def check_length(self, length: int, sampled: int = 0) -> None:
@@ -129,7 +138,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)  # pages, in order of position
     num_computed: int = 0  # so many ids have their KV in the pages
     num_indexed: int = 0  # so many pages, from the first on, are in the prefix index
-    last_uid: int = 0  # uid of the last of these pages, or the root of the index
+    last_uid: int = 0  # uid of the last of these pages; set by BlockManager.match
     is_session: bool = False  # the sequence outlives its requests
     age: int = -1  # id of the first request on it; the scheduler serves the oldest first
 
@@ -175,7 +184,8 @@ class Request:
         sequence = self.sequence
         self.prompt_tokens = len(sequence.ids)
         self.guide = self.params.guide and self.params.guide.copy()
-        # A turn that comes back from a tool: the KV of its session is still there.
+        # A turn whose session had its KV when it came. It is admitted first, even if its pages are
+        # taken meanwhile.
         self.resumes = bool(sequence.block_table)
         if sequence.age < 0:
             sequence.age = self.id

@@ -43,7 +43,7 @@ class Session:
         Raises UserError as Engine.submit does, or if a turn is open.
         """
         self._require_settled()
-        turn = self._engine.make_turn(self._sequence, params, on_token)
+        turn = self._engine.make_request_on(self._sequence, params, on_token)
         self._engine.scheduler.add(turn)
         self._turn = turn
         return turn
