@@ -131,7 +131,11 @@ class Ranks:
         if self.world == 1:
             return [value]
         values = [None] * self.world
-        dist.all_gather_object(values, value, group=self.group)
+        try:
+            dist.all_gather_object(values, value, group=self.group)
+        except RuntimeError:
+            self._watch.join(SILENCE)  # it knows why, says so, and ends this process
+            raise
         for value in values:
             if isinstance(value, UserError):
                 raise SharedError(*value.args)
@@ -194,6 +198,7 @@ class Ranks:
             if lost:
                 # not sys.stderr, which torch swaps while it prints the main thread's traceback
                 print(f"rank {self.rank} ends: {lost}", file=sys.__stderr__, flush=True)
+                time.sleep(BEAT)  # the exchange of slower ranks needs this one to its end
                 os._exit(1)  # the main thread may wait in a collective that never ends
 
 
