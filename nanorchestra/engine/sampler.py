@@ -1,9 +1,10 @@
 """Draws the next token of each row on a CPU, and reports its log-probability.
 
 Rows with any parameters, greedy ones too, mix in one batch. The noise of a row is one uniform
-number, a hash of (seed, position): a request draws the same token whatever its neighbours, after a
-preemption and after a restart. The token is found by inverting the cumulative distribution, first
-over blocks of the vocabulary, then within one block, so nothing of size [rows, vocab] is sorted.
+number, a hash of (seed, position): from the same logits a request draws the same token whatever its
+neighbours, after a preemption and after a restart. The token is found by inverting the cumulative
+distribution, first over blocks of the vocabulary, then within one block, so nothing of size
+[rows, vocab] is sorted.
 kernels/sample.py does the same on a GPU.
 """
 
@@ -81,7 +82,8 @@ def draw_tokens(
     draws = [Draw(*pair) for pair in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
     for row, p in enumerate(params):
         if p.top_logprobs:
-            values, ids = weights[row].topk(p.top_logprobs)
+            most = min(p.top_logprobs, vocab_size)
+            values, ids = weights[row, :vocab_size].topk(most)
             values = (values.double() / total[row]).log().tolist()
             top = list(zip(ids.tolist(), values, strict=True))
             draws[row] = draws[row]._replace(top_logprobs=top)

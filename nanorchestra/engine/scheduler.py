@@ -57,7 +57,12 @@ class Batch:
     @property
     def sampled(self) -> list[Request]:
         """Requests that get a token: the decodes, then those whose prefill ends in this step."""
-        return self.decodes + [chunk.request for chunk in self.prefills if chunk.is_last]
+        return self.decodes + self.ended_prefills
+
+    @property
+    def ended_prefills(self) -> list[Request]:
+        """Requests whose prefill ends in this step."""
+        return [chunk.request for chunk in self.prefills if chunk.is_last]
 
     @property
     def prefill_tokens(self) -> int:
@@ -142,13 +147,13 @@ class Scheduler:
         """Returns the step after `batch` while that is computed and its tokens are unknown.
 
         Such a step only decodes. It is None, and the tokens must be read first, if prefill is to be
-        done, if a request could be admitted, or if the pages do not suffice. A request may still
-        turn out to have ended with its unknown token: its row of the next step is then ignored.
+        done, if a request could be admitted, or if the pages do not suffice. A request may have
+        ended with the token that is not known yet; its row in the next step is then ignored.
         """
         sampled = batch.sampled
         going_on = [r for r in sampled if len(r.ids) + 1 < r.limit]
-        all_decode = len(sampled) == len(self.running)
-        if not going_on or not all_decode or (self.waiting and self._may_admit):
+        none_in_prefill = len(sampled) == len(self.running)
+        if not going_on or not none_in_prefill or (self.waiting and self._may_admit):
             return None
         missing = sum(self.blocks.missing(r.sequence, len(r.ids) + 1) for r in going_on)
         if missing > self.blocks.available:

@@ -31,13 +31,17 @@ def score(model: Qwen3, ids: list[int], vocab_size: int) -> list[float]:
     return values
 
 
-def output_logits(model: Qwen3, hidden: Tensor) -> Tensor:
-    """Returns logits [R, vocab] of hidden states [R, hidden].
+def output_logits(model: Qwen3, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+    """Returns logits [R, vocab] of hidden states [R, hidden], in `out` (fp32) if that is given.
 
     On a GPU they are fp32: the trainer's are not rounded to 16 bits either.
     """
     if not by_kernel(hidden):
-        return model.logits(hidden)
-    if isinstance(model.lm_head, QuantisedLinear):
-        return model.lm_head.product(hidden, torch.float32)
-    return wide_product(hidden, model.output_weight.T)
+        logits = model.logits(hidden)
+    elif isinstance(model.lm_head, QuantisedLinear):
+        logits = model.lm_head.product(hidden, torch.float32)
+    elif out is not None and hidden.is_cuda and hidden.dtype != out.dtype:
+        return torch.mm(hidden, model.output_weight.T, out_dtype=out.dtype, out=out)
+    else:
+        logits = wide_product(hidden, model.output_weight.T)
+    return logits if out is None else out.copy_(logits)

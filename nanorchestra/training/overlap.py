@@ -8,6 +8,7 @@ the rollout has ended, and the reference's never change.
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -26,7 +27,7 @@ def beside(function: Callable[[], R], device: torch.device) -> Future[R]:
     def run():
         if device.type != "cuda":
             return function()
-        stream = torch.cuda.Stream(device)
+        stream = _stream(device)
         stream.wait_stream(torch.cuda.default_stream(device))
         with torch.cuda.stream(stream):
             value = function()
@@ -37,6 +38,12 @@ def beside(function: Callable[[], R], device: torch.device) -> Future[R]:
     future = pool.submit(run)
     pool.shutdown(wait=False)  # the thread ends with its work
     return future
+
+
+@cache
+def _stream(device):
+    """The one stream of all rollouts: torch keeps freed memory and workspaces for each stream."""
+    return torch.cuda.Stream(device)
 
 
 def running() -> bool:

@@ -20,7 +20,7 @@ SHAPE = ModelConfig(64, 32, 32, 2, 2, 1, 16, 256, eos_token_ids=(3, 4, 5))
 class AheadRunner(CpuRunner):
     """Draws when a GPU does, and takes a step's newest ids from the step before it."""
 
-    overlaps, ahead = True, 0
+    overlaps, ahead, waits = True, 0, 0
 
     def launch(self, batch, after=None):
         if after is None:
@@ -47,15 +47,18 @@ class AheadRunner(CpuRunner):
     def read(self, launched, requests):
         return [launched["draws"][request] for request in requests]
 
+    def wait(self):
+        self.waits += 1
 
-class EvenAfterSix(Guide):
-    """Once a 6 is drawn, or an odd id follows an even one, the next id must be even."""
+
+class EvenAfterThirds(Guide):
+    """After an id that 3 divides, the next one must be even."""
 
     def __init__(self):
         self.last = 1
 
     def copy(self):
-        return EvenAfterSix()
+        return EvenAfterThirds()
 
     def advance(self, token):
         assert not self.holds or token % 2 == 0, "a forbidden id was drawn"
@@ -100,7 +103,7 @@ def storm(model, seed: int, ahead: bool, pages: int) -> tuple[list, Engine]:
             stop_token_ids=(7, 8, 9),
             top_k=rng.choice((0,) * 9 + (5,)),
             top_logprobs=rng.choice((0, 0, 3)),
-            guide=EvenAfterSix() if rng.random() < 0.4 else None,
+            guide=EvenAfterThirds() if rng.random() < 0.4 else None,
         )
 
     sessions = [serving.session(prompt(rng.randint(2, 12))) for _ in range(3)]
@@ -143,7 +146,7 @@ def test_looking_ahead_changes_no_token(model, seed, pages):
 def test_a_guided_row_does_not_switch_looking_ahead_off(model):
     serving = engine(model, ahead=True, num_pages=80)
     params = [
-        SamplingParams(max_tokens=30, seed=i, ignore_eos=True, guide=EvenAfterSix())
+        SamplingParams(max_tokens=30, seed=i, ignore_eos=True, guide=EvenAfterThirds())
         for i in range(4)
     ]
     serving.generate([[6, 7, 8 + i] for i in range(4)], params)
@@ -155,6 +158,49 @@ def test_a_queue_that_cannot_move_does_not_switch_looking_ahead_off(model):
     params = [SamplingParams(max_tokens=20, seed=i, ignore_eos=True) for i in range(6)]
     serving.generate([[6, 7, 8 + i] for i in range(6)], params)
     assert serving.runner.ahead >= serving.stats["steps"] - 2 * 3
+
+
+@pytest.mark.parametrize("how", ["abort", "update_weights", "reset_prefix_cache"])
+def test_a_step_that_is_dropped_is_waited_for(model, how):
+    """The GPU may still read the host's pinned memory, which the next step writes."""
+    serving = engine(model, ahead=True, num_pages=80)
+    request = serving.submit([6, 7, 8], SamplingParams(max_tokens=30, ignore_eos=True))
+    for _ in range(4):
+        serving.step()
+    assert serving.runner.ahead and not serving.runner.waits
+    if how == "abort":
+        serving.abort(request)
+        serving.step()
+    else:
+        getattr(serving, how)()
+    assert serving.runner.waits == 1
+    while serving.has_work:
+        serving.step()
+
+
+@pytest.mark.parametrize("place", ["accept", "draw"])
+def test_an_interrupt_inside_of_a_step_leaves_no_request_behind(model, place, monkeypatch):
+    """A request whose token is committed but not accepted would never be served again."""
+    serving = engine(model, ahead=True, num_pages=80)
+    request = serving.submit([6, 7, 8], SamplingParams(max_tokens=30, ignore_eos=True))
+    waiting = [serving.submit([9] * 20, SamplingParams(max_tokens=3)) for _ in range(3)]
+    for _ in range(3):
+        serving.step()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(request if place == "accept" else serving.runner, place, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(3):
+                serving.step()
+    assert request.completion.finish_reason == "abort"
+    check_scheduler(serving.scheduler)
+    while serving.has_work:
+        serving.step()
+    assert all(other.finished for other in waiting)
+    assert serving.blocks.available == serving.blocks.num_pages
 
 
 @pytest.mark.parametrize("steps", range(3, 8))

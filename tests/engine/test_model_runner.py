@@ -17,12 +17,12 @@ from kernel_check import DEVICE
 from nanorchestra.engine import model_runner
 from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.engine.guide import Guide
-from nanorchestra.engine.model_runner import (
+from nanorchestra.engine.model_runner import graph_sizes
+from nanorchestra.engine.step_inputs import (
     Arena,
     Capacity,
     StepInputs,
     StepShape,
-    graph_sizes,
     group_by_prefix,
 )
 from nanorchestra.errors import UserError
@@ -76,7 +76,7 @@ def with_graphs(engine, monkeypatch):
 
         def replay(self):
             replays.append(self.rows)
-            return self.runner._compute(StepShape(decodes=self.rows, sampled=self.rows))
+            self.runner._compute(StepShape(decodes=self.rows, sampled=self.rows))
 
     def make(**settings) -> Engine:
         monkeypatch.setattr(model_runner, "Graph", Graph)
@@ -280,6 +280,24 @@ def test_draws_and_scores_are_from_fp32_logits(engine, monkeypatch, quantise, ro
     for logits in seen:
         assert logits.dtype == torch.float32
         assert torch.allclose(logits.double(), exact[: len(logits)], atol=1e-4)
+
+
+def test_a_mask_of_another_length_ends_its_request_alone(engine):
+    class Short(Odd):
+        def copy(self):
+            return Short()
+
+        def allowed(self):
+            return np.ones(100, bool)
+
+    serving = engine()
+    bad = serving.submit(ids(3), SamplingParams(max_tokens=3, guide=Short()))
+    good = serving.submit(ids(5), SamplingParams(max_tokens=3, guide=Odd(), ignore_eos=True))
+    while serving.has_work:
+        serving.step()
+    with pytest.raises(UserError, match="a mask of 100 ids; expected 320"):
+        bad.completed()
+    assert len(good.completed().token_ids) == 3
 
 
 def test_what_the_kernels_cannot_serve_is_refused_when_the_engine_is_made(engine):
