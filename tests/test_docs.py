@@ -13,9 +13,9 @@ from kernels.paged_decode import SharedPrefix, decode_items, rows_per_item, spli
 from kernels.paged_prefill import prefill_items
 from nanorchestra.engine.block_manager import BlockManager
 from nanorchestra.engine.cpu_runner import all_chunks
-from nanorchestra.engine.model_runner import Capacity, StepInputs, group_by_prefix
 from nanorchestra.engine.scheduler import Scheduler
 from nanorchestra.engine.sequence import Request, SamplingParams, Sequence
+from nanorchestra.engine.step_inputs import Capacity, StepInputs, group_by_prefix
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "docs" / "pictures.py"
