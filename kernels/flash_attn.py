@@ -102,7 +102,7 @@ def external_attention(q: Tensor, k: Tensor, v: Tensor, plan: ExternalPlan) -> T
     rounded to 16 bits before it is added, where flash_attention rounds the sum alone, and the bits
     are not those of flash_attention. ValueError unless q, k and v have the tokens of the plan.
     """
-    check((plan.tokens, None, None), strided=True, q=q)
+    check((plan.tokens, None, None), q.dtype, strided=True, q=q)
     check((plan.tokens, None, q.shape[2]), q.dtype, strided=True, k=k, v=v)
     if plan.key_order is not None:
         k = k[plan.key_order]  # [sum of counts_k, Hkv, D]
