@@ -10,10 +10,10 @@ heads of 128, so 8,192 tokens without context are 0.55 TFLOP a layer. q, out, K 
 H200). K and V are read once by each program, mostly from L2: the programs of the heads of one kv
 head are neighbours.
 
-A program takes BLOCK_M queries of one head of an item: all of them, or half at D = 256. It visits
-the tiles of keys that all of its queries see without a mask, then the tiles at the diagonal with
-one. Tiles begin at multiples of BLOCK_N from position 0, so a token has the same bits wherever its
-chunk began and whatever else is in the batch. p is rounded to the dtype of V, as in
+A program takes BLOCK_M queries of one head of an item: all 128, 64 at D = 256, 16 in fp32. It
+visits the tiles of keys that all of its queries see without a mask, then the tiles at the diagonal
+with one. Tiles begin at multiples of BLOCK_N from position 0, so a token has the same bits wherever
+its chunk began and whatever else is in the batch. p is rounded to the dtype of V, as in
 FlashAttention-2 (Dao 2023).
 
 Steps with prefill are never captured, so the grid is the work list. Its length and the number of
@@ -185,9 +185,8 @@ def _attend_chunks(
     q = tl.load(q_ptr + (first_token + m) * q_stride + column, m < tokens, 0.0)
 
     context_len = position + tokens
-    unmasked_end = (
-        (position + 1) // BLOCK_N * BLOCK_N
-    )  # of the tiles that the first token sees whole
+    # Tiles before this key are visible to the first token, and so to all of them.
+    unmasked_end = (position + 1) // BLOCK_N * BLOCK_N
     row_max, row_sum, acc = softmax_start(BLOCK_M, D)
     row_max, row_sum, acc = attend_pages(
         q,
