@@ -1,8 +1,9 @@
 """What all launchers share: checks of their tensors, the configurations of GPUs, the device guard.
 
-A launcher is the Python function that checks tensors, allocates the result and starts kernels. If
-it is differentiable, it calls its autograd.Function only while gradients are enabled: the call
-alone costs 10 us of an eager step. This file holds no kernel.
+A launcher is the Python function that checks tensors, allocates the result and starts kernels. A
+differentiable one of a layer calls its autograd.Function only while gradients are enabled: an eager
+step of inference makes hundreds of launches, and the call costs host time. This file holds no
+kernel.
 """
 
 import os
@@ -111,10 +112,11 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def pick(kernel: str, dtype: torch.dtype | None = None) -> Config:
-    """Returns a kernel's configuration for float32 if there is one, else that of the current GPU.
+    """Returns the configuration of a kernel in tiles.toml for the current GPU.
 
-    Another GPU takes those of the last one before it with as much shared memory. ValueError before
-    sm_80.
+    The entries are for sm_80, 89 and 90. GPUs of SMALL_SHARED_MEMORY take that of sm_89, newer ones
+    than sm_90 that of sm_90, others before it that of sm_80. For float32 the entry "32" comes
+    first, if the kernel has one. The interpreter takes the entry of sm_80. ValueError before sm_80.
     """
     configs = TILES[kernel]
     if dtype == torch.float32 and FP32 in configs:

@@ -3,24 +3,38 @@
 A pack is one dimension [T] of tokens. Sequences, or trees of sequences that share their beginnings,
 stand in it one after the other. Grouped-query and exact, without a [T, T] matrix (Dao et al. 2022;
 Dao 2023). A visible pair of a query and a key costs 4 D FLOPs a query head forward and 14 D
-backward. q and out move once, k and v once for each block of queries, which the L2 cache serves for
-a pack of Qwen3-8B of up to about 10,000 tokens. Compute is the limit.
+backward. q and out move once, k and v once for each block of queries and query head. L2 serves the
+latter while the k and v of a pack fit in it: at the 4 KiB a token of Qwen3-8B up to about 10,000
+tokens (A100 40 MB, H100 50 MB). Compute is the limit.
 
 What a query sees is a list of spans. Two answers (tokens 4-6 and 7-8) to one prompt (tokens 0-3)
-have five, and give this picture of queries (rows) and the keys that they see (x):
+have five:
 
-                                                                 keys  0 1 2 3 4 5 6 7 8
-    Span(0, 4, 0, 4)  causal: the prompt sees itself          query 0  x
-    Span(4, 7, 0, 4)  the first answer sees the prompt              1  x x
-    Span(4, 7, 4, 7)  causal: the first answer sees itself          ...
-    Span(7, 9, 0, 4)  the second answer sees the prompt             5  x x x x x x
-    Span(7, 9, 7, 9)  causal: the second answer sees itself         8  x x x x       x x
+    1  Span(0, 4, 0, 4)  causal: the prompt sees itself
+    2  Span(4, 7, 0, 4)  the first answer sees the prompt
+    3  Span(4, 7, 4, 7)  causal: the first answer sees itself
+    4  Span(7, 9, 0, 4)  the second answer sees the prompt
+    5  Span(7, 9, 7, 9)  causal: the second answer sees itself
+
+In the picture, a query (row) sees the keys with a number, which is that of the span:
+
+      key  0 1 2 3 4 5 6 7 8
+    query
+        0  1
+        1  1 1
+        2  1 1 1
+        3  1 1 1 1
+        4  2 2 2 2 3
+        5  2 2 2 2 3 3
+        6  2 2 2 2 3 3 3
+        7  4 4 4 4       5
+        8  4 4 4 4       5 5
 
 Work is cut into blocks of queries (or of keys), and a list names for each block the spans that
-touch it. With blocks of four queries, the one of tokens 4-7 would visit spans 2 to 5. One program
-owns a block of one head and visits all of its spans. What a query sees of the prompt and of its own
-answer meets in registers, and so do the gradients of a prompt that many answers read. No sum is
-split between programs, so there are no atomics and every run gives the same bits.
+touch it. With blocks of four queries, the one of tokens 4-7 visits spans 2 to 5. One program owns a
+block of one head and visits all of its spans. What a query sees of the prompt and of its own answer
+meets in registers, and so do the gradients of a prompt that many answers read. No sum is split
+between programs, so there are no atomics and every run gives the same bits.
 
 In order: the naive version, the work list, the launcher, the forward kernel, the two backward
 kernels. The file knows nothing of samples, norms or rotations.
@@ -37,7 +51,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common import check, on_device, pick
-from kernels.softmax import LOG2E, softmax_start, softmax_step
+from kernels.softmax import LOG2E, MASKED, softmax_start, softmax_step
 
 HEAD_DIMS = (16, 32, 64, 128)
 WARPS = 8
@@ -87,7 +101,7 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span]) -> T
 class WorkList:
     """Blocks of tokens in the order in which programs start, and the spans that each visits."""
 
-    blocks: Tensor  # int32 [blocks, 4]: first token, last token + 1, first visit, last visit + 1
+    blocks: Tensor  # int32 [blocks, 4]: block_start, block_end, visit_start, visit_end
     visits: Tensor  # int32 [visits, 4]: a Span
 
 
@@ -99,31 +113,39 @@ class FlashWork:
     backward_queries: WorkList  # blocks of queries
     backward_keys: WorkList  # blocks of keys
     tokens: int  # T
+    dtype: torch.dtype  # of q, k and v, on which the sizes of the blocks depend
 
 
 def flash_work(spans: Sequence[Span], device: torch.device | str, dtype: torch.dtype) -> FlashWork:
     """Returns the work of attention over spans whose causal ones cover the pack without gaps.
 
     dtype is that of q, k and v: the size of a block depends on it and on the GPU (tiles.toml).
+    ValueError if there is no span.
     """
+    tokens = pack_tokens(spans)
     # A block visits prefixes before its own sequence, in the order of their positions.
     spans = sorted(spans, key=lambda span: (span.key_start, span.start))
-    tokens = max((span.end for span in spans), default=0)
-
-    def work_list(kernel: str, side: str) -> WorkList:
-        blocks = _blocks(spans, tokens, pick(kernel, dtype)[side])
-        return _work_list(spans, blocks, by_keys=side == "BLOCK_N", device=device)
-
+    forward = _blocks(spans, tokens, pick("flash_forward", dtype)["BLOCK_M"])
+    queries = _blocks(spans, tokens, pick("flash_backward_queries", dtype)["BLOCK_M"])
+    keys = _blocks(spans, tokens, pick("flash_backward_keys", dtype)["BLOCK_N"])
     return FlashWork(
-        forward=work_list("flash_forward", "BLOCK_M"),
-        backward_queries=work_list("flash_backward_queries", "BLOCK_M"),
-        backward_keys=work_list("flash_backward_keys", "BLOCK_N"),
+        forward=_list_visits(spans, forward, by_keys=False, device=device),
+        backward_queries=_list_visits(spans, queries, by_keys=False, device=device),
+        backward_keys=_list_visits(spans, keys, by_keys=True, device=device),
         tokens=tokens,
+        dtype=dtype,
     )
 
 
+def pack_tokens(spans: Sequence[Span]) -> int:
+    """Returns T, the number of tokens of a pack. ValueError if there is no span."""
+    if not spans:
+        raise ValueError("the pack has no spans; expected at least one")
+    return max(span.end for span in spans)
+
+
 def _blocks(spans: Sequence[Span], tokens: int, size: int) -> list[tuple[int, int]]:
-    """Returns the blocks (first token, last token + 1), at most `size` long, that cover the pack.
+    """Returns the blocks (block_start, block_end), at most `size` long, that cover the pack.
 
     A block never holds tokens of two trees: so a tree has the same bits at any place in any pack.
     A tree begins with a segment that has no prefix.
@@ -131,39 +153,47 @@ def _blocks(spans: Sequence[Span], tokens: int, size: int) -> list[tuple[int, in
     prefixed = {span.start for span in spans if not span.causal}
     roots = sorted({span.start for span in spans} - prefixed)
     blocks = []
-    for start, end in zip(roots, [*roots[1:], tokens], strict=True):
-        for first in range(start, end, size):
-            blocks.append((first, min(first + size, end)))
+    for tree_start, tree_end in zip(roots, [*roots[1:], tokens], strict=True):
+        for block_start in range(tree_start, tree_end, size):
+            blocks.append((block_start, min(block_start + size, tree_end)))
     return blocks
 
 
-def _work_list(
+def _list_visits(
     spans: Sequence[Span],
     blocks: Sequence[tuple[int, int]],
     by_keys: bool,
     device: torch.device | str,
 ) -> WorkList:
-    """Returns the spans that touch each block; the blocks with most visible pairs come first."""
-    firsts = [first for first, _ in blocks]
+    """Returns the spans that touch each block; the blocks with most visible pairs come first.
+
+    by_keys: the blocks are blocks of keys, not of queries.
+    """
+    block_starts = [block_start for block_start, _ in blocks]
     touching: list[list[Span]] = [[] for _ in blocks]
     pairs = [0] * len(blocks)  # an estimate, for one token of the block
     for span in spans:
-        low, high = (span.key_start, span.key_end) if by_keys else (span.start, span.end)
-        # the blocks from the one that holds token `low` to the one that holds `high` - 1
-        for index in range(bisect_right(firsts, low) - 1, bisect_left(firsts, high)):
-            first, last = blocks[index]
+        if by_keys:
+            start, end = span.key_start, span.key_end
+        else:
+            start, end = span.start, span.end
+        first_index = bisect_right(block_starts, start) - 1  # of the block that holds token `start`
+        end_index = bisect_left(block_starts, end)  # of the first block behind token `end` - 1
+        for index in range(first_index, end_index):
+            block_start, block_end = blocks[index]
             touching[index].append(span)
             if by_keys:
-                first_query = max(span.start, first) if span.causal else span.start
-                pairs[index] += span.end - first_query
+                seen_from = max(span.start, block_start) if span.causal else span.start
+                pairs[index] += span.end - seen_from
             else:
-                last_key = min(span.key_end, last) if span.causal else span.key_end
-                pairs[index] += last_key - span.key_start
+                seen_to = min(span.key_end, block_end) if span.causal else span.key_end
+                pairs[index] += seen_to - span.key_start
     rows, visits = [], []
     for index in sorted(range(len(blocks)), key=lambda index: -pairs[index]):
-        first, last = blocks[index]
-        rows.append((first, last, len(visits), len(visits) + len(touching[index])))
+        block_start, block_end = blocks[index]
+        visit_start = len(visits)
         visits += touching[index]
+        rows.append((block_start, block_end, visit_start, len(visits)))
     return WorkList(blocks=_table(rows, device), visits=_table(visits, device))
 
 
@@ -175,42 +205,54 @@ def _table(rows: Sequence[tuple[int, ...]], device: torch.device | str) -> Tenso
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, work: FlashWork) -> Tensor:
     """Returns differentiable attention: q [T, H, D], k and v [T, Hkv, D] -> out [T, H, D].
 
-    ValueError unless the work covers T tokens, D is one of HEAD_DIMS and H a multiple of Hkv.
+    ValueError unless the work is that of T tokens and of the dtype of q, k and v, D is one of
+    HEAD_DIMS and H a multiple of Hkv.
     """
-    return _FlashAttention.apply(q.contiguous(), k.contiguous(), v.contiguous(), work)
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    check((work.tokens, None, None), work.dtype, q=q)
+    tokens, heads, dim = q.shape
+    if dim not in HEAD_DIMS:
+        raise ValueError(f"head_dim is {dim}; expected one of {HEAD_DIMS}")
+    check((tokens, None, dim), work.dtype, k=k)
+    check(k.shape, work.dtype, v=v)
+    kv_heads = k.shape[1]
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads; expected a multiple of {kv_heads}")
+    if not torch.is_grad_enabled():
+        out, _ = _forward(q, k, v, work)
+        return out
+    return _FlashAttention.apply(q, k, v, work)
+
+
+def _forward(q, k, v, work: FlashWork) -> tuple[Tensor, Tensor]:
+    """Returns out [T, H, D], and lse2 fp32 [H, T], which the backward kernels read."""
+    tokens, heads, _ = q.shape
+    out = q.new_empty(q.shape)
+    lse2 = q.new_empty(heads, tokens, dtype=torch.float32)
+    _launch(flash_forward, work.forward, heads, (q, k, v, out, lse2), q, k)
+    return out, lse2
 
 
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, work):
-        check((work.tokens, None, None), q=q)
-        tokens, heads, dim = q.shape
-        if dim not in HEAD_DIMS:
-            raise ValueError(f"head_dim is {dim}; expected one of {HEAD_DIMS}")
-        check((tokens, None, dim), q.dtype, k=k)
-        check(k.shape, q.dtype, v=v)
-        kv_heads = k.shape[1]
-        if heads % kv_heads:
-            raise ValueError(f"{heads} query heads; expected a multiple of {kv_heads}")
-        out = q.new_empty(q.shape)
-        lse = q.new_empty(heads, tokens, dtype=torch.float32)
-        _launch(flash_forward, work.forward, heads, (q, k, v, out, lse), q, k)
+        out, lse2 = _forward(q, k, v, work)
         ctx.work = work
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse2)
         return out
 
     @staticmethod
     @on_device
     def backward(ctx, dout):
         # Read once: activation checkpointing frees what it has recomputed as it is read.
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse2 = ctx.saved_tensors
         dout = dout.contiguous()
-        delta = lse.new_empty(lse.shape)
+        delta = lse2.new_empty(lse2.shape)
         dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
         heads, kv_heads = q.shape[1], k.shape[1]
-        tensors = (dout, q, k, v, out, lse, delta, dq)
+        tensors = (dout, q, k, v, out, lse2, delta, dq)
         _launch(flash_backward_queries, ctx.work.backward_queries, heads, tensors, q, k)
-        tensors = (dout, q, k, v, lse, delta, dk, dv)
+        tensors = (dout, q, k, v, lse2, delta, dk, dv)
         _launch(flash_backward_keys, ctx.work.backward_keys, kv_heads, tensors, q, k)
         return dq, dk, dv, None
 
@@ -218,6 +260,7 @@ class _FlashAttention(torch.autograd.Function):
 def _launch(kernel, work: WorkList, heads: int, tensors: tuple[Tensor, ...], q: Tensor, k: Tensor):
     """Launches one program for each block of the work and each of `heads` heads."""
     tokens, query_heads, dim = q.shape
+    kv_heads = k.shape[1]
     config = dict(pick(kernel.__name__, q.dtype))
     if dim <= 64 and kernel is not flash_forward:
         # The compiler then keeps the program's own block in registers, and wider tiles spill.
@@ -228,8 +271,8 @@ def _launch(kernel, work: WorkList, heads: int, tensors: tuple[Tensor, ...], q: 
         work.blocks,
         work.visits,
         tokens,
-        H=query_heads,
-        G=query_heads // k.shape[1],
+        HKV=kv_heads,
+        G=query_heads // kv_heads,
         D=dim,
         **config,
         num_warps=WARPS,
@@ -242,49 +285,52 @@ def flash_forward(
     k_ptr,
     v_ptr,
     out_ptr,
-    lse_ptr,
+    lse2_ptr,
     blocks_ptr,
     visits_ptr,
     tokens,
-    H: tl.constexpr,
+    HKV: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Fills out [T, H, D], and lse fp32 [H, T], the log2 of the sum of exp(score).
+    """Fills out [T, H, D], and lse2 fp32 [H, T], the log2 of the sum of exp(score / sqrt(D)).
 
     A program visits first the tiles of a span that all of its queries see, without a mask, then
     those on the span's edge.
     """
     SCALE: tl.constexpr = D**-0.5 * LOG2E
+    H: tl.constexpr = HKV * G
     head = tl.program_id(0) % H
     kv_head = head // G
-    first, last, first_visit, last_visit = _load_four(blocks_ptr, tl.program_id(0) // H)
-    rows = first + tl.arange(0, BLOCK_M)
+    block_start, block_end, visit_start, visit_end = _load_four(blocks_ptr, tl.program_id(0) // H)
+    rows = block_start + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_N)
-    q = _load_rows(q_ptr, first, last, head, H, BLOCK_M, D)
+    q = _load_rows(q_ptr, block_start, block_end, head, H, BLOCK_M, D)
     row_max, row_sum, acc = softmax_start(BLOCK_M, D)
-    for visit in range(first_visit, last_visit):
-        limit, start, edge, stop = _keys_of(visits_ptr, visit, rows, first, last, BLOCK_N)
-        for offset in range(0, stop - start, BLOCK_N):
+    for visit in range(visit_start, visit_end):
+        seen_to, start, unmasked_end, end = _keys_of(
+            visits_ptr, visit, rows, block_start, block_end, BLOCK_N
+        )
+        for offset in range(0, end - start, BLOCK_N):
             key = start + offset
-            k = _load_rows(k_ptr, key, stop, kv_head, H // G, BLOCK_N, D)
+            k = _load_rows(k_ptr, key, end, kv_head, HKV, BLOCK_N, D)
             scores = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-            if key >= edge:
-                # finite: what a row that sees nothing yet adds up is scaled to 0 at its first key
-                scores = tl.where((key + columns)[None, :] < limit[:, None], scores, -1e9)
+            if key >= unmasked_end:
+                # What a row adds up before its first visible key is scaled to 0 at that key.
+                scores = tl.where((key + columns)[None, :] < seen_to[:, None], scores, MASKED)
             p, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum, SCALE)
-            v = _load_rows(v_ptr, key, stop, kv_head, H // G, BLOCK_N, D)
+            v = _load_rows(v_ptr, key, end, kv_head, HKV, BLOCK_N, D)
             acc = tl.dot(p.to(v.dtype), v, acc * rescale, input_precision="ieee")
-    exists = rows < last
+    exists = rows < block_end
     out = acc / row_sum[:, None]
-    tl.store(_pointers(out_ptr, first, head, H, BLOCK_M, D), out, exists[:, None])
-    tl.store(lse_ptr + head.to(tl.int64) * tokens + rows, row_max + tl.log2(row_sum), exists)
+    tl.store(_pointers(out_ptr, block_start, head, H, BLOCK_M, D), out, exists[:, None])
+    tl.store(lse2_ptr + head.to(tl.int64) * tokens + rows, row_max + tl.log2(row_sum), exists)
 
 
-# Backward (Dao et al. 2022, algorithm 4). With score = q k^T / sqrt(D), p = exp(score - lse),
-# dp = dout v^T and delta = sum(dout * out):
+# Backward (Dao et al. 2022, algorithm 4). With score = q k^T, SCALE = log2(e) / sqrt(D),
+# p = exp2(score * SCALE - lse2), dp = dout v^T and delta = sum(dout * out):
 #
 #     dv = p^T dout      ds = p (dp - delta)      dq = ds k / sqrt(D)      dk = ds^T q / sqrt(D)
 #
@@ -299,13 +345,13 @@ def flash_backward_queries(
     k_ptr,
     v_ptr,
     out_ptr,
-    lse_ptr,
+    lse2_ptr,
     delta_ptr,
     dq_ptr,
     blocks_ptr,
     visits_ptr,
     tokens,
-    H: tl.constexpr,
+    HKV: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -313,34 +359,37 @@ def flash_backward_queries(
 ):
     """Fills dq [T, H, D], and delta fp32 [H, T], which the second kernel reads."""
     SCALE: tl.constexpr = D**-0.5 * LOG2E
+    H: tl.constexpr = HKV * G
     head = tl.program_id(0) % H
     kv_head = head // G
-    first, last, first_visit, last_visit = _load_four(blocks_ptr, tl.program_id(0) // H)
-    rows = first + tl.arange(0, BLOCK_M)
+    block_start, block_end, visit_start, visit_end = _load_four(blocks_ptr, tl.program_id(0) // H)
+    rows = block_start + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_N)
-    exists = rows < last
-    q = _load_rows(q_ptr, first, last, head, H, BLOCK_M, D)
-    dout = _load_rows(dout_ptr, first, last, head, H, BLOCK_M, D)
-    out = _load_rows(out_ptr, first, last, head, H, BLOCK_M, D)
+    exists = rows < block_end
+    q = _load_rows(q_ptr, block_start, block_end, head, H, BLOCK_M, D)
+    dout = _load_rows(dout_ptr, block_start, block_end, head, H, BLOCK_M, D)
+    out = _load_rows(out_ptr, block_start, block_end, head, H, BLOCK_M, D)
     delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)  # [BLOCK_M]
     row_offsets = head.to(tl.int64) * tokens + rows
     tl.store(delta_ptr + row_offsets, delta, exists)
-    lse = tl.load(lse_ptr + row_offsets, exists, 0.0)
+    lse2 = tl.load(lse2_ptr + row_offsets, exists, 0.0)
     dq = tl.zeros([BLOCK_M, D], tl.float32)
-    for visit in range(first_visit, last_visit):
-        limit, start, edge, stop = _keys_of(visits_ptr, visit, rows, first, last, BLOCK_N)
-        for offset in range(0, stop - start, BLOCK_N):
+    for visit in range(visit_start, visit_end):
+        seen_to, start, unmasked_end, end = _keys_of(
+            visits_ptr, visit, rows, block_start, block_end, BLOCK_N
+        )
+        for offset in range(0, end - start, BLOCK_N):
             key = start + offset
-            k = _load_rows(k_ptr, key, stop, kv_head, H // G, BLOCK_N, D)
-            v = _load_rows(v_ptr, key, stop, kv_head, H // G, BLOCK_N, D)
+            k = _load_rows(k_ptr, key, end, kv_head, HKV, BLOCK_N, D)
+            v = _load_rows(v_ptr, key, end, kv_head, HKV, BLOCK_N, D)
             scores = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-            p = tl.exp2(scores * SCALE - lse[:, None])
-            if key >= edge:
-                p = tl.where((key + columns)[None, :] < limit[:, None], p, 0.0)
+            p = tl.exp2(scores * SCALE - lse2[:, None])
+            if key >= unmasked_end:
+                p = tl.where((key + columns)[None, :] < seen_to[:, None], p, 0.0)
             dp = tl.dot(dout, v.T, input_precision="ieee")
             ds = p * (dp - delta[:, None])
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
-    tl.store(_pointers(dq_ptr, first, head, H, BLOCK_M, D), dq * D**-0.5, exists[:, None])
+    tl.store(_pointers(dq_ptr, block_start, head, H, BLOCK_M, D), dq * D**-0.5, exists[:, None])
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -349,14 +398,14 @@ def flash_backward_keys(
     q_ptr,
     k_ptr,
     v_ptr,
-    lse_ptr,
+    lse2_ptr,
     delta_ptr,
     dk_ptr,
     dv_ptr,
     blocks_ptr,
     visits_ptr,
     tokens,
-    H: tl.constexpr,
+    HKV: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -364,18 +413,22 @@ def flash_backward_keys(
 ):
     """Fills dk and dv [T, Hkv, D] from all query heads and all spans that read a block of keys."""
     SCALE: tl.constexpr = D**-0.5 * LOG2E
-    HKV: tl.constexpr = H // G
+    H: tl.constexpr = HKV * G
     kv_head = tl.program_id(0) % HKV
-    first, last, first_visit, last_visit = _load_four(blocks_ptr, tl.program_id(0) // HKV)
-    keys = first + tl.arange(0, BLOCK_N)
+    block_start, block_end, visit_start, visit_end = _load_four(blocks_ptr, tl.program_id(0) // HKV)
+    keys = block_start + tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_M)
-    k = _load_rows(k_ptr, first, last, kv_head, HKV, BLOCK_N, D)
-    v = _load_rows(v_ptr, first, last, kv_head, HKV, BLOCK_N, D)
+    k = _load_rows(k_ptr, block_start, block_end, kv_head, HKV, BLOCK_N, D)
+    v = _load_rows(v_ptr, block_start, block_end, kv_head, HKV, BLOCK_N, D)
     dk = tl.zeros([BLOCK_N, D], tl.float32)
     dv = tl.zeros([BLOCK_N, D], tl.float32)
-    for visit in range(first_visit, last_visit):
-        needs, start, edge, end = _queries_of(visits_ptr, visit, keys, first, last, BLOCK_M)
-        # all query heads of the kv head in one loop, so that the pipeline of loads fills once
+    for visit in range(visit_start, visit_end):
+        seen_from, start, unmasked_start, end = _queries_of(
+            visits_ptr, visit, keys, block_start, block_end, BLOCK_M
+        )
+        # for head in the group:
+        #     for row in range(start, end, BLOCK_M):
+        # as one loop, so that the pipeline of loads fills once
         row = start
         head = kv_head * G
         for _ in range(0, G * tl.cdiv(end - start, BLOCK_M)):
@@ -383,13 +436,13 @@ def flash_backward_keys(
             dout = _load_rows(dout_ptr, row, end, head, H, BLOCK_M, D)
             row_offsets = head.to(tl.int64) * tokens + row + columns
             exists = row + columns < end
-            lse = tl.load(lse_ptr + row_offsets, exists, 0.0)
+            lse2 = tl.load(lse2_ptr + row_offsets, exists, 0.0)
             delta = tl.load(delta_ptr + row_offsets, exists, 0.0)
             scores = tl.dot(k, q.T, input_precision="ieee")  # [BLOCK_N, BLOCK_M]
             # beyond the span p is 1: there dout is 0
-            p = tl.exp2(scores * SCALE - lse[None, :])
-            if row < edge:
-                p = tl.where((row + columns)[None, :] >= needs[:, None], p, 0.0)
+            p = tl.exp2(scores * SCALE - lse2[None, :])
+            if row < unmasked_start:
+                p = tl.where((row + columns)[None, :] >= seen_from[:, None], p, 0.0)
             dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
             dp = tl.dot(v, dout.T, input_precision="ieee")
             ds = p * (dp - delta[None, :])
@@ -397,43 +450,64 @@ def flash_backward_keys(
             row += BLOCK_M
             head = tl.where(row < end, head, head + 1)
             row = tl.where(row < end, row, start)
-    exists = (keys < last)[:, None]
-    tl.store(_pointers(dk_ptr, first, kv_head, HKV, BLOCK_N, D), dk * D**-0.5, exists)
-    tl.store(_pointers(dv_ptr, first, kv_head, HKV, BLOCK_N, D), dv, exists)
+    exists = (keys < block_end)[:, None]
+    tl.store(_pointers(dk_ptr, block_start, kv_head, HKV, BLOCK_N, D), dk * D**-0.5, exists)
+    tl.store(_pointers(dv_ptr, block_start, kv_head, HKV, BLOCK_N, D), dv, exists)
 
 
 @triton.jit
-def _keys_of(visits_ptr, visit, rows, first, last, BLOCK_N: tl.constexpr):
-    """Returns (limit, start, edge, stop): what the queries first .. last - 1 see of a span's keys.
+def _keys_of(visits_ptr, visit, rows, block_start, block_end, BLOCK_N: tl.constexpr):
+    """Returns (seen_to, start, unmasked_end, end): what a block of queries sees of a span's keys.
 
-    A row sees the keys from start to below its limit. Tiles of keys from start to below edge need
-    no mask, those from edge to below stop do.
+    A row sees the keys from start to below its seen_to. Tiles of keys from start to below
+    unmasked_end need no mask, those from there to below end do. Queries 4-7 of a causal span that
+    begins at token 0, with tiles of two keys:
+
+        key        0 1 | 2 3 | 4 5 | 6 7
+        query 4    x x   x x   x              seen_to 5
+        query 7    x x   x x   x x   x x      seen_to 8
+                             |           |
+                  unmasked_end 4         end 8
     """
     start, end, key_start, key_end = _load_four(visits_ptr, visit)
     causal = start == key_start
-    limit = tl.where((rows >= start) & (rows < end), tl.where(causal, rows + 1, key_end), 0)
-    stop = tl.where(causal, tl.minimum(key_end, last), key_end)
-    seen_by_all = tl.where(causal, first + 1, key_end) - key_start  # keys, by the rows in the span
-    all_in_span = (start <= first) & (last <= end)
-    edge = key_start + tl.where(all_in_span, seen_by_all // BLOCK_N * BLOCK_N, 0)
-    return limit, key_start, edge, stop
+    in_span = (rows >= start) & (rows < end)
+    seen_to = tl.where(causal, rows + 1, key_end)
+    seen_to = tl.where(in_span, seen_to, 0)
+    seen_by_block = tl.where(causal, tl.minimum(key_end, block_end), key_end)
+    seen_by_all = (
+        tl.where(causal, block_start + 1, key_end) - key_start
+    )  # keys, of rows in the span
+    all_in_span = (start <= block_start) & (block_end <= end)
+    unmasked_keys = tl.where(all_in_span, seen_by_all // BLOCK_N * BLOCK_N, 0)
+    return seen_to, key_start, key_start + unmasked_keys, seen_by_block
 
 
 @triton.jit
-def _queries_of(visits_ptr, visit, keys, first, last, BLOCK_M: tl.constexpr):
-    """Returns (needs, start, edge, end): which queries of a span see the keys first .. last - 1.
+def _queries_of(visits_ptr, visit, keys, block_start, block_end, BLOCK_M: tl.constexpr):
+    """Returns (seen_from, start, unmasked_start, end): the queries that see a block of keys.
 
-    A key is seen by the rows from its needs to below end. Tiles of queries from start to below edge
-    need a mask, those from edge to below end do not.
+    A key is seen by the rows from its seen_from to below end. Tiles of queries from start to below
+    unmasked_start need a mask, those from there to below end do not. Keys 2-5 of a causal span of
+    tokens 0-9, with tiles of two queries:
+
+        query      0 1 | 2 3 | 4 5 | 6 7 | 8 9
+        key 2            x x   x x   x x   x x    seen_from 2
+        key 5                    x   x x   x x    seen_from 5
+                       |       |               |
+                 start 2   unmasked_start 5    end 10     the tile of queries 4-5 has a mask
     """
     start, end, key_start, key_end = _load_four(visits_ptr, visit)
     causal = start == key_start
     in_span = (keys >= key_start) & (keys < key_end)
-    needs = tl.where(in_span, tl.where(causal, keys, start), end)
-    skipped = tl.where(causal, tl.maximum(first - start, 0) // BLOCK_M * BLOCK_M, 0)
-    all_in_span = (key_start <= first) & (last <= key_end)
-    edge = tl.where(all_in_span, tl.where(causal, last - 1, start), end)
-    return needs, start + skipped, edge, end
+    seen_from = tl.where(causal, keys, start)
+    seen_from = tl.where(in_span, seen_from, end)
+    unseen = tl.maximum(block_start - start, 0)  # queries of a causal span before the block
+    skipped = tl.where(causal, unseen // BLOCK_M * BLOCK_M, 0)
+    all_in_span = (key_start <= block_start) & (block_end <= key_end)
+    unmasked_start = tl.where(causal, block_end - 1, start)
+    unmasked_start = tl.where(all_in_span, unmasked_start, end)
+    return seen_from, start + skipped, unmasked_start, end
 
 
 @triton.jit
@@ -451,7 +525,7 @@ def _pointers(x_ptr, row, head, HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.c
 
 
 @triton.jit
-def _load_rows(x_ptr, row, stop, head, HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
-    """Returns the rows [ROWS, D] of one head, from `row` on, with zeros from row `stop` on."""
-    exists = row + tl.arange(0, ROWS) < stop
+def _load_rows(x_ptr, row, end, head, HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
+    """Returns the rows [ROWS, D] of one head, from `row` on, with zeros from row `end` on."""
+    exists = row + tl.arange(0, ROWS) < end
     return tl.load(_pointers(x_ptr, row, head, HEADS, ROWS, D), exists[:, None], 0.0)

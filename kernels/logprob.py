@@ -195,12 +195,12 @@ def _logprob_chunks(
     rows = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = rows < tokens
     target = tl.load(targets_ptr + rows, inside, -1)[:, None]
-    place = partials_ptr + rows.to(tl.int64) * chunks + chunk
+    partials_ptrs = partials_ptr + rows.to(tl.int64) * chunks + chunk
     plane = tokens.to(tl.int64) * chunks
-    tl.store(place, top, inside)
-    tl.store(place + plane, tl.sum(p, 1), inside)
-    tl.store(place + 2 * plane, tl.sum(p * shifted, 1), inside)
-    tl.store(place + 3 * plane, tl.sum(tl.where(ids == target, logits, 0.0), 1), inside)
+    tl.store(partials_ptrs, top, inside)
+    tl.store(partials_ptrs + plane, tl.sum(p, 1), inside)
+    tl.store(partials_ptrs + 2 * plane, tl.sum(p * shifted, 1), inside)
+    tl.store(partials_ptrs + 3 * plane, tl.sum(tl.where(ids == target, logits, 0.0), 1), inside)
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=TOKENS)
@@ -219,11 +219,11 @@ def _logprob_merge(
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
     inside = chunk < chunks
-    place = partials_ptr + row * chunks
+    row_ptr = partials_ptr + row * chunks
     plane = tokens.to(tl.int64) * chunks
-    tops = tl.load(place + chunk, inside, -1e30)
-    sums = tl.load(place + plane + chunk, inside, 0.0)
-    weighted = tl.load(place + 2 * plane + chunk, inside, 0.0)
+    tops = tl.load(row_ptr + chunk, inside, -1e30)
+    sums = tl.load(row_ptr + plane + chunk, inside, 0.0)
+    weighted = tl.load(row_ptr + 2 * plane + chunk, inside, 0.0)
 
     top = tl.max(tops, 0)
     shift = tops - top
@@ -233,7 +233,7 @@ def _logprob_merge(
 
     target = tl.load(targets_ptr + row)
     known = (target >= 0) & (target < vocab)
-    chosen = tl.load(place + 3 * plane + target // BLOCK_V, known, float("-inf"))
+    chosen = tl.load(row_ptr + 3 * plane + target // BLOCK_V, known, float("-inf"))
     tl.store(logprobs_ptr + row, tl.where(target < 0, 0.0, chosen - top - log_total))
     tl.store(entropy_ptr + row, log_total - weighted / total)
     tl.store(logsumexp_ptr + row, top + log_total)

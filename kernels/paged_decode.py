@@ -7,31 +7,34 @@ k and v are those of kv head h // G, G = H / Hkv.
 Bytes and FLOPs. With H query heads and Hkv kv heads of D, a key of one sequence takes
 2 Hkv D itemsize bytes (K and V) and 4 H D FLOPs (q k and p v). Qwen3-8B in bf16: 4,096 bytes and
 16,384 FLOPs a key and layer, 4 FLOP a byte, or 24 with the padding and the second product of p
-below; a GPU does 150 to 300 in the time of one byte. Memory is the limit: 64 sequences of 4,096
-keys are 1.07 GB a layer, 0.22 ms at 4.8 TB/s.
+below. In the time of one byte an A100 of 80 GB does 153 FLOPs, an H200 206 and an H100 295 (data
+sheets). Memory is the limit: 64 sequences of 4,096 keys are 1.07 GB a layer, 0.22 ms at the
+4.8 TB/s of an H200.
 
 Splits. One program for each row and kv head would leave most of the GPU idle at small batches, so
 the keys of a row are cut into splits (Flash-Decoding; Dao et al. 2023) and a program takes one
 split of one kv head. A split ends at a position that depends on that position alone, so neither the
-batch nor the GPU changes the bits of a row. Splits grow with the position: 8 x Hkv programs at
-1,024 keys, and few partial results at 40,960.
+batch nor the number of multiprocessors changes the order of a row's sums. Splits grow with the
+position: 8 x Hkv programs at 1,024 keys, and few partial results at 40,960.
 
 Merge. For each split s of a query the kernel stores the mean value a_s and l_s = log2 of its sum of
 exponentials. The whole is sum_s 2^(l_s) a_s / sum_s 2^(l_s). This is an identity, no approximation:
 2^(l_s) a_s is the split's sum of exp(score) * value and 2^(l_s) its sum of exp(score), and a sum
-over all keys is the sum over splits of these. Both are fp32 and never rounded to 16 bits; p is
-multiplied in two parts of 16 bits, so that nothing of it is lost either.
+over all keys is the sum over splits of these. Both are fp32 and never rounded to 16 bits. p is
+multiplied in two parts of 16 bits, which together keep about 16 of its 24 bits in bf16 and 22 in
+fp16 (softmax.py).
 
-Shared prefixes. An item is the same split of up to `rows_per_item` neighbouring rows, whose block
-tables begin alike. Their rows x G query heads of a kv head (G = H / Hkv, padded to a power of two)
-fill the 16 rows of a tensor-core tile, of which a lone row uses G. The tile has 16 rows either way:
-one compiled code and one instruction (HMMA), so a row has the same bits alone and in a group. n
-rows with a common prefix have ceil(n / rows_per_item) items for each split. These follow one
-another in the list and run at the same time: the keys come once from HBM and
-ceil(n / rows_per_item) times from L2, where n lone rows read them n times (Hydragen; Juravsky et
-al. 2024).
+Shared prefixes. Say 8 rows have a common prefix and G = 4. A tensor-core tile has 16 rows, which 4
+rows x 4 query heads of a kv head fill (rows_per_item = 4). So each split of the prefix has two
+items, of rows 0-3 and 4-7, in place of the eight of lone rows, which use 4 of the 16 rows each. The
+two follow one another in the list and run at the same time: the keys come once from HBM and twice
+from L2, where eight lone rows read them eight times (Hydragen; Juravsky et al. 2024).
 
-Grid. A fixed number of programs walks the list, whose length is read on the device: a captured
+In general an item is the same split of up to rows_per_item neighbouring rows, whose block tables
+begin alike, and G is padded to a power of two. The tile has 16 rows either way: one compiled code
+and one instruction (HMMA), so a row has the same bits alone and in a group.
+
+Grid. A fixed number of programs shares the list, whose length is read on the device: a captured
 CUDA graph serves all lengths and all groups, and no program is launched for nothing.
 
 Scratch. partial and lse take rows * S * H * (D + 1) * 4 bytes with S splits: for Qwen3-8B 372 MB at
@@ -135,14 +138,15 @@ def decode_items(
     context_lens: Sequence[int],
     shared_prefixes: Sequence[SharedPrefix],
     bounds: Sequence[int],
-    rows_per_item: int,
+    max_rows: int,
 ) -> np.ndarray:
     """Returns the items int32 [n, 3] of a step: first row, number of rows, split.
 
-    Every split of every row is in one item. Items with most keys come first; the items of one split
-    of a shared prefix follow one another. A row is in one shared prefix at most. The order does not
-    change results, so a list stays right as long as no row enters a new split: keys are counted on
-    the device. ValueError if a row has more keys than the bounds, or fewer than its prefix.
+    max_rows is rows_per_item(G). Every split of every row is in one item. Items with most keys come
+    first; the items of one split of a shared prefix follow one another. A row is in one shared
+    prefix at most. The order does not change results, so a list stays right as long as no row
+    enters a new split: keys are counted on the device. ValueError if a row has more keys than the
+    bounds, or fewer than its prefix.
 
     For example, with splits at 0, 128, 256, 384, two rows of 300 and 200 keys that share 150, and
     two rows an item: (0, 2, 0), (0, 1, 1), (1, 1, 1), (0, 1, 2).
@@ -153,33 +157,43 @@ def decode_items(
     starts = np.asarray(bounds[:-1], np.int64)
     ends = np.asarray(bounds[1:], np.int64)
 
-    # Shared items: for each prefix its whole splits, for each split its rows in portions.
     prefixes = np.asarray(shared_prefixes, np.int64).reshape(-1, 3)
-    first_row, rows, keys = prefixes.T
-    shared_splits = np.searchsorted(ends, keys, side="right")  # of each prefix
-    portions = -(-rows // rows_per_item)
-    prefix, index = _enumerate(shared_splits * portions)
-    split, portion = np.divmod(index, portions[prefix])
-    item_row = first_row[prefix] + portion * rows_per_item
-    item_rows = np.minimum(rows_per_item, first_row[prefix] + rows[prefix] - item_row)
-    shared_items = np.stack((item_row, item_rows, split), 1)
+    first_rows, row_counts, shared_keys = prefixes.T
+    whole_splits = np.searchsorted(ends, shared_keys, side="right")  # that each prefix fills
+    shared_items = _shared_items(first_rows, row_counts, whole_splits, max_rows)
 
-    # Items of one row: the splits that its prefix leaves.
-    prefix, index = _enumerate(rows)
-    row = first_row[prefix] + index
-    if (lengths[row] < keys[prefix]).any():
+    member_prefix, member_index = _enumerate(row_counts)
+    members = first_rows[member_prefix] + member_index  # all rows with a prefix
+    if (lengths[members] < shared_keys[member_prefix]).any():
         raise ValueError("a row has fewer keys than its shared prefix")
-    skipped = np.zeros_like(lengths)
-    skipped[row] = shared_splits[prefix]
+    lone_from = np.zeros_like(lengths)  # the first split of each row that it shares with none
+    lone_from[members] = whole_splits[member_prefix]
     num_splits = np.searchsorted(starts, lengths)  # of each row
-    row, index = _enumerate(num_splits - skipped)
-    lone_items = np.stack((row, np.ones_like(row), skipped[row] + index), 1)
+    lone_items = _lone_items(lone_from, num_splits)
 
     items = np.concatenate((shared_items, lone_items))
-    row, _, split = items.T
-    item_keys = np.minimum(ends[split], lengths[row]) - starts[split]
-    order = np.argsort(-item_keys, kind="stable")
-    return items[order].astype(np.int32)
+    item_rows, _, item_splits = items.T
+    item_keys = np.minimum(ends[item_splits], lengths[item_rows]) - starts[item_splits]
+    longest_first = np.argsort(-item_keys, kind="stable")
+    return items[longest_first].astype(np.int32)
+
+
+def _shared_items(
+    first_rows: np.ndarray, row_counts: np.ndarray, whole_splits: np.ndarray, max_rows: int
+) -> np.ndarray:
+    """Returns the items of prefixes: each split that one fills, with its rows in portions."""
+    portions = -(-row_counts // max_rows)  # of each prefix
+    prefix, index = _enumerate(whole_splits * portions)
+    split, portion = np.divmod(index, portions[prefix])
+    row = first_rows[prefix] + portion * max_rows
+    rows_left = first_rows[prefix] + row_counts[prefix] - row
+    return np.stack((row, np.minimum(max_rows, rows_left), split), 1)
+
+
+def _lone_items(lone_from: np.ndarray, num_splits: np.ndarray) -> np.ndarray:
+    """Returns items of one row: of row i the splits lone_from[i] .. num_splits[i] - 1."""
+    row, index = _enumerate(num_splits - lone_from)
+    return np.stack((row, np.ones_like(row), lone_from[row] + index), 1)
 
 
 def _enumerate(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -261,7 +275,7 @@ def decode_attention(
         PADDED_G=triton.next_power_of_2(group),
         **constants,
         BLOCK_M=BLOCK_M,
-        EXACT=q.dtype != torch.float32,  # fp32 is not rounded
+        TWO_PARTS=q.dtype != torch.float32,  # p in fp32 has all of its bits in one
         num_warps=NUM_WARPS,
         num_stages=config["num_stages"],
         maxnreg=min(255, registers // 8 * 8),  # so that all PROGRAMS of a multiprocessor fit
@@ -316,7 +330,7 @@ def _attend_splits(
     PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    EXACT: tl.constexpr,
+    TWO_PARTS: tl.constexpr,
 ):
     """Fills partial and lse: each program takes every num_programs-th pair of item and kv head."""
     m = tl.arange(0, BLOCK_M)  # a query row is a row of the item and a query head of the kv head
@@ -347,16 +361,16 @@ def _attend_splits(
             acc,
             k_cache_ptr,
             v_cache_ptr,
-            block_tables_ptr + first_row * table_stride,
-            kv_head,
-            start,
-            end,
-            end,
-            end - 1,
-            HKV,
-            PAGE,
-            BLOCK_N,
-            EXACT,
+            block_table_ptr=block_tables_ptr + first_row * table_stride,
+            kv_head=kv_head,
+            start=start,
+            end=end,
+            context_len=end,  # nothing behind the split is read
+            seen_to=end,
+            HKV=HKV,
+            PAGE=PAGE,
+            BLOCK_N=BLOCK_N,
+            TWO_PARTS=TWO_PARTS,
         )
         result = (row * splits + split) * (HKV * G) + head
         tl.store(partial_ptr + result[:, None] * D + d, acc / row_sum[:, None], real[:, None])

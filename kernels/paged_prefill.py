@@ -6,13 +6,15 @@ k and v are those of kv head h // G, G = H / Hkv.
 
 Bytes and FLOPs. A pair of a query and a visible key takes 4 H D FLOPs: 16,384 at Qwen3-8B's 32
 heads of 128, so 8,192 tokens without context are 0.55 TFLOP a layer. q, out, K and V of these are
-168 MB, 3,300 FLOP a byte: compute is the limit, 0.7 ms at 790 TFLOP/s. K and V are read once for
-each item and query head, mostly from L2: the programs of the heads of one kv head are neighbours.
+168 MB, 3,300 FLOP a byte: compute is the limit, 0.56 ms at 989 TFLOP/s (data sheet of H100 and
+H200). K and V are read once by each program, mostly from L2: the programs of the heads of one kv
+head are neighbours.
 
-A program takes BLOCK_M queries of one head of an item. It visits the tiles of keys that all of its
-queries see without a mask, then the tiles at the diagonal with one. Tiles begin at multiples of
-BLOCK_N from position 0, so a token has the same bits wherever its chunk began and whatever else is
-in the batch. p is rounded to the dtype of V, as in FlashAttention-2 (Dao 2023).
+A program takes BLOCK_M queries of one head of an item: all 128, 64 at D = 256, 16 in fp32. It
+visits the tiles of keys that all of its queries see without a mask, then the tiles at the diagonal
+with one. Tiles begin at multiples of BLOCK_N from position 0, so a token has the same bits wherever
+its chunk began and whatever else is in the batch. p is rounded to the dtype of V, as in
+FlashAttention-2 (Dao 2023).
 
 Steps with prefill are never captured, so the grid is the work list. Its length and the number of
 tokens are grid sizes only: one compiled code serves them all.
@@ -57,11 +59,11 @@ def naive_prefill_attention(
         values = gather_pages(v_cache, block_tables[sequence], context_len)
         positions = torch.arange(start, context_len, device=q.device)
         key_positions = torch.arange(context_len, device=q.device)
-        hidden = key_positions[None, :] > positions[:, None]  # [count, context_len]
+        masked = key_positions[None, :] > positions[:, None]  # [count, context_len]
         for head in range(heads):
             kv_head = head // group
             scores = q[tokens, head] @ keys[kv_head].T / head_dim**0.5  # [count, context_len]
-            scores = scores.masked_fill(hidden, float("-inf"))
+            scores = scores.masked_fill(masked, float("-inf"))
             out[tokens, head] = torch.softmax(scores, 1) @ values[kv_head]
     return out
 
@@ -88,7 +90,7 @@ def prefill_items(starts: Sequence[int], counts: Sequence[int]) -> Tensor:
 
 
 def _last_position(item: tuple[int, int, int, int]) -> int:
-    """Returns the position of an item's last token: as many keys are visible to it, plus one."""
+    """Returns the position of an item's last token, which sees one key more than that."""
     _, _, tokens, position = item
     return position + tokens - 1
 
@@ -114,6 +116,7 @@ def prefill_attention(
     """
     constants = check_cache(q, k_cache, v_cache, block_tables)
     _, heads, head_dim = q.shape
+    group = heads // constants["HKV"]
     check(q.shape, q.dtype, out=out)
     check((None, 4), torch.int32, items=items)
     block_m = min(ITEM_TOKENS, 16384 // head_dim)
@@ -128,11 +131,12 @@ def prefill_attention(
         out,
         q.stride(0),
         block_tables.stride(0),
-        H=heads,
+        G=group,
         **constants,
         BLOCK_M=block_m,
         num_warps=8,
-        num_stages=3 if head_dim < 256 else 2,  # three stages are 1 KiB too much for sm_89
+        # At D = 256, three stages are 1 KiB too much for sm_89 (BLOCK_M 64, BLOCK_N 32).
+        num_stages=3 if head_dim < 256 else 2,
     )
     return out
 
@@ -154,7 +158,7 @@ def _attend_chunks(
     out_ptr,  # [T, H, D]
     q_stride,
     table_stride,
-    H: tl.constexpr,
+    G: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
@@ -162,7 +166,9 @@ def _attend_chunks(
     BLOCK_N: tl.constexpr,
 ):
     """Fills out for BLOCK_M tokens of one head and item."""
+    H: tl.constexpr = HKV * G
     head = tl.program_id(0)
+    kv_head = head // G
     item_ptr = items_ptr + tl.program_id(1) * 4
     done = tl.program_id(2) * BLOCK_M  # tokens of the item that programs before this one take
     tokens = tl.load(item_ptr + 2) - done
@@ -173,14 +179,14 @@ def _attend_chunks(
     first_token = tl.load(item_ptr + 1).to(tl.int64) + done
     position = tl.load(item_ptr + 3) + done
     block_table_ptr = block_tables_ptr + sequence * table_stride
-    kv_head = head // (H // HKV)
 
     m = tl.arange(0, BLOCK_M)[:, None]
     column = head * D + tl.arange(0, D)[None, :]
     q = tl.load(q_ptr + (first_token + m) * q_stride + column, m < tokens, 0.0)
 
     context_len = position + tokens
-    unmasked = (position + 1) // BLOCK_N * BLOCK_N  # keys in tiles that the first token sees whole
+    # Tiles before this key are visible to the first token, and so to all of them.
+    unmasked_end = (position + 1) // BLOCK_N * BLOCK_N
     row_max, row_sum, acc = softmax_start(BLOCK_M, D)
     row_max, row_sum, acc = attend_pages(
         q,
@@ -191,14 +197,14 @@ def _attend_chunks(
         v_cache_ptr,
         block_table_ptr,
         kv_head,
-        0,
-        unmasked,
-        context_len,
-        None,
-        HKV,
-        PAGE,
-        BLOCK_N,
-        False,
+        start=0,
+        end=unmasked_end,
+        context_len=context_len,
+        seen_to=None,
+        HKV=HKV,
+        PAGE=PAGE,
+        BLOCK_N=BLOCK_N,
+        TWO_PARTS=False,
     )
     row_max, row_sum, acc = attend_pages(
         q,
@@ -209,13 +215,13 @@ def _attend_chunks(
         v_cache_ptr,
         block_table_ptr,
         kv_head,
-        unmasked,
-        context_len,
-        context_len,
-        position + m,
-        HKV,
-        PAGE,
-        BLOCK_N,
-        False,
+        start=unmasked_end,
+        end=context_len,
+        context_len=context_len,
+        seen_to=position + m + 1,
+        HKV=HKV,
+        PAGE=PAGE,
+        BLOCK_N=BLOCK_N,
+        TWO_PARTS=False,
     )
     tl.store(out_ptr + (first_token + m) * (H * D) + column, acc / row_sum[:, None], m < tokens)

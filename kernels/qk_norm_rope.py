@@ -5,15 +5,18 @@
     y[i + D / 2] = n[i + D / 2] * cos + n[i] * sin
 
 The norm is that of Qwen3; models without one give no weights, and n is x. cos and sin are those of
-the angle of pair i at the token's position (Su et al. 2021, section 3.4.2).
+the angle of pair i at the token's position (Su et al. 2021, section 3.4.2). The paper pairs the
+neighbours 2i and 2i + 1; pairs of i and i + D / 2 are the layout of GPT-NeoX and Hugging Face, and
+the same rotation of reordered columns.
 
 `qk_norm_rope` gives q, k and v to the attention of training, and is differentiable.
 `qk_norm_rope_store` puts k and v into the pages of inference. Both are one kernel, and give the
 same bits.
 
 Each element is read and written once, with about 10 FLOPs: bandwidth is the limit. T = 8192 tokens
-of 32 + 2 * 8 heads of 128 in bf16 move 201 MB, backward 285 MB. The arithmetic is fp32, also
-between norm and rotation; every result is rounded once.
+of 32 + 2 * 8 heads of 128 in bf16 move 201 MB, backward 285 MB: three times qkv, less v, which is
+not read again. The arithmetic is fp32, also between norm and rotation; every result is rounded
+once.
 """
 
 import torch
@@ -101,9 +104,10 @@ def qk_norm_rope_store(
     """Returns q [T, H, D], normalised and rotated; stores k, likewise, and v in the caches.
 
     qkv, q_norm, k_norm, cos and sin as in qk_norm_rope; caches [pages, Hkv, page_size, D] of qkv's
-    dtype or FP8; slots int32 or int64 [T], all different. Token t goes to page slots[t] //
-    page_size, offset slots[t] % page_size; a negative slot is not stored. ValueError for other
-    shapes and dtypes.
+    dtype or FP8; slots int32 or int64 [T]. Token t goes to page slots[t] // page_size, offset
+    slots[t] % page_size; tokens with a negative slot are not stored, and the other slots are all
+    different. FP8 has no scale: values are rounded to the nearest number, and those beyond 448, its
+    largest, become 448 or -448 (PTX cvt.rn.satfinite). ValueError for other shapes and dtypes.
     """
     cache_dtype = FP8 if k_cache.dtype == FP8 else qkv.dtype
     check((None, None, None, None), cache_dtype, k_cache=k_cache)
@@ -165,11 +169,11 @@ def _to_slots(qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, slots, page_size,
         v_cache,
         qkv.stride(0),
         eps,
-        total - 2 * kv_heads,
-        kv_heads,
-        dim,
-        page_size,
-        heads_of_program,
+        H=total - 2 * kv_heads,
+        HKV=kv_heads,
+        D=dim,
+        PAGE=page_size,
+        HEADS=heads_of_program,
     )
     return q
 
@@ -220,6 +224,7 @@ def _qk_norm_rope(
     y1 = n1 * cos - n2 * sin
     y2 = n2 * cos + n1 * sin
 
+    # A head goes to one of q, k_cache and v_cache: its lanes of the two other stores are masked.
     q_ptr += (token * H + head) * D + col
     tl.store(q_ptr, y1, is_q)
     tl.store(q_ptr + HALF, y2, is_q)
@@ -228,13 +233,12 @@ def _qk_norm_rope(
         slot = tl.load(slots_ptr + token).to(tl.int64)
     if slot >= 0:
         page = slot // PAGE
-        offset = slot % PAGE
-        kv_head = (head - H) % HKV
-        cached = ((page * HKV + kv_head) * PAGE + offset) * D + col
-        tl.store(k_cache_ptr + cached, y1, is_k)
-        tl.store(k_cache_ptr + cached + HALF, y2, is_k)
-        tl.store(v_cache_ptr + cached, x1, is_v)
-        tl.store(v_cache_ptr + cached + HALF, x2, is_v)
+        kv_head = (head - H) % HKV  # of k and of v alike; masked lanes have any
+        page_offset = ((page * HKV + kv_head) * PAGE + slot % PAGE) * D + col
+        tl.store(k_cache_ptr + page_offset, y1, is_k)
+        tl.store(k_cache_ptr + page_offset + HALF, y2, is_k)
+        tl.store(v_cache_ptr + page_offset, x1, is_v)
+        tl.store(v_cache_ptr + page_offset + HALF, x2, is_v)
 
 
 @triton.jit
@@ -260,10 +264,10 @@ def _weights(q_norm_ptr, k_norm_ptr, is_q, col, HALF: tl.constexpr):
 #     d_n[i + D / 2] = d_y[i + D / 2] * cos - d_y[i] * sin
 #     d_x = rstd * (g - r * mean(g * r))        d_weight = sum over tokens and heads of d_n * r
 #
-# d_qkv is written whole by one kernel: nothing joins the gradients of q, k and v afterwards. A
-# program owns HEADS heads and walks over tokens, so that it adds up its part of the gradients of
-# the weights in registers and writes it once; torch adds the parts. Without atomics, every run has
-# the same bits.
+# d_qkv is written whole by one kernel: nothing joins the gradients of q, k and v afterwards. HEADS
+# heads are a group, and each group has `workers`. A worker is a program that takes every workers-th
+# token, so that it adds up its part of the gradients of the weights in registers and writes it
+# once; torch adds the parts. Without atomics, every run has the same bits.
 
 
 class _QkNormRope(torch.autograd.Function):
@@ -283,13 +287,13 @@ class _QkNormRope(torch.autograd.Function):
         total = heads + 2 * kv_heads
         heads_of_program = _heads_of_program(total, dim)
         groups = triton.cdiv(total, heads_of_program)
-        walks = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(qkv.device), groups)
-        walks = min(walks, tokens)
+        workers = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(qkv.device), groups)
+        workers = min(workers, tokens)
         d_qkv = qkv.new_empty(tokens, width)
         d_norm_parts = None
         if q_norm is not None:
-            d_norm_parts = qkv.new_empty(walks, groups, 2, dim, dtype=torch.float32)
-        _qk_norm_rope_backward[(groups, walks)](
+            d_norm_parts = qkv.new_empty(workers, groups, 2, dim, dtype=torch.float32)
+        _qk_norm_rope_backward[(groups, workers)](
             d_q.contiguous(),
             d_k.contiguous(),
             d_v.contiguous(),
@@ -303,10 +307,10 @@ class _QkNormRope(torch.autograd.Function):
             tokens,
             qkv.stride(0),
             ctx.eps,
-            heads,
-            kv_heads,
-            dim,
-            heads_of_program,
+            H=heads,
+            HKV=kv_heads,
+            D=dim,
+            HEADS=heads_of_program,
             **pick("qk_norm_rope_backward"),
         )
         d_q_norm = d_k_norm = None
@@ -326,7 +330,7 @@ def _qk_norm_rope_backward(
     cos_ptr,  # fp32 [T, D / 2]
     sin_ptr,
     d_qkv_ptr,  # [T, (H + 2 * HKV) * D]
-    d_norm_ptr,  # fp32 [walks, groups, 2, D]: of q_norm, of k_norm; or None
+    d_norm_ptr,  # fp32 [workers, groups, 2, D]: of q_norm, of k_norm; or None
     T,
     qkv_stride,
     eps,
@@ -336,11 +340,11 @@ def _qk_norm_rope_backward(
     HEADS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A program owns the heads of its group at every num_programs(1)-th token."""
+    """One worker owns the heads of its group at every num_programs(1)-th token."""
     TOTAL: tl.constexpr = H + 2 * HKV
     HALF: tl.constexpr = D // 2
     group = tl.program_id(0)
-    walk = tl.program_id(1)
+    worker = tl.program_id(1)
     head = (group * HEADS + tl.arange(0, HEADS))[:, None]  # [HEADS, 1]
     col = tl.arange(0, HALF)[None, :]
     is_q = head < H
@@ -351,20 +355,23 @@ def _qk_norm_rope_backward(
         d_weight1 = tl.zeros((HEADS, HALF), tl.float32)
         d_weight2 = tl.zeros((HEADS, HALF), tl.float32)
 
-    for t in tl.range(walk, T, tl.num_programs(1), num_stages=STAGES):
+    for t in tl.range(worker, T, tl.num_programs(1), num_stages=STAGES):
         token = tl.cast(t, tl.int64)  # an int in the interpreter
         cos = tl.load(cos_ptr + token * HALF + col)
         sin = tl.load(sin_ptr + token * HALF + col)
-        q_place = d_q_ptr + (token * H + head) * D + col
-        k_place = d_k_ptr + (token * HKV + head - H) * D + col
-        v_place = d_v_ptr + (token * HKV + head - H - HKV) * D + col
-        # of a head of q, the load from d_k gives 0, and the other way round
-        d_y1 = _load(q_place, is_q) + _load(k_place, is_k)  # [HEADS, D / 2]
-        d_y2 = _load(q_place + HALF, is_q) + _load(k_place + HALF, is_k)
-        d_v1 = _load(v_place, is_v)
-        d_v2 = _load(v_place + HALF, is_v)
-        d_x1 = d_y1 * cos + d_y2 * sin
-        d_x2 = d_y2 * cos - d_y1 * sin
+        d_q_ptrs = d_q_ptr + (token * H + head) * D + col
+        d_k_ptrs = d_k_ptr + (token * HKV + head - H) * D + col
+        d_v_ptrs = d_v_ptr + (token * HKV + head - H - HKV) * D + col
+        # A head has one of the three gradients. Masked lanes load 0 and touch no memory, so their
+        # addresses may lie anywhere: head - H is negative for heads of q.
+        d_y1 = _load(d_q_ptrs, is_q) + _load(d_k_ptrs, is_k)  # [HEADS, D / 2]
+        d_y2 = _load(d_q_ptrs + HALF, is_q) + _load(d_k_ptrs + HALF, is_k)
+        d_v1 = _load(d_v_ptrs, is_v)
+        d_v2 = _load(d_v_ptrs + HALF, is_v)
+        d_n1 = d_y1 * cos + d_y2 * sin
+        d_n2 = d_y2 * cos - d_y1 * sin
+        d_x1 = d_n1
+        d_x2 = d_n2
         if q_norm_ptr is not None:
             x_ptr = qkv_ptr + token * qkv_stride + head * D + col
             x1 = _load(x_ptr, is_q | is_k)
@@ -372,10 +379,10 @@ def _qk_norm_rope_backward(
             rstd = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, 1, keep_dims=True) / D + eps)
             r1 = x1 * rstd
             r2 = x2 * rstd
-            d_weight1 += d_x1 * r1
-            d_weight2 += d_x2 * r2
-            g1 = d_x1 * weight1
-            g2 = d_x2 * weight2
+            d_weight1 += d_n1 * r1
+            d_weight2 += d_n2 * r2
+            g1 = d_n1 * weight1
+            g2 = d_n2 * weight2
             mean = tl.sum(g1 * r1 + g2 * r2, 1, keep_dims=True) / D
             d_x1 = (g1 - r1 * mean) * rstd
             d_x2 = (g2 - r2 * mean) * rstd
@@ -384,7 +391,7 @@ def _qk_norm_rope_backward(
         tl.store(d_x_ptr + HALF, tl.where(is_v, d_v2, d_x2), head < TOTAL)
 
     if q_norm_ptr is not None:
-        d_norm_ptr += (walk * tl.num_programs(0) + group) * 2 * D + col
+        d_norm_ptr += (worker * tl.num_programs(0) + group) * 2 * D + col
         tl.store(d_norm_ptr, _sum_of(d_weight1, is_q))
         tl.store(d_norm_ptr + HALF, _sum_of(d_weight2, is_q))
         tl.store(d_norm_ptr + D, _sum_of(d_weight1, is_k))

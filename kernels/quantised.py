@@ -162,8 +162,8 @@ def _product(
     for step in range(first, end):
         if not PACKED:
             left = K - step * BLOCK_K  # columns
-            place = values_ptr + weight_rows[:, None] * K + step * BLOCK_K + columns[None, :]
-            values = tl.load(place, columns[None, :] < left, 0.0)
+            values_ptrs = values_ptr + weight_rows[:, None] * K + step * BLOCK_K + columns[None, :]
+            values = tl.load(values_ptrs, columns[None, :] < left, 0.0)
             x = tl.load(x_ptr + step * BLOCK_K, (columns[:, None] < left) & inside, 0.0)
             total = tl.dot(values.to(x.dtype), x, total, input_precision="ieee")
         else:  # BLOCK_K is the group
@@ -186,8 +186,8 @@ def _product(
             total += part * (tl.load(scales_ptr + group).to(tl.float32) / 16)[:, None]
     if not PACKED:
         total *= tl.load(scales_ptr + weight_rows)[:, None]
-    place = out_ptr + (split * M + rows[None, :]).to(tl.int64) * N + outputs[:, None]
-    tl.store(place, total, inside & (outputs[:, None] < N))
+    out_ptrs = out_ptr + (split * M + rows[None, :]).to(tl.int64) * N + outputs[:, None]
+    tl.store(out_ptrs, total, inside & (outputs[:, None] < N))
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -270,9 +270,9 @@ def _block_weights(
     row = tl.program_id(1)
     z = _scaled(logits_ptr, temperature_ptr, floors_ptr, row, block, row_stride, vocab, BLOCK)
     largest = tl.maximum(tl.max(z, 0), LOWEST)
-    place = row * tl.num_programs(0) + block
-    tl.store(largest_ptr + place, largest)
-    tl.store(sums_ptr + place, tl.sum(tl.exp(z - largest), 0))
+    offset = row * tl.num_programs(0) + block
+    tl.store(largest_ptr + offset, largest)
+    tl.store(sums_ptr + offset, tl.sum(tl.exp(z - largest), 0))
 
 
 @triton.jit(do_not_specialize_on_alignment=ROWS)
@@ -355,9 +355,9 @@ def _group_maxima(
     logits = tl.load(logits_ptr + row.to(tl.int64) * row_stride + ids, ids < vocab, float("-inf"))
     maxima = tl.maximum(tl.max(logits, 1), LOWEST)
     weights = tl.exp((logits - maxima[:, None]) * scale)
-    place = row * tl.num_programs(0) * GROUPS + groups
-    tl.store(maxima_ptr + place, maxima)
-    tl.store(sums_ptr + place, tl.sum(weights, 1))
+    offsets = row * tl.num_programs(0) * GROUPS + groups
+    tl.store(maxima_ptr + offsets, maxima)
+    tl.store(sums_ptr + offsets, tl.sum(weights, 1))
 
 
 @triton.jit(do_not_specialize_on_alignment=ROWS)
@@ -433,8 +433,8 @@ def _gather_candidates(
     before = tl.cumsum(found.to(tl.int32), 0) - 1
     first = tl.atomic_add(counts_ptr + row, tl.sum(found.to(tl.int32), 0))
     slots = first + before
-    place = candidates_ptr + row * CANDIDATES + slots
-    tl.store(place, logits, found & (slots < CANDIDATES))
+    candidates_ptrs = candidates_ptr + row * CANDIDATES + slots
+    tl.store(candidates_ptrs, logits, found & (slots < CANDIDATES))
 
 
 @triton.jit(do_not_specialize_on_alignment=ROWS)

@@ -1,11 +1,13 @@
 """The running softmax of the attention kernels, and their walk over the pages of a sequence.
 
-Attention of one query over keys j is sum_j p_j v_j with p_j = exp(s_j) / sum_i exp(s_i). A kernel
-sees the keys a tile at a time and keeps three values for each query:
+Attention of one query over keys j is sum_j p_j v_j with p_j = exp(l_j) / sum_i exp(l_i) and the
+logits l_j = q . k_j / sqrt(D). A score is the product q . k_j alone, and SCALE = log2(e) / sqrt(D)
+turns it into a logit in units of log2. A kernel sees the keys a tile at a time and keeps three
+values for each query:
 
-    row_max  the largest score so far, in units of log2
-    row_sum  the sum of exp2(score - row_max)
-    acc      the sum of exp2(score - row_max) * value
+    row_max  the largest SCALE * score so far
+    row_sum  the sum of exp2(SCALE * score - row_max)
+    acc      the sum of exp2(SCALE * score - row_max) * value
 
 A tile with a larger score rescales row_sum and acc by exp2(old row_max - new row_max) (Milakov &
 Gimelshein 2018; Dao et al. 2022). After the last tile, acc / row_sum is the output and
@@ -26,6 +28,11 @@ from kernels.common import FP8, SIZES, Config, check
 BLOCK_N = 64  # keys of a tile, fewer if a row of K is wide or the pages are small
 TILE_BYTES = 16384  # of a tile of K at most
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E); the hardware has exp2
+# The score of a pair that a mask hides. A row of flash.py may see no key of its first tiles. There
+# row_max is SCALE * MASKED rounded, and fma does not round its product, so p is exp2 of the
+# rounding error: of at most 16 for -1e9, but of about 1e21 for -1e30, which is infinite. The first
+# visible key, whose score is far above MASKED, then scales to 0 what was added up.
+MASKED = tl.constexpr(-1e9)
 
 
 def check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor) -> Config:
@@ -64,7 +71,8 @@ def gather_pages(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
 @triton.jit
 def softmax_start(M: tl.constexpr, D: tl.constexpr):
     """Returns row_max [M], row_sum [M] and acc [M, D] before the first tile."""
-    row_max = tl.full([M], -1e30, tl.float32)  # finite: minus infinity less itself would be NaN
+    # less than any score; finite, as minus infinity less itself would be NaN
+    row_max = tl.full([M], -1e30, tl.float32)
     row_sum = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D], tl.float32)
     return row_max, row_sum, acc
@@ -72,7 +80,7 @@ def softmax_start(M: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def softmax_step(scores, row_max, row_sum, SCALE: tl.constexpr):
-    """Adds a tile of scores [M, N], to be multiplied by SCALE, to row_max and row_sum [M].
+    """Adds a tile of scores [M, N] to row_max and row_sum [M].
 
     Returns p = exp2(SCALE * score - row_max) [M, N], the factor [M, 1] that rescales acc, and the
     new row_max and row_sum.
@@ -95,45 +103,48 @@ def attend_pages(
     block_table_ptr,  # of the sequence
     kv_head,
     start,  # the first key to visit, a multiple of BLOCK_N
-    stop,  # one past the last key to visit
-    stored,  # keys that the sequence has in the cache
-    last_key,  # the last key that a row sees, [M, 1] or one for all; None: all in start .. stop - 1
+    end,  # one past the last key to visit
+    context_len,  # keys of the sequence, or as many of them as may be read
+    seen_to,  # a row sees the keys below it: [M, 1] or one for all; None: no mask
     HKV: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    EXACT: tl.constexpr,
+    TWO_PARTS: tl.constexpr,
 ):
-    """Returns row_max, row_sum and acc after keys start .. stop - 1 of one kv head, tile by tile.
+    """Returns row_max, row_sum and acc after keys start .. end - 1 of one kv head, tile by tile.
 
-    Tensor cores take p in the dtype of q. EXACT: a second product adds what this rounding lost,
-    which reads no memory. Tiles begin at multiples of BLOCK_N from position 0, so the arithmetic of
-    a row does not depend on the other rows of q or where its chunk began.
+    Every row sees the first key that it visits. Tiles begin at multiples of BLOCK_N from position
+    0, so the arithmetic of a row does not depend on the other rows of q or where its chunk began.
+
+    Tensor cores take p in the dtype of q. With TWO_PARTS a second product, which reads no memory,
+    adds what this rounding lost, rounded in turn: of the 24 bits of p, two numbers in bf16 keep
+    about 16 and two in fp16 about 22.
     """
     D: tl.constexpr = q.shape[1]
-    key = tl.arange(0, BLOCK_N)
-    tile = key[:, None] * D + tl.arange(0, D)[None, :]  # [BLOCK_N, D] within a page
-    page = tl.load(block_table_ptr + start // PAGE, start < stored, 0)
-    for first_key in range(start, stop, BLOCK_N):
+    columns = tl.arange(0, BLOCK_N)
+    tile_offsets = columns[:, None] * D + tl.arange(0, D)[None, :]  # [BLOCK_N, D] within a page
+    page = tl.load(block_table_ptr + start // PAGE, start < context_len, 0)
+    for key in range(start, end, BLOCK_N):
         # 64 bits: a cache has more than 2^31 elements.
-        offset = ((page.to(tl.int64) * HKV + kv_head) * PAGE + first_key % PAGE) * D
+        page_offset = ((page.to(tl.int64) * HKV + kv_head) * PAGE + key % PAGE) * D
         # The page of the next tile is looked up now: a lookup in place stalls the pipeline.
-        next_key = first_key + BLOCK_N
-        page = tl.load(block_table_ptr + next_key // PAGE, next_key < stored, 0)
+        next_key = key + BLOCK_N
+        page = tl.load(block_table_ptr + next_key // PAGE, next_key < context_len, 0)
 
-        k = tl.load(k_cache_ptr + offset + tile).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, BLOCK_N]
-        if last_key is None:
-            v = tl.load(v_cache_ptr + offset + tile).to(q.dtype)
+        k = tl.load(k_cache_ptr + page_offset + tile_offsets).to(q.dtype)
+        scores = tl.dot(q, k.T, input_precision="ieee")  # [M, BLOCK_N]
+        if seen_to is None:
+            v = tl.load(v_cache_ptr + page_offset + tile_offsets).to(q.dtype)
         else:
-            scores = tl.where(first_key + key[None, :] <= last_key, scores, -1e30)
+            scores = tl.where(key + columns[None, :] < seen_to, scores, MASKED)
             # Values past the end are not read: they may be NaN, and 0 * NaN is NaN.
-            in_cache = first_key + key[:, None] < stored
-            v = tl.load(v_cache_ptr + offset + tile, in_cache, 0.0).to(q.dtype)
+            in_cache = key + columns[:, None] < context_len
+            v = tl.load(v_cache_ptr + page_offset + tile_offsets, in_cache, 0.0).to(q.dtype)
 
         p, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum, LOG2E / D**0.5)
-        rounded = p.to(q.dtype)
-        acc = tl.dot(rounded, v, acc * rescale, input_precision="ieee")
-        if EXACT:
-            lost = (p - rounded.to(tl.float32)).to(q.dtype)
-            acc = tl.dot(lost, v, acc, input_precision="ieee")
+        p_high = p.to(q.dtype)
+        acc = tl.dot(p_high, v, acc * rescale, input_precision="ieee")
+        if TWO_PARTS:
+            p_low = (p - p_high.to(tl.float32)).to(q.dtype)
+            acc = tl.dot(p_low, v, acc, input_precision="ieee")
     return row_max, row_sum, acc

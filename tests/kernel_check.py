@@ -62,9 +62,11 @@ def assert_close(out: Tensor, exact: Tensor, multiple: float) -> None:
     assert worst <= allowed, f"one element is off by {worst:.3g} (allowed: {allowed:.3g})"
 
 
-def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal):
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, deterministic
+):
     """Stands in for flash-attn: computes in plain PyTorch what its documentation says."""
-    assert causal and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    assert causal and deterministic and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
     outputs = []
     for i in range(len(cu_seqlens_q) - 1):
         (first, last), (start, end) = (x[i : i + 2].tolist() for x in (cu_seqlens_q, cu_seqlens_k))

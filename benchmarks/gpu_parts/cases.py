@@ -205,11 +205,12 @@ def rotations(shape: Shape) -> list[Case]:
         slots = torch.arange(tokens, dtype=torch.int32)
         return qkv, q_norm, k_norm, cos, sin, *caches, slots, EPS
 
-    saved = 2 * tokens * shape.kv_heads * shape.head_dim  # bytes by an FP8 cache
+    v_size = 2 * tokens * shape.kv_heads * shape.head_dim  # bytes of v, which backward never reads
+    saved = v_size  # by an FP8 cache: one byte an element of k and of v
     bf16 = partial(store, torch.bfloat16)
     return [
         Case("qk_norm_rope", pack, qk_norm_rope, 2 * size),
-        Case("qk_norm_rope backward", pack, qk_norm_rope, 5 * size, gradients=3),
+        Case("qk_norm_rope backward", pack, qk_norm_rope, 5 * size - v_size, gradients=3),
         Case("qk_norm_rope_store", bf16, qk_norm_rope_store, 2 * size),
         Case("qk_norm_rope_store fp8", partial(store, FP8), qk_norm_rope_store, 2 * size - saved),
     ]

@@ -283,11 +283,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kernel", default="", help="only cases whose name contains this")
     options = parser.parse_args(argv)
     compiled_cases(options.kernel)
-    # a kernel keeps what it was compiled to: one process a GPU
+    # A kernel keeps the GPU of its first launch, so a process is given one task and then replaced.
+    # On a loaded machine it would take a second task before the others have started.
     tasks = [(arch, options.kernel) for arch in ARCHITECTURES]
-    with get_context("spawn").Pool(len(tasks) + 1) as pool:
+    with get_context("spawn").Pool(len(tasks) + 1, maxtasksperchild=1) as pool:
         differing = pool.apply_async(specialisations, (options.kernel,))
-        lines = sum(pool.starmap(compile_cases, tasks), [])
+        lines = sum(pool.starmap(compile_cases, tasks, chunksize=1), [])
         lines += differing.get()
     print("\n".join(lines))
     return int(any("WRONG" in line for line in lines))

@@ -119,7 +119,7 @@ def build_trainer(
             activation_checkpointing=config.parallel.activation_checkpointing,
             cpu_offload=config.parallel.cpu_offload,
             dtype=dtype,
-            attention=choose_attention(config.run.attention, dtype),
+            attention=choose_attention(config.run.attention, dtype, ranks.device),
         ),
     )
 

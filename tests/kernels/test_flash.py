@@ -197,3 +197,30 @@ def test_what_does_not_fit_is_refused(heads, dim, tokens, message):
     q, k, v = (torch.ones(tokens, count, dim, device=DEVICE) for count in heads)
     with pytest.raises(ValueError, match=message):
         flash_attention(q, k, v, work)
+
+
+def test_work_of_another_dtype_is_refused():
+    """Its blocks may be longer than the tiles of this dtype, which leave the rest unwritten."""
+    x = torch.ones(5, 2, 16, dtype=torch.float32, device=DEVICE)
+    work = flash_work(sequences(5), DEVICE, torch.bfloat16)
+    half = x.bfloat16()
+    flash_attention(half, half, half, work)
+    for name, arguments in (("q", (x, x, x)), ("k", (half, x, half)), ("v", (half, half, x))):
+        message = f"{name} is torch.float32; expected torch.bfloat16"
+        with pytest.raises(ValueError, match=message):
+            flash_attention(*arguments, work)
+
+
+def test_a_pack_of_no_spans_is_refused():
+    with pytest.raises(ValueError, match="the pack has no spans; expected at least one"):
+        flash_work([], DEVICE, torch.float32)
+
+
+def test_without_gradients_the_output_has_the_same_bits(generator):
+    q, k, v, _ = inputs(generator, 42)
+    work = flash_work(TREE, DEVICE, q.dtype)
+    leaf = q.clone().requires_grad_()
+    out = flash_attention(leaf, k, v, work)
+    with torch.no_grad():
+        alone = flash_attention(leaf, k, v, work)
+    assert out.requires_grad and not alone.requires_grad and torch.equal(out, alone)

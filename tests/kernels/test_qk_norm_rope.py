@@ -1,9 +1,14 @@
 """q and k norm and rotary positions, into tensors and into cache pages, against float64."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from kernel_check import DEVICE, DTYPES, GRADIENT, POINTWISE, assert_close, poisoned, randn
 
+from benchmarks import gpu
 from kernels import qk_norm_rope as module
 from kernels.common import FP8
 from kernels.qk_norm_rope import naive_qk_norm_rope, qk_norm_rope, qk_norm_rope_store
@@ -130,7 +135,7 @@ def test_q_k_and_v_are_exact_and_the_same_bits_in_tensors_and_slots(
 @pytest.mark.parametrize("tile", [32, 2048])
 @pytest.mark.parametrize("norm", [True, False])
 def test_gradients_are_exact(generator, monkeypatch, dtype, tile, norm):
-    """With a program for each token, and with programs that walk over several."""
+    """With a program for each token, and with workers that take several."""
     monkeypatch.setattr(module, "TILE", tile)
     for number, shape in enumerate(shapes_of(tile), start=1):
         monkeypatch.setattr(module, "multiprocessors", lambda device, count=number: count)
@@ -142,18 +147,46 @@ def test_gradients_are_exact(generator, monkeypatch, dtype, tile, norm):
 
 def test_a_cache_in_8_bits_gets_the_nearest_numbers(generator):
     case = Case(generator, 5, 4, 2, 32)
-    case.qkv[0, -32:] *= 1000  # beyond the largest, 448
+    # The last value head of a token: numbers beyond the largest, 448, of both signs.
+    case.qkv[0, -32:] = torch.linspace(-600, 600, 32)
     case.k_cache, case.v_cache = (x.to(FP8)[1:-1] for x in case.guarded)
     case.store()
     slots = case.slots // PAGE, slice(None), case.slots % PAGE
     for cache, exact in zip((case.k_cache, case.v_cache), case.exact()[1:], strict=True):
         nearest = exact.float().clamp(-448, 448).to(FP8).float()
         assert torch.equal(cache.float()[slots], nearest)
+    assert case.v_cache.float()[slots].aminmax() == (-448, 448)
+
+
+@pytest.mark.slow
+def test_a_gpu_rounds_to_448_at_most_in_8_bits():
+    """The interpreter clamps by itself: here all conversions of the compiled kernel saturate."""
+    code = """
+import torch, triton
+from benchmarks.gpu_parts.cases import select
+from benchmarks.gpu_parts.compile import Driver
+from kernels.qk_norm_rope import _qk_norm_rope
+
+triton.runtime.driver.set_active(Driver(90))
+(case,) = select("qk_norm_rope_store fp8")
+with torch.device("meta"):
+    case.call(*case.make())
+kernels, *_ = _qk_norm_rope.device_caches[0]
+(kernel,) = kernels.values()
+for line in kernel.asm["ptx"].splitlines():
+    if "e4m3" in line:
+        print(line.split()[0])
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=gpu.ROOT, env=environment, capture_output=True, text=True
+    )
+    assert set(done.stdout.split()) == {"cvt.rn.satfinite.e4m3x2.f32"}, done.stderr
 
 
 def test_small_heads_feel_eps_and_negative_slots_are_not_stored(generator):
     """The padding rows of a captured graph have negative slots: only their q is computed."""
-    case = Case(generator, 4, 2, 2, 16, slots=[7, -1, 0, -2])
+    case = Case(generator, 4, 2, 2, 16, slots=[7, -1, 0, -1])
     case.qkv[:2] *= 1e-3
     case.qkv[1] = 0
     q, (exact_q, exact_k, exact_v) = case.store(), case.exact()
