@@ -49,10 +49,11 @@ def load_rollout(
         engine = Engine(
             model, tokenizer, max_running=running, max_context=context, **engine_options
         )
-    except OSError as error:
+    except (OSError, torch.OutOfMemoryError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "out of GPU memory"
         raise UserError(
             f"{path}: the KV cache of {running} x {context:,} tokens does not fit in the memory "
-            f"({error.strerror}); max_position_embeddings in its config.json bounds the context"
+            f"({reason}); max_position_embeddings in its config.json bounds the context"
         ) from None
     if cuda:
         print(f"KV pool: {engine.limits.pool:,} tokens", file=sys.stderr)

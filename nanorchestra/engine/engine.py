@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanorchestra.engine.block_manager import BlockManager
 from nanorchestra.engine.cpu_runner import CpuRunner
-from nanorchestra.engine.model_runner import ModelRunner, free_memory
+from nanorchestra.engine.model_runner import ModelRunner, bytes_beside_pages, free_memory
 from nanorchestra.engine.runner import Runner
 from nanorchestra.engine.sampler import Draw, Result
 from nanorchestra.engine.scheduler import Batch, Scheduler
@@ -51,12 +51,12 @@ class Step:
 class Engine:
     """Continuous batching over a paged KV cache.
 
-    num_pages: pages of the KV pool (default: 1 GiB worth on a CPU, on a GPU memory_share of the
-    memory that is free then). page_size: tokens a page (default: 16 on a CPU, 64 on a GPU).
-    max_batch_tokens: tokens that one step computes at most. max_running: requests that decode at
-    the same time. max_context: longest sequence, prompt and sampled ids together (default: the
-    model's). kv_dtype: of the KV (default: the model's); float8_e4m3fn halves what attention reads,
-    on a GPU from sm_89 on. Raises UserError for a number below 1 or another dtype.
+    num_pages: pages of the KV pool (default: 1 GiB worth on a CPU; on a GPU memory_share of what is
+    free then, less what the runner takes beside). page_size: tokens a page (default: 16 on a CPU,
+    64 on a GPU). max_batch_tokens: tokens that one step computes at most. max_running: requests
+    that decode at the same time. max_context: longest sequence, prompt and sampled ids together
+    (default: the model's). kv_dtype: of the KV (default: the model's); float8_e4m3fn halves what
+    attention reads, on a GPU from sm_89 on. Raises UserError for a number below 1 or another dtype.
 
     The model may be shared with a trainer. Call `update_weights()` after changing it in place.
     """
@@ -79,13 +79,19 @@ class Engine:
         kv_dtype = kv_dtype or weight.dtype
         if page_size is None:
             page_size = 64 if on_gpu else 16
+        longest = config.max_position_embeddings
+        self.max_context = longest if max_context is None else min(max_context, longest)
         if num_pages is None:
-            pool = memory_share * free_memory(weight.device) if on_gpu else DEFAULT_POOL
+            pool = DEFAULT_POOL
+            if on_gpu:
+                rows = min(max_running, max_batch_tokens)
+                beside = bytes_beside_pages(
+                    config, weight.dtype, max_batch_tokens, rows, self.max_context
+                )
+                pool = memory_share * (free_memory(weight.device) - beside)
             kv_heads = 2 * config.num_hidden_layers * config.num_key_value_heads
             token_bytes = kv_heads * config.head_dim * kv_dtype.itemsize
             num_pages = max(1, int(pool / (page_size * token_bytes)))
-        longest = config.max_position_embeddings
-        self.max_context = longest if max_context is None else min(max_context, longest)
         for name, value in (
             ("num_pages", num_pages),
             ("page_size", page_size),

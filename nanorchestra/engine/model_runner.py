@@ -4,7 +4,7 @@ The inputs of a step lie in one block of memory of fixed capacity (step_inputs.p
 brings to the GPU. A step that only decodes replays a graph: the forward pass, the output matrix,
 top-k, top-p and the draw. Each of a few batch sizes has a graph (`graph_sizes`: 36 sizes for 512
 running requests), captured when the runner is made. A step with prefill launches the same
-computation kernel by kernel. After the start nothing is captured or compiled. Only `read` and
+computation kernel by kernel. After the start no step is captured or compiled. Only `read` and
 `wait` wait for the GPU.
 
 The tokens that a step draws stay on the device too (`Draws`). The next step takes its inputs from
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels.common import FP8, SIZES
-from kernels.paged_decode import DecodeWork, decode_scratch, rows_per_item
+from kernels.paged_decode import DecodeWork, decode_scratch, rows_per_item, split_bounds
 from kernels.paged_prefill import prefill_items
 from kernels.sample import sample, truncation_floor
 from nanorchestra.engine.sampler import Draw, Result
@@ -42,11 +42,12 @@ from nanorchestra.engine.step_inputs import (
 )
 from nanorchestra.errors import require
 from nanorchestra.model.attention import DecodeInputs, PagedAttention, PrefillInputs
-from nanorchestra.model.qwen3 import Qwen3
+from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 
 # Tokens of prefill beside decodes. 150 to 250 rows take the time of one, which is that of reading
 # the weights. With 384 no request waits longer than three median steps (test_scheduler.py).
 MIXED_PREFILL_TOKENS = 384
+DRAWN_AGAIN = 32  # rows at a time: each takes several copies of its logits, 0.6 MB each
 
 
 class Draws:
@@ -98,12 +99,29 @@ class Launched:
         self.errors: dict[Request, Exception] = {}  # of requests that cannot be drawn
 
 
+def bytes_beside_pages(
+    config: ModelConfig, dtype: torch.dtype, tokens: int, rows: int, max_context: int
+) -> int:
+    """Returns about what a ModelRunner takes on the device beside the KV pages.
+
+    Scratch of attention, logits, rows that are drawn again, and the activations of an eager step,
+    of which those of a layer's MLP are the most.
+    """
+    splits = len(split_bounds(max_context)) - 1
+    heads, head_dim = config.num_attention_heads, config.head_dim
+    scratch = 4 * rows * splits * heads * (head_dim + 1)
+    logits = 4 * config.vocab_size * (rows + 5 * min(rows, DRAWN_AGAIN))
+    widths = 6 * config.hidden_size + 3 * config.intermediate_size + 4 * heads * head_dim
+    return scratch + logits + tokens * widths * dtype.itemsize
+
+
 class ModelRunner:
     """Owns the KV pages: kv_cache [2, layers, num_pages, Hkv, page_size, D], keys then values.
 
-    A `Runner` (runner.py). Steps run in the order of their launches, on the current stream. The
-    device memory of draws and logits is that of the last step launched, so a step must be drawn
-    before the next one is launched; it need not have been read.
+    A `Runner` (runner.py). A step k is `launch(k)`, `draw(k)`, `read(k)`, on the current stream.
+    Device memory (inputs, logits, draws) is that of the last launch, so `draw(k)` comes before
+    `launch(k + 1)`; `read(k)` may come after it. Host memory of draws and masks is written again by
+    `draw(k + 1)`, so `read(k)` comes before that.
 
     use_graphs: whether steps that only decode replay graphs. The graphs hold the addresses of the
     weights: they must be changed in place.
@@ -141,7 +159,9 @@ class ModelRunner:
         matrices = config.hidden_size * (2 * q + 2 * kv + 3 * config.intermediate_size)
         self.mixed_prefill = MixedPrefill(MIXED_PREFILL_TOKENS, matrices / (2 * q))
 
-        # Memory on the device, which keeps its address from here on.
+        # Memory on the device, which keeps its address from here on; so do the model's weights and
+        # its rotary frequencies, which a graph reads too.
+        self._frequencies = model.rope_frequencies(self.device)
         rows = min(max_running, max_batch_tokens)
         shape = (2, config.num_hidden_layers, num_pages, kv_heads, page_size, config.head_dim)
         self.kv_cache = torch.zeros(shape, dtype=kv_dtype, device=self.device)
@@ -172,12 +192,13 @@ class ModelRunner:
         self.graphs: dict[int, Graph] = {}  # by batch size
         self.use_graphs = on_gpu
         self.capture_stream = None
+        self._stream = None  # of the last launch
         if on_gpu:
             with torch.cuda.device(self.device):
                 self.capture_stream = torch.cuda.Stream()
-                self.warm_up()
-                self.capture()
-                self.warm_up()  # capturing has given the eager steps' memory back: takes it again
+                self.warm_up()  # compiles
+                self.capture()  # each capture gives the memory that torch keeps back
+                self.warm_up()  # takes the memory of eager steps before the first request
 
     # Before the first request.
 
@@ -189,8 +210,8 @@ class ModelRunner:
         for rows in graph_sizes(self.capacity.rows):
             self._compute(StepShape(decodes=rows, sampled=rows))
         self._host_masks.rows.zero_()
-        self._draw_again(self.capacity.rows)
-        self._draw_again(1)
+        for count in (1, 8, DRAWN_AGAIN):
+            self._draw_again(slice(0, min(count, self.capacity.rows)))
 
     def _warm_up_prefill(self):
         """Prefills on page 0, of as many tokens as a step can have, and of few."""
@@ -227,6 +248,8 @@ class ModelRunner:
     def launch(self, batch: Batch, after: Launched | None = None) -> Launched:
         """Starts a step, and does not wait for it (`Runner.launch`)."""
         with self._on_device():
+            if self.device.type == "cuda":
+                self._stream = torch.cuda.current_stream()
             for copy in batch.page_copies:
                 self.kv_cache[:, :, copy.target].copy_(self.kv_cache[:, :, copy.source])
             sizes = sorted(self.graphs) if self.use_graphs else ()
@@ -240,17 +263,21 @@ class ModelRunner:
             return Launched(step.sampled)
 
     def draw(self, launched: Launched, requests: list[Request]) -> None:
-        """Draws rows again whose guide forbids ids, and starts the copy of the draws to the host.
+        """Draws again the rows whose guide forbids ids or that report their most probable ids.
 
-        The masks need all tokens before, so the host must have read the step before this one. Call
-        it before the next launch: the stream is in order, so a later copy would wait for that step
-        as well.
+        Then starts the copy of all draws to the host. A guide's mask follows from the tokens
+        before, so call this after those are accepted; and before the next launch, which overwrites
+        the logits, and behind which the copy would wait for that step too.
         """
         with self._on_device():
             redrawn = self._fill_masks(launched, requests)
             if redrawn:
                 launched.redrawn_row_of = {request: row for row, request in enumerate(redrawn)}
-                self._draw_again(len(redrawn))
+                used = self._masks.bytes_of_rows(len(redrawn))
+                masks, host = self._masks.memory[:used], self._host_masks.memory[:used]
+                masks.copy_(host, non_blocking=True)
+            for start in range(0, len(redrawn), DRAWN_AGAIN):
+                self._draw_again(slice(start, min(start + DRAWN_AGAIN, len(redrawn))))
             self._host_draws.memory.copy_(self.draws.memory, non_blocking=True)
             if self._drawn is not None:
                 self._drawn.record()
@@ -273,9 +300,10 @@ class ModelRunner:
 
     def wait(self) -> None:
         """Waits for everything that was launched: the host's memory may be written again."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        if self._stream is not None:
+            self._stream.synchronize()
 
+    @torch.inference_mode()
     def clear_pages(self, pages: list[int] | None = None) -> None:
         """Zeroes pages, by default all: KV that is not finite must not outlive its request."""
         if pages is None:
@@ -346,35 +374,33 @@ class ModelRunner:
             try:
                 allowed = request.allowed_ids()
                 if allowed is not None:
-                    bits.append(np.packbits(allowed[: self.vocab_size], bitorder="little"))
                     require(
-                        len(bits[-1]) == self._masks.allowed_bits.shape[1],
+                        len(allowed) >= self.vocab_size,
                         f"guide: a mask of {len(allowed)} ids; expected {self.vocab_size}",
                     )
             except Exception as error:
                 launched.errors[request] = error
-                del bits[len(redrawn) :]
                 continue
-            if allowed is None:
-                if not request.params.top_logprobs:
-                    continue
+            if allowed is not None:
+                bits.append(np.packbits(allowed[: self.vocab_size], bitorder="little"))
+                redrawn.append(request)
+            elif request.params.top_logprobs:
                 bits.append(np.full(self._masks.allowed_bits.shape[1], 255, np.uint8))
-            redrawn.append(request)
+                redrawn.append(request)
         write(self._host_masks.rows, [launched.row_of[request] for request in redrawn])
         write(self._host_masks.allowed_bits, bits)
         return redrawn
 
     @torch.inference_mode()
-    def _draw_again(self, count: int) -> None:
-        """Draws the first rows of the host's masks again, over the draws that the step has made.
+    def _draw_again(self, part: slice) -> None:
+        """Draws the rows of these masks again, at most DRAWN_AGAIN, over the step's own draws.
 
-        The noise is the same, so a row whose mask allows what it has drawn draws it again.
+        The noise is the step's, so a row whose mask allows what it has drawn draws it again. Copies
+        their most probable ids to the host, whether they are asked for or not.
         """
-        used = self._masks.bytes_of_rows(count)
-        self._masks.memory[:used].copy_(self._host_masks.memory[:used], non_blocking=True)
-        rows = self._masks.rows[:count].long()
+        rows = self._masks.rows[part].long()
         shifts = torch.arange(8, dtype=torch.uint8, device=self.device)
-        allowed = (self._masks.allowed_bits[:count, :, None] >> shifts) & 1  # [count, bytes, 8]
+        allowed = (self._masks.allowed_bits[part, :, None] >> shifts) & 1  # [rows, bytes, 8]
         allowed = allowed.flatten(1)[:, : self.vocab_size].bool()
         # As wide as the step's own logits: the kernels are compiled for their stride.
         logits = self.logits.index_select(0, rows)
@@ -393,9 +419,9 @@ class ModelRunner:
         kept = logits.masked_fill(logits < floor, -torch.inf)
         scale = torch.where(temperature < GREEDY_BELOW, 1.0, temperature)[:, None]
         most = min(MOST_TOP_LOGPROBS, self.vocab_size)
-        values, ids = (kept / scale).log_softmax(1).topk(most)  # [count, most]
-        self._host_top.logprobs[:count, :most].copy_(values, non_blocking=True)
-        self._host_top.ids[:count, :most].copy_(ids, non_blocking=True)
+        values, ids = (kept / scale).log_softmax(1).topk(most)  # [rows, most]
+        self._host_top.logprobs[part, :most].copy_(values, non_blocking=True)
+        self._host_top.ids[part, :most].copy_(ids, non_blocking=True)
 
     def _top_logprobs(self, launched, request) -> TopLogprobs:
         count = min(request.params.top_logprobs, self.vocab_size)

@@ -5,7 +5,8 @@ number, a hash of (seed, position): from the same logits a request draws the sam
 neighbours, after a preemption and after a restart. The token is found by inverting the cumulative
 distribution, first over blocks of the vocabulary, then within one block, so nothing of size
 [rows, vocab] is sorted.
-kernels/sample.py does the same on a GPU.
+kernels/sample.py does the same on a GPU, but that ids with the very logit of the last one kept are
+all kept there.
 """
 
 from collections.abc import Sequence

@@ -10,7 +10,7 @@ from nanorchestra.model.ops import by_kernel
 from nanorchestra.model.quantise import QuantisedLinear
 from nanorchestra.model.qwen3 import Qwen3
 
-POSITIONS = 1024  # whose logits are in memory at a time
+POSITIONS = 256  # whose logits are in memory at a time, several times: 155 MB each for Qwen3-8B
 
 
 @torch.inference_mode()

@@ -66,8 +66,9 @@ class StepInputs:
         self.tokens = arena.tensor(tokens, dtype=int32)
         self.positions = arena.tensor(tokens, dtype=int32)
         self.slots = arena.tensor(tokens, dtype=int32)  # page * page_size + offset of its KV
-        # Of every decode: the row of its token among the last step's draws, or -1 if the host has
-        # read that and `tokens` has it.
+        # Of every decode: the row of the last step's draws that holds its newest id, for a step
+        # launched before the host has read that; else -1, and `tokens` has the id. A step with
+        # prefill is never launched so early, and does not read it.
         self.drawn_row = arena.tensor(rows, dtype=int32)
         # Of every row that is sampled.
         self.sampled_token = arena.tensor(rows, dtype=int32)  # index of its last token in `tokens`
@@ -105,7 +106,10 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class StepShape:
-    """The counts that the launches of a step depend on. Those of a graph: decodes and sampled."""
+    """The counts that fix the launches of a step.
+
+    A graph is captured for a number of `decodes`, as many of them sampled, and no prefill.
+    """
 
     decodes: int  # padding included
     prefill_tokens: int = 0
@@ -162,8 +166,8 @@ class HostInputs:
         self.page_size = page_size
         self.bounds = bounds
         self.rows_per_item = rows_per_item
-        # Two blocks in turn. A step is filled only when the step two before it has been read or
-        # waited for, so that the copy of its block is done.
+        # Two blocks in turn. The block of step k is filled again for step k + 2, whose launch
+        # follows `read(k)` or `wait()`: by then its copy has ended.
         self._blocks = [
             _HostBlock(StepInputs.allocate(capacity, "cpu", pinned), [[]] * capacity.rows)
             for _ in range(2)
@@ -277,8 +281,9 @@ class HostInputs:
     def _by_prefix(self, decodes) -> _Grouping:
         """Orders the decodes by the pages that they share, and says which rows share what.
 
-        A grouping holds while the same requests decode: the shared pages are indexed, so no table
-        exchanges them. A request that loses its pages is missing from a batch before it is back.
+        Kept while the same requests decode, since their shared pages stay: `commit` exchanges only
+        pages that were not indexed, and shared ones are. A request that loses its pages and shares
+        any is missing from a batch before it is back.
         """
         if self._grouping.decodes == decodes:
             return self._grouping

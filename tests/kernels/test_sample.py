@@ -106,6 +106,19 @@ def test_truncation_keeps_what_a_sort_would(generator, monkeypatch, candidates):
     assert (greedy == -math.inf).all() and floors[0] == -math.inf
 
 
+def test_a_top_k_beyond_the_vocabulary_keeps_all(generator):
+    """2^19 and more do not fit the units that the search counts in."""
+    logits = randn(generator, 4, 200, scale=2.0)
+    temperature = temperatures(generator, 4, 1.0)
+    found = []
+    for top_k in (0, 200, 2**19, 2**20 + 20, 2**31 - 1):
+        limits_of_rows = limits(4, [(top_k, 1.0), (top_k, 0.5)])
+        found.append(truncation_floor(logits, temperature, *limits_of_rows, 200))
+    for floors in found[1:]:
+        assert torch.equal(floors[1::2], found[0][1::2]), "with top-p"
+        assert (logits >= floors[:, None])[::2].all(), "without"
+
+
 def test_flat_and_peaked_rows_lose_no_candidate(generator):
     """The bound of step 2 is tight where all ids are alike, and where one has all the weight."""
     flat = 1e-4 * torch.randn(130, generator=generator)
