@@ -377,7 +377,7 @@ def _candidate_bounds(
 ):
     row = tl.program_id(0)
     temperature = tl.load(temperature_ptr + row)
-    top_k = tl.load(top_k_ptr + row)
+    top_k = tl.minimum(tl.load(top_k_ptr + row), vocab)  # times ONE it fits 63 bits
     top_p = tl.load(top_p_ptr + row)
     if not _is_limited(temperature, top_k, top_p):
         return
@@ -457,7 +457,7 @@ def _search_floors(
 ):
     row = tl.program_id(0)
     temperature = tl.load(temperature_ptr + row)
-    top_k = tl.load(top_k_ptr + row)
+    top_k = tl.minimum(tl.load(top_k_ptr + row), vocab)  # times ONE it fits 63 bits
     top_p = tl.load(top_p_ptr + row)
     if not _is_limited(temperature, top_k, top_p):
         tl.store(floors_ptr + row, float("-inf"))
