@@ -127,7 +127,9 @@ class Engine:
         )
         self.limits = Limits(config.vocab_size, self.max_context, num_pages * page_size)
         self._request_ids = itertools.count()
-        self._ahead: Step | None = None  # launched before the tokens of the step before were read
+        # The step after the last one: launched before that one's tokens were read, drawn once they
+        # were accepted, read by the next call of `step`.
+        self._ahead: Step | None = None
         self._counts = {"steps": 0, "prefill_tokens": 0, "sampled_tokens": 0}
 
     def generate(
@@ -171,7 +173,7 @@ class Engine:
         return request
 
     def step(self) -> list[Request]:
-        """Computes one step, if there is work.
+        """Computes one step, if there is work: launch, launch the next, read, accept, call back.
 
         Returns the requests that ended in it by a stop, a limit or an error. A caller knows what it
         has aborted.
@@ -183,11 +185,11 @@ class Engine:
 
         An exception while a request is admitted, drawn, guided, decoded or told of its token ends
         that request alone: it finishes with reason "error", and `Request.error` is the exception.
-        So does a request whose logits are not finite; its pages are cleared. If the computation of
-        the step itself fails, all running requests are aborted, the cache is emptied, and the error
-        is raised. A callback must not call `step`.
+        So does a request whose logits are not finite; the pages that it alone holds are cleared. If
+        the step itself fails or is interrupted, all its requests are aborted, the cache is emptied,
+        and the error is raised. A callback must not call `step`.
         """
-        failed = []
+        failed, step = [], None
         try:
             with torch.inference_mode():
                 step = self._take_ahead() or self._start_step(failed)
@@ -202,7 +204,7 @@ class Engine:
                 # the GPU works meanwhile.
                 self._draw_ahead()
         except BaseException:
-            self._abandon()
+            self._abandon(step)
             raise
         for request, draw in accepted:
             self._call_back(request, draw)
@@ -261,10 +263,10 @@ class Engine:
             self._ahead = None
             self.runner.wait()
 
-    def _abandon(self):
-        """Ends all running requests after the device or the runner has failed."""
+    def _abandon(self, step: Step | None):
+        """Ends the running requests, and those of the step, after a failure or an interrupt."""
         self._ahead = None
-        for request in list(self.scheduler.running):
+        for request in [*self.scheduler.running, *(step.batch.sampled if step else ())]:
             self.abort(request)
         self.reset_prefix_cache()
         with suppress(Exception):  # the error that is about to be raised says more
@@ -337,7 +339,7 @@ class Engine:
     def fail(self, request: Request, error: Exception) -> None:
         """Ends a request by an error of its own, as `abort` does; `completed` then raises it.
 
-        A request that finished in the present step counts as failed too.
+        If it has finished in this step and its callback raised, its completion is made anew.
         """
         if not request.finished:
             self.scheduler.finish(request)

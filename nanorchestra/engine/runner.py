@@ -25,7 +25,10 @@ class Runner(Protocol):
         """
 
     def draw(self, launched: Any, requests: list[Request]) -> None:
-        """Finishes the draws of a step for these requests, whose tokens before are known now."""
+        """Finishes the draws of a step for these requests.
+
+        Call it after the tokens of the step before are accepted, and before the next launch.
+        """
 
     def read(self, launched: Any, requests: list[Request]) -> list[Result]:
         """Returns the draws of these requests, once they are there."""

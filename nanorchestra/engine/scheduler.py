@@ -1,9 +1,9 @@
 """Decides what each step computes: admission, preemption, and the release of pages. No torch.
 
-Every step decodes all running requests first and spends the rest of `max_batch_tokens` on prefill,
-in chunks. Admission is optimistic: a request is admitted when its present tokens fit, whatever its
-max_tokens. When pages run out, the newest sequence loses its pages, whether it runs or waits for a
-tool. It is computed again later, mostly from indexed pages.
+Every step first decodes all running requests that are past their prefill, and spends the rest of
+`max_batch_tokens` on prefill, in chunks. Admission is optimistic: a request is admitted when its
+present tokens fit, whatever its max_tokens. When pages run out, the newest sequence loses its
+pages, whether it runs or waits for a tool. It is computed again later, mostly from indexed pages.
 
 Equal prompts are prefilled once. A request whose prompt is being prefilled waits for the end of
 that prefill, then takes its full pages, copies its part-filled one, and computes the last token
@@ -119,7 +119,8 @@ class Scheduler:
         self.running: list[Request] = []
         self.parked: set[Sequence] = set()
         self.preemptions = 0
-        # False once the first in the queue did not fit, until something changes that could help.
+        # Read by `schedule_ahead` alone. False once the first in the queue lacks rows or pages, and
+        # True again when a request is queued or pages are released.
         self._may_admit = True
 
     def add(self, request: Request) -> None:
@@ -151,7 +152,8 @@ class Scheduler:
         ended with the token that is not known yet; its row in the next step is then ignored.
         """
         sampled = batch.sampled
-        going_on = [r for r in sampled if len(r.ids) + 1 < r.limit]
+        going_on = [r for r in sampled if len(r.ids) + 1 < r.limit]  # the unknown token counted
+        # Those that are sampled are running: as many of both leave none in the middle of prefill.
         none_in_prefill = len(sampled) == len(self.running)
         if not going_on or not none_in_prefill or (self.waiting and self._may_admit):
             return None
@@ -170,7 +172,7 @@ class Scheduler:
             self.blocks.commit(chunk.request.sequence, chunk.end)
 
     def finish(self, request: Request) -> None:
-        """Takes out a request that stopped, was aborted, or whose step failed."""
+        """Takes out a request that stopped, was aborted, or failed. A session keeps its pages."""
         self._release(request, keep_pages=request.sequence.is_session)
 
     def discard(self, request: Request) -> list[int]:
@@ -191,6 +193,8 @@ class Scheduler:
             self._requeue(request)
         for sequence in list(self.parked):
             self.close(sequence)
+        for request in self.waiting:  # an interrupted admission may have left pages
+            self.blocks.release(request.sequence)
         self.blocks.clear(weight_version)
 
     # Running requests.
@@ -279,6 +283,8 @@ class Scheduler:
                 self._start(admission, request)
             except Exception as error:  # a fault of one request's must not stop the others
                 batch.failed[request] = error
+                batch.decodes = [other for other in batch.decodes if other is not request]
+                batch.prefills = [c for c in batch.prefills if c.request is not request]
 
     def _share_prefix(self, request):
         """Gives a request the indexed pages of its prefix. A session comes with its own pages."""
@@ -286,7 +292,7 @@ class Scheduler:
             self.blocks.match(request.sequence)
 
     def _waits_for_its_prompt(self, admission, request) -> bool:
-        """True if a running request is about to compute the same prompt."""
+        """True if a running request computes the same prompt and is not done: it will be shared."""
         other = self._same_prompt(admission, request)
         return other is not None and not self._has_computed(other, request)
 
@@ -305,7 +311,7 @@ class Scheduler:
         """
         sequence = request.sequence
         self.parked.discard(sequence)
-        newer_than = sequence.age if self.running else -1
+        newer_than = sequence.age if self.running else -1  # -1: all parked sessions give way
         length = len(request.ids)
         missing = self.blocks.missing(sequence, length)
         while self.blocks.available < missing + len(self.running):

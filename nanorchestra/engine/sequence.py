@@ -236,7 +236,8 @@ class Request:
         self, reason: str, tokenizer: Tokenizer | None, error: Exception | None = None
     ) -> None:
         """Makes the completion. With an error, or ids that do not decode, it says "error"."""
-        sampled = self.ids[self.prompt_tokens :]
+        end = self.prompt_tokens + len(self.logprobs)  # a session may have gone on already
+        sampled = self.ids[self.prompt_tokens : end]
         text = ""
         self.error = error
         try:

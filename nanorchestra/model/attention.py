@@ -1,13 +1,13 @@
-"""Attention in its three places: KV pages on a GPU, KV pages in plain PyTorch, a training pack.
+"""Attention in its three places: KV pages on a GPU, KV pages in plain PyTorch, a pack of sequences.
 
 An attention object receives a layer's raw queries, keys and values. It owns all that follows: the
-norm of queries and keys, their rotation, the store of keys and values, and attention itself. A
-step makes one object; all layers of the model call it. The decoder (qwen3.py) computes the rest,
-so that trainer and sampler run the same lines.
+norm of queries and keys, their rotation, the store of keys and values, and attention itself. One
+object serves all layers of a step. The decoder (qwen3.py) computes the rest, so that trainer and
+sampler run the same lines.
 
     PagedAttention     the engine on a GPU: Triton kernels
-    GatheredAttention  the engine on a CPU, and readers: the same pages in plain PyTorch
-    PackedAttention    training: packed samples that share prefixes, differentiable
+    GatheredAttention  the engine on a CPU without native/: the same pages in plain PyTorch
+    PackedAttention    training and scores: sequences that share prefixes, differentiable
 """
 
 from __future__ import annotations
@@ -165,7 +165,8 @@ class GatheredAttention:
             pages = list(chunk.pages)
             k = k_cache[pages].transpose(0, 1).flatten(1, 2)[None, :, :end]  # [1, Hkv, end, D]
             v = v_cache[pages].transpose(0, 1).flatten(1, 2)[None, :, :end]
-            mask = torch.ones(chunk.count, end, dtype=torch.bool).tril(chunk.start)
+            mask = torch.ones(chunk.count, end, dtype=torch.bool, device=q.device)
+            mask = mask.tril(chunk.start)  # a query sees the keys up to its own position
             out = F.scaled_dot_product_attention(
                 query.transpose(0, 1)[None], k, v, mask, enable_gqa=True
             )
@@ -177,7 +178,8 @@ class GatheredAttention:
 class Segment:
     """Tokens start .. start + length of a pack, and the prefix that they see before themselves.
 
-    The prefix is an earlier segment or its first tokens; what that segment sees is seen as well.
+    prefix_start is the start of an earlier segment: the prefix is that segment, or its first
+    tokens. What that segment sees is seen as well.
     """
 
     start: int
@@ -190,8 +192,8 @@ class PackedAttention:
     """Attention over a training pack, where samples share their prompt and prompts their beginning.
 
     A pack is a list of segments that cover it in order, without gaps. A segment attends to its
-    prefixes and causally to itself. Nothing is padded, masked or copied. `kernel` names the kernel
-    of a GPU: "triton" or "flash-attn" (kernels/flash_attn.py).
+    prefixes and causally to itself. No token is padding, and no [T, T] mask is made. `kernel` names
+    the kernel of a GPU: "triton" or "flash-attn" (kernels/flash_attn.py).
     """
 
     def __init__(self, segments: Sequence[Segment], kernel: str = "triton"):
@@ -281,9 +283,9 @@ Work = FlashWork | ExternalPlan | list[_DenseCall]  # what a kernel of PackedAtt
 
 
 class _SpanAttention(torch.autograd.Function):
-    """Attention on a CPU: one flash-attention call per span, merged exactly by log-sum-exps.
+    """Attention on a CPU: one flash-attention call per span, merged by their log-sum-exps.
 
-    The merge is that of Dao et al. 2022, section 3.1. The backward pass of a span, given the merged
+    The merge is that of Dao et al. 2022, section 3.1; in 16 bits each one rounds once. The backward pass of a span, given the merged
     output and log-sum-exp, is that span's share of the gradients. Autograd cannot derive this: it
     does not differentiate the log-sum-exp.
     """

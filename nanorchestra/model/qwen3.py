@@ -1,10 +1,11 @@
 """The dense decoder of Qwen3 and its kin, used by the trainer and the engine alike.
 
-This file alone says what a layer computes. It works on packed tokens, [T], without a batch
-dimension or padding. The caller supplies positions and an attention object (attention.py), which
-decides what attends to what. Qwen3, Qwen2.5 and Llama differ by three switches of ModelConfig: the
-norm of queries and keys, a bias on q, k and v, and the scaling of the rotary frequencies.
-hf_config.py reads configurations, weights.py reads and writes weights.
+This file alone says what a layer is made of; native/native.c repeats it in C for CPUs. It works on
+packed tokens, [T], without a batch dimension or padding. The caller supplies positions and an
+attention object (attention.py), which decides what attends to what. Qwen3, Qwen2.5 and Llama differ
+by three switches of ModelConfig: the norm of queries and keys, a bias on q, k and v, and the
+scaling of the rotary frequencies. hf_config.py reads configurations, weights.py reads and writes
+weights.
 """
 
 from dataclasses import dataclass
@@ -166,7 +167,7 @@ class Qwen3(nn.Module):
         return generator
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """Return the hidden states after the final norm, [T, hidden]; inputs are int64 [T]."""
+        """Return the hidden states after the final norm, [T, hidden]; inputs are integers [T]."""
         rotation = self.rotation(positions)
         x = self.embed_tokens(tokens)
         residual = None
@@ -192,6 +193,6 @@ class Qwen3(nn.Module):
         return 1.0 if self.config.rope is None else self.config.rope.attention_factor
 
     def rotation(self, positions: Tensor) -> Rotation:
-        """Return the rotation of positions int64 [T]."""
+        """Return the rotation of positions, integers [T]."""
         frequencies = self.rope_frequencies(positions.device)
         return Rotation.of(positions, frequencies, self.rope_attention_factor)

@@ -72,7 +72,9 @@ class YarnScaling:
         first, last = max(first, 0), min(last, 2 * pairs - 1)
         if first == last:
             last += 0.001  # a step in place of a ramp
-        ramp = (torch.arange(pairs, dtype=torch.float32) - first) / (last - first)
+        ramp = (torch.arange(pairs, dtype=torch.float32, device=frequencies.device) - first) / (
+            last - first
+        )
         kept = 1 - ramp.clamp(0, 1)  # share of the original frequency
         return frequencies / self.factor * (1 - kept) + frequencies * kept
 
@@ -117,7 +119,7 @@ class Rotation:
 
     @classmethod
     def of(cls, positions: Tensor, frequencies: Tensor, attention_factor: float) -> "Rotation":
-        """Return the rotation of positions int64 [T], by frequencies fp32 [D / 2]."""
+        """Return the rotation of positions, integers [T], by frequencies fp32 [D / 2]."""
         angles = positions[:, None].float() * frequencies  # [T, D / 2]
         cos, sin = angles.cos(), angles.sin()
         if attention_factor != 1.0:

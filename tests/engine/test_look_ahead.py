@@ -203,6 +203,39 @@ def test_an_interrupt_inside_of_a_step_leaves_no_request_behind(model, place, mo
     assert serving.blocks.available == serving.blocks.num_pages
 
 
+@pytest.mark.parametrize("place", ["match", "grow"])
+def test_an_interrupt_inside_of_admission_leaves_no_page_behind(model, place, monkeypatch):
+    """A waiting request that kept pages of an emptied cache would read those of others."""
+    serving = engine(model, ahead=False, num_pages=80)
+    prompt = [9 + i % 7 for i in range(20)]
+    done = serving.generate([prompt], SamplingParams(max_tokens=3, ignore_eos=True))[0]
+    right, calls = getattr(serving.blocks, place), []
+
+    def interrupt(*arguments):
+        result = right(*arguments)
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return result
+
+    requests = [
+        serving.submit(prompt + [i], SamplingParams(max_tokens=3, ignore_eos=True))
+        for i in range(6, 9)
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(serving.blocks, place, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            serving.step()
+    check_scheduler(serving.scheduler)
+    while serving.has_work:
+        serving.step()
+        check_scheduler(serving.scheduler)
+    assert all(request.finished for request in requests)
+    again = serving.generate([prompt], SamplingParams(max_tokens=3, ignore_eos=True))[0]
+    assert again.token_ids == done.token_ids
+    assert serving.blocks.available == serving.blocks.num_pages
+
+
 @pytest.mark.parametrize("steps", range(3, 8))
 def test_a_failed_step_leaves_what_has_been_sampled(model, steps):
     """The failing step's successor is under way by then. page_size is 4: one step fills a page."""
