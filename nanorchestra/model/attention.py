@@ -285,9 +285,9 @@ Work = FlashWork | ExternalPlan | list[_DenseCall]  # what a kernel of PackedAtt
 class _SpanAttention(torch.autograd.Function):
     """Attention on a CPU: one flash-attention call per span, merged by their log-sum-exps.
 
-    The merge is that of Dao et al. 2022, section 3.1; in 16 bits each one rounds once. The backward pass of a span, given the merged
-    output and log-sum-exp, is that span's share of the gradients. Autograd cannot derive this: it
-    does not differentiate the log-sum-exp.
+    The merge is that of Dao et al. 2022, section 3.1; in 16 bits each one rounds once. The backward
+    pass of a span, given the merged output and log-sum-exp, is that span's share of the gradients.
+    Autograd cannot derive this: it does not differentiate the log-sum-exp.
     """
 
     @staticmethod
