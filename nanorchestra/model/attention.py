@@ -36,7 +36,7 @@ class Attention(Protocol):
     """What the decoder asks for in each layer."""
 
     def __call__(self, layer: SelfAttention, qkv: Tensor, rotation: Rotation) -> Tensor:
-        """Return attention's output [T, H, D].
+        """Returns attention's output [T, H, D].
 
         qkv [T, (H + 2 Hkv) D] is the product with the layer's fused matrix, queries first. `layer`
         has the shape (heads, kv_heads, head_dim), the norms (q_norm, k_norm, eps) and the `index`
@@ -78,7 +78,7 @@ class PagedAttention:
     prefill: PrefillInputs | None
 
     def __call__(self, layer: SelfAttention, qkv: Tensor, rotation: Rotation) -> Tensor:
-        """Return attention's output [T, H, D]; stores the tokens' keys and values first."""
+        """Returns attention's output [T, H, D]; stores the tokens' keys and values first."""
         k_cache, v_cache = self.k_cache[layer.index], self.v_cache[layer.index]
         q = qk_norm_rope_store(
             qkv,
@@ -94,7 +94,7 @@ class PagedAttention:
         return self.attend(q, k_cache, v_cache)
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """Return attention of q [T, H, D] over one layer's pages [pages, Hkv, page_size, D]."""
+        """Returns attention of q [T, H, D] over one layer's pages [pages, Hkv, page_size, D]."""
         out = torch.empty_like(q)
         rows = 0
         if self.decode is not None:
@@ -149,7 +149,7 @@ class GatheredAttention:
         self._offsets = torch.tensor(offsets, dtype=torch.int64, device=k_cache.device)  # [T]
 
     def __call__(self, layer: SelfAttention, qkv: Tensor, rotation: Rotation) -> Tensor:
-        """Return attention's output [T, H, D]; stores the tokens' keys and values first."""
+        """Returns attention's output [T, H, D]; stores the tokens' keys and values first."""
         q, k, v = qk_norm_rope(qkv, layer.q_norm, layer.k_norm, rotation, layer.kv_heads, layer.eps)
         k_cache, v_cache = self.k_cache[layer.index], self.v_cache[layer.index]
         k_cache[self._pages, :, self._offsets] = k
@@ -157,7 +157,7 @@ class GatheredAttention:
         return self.attend(q, k_cache, v_cache)
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """Return attention of q [T, H, D] over one layer's pages [pages, Hkv, page_size, D]."""
+        """Returns attention of q [T, H, D] over one layer's pages [pages, Hkv, page_size, D]."""
         outputs = []
         queries = q.split([chunk.count for chunk in self.chunks])
         for query, chunk in zip(queries, self.chunks, strict=True):
@@ -201,12 +201,12 @@ class PackedAttention:
         self._work: Work | None = None  # made by the first layer, used by all
 
     def __call__(self, layer: SelfAttention, qkv: Tensor, rotation: Rotation) -> Tensor:
-        """Return attention's output [T, H, D], differentiable in qkv and the norms."""
+        """Returns attention's output [T, H, D], differentiable in qkv and the norms."""
         q, k, v = qk_norm_rope(qkv, layer.q_norm, layer.k_norm, rotation, layer.kv_heads, layer.eps)
         return self.attend(q, k, v)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return attention of q [T, H, D] over k and v [T, Hkv, D] -> [T, H, D]."""
+        """Returns attention of q [T, H, D] over k and v [T, Hkv, D] -> [T, H, D]."""
         if self._work is None:
             self._work = self._make_work(q)
         if isinstance(self._work, ExternalPlan):
@@ -225,7 +225,7 @@ class PackedAttention:
 
 
 def segment_spans(segments: Sequence[Segment]) -> list[Span]:
-    """Return the spans of each segment in turn: one for each of its prefixes, then its own."""
+    """Returns the spans of each segment in turn: one for each of its prefixes, then its own."""
     spans = []
     prefixes = {}  # start of a segment -> the ranges of keys that it sees before itself
     for segment in segments:
@@ -257,7 +257,7 @@ class _DenseCall:
 
 
 def _dense_calls(spans: Sequence[Span]) -> list[_DenseCall]:
-    """Return the calls that compute the spans: each segment's own keys first, then prefixes.
+    """Returns the calls that compute the spans: each segment's own keys first, then prefixes.
 
     Neighbouring queries that see the same prefix are one call.
     """
@@ -327,7 +327,7 @@ def _heads_first(x, rows) -> Tensor:
 
 
 def _span_forward(q, k, v, call) -> tuple[Tensor, Tensor]:
-    """Return the attention of one span: out [rows, H, D] and log-sum-exp [rows, H]."""
+    """Returns the attention of one span: out [rows, H, D] and log-sum-exp [rows, H]."""
     q = _heads_first(q, call.queries)
     k, v = _heads_first(k, call.keys), _heads_first(v, call.keys)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, call.causal)
@@ -335,7 +335,7 @@ def _span_forward(q, k, v, call) -> tuple[Tensor, Tensor]:
 
 
 def _span_backward(grad, q, k, v, out, lse, call) -> list[Tensor]:
-    """Return the gradients of q [rows, H, D] and of k and v [keys, Hkv, D] from one span."""
+    """Returns the gradients of q [rows, H, D] and of k and v [keys, Hkv, D] from one span."""
     grad, q, out, lse = (_heads_first(x, call.queries) for x in (grad, q, out, lse))
     k, v = _heads_first(k, call.keys), _heads_first(v, call.keys)
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(

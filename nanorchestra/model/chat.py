@@ -25,7 +25,7 @@ def render(
     add_generation_prompt: bool = True,
     enable_thinking: bool | None = None,
 ) -> str:
-    """Return the prompt as Qwen3's template writes it; messages and tools in the OpenAI shape.
+    """Returns the prompt as Qwen3's template writes it; messages and tools in the OpenAI shape.
 
     The template omits the reasoning of assistant turns before the last user query.
     enable_thinking=False adds an empty think block to the generation prompt.
@@ -39,12 +39,12 @@ def encode(
     tools: list[Json] | None = None,
     enable_thinking: bool | None = None,
 ) -> list[int]:
-    """Return the ids of `render`, with added-token ids only where the template puts them."""
+    """Returns the ids of `render`, with added-token ids only where the template puts them."""
     return _ids(tokenizer, _prompt(messages, tools, True, enable_thinking))
 
 
 def encode_reply(tokenizer: Tokenizer, role: str, contents: Sequence[str]) -> list[int]:
-    """Return the ids between a sampled <|im_end|> and the next turn.
+    """Returns the ids between a sampled <|im_end|> and the next turn.
 
     They are the results of its calls (role "tool"), or a message of the "user".
     """
@@ -55,7 +55,7 @@ def encode_reply(tokenizer: Tokenizer, role: str, contents: Sequence[str]) -> li
 def encode_assistant(
     tokenizer: Tokenizer, reasoning: str, content: str, calls: Sequence[ToolCall]
 ) -> list[int]:
-    """Return the ids that an ideal policy samples after the generation prompt, <|im_end|> included.
+    """Returns the ids an ideal policy samples after the generation prompt, <|im_end|> included.
 
     Arguments that are text stay as given.
     """
@@ -65,7 +65,7 @@ def encode_assistant(
 
 
 def _prompt(messages, tools, add_generation_prompt, enable_thinking) -> Iterator[str]:
-    """Yield the pieces of a prompt."""
+    """Yields the pieces of a prompt."""
     roles = [message["role"] for message in messages]
     contents = [message.get("content") or "" for message in messages]
     start = int(roles[0] == "system")
@@ -96,7 +96,7 @@ def _prompt(messages, tools, add_generation_prompt, enable_thinking) -> Iterator
 
 
 def _tools(system, tools) -> Iterator[str]:
-    """Yield the system turn that describes the tools."""
+    """Yields the system turn that describes the tools."""
     yield from (IM_START, "system\n", system)
     yield "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     yield "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
@@ -109,7 +109,7 @@ def _tools(system, tools) -> Iterator[str]:
 
 
 def _assistant(message, content, active, is_last) -> Iterator[str]:
-    """Yield one assistant turn; `active` ones, after the last user query, show their reasoning."""
+    """Yields one assistant turn; `active` ones, after the last user query, show their reasoning."""
     reasoning = message.get("reasoning_content")
     if reasoning is None:
         before, closed, after = content.rpartition(THINK_END)
@@ -135,7 +135,7 @@ def _think(reasoning) -> tuple[str, ...]:
 
 
 def _calls(calls, after_content) -> Iterator[str]:
-    """Yield (name, arguments) of each call; arguments that are text stay, absent ones are {}."""
+    """Yields (name, arguments) of each call; arguments that are text stay, absent ones are {}."""
     for k, (name, arguments) in enumerate(calls):
         if k or after_content:
             yield "\n"

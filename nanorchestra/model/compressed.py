@@ -40,16 +40,16 @@ class FourBit:
 
     @property
     def shape(self) -> torch.Size:
-        """Return [out, in]."""
+        """Returns [out, in]."""
         return self.q.shape
 
     @property
     def group(self) -> int:
-        """Return how many columns share a scale."""
+        """Returns how many columns share a scale."""
         return self.q.shape[1] // self.scales.shape[1]
 
     def widened(self) -> Tensor:
-        """Return W [out, in] in fp32, which holds it exactly."""
+        """Returns W [out, in] in fp32, which holds it exactly."""
         q = self.q.float().unflatten(1, (-1, self.group))
         return ((q - self.zeros[..., None]) * self.scales[..., None].float()).flatten(1)
 
@@ -57,7 +57,7 @@ class FourBit:
 def decompressed(
     names: Collection[str], read: Callable[[str], Tensor], source: str
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of a checkpoint; what was compressed comes as [out, in] in fp32.
+    """Yields (name, tensor) of a checkpoint; what was compressed comes as [out, in] in fp32.
 
     names: of all tensors, which `read` gives. Scales of activations are left out, since activations
     are not rounded. UserError, which names the `source`, for parts that do not fit and for columns
@@ -83,7 +83,7 @@ def decompressed(
 def awq_decompressed(
     names: Collection[str], read: Callable[[str], Tensor], group: int, source: str
 ) -> Iterator[tuple[str, Tensor | FourBit]]:
-    """Yield (name, tensor) of a checkpoint of AutoAWQ; what it did not convert comes as it is.
+    """Yields (name, tensor) of a checkpoint of AutoAWQ; what it did not convert comes as it is.
 
     names: of all tensors, which `read` gives. group: columns that share a scale, 0: a whole row.
     UserError, which names the `source`, for parts that are missing or do not fit.
@@ -107,7 +107,7 @@ def awq_decompressed(
 
 
 def _awq_matrix(qweight, qzeros, scales, group) -> FourBit | None:
-    """Return the matrix, or None if the parts do not fit."""
+    """Returns the matrix, or None if the parts do not fit."""
     if any(part.dim() != 2 for part in (qweight, qzeros, scales)):
         return None
     columns, words = qweight.shape
@@ -125,13 +125,13 @@ def _awq_matrix(qweight, qzeros, scales, group) -> FourBit | None:
 
 
 def _awq_values(words: Tensor) -> Tensor:
-    """Return the values 0 .. 15 of int32 words [N, W] as uint8 [8 W, N]."""
+    """Returns the values 0 .. 15 of int32 words [N, W] as uint8 [8 W, N]."""
     places = [(words >> 4 * place & 15).to(torch.uint8) for place in AWQ_ORDER]
     return torch.stack(places, dim=2).flatten(1).T
 
 
 def _matrix(parts: dict[str, Tensor]) -> Tensor:
-    """Return W [out, in] in fp32 from its parts, by the names in PARTS."""
+    """Returns W [out, in] in fp32 from its parts, by the names in PARTS."""
     q, zero = parts.get(""), parts.get("_zero_point")
     if q is None:
         packed, (rows, columns) = parts["_packed"], parts["_shape"].tolist()
@@ -152,6 +152,6 @@ def _matrix(parts: dict[str, Tensor]) -> Tensor:
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
-    """Return the values of int32 words [N, W] -> [N, W * 32 / bits]."""
+    """Returns the values of int32 words [N, W] -> [N, W * 32 / bits]."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return (words[..., None] >> shifts & (1 << bits) - 1).flatten(1) - (1 << bits - 1)

@@ -57,7 +57,7 @@ _DEFAULTS = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "initializer_range": 
 
 
 def read_config(path: str | Path) -> ModelConfig:
-    """Return the configuration of a checkpoint directory.
+    """Returns the configuration of a checkpoint directory.
 
     The end-of-sequence ids are those of generation_config.json if it names any. Raises UserError.
     """
@@ -69,13 +69,13 @@ def read_config(path: str | Path) -> ModelConfig:
 
 
 def stored_dtype(path: str | Path) -> str | None:
-    """Return the dtype of a checkpoint's weights, if its config.json says it."""
+    """Returns the dtype of a checkpoint's weights, if its config.json says it."""
     config = read_object(Path(path) / "config.json")
     return config.get("dtype") or config.get("torch_dtype")
 
 
 def stored_group(path: str | Path) -> int | None:
-    """Return how many columns share a scale in a checkpoint of AutoAWQ, 0: all; None for another.
+    """Returns how many columns share a scale in a checkpoint of AutoAWQ, 0: all; None for another.
 
     Raises UserError for a form that is not read.
     """
@@ -106,7 +106,7 @@ def _awq_group(data, source) -> int | None:
 
 
 def read_sampling(path: str | Path) -> dict[str, float]:
-    """Return temperature, top_p and top_k of generation_config.json; greedy if it does not sample.
+    """Returns temperature, top_p and top_k of generation_config.json; greedy if it does not sample.
 
     Raises UserError for one that is not a number, or out of its range.
     """
@@ -127,13 +127,13 @@ def read_sampling(path: str | Path) -> dict[str, float]:
 
 
 def _generation(path) -> dict[str, Any]:
-    """Return the contents of generation_config.json, {} without one."""
+    """Returns the contents of generation_config.json, {} without one."""
     file = Path(path) / GENERATION
     return read_object(file) if os.path.lexists(file) else {}
 
 
 def config_from_hf(data: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
-    """Return the configuration that config.json holds; `source` names it in messages.
+    """Returns the configuration that config.json holds; `source` names it in messages.
 
     The rotation stands in `rope_theta` and `rope_scaling`, or in the newer `rope_parameters`. With
     YaRN, max_position_embeddings is the extended length. Raises UserError for a field that is
@@ -191,7 +191,7 @@ def config_from_hf(data: Mapping[str, Any], source: str = "config.json") -> Mode
 
 
 def _check_biases(model_type, values, source) -> None:
-    """Raise UserError for biases that the decoder does not compute.
+    """Raises UserError for biases that the decoder does not compute.
 
     attention_bias of Qwen3 and Llama is one on o_proj too. Qwen2 has none there, whatever its
     configuration says.
@@ -205,7 +205,7 @@ def _check_biases(model_type, values, source) -> None:
 
 
 def _rope_scaling(rope, values, source) -> RopeScaling | None:
-    """Return the scaling of the rotary frequencies that `rope` states.
+    """Returns the scaling of the rotary frequencies that `rope` states.
 
     The original length is max_position_embeddings if it is not stated. Before rope_type, the field
     was called type.
@@ -255,7 +255,7 @@ def _rope_scaling(rope, values, source) -> RopeScaling | None:
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Return the contents of a config.json that transformers loads as the class that fits.
+    """Returns the contents of a config.json that transformers loads as the class that fits.
 
     Raises UserError for a combination of switches that no class has.
     """
@@ -299,7 +299,7 @@ def _is_whole(value) -> bool:
 
 
 def _is_number(value) -> bool:
-    """Return whether a value is a number that a float holds."""
+    """Returns whether a value is a number that a float holds."""
     if _is_whole(value):
         return abs(value) < 2**63
     return isinstance(value, float) and math.isfinite(value)

@@ -38,7 +38,7 @@ class LoRALinear(nn.Module):
     def __init__(
         self, base: nn.Linear | QuantisedLinear, rows: list[int], rank: int, alpha: float
     ) -> None:
-        """Wrap `base`, with `rows` output rows in each part; `reset` fills the adapter."""
+        """Wraps `base`, with `rows` output rows in each part; `reset` fills the adapter."""
         super().__init__()
         self.base = base
         self.rows, self.rank, self.scale, self.enabled = rows, rank, alpha / rank, True
@@ -47,7 +47,7 @@ class LoRALinear(nn.Module):
         self.lora_b = nn.Parameter(torch.empty(base.out_features, rank, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the product [T, out] with the adapter, or without it if not `enabled`."""
+        """Returns the product [T, out] with the adapter, or without it if not `enabled`."""
         y = self.base(x)
         if not self.enabled:
             return y
@@ -55,7 +55,7 @@ class LoRALinear(nn.Module):
         return torch.addmm(y, low, self.spread(x.dtype).T, alpha=self.scale)
 
     def spread(self, dtype: torch.dtype) -> Tensor:
-        """Return B in dtype, [out, parts * rank], zero where a part's rows meet another's columns.
+        """Returns B in dtype, [out, parts * rank], zero where a part's rows meet another's columns.
 
         One product then adds all parts, and no further [T, out] is in memory.
         """
@@ -64,7 +64,7 @@ class LoRALinear(nn.Module):
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        """Return W + scale B A, whole, [out, in] in the dtype of W, added in fp32.
+        """Returns W + scale B A, whole, [out, in] in the dtype of W, added in fp32.
 
         Of a base in 4 bits it is in the dtype of the adapter.
         """
@@ -79,7 +79,7 @@ class LoRALinear(nn.Module):
 
 
 def add_adapters(model: Qwen3, rank: int, alpha: float, seed: int) -> None:
-    """Freeze the model and give every linear layer of its blocks an adapter.
+    """Freezes the model and gives every linear layer of its blocks an adapter.
 
     A model without memory, or one that is sharded afterwards, needs `reset` once it has weights.
     """
@@ -92,12 +92,12 @@ def add_adapters(model: Qwen3, rank: int, alpha: float, seed: int) -> None:
 
 
 def adapters(model: nn.Module) -> list[tuple[str, LoRALinear]]:
-    """Return (name, module) of all adapters."""
+    """Returns (name, module) of all adapters."""
     return linears(model, LoRALinear)
 
 
 def reset(model: Qwen3, seed: int) -> None:
-    """Set all adapters to their initial values: the model computes what its base does.
+    """Sets all adapters to their initial values: the model computes what its base does.
 
     A is uniform within 1 / sqrt(in) and B is zero, as in the published code.
     """
@@ -110,7 +110,7 @@ def reset(model: Qwen3, seed: int) -> None:
 
 
 def on_the_same_base(model: Qwen3, dtype: torch.dtype) -> Qwen3:
-    """Return a model with adapters of its own, in dtype, and the very tensors of the base.
+    """Returns a model with adapters of its own, in dtype, and the very tensors of the base.
 
     It is frozen. Its adapters are spread: each is of one part, so that a step of an engine need not
     spread them. `copy_adapters` brings them up to date.
@@ -128,7 +128,7 @@ def on_the_same_base(model: Qwen3, dtype: torch.dtype) -> Qwen3:
 
 @torch.no_grad()
 def copy_adapters(source: Qwen3, target: Qwen3) -> None:
-    """Overwrite the adapters of `target`, of `on_the_same_base`, by those of `source`."""
+    """Overwrites the adapters of `target`, of `on_the_same_base`, by those of `source`."""
     for (_, new), (_, old) in zip(adapters(source), adapters(target), strict=True):
         old.lora_a.copy_(new.lora_a)
         old.lora_b.copy_(new.spread(old.lora_b.dtype))
@@ -136,7 +136,7 @@ def copy_adapters(source: Qwen3, target: Qwen3) -> None:
 
 @contextmanager
 def disabled(model: Qwen3) -> Iterator[None]:
-    """Let the model compute without its adapters: a reference model that takes no memory."""
+    """Lets the model compute without its adapters: a reference model that takes no memory."""
     modules = adapters(model)
     for _, module in modules:
         module.enabled = False
@@ -148,7 +148,7 @@ def disabled(model: Qwen3) -> Iterator[None]:
 
 
 def save_adapter(model: Qwen3, path: Path, base: str = "", write: bool = True) -> None:
-    """Write the adapters in PEFT's layout, which peft.PeftModel loads onto the model named `base`.
+    """Writes the adapters in PEFT's layout, which peft.PeftModel loads onto the model named `base`.
 
     All ranks of a sharded model call this, one of them with `write`. Raises UserError if `path`
     cannot be written.

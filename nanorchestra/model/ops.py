@@ -15,19 +15,19 @@ from nanorchestra.model.rope import Rotation
 
 
 def by_kernel(x: Tensor) -> bool:
-    """Return True if Triton kernels compute with x."""
+    """Returns True if Triton kernels compute with x."""
     return x.is_cuda
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / rms(x) * weight of each row (Zhang & Sennrich 2019, eq. 4): x [T, N]."""
+    """Returns x / rms(x) * weight of each row (Zhang & Sennrich 2019, eq. 4): x [T, N]."""
     if by_kernel(x):
         return kernels.rms_norm.rms_norm(x, weight, eps)
     return _normalised(_wide(x), weight, eps).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return (rms_norm(sum), sum), where sum is x + residual, rounded: all [T, N]."""
+    """Returns (rms_norm(sum), sum), where sum is x + residual, rounded: all [T, N]."""
     if by_kernel(x):
         return kernels.rms_norm.add_rms_norm(x, residual, weight, eps)
     summed = x + residual
@@ -35,7 +35,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up (Shazeer 2020): gate_up [T, 2 * F], gate first -> [T, F]."""
+    """Returns silu(gate) * up (Shazeer 2020): gate_up [T, 2 * F], gate first -> [T, F]."""
     if by_kernel(gate_up):
         return kernels.swiglu.swiglu(gate_up)
     gate, up = _wide(gate_up).chunk(2, dim=-1)
@@ -50,7 +50,7 @@ def qk_norm_rope(
     kv_heads: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q [T, H, D], k [T, Hkv, D] and v [T, Hkv, D] of qkv [T, (H + 2 Hkv) D].
+    """Returns q [T, H, D], k [T, Hkv, D] and v [T, Hkv, D] of qkv [T, (H + 2 Hkv) D].
 
     Queries and keys are normalised, each head by itself, and rotated. q_norm and k_norm are weights
     [D], or both None for a model without these norms.

@@ -24,7 +24,7 @@ CALL, CALL_END = Marker("<tool_call>"), Marker("</tool_call>")
 
 
 def parse(tokenizer: Tokenizer, ids: Sequence[int]) -> ParsedTurn:
-    """Return the parts of one sampled turn; a bad call carries its `error`.
+    """Returns the parts of one sampled turn; a bad call carries its `error`.
 
     The turn starts after the generation prompt; a final <|im_end|> is dropped. A turn that opens
     with <think> is reasoning up to </think>.
@@ -54,12 +54,12 @@ class StreamParser:
         self._truncated = False
 
     def feed(self, text: str) -> list[tuple[str, str]]:
-        """Take the next piece of text; return the (kind, text) deltas that are certain by now."""
+        """Takes the next piece of text; returns the (kind, text) deltas that are certain by now."""
         self._text += text
         return self._advance(final=False)
 
     def finish(self) -> ParsedTurn:
-        """Return the whole turn; deltas that waited for its end are left in `last_deltas`."""
+        """Returns the whole turn; deltas that waited for its end are left in `last_deltas`."""
         self.last_deltas = self._advance(final=True)
         return ParsedTurn(**self._parts, calls=tuple(self.calls), truncated=self._truncated)
 
@@ -70,7 +70,7 @@ class StreamParser:
         return rest if begun and self._kind == "content" else None
 
     def _advance(self, final) -> list[tuple[str, str]]:
-        """Emit what is certain of a section, which ends at its tag, then go on with the next."""
+        """Emits what is certain of a section, which ends at its tag, then goes on with the next."""
         deltas = []
         text = self._text.lstrip()
         if not self._kind and text.startswith(THINK):
@@ -105,7 +105,7 @@ class StreamParser:
         return deltas
 
     def _take_call(self, text, final) -> str | None:
-        """Add the call at the beginning of `text`; return what follows, None if not certain yet.
+        """Adds the call at the beginning of `text`; returns what follows, None if not certain yet.
 
         What is no JSON ends at the first closing tag after the error.
         """
@@ -130,7 +130,7 @@ class StreamParser:
 
 
 def _certain(text, tag) -> int:
-    """Return how many characters of `text` cannot be the beginning of `tag`."""
+    """Returns how many characters of `text` cannot be the beginning of `tag`."""
     for size in range(len(tag) - 1, 0, -1):
         if text.endswith(tag[:size]):
             return len(text) - size
@@ -138,7 +138,7 @@ def _certain(text, tag) -> int:
 
 
 def _read_call(text) -> tuple[ToolCall, int, bool]:
-    """Return a call, where in `text` its JSON value ends or is wrong, and whether it is valid."""
+    """Returns a call, where in `text` its JSON value ends or is wrong, and whether it is valid."""
     stripped = text.lstrip()
     name, raw, length, valid = "", text.strip(), len(text) - len(stripped), False
     try:

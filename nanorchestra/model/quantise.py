@@ -39,7 +39,7 @@ class QuantisedLinear(nn.Module):
     """
 
     def __init__(self, linear: nn.Linear, kind: torch.dtype, group: int, zeros: bool = False):
-        """Take shapes and device of `linear`, not its weights. kind: one of MODES.
+        """Takes shapes and device of `linear`, not its weights. kind: one of MODES.
 
         zeros: whether to hold zeros, which a checkpoint in 4 bits may have; rounding uses 8.
         ValueError if the group does not divide the columns of the weights.
@@ -58,7 +58,7 @@ class QuantisedLinear(nn.Module):
         self.register_buffer("zeros", places)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the product; a GPU kernel reads the stored bits for up to ROWS rows of x.
+        """Returns the product; a GPU kernel reads the stored bits for up to ROWS rows of x.
 
         Gradients flow into x. The values are frozen: they have none.
         """
@@ -69,14 +69,14 @@ class QuantisedLinear(nn.Module):
         return out if self.bias is None else out + self.bias
 
     def product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the product without bias in dtype, x.dtype or fp32."""
+        """Returns the product without bias in dtype, x.dtype or fp32."""
         if by_kernel(x) and len(x) <= ROWS:
             return quantised_linear(x, self.values, self.scales, dtype, self.zeros)
         weight = self.dequantise(x.dtype)
         return F.linear(x, weight) if dtype == x.dtype else wide_product(x, weight.T)
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
-        """Return W [out, in] in dtype, computed in fp32 and rounded once."""
+        """Returns W [out, in] in dtype, computed in fp32 and rounded once."""
         q = self.values[:, None]  # [out, groups, group]
         if q.is_floating_point():
             q = q.float()
@@ -89,7 +89,7 @@ class QuantisedLinear(nn.Module):
 
     @torch.no_grad()
     def write(self, rows: slice, weight: Tensor | FourBit) -> None:
-        """Round weight [rows, in], of any float dtype and device, to the nearest step.
+        """Rounds weight [rows, in], of any float dtype and device, to the nearest step.
 
         A step is the largest magnitude of a group divided by 127, or by 7 with 4 bits. In fp8 it is
         the distance to the next number of three binary digits after the point, 448 the largest. A
@@ -134,13 +134,13 @@ class _FrozenProduct(torch.autograd.Function):
 
 
 def _packed(q: Tensor) -> Tensor:
-    """Return q uint8 [rows, groups, group] in 0 .. 15, two to a byte: [rows, columns / 2]."""
+    """Returns q uint8 [rows, groups, group] in 0 .. 15, two to a byte: [rows, columns / 2]."""
     low, high = q.chunk(2, dim=2)
     return (low | high << 4).flatten(1)
 
 
 def quantise_model(model: nn.Module, mode: str, stored_group: int | None = None) -> None:
-    """Replace every nn.Linear by an empty QuantisedLinear, in place.
+    """Replaces every nn.Linear by an empty QuantisedLinear, in place.
 
     "int8" and "fp8" (e4m3) scale each output row, "int4" groups of 128 input columns, or of 64 or
     32 where 128 do not divide a row. stored_group: that of a checkpoint in 4 bits with zero points,
@@ -165,7 +165,7 @@ def quantise_model(model: nn.Module, mode: str, stored_group: int | None = None)
 
 
 def require_card(mode: str, device: torch.device) -> None:
-    """Raise UserError for "fp8" on a GPU that does not compute with such numbers."""
+    """Raises UserError for "fp8" on a GPU that does not compute with such numbers."""
     if mode == "fp8" and device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         have = ".".join(map(str, capability))
@@ -176,5 +176,5 @@ def require_card(mode: str, device: torch.device) -> None:
 
 
 def linears(model: nn.Module, kind: type | tuple[type, ...] = nn.Linear) -> list[tuple[str, Any]]:
-    """Return (name, module) of the modules of a kind, or of several."""
+    """Returns (name, module) of the modules of a kind, or of several."""
     return [(name, module) for name, module in model.named_modules() if isinstance(module, kind)]

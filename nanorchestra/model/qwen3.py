@@ -64,7 +64,7 @@ class SelfAttention(nn.Module):
             self.k_norm = nn.Parameter(torch.ones(self.head_dim))
 
     def forward(self, x: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
-        """Return the attention's output [T, hidden] of x [T, hidden]."""
+        """Returns the attention's output [T, hidden] of x [T, hidden]."""
         qkv = self.qkv_proj(x)  # [T, (H + 2 Hkv) D]
         out = attention(self, qkv, rotation)  # [T, H, D]
         return self.o_proj(out.flatten(1))
@@ -93,7 +93,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, attention: Attention
     ) -> tuple[Tensor, Tensor]:
-        """Return the layer's (x, residual), both [T, hidden], from those of the layer before.
+        """Returns the layer's (x, residual), both [T, hidden], from those of the layer before.
 
         residual None: x is the whole stream, the embeddings.
         """
@@ -143,12 +143,12 @@ class Qwen3(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """Return the matrix of the logits [vocab, hidden]."""
+        """Returns the matrix of the logits [vocab, hidden]."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> torch.Generator:
-        """Draw normal weights of std `initializer_range`; norms are 1 and biases 0.
+        """Draws normal weights of std `initializer_range`; norms are 1 and biases 0.
 
         The same for a seed on every device and dtype. The two projections into the residual stream
         are divided by sqrt(2 * layers), as in GPT-2 (Radford et al. 2019, section 2.3). Returns
@@ -167,7 +167,7 @@ class Qwen3(nn.Module):
         return generator
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """Return the hidden states after the final norm, [T, hidden]; inputs are integers [T]."""
+        """Returns the hidden states after the final norm, [T, hidden]; inputs are integers [T]."""
         rotation = self.rotation(positions)
         x = self.embed_tokens(tokens)
         residual = None
@@ -177,22 +177,22 @@ class Qwen3(nn.Module):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits [T, vocab] of hidden [T, hidden]."""
+        """Returns the logits [T, vocab] of hidden [T, hidden]."""
         if self.lm_head is None:
             return F.linear(hidden, self.embed_tokens.weight)
         return self.lm_head(hidden)
 
     def rope_frequencies(self, device: torch.device) -> Tensor:
-        """Return the rotary angles per position, fp32 [head_dim / 2] on `device`."""
+        """Returns the rotary angles per position, fp32 [head_dim / 2] on `device`."""
         config = self.config
         return rope_frequencies(config.head_dim, config.rope_theta, config.rope, device)
 
     @property
     def rope_attention_factor(self) -> float:
-        """Return what cosines and sines are multiplied by: YaRN's factor, else 1."""
+        """Returns what cosines and sines are multiplied by: YaRN's factor, else 1."""
         return 1.0 if self.config.rope is None else self.config.rope.attention_factor
 
     def rotation(self, positions: Tensor) -> Rotation:
-        """Return the rotation of positions, integers [T]."""
+        """Returns the rotation of positions, integers [T]."""
         frequencies = self.rope_frequencies(positions.device)
         return Rotation.of(positions, frequencies, self.rope_attention_factor)

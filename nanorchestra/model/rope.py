@@ -32,7 +32,7 @@ class Llama3Scaling:
     original_max_position_embeddings: int
 
     def scaled(self, frequencies: Tensor, theta: float) -> Tensor:
-        """Return the scaled frequencies, fp32 [D / 2]: those of `theta` are given."""
+        """Returns the scaled frequencies, fp32 [D / 2]: those of `theta` are given."""
         wavelengths = 2 * math.pi / frequencies
         length = self.original_max_position_embeddings
         share = (length / wavelengths - self.low_freq_factor) / (
@@ -63,7 +63,7 @@ class YarnScaling:
     truncate: bool = True
 
     def scaled(self, frequencies: Tensor, theta: float) -> Tensor:
-        """Return the scaled frequencies, fp32 [D / 2]: those of `theta` are given."""
+        """Returns the scaled frequencies, fp32 [D / 2]: those of `theta` are given."""
         pairs = len(frequencies)
         first = self._pair_with_turns(self.beta_fast, pairs, theta)
         last = self._pair_with_turns(self.beta_slow, pairs, theta)
@@ -79,7 +79,7 @@ class YarnScaling:
         return frequencies / self.factor * (1 - kept) + frequencies * kept
 
     def _pair_with_turns(self, turns, pairs, theta) -> float:
-        """Return the pair, as a real number, that turns so often within the original length."""
+        """Returns the pair, as a real number, that turns so often within the original length."""
         length = self.original_max_position_embeddings
         return pairs * math.log(length / (turns * 2 * math.pi)) / math.log(theta)
 
@@ -88,7 +88,7 @@ RopeScaling = Llama3Scaling | YarnScaling
 
 
 def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
-    """Return YaRN's factor of cosines and sines (equation 22): 0.1 mscale ln(factor) + 1."""
+    """Returns YaRN's factor of cosines and sines (equation 22): 0.1 mscale ln(factor) + 1."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -96,7 +96,7 @@ def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
 def rope_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device
 ) -> Tensor:
-    """Return the rotary angle per position of each pair, fp32 [head_dim / 2] on `device`.
+    """Returns the rotary angle per position of each pair, fp32 [head_dim / 2] on `device`.
 
     Computed on the CPU, the same for all devices.
     """
@@ -119,7 +119,7 @@ class Rotation:
 
     @classmethod
     def of(cls, positions: Tensor, frequencies: Tensor, attention_factor: float) -> "Rotation":
-        """Return the rotation of positions, integers [T], by frequencies fp32 [D / 2]."""
+        """Returns the rotation of positions, integers [T], by frequencies fp32 [D / 2]."""
         angles = positions[:, None].float() * frequencies  # [T, D / 2]
         cos, sin = angles.cos(), angles.sin()
         if attention_factor != 1.0:

@@ -26,7 +26,7 @@ def save_checkpoint(
     dtype: torch.dtype | None = None,
     write: bool = True,
 ) -> None:
-    """Write a checkpoint directory in `dtype`, the model's own by default; it replaces `path`.
+    """Writes a checkpoint directory in `dtype`, the model's own by default; it replaces `path`.
 
     SHA256SUMS in it has the digests of all files but SETTINGS, and `load_model` checks them. Host
     memory holds one shard at a time. All ranks of a sharded model call this, one of them with
@@ -54,7 +54,7 @@ def save_checkpoint(
 
 
 def _write_shards(directory, tensors) -> dict[str, str]:
-    """Write one file, or numbered shards and their index; return the SHA-256 of each shard."""
+    """Writes one file, or numbered shards and their index; returns the SHA-256 of each shard."""
     weight_map = {}
     digests = {}
     total = 0
@@ -72,7 +72,7 @@ def _write_shards(directory, tensors) -> dict[str, str]:
 
 
 def _shards(tensors) -> Iterator[dict[str, Tensor]]:
-    """Yield the contents of each shard, which are dropped when the next one is asked for."""
+    """Yields the contents of each shard, which are dropped when the next one is asked for."""
     shard = {}
     size = 0
     for name, tensor in tensors:

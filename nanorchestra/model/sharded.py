@@ -15,17 +15,17 @@ if TYPE_CHECKING:  # slow to import; one process does without it
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return True for a DTensor, of which this rank holds some rows."""
+    """Returns True for a DTensor, of which this rank holds some rows."""
     return hasattr(tensor, "device_mesh")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the rows that this rank holds; a plain tensor itself."""
+    """Returns the rows that this rank holds; a plain tensor itself."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def like(tensor: DTensor, part: Tensor) -> DTensor:
-    """Return the DTensor, divided as `tensor` is, of which this rank holds `part`."""
+    """Returns the DTensor, divided as `tensor` is, of which this rank holds `part`."""
     return type(tensor).from_local(
         part,
         tensor.device_mesh,
@@ -37,7 +37,7 @@ def like(tensor: DTensor, part: Tensor) -> DTensor:
 
 
 def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Gather all rows on every rank, on the mesh's device, detached, cast to dtype first.
+    """Gathers all rows on every rank, on the mesh's device, detached, cast to dtype first.
 
     All ranks must call it together. A plain tensor stays on its device.
     """
@@ -49,7 +49,7 @@ def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 @torch.no_grad()
 def fill(tensor: Tensor, value: Tensor, begin: int = 0) -> None:
-    """Copy `value` into rows begin.. of `tensor`; each rank takes and casts its own rows."""
+    """Copies `value` into rows begin.. of `tensor`; each rank takes and casts its own rows."""
     held, first = local(tensor.detach()), first_row(tensor)
     low, high = max(begin, first), min(begin + len(value), first + len(held))
     if low < high:
@@ -57,7 +57,7 @@ def fill(tensor: Tensor, value: Tensor, begin: int = 0) -> None:
 
 
 def first_row(tensor: Tensor) -> int:
-    """Return the index of this rank's first row, divided as by torch.chunk."""
+    """Returns the index of this rank's first row, divided as by torch.chunk."""
     if not is_sharded(tensor):
         return 0
     shards = tensor.device_mesh["shard"]
@@ -65,7 +65,7 @@ def first_row(tensor: Tensor) -> int:
 
 
 def is_first_copy(tensor: Tensor, rank: int) -> bool:
-    """Return whether `rank`, which calls this, is the first of the ranks that hold these rows.
+    """Returns whether `rank`, which calls this, is the first of the ranks that hold these rows.
 
     Ranks that shard together hold different rows; replicas of them, and plain tensors, are copies.
     """

@@ -23,9 +23,9 @@ DTYPES = {
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write contiguous tensors on the CPU, in a dtype of DTYPES, and bring the file to disk.
+    """Writes contiguous tensors on the CPU, in a dtype of DTYPES, and brings the file to disk.
 
-    Return the SHA-256 of the bytes as they were written, in hex. Raises OSError.
+    Returns the SHA-256 of the bytes as they were written, in hex. Raises OSError.
     """
     # In falling size of a number, so that each tensor begins at a multiple of it.
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
@@ -58,7 +58,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def open_tensors(path: Path) -> Any:
-    """Return an open safetensors file, which reads tensors or rows of them as they are asked for.
+    """Returns an open safetensors file, which reads tensors or rows of them as they are asked for.
 
     Its header and its size agree. Raises UserError, which names the file.
     """

@@ -40,7 +40,7 @@ class Tokenizer:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, source: str = "tokenizer.json") -> None:
-        """Take what tokenizer.json holds; UserError, naming `source`, if it is not Qwen's kind."""
+        """Takes what tokenizer.json holds; UserError, naming `source`, if it is not Qwen's kind."""
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
@@ -78,7 +78,7 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Tokenizer:
-        """Read tokenizer.json of a checkpoint directory, and what `save` will copy beside it.
+        """Reads tokenizer.json of a checkpoint directory, and what `save` will copy beside it.
 
         Raises UserError if it cannot be read or lacks Qwen3's chat tokens.
         """
@@ -106,7 +106,7 @@ class Tokenizer:
         return tokenizer
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, none of them an added token's."""
+        """Returns the ids of `text`, none of them an added token's."""
         return list(self._cached(text) if len(text) <= _CACHED else self._encode(text))
 
     def _encode(self, text) -> list[int]:
@@ -119,7 +119,7 @@ class Tokenizer:
             return self._plain.encode(text).ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
-        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD.
+        """Returns the text of `ids`; bytes that are not UTF-8 become U+FFFD.
 
         skip_special drops <|im_end|> and the like, but not <think> or <tool_call>.
         """
@@ -127,19 +127,19 @@ class Tokenizer:
         return whole.decode("utf-8", "replace")
 
     def text_bytes(self, ids: Sequence[int]) -> bytes:
-        """Return the bytes of `ids` without special tokens."""
+        """Returns the bytes of `ids` without special tokens."""
         return b"".join(self._bytes[i] for i in ids if i not in self._special_ids)
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the bytes of one id below vocab_size; b"" for an id that is not used."""
+        """Returns the bytes of one id below vocab_size; b"" for an id that is not used."""
         return self._bytes[token]
 
     def token_id(self, token: str) -> int:
-        """Return the id of an added token by its text, such as "<|im_end|>"."""
+        """Returns the id of an added token by its text, such as "<|im_end|>"."""
         return self._ids[token]
 
     def save(self, path: str | Path) -> None:
-        """Write the files that transformers' AutoTokenizer loads into the directory `path`."""
+        """Writes the files that transformers' AutoTokenizer loads into the directory `path`."""
         Path(path).mkdir(parents=True, exist_ok=True)
         files = {"tokenizer.json": self.backend.to_str(pretty=True) + "\n", **self._companions}
         for name, text in files.items():
@@ -147,7 +147,7 @@ class Tokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE with Qwen3's pre-tokenisation and its added tokens as last ids.
+    """Trains a byte-level BPE with Qwen3's pre-tokenisation and its added tokens as last ids.
 
     `vocab_size` counts bytes, merges and added tokens; the result is smaller if too few pairs occur
     twice. Added tokens are cut out of `texts`, which may be rendered conversations. Deterministic.

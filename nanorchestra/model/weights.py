@@ -59,7 +59,7 @@ class Target:
     rows: slice
 
     def write(self, weight: Tensor | FourBit) -> None:
-        """Overwrite the rows by a checkpoint's tensor of their shape."""
+        """Overwrites the rows by a checkpoint's tensor of their shape."""
         if not isinstance(self.holder, Tensor):
             self.holder.write(self.rows, weight)
             return
@@ -83,7 +83,7 @@ def load_model(
     quantise: str | None = None,
     build: Callable[[ModelConfig], Qwen3] = Qwen3,
 ) -> tuple[Qwen3, Tokenizer | None]:
-    """Return the model of a checkpoint directory and its tokenizer, None without tokenizer.json.
+    """Returns the model of a checkpoint directory and its tokenizer, None without tokenizer.json.
 
     `quantise`, "int8", "int4" or "fp8", rounds the matrices as they are read; those that are stored
     in 4 or 8 bits are widened before, but for AutoAWQ's, which "int4" holds as they are. `build`
@@ -126,7 +126,7 @@ def load_model(
 def copy_weights(
     model: Qwen3, tensors: Iterable[tuple[str, Tensor | FourBit]], source: str = "new weights"
 ) -> None:
-    """Overwrite all weights in place from (HF name, tensor) pairs of any float dtype and device.
+    """Overwrites all weights in place from (HF name, tensor) pairs of any float dtype and device.
 
     A quantised model rounds them to its own bits and groups. Raises UserError, which begins with
     `source`, for a name or shape that the model does not have, and for a parameter that is not
@@ -150,7 +150,7 @@ def copy_weights(
 def named_hf_tensors(
     model: Qwen3, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (HF name, tensor) of every parameter, without gradient, cast to dtype if given.
+    """Yields (HF name, tensor) of every parameter, without gradient, cast to dtype if given.
 
     The tensors are views: writing to them writes to the model. Two exceptions are copies: a matrix
     with an adapter (lora.py) is merged, and a sharded one is gathered, so all ranks must iterate
@@ -176,7 +176,7 @@ def named_hf_tensors(
 
 
 def hf_slots(model: Qwen3) -> dict[str, Slot]:
-    """Return where each HF tensor goes."""
+    """Returns where each HF tensor goes."""
     slots = {}
     for name, parameter in model.named_parameters():
         for part, rows in hf_rows(model.config, name, len(parameter)):
@@ -192,7 +192,7 @@ def hf_slots(model: Qwen3) -> dict[str, Slot]:
 
 
 def part_rows(config: ModelConfig) -> dict[str, int]:
-    """Return how many output rows each of PARTS has."""
+    """Returns how many output rows each of PARTS has."""
     return {
         "q": config.num_attention_heads * config.head_dim,
         "k": config.num_key_value_heads * config.head_dim,
@@ -204,7 +204,7 @@ def part_rows(config: ModelConfig) -> dict[str, int]:
 
 
 def hf_rows(config: ModelConfig, name: str, rows: int) -> list[tuple[str, slice]]:
-    """Return the HF names of one parameter and the rows that each has; none for an adapter."""
+    """Returns the HF names of one parameter and the rows that each has; none for an adapter."""
     if name.endswith("norm"):
         name += ".weight"
     name = name.replace(f"{BASE}.", ".")
@@ -225,7 +225,7 @@ def hf_rows(config: ModelConfig, name: str, rows: int) -> list[tuple[str, slice]
 
 
 def check_saved(path: Path) -> None:
-    """Raise UserError, which names the file, unless all files in SHA256SUMS are as it says."""
+    """Raises UserError, which names the file, unless all files in SHA256SUMS are as it says."""
     digests = read_sums(path)
     try:
         check_sums(path, digests, digests)
@@ -236,7 +236,7 @@ def check_saved(path: Path) -> None:
 
 
 def _open_shards(path) -> dict[str, Any]:
-    """Return the open file of each tensor in a checkpoint directory, by the tensor's name."""
+    """Returns the open file of each tensor in a checkpoint directory, by the tensor's name."""
     index = path / INDEX
     files, weight_map = {SINGLE}, {}
     if os.path.lexists(index):
@@ -262,7 +262,7 @@ def _open_shards(path) -> dict[str, Any]:
 
 
 def _check_sizes(config, shards, path) -> None:
-    """Raise UserError if the configuration asks for far more than the files hold.
+    """Raises UserError if the configuration asks for far more than the files hold.
 
     Nothing of its size has been made yet, not even modules. A difference below a factor of SLACK
     is left to `copy_weights`, which names the tensor. A word of int32 holds eight weights at most.
@@ -289,7 +289,7 @@ def _check_sizes(config, shards, path) -> None:
 
 
 def _check_memory(model, device, path) -> None:
-    """Raise UserError if the model, which has no memory yet, is larger than the device's memory."""
+    """Raises UserError if the model, not allocated yet, is larger than the device's memory."""
     tensors = [*model.parameters(), *model.buffers()]
     wanted = sum(local(x).numel() * x.element_size() for x in tensors)
     if device.type == "cuda":
@@ -303,7 +303,7 @@ def _check_memory(model, device, path) -> None:
 
 
 def _stored(shards: Mapping[str, Any], path) -> Iterator[tuple[str, Tensor | FourBit]]:
-    """Yield (name, tensor) of a checkpoint directory, shard by shard.
+    """Yields (name, tensor) of a checkpoint directory, shard by shard.
 
     A bare backbone, such as Qwen3-Embedding, has names without their first "model". The rotary
     frequencies that old Llama checkpoints hold are left out.
@@ -331,7 +331,7 @@ def _stored(shards: Mapping[str, Any], path) -> Iterator[tuple[str, Tensor | Fou
 
 
 def _check_finite(tensor, source) -> None:
-    """Raise UserError for a number that is NaN or infinite."""
+    """Raises UserError for a number that is NaN or infinite."""
     if tensor.numel():
         compared = tensor.float() if tensor.itemsize == 1 else tensor
         low, high = compared.aminmax()  # NaN if any is

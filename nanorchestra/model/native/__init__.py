@@ -37,7 +37,7 @@ BLOCK, PANEL, LARGEST_DIM = 16, 32, 256  # of native.c: keys together, outputs, 
 
 @cache
 def library(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """Return native.c for models of this dtype, or None where it cannot be had.
+    """Returns native.c for models of this dtype, or None where it cannot be had.
 
     It is compiled into ~/.cache/nanorchestra (XDG_CACHE_HOME), once for each source and CPU.
     """
@@ -74,7 +74,7 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return zeros on pages of 2 MB, if Linux has them: a step that reads all of it misses less.
+    """Returns zeros on pages of 2 MB, if Linux has them: a step that reads all of it misses less.
 
     Memory is taken as it is written.
     """
@@ -99,7 +99,7 @@ class PackedLinear(nn.Module):
         self.write(slice(0, len(weight)), weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the product."""
+        """Returns the product."""
         panels, _, columns, _ = self.packed.shape
         x = x.contiguous()
         out = torch.empty(len(x), panels * columns)
@@ -119,7 +119,7 @@ class PackedLinear(nn.Module):
 
     @torch.no_grad()
     def write(self, rows: slice, weight: Tensor) -> None:
-        """Take `rows` of W, whole panels but for W's last, of any float dtype."""
+        """Takes `rows` of W, whole panels but for W's last, of any float dtype."""
         _, pairs, columns, pair = self.packed.shape
         padded = F.pad(weight.cpu(), (0, 0, 0, -len(weight) % columns))
         panels = padded.view(-1, columns, pairs, pair).transpose(1, 2)
@@ -128,7 +128,7 @@ class PackedLinear(nn.Module):
 
 
 def pack(model: Qwen3) -> None:
-    """Replace the matrices of a model on a CPU, in place, where native.c can compute it.
+    """Replaces the matrices of a model on a CPU, in place, where native.c can compute it.
 
     It takes head sizes that are multiples of 16, to 256, and multiples of 32 for the hidden sizes
     and for the columns of q, k and v. Quantised models stay as they are, and bfloat16 on a CPU
@@ -251,7 +251,7 @@ class Forward:
         block_tables: Sequence[Sequence[int]],
         output_rows: Sequence[int],
     ) -> Tensor:
-        """Return the logits fp32 [len(output_rows), vocab] of those of the tokens; store the KV.
+        """Returns the logits fp32 [len(output_rows), vocab] of those of the tokens; store the KV.
 
         tokens and positions [T] are in parts of `counts` tokens. Each part reads the pages of its
         block table, and none that a later one writes.
@@ -278,7 +278,7 @@ class Forward:
 
 
 def _layer(block) -> _Layer:
-    """Return the addresses of a block's weights."""
+    """Returns the addresses of a block's weights."""
     own = block.self_attn
     return _Layer(
         input_norm=_address(block.input_layernorm),
