@@ -56,9 +56,10 @@ class Costs:
         kv = config.num_key_value_heads * config.head_dim
         linear = layers * hidden * (2 * q + 2 * kv + 3 * config.intermediate_size)
         head = config.vocab_size * hidden
-        # A layer keeps its input, the sum after attention and both after their norms; qkv, the
-        # normalised and rotated queries and keys, and attention's output; gate, up, their product.
-        kept = 4 * hidden + 4 * q + 4 * kv + 3 * config.intermediate_size
+        # A layer keeps its input, the sum after attention and both after their norms; qkv; q, k and
+        # v as attention takes them, and its output; gate, up and their product. The log-sum-exps,
+        # one number a query head, are left out.
+        kept = 4 * hidden + 3 * q + 4 * kv + 3 * config.intermediate_size
         adapters = layers * (7 * hidden + 2 * q + 2 * kv + 3 * config.intermediate_size)
         flops = 2 * linear, 2 * head, 4 * layers * q
         numbers = linear + head * (1 if config.tie_word_embeddings else 2)

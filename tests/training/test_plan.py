@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernel_check import DEVICE
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanorchestra.errors import UserError
-from nanorchestra.model import lora
+from nanorchestra.model import attention, lora, ops
 from nanorchestra.model.attention import PackedAttention, Segment
 from nanorchestra.model.hf_config import PRESETS
 from nanorchestra.model.quantise import quantise_model
@@ -28,27 +29,31 @@ def setup(gpus=8, **changes):
     return Setup(CONFIG.replace(changes), gpus, PRESETS["qwen3-8b"])
 
 
-def test_activations_are_what_autograd_keeps():
-    """Counted by storage, without the kernels: those keep the rows before a norm's weight too."""
+def test_activations_are_what_autograd_keeps(monkeypatch):
+    """Counted by storage, with the kernels. The log-sum-exps, one a query head, come on top."""
+    for module in (ops, attention):
+        monkeypatch.setattr(module, "by_kernel", lambda x: True)
     shape = replace(PRESETS["nano"], hidden_size=64, intermediate_size=160, head_dim=16)
-    tokens = 96
+    tokens = 32
 
     def kept(layers):
-        model = Qwen3(replace(shape, num_hidden_layers=layers))
-        model.init_weights(0)
-        own, seen = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+        model = Qwen3(replace(shape, num_hidden_layers=layers)).to(DEVICE)
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        storages = {}
 
-        def pack(tensor):
-            return seen.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        def keep(tensor):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage
+            return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            attention = PackedAttention([Segment(0, tokens)])
-            out = model(torch.arange(tokens), torch.arange(tokens), attention)
-        assert len(out) == tokens
-        return sum(t.untyped_storage().nbytes() / 4 for at, t in seen.items() if at not in own)
+        ids = torch.arange(tokens, device=DEVICE)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            hidden = model(ids, ids, PackedAttention([Segment(0, tokens)]))
+        assert hidden.requires_grad
+        return sum(x.nbytes() / 4 for at, x in storages.items() if at not in weights)
 
-    plain = Costs.of(shape).activations + 2 * shape.hidden_size + shape.intermediate_size
-    assert (kept(6) - kept(2)) / 4 / tokens == pytest.approx(plain, rel=0.05)
+    of_a_layer = kept(2) - kept(1)
+    assert of_a_layer == tokens * (Costs.of(shape).activations + shape.num_attention_heads)
 
 
 def test_model_flops_are_what_torch_counts_in_the_products(nano_model):
