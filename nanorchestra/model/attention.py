@@ -2,8 +2,8 @@
 
 An attention object receives a layer's raw queries, keys and values. It owns all that follows: the
 norm of queries and keys, their rotation, the store of keys and values, and attention itself. One
-object serves all layers of a step. The decoder (qwen3.py) computes the rest, so that trainer and
-sampler run the same lines.
+object serves all layers of a step. The rest is qwen3.py, the one PyTorch decoder of trainer and
+engine; native/native.c repeats decoder and attention in C for CPUs.
 
     PagedAttention     the engine on a GPU: Triton kernels
     GatheredAttention  the engine on a CPU without native/: the same pages in plain PyTorch
@@ -152,6 +152,7 @@ class GatheredAttention:
         """Returns attention's output [T, H, D]; stores the tokens' keys and values first."""
         q, k, v = qk_norm_rope(qkv, layer.q_norm, layer.k_norm, rotation, layer.kv_heads, layer.eps)
         k_cache, v_cache = self.k_cache[layer.index], self.v_cache[layer.index]
+        # Indices around a slice put the tokens first: [T, Hkv, D], as k and v are.
         k_cache[self._pages, :, self._offsets] = k
         v_cache[self._pages, :, self._offsets] = v
         return self.attend(q, k_cache, v_cache)
@@ -189,7 +190,7 @@ class Segment:
 
 
 class PackedAttention:
-    """Attention over a training pack, where samples share their prompt and prompts their beginning.
+    """Attention over a pack of sequences: samples share prompts, and prompts their beginning.
 
     A pack is a list of segments that cover it in order, without gaps. A segment attends to its
     prefixes and causally to itself. No token is padding, and no [T, T] mask is made. `kernel` names
@@ -217,24 +218,35 @@ class PackedAttention:
 
     def _make_work(self, q) -> Work:
         spans = segment_spans(self.segments)
+        if not by_kernel(q):
+            return _cpu_spans(spans)
         if self.kernel == "flash-attn":
             return external_plan(spans, q.device)
-        if by_kernel(q):
-            return flash_work(spans, q.device, q.dtype)
-        return _dense_calls(spans)
+        return flash_work(spans, q.device, q.dtype)
 
 
 def segment_spans(segments: Sequence[Segment]) -> list[Span]:
-    """Returns the spans of each segment in turn: one for each of its prefixes, then its own."""
+    """Returns the spans of each segment in turn: one for each of its prefixes, then its own.
+
+    ValueError for a prefix that is neither an earlier segment nor its first tokens.
+    """
     spans = []
-    prefixes = {}  # start of a segment -> the ranges of keys that it sees before itself
+    lengths = {}  # start of a segment -> its length
+    ranges_of = {}  # start of a segment -> the ranges of keys that it sees before itself
     for segment in segments:
         start, end = segment.start, segment.start + segment.length
         ranges = []
         if segment.prefix_length:
-            prefix_end = segment.prefix_start + segment.prefix_length
-            ranges = [*prefixes[segment.prefix_start], (segment.prefix_start, prefix_end)]
-        prefixes[start] = ranges
+            prefix_start = segment.prefix_start
+            if segment.prefix_length > lengths.get(prefix_start, 0):
+                raise ValueError(
+                    f"{segment}: the prefix is neither an earlier segment nor its first tokens; "
+                    f"starts and lengths of those before it: {lengths}"
+                )
+            prefix_end = prefix_start + segment.prefix_length
+            ranges = [*ranges_of[prefix_start], (prefix_start, prefix_end)]
+        lengths[start] = segment.length
+        ranges_of[start] = ranges
         for key_start, key_end in ranges:
             spans.append(Span(start, end, key_start, key_end))
         spans.append(Span(start, end, start, end))
@@ -244,101 +256,94 @@ def segment_spans(segments: Sequence[Segment]) -> list[Span]:
 # Attention over a pack on a CPU.
 
 
-@dataclass(frozen=True)
-class _DenseCall:
-    """One call of PyTorch's attention: `queries` of a pack against `keys`, both slices of it."""
+def _cpu_spans(spans: Sequence[Span]) -> list[Span]:
+    """Returns the spans as the CPU computes them: each segment's own keys first, then prefixes.
 
-    queries: slice
-    keys: slice
-
-    @property
-    def causal(self) -> bool:
-        return self.queries == self.keys
-
-
-def _dense_calls(spans: Sequence[Span]) -> list[_DenseCall]:
-    """Returns the calls that compute the spans: each segment's own keys first, then prefixes.
-
-    Neighbouring queries that see the same prefix are one call.
+    Neighbouring queries that see the same prefix are one span, and one call of PyTorch's attention.
     """
-    calls = []
-    prefixed = []
+    merged = []
+    prefixes = []
     for span in spans:
-        call = _DenseCall(slice(span.start, span.end), slice(span.key_start, span.key_end))
-        if call.causal:
-            calls.append(call)
+        if span.causal:
+            merged.append(span)
         else:
-            prefixed.append(call)
-    prefixed.sort(key=lambda call: (call.keys.start, call.keys.stop, call.queries.start))
-    for call in prefixed:
-        last = calls[-1]
-        if last.keys == call.keys and not last.causal and last.queries.stop == call.queries.start:
-            calls[-1] = _DenseCall(slice(last.queries.start, call.queries.stop), call.keys)
+            prefixes.append(span)
+    prefixes.sort(key=lambda span: (span.key_start, span.key_end, span.start))
+    for span in prefixes:
+        last = merged[-1]
+        same_keys = (last.key_start, last.key_end) == (span.key_start, span.key_end)
+        if same_keys and not last.causal and last.end == span.start:
+            merged[-1] = last._replace(end=span.end)
         else:
-            calls.append(call)
-    return calls
+            merged.append(span)
+    return merged
 
 
-Work = FlashWork | ExternalPlan | list[_DenseCall]  # what a kernel of PackedAttention needs
+Work = FlashWork | ExternalPlan | list[Span]  # what a kernel of PackedAttention needs
 
 
 class _SpanAttention(torch.autograd.Function):
     """Attention on a CPU: one flash-attention call per span, merged by their log-sum-exps.
 
-    The merge is that of Dao et al. 2022, section 3.1; in 16 bits each one rounds once. The backward
-    pass of a span, given the merged output and log-sum-exp, is that span's share of the gradients.
-    Autograd cannot derive this: it does not differentiate the log-sum-exp.
+    The merge is that of Dao et al. 2022, section 3.1. The backward pass of a span, given the merged
+    output and log-sum-exp, is that span's share of the gradients. Autograd cannot derive this: it
+    does not differentiate the log-sum-exp. In 16 bits the output and the gradients of q, k and v
+    are rounded once for each span.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, calls):
+    def forward(ctx, q, k, v, spans):
         out = q.new_empty(q.shape)  # [T, H, D]
         lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))  # [T, H]
-        for call in calls:
-            rows = call.queries
-            span_out, span_lse = _span_forward(q, k, v, call)
-            if call.causal:  # a segment's first
+        for span in spans:
+            rows = slice(span.start, span.end)
+            span_out, span_lse = _span_forward(q, k, v, span)
+            if span.causal:  # a segment's first
                 out[rows], lse[rows] = span_out, span_lse
                 continue
             share = torch.sigmoid(span_lse - lse[rows])[..., None]  # the span's softmax mass
-            out[rows] = torch.lerp(out[rows].to(share.dtype), span_out.to(share.dtype), share)
+            wide = share.dtype  # torch.lerp wants one dtype
+            out[rows] = torch.lerp(out[rows].to(wide), span_out.to(wide), share)
             lse[rows] = torch.logaddexp(lse[rows], span_lse)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.calls = calls
+        ctx.spans = spans
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        saved = ctx.saved_tensors
-        dq, dk, dv = (x.new_empty(x.shape) for x in saved[:3])
-        for call in ctx.calls:
-            span_dq, span_dk, span_dv = _span_backward(grad, *saved, call)
-            if call.causal:
-                dq[call.queries], dk[call.keys], dv[call.keys] = span_dq, span_dk, span_dv
+        q, k, v, out, lse = ctx.saved_tensors
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        for span in ctx.spans:
+            rows = slice(span.start, span.end)
+            keys = slice(span.key_start, span.key_end)
+            span_dq, span_dk, span_dv = _span_backward(grad, q, k, v, out, lse, span)
+            if span.causal:
+                dq[rows], dk[keys], dv[keys] = span_dq, span_dk, span_dv
                 continue
-            dq[call.queries] += span_dq
-            dk[call.keys] += span_dk
-            dv[call.keys] += span_dv
+            dq[rows] += span_dq
+            dk[keys] += span_dk
+            dv[keys] += span_dv
         return dq, dk, dv, None
 
 
-def _heads_first(x, rows) -> Tensor:
-    return x[rows].transpose(0, 1)[None]  # [T, heads, ...] -> [1, heads, rows, ...]
+def _heads_first(x, start, end) -> Tensor:
+    return x[start:end].transpose(0, 1)[None]  # [T, heads, ...] -> [1, heads, end - start, ...]
 
 
-def _span_forward(q, k, v, call) -> tuple[Tensor, Tensor]:
+def _span_forward(q, k, v, span) -> tuple[Tensor, Tensor]:
     """Returns the attention of one span: out [rows, H, D] and log-sum-exp [rows, H]."""
-    q = _heads_first(q, call.queries)
-    k, v = _heads_first(k, call.keys), _heads_first(v, call.keys)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, call.causal)
+    q = _heads_first(q, span.start, span.end)
+    k = _heads_first(k, span.key_start, span.key_end)
+    v = _heads_first(v, span.key_start, span.key_end)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, span.causal)
     return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
 
-def _span_backward(grad, q, k, v, out, lse, call) -> list[Tensor]:
+def _span_backward(grad, q, k, v, out, lse, span) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q [rows, H, D] and of k and v [keys, Hkv, D] from one span."""
-    grad, q, out, lse = (_heads_first(x, call.queries) for x in (grad, q, out, lse))
-    k, v = _heads_first(k, call.keys), _heads_first(v, call.keys)
-    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse, 0.0, call.causal
+    grad, q, out, lse = (_heads_first(x, span.start, span.end) for x in (grad, q, out, lse))
+    k, v = (_heads_first(x, span.key_start, span.key_end) for x in (k, v))
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, span.causal
     )
-    return [x[0].transpose(0, 1) for x in grads]
+    return dq[0].transpose(0, 1), dk[0].transpose(0, 1), dv[0].transpose(0, 1)

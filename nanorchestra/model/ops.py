@@ -1,7 +1,7 @@
 """Plain functions of a decoder layer: RMSNorm, SwiGLU, the norm and rotation of queries and keys.
 
 They are differentiable, hold no weights, and run on any device: Triton kernels compute CUDA
-tensors, PyTorch computes the others. Both compute in fp32 and round a result once.
+tensors, PyTorch computes the others. Both compute at least in fp32 and round a result once.
 """
 
 import torch

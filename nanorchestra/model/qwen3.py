@@ -1,11 +1,11 @@
-"""The dense decoder of Qwen3 and its kin, used by the trainer and the engine alike.
+"""The dense decoder of Qwen3 and its kin, the one in PyTorch, of trainer and engine alike.
 
-This file alone says what a layer is made of; native/native.c repeats it in C for CPUs. It works on
+It says what a layer computes but for attention (attention.py) and the formulas of norm, activation
+and rotation (ops.py, rope.py); native/native.c repeats all of them in C for CPUs. It works on
 packed tokens, [T], without a batch dimension or padding. The caller supplies positions and an
-attention object (attention.py), which decides what attends to what. Qwen3, Qwen2.5 and Llama differ
-by three switches of ModelConfig: the norm of queries and keys, a bias on q, k and v, and the
-scaling of the rotary frequencies. hf_config.py reads configurations, weights.py reads and writes
-weights.
+attention object, which decides what attends to what. Qwen3, Qwen2.5 and Llama differ by three
+switches of ModelConfig: the norm of queries and keys, a bias on q, k and v, and the scaling of the
+rotary frequencies. hf_config.py reads configurations, weights.py reads and writes weights.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nanorchestra.model.attention import Attention
 from nanorchestra.model.ops import add_rms_norm, rms_norm, swiglu
-from nanorchestra.model.rope import RopeScaling, Rotation, rope_frequencies
+from nanorchestra.model.rope import RopeScaling, Rotation, scaled_frequencies
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,10 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, attention: Attention
     ) -> tuple[Tensor, Tensor]:
-        """Returns the layer's (x, residual), both [T, hidden], from those of the layer before.
+        """Returns (x, residual), both [T, hidden], from those of the layer before.
 
-        residual None: x is the whole stream, the embeddings.
+        The returned x is the MLP's output, which is not added to the residual yet. residual None:
+        x is the whole stream, the embeddings.
         """
         if self.recompute and torch.is_grad_enabled():
             if residual is not None:
@@ -126,14 +127,14 @@ class Block(nn.Module):
 class Qwen3(nn.Module):
     """The decoder. `lm_head` is None if the output is tied to the embeddings.
 
-    native/ alone gives such a model one: a copy of the embeddings.
+    `pack` of native/ gives a tied model one too: the embeddings again, in the layout of native.c.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         table = torch.empty(config.vocab_size, config.hidden_size)
-        # nn.Embedding() would draw weights, which on "meta" imports torch._dynamo: 1.4 s
+        # nn.Embedding() would draw weights, which on "meta" imports torch._dynamo, slow to import.
         self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.norm = nn.Parameter(torch.ones(config.hidden_size))
@@ -143,7 +144,7 @@ class Qwen3(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """Returns the matrix of the logits [vocab, hidden]."""
+        """Returns the matrix of the logits [vocab, hidden]; not for a packed or quantised lm_head."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     @torch.no_grad()
@@ -185,7 +186,7 @@ class Qwen3(nn.Module):
     def rope_frequencies(self, device: torch.device) -> Tensor:
         """Returns the rotary angles per position, fp32 [head_dim / 2] on `device`."""
         config = self.config
-        return rope_frequencies(config.head_dim, config.rope_theta, config.rope, device)
+        return scaled_frequencies(config.head_dim, config.rope_theta, config.rope, device)
 
     @property
     def rope_attention_factor(self) -> float:

@@ -1,8 +1,10 @@
 """Rotary positions: the angles of every kind of model that the decoder computes.
 
-RoPE turns each pair (x[i], x[i + D/2]) of a head by position * theta^(-2i/D) (Su et al. 2021, arXiv
-2104.09864, section 3.2.2). A model that was extended to longer texts scales these frequencies:
-"llama3" and "yarn" are two published ways. `Rotation` holds the cosines and sines of one step.
+RoPE turns pair i of a head by position * theta^(-2i/D), i < D/2 (Su et al. 2021, arXiv 2104.09864,
+section 3.2.2). The paper's pair i is x[2i] and x[2i + 1]. Here it is x[i] and x[i + D/2], the
+layout of GPT-NeoX and Hugging Face. A model that was extended to longer texts scales these
+frequencies: "llama3" and "yarn" are two published ways. `Rotation` holds the cosines and sines of
+one step.
 """
 
 import math
@@ -18,9 +20,10 @@ from torch import Tensor
 class Llama3Scaling:
     """Llama 3.1's scaling: low frequencies are divided by `factor`, high ones stay.
 
-    A frequency is low if its wavelength exceeds original_max_position_embeddings /
-    low_freq_factor tokens, and high if it is below the same quotient by high_freq_factor. Between
-    the two the scale is interpolated (Llama 3.1 model card and reference code).
+    What counts is how often a pair turns within original_max_position_embeddings tokens. A
+    frequency of fewer than low_freq_factor turns is low, one of more than high_freq_factor turns is
+    high. Between the two, the mean of both results is weighted by the number of turns (reference
+    code of Llama 3.1, `apply_scaling`).
     """
 
     rope_type: ClassVar[str] = "llama3"
@@ -33,14 +36,13 @@ class Llama3Scaling:
 
     def scaled(self, frequencies: Tensor, theta: float) -> Tensor:
         """Returns the scaled frequencies, fp32 [D / 2]: those of `theta` are given."""
-        wavelengths = 2 * math.pi / frequencies
-        length = self.original_max_position_embeddings
-        share = (length / wavelengths - self.low_freq_factor) / (
-            self.high_freq_factor - self.low_freq_factor
-        )
-        between = (1 - share) * frequencies / self.factor + share * frequencies
-        scaled = torch.where(share > 1, frequencies, between)
-        return torch.where(share < 0, frequencies / self.factor, scaled)
+        wavelengths = 2 * math.pi / frequencies  # tokens of one turn
+        turns = self.original_max_position_embeddings / wavelengths
+        range_of_turns = self.high_freq_factor - self.low_freq_factor
+        kept = (turns - self.low_freq_factor) / range_of_turns  # share of the original frequency
+        between = (1 - kept) * frequencies / self.factor + kept * frequencies
+        scaled = torch.where(kept > 1, frequencies, between)
+        return torch.where(kept < 0, frequencies / self.factor, scaled)
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,8 @@ class YarnScaling:
         first, last = max(first, 0), min(last, 2 * pairs - 1)
         if first == last:
             last += 0.001  # a step in place of a ramp
-        ramp = (torch.arange(pairs, dtype=torch.float32, device=frequencies.device) - first) / (
-            last - first
-        )
+        pair = torch.arange(pairs, dtype=torch.float32, device=frequencies.device)
+        ramp = (pair - first) / (last - first)
         kept = 1 - ramp.clamp(0, 1)  # share of the original frequency
         return frequencies / self.factor * (1 - kept) + frequencies * kept
 
@@ -88,17 +89,21 @@ RopeScaling = Llama3Scaling | YarnScaling
 
 
 def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
-    """Returns YaRN's factor of cosines and sines (equation 22): 0.1 mscale ln(factor) + 1."""
+    """Returns YaRN's factor of cosines and sines: 0.1 mscale ln(factor) + 1.
+
+    Equation 22 of the paper is that of mscale 1. Configurations of DeepSeek's models state another
+    mscale.
+    """
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 @cache
-def rope_frequencies(
+def scaled_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device
 ) -> Tensor:
     """Returns the rotary angle per position of each pair, fp32 [head_dim / 2] on `device`.
 
-    Computed on the CPU, the same for all devices.
+    They are computed on the CPU, so that all devices have the same bits.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     frequencies = 1.0 / theta**exponents
@@ -109,9 +114,10 @@ def rope_frequencies(
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """Cosines and sines of the positions of T tokens, fp32 [T, D / 2], in every precision.
+    """Cosines and sines of the positions of T tokens, [T, D / 2]: fp32 in every precision.
 
-    FSDP's mixed precision casts the tensors among a layer's inputs. It does not look into this.
+    As bare tensors among a layer's inputs they would be cast by FSDP's mixed precision, which does
+    not look into this class.
     """
 
     cos: Tensor
