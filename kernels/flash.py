@@ -494,8 +494,8 @@ def _queries_of(visits_ptr, visit, keys, block_start, block_end, BLOCK_M: tl.con
         query      0 1 | 2 3 | 4 5 | 6 7 | 8 9
         key 2            x x   x x   x x   x x    seen_from 2
         key 5                    x   x x   x x    seen_from 5
-                       |       |               |
-                 start 2   unmasked_start 5    end 10     the tile of queries 4-5 has a mask
+                       |        |              |
+                 start 2    unmasked_start 5   end 10     the tiles 2-3 and 4-5 have a mask
     """
     start, end, key_start, key_end = _load_four(visits_ptr, visit)
     causal = start == key_start

@@ -11,11 +11,11 @@ below. In the time of one byte an A100 of 80 GB does 153 FLOPs, an H200 206 and 
 sheets). Memory is the limit: 64 sequences of 4,096 keys are 1.07 GB a layer, 0.22 ms at the
 4.8 TB/s of an H200.
 
-Splits. One program for each row and kv head would leave most of the GPU idle at small batches, so
-the keys of a row are cut into splits (Flash-Decoding; Dao et al. 2023) and a program takes one
-split of one kv head. A split ends at a position that depends on that position alone, so neither the
-batch nor the number of multiprocessors changes the order of a row's sums. Splits grow with the
-position: 8 x Hkv programs at 1,024 keys, and few partial results at 40,960.
+Splits. One piece of work for each row and kv head would leave most of the GPU idle at small
+batches, so the keys of a row are cut into splits (Flash-Decoding; Dao et al. 2023): a piece of work
+is one split of one kv head. Splits end at fixed positions (`split_bounds`), so neither the batch
+nor the number of multiprocessors changes the order of a row's sums. They grow with the position: 8
+x Hkv pieces at 1,024 keys, and few partial results at 40,960.
 
 Merge. For each split s of a query the kernel stores the mean value a_s and l_s = log2 of its sum of
 exponentials. The whole is sum_s 2^(l_s) a_s / sum_s 2^(l_s). This is an identity, no approximation:

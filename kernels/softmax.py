@@ -28,10 +28,10 @@ from kernels.common import FP8, SIZES, Config, check
 BLOCK_N = 64  # keys of a tile, fewer if a row of K is wide or the pages are small
 TILE_BYTES = 16384  # of a tile of K at most
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E); the hardware has exp2
-# The score of a pair that a mask hides. A row of flash.py may see no key of its first tiles. There
-# row_max is SCALE * MASKED rounded, and fma does not round its product, so p is exp2 of the
-# rounding error: of at most 16 for -1e9, but of about 1e21 for -1e30, which is infinite. The first
-# visible key, whose score is far above MASKED, then scales to 0 what was added up.
+# The score of a pair that a mask hides. In flash.py the first tiles of a row may hold no key that it
+# sees. There row_max is SCALE * MASKED, rounded; the product in fma is not rounded, so p is exp2 of
+# the rounding error, not 1. The error is at most 16 for -1e9; for -1e30 it is about 1e21, and p
+# infinite. At the row's first visible key, rescale is 0 and clears what was added up.
 MASKED = tl.constexpr(-1e9)
 
 
@@ -104,8 +104,8 @@ def attend_pages(
     kv_head,
     start,  # the first key to visit, a multiple of BLOCK_N
     end,  # one past the last key to visit
-    context_len,  # keys of the sequence, or as many of them as may be read
-    seen_to,  # a row sees the keys below it: [M, 1] or one for all; None: no mask
+    context_len,  # keys from here on are not read: behind the sequence, or behind a split
+    seen_to,  # a row sees keys < seen_to: [M, 1], or one for all rows; None: all see all
     HKV: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -113,8 +113,10 @@ def attend_pages(
 ):
     """Returns row_max, row_sum and acc after keys start .. end - 1 of one kv head, tile by tile.
 
-    Every row sees the first key that it visits. Tiles begin at multiples of BLOCK_N from position
-    0, so the arithmetic of a row does not depend on the other rows of q or where its chunk began.
+    A caller may continue with a second range. Every row must see the first key of its first range:
+    row_max is then real, and a tile that a row does not see adds exactly 0. Tiles begin at
+    multiples of BLOCK_N from position 0, so the arithmetic of a row does not depend on the other
+    rows of q or where its chunk began.
 
     Tensor cores take p in the dtype of q. With TWO_PARTS a second product, which reads no memory,
     adds what this rounding lost, rounded in turn: of the 24 bits of p, two numbers in bf16 keep

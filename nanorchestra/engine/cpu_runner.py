@@ -104,7 +104,10 @@ class CpuRunner:
         """Nothing: a step has been computed when `launch` returns."""
 
     def clear_pages(self, pages: list[int] | None = None) -> None:
-        """Zeroes pages, by default all: padding reads them, and NaN would spread from there."""
+        """Zeroes pages, by default all.
+
+        The C multiplies values behind a sequence's last key by 0, and 0 * NaN is NaN.
+        """
         for page in range(self.kv_cache.shape[2]) if pages is None else pages:
             self.kv_cache[:, :, page] = 0
 
