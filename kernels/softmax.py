@@ -28,9 +28,9 @@ from kernels.common import FP8, SIZES, Config, check
 BLOCK_N = 64  # keys of a tile, fewer if a row of K is wide or the pages are small
 TILE_BYTES = 16384  # of a tile of K at most
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E); the hardware has exp2
-# The score of a pair that a mask hides. In flash.py the first tiles of a row may hold no key that it
-# sees. There row_max is SCALE * MASKED, rounded; the product in fma is not rounded, so p is exp2 of
-# the rounding error, not 1. The error is at most 16 for -1e9; for -1e30 it is about 1e21, and p
+# The score of a pair that a mask hides. In flash.py the first tiles of a row may hold no key that
+# it sees. There row_max is SCALE * MASKED, rounded; the product in fma is not rounded, so p is exp2
+# of the rounding error, not 1. The error is at most 16 for -1e9; for -1e30 it is about 1e21, and p
 # infinite. At the row's first visible key, rescale is 0 and clears what was added up.
 MASKED = tl.constexpr(-1e9)
 
