@@ -144,7 +144,7 @@ class Qwen3(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """Returns the matrix of the logits [vocab, hidden]; not for a packed or quantised lm_head."""
+        """Returns the matrix of the logits [vocab, hidden]; not of a packed or quantised one."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     @torch.no_grad()
