@@ -1,13 +1,16 @@
 """Adapters: exact gradients, the same model merged or not, only A and B trained, PEFT's files.
 
-Over a base in 4 bits the gradients are those over its widened weights.
+Over a base in 4 bits the gradients are those over its widened weights. All of it also for a model
+with biases of q, k and v.
 """
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from groups import grouped
 from safetensors.torch import load_file
 
@@ -15,6 +18,7 @@ from nanorchestra.model.attention import PackedAttention, Segment
 from nanorchestra.model.lora import adapters, add_adapters, disabled, reset, save_adapter
 from nanorchestra.model.quantise import QuantisedLinear, linears, quantise_model
 from nanorchestra.model.qwen3 import Qwen3
+from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.model.weights import copy_weights, named_hf_tensors
 from nanorchestra.training.objectives import Objective
 from nanorchestra.training.packing import Sample
@@ -25,21 +29,45 @@ SAMPLES = [
     Sample([9, 12], [True] * 2, [-6.5] * 2, -1.0),
 ]
 GROUPS = [grouped([5, 6, 7, 8], SAMPLES)]
+TOKENS = (5, 9, 600, 3, 77, 12)
+
+
+KINDS = {  # switches of the decoder
+    "Qwen3": {},
+    "Qwen2.5": {"qk_norm": False, "attention_bias": True},
+}
+
+
+@pytest.fixture(params=KINDS)
+def model(request, nano_model):
+    """Biases are not 0."""
+    if request.param == "Qwen3":
+        return nano_model
+    model = Qwen3(replace(nano_model.config, **KINDS[request.param]))
+    generator = model.init_weights(0)
+    with torch.no_grad():
+        for block in model.layers:
+            block.self_attn.qkv_proj.bias.normal_(0.0, 0.5, generator=generator)
+    return model
+
+
+def fill_adapters(model):
+    """B is not zero, so that the adapters change the model."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _, module in adapters(model):
+            module.lora_b.copy_(0.1 * torch.randn(module.lora_b.shape, generator=generator))
 
 
 @pytest.fixture
-def adapted(nano_model):
-    """An adapter that changes the model: B is not zero."""
-    add_adapters(nano_model, rank=3, alpha=6.0, seed=1)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for _, module in adapters(nano_model):
-            module.lora_b.copy_(0.1 * torch.randn(module.lora_b.shape, generator=generator))
-    return nano_model
+def adapted(model):
+    add_adapters(model, rank=3, alpha=6.0, seed=1)
+    fill_adapters(model)
+    return model
 
 
-def hidden(model, tokens=(5, 9, 600, 3, 77, 12)):
-    tokens = torch.tensor(tokens)
+def hidden(model):
+    tokens = torch.tensor(TOKENS)
     return model(tokens, torch.arange(len(tokens)), PackedAttention([Segment(0, len(tokens))]))
 
 
@@ -84,20 +112,45 @@ def applied(base, path):
     return weights
 
 
-def test_peft_files_hold_the_adapters(nano_model, tmp_path):
-    base = {name: tensor.clone() for name, tensor in named_hf_tensors(nano_model)}
-    add_adapters(nano_model, rank=3, alpha=6.0, seed=1)
-    trainer = Trainer(nano_model, vocab_limit=690)
+def test_peft_files_hold_the_adapters(model, tmp_path):
+    """The biases of q, k and v are the base's before and after."""
+    base = {name: tensor.clone() for name, tensor in named_hf_tensors(model)}
+    add_adapters(model, rank=3, alpha=6.0, seed=1)
+    trainer = Trainer(model, vocab_limit=690)
     trainer.supervised_step(GROUPS, 1e-2)
     trainer.policy_step(GROUPS, 1e-2, Objective())
-    save_adapter(nano_model, tmp_path / "adapter", "base")
-    expected = dict(named_hf_tensors(nano_model))
+    save_adapter(model, tmp_path / "adapter", "base")
+    expected = dict(named_hf_tensors(model))
     for name, weight in applied(base, tmp_path / "adapter").items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6)
+        assert not name.endswith("bias") or torch.equal(weight, expected[name])
     matrix = "model.layers.0.mlp.down_proj.weight"
     assert not torch.allclose(base[matrix], expected[matrix], atol=1e-4)
-    save_adapter(nano_model, tmp_path / "new", write=False)
+    save_adapter(model, tmp_path / "new", write=False)
     assert not (tmp_path / "new").exists()
+
+
+@torch.no_grad()
+def test_transformers_loads_the_merged_model(adapted, tmp_path):
+    save_checkpoint(adapted, None, tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    expected = loaded(torch.tensor(TOKENS)[None]).logits[0]
+    logits = adapted.logits(hidden(adapted))
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_peft_computes_the_same_from_the_base_and_the_adapter(model, tmp_path):
+    peft = pytest.importorskip("peft")
+    save_checkpoint(model, None, tmp_path / "base")
+    add_adapters(model, rank=3, alpha=6.0, seed=1)
+    fill_adapters(model)
+    save_adapter(model, tmp_path / "adapter", str(tmp_path / "base"))
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    expected = loaded(torch.tensor(TOKENS)[None]).logits[0]
+    logits = model.logits(hidden(model))
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
 
 
 def gradients(model, recompute):
@@ -117,26 +170,23 @@ def gradients(model, recompute):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("zeros", [None, 32], ids=["rounded", "zero points"])
 def test_gradients_over_a_base_in_4_bits_are_those_over_its_widened_weights(
-    nano_model, recompute, zeros
+    model, recompute, zeros
 ):
     """Of adapters alone: the base has none. Nothing of the widened base is kept for backward."""
-    base = copy.deepcopy(nano_model)
+    base = copy.deepcopy(model)
     quantise_model(base.layers, "int4", zeros)
-    copy_weights(base, named_hf_tensors(nano_model))
-    wide = nano_model
+    copy_weights(base, named_hf_tensors(model))
+    wide = model
     for name, module in linears(base.layers, QuantisedLinear):
         if zeros:
             generator = torch.Generator().manual_seed(len(name))
             module.zeros.random_(6, 11, generator=generator)
         wide.layers.get_submodule(name).weight.data = module.dequantise(torch.float32)
     found = []
-    for model in (base, wide):
-        add_adapters(model, rank=3, alpha=6.0, seed=1)
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for _, module in adapters(model):
-                module.lora_b.copy_(0.1 * torch.randn(module.lora_b.shape, generator=generator))
-        found.append(gradients(model, recompute))
+    for each in (base, wide):
+        add_adapters(each, rank=3, alpha=6.0, seed=1)
+        fill_adapters(each)
+        found.append(gradients(each, recompute))
     (ours, gap), (theirs, their_gap) = found
     assert ours.keys() == theirs.keys() and all(".lora_" in name for name in ours)
     assert gap == pytest.approx(their_gap, abs=1e-5) and len(ours) == 2 * 16

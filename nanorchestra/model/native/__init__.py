@@ -32,40 +32,37 @@ from nanorchestra.model.qwen3 import Qwen3
 SOURCE = Path(__file__).with_name("native.c")
 HEADER = Path(__file__).with_name("native.h")
 COMMAND = "cc -O3 -march=native -fopenmp -fPIC -shared"
-BLOCK, PANEL, LARGEST_DIM = 16, 32, 256  # of native.c: keys together, outputs, head size
+BLOCK = 16  # keys of a page that lie together, as in native.h
+WIDEST_PANEL = 32  # outputs of a matrix that lie together: the largest PANEL of native.h
+LARGEST_DIM = 256  # of a head, MAX_DIM of native.c
+CPU_FEATURES = ("flags", "Features")  # how a line of /proc/cpuinfo begins: on x86, on ARM
 
 
 @cache
 def library(dtype: torch.dtype) -> ctypes.CDLL | None:
     """Returns native.c for models of this dtype, or None where it cannot be had.
 
-    It is compiled into ~/.cache/nanorchestra (XDG_CACHE_HOME), once for each source and CPU.
+    It is compiled into ~/.cache/nanorchestra (XDG_CACHE_HOME), once for each source and CPU. If the
+    compiler fails, one line on stderr says so.
     """
-    half = dtype == torch.bfloat16
-    if dtype != torch.float32 and not (half and torch.cpu._is_avx512_bf16_supported()):
-        return None
     command = COMMAND.split()
-    if half:
+    if dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported():
         command.append("-DBF16")
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else ()
-    cpu = [line for line in lines if line.startswith("flags")][:1]
+    elif dtype != torch.float32:
+        return None
     sources = SOURCE.read_text() + HEADER.read_text()
-    key = hashlib.sha256(f"{command}{cpu}{sources}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{command}{_cpu_features()}{sources}".encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanorchestra"
     built = folder / f"native-{key}.so"
     try:
         if not built.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as directory:
-                part = Path(directory) / built.name
-                subprocess.run(
-                    [*command, "-o", str(part), str(SOURCE)], check=True, capture_output=True
-                )
-                part.replace(built)
+            _compile(command, built)
         loaded = ctypes.CDLL(str(built))
     except (OSError, subprocess.CalledProcessError) as error:
-        print(f"native.c cannot be compiled, so torch computes: {error}", file=sys.stderr)
+        reason = str(error)
+        if isinstance(error, subprocess.CalledProcessError):
+            reason = f"{command[0]}: {_first_error(error.stderr)}"
+        print(f"native.c cannot be compiled, so torch computes: {reason}", file=sys.stderr)
         return None
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     loaded.linear.argtypes = [pointer, size, size, pointer, size, pointer, number]
@@ -73,10 +70,33 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
     return loaded
 
 
-def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Returns zeros on pages of 2 MB, if Linux has them: a step that reads all of it misses less.
+def _cpu_features() -> str:
+    """Returns the line of /proc/cpuinfo that lists the instructions of the CPU, or ""."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else ()
+    return next((line for line in lines if line.startswith(CPU_FEATURES)), "")
 
-    Memory is taken as it is written.
+
+def _compile(command: list[str], built: Path) -> None:
+    """Compiles native.c into the file `built`, which is whole whenever it exists."""
+    built.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=built.parent) as directory:
+        part = Path(directory) / built.name
+        command = [*command, "-o", str(part), str(SOURCE)]
+        subprocess.run(command, check=True, capture_output=True, text=True, errors="replace")
+        part.replace(built)
+
+
+def _first_error(stderr: str) -> str:
+    """Returns the first line of a compiler's output that tells of an error, or its last line."""
+    lines = stderr.strip().splitlines() or ["it says nothing"]
+    return next((line for line in lines if "error" in line), lines[-1])
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Returns zeros on pages of 2 MB, if Linux has them: reading them all has fewer TLB misses.
+
+    Linux gives memory when it is first written.
     """
     size = math.prod(shape) * dtype.itemsize
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -99,7 +119,7 @@ class PackedLinear(nn.Module):
         self.write(slice(0, len(weight)), weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the product."""
+        """Returns the product, summed in fp32 and rounded once to x's dtype."""
         panels, _, columns, _ = self.packed.shape
         x = x.contiguous()
         out = torch.empty(len(x), panels * columns)
@@ -119,7 +139,10 @@ class PackedLinear(nn.Module):
 
     @torch.no_grad()
     def write(self, rows: slice, weight: Tensor) -> None:
-        """Takes `rows` of W, whole panels but for W's last, of any float dtype."""
+        """Overwrites `rows` of W by weight [rows, in], of any float dtype and device.
+
+        They begin at a panel, and end at one or at the end of W.
+        """
         _, pairs, columns, pair = self.packed.shape
         padded = F.pad(weight.cpu(), (0, 0, 0, -len(weight) % columns))
         panels = padded.view(-1, columns, pairs, pair).transpose(1, 2)
@@ -143,8 +166,9 @@ def pack(model: Qwen3) -> None:
         config.num_attention_heads * config.head_dim,
         config.num_key_value_heads * config.head_dim,
     )
-    fits = config.head_dim % BLOCK == 0 and config.head_dim <= LARGEST_DIM
-    fits = fits and all(size % PANEL == 0 for size in sizes)
+    head_fits = config.head_dim % BLOCK == 0 and config.head_dim <= LARGEST_DIM
+    panels_fit = all(size % WIDEST_PANEL == 0 for size in sizes)
+    fits = head_fits and panels_fit
     if not (names and weight.is_cpu and fits and library(weight.dtype)):
         return
     for name in names:
@@ -214,10 +238,11 @@ class Forward:
         output = model.lm_head.packed  # [panels, in / pair, columns, pair]
         self._outputs = output.shape[0] * output.shape[2]
         frequencies = model.rope_frequencies(k_cache.device)
-        inputs = config.hidden_size + config.intermediate_size  # of products, in the scratch
-        heads = config.num_attention_heads + kv_heads
-        width = inputs + 2 * config.intermediate_size + 2 * heads * dim
-        scratch = torch.empty(self._library.chunk_rows() * width)
+        attended = config.num_attention_heads * dim  # numbers of a row, as forward() cuts them
+        qkv = attended + 2 * kv_heads * dim
+        gate_up = 2 * config.intermediate_size
+        inputs = config.hidden_size + attended + config.intermediate_size  # normed, attended, gated
+        scratch = torch.empty(self._library.chunk_rows() * (qkv + gate_up + inputs))
         self._kept = model, k_cache, v_cache, frequencies, scratch  # native.c has addresses alone
 
         layers = (_Layer * depth)(*(_layer(block) for block in model.layers))
@@ -251,10 +276,11 @@ class Forward:
         block_tables: Sequence[Sequence[int]],
         output_rows: Sequence[int],
     ) -> Tensor:
-        """Returns the logits fp32 [len(output_rows), vocab] of those of the tokens; store the KV.
+        """Returns the logits fp32 [len(output_rows), vocab] of the tokens that output_rows names.
 
-        tokens and positions [T] are in parts of `counts` tokens. Each part reads the pages of its
-        block table, and none that a later one writes.
+        tokens and positions [T] are in parts of `counts` tokens, and their keys and values are
+        stored. Each part reads the pages of its block table, and none that a later one writes.
+        MemoryError if the system has no memory for the step.
         """
         table_starts = []  # of each token
         pages = []
@@ -265,7 +291,7 @@ class Forward:
         numbers = np.array(numbers, np.int64)
         memory = torch.empty(len(tokens), self._config.hidden_size + self._config.head_dim)
         logits = torch.empty(len(output_rows), self._outputs)
-        self._library.forward(
+        failed = self._library.forward(
             ctypes.byref(self._decoder),
             numbers.ctypes.data,
             len(tokens),
@@ -274,20 +300,22 @@ class Forward:
             logits.data_ptr(),
             torch.get_num_threads(),
         )
+        if failed:
+            raise MemoryError(f"native.c: no memory for a step of {len(tokens)} tokens")
         return logits[:, : self._config.vocab_size]
 
 
 def _layer(block) -> _Layer:
     """Returns the addresses of a block's weights."""
-    own = block.self_attn
+    attention = block.self_attn
     return _Layer(
         input_norm=_address(block.input_layernorm),
-        q_norm=_address(own.q_norm),
-        k_norm=_address(own.k_norm),
+        q_norm=_address(attention.q_norm),
+        k_norm=_address(attention.k_norm),
         post_attention_norm=_address(block.post_attention_layernorm),
-        qkv=_address(own.qkv_proj.packed),
-        qkv_bias=_address(own.qkv_proj.bias),
-        o=_address(own.o_proj.packed),
+        qkv=_address(attention.qkv_proj.packed),
+        qkv_bias=_address(attention.qkv_proj.bias),
+        o=_address(attention.o_proj.packed),
         gate_up=_address(block.gate_up_proj.packed),
         down=_address(block.down_proj.packed),
     )

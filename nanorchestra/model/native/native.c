@@ -3,7 +3,8 @@
 // __init__.py compiles this file for the machine it runs on, with -DBF16 for models in bfloat16.
 // Matrices, KV and what a product reads are of the model's type; everything else is float32.
 // No sum depends on how many rows a step has, or on how threads share them: a row gets the same
-// bits in every batch, whether it is decoded or prefilled.
+// bits in every batch, whether it is decoded or prefilled. A NaN stays one: in a weight or in the KV
+// it makes every result that depends on it NaN.
 
 #include <stdlib.h>
 #include "native.h"
@@ -43,32 +44,54 @@ typedef struct {
     float eps, attention_factor;  // attention_factor: of cosines and sines
 } decoder;
 
-// A step, and a layer's computation of its rows from `start` on.
+// What the functions of a step share. Each thread has one of its own.
 typedef struct {
+    // The step.
     const decoder *model;
     const int64_t *tokens, *positions;  // of each row
     const int64_t *table_starts;        // of each row: where its block table begins in block_tables
     const int64_t *block_tables;        // page numbers
     float *stream;                      // [rows, hidden], the residual stream
     float *rotations;                   // [rows, dim], cosines, then sines
-    phase **current;
-    const layer *weights;
-    long start, rows;
-    float *qkv, *gate_up;                                     // [rows, outputs]
-    element *normed, *attended, *gated, *k_cache, *v_cache;  // [rows, inputs]; the layer's caches
-} chunk;
 
-// Returns where the block with a row's key lies in a cache. A block of BLOCK keys is stored as
-// [dim / PAIR, BLOCK, PAIR] in k_cache, and as [BLOCK / PAIR, dim, PAIR] in v_cache.
-static inline long block_of(const chunk *c, long row, long key, long kv_head) {
+    // The thread.
+    phase **current;  // that it takes part in
+
+    // The layer, and the rows that go through it together: `rows` of the step, from `start` on.
+    const layer *weights;
+    element *k_cache, *v_cache;           // of the layer
+    long start, rows;
+    float *qkv, *gate_up;                 // [rows, outputs of their product]
+    element *normed, *attended, *gated;  // [rows, inputs of the products that read them]
+} context;
+
+// Returns where the block with a row's key lies in a cache: the page is found in the row's block
+// table, and in it the kv head and the whole blocks before the key. A block of BLOCK keys is stored
+// as [dim / PAIR, BLOCK, PAIR] in k_cache, and as [BLOCK / PAIR, dim, PAIR] in v_cache: the order in
+// which products read it.
+static inline long block_of(const context *c, long row, long key, long kv_head) {
     const decoder *m = c->model;
     long page = c->block_tables[c->table_starts[c->start + row] + key / m->page_size];
     long offset = key % m->page_size / BLOCK * BLOCK;
     return ((page * m->kv_heads + kv_head) * m->page_size + offset) * m->dim;
 }
 
+// Returns block_of, or -1 if the row does not see the key.
+static inline long block_or_none(const context *c, long row, long key, long kv_head) {
+    if (key > c->positions[c->start + row]) return -1;
+    return block_of(c, row, key, kv_head);
+}
+
+// Returns the end of the rows from `row` on, all before `end`, whose block with this key is `block`.
+static inline long rows_of_block(const context *c, long row, long end, long key, long kv_head,
+                                 long block) {
+    long next = row + 1;
+    while (next < end && block_or_none(c, next, key, kv_head) == block) next++;
+    return next;
+}
+
 // Looks the tokens up, and the rotation of their positions.
-static void embed(const chunk *c, long rows) {
+static void embed(const context *c, long rows) {
     const decoder *m = c->model;
     long hidden = m->hidden, half = m->dim / 2;
     SHARED_LOOP(c->current, row, rows) {
@@ -84,7 +107,7 @@ static void embed(const chunk *c, long rows) {
 }
 
 // normed [rows, hidden] = the norm of x, or of those rows of x that `picked` names.
-static void normalise(const chunk *c, const float *x, const int64_t *picked, long rows,
+static void normalise(const context *c, const float *x, const int64_t *picked, long rows,
                       const element *weight) {
     long n = c->model->hidden;
     SHARED_LOOP(c->current, row, rows) {
@@ -97,124 +120,139 @@ static void normalise(const chunk *c, const float *x, const int64_t *picked, lon
 
 // Bias, norm and rotation of qkv [rows, heads + 2 kv_heads, dim]; stores k and v. Queries are
 // divided by sqrt(dim), for the softmax.
-static void norm_rope_store(const chunk *c) {
+static void norm_rope_store(const context *c) {
     const decoder *m = c->model;
     const layer *w = c->weights;
-    long heads = m->heads, kv_heads = m->kv_heads, all = heads + 2 * kv_heads;
+    long heads = m->heads, kv_heads = m->kv_heads, total = heads + 2 * kv_heads;
     long dim = m->dim, half = dim / 2;
     SHARED_LOOP(c->current, row, c->rows) {
         const float *cos = c->rotations + (c->start + row) * dim, *sin = cos + half;
         long key = c->positions[c->start + row];
-        long place = key % BLOCK;  // in the block
-        for (long head = 0; head < all; head++) {
-            float *x = c->qkv + (row * all + head) * dim;
+        long key_in_block = key % BLOCK;
+        for (long head = 0; head < total; head++) {
+            float *x = c->qkv + (row * total + head) * dim;
+            if (w->qkv_bias) {
+                for (long i = 0; i < dim; i++) x[i] += to_float(w->qkv_bias[head * dim + i]);
+            }
+            if (head >= heads + kv_heads) {
+                element *v = c->v_cache + block_of(c, row, key, head - heads - kv_heads);
+                for (long i = 0; i < dim; i++) {
+                    long at = (key_in_block / PAIR * dim + i) * PAIR + key_in_block % PAIR;
+                    v[at] = to_element(x[i]);
+                }
+                continue;
+            }
             const element *norm = head < heads ? w->q_norm : w->k_norm;
             float scale = head < heads ? 1 / sqrtf(dim) : 1;
-            for (long i = 0; w->qkv_bias && i < dim; i++)
-                x[i] += to_float(w->qkv_bias[head * dim + i]);
             if (norm) scale *= inverse_rms(x, dim, m->eps);
-            for (long i = 0; head < heads + kv_heads && i < half; i++) {
+            for (long i = 0; i < half; i++) {
                 float a = x[i] * scale, b = x[i + half] * scale;
-                if (norm) a *= to_float(norm[i]), b *= to_float(norm[i + half]);
+                if (norm) {
+                    a *= to_float(norm[i]);
+                    b *= to_float(norm[i + half]);
+                }
                 x[i] = a * cos[i] - b * sin[i];
                 x[i + half] = b * cos[i] + a * sin[i];
             }
-            if (head < heads) continue;
-            long block = block_of(c, row, key, (head - heads) % kv_heads);
-            element *k = c->k_cache + block, *v = c->v_cache + block;
-            for (long i = 0; i < dim; i++)
-                if (head < heads + kv_heads)
-                    k[(i / PAIR * BLOCK + place) * PAIR + i % PAIR] = to_element(x[i]);
-                else
-                    v[(place / PAIR * dim + i) * PAIR + place % PAIR] = to_element(x[i]);
+            if (head >= heads) {
+                element *k = c->k_cache + block_of(c, row, key, head - heads);
+                for (long i = 0; i < dim; i++) {
+                    long at = (i / PAIR * BLOCK + key_in_block) * PAIR + i % PAIR;
+                    k[at] = to_element(x[i]);
+                }
+            }
         }
-    }
-}
-
-// Returns the end of the rows from `row` on that read the same block of keys from `key` on. *block
-// is where it lies, -1 if it comes after the rows' last key.
-static inline long rows_of_block(const chunk *c, long row, long end, long key, long kv_head,
-                                 long *block) {
-    for (long next = row;; next++) {
-        int seen = next < end && key <= c->positions[c->start + next];
-        long here = seen ? block_of(c, next, key, kv_head) : -1;
-        if (next == row) *block = here;
-        if (next == end || here != *block) return next;
     }
 }
 
 // Adds KEYS scores, of which the first `valid` count, to a row's softmax: running_max and
-// running_sum so far. Returns what the sums so far are multiplied by.
+// running_sum so far. Writes probabilities, not divided by the sum yet. Returns what the sums so far
+// are multiplied by.
 static float update_softmax(const float *scores, long valid, float *running_max,
-                            floats *running_sum, element *weights) {
-    ints index;
-    for (int j = 0; j < LANES; j++) index[j] = j;
-    floats score[KEYS / LANES], best = (floats){0} + *running_max, masked = (floats){0} - 1e30f;
-    for (int i = 0; i < KEYS / LANES; i++) {
-        ints seen = index < (int)(valid - i * LANES), here = ((ints *)scores)[i];
-        score[i] = (floats)((here & seen) | ((ints)masked & ~seen));
-        best = max_of_each(best, score[i]);
+                            floats *running_sum, element *probabilities) {
+    enum { VECTORS = KEYS / LANES };
+    ints lane;
+    for (int j = 0; j < LANES; j++) lane[j] = j;
+    floats score[VECTORS], maxima = all(*running_max);
+    ints masked = (ints)all(-1e30f);
+    for (int i = 0; i < VECTORS; i++) {
+        ints seen = lane < (int)(valid - i * LANES);
+        score[i] = (floats)((((ints *)scores)[i] & seen) | (masked & ~seen));
+        maxima = max_of_each(maxima, score[i]);
     }
     float new_max = *running_max;
-    for (int i = 0; i < LANES; i++) new_max = best[i] > new_max ? best[i] : new_max;
-    float rescale = exponential((floats){0} + (*running_max - new_max))[0];
+    for (int j = 0; j < LANES; j++) new_max = maxima[j] > new_max ? maxima[j] : new_max;
+    float rescale = exponential(all(*running_max - new_max))[0];
     *running_max = new_max;
     *running_sum *= rescale;
-    for (int i = 0; i < KEYS / LANES; i++) {
-        floats weight = exponential(score[i] - new_max);
-        *running_sum += weight;
-        for (int j = 0; j < LANES; j++) weights[i * LANES + j] = to_element(weight[j]);
+    for (int i = 0; i < VECTORS; i++) {
+        floats probability = exponential(score[i] - new_max);
+        *running_sum += probability;
+        for (int j = 0; j < LANES; j++)
+            probabilities[i * LANES + j] = to_element(probability[j]);
     }
     return rescale;
 }
 
-// Attention of the rows start .. end and of `heads` query heads from `head` on, which share a kv
+// Attention of the rows start .. end - 1 and of `heads` query heads from `head` on, which share a kv
 // head: TILE queries at most, row by row. KEYS keys at a time: their scores, the softmax, the
-// weighted sum of their values. Pages lie anywhere in memory, so what no other row has brought
-// nearer is asked for early: the values before the softmax, the next keys after it.
-static void attend_tile(const chunk *c, long start, long end, long head, long heads) {
+// weighted sum of their values. Neighbouring rows that read the same block go through one product.
+// Pages lie anywhere in memory, so what no other row has brought nearer is asked for early: the
+// values before the softmax, the next keys after it.
+static void attend_tile(const context *c, long start, long end, long head, long heads) {
     const decoder *m = c->model;
     const int64_t *positions = c->positions + c->start;
-    long dim = m->dim, all = m->heads + 2 * m->kv_heads, kv_head = head / (m->heads / m->kv_heads);
-    long queries = (end - start) * heads, longest = 0;
-    element query[TILE * MAX_DIM], weights[TILE * KEYS];
+    long dim = m->dim, total_heads = m->heads + 2 * m->kv_heads;
+    long kv_head = head / (m->heads / m->kv_heads);
+    long queries = (end - start) * heads;
+    element query[TILE * MAX_DIM], probabilities[TILE * KEYS];
     float sum[TILE * MAX_DIM] = {0}, scores[TILE * KEYS], running_max[TILE];
     floats running_sum[TILE] = {0};
+    long context_len = 0;  // the longest of the rows
     for (long i = 0; i < queries; i++) {
         long row = start + i / heads;
-        const float *q = c->qkv + (row * all + head + i % heads) * dim;
+        const float *q = c->qkv + (row * total_heads + head + i % heads) * dim;
         for (long j = 0; j < dim; j++) query[i * dim + j] = to_element(q[j]);
         running_max[i] = -1e30f;
-        longest = positions[row] >= longest ? positions[row] + 1 : longest;
+        context_len = max(context_len, positions[row] + 1);
     }
-    for (long first = 0; first < longest; first += KEYS) {
-        long last = min(longest, first + KEYS), block, next;
-        for (long key = first; key < last; key += BLOCK)
-            for (long row = start; row < end; row = next) {
-                next = rows_of_block(c, row, end, key, kv_head, &block);
+    for (long keys_start = 0; keys_start < context_len; keys_start += KEYS) {
+        long keys_end = min(context_len, keys_start + KEYS);
+        for (long key = keys_start; key < keys_end; key += BLOCK) {
+            for (long row = start, next; row < end; row = next) {
+                long block = block_or_none(c, row, key, kv_head);
+                next = rows_of_block(c, row, end, key, kv_head, block);
                 if (block < 0) continue;
-                long i = (row - start) * heads;
                 if (next == row + 1) prefetch(c->v_cache + block, BLOCK * dim);
+                long i = (row - start) * heads;
                 block_tile((next - row) * heads, query + i * dim, dim, c->k_cache + block,
-                           BLOCK * PAIR, scores + i * KEYS + key - first, KEYS, dim / PAIR, 0);
+                           BLOCK * PAIR, scores + i * KEYS + key - keys_start, KEYS, dim / PAIR, 0);
             }
-        for (long i = 0; i < queries; i++) {
-            long valid = positions[start + i / heads] + 1 - first;
-            float rescale = update_softmax(scores + i * KEYS, valid, running_max + i,
-                                           running_sum + i, weights + i * KEYS);
-            for (long j = 0; rescale != 1 && j < dim; j++) sum[i * dim + j] *= rescale;
         }
-        for (long key = first; key < last; key += BLOCK)
-            for (long row = start; row < end; row = next) {
-                next = rows_of_block(c, row, end, key, kv_head, &block);
-                long i = (row - start) * heads, later = key + KEYS;
-                if (next == row + 1 && later <= positions[row])
-                    prefetch(c->k_cache + block_of(c, row, later, kv_head), BLOCK * dim);
-                for (long j = 0; block >= 0 && j < dim; j += BLOCK)
-                    block_tile((next - row) * heads, weights + i * KEYS + key - first, KEYS,
-                               c->v_cache + block + j * PAIR, dim * PAIR, sum + i * dim + j, dim,
-                               BLOCK / PAIR, 1);
+        for (long i = 0; i < queries; i++) {
+            long valid = positions[start + i / heads] + 1 - keys_start;
+            float rescale = update_softmax(scores + i * KEYS, valid, running_max + i,
+                                           running_sum + i, probabilities + i * KEYS);
+            if (rescale != 1) {
+                for (long j = 0; j < dim; j++) sum[i * dim + j] *= rescale;
             }
+        }
+        for (long key = keys_start; key < keys_end; key += BLOCK) {
+            for (long row = start, next; row < end; row = next) {
+                long block = block_or_none(c, row, key, kv_head);
+                next = rows_of_block(c, row, end, key, kv_head, block);
+                if (block < 0) continue;
+                if (next == row + 1) {
+                    long next_block = block_or_none(c, row, key + KEYS, kv_head);
+                    if (next_block >= 0) prefetch(c->k_cache + next_block, BLOCK * dim);
+                }
+                long i = (row - start) * heads;
+                for (long j = 0; j < dim; j += BLOCK)
+                    block_tile((next - row) * heads, probabilities + i * KEYS + key - keys_start,
+                               KEYS, c->v_cache + block + j * PAIR, dim * PAIR, sum + i * dim + j,
+                               dim, BLOCK / PAIR, 1);
+            }
+        }
     }
     for (long i = 0; i < queries; i++) {
         element *out = c->attended + ((start + i / heads) * m->heads + head + i % heads) * dim;
@@ -225,7 +263,7 @@ static void attend_tile(const chunk *c, long start, long end, long head, long he
 }
 
 // Attention of all rows. A tile has as many heads of a group as fit and divide it, and then rows.
-static void attend(const chunk *c) {
+static void attend(const context *c) {
     long group = c->model->heads / c->model->kv_heads, heads = min(group, TILE);
     while (group % heads) heads--;
     long rows = TILE / heads, tiles = (c->rows + rows - 1) / rows;
@@ -237,20 +275,21 @@ static void attend(const chunk *c) {
 }
 
 // gate_up [rows, 2 * inner], gate first -> silu(gate) * up.
-static void swiglu(const chunk *c) {
+static void swiglu(const context *c) {
     long inner = c->model->inner;
-    SHARED_LOOP(c->current, row, c->rows)
+    SHARED_LOOP(c->current, row, c->rows) {
         for (long i = 0; i < inner; i += LANES) {
             const float *gate = c->gate_up + row * 2 * inner + i;
-            floats x = *(floats *)gate, y = *(floats *)(gate + inner);
-            floats negated = (floats){0} - max_of_each(x, (floats){0} - 88);
-            floats gated = x * y / (1 + exponential(negated));
+            floats x = *(floats *)gate, up = *(floats *)(gate + inner);
+            floats negated = all(0) - max_of_each(x, all(-88));
+            floats gated = x * up / (1 + exponential(negated));
             for (int j = 0; j < LANES; j++) c->gated[row * inner + i + j] = to_element(gated[j]);
         }
+    }
 }
 
-// A layer: the rows of the chunk go through it, and their residual stream takes its results.
-static void compute_layer(const chunk *c) {
+// A layer: CHUNK rows go through it, and their residual stream takes its results.
+static void compute_layer(const context *c) {
     const decoder *m = c->model;
     const layer *w = c->weights;
     long hidden = m->hidden, inner = m->inner, attended = m->heads * m->dim;
@@ -266,46 +305,52 @@ static void compute_layer(const chunk *c) {
     swiglu(c);
     product(c->current, c->gated, c->rows, inner, w->down, hidden, stream, 1);
 }
-enum { LAYER_PHASES = 9 };  // of compute_layer
+enum { LAYER_PHASES = 9, OUTPUT_PHASES = 2 };  // of compute_layer; of a chunk of the logits
 
-// logits [output_count, outputs] of some of the rows. numbers: tokens, positions and table_starts
-// [rows each], the rows whose logits are computed, block_tables. memory: stream and rotations. Rows
-// go through a layer CHUNK at a time. A row sees no key of a later row.
-void forward(const decoder *m, const int64_t *numbers, long rows, long output_count,
-             float *memory, float *logits, int threads) {
+// logits [output_count, outputs] of some of the rows. `numbers` has, one after the other, tokens,
+// positions and table_starts [rows] each, output_rows [output_count], which are the rows whose
+// logits are computed, and block_tables. `memory` has stream and rotations. Rows go through a layer
+// CHUNK at a time. A row sees no key of a later row. Returns 0, or -1 if there is no memory.
+int forward(const decoder *m, const int64_t *numbers, long rows, long output_count, float *memory,
+            float *logits, int threads) {
+    const int64_t *tokens = numbers, *positions = tokens + rows, *table_starts = positions + rows;
+    const int64_t *output_rows = table_starts + rows, *block_tables = output_rows + output_count;
     long attended = m->heads * m->dim, qkv = attended + 2 * m->kv_heads * m->dim;
     long cache = m->pages * m->kv_heads * m->page_size * m->dim;  // of a layer
-    long chunks = (rows + CHUNK - 1) / CHUNK;
-    const int64_t *output_rows = numbers + 3 * rows;
     float *gate_up = m->scratch + CHUNK * qkv;
     element *normed = (element *)(gate_up + CHUNK * 2 * m->inner);
     element *attention = normed + CHUNK * m->hidden;
-    long count = 1 + chunks * m->depth * LAYER_PHASES + 2 * (output_count / CHUNK + 1);
+    element *gated = attention + CHUNK * attended;
+    long chunks = (rows + CHUNK - 1) / CHUNK, output_chunks = (output_count + CHUNK - 1) / CHUNK;
+    long count = 1 + chunks * m->depth * LAYER_PHASES + output_chunks * OUTPUT_PHASES;
     phase *phases = calloc(count, sizeof(phase));
+    if (!phases) return -1;
     if (rows * m->depth * m->hidden * (qkv + attended + 3 * m->inner) < FEW) threads = 1;
 #pragma omp parallel num_threads(threads)
     {
         phase *current = phases;
-        chunk c = {.model = m, .current = &current, .tokens = numbers, .positions = numbers + rows,
-                   .table_starts = numbers + 2 * rows, .block_tables = output_rows + output_count,
-                   .stream = memory, .rotations = memory + rows * m->hidden, .qkv = m->scratch,
-                   .gate_up = gate_up, .normed = normed, .attended = attention,
-                   .gated = attention + CHUNK * attended};
+        context c = {.model = m, .tokens = tokens, .positions = positions,
+                     .table_starts = table_starts, .block_tables = block_tables,
+                     .stream = memory, .rotations = memory + rows * m->hidden,
+                     .current = &current, .qkv = m->scratch, .gate_up = gate_up,
+                     .normed = normed, .attended = attention, .gated = gated};
         embed(&c, rows);
-        for (long i = 0; i < m->depth; i++)
+        for (long i = 0; i < m->depth; i++) {
+            c.weights = m->layers + i;
+            c.k_cache = m->k_cache + i * cache;
+            c.v_cache = m->v_cache + i * cache;
             for (c.start = 0; c.start < rows; c.start += CHUNK) {
-                c.weights = m->layers + i;
                 c.rows = min(CHUNK, rows - c.start);
-                c.k_cache = m->k_cache + i * cache;
-                c.v_cache = m->v_cache + i * cache;
                 compute_layer(&c);
             }
+        }
         for (long i = 0; i < output_count; i += CHUNK) {
-            long some = min(CHUNK, output_count - i);
-            normalise(&c, c.stream, output_rows + i, some, m->norm);
-            product(&current, normed, some, m->hidden, m->output, m->outputs,
+            long chunk = min(CHUNK, output_count - i);
+            normalise(&c, c.stream, output_rows + i, chunk, m->norm);
+            product(&current, normed, chunk, m->hidden, m->output, m->outputs,
                     logits + i * m->outputs, 0);
         }
     }
     free(phases);
+    return 0;
 }

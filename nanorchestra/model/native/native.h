@@ -49,6 +49,9 @@ static inline floats multiply_add(floats sum, const element *x, ints w) {
 #endif
 
 static inline long min(long a, long b) { return a < b ? a : b; }
+static inline long max(long a, long b) { return a > b ? a : b; }
+
+static inline floats all(float x) { return (floats){0} + x; }
 
 static inline floats max_of_each(floats a, floats b) {
     ints greater = a > b;
@@ -62,12 +65,13 @@ static inline float inverse_rms(const float *x, long n, float eps) {
     return 1 / sqrtf(sum / n + eps);
 }
 
-// exp(x) for x <= 88; 0 below -87. 2^n e^r, with |r| <= ln(2) / 2 and a polynomial for e^r.
+// exp(x) for x <= 88, 0 below -87, NaN for NaN. It is 2^n e^r, with |r| <= ln(2) / 2 and a
+// polynomial for e^r.
 static inline floats exponential(floats x) {
-    const float round = 12582912;  // 1.5 * 2^23: adding it leaves n in the low bits
-    floats clipped = max_of_each(x, (floats){0} - 87);
-    floats shifted = clipped * 1.442695041f + round;
-    floats n = shifted - round;
+    const float shift = 12582912;  // 1.5 * 2^23: adding it leaves n in the low bits
+    floats clipped = max_of_each(x, all(-87));
+    floats shifted = clipped * 1.442695041f + shift;
+    floats n = shifted - shift;
     floats r = clipped - n * 0.693145752f - n * 1.42860677e-6f;
     floats p = 1.0f / 720 + r * (1.0f / 5040);
     p = 1.0f / 120 + r * p;
@@ -75,11 +79,19 @@ static inline floats exponential(floats x) {
     p = 1.0f / 6 + r * p;
     p = 1.0f / 2 + r * p;
     p = 1 + r * (1 + r * p);
-    return (floats)(((ints)p + ((ints)shifted << 23)) & (x > -87));
+    ints result = (ints)p + ((ints)shifted << 23);  // n is added to the exponent of p
+    return (floats)((result & (x > -87)) | ((ints)x & (x != x)));
 }
 
+// Asks memory for elements that are read later: one request a cache line of 64 bytes. A processor
+// does this alone for addresses in a row, and cannot know which page comes next.
 static inline void prefetch(const element *from, long count) {
     for (long i = 0; i < count; i += 64 / sizeof(element)) __builtin_prefetch(from + i);
+}
+
+// The i-th LANES numbers of a tile that is `wide` times LANES columns wide, row by row.
+static inline floats *tile_at(float *tile, long stride, int wide, int i) {
+    return (floats *)(tile + i / wide * stride + i % wide * LANES);
 }
 
 // out [rows, LANES * wide] = x [rows, steps * PAIR] w, added to what it holds if `add`.
@@ -89,15 +101,17 @@ static inline __attribute__((always_inline)) void sum_tile(
     floats sum[8 * WIDE];
 #pragma GCC unroll 16
     for (int i = 0; i < rows * wide; i++)
-        sum[i] = add ? *(floats *)(out + i / wide * out_stride + i % wide * LANES) : (floats){0};
-    for (long step = 0; step < steps; step++)
+        sum[i] = add ? *tile_at(out, out_stride, wide, i) : all(0);
+    for (long step = 0; step < steps; step++) {
 #pragma GCC unroll 16
-        for (int i = 0; i < rows * wide; i++)
-            sum[i] = multiply_add(sum[i], x + i / wide * x_stride + step * PAIR,
-                                  *(ints *)(w + step * w_stride + i % wide * LANES * PAIR));
+        for (int i = 0; i < rows * wide; i++) {
+            const element *x_pair = x + i / wide * x_stride + step * PAIR;
+            const element *w_pairs = w + step * w_stride + i % wide * LANES * PAIR;
+            sum[i] = multiply_add(sum[i], x_pair, *(ints *)w_pairs);
+        }
+    }
 #pragma GCC unroll 16
-    for (int i = 0; i < rows * wide; i++)
-        *(floats *)(out + i / wide * out_stride + i % wide * LANES) = sum[i];
+    for (int i = 0; i < rows * wide; i++) *tile_at(out, out_stride, wide, i) = sum[i];
 }
 
 // A function for each shape of a tile, so that its sums stay in registers.
@@ -116,14 +130,15 @@ TILES(block_tile, BLOCK / LANES)
 // that the system has put aside holds up its item and no other.
 typedef struct { _Atomic int64_t taken, done; } phase;
 
-// Says that the item `last` is done, unless it is -1, and returns the next; -1 at the phase's end.
-static inline long next_item(phase **current, long last, long items) {
-    phase *here = *current;
-    if (last >= 0) here->done++;
-    long item = here->taken++;
+// Counts the item `finished`, unless it is -1, and returns the next item; -1 at the phase's end.
+static inline long next_item(phase **current, long finished, long items) {
+    phase *shared = *current;
+    if (finished >= 0) shared->done++;
+    long item = shared->taken++;
     if (item < items) return item;
-    for (long polls = 0; here->done < items; polls++)
+    for (long polls = 0; shared->done < items; polls++) {
         if (polls > 1000) sched_yield();
+    }
     ++*current;
     return -1;
 }
@@ -137,10 +152,11 @@ static inline long next_item(phase **current, long last, long items) {
 static void product(phase **current, const element *x, long rows, long inputs, const element *w,
                     long outputs, float *out, int add) {
     long panels = outputs / PANEL;
-    long some = 8 * TILE;  // rows that read a panel while it is in the cache
-    SHARED_LOOP(current, item, (rows + some - 1) / some * panels) {
-        long start = item / panels * some;
-        long end = min(rows, start + some);
+    long rows_of_item = 8 * TILE;  // they read a panel while it is in the cache
+    long row_items = (rows + rows_of_item - 1) / rows_of_item;
+    SHARED_LOOP(current, item, row_items * panels) {
+        long start = item / panels * rows_of_item;
+        long end = min(rows, start + rows_of_item);
         long output = item % panels * PANEL;
         for (long row = start; row < end; row += TILE)
             panel_tile(min(TILE, rows - row), x + row * inputs, inputs, w + output * inputs,
