@@ -63,6 +63,35 @@ def test_pack_equals_each_sequence_alone(dtype, tolerance, name):
         torch.testing.assert_close(ours.double(), expected, rtol=tolerance, atol=tolerance)
 
 
+def test_a_cpu_has_its_own_attention_whatever_the_kernel_of_a_gpu():
+    """flash-attn would ask for a GPU, and Triton for its interpreter."""
+    segments = [Segment(*fields) for fields in PACKS["two groups"]]
+    q, k, v = (torch.randn(103, heads, 16) for heads in (6, 2, 2))
+    out = packed(segments, q, k, v)
+    assert torch.equal(PackedAttention(segments, kernel="flash-attn").attend(q, k, v), out)
+
+
+@pytest.mark.parametrize("prefix", [(5, 3), (0, 13), (20, 4)], ids=str)
+def test_a_prefix_that_is_no_earlier_segment_is_refused(prefix):
+    """It begins inside of one, is longer than one, or is the segment itself."""
+    segments = [Segment(0, 12), Segment(12, 8), Segment(20, 4, *prefix)]
+    with pytest.raises(ValueError, match="neither an earlier segment nor its first tokens"):
+        packed(segments, *(torch.randn(24, 2, 16) for _ in range(3)))
+
+
+def test_gathered_attention_is_made_on_the_device_of_the_queries():
+    """Whatever the default device is when a step runs."""
+    q, k_cache, v_cache = (
+        torch.randn(20, 4, 16),
+        torch.randn(6, 2, 16, 16),
+        torch.randn(6, 2, 16, 16),
+    )
+    attention = GatheredAttention(k_cache[None], v_cache[None], [PagedChunk(20, 20, PAGES)])
+    out = attention.attend(q, k_cache, v_cache)
+    with torch.device("meta"):
+        assert torch.equal(attention.attend(q, k_cache, v_cache), out)
+
+
 KINDS = {  # switches of the decoder
     "Qwen3": {},
     "Qwen2.5": {"qk_norm": False, "attention_bias": True},

@@ -7,10 +7,13 @@ import pytest
 import torch
 import transformers
 
+from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.model.attention import GatheredAttention, PackedAttention, PagedChunk, Segment
 from nanorchestra.model.hf_config import PRESETS
-from nanorchestra.model.native import BLOCK, Forward, library, pack, zeros
+from nanorchestra.model.native import BLOCK, Forward, PackedLinear, library, pack, zeros
+from nanorchestra.model.quantise import linears
 from nanorchestra.model.qwen3 import Qwen3
+from nanorchestra.model.rope import scaled_frequencies
 from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.model.weights import load_model
 
@@ -126,6 +129,35 @@ def test_pages_and_the_c_of_a_cpu_compute_what_the_pack_does(name, tmp_path):
     assert_near(torch.cat(logits), expected)
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "C"])
+@pytest.mark.parametrize("name", ["Qwen2.5", "Llama", "Qwen3 with YaRN"])
+@torch.no_grad()
+def test_the_engine_continues_as_transformers_does(name, packed, tmp_path):
+    """Prompts share a beginning, are prefilled in chunks, and end beyond YaRN's 64 tokens."""
+    reference = random_transformers_model(name)
+    reference.save_pretrained(tmp_path)
+    model, _ = load_model(tmp_path)
+    if packed:
+        if library(torch.float32) is None:
+            pytest.skip("no C compiler")
+        pack(model.requires_grad_(False))
+        assert linears(model, PackedLinear)
+    generator = torch.Generator().manual_seed(1)
+    shared = torch.randint(0, 320, (40,), generator=generator).tolist()
+    prompts = []
+    for count in (3, 17, 45):
+        own = torch.randint(0, 320, (count,), generator=generator).tolist()
+        prompts.append(shared + own)
+    engine = Engine(model, num_pages=40, page_size=BLOCK, max_batch_tokens=32)
+    completions = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=40))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        expected = reference.generate(
+            torch.tensor([prompt]), max_new_tokens=40, do_sample=False, pad_token_id=0
+        )
+        assert prompt + completion.token_ids == expected[0].tolist()
+        assert len(set(completion.token_ids)) > 3, "a repeated continuation shows little"
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
 def test_a_saved_checkpoint_is_loaded_by_its_own_class(name, tmp_path):
@@ -189,6 +221,18 @@ def test_recomputation_keeps_one_row_of_the_residual_stream_a_token_and_layer():
     with_recompute = saved_numbers(6, True, tokens) - saved_numbers(2, True, tokens)
     assert with_recompute == 4 * tokens * hidden
     assert saved_numbers(6, False, tokens) - saved_numbers(2, False, tokens) > 8 * with_recompute
+
+
+@pytest.mark.parametrize("name", ["Llama 3.1", "Qwen3 with YaRN"])
+def test_rotary_frequencies_do_not_depend_on_the_default_device(name, tmp_path):
+    """Nothing is computed on "meta", where models are made, nor on a GPU that is the default."""
+    random_transformers_model(name).save_pretrained(tmp_path)
+    model, _ = load_model(tmp_path)
+    expected = model.rope_frequencies(torch.device("cpu"))
+    scaled_frequencies.cache_clear()
+    with torch.device("meta"):
+        frequencies = model.rope_frequencies(torch.device("cpu"))
+    assert torch.equal(frequencies, expected)
 
 
 def test_presets_have_the_published_sizes():
