@@ -81,6 +81,15 @@ class Engine:
             page_size = 64 if on_gpu else 16
         longest = config.max_position_embeddings
         self.max_context = longest if max_context is None else min(max_context, longest)
+        for name, value in (
+            ("num_pages", num_pages),
+            ("page_size", page_size),
+            ("max_batch_tokens", max_batch_tokens),
+            ("max_running", max_running),
+            ("max_context", self.max_context),
+        ):
+            wrong = value is not None and value < 1
+            require(not wrong, f"engine: {name} is {value}, it should be at least 1")
         if num_pages is None:
             pool = DEFAULT_POOL
             if on_gpu:
@@ -92,14 +101,6 @@ class Engine:
             kv_heads = 2 * config.num_hidden_layers * config.num_key_value_heads
             token_bytes = kv_heads * config.head_dim * kv_dtype.itemsize
             num_pages = max(1, int(pool / (page_size * token_bytes)))
-        for name, value in (
-            ("num_pages", num_pages),
-            ("page_size", page_size),
-            ("max_batch_tokens", max_batch_tokens),
-            ("max_running", max_running),
-            ("max_context", self.max_context),
-        ):
-            require(value >= 1, f"engine: {name} is {value}, it should be at least 1")
 
         self.model, self.tokenizer = model, tokenizer
         self.vocab_size, self.eos_ids = config.vocab_size, frozenset(config.eos_token_ids)
