@@ -194,7 +194,8 @@ class HostInputs:
         num_items = self._fill_chunks(block.inputs, batch, rows)
         self._fill_tables(block, decodes, padding, batch)
         sampled = decodes + batch.ended_prefills
-        self._fill_draws(block.inputs, batch, sampled, rows, padding, unread=drawn is not None)
+        unread = 0 if drawn is None else 1  # ids of a request that the device alone has
+        self._fill_draws(block.inputs, batch, sampled, rows, padding, unread)
         shape = StepShape(
             decodes=rows,
             prefill_tokens=batch.prefill_tokens,
