@@ -16,6 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from nanorchestra.agent.environment import Environment
+from nanorchestra.agent.lessons import Lesson
 from nanorchestra.agent.loop import Rollout
 from nanorchestra.config import DRAWN, TaskSection
 from nanorchestra.errors import require
@@ -24,7 +25,6 @@ from nanorchestra.schemas import Json
 from nanorchestra.tools.models import ExpertTool
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
-from nanorchestra.training.lessons import Lesson
 from reward import POLICY, PRICES, group_rewards
 from tools import load_tools
 from worlds import evaluation, questions, routers

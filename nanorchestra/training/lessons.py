@@ -1,26 +1,13 @@
 """Writes demonstrations as trajectories: the turns of a teacher in an environment."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from nanorchestra.agent.environment import Environment
+from nanorchestra.agent.lessons import Lesson
 from nanorchestra.agent.rebuild import Notes
 from nanorchestra.model import chat
 from nanorchestra.model.tokenizer import Tokenizer
-from nanorchestra.records import ToolCall, ToolResult, Trajectory, Turn
-
-
-@dataclass(frozen=True)
-class Lesson:
-    """One demonstrated turn: a thought, then a call or a message.
-
-    `result` is the answer of the tool or of the user; None after the last message.
-    """
-
-    thought: str
-    content: str = ""
-    call: ToolCall | None = None
-    result: ToolResult | None = None
+from nanorchestra.records import Trajectory, Turn
 
 
 def demonstration(

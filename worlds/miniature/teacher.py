@@ -8,10 +8,10 @@ import random
 from collections.abc import Iterator, Sequence
 
 from nanorchestra.agent.environment import ToolEnvironment
+from nanorchestra.agent.lessons import Lesson
 from nanorchestra.model import chat
 from nanorchestra.records import Task
 from nanorchestra.tools.sandbox import Sandbox
-from nanorchestra.training.lessons import Lesson
 from worlds.miniature.offers import (
     Offer,
     call_for,

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from nanorchestra.agent.lessons import Lesson
 from nanorchestra.agent.loop import SECONDS_PER_TOKEN
 from nanorchestra.errors import require
 from nanorchestra.files import read_json, read_json_lines
 from nanorchestra.model import chat
 from nanorchestra.records import Preference, Price, Task, ToolCall
-from nanorchestra.training.lessons import Lesson
 from reward import POLICY, PRICES
 from worlds.toolscale import preferences
 from worlds.toolscale.environment import SIMULATED, DomainEnvironment, Models

@@ -1,0 +1,39 @@
+"""Plays attempts and repeats those that the infrastructure failed. Scores nothing."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from nanorchestra.agent.environment import Environment
+from nanorchestra.records import Trajectory
+
+RETRIES = 2  # of an attempt that the infrastructure failed
+
+
+class Player(Protocol):
+    """What plays attempts: agent/loop.py's Rollout on an engine or an endpoint, or a router."""
+
+    def run(self, environments: Sequence[Environment], seeds: Sequence[int]) -> list[Trajectory]:
+        """Returns one attempt in each environment, in the same order."""
+
+
+def play(
+    player: Player, environment: Callable[[int], Environment], seeds: Sequence[int]
+) -> tuple[list[Trajectory], int]:
+    """Returns one attempt for each seed, and how many attempts were repeated.
+
+    environment(i) makes the environment of attempt i. Attempts that the infrastructure failed are
+    repeated with the same seed, RETRIES times at most; those that still fail keep their status.
+    """
+    attempts: dict[int, Trajectory] = {}
+    left = list(range(len(seeds)))
+    repeated = 0
+    for again in range(1 + RETRIES):
+        if again:
+            repeated += len(left)
+        environments = [environment(i) for i in left]
+        played = player.run(environments, [seeds[i] for i in left])
+        attempts |= zip(left, played, strict=True)
+        left = [i for i in left if attempts[i].status == "infrastructure"]
+        if not left:
+            break
+    return [attempts[i] for i in range(len(seeds))], repeated
