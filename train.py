@@ -1,4 +1,4 @@
-"""Trains a tool orchestrator: warm start on demonstrations, GRPO, evaluation on held-out tasks.
+"""Trains a tool orchestrator by GRPO: this page is the training loop.
 
     python train.py                                 the miniature on a CPU (configs/nano.toml)
     python train.py --config qwen3-8b --grpo.steps 50 --run.name short
@@ -9,8 +9,21 @@
     python train.py --config qwen3-8b --plan --gpus 8            memory and time, no training
     python train.py --warm_start.steps 50 --warm_start.trajectories runs/nano     imitates its best
 
-nanorchestra/training/phases.py has the order of a run, grpo.py a step of GRPO. What is drawn at
-random is a function of run.seed, step and place: resuming and more ranks change nothing.
+`train` sets a run up and has its phases in order: warm start, evaluation, GRPO, evaluation.
+`policy_update` is one optimizer step, `policy_loss` the loss. Equations (2) and (3) are those of
+ToolOrchestra (arXiv 2511.21689, section 3). What a reader of other GRPO scripts finds added:
+
+- An attempt has many turns. The engine keeps the session's KV cache while tools run, and text is
+  never tokenised twice: what was sampled is what is trained on, id by id.
+- Samples of a group are packed as a tree: what they begin with in common is computed once.
+- The loss is divided by a number of the whole step. So neither packing nor micro-batches nor the
+  number of ranks changes the gradient.
+- Each id has the log-probability under which it was drawn, and the version of the weights.
+- Any number of ranks runs this page: each plays its share of the attempts and computes its share
+  of the gradient; FSDP2 adds the gradients up.
+
+Every random draw is a function of run.seed, the step and the place in it. A run that is killed
+resumes, also on another number of ranks.
 """
 
 from __future__ import annotations
@@ -20,236 +33,483 @@ if __name__ == "__main__":
 
     end_on_interrupt("train.py")
 
-import ctypes
-import os
-import shutil
-import signal
+import math
 import sys
-import traceback
-from argparse import Namespace, RawDescriptionHelpFormatter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+import time
+from collections import Counter
 
 import torch
-from tqdm import tqdm
+from nanorchestra.agent.world import World
+from nanorchestra.training.advantages import group_advantages
+from nanorchestra.training.distributed import (
+    Ranks,
+    backward,
+    ending_together,
+    rollout_timeout_s,
+)
+from torch import Tensor
+from worlds.api_bill import api_bill
+from worlds.load import open_world
 
-from nanorchestra import settings
-from nanorchestra.agent.load import NANO
-from nanorchestra.config import Config
-from nanorchestra.errors import INTERRUPTED, ArgumentParser, UserError, command, require
-from nanorchestra.files import refuse_links
-from nanorchestra.report.run import Run, to_toml
+from nanorchestra.agent.loop import Rollout
+from nanorchestra.errors import INTERRUPTED, UserError, command
+from nanorchestra.model.lora import save_adapter
+from nanorchestra.model.saving import save_checkpoint
+from nanorchestra.schemas import Json
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.bill import Bill
-from nanorchestra.training.build import device_and_dtype
-from nanorchestra.training.costs import GPUS
-from nanorchestra.training.overlap import running
-from nanorchestra.training.phases import train
+from nanorchestra.training.build import (
+    build_engine,
+    build_rollout,
+    build_trainer,
+    device_and_dtype,
+    load_policy,
+    publish,
+)
+from nanorchestra.training.command import Stop, choose_run, parse, prepare_process
+from nanorchestra.training.objectives import Objective, objective_of
+from nanorchestra.training.optimizers import scheduled
+from nanorchestra.training.overlap import in_background
+from nanorchestra.training.packing import (
+    Group,
+    MicroBatch,
+    by_sample,
+    mini_batches,
+    number_samples,
+    samples_in,
+)
 from nanorchestra.training.plan import plan
-from nanorchestra.training.ranks import Ranks
+from nanorchestra.training.rollout import (
+    Attempts,
+    attempt_seeds,
+    evaluation_seeds,
+    play_on_ranks,
+    require_most_worked,
+)
 from nanorchestra.training.run import TrainingRun
-from worlds.estimate import api_bill
-from worlds.mixture import Worlds
+from nanorchestra.training.samples import (
+    as_group,
+    gave_answer,
+    mean_staleness,
+    record_logprobs,
+)
+from nanorchestra.training.trainer import StepMetrics, Trainer, merge_updates
+from nanorchestra.training.warm_start import Demonstrations
+from reward import POLICY, PRICES, group_rewards, task_rewards
+from worlds import metrics
+from worlds.routers import evaluate_routers
+
+MAX_LOG_RATIO = 20.0  # keeps exp finite; the bounds of every surrogate lie far inside
 
 
-class Stop:
-    """Turns SIGINT and SIGTERM into a flag that is read between steps.
+def train(run: TrainingRun, sandbox: Sandbox) -> bool:
+    """Trains from where the run is to its end; returns False if it is asked to stop on the way."""
+    ranks, progress = run.ranks, run.progress
 
-    A second SIGINT ends the process at once. SIGTERM may come twice: by way of torchrun too.
-    As a context manager it gives the signals back at its end.
+    # ---- Set-up: a world of tasks, the model in training, and an engine with a copy of its weights
+
+    bill = Bill.open(run.folder.path / "spent", ranks)
+    world = open_world(run.config.task, run.config.run.seed, sandbox, bill.spending)
+    config = run.with_steps(world.size("train"))  # grpo.epochs becomes grpo.steps
+    grpo, rollout = config.grpo, config.rollout
+
+    _, dtype = device_and_dtype(config)
+    model, tokenizer = load_policy(config, ranks, dtype)
+    trainer = build_trainer(config, model, tokenizer, ranks, dtype)
+    engine = build_engine(config, model, tokenizer, ranks, dtype)
+    player = build_rollout(config, engine, PRICES[POLICY], rollout.temperature)
+    temperature = config.evaluation.temperature
+    held_out_player = build_rollout(config, engine, PRICES[POLICY], temperature)
+    objective = objective_of(grpo)
+    # Ranks wait for the slowest rollout, which may take hours where tools are slow.
+    rollout_ranks = ranks.new_group(rollout_timeout_s(config))
+
+    attempts_ahead = run.start(trainer, engine)  # of the next step, if a checkpoint has them
+    publish(config, model, engine, dtype)
+
+    # ---- Warm start: supervised steps on demonstrations. A model that calls tools needs none.
+
+    if progress.phase == "warm_start":
+        steps = config.warm_start.steps
+        demonstrations = Demonstrations(config, world, tokenizer, run.say)
+        run.start_bar(steps)
+        while progress.step < steps:
+            started = time.monotonic()
+            groups = demonstrations.groups(progress, ranks)
+            demonstrated = time.monotonic()
+            learning_rate = demonstrations.learning_rate(progress.step)
+            update = supervised_update(trainer, groups, learning_rate)
+            updated = time.monotonic()
+
+            progress.step += 1
+            demonstrations.advance(progress, update["loss"])
+            row = {"tokens_per_s": update["tokens"] / (updated - started)}
+            times = {"demonstrations": demonstrated - started, "train": updated - demonstrated}
+            run.record_step(row, update, times)
+            if run.checkpoint_or_stop(steps):
+                return False
+
+        publish(config, model, engine, dtype)
+        progress.before = evaluate(run, world, held_out_player, rollout_ranks, bill, "before")
+        run.begin_grpo()  # with its optimizer; its reference are the weights of now
+        publish(config, model, engine, dtype)
+        run.save()
+        if run.asked_to_stop():
+            return False
+
+    # ---- GRPO
+
+    run.start_bar(grpo.steps)
+    while progress.step < grpo.steps:
+        step = progress.step
+        started = time.monotonic()
+
+        # Rollout: grpo.group_size attempts at each of grpo.prompts tasks. With rollout.staleness
+        # the next step's are played during this step's update, by the weights before it.
+        attempts = attempts_ahead or play_step(run, world, player, rollout_ranks, bill, step)
+        playing = None
+        if rollout.staleness and step + 1 < grpo.steps:
+            playing = in_background(
+                ranks.device, play_step, run, world, player, rollout_ranks, bill, step + 1
+            )
+        require_most_worked(attempts.trajectories, step)
+        played = time.monotonic()
+
+        # Rewards and advantages, group by group.
+        groups, trained, left_out = [], [], Counter()
+        for start in range(0, len(attempts.tasks), grpo.group_size):
+            task = attempts.tasks[start]
+            members = attempts.trajectories[start : start + grpo.group_size]
+
+            # What the infrastructure failed says nothing about the policy, and is in no mean.
+            valid = [attempt for attempt in members if attempt.status != "infrastructure"]
+            if grpo.bounds == "group":  # R(tau) = r_out(tau) Mn(tau) . P, equation (2)
+                rewards = group_rewards(valid, task.preference)
+            else:  # the same with extrema that are known before any attempt
+                rewards = task_rewards(valid, task.preference, task.bounds)
+            for attempt, reward in zip(valid, rewards, strict=True):
+                attempt.reward = float(reward)
+
+            # A(tau) = (R(tau) - mean R) / std R over the group, equation (3)
+            advantages = group_advantages(
+                [None if a.status == "infrastructure" else a.reward for a in members],
+                [gave_answer(a) for a in members],
+                objective,
+                grpo.min_std,
+            )
+            kept = []
+            for attempt, advantage in zip(members, advantages, strict=True):
+                attempt.advantage = advantage.value
+                if advantage.left_out:
+                    left_out[advantage.left_out] += 1
+                else:
+                    kept.append(attempt)
+            group = as_group(kept, objective.drop_invalid_format)
+            if group.samples:
+                groups.append(group)
+                trained += kept
+
+        # Update: one optimizer step, or with grpo.mini_batch several.
+        updates, logprobs = [], {}
+        if groups:
+            number_samples(groups)
+            learning_rate = scheduled(
+                step, grpo.learning_rate, grpo.steps, grpo.warmup_steps, grpo.final_fraction
+            )
+            if grpo.mini_batch:  # the ratio of every update is to the policy before the first
+                before = trainer.score(groups, rollout.temperature)
+                for sample, old_logprobs in zip(samples_in(groups), before, strict=True):
+                    sample.old_logprobs = old_logprobs
+            for part in mini_batches(groups, grpo.mini_batch):
+                update, logprobs_of_part = policy_update(
+                    trainer,
+                    part,
+                    objective,
+                    learning_rate,
+                    temperature=rollout.temperature,
+                    longest=rollout.context_tokens,
+                )
+                updates.append(update)
+                logprobs |= logprobs_of_part
+            record_logprobs(
+                trained, trainer.gather_samples(logprobs), objective.drop_invalid_format
+            )
+        updated = time.monotonic()
+
+        # Publish: the engine samples the next attempts from the new weights.
+        attempts_ahead = playing.result() if playing else None
+        waited = time.monotonic()
+        played_version = engine.weight_version
+        publish(config, model, engine, dtype)
+        published = time.monotonic()
+
+        # Record, and write a checkpoint if it is time.
+        progress.step += 1
+        row = metrics.measure(attempts.tasks, attempts.trajectories, grpo.group_size)
+        row |= {
+            "tokens_per_s": attempts.tokens_per_s,
+            "filtered": {why: count / len(attempts.tasks) for why, count in left_out.items()},
+            "retried": attempts.repeated,
+            "staleness": mean_staleness(trained, played_version),
+            "bill_usd": bill.total(ranks),
+        }
+        times = {
+            "rollout": played - started,
+            "train": updated - played,
+            "wait": waited - updated,
+            "weights": published - waited,
+        }
+        update = merge_updates(updates)
+        run.record_first_group(attempts, skipped=update.get("skipped") == 1)
+        run.record_step(row, update, times)
+        if run.checkpoint_or_stop(grpo.steps, attempts_ahead):
+            return False
+
+    # ---- Results
+
+    after = evaluate(run, world, held_out_player, rollout_ranks, bill, "after")
+    path = run.folder.path
+    save_checkpoint(model, tokenizer, path / "model", dtype=dtype, write=ranks.first)
+    if config.lora.rank:
+        save_adapter(model, path / "adapter", config.model.path, write=ranks.first)
+    run.finish(
+        {
+            "bill_usd": bill.total(ranks),
+            "parameters": trainer.parameters(),
+            "held_out": {
+                "tasks": config.evaluation.tasks,
+                "before": progress.before,
+                "after": after,
+                "routers": evaluate_routers(config, world) if ranks.first else {},
+            },
+        }
+    )
+    return True
+
+
+def play_step(
+    run: TrainingRun, world: World, player: Rollout, ranks: Ranks, bill: Bill, step: int
+) -> Attempts:
+    """Plays the attempts of a step: a function of run.seed, the step and the engine's weights."""
+    grpo, warm_start = run.config.grpo, run.config.warm_start
+    first = warm_start.steps * warm_start.prompts + step * grpo.prompts
+    indices = [first + i // grpo.group_size for i in range(grpo.prompts * grpo.group_size)]
+    seeds = attempt_seeds(run.config.run.seed, step, len(indices))
+    return play_on_ranks(
+        player,
+        world,
+        "train",
+        indices,
+        seeds=seeds,
+        environment_seeds=seeds,
+        ranks=ranks,
+        bill=bill,
+        together=grpo.group_size,
+    )
+
+
+def policy_update(
+    trainer: Trainer,
+    groups: list[Group],
+    objective: Objective,
+    learning_rate: float,
+    *,
+    temperature: float = 1.0,
+    longest: int = 1,
+) -> tuple[dict[str, float], dict[int, list[float]]]:
+    """Makes one optimizer step on the samples of all ranks.
+
+    All ranks call it with the same groups. temperature: the sampler's. longest: the most ids of a
+    sample, for Dr. GRPO's normaliser. Returns the metrics, and for this rank's samples, by their
+    index, the log-probabilities before the update.
+
+    Metrics are means over the ids in the loss: `entropy` in nats; the terms of `policy_loss`; and
+    of the mismatch between sampler and trainer `mismatch_kl` (log sampler - log trainer, which
+    estimates KL(sampler || trainer)), `logprob_gap` (its absolute value) and `ratio_mean` of
+    trainer / sampler. `logprob_gap_max` and `ratio_max` are the largest. `loss` is that of the
+    step, `grad_norm` is before clipping. `skipped` is 1 if loss or gradient were not finite;
+    weights and moments then stay as they were.
     """
+    ranks = trainer.ranks
+    samples = samples_in(groups)
+    ids = sum(sample.count for sample in samples)  # in the loss, on all ranks
+    normaliser = ids if objective.normaliser == "ids" else len(samples) * longest
 
-    def __init__(self) -> None:
-        self.asked = False
-        numbers = signal.SIGINT, signal.SIGTERM
-        self._before = {number: signal.signal(number, self._ask) for number in numbers}
+    metrics, logprobs, flops = StepMetrics(), [], 0.0
+    micro_batches = trainer.micro_batches(groups)  # this rank's; every rank has equally many
+    for batch in micro_batches:
+        hidden = trainer.hidden(batch)  # [N, hidden], of the N ids in the loss
+        trainer_logprobs, entropy = trainer.logprobs(hidden, batch, temperature)  # [N], [N]
+        kl = None
+        if objective.kl_coef:
+            kl = trainer.kl_to_reference(
+                hidden, trainer_logprobs, batch, objective.kl, temperature
+            )  # [N]
+        loss, terms = policy_loss(trainer_logprobs, entropy, kl, batch, objective, normaliser)
+        backward(loss, trainer.model, ranks, last=batch is micro_batches[-1])
 
-    def __enter__(self) -> Stop:
-        return self
+        mismatch = batch.sampler_logprobs - trainer_logprobs.detach()  # [N]
+        metrics.add("loss", loss * ids)
+        metrics.add("entropy", entropy)
+        metrics.add("mismatch_kl", mismatch)
+        metrics.add("logprob_gap", mismatch.abs())
+        metrics.add("ratio_mean", bounded_exp(-mismatch))
+        metrics.add_largest("logprob_gap_max", mismatch.abs())
+        metrics.add_largest("ratio_max", bounded_exp(-mismatch))
+        for name, values in terms.items():
+            metrics.add(name, values)
+        logprobs.append(trainer_logprobs.detach())
+        flops += trainer.flops(batch, reference=kl is not None)
 
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _ask(self, number, frame):
-        if self.asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if not self.asked:
-            self.asked = True
-            tqdm.write("stopping after this step; Ctrl-C again: at once", file=sys.stderr)
-
-
-def parse(arguments: list[str]) -> Namespace:
-    """Returns the options. UserError."""
-    parser = ArgumentParser(
-        prog="train.py",
-        usage="train.py [options]",
-        description=__doc__,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    changes = ", ".join(settings.RESUMABLE)
-    add("--config", help="a TOML file, or the name of one in configs/ (default: nano)")
-    add("--resume", metavar="RUN", help=f"a run directory to continue; may change {changes}")
-    add("--dry-run", action="store_true", help="the run in small, on CPUs, in run.name-dry-run")
-    add("--plan", action="store_true", help="print memory by part and time by phase; no training")
-    add("--gpus", type=int, help="for --plan: how many GPUs (default: 1)")
-    add("--gpu", choices=GPUS, help="for --plan (default: h100)")
-    add("--memory", type=float, metavar="GB", help="for --plan: of one GPU (default: as sold)")
-    text = "for --plan: estimate the bill of paid calls by playing so many tasks"
-    add("--probe", type=int, metavar="TASKS", help=text)
-    settings.add_settings(parser)
-    options = parser.parse_args(arguments)
-    planned = ("gpus", "gpu", "memory", "probe")
-    planning = [name for name in planned if getattr(options, name) is not None]
-    require(options.plan or not planning, f"--{' --'.join(planning)}: only for --plan; add --plan")
-    fixed = [name for name in settings.given_settings(options) if name not in settings.RESUMABLE]
-    fixed += [name for name in ("config", "dry_run") if getattr(options, name)]
-    require(
-        not (options.resume and fixed),
-        f"--resume continues with the run's own config.toml; it cannot change {', '.join(fixed)}, "
-        f"only {changes}",
-    )
-    return options
+    grad_norm = trainer.optimizer_step(learning_rate)
+    update = metrics.read(ranks, ids) | {
+        "grad_norm": grad_norm,
+        "skipped": float(not math.isfinite(grad_norm)),
+        "learning_rate": learning_rate,
+        "flops": sum(ranks.all_gather(flops)),
+        "tokens": float(sum(group.tokens for group in groups)),
+    }
+    return update, by_sample(micro_batches, torch.cat(logprobs).tolist())
 
 
-def choose_run(options: Namespace) -> tuple[Config, Path, bool]:
-    """Returns the config, the run's directory, and whether to continue what is in it. UserError."""
-    given = settings.given_settings(options)
-    if options.resume:
-        folder = Run.open(options.resume)
-        config, summary = settings.load_config(folder.path / "config.toml", given), folder.summary()
-        require(
-            not summary or config.grpo.steps > summary.get("steps", 0),
-            f"{folder.path}: this run is finished; --grpo.steps above {summary.get('steps')} "
-            "extends it",
+def policy_loss(
+    trainer_logprobs: Tensor,
+    entropy: Tensor,
+    kl: Tensor | None,
+    batch: MicroBatch,
+    objective: Objective,
+    normaliser: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns a micro-batch's part of the loss, and terms of it for the metrics.
+
+    trainer_logprobs, entropy and kl are fp32 [N], one entry per id in the loss. The loss is a
+    scalar, with gradients into trainer_logprobs and kl; with N = 0 it is 0 and has a graph. Terms,
+    each [N]: `clip_fraction`, 1 where the clip stopped the gradient; `kl`; and with an importance
+    cap `importance`, the weight v.
+    """
+    advantages = batch.advantages
+    if objective.min_entropy:  # an id counts where the policy chooses, not where it copies
+        advantages = torch.where(entropy >= objective.min_entropy, advantages, 0.0)
+
+    # pi_old, the policy before this step, by one of three:
+    if batch.old_logprobs is not None:  # several updates a step: the trainer before the first
+        old_logprobs = batch.old_logprobs
+    elif objective.importance_cap:  # one update: the trainer of now. The ratio is 1, and the weight
+        old_logprobs = trainer_logprobs.detach()  # v below corrects for the sampler
+    else:  # one update: the sampler, whose rounding and staleness are then in the ratio
+        old_logprobs = batch.sampler_logprobs
+
+    ratio = bounded_exp(trainer_logprobs - old_logprobs)  # r = pi / pi_old, [N]
+    clipped_ratio = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+    if objective.surrogate == "cispo":  # MiniMax-M1, equations (4) and (5): bounds the weight only
+        losses = -clipped_ratio.detach() * advantages * trainer_logprobs
+        stopped = clipped_ratio != ratio
+    else:  # PPO (arXiv 1707.06347), equation (7); ToolOrchestra, equation (4)
+        free, clipped = -advantages * ratio, -advantages * clipped_ratio
+        losses = torch.maximum(free, clipped)
+        stopped = clipped > free
+        if objective.dual_clip:  # arXiv 1912.09729, equation (5): where A < 0, at most -A dual_clip
+            beyond = (advantages < 0) & (ratio > objective.dual_clip)
+            losses = torch.where(beyond, -advantages * objective.dual_clip, losses)
+
+    terms = {"clip_fraction": stopped.double()}
+    if (
+        objective.importance_cap
+    ):  # truncated importance sampling (Ionides 2008): v = pi_old / pi_sampler
+        importance = bounded_exp(old_logprobs - batch.sampler_logprobs)
+        terms["importance"] = importance.clamp(max=objective.importance_cap)
+        losses = losses * terms["importance"]
+    if kl is not None:
+        terms["kl"] = kl.detach()
+        losses = losses + objective.kl_coef * kl
+    return losses.sum() / normaliser, terms
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """Returns exp(log_ratio), finite also for log-ratios that no bound of an objective allows."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def supervised_update(
+    trainer: Trainer, groups: list[Group], learning_rate: float
+) -> dict[str, float]:
+    """Makes one optimizer step on demonstrations; returns its metrics.
+
+    `loss` is the mean negative log-likelihood of the ids in the loss, and `entropy` their mean
+    entropy, both in nats. The others are those of `policy_update`.
+    """
+    ranks = trainer.ranks
+    ids = sum(sample.count for sample in samples_in(groups))
+    metrics, flops = StepMetrics(), 0.0
+    micro_batches = trainer.micro_batches(groups)
+    for batch in micro_batches:
+        logprobs, entropy = trainer.logprobs(trainer.hidden(batch), batch)  # [N], [N]
+        backward(-logprobs.sum() / ids, trainer.model, ranks, last=batch is micro_batches[-1])
+        metrics.add("loss", -logprobs)
+        metrics.add("entropy", entropy)
+        flops += trainer.flops(batch)
+    grad_norm = trainer.optimizer_step(learning_rate)
+    return metrics.read(ranks, ids) | {
+        "grad_norm": grad_norm,
+        "skipped": float(not math.isfinite(grad_norm)),
+        "learning_rate": learning_rate,
+        "flops": sum(ranks.all_gather(flops)),
+        "tokens": float(sum(group.tokens for group in groups)),
+    }
+
+
+def evaluate(
+    run: TrainingRun, world: World, player: Rollout, ranks: Ranks, bill: Bill, phase: str
+) -> Json:
+    """Plays the held-out tasks; returns their summary, and records the attempts as `phase`."""
+    seed, tasks = run.config.run.seed, run.config.evaluation.tasks
+    with run.bar(-(-tasks // ranks.world_size), f"held-out tasks, {phase}", unit="task") as bar:
+        player.on_done = lambda attempt: bar.update()
+        attempts = play_on_ranks(
+            player,
+            world,
+            "held_out",
+            list(range(tasks)),
+            seeds=evaluation_seeds(seed, tasks),
+            environment_seeds=[seed] * tasks,
+            ranks=ranks,
+            bill=bill,
         )
-        return config, folder.path, True
-    config = settings.load_config(options.config or "nano", given)
-    if options.dry_run:
-        config = settings.scaled_down(config, str(NANO))
-    name = config.run.name
-    require(
-        name not in ("", ".", "..") and "/" not in name,
-        f"run.name is {name!r}; it must be the name of a directory, which {config.run.root} gets",
-    )
-    path = Path(config.run.root) / name
-    # torchrun starts the same command again after a failure.
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    return config, path, again and (path / "config.toml").exists()
-
-
-def keep_freed_memory() -> None:
-    """Makes glibc keep freed memory; returning it costs a tenth of a step on a CPU in new pages."""
-    mallopt = ctypes.CDLL(None).mallopt
-    mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, at its maximum
-    mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-
-
-@contextmanager
-def ending_together(ranks: Ranks) -> Iterator[None]:
-    """Ends the process at once on an error, where an orderly end would wait forever.
-
-    That is with other ranks, which may wait in a collective, or beside a rollout's thread. The
-    other ranks are told why.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if ranks.world == 1 and not running():
-            raise
-        expected = isinstance(error, UserError | KeyboardInterrupt)
-        reason = str(error).split("\n")[0] or type(error).__name__
-        if not expected and "peer" not in reason:  # else another rank has gone, and says why
-            traceback.print_exc()
-        if ranks.first or not expected:
-            print(f"train.py: {reason}; go on with --resume", file=sys.stderr, flush=True)
-        ranks.fail(reason)
-        sys.stdout.flush()
-        os._exit(2 if isinstance(error, UserError) else INTERRUPTED if expected else 1)
+    for task, attempt in zip(attempts.tasks, attempts.trajectories, strict=True):
+        metrics.score(task, attempt)
+    run.record_attempts(phase, attempts.tasks, attempts.trajectories)
+    return metrics.summarise(attempts.tasks, attempts.trajectories)
 
 
 @command("train.py")
 def main(arguments: list[str]) -> int:
     """Runs the command; returns its exit status."""
-    options = parse(arguments)
+    options = parse(arguments, __doc__)
     config, path, resumed = choose_run(options)
     if options.plan:
-        gpus = 1 if options.gpus is None else options.gpus
-        text, fits = plan(config, gpus, options.memory, options.gpu or "h100")
+        text, fits = plan(config, options.gpus or 1, options.memory, options.gpu or "h100")
         print(text)
         if options.probe is not None:
             with Sandbox() as sandbox:
                 print("\n" + api_bill(config, options.probe, sandbox))
         return 0 if fits else 1
+
     device, _ = device_and_dtype(config)
-    keep_freed_memory()
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    torch.set_num_threads(config.run.threads or max(1, cores))
+    prepare_process(config)
     # A base in 4 bits is not sharded; it and the adapters choose their dtypes themselves.
     sharded = device == "cuda" and config.lora.base != "int4"
     ranks = Ranks.start(device, shard=config.parallel.shard, sharded=sharded)
     with Stop() as stop, ending_together(ranks), Sandbox() as sandbox:
-        # After a restart a slow rank may find the directory that rank 0 has just made.
-        resumed = ranks.gather(resumed)[0]
-        dry_run = options.dry_run
-        run = open_run(config, path, ranks, sandbox, stop, resumed=resumed, dry_run=dry_run)
-        finished = train(run)
-        run.checkpoints.wait()
-        run.watch.close()
-        if finished:
-            run.say(f"finished: {path} has report.html, summary.json and more")
-        else:
-            run.say(f"stopped; go on with: python train.py --resume {path}")
+        run = TrainingRun(config, path, ranks, stop, resumed=resumed, dry_run=options.dry_run)
+        try:
+            finished = train(run, sandbox)
+        except UserError:
+            run.discard_if_unused()  # frees the name for a corrected command
+            raise
+        run.close(finished)
         ranks.close()
     # torchrun would start again what ends with another status than 0.
-    return 0 if finished or ranks.world > 1 else INTERRUPTED
-
-
-def open_run(
-    config: Config,
-    path: Path,
-    ranks: Ranks,
-    sandbox: Sandbox,
-    stop: Stop,
-    *,
-    resumed: bool,
-    dry_run: bool,
-) -> TrainingRun:
-    """Makes the run's directory and builds the run, or restores it if it is `resumed`. UserError.
-
-    dry_run: the directory of an earlier dry run is replaced.
-    """
-    folder, new = Run(path), ranks.first and not resumed
-
-    def claim():
-        if new:
-            if dry_run and (path / "config.toml").exists():
-                shutil.rmtree(path)
-            Run.create(path, to_toml(config))
-            print(f"writing to {path}: config.toml, metrics.jsonl, report.html, model/ and more")
-        if ranks.first:
-            folder.lock()
-        elif resumed:
-            refuse_links(path)  # a node may have a directory of its own
-
-    def build():
-        worlds = Worlds(config.task, config.run.seed, sandbox, bill.spending)
-        return TrainingRun(config, folder, ranks, worlds, stop, bill)
-
-    ranks.together(claim)
-    bill = Bill.open(path / "spent", ranks)
-    try:
-        run = ranks.together(build)
-    except UserError:
-        if new:
-            shutil.rmtree(path)  # frees the name for a corrected command
-        raise
-    if resumed:
-        run.restore()
-    return run
+    return 0 if finished or ranks.world_size > 1 else INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -91,6 +91,7 @@ def ours(options: argparse.Namespace) -> dict[str, float]:
     from nanorchestra.model.weights import named_hf_tensors
     from nanorchestra.training.objectives import Objective
     from nanorchestra.training.trainer import Trainer, TrainerSettings
+    from train import policy_update
 
     torch.set_num_threads(options.threads)
     model, tokenizer = load_model(options.model, device="cpu", dtype="float32")
@@ -111,7 +112,7 @@ def ours(options: argparse.Namespace) -> dict[str, float]:
         params = [SamplingParams(max_tokens=LENGTH, seed=seed, ignore_eos=True) for seed in seeds]
         done = engine.generate(prompts, params)
         rewards = [reward_of(completion.text) for completion in done]
-        trainer.policy_step(groups_of(prompts, done, rewards, GROUP), 1e-6, Objective())
+        policy_update(trainer, groups_of(prompts, done, rewards, GROUP), Objective(), 1e-6)
         engine.update_weights(named_hf_tensors(model))
         clock.stop()
         sampled = sum(len(completion.token_ids) for completion in done)

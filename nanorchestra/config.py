@@ -51,7 +51,7 @@ class ParallelSection:
 class ModelSection:
     """The model that training starts from."""
 
-    path: str = setting("", "Hugging Face directory; empty: the miniature's, random weights")
+    path: str = setting("", "Hugging Face directory: config.json, weights, tokenizer.json")
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class GrpoSection:
     learning_rate: float = setting(3e-4, "peak learning rate")
     warmup_steps: int = setting(5, "steps over which the learning rate rises to its peak")
     final_fraction: float = setting(0.1, "of the peak learning rate, at the last step")
-    objective: Literal["grpo", "toolorchestra", "dr_grpo", "dapo", "gspo", "cispo"] = setting(
+    objective: Literal["grpo", "toolorchestra", "dr_grpo", "cispo"] = setting(
         "grpo",
         "advantage, loss and filters (docs/training.md); another one than the file's does not take "
         "the file's kl_coef and min_std",
@@ -124,7 +124,7 @@ class GrpoSection:
     bounds: Literal["group", "task"] = setting(
         "group", "extrema of the reward's parts: of the group (the paper), or of the price list"
     )
-    min_std: float = setting(0.01, "groups whose rewards spread less are left out")
+    min_std: float = setting(0.05, "groups whose rewards spread less are left out")
     kl_coef: float = setting(0.0, "weight of the KL divergence from the model before GRPO")
     min_entropy: float = setting(
         0.0, "entropy in nats that the policy must have at an id for its advantage to count; 0: any"
@@ -164,8 +164,10 @@ class RolloutSection:
     context: Literal["append", "rebuild"] = setting(
         "append", "one growing session, or a prompt composed anew each turn"
     )
-    overlap: bool = setting(
-        False, "sample the next step during the update, with older weights; needs importance_cap"
+    staleness: int = setting(
+        0,
+        "updates between the weights that sample and those that are updated; 1: the next step is "
+        "sampled during the update, which needs importance_cap",
     )
 
 

@@ -101,21 +101,24 @@ def _check_together(config):
     cap, rollout = config.grpo.importance_cap, config.rollout
     context, least = rollout.context_tokens, -(-rollout.context_tokens // rollout.page_size)
     require(
-        cap >= 1 or cap == rollout.overlap == 0,
-        f"grpo.importance_cap is {cap}; it must be at least 1, or 0 without rollout.overlap, whose "
-        "attempts come from weights one update old (2, say, corrects for it)",
+        rollout.staleness <= 1,
+        f"rollout.staleness is {rollout.staleness}; it must be 0, or 1: sampling and update of one "
+        "process take turns with the weights",
     )
     require(
-        config.grpo.objective != "gspo" or not cap,
-        f"grpo.importance_cap is {cap}; gspo weighs whole sequences, so it must be 0, and "
-        "rollout.overlap false",
+        cap >= 1 or cap == 0,
+        f"grpo.importance_cap is {cap}; it must be at least 1, or 0 for no such weight",
+    )
+    require(
+        cap or not rollout.staleness,
+        "grpo.importance_cap is 0; with rollout.staleness it must be at least 1 (2, say), because "
+        "attempts come from weights one update old",
     )
     if config.lora.base == "int4":
         require(
             config.lora.rank,
             "lora.rank is 0; with lora.base int4 it must be 1 or more: adapters alone are trained",
         )
-        require(config.model.path, "lora.base is int4; it needs weights to round: set model.path")
         require(
             not config.parallel.cpu_offload,
             "parallel.cpu_offload is true; with lora.base int4 it must be false: the engine shares "

@@ -86,31 +86,24 @@ def nano_model(make_nano):
 
 @pytest.fixture
 def make_training(tmp_path, sandbox, monkeypatch, nano_model, nano_tokenizer):
-    """make_training(name, settings) wires a small run of a model that babbles, as train.py does.
+    """make_training(name, settings) is a small run of a model that babbles; `train()` trains it.
 
-    It stands at the beginning of GRPO, or, with resume=True, at its last checkpoint. It is asked to
-    stop after `steps` steps. Rewards are drawn at random.
+    With resume=True it goes on at its last checkpoint. It is asked to stop after `steps` steps.
+    Rewards are drawn at random.
     """
+    import train as program
     from nanorchestra.model.saving import save_checkpoint
-    from nanorchestra.report.run import Run, to_toml
     from nanorchestra.settings import load_config
-    from nanorchestra.training import phases
-    from nanorchestra.training.ranks import Ranks
-    from nanorchestra.training.run import TrainingRun
-    from worlds import evaluation
-    from worlds.mixture import Worlds
+    from nanorchestra.training import run as run_module
+    from nanorchestra.training.distributed import Ranks
 
     save_checkpoint(nano_model, nano_tokenizer, tmp_path / "model", dtype=torch.float32)
-    score = evaluation.score
 
-    def rewarded(task, trajectory):
-        draw = random.Random(trajectory.seed)
-        score(task, trajectory)
-        trajectory.reward, trajectory.outcome = draw.random(), float(draw.random() < 0.5)
-        return trajectory
+    def drawn_rewards(attempts, *task):
+        return [random.Random(attempt.seed).random() for attempt in attempts]
 
-    monkeypatch.setattr(evaluation, "score", rewarded)
-    monkeypatch.setattr(phases, "write_report", lambda path: None)  # it takes seconds
+    monkeypatch.setattr(program, "group_rewards", drawn_rewards)
+    monkeypatch.setattr(run_module, "write_report", lambda path: None)  # it takes seconds
     small = {
         "run.threads": 1,
         "run.checkpoint_every": 2,
@@ -118,35 +111,36 @@ def make_training(tmp_path, sandbox, monkeypatch, nano_model, nano_tokenizer):
         "warm_start.steps": 0,
         "grpo.prompts": 2,
         "grpo.group_size": 2,
-        "grpo.bounds": "task",
+        "grpo.min_std": 0.0,
         "grpo.optimizer": "muon",
         "rollout.turn_tokens": 12,
+        "evaluation.tasks": 1,
     }
+
+    class Training(run_module.TrainingRun):
+        def train(self):
+            """Trains to the end, or until it is asked to stop; returns whether it came to the end."""
+            finished = program.train(self, sandbox)
+            self.checkpoints.wait()
+            return finished
 
     def make(name, settings=None, *, resume=False, steps=10**9):
         path = tmp_path / name
         if resume:
-            folder, config = Run.open(path), load_config(path / "config.toml", settings or {})
+            config = load_config(path / "config.toml", settings or {})
         else:
             config = load_config(None, small | (settings or {}))
-            folder = Run.create(path, to_toml(config))
-        worlds = Worlds(config.task, config.run.seed, sandbox)
-        run = TrainingRun(config, folder, Ranks(), worlds, Stop(steps))
-        run.progress.phase = "grpo"
-        if resume:
-            run.restore()
-        else:
-            run.publish()
-        return run
+        # It is asked once more, between evaluation and GRPO, if it begins before.
+        return Training(config, path, Ranks(), Stop(steps + (not resume)), resumed=resume)
 
     return make
 
 
 class Stop:
-    """Asks a run to stop after so many steps."""
+    """Asks a run to stop when it has looked so often."""
 
-    def __init__(self, steps=10**9):
-        self.left = steps
+    def __init__(self, times):
+        self.left = times
 
     @property
     def asked(self):

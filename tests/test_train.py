@@ -11,25 +11,25 @@ import socket
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 import pytest
-import torch
+from nanorchestra.training.distributed import Ranks
 from run_rows import TIMINGS
+from worlds.api_bill import api_bill
 
 import train as program
 from nanorchestra.agent.load import NANO
 from nanorchestra.config import Config
 from nanorchestra.errors import UserError
-from nanorchestra.records import Trajectory, Turn
+from nanorchestra.records import Trajectory
 from nanorchestra.report.run import Run
 from nanorchestra.settings import load_config
-from nanorchestra.training import grpo, sampling
 from nanorchestra.training.bill import Bill
-from nanorchestra.training.ranks import Ranks
-from nanorchestra.training.warm_start import warm_start
-from worlds.estimate import api_bill
+from nanorchestra.training.command import Stop
+from nanorchestra.training.packing import samples_in
+from nanorchestra.training.rollout import play_on_ranks, require_most_worked
+from worlds.miniature.world import Miniature
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = {
@@ -139,14 +139,14 @@ def test_a_bad_argument_is_one_line_and_makes_nothing(
 ):
     monkeypatch.chdir(tmp_path)
     assert program.main(arguments) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("train.py: ") and says in said and said.count("\n") == 1
+    line = capsys.readouterr().err
+    assert line.startswith("train.py: ") and says in line and line.count("\n") == 1
     assert not list(tmp_path.glob("runs/*"))
 
 
 def test_only_a_second_sigint_ends_the_run_at_once():
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    with program.Stop() as stop:
+    with Stop() as stop:
         for _ in range(2):  # a scheduler's, to torchrun and to the ranks
             signal.raise_signal(signal.SIGTERM)
         assert stop.asked
@@ -155,110 +155,167 @@ def test_only_a_second_sigint_ends_the_run_at_once():
     assert kept == {number: signal.getsignal(number) for number in kept}, "given back"
 
 
-def test_steps_that_are_not_finite_are_recorded_and_end_the_run(make_training):
-    bad = {"loss": math.nan, "skipped": 1.0, "tokens": 9.0}
-    run = make_training("bad", {"warm_start.steps": 5, "warm_start.prompts": 2})
-    run.trainer.supervised_step = lambda *args: dict(bad)
-    run.trainer.policy_step = lambda *args, **options: types.SimpleNamespace(
-        metrics=dict(bad), logprobs=[[0.0] * s.count for g in args[0] for s in g.samples]
-    )
-    run.progress.phase = "warm_start"
+def test_steps_that_are_not_finite_are_recorded_and_end_the_run(make_training, monkeypatch):
+    bad = {"loss": math.nan, "skipped": 1.0, "tokens": 9.0, "flops": 0.0}
+    monkeypatch.setattr(program, "supervised_update", lambda *args: bad)
+
+    def bad_update(trainer, groups, *args, **options):
+        return bad, {sample.index: [0.0] * sample.count for sample in samples_in(groups)}
+
+    monkeypatch.setattr(program, "policy_update", bad_update)
+    run = make_training("lessons", {"warm_start.steps": 5, "warm_start.prompts": 2})
     with pytest.raises(UserError, match="warm_start step 3: .* 3 steps in a row"):
-        warm_start(run)
-    run.progress.phase, run.progress.step, run.progress.skipped = "grpo", 0, 0
+        run.train()
+    run = make_training("grpo")
     with pytest.raises(UserError, match="grpo step 3: .* 3 steps in a row"):
-        grpo.grpo(run)
-    recorded = list(run.folder.rows("trajectories"))
-    assert {row["phase"] for row in recorded} == {"skipped"} and len(recorded) == 3 * 2 * 2
+        run.train()
+    phases = [row["phase"] for row in run.folder.rows("trajectories")]
+    assert phases == ["before"] + ["skipped"] * 3 * 2 * 2
+
+
+def test_one_bad_update_of_several_neither_skips_the_step_nor_ends_the_run(
+    make_training, monkeypatch
+):
+    update, calls = program.policy_update, []
+
+    def every_second_is_bad(*args, **options):
+        metrics, logprobs = update(*args, **options)
+        calls.append(metrics)
+        if len(calls) % 2:
+            metrics |= {"loss": math.nan, "skipped": 1.0}
+        return metrics, logprobs
+
+    monkeypatch.setattr(program, "policy_update", every_second_is_bad)
+    run = make_training("half", {"grpo.steps": 4, "grpo.mini_batch": 2})
+    assert run.train() and len(calls) == 8
+    for row in run.folder.rows("metrics"):
+        assert row["skipped"] == 0.5 and row["loss"] is not None
+    assert {row["phase"] for row in run.folder.rows("trajectories")} == {"before", "grpo", "after"}
 
 
 def test_epochs_become_steps_in_the_config_of_the_run(make_training):
-    changes = {"grpo.epochs": 2, "grpo.prompts": 64}
-    run = make_training("epochs", changes | {"task.world": "domains"})
-    assert run.config.grpo.steps == math.ceil(2 * run.worlds.epoch() / 64) > 2
+    run = make_training("epochs", {"grpo.epochs": 2, "grpo.prompts": 64})
+    assert run.with_steps(100).grpo.steps == math.ceil(2 * 100 / 64)
     assert load_config(run.folder.path / "config.toml") == run.config
-    with pytest.raises(UserError, match="grpo.epochs: the miniature has tasks without end"):
-        make_training("endless", changes)
+    endless = make_training("endless", {"grpo.epochs": 2})
+    with pytest.raises(UserError, match="grpo.epochs: miniature has tasks without end"):
+        endless.train()
 
 
-def test_every_mini_batch_is_an_update_and_their_metrics_are_one_row(make_training):
-    changes = {"grpo.steps": 1, "grpo.min_std": 0.0, "rollout.context": "rebuild"}
-    run, sizes = make_training("mini", changes | {"grpo.mini_batch": 3}), []
-    step = run.trainer.policy_step
+def test_every_mini_batch_is_an_update_and_their_metrics_are_one_row(make_training, monkeypatch):
+    changes = {"grpo.steps": 1, "rollout.context": "rebuild", "grpo.mini_batch": 3}
+    run, sizes = make_training("mini", changes), []
+    update = program.policy_update
 
-    def counted(groups, *arguments, **options):
-        sizes.append(sum(len(group.samples) for group in groups))
-        assert all(sample.old_logprobs for group in groups for sample in group.samples)
-        return step(groups, *arguments, **options)
+    def counted(trainer, groups, *arguments, **options):
+        samples = samples_in(groups)
+        sizes.append(len(samples))
+        assert all(sample.old_logprobs for sample in samples)
+        return update(trainer, groups, *arguments, **options)
 
-    run.trainer.policy_step = counted
-    assert grpo.grpo(run)
-    (row,), recorded = run.folder.rows("metrics"), list(run.folder.rows("trajectories"))
+    monkeypatch.setattr(program, "policy_update", counted)
+    assert run.train()
+    (row,) = run.folder.rows("metrics")
     assert len(sizes) > 1 and max(sizes) <= 3 and row["grad_norm"] > 0
     assert row["learning_rate"] == pytest.approx(Config().grpo.learning_rate / 5)
-    drawn = [sum(t["sampled"]) for t in recorded]
-    assert [len(t["trainer_logprobs"]) for t in recorded] == drawn
+    for attempt in run.folder.rows("trajectories"):
+        expected = sum(attempt["sampled"]) if attempt["phase"] == "grpo" else 0
+        assert len(attempt["trainer_logprobs"]) == expected
+
+
+def test_what_is_logged_is_what_is_trained_on(make_training, monkeypatch):
+    """The reward of a step's row is the mean of the rewards that its advantages are made of."""
+    seen, advantages = [], program.group_advantages
+
+    def watched(rewards, *arguments):
+        seen.append(rewards)
+        return advantages(rewards, *arguments)
+
+    monkeypatch.setattr(program, "group_advantages", watched)
+    run = make_training("paid", {"grpo.steps": 1})
+    assert run.train()
+    (row,) = run.folder.rows("metrics")
+    rewards = [reward for group in seen for reward in group]
+    assert row["reward"] == pytest.approx(sum(rewards) / len(rewards))
+    recorded = [t["reward"] for t in run.folder.rows("trajectories") if t["phase"] == "grpo"]
+    assert recorded == seen[0]
 
 
 def test_a_step_without_advantages_says_so_and_changes_nothing(make_training, capsys):
     run = make_training("same", {"grpo.steps": 2, "grpo.min_std": 9.0})
-    before = {name: tensor.clone() for name, tensor in run.trainer.tensors().items()}
-    assert grpo.grpo(run)
+    assert run.train()
     assert capsys.readouterr().out.count("no group has an advantage (homogeneous)") == 2
-    for name, tensor in run.trainer.tensors().items():
-        assert torch.equal(tensor, before[name])
+    names = ("model.safetensors", "config.json")
+    for name in names:
+        trained = (run.folder.path / "model" / name).read_bytes()
+        assert trained == (Path(run.config.model.path) / name).read_bytes()
 
 
-def test_failed_attempts_are_repeated_then_left_out_then_end_the_run(make_training):
-    run, failures = make_training("fails"), {}
-    tasks = run.worlds.tasks(5, 0)
+class FailingPlayer:
+    """Plays nothing; an attempt fails as often as `failures` says for its seed."""
 
-    class Rollout:
-        def run(self, environments, seeds):
-            made = []
-            for seed in seeds:
-                failures[seed] -= 1
-                status = "infrastructure" if failures[seed] >= 0 else "answered"
-                made.append(Trajectory(f"t{seed}", seed, status=status))
-            return made
+    def __init__(self, failures):
+        self.failures = failures
+        self.played = []
 
-    failures.update(enumerate((0, 1, 0, 2, 9)))
-    trajectories, retried = run.worlds.attempt(Rollout(), tasks, range(5))
-    assert [t.status for t in trajectories] == ["answered"] * 4 + ["infrastructure"]
-    assert retried == 5 and [t.seed for t in trajectories] == list(range(5))
-    sampler = sampling.Sampler(run.config, run.worlds, Rollout(), Ranks(), Bill())
-    seeds = sampler._draw(0, 0)[1]
-    failures.update(zip(seeds, (9, 0, 9, 9), strict=True))
-    with pytest.raises(UserError, match="step 1: 3 of 4 attempts failed"):
-        sampler.batch(0)
-    failures.update(zip(seeds, (9, 0, 0, 9), strict=True))
-    batch = sampler.batch(0)
-    assert batch.retried == 4 and batch.filtered["infrastructure"] == 0.5
+    def run(self, environments, seeds):
+        attempts = []
+        for environment, seed in zip(environments, seeds, strict=True):
+            self.failures[seed] -= 1
+            status = "infrastructure" if self.failures[seed] >= 0 else "answered"
+            attempts.append(Trajectory(environment.task.id, seed, status=status))
+        self.played += seeds
+        return attempts
 
 
-def test_groups_without_advantages_are_sampled_again_from_other_tasks(make_training):
-    run = make_training("dapo", {"grpo.objective": "dapo", "grpo.min_std": 0.4})
-    sampler = grpo.Sampler(run.config, run.worlds, run.rollout(1.0), Ranks(), Bill())
-    batches = [sampler.batch(step) for step in range(4)]
-    sizes = [len(batch.tasks) // 4 for batch in batches]
-    assert min(sizes) < max(sizes) <= 4
-    for batch, size in zip(batches, sizes, strict=True):
-        assert len(batch.kept) == 2 or (size == 4 and len(batch.kept) < 2)
-        assert len({task.id for task in batch.tasks}) == 2 * size
-        again = sampling.Batch.from_notes(json.loads(json.dumps(batch.to_notes())))
-        sampler.judge(again)
-        assert again == batch
+def test_failed_attempts_are_repeated_then_left_out_then_end_the_run(sandbox):
+    world, seeds = Miniature(0, sandbox), list(range(5))
+    player = FailingPlayer(dict(enumerate((0, 1, 0, 2, 9))))
+    attempts = play_on_ranks(
+        player,
+        world,
+        "train",
+        seeds,
+        seeds=seeds,
+        environment_seeds=seeds,
+        ranks=Ranks(),
+        bill=Bill(),
+    )
+    statuses = [t.status for t in attempts.trajectories]
+    assert statuses == ["answered"] * 4 + ["infrastructure"]
+    assert attempts.repeated == 5 and [t.seed for t in attempts.trajectories] == seeds
+    require_most_worked(attempts.trajectories, 0)
+    failed = [Trajectory("t", 0, status="infrastructure")] * 3
+    with pytest.raises(UserError, match="step 1: 3 of 5 attempts failed"):
+        require_most_worked(attempts.trajectories[:2] + failed, 0)
 
 
-def test_the_trainers_log_probabilities_reach_the_trajectories():
-    def trajectory(*contexts):
-        turns = [Turn(start, start + 1, "", context=begin) for begin, start in contexts]
-        drawn = [False, True, len(turns) == 1, True]
-        return Trajectory("t", 0, 1, [5, 6, 7, 8], drawn, [0.0] * 4, [], turns)
+def test_a_rank_makes_the_environments_of_its_own_share_alone(sandbox):
+    made = []
 
-    whole, turns = trajectory((0, 1)), trajectory((0, 1), (2, 3))
-    grpo.note_logprobs([[whole, turns]], [[-1.5, -2.5, -0.5], [-3.0], [-3.5]], False)
-    assert [t.trainer_logprobs for t in (whole, turns)] == [[-1.5, -2.5, -0.5], [-3.0, -3.5]]
+    class Counting(Miniature):
+        def environment(self, task, seed):
+            made.append(task.id)
+            return super().environment(task, seed)
+
+    class SecondOfThree(Ranks):
+        def all_gather(self, value):
+            return [value]
+
+    indices = [i // 4 for i in range(5 * 4)]  # five tasks
+    attempts = play_on_ranks(
+        FailingPlayer(dict.fromkeys(range(20), 0)),
+        Counting(0, sandbox),
+        "train",
+        indices,
+        seeds=list(range(20)),
+        environment_seeds=list(range(20)),
+        ranks=SecondOfThree(1, 3),
+        bill=Bill(),
+        together=4,
+    )
+    assert [t.seed for t in attempts.trajectories] == list(range(8, 16))
+    assert made == [task.id for task in attempts.tasks] and len(set(made)) == 2
 
 
 @pytest.mark.slow
@@ -287,7 +344,7 @@ def test_a_dry_run_of_a_big_config_passes_on_two_nodes(tmp_path):
     Run.create(run, "an earlier one")
     port = free_port()
     dry = ["--config", "qwen3-8b-multinode", "--dry-run", "--run.root", tmp_path]
-    dry += ["--lora.rank", 4, "--rollout.overlap", "true", "--grpo.importance_cap", 2]
+    dry += ["--lora.rank", 4, "--rollout.staleness", 1, "--grpo.importance_cap", 2]
     nodes = [start(*dry, ranks=1, node=node, port=port) for node in (0, 1)]
     outs = [node.communicate(timeout=300)[0] for node in nodes]
     assert all(node.returncode == 0 for node in nodes), outs
@@ -322,9 +379,8 @@ def test_a_probe_estimates_the_bill_of_the_calls(sandbox):
 
 
 def test_notes_of_a_checkpoint_with_wrong_types_are_one_line(make_training):
-    run = make_training("notes")
-    run.save()
-    run.checkpoints.wait()
+    run = make_training("notes", {"grpo.steps": 0})
+    assert run.train()
     (folder,) = run.checkpoints.folder.glob("[!.]*")
     notes = json.loads((folder / "notes.json").read_text())["notes"]
     progress = notes["progress"]
@@ -339,8 +395,8 @@ def test_notes_of_a_checkpoint_with_wrong_types_are_one_line(make_training):
         {"offsets": None},
         {"offsets": {"metrics": -1}},
         {"ahead": 5},
-        {"ahead": {"rows": [[1]], "retried": 0, "seconds": 0}},
-        {"ahead": {"rows": [{"task": 3}], "retried": 0, "seconds": 0}},
+        {"ahead": {"rows": [[1]], "repeated": 0, "seconds": 0}},
+        {"ahead": {"rows": [{"task": 3}], "repeated": 0, "seconds": 0}},
         {"weight_version": "x"},
     ):
         with pytest.raises(UserError, match="the notes of a checkpoint") as refusal:

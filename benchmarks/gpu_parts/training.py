@@ -24,10 +24,12 @@ from nanorchestra.model.sharded import local
 from nanorchestra.settings import load_config
 from nanorchestra.training.build import as_configured, build_engine, build_trainer, publish
 from nanorchestra.training.costs import GB, peak_flops
-from nanorchestra.training.objectives import Objective, group_advantages, objective_of
-from nanorchestra.training.packing import Group, Sample
+from nanorchestra.training.advantages import group_advantages
+from nanorchestra.training.distributed import Ranks
+from nanorchestra.training.objectives import Objective, objective_of
+from nanorchestra.training.packing import Group, Sample, number_samples
 from nanorchestra.training.plan import Setup, memory, peak
-from nanorchestra.training.ranks import Ranks
+from train import policy_update
 
 # Rows of 64, which a base in 4 bits divides into groups.
 SMALL = replace(
@@ -92,7 +94,7 @@ def _measured_step(part: Part, config: Config, shape: ModelConfig, ranks: Ranks)
     trainer = build_trainer(config, model, tokenizer, ranks, dtype)
     adamw = {"beta2": grpo.beta2, "weight_decay": grpo.weight_decay}
     trainer.prepare(grpo.optimizer, grpo.kl_coef > 0, **adamw)
-    engine = build_engine(config, shape, tokenizer, ranks, dtype, model)
+    engine = build_engine(config, model, tokenizer, ranks, dtype)
     objective, size = objective_of(grpo), grpo.group_size
     rng = random.Random(0)
     given = config.rollout.context_tokens - config.rollout.turn_tokens
@@ -113,8 +115,10 @@ def _measured_step(part: Part, config: Config, shape: ModelConfig, ranks: Ranks)
         done = timed("rollout", lambda: engine.generate(prompts, params))
         rewards = [sum(completion.token_ids) % 97 / 97 for completion in done]
         groups = groups_of(prompts, done, rewards, size, objective)
-        step = timed("update", lambda groups=groups: trainer.policy_step(groups, 1e-6, objective))
-        assert "skipped" not in step.metrics, "the loss or the gradient is not finite"
+        update, _ = timed(
+            "update", lambda groups=groups: policy_update(trainer, groups, objective, 1e-6)
+        )
+        assert not update["skipped"], "the loss or the gradient is not finite"
 
     figures = {f"{phase}_s": taken for phase, taken in times.items()}
     sampled = sum(len(completion.token_ids) for completion in done)
@@ -126,13 +130,13 @@ def _measured_step(part: Part, config: Config, shape: ModelConfig, ranks: Ranks)
         figures["reserved_gb"] = torch.cuda.max_memory_reserved() / GB
         limit = peak_flops(ranks.device, dtype)
         if limit:
-            figures["mfu"] = step.metrics["flops"] / times["update"] / limit
+            figures["mfu"] = update["flops"] / times["update"] / limit
     part.note("step", weights="adapters" if config.lora.rank else "all", **figures)
     part.note("plan, GB", **{name: max(pair) / GB for name, pair in memory(setup).items()})
     part.note(
         "agreement",
-        logprob_gap=step.metrics["logprob_gap"],
-        most=step.metrics["logprob_gap_max"],
+        logprob_gap=update["logprob_gap"],
+        most=update["logprob_gap_max"],
     )
 
 
@@ -165,9 +169,8 @@ def groups_of(
     groups = []
     for start in range(0, len(prompts), size):
         members = range(start, start + size)
-        fine = [True] * size
         scores = [rewards[i] for i in members]
-        advantages, _ = group_advantages(scores, fine, fine, objective or Objective(), 0.0)
+        advantages = group_advantages(scores, [True] * size, objective or Objective(), 0.0)
         samples = []
         for i, advantage in zip(members, advantages, strict=True):
             prompt, sampled = prompts[i], completions[i]
@@ -175,8 +178,9 @@ def groups_of(
                 prompt + sampled.token_ids,
                 [False] * len(prompt) + [True] * len(sampled.token_ids),
                 [0.0] * len(prompt) + sampled.logprobs,
-                advantage,
+                advantage.value,
             )
             samples.append(sample)
         groups.append(Group(samples, len(prompts[start])))
+    number_samples(groups)
     return groups

@@ -1,28 +1,24 @@
-"""Builds the parts of a run from its config: model, tokenizer, trainer and engine."""
-
-import dataclasses
-from pathlib import Path
-from typing import Any
+"""Builds the parts of a run from its config: model, tokenizer, trainer, engine and rollout."""
 
 import torch
 
 from kernels.flash_attn import choose_attention
+from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.config import Config
 from nanorchestra.engine.engine import Engine
+from nanorchestra.engine.sequence import SamplingParams
 from nanorchestra.errors import require
-from nanorchestra.files import SUMS, sha256, write_sums
 from nanorchestra.model import lora
-from nanorchestra.model.hf_config import PRESETS, stored_group
+from nanorchestra.model.hf_config import stored_group
 from nanorchestra.model.native import pack
 from nanorchestra.model.quantise import quantise_model
-from nanorchestra.model.qwen3 import ModelConfig, Qwen3
-from nanorchestra.model.tokenizer import Tokenizer, train_bpe
-from nanorchestra.model.weights import check_saved, load_model, named_hf_tensors
-from nanorchestra.training.ranks import Ranks, shard_model
+from nanorchestra.model.qwen3 import Qwen3
+from nanorchestra.model.tokenizer import Tokenizer
+from nanorchestra.model.weights import load_model, named_hf_tensors
+from nanorchestra.records import Price
+from nanorchestra.training.distributed import Ranks, shard_model
 from nanorchestra.training.trainer import Trainer, TrainerSettings
 
-VOCAB_SIZE = 896  # of the miniature's tokenizer,
-TOKENIZER_TEXTS = 600  # which is trained on this many demonstrations
 SPARE_PAGES = 64
 WARM_START_OPTIMIZER = "muon"
 
@@ -34,31 +30,24 @@ def device_and_dtype(config: Config) -> tuple[str, torch.dtype]:
     return "cpu", torch.float32
 
 
-def build_model(
-    config: Config, ranks: Ranks, dtype: torch.dtype, worlds: Any, run_path: Path
-) -> tuple[Qwen3, Tokenizer]:
-    """Returns the model to train, sharded and with adapters as configured, and its tokenizer.
+def load_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Qwen3, Tokenizer]:
+    """Returns the model of model.path to train and its tokenizer.
 
-    Without model.path it is the miniature's: random weights from run.seed, and a tokenizer trained
-    on demonstrations, which rank 0 keeps in the run's directory. UserError.
+    It is sharded, and has adapters, as configured. UserError.
     """
     seed, path = config.run.seed, config.model.path
     offload, in_4_bits = config.parallel.cpu_offload, config.lora.base == "int4"
+    require(path, "model.path is empty; it must be a Hugging Face directory")
     require(
-        not in_4_bits or ranks.world == 1,
-        f"lora.base is int4 on {ranks.world} processes; engine and trainer of one process share "
-        "it: start one, or set lora.base to full",
+        not in_4_bits or ranks.world_size == 1,
+        f"lora.base is int4 on {ranks.world_size} processes; engine and trainer of one process "
+        "share it: start one, or set lora.base to full",
     )
+    group = stored_group(path) if in_4_bits else None
 
     def build(shape):
-        model = Qwen3(shape)
-        if not path:
-            worlds.initialise(model, model.init_weights(seed))
-        group = stored_group(path) if in_4_bits else None
-        return as_configured(model, config, ranks, dtype, group)
+        return as_configured(Qwen3(shape), config, ranks, dtype, group)
 
-    if not path:
-        return _miniature(config, ranks, worlds, run_path / "tokenizer", build)
     device = "cpu" if offload else str(ranks.device)
     model, tokenizer = load_model(path, device=device, dtype=None, build=build)
     lora.reset(model, seed)
@@ -86,25 +75,6 @@ def as_configured(
     return shard_model(model, ranks, dtype, cpu_offload=config.parallel.cpu_offload)
 
 
-def _miniature(config, ranks, worlds, saved, build) -> tuple[Qwen3, Tokenizer]:
-    if ranks.first and not (saved / "tokenizer.json").exists():
-        train_bpe(worlds.texts(TOKENIZER_TEXTS), VOCAB_SIZE).save(saved)
-        write_sums(saved, {"tokenizer.json": sha256(saved / "tokenizer.json")})
-    ranks.gather(None)  # the other ranks wait for the file
-    if (saved / SUMS).exists():  # not if the run was killed just before
-        check_saved(saved)
-    tokenizer = Tokenizer.from_dir(saved)
-    preset = PRESETS["nano"]
-    positions = max(preset.max_position_embeddings, config.rollout.context_tokens)
-    shape = dataclasses.replace(
-        preset,
-        max_position_embeddings=positions,
-        vocab_size=max(preset.vocab_size, -(-tokenizer.vocab_size // 64) * 64),
-        eos_token_ids=tuple(tokenizer.eos_ids),
-    )
-    return build(shape), tokenizer
-
-
 def build_trainer(
     config: Config, model: Qwen3, tokenizer: Tokenizer, ranks: Ranks, dtype: torch.dtype
 ) -> Trainer:
@@ -125,18 +95,13 @@ def build_trainer(
 
 
 def build_engine(
-    config: Config,
-    shape: ModelConfig,
-    tokenizer: Tokenizer,
-    ranks: Ranks,
-    dtype: torch.dtype,
-    trained: Qwen3 | None = None,
+    config: Config, trained: Qwen3, tokenizer: Tokenizer, ranks: Ranks, dtype: torch.dtype
 ) -> Engine:
     """Returns this rank's engine; its model has no weights before the first `publish`.
 
     trained: the model in training, whose base the engine's model shares if it is in 4 bits.
     """
-    limits = config.rollout
+    limits, shape = config.rollout, trained.config
     if config.lora.base == "int4":
         model = lora.on_the_same_base(trained, dtype)
     else:
@@ -149,7 +114,7 @@ def build_engine(
         f"rollout.context_tokens is {limits.context_tokens}; it must be at most "
         f"{shape.max_position_embeddings}, the max_position_embeddings of {config.model.path}",
     )
-    rows = -(-config.grpo.prompts // ranks.world) * config.grpo.group_size
+    rows = -(-config.grpo.prompts // ranks.world_size) * config.grpo.group_size
     pages_per_row = -(-limits.context_tokens // limits.page_size)
     return Engine(
         model,
@@ -159,6 +124,27 @@ def build_engine(
         max_batch_tokens=limits.max_batch_tokens,
         max_running=rows,
         max_context=limits.context_tokens,
+    )
+
+
+def build_rollout(config: Config, engine: Engine, price: Price, temperature: float) -> Rollout:
+    """Returns what plays attempts on the engine, sampling at a temperature.
+
+    price: of the policy's own tokens.
+    """
+    rollout = config.rollout
+
+    def params(seed, budget):
+        return SamplingParams(budget, temperature, seed=seed)
+
+    return Rollout(
+        engine,
+        engine.tokenizer,
+        params,
+        Limits.of(rollout),
+        price,
+        lockstep=rollout.lockstep,
+        rebuild=rollout.context == "rebuild",
     )
 
 

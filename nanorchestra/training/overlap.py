@@ -2,23 +2,23 @@
 
 PyTorch releases the interpreter's lock while it computes, so both make progress in one process.
 They share only what neither writes: the engine has weights of its own, which are replaced after
-the rollout has ended, and the reference's never change.
+the rollout has ended.
 """
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-NAME = "beside"
+NAME = "rollout"
 R = TypeVar("R")
 
 
-def beside(function: Callable[[], R], device: torch.device) -> Future[R]:
-    """Starts function() in a thread; it sees what `device` has computed so far.
+def in_background(device: torch.device, function: Callable[..., R], *arguments: Any) -> Future[R]:
+    """Starts function(*arguments) in a thread; it sees what `device` has computed so far.
 
     The thread cannot be interrupted. A process that does not wait for `result()` must end by
     os._exit, because the interpreter waits for the thread at its end.
@@ -26,11 +26,11 @@ def beside(function: Callable[[], R], device: torch.device) -> Future[R]:
 
     def run():
         if device.type != "cuda":
-            return function()
+            return function(*arguments)
         stream = _stream(device)
         stream.wait_stream(torch.cuda.default_stream(device))
-        with torch.cuda.stream(stream):
-            value = function()
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            value = function(*arguments)
         stream.synchronize()  # steps launched ahead still read the engine's weights
         return value
 

@@ -1,4 +1,4 @@
-"""Packs trajectories without padding, and divides them into micro-batches and over ranks.
+"""Packs samples without padding into micro-batches, and divides these over ranks.
 
 A pack is a tree of shared prefixes. The text that all prompts of a world begin with stands in it
 once, each prompt once, and whatever the samples of a group begin with in common once.
@@ -8,7 +8,6 @@ the whole sequences. Nothing here computes with a model.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import cycle
 from os.path import commonprefix  # of any lists, not of paths alone
 
 import torch
@@ -23,23 +22,23 @@ SHARED_IDS = 16  # a shared prefix shorter than this costs more as a segment tha
 class Sample:
     """The ids of one attempt, or of one turn of an attempt, its prompt included.
 
-    `sampled` and `logprobs` have one entry per id: whether the policy sampled it, and the sampler's
-    log-probability. `old_logprobs` are the trainer's before the step, one per sampled id, if it has
-    computed them. `trajectory_ids` counts the sampled ids of the whole attempt if the attempt is
-    divided over several samples; the loss then still weighs attempts, not samples.
+    in_loss and sampler_logprobs have one entry per id: whether the id enters the loss (the policy
+    sampled it), and the log-probability under the distribution that it was drawn from.
+    old_logprobs: the trainer's before the first update of the step, one for each id in the loss;
+    None if the step has one update. index: the place among all samples of the step.
     """
 
     ids: list[int]
-    sampled: list[bool]
-    logprobs: list[float]
+    in_loss: list[bool]
+    sampler_logprobs: list[float]
     advantage: float = 0.0
-    trajectory_ids: int | None = None
     old_logprobs: list[float] | None = None
+    index: int = 0
 
     @property
     def count(self) -> int:
-        """How many of the ids are sampled."""
-        return sum(self.sampled)
+        """How many ids enter the loss."""
+        return sum(self.in_loss)
 
 
 @dataclass
@@ -60,76 +59,115 @@ def samples_in(groups: Sequence[Group]) -> list[Sample]:
     return [sample for group in groups for sample in group.samples]
 
 
-@dataclass
-class Packed:
-    """One micro-batch of T packed ids, N of them sampled; all tensors on one device.
+def number_samples(groups: Sequence[Group]) -> None:
+    """Gives each sample of a step its index."""
+    for index, sample in enumerate(samples_in(groups)):
+        sample.index = index
 
-    tokens, positions: int64 [T]; `attention` knows the segments. `pairs` counts the pairs of an
-    id and an id it attends to, itself included.
-    One entry per sampled id [N]: source int64 (index in tokens whose hidden state predicts it),
-    targets int64, sequences int64 (number of its sample), trajectory_ids int64 (sampled ids of its
-    trajectory), sampler_logprobs, old_logprobs (the sampler's where the sample has none) and
-    advantages float32; reference [N, H] in the model's dtype, the hidden states of the reference
-    that predict the ids, if they are known.
+
+@dataclass
+class MicroBatch:
+    """T packed ids, of which N enter the loss; all tensors on one device.
+
+    samples: what is packed; its ids in the loss stand in the [N] tensors one sample after another.
+    tokens, positions: int64 [T]. attention: knows which ids each id attends to; `pairs` counts the
+    pairs of an id and an id it attends to, itself included.
+
+    One entry per id in the loss, [N]:
+    source            int64, the place in `tokens` of the id before, whose hidden state predicts it
+    targets           int64, the id itself
+    advantages        float32
+    sampler_logprobs  float32
+    old_logprobs      float32, None if the samples have none
     """
 
+    samples: list[Sample]
     tokens: Tensor
     positions: Tensor
     attention: PackedAttention
     pairs: int
     source: Tensor
     targets: Tensor
-    sequences: Tensor
-    trajectory_ids: Tensor
-    sampler_logprobs: Tensor
-    old_logprobs: Tensor
     advantages: Tensor
-    reference: Tensor | None = None
+    sampler_logprobs: Tensor
+    old_logprobs: Tensor | None
 
 
-MicroBatch = tuple[list[Group], Packed, bool]  # the bool: whether it is the rank's last of a step
+def by_sample(batches: Sequence[MicroBatch], values: Sequence[float]) -> dict[int, list[float]]:
+    """Returns values, one per id in the loss of the batches, cut by sample: index -> values."""
+    cut = {}
+    start = 0
+    for batch in batches:
+        for sample in batch.samples:
+            cut[sample.index] = list(values[start : start + sample.count])
+            start += sample.count
+    return cut
 
 
 def pack(
     groups: Sequence[Group], device: torch.device | str = "cpu", attention: str = "triton"
-) -> Packed:
-    """Returns the groups as one pack. `attention` names the kernel of PackedAttention.
+) -> MicroBatch:
+    """Returns the groups as one micro-batch. `attention` names the kernel of PackedAttention.
 
     Without groups the pack is one id that predicts nothing, for a rank that has no work but must
     take part in forward and backward.
     """
     samples = samples_in(groups)
-    tokens, positions, segments, places = _layout([sample.ids for sample in samples] or [[0]])
-    integers = []  # source, target, sequence, trajectory_ids
-    floats = []  # log-probabilities, advantage
-    for number, sample in enumerate(samples):
-        total = sample.trajectory_ids or sample.count
-        old = iter(sample.old_logprobs or ())
+    layout = _lay_as_tree([sample.ids for sample in samples] or [[0]])
+    source, targets, advantages, sampler_logprobs, old_logprobs = [], [], [], [], []
+    for sample, places in zip(samples, layout.places, strict=False):
         for i, token in enumerate(sample.ids):
-            if sample.sampled[i]:
-                integers.append((places[number][i - 1], token, number, total))
-                drawn = sample.logprobs[i]
-                floats.append((drawn, next(old, drawn), sample.advantage))
-    return Packed(
-        torch.tensor(tokens, device=device),
-        torch.tensor(positions, device=device),
-        PackedAttention(segments, attention),
-        sum(positions) + len(positions),
-        *torch.tensor(integers, dtype=torch.int64, device=device).reshape(-1, 4).T.contiguous(),
-        *torch.tensor(floats, device=device).reshape(-1, 3).T.contiguous(),
+            if sample.in_loss[i]:
+                source.append(places[i - 1])
+                targets.append(token)
+                advantages.append(sample.advantage)
+                sampler_logprobs.append(sample.sampler_logprobs[i])
+        old_logprobs += sample.old_logprobs or []
+
+    def integers(values):
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    def floats(values):
+        return torch.tensor(values, dtype=torch.float32, device=device)
+
+    return MicroBatch(
+        samples=samples,
+        tokens=integers(layout.tokens),
+        positions=integers(layout.positions),
+        attention=PackedAttention(layout.segments, attention),
+        pairs=sum(layout.positions) + len(layout.positions),
+        source=integers(source),
+        targets=integers(targets),
+        advantages=floats(advantages),
+        sampler_logprobs=floats(sampler_logprobs),
+        old_logprobs=floats(old_logprobs) if old_logprobs else None,
     )
 
 
-def _layout(
-    sequences: list[list[int]],
-) -> tuple[list[int], list[int], list[Segment], list[list[int]]]:
-    """Lays sequences as a tree; returns ids, positions, segments and places.
+@dataclass
+class _Layout:
+    """Sequences laid as a tree: its ids, their positions, and the segments that they form.
 
-    A segment attends to its prefix, an earlier segment. places[i] are the indices in the pack of
-    the ids of sequence i.
+    A segment attends to its prefix, an earlier segment. places[i] are the places in `tokens` of the
+    ids of sequence i.
     """
-    tokens, positions, segments = [], [], []
-    places = [[] for _ in sequences]
+
+    tokens: list[int]
+    positions: list[int]
+    segments: list[Segment]
+    places: list[list[int]]
+
+
+def _lay_as_tree(sequences: list[list[int]]) -> _Layout:
+    """Lays sequences so that what some of them begin with stands once.
+
+    [A B C], [A B D] and [A B D E], with branches of one id for the example:
+
+        tokens     A B  C  D  E
+        segments   (A B) <- (C),  (A B) <- (D) <- (E)
+        places     [0 1 2], [0 1 3], [0 1 3 4]
+    """
+    layout = _Layout([], [], [], [[] for _ in sequences])
 
     def lay(members, depth, prefix):
         """Lays what follows the first `depth` ids of sequences that agree in these, by number."""
@@ -139,28 +177,37 @@ def _layout(
                 branches.setdefault(tuple(following), []).append(i)
         for branch in branches.values():
             ids = commonprefix([sequences[i] for i in branch])[depth:]
-            own = len(tokens), len(ids)
-            segments.append(Segment(*own, *prefix))
+            start = len(layout.tokens)
+            layout.segments.append(Segment(start, len(ids), *prefix))
+            layout.tokens.extend(ids)
+            layout.positions.extend(range(depth, depth + len(ids)))
             for i in branch:
-                places[i].extend(range(len(tokens), len(tokens) + len(ids)))
-            tokens.extend(ids)
-            positions.extend(range(depth, depth + len(ids)))
+                layout.places[i].extend(range(start, start + len(ids)))
             if len(branch) > 1:
-                lay(branch, depth + len(ids), own)
+                lay(branch, depth + len(ids), (start, len(ids)))
 
     lay(range(len(sequences)), 0, ())
-    return tokens, positions, segments, places
+    return layout
 
 
 def mini_batches(groups: Sequence[Group], size: int) -> list[list[Group]]:
-    """Deals the samples out in turn to as few parts as have at most `size` each; 0: one part."""
-    count = -(-sum(len(group.samples) for group in groups) // size) if size else 1
-    parts = [[Group([], group.shared) for group in groups] for _ in range(count)]
-    turns = cycle(parts)
-    for i, group in enumerate(groups):
+    """Divides the samples of a step over updates of at most `size` samples; 0: one update.
+
+    Samples are dealt out in turn, so that every update has samples of nearly all groups.
+    """
+    total = len(samples_in(groups))
+    updates = -(-total // size) if size else 1
+    parts: list[list[Group]] = [[] for _ in range(updates)]
+    dealt = 0
+    for group in groups:
+        shares: list[list[Sample]] = [[] for _ in range(updates)]
         for sample in group.samples:
-            next(turns)[i].samples.append(sample)
-    return [[group for group in part if group.samples] for part in parts]
+            shares[dealt % updates].append(sample)
+            dealt += 1
+        for part, samples in zip(parts, shares, strict=True):
+            if samples:
+                part.append(Group(samples, group.shared))
+    return parts
 
 
 def divide(
@@ -173,28 +220,36 @@ def divide(
     the budget, or above a rank's fair share of the cost, is halved down to single samples: the
     gradient is a sum over samples, so that does not change it.
     """
-    fair = sum(map(cost, groups)) / ranks
-    pieces = [piece for group in groups for piece in _halves(group, token_budget, fair, cost)]
-    owners, loads = [0] * len(pieces), [0.0] * ranks
-    for i in sorted(range(len(pieces)), key=lambda i: -cost(pieces[i])):
-        owners[i] = loads.index(min(loads))
-        loads[owners[i]] += cost(pieces[i])
-    batches = [[] for _ in range(ranks)]
-    rooms = [0] * ranks  # in the last micro-batch of each rank
-    for piece, rank in zip(pieces, owners, strict=True):
-        if piece.tokens > rooms[rank]:
+    fair_share = sum(map(cost, groups)) / ranks
+    pieces = []
+    for group in groups:
+        pieces += _halved(group, token_budget, fair_share, cost)
+    costs = [cost(piece) for piece in pieces]
+
+    owner = [0] * len(pieces)
+    load = [0.0] * ranks
+    for i in sorted(range(len(pieces)), key=lambda i: -costs[i]):
+        owner[i] = load.index(min(load))
+        load[owner[i]] += costs[i]
+
+    batches: list[list[list[Group]]] = [[] for _ in range(ranks)]
+    room = [0] * ranks  # tokens left in the last micro-batch of each rank
+    for piece, rank in zip(pieces, owner, strict=True):
+        if piece.tokens > room[rank]:
             batches[rank].append([])
-            rooms[rank] = token_budget
+            room[rank] = token_budget
         batches[rank][-1].append(piece)
-        rooms[rank] -= piece.tokens
+        room[rank] -= piece.tokens
     most = max(map(len, batches))
     return [own + [[]] * (most - len(own)) for own in batches]
 
 
-def _halves(group, budget, fair, cost) -> list[Group]:
-    small = group.tokens <= budget and cost(group) <= fair
-    if small or len(group.samples) == 1:
+def _halved(group, budget, fair_share, cost) -> list[Group]:
+    fits = group.tokens <= budget and cost(group) <= fair_share
+    if fits or len(group.samples) == 1:
         return [group]
     half = len(group.samples) // 2
-    halves = (Group(part, group.shared) for part in (group.samples[:half], group.samples[half:]))
-    return [piece for part in halves for piece in _halves(part, budget, fair, cost)]
+    pieces = []
+    for samples in (group.samples[:half], group.samples[half:]):
+        pieces += _halved(Group(samples, group.shared), budget, fair_share, cost)
+    return pieces

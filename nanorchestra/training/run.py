@@ -1,32 +1,38 @@
-"""One run on one rank: its parts, how far it is, its records and its checkpoints."""
+"""The run directory of a training run, how far the run is, and what it prints and records.
+
+Nothing here computes: train.py does. Rank 0 alone writes and prints.
+"""
+
+from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.config import Config
-from nanorchestra.engine.sequence import SamplingParams
+from nanorchestra.engine.engine import Engine
 from nanorchestra.errors import UserError, require
-from nanorchestra.files import write_whole
+from nanorchestra.files import refuse_links, write_whole
 from nanorchestra.records import Task, Trajectory
-from nanorchestra.report.run import Run, to_toml
+from nanorchestra.report.page import write_report
+from nanorchestra.report.run import Run, held_out_scores, table, to_toml
 from nanorchestra.report.watch import Watch, peak_memory_mb
 from nanorchestra.schemas import Json, check
-from nanorchestra.training import build
-from nanorchestra.training.bill import Bill
+from nanorchestra.training.build import WARM_START_OPTIMIZER, device_and_dtype
 from nanorchestra.training.checkpoint import Checkpoints
 from nanorchestra.training.costs import peak_flops
-from nanorchestra.training.ranks import Ranks
-from nanorchestra.training.sampling import Batch
-from nanorchestra.training.trajectories import check_row, load_kept, to_row
+from nanorchestra.training.distributed import Ranks
+from nanorchestra.training.rollout import Attempts
+from nanorchestra.training.trainer import Trainer
+from nanorchestra.training.trajectories import check_row, to_row
 
 REPORT_EVERY = 120.0  # seconds between live reports
 SKIP_LIMIT = 3  # steps in a row without an update end the run
@@ -46,188 +52,268 @@ class Progress:
 
 
 class TrainingRun:
-    """The parts of a run on this rank, and its progress. The phases change it step by step.
+    """A run on this rank: its directory, progress, records and checkpoints.
 
-    `worlds` are worlds.mixture.Worlds: tasks, environments, demonstrations and rewards. `stop` has
-    an attribute `asked`: whether to stop after the present step. `bill` is what endpoints cost.
-    `ahead` is the next step's batch if it has been sampled already. Rank 0 alone records and
-    prints.
+    Makes the directory, or opens it if the run is `resumed`; that of an earlier dry run is replaced
+    if `dry_run`. `stop` has an attribute `asked`: whether to stop after the present step. UserError
+    if the directory is taken.
     """
 
     def __init__(
         self,
         config: Config,
-        folder: Run,
+        path: Path,
         ranks: Ranks,
-        worlds: Any,
         stop: Any,
-        bill: Bill | None = None,
+        *,
+        resumed: bool = False,
+        dry_run: bool = False,
     ):
-        self.folder, self.ranks, self.worlds, self.stop = folder, ranks, worlds, stop
-        self.bill = bill or Bill()
-        self.dtype = build.device_and_dtype(config)[1]
-        if config.grpo.epochs:
-            steps = math.ceil(config.grpo.epochs * worlds.epoch() / config.grpo.prompts)
-            config = config.replace({"grpo.steps": steps, "grpo.epochs": 0})
-            if ranks.first:
-                write_whole(folder.path / "config.toml", to_toml(config))
-        self.config = config
-        self.watch = Watch(folder, REPORT_EVERY if ranks.first else 0.0)
-        model, self.tokenizer = build.build_model(config, ranks, self.dtype, worlds, folder.path)
-        self.examples = load_kept(config, self.tokenizer, self.say)
-        self.trainer = build.build_trainer(config, model, self.tokenizer, ranks, self.dtype)
-        self.engine = build.build_engine(
-            config, model.config, self.tokenizer, ranks, self.dtype, model
-        )
-        self.checkpoints = Checkpoints(folder.path / "checkpoints", ranks)
-        self.peak_flops = peak_flops(ranks.device, self.dtype)
-        self.progress, self.ahead, self.started = Progress(), None, time.monotonic()
+        # After a restart a slow rank may find the directory that rank 0 has just made.
+        self.resumed = ranks.broadcast(resumed)
+        self.config, self.folder, self.ranks, self.stop = config, Run(path), ranks, stop
+        self.progress = Progress()
+        if ranks.first:
+            if not self.resumed:
+                if dry_run and (path / "config.toml").exists():
+                    shutil.rmtree(path)
+                Run.create(path, to_toml(config))
+                print(
+                    f"writing to {path}: config.toml, metrics.jsonl, report.html, model/ and more"
+                )
+            self.folder.lock()
+        ranks.barrier()  # the others find the directory made
+        if not ranks.first and self.resumed:
+            refuse_links(path)  # a node may have a directory of its own
+        self._unused = not self.resumed  # nothing is in the directory yet
+        self._started = time.monotonic()
+        self._bar: tqdm | None = None
+        self.watch = Watch(self.folder, REPORT_EVERY if ranks.first else 0.0)
+        self.checkpoints = Checkpoints(path / "checkpoints", ranks)
+        self.peak_flops = peak_flops(ranks.device, device_and_dtype(config)[1])
 
-    @property
-    def on_gpu(self) -> bool:
-        """Whether this rank computes on a GPU."""
-        return self.ranks.device.type == "cuda"
+    # Beginning and end.
 
-    @property
-    def steps(self) -> int:
-        """Steps of the present phase."""
-        return getattr(self.config, self.progress.phase).steps
+    def with_steps(self, tasks: int | None) -> Config:
+        """Returns the config with grpo.epochs as grpo.steps; config.toml then states them.
+
+        tasks: how many training tasks the world has, None without end. UserError for epochs of a
+        world without end.
+        """
+        grpo = self.config.grpo
+        if grpo.epochs:
+            require(
+                tasks,
+                f"grpo.epochs: {self.config.task.world} has tasks without end; set grpo.steps, and "
+                "epochs to 0",
+            )
+            steps = math.ceil(grpo.epochs * tasks / grpo.prompts)
+            self.config = self.config.replace({"grpo.steps": steps, "grpo.epochs": 0})
+            self._write_config()
+        return self.config
+
+    def _write_config(self) -> None:
+        if self.ranks.first:
+            write_whole(self.folder.path / "config.toml", to_toml(self.config))
+
+    def discard_if_unused(self) -> None:
+        """Removes the directory if the run's set-up has failed, so that its name is free again."""
+        if self._unused and self.ranks.first:
+            shutil.rmtree(self.folder.path, ignore_errors=True)
+
+    def finish(self, results: Json) -> None:
+        """Writes summary.json and the report, and prints the results."""
+        self.checkpoints.wait()
+        if self.ranks.first:
+            print(table(held_out_scores(results)))
+            summary = {
+                "seconds": self.elapsed,
+                "steps": self.progress.step,
+                "seed": self.config.run.seed,
+                "peak_memory_mb": peak_memory_mb(),
+            }
+            self.folder.write_json("summary.json", summary | results)
+            self.watch.close()
+            write_report(self.folder.path)
+
+    def close(self, finished: bool) -> None:
+        """Waits for the last checkpoint, and says how the run can go on."""
+        self.checkpoints.wait()
+        self.watch.close()
+        path = self.folder.path
+        if finished:
+            self.say(f"finished: {path} has report.html, summary.json and more")
+        else:
+            self.say(f"stopped; go on with: python train.py --resume {path}")
 
     @property
     def elapsed(self) -> float:
         """Seconds of the run, those before it was resumed included."""
-        return self.progress.seconds + time.monotonic() - self.started
+        return self.progress.seconds + time.monotonic() - self._started
 
-    def rollout(self, temperature: float) -> Rollout:
-        """Returns what makes attempts on the engine."""
-        settings = self.config.rollout
-
-        def params(seed, budget):
-            return SamplingParams(budget, temperature, seed=seed)
-
-        return Rollout(
-            self.engine,
-            self.tokenizer,
-            params,
-            Limits.of(settings),
-            self.worlds.price,
-            lockstep=settings.lockstep,
-            rebuild=settings.context == "rebuild",
-        )
-
-    def prepare(self, phase: str) -> dict[str, Tensor]:
-        """Gives the trainer the optimizer and reference of a phase; returns all its tensors."""
-        grpo = self.config.grpo
-        if phase == "warm_start":
-            return self.trainer.prepare(build.WARM_START_OPTIMIZER, False)
-        adamw = {"beta2": grpo.beta2, "weight_decay": grpo.weight_decay}
-        return self.trainer.prepare(grpo.optimizer, grpo.kl_coef > 0, **adamw)
-
-    def publish(self) -> None:
-        """Copies the trainer's weights into the engine."""
-        build.publish(self.config, self.trainer.model, self.engine, self.dtype)
-
-    # Records.
+    # Printing.
 
     def say(self, text: str) -> None:
         """Prints a line beside the progress bar."""
         if self.ranks.first:
             tqdm.write(text)
 
-    def bar(self, total: int, what: str, done: int = 0, unit: str = "step") -> tqdm:
+    def bar(self, total: int, label: str, done: int = 0, unit: str = "step") -> tqdm:
         """Returns a progress bar; it is shown on a terminal only."""
         disable = None if self.ranks.first else True
-        return tqdm(total=total, initial=done, desc=what, unit=unit, disable=disable)
+        return tqdm(total=total, initial=done, desc=label, unit=unit, disable=disable)
 
-    def record_update(self, row: Json, metrics: dict[str, float], times: dict[str, float]) -> None:
-        """Records a step: `row`, the metrics of its update, and its seconds by phase.
+    def start_bar(self, steps: int) -> None:
+        """Shows the progress of the present phase."""
+        self._bar = self.bar(steps, self.progress.phase.replace("_", " "), self.progress.step)
 
-        `mfu` is the share of the peak FLOPs that the update used, None where that is not known.
-        UserError after SKIP_LIMIT steps in a row whose loss or gradient was not finite.
+    # Records.
+
+    def record_step(self, row: Json, update: dict[str, float], times: dict[str, float]) -> None:
+        """Records a step that `progress` counts already, and prints a line.
+
+        row: what is known of its attempts. update: the metrics of its update, {} without one.
+        times: its seconds by phase. `mfu` is the share of the peak FLOPs that the update used, None
+        where that is not known. UserError after SKIP_LIMIT steps in a row without a finite update.
         """
-        progress, flops = self.progress, metrics.get("flops")
-        known = flops and self.peak_flops
-        mfu = flops / times["train"] / self.peak_flops / self.ranks.world if known else None
-        shown = {name: value for name, value in metrics.items() if name not in ("flops", "tokens")}
-        memory = torch.cuda.max_memory_allocated() / 2**20 if self.on_gpu else peak_memory_mb()
-        whole = {
-            "phase": progress.phase,
-            "step": progress.step,
-            "seconds": sum(times.values()),
-            **row,
-            **shown,
-            "phase_seconds": times,
-            "mfu": mfu,
-            "memory_mb": memory,
-        }
+        progress = self.progress
+        mfu = None
+        if update and self.peak_flops:
+            mfu = update["flops"] / times["train"] / self.peak_flops / self.ranks.world_size
+        if self.ranks.device.type == "cuda":
+            memory_mb = torch.cuda.max_memory_allocated() / 2**20
+        else:
+            memory_mb = peak_memory_mb()
+        shown = {name: value for name, value in update.items() if name not in ("flops", "tokens")}
         if self.ranks.first:
+            whole = {
+                "phase": progress.phase,
+                "step": progress.step,
+                "seconds": sum(times.values()),
+                **row,
+                **shown,
+                "phase_seconds": times,
+                "mfu": mfu,
+                "memory_mb": memory_mb,
+            }
             self.folder.append("metrics", whole)
-        progress.skipped = progress.skipped + 1 if "skipped" in metrics else 0
+            self._print_step(row, update)
+        progress.skipped = progress.skipped + 1 if update.get("skipped") == 1 else 0
         require(
             progress.skipped < SKIP_LIMIT,
             f"{progress.phase} step {progress.step}: the loss or its gradient is not finite, "
             f"{progress.skipped} steps in a row; {self.folder.path} has them in metrics.jsonl",
         )
 
-    def record_trajectory(self, phase: str, task: Task, trajectory: Trajectory) -> None:
-        """Appends a trajectory with its task to trajectories.jsonl, also as readable text."""
+    def _print_step(self, row, update) -> None:
+        phase, step = self.progress.phase, self.progress.step
+        steps = getattr(self.config, phase).steps
+        if phase == "warm_start":
+            if step % 20 == 0:
+                self.say(
+                    f"warm start step {step:4d}/{steps}  loss {update['loss']:.3f}  "
+                    f"{row['tokens_per_s']:,.0f} tokens/s"
+                )
+            return
+        line = (
+            f"step {step:4d}/{steps}  reward {row['reward']:.3f}  "
+            f"accuracy {row['accuracy']:.2f}  cost {row['cost_usd'] * 1e3:.2f} m$  "
+            f"latency {row['latency_s']:.1f} s  preference {row['preference']:.2f}  "
+            f"{row['tokens_per_s']:,.0f} tokens/s"
+        )
+        if not update:
+            line += f"  no update: no group has an advantage ({', '.join(row['filtered'])})"
+        self.say(line)
+
+    def record_first_group(self, attempts: Attempts, *, skipped: bool) -> None:
+        """Records the attempts of a step's first group, or all of them if the step is skipped."""
+        count = len(attempts.tasks) if skipped else self.config.grpo.group_size
+        phase = "skipped" if skipped else "grpo"
+        self.record_attempts(phase, attempts.tasks[:count], attempts.trajectories[:count])
+
+    def record_attempts(self, phase: str, tasks: list[Task], attempts: list[Trajectory]) -> None:
+        """Appends attempts with their tasks to trajectories.jsonl, also as readable text."""
         if not self.ranks.first:
             return
-        text = []
-        for turn in trajectory.turns:
-            ids = trajectory.ids[turn.start : turn.end]
-            said = self.tokenizer.decode(ids, skip_special=True)
-            text.append({"role": "assistant", "text": said})
-            text += [{"role": "tool", "text": result.content} for result in turn.results]
-        row = {"step": self.progress.step, "phase": phase, "text": text}
-        self.folder.append("trajectories", to_row(task, trajectory) | row)
+        for task, attempt in zip(tasks, attempts, strict=True):
+            text = []
+            for turn in attempt.turns:
+                ids = attempt.ids[turn.start : turn.end]
+                decoded = self.engine.tokenizer.decode(ids, skip_special=True)
+                text.append({"role": "assistant", "text": decoded})
+                text += [{"role": "tool", "text": result.content} for result in turn.results]
+            row = {"step": self.progress.step, "phase": phase, "text": text}
+            self.folder.append("trajectories", to_row(task, attempt) | row)
 
-    # Steps and checkpoints.
+    # Checkpoints.
 
-    def repeat(self, step: Callable[[], None]) -> bool:
-        """Calls `step` to the end of the phase; returns False if the run is asked to stop before.
+    def start(self, trainer: Trainer, engine: Engine) -> Attempts | None:
+        """Begins the run with these parts, or continues it at its newest whole checkpoint.
 
-        A step counts itself in `progress.step`. Between two of them the run saves and reports if
-        it is time. All ranks stop together.
+        Returns the attempts of the next step if they were played before the checkpoint. The number
+        of ranks may differ from that of the run so far. UserError if no checkpoint is whole.
         """
-        progress, every, stopped = self.progress, self.config.run.checkpoint_every, False
-        with self.bar(self.steps, progress.phase.replace("_", " "), progress.step) as bar:
-            while progress.step < self.steps and not stopped:
-                step()
-                bar.update()
-                self.watch.report()
-                stopped = any(self.ranks.gather(self.stop.asked))
-                if stopped or progress.step % every == 0 or progress.step == self.steps:
-                    self.save()
-        return not stopped
+        self.trainer, self.engine = trainer, engine
+        self._attempts_ahead: Attempts | None = None
+        if self.resumed:
+            notes = self.checkpoints.restore(self._prepare_for)
+            if self.ranks.first:
+                self.folder.truncate(notes["offsets"] if notes else {})
+                self._write_config()
+                (self.folder.path / "summary.json").unlink(missing_ok=True)  # the run is extended
+            phase, step = self.progress.phase, self.progress.step
+            self.say(f"resuming {self.folder.path} at {phase} step {step}")
+        self._unused = False
+        return self._attempts_ahead
 
-    def save(self) -> None:
+    def begin_grpo(self) -> None:
+        """Goes from the warm start to GRPO: its optimizer, and the weights of now as reference."""
+        self.progress.phase, self.progress.step = "grpo", 0
+        self._prepare_trainer()
+
+    def _prepare_trainer(self) -> dict[str, Tensor]:
+        """Gives the trainer the optimizer and reference of the phase; returns all its tensors."""
+        grpo = self.config.grpo
+        if self.progress.phase == "warm_start":
+            return self.trainer.prepare(WARM_START_OPTIMIZER, False)
+        return self.trainer.prepare(
+            grpo.optimizer,
+            grpo.kl_coef > 0,
+            beta2=grpo.beta2,
+            weight_decay=grpo.weight_decay,
+        )
+
+    def asked_to_stop(self) -> bool:
+        """Returns whether any rank was asked to stop; all ranks call it together."""
+        return any(self.ranks.all_gather(self.stop.asked))
+
+    def checkpoint_or_stop(self, steps: int, attempts_ahead: Attempts | None = None) -> bool:
+        """Ends a step: reports and saves if it is time; returns whether to stop here.
+
+        steps: of the phase, after whose last one a checkpoint is written too.
+        """
+        self._bar.update()
+        self.watch.report()
+        stopping = self.asked_to_stop()
+        step = self.progress.step
+        if stopping or step == steps or step % self.config.run.checkpoint_every == 0:
+            self.save(attempts_ahead)
+        if stopping or step == steps:
+            self._bar.close()
+        return stopping
+
+    def save(self, attempts_ahead: Attempts | None = None) -> None:
         """Begins a checkpoint of this moment, which is written while training goes on."""
         progress = dataclasses.replace(self.progress, seconds=self.elapsed)
         notes = {
             "progress": dataclasses.asdict(progress),
             "offsets": self.folder.offsets() if self.ranks.first else {},
-            "ahead": self.ahead.to_notes() if self.ahead else None,
+            "ahead": attempts_ahead.to_notes() if attempts_ahead else None,
             "weight_version": self.engine.weight_version,
         }
-        order = int(progress.phase != "warm_start")
+        order = int(progress.phase != "warm_start")  # names sort by age
         name = f"{order}-{progress.phase}-{progress.step:06d}"
         self.checkpoints.save(name, self.trainer.tensors(), notes)
-
-    def restore(self) -> None:
-        """Continues at the newest checkpoint that can be read, else at the run's beginning.
-
-        The number of ranks may differ from that of the run so far.
-        """
-        notes = self.checkpoints.restore(self._prepare_for)
-        if notes:
-            self.publish()
-        offsets = notes["offsets"] if notes else {}
-        if self.ranks.first:
-            self.folder.truncate(offsets)
-            write_whole(self.folder.path / "config.toml", to_toml(self.config))
-            (self.folder.path / "summary.json").unlink(missing_ok=True)  # the run is extended
-        self.say(f"resuming {self.folder.path} at {self.progress.phase} step {self.progress.step}")
 
     def _prepare_for(self, notes) -> dict[str, Tensor]:
         """Takes what a checkpoint holds besides tensors; returns the tensors of its phase.
@@ -238,16 +324,18 @@ class TrainingRun:
         check(notes, "notes", where)
         finite = math.isfinite(notes["progress"]["seconds"])
         require(finite, f"{where}: progress.seconds: expected a finite number")
-        for row in notes["ahead"]["rows"] if notes["ahead"] else []:
+        ahead = notes["ahead"]
+        for row in ahead["rows"] if ahead else []:
             check_row(row, f"{where}: ahead")
         try:
-            self.progress = Progress(**notes["progress"])
-            self.ahead = Batch.from_notes(notes["ahead"]) if notes["ahead"] else None
-            self.engine.weight_version = notes["weight_version"] - 1
+            for name, value in notes["progress"].items():
+                setattr(self.progress, name, value)
+            self._attempts_ahead = Attempts.from_notes(ahead) if ahead else None
+            self.engine.weight_version = notes["weight_version"] - 1  # the next publishing adds 1
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise UserError(
                 f"{self.checkpoints.folder}: the notes of a checkpoint are not those of this "
                 f"version ({reason}); resume with the version that wrote them"
             ) from None
-        return self.prepare(self.progress.phase)
+        return self._prepare_trainer()

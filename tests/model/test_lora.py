@@ -23,6 +23,7 @@ from nanorchestra.model.weights import copy_weights, named_hf_tensors
 from nanorchestra.training.objectives import Objective
 from nanorchestra.training.packing import Sample
 from nanorchestra.training.trainer import Trainer, TrainerSettings
+from train import policy_update, supervised_update
 
 SAMPLES = [
     Sample([9, 10, 11], [True, True, False], [-6.0] * 3, 1.0),
@@ -88,11 +89,11 @@ def test_the_merged_model_computes_the_same(adapted):
 def test_the_base_is_the_reference_and_takes_no_memory(adapted):
     trainer = Trainer(adapted, vocab_limit=690)
     trainer.prepare("adamw", True)
-    assert trainer.policy_step(GROUPS, 0.0, Objective(kl_coef=1.0)).metrics["kl"] > 1e-4
+    objective = Objective(kl_coef=1.0)
+    assert policy_update(trainer, GROUPS, objective, 0.0)[0]["kl"] > 1e-4
     reset(adapted, seed=0)
-    assert trainer.policy_step(GROUPS, 0.0, Objective(kl_coef=1.0)).metrics["kl"] == pytest.approx(
-        0.0, abs=1e-7
-    )
+    update, _ = policy_update(trainer, GROUPS, objective, 0.0)
+    assert update["kl"] == pytest.approx(0.0, abs=1e-7)
     assert not any(name.startswith("reference.") for name in trainer.tensors())
     assert all(module.enabled for _, module in adapters(adapted))
 
@@ -117,8 +118,8 @@ def test_peft_files_hold_the_adapters(model, tmp_path):
     base = {name: tensor.clone() for name, tensor in named_hf_tensors(model)}
     add_adapters(model, rank=3, alpha=6.0, seed=1)
     trainer = Trainer(model, vocab_limit=690)
-    trainer.supervised_step(GROUPS, 1e-2)
-    trainer.policy_step(GROUPS, 1e-2, Objective())
+    supervised_update(trainer, GROUPS, 1e-2)
+    policy_update(trainer, GROUPS, Objective(), 1e-2)
     save_adapter(model, tmp_path / "adapter", "base")
     expected = dict(named_hf_tensors(model))
     for name, weight in applied(base, tmp_path / "adapter").items():
@@ -163,8 +164,9 @@ def gradients(model, recompute):
         taken.update({name: p.grad.clone() for name, p in parameters if p.grad is not None})
         return float("nan")  # no update
 
-    trainer._clip_gradients = take
-    return taken, trainer.policy_step(GROUPS, 0.0, Objective()).metrics["logprob_gap_max"]
+    trainer.clip_gradients = take
+    update, _ = policy_update(trainer, GROUPS, Objective(), 0.0)
+    return taken, update["logprob_gap_max"]
 
 
 @pytest.mark.parametrize("recompute", [False, True])

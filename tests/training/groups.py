@@ -12,8 +12,8 @@ def grouped(prompt, samples):
         replace(
             sample,
             ids=prompt + sample.ids,
-            sampled=[False] * given + sample.sampled,
-            logprobs=[0.0] * given + sample.logprobs,
+            in_loss=[False] * given + sample.in_loss,
+            sampler_logprobs=[0.0] * given + sample.sampler_logprobs,
         )
         for sample in samples
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nanorchestra.training.distributed import Ranks
 from run_rows import steps_of
 
 from benchmarks.gpu_parts import Part, by_kernels
@@ -15,12 +16,10 @@ from nanorchestra.model.lora import adapters, add_adapters, copy_adapters, on_th
 from nanorchestra.model.quantise import QuantisedLinear, linears, quantise_model
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.weights import copy_weights, load_model, named_hf_tensors
-from nanorchestra.training import grpo as program
-from nanorchestra.training import phases
-from nanorchestra.training.build import build_model
+from nanorchestra.training import build
 from nanorchestra.training.packing import Group, Sample
-from nanorchestra.training.ranks import Ranks
 from nanorchestra.training.trainer import Trainer
+from train import supervised_update
 
 QLORA = {
     "lora.base": "int4",
@@ -45,76 +44,85 @@ def gap(engine, trainer, prompts=((5, 6, 7, 8), (9, 10, 11)), count=12) -> float
     groups, drawn = [], []
     for prompt, done in zip(prompts, engine.generate(prompts, params), strict=True):
         given, count = len(prompt), len(done.token_ids)
-        sampled = [False] * given + [True] * count
+        in_loss = [False] * given + [True] * count
         logprobs = [0.0] * given + done.logprobs
-        groups.append(Group([Sample(prompt + done.token_ids, sampled, logprobs, 1.0)], given))
+        sample = Sample(prompt + done.token_ids, in_loss, logprobs, 1.0, index=len(groups))
+        groups.append(Group([sample], given))
         drawn.append(done.logprobs)
     computed = trainer.score(groups)
     differences = torch.tensor(sum(computed, [])) - torch.tensor(sum(drawn, []))
     return differences.abs().max().item()
 
 
+def parts(run):
+    """The trainer and the engine of a run, as train.py builds them, and a function to publish."""
+    model, tokenizer = build.load_policy(run.config, run.ranks, torch.float32)
+    trainer = build.build_trainer(run.config, model, tokenizer, run.ranks, torch.float32)
+    engine = build.build_engine(run.config, model, tokenizer, run.ranks, torch.float32)
+
+    def publish():
+        build.publish(run.config, model, engine, torch.float32)
+
+    publish()
+    return trainer, engine, publish
+
+
 def test_trainer_and_engine_share_the_base_and_agree_after_every_update(make_training):
-    run = make_training("shared", QLORA)
-    ours, theirs = frozen(run.trainer.model), frozen(run.engine.model)
-    assert ours.keys() == theirs.keys() and len(linears(run.trainer.model, QuantisedLinear)) == 16
+    trainer, engine, _ = parts(make_training("built", QLORA))
+    ours, theirs = frozen(trainer.model), frozen(engine.model)
+    assert ours.keys() == theirs.keys() and len(linears(trainer.model, QuantisedLinear)) == 16
     assert all(x.data_ptr() == theirs[name].data_ptr() for name, x in ours.items())
-    before = {name: x.clone() for name, x in ours.items()}
-    run.prepare("grpo")
-    assert gap(run.engine, run.trainer) < 1e-4
-    assert program.grpo(run)
+    assert gap(engine, trainer) < 1e-4
+
+    run = make_training("shared", QLORA)
+    assert run.train()
     for row in run.folder.rows("metrics"):
         assert row["grad_norm"] > 0 and row["logprob_gap_max"] < 1e-4
     moved = [module.lora_b.abs().max().item() for _, module in adapters(run.trainer.model)]
     assert min(moved) > 1e-3
     assert gap(run.engine, run.trainer) < 1e-4
-    assert all(torch.equal(x, before[name]) for name, x in frozen(run.engine.model).items())
+    assert all(torch.equal(x, ours[name]) for name, x in frozen(run.engine.model).items())
 
 
 def test_demonstrations_lower_the_loss_and_the_engine_has_them_once_they_are_published(
     make_training,
 ):
-    run = make_training("taught", QLORA)
+    trainer, engine, publish = parts(make_training("taught", QLORA))
     ids = [(7 * i) % 300 + 5 for i in range(40)]
-    sampled = [False] * 4 + [True] * 36
-    groups = [Group([Sample(ids, sampled, [0.0] * 40, 1.0)], 4)]
-    losses = [run.trainer.supervised_step(groups, 1e-2)["loss"] for _ in range(6)]
+    in_loss = [False] * 4 + [True] * 36
+    groups = [Group([Sample(ids, in_loss, [0.0] * 40, 1.0)], 4)]
+    losses = [supervised_update(trainer, groups, 1e-2)["loss"] for _ in range(6)]
     assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.3
 
     def likelihood():
-        (logprobs,) = run.engine.score([ids])
+        (logprobs,) = engine.score([ids])
         return sum(logprobs[3:]) / 36
 
     assert likelihood() == pytest.approx(-losses[0], abs=1e-3)
-    run.publish()
-    assert likelihood() == pytest.approx(sum(run.trainer.score(groups)[0]) / 36, abs=1e-4)
+    publish()
+    assert likelihood() == pytest.approx(sum(trainer.score(groups)[0]) / 36, abs=1e-4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", [False, True])
-def test_stopped_and_resumed_it_ends_the_same(make_training, overlap):
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_stopped_and_resumed_it_ends_the_same(make_training, staleness):
     """Also if the engine samples beside the update: its adapters are its own."""
-    settings = QLORA | {"rollout.overlap": overlap, "grpo.importance_cap": 2.0}
+    settings = QLORA | {"rollout.staleness": staleness, "grpo.importance_cap": 2.0}
     settings |= {"grpo.kl_coef": 0.1}
     whole = make_training("whole", settings)
-    whole.prepare("grpo")
-    assert program.grpo(whole)
+    assert whole.train()
     stopped = make_training("stopped", settings, steps=3)
-    stopped.prepare("grpo")
-    assert not program.grpo(stopped)
-    stopped.checkpoints.wait()
+    assert not stopped.train()
     again = make_training("stopped", resume=True)
-    assert program.grpo(again)
+    assert again.train()
     assert steps_of(again) == steps_of(whole) and len(steps_of(whole)) == 4
 
 
-def test_the_saved_model_has_the_adapters_merged_into_the_widened_base(make_training, monkeypatch):
-    run = make_training("saved", QLORA | {"grpo.steps": 2, "evaluation.tasks": 2})
-    run.prepare("grpo")
-    assert program.grpo(run)
+def test_the_saved_model_has_the_adapters_merged_into_the_widened_base(make_training):
+    run = make_training("saved", QLORA | {"grpo.steps": 2})
+    assert run.train()
     model, trained = run.trainer.model, dict(named_hf_tensors(run.trainer.model))
-    results = phases._finish(run)
-    assert results["parameters"] == phases.parameters(model)
+    assert run.folder.summary()["parameters"] == run.trainer.parameters()
     loaded, _ = load_model(run.folder.path / "model")
     for name, tensor in named_hf_tensors(loaded):
         assert torch.equal(tensor, trained.pop(name)), name
@@ -128,7 +136,7 @@ def test_the_saved_model_has_the_adapters_merged_into_the_widened_base(make_trai
 def test_several_processes_are_refused_in_one_line(tmp_path):
     config = Config().replace({"lora.base": "int4", "lora.rank": 4, "model.path": str(tmp_path)})
     with pytest.raises(UserError, match="lora.base is int4 on 2 processes; .* start one, or") as no:
-        build_model(config, Ranks(world=2), torch.float32, None, tmp_path)
+        build.load_policy(config, Ranks(world_size=2), torch.float32)
     assert "\n" not in str(no.value)
 
 
@@ -146,7 +154,7 @@ def test_by_kernels_in_bfloat16_engine_and_trainer_agree_over_a_base_in_4_bits()
         engine = Engine(on_the_same_base(model, torch.bfloat16), num_pages=16, page_size=16)
         ids = [(7 * i) % 300 + 5 for i in range(73)]
         groups = [Group([Sample(ids, [False] * 60 + [True] * 13, [0.0] * 73, 1.0)], 60)]
-        losses = [trainer.supervised_step(groups, 1e-2)["loss"] for _ in range(2)]
+        losses = [supervised_update(trainer, groups, 1e-2)["loss"] for _ in range(2)]
         assert losses[1] < losses[0] - 0.01
         copy_adapters(model, engine.model)
         engine.update_weights()

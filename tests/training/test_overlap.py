@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -12,12 +13,13 @@ import pytest
 import torch
 from run_rows import steps_of
 
+import train as program
 from nanorchestra.model.weights import named_hf_tensors
-from nanorchestra.training import grpo as program
-from nanorchestra.training.overlap import beside, running
+from nanorchestra.training.overlap import in_background, running
+from nanorchestra.training.packing import samples_in
 
-OVERLAP = {
-    "rollout.overlap": True,
+STALE = {
+    "rollout.staleness": 1,
     "grpo.importance_cap": 2.0,
     "grpo.learning_rate": 3e-3,
     "grpo.warmup_steps": 1,
@@ -25,95 +27,98 @@ OVERLAP = {
 }
 
 
-def at_once(function, device):
-    """Does what `beside` does before the trainer begins, without a thread."""
+def at_once(device, function, *arguments):
+    """Does what `in_background` does before the trainer begins, without a thread."""
     future = Future()
-    future.set_result(function())
+    future.set_result(function(*arguments))
     return future
 
 
-def late(function, device):
+def late(device, function, *arguments):
     """Does it long after the trainer is done."""
-    return beside(lambda: time.sleep(0.3) or function(), device)
+    return in_background(device, lambda: time.sleep(0.3) or function(*arguments))
 
 
 def test_it_does_not_matter_which_of_the_two_is_faster(make_training, monkeypatch):
-    monkeypatch.setattr(program, "beside", at_once)
-    settings = OVERLAP | {"grpo.kl_coef": 0.05}  # the thread makes the reference's pass, too
+    monkeypatch.setattr(program, "in_background", at_once)
+    settings = STALE | {"grpo.kl_coef": 0.05}
     serial = make_training("serial", settings)
-    serial.prepare("grpo")
-    assert program.grpo(serial)
-    monkeypatch.setattr(program, "beside", late)
+    assert serial.train()
+    monkeypatch.setattr(program, "in_background", late)
     slow = make_training("slow", settings)
-    slow.prepare("grpo")
-    update = slow.engine.update_weights
+    publish = program.publish
 
     def checked(*arguments):
         assert not running()
-        return update(*arguments)
+        return publish(*arguments)
 
-    slow.engine.update_weights = checked
-    assert program.grpo(slow)
+    monkeypatch.setattr(program, "publish", checked)
+    assert slow.train()
     assert steps_of(slow) == steps_of(serial) and len(steps_of(slow)) == 4
     for row in slow.folder.rows("metrics"):
         assert row["grad_norm"] > 0 and row["tokens_per_s"] < 1e5
 
 
-def test_a_rollout_is_one_update_old_and_weighed_by_it(make_training):
-    run = make_training("old", OVERLAP | {"grpo.steps": 3})
-    before, seen = [], []  # the weights before each step, and the groups it learns from
-    step = run.trainer.policy_step
+def test_a_rollout_is_one_update_old_and_weighed_by_it(make_training, monkeypatch):
+    run = make_training("old", STALE | {"grpo.steps": 3})
+    weights, updates = [], []  # before each step, and the samples it learns from
+    update = program.policy_update
 
-    def watched(groups, *arguments, **options):
-        before.append(
-            {name: tensor.clone() for name, tensor in named_hf_tensors(run.trainer.model)}
-        )
-        seen.append(groups)
-        return step(groups, *arguments, **options)
+    def watched(trainer, groups, *arguments, **options):
+        tensors = named_hf_tensors(trainer.model)
+        weights.append({name: tensor.clone() for name, tensor in tensors})
+        updates.append(samples_in(groups))
+        return update(trainer, groups, *arguments, **options)
 
-    run.trainer.policy_step = watched
-    assert program.grpo(run)
+    monkeypatch.setattr(program, "policy_update", watched)
+    assert run.train()
 
-    def gap(groups, weights):
-        """The largest difference between the sampler's log-probabilities and those of `weights`."""
-        run.engine.update_weights(weights.items())
-        found = []
-        for group in groups:
-            whole = [sample.ids for sample in group.samples]
-            for sample, scores in zip(group.samples, run.engine.score(whole), strict=True):
-                pairs = zip(sample.logprobs[1:], scores, sample.sampled[1:], strict=True)
-                found += [abs(a - b) for a, b, sampled in pairs if sampled]
-        return max(found)
+    def gap(samples, by):
+        """The largest difference between the sampler's log-probabilities and those of weights."""
+        run.engine.update_weights(by.items())
+        gaps = []
+        for sample, scores in zip(
+            samples, run.engine.score([sample.ids for sample in samples]), strict=True
+        ):
+            for i, score in enumerate(scores, 1):
+                if sample.in_loss[i]:
+                    gaps.append(abs(sample.sampler_logprobs[i] - score))
+        return max(gaps)
 
-    assert gap(seen[0], before[0]) < 1e-4
+    assert gap(updates[0], weights[0]) < 1e-4
     for n in (1, 2):
-        assert gap(seen[n], before[n - 1]) < 1e-4 < 1e-2 < gap(seen[n], before[n])
+        assert gap(updates[n], weights[n - 1]) < 1e-4 < 1e-2 < gap(updates[n], weights[n])
     first, *others = steps_of(run)
     assert first["importance"] == pytest.approx(1, abs=1e-5) and first["logprob_gap"] < 1e-5
-    assert all(row["importance"] != 1 and row["logprob_gap"] > 1e-3 for row in others)
+    assert first["staleness"] == 0
+    for row in others:
+        assert row["importance"] != 1 and row["logprob_gap"] > 1e-3 and row["staleness"] == 1
 
 
-def test_stopped_or_killed_and_resumed_it_ends_the_same(make_training):
-    whole = make_training("whole", OVERLAP)
-    assert program.grpo(whole)
-    stopped = make_training("stopped", OVERLAP, steps=3)
-    assert not program.grpo(stopped)  # saves after step 3
-    stopped.checkpoints.wait()
-    killed = make_training("killed", OVERLAP)
-    step = killed.trainer.policy_step
+def test_stopped_or_killed_and_resumed_it_ends_the_same(make_training, monkeypatch):
+    whole = make_training("whole", STALE)
+    assert whole.train()
+    stopped = make_training("stopped", STALE, steps=3)
+    assert not stopped.train()  # saves after step 3
+    killed = make_training("killed", STALE)
+    update = program.policy_update
 
     def killing(*arguments, **options):
         if killed.progress.step == 3:
             raise IndexError
-        return step(*arguments, **options)
+        return update(*arguments, **options)
 
-    killed.trainer.policy_step = killing
+    monkeypatch.setattr(program, "policy_update", killing)
     with pytest.raises(IndexError):  # in step 4; the last checkpoint is of step 2
-        program.grpo(killed)
+        killed.train()
     killed.checkpoints.wait()
+    monkeypatch.setattr(program, "policy_update", update)
     for name, at in (("stopped", 3), ("killed", 2)):
+        newest = sorted((stopped.folder.path.parent / name).glob("checkpoints/*"))[-1]
+        notes = json.loads((newest / "notes.json").read_text())["notes"]
+        assert newest.name == f"1-grpo-{at:06d}" and notes["ahead"]["rows"]
         again = make_training(name, resume=True)
-        assert again.progress.step == at and program.grpo(again)
+        assert again.train()
         assert steps_of(again) == steps_of(whole)
         ours, theirs = (list(run.folder.rows("trajectories")) for run in (again, whole))
         for row, same in zip(ours, theirs, strict=True):
@@ -126,10 +131,10 @@ def test_stopped_or_killed_and_resumed_it_ends_the_same(make_training):
 def test_a_process_ends_at_once_under_a_rollout():
     """An orderly end of the interpreter would abort: the thread computes without its lock."""
     code = (
-        "import torch, train; from nanorchestra.training.ranks import Ranks\n"
-        "from nanorchestra.training.overlap import beside; x = torch.ones(400, 400)\n"
-        "with train.ending_together(Ranks()):\n"
-        "    beside(lambda: [x @ x for _ in range(10**9)], x.device)\n"
+        "import torch; from nanorchestra.training.distributed import Ranks, ending_together\n"
+        "from nanorchestra.training.overlap import in_background; x = torch.ones(400, 400)\n"
+        "with ending_together(Ranks()):\n"
+        "    in_background(x.device, lambda: [x @ x for _ in range(10**9)])\n"
         "    raise KeyboardInterrupt"
     )
     root = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from groups import grouped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanorchestra.training.packing import Sample, divide, pack
+from nanorchestra.training.packing import Sample, divide, pack, samples_in
 
 IDS = st.lists(st.integers(0, 1), min_size=1, max_size=50)  # two kinds of id: much is shared
 DRAWN = st.lists(st.tuples(IDS, st.lists(IDS, min_size=1, max_size=5)), min_size=1, max_size=4)
@@ -29,15 +29,13 @@ def test_every_sampled_id_is_predicted_from_exactly_its_past(drawn):
     values = names[packed.tokens, packed.positions]  # [T, 1, 8]
     seen = packed.attention.attend(torch.zeros_like(values), torch.zeros_like(values), values)
     place = 0
-    for number, sample in enumerate(s for g in groups for s in g.samples):
+    for sample in samples_in(groups):
         tokens = torch.tensor(sample.ids)
         own = names[tokens, torch.arange(len(tokens))]
-        for i, sampled in enumerate(sample.sampled):
-            if sampled:
+        for i, in_loss in enumerate(sample.in_loss):
+            if in_loss:
                 torch.testing.assert_close(seen[packed.source[place]], own[:i].mean(0))
                 assert packed.targets[place] == tokens[i]
-                assert packed.sequences[place] == number
-                assert packed.trajectory_ids[place] == sample.count
                 place += 1
     assert place == len(packed.targets)
     assert packed.pairs == (packed.positions + 1).sum()

@@ -1,4 +1,4 @@
-"""Recorded trajectories: which are imitated and why others are not, and what a bad file gets."""
+"""Recorded attempts: which are imitated and why others are not, and what a bad file gets."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import json
 import types
 
 import pytest
+from nanorchestra.training.distributed import Ranks
 from run_rows import steps_of
 
 from nanorchestra.config import Config
 from nanorchestra.errors import UserError
 from nanorchestra.model.tokenizer import train_bpe
 from nanorchestra.records import Preference, Task, ToolCall, ToolResult, Trajectory, Turn
-from nanorchestra.training.grpo import note_logprobs
 from nanorchestra.training.packing import pack
-from nanorchestra.training.ranks import Ranks
 from nanorchestra.training.run import Progress, TrainingRun
-from nanorchestra.training.trajectories import as_group, from_row, load_kept
-from nanorchestra.training.warm_start import warm_start
+from nanorchestra.training.samples import as_group, mean_staleness, record_logprobs
+from nanorchestra.training.trajectories import from_row
+from nanorchestra.training.warm_start import load_kept
 
 CALL = ToolCall("echo", {"text": "hi"})
 
@@ -31,10 +31,10 @@ def made(tokenizer, task="t0", reward=0.5, answer="42", rebuilt=False, **changes
         context = len(t.ids) if rebuilt else 0
         t.ids += tokenizer.encode(given)
         t.prompt_length = t.prompt_length or len(t.ids)
-        said = tokenizer.encode(text)
-        t.turns.append(Turn(len(t.ids), len(t.ids) + len(said), "stop", context=context))
-        t.sampled += [False] * (len(t.ids) - len(t.sampled)) + [True] * len(said)
-        t.ids += said
+        turn = tokenizer.encode(text)
+        t.turns.append(Turn(len(t.ids), len(t.ids) + len(turn), "stop", context=context))
+        t.sampled += [False] * (len(t.ids) - len(t.sampled)) + [True] * len(turn)
+        t.ids += turn
     t.turns[0].calls, t.turns[0].results = [CALL], [ToolResult("It is 42.", 0.1)]
     t.logprobs = [-1.0 if sampled else 0.0 for sampled in t.sampled]
     return dataclasses.replace(t, **changes)
@@ -47,14 +47,13 @@ def write(path, tokenizer, *attempts):
     rows = []
     run = types.SimpleNamespace(
         ranks=Ranks(),
-        tokenizer=tokenizer,
+        engine=types.SimpleNamespace(tokenizer=tokenizer),
         progress=Progress(step=3),
-        worlds=types.SimpleNamespace(tools=lambda task: []),
         folder=types.SimpleNamespace(append=lambda log, row: rows.append(row)),
     )
     for phase, trajectory in attempts:
-        task = Task(trajectory.task_id, "question?", Preference(), {"kind": "lookup"})
-        TrainingRun.record_trajectory(run, phase, task, trajectory)
+        task = Task(trajectory.task_id, "question?", Preference(), kind="lookup")
+        TrainingRun.record_attempts(run, phase, [task], [trajectory])
     save(path, rows)
     return rows
 
@@ -69,8 +68,8 @@ def load(path, tokenizer, longest=9999):
         "warm_start.trajectories": str(path),
         "rollout.context_tokens": longest,
     }
-    said = []
-    return load_kept(Config().replace(settings), tokenizer, said.append), *said
+    lines = []
+    return load_kept(Config().replace(settings), tokenizer, lines.append), *lines
 
 
 def test_what_is_kept_and_why_the_rest_is_not(nano_tokenizer, tmp_path):
@@ -89,17 +88,17 @@ def test_what_is_kept_and_why_the_rest_is_not(nano_tokenizer, tmp_path):
     }
     attempts = [(p, made(nano_tokenizer, **c)) for p, entries in changes.items() for c in entries]
     rows = write(tmp_path, nano_tokenizer, *attempts)
-    kept, said = load(tmp_path, nano_tokenizer)
+    kept, line = load(tmp_path, nano_tokenizer)
     rewards = sorted([t.reward for t in group] for group in kept)
     assert rewards == [[0.1], [0.5], [0.9, 0.8, 0.7, 0.6]]
-    assert said == (
+    assert line == (
         "warm start on 6 recorded trajectories of 3 tasks; not kept: 2 of an evaluation or a "
         "skipped step, 2 not of the best of their task, 1 the same again, 1 wrong, "
         "1 cut or badly formed"
     )
     assert len(rows) == 6 + 2 + 2 + 1 + 1 + 1
     longest = max(len(trajectory.ids) for _, trajectory in attempts)
-    assert load(tmp_path, nano_tokenizer, longest) == (kept, said)
+    assert load(tmp_path, nano_tokenizer, longest) == (kept, line)
     with pytest.raises(UserError, match=r"no trajectory is kept \(.* too long.*\)"):
         load(tmp_path, nano_tokenizer, 5)
 
@@ -126,12 +125,25 @@ def test_a_badly_formed_turn_leaves_the_loss_alone_the_others_stay(nano_tokenize
     t = made(nano_tokenizer, rebuilt=rebuilt, advantage=1.0)
     bad, good = t.turns
     bad.well_formed = False
-    (sample,) = as_group([t], by_turn=True).samples
-    kept = [x for x, drawn in zip(sample.ids, sample.sampled, strict=True) if drawn]
-    assert kept == t.ids[good.start : good.end] and sample.trajectory_ids == len(kept)
+    (sample,) = as_group([t], well_formed_only=True).samples
+    kept = [x for x, in_loss in zip(sample.ids, sample.in_loss, strict=True) if in_loss]
+    assert kept == t.ids[good.start : good.end]
     assert sum(s.count for s in as_group([t]).samples) == sum(t.sampled)
-    note_logprobs([[t]], [[-1.0] * len(kept)], True)
+    record_logprobs([t], [[-1.0] * len(kept)], True)
     assert t.trainer_logprobs == [None] * (bad.end - bad.start) + [-1.0] * len(kept)
+
+
+def test_the_trainers_log_probabilities_reach_the_attempts():
+    def attempt(*contexts):
+        turns = [Turn(start, start + 1, "", context=begin) for begin, start in contexts]
+        sampled = [False, True, len(turns) == 1, True]
+        return Trajectory("t", 0, 1, [5, 6, 7, 8], sampled, [0.0] * 4, [-1, 3, 4, 4], turns)
+
+    whole, turns = attempt((0, 1)), attempt((0, 1), (2, 3))
+    record_logprobs([whole, turns], [[-1.5, -2.5, -0.5], [-3.0], [-3.5]])
+    assert [t.trainer_logprobs for t in (whole, turns)] == [[-1.5, -2.5, -0.5], [-3.0, -3.5]]
+    assert mean_staleness([whole, turns], 5) == (2 + 1 + 1 + 2 + 1) / 5
+    assert mean_staleness([], 5) == 0.0
 
 
 def test_rows_of_another_tokenizer_and_missing_runs_are_refused(nano_tokenizer, tmp_path):
@@ -158,11 +170,10 @@ def test_a_warm_start_learns_from_several_files(nano_tokenizer, tmp_path, make_t
         "warm_start.steps": 8,
         "warm_start.prompts": 2,
     }
-    run = make_training("student", settings)
+    run = make_training("student", settings | {"grpo.steps": 0})
+    assert run.train()
     assert "warm start on 2 recorded trajectories of 2 tasks; not kept: 2 wrong" in (
         capsys.readouterr().out
     )
-    run.progress.phase = "warm_start"
-    assert warm_start(run)
-    losses = [row["loss"] for row in steps_of(run)]
+    losses = [row["loss"] for row in steps_of(run) if row["phase"] == "warm_start"]
     assert losses[-1] < 0.9 * losses[0]

@@ -1,7 +1,8 @@
-"""A step has the gradient of the formula, however it is packed and divided."""
+"""An update has the gradient of the formula, however it is packed and divided."""
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -10,9 +11,17 @@ from groups import grouped
 
 from nanorchestra.model.attention import PackedAttention, Segment
 from nanorchestra.training.costs import model_flops
-from nanorchestra.training.objectives import OBJECTIVES, Objective
-from nanorchestra.training.packing import Group, Sample, mini_batches, pack
-from nanorchestra.training.trainer import Trainer, TrainerSettings
+from nanorchestra.training.objectives import Objective
+from nanorchestra.training.packing import (
+    Group,
+    Sample,
+    mini_batches,
+    number_samples,
+    pack,
+    samples_in,
+)
+from nanorchestra.training.trainer import Trainer, TrainerSettings, merge_updates
+from train import policy_update, supervised_update
 
 
 def make_groups(seed=0, groups=3, samples=3, vocab=600):
@@ -26,27 +35,28 @@ def make_groups(seed=0, groups=3, samples=3, vocab=600):
     for _ in range(groups):
         members, thought = [], ids(20)
         for i in range(samples):
-            said = ids(rng.randint(2, 20))
+            turn = ids(rng.randint(2, 20))
             if i % 3:
-                said = thought[: 20 - i % 2] + ids(rng.randint(0, 20))
-            sampled = [True] + [rng.random() < 0.7 for _ in said[1:]]
-            logprobs = [rng.uniform(-7, -5) for _ in said]
-            members.append(Sample(said, sampled, logprobs, rng.uniform(-2, 2)))
+                turn = thought[: 20 - i % 2] + ids(rng.randint(0, 20))
+            in_loss = [True] + [rng.random() < 0.7 for _ in turn[1:]]
+            logprobs = [rng.uniform(-7, -5) for _ in turn]
+            members.append(Sample(turn, in_loss, logprobs, rng.uniform(-2, 2)))
         made.append(grouped([5, 6, 5, 7] + ids(rng.randint(3, 40)), members))
+    number_samples(made)
     return made
 
 
-def gradients(model, groups, objective=None, vocab_limit=690, length=1, **settings):
-    """The gradients of one policy step by name, without its update."""
+def gradients(model, groups, objective=None, vocab_limit=690, longest=1, **settings):
+    """The gradients of one policy update by name, without its step."""
     trainer = Trainer(model, vocab_limit=vocab_limit, settings=TrainerSettings(**settings))
     taken = {}
 
     def take():
         taken.update({name: p.grad.clone() for name, p in model.named_parameters()})
-        return float("nan")  # no update
+        return float("nan")  # no step
 
-    trainer._clip_gradients = take
-    trainer.policy_step(groups, 0.0, objective or Objective(), length=length)
+    trainer.clip_gradients = take
+    policy_update(trainer, groups, objective or Objective(), 0.0, longest=longest)
     return taken
 
 
@@ -56,7 +66,7 @@ def alone(model, sample, limit=690, temperature=1.0):
     attention = PackedAttention([Segment(0, len(tokens))])
     hidden = model(tokens, torch.arange(len(tokens)), attention)
     logp = (model.logits(hidden)[:, :limit] / temperature).log_softmax(-1)
-    at = [i for i, sampled in enumerate(sample.sampled) if sampled]
+    at = [i for i, in_loss in enumerate(sample.in_loss) if in_loss]
     before = logp[[i - 1 for i in at]]
     return before.gather(1, tokens[at, None])[:, 0], -(before.exp() * before).sum(1).detach()
 
@@ -77,7 +87,11 @@ def test_a_packed_step_has_the_gradient_of_the_samples_one_by_one(nano_model):
     for group in groups:
         for sample in group.samples:
             logprobs, _ = alone(nano_model, sample)
-            old = [x for x, sampled in zip(sample.logprobs, sample.sampled, strict=True) if sampled]
+            old = [
+                x
+                for x, sampled in zip(sample.sampler_logprobs, sample.in_loss, strict=True)
+                if sampled
+            ]
             ratio = (logprobs - torch.tensor(old)).exp()
             losses = (-sample.advantage * ratio, -sample.advantage * ratio.clamp(0.8, 1.28))
             (torch.maximum(*losses).sum() / count).backward()
@@ -93,8 +107,8 @@ def test_with_a_least_entropy_only_the_ids_above_it_count(nano_model):
     widest = values.diff()[count // 8 : -count // 8].argmax() + count // 8
     nats = values[widest : widest + 2].mean().item()  # where rounding moves no id over it
     for sample, (logprobs, entropy) in zip(samples, computed, strict=True):
-        found = iter(logprobs.tolist())
-        sample.logprobs[:] = [next(found) if sampled else 0.0 for sampled in sample.sampled]
+        own = iter(logprobs.tolist())
+        sample.sampler_logprobs[:] = [next(own) if in_loss else 0.0 for in_loss in sample.in_loss]
         counts = (entropy >= nats) * sample.advantage
         (-(logprobs - logprobs.detach()).exp() * counts).sum().div(count).backward()
     expected = {name: p.grad.clone() for name, p in nano_model.named_parameters()}
@@ -104,36 +118,34 @@ def test_with_a_least_entropy_only_the_ids_above_it_count(nano_model):
 
 SURROGATES = [
     Objective(importance_cap=2.0),
-    Objective("gspo", "sequence", clip_low=0.1, clip_high=0.1),
+    Objective(clip_low=0.1, clip_high=0.1, dual_clip=1.5),
     Objective("cispo", "constant"),
 ]
 
 
-@pytest.mark.parametrize("objective", SURROGATES, ids=lambda o: o.surrogate)
+@pytest.mark.parametrize("objective", SURROGATES, ids=["cap", "dual", "cispo"])
 @pytest.mark.parametrize("budget", [1, 60])
 def test_micro_batches_do_not_change_the_gradient(nano_model, objective, budget):
     groups = make_groups(1)
-    whole = gradients(nano_model, groups, objective, length=40)
-    parts = gradients(nano_model, groups[::-1], objective, length=40, token_budget=budget)
+    whole = gradients(nano_model, groups, objective, longest=40)
+    parts = gradients(nano_model, groups[::-1], objective, longest=40, token_budget=budget)
     near(parts, whole)
 
 
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-def test_every_turn_as_its_own_sample_gives_the_same_gradient(nano_model, aggregation):
-    """A turn whose prompt is all that came before it: attempts are weighed, not samples."""
+def test_every_turn_as_its_own_sample_gives_the_same_gradient(nano_model):
+    """A turn whose prompt is all that came before it: ids are weighed, not samples."""
     groups, turns = make_groups(8), []
     for group in groups:
         for sample in group.samples:
-            said = len(sample.ids) - group.shared
-            sample.sampled = [False] * group.shared + [True] * said
-            cut = group.shared + said // 2
+            length = len(sample.ids) - group.shared
+            sample.in_loss = [False] * group.shared + [True] * length
+            cut = group.shared + length // 2
             for start, end in ((group.shared, cut), (cut, len(sample.ids))):
-                sampled = [i >= start for i in range(end)]
-                parts = sample.ids[:end], sampled, sample.logprobs[:end]
-                turns.append(Group([Sample(*parts, sample.advantage, said)], start))
-    objective = Objective(aggregation=aggregation)
-    whole = gradients(nano_model, groups, objective, length=40)
-    near(gradients(nano_model, turns, objective, length=40), whole)
+                in_loss = [i >= start for i in range(end)]
+                parts = sample.ids[:end], in_loss, sample.sampler_logprobs[:end]
+                turns.append(Group([Sample(*parts, sample.advantage)], start))
+    number_samples(turns)
+    near(gradients(nano_model, turns), gradients(nano_model, groups))
 
 
 def test_an_importance_cap_makes_stale_rollouts_a_weighted_policy_gradient(nano_model):
@@ -144,48 +156,63 @@ def test_an_importance_cap_makes_stale_rollouts_a_weighted_policy_gradient(nano_
 
 
 @pytest.mark.parametrize("budget", [1, 10_000])
-def test_a_policy_step_returns_the_log_probabilities_before_its_update(nano_model, budget):
+def test_an_update_returns_the_log_probabilities_before_it_and_the_mismatch(nano_model, budget):
     groups = make_groups(8)
-    groups[0].samples[0].sampled = [False] * len(groups[0].samples[0].ids)
+    groups[0].samples[0].in_loss = [False] * len(groups[0].samples[0].ids)
     with torch.no_grad():
-        samples = [sample for group in groups for sample in group.samples]
-        expected = [alone(nano_model, sample, 690, 0.7)[0] for sample in samples]
+        expected = [alone(nano_model, s, 690, 0.7)[0].tolist() for s in samples_in(groups)]
     trainer = Trainer(nano_model, vocab_limit=690, settings=TrainerSettings(token_budget=budget))
-    result = trainer.policy_step(groups, 1e-2, Objective(), temperature=0.7)
+    update, logprobs = policy_update(trainer, groups, Objective(), 1e-2, temperature=0.7)
     gaps = []
-    for sample, ours, theirs in zip(samples, result.logprobs, expected, strict=True):
-        assert ours == pytest.approx(theirs.tolist(), abs=1e-4)
-        drawn = [x for x, sampled in zip(sample.logprobs, sample.sampled, strict=True) if sampled]
-        gaps += [abs(x - y) for x, y in zip(ours, drawn, strict=True)]
-    assert result.metrics["grad_norm"] > 0
-    assert result.metrics["logprob_gap"] == pytest.approx(sum(gaps) / len(gaps))
-    assert result.metrics["logprob_gap_max"] == pytest.approx(max(gaps))
+    for sample, theirs in zip(samples_in(groups), expected, strict=True):
+        ours = logprobs[sample.index]
+        assert ours == pytest.approx(theirs, abs=1e-4)
+        pairs = zip(sample.sampler_logprobs, sample.in_loss, strict=True)
+        drawn = [logprob for logprob, in_loss in pairs if in_loss]
+        gaps += [x - y for x, y in zip(drawn, ours, strict=True)]
+    assert update["grad_norm"] > 0 and update["skipped"] == 0
+    sizes = [abs(gap) for gap in gaps]
+    ratios = [math.exp(-gap) for gap in gaps]
+    for name, value in {
+        "mismatch_kl": sum(gaps) / len(gaps),
+        "logprob_gap": sum(sizes) / len(gaps),
+        "logprob_gap_max": max(sizes),
+        "ratio_mean": sum(ratios) / len(gaps),
+        "ratio_max": max(ratios),
+    }.items():
+        assert update[name] == pytest.approx(value, rel=1e-4), name
+
+
+def test_the_metrics_of_several_updates_are_means_sums_and_maxima():
+    first = {"loss": 1.0, "logprob_gap_max": 0.5, "flops": 2.0, "tokens": 3.0, "skipped": 0.0}
+    second = first | {"loss": 3.0, "logprob_gap_max": 0.1}
+    assert merge_updates([first, second]) == {
+        "loss": 2.0,
+        "logprob_gap_max": 0.5,
+        "flops": 4.0,
+        "tokens": 6.0,
+        "skipped": 0.0,
+    }
+    bad = second | {"loss": math.nan, "skipped": 1.0}
+    assert merge_updates([first, bad])["loss"] == 1.0
+    assert merge_updates([first, bad])["skipped"] == 0.5, "one of two: the step was made"
+    assert merge_updates([bad, bad])["skipped"] == 1.0
+    assert merge_updates([]) == {}
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_the_update_lowers_the_loss_and_its_state_goes_on_exactly(nano_model, kind):
     groups = make_groups(4)
     trainer = Trainer(nano_model, vocab_limit=690, optimizer=kind)
-    first = [trainer.supervised_step(groups, 3e-3)["loss"] for _ in range(4)]
+    first = [supervised_update(trainer, groups, 3e-3)["loss"] for _ in range(4)]
     assert first[-1] < first[0]
     saved = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
-    straight = [trainer.supervised_step(groups, 3e-3)["loss"] for _ in range(3)]
+    straight = [supervised_update(trainer, groups, 3e-3)["loss"] for _ in range(3)]
     tensors = trainer.prepare(kind, False)
     assert tensors.keys() == saved.keys()
     for name, tensor in tensors.items():
         tensor.copy_(saved[name])
-    assert [trainer.supervised_step(groups, 3e-3)["loss"] for _ in range(3)] == straight
-
-
-def test_gspo_clips_no_sequence_for_the_samplers_rounding(nano_model):
-    groups = make_groups(3)
-    for group in groups:
-        for sample in group.samples:
-            logprobs = iter(alone(nano_model, sample)[0].tolist())
-            sample.logprobs = [next(logprobs) + 0.01 if drawn else 0.0 for drawn in sample.sampled]
-    trainer = Trainer(nano_model, vocab_limit=690)
-    metrics = trainer.policy_step(groups, 0.0, OBJECTIVES["gspo"]).metrics
-    assert metrics["clip_fraction"] == 0 and metrics["grad_norm"] > 0
+    assert [supervised_update(trainer, groups, 3e-3)["loss"] for _ in range(3)] == straight
 
 
 def test_the_ratio_of_later_updates_is_to_the_policy_before_the_first(nano_model):
@@ -195,7 +222,10 @@ def test_the_ratio_of_later_updates_is_to_the_policy_before_the_first(nano_model
         assert old == pytest.approx(alone(nano_model, sample)[0].tolist(), abs=1e-4)
         sample.old_logprobs = old
     tight = Objective(clip_low=1e-4, clip_high=1e-4)
-    stopped = [trainer.policy_step(groups, 1e-2, tight).metrics["clip_fraction"] for _ in "ab"]
+    stopped = []
+    for _ in range(2):
+        update, _ = policy_update(trainer, groups, tight, 1e-2)
+        stopped.append(update["clip_fraction"])
     assert stopped[0] == 0 and stopped[1] > 0.2
 
 
@@ -214,9 +244,9 @@ def test_a_loss_or_gradient_that_is_not_finite_changes_nothing(nano_model):
     groups[0].samples[0].advantage = float("nan")
     trainer = Trainer(nano_model, vocab_limit=690)
     before = [p.clone() for p in nano_model.parameters()]
-    assert trainer.policy_step(groups, 1e-2, Objective()).metrics["skipped"] == 1
+    assert policy_update(trainer, groups, Objective(), 1e-2)[0]["skipped"] == 1
     nano_model.norm.register_hook(lambda gradient: gradient * float("nan"))
-    assert trainer.supervised_step(make_groups(5), 1e-2)["skipped"] == 1
+    assert supervised_update(trainer, make_groups(5), 1e-2)["skipped"] == 1
     assert all(torch.equal(a, b) for a, b in zip(before, nano_model.parameters(), strict=True))
 
 
@@ -230,7 +260,7 @@ def test_the_kl_to_the_reference_is_zero_at_the_reference_and_pulls_back(nano_mo
     trainer.prepare("adamw", True)
 
     def step(rate):
-        return trainer.policy_step(groups, rate, objective).metrics["kl"]
+        return policy_update(trainer, groups, objective, rate)[0]["kl"]
 
     assert step(0.0) == pytest.approx(0.0, abs=1e-9)
     with torch.no_grad():
@@ -238,11 +268,6 @@ def test_the_kl_to_the_reference_is_zero_at_the_reference_and_pulls_back(nano_mo
             p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
     values = [step(1e-3) for _ in range(6)]
     assert values[0] > 0 and values[-1] < values[0]
-    referred = trainer.refer(groups)
-    again = trainer.policy_step(groups, 0.0, objective, referred=referred).metrics
-    flops = again.pop("flops")  # of this step alone
-    whole = trainer.policy_step(groups, 0.0, objective).metrics
-    assert 0 < flops < whole.pop("flops") and again == whole
 
 
 def test_flops_count_every_packed_id_and_attended_pair_once(nano_model):
@@ -251,8 +276,8 @@ def test_flops_count_every_packed_id_and_attended_pair_once(nano_model):
     assert packed.pairs == sum(position + 1 for position in packed.positions.tolist())
     expected = model_flops(nano_model.config, len(packed.tokens), packed.pairs, len(packed.targets))
     trainer = Trainer(nano_model, vocab_limit=690)
-    assert trainer.policy_step(groups, 0.0, Objective()).metrics["flops"] == expected
-    assert trainer.supervised_step(groups, 0.0)["flops"] == expected
+    assert policy_update(trainer, groups, Objective(), 0.0)[0]["flops"] == expected
+    assert supervised_update(trainer, groups, 0.0)["flops"] == expected
     trainer.prepare("adamw", True)
-    metrics = trainer.policy_step(groups, 0.0, Objective(kl_coef=0.1)).metrics
-    assert metrics["flops"] == pytest.approx(4 / 3 * expected)
+    update, _ = policy_update(trainer, groups, Objective(kl_coef=0.1), 0.0)
+    assert update["flops"] == pytest.approx(4 / 3 * expected)

@@ -1,0 +1,112 @@
+"""Plays the attempts of a step or of an evaluation, divided over the ranks."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+
+from nanorchestra.agent.attempts import Player, play
+from nanorchestra.agent.world import Split, World
+from nanorchestra.errors import require
+from nanorchestra.records import Task, Trajectory
+from nanorchestra.schemas import Json
+from nanorchestra.training.bill import Bill
+from nanorchestra.training.distributed import Ranks
+from nanorchestra.training.trajectories import from_row, to_row
+
+FAILED_SHARE = 0.5  # a step of which more attempts fail ends the run
+
+
+@dataclass
+class Attempts:
+    """Attempts that were played: trajectories[i] is one at tasks[i].
+
+    repeated: how many were played again because the infrastructure failed them. seconds: of
+    playing.
+    """
+
+    tasks: list[Task]
+    trajectories: list[Trajectory]
+    repeated: int
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens after the prompts, per second of playing."""
+        return sum(len(t.ids) - t.prompt_length for t in self.trajectories) / self.seconds
+
+    def to_notes(self) -> Json:
+        """Returns the attempts as JSON, for a checkpoint."""
+        rows = [to_row(*pair) for pair in zip(self.tasks, self.trajectories, strict=True)]
+        return {"rows": rows, "repeated": self.repeated, "seconds": self.seconds}
+
+    @classmethod
+    def from_notes(cls, notes: Json) -> Attempts:
+        """Returns the attempts of `to_notes`."""
+        pairs = [from_row(row) for row in notes["rows"]]
+        tasks = [task for task, _ in pairs]
+        trajectories = [trajectory for _, trajectory in pairs]
+        return cls(tasks, trajectories, notes["repeated"], notes["seconds"])
+
+
+def play_on_ranks(
+    player: Player,
+    world: World,
+    split: Split,
+    indices: list[int],
+    *,
+    seeds: list[int],
+    environment_seeds: list[int],
+    ranks: Ranks,
+    bill: Bill,
+    together: int = 1,
+) -> Attempts:
+    """Plays attempt i at task indices[i] of a split; every rank has all attempts.
+
+    seeds: of sampling. environment_seeds: of the simulated experts. Each rank makes the tasks and
+    environments of its own share. `together` attempts in a row, those at one task, are played by
+    one rank, whose engine then shares their prompt. All ranks call it together. UserError if the
+    run has no dollars left.
+    """
+    started = time.monotonic()
+    bill.divide(ranks)
+    share = -(-len(indices) // (ranks.world_size * together)) * together
+    mine = range(len(indices))[share * ranks.rank : share * (ranks.rank + 1)]
+    tasks = [world.task(split, indices[i]) for i in mine]
+
+    def environment(k):
+        return world.environment(tasks[k], environment_seeds[mine[k]])
+
+    trajectories, repeated = play(player, environment, [seeds[i] for i in mine])
+    attempts = Attempts([], [], 0, 0.0)
+    for of_rank in ranks.all_gather((tasks, trajectories, repeated)):
+        attempts.tasks += of_rank[0]
+        attempts.trajectories += of_rank[1]
+        attempts.repeated += of_rank[2]
+    bill.require_left(ranks)
+    attempts.seconds = time.monotonic() - started
+    return attempts
+
+
+def attempt_seeds(run_seed: int, step: int, count: int) -> list[int]:
+    """Returns the seeds of a step's attempts: of sampling, tools and simulated experts."""
+    return [random.Random(f"{run_seed}/rollout/{step}/{i}").getrandbits(48) for i in range(count)]
+
+
+def evaluation_seeds(run_seed: int, count: int) -> list[int]:
+    """Returns the seeds of sampling at held-out tasks."""
+    return [run_seed * 1_000_003 + i for i in range(count)]
+
+
+def require_most_worked(trajectories: list[Trajectory], step: int) -> None:
+    """Raises UserError if more than FAILED_SHARE of a step's attempts failed, repeated ones too.
+
+    What is left would teach when tools happen to be up.
+    """
+    failures = [t.failure for t in trajectories if t.failure]
+    require(
+        len(failures) <= FAILED_SHARE * len(trajectories),
+        f"step {step + 1}: {len(failures)} of {len(trajectories)} attempts failed, repeated ones "
+        f"too, for reasons of the infrastructure; the first: {''.join(failures[:1])[:200]}",
+    )

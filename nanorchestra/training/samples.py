@@ -1,0 +1,73 @@
+"""Turns attempts into the samples that the trainer packs, and writes back what it computed."""
+
+from collections.abc import Sequence
+from os.path import commonprefix  # of any lists, not of paths alone
+
+from nanorchestra.records import Trajectory
+from nanorchestra.training.packing import Group, Sample
+from nanorchestra.training.trajectories import contexts
+
+
+def ids_in_loss(attempt: Trajectory, well_formed_only: bool = False) -> list[bool]:
+    """Returns which ids enter the loss: sampled ones.
+
+    well_formed_only: those of turns that are well formed.
+    """
+    mask = list(attempt.sampled)
+    for turn in attempt.turns:
+        if well_formed_only and not turn.well_formed:
+            mask[turn.start : turn.end] = [False] * (turn.end - turn.start)
+    return mask
+
+
+def gave_answer(attempt: Trajectory) -> bool:
+    """Returns whether an attempt ended with an answer, and has a well-formed turn to learn from."""
+    answered = attempt.status == "answered" and bool(attempt.answer)
+    return answered and any(ids_in_loss(attempt, well_formed_only=True))
+
+
+def as_group(attempts: Sequence[Trajectory], well_formed_only: bool = False) -> Group:
+    """Returns attempts at one task as a group of samples.
+
+    Each context that has ids in the loss is a sample: one growing session, or with rebuilt prompts
+    every turn.
+    """
+    prompts = []
+    samples = []
+    for attempt in attempts:
+        mask = ids_in_loss(attempt, well_formed_only)
+        for begin, start, end in contexts(attempt):
+            if any(mask[begin:end]):
+                ids, logprobs = attempt.ids[begin:end], attempt.logprobs[begin:end]
+                prompts.append(attempt.ids[begin:start])
+                samples.append(Sample(ids, mask[begin:end], logprobs, attempt.advantage))
+    return Group(samples, len(commonprefix(prompts)))
+
+
+def record_logprobs(
+    attempts: Sequence[Trajectory],
+    trainer_logprobs: Sequence[Sequence[float]],
+    well_formed_only: bool = False,
+) -> None:
+    """Writes the trainer's log-probabilities on the attempts that the samples were made of.
+
+    trainer_logprobs[k] are those of sample k of the attempts' groups, in order, one for each id in
+    the loss. Other sampled ids get None.
+    """
+    logprobs = iter([logprob for sample in trainer_logprobs for logprob in sample])
+    for attempt in attempts:
+        mask = ids_in_loss(attempt, well_formed_only)
+        attempt.trainer_logprobs = []
+        for sampled, in_loss in zip(attempt.sampled, mask, strict=True):
+            if sampled:
+                attempt.trainer_logprobs.append(next(logprobs) if in_loss else None)
+
+
+def mean_staleness(attempts: Sequence[Trajectory], version: int) -> float:
+    """Returns how many updates before `version` the sampled ids' weights are, on average."""
+    lags = []
+    for attempt in attempts:
+        for sampled, drawn_by in zip(attempt.sampled, attempt.weight_versions, strict=True):
+            if sampled:
+                lags.append(version - drawn_by)
+    return sum(lags) / len(lags) if lags else 0.0
