@@ -208,6 +208,14 @@ class Preference:
 
 
 @dataclass(frozen=True)
+class Bounds:
+    """The least and the most that an attempt at a task can cost (US dollars) and last (seconds)."""
+
+    cost_usd: tuple[float, float] = (0.0, 0.0)
+    latency_s: tuple[float, float] = (0.0, 0.0)
+
+
+@dataclass(frozen=True)
 class Task:
     """One problem. `data` is JSON of the world's own: tools offered, gold answer, hidden facts."""
 

@@ -17,9 +17,9 @@ import numpy as np
 from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import Rollout
 from nanorchestra.errors import require
-from nanorchestra.records import Task, Trajectory
+from nanorchestra.records import Bounds, Task, Trajectory
 from nanorchestra.schemas import Json
-from reward import Bounds, preference_score, reward_parts, task_reward
+from reward import preference_score, reward_parts, task_rewards
 
 Pairs = Sequence[tuple[Task, Trajectory]]
 FAILURE_CHARS = 200  # of what the infrastructure failed with
@@ -35,8 +35,12 @@ def task_bounds(task: Task) -> Bounds:
 
 def score(task: Task, trajectory: Trajectory) -> Trajectory:
     """Fills in the trajectory's reward in its absolute form, and returns the trajectory."""
-    trajectory.reward = task_reward(trajectory, task.preference, task_bounds(task))
+    trajectory.reward = _task_reward(task, trajectory)
     return trajectory
+
+
+def _task_reward(task, trajectory) -> float:
+    return float(task_rewards([trajectory], task.preference, task_bounds(task))[0])
 
 
 def attempt(
@@ -180,7 +184,10 @@ def measure(tasks: Sequence[Task], trajectories: Sequence[Trajectory], group_siz
         for i in range(0, len(tasks), group_size)
     ]
     spreads = [stdev(group) for group in groups if len(group) > 1]
-    parts = [reward_parts(t, task.preference, task_bounds(task)) for task, t in pairs]
+    parts = []
+    for task, t in pairs:
+        of_one = reward_parts([t], task.preference, task_bounds(task))
+        parts.append({name: float(values[0]) for name, values in of_one.items()})
     return {
         **means(pairs),
         "reward_parts": _means(parts),
@@ -231,7 +238,7 @@ def _figures(task, t):
     )
     return {
         "reward": t.reward,
-        "reward_of_calls": task_reward(tokens_free, task.preference, task_bounds(task)),
+        "reward_of_calls": _task_reward(task, tokens_free),
         "accuracy": t.outcome,
         "cost_usd": t.cost_usd,
         "latency_s": t.latency_s,

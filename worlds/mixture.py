@@ -163,7 +163,9 @@ class Worlds:
         """
         if bounds == "task":
             return [member.reward for member in members]
-        return group_rewards(members, task.preference)
+        counted = [member for member in members if member.status != "infrastructure"]
+        rewards = iter(group_rewards(counted, task.preference).tolist())
+        return [0.0 if m.status == "infrastructure" else next(rewards) for m in members]
 
     def attempt(
         self, rollout: Rollout, tasks: Sequence[Task], seeds: Sequence[int]

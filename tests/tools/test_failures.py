@@ -132,7 +132,7 @@ def test_an_expert_that_is_down_costs_its_group_an_attempt_and_no_reward(
     assert (
         caused.status == "answered" and "HTTP 400: too long" in caused.turns[0].results[0].content
     )
-    rewards = group_rewards(group, envs[0].task.preference)
+    rewards = [*group_rewards(group[:2], envs[0].task.preference), 0.0]
     valid = [t.status != "infrastructure" for t in group]
     objective = objective_of(load_config("nano").grpo)
     advantages, why = group_advantages(rewards, valid, [True] * 3, objective, 0.0)
