@@ -23,10 +23,10 @@ def parse(*words):
 
 def test_a_config_is_written_resolved_and_read_back(tmp_path):
     words = ("--grpo.steps", "7", "--run.name=x", "--grpo.learning_rate", "1")
-    given = parse(*words, "--rollout.overlap", "false", "--run.root", 'a "b" \\ é\n')
+    given = parse(*words, "--rollout.lockstep", "false", "--run.root", 'a "b" \\ é\n')
     config = load_config("nano", given)
     assert (config.grpo.steps, config.run.name, config.grpo.learning_rate) == (7, "x", 1.0)
-    assert not config.rollout.overlap and config.rollout.pages == 4608
+    assert not config.rollout.lockstep and config.rollout.pages == 4608
     (tmp_path / "config.toml").write_text(to_toml(config), encoding="utf-8")
     assert load_config(tmp_path / "config.toml") == config
     assert load_config(None) == Config()
@@ -46,7 +46,7 @@ def test_another_objective_does_not_keep_what_the_file_chose_for_the_first():
     assert load_config("nano", parse("--grpo.objective", "grpo")) == load_config("nano")
     other = load_config("nano", parse("--grpo.objective", "cispo")).grpo
     assert other.kl_coef == Config().grpo.kl_coef and other.learning_rate == 1e-3
-    big = load_config("qwen3-8b", parse("--grpo.objective", "dapo", "--grpo.kl_coef", "0.5")).grpo
+    big = load_config("qwen3-8b", parse("--grpo.objective", "cispo", "--grpo.kl_coef", "0.5")).grpo
     assert (big.min_std, big.kl_coef) == (Config().grpo.min_std, 0.5)
 
 
@@ -60,11 +60,11 @@ def test_another_objective_does_not_keep_what_the_file_chose_for_the_first():
         (["--grpo.group_size", "1"], "--grpo.group_size: 1 must be at least 2"),
         (["--rollout.temperature", "0"], "--rollout.temperature: 0 must be at least 0.01"),
         (["--grpo.learning_rate", "nan"], "--grpo.learning_rate: nan must be"),
-        (["--grpo.importance_cap", "0.5"], "it must be at least 1, or 0 without"),
-        (["--rollout.overlap", "true"], "importance_cap is 0.0; it must be at least 1"),
-        (["--grpo.objective", "gspo", "--grpo.importance_cap", "2"], "gspo weighs whole sequences"),
+        (["--grpo.importance_cap", "0.5"], "it must be at least 1, or 0 for no such weight"),
+        (["--rollout.staleness", "1"], "importance_cap is 0; with rollout.staleness"),
+        (["--rollout.staleness", "2"], "rollout.staleness is 2; it must be 0, or 1"),
+        (["--grpo.objective", "gspo"], "'grpo', 'toolorchestra', 'dr_grpo', 'cispo'"),
         (["--lora.base", "int4"], "lora.rank is 0; with lora.base int4 it must be 1 or more"),
-        (["--lora.base", "int4", "--lora.rank", "4"], "lora.base is int4; it needs weights"),
         (["--lora.base", "nf4"], "'full', 'int4'"),
         (
             ["--lora.base", "int4", "--lora.rank", "4", "--model.path", "x"]

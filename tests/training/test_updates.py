@@ -281,3 +281,29 @@ def test_flops_count_every_packed_id_and_attended_pair_once(nano_model):
     trainer.prepare("adamw", True)
     update, _ = policy_update(trainer, groups, Objective(kl_coef=0.1), 0.0)
     assert update["flops"] == pytest.approx(4 / 3 * expected)
+
+
+def test_numbers_are_read_from_the_device_once_a_step_not_once_a_micro_batch(
+    nano_model, monkeypatch
+):
+    reads = []
+    for name in ("item", "tolist", "__float__", "__bool__"):
+        read = getattr(torch.Tensor, name)
+
+        def counted(tensor, *, read=read, name=name):
+            reads.append(name)
+            return read(tensor)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    counts = []
+    for budget in (1, 10_000):
+        settings = TrainerSettings(token_budget=budget)
+        trainer = Trainer(nano_model, vocab_limit=690, settings=settings)
+        trainer.prepare("adamw", True)
+        groups = make_groups(2)
+        batches = len(trainer.micro_batches(groups))
+        reads.clear()
+        policy_update(trainer, groups, Objective(kl_coef=0.1, importance_cap=2.0), 1e-3)
+        counts.append((batches, len(reads)))
+    (many, reads_of_many), (one, reads_of_one) = counts
+    assert many > 5 and one == 1 and reads_of_many == reads_of_one <= 4, counts
