@@ -51,7 +51,9 @@ from torch import Tensor
 from worlds.api_bill import api_bill
 from worlds.load import open_world
 
+from nanorchestra.agent.attempts import Player
 from nanorchestra.agent.loop import Rollout
+from nanorchestra.config import Config
 from nanorchestra.errors import INTERRUPTED, UserError, command
 from nanorchestra.model.lora import save_adapter
 from nanorchestra.model.saving import save_checkpoint
@@ -97,7 +99,7 @@ from nanorchestra.training.trainer import StepMetrics, Trainer, merge_updates
 from nanorchestra.training.warm_start import Demonstrations
 from reward import POLICY, PRICES, group_rewards, task_rewards
 from worlds import metrics
-from worlds.routers import evaluate_routers
+from worlds.routers import routers_of
 
 MAX_LOG_RATIO = 20.0  # keeps exp finite; the bounds of every surrogate lie far inside
 
@@ -462,23 +464,42 @@ def evaluate(
     run: TrainingRun, world: World, player: Rollout, ranks: Ranks, bill: Bill, phase: str
 ) -> Json:
     """Plays the held-out tasks; returns their summary, and records the attempts as `phase`."""
-    seed, tasks = run.config.run.seed, run.config.evaluation.tasks
+    tasks = run.config.evaluation.tasks
     with run.bar(-(-tasks // ranks.world_size), f"held-out tasks, {phase}", unit="task") as bar:
         player.on_done = lambda attempt: bar.update()
-        attempts = play_on_ranks(
-            player,
-            world,
-            "held_out",
-            list(range(tasks)),
-            seeds=evaluation_seeds(seed, tasks),
-            environment_seeds=[seed] * tasks,
-            ranks=ranks,
-            bill=bill,
-        )
-    for task, attempt in zip(attempts.tasks, attempts.trajectories, strict=True):
-        metrics.score(task, attempt)
+        attempts = play_held_out(run.config, world, player, ranks, bill)
     run.record_attempts(phase, attempts.tasks, attempts.trajectories)
     return metrics.summarise(attempts.tasks, attempts.trajectories)
+
+
+def evaluate_routers(config: Config, world: World) -> dict[str, Json]:
+    """Returns the held-out summaries of the fixed routers, of the miniature: they cost nothing."""
+    summaries = {}
+    if world.name == "miniature":
+        for name, router in routers_of(world).items():
+            attempts = play_held_out(config, world, router, Ranks(), Bill())
+            summaries[name] = metrics.summarise(attempts.tasks, attempts.trajectories)
+    return summaries
+
+
+def play_held_out(
+    config: Config, world: World, player: Player, ranks: Ranks, bill: Bill
+) -> Attempts:
+    """Plays and scores one attempt at each held-out task, all with experts of the same seed."""
+    tasks = config.evaluation.tasks
+    attempts = play_on_ranks(
+        player,
+        world,
+        "held_out",
+        list(range(tasks)),
+        seeds=evaluation_seeds(config.run.seed, tasks),
+        environment_seeds=[config.run.seed] * tasks,
+        ranks=ranks,
+        bill=bill,
+    )
+    for task, attempt in zip(attempts.tasks, attempts.trajectories, strict=True):
+        metrics.score(task, attempt)
+    return attempts
 
 
 @command("train.py")
