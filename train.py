@@ -10,8 +10,8 @@
     python train.py --warm_start.steps 50 --warm_start.trajectories runs/nano     imitates its best
 
 `train` sets a run up and has its phases in order: warm start, evaluation, GRPO, evaluation.
-`policy_update` is one optimizer step, `policy_loss` the loss. Equations (2) and (3) are those of
-ToolOrchestra (arXiv 2511.21689, section 3). What a reader of other GRPO scripts finds added:
+`policy_update` is one optimizer step, `policy_loss` the loss. The method is that of ToolOrchestra
+(arXiv 2511.21689, section 3). What a reader of other GRPO scripts finds added:
 
 - An attempt has many turns. The engine keeps the session's KV cache while tools run, and text is
   never tokenised twice: what was sampled is what is trained on, id by id.
@@ -185,14 +185,14 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
 
             # What the infrastructure failed says nothing about the policy, and is in no mean.
             valid = [attempt for attempt in members if attempt.status != "infrastructure"]
-            if grpo.bounds == "group":  # R(tau) = r_out(tau) Mn(tau) . P, equation (2)
+            if grpo.bounds == "group":  # R(tau) = r_out(tau) Mn(tau) . P, ToolOrchestra section 3
                 rewards = group_rewards(valid, task.preference)
             else:  # the same with extrema that are known before any attempt
                 rewards = task_rewards(valid, task.preference, task.bounds)
             for attempt, reward in zip(valid, rewards, strict=True):
                 attempt.reward = float(reward)
 
-            # A(tau) = (R(tau) - mean R) / std R over the group, equation (3)
+            # A(tau) = (R(tau) - mean R) / std R over the group, DeepSeekMath section 4.1.2
             advantages = group_advantages(
                 [None if a.status == "infrastructure" else a.reward for a in members],
                 [gave_answer(a) for a in members],
