@@ -55,7 +55,7 @@ SHAPES = PRESETS | {
 
 
 @dataclass(frozen=True)
-class Work:
+class EngineWork:
     """What a work asks of the machine; counts of all its steps together.
 
     steps: each reads all weights. tokens: through the layers. logits: tokens with logits. keys:
@@ -69,22 +69,22 @@ class Work:
     pairs: float = 0.0
 
 
-def prefill_work(length: int) -> Work:
+def prefill_work(length: int) -> EngineWork:
     """Counts one prompt, to its first token."""
-    return Work(1, length, 1, pairs=length**2 / 2)
+    return EngineWork(1, length, 1, pairs=length**2 / 2)
 
 
-def decode_work(rows: int, context: float, steps: int = 1) -> Work:
+def decode_work(rows: int, context: float, steps: int = 1) -> EngineWork:
     """Counts steps of `rows` unrelated sequences that have `context` tokens on average."""
-    return Work(steps, rows * steps, rows * steps, keys=rows * steps * context)
+    return EngineWork(steps, rows * steps, rows * steps, keys=rows * steps * context)
 
 
-def group_work(prompts: int, prompt: int, samples: int, sampled: int) -> Work:
+def group_work(prompts: int, prompt: int, samples: int, sampled: int) -> EngineWork:
     """Counts samples in groups. A prompt is computed once, and read once for all its samples."""
     rows = prompts * samples
     own_keys = rows * sampled * (sampled - 1) / 2
     shared_keys = prompts * prompt * (sampled - 1)
-    return Work(
+    return EngineWork(
         steps=sampled,
         tokens=prompts * prompt + rows * (sampled - 1),
         logits=rows * sampled,
@@ -93,7 +93,7 @@ def group_work(prompts: int, prompt: int, samples: int, sampled: int) -> Work:
     )
 
 
-def loop_work(prompt: int, turns: int, given: int, sampled: int) -> Work:
+def loop_work(prompt: int, turns: int, given: int, sampled: int) -> EngineWork:
     """Counts a tool loop that keeps its KV: in each turn tokens are given, then some sampled."""
     keys = pairs = 0.0
     context = prompt
@@ -104,7 +104,7 @@ def loop_work(prompt: int, turns: int, given: int, sampled: int) -> Work:
             pairs += given * context
         keys += (context + given) * sampled
         context += given + sampled
-    return Work(turns * sampled, context, turns * sampled, keys, pairs)
+    return EngineWork(turns * sampled, context, turns * sampled, keys, pairs)
 
 
 class Ceiling:
@@ -129,23 +129,23 @@ class Ceiling:
     def _best(self, call: Callable[[], Any]) -> float:
         return min(seconds(call, self.device) for _ in range(12))
 
-    def bytes_of(self, work: Work) -> float:
+    def bytes_of(self, work: EngineWork) -> float:
         """Counts the bytes of weights and KV that must be read."""
         return work.steps * self.weight_bytes + work.keys * self.kv_bytes
 
-    def flops_of(self, work: Work) -> float:
+    def flops_of(self, work: EngineWork) -> float:
         """Counts the FLOPs."""
         costs = self.costs
         layers = work.tokens * costs.token_flops + work.pairs * costs.pair_flops
         return layers + work.logits * costs.logit_flops
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: EngineWork) -> float:
         """Returns the least seconds: weights read or FLOPs done, and the KV read."""
         weights = work.steps * self.weight_bytes / self.bandwidth
         keys = work.keys * self.kv_bytes / self.bandwidth
         return max(weights, self.flops_of(work) / self.flops) + keys
 
-    def figures(self, work: Work, tokens: int, taken: float) -> dict[str, float]:
+    def figures(self, work: EngineWork, tokens: int, taken: float) -> dict[str, float]:
         """Returns a speed beside its ceiling: `tokens` of the work counted, in `taken` seconds."""
         bound = self.seconds(work)
         return {

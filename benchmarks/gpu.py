@@ -45,7 +45,7 @@ DONE = ("done", "not here")
 
 
 @dataclass(frozen=True)
-class Work:
+class GpuWork:
     """A part: its function in a module of gpu_parts, and its seconds at most on a GPU."""
 
     module: str
@@ -56,18 +56,18 @@ class Work:
 # In this order: what all else rests on, and what no test on a CPU can tell. The limits of the parts
 # up to "decode" fit in one call, and those of the others in a second one.
 PARTS = {
-    "pointwise": Work("kernels", "pointwise", 80),
-    "attention": Work("kernels", "paged_attention", 60),
-    "training attention": Work("kernels", "training_attention", 60),
-    "output matrix": Work("kernels", "outputs", 60),
-    "quantised products": Work("kernels", "quantised_products", 50),
-    "grpo 0.6b": Work("training", "small", 90),
-    "decode": Work("engine", "decode", 140),
-    "tokens as on the CPU": Work("engine", "tokens_as_on_cpu", 60),
-    "steps": Work("engine", "steps", 90),
-    "serving": Work("engine", "serving", 150),
-    "grpo 4b": Work("training", "large", 120),
-    "vllm": Work("engine", "vllm", 120),
+    "pointwise": GpuWork("kernels", "pointwise", 80),
+    "attention": GpuWork("kernels", "paged_attention", 60),
+    "training attention": GpuWork("kernels", "training_attention", 60),
+    "output matrix": GpuWork("kernels", "outputs", 60),
+    "quantised products": GpuWork("kernels", "quantised_products", 50),
+    "grpo 0.6b": GpuWork("training", "small", 90),
+    "decode": GpuWork("engine", "decode", 140),
+    "tokens as on the CPU": GpuWork("engine", "tokens_as_on_cpu", 60),
+    "steps": GpuWork("engine", "steps", 90),
+    "serving": GpuWork("engine", "serving", 150),
+    "grpo 4b": GpuWork("training", "large", 120),
+    "vllm": GpuWork("engine", "vllm", 120),
 }
 
 

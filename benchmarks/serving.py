@@ -62,7 +62,7 @@ def cpu_seconds(pid: int) -> float:
     return used
 
 
-class Server:
+class ServerProcess:
     """A server of the model, in a process of its own with one thread for its arithmetic."""
 
     def __init__(self, model: Path, command: list[str]):
@@ -191,7 +191,7 @@ def main() -> None:
         served = ["--model", path, "--served-model-name", options.model.name]
         entry = [str(vllm), "-m", "vllm.entrypoints.openai.api_server"]
         commands["vLLM's server"] = [*entry, *served, *VLLM.split()]
-    servers = {name: Server(options.model, command) for name, command in commands.items()}
+    servers = {name: ServerProcess(options.model, command) for name, command in commands.items()}
     rounds: list[dict[str, Figures]] = []
     once: dict[str, Figures] = {}
     try:

@@ -15,7 +15,7 @@ HEADER = "Documents:\n"
 
 
 @dataclass(frozen=True)
-class Budget:
+class EvidenceBudget:
     """The most that a text of evidence may have, in token ids."""
 
     total: int = 24_000
@@ -52,7 +52,7 @@ class Evidence:
             known = getattr(self, name)
             known += [item for item in items if name != "documents" or item not in known]
 
-    def shown(self, budget: Budget) -> str:
+    def shown(self, budget: EvidenceBudget) -> str:
         """Returns the evidence that fits, of each kind the newest; "" if there is none.
 
         Code that would fill the text alone leaves no documents.

@@ -11,8 +11,7 @@ from invariants import check_scheduler
 from scripted import EchoTool
 
 from nanorchestra.agent.environment import ToolEnvironment
-from nanorchestra.agent.loop import Limits as AttemptLimits
-from nanorchestra.agent.loop import Rollout
+from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.engine.sampler import Draw
 from nanorchestra.records import Preference, Task
 from nanorchestra.serving.http import Server

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanorchestra.evidence import Budget, Evidence
+from nanorchestra.evidence import Evidence, EvidenceBudget
 
 
 def count(tokenizer, *texts):
@@ -17,7 +17,7 @@ def test_the_oldest_documents_go_first(nano_tokenizer):
     exactly = count(nano_tokenizer, "Documents:\n", newest, worked)
 
     def text(total):
-        return known.shown(Budget(total))
+        return known.shown(EvidenceBudget(total))
 
     assert text(exactly) == f"Documents:\n{newest}{worked}"
     more, less = text(exactly + 30), text(exactly - 1)
@@ -28,7 +28,10 @@ def test_the_oldest_documents_go_first(nano_tokenizer):
 
 
 def test_code_and_attempts_have_shares_of_their_own(nano_tokenizer):
-    known, budget = Evidence("?", tokenizer=nano_tokenizer), Budget(240, 160, 80, document_chars=5)
+    known, budget = (
+        Evidence("?", tokenizer=nano_tokenizer),
+        EvidenceBudget(240, 160, 80, document_chars=5),
+    )
     known.attempts = [["orion", f"maybe {i} " * 4] for i in range(9)]
     attempts = known.shown(budget)
     known.documents.append("short " * 9)

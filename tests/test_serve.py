@@ -28,13 +28,13 @@ from scripted import EchoTool, ScriptedEngine
 
 import serve
 from nanorchestra.agent.load import NANO, load_rollout
-from nanorchestra.agent.loop import Limits, Rollout
+from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.errors import UserError
 from nanorchestra.model import chat
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.report.terminal import Console
 from worlds.miniature.ask import EXAMPLES
-from worlds.session import COMMANDS, Miniature, Offered, Session, open_world, price
+from worlds.terminal import COMMANDS, Miniature, Offered, Terminal, open_world, price
 
 LAW = EXAMPLES[0]
 SPINNER = r"[/|\\-] \d+ s"
@@ -49,15 +49,15 @@ def think(thought, name=None, content="", **arguments):
 
 @pytest.fixture
 def talk(nano_tokenizer, sandbox):
-    """talk(*lines of the script) -> (Session, what it has written)."""
+    """talk(*lines of the script) -> (Terminal, what it has written)."""
 
     def start(*lines, out=None, tools=None, turns=50):
         out = out or io.StringIO()
         engine = ScriptedEngine(nano_tokenizer, itertools.repeat(iter(lines)))
-        limits = Limits(turns, 2048, 2048)
+        limits = AttemptLimits(turns, 2048, 2048)
         rollout = Rollout(engine, nano_tokenizer, lambda *_: None, limits)
         world = Miniature(sandbox) if tools is None else Offered(tools)
-        return Session(rollout, world, "scripted", 0, out), out.getvalue
+        return Terminal(rollout, world, "scripted", 0, out), out.getvalue
 
     return start
 
@@ -87,7 +87,7 @@ def spy(call=lambda arguments: ToolResult("seen", 0.25, 2.0), blocking=False):
     return tool
 
 
-class Terminal(io.StringIO):
+class TerminalStream(io.StringIO):
     def isatty(self):
         return True
 
@@ -120,7 +120,7 @@ def test_a_call_is_shown_before_its_result(talk):
 def test_colours_are_for_terminals_and_texts_cannot_drive_one(talk, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    session, out = talk(think("t"), out=Terminal())
+    session, out = talk(think("t"), out=TerminalStream())
     session.handle(LAW)
     assert "\033[2mt\033[0m" in out()
     tool = spy(lambda arguments: ToolResult("a\033[2Jb\rc\x9bd"))
@@ -210,7 +210,7 @@ def test_prices_are_in_dollars(talk):
 
 def test_a_conversation_sees_what_was_said_in_the_cache(sandbox, tmp_path, capsys):
     """Real engine, real tools: nano babbles, but its prompt is all that was said before."""
-    rollout = load_rollout(NANO, Limits(2, 48, 2048), {"temperature": 0.0}, 1)
+    rollout = load_rollout(NANO, AttemptLimits(2, 48, 2048), {"temperature": 0.0}, 1)
     cached = []
     make = rollout.engine.make_request_on
 
@@ -220,7 +220,7 @@ def test_a_conversation_sees_what_was_said_in_the_cache(sandbox, tmp_path, capsy
         return request
 
     rollout.engine.make_request_on = make_request_on
-    session = Session(rollout, Offered([spy()]), "", 0, io.StringIO())
+    session = Terminal(rollout, Offered([spy()]), "", 0, io.StringIO())
     first = session.ask("My name is Ada.")
     second = session.ask("What is my name?")
     end = [rollout.tokenizer.im_end] * (first.ids[-1] != rollout.tokenizer.im_end)
@@ -275,8 +275,8 @@ def test_ctrl_c_stops_an_answer_at_once_and_shows_its_cost(talk, monkeypatch, ca
 
 
 def test_tokens_of_a_stopped_turn_are_kept_and_billed(talk):
-    rollout = load_rollout(NANO, Limits(2, 1024, 2048), {}, 1)
-    session = Session(rollout, Offered([spy()]), "", 0, io.StringIO())
+    rollout = load_rollout(NANO, AttemptLimits(2, 1024, 2048), {}, 1)
+    session = Terminal(rollout, Offered([spy()]), "", 0, io.StringIO())
     session.at_prompt, seen = True, []
     show = session.console.on_event
 
@@ -299,7 +299,7 @@ def test_lines_break_between_words_within_the_width(monkeypatch):
     words = ["a", "word", "naïve", "日本語日本語", "🙂🙂", "e\u0301tude", "x" * 12, "\t", "\n"]
     for width in (24, 37, 80):
         monkeypatch.setenv("COLUMNS", str(width))
-        out = Terminal()
+        out = TerminalStream()
         console = Console(out)
         text = " ".join(words * 9)
         for start in range(0, len(text), 3):
@@ -317,7 +317,7 @@ def test_folded_reasoning_takes_one_line(talk, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     thought = "many words " * 30 + "\nand a line"
     for folded, lines in ((True, 1), (False, 8)):
-        session, _ = talk(tools=[spy()], out=(out := Terminal()))
+        session, _ = talk(tools=[spy()], out=(out := TerminalStream()))
         if folded:
             session.handle("/fold")
         for label, text in (("think", thought[:50]), ("think", thought[50:]), ("answer", "57")):
@@ -330,7 +330,7 @@ def test_folded_reasoning_takes_one_line(talk, monkeypatch):
 def test_a_line_appears_as_it_grows_and_a_slow_tool_has_a_spinner(talk, monkeypatch):
     """What Live draws is erased again: the last lines stay."""
     monkeypatch.setenv("TERM", "xterm")
-    seen, out = [], Terminal()
+    seen, out = [], TerminalStream()
 
     def call(arguments):
         end = time.monotonic() + 20

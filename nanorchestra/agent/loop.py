@@ -28,7 +28,7 @@ OnEvent = Callable[[str, Any], None]
 
 
 @dataclass(frozen=True)
-class Limits:
+class AttemptLimits:
     """Where an attempt is cut. `context_tokens` bounds a session, or with `rebuild` each turn."""
 
     turns: int = 50
@@ -37,7 +37,7 @@ class Limits:
     calls_per_turn: int = 4
 
     @classmethod
-    def of(cls, settings: Any) -> Limits:
+    def of(cls, settings: Any) -> AttemptLimits:
         """Returns the limits that settings, as config.rollout, have under the same names."""
         return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
 
@@ -250,7 +250,7 @@ class Rollout:
     engine: Any
     tokenizer: Any
     params: Callable[[int, int], Any]
-    limits: Limits
+    limits: AttemptLimits
     price: Price = DEFAULT_PRICE
     seconds_per_token: float = SECONDS_PER_TOKEN
     survives_failures: bool = False
@@ -267,9 +267,11 @@ class Rollout:
         """Returns the trajectory of one attempt at each environment, in the same order."""
         return asyncio.run(self._run(environments, seeds, on_event))
 
-    def open(self, attempt: Attempt, start: Environment | Notes, prompt: list[int]) -> Conversation:
+    def open(
+        self, attempt: Attempt, start: Environment | Notes, prompt: list[int]
+    ) -> EngineConversation:
         """Opens a conversation of an attempt; `prompt` are the ids of `start`'s messages."""
-        return Conversation(self, attempt.index, self.engine.session(prompt))
+        return EngineConversation(self, attempt.index, self.engine.session(prompt))
 
     async def _run(self, environments, seeds, on_event) -> list[Trajectory]:
         self._ready: list[tuple] = []  # (attempt, session, params, on_token, future) of a turn
@@ -319,7 +321,7 @@ def _completion(request) -> Any:
 
 
 @dataclass
-class Conversation:
+class EngineConversation:
     """An attempt's session on our engine. policy.py has the same for a model behind an endpoint."""
 
     rollout: Rollout

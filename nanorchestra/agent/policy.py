@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanorchestra.agent.limits import UserLimits
-from nanorchestra.agent.loop import Attempt, Limits, Rollout
+from nanorchestra.agent.loop import Attempt, AttemptLimits, Rollout
 from nanorchestra.engine.sequence import Completion
 from nanorchestra.errors import require
 from nanorchestra.model import chat
@@ -39,7 +39,7 @@ class EndpointRollout(Rollout):
         model: str,
         price: Price,
         tokenizer: Any,
-        limits: Limits,
+        limits: AttemptLimits,
         temperature: float,
         spending: Spending,
     ):

@@ -7,7 +7,7 @@ is that of its FRAMES script. docs/differences.md lists what differs. No torch.
 from collections.abc import Sequence
 from typing import Any
 
-from nanorchestra.evidence import Budget
+from nanorchestra.evidence import EvidenceBudget
 from nanorchestra.model import chat
 from nanorchestra.records import ToolCall, ToolResult
 from nanorchestra.schemas import Json
@@ -52,7 +52,7 @@ class Notes:
         """The prompt of the next turn; longer than `prompt_tokens` only if it has no evidence."""
         bare = chat.encode(self.tokenizer, self._messages(""), self.tools)
         room = max(0, self.prompt_tokens - len(bare) - JOINTS)
-        budget = Budget(total=min(Budget.total, room))
+        budget = EvidenceBudget(total=min(EvidenceBudget.total, room))
         return self._messages(self.evidence.shown(budget))
 
     def _messages(self, evidence) -> list[Json]:

@@ -40,7 +40,9 @@ async def orchestrated(
     require(env.task.data or "too_long" not in body, body.get("too_long", ""))
     env.messages[:0] = [] if env.task.data else before  # a world's task stands alone
     rollout, chosen = copy.copy(rollout), {name: body[name] for name in SAMPLING}
-    rollout.open = lambda attempt, start, prompt: Conversation(service, rollout.price, prompt)
+    rollout.open = lambda attempt, start, prompt: OrchestratorConversation(
+        service, rollout.price, prompt
+    )
     rollout.params = lambda seed, most: SamplingParams(most, seed=seed, **chosen)
     chunks = asyncio.Queue()
 
@@ -117,7 +119,7 @@ def _chunk(delta, reason=None, **told):
 
 
 @dataclass
-class Conversation:
+class OrchestratorConversation:
     """The session of an attempt: each turn is a request of its own on the KV of the last."""
 
     service: Service

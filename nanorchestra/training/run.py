@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nanorchestra.agent.loop import Limits, Rollout
+from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.config import Config
 from nanorchestra.engine.sequence import SamplingParams
 from nanorchestra.errors import UserError, require
@@ -109,7 +109,7 @@ class TrainingRun:
             self.engine,
             self.tokenizer,
             params,
-            Limits.of(settings),
+            AttemptLimits.of(settings),
             self.worlds.price,
             lockstep=settings.lockstep,
             rebuild=settings.context == "rebuild",

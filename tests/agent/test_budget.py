@@ -18,7 +18,7 @@ import pytest
 from data_gen import main as data_gen
 from nanorchestra.agent import nested
 from nanorchestra.agent.environment import ToolEnvironment
-from nanorchestra.agent.loop import Limits, Rollout
+from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.agent.policy import EndpointRollout
 from nanorchestra.config import TaskSection
 from nanorchestra.records import Preference, Price, Task, banned
@@ -34,7 +34,7 @@ from worlds.toolscale.dataset import load_world
 from worlds.toolscale.environment import Models
 
 ATTEMPTS = int(os.environ.get("BUDGET_ATTEMPTS", 600))
-LIMITS = Limits(turns=5, turn_tokens=150, context_tokens=2500, calls_per_turn=3)
+LIMITS = AttemptLimits(turns=5, turn_tokens=150, context_tokens=2500, calls_per_turn=3)
 PRICES = {"gpt-5": (1.25, 10.0), "claude": (15.0, 75.0), "Qwen/Qwen3-8B": (0.2, 0.2)}
 WORDS = "tool text 42 the of law code answer hi ??? x" * 40
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from scripted import ANSWER, EchoTool, call, echoing, play
 
-from nanorchestra.agent.loop import Limits
+from nanorchestra.agent.loop import AttemptLimits
 from nanorchestra.errors import UserError
 from nanorchestra.records import Preference, ToolResult, words_and_vector
 
@@ -26,7 +26,7 @@ def limited(tokenizer, script, tool=None, limits=None, **wish):
     env = echoing(tool or Priced())
     task = replace(env.task, preference=Preference(**wish))
     env = type(env)(task, list(env.by_name.values()), lambda answer: float(answer == "42"))
-    (t,), engine = play(tokenizer, script, envs=[env], limits=limits or Limits())
+    (t,), engine = play(tokenizer, script, envs=[env], limits=limits or AttemptLimits())
     said = [result.content for turn in t.turns for result in turn.results]
     return t, said, engine, env.messages[0]["content"]
 
@@ -45,7 +45,7 @@ def test_a_forbidden_tool_is_not_called_and_a_refused_call_earns_no_weight(nano_
     for refused, says in ((call(name="nothing"), "no tool"), (wrong, "unexpected")):
         t, said, _, _ = limited(nano_tokenizer, [refused, ANSWER])
         assert says in said[0] and t.calls == {}
-    t, said, _, _ = limited(nano_tokenizer, [TWO, ANSWER], limits=Limits(calls_per_turn=1))
+    t, said, _, _ = limited(nano_tokenizer, [TWO, ANSWER], limits=AttemptLimits(calls_per_turn=1))
     assert "at most 1 calls" in said[1] and t.calls == {"echo": 1}
 
 

@@ -11,7 +11,7 @@ from openai_server import openai_server, said
 from scripted import EchoTool, play
 
 from nanorchestra.agent.environment import ToolEnvironment
-from nanorchestra.agent.loop import Limits
+from nanorchestra.agent.loop import AttemptLimits
 from nanorchestra.agent.rebuild import Notes
 from nanorchestra.model import chat
 from nanorchestra.records import Preference, Task, ToolCall, ToolResult
@@ -117,7 +117,7 @@ def test_budgets_are_kept_in_ids_whatever_the_text(nano_tokenizer):
 
 
 def test_the_teacher_shows_what_the_loop_will_compose(nano_tokenizer, sandbox):
-    limits = Limits(context_tokens=1000, turn_tokens=200)
+    limits = AttemptLimits(context_tokens=1000, turn_tokens=200)
     for task in World(0).tasks("train", 12):
         env = environment(task, 0, sandbox)
         shown = demonstration(teach(env, 0), env, nano_tokenizer, 800)
@@ -204,7 +204,7 @@ def test_a_published_episode_meets_the_published_prompt_in_each_turn(
             turn(("answer", "answer-4"), ("search", "search-2")),
             turn(),  # never
         ]
-        limits = Limits(turn_tokens=500, context_tokens=60_000)
+        limits = AttemptLimits(turn_tokens=500, context_tokens=60_000)
         ((t,), engine) = play(nano_tokenizer, script, envs=[env], limits=limits, rebuild=True)
     found = list(env.evidence.documents)
     assert sorted(found[:8]) == sorted(texts) and len(server.bodies) == 3

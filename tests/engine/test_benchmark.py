@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import engine as benchmark
-from benchmarks.engine import SHAPES, Bench, Work, group_work, loop_work, random_model
+from benchmarks.engine import SHAPES, Bench, EngineWork, group_work, loop_work, random_model
 
 
 def make_bench(**options) -> Bench:
@@ -63,14 +63,14 @@ def test_a_speed_stands_beside_the_bytes_and_flops_that_it_moved(bench):
 
 def test_works_are_counted_token_by_token():
     """The prompt of a group is computed once, and read once for all samples of a step."""
-    counted = Work(steps=4, tokens=20, logits=0, pairs=2 * 10**2 / 2)
+    counted = EngineWork(steps=4, tokens=20, logits=0, pairs=2 * 10**2 / 2)
     tokens, logits, keys = counted.tokens, 2 * 3, 0
     for step in range(1, 4):
         tokens += 2 * 3
         logits += 2 * 3
         keys += 2 * 10 + 2 * 3 * step
     work = group_work(prompts=2, prompt=10, samples=3, sampled=4)
-    assert work == Work(steps=4, tokens=tokens, logits=logits, keys=keys, pairs=counted.pairs)
+    assert work == EngineWork(steps=4, tokens=tokens, logits=logits, keys=keys, pairs=counted.pairs)
 
     work = loop_work(prompt=100, turns=3, given=10, sampled=2)
     assert work.steps == work.logits == 3 * 2 and work.tokens == 100 + 3 * (10 + 2)

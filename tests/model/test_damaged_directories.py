@@ -13,7 +13,7 @@ import torch
 from damaged_directories import DAMAGES
 
 from nanorchestra.agent.load import load_rollout
-from nanorchestra.agent.loop import Limits
+from nanorchestra.agent.loop import AttemptLimits
 from nanorchestra.errors import UserError
 from nanorchestra.files import SUMS
 from nanorchestra.model import saving
@@ -48,7 +48,7 @@ def load(path):
     """As serve.py and evaluate.py load it."""
     sampling = read_sampling(path)
     context = read_config(path).max_position_embeddings
-    load_rollout(path, Limits(turn_tokens=context // 2, context_tokens=context), sampling, 1)
+    load_rollout(path, AttemptLimits(turn_tokens=context // 2, context_tokens=context), sampling, 1)
 
 
 def in_a_fork(function) -> str:

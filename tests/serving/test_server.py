@@ -29,7 +29,7 @@ from nanorchestra.engine.scheduler import Scheduler
 from nanorchestra.engine.sequence import Request
 from nanorchestra.records import ToolResult
 from nanorchestra.serving import connections, service
-from nanorchestra.serving.orchestrate import Conversation
+from nanorchestra.serving.orchestrate import OrchestratorConversation
 from nanorchestra.serving.protocol import Choice
 
 ROOT = Path(__file__).parents[2]
@@ -355,7 +355,7 @@ def test_a_preference_that_is_none_is_refused_in_one_line(http, metadata, proble
 def test_a_loop_that_is_left_or_fails_ends(start, monkeypatch):
     """At once, although the tool goes on."""
     entered, release, closed = threading.Event(), threading.Event(), threading.Event()
-    monkeypatch.setattr(Conversation, "close", lambda self: closed.set())
+    monkeypatch.setattr(OrchestratorConversation, "close", lambda self: closed.set())
 
     class Slow(EchoTool):
         def call(self, arguments):

@@ -12,7 +12,7 @@ from nanorchestra.records import Trajectory
 
 
 @dataclass
-class Conversation:
+class Transcript:
     """Questions and answers as messages, and all that followed the first question as ids.
 
     An attempt continues the ids, so that the engine's cache serves what was said. Tools may change

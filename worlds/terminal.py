@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
-from nanorchestra.agent.conversation import Conversation
 from nanorchestra.agent.environment import Tool, ToolEnvironment
 from nanorchestra.agent.load import NANO
 from nanorchestra.agent.loop import Rollout
 from nanorchestra.agent.nested import Orchestrator
+from nanorchestra.agent.transcript import Transcript
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import append_line, read_json_lines, read_toml
 from nanorchestra.model.tokenizer import Tokenizer
@@ -108,7 +108,7 @@ def open_world(model: Path, catalogue: str | None, index: str | None, sandbox: S
 
 
 @dataclass(eq=False)
-class Session:
+class Terminal:
     """Answers questions and commands. The method do_X is the command /X, its docstring the help.
 
     `about` is a line about the model. `status` is the exit status, 1 if a question had no answer.
@@ -235,7 +235,7 @@ class Session:
 
     def do_reset(self, text: str) -> None:
         """Forgets what was said."""
-        self.talk = Conversation(self.rollout.tokenizer)
+        self.talk = Transcript(self.rollout.tokenizer)
 
     def do_save(self, file: str) -> None:
         """FILE gets what was said."""
@@ -274,7 +274,7 @@ def show_again(path: Path, tokenizer: Tokenizer) -> None:
         console.line(tree(row))
 
 
-COMMANDS = ["/" + name[3:] for name in vars(Session) if name.startswith("do_")]
+COMMANDS = ["/" + name[3:] for name in vars(Terminal) if name.startswith("do_")]
 
 
 def price(tool: Tool) -> str:
