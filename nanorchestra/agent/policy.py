@@ -65,7 +65,7 @@ class EndpointRollout(Rollout):
     def open(self, attempt: Attempt, start: Any, prompt: list[int]) -> EndpointConversation:
         """Opens a conversation that begins with the messages of `start`."""
         return EndpointConversation(
-            self, attempt.trajectory, attempt.user, list(start.messages), start.tools
+            self, attempt.trajectory, attempt.user_limits, list(start.messages), start.tools
         )
 
 
