@@ -58,7 +58,7 @@ class Notes:
         bare = chat.encode(self.tokenizer, self._messages(""), self.tools)
         room = max(0, self.prompt_tokens - len(bare) - JOINTS)
         budget = EvidenceBudget(total=min(EvidenceBudget.total, room))
-        return self._messages(self.evidence.shown(budget))
+        return self._messages(self.evidence.text(budget))
 
     def _messages(self, evidence) -> list[Json]:
         content = f"{self.problem}\n\n{evidence}\n\n{ASK}"

@@ -168,7 +168,7 @@ class RoleTool:
         ask = BOXED if ask == TAGS and expert.boxed else ask
         room = expert.context_tokens - evidence.count(evidence.problem)
         budget = EvidenceBudget(max(room, 0), expert.code_tokens, expert.code_tokens, WHOLE)
-        context = evidence.shown(budget).strip()
+        context = evidence.text(budget).strip()
         return "\n\n".join(filter(None, [context, evidence.problem, ask]))
 
 
