@@ -134,15 +134,15 @@ class Spent:
 
 
 @cache
-def known(tokenizer: Tokenizer) -> LLTokenizer:
-    """Returns llguidance's form of a tokenizer, made once."""
+def llguidance_tokenizer(tokenizer: Tokenizer) -> LLTokenizer:
+    """Returns llguidance's form of a tokenizer, built once."""
     backend, size = tokenizer.backend.to_str(), tokenizer.vocab_size
     return LLTokenizer(backend, n_vocab=size, eos_token=tokenizer.im_end)
 
 
 @lru_cache(CACHED)
 def _compiled(tokenizer, lark) -> LLMatcher:
-    return compile_grammar(known(tokenizer), lark)
+    return compile_grammar(llguidance_tokenizer(tokenizer), lark)
 
 
 def compile_grammar(tokenizer: LLTokenizer, lark: str) -> LLMatcher:

@@ -283,7 +283,7 @@ def test_what_it_publishes(http):
 
 
 def test_the_loop_runs_in_the_server(http, running):
-    wish = {"preference": "Be quick.", "usd": "0.5", "never": "echo"}
+    metadata = {"preference": "Be quick.", "usd": "0.5", "never": "echo"}
     before = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello"}]
     body = {"model": "nano+tools", "messages": [*before, *said("!ask")["messages"]]}
     answer = http.post(CHAT, json=body).json()
@@ -298,14 +298,14 @@ def test_the_loop_runs_in_the_server(http, running):
     own = http.post(CHAT, json=body).json()["nanorchestra"]
     assert own["turns"][0]["start"] == alone["turns"][0]["start"], "a world's task stands alone"
     running.data.clear()
-    with http.stream("POST", CHAT, json=body | {"stream": True, "metadata": wish}) as stream:
+    with http.stream("POST", CHAT, json=body | {"stream": True, "metadata": metadata}) as stream:
         chunks = events(stream)
     steps = [chunk["nanorchestra"] for chunk in chunks if "nanorchestra" in chunk]
     assert [list(step)[0] for step in steps] == ["call", "result", "turns"]
     assert "the user forbids echo" in steps[1]["result"]["content"]
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert "".join(d.get("content", "") for d in deltas) == message["content"]
-    assert running.wishes[-1] == ("Be quick.", {"usd": 0.5, "never": ["echo"]})
+    assert running.preferences[-1] == ("Be quick.", {"usd": 0.5, "never": ["echo"]})
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_the_loop_runs_in_the_server(http, running):
 def test_a_preference_comes_as_a_line_or_as_json(http, running, metadata, words, vector):
     body = said("!ask") | {"model": "nano+tools", "metadata": metadata}
     assert http.post(CHAT, json=body).status_code == 200
-    assert running.wishes[-1] == (words, vector)
+    assert running.preferences[-1] == (words, vector)
 
 
 @pytest.mark.parametrize(
