@@ -266,8 +266,11 @@ def show_again(path: Path, tokenizer: Tokenizer) -> None:
             task, trajectory = from_row(row)
         except (KeyError, TypeError):
             raise UserError(f"{where}; --trace and training write them") from None
-        known = max(trajectory.ids, default=0) < tokenizer.vocab_size
-        require(known, f"{where} of this model: an id is beyond its tokenizer's vocabulary")
+        largest = max(trajectory.ids, default=0)
+        require(
+            largest < tokenizer.vocab_size,
+            f"{where} of this model: the id {largest} is beyond its tokenizer's vocabulary",
+        )
         console.say("task", f"{task.question} {task.preference.words}")
         replay(trajectory, tokenizer, console.on_event)
         console.rest()

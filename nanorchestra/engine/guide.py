@@ -93,14 +93,14 @@ class Guide:
         if self.free and b">" in self.tokenizer.bytes_of(token):  # a tag may end here
             self._stream.feed(*self._unread)
             self._unread.clear()
-            begun = self._stream.parser.call
-            if begun is not None and not self.holds:  # what follows the tag may be in the same id
+            call = self._stream.parser.call
+            if call is not None and not self.holds:  # what follows the tag may be in the same id
                 self._matcher.reset()
-                rest = self.tokenizer.encode(begun)
+                rest = self.tokenizer.encode(call)
                 self.holds = self._matcher.try_consume_tokens(rest) == len(rest)
                 if self._matcher.is_error():
                     raise UserError(problem_of(self._matcher))
-            elif begun is None:
+            elif call is None:
                 self.holds = False
 
     def allowed(self) -> np.ndarray | None:

@@ -241,8 +241,10 @@ def _open_shards(path) -> dict[str, Any]:
     files, weight_map = {SINGLE}, {}
     if os.path.lexists(index):
         weight_map = read_object(index).get("weight_map")
-        known = isinstance(weight_map, dict) and weight_map
-        require(known, f"{index}: weight_map: expected an object of files by tensor")
+        require(
+            isinstance(weight_map, dict) and weight_map,
+            f"{index}: weight_map: expected an object of files by tensor",
+        )
         for name, file in weight_map.items():
             beside = is_file_name(file)
             require(beside, f"{index}: {name}: {file!r}: expected a file name in its directory")
@@ -256,8 +258,8 @@ def _open_shards(path) -> dict[str, Any]:
             require(name not in places, twice)
             places[name], shards[name] = file, shard
     for name, file in weight_map.items():
-        found = places.get(name)
-        require(found == file, f"{index}: {name} is in {found or 'no file'}, not in {file}")
+        place = places.get(name)
+        require(place == file, f"{index}: {name} is in {place or 'no file'}, not in {file}")
     return shards
 
 
