@@ -217,11 +217,11 @@ class Bench:
         self.engine.generate(texts, params)
 
     def loop(self, prompt: list[int], turns: list[list[int]], tokens: int) -> None:
-        """Samples once after each turn's given ids, in a session that keeps the KV."""
+        """Samples once after each turn's observation, in a session that keeps the KV."""
         self.engine.reset_prefix_cache()
         session = self.engine.session(prompt)
-        for seed, given in enumerate(turns):
-            session.append(given)
+        for seed, observation in enumerate(turns):
+            session.append(observation)
             session.sample(sampling(tokens, seed))
         session.close()
 

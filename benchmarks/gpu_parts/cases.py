@@ -160,13 +160,13 @@ def other_shapes() -> list[Case]:
     """Returns the kernels whose code depends on the heads of a model, for heads of other models."""
     cases = []
     for shape in (*OTHER_GROUPS, *OTHER_HEADS):
-        found = [
+        cases_of_shape = [
             decode(shape, shape.rows, shape.context),
             decode(shape, shape.rows, shape.context, dtype=FP8),
         ]
         if shape in OTHER_HEADS:
-            found += [*rotations(shape), prefill(shape, 0, shape.tokens), *training(shape)]
-        cases += [replace(case, name=f"{case.name} {shape.name}") for case in found]
+            cases_of_shape += [*rotations(shape), prefill(shape, 0, shape.tokens), *training(shape)]
+        cases += [replace(case, name=f"{case.name} {shape.name}") for case in cases_of_shape]
     return cases
 
 

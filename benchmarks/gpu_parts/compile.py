@@ -191,20 +191,20 @@ def resident_programs(registers: int, shared: int, warps: int, arch: int) -> int
 
 def faults(report: Report, arch: int) -> list[str]:
     """Returns in what a kernel breaks its budget."""
-    found = []
+    breaches = []
     if report.spilled:
-        found.append("spills")
+        breaches.append("spills")
     if report.kernel not in BUDGETS:
-        return [*found, "has no budget"]
+        return [*breaches, "has no budget"]
     budget = BUDGETS[report.kernel]
     if report.programs < budget.programs:
-        found.append(f"expected {budget.programs} programs")
+        breaches.append(f"expected {budget.programs} programs")
     product = "HMMA" if arch < 90 and budget.product == "HGMMA" else budget.product
     if report.product != product:
-        found.append(f"expected {product or 'no products'}")
+        breaches.append(f"expected {product or 'no products'}")
     if report.loads > budget.loads:
-        found.append(f"expected {budget.loads} loads")
-    return found
+        breaches.append(f"expected {budget.loads} loads")
+    return breaches
 
 
 def compiled_cases(word: str) -> list[Case]:
@@ -231,9 +231,9 @@ def compile_cases(arch: int, word: str) -> list[str]:
         for binary in driver.compiled:
             report = inspect(binary, arch)
             line = f"{title} {report}"
-            found = faults(report, arch)
-            if found:
-                line += f"  WRONG: {', '.join(found)}"
+            breaches = faults(report, arch)
+            if breaches:
+                line += f"  WRONG: {', '.join(breaches)}"
             lines.append(line)
     return lines
 
@@ -269,7 +269,7 @@ def specialisations(word: str) -> list[str]:
     triton.knobs.runtime.jit_cache_hook = None
     lines = []
     for (family, kernel), variants in sorted(keys.items()):
-        if len({frozenset(found) for found in variants.values()}) > 1:
+        if len({frozenset(kinds) for kinds in variants.values()}) > 1:
             counts = ", ".join(f"{len(variants[tokens])} at {tokens}" for tokens in TOKENS)
             lines.append(f"{family}: {kernel} WRONG: its variants differ by tokens: {counts}")
     return lines

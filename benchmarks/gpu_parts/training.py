@@ -95,10 +95,10 @@ def _measured_step(part: Part, config: Config, shape: ModelConfig, ranks: Ranks)
     engine = build_engine(config, shape, tokenizer, ranks, dtype, model)
     objective, size = objective_of(grpo), grpo.group_size
     rng = random.Random(0)
-    given = config.rollout.context_tokens - config.rollout.turn_tokens
+    prompt_tokens = config.rollout.context_tokens - config.rollout.turn_tokens
     prompts, params = [], []
     for _ in range(grpo.prompts):
-        prompts += [[rng.randrange(shape.vocab_size) for _ in range(given)]] * size
+        prompts += [[rng.randrange(shape.vocab_size) for _ in range(prompt_tokens)]] * size
     for seed in range(len(prompts)):
         params.append(SamplingParams(config.rollout.turn_tokens, seed=seed, ignore_eos=True))
     times: dict[str, float] = {}
