@@ -35,7 +35,7 @@ from nanorchestra.model.hf_config import read_config, read_sampling
 from nanorchestra.model.quantise import MODES
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.tools.sandbox import Sandbox
-from worlds.terminal import COMMANDS, KEYS, Offered, Terminal, open_world, show_again
+from worlds.terminal import COMMANDS, KEYS, OpenQuestions, Terminal, questions_of, show_again
 
 
 def typed(words: list[str]) -> Iterator[str]:
@@ -68,7 +68,10 @@ def typed(words: list[str]) -> Iterator[str]:
 
 def converse(terminal: Terminal, lines: Iterable[str]) -> int:
     """Handles each line, and returns the exit status. A refused line ends nothing."""
-    for line in filter(None, map(str.strip, lines)):
+    for line in lines:
+        line = line.strip()
+        if not line:
+            continue
         if line == "/quit":
             break
         try:
@@ -111,7 +114,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def serve_openai(
-    options: argparse.Namespace, rollout: Rollout, world: Offered, sampling: dict[str, float]
+    options: argparse.Namespace, rollout: Rollout, world: OpenQuestions, sampling: dict[str, float]
 ) -> None:
     """Serves a rollout and the tools of a world over HTTP until a signal ends it."""
     from nanorchestra.serving.http import Server, serve_http  # half a second, only for --http
@@ -135,11 +138,13 @@ def main(arguments: list[str]) -> int:
         show_again(options.replay, Tokenizer.from_dir(options.model))
         return 0
     sampling = read_sampling(options.model)
-    sampling |= {k: v for k in sampling if (v := getattr(options, k)) is not None}
+    for name in sampling:
+        if getattr(options, name) is not None:
+            sampling[name] = getattr(options, name)
     SamplingParams(**sampling)  # checks it
     context = read_config(options.model).max_position_embeddings
     with Sandbox() as sandbox:
-        world = open_world(options.model, options.tools, options.index, sandbox)
+        world = questions_of(options.model, options.tools, options.index, sandbox)
         limits = AttemptLimits(turn_tokens=context // 2, context_tokens=context)
         running, engine_options = 1, {}
         if options.http:  # the pool has a fixed size, and requests wait for its pages
