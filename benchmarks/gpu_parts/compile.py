@@ -152,7 +152,7 @@ def inspect(binary: Binary, arch: int) -> Report:
         shared=binary.shared,
         programs=resident_programs(registers, binary.shared, binary.warps, arch),
         product=product[0] if product else "",
-        loads=sum(re.search(r"\bLDG\b", instruction) is not None for instruction in loop),
+        loads=len([instruction for instruction in loop if re.search(r"\bLDG\b", instruction)]),
     )
 
 

@@ -137,8 +137,8 @@ class EndpointConversation:
             text = f"Error: {params['model']} at {server.base_url} failed ({reply.problem})"
             return _completion([], "error", text)
         tokenizer = self.rollout.tokenizer
-        reasoning, content, calls = read(reply.message)
-        whole = chat.encode_assistant(tokenizer, reasoning, content, calls)
+        turn = read(reply.message)
+        whole = chat.encode_assistant(tokenizer, turn.reasoning, turn.content, turn.calls)
         ids = whole
         if reply.message["finish_reason"] == "length":
             ids = whole[:-1]  # a message that was cut has no end
@@ -195,8 +195,8 @@ class EndpointConversation:
         self.messages.append(turn)
 
 
-def read(message: Json) -> tuple[str, str, list[ToolCall]]:
-    """Returns (reasoning, content, calls) of a message.
+def read(message: Json) -> ParsedTurn:
+    """Returns a message as the parts of a turn.
 
     Reasoning has a field of its own, or stands before </think> in the content. Arguments that are
     not JSON stay text.
@@ -213,7 +213,7 @@ def read(message: Json) -> tuple[str, str, list[ToolCall]]:
             with contextlib.suppress(ValueError):
                 arguments = bounded_json(arguments)
         calls.append(ToolCall(call["function"]["name"], arguments))
-    return reasoning, content, calls
+    return ParsedTurn(reasoning, content, tuple(calls))
 
 
 def _completion(ids, finish_reason, text="") -> Completion:
