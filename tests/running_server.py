@@ -31,10 +31,10 @@ def scripted(engine):
 
     def line(request):
         prompt = tokenizer.decode(request.ids[: request.prompt_tokens])
-        said = prompt.rpartition("<|im_start|>user\n")[2]
-        if "<tool_response>" in said:
+        last_message = prompt.rpartition("<|im_start|>user\n")[2]
+        if "<tool_response>" in last_message:
             return SCRIPT["say"]
-        return next((text for word, text in SCRIPT.items() if f"!{word}" in said), None)
+        return next((text for word, text in SCRIPT.items() if f"!{word}" in last_message), None)
 
     def scripted_read(launched, requests):
         drawn = read(launched, requests)

@@ -161,10 +161,10 @@ def test_commands(talk, nano_tokenizer):
         "Be cheap. Do not use large tool-ro-ta-vi. Spend at most $0.05. Answer within 60 seconds."
     )
     assert f"added to a question: {added}" in out()
-    told = (
+    weights = (
         "weights: low cost 1, tool-ro-ta-vi -1; never: tool-ro-ta-vi; at most $0.05; at most 60 s"
     )
-    assert told in out().replace("\n", " ")
+    assert weights in out().replace("\n", " ")
     for line in (
         "/prefer cost=1 latency=0.2 never=large",
         "/prefer Low cost; don't use the large model",
@@ -470,10 +470,10 @@ def test_an_attempt_is_recorded_and_shown_again_without_calling_anything(
     monkeypatch.setattr(serve, "load_rollout", None)
     monkeypatch.setattr(serve, "Sandbox", None)
     assert serve.main(["--replay", file]) == 0
-    shown = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr().out.splitlines()
     attempt = before[: before.index("  cost")].splitlines()
-    assert list(map(str.rstrip, shown[: len(attempt)])) == attempt
-    assert any("  tool-ro-ta-vi {}: " in line for line in shown)
+    assert list(map(str.rstrip, printed[: len(attempt)])) == attempt
+    assert any("  tool-ro-ta-vi {}: " in line for line in printed)
     recorded = Path(file).read_text()
     (tmp_path / "trace.jsonl").write_text('{"task": 3}\n')
     assert serve.main(["--replay", file]) == 2

@@ -94,11 +94,11 @@ def test_events_tell_what_happens_and_exceptions_reach_the_caller(nano_tokenizer
     (t,), _ = run(nano_tokenizer, [call(), ANSWER], on_event=lambda *event: seen.append(event))
     kinds = [kind for kind, _ in seen if kind != "text"]
     assert kinds == ["start", "turn", "results", "turn"] and seen[0][1] is t
-    deltas = [delta for kind, said in seen if kind in ("text", "turn") for delta in said]
+    deltas = [delta for kind, parts in seen if kind in ("text", "turn") for delta in parts]
     turns = [chat.parse(nano_tokenizer, t.ids[turn.start : turn.end]) for turn in t.turns]
     for part in ("content", "reasoning"):
-        said = "".join(text for kind, text in deltas if kind == part)
-        assert said == "".join(getattr(turn, part) for turn in turns)
+        text = "".join(text for kind, text in deltas if kind == part)
+        assert text == "".join(getattr(turn, part) for turn in turns)
     assert [text for kind, text in deltas if kind == "tool_call"] == [turns[0].calls[0].raw]
 
     def fail(kind, payload):
