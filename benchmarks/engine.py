@@ -145,15 +145,15 @@ class Ceiling:
         keys = work.keys * self.kv_bytes / self.bandwidth
         return max(weights, self.flops_of(work) / self.flops) + keys
 
-    def figures(self, work: EngineWork, tokens: int, taken: float) -> dict[str, float]:
-        """Returns a speed beside its ceiling: `tokens` of the work counted, in `taken` seconds."""
+    def figures(self, work: EngineWork, tokens: int, elapsed: float) -> dict[str, float]:
+        """Returns a speed beside its ceiling: `tokens` of the work, in `elapsed` seconds."""
         bound = self.seconds(work)
         return {
-            "tokens_per_second": tokens / taken,
+            "tokens_per_second": tokens / elapsed,
             "ceiling_tokens_per_second": tokens / bound,
-            "share_of_ceiling": bound / taken,
-            "gb_per_second": self.bytes_of(work) / taken / 1e9,
-            "gflop_per_second": self.flops_of(work) / taken / 1e9,
+            "share_of_ceiling": bound / elapsed,
+            "gb_per_second": self.bytes_of(work) / elapsed / 1e9,
+            "gflop_per_second": self.flops_of(work) / elapsed / 1e9,
         }
 
 
@@ -233,17 +233,17 @@ class Bench:
     def prefill(self, length: int) -> dict[str, float]:
         """Computes one prompt, to its first token."""
         prompt = self.ids(length)
-        taken = self.median(lambda: self.sample([prompt], 1, 1))
-        return self.ceiling.figures(prefill_work(length), length, taken)
+        elapsed = self.median(lambda: self.sample([prompt], 1, 1))
+        return self.ceiling.figures(prefill_work(length), length, elapsed)
 
     def group_sampling(
         self, sampled: int = 24, prompts: int = 8, samples: int = 8, prompt: int = 300
     ) -> dict[str, float]:
         """Samples in groups, prefill included. The engine computes a group's prompt once."""
         texts = [self.ids(prompt) for _ in range(prompts)]
-        taken = self.median(lambda: self.sample(texts, samples, sampled))
+        elapsed = self.median(lambda: self.sample(texts, samples, sampled))
         work = group_work(prompts, prompt, samples, sampled)
-        return self.ceiling.figures(work, prompts * samples * sampled, taken)
+        return self.ceiling.figures(work, prompts * samples * sampled, elapsed)
 
     def tool_loop(
         self, prompt: int = 1000, turns: int = 20, given: int = 60, sampled: int = 8
@@ -251,12 +251,12 @@ class Bench:
         """Samples once in each turn of a session, on what the turns before have left."""
         text, observations = self.ids(prompt), [self.ids(given) for _ in range(turns)]
         before = self.engine.stats["prefill_tokens"]
-        taken = self.median(lambda: self.loop(text, observations, sampled))
+        elapsed = self.median(lambda: self.loop(text, observations, sampled))
         computed = (self.engine.stats["prefill_tokens"] - before) // (1 + self.rounds)
         figures = self.ceiling.figures(
-            loop_work(prompt, turns, given, sampled), turns * sampled, taken
+            loop_work(prompt, turns, given, sampled), turns * sampled, elapsed
         )
-        return figures | {"seconds": taken, "prefill_tokens": computed}
+        return figures | {"seconds": elapsed, "prefill_tokens": computed}
 
     def decode(self, batch: int, context: int = 1000, steps: int = 64) -> dict[str, float]:
         """Decodes `batch` unrelated sequences of about `context` tokens.

@@ -218,9 +218,9 @@ def measure(case: Case, rates: tuple[float, float]) -> dict[str, Any]:
     """Returns microseconds of a kernel and its peers, its share of the ceiling, and which it is."""
     with torch.device(DEVICE):
         arguments = case.make()
-    taken = _seconds(lambda: case.call(*arguments))
+    elapsed = _seconds(lambda: case.call(*arguments))
     least, limit = max((case.bytes / rates[0], "bytes"), (case.flops / rates[1], "FLOPs"))
-    figures = {"us": 1e6 * taken, "share": least / taken, "limit": limit}
+    figures = {"us": 1e6 * elapsed, "share": least / elapsed, "limit": limit}
     for name, function in peers_of(case).items():
         try:
             figures[f"{name}_us"] = 1e6 * _seconds(lambda f=function: case.call(*arguments, run=f))

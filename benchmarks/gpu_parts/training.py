@@ -116,7 +116,7 @@ def _measured_step(part: Part, config: Config, shape: ModelConfig, ranks: Ranks)
         step = timed("update", lambda groups=groups: trainer.policy_step(groups, 1e-6, objective))
         assert "skipped" not in step.metrics, "the loss or the gradient is not finite"
 
-    figures = {f"{phase}_s": taken for phase, taken in times.items()}
+    figures = {f"{phase}_s": elapsed for phase, elapsed in times.items()}
     sampled = sum(len(completion.token_ids) for completion in done)
     figures["rollout_tokens_per_s"] = sampled / times["rollout"]
     setup = Setup(config, 1, shape)

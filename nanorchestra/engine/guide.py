@@ -58,8 +58,8 @@ class Form:
         call = "" if self.free else call  # else the parser has seen it
         for tool in self.tools:
             function = tool["function"]
-            wanted = _json(_call(function), bool(function.get("strict")))
-            bodies.append(f"{call} /\\n?/ %json {wanted} /\\n?/ {call_end}")
+            schema = _json(_call(function), bool(function.get("strict")))
+            bodies.append(f"{call} /\\n?/ %json {schema} /\\n?/ {call_end}")
         think = rf"think: {begin} /(.|\n)*/ {end} /\n?\n?/"
         start = "think? " if self.thinks and not self.free else ""
         return f"start: {start}({' | '.join(bodies)})\n{think}"

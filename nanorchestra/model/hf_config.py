@@ -100,8 +100,8 @@ def _awq_group(data, source) -> int | None:
     check(str(stored["version"]).lower() == "gemm", "version", "'gemm'")
     check(stored.get("bits") == 4, "bits", "4")
     check(stored["zero_point"] is True, "zero_point", "true")
-    counted = _is_whole(group) and (group > 0 or group == -1)
-    check(counted, "group_size", "a number of columns, or -1")
+    holds = _is_whole(group) and (group > 0 or group == -1)
+    check(holds, "group_size", "a number of columns, or -1")
     return max(group, 0)
 
 

@@ -66,8 +66,8 @@ class StreamParser:
     @property
     def call(self) -> str | None:
         """What stands after the tag of a call that has begun; None outside of calls."""
-        _, begun, rest = self._text.partition(CALL)
-        return rest if begun and self._kind == "content" else None
+        _, tag, rest = self._text.partition(CALL)
+        return rest if tag and self._kind == "content" else None
 
     def _advance(self, final) -> list[tuple[str, str]]:
         """Emits what is certain of a section, which ends at its tag, then goes on with the next."""

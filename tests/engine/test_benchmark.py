@@ -26,10 +26,10 @@ def test_a_window_of_decoding_has_no_prompt_and_no_request_that_ends(monkeypatch
 
     def watched(call, device):
         before = bench.engine.stats
-        taken = timed(call, device)
+        elapsed = timed(call, device)
         after = bench.engine.stats
         windows.append({name: after[name] - before[name] for name in after})
-        return taken
+        return elapsed
 
     monkeypatch.setattr(benchmark, "seconds", watched)
     figures = bench.decode(12, 60, 8)
@@ -53,7 +53,7 @@ def test_a_tool_loop_computes_each_token_once(bench):
 def test_a_speed_stands_beside_the_bytes_and_flops_that_it_moved(bench):
     """Twice the time is half the speed, of tokens and bytes, at the same ceiling."""
     work = group_work(prompts=2, prompt=10, samples=3, sampled=4)
-    fast, slow = (bench.ceiling.figures(work, 24, taken) for taken in (1.0, 2.0))
+    fast, slow = (bench.ceiling.figures(work, 24, elapsed) for elapsed in (1.0, 2.0))
     assert fast["ceiling_tokens_per_second"] == slow["ceiling_tokens_per_second"]
     for name in ("tokens_per_second", "share_of_ceiling", "gb_per_second", "gflop_per_second"):
         assert fast[name] == pytest.approx(2 * slow[name])
