@@ -29,13 +29,13 @@ from pathlib import Path
 
 from nanorchestra import SamplingParams
 from nanorchestra.agent.load import NANO, load_rollout
-from nanorchestra.agent.loop import Limits, Rollout
+from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.errors import ArgumentParser, UserError, command, require
 from nanorchestra.model.hf_config import read_config, read_sampling
 from nanorchestra.model.quantise import MODES
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.tools.sandbox import Sandbox
-from worlds.session import COMMANDS, KEYS, Offered, Session, open_world, show_again
+from worlds.terminal import COMMANDS, KEYS, OpenQuestions, Terminal, questions_of, show_again
 
 
 def typed(words: list[str]) -> Iterator[str]:
@@ -66,18 +66,21 @@ def typed(words: list[str]) -> Iterator[str]:
                 yield prompt.prompt()
 
 
-def converse(session: Session, lines: Iterable[str]) -> int:
+def converse(terminal: Terminal, lines: Iterable[str]) -> int:
     """Handles each line, and returns the exit status. A refused line ends nothing."""
-    for line in filter(None, map(str.strip, lines)):
+    for line in lines:
+        line = line.strip()
+        if not line:
+            continue
         if line == "/quit":
             break
         try:
-            session.handle(line)
+            terminal.handle(line)
         except UserError as error:
-            session.console.end()
+            terminal.console.end()
             print(f"serve.py: {error}", file=sys.stderr)
-            session.status = 2
-    return session.status
+            terminal.status = 2
+    return terminal.status
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -111,7 +114,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def serve_openai(
-    options: argparse.Namespace, rollout: Rollout, world: Offered, sampling: dict[str, float]
+    options: argparse.Namespace, rollout: Rollout, world: OpenQuestions, sampling: dict[str, float]
 ) -> None:
     """Serves a rollout and the tools of a world over HTTP until a signal ends it."""
     from nanorchestra.serving.http import Server, serve_http  # half a second, only for --http
@@ -135,12 +138,14 @@ def main(arguments: list[str]) -> int:
         show_again(options.replay, Tokenizer.from_dir(options.model))
         return 0
     sampling = read_sampling(options.model)
-    sampling |= {k: v for k in sampling if (v := getattr(options, k)) is not None}
+    for name in sampling:
+        if getattr(options, name) is not None:
+            sampling[name] = getattr(options, name)
     SamplingParams(**sampling)  # checks it
     context = read_config(options.model).max_position_embeddings
     with Sandbox() as sandbox:
-        world = open_world(options.model, options.tools, options.index, sandbox)
-        limits = Limits(turn_tokens=context // 2, context_tokens=context)
+        world = questions_of(options.model, options.tools, options.index, sandbox)
+        limits = AttemptLimits(turn_tokens=context // 2, context_tokens=context)
         running, engine_options = 1, {}
         if options.http:  # the pool has a fixed size, and requests wait for its pages
             running, engine_options = 256, {"max_batch_tokens": 2048}
@@ -154,15 +159,17 @@ def main(arguments: list[str]) -> int:
         weight = rollout.engine.model.embed_tokens.weight
         about = f"{options.model}, {weight.dtype} on {weight.device}, context {context}, {sampling}"
         stream = io.StringIO() if options.json else sys.stdout
-        session = Session(rollout, world, about, options.seed, stream, options.trace, options.json)
+        terminal = Terminal(
+            rollout, world, about, options.seed, stream, options.trace, options.json
+        )
         typing = sys.stdin.isatty() and sys.stdout.isatty() and not options.json
         if options.ask or not typing:
             print(f"{about}; {world.title}", file=sys.stderr)
-            return converse(session, [options.ask] if options.ask else sys.stdin)
-        session.at_prompt = True
-        session.do_model("")
-        session.console.line(f"/help lists the commands. {KEYS}")
-        converse(session, typed([*COMMANDS, *(tool.name for tool in world.tools)]))
+            return converse(terminal, [options.ask] if options.ask else sys.stdin)
+        terminal.at_prompt = True
+        terminal.do_model("")
+        terminal.console.line(f"/help lists the commands. {KEYS}")
+        converse(terminal, typed([*COMMANDS, *(tool.name for tool in world.tools)]))
         return 0
 
 

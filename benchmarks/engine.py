@@ -55,7 +55,7 @@ SHAPES = PRESETS | {
 
 
 @dataclass(frozen=True)
-class Work:
+class EngineWork:
     """What a work asks of the machine; counts of all its steps together.
 
     steps: each reads all weights. tokens: through the layers. logits: tokens with logits. keys:
@@ -69,22 +69,22 @@ class Work:
     pairs: float = 0.0
 
 
-def prefill_work(length: int) -> Work:
+def prefill_work(length: int) -> EngineWork:
     """Counts one prompt, to its first token."""
-    return Work(1, length, 1, pairs=length**2 / 2)
+    return EngineWork(1, length, 1, pairs=length**2 / 2)
 
 
-def decode_work(rows: int, context: float, steps: int = 1) -> Work:
+def decode_work(rows: int, context: float, steps: int = 1) -> EngineWork:
     """Counts steps of `rows` unrelated sequences that have `context` tokens on average."""
-    return Work(steps, rows * steps, rows * steps, keys=rows * steps * context)
+    return EngineWork(steps, rows * steps, rows * steps, keys=rows * steps * context)
 
 
-def group_work(prompts: int, prompt: int, samples: int, sampled: int) -> Work:
+def group_work(prompts: int, prompt: int, samples: int, sampled: int) -> EngineWork:
     """Counts samples in groups. A prompt is computed once, and read once for all its samples."""
     rows = prompts * samples
     own_keys = rows * sampled * (sampled - 1) / 2
     shared_keys = prompts * prompt * (sampled - 1)
-    return Work(
+    return EngineWork(
         steps=sampled,
         tokens=prompts * prompt + rows * (sampled - 1),
         logits=rows * sampled,
@@ -93,7 +93,7 @@ def group_work(prompts: int, prompt: int, samples: int, sampled: int) -> Work:
     )
 
 
-def loop_work(prompt: int, turns: int, given: int, sampled: int) -> Work:
+def loop_work(prompt: int, turns: int, given: int, sampled: int) -> EngineWork:
     """Counts a tool loop that keeps its KV: in each turn tokens are given, then some sampled."""
     keys = pairs = 0.0
     context = prompt
@@ -104,7 +104,7 @@ def loop_work(prompt: int, turns: int, given: int, sampled: int) -> Work:
             pairs += given * context
         keys += (context + given) * sampled
         context += given + sampled
-    return Work(turns * sampled, context, turns * sampled, keys, pairs)
+    return EngineWork(turns * sampled, context, turns * sampled, keys, pairs)
 
 
 class Ceiling:
@@ -129,31 +129,31 @@ class Ceiling:
     def _best(self, call: Callable[[], Any]) -> float:
         return min(seconds(call, self.device) for _ in range(12))
 
-    def bytes_of(self, work: Work) -> float:
+    def bytes_of(self, work: EngineWork) -> float:
         """Counts the bytes of weights and KV that must be read."""
         return work.steps * self.weight_bytes + work.keys * self.kv_bytes
 
-    def flops_of(self, work: Work) -> float:
+    def flops_of(self, work: EngineWork) -> float:
         """Counts the FLOPs."""
         costs = self.costs
         layers = work.tokens * costs.token_flops + work.pairs * costs.pair_flops
         return layers + work.logits * costs.logit_flops
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: EngineWork) -> float:
         """Returns the least seconds: weights read or FLOPs done, and the KV read."""
         weights = work.steps * self.weight_bytes / self.bandwidth
         keys = work.keys * self.kv_bytes / self.bandwidth
         return max(weights, self.flops_of(work) / self.flops) + keys
 
-    def figures(self, work: Work, tokens: int, taken: float) -> dict[str, float]:
-        """Returns a speed beside its ceiling: `tokens` of the work counted, in `taken` seconds."""
+    def figures(self, work: EngineWork, tokens: int, elapsed: float) -> dict[str, float]:
+        """Returns a speed beside its ceiling: `tokens` of the work, in `elapsed` seconds."""
         bound = self.seconds(work)
         return {
-            "tokens_per_second": tokens / taken,
+            "tokens_per_second": tokens / elapsed,
             "ceiling_tokens_per_second": tokens / bound,
-            "share_of_ceiling": bound / taken,
-            "gb_per_second": self.bytes_of(work) / taken / 1e9,
-            "gflop_per_second": self.flops_of(work) / taken / 1e9,
+            "share_of_ceiling": bound / elapsed,
+            "gb_per_second": self.bytes_of(work) / elapsed / 1e9,
+            "gflop_per_second": self.flops_of(work) / elapsed / 1e9,
         }
 
 
@@ -217,11 +217,11 @@ class Bench:
         self.engine.generate(texts, params)
 
     def loop(self, prompt: list[int], turns: list[list[int]], tokens: int) -> None:
-        """Samples once after each turn's given ids, in a session that keeps the KV."""
+        """Samples once after each turn's observation, in a session that keeps the KV."""
         self.engine.reset_prefix_cache()
         session = self.engine.session(prompt)
-        for seed, given in enumerate(turns):
-            session.append(given)
+        for seed, observation in enumerate(turns):
+            session.append(observation)
             session.sample(sampling(tokens, seed))
         session.close()
 
@@ -233,17 +233,17 @@ class Bench:
     def prefill(self, length: int) -> dict[str, float]:
         """Computes one prompt, to its first token."""
         prompt = self.ids(length)
-        taken = self.median(lambda: self.sample([prompt], 1, 1))
-        return self.ceiling.figures(prefill_work(length), length, taken)
+        elapsed = self.median(lambda: self.sample([prompt], 1, 1))
+        return self.ceiling.figures(prefill_work(length), length, elapsed)
 
     def group_sampling(
         self, sampled: int = 24, prompts: int = 8, samples: int = 8, prompt: int = 300
     ) -> dict[str, float]:
         """Samples in groups, prefill included. The engine computes a group's prompt once."""
         texts = [self.ids(prompt) for _ in range(prompts)]
-        taken = self.median(lambda: self.sample(texts, samples, sampled))
+        elapsed = self.median(lambda: self.sample(texts, samples, sampled))
         work = group_work(prompts, prompt, samples, sampled)
-        return self.ceiling.figures(work, prompts * samples * sampled, taken)
+        return self.ceiling.figures(work, prompts * samples * sampled, elapsed)
 
     def tool_loop(
         self, prompt: int = 1000, turns: int = 20, given: int = 60, sampled: int = 8
@@ -251,12 +251,12 @@ class Bench:
         """Samples once in each turn of a session, on what the turns before have left."""
         text, observations = self.ids(prompt), [self.ids(given) for _ in range(turns)]
         before = self.engine.stats["prefill_tokens"]
-        taken = self.median(lambda: self.loop(text, observations, sampled))
+        elapsed = self.median(lambda: self.loop(text, observations, sampled))
         computed = (self.engine.stats["prefill_tokens"] - before) // (1 + self.rounds)
         figures = self.ceiling.figures(
-            loop_work(prompt, turns, given, sampled), turns * sampled, taken
+            loop_work(prompt, turns, given, sampled), turns * sampled, elapsed
         )
-        return figures | {"seconds": taken, "prefill_tokens": computed}
+        return figures | {"seconds": elapsed, "prefill_tokens": computed}
 
     def decode(self, batch: int, context: int = 1000, steps: int = 64) -> dict[str, float]:
         """Decodes `batch` unrelated sequences of about `context` tokens.

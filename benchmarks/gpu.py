@@ -45,8 +45,8 @@ DONE = ("done", "not here")
 
 
 @dataclass(frozen=True)
-class Work:
-    """A part: its function in a module of gpu_parts, and its seconds at most on a GPU."""
+class GpuWork:
+    """The work of a part: a function in a module of gpu_parts, and its seconds at most on a GPU."""
 
     module: str
     function: str
@@ -56,18 +56,18 @@ class Work:
 # In this order: what all else rests on, and what no test on a CPU can tell. The limits of the parts
 # up to "decode" fit in one call, and those of the others in a second one.
 PARTS = {
-    "pointwise": Work("kernels", "pointwise", 80),
-    "attention": Work("kernels", "paged_attention", 60),
-    "training attention": Work("kernels", "training_attention", 60),
-    "output matrix": Work("kernels", "outputs", 60),
-    "quantised products": Work("kernels", "quantised_products", 50),
-    "grpo 0.6b": Work("training", "small", 90),
-    "decode": Work("engine", "decode", 140),
-    "tokens as on the CPU": Work("engine", "tokens_as_on_cpu", 60),
-    "steps": Work("engine", "steps", 90),
-    "serving": Work("engine", "serving", 150),
-    "grpo 4b": Work("training", "large", 120),
-    "vllm": Work("engine", "vllm", 120),
+    "pointwise": GpuWork("kernels", "pointwise", 80),
+    "attention": GpuWork("kernels", "paged_attention", 60),
+    "training attention": GpuWork("kernels", "training_attention", 60),
+    "output matrix": GpuWork("kernels", "outputs", 60),
+    "quantised products": GpuWork("kernels", "quantised_products", 50),
+    "grpo 0.6b": GpuWork("training", "small", 90),
+    "decode": GpuWork("engine", "decode", 140),
+    "tokens as on the CPU": GpuWork("engine", "tokens_as_on_cpu", 60),
+    "steps": GpuWork("engine", "steps", 90),
+    "serving": GpuWork("engine", "serving", 150),
+    "grpo 4b": GpuWork("training", "large", 120),
+    "vllm": GpuWork("engine", "vllm", 120),
 }
 
 
@@ -81,18 +81,18 @@ def main(argv: list[str] | None = None) -> int:
     if missing:
         print(f"gpu.py: {', '.join(missing)} not installed; pip install them", file=sys.stderr)
         return 2
-    found = machine(options.rehearse)
-    if not found:
+    about_machine = machine(options.rehearse)
+    if not about_machine:
         print("gpu.py: there is no GPU here; --rehearse runs in small on the CPU", file=sys.stderr)
         return 2
 
-    card = re.sub(r"nvidia|[^a-z0-9]+", "-", found["card"].lower()).strip("-")
+    card = re.sub(r"nvidia|[^a-z0-9]+", "-", about_machine["card"].lower()).strip("-")
     report = options.out / f"gpu-{'rehearsal' if options.rehearse else card}.json"
     report.parent.mkdir(parents=True, exist_ok=True)
     results = {}
     if report.exists() and not options.rehearse:
         results = json.loads(report.read_text())["parts"]
-    print(", ".join(f"{name} {value}" for name, value in found.items()))
+    print(", ".join(f"{name} {value}" for name, value in about_machine.items()))
 
     # A busy machine may rehearse slowly: then no limit is what is measured.
     minutes, patience = (60.0, 6) if options.rehearse else (options.minutes, 1)
@@ -105,7 +105,8 @@ def main(argv: list[str] | None = None) -> int:
         else:
             file = report.with_name(report.stem + "-running.json")
             longest = min(patience * limit, left)
-            results[name] = run_part(name, options.rehearse, longest, file) | {"machine": found}
+            results[name] = run_part(name, options.rehearse, longest, file)
+            results[name]["machine"] = about_machine
             file.unlink(missing_ok=True)
         write(report, {"parts": results})
 
@@ -140,11 +141,11 @@ def machine(rehearse: bool) -> dict[str, str]:
 
     This process asks nvidia-smi: with torch it would hold memory of the card beside its parts.
     """
-    found = {"python": platform.python_version()}
+    description = {"python": platform.python_version()}
     for name in ("torch", "triton", "numpy"):
-        found[name] = version(name)
+        description[name] = version(name)
     if rehearse:
-        return found | {"card": "cpu"}
+        return description | {"card": "cpu"}
     query = "--query-gpu=name,memory.total,driver_version,clocks.max.sm"
     command = ["nvidia-smi", query, "--format=csv,noheader"]
     try:
@@ -152,7 +153,7 @@ def machine(rehearse: bool) -> dict[str, str]:
     except (OSError, subprocess.CalledProcessError):
         return {}
     fields = answer.strip().splitlines()[0].split(", ")
-    return found | dict(zip(("card", "memory", "driver", "clock"), fields, strict=True))
+    return description | dict(zip(("card", "memory", "driver", "clock"), fields, strict=True))
 
 
 def parts_left(results: dict[str, Any], only: list[str] | None) -> list[str]:

@@ -74,10 +74,10 @@ class Transformers:
         self.generate(ids.repeat_interleave(samples, 0), cache, tokens)
 
     def loop(self, prompt: list[int], turns: Prompts, tokens: int) -> None:
-        """Samples once after each turn's given ids, keeping the KV."""
+        """Samples once after each turn's observation, keeping the KV."""
         cache, ids = self.cache(config=self.model.config), self.torch.tensor([prompt])
-        for given in turns:
-            ids = self.torch.cat((ids, self.torch.tensor([given])), 1)
+        for observation in turns:
+            ids = self.torch.cat((ids, self.torch.tensor([observation])), 1)
             ids = self.generate(ids, cache, tokens)
 
 
@@ -115,11 +115,11 @@ class Vllm:
         self.generate(prompts, samples, tokens)
 
     def loop(self, prompt: list[int], turns: Prompts, tokens: int) -> None:
-        """Samples once after each turn's given ids; the prefix cache keeps the KV."""
+        """Samples once after each turn's observation; the prefix cache keeps the KV."""
         self.llm.reset_prefix_cache()
         ids = list(prompt)
-        for given in turns:
-            ids += given
+        for observation in turns:
+            ids += observation
             ids += self.generate([ids], 1, tokens)
 
 
@@ -190,11 +190,11 @@ class LlamaCpp:
             newest = [self.draw(row, row) for row in range(len(newest))]
 
     def loop(self, prompt: list[int], turns: Prompts, tokens: int) -> None:
-        """Samples once after each turn's given ids, keeping the KV."""
+        """Samples once after each turn's observation, keeping the KV."""
         self.c.llama_memory_clear(self.memory, False)
         pending, computed = list(prompt), 0
-        for given in turns:
-            pending += given
+        for observation in turns:
+            pending += observation
             for _ in range(tokens):
                 self.decode(pending, computed, 0)
                 computed += len(pending)

@@ -42,11 +42,11 @@ Seconds = dict[str, float]  # of each work of peer_sides.py
 
 
 @dataclass(frozen=True)
-class Row:
+class PeerRow:
     """A row of the table: tokens of a work, over the seconds of `timed` without those of `less`."""
 
     tokens: int
-    work: engine.Work
+    work: engine.EngineWork
     timed: str
     less: str = ""
 
@@ -55,23 +55,23 @@ class Row:
         return self.tokens / (seconds[self.timed] - seconds.get(self.less, 0.0))
 
 
-def _groups(sampled: int) -> Row:
+def _groups(sampled: int) -> PeerRow:
     work = engine.group_work(sides.GROUPS, sides.GROUP_PROMPT, sides.SAMPLES, sampled)
-    return Row(sides.GROUPS * sides.SAMPLES * sampled, work, f"groups_{sampled}")
+    return PeerRow(sides.GROUPS * sides.SAMPLES * sampled, work, f"groups_{sampled}")
 
 
-def _stream(context: int) -> Row:
+def _stream(context: int) -> PeerRow:
     work = engine.decode_work(1, context + sides.STREAM / 2, sides.STREAM)
-    return Row(sides.STREAM, work, f"stream_{context}", f"first_{context}")
+    return PeerRow(sides.STREAM, work, f"stream_{context}", f"first_{context}")
 
 
 ROWS = {
     "one stream at context 300": _stream(300),
     "one stream at context 1500": _stream(1500),
-    "prefill of 1,500": Row(1500, engine.prefill_work(1500), "first_1500"),
+    "prefill of 1,500": PeerRow(1500, engine.prefill_work(1500), "first_1500"),
     "8 x 8 samples of 24 on prompts of 300": _groups(24),
     "8 x 8 samples of 64 on prompts of 300": _groups(64),
-    "20-turn tool loop": Row(
+    "20-turn tool loop": PeerRow(
         sides.TURNS * sides.TURN_TOKENS,
         engine.loop_work(sides.OPENING, sides.TURNS, sides.GIVEN, sides.TURN_TOKENS),
         "loop",

@@ -62,7 +62,7 @@ def cpu_seconds(pid: int) -> float:
     return used
 
 
-class Server:
+class ServerProcess:
     """A server of the model, in a process of its own with one thread for its arithmetic."""
 
     def __init__(self, model: Path, command: list[str]):
@@ -168,11 +168,11 @@ def engine_alone(engine: Engine, seed: int) -> Figures:
 def print_medians(rounds: list[dict[str, Figures]]) -> None:
     """Prints medians, and that of each round's throughput beside its engine's."""
     for side in rounds[0]:
-        shown = []
+        medians = []
         for name in rounds[0][side]:
-            shown.append(f"{name} {median(found[side][name] for found in rounds):,.4g}")
-        ratios = [found[side]["tokens/s"] / found["engine"]["tokens/s"] for found in rounds]
-        print(f"{side}: {', '.join(shown)}, {median(ratios):.1%} of the engine's tokens/s")
+            medians.append(f"{name} {median(each[side][name] for each in rounds):,.4g}")
+        ratios = [each[side]["tokens/s"] / each["engine"]["tokens/s"] for each in rounds]
+        print(f"{side}: {', '.join(medians)}, {median(ratios):.1%} of the engine's tokens/s")
 
 
 def main() -> None:
@@ -191,7 +191,7 @@ def main() -> None:
         served = ["--model", path, "--served-model-name", options.model.name]
         entry = [str(vllm), "-m", "vllm.entrypoints.openai.api_server"]
         commands["vLLM's server"] = [*entry, *served, *VLLM.split()]
-    servers = {name: Server(options.model, command) for name, command in commands.items()}
+    servers = {name: ServerProcess(options.model, command) for name, command in commands.items()}
     rounds: list[dict[str, Figures]] = []
     once: dict[str, Figures] = {}
     try:
@@ -201,14 +201,14 @@ def main() -> None:
         for server in servers.values():
             server.wait()
         for number in range(options.rounds + 1):
-            found = {"engine": engine_alone(engine, 100 * number)}
+            figures = {"engine": engine_alone(engine, 100 * number)}
             for i, (name, server) in enumerate(servers.items(), 1):
-                found[name] = server.measure(100 * number + 10 * i)
+                figures[name] = server.measure(100 * number + 10 * i)
             again = engine_alone(engine, 100 * number + 50)
             for name, value in again.items():
-                found["engine"][name] = (found["engine"][name] + value) / 2
+                figures["engine"][name] = (figures["engine"][name] + value) / 2
             if number:  # the first round warms up
-                rounds.append(found)
+                rounds.append(figures)
         for name, server in servers.items():
             once[name] = asyncio.run(server.mixed())
     finally:

@@ -232,8 +232,8 @@ def _logprob_merge(
     log_total = tl.log(total)
 
     target = tl.load(targets_ptr + row)
-    known = (target >= 0) & (target < vocab)
-    chosen = tl.load(row_ptr + 3 * plane + target // BLOCK_V, known, float("-inf"))
+    is_token = (target >= 0) & (target < vocab)
+    chosen = tl.load(row_ptr + 3 * plane + target // BLOCK_V, is_token, float("-inf"))
     tl.store(logprobs_ptr + row, tl.where(target < 0, 0.0, chosen - top - log_total))
     tl.store(entropy_ptr + row, log_total - weighted / total)
     tl.store(logsumexp_ptr + row, top + log_total)

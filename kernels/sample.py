@@ -429,12 +429,12 @@ def _gather_candidates(
         return
     ids = block * GROUPS * GROUP + tl.arange(0, GROUPS * GROUP)
     logits = tl.load(logits_ptr + row.to(tl.int64) * row_stride + ids, ids < vocab, float("-inf"))
-    found = (logits >= bound) & (logits > float("-inf"))
-    before = tl.cumsum(found.to(tl.int32), 0) - 1
-    first = tl.atomic_add(counts_ptr + row, tl.sum(found.to(tl.int32), 0))
+    chosen = (logits >= bound) & (logits > float("-inf"))
+    before = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    first = tl.atomic_add(counts_ptr + row, tl.sum(chosen.to(tl.int32), 0))
     slots = first + before
     candidates_ptrs = candidates_ptr + row * CANDIDATES + slots
-    tl.store(candidates_ptrs, logits, found & (slots < CANDIDATES))
+    tl.store(candidates_ptrs, logits, chosen & (slots < CANDIDATES))
 
 
 @triton.jit(do_not_specialize_on_alignment=ROWS)

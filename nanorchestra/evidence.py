@@ -1,4 +1,4 @@
-"""What an attempt has found out, as text within token budgets: for the policy and for experts.
+"""The evidence that an attempt has gathered, as text within token budgets: for policy and experts.
 
 Published ToolOrchestra shows documents, then code with its output, then answers of experts, the
 latest of each (arXiv 2511.21689; budgets and cuts are those of its training code). Nothing imports
@@ -15,7 +15,7 @@ HEADER = "Documents:\n"
 
 
 @dataclass(frozen=True)
-class Budget:
+class EvidenceBudget:
     """The most that a text of evidence may have, in token ids."""
 
     total: int = 24_000
@@ -26,7 +26,7 @@ class Budget:
 
 @dataclass
 class Evidence:
-    """What an attempt has found out about `problem`; the experts of the published roles read it.
+    """What calls have brought about `problem`; the experts of the published roles read it.
 
     `code` holds pairs of a program and its output, `attempts` pairs of an expert's alias and its
     answer. The last document is the best hit of the newest search. `tokenizer` is the policy's,
@@ -40,26 +40,27 @@ class Evidence:
     tokenizer: Any = None
 
     def add(self, call: ToolCall, result: ToolResult) -> None:
-        """Adds what a call found; a result that names no findings is a document with its call.
+        """Adds the evidence of a result; one that names none is a document with its call.
 
         A document that is there already is not added again.
         """
-        found = result.found
-        if not found and result.content.strip():
+        evidence = result.found
+        if not evidence and result.content.strip():
             arguments = json.dumps(call.arguments, ensure_ascii=False)
-            found = {"documents": [f"{call.name}({arguments}): {result.content}"]}
-        for name, items in found.items():
-            known = getattr(self, name)
-            known += [item for item in items if name != "documents" or item not in known]
+            evidence = {"documents": [f"{call.name}({arguments}): {result.content}"]}
+        documents = evidence.get("documents", ())
+        self.documents += [text for text in documents if text not in self.documents]
+        self.code += evidence.get("code", ())
+        self.attempts += evidence.get("attempts", ())
 
-    def shown(self, budget: Budget) -> str:
-        """Returns the evidence that fits, of each kind the newest; "" if there is none.
+    def text(self, budget: EvidenceBudget) -> str:
+        """Returns the evidence that fits the budget, of each kind the newest; "" if there is none.
 
         Code that would fill the text alone leaves no documents.
         """
         documents = "".join(
-            f"Doc {i}: {text[: budget.document_chars]}\n\n"
-            for i, text in enumerate(self.documents, 1)
+            f"Doc {i}: {document[: budget.document_chars]}\n\n"
+            for i, document in enumerate(self.documents, 1)
         )
         programs = "".join(
             f"```python\n{code}\n```\n\n```output\n{output}\n```\n\n" for code, output in self.code

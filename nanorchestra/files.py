@@ -30,8 +30,10 @@ def read_json(path: str | Path) -> Any:
 def read_object(path: str | Path) -> dict[str, Any]:
     """Returns the JSON object of a regular file, by `read_regular`. UserError."""
     value = _parsed(path, read_regular(path))
-    said = f"{path}: holds {reprlib.repr(value)}; expected a JSON object"
-    require(isinstance(value, dict), said)
+    require(
+        isinstance(value, dict),
+        f"{path}: holds {reprlib.repr(value)}; expected a JSON object",
+    )
     return value
 
 
@@ -142,10 +144,10 @@ def check_sums(directory: Path, digests: Mapping[str, str], names: Collection[st
     """UserError, which names the file, unless the named files are those that were written."""
     for name in names:
         path = directory / name
-        found = sha256(path)
+        digest = sha256(path)
         require(
-            found == digests[name],
-            f"{path}: not the file that was written: its SHA-256 begins with {found[:12]}, "
+            digest == digests[name],
+            f"{path}: not the file that was written: its SHA-256 begins with {digest[:12]}, "
             f"{SUMS} has {digests[name][:12]}",
         )
 

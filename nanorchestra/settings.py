@@ -72,15 +72,15 @@ def load_config(name: str | Path | None, overrides: Mapping[str, Any] = {}) -> C
     add_settings(parser)
     try:
         sections = tomllib.loads(_find(name).read_text(encoding="utf-8")) if name else {}
-        words = [
-            f"--{section}.{key}={str(value).lower() if isinstance(value, bool) else value}"
-            for section, entries in sections.items()
-            for key, value in entries.items()
-        ]
-        given = given_settings(parser.parse_args(words))
+        words = []
+        for section, entries in sections.items():
+            for key, value in entries.items():
+                text = str(value).lower() if isinstance(value, bool) else value
+                words.append(f"--{section}.{key}={text}")
+        settings = given_settings(parser.parse_args(words))
     except (OSError, ValueError, AttributeError, UserError) as error:
         raise UserError(f"{name}: {error}") from None
-    file = Config().replace(given)
+    file = Config().replace(settings)
     config = file.replace(overrides)
     if config.grpo.objective != file.grpo.objective:
         defaults = {name: SETTINGS[name][0].default for name in OF_OBJECTIVE}

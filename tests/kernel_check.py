@@ -134,13 +134,13 @@ class GuardPages(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        known = set()
+        input_storages = set()
         for x in tree_leaves((args, kwargs)):
             if isinstance(x, Tensor):
-                known.add(x.untyped_storage().data_ptr())
+                input_storages.add(x.untyped_storage().data_ptr())
 
         def guarded(x: Tensor) -> Tensor:
-            if x.untyped_storage().data_ptr() in known:
+            if x.untyped_storage().data_ptr() in input_storages:
                 return x  # a view, or changed in place
             return self.move(x)
 

@@ -11,8 +11,7 @@ from invariants import check_scheduler
 from scripted import EchoTool
 
 from nanorchestra.agent.environment import ToolEnvironment
-from nanorchestra.agent.loop import Limits as AttemptLimits
-from nanorchestra.agent.loop import Rollout
+from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.engine.sampler import Draw
 from nanorchestra.records import Preference, Task
 from nanorchestra.serving.http import Server
@@ -32,10 +31,10 @@ def scripted(engine):
 
     def line(request):
         prompt = tokenizer.decode(request.ids[: request.prompt_tokens])
-        said = prompt.rpartition("<|im_start|>user\n")[2]
-        if "<tool_response>" in said:
+        last_message = prompt.rpartition("<|im_start|>user\n")[2]
+        if "<tool_response>" in last_message:
             return SCRIPT["say"]
-        return next((text for word, text in SCRIPT.items() if f"!{word}" in said), None)
+        return next((text for word, text in SCRIPT.items() if f"!{word}" in last_message), None)
 
     def scripted_read(launched, requests):
         drawn = read(launched, requests)
@@ -61,23 +60,23 @@ def wait(condition, seconds=20):
 
 
 class Running:
-    """A server in a thread. `wishes` are what its environments were asked for.
+    """A server in a thread. `preferences` are those of its environments.
 
     `data` is that of their tasks, which stand alone if there is any.
     """
 
     def __init__(self, engine, tool=None, **settings):
-        self.wishes, self.data = [], {}
+        self.preferences, self.data = [], {}
 
         def environment(question, words, vector, seed):
-            self.wishes.append((words, vector))
+            self.preferences.append((words, vector))
             preference = Preference.of(words, vector, "metadata", ["echo"])
             task = Task("asked", question, preference, self.data)
             return ToolEnvironment(task, [tool or EchoTool()], lambda answer: 0.0)
 
         rollout = Rollout(engine, engine.tokenizer, None, AttemptLimits(8, 200, 400))
-        given = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-        self.server = Server(rollout, "nano", environment, given, **settings)
+        defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+        self.server = Server(rollout, "nano", environment, defaults, **settings)
         listening = socket.create_server(("127.0.0.1", 0))
         self.base = f"http://127.0.0.1:{listening.getsockname()[1]}"
         self.engine, self.service = engine, self.server.service

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 from nanorchestra.agent.environment import ToolEnvironment
-from nanorchestra.agent.loop import Limits, Rollout
+from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.records import Preference, Price, Task, ToolResult
 from nanorchestra.tools.allowance import UNLIMITED
 
-LIMITS = Limits()
+LIMITS = AttemptLimits()
 ANSWER = "<think>\nt\n</think>\n\n42<|im_end|>"
 
 

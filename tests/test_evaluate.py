@@ -18,7 +18,7 @@ from openai_server import openai_server, said
 
 import evaluate
 from nanorchestra.agent.load import NANO, load_rollout
-from nanorchestra.agent.loop import Limits
+from nanorchestra.agent.loop import AttemptLimits
 from nanorchestra.config import TaskSection
 from nanorchestra.errors import UserError
 from nanorchestra.files import read_json
@@ -432,7 +432,7 @@ def test_the_reward_of_calls_leaves_out_what_the_policy_itself_costs():
 def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path, nano_model):
     save_checkpoint(nano_model, None, tmp_path / "mute")
     with pytest.raises(UserError, match="no tokenizer.json"):
-        load_rollout(tmp_path / "mute", Limits(), {}, 1)
+        load_rollout(tmp_path / "mute", AttemptLimits(), {}, 1)
 
 
 def test_infrastructure_failures_are_repeated_and_then_left_out_of_the_means():

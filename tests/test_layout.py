@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -46,16 +47,20 @@ TORCH_FREE = (
 )
 
 
-def files():
-    """The Python files outside tests and benchmarks, by the name of their module."""
+# Names of two classes each; the list is to become empty.
+TWICE = {"Batch", "Draws", "Part", "Wish", "World"}
+
+
+def files(*outside):
+    """The Python files that do not lie in the folders `outside`, by the name of their module."""
     listed = subprocess.run(
         ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
-    wanted = (Path(name) for name in listed if not name.startswith(("tests/", "benchmarks/")))
+    wanted = (Path(name) for name in listed if not name.startswith(outside))
     return {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in wanted}
 
 
-FILES = files()
+FILES = files("tests/", "benchmarks/")
 
 
 def imports(tree):
@@ -117,6 +122,17 @@ def test_there_is_no_circle_of_imports():
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_no_two_classes_share_a_name():
+    places = defaultdict(list)
+    for path in files("tests/").values():
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{path}:{node.lineno}")
+    for name, at in places.items():
+        if name not in TWICE:
+            assert len(at) == 1, f"class {name} is defined at {' and '.join(at)}"
 
 
 def test_the_logic_of_the_engine_and_the_loop_loads_without_torch():

@@ -28,13 +28,20 @@ from scripted import EchoTool, ScriptedEngine
 
 import serve
 from nanorchestra.agent.load import NANO, load_rollout
-from nanorchestra.agent.loop import Limits, Rollout
+from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.errors import UserError
 from nanorchestra.model import chat
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.report.terminal import Console
 from worlds.miniature.ask import EXAMPLES
-from worlds.session import COMMANDS, Miniature, Offered, Session, open_world, price
+from worlds.terminal import (
+    COMMANDS,
+    MiniatureQuestions,
+    OpenQuestions,
+    Terminal,
+    price,
+    questions_of,
+)
 
 LAW = EXAMPLES[0]
 SPINNER = r"[/|\\-] \d+ s"
@@ -49,15 +56,15 @@ def think(thought, name=None, content="", **arguments):
 
 @pytest.fixture
 def talk(nano_tokenizer, sandbox):
-    """talk(*lines of the script) -> (Session, what it has written)."""
+    """talk(*lines of the script) -> (Terminal, what it has written)."""
 
     def start(*lines, out=None, tools=None, turns=50):
         out = out or io.StringIO()
         engine = ScriptedEngine(nano_tokenizer, itertools.repeat(iter(lines)))
-        limits = Limits(turns, 2048, 2048)
+        limits = AttemptLimits(turns, 2048, 2048)
         rollout = Rollout(engine, nano_tokenizer, lambda *_: None, limits)
-        world = Miniature(sandbox) if tools is None else Offered(tools)
-        return Session(rollout, world, "scripted", 0, out), out.getvalue
+        world = MiniatureQuestions(sandbox) if tools is None else OpenQuestions(tools)
+        return Terminal(rollout, world, "scripted", 0, out), out.getvalue
 
     return start
 
@@ -87,16 +94,16 @@ def spy(call=lambda arguments: ToolResult("seen", 0.25, 2.0), blocking=False):
     return tool
 
 
-class Terminal(io.StringIO):
+class TerminalStream(io.StringIO):
     def isatty(self):
         return True
 
 
 def test_thought_call_result_answer_and_price_come_in_order(talk):
-    session, out = talk(
+    terminal, out = talk(
         think("hard law. ask tool-ro-ta-vi", "tool-ro-ta-vi"), think("sure", content="57")
     )
-    t = session.ask(LAW)
+    t = terminal.ask(LAW)
     lines = out().splitlines()
     labels = [line.split()[0] for line in lines]
     assert labels[:7] == ["task", "think", "call", "result", "think", "answer", "cost"]
@@ -110,8 +117,8 @@ def test_thought_call_result_answer_and_price_come_in_order(talk):
 def test_a_call_is_shown_before_its_result(talk):
     seen = []
     tool = spy(lambda arguments: seen.append(out()) or ToolResult("observed"))
-    session, out = talk(think("a b c", "spy"), think("d", content="e"), tools=[tool])
-    session.handle("whatever")
+    terminal, out = talk(think("a b c", "spy"), think("d", content="e"), tools=[tool])
+    terminal.handle("whatever")
     (during_the_call,) = seen
     assert "think  a b c" in during_the_call and '"spy"' in during_the_call.splitlines()[-1]
     assert "observed" not in during_the_call and "observed" in out()
@@ -120,12 +127,12 @@ def test_a_call_is_shown_before_its_result(talk):
 def test_colours_are_for_terminals_and_texts_cannot_drive_one(talk, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    session, out = talk(think("t"), out=Terminal())
-    session.handle(LAW)
+    terminal, out = talk(think("t"), out=TerminalStream())
+    terminal.handle(LAW)
     assert "\033[2mt\033[0m" in out()
     tool = spy(lambda arguments: ToolResult("a\033[2Jb\rc\x9bd"))
-    session, out = talk(think("t", "spy"), think("t", content="\033]0;x\007done"), tools=[tool])
-    session.handle("hello")
+    terminal, out = talk(think("t", "spy"), think("t", content="\033]0;x\007done"), tools=[tool])
+    terminal.handle("hello")
     assert not set(out()) & set("\033\r\x9b\007") and "a[2Jbcd" in out()
 
 
@@ -137,35 +144,35 @@ def test_broken_calls_and_missing_answers_are_told(talk):
         ([think("t", "tool-ro-ta-vi")], {"turns": 1}, "answer none (turn_limit)"),
         ([think("t", content="less than 5 <tool")], {}, "less than 5 <tool"),
     ):
-        session, out = talk(*script, **settings)
-        session.handle(LAW)
-        assert says in out() and session.status == ("none" in says or not session.last["answer"])
+        terminal, out = talk(*script, **settings)
+        terminal.handle(LAW)
+        assert says in out() and terminal.status == ("none" in says or not terminal.last["answer"])
         assert "nothing (" not in out(), "what was not run is not billed"
 
 
 def test_commands(talk, nano_tokenizer):
-    session, out = talk(*[think("t", content="57")] * 3)
-    bare = nano_tokenizer.decode(session.ask(LAW).ids)
+    terminal, out = talk(*[think("t", content="57")] * 3)
+    bare = nano_tokenizer.decode(terminal.ask(LAW).ids)
     plain = f"{LAW}<|im_end|>"
     assert plain in bare, "nothing more is appended unless it was asked for"
-    session.handle("/prefer be cheap and avoid tool-ro-ta-vi")
-    session.handle("/budget usd=0.05 seconds=60")
+    terminal.handle("/prefer be cheap and avoid tool-ro-ta-vi")
+    terminal.handle("/budget usd=0.05 seconds=60")
     added = (
         "Be cheap. Do not use large tool-ro-ta-vi. Spend at most $0.05. Answer within 60 seconds."
     )
     assert f"added to a question: {added}" in out()
-    told = (
+    weights = (
         "weights: low cost 1, tool-ro-ta-vi -1; never: tool-ro-ta-vi; at most $0.05; at most 60 s"
     )
-    assert told in out().replace("\n", " ")
+    assert weights in out().replace("\n", " ")
     for line in (
         "/prefer cost=1 latency=0.2 never=large",
         "/prefer Low cost; don't use the large model",
     ):
-        session.handle(line)
+        terminal.handle(line)
         assert "added to a question: Be cheap. Do not use large tool-ro-ta-vi. Spend" in out()
-    session.handle("/prefer be cheap and avoid tool-ro-ta-vi")
-    assert f"{LAW} {added}<|im_end|>" in nano_tokenizer.decode(session.ask(LAW).ids)
+    terminal.handle("/prefer be cheap and avoid tool-ro-ta-vi")
+    assert f"{LAW} {added}<|im_end|>" in nano_tokenizer.decode(terminal.ask(LAW).ids)
     for line, problem in (
         ("/frob now", "^/frob: no such command; /help lists them$"),
         ("/budget usd=much", "preference: usd: 'much' is not of type 'number'"),
@@ -180,24 +187,24 @@ def test_commands(talk, nano_tokenizer):
         ("/save", "^/save: name the file$"),
     ):
         with pytest.raises(UserError, match=problem):
-            session.handle(line)
-    assert session.wishes["budget"] == "usd=0.05 seconds=60", "a refused line changes nothing"
-    session.handle("/budget off")
-    session.handle("/prefer off")
-    session.handle("/tools tool-ro-ta-vi")
+            terminal.handle(line)
+    assert terminal.wishes["budget"] == "usd=0.05 seconds=60", "a refused line changes nothing"
+    terminal.handle("/budget off")
+    terminal.handle("/prefer off")
+    terminal.handle("/tools tool-ro-ta-vi")
     assert "added to a question: nothing\n" in out()
-    last = nano_tokenizer.decode(session.ask(LAW).ids)
+    last = nano_tokenizer.decode(terminal.ask(LAW).ids)
     assert plain in last and '"tool-se-li"' in last and '"tool-ro-ta-vi"' not in last
-    session.handle("/trace")
+    terminal.handle("/trace")
     assert f"{LAW}\nturn 1: " in out() and out().endswith("answered: 57\n")
-    session.handle("/help")
+    terminal.handle("/help")
     assert all(word in out() for word in [*COMMANDS, *EXAMPLES])
 
 
 def test_prices_are_in_dollars(talk):
     """The miniature's offers are in US cents: for 100,000 tokens, or 100 calls."""
-    session, out = talk()
-    session.handle("/tools")
+    terminal, out = talk()
+    terminal.handle("/tools")
     assert "tool-ro-ta-vi ($7.4 in, $7.4 out per million tokens)" in out()
     assert "tool-ku-no ($0.000400 per call)" in out()
     tool = spy()
@@ -210,7 +217,7 @@ def test_prices_are_in_dollars(talk):
 
 def test_a_conversation_sees_what_was_said_in_the_cache(sandbox, tmp_path, capsys):
     """Real engine, real tools: nano babbles, but its prompt is all that was said before."""
-    rollout = load_rollout(NANO, Limits(2, 48, 2048), {"temperature": 0.0}, 1)
+    rollout = load_rollout(NANO, AttemptLimits(2, 48, 2048), {"temperature": 0.0}, 1)
     cached = []
     make = rollout.engine.make_request_on
 
@@ -220,34 +227,34 @@ def test_a_conversation_sees_what_was_said_in_the_cache(sandbox, tmp_path, capsy
         return request
 
     rollout.engine.make_request_on = make_request_on
-    session = Session(rollout, Offered([spy()]), "", 0, io.StringIO())
-    first = session.ask("My name is Ada.")
-    second = session.ask("What is my name?")
+    terminal = Terminal(rollout, OpenQuestions([spy()]), "", 0, io.StringIO())
+    first = terminal.ask("My name is Ada.")
+    second = terminal.ask("What is my name?")
     end = [rollout.tokenizer.im_end] * (first.ids[-1] != rollout.tokenizer.im_end)
     asked = chat.encode_reply(rollout.tokenizer, "user", ["What is my name?"])
     assert second.ids[: second.prompt_length] == first.ids + end + asked
     follow_up = cached[len(first.turns)]
     assert follow_up.cached_tokens >= len(first.ids) - 16, "a page of 16 tokens may be begun"
-    session.handle(f"/save {tmp_path / 'talk.json'}")
-    session.handle("/reset")
-    assert session.ask("Hello").prompt_length < first.prompt_length + 16
-    session.handle(f"/load {tmp_path / 'talk.json'}")
-    third = session.ask("And now?")
+    terminal.handle(f"/save {tmp_path / 'talk.json'}")
+    terminal.handle("/reset")
+    assert terminal.ask("Hello").prompt_length < first.prompt_length + 16
+    terminal.handle(f"/load {tmp_path / 'talk.json'}")
+    third = terminal.ask("And now?")
     assert third.ids[: len(second.ids)] == second.ids
-    session.handle("/tools spy")
-    assert "Ada" in rollout.tokenizer.decode(fourth := session.ask("Still?").ids)
+    terminal.handle("/tools spy")
+    assert "Ada" in rollout.tokenizer.decode(fourth := terminal.ask("Still?").ids)
     assert '"spy"' not in rollout.tokenizer.decode(fourth[:40])
     for text in ("[]", "[1, 2]", '[[{"role": 3}], []]', '[[{"role": "user"}], [-1e99]]', "{}"):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(UserError, match="bad.json: not a conversation"):
-            session.handle(f"/load {tmp_path / 'bad.json'}")
+            terminal.handle(f"/load {tmp_path / 'bad.json'}")
 
 
 def test_a_full_context_is_told_and_the_conversation_goes_on(talk):
-    session, out = talk(think("t", content="57"), tools=[spy()])
-    session.handle("long " * 3000)
-    assert "answer none (the context is full" in out() and session.talk.messages == []
-    session.handle("short")
+    terminal, out = talk(think("t", content="57"), tools=[spy()])
+    terminal.handle("long " * 3000)
+    assert "answer none (the context is full" in out() and terminal.transcript.messages == []
+    terminal.handle("short")
     assert "answer 57" in out()
 
 
@@ -261,24 +268,26 @@ def test_ctrl_c_stops_an_answer_at_once_and_shows_its_cost(talk, monkeypatch, ca
         return ToolResult("late")
 
     tool = spy(call, blocking=True)
-    session, out = talk(think("t", "spy"), think("t", content="57"), tools=[tool])
-    session.at_prompt = True
-    assert serve.converse(session, ["anything", "/frob", "again"]) == 2
+    terminal, out = talk(think("t", "spy"), think("t", content="57"), tools=[tool])
+    terminal.at_prompt = True
+    assert serve.converse(terminal, ["anything", "/frob", "again"]) == 2
     assert not late.is_set(), "the tool is still at work"
     late.set()
     time.sleep(0.05)
     assert "answer none (stopped)" in out() and "answer 57" in out() and "late" not in out()
     (first, _), *_ = re.findall(r"cost   \$(\S+), .* turns, (\d+) tokens", out())
     assert float(first) > 0, "the stopped answer has a cost"
-    assert "anything" in session.rollout.tokenizer.decode(session.rollout.engine.sessions[1].prompt)
+    assert "anything" in terminal.rollout.tokenizer.decode(
+        terminal.rollout.engine.sessions[1].prompt
+    )
     assert not failures and capsys.readouterr().err.startswith("serve.py: /frob: no such command")
 
 
 def test_tokens_of_a_stopped_turn_are_kept_and_billed(talk):
-    rollout = load_rollout(NANO, Limits(2, 1024, 2048), {}, 1)
-    session = Session(rollout, Offered([spy()]), "", 0, io.StringIO())
-    session.at_prompt, seen = True, []
-    show = session.console.on_event
+    rollout = load_rollout(NANO, AttemptLimits(2, 1024, 2048), {}, 1)
+    terminal = Terminal(rollout, OpenQuestions([spy()]), "", 0, io.StringIO())
+    terminal.at_prompt, seen = True, []
+    show = terminal.console.on_event
 
     def on_event(kind, payload):
         show(kind, payload)
@@ -286,20 +295,20 @@ def test_tokens_of_a_stopped_turn_are_kept_and_billed(talk):
         if seen.count("text") == 5:
             os.kill(os.getpid(), signal.SIGINT)
 
-    session.console.on_event = on_event
-    t = session.ask("hello")
+    terminal.console.on_event = on_event
+    t = terminal.ask("hello")
     sampled = sum(t.sampled)
     assert t.status == "stopped" and sampled >= 5 and rollout.engine.blocks.available == 129
     assert t.cost_usd == pytest.approx(rollout.price.cost(len(t.ids) - sampled, sampled))
-    session.console.on_event = show
-    assert session.ask("go on").ids[: len(t.ids)] == t.ids
+    terminal.console.on_event = show
+    assert terminal.ask("go on").ids[: len(t.ids)] == t.ids
 
 
 def test_lines_break_between_words_within_the_width(monkeypatch):
     words = ["a", "word", "naïve", "日本語日本語", "🙂🙂", "e\u0301tude", "x" * 12, "\t", "\n"]
     for width in (24, 37, 80):
         monkeypatch.setenv("COLUMNS", str(width))
-        out = Terminal()
+        out = TerminalStream()
         console = Console(out)
         text = " ".join(words * 9)
         for start in range(0, len(text), 3):
@@ -317,12 +326,12 @@ def test_folded_reasoning_takes_one_line(talk, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     thought = "many words " * 30 + "\nand a line"
     for folded, lines in ((True, 1), (False, 8)):
-        session, _ = talk(tools=[spy()], out=(out := Terminal()))
+        terminal, _ = talk(tools=[spy()], out=(out := TerminalStream()))
         if folded:
-            session.handle("/fold")
+            terminal.handle("/fold")
         for label, text in (("think", thought[:50]), ("think", thought[50:]), ("answer", "57")):
-            session.console.say(label, text)
-        session.console.end()
+            terminal.console.say(label, text)
+        terminal.console.end()
         *thoughts, answer = ESCAPES.sub("", out.getvalue()).splitlines()
         assert len(thoughts) == lines and answer == "  answer 57"
 
@@ -330,7 +339,7 @@ def test_folded_reasoning_takes_one_line(talk, monkeypatch):
 def test_a_line_appears_as_it_grows_and_a_slow_tool_has_a_spinner(talk, monkeypatch):
     """What Live draws is erased again: the last lines stay."""
     monkeypatch.setenv("TERM", "xterm")
-    seen, out = [], Terminal()
+    seen, out = [], TerminalStream()
 
     def call(arguments):
         end = time.monotonic() + 20
@@ -339,10 +348,10 @@ def test_a_line_appears_as_it_grows_and_a_slow_tool_has_a_spinner(talk, monkeypa
         seen.append(out.getvalue())
         return ToolResult("seen")
 
-    session, _ = talk(think("t", "spy"), think("t", content="57"), tools=[spy(call)], out=out)
-    session.console.say("answer", "half a li")
-    assert str(session.console._pending()) == "  answer half a li"
-    session.handle("question")
+    terminal, _ = talk(think("t", "spy"), think("t", content="57"), tools=[spy(call)], out=out)
+    terminal.console.say("answer", "half a li")
+    assert str(terminal.console._pending()) == "  answer half a li"
+    terminal.handle("question")
     assert re.search(SPINNER, seen[0]) and "answer \033[1m57" in out.getvalue()
 
 
@@ -363,12 +372,12 @@ def test_a_checkpoint_without_tools_offers_python_and_search(sandbox, tmp_path):
     """The world of a run of the miniature is its own; any other checkpoint answers any question."""
     run = tmp_path / "run" / "model"
     run.mkdir(parents=True)
-    for world, kind in (("miniature", Miniature), ("questions:q.jsonl", Offered)):
+    for world, kind in (("miniature", MiniatureQuestions), ("questions:q.jsonl", OpenQuestions)):
         (tmp_path / "run" / "config.toml").write_text(f'[task]\nworld = "{world}"\n')
-        assert type(open_world(run, None, None, sandbox)) is kind
-    (python,) = open_world(tmp_path, None, None, sandbox).tools
+        assert type(questions_of(run, None, None, sandbox)) is kind
+    (python,) = questions_of(tmp_path, None, None, sandbox).tools
     assert python.call({"code": "6 * 7"}).content == "42"
-    assert type(open_world(NANO, None, None, sandbox)) is Miniature
+    assert type(questions_of(NANO, None, None, sandbox)) is MiniatureQuestions
 
 
 def test_tools_an_index_and_an_expert_work_in_one_conversation(talk, sandbox, tmp_path, capsys):
@@ -397,30 +406,30 @@ def test_tools_an_index_and_an_expert_work_in_one_conversation(talk, sandbox, tm
             """
         )
         roles, index = str(NANO.with_name("toolorchestra.toml")), str(tmp_path / "index")
-        by_name = {tool.name: tool for tool in open_world(NANO, roles, index, sandbox).tools}
+        by_name = {tool.name: tool for tool in questions_of(NANO, roles, index, sandbox).tools}
         assert [*by_name] == ["enhance_reasoning", "search", "answer"]
         assert len(by_name["search"].helpers) == 1
-        world = open_world(NANO, str(tmp_path / "tools.toml"), index, sandbox)
+        world = questions_of(NANO, str(tmp_path / "tools.toml"), index, sandbox)
         script = [
             think("t", "python", code="6 * 7"),
             think("t", "search", query="prefix sharing of pages"),
             think("t", content="42"),
             *[think("t", "sage", task="what?"), think("t", content="done")] * 4,
         ]
-        session, out = talk(*script, tools=world.tools)
-        session.handle("What is six times seven?")
+        terminal, out = talk(*script, tools=world.tools)
+        terminal.handle("What is six times seven?")
         assert "result 42 " in out() and "search (1): " in out()
-        assert "[engine.md]" in session.last["turns"][1]["results"][0]["content"]
+        assert "[engine.md]" in terminal.last["turns"][1]["results"][0]["content"]
         reply = said("ninety")
         for content, shown in ((["a", {"text": "b"}], "ab"), (17, "17"), (None, "gave no answer")):
             server.answer = lambda body, content=content: said(content)
-            session.handle("and now?")
+            terminal.handle("and now?")
             assert shown in out()
         del reply["usage"]
         server.answer = lambda body: reply
-        session.handle("missing usage")
-        assert session.last["cost_usd"] > 0.01, "estimated where the reply does not state it"
-        assert len(session.talk.messages) == 10
+        terminal.handle("missing usage")
+        assert terminal.last["cost_usd"] > 0.01, "estimated where the reply does not state it"
+        assert len(terminal.transcript.messages) == 10
 
 
 def test_ask_answers_one_question_and_says_what_is_loaded(command_line):
@@ -461,10 +470,10 @@ def test_an_attempt_is_recorded_and_shown_again_without_calling_anything(
     monkeypatch.setattr(serve, "load_rollout", None)
     monkeypatch.setattr(serve, "Sandbox", None)
     assert serve.main(["--replay", file]) == 0
-    shown = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr().out.splitlines()
     attempt = before[: before.index("  cost")].splitlines()
-    assert list(map(str.rstrip, shown[: len(attempt)])) == attempt
-    assert any("  tool-ro-ta-vi {}: " in line for line in shown)
+    assert list(map(str.rstrip, printed[: len(attempt)])) == attempt
+    assert any("  tool-ro-ta-vi {}: " in line for line in printed)
     recorded = Path(file).read_text()
     (tmp_path / "trace.jsonl").write_text('{"task": 3}\n')
     assert serve.main(["--replay", file]) == 2

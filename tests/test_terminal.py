@@ -45,12 +45,12 @@ class Screen:
     def until(self, pattern):
         """Returns what is shown up to `pattern`, on one line."""
         shown = b""
-        while not (found := re.search(pattern, text := self.plain(shown))):
+        while not (match := re.search(pattern, text := self.plain(shown))):
             try:
                 shown += self.child.read_nonblocking(4096, 240)
             except pexpect.EOF:
                 raise AssertionError(f"{pattern} is not in {text!r}") from None
-        return text[: found.end()]
+        return text[: match.end()]
 
     @staticmethod
     def plain(shown):

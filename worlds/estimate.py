@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 from nanorchestra.agent.load import load_rollout
-from nanorchestra.agent.loop import Limits
+from nanorchestra.agent.loop import AttemptLimits
 from nanorchestra.config import Config
 from nanorchestra.errors import require
 from nanorchestra.records import Trajectory
@@ -30,7 +30,7 @@ def api_bill(config: Config, count: int, sandbox: Sandbox) -> str:
     spending = Spending()
     worlds = Worlds(config.task, config.run.seed, sandbox, spending)
     sampling = {"temperature": config.rollout.temperature}
-    rollout = load_rollout(path, Limits.of(config.rollout), sampling, running=min(count, 64))
+    rollout = load_rollout(path, AttemptLimits.of(config.rollout), sampling, running=min(count, 64))
     rollout.rebuild = config.rollout.context == "rebuild"
     tasks = worlds.tasks(count, 0)
     seeds = [config.run.seed * 1_000_003 + i for i in range(count)]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.load import NANO, load_rollout
-from nanorchestra.agent.loop import Limits, Rollout
+from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.agent.policy import EndpointRollout
 from nanorchestra.errors import UserError, require
 from nanorchestra.model.hf_config import read_config, read_sampling
@@ -59,7 +59,7 @@ class Policy:
     def load(self, spending: Spending, running: int) -> Rollout:
         """Returns what plays it, `running` attempts at a time; no router. UserError."""
         given = self.settings
-        limits = Limits(**{name: given[name] for name in LIMITS})
+        limits = AttemptLimits(**{name: given[name] for name in LIMITS})
         if "://" in self.base:
             price = Price(*(given.get(name, 0.0) for name in PRICE))
             tokenizer, warmth = Tokenizer.from_dir(NANO), given["temperature"]

@@ -18,7 +18,7 @@ class NotHereError(Exception):
 
 @dataclass
 class Part:
-    """What a part is given: where it runs, and where its figures go.
+    """The argument of a part: where it runs, and where its figures go.
 
     `figures` are written to `file` at each `note`, so that what was measured outlives a fault.
     """
@@ -35,8 +35,8 @@ class Part:
     def note(self, name: str, **values: Any) -> None:
         """Records and prints figures."""
         self.figures[name] = values
-        shown = [f"{key} {_shown(value)}" for key, value in values.items()]
-        print(f"  {name:44} {', '.join(shown)}", flush=True)
+        figures = [f"{key} {_formatted(value)}" for key, value in values.items()]
+        print(f"  {name:44} {', '.join(figures)}", flush=True)
         if self.file is not None:
             write(self.file, self.figures)
 
@@ -58,7 +58,7 @@ def by_kernels(part: Part) -> Iterator[None]:
         yield
 
 
-def _shown(value: Any) -> str:
+def _formatted(value: Any) -> str:
     if not isinstance(value, float):
         return str(value)
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

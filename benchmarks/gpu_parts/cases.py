@@ -160,13 +160,13 @@ def other_shapes() -> list[Case]:
     """Returns the kernels whose code depends on the heads of a model, for heads of other models."""
     cases = []
     for shape in (*OTHER_GROUPS, *OTHER_HEADS):
-        found = [
+        cases_of_shape = [
             decode(shape, shape.rows, shape.context),
             decode(shape, shape.rows, shape.context, dtype=FP8),
         ]
         if shape in OTHER_HEADS:
-            found += [*rotations(shape), prefill(shape, 0, shape.tokens), *training(shape)]
-        cases += [replace(case, name=f"{case.name} {shape.name}") for case in found]
+            cases_of_shape += [*rotations(shape), prefill(shape, 0, shape.tokens), *training(shape)]
+        cases += [replace(case, name=f"{case.name} {shape.name}") for case in cases_of_shape]
     return cases
 
 
@@ -257,9 +257,14 @@ def decode(
         return q, *caches, block_tables, context_lens, work, out
 
     keys = rows * (context - shared) + groups * shared
-    name = f"decode_attention{' fp8' * (dtype == FP8)} B={rows} n={context} shared={shared}"
+    name = f"decode_attention{_dtype_word(dtype)} B={rows} n={context} shared={shared}"
     flops = 4.0 * rows * context * heads * dim
     return Case(name, make, decode_attention, 2 * dtype.itemsize * keys * kv_heads * dim, flops)
+
+
+def _dtype_word(dtype) -> str:
+    """Returns what the name of a case says of the KV's dtype."""
+    return " fp8" if dtype == FP8 else ""
 
 
 def prefill(shape: Shape, start: int, count: int, dtype: torch.dtype = torch.bfloat16) -> Case:
@@ -275,7 +280,7 @@ def prefill(shape: Shape, start: int, count: int, dtype: torch.dtype = torch.bfl
         return q, *caches, block_tables, items, out
 
     flops = 4 * heads * dim * (count * start + count * (count + 1) / 2)
-    name = f"prefill_attention{' fp8' * (dtype == FP8)} {count} on {start}"
+    name = f"prefill_attention{_dtype_word(dtype)} {count} on {start}"
     size = 2 * dtype.itemsize * end * kv_heads * dim
     return Case(name, make, prefill_attention, size, flops)
 

@@ -97,7 +97,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Budget:
+class KernelBudget:
     """What a kernel may take. None may spill."""
 
     programs: int  # at least so many fit on a multiprocessor at once
@@ -109,29 +109,29 @@ class Budget:
 # of a row must not depend on the batch. The page of the next tile is a load that a loop waits for,
 # as are the scales of 4-bit weights.
 BUDGETS = {
-    "_rms_norm": Budget(programs=6),
-    "_rms_norm_backward": Budget(programs=2),
-    "_qk_norm_rope": Budget(programs=8),
-    "_qk_norm_rope_backward": Budget(programs=4),
-    "_swiglu": Budget(programs=12),
-    "_swiglu_backward": Budget(programs=8),
-    "_attend_splits": Budget(programs=2, product="HMMA", loads=1),
-    "_merge_splits": Budget(programs=8),
-    "_attend_chunks": Budget(programs=1, product="HGMMA", loads=1),
-    "flash_forward": Budget(programs=1, product="HGMMA"),
-    "flash_backward_queries": Budget(programs=1, product="HGMMA"),
-    "flash_backward_keys": Budget(programs=1, product="HGMMA"),
-    "_logprob_chunks": Budget(programs=1, product="HGMMA"),
-    "_logprob_merge": Budget(programs=8),
-    "_logit_gradients": Budget(programs=12),
-    "_group_maxima": Budget(programs=6),
-    "_candidate_bounds": Budget(programs=5),
-    "_gather_candidates": Budget(programs=1),
-    "_search_floors": Budget(programs=5),
-    "_block_weights": Budget(programs=12),
-    "_draw": Budget(programs=5),
-    "_product": Budget(programs=2, product="HMMA", loads=4),
-    "_add_parts": Budget(programs=8),
+    "_rms_norm": KernelBudget(programs=6),
+    "_rms_norm_backward": KernelBudget(programs=2),
+    "_qk_norm_rope": KernelBudget(programs=8),
+    "_qk_norm_rope_backward": KernelBudget(programs=4),
+    "_swiglu": KernelBudget(programs=12),
+    "_swiglu_backward": KernelBudget(programs=8),
+    "_attend_splits": KernelBudget(programs=2, product="HMMA", loads=1),
+    "_merge_splits": KernelBudget(programs=8),
+    "_attend_chunks": KernelBudget(programs=1, product="HGMMA", loads=1),
+    "flash_forward": KernelBudget(programs=1, product="HGMMA"),
+    "flash_backward_queries": KernelBudget(programs=1, product="HGMMA"),
+    "flash_backward_keys": KernelBudget(programs=1, product="HGMMA"),
+    "_logprob_chunks": KernelBudget(programs=1, product="HGMMA"),
+    "_logprob_merge": KernelBudget(programs=8),
+    "_logit_gradients": KernelBudget(programs=12),
+    "_group_maxima": KernelBudget(programs=6),
+    "_candidate_bounds": KernelBudget(programs=5),
+    "_gather_candidates": KernelBudget(programs=1),
+    "_search_floors": KernelBudget(programs=5),
+    "_block_weights": KernelBudget(programs=12),
+    "_draw": KernelBudget(programs=5),
+    "_product": KernelBudget(programs=2, product="HMMA", loads=4),
+    "_add_parts": KernelBudget(programs=8),
 }
 
 
@@ -152,7 +152,7 @@ def inspect(binary: Binary, arch: int) -> Report:
         shared=binary.shared,
         programs=resident_programs(registers, binary.shared, binary.warps, arch),
         product=product[0] if product else "",
-        loads=sum(re.search(r"\bLDG\b", instruction) is not None for instruction in loop),
+        loads=len([instruction for instruction in loop if re.search(r"\bLDG\b", instruction)]),
     )
 
 
@@ -191,20 +191,20 @@ def resident_programs(registers: int, shared: int, warps: int, arch: int) -> int
 
 def faults(report: Report, arch: int) -> list[str]:
     """Returns in what a kernel breaks its budget."""
-    found = []
+    breaches = []
     if report.spilled:
-        found.append("spills")
+        breaches.append("spills")
     if report.kernel not in BUDGETS:
-        return [*found, "has no budget"]
+        return [*breaches, "has no budget"]
     budget = BUDGETS[report.kernel]
     if report.programs < budget.programs:
-        found.append(f"expected {budget.programs} programs")
+        breaches.append(f"expected {budget.programs} programs")
     product = "HMMA" if arch < 90 and budget.product == "HGMMA" else budget.product
     if report.product != product:
-        found.append(f"expected {product or 'no products'}")
+        breaches.append(f"expected {product or 'no products'}")
     if report.loads > budget.loads:
-        found.append(f"expected {budget.loads} loads")
-    return found
+        breaches.append(f"expected {budget.loads} loads")
+    return breaches
 
 
 def compiled_cases(word: str) -> list[Case]:
@@ -231,9 +231,9 @@ def compile_cases(arch: int, word: str) -> list[str]:
         for binary in driver.compiled:
             report = inspect(binary, arch)
             line = f"{title} {report}"
-            found = faults(report, arch)
-            if found:
-                line += f"  WRONG: {', '.join(found)}"
+            breaches = faults(report, arch)
+            if breaches:
+                line += f"  WRONG: {', '.join(breaches)}"
             lines.append(line)
     return lines
 
@@ -269,7 +269,7 @@ def specialisations(word: str) -> list[str]:
     triton.knobs.runtime.jit_cache_hook = None
     lines = []
     for (family, kernel), variants in sorted(keys.items()):
-        if len({frozenset(found) for found in variants.values()}) > 1:
+        if len({frozenset(kinds) for kinds in variants.values()}) > 1:
             counts = ", ".join(f"{len(variants[tokens])} at {tokens}" for tokens in TOKENS)
             lines.append(f"{family}: {kernel} WRONG: its variants differ by tokens: {counts}")
     return lines

@@ -165,7 +165,8 @@ def tokens_as_on_cpu(part: Part) -> None:
         equal, gap = 0, 0.0
         for got, twin, right in zip(done, again, expected, strict=True):
             assert got.token_ids == twin.token_ids, f"{kind}: a second run drew other tokens"
-            equal += got.token_ids == right.token_ids
+            if got.token_ids == right.token_ids:
+                equal += 1
             draws = zip(got.token_ids, right.token_ids, got.logprobs, right.logprobs, strict=True)
             for token, right_token, logprob, right_logprob in draws:
                 if token != right_token:
@@ -173,4 +174,6 @@ def tokens_as_on_cpu(part: Part) -> None:
                 gap = max(gap, abs(logprob - right_logprob))
         part.note(kind, equal_to_cpu=equal, of=len(prompts), largest_logprob_gap=gap)
         assert gap < NEAR, f"{kind}: a log-probability is off by {gap:.2g} nats"
-        assert equal >= len(prompts) - (len(prompts) > 3), f"{kind}: {equal} sequences are equal"
+        # One of many sequences may differ: rounding decides between nearly equal ids.
+        least = len(prompts) - 1 if len(prompts) > 3 else len(prompts)
+        assert equal >= least, f"{kind}: {equal} sequences are equal"

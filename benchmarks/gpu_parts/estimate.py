@@ -225,13 +225,13 @@ def print_compute() -> None:
         output += 10 * tokens * SHAPE.vocab_size / (POINTWISE * gpu.bandwidth)
         # A layer's forward pass is computed twice: checkpoints keep its input alone.
         update = (2 * forward + backward + output) / (1 - IDLE)
-        for work, flops, taken, goal in (
+        for work, flops, elapsed, goal in (
             ("prefill", layers + attention, forward, "65%"),
             ("log-probabilities, both ways", 4 * logits, output, "55%"),
             ("GRPO update, MFU", 3 * (layers + attention + logits), update, "40%"),
         ):
-            cells = [f"{flops / 1e12:,.0f}", f"{1e3 * taken:,.0f}", f"{tokens / taken:,.0f}"]
-            rows.append([name.upper(), work, *cells, f"{flops / gpu.flops / taken:.0%}", goal])
+            cells = [f"{flops / 1e12:,.0f}", f"{1e3 * elapsed:,.0f}", f"{tokens / elapsed:,.0f}"]
+            rows.append([name.upper(), work, *cells, f"{flops / gpu.flops / elapsed:.0%}", goal])
     print(f"{tokens:,} tokens in one sequence; shares of the card's FLOP/s\n")
     print_table("card,work,TFLOP,ms,tokens/s,share,goal", rows)
 

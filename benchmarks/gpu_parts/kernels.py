@@ -159,10 +159,13 @@ def check(part: Part, case: Case) -> list[str]:
     if case.gradients or got[0].dtype == torch.float32:
         allowed = GRADIENT
     for number, (result, right) in enumerate(zip(got, exact, strict=True)):
-        found = error(result, right.double())
-        part.note(f"{case.name}: error of result {number}", times_rounding=found, allowed=allowed)
-        if not found <= allowed:
-            wrong.append(f"{case.name}, result {number}: {found:.2f} roundings, allowed {allowed}")
+        roundings = error(result, right.double())
+        label = f"{case.name}: error of result {number}"
+        part.note(label, times_rounding=roundings, allowed=allowed)
+        if not roundings <= allowed:
+            wrong.append(
+                f"{case.name}, result {number}: {roundings:.2f} roundings, allowed {allowed}"
+            )
     if kernel_of(case) == "decode_attention":
         same = _same_bits_alone(case, arguments, got[0])
         part.note(f"{case.name}: rows alone have the same bits", same=same)
@@ -215,9 +218,9 @@ def measure(case: Case, rates: tuple[float, float]) -> dict[str, Any]:
     """Returns microseconds of a kernel and its peers, its share of the ceiling, and which it is."""
     with torch.device(DEVICE):
         arguments = case.make()
-    taken = _seconds(lambda: case.call(*arguments))
+    elapsed = _seconds(lambda: case.call(*arguments))
     least, limit = max((case.bytes / rates[0], "bytes"), (case.flops / rates[1], "FLOPs"))
-    figures = {"us": 1e6 * taken, "share": least / taken, "limit": limit}
+    figures = {"us": 1e6 * elapsed, "share": least / elapsed, "limit": limit}
     for name, function in peers_of(case).items():
         try:
             figures[f"{name}_us"] = 1e6 * _seconds(lambda f=function: case.call(*arguments, run=f))

@@ -97,10 +97,10 @@ def _measured_step(part: Part, config: Config, shape: ModelConfig, ranks: Ranks)
     engine = build_engine(config, model, tokenizer, ranks, dtype)
     objective, size = objective_of(grpo), grpo.group_size
     rng = random.Random(0)
-    given = config.rollout.context_tokens - config.rollout.turn_tokens
+    prompt_tokens = config.rollout.context_tokens - config.rollout.turn_tokens
     prompts, params = [], []
     for _ in range(grpo.prompts):
-        prompts += [[rng.randrange(shape.vocab_size) for _ in range(given)]] * size
+        prompts += [[rng.randrange(shape.vocab_size) for _ in range(prompt_tokens)]] * size
     for seed in range(len(prompts)):
         params.append(SamplingParams(config.rollout.turn_tokens, seed=seed, ignore_eos=True))
     times: dict[str, float] = {}
@@ -120,7 +120,7 @@ def _measured_step(part: Part, config: Config, shape: ModelConfig, ranks: Ranks)
         )
         assert not update["skipped"], "the loss or the gradient is not finite"
 
-    figures = {f"{phase}_s": taken for phase, taken in times.items()}
+    figures = {f"{phase}_s": elapsed for phase, elapsed in times.items()}
     sampled = sum(len(completion.token_ids) for completion in done)
     figures["rollout_tokens_per_s"] = sampled / times["rollout"]
     setup = Setup(config, 1, shape)

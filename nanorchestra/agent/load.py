@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from nanorchestra.agent.loop import Limits, Rollout
+from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.engine.engine import Engine
 from nanorchestra.engine.sequence import SamplingParams
 from nanorchestra.errors import UserError, require
@@ -21,7 +21,7 @@ PAGE = 16  # tokens of a KV page
 
 def load_rollout(
     path: Path,
-    limits: Limits,
+    limits: AttemptLimits,
     sampling: Json,
     running: int,
     quantise: str | None = None,

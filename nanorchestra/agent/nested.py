@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nanorchestra.agent.environment import Tool, ToolEnvironment
 from nanorchestra.agent.load import load_rollout
-from nanorchestra.agent.loop import Limits, Rollout
+from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.errors import require
 from nanorchestra.records import RESULT_WORDS, Preference, Task, ToolResult, part
 from nanorchestra.schemas import Json, arguments_schema
@@ -95,5 +95,5 @@ class Orchestrator:
 @functools.cache
 def _loaded(model, turns, depth) -> tuple[Rollout, threading.Lock]:
     """Returns a checkpoint for the orchestrators of one depth, and the lock of its user."""
-    limits = Limits(turns, turn_tokens=MAX_CONTEXT, context_tokens=MAX_CONTEXT)
+    limits = AttemptLimits(turns, turn_tokens=MAX_CONTEXT, context_tokens=MAX_CONTEXT)
     return load_rollout(Path(model), limits, {"temperature": 0.0}, 1), threading.Lock()

@@ -13,13 +13,15 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.limits import UserLimits
-from nanorchestra.agent.loop import Attempt, Limits, Rollout
-from nanorchestra.engine.sequence import Completion
+from nanorchestra.agent.loop import Attempt, AttemptLimits, Rollout
+from nanorchestra.agent.rebuild import Notes
+from nanorchestra.engine.sequence import Completion, OnToken
 from nanorchestra.errors import require
 from nanorchestra.model import chat
 from nanorchestra.model.parser import THINK, THINK_END
-from nanorchestra.records import Price, ToolCall, Trajectory
+from nanorchestra.records import ParsedTurn, Price, ToolCall, Trajectory
 from nanorchestra.schemas import Json, bounded_json
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.models import TEMPLATE_TOKENS, Endpoint, most_tokens
@@ -39,7 +41,7 @@ class EndpointRollout(Rollout):
         model: str,
         price: Price,
         tokenizer: Any,
-        limits: Limits,
+        limits: AttemptLimits,
         temperature: float,
         spending: Spending,
     ):
@@ -50,28 +52,30 @@ class EndpointRollout(Rollout):
             "key: that comes from OPENAI_API_KEY",
         )
 
-        def params(seed, budget):
+        def params(seed, max_tokens):
             return {
                 "model": name,
                 "seed": seed % 2**31,
                 "temperature": temperature,
-                "max_completion_tokens": budget,
+                "max_completion_tokens": max_tokens,
             }
 
         super().__init__(None, tokenizer, params, limits, Price(0.0, 0.0), seconds_per_token=0.0)
         self.server = Endpoint(url, "OPENAI_API_KEY", timeout_s=120.0)
         self.endpoint_price, self.spending = price, spending
 
-    def open(self, attempt: Attempt, start: Any, prompt: list[int]) -> EndpointConversation:
+    def open(
+        self, attempt: Attempt, start: Environment | Notes, prompt: list[int]
+    ) -> EndpointConversation:
         """Opens a conversation that begins with the messages of `start`."""
         return EndpointConversation(
-            self, attempt.trajectory, attempt.user, list(start.messages), start.tools
+            self, attempt.trajectory, attempt.user_limits, list(start.messages), start.tools
         )
 
 
 @dataclass(frozen=True)
 class _Reply:
-    """A message, None if there is none because of a `problem`; US dollars and seconds of it."""
+    """A message, with its US dollars and seconds; None if a `problem` prevented one."""
 
     message: Json | None = None
     usd: float = 0.0
@@ -104,25 +108,27 @@ class EndpointConversation:
 
     def append(self, ids: list[int], role: str, contents: list[str]) -> None:
         """Adds observations, each for its call, or the user's reply."""
-        calls = self.messages[-1].get("tool_calls", [{}])
+        calls = self.messages[-1].get("tool_calls", [{}])  # a reply answers no call
         for call, content in zip(calls, contents, strict=True):
             message = {"role": role, "content": content}
-            self.messages.append(message | ({"tool_call_id": call["id"]} if call else {}))
+            if call:
+                message["tool_call_id"] = call["id"]
+            self.messages.append(message)
 
     def close(self) -> None:
         """Does nothing: the server keeps no state."""
 
-    async def sample(self, params: Json, on_token: Any = None) -> Completion:
+    async def sample(self, params: Json, on_token: OnToken | None = None) -> Completion:
         """Returns the next turn, and adds its cost and its seconds to the trajectory.
 
         finish_reason "error": there is none, and `text` says why. "length" without ids: the user's
         time is over.
         """
-        server, left = self.rollout.server, self.user.seconds_left()
-        budget, tokenizer = params["max_completion_tokens"], self.rollout.tokenizer
-        server = replace(server, timeout_s=min(left, server.timeout_s))
-        most = self._most_tokens(), budget
-        reply = await in_thread(self._ask, server, most, self._request(params))
+        server = self.rollout.server
+        server = replace(server, timeout_s=min(self.user.seconds_left(), server.timeout_s))
+        max_tokens = params["max_completion_tokens"]
+        body = self._request(params)
+        reply = await in_thread(self._ask, server, body, self._most_tokens(), max_tokens)
         self.trajectory.cost_usd += reply.usd
         self.trajectory.latency_s += reply.seconds
         if reply.message is None:
@@ -130,52 +136,67 @@ class EndpointConversation:
                 return _completion([], "length")
             text = f"Error: {params['model']} at {server.base_url} failed ({reply.problem})"
             return _completion([], "error", text)
-        message = reply.message
-        reasoning, content, calls = read(message)
-        whole = chat.encode_assistant(tokenizer, reasoning, content, calls)
-        cut = message["finish_reason"] == "length"
-        ids = whole[: min(budget, len(whole) - cut)]  # a message that was cut has no end
-        self._record(message, chat.parse(tokenizer, ids))
+        tokenizer = self.rollout.tokenizer
+        turn = read(reply.message)
+        whole = chat.encode_assistant(tokenizer, turn.reasoning, turn.content, turn.calls)
+        ids = whole
+        if reply.message["finish_reason"] == "length":
+            ids = whole[:-1]  # a message that was cut has no end
+        ids = ids[:max_tokens]
+        self._record(reply.message, chat.parse(tokenizer, ids))
         return _completion(ids, "stop" if len(ids) == len(whole) else "length")
 
     def _request(self, params) -> Json:
         """Returns the body of the next request, which carries the whole conversation."""
-        tools = {"tools": self.tools} if self.tools else {}
-        return params | {"messages": self.messages} | tools
+        body = params | {"messages": self.messages}
+        if self.tools:
+            body["tools"] = self.tools
+        return body
 
-    def _ask(self, server, most, body) -> _Reply:
-        """Returns the reply to a request of `most` tokens, which is paid for also if it is left."""
+    def _ask(self, server: Endpoint, body: Json, most_read: int, most_sampled: int) -> _Reply:
+        """Returns the reply to a request, whose tokens are bounded, with the bill of them.
+
+        A reply is paid for also if the attempt does not wait for it.
+        """
         price, spending = self.rollout.endpoint_price, self.rollout.spending
-        most_usd = price.cost(*most)
+
+        def bill(tokens):
+            read, sampled = tokens
+            return price.cost(min(read, most_read), min(sampled, most_sampled))
+
+        most_usd = price.cost(most_read, most_sampled)
         if not spending.reserve(most_usd):
             return _Reply(problem=f"${most_usd:.2g} is more than is left to spend")
         usd = 0.0
         try:
             message, tokens = spending.complete(server, body)
-            usd = price.cost(*map(min, tokens, most))
+            usd = bill(tokens)
             return _Reply(message, usd, message["spent"][1])
         except EndpointError as error:
-            usd = price.cost(*map(min, error.tokens, most))
+            usd = bill(error.tokens)
             return _Reply(None, usd, error.spent[1], str(error))
         finally:
             spending.settle(most_usd, usd, "policy")
 
-    def _record(self, message, parsed):
+    def _record(self, message: Json, parsed: ParsedTurn):
         """Appends a message as the loop parses it, with the server's own field of reasoning."""
-        said = {"role": "assistant", "content": parsed.content}
-        field = "reasoning" if message.get("reasoning") else "reasoning_content"
-        said |= {field: parsed.reasoning} if parsed.reasoning else {}
+        turn = {"role": "assistant", "content": parsed.content}
+        if parsed.reasoning:
+            field = "reasoning" if message.get("reasoning") else "reasoning_content"
+            turn[field] = parsed.reasoning
         calls = []
         for call in parsed.calls:
             # Nine letters and digits suit all servers; none takes arguments of no object.
             name = f"call{len(self.messages):03}{len(calls):02}"
             function = {"name": call.name or "unknown", "arguments": json.dumps(call.arguments)}
             calls.append({"id": name, "type": "function", "function": function})
-        self.messages.append(said | ({"tool_calls": calls} if calls else {}))
+        if calls:
+            turn["tool_calls"] = calls
+        self.messages.append(turn)
 
 
-def read(message: Json) -> tuple[str, str, list[ToolCall]]:
-    """Returns (reasoning, content, calls) of a message.
+def read(message: Json) -> ParsedTurn:
+    """Returns a message as the parts of a turn.
 
     Reasoning has a field of its own, or stands before </think> in the content. Arguments that are
     not JSON stay text.
@@ -192,7 +213,7 @@ def read(message: Json) -> tuple[str, str, list[ToolCall]]:
             with contextlib.suppress(ValueError):
                 arguments = bounded_json(arguments)
         calls.append(ToolCall(call["function"]["name"], arguments))
-    return reasoning, content, calls
+    return ParsedTurn(reasoning, content, tuple(calls))
 
 
 def _completion(ids, finish_reason, text="") -> Completion:

@@ -7,7 +7,7 @@ is that of its FRAMES script. docs/differences.md lists what differs. No torch.
 from collections.abc import Sequence
 from typing import Any
 
-from nanorchestra.evidence import Budget
+from nanorchestra.evidence import EvidenceBudget
 from nanorchestra.model import chat
 from nanorchestra.records import ToolCall, ToolResult
 from nanorchestra.schemas import Json
@@ -18,9 +18,9 @@ ANSWER = "answer"  # kind of a tool that gives the final answer
 JOINTS = 4  # ids that the ends of pieces may add where texts are joined
 
 
-def counted(calls: Sequence[ToolCall], kinds: dict[str, str]) -> list[ToolCall]:
+def first_calls(calls: Sequence[ToolCall], kinds: dict[str, str]) -> list[ToolCall]:
     """Returns the first call of each tool, up to the one that gives the answer."""
-    first = {}
+    first: dict[str, ToolCall] = {}
     for call in calls:
         first.setdefault(call.name, call)
         if kinds.get(call.name) == ANSWER:
@@ -32,28 +32,33 @@ class Notes:
     """Composes the prompt of each turn, its `messages`, from the problem and `env.evidence`.
 
     A prompt has at most `prompt_tokens` ids. What the policy and the user say becomes part of the
-    problem.
+    problem. `prompt` is empty, as that of an environment whose messages are not encoded yet.
     """
 
+    prompt: Sequence[int] = ()
+
     def __init__(self, tokenizer: Any, env: Any, prompt_tokens: int):
-        self.tokenizer, self.prompt_tokens = tokenizer, prompt_tokens
+        self.tokenizer = tokenizer
+        self.prompt_tokens = prompt_tokens
         *before, user = env.messages
-        self._before, self.problem = before or [SYSTEM], f"Problem: {user['content']}"
-        self.tools, self.evidence = env.tools, env.evidence
+        self._before = before or [SYSTEM]
+        self.problem = f"Problem: {user['content']}"
+        self.tools = env.tools
+        self.evidence = env.evidence
         self.evidence.tokenizer = tokenizer
 
-    def hear(self, said: str, reply: ToolResult) -> None:
-        """Takes down a message without calls, and the user's reply to it."""
+    def hear(self, message: str, reply: ToolResult) -> None:
+        """Adds a message without calls, and the user's reply to it, to the problem."""
         if not reply.error:
-            self.problem += f"\n\nYou: {said}\n\nUser: {reply.content}"
+            self.problem += f"\n\nYou: {message}\n\nUser: {reply.content}"
 
     @property
     def messages(self) -> list[Json]:
         """The prompt of the next turn; longer than `prompt_tokens` only if it has no evidence."""
         bare = chat.encode(self.tokenizer, self._messages(""), self.tools)
         room = max(0, self.prompt_tokens - len(bare) - JOINTS)
-        budget = Budget(total=min(Budget.total, room))
-        return self._messages(self.evidence.shown(budget))
+        budget = EvidenceBudget(total=min(EvidenceBudget.total, room))
+        return self._messages(self.evidence.text(budget))
 
     def _messages(self, evidence) -> list[Json]:
         content = f"{self.problem}\n\n{evidence}\n\n{ASK}"

@@ -58,8 +58,8 @@ class Form:
         call = "" if self.free else call  # else the parser has seen it
         for tool in self.tools:
             function = tool["function"]
-            wanted = _json(_call(function), bool(function.get("strict")))
-            bodies.append(f"{call} /\\n?/ %json {wanted} /\\n?/ {call_end}")
+            schema = _json(_call(function), bool(function.get("strict")))
+            bodies.append(f"{call} /\\n?/ %json {schema} /\\n?/ {call_end}")
         think = rf"think: {begin} /(.|\n)*/ {end} /\n?\n?/"
         start = "think? " if self.thinks and not self.free else ""
         return f"start: {start}({' | '.join(bodies)})\n{think}"
@@ -93,14 +93,14 @@ class Guide:
         if self.free and b">" in self.tokenizer.bytes_of(token):  # a tag may end here
             self._stream.feed(*self._unread)
             self._unread.clear()
-            begun = self._stream.parser.call
-            if begun is not None and not self.holds:  # what follows the tag may be in the same id
+            call = self._stream.parser.call
+            if call is not None and not self.holds:  # what follows the tag may be in the same id
                 self._matcher.reset()
-                rest = self.tokenizer.encode(begun)
+                rest = self.tokenizer.encode(call)
                 self.holds = self._matcher.try_consume_tokens(rest) == len(rest)
                 if self._matcher.is_error():
                     raise UserError(problem_of(self._matcher))
-            elif begun is None:
+            elif call is None:
                 self.holds = False
 
     def allowed(self) -> np.ndarray | None:
@@ -134,15 +134,15 @@ class Spent:
 
 
 @cache
-def known(tokenizer: Tokenizer) -> LLTokenizer:
-    """Returns llguidance's form of a tokenizer, made once."""
+def llguidance_tokenizer(tokenizer: Tokenizer) -> LLTokenizer:
+    """Returns llguidance's form of a tokenizer, built once."""
     backend, size = tokenizer.backend.to_str(), tokenizer.vocab_size
     return LLTokenizer(backend, n_vocab=size, eos_token=tokenizer.im_end)
 
 
 @lru_cache(CACHED)
 def _compiled(tokenizer, lark) -> LLMatcher:
-    return compile_grammar(known(tokenizer), lark)
+    return compile_grammar(llguidance_tokenizer(tokenizer), lark)
 
 
 def compile_grammar(tokenizer: LLTokenizer, lark: str) -> LLMatcher:

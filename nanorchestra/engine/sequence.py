@@ -86,8 +86,10 @@ def _whole(name, value) -> int:
 
 
 def _expect(holds, name, value, expected) -> None:
-    said = reprlib.repr(value)
-    require(holds, f"sampling parameters: {name} is {said}, it should be {expected}")
+    require(
+        holds,
+        f"sampling parameters: {name} is {reprlib.repr(value)}, it should be {expected}",
+    )
 
 
 @dataclass(frozen=True)

@@ -95,14 +95,16 @@ def awq_decompressed(
             yield name, read(name)
         elif field == "qweight":
             parts = {}
-            for part in ("qweight", "qzeros", "scales"):
-                stored = f"{module}.{part}"
-                require(stored in names, f"{source}: {stored} is missing beside {name}")
-                parts[stored] = read(stored)
+            for field in ("qweight", "qzeros", "scales"):
+                part = f"{module}.{field}"
+                require(part in names, f"{source}: {part} is missing beside {name}")
+                parts[part] = read(part)
             matrix = _awq_matrix(*parts.values(), group)
-            said = {part: f"{x.dtype} {list(x.shape)}" for part, x in parts.items()}
+            stored = {part: f"{x.dtype} {list(x.shape)}" for part, x in parts.items()}
             groups = f"groups of {group} rows" if group else "one group of rows"
-            require(matrix, f"{source}: the parts do not fit ({groups}, 8 columns a word): {said}")
+            require(
+                matrix, f"{source}: the parts do not fit ({groups}, 8 columns a word): {stored}"
+            )
             yield f"{module}.weight", matrix
 
 

@@ -100,8 +100,8 @@ def _awq_group(data, source) -> int | None:
     check(str(stored["version"]).lower() == "gemm", "version", "'gemm'")
     check(stored.get("bits") == 4, "bits", "4")
     check(stored["zero_point"] is True, "zero_point", "true")
-    counted = _is_whole(group) and (group > 0 or group == -1)
-    check(counted, "group_size", "a number of columns, or -1")
+    holds = _is_whole(group) and (group > 0 or group == -1)
+    check(holds, "group_size", "a number of columns, or -1")
     return max(group, 0)
 
 
@@ -143,8 +143,8 @@ def config_from_hf(data: Mapping[str, Any], source: str = "config.json") -> Mode
     rope = stated.get("rope_scaling") or stated.get("rope_parameters") or {}
     _expect(isinstance(rope, Mapping), source, "rope_scaling", rope, "an object")
     model_type = stated.get("model_type", "qwen3")
-    known = isinstance(model_type, str) and model_type in _KINDS
-    _expect(known, source, "model_type", model_type, " or ".join(map(repr, _KINDS)))
+    has_kind = isinstance(model_type, str) and model_type in _KINDS
+    _expect(has_kind, source, "model_type", model_type, " or ".join(map(repr, _KINDS)))
     kind = _KINDS[model_type]
 
     values = {name: supported[0] for name, supported in _SUPPORTED.items()} | _DEFAULTS
@@ -211,8 +211,8 @@ def _rope_scaling(rope, values, source) -> RopeScaling | None:
     was called type.
     """
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    known = isinstance(rope_type, str) and rope_type in _ROPE_TYPES
-    _expect(known, source, "rope_type", rope_type, " or ".join(map(repr, _ROPE_TYPES)))
+    is_computed = isinstance(rope_type, str) and rope_type in _ROPE_TYPES
+    _expect(is_computed, source, "rope_type", rope_type, " or ".join(map(repr, _ROPE_TYPES)))
     if rope_type == "default":
         return None
     length = values.get("original_max_position_embeddings")  # beside the scaling, as Phi has it
@@ -283,9 +283,9 @@ def _eos_ids(data, source, vocab_size) -> tuple[int, ...]:
     if stated is None:
         return ()
     ids = tuple(stated) if isinstance(stated, list | tuple) else (stated,)
-    known = all(_is_whole(i) and 0 <= i < vocab_size for i in ids)
+    in_vocab = all(_is_whole(i) and 0 <= i < vocab_size for i in ids)
     expected = f"an id below {vocab_size}, the vocab_size, or a list of them"
-    _expect(known, source, "eos_token_id", stated, expected)
+    _expect(in_vocab, source, "eos_token_id", stated, expected)
     return ids
 
 

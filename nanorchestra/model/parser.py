@@ -8,7 +8,7 @@ chat.py is the opposite direction.
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import ParsedTurn, ToolCall
@@ -66,8 +66,8 @@ class StreamParser:
     @property
     def call(self) -> str | None:
         """What stands after the tag of a call that has begun; None outside of calls."""
-        _, begun, rest = self._text.partition(CALL)
-        return rest if begun and self._kind == "content" else None
+        _, tag, rest = self._text.partition(CALL)
+        return rest if tag and self._kind == "content" else None
 
     def _advance(self, final) -> list[tuple[str, str]]:
         """Emits what is certain of a section, which ends at its tag, then goes on with the next."""
@@ -79,13 +79,13 @@ class StreamParser:
             self._kind = "content"
         while self._kind:
             tag = THINK_END if self._kind == "reasoning" else self._call_tag
-            body, found, rest = self._text.partition(tag) if tag else (self._text, "", "")
-            if not found and not final:
+            body, closed, rest = self._text.partition(tag) if tag else (self._text, "", "")
+            if not closed and not final:
                 body = body[: _certain(body, tag)].rstrip("\n")  # line breaks may end the section
             visible = body.lstrip("\n")
             if self._kind == "reasoning":
                 visible = visible.rstrip("\n")
-            elif found:
+            elif closed:
                 visible = visible.removesuffix("\n")
             if delta := visible[self._shown :]:
                 if not self._shown and self._parts["content"]:
@@ -93,8 +93,9 @@ class StreamParser:
                 deltas.append((self._kind, delta))
                 self._parts[self._kind] += delta
                 self._shown = len(visible)
-            if not found:
-                self._truncated |= final and self._kind == "reasoning"
+            if not closed:
+                if final and self._kind == "reasoning":
+                    self._truncated = True
                 break
             if self._kind == "content":
                 rest = self._take_call(rest, final)
@@ -111,18 +112,20 @@ class StreamParser:
         """
         if CALL_END not in text and not final:
             return None
-        call, length, valid = _read_call(text)
-        tail, closed, rest = text[length:].partition(CALL_END)
-        in_string = not valid and "Unterminated string" in call.error  # so the tag may be too
+        read = _read_call(text)
+        call = read.call
+        tail, closed, rest = text[read.end :].partition(CALL_END)
+        in_string = not read.is_json and "Unterminated string" in call.error  # the tag may be, too
         if not final and (in_string or not closed):
             return None
-        self._truncated |= not closed
-        if valid:
+        if not closed:
+            self._truncated = True
+        if read.is_json:
             if tail.strip() and (closed or not CALL_END.startswith(tail.strip())):
                 error = f"{CALL_END} must follow the JSON object, not {tail.strip()[:20]!r}"
                 call = replace(call, error=call.error or error)
         elif closed:
-            call = _read_call(text[:length] + tail)[0]
+            call = _read_call(text[: read.end] + tail).call
         else:
             call = replace(call, error="cut off before the end of its JSON object")
         self.calls.append(call)
@@ -137,13 +140,23 @@ def _certain(text, tag) -> int:
     return len(text)
 
 
-def _read_call(text) -> tuple[ToolCall, int, bool]:
-    """Returns a call, where in `text` its JSON value ends or is wrong, and whether it is valid."""
+@dataclass(frozen=True)
+class _ReadCall:
+    """A call, where in the text its JSON value ends or is wrong, and whether it is JSON."""
+
+    call: ToolCall
+    end: int
+    is_json: bool
+
+
+def _read_call(text) -> _ReadCall:
+    """Reads the call at the beginning of `text`."""
     stripped = text.lstrip()
-    name, raw, length, valid = "", text.strip(), len(text) - len(stripped), False
+    start = len(text) - len(stripped)
+    name, raw, end, is_json = "", text.strip(), start, False
     try:
-        value, end = _DECODER.raw_decode(stripped)
-        raw, length, valid = stripped[:end], length + end, True
+        value, length = _DECODER.raw_decode(stripped)
+        raw, end, is_json = stripped[:length], start + length, True
         name = value["name"]
         arguments = value.get("arguments") or {}
         if isinstance(arguments, str):
@@ -151,17 +164,18 @@ def _read_call(text) -> tuple[ToolCall, int, bool]:
         if any(depth > MOST_DEPTH for depth, _ in enumerate(levels(arguments), 1)):
             raise ValueError(f"arguments are nested deeper than {MOST_DEPTH} levels")
         if isinstance(name, str) and isinstance(arguments, dict):
-            return ToolCall(name, arguments, raw), length, True
+            return _ReadCall(ToolCall(name, arguments, raw), end, True)
         name, error = str(name), "name must be a string and arguments a JSON object"
     except (TypeError, KeyError):
         error = "call must be a JSON object with name and arguments"
     except json.JSONDecodeError as problem:
-        length += 0 if valid else problem.pos
+        if not is_json:  # otherwise the arguments, a string, are not
+            end = start + problem.pos
         reason = problem.msg.removesuffix(" at")
         error = f"call is not valid JSON: {reason} at column {problem.pos + 1}"
     except (ValueError, RecursionError) as problem:
         error = f"call is not valid JSON: {problem}"
-    return ToolCall(name, {}, raw, error), length, valid
+    return _ReadCall(ToolCall(name, {}, raw, error), end, is_json)
 
 
 def _finite(number) -> float:

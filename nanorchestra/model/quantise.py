@@ -51,7 +51,8 @@ class QuantisedLinear(nn.Module):
         self.bias = linear.bias
         self.group, self.packed = group, kind == torch.uint8
         dtype, device = torch.float16 if self.packed else torch.float32, linear.weight.device
-        values = torch.empty(rows, columns // (1 + self.packed), dtype=kind, device=device)
+        values_per_byte = 2 if self.packed else 1
+        values = torch.empty(rows, columns // values_per_byte, dtype=kind, device=device)
         scales = torch.empty(rows, columns // group, dtype=dtype, device=device)
         self.values, self.scales = nn.Buffer(values), nn.Buffer(scales)
         places = torch.empty(scales.shape, dtype=torch.uint8, device=device) if zeros else None

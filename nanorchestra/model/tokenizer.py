@@ -51,8 +51,8 @@ class Tokenizer:
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._ids = backend.get_vocab(with_added_tokens=True)
         for token in QWEN3["required"]:
-            known = self._ids.get(token) in added
-            require(known, f"{source}: added_tokens has no {token!r}, as a Qwen3 tokenizer has")
+            is_added = self._ids.get(token) in added
+            require(is_added, f"{source}: added_tokens has no {token!r}, as a Qwen3 tokenizer has")
         lacking = [c for c in _ALPHABET if c not in self._ids]
         require(
             not lacking,
@@ -85,13 +85,15 @@ class Tokenizer:
         file = Path(path) / "tokenizer.json"
         data = read_object(file)
         model = data.get("model")
-        known = isinstance(model, dict) and model.get("type") == "BPE"
-        require(known, f"{file}: model.type: expected 'BPE', as Qwen's is")
+        is_bpe = isinstance(model, dict) and model.get("type") == "BPE"
+        require(is_bpe, f"{file}: model.type: expected 'BPE', as Qwen's is")
         for field in ("continuing_subword_prefix", "end_of_word_suffix"):
             # With a prefix the library cuts tokens inside characters, and can abort the process.
             stated = model.get(field)
-            said = f"{file}: model.{field} = {stated!r}: expected none, as in Qwen's"
-            require(stated in (None, ""), said)
+            require(
+                stated in (None, ""),
+                f"{file}: model.{field} = {stated!r}: expected none, as in Qwen's",
+            )
         try:
             backend = tokenizers.Tokenizer.from_str(json.dumps(data))
         except Exception as error:  # the library raises bare Exception

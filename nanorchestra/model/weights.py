@@ -241,8 +241,10 @@ def _open_shards(path) -> dict[str, Any]:
     files, weight_map = {SINGLE}, {}
     if os.path.lexists(index):
         weight_map = read_object(index).get("weight_map")
-        known = isinstance(weight_map, dict) and weight_map
-        require(known, f"{index}: weight_map: expected an object of files by tensor")
+        require(
+            isinstance(weight_map, dict) and weight_map,
+            f"{index}: weight_map: expected an object of files by tensor",
+        )
         for name, file in weight_map.items():
             beside = is_file_name(file)
             require(beside, f"{index}: {name}: {file!r}: expected a file name in its directory")
@@ -256,8 +258,8 @@ def _open_shards(path) -> dict[str, Any]:
             require(name not in places, twice)
             places[name], shards[name] = file, shard
     for name, file in weight_map.items():
-        found = places.get(name)
-        require(found == file, f"{index}: {name} is in {found or 'no file'}, not in {file}")
+        place = places.get(name)
+        require(place == file, f"{index}: {name} is in {place or 'no file'}, not in {file}")
     return shards
 
 
@@ -276,29 +278,32 @@ def _check_sizes(config, shards, path) -> None:
     )
     heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
     layer = config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
-    wanted = config.vocab_size * config.hidden_size + config.num_hidden_layers * layer
-    room = 0
+    weights = config.vocab_size * config.hidden_size + config.num_hidden_layers * layer
+    stored_weights = 0
     for name, file in shards.items():
         stored = file.get_slice(name)
-        room += math.prod(stored.get_shape()) * (8 if stored.get_dtype() == "I32" else 1)
+        weights_per_number = 8 if stored.get_dtype() == "I32" else 1
+        stored_weights += math.prod(stored.get_shape()) * weights_per_number
     stated = ", ".join(f"{name} = {getattr(config, name)}" for name in SIZES)
     require(
-        wanted <= SLACK * room,
-        f"{path / 'config.json'}: {stated} make {wanted:,} weights; its files hold {room:,}",
+        weights <= SLACK * stored_weights,
+        f"{path / 'config.json'}: {stated} make {weights:,} weights; its files hold "
+        f"{stored_weights:,}",
     )
 
 
 def _check_memory(model, device, path) -> None:
     """Raises UserError if the model, not allocated yet, is larger than the device's memory."""
     tensors = [*model.parameters(), *model.buffers()]
-    wanted = sum(local(x).numel() * x.element_size() for x in tensors)
+    model_bytes = sum(local(x).numel() * x.element_size() for x in tensors)
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     require(
-        wanted <= memory,
-        f"{path}: its weights take {wanted / 1e9:.1f} GB here; {device} has {memory / 1e9:.1f} GB",
+        model_bytes <= memory,
+        f"{path}: its weights take {model_bytes / 1e9:.1f} GB here; "
+        f"{device} has {memory / 1e9:.1f} GB",
     )
 
 

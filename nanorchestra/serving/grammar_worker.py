@@ -42,18 +42,18 @@ def try_grammar(tokenizer: LLTokenizer, lark: str) -> dict[str, str | int]:
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
-        said = {"problem": "schema: it cannot be compiled", "bytes": 0}
+        trial = {"problem": "schema: it cannot be compiled", "bytes": 0}
         try:
-            said = _within_limits(tokenizer, lark)
+            trial = _within_limits(tokenizer, lark)
         finally:
-            os.write(writing, json.dumps(said).encode()[:4096])
+            os.write(writing, json.dumps(trial).encode()[:4096])
             os._exit(0)
     os.close(writing)
     with open(reading, "rb") as pipe:
-        said = pipe.read()
+        written = pipe.read()
     _, status = os.waitpid(child, 0)
     if not os.WIFSIGNALED(status):
-        return json.loads(said)
+        return json.loads(written)
     late = os.WTERMSIG(status) in (signal.SIGPROF, signal.SIGALRM)
     limit = f"{CPU_S:g} s" if late else f"{MEMORY >> 20} MiB"
     return {"problem": f"schema: it takes more than {limit} to compile or to follow", "bytes": 0}

@@ -17,7 +17,7 @@ from pathlib import Path
 from llguidance import LLMatcher
 from starlette.exceptions import HTTPException
 
-from nanorchestra.engine.guide import compile_grammar, known
+from nanorchestra.engine.guide import compile_grammar, llguidance_tokenizer
 from nanorchestra.errors import UserError, require
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.serving.grammar_worker import WALL_S
@@ -77,11 +77,11 @@ class Grammars:
     def _compile(self, lark) -> tuple[LLMatcher | UserError, int]:
         """Returns a matcher or what is wrong, and its bytes. Runs in the thread."""
         try:
-            said = self._try(lark)
-            if said["problem"]:
-                return UserError(said["problem"]), len(lark)
-            matcher = compile_grammar(known(self._tokenizer), lark)
-            return matcher, max(LEAST_BYTES, said["bytes"]) + len(lark)
+            trial = self._try(lark)
+            if trial["problem"]:
+                return UserError(trial["problem"]), len(lark)
+            matcher = compile_grammar(llguidance_tokenizer(self._tokenizer), lark)
+            return matcher, max(LEAST_BYTES, trial["bytes"]) + len(lark)
         except UserError as error:
             return error, len(lark)
 

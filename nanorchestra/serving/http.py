@@ -8,6 +8,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +55,29 @@ JSON = "application/json"
 BODY_S = 30.0  # that a body may take to come
 SMALL = 16 << 10  # bytes of a body that does not wait behind large ones
 DRAIN_S = 20.0  # until what runs is ended, once the server is
-FORMS = {  # the form of a body, and what an answer and a chunk of a stream are called
-    "/v1/chat/completions": ("ChatRequest", "chat.completion", "chat.completion.chunk"),
-    "/v1/completions": ("CompletionRequest", "text_completion", "text_completion"),
+
+
+@dataclass(frozen=True)
+class BodyForm:
+    """The schema of a body, and what an answer and a chunk of a stream are called."""
+
+    schema: str
+    answer: str
+    chunk: str
+
+
+FORMS = {
+    "/v1/chat/completions": BodyForm("ChatRequest", "chat.completion", "chat.completion.chunk"),
+    "/v1/completions": BodyForm("CompletionRequest", "text_completion", "text_completion"),
 }
 
 
 class Server(uvicorn.Server):
     """Serves the engine of a rollout as the model `name`, and the rollout as NAME+tools.
 
-    make_environment(question, wish, seed): the environment of an attempt. given: parameters where
-    a body has none. host: where it listens. key: "" to serve every client.
+    make_environment(question, words, vector, seed): the environment of an attempt, with the user's
+    preference in words and as a vector. defaults: parameters where a body has none. host: where it
+    listens. key: "" to serve every client.
     """
 
     def __init__(
@@ -72,12 +85,12 @@ class Server(uvicorn.Server):
         rollout: Rollout,
         name: str,
         make_environment: MakeEnvironment,
-        given: Json,
+        defaults: Json,
         host: str = "127.0.0.1",
         key: str = "",
     ):
         self.rollout, self.make_environment = rollout, make_environment
-        self.given = given | {"max_tokens": rollout.engine.max_context}
+        self.defaults = defaults | {"max_tokens": rollout.engine.max_context}
         self.host, self.key = host, key
         self.service, self.models = Service(rollout.engine), [name, f"{name}+tools"]
         self.grammars = Grammars(rollout.tokenizer)
@@ -85,14 +98,14 @@ class Server(uvicorn.Server):
         self.small, self.large = (ThreadPoolExecutor(1, name) for name in ("small", "large"))
         model = {"object": "model", "created": 0, "owned_by": "nanorchestra"}
         models = [model | {"id": name} for name in self.models]
-        published = {
+        answers = {
             "/": HTMLResponse(PAGE, headers=POLICY),
             "/health": JSONResponse({"status": "ok"}),
             "/openapi.json": JSONResponse(OPENAPI),
             "/v1/models": JSONResponse({"object": "list", "data": models}),
             "/metrics": self._metrics,
         }
-        routes = [Route(path, said, methods=["GET"]) for path, said in published.items()]
+        routes = [Route(path, answer, methods=["GET"]) for path, answer in answers.items()]
         routes += [Route(path, self._complete, methods=["POST"]) for path in FORMS]
         config = uvicorn.Config(
             application(routes, refuse, host),
@@ -130,14 +143,15 @@ class Server(uvicorn.Server):
 
     async def _complete(self, request) -> Response:
         """Answers a body, at once or as a stream."""
-        name, *kinds = FORMS[request.url.path]
+        form = FORMS[request.url.path]
         raw = await self._raw(request)
-        body, chunks = await self._open(raw, name)
+        body, chunks = await self._open(raw, form.schema)
         head = {"id": secrets.token_hex(12), "created": int(time.time()), "model": body["model"]}
-        head["object"] = kinds[body["stream"]]
         if body["stream"]:
+            head["object"] = form.chunk
             media, parts = "text/event-stream", events(head, chunks, body["stream_options"])
         else:
+            head["object"] = form.answer
             media, parts = JSON, whole(head, chunks)
         return Parts(parts, media_type=media, background=BackgroundTask(chunks.aclose))
 
@@ -150,14 +164,14 @@ class Server(uvicorn.Server):
         media = request.headers.get("content-type", "").partition(";")[0]
         if media.strip().lower() != JSON:
             raise HTTPException(415, f"the Content-Type must be {JSON}")
-        most = (1 << 16) + 32 * self.given["max_tokens"]
+        most = (1 << 16) + 32 * self.defaults["max_tokens"]
         return await read_raw(request, most, BODY_S)
 
-    async def _open(self, raw, name):
+    async def _open(self, raw, schema):
         """A checked body, and the chunks of its answer. What is cheap is checked first."""
         loop = asyncio.get_running_loop()
         thread = self.small if len(raw) <= SMALL else self.large
-        body, prompts = await loop.run_in_executor(thread, self._read, raw, name)
+        body, prompts = await loop.run_in_executor(thread, self._read, raw, schema)
         if body["model"] == self.models[1]:
             return body, orchestrated(self.service, self.rollout, self.make_environment, body)
         tokenizer, guide = self.rollout.tokenizer, None
@@ -167,9 +181,9 @@ class Server(uvicorn.Server):
         choices = as_choices(body, prompts, guide)
         return body, sampled(self.service, tokenizer, body, choices)
 
-    def _read(self, raw, name):
+    def _read(self, raw, schema):
         """A checked body, and the ids of its prompts, which fit the context."""
-        body = read_body(raw, name, self.given)
+        body = read_body(raw, schema, self.defaults)
         if body["model"] not in self.models:
             raise HTTPException(404, f"model: it must be {' or '.join(self.models)}")
         is_chat = "messages" in body
@@ -209,19 +223,25 @@ class Parts(StreamingResponse):
         await super().stream_response(late)
 
 
-async def sampled(service, tokenizer, body, asked):
-    """Yields the chunks of an answer of the model alone; the last is the usage."""
-    choices = [Choice(body, i, tokenizer) for i in range(len(asked))]
-    told = {"prompt_token_ids": asked[0][0]} if body["return_token_ids"] else {}
-    async with aclosing(service.sample(asked)) as news:
+async def sampled(service, tokenizer, body, prompts):
+    """Yields the chunks of an answer of the model alone; the last is the usage.
+
+    prompts: (ids, SamplingParams) of each choice.
+    """
+    choices = [Choice(body, i, tokenizer) for i in range(len(prompts))]
+    first = {}  # what the first chunk has beside its choices
+    if body["return_token_ids"]:
+        first["prompt_token_ids"] = prompts[0][0]
+    async with aclosing(service.sample(prompts)) as news:
         async for pairs in news:
-            fed = [choice.feed(*pair) for choice, pair in zip(choices, pairs, strict=True)]
-            if fed := list(filter(None, fed)):
-                yield told | {"choices": fed}
-                told = {}
+            chunks = [choice.feed(*pair) for choice, pair in zip(choices, pairs, strict=True)]
+            chunks = [chunk for chunk in chunks if chunk]
+            if chunks:
+                yield first | {"choices": chunks}
+                first = {}
             if all(choice.finish_reason for choice in choices):  # a stop, before the ids end
                 break
-    prompt = sum(len(ids) for ids, _ in asked[:: body["n"]])
+    prompt = sum(len(ids) for ids, _ in prompts[:: body["n"]])
     cached = sum(request.cached_tokens or 0 for request, _ in pairs)
     yield {"choices": [], "usage": usage(prompt, sum(choice.count for choice in choices), cached)}
 
@@ -267,8 +287,8 @@ def refuse(request: Any, error: Exception) -> Response:
         status, message = 504, "the request took too long"
     field = re.match(r"[\w.[\]]+(?=: )", message)  # a message begins with it
     kind = "invalid_request_error" if status < 500 else "server_error"
-    said = {"message": message, "type": kind, "param": field and field[0], "code": None}
-    return JSONResponse({"error": said}, status)
+    detail = {"message": message, "type": kind, "param": field and field[0], "code": None}
+    return JSONResponse({"error": detail}, status)
 
 
 def serve_http(server: Server, port: int) -> None:

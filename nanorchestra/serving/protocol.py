@@ -5,7 +5,7 @@ openapi.json, which the server publishes, has the forms and the defaults of the 
 
 import json
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,11 @@ VALUES = 20_000  # JSON values in a body, beside prompts: checking one takes up 
 SAMPLING = ("temperature", "top_p", "top_k", "ignore_eos")
 
 
-def read_body(raw: bytes, name: str, given: Json) -> Json:
-    """Returns a body of the form `name` in openapi.json, over the defaults and `given`. UserError.
+def read_body(raw: bytes, name: str, defaults: Json) -> Json:
+    """Returns a body of the form `name` in openapi.json, completed by defaults. UserError.
 
-    It has the fields of that form alone. Content is text, `stop` a list, an integer an int, and
-    `tools` are those that may be called.
+    The defaults of openapi.json go before `defaults`. The body has the fields of that form alone.
+    Content is text, `stop` a list, an integer an int, and `tools` are those that may be called.
     """
     try:
         body = json.loads(raw.decode())
@@ -41,20 +41,20 @@ def read_body(raw: bytes, name: str, given: Json) -> Json:
     if isinstance(body, dict):
         body = {key: value for key, value in body.items() if value is not None}
     forms = OPENAPI["components"]
-    known = forms["schemas"][name]["properties"]
+    properties = forms["schemas"][name]["properties"]
     if isinstance(body, dict):
-        counted = [value for key, value in body.items() if key != "prompt"]
-        count = sum(map(len, levels(counted)))
+        beside_prompts = [value for key, value in body.items() if key != "prompt"]
+        count = sum(map(len, levels(beside_prompts)))
         require(count <= VALUES, f"body: it has more than {VALUES} values")
-        body = {key: value for key, value in body.items() if key in known}
+        body = {key: value for key, value in body.items() if key in properties}
     schema = {"$ref": f"#/components/schemas/{name}", "components": forms}
     problem = schema_error(body, schema, first=True)
     require(not problem, problem)
     for key, value in body.items():
-        if isinstance(value, float) and known[key].get("type") == "integer":
+        if isinstance(value, float) and properties[key].get("type") == "integer":
             body[key] = int(value)  # 1.0 is an integer in JSON
-    default = {key: field["default"] for key, field in known.items() if "default" in field}
-    body = given | default | body
+    own = {key: field["default"] for key, field in properties.items() if "default" in field}
+    body = defaults | own | body
     if isinstance(body["stop"], str):
         body["stop"] = [body["stop"]]
     for message in body.get("messages", ()):
@@ -104,46 +104,55 @@ def form_of(body: Json) -> Form | None:
     return Form(tools, schema, required, described.get("strict", False), thinks)
 
 
-def as_choices(body: Json, prompts: list[list[int]], guide: Guide | None) -> list[tuple]:
+def as_choices(
+    body: Json, prompts: list[list[int]], guide: Guide | None
+) -> list[tuple[list[int], SamplingParams]]:
     """Returns (ids, SamplingParams) of each choice. Choice i of a prompt has the seed + i."""
-    given = {name: body[name] for name in SAMPLING} | {
-        "max_tokens": body.get("max_completion_tokens", body["max_tokens"]),
-        "top_logprobs": body.get("top_logprobs", body["logprobs"]),
-        "guide": guide,
-    }
+    params = SamplingParams(
+        **{name: body[name] for name in SAMPLING},
+        max_tokens=body.get("max_completion_tokens", body["max_tokens"]),
+        top_logprobs=body.get("top_logprobs", body["logprobs"]),
+        guide=guide,
+    )
     seed = body.get("seed", secrets.randbits(62))
-    return [
-        (ids, SamplingParams(**given, seed=seed + i)) for ids in prompts for i in range(body["n"])
-    ]
+    choices = []
+    for ids in prompts:
+        for i in range(body["n"]):
+            choices.append((ids, replace(params, seed=seed + i)))
+    return choices
 
 
 @dataclass
 class Choice:
     """One choice as it is sampled: turns the ids of its request into the chunks of a stream.
 
-    `finish_reason` is set once it has ended: by a stop before its ids end. `count`: its ids.
+    `count` is how many ids it has. `finish_reason` is set once it has ended: a stop may end it
+    before its ids end.
     """
 
     body: Json
     index: int
     tokenizer: Tokenizer
-    count, finish_reason = 0, None
-    _calls, _held = 0, ""  # content that may begin a stop
+    count: int = 0
+    finish_reason: str | None = None
 
     def __post_init__(self) -> None:
-        body = self.body
-        self._is_chat, self._many = "messages" in body, body.get("parallel_tool_calls", True)
-        self._stream = TurnStream(self.tokenizer, bool(body["tools"]), self._is_chat)
+        self._calls = 0  # how many tool calls it has
+        self._held = ""  # content that may begin a stop
+        self._is_chat = "messages" in self.body
+        self._many = self.body.get("parallel_tool_calls", True)
+        self._stream = TurnStream(self.tokenizer, bool(self.body["tools"]), self._is_chat)
 
     def feed(self, request: Request, ended: str | None) -> Json | None:
         """Returns the chunk of what is new, None if nothing is; `ended`: why nothing follows."""
-        start, known = self.count, len(request.logprobs)
-        if self.finish_reason or not (ended or known > start):
+        start = self.count
+        end = len(request.logprobs)
+        if self.finish_reason or not (ended or end > start):
             return None
-        delta, prompt = {} if start else {"role": "assistant"}, request.prompt_tokens
-        ids = request.ids[prompt : prompt + known]
-        step = known if self._many and not self.body["stop"] else 1  # an id may be the end
-        while self.count < known and not self.finish_reason:
+        delta = {} if start else {"role": "assistant"}
+        ids = request.ids[request.prompt_tokens : request.prompt_tokens + end]
+        step = end if self._many and not self.body["stop"] else 1  # an id may be the end
+        while self.count < end and not self.finish_reason:
             part = ids[self.count : self.count + step]
             self.count += len(part)
             self._take(delta, self._stream.feed(*part))
@@ -153,11 +162,15 @@ class Choice:
         if self._calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
         chunk = {"index": self.index, "finish_reason": self.finish_reason}
-        chunk |= {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
+        if self._is_chat:
+            chunk["delta"] = delta
+        else:
+            chunk["text"] = delta.get("content", "")
         new = slice(start, self.count)
         if self.body["logprobs"]:
-            columns = ids[new], request.logprobs[new], request.top_logprobs[new]
-            chunk["logprobs"] = self._logprobs(*columns)
+            chunk["logprobs"] = self._logprobs(
+                ids[new], request.logprobs[new], request.top_logprobs[new]
+            )
         if self.body["return_token_ids"]:
             chunk["token_ids"] = ids[new]
         return chunk
@@ -189,16 +202,22 @@ class Choice:
         if end:
             merge(delta, {"content": content[:end]})
 
-    def _logprobs(self, *columns):
-        named = [
-            self._named(*pair) | {"top_logprobs": [self._named(*each) for each in top]}
-            for *pair, top in zip(*columns, strict=True)
-        ]
+    def _logprobs(self, ids, logprobs, top_logprobs):
+        """Returns the log-probabilities of ids in the form of a chat, or of a completion."""
+        entries = []
+        for token, logprob, most_probable in zip(ids, logprobs, top_logprobs, strict=True):
+            entry = self._named(token, logprob)
+            entry["top_logprobs"] = [self._named(*pair) for pair in most_probable]
+            entries.append(entry)
         if self._is_chat:
-            return {"content": named}
-        tops = [{top["token"]: top["logprob"] for top in one["top_logprobs"]} for one in named]
-        tokens, logprobs = ([one[key] for one in named] for key in ("token", "logprob"))
-        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops}
+            return {"content": entries}
+        return {
+            "tokens": [entry["token"] for entry in entries],
+            "token_logprobs": [entry["logprob"] for entry in entries],
+            "top_logprobs": [
+                {top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in entries
+            ],
+        }
 
     def _named(self, token, logprob):
         raw = self.tokenizer.bytes_of(token)

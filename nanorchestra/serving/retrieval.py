@@ -40,11 +40,11 @@ PASSAGES = 3  # where a body does not say k
 
 @dataclass(frozen=True)
 class Query:
-    """A query that waits for `found`, the passages; cancelled once nobody waits."""
+    """A query that waits for its passages; they are cancelled once no client waits for them."""
 
     text: str
     k: int
-    found: Future[list[Passage]]
+    passages: Future[list[Passage]]
 
 
 class SearchServer(uvicorn.Server):
@@ -80,10 +80,10 @@ class SearchServer(uvicorn.Server):
             raise HTTPException(503, f"{MOST_WAITING} queries wait already", {"Retry-After": "1"})
         self._waiting += 1
         try:
-            found = Future()
-            self._queries.put(Query(body["query"], int(body.get("k", PASSAGES)), found))
+            query = Query(body["query"], int(body.get("k", PASSAGES)), Future())
+            self._queries.put(query)
             async with asyncio.timeout(ANSWER_S):
-                passages = await asyncio.wrap_future(found)
+                passages = await asyncio.wrap_future(query.passages)
         finally:
             self._waiting -= 1
         self.searches += 1
@@ -104,7 +104,7 @@ class SearchServer(uvicorn.Server):
                     break
                 batch[query.k].append(query)
             for k, queries in batch.items():
-                awaited = [each for each in queries if each.found.set_running_or_notify_cancel()]
+                awaited = [q for q in queries if q.passages.set_running_or_notify_cancel()]
                 self._answer(awaited, k)
 
     def _answer(self, queries, k) -> None:
@@ -112,7 +112,7 @@ class SearchServer(uvicorn.Server):
         if not queries:
             return
         try:
-            found = self.index.search_all([query.text for query in queries], k)
+            results = self.index.search_all([query.text for query in queries], k)
         except Exception as error:
             if len(queries) > 1:
                 for query in queries:
@@ -121,10 +121,10 @@ class SearchServer(uvicorn.Server):
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             print(f"a search failed: {problem}", file=sys.stderr, flush=True)
             refusal = HTTPException(500, f"the search failed: {problem}")
-            queries[0].found.set_exception(refusal)
+            queries[0].passages.set_exception(refusal)
             return
-        for query, passages in zip(queries, found, strict=True):
-            query.found.set_result(passages)
+        for query, passages in zip(queries, results, strict=True):
+            query.passages.set_result(passages)
 
 
 def read(raw: bytes) -> Json:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanorchestra.evidence import Budget, Evidence
+from nanorchestra.evidence import Evidence, EvidenceBudget
 from nanorchestra.records import RESULT_WORDS, ToolResult, banned, part
 from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.allowance import (
@@ -167,8 +167,8 @@ class RoleTool:
         evidence, ask = self.evidence, ROLES[self.name][1]
         ask = BOXED if ask == TAGS and expert.boxed else ask
         room = expert.context_tokens - evidence.count(evidence.problem)
-        budget = Budget(max(room, 0), expert.code_tokens, expert.code_tokens, WHOLE)
-        context = evidence.shown(budget).strip()
+        budget = EvidenceBudget(max(room, 0), expert.code_tokens, expert.code_tokens, WHOLE)
+        context = evidence.text(budget).strip()
         return "\n\n".join(filter(None, [context, evidence.problem, ask]))
 
 

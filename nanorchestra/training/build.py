@@ -3,7 +3,7 @@
 import torch
 
 from kernels.flash_attn import choose_attention
-from nanorchestra.agent.loop import Limits, Rollout
+from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.config import Config
 from nanorchestra.engine.engine import Engine
 from nanorchestra.engine.sequence import SamplingParams
@@ -141,7 +141,7 @@ def build_rollout(config: Config, engine: Engine, price: Price, temperature: flo
         engine,
         engine.tokenizer,
         params,
-        Limits.of(rollout),
+        AttemptLimits.of(rollout),
         price,
         lockstep=rollout.lockstep,
         rebuild=rollout.context == "rebuild",

@@ -18,7 +18,7 @@ import pytest
 from data_gen import main as data_gen
 from nanorchestra.agent import nested
 from nanorchestra.agent.environment import ToolEnvironment
-from nanorchestra.agent.loop import Limits, Rollout
+from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.agent.policy import EndpointRollout
 from nanorchestra.config import TaskSection
 from nanorchestra.records import Preference, Price, Task, banned
@@ -34,7 +34,7 @@ from worlds.toolscale.dataset import load_world
 from worlds.toolscale.environment import Models
 
 ATTEMPTS = int(os.environ.get("BUDGET_ATTEMPTS", 600))
-LIMITS = Limits(turns=5, turn_tokens=150, context_tokens=2500, calls_per_turn=3)
+LIMITS = AttemptLimits(turns=5, turn_tokens=150, context_tokens=2500, calls_per_turn=3)
 PRICES = {"gpt-5": (1.25, 10.0), "claude": (15.0, 75.0), "Qwen/Qwen3-8B": (0.2, 0.2)}
 WORDS = "tool text 42 the of law code answer hi ??? x" * 40
 
@@ -61,8 +61,8 @@ class Greedy(Endpoint):
             error = EndpointError("the reply breaks off", "")
             error.tokens = tokens
             raise error
-        said = self.rng.choice(("<query>a long query</query>", "```python\n1\n```", "42", ""))
-        message = {"role": "assistant", "content": said, "finish_reason": "stop"}
+        content = self.rng.choice(("<query>a long query</query>", "```python\n1\n```", "42", ""))
+        message = {"role": "assistant", "content": content, "finish_reason": "stop"}
         return message | {"spent": (0, self.rng.random())}, tokens
 
 
@@ -118,8 +118,8 @@ class Babbler:
             call = json.dumps({"name": function["name"], "arguments": arguments})
             calls.append(f"<tool_call>\n{call}\n</tool_call>")
         thought = WORDS[: rng.choice((0, 5, 50, 700))]
-        said = "" if calls else rng.choice(("42", WORDS[:300]))
-        return f"<think>\n{thought}\n</think>\n\n{said}" + "\n".join(calls) + "<|im_end|>"
+        content = "" if calls else rng.choice(("42", WORDS[:300]))
+        return f"<think>\n{thought}\n</think>\n\n{content}" + "\n".join(calls) + "<|im_end|>"
 
 
 def endpoint_message(engine):

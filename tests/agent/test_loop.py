@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from scripted import ANSWER, EchoTool, ScriptedEngine, call, echoing, play
 
-from nanorchestra.agent.loop import Limits
+from nanorchestra.agent.loop import AttemptLimits
 from nanorchestra.engine.sequence import Completion
 from nanorchestra.model import chat
 from nanorchestra.records import ToolResult
@@ -50,7 +50,7 @@ def test_calls_of_a_turn_run_side_by_side_and_are_all_billed(nano_tokenizer):
     assert [result.content for result in t.turns[0].results] == ["a", "b"]
     assert t.calls == {"echo": 2} and t.cost_usd > 0.5
     assert t.latency_s == pytest.approx(2.0 + 0.01 * sum(t.sampled))  # two prices, one wait
-    (t,), _ = run(nano_tokenizer, [TWO, ANSWER], limits=Limits(calls_per_turn=1))
+    (t,), _ = run(nano_tokenizer, [TWO, ANSWER], limits=AttemptLimits(calls_per_turn=1))
     assert "at most 1 calls" in t.turns[0].results[1].content and t.cost_usd < 0.3
 
 
@@ -58,9 +58,9 @@ def test_calls_of_a_turn_run_side_by_side_and_are_all_billed(nano_tokenizer):
 def test_limits_and_failures_end_an_attempt(nano_tokenizer, rebuild):
     down = EchoTool(result=ToolResult("Error: down", error=True, infrastructure=True))
     ((t,), _) = run(nano_tokenizer, [ANSWER], rebuild=rebuild)
-    full = Limits(context_tokens=t.prompt_length)
+    full = AttemptLimits(context_tokens=t.prompt_length)
     for script, settings, status, turns in (
-        ([call()] * 9, {"limits": Limits(turns=3)}, "turn_limit", 3),
+        ([call()] * 9, {"limits": AttemptLimits(turns=3)}, "turn_limit", 3),
         ([ANSWER], {"limits": full}, "token_limit", 0),
         ([ANSWER], {"finish": "length"}, "token_limit", 1),
         ([call(), ANSWER], {"tool": down}, "infrastructure", 1),
@@ -94,11 +94,11 @@ def test_events_tell_what_happens_and_exceptions_reach_the_caller(nano_tokenizer
     (t,), _ = run(nano_tokenizer, [call(), ANSWER], on_event=lambda *event: seen.append(event))
     kinds = [kind for kind, _ in seen if kind != "text"]
     assert kinds == ["start", "turn", "results", "turn"] and seen[0][1] is t
-    deltas = [delta for kind, said in seen if kind in ("text", "turn") for delta in said]
+    deltas = [delta for kind, parts in seen if kind in ("text", "turn") for delta in parts]
     turns = [chat.parse(nano_tokenizer, t.ids[turn.start : turn.end]) for turn in t.turns]
     for part in ("content", "reasoning"):
-        said = "".join(text for kind, text in deltas if kind == part)
-        assert said == "".join(getattr(turn, part) for turn in turns)
+        text = "".join(text for kind, text in deltas if kind == part)
+        assert text == "".join(getattr(turn, part) for turn in turns)
     assert [text for kind, text in deltas if kind == "tool_call"] == [turns[0].calls[0].raw]
 
     def fail(kind, payload):
@@ -140,7 +140,7 @@ def test_results_that_are_too_long_for_the_context_are_shortened(nano_tokenizer)
         def call(self, arguments):
             return ToolResult(long if arguments["text"] == "a" else "short one")
 
-    limits = Limits(context_tokens=900, turn_tokens=200)
+    limits = AttemptLimits(context_tokens=900, turn_tokens=200)
     (t,), engine = play(nano_tokenizer, [two, ANSWER], envs=[echoing(Long())], limits=limits)
     first, second = (result.content for result in t.turns[0].results)
     assert t.status == "answered" and t.outcome == 1 and second == "short one"
@@ -155,7 +155,9 @@ def test_results_are_shortened_to_what_the_user_pays_for_reading(nano_tokenizer)
     env = echoing(EchoTool(result=ToolResult("word " * 2000)))
     task = replace(env.task, preference=replace(env.task.preference, usd=0.0016))
     env = type(env)(task, list(env.by_name.values()), lambda answer: float(answer == "42"))
-    (t,), _ = play(nano_tokenizer, [call(), ANSWER], envs=[env], limits=Limits(context_tokens=9000))
+    (t,), _ = play(
+        nano_tokenizer, [call(), ANSWER], envs=[env], limits=AttemptLimits(context_tokens=9000)
+    )
     assert " of 2,000 words]" in t.turns[0].results[0].content
     assert t.status == "answered" and 0.0008 < t.cost_usd <= 0.0016  # $1 per million read
 

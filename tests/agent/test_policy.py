@@ -15,7 +15,7 @@ from openai_server import openai_server, said
 from scripted import ANSWER, LIMITS, echoing, play
 
 from nanorchestra.agent import policy
-from nanorchestra.agent.loop import Attempt, Limits
+from nanorchestra.agent.loop import Attempt, AttemptLimits
 from nanorchestra.errors import UserError
 from nanorchestra.model import chat
 from nanorchestra.records import Price, ToolResult
@@ -70,7 +70,7 @@ def test_a_recorded_attempt_is_the_conversation_that_the_endpoint_had(
 
     server.answer = solve
     envs = [environment(task, 0, sandbox) for task in tasks]
-    trajectories = run(server, nano_tokenizer, *envs, limits=Limits(context_tokens=9999))
+    trajectories = run(server, nano_tokenizer, *envs, limits=AttemptLimits(context_tokens=9999))
     rendered = set()
     for body in server.bodies:
         last = solve(body)["choices"][0]["message"]
@@ -125,7 +125,7 @@ def test_a_turn_is_what_our_policy_would_have_said(server, nano_tokenizer, reply
 
 def test_limits_are_those_of_our_policy(server, nano_tokenizer):
     server.answer = lambda body: said("word " * 99)
-    (t,) = run(server, nano_tokenizer, limits=Limits(turn_tokens=20))
+    (t,) = run(server, nano_tokenizer, limits=AttemptLimits(turn_tokens=20))
     assert (t.status, sum(t.sampled)) == ("token_limit", 20)
     assert t.turns[0].finish_reason == "length"
     assert server.bodies[-1]["max_completion_tokens"] == 20
@@ -209,7 +209,9 @@ def test_arguments_without_measure_are_an_error_that_the_endpoint_reads(server, 
     for deep in ("[" * 900 + "]" * 900, "[" * 10**5, "1" + "0" * 5000):
         arguments = '{"text": ' + deep + "}"
         server.answer = script(said(None, [("echo", arguments)]), said("42"))
-        (t,) = run(server, nano_tokenizer, limits=Limits(turn_tokens=10**6, context_tokens=10**7))
+        (t,) = run(
+            server, nano_tokenizer, limits=AttemptLimits(turn_tokens=10**6, context_tokens=10**7)
+        )
         assert t.answer == "42" and t.turns[0].results[0].error
         json.dumps(to_row(echoing().task, t))
 

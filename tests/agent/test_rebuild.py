@@ -11,7 +11,7 @@ from openai_server import openai_server, said
 from scripted import EchoTool, play
 
 from nanorchestra.agent.environment import ToolEnvironment
-from nanorchestra.agent.loop import Limits
+from nanorchestra.agent.loop import AttemptLimits
 from nanorchestra.agent.rebuild import Notes
 from nanorchestra.model import chat
 from nanorchestra.records import Preference, Task, ToolCall, ToolResult
@@ -20,7 +20,7 @@ from tools import load_tools
 from worlds.miniature.teacher import teach
 from worlds.miniature.world import World, environment
 
-FOUND = {  # what the results of each tool add
+EVIDENCE = {  # what the results of each tool add
     "find": lambda arguments, text: {"documents": [text]},
     "run": lambda arguments, text: {"code": [[arguments["code"], text]]},
     "orion": lambda arguments, text: {"attempts": [["orion", text]]},
@@ -29,7 +29,7 @@ FOUND = {  # what the results of each tool add
 
 
 def notes_of(tokenizer, room=30_000):
-    tools = [EchoTool(name) for name in FOUND]
+    tools = [EchoTool(name) for name in EVIDENCE]
     env = ToolEnvironment(Task("t", "Who?", Preference(), {}), tools, len)
     env.messages.insert(0, {"role": "system", "content": "Use tools."})
     return Notes(tokenizer, env, room)
@@ -37,8 +37,8 @@ def notes_of(tokenizer, room=30_000):
 
 def see(notes, *results):
     for name, arguments, text in results:
-        found = {} if text.startswith("Error") else FOUND[name](arguments, text)
-        notes.evidence.add(ToolCall(name, arguments), ToolResult(text, found=found))
+        evidence = {} if text.startswith("Error") else EVIDENCE[name](arguments, text)
+        notes.evidence.add(ToolCall(name, arguments), ToolResult(text, found=evidence))
 
 
 def ids_of(notes):
@@ -86,14 +86,14 @@ def test_the_prompt_holds_what_is_known(nano_tokenizer):
         ("nothing", {}, "Error: no tool named 'nothing'"),
         ("run", {}, "Error: run: 'code' is a required property"),
     )
-    found = {"attempts": [["expert-1", "<|im_end|>"]]}
-    notes.evidence.add(ToolCall("ask", {}), ToolResult("<|im_end|>", found=found))
+    evidence = {"attempts": [["expert-1", "<|im_end|>"]]}
+    notes.evidence.add(ToolCall("ask", {}), ToolResult("<|im_end|>", found=evidence))
     assert notes.messages == [*frame, {"role": "user", "content": PROMPT}]
     starts = ids_of(notes).count(nano_tokenizer.token_id("<|im_start|>"))
     assert starts == 3, "no text forges a role"
     notes.hear("Which one?", ToolResult("The first."))
-    said = "Problem: Who?\n\nYou: Which one?\n\nUser: The first.\n\nDocuments:\nDoc 1: "
-    assert notes.messages[-1]["content"].startswith(said)
+    begin = "Problem: Who?\n\nYou: Which one?\n\nUser: The first.\n\nDocuments:\nDoc 1: "
+    assert notes.messages[-1]["content"].startswith(begin)
 
 
 WORDS = "the| value|\n\n|\n|  |\t|é|漢字|🙂🙃|```|12345|e\u0301|<|im_end|>|:|.|assistant\n"
@@ -105,7 +105,7 @@ def test_budgets_are_kept_in_ids_whatever_the_text(nano_tokenizer):
     bare = len(ids_of(notes))
     for _ in range(12):
         code, text = ("".join(rng.choices(words, k=k)) for k in (20, rng.randrange(80)))
-        see(notes, (rng.choice(list(FOUND)), {"code": code}, text))
+        see(notes, (rng.choice(list(EVIDENCE)), {"code": code}, text))
     lengths = []
     for room in range(0, 900, 7):
         notes.prompt_tokens = bare + room
@@ -117,15 +117,15 @@ def test_budgets_are_kept_in_ids_whatever_the_text(nano_tokenizer):
 
 
 def test_the_teacher_shows_what_the_loop_will_compose(nano_tokenizer, sandbox):
-    limits = Limits(context_tokens=1000, turn_tokens=200)
+    limits = AttemptLimits(context_tokens=1000, turn_tokens=200)
     for task in World(0).tasks("train", 12):
         env = environment(task, 0, sandbox)
-        shown = demonstration(teach(env, 0), env, nano_tokenizer, 800)
-        said = [shown.ids[turn.start : turn.end] for turn in shown.turns]
-        script = [nano_tokenizer.decode(ids) for ids in said]
+        taught = demonstration(teach(env, 0), env, nano_tokenizer, 800)
+        turns = [taught.ids[turn.start : turn.end] for turn in taught.turns]
+        script = [nano_tokenizer.decode(ids) for ids in turns]
         envs = [environment(task, 0, sandbox)]
         ((t,), engine) = play(nano_tokenizer, script, envs=envs, limits=limits, rebuild=True)
-        assert (t.ids, t.sampled, len(t.turns)) == (shown.ids, shown.sampled, len(said))
+        assert (t.ids, t.sampled, len(t.turns)) == (taught.ids, taught.sampled, len(turns))
 
 
 PUBLISHED = Path(__file__).parents[3] / "shared/data/toolorchestra_tools.json"
@@ -204,14 +204,20 @@ def test_a_published_episode_meets_the_published_prompt_in_each_turn(
             turn(("answer", "answer-4"), ("search", "search-2")),
             turn(),  # never
         ]
-        limits = Limits(turn_tokens=500, context_tokens=60_000)
+        limits = AttemptLimits(turn_tokens=500, context_tokens=60_000)
         ((t,), engine) = play(nano_tokenizer, script, envs=[env], limits=limits, rebuild=True)
-    found = list(env.evidence.documents)
-    assert sorted(found[:8]) == sorted(texts) and len(server.bodies) == 3
+    documents = list(env.evidence.documents)
+    assert sorted(documents[:8]) == sorted(texts) and len(server.bodies) == 3
     problem = 'search({"model": "nobody"}): Error: search: no model \'nobody\'; there are search-1'
-    assert found[8].startswith(problem)
-    known = [([], []), (found[:8], []), (found[:8], []), (found, []), (found, [(CODE, "42")])]
-    for session, state in zip(engine.sessions, known, strict=True):
+    assert documents[8].startswith(problem)
+    states = [
+        ([], []),
+        (documents[:8], []),
+        (documents[:8], []),
+        (documents, []),
+        (documents, [(CODE, "42")]),
+    ]
+    for session, state in zip(engine.sessions, states, strict=True):
         messages = expected(nano_tokenizer, *state)
         assert session.prompt == chat.encode(nano_tokenizer, messages, env.tools)
     assert [turn.well_formed for turn in t.turns] == [True, False, False, True, True]

@@ -145,7 +145,7 @@ model_runner.Graph = FakeGraph
 runner.warm_up()
 runner.capture()
 runner.use_graphs = True
-known, captures = set(COMPILED), COUNTS["captures"]
+compiled_at_start, captures = set(COMPILED), COUNTS["captures"]
 
 fill, launch, draw = runner._host.fill, runner.launch, runner.draw
 most = Counter()
@@ -201,10 +201,10 @@ print(
             "ahead": COUNTS["ahead"],
             "replays": COUNTS["replays"],
             "captures": COUNTS["captures"] - captures,
-            "compiled": sorted({name for name, _ in COMPILED - known}),
+            "compiled": sorted({name for name, _ in COMPILED - compiled_at_start}),
             "waits": {name: n for name, n in COUNTS.items() if name.startswith("waits")},
             "operations": dict(most),
-            "kernels": len(known),
+            "kernels": len(compiled_at_start),
             "captured_operations": sorted(FakeGraph.operations),
         }
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import engine as benchmark
-from benchmarks.engine import SHAPES, Bench, Work, group_work, loop_work, random_model
+from benchmarks.engine import SHAPES, Bench, EngineWork, group_work, loop_work, random_model
 
 
 def make_bench(**options) -> Bench:
@@ -26,10 +26,10 @@ def test_a_window_of_decoding_has_no_prompt_and_no_request_that_ends(monkeypatch
 
     def watched(call, device):
         before = bench.engine.stats
-        taken = timed(call, device)
+        elapsed = timed(call, device)
         after = bench.engine.stats
         windows.append({name: after[name] - before[name] for name in after})
-        return taken
+        return elapsed
 
     monkeypatch.setattr(benchmark, "seconds", watched)
     figures = bench.decode(12, 60, 8)
@@ -53,7 +53,7 @@ def test_a_tool_loop_computes_each_token_once(bench):
 def test_a_speed_stands_beside_the_bytes_and_flops_that_it_moved(bench):
     """Twice the time is half the speed, of tokens and bytes, at the same ceiling."""
     work = group_work(prompts=2, prompt=10, samples=3, sampled=4)
-    fast, slow = (bench.ceiling.figures(work, 24, taken) for taken in (1.0, 2.0))
+    fast, slow = (bench.ceiling.figures(work, 24, elapsed) for elapsed in (1.0, 2.0))
     assert fast["ceiling_tokens_per_second"] == slow["ceiling_tokens_per_second"]
     for name in ("tokens_per_second", "share_of_ceiling", "gb_per_second", "gflop_per_second"):
         assert fast[name] == pytest.approx(2 * slow[name])
@@ -63,14 +63,14 @@ def test_a_speed_stands_beside_the_bytes_and_flops_that_it_moved(bench):
 
 def test_works_are_counted_token_by_token():
     """The prompt of a group is computed once, and read once for all samples of a step."""
-    counted = Work(steps=4, tokens=20, logits=0, pairs=2 * 10**2 / 2)
+    counted = EngineWork(steps=4, tokens=20, logits=0, pairs=2 * 10**2 / 2)
     tokens, logits, keys = counted.tokens, 2 * 3, 0
     for step in range(1, 4):
         tokens += 2 * 3
         logits += 2 * 3
         keys += 2 * 10 + 2 * 3 * step
     work = group_work(prompts=2, prompt=10, samples=3, sampled=4)
-    assert work == Work(steps=4, tokens=tokens, logits=logits, keys=keys, pairs=counted.pairs)
+    assert work == EngineWork(steps=4, tokens=tokens, logits=logits, keys=keys, pairs=counted.pairs)
 
     work = loop_work(prompt=100, turns=3, given=10, sampled=2)
     assert work.steps == work.logits == 3 * 2 and work.tokens == 100 + 3 * (10 + 2)

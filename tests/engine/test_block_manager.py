@@ -32,8 +32,8 @@ def matched(blocks: BlockManager, ids: list[int]) -> int:
 def test_a_prefix_is_matched_up_to_full_pages_and_never_wholly():
     blocks = BlockManager(16, page_size=4)
     filled(blocks, list(range(10)))  # two full pages and a half
-    for length, found in ((20, 8), (9, 8), (8, 4), (5, 4), (4, 0)):
-        assert matched(blocks, list(range(length))) == found
+    for length, shared in ((20, 8), (9, 8), (8, 4), (5, 4), (4, 0)):
+        assert matched(blocks, list(range(length))) == shared
 
 
 def test_two_sequences_that_compute_the_same_page_end_up_with_one():

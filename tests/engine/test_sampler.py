@@ -92,8 +92,8 @@ def test_the_most_probable_ids_are_those_of_the_distribution_drawn_from():
     params = SamplingParams(temperature=0.5, top_logprobs=3)
     expected = (logits / 0.5).log_softmax(0)[-3:].flip(0).tolist()
     both = [SamplingParams(), params]
-    plain, told = draw_tokens(logits.expand(2, -1), 150, both, [0, 1], [None] * 2)
-    ids, values = zip(*told.top_logprobs, strict=True)
+    plain, with_top = draw_tokens(logits.expand(2, -1), 150, both, [0, 1], [None] * 2)
+    ids, values = zip(*with_top.top_logprobs, strict=True)
     assert ids == (149, 148, 147) and np.allclose(values, expected) and plain.top_logprobs == []
 
 

@@ -29,12 +29,12 @@ def test_deltas_joined_are_the_turn_and_calls_are_given_whole(nano_tokenizer, se
     deltas = [delta for token in ids for delta in stream.feed(token)]
     assert not any("�" in text for _, text in deltas), "half a character"
     last = stream.finish()
-    shown = {"reasoning": "", "content": "", "tool_call": ""}
+    parts = {"reasoning": "", "content": "", "tool_call": ""}
     for kind, text in deltas + last:
-        shown[kind] += text
+        parts[kind] += text
     assert tuple(stream.parser.calls) == expected.calls
-    assert (shown["reasoning"], shown["content"]) == (expected.reasoning, expected.content)
-    assert shown["tool_call"] == "".join(call.raw for call in expected.calls)
+    assert (parts["reasoning"], parts["content"]) == (expected.reasoning, expected.content)
+    assert parts["tool_call"] == "".join(call.raw for call in expected.calls)
     at_once, plain = TurnStream(nano_tokenizer), TurnStream(nano_tokenizer, calls=False)
     joined = "".join(text for _, text in at_once.feed(*ids) + at_once.finish())
     assert joined == "".join(text for _, text in deltas + last)

@@ -50,11 +50,11 @@ def test_a_gpu_has_the_configuration_of_its_architecture(monkeypatch):
     target = SimpleNamespace(arch=80)
     active = SimpleNamespace(get_current_target=lambda: target)
     monkeypatch.setattr(driver, "_active", active)
-    found = {}
+    picked = {}
     for target.arch in (80, 86, 89, 90, 100, 120, 121):
-        found[target.arch] = pick("kernel", torch.bfloat16)
+        picked[target.arch] = pick("kernel", torch.bfloat16)
         assert pick("kernel", torch.float32) == "32"
-    assert found == {80: "80", 86: "89", 89: "89", 90: "90", 100: "90", 120: "89", 121: "89"}
+    assert picked == {80: "80", 86: "89", 89: "89", 90: "90", 100: "90", 120: "89", 121: "89"}
     target.arch = 75
     with pytest.raises(ValueError, match="need a GPU of compute capability 8.0; it has 7.5"):
         pick("kernel")

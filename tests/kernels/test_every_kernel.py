@@ -41,12 +41,12 @@ def results(case):
 @in_the_interpreter
 @every_kernel
 def test_the_order_of_programs_changes_no_bit(case):
-    found = []
+    results_of_runs = []
     for order in ORDERS:
         with program_order(order):
-            found.append(results(case))
-    for other in found[1:]:
-        for one, two in zip(found[0], other, strict=True):
+            results_of_runs.append(results(case))
+    for other in results_of_runs[1:]:
+        for one, two in zip(results_of_runs[0], other, strict=True):
             torch.testing.assert_close(one, two, rtol=0, atol=0, equal_nan=True)
 
 
@@ -94,12 +94,12 @@ def test_a_program_that_needs_an_earlier_one_is_noticed_in_another_order():
         count_kernel[(8,)](x)
         return x.tolist()
 
-    found = {}
+    counts = {}
     for order in ORDERS:
         with program_order(order):
-            found[order] = count(torch.zeros(9))
-    assert found["ascending"] == [0, 1, 2, 3, 4, 5, 6, 7, 8]
-    assert found["descending"] == [0, 1, 1, 1, 1, 1, 1, 1, 1] != found["shuffled"]
+            counts[order] = count(torch.zeros(9))
+    assert counts["ascending"] == [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    assert counts["descending"] == [0, 1, 1, 1, 1, 1, 1, 1, 1] != counts["shuffled"]
 
 
 @pytest.mark.slow

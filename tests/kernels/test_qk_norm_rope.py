@@ -97,11 +97,11 @@ class Case:
     def stored(self, cache):
         """Returns [T, Hkv, D] of the tokens stored; asserts that nothing else was touched."""
         slots = self.slots[self.slots >= 0]
-        found = cache[slots // PAGE, :, slots % PAGE].clone()
+        stored = cache[slots // PAGE, :, slots % PAGE].clone()
         rest = cache.clone()
         rest[slots // PAGE, :, slots % PAGE] = float("nan")
         assert rest.isnan().all() and all(x[[0, -1]].isnan().all() for x in self.guarded)
-        return found
+        return stored
 
 
 def shapes_of(tile):

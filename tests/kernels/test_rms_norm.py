@@ -32,8 +32,8 @@ def gradients_of(chosen, run, leaves, d_outputs):
     leaves = [x.detach().requires_grad_() for x in leaves]
     d_outputs = [d.to(leaves[0].dtype) for d in d_outputs[chosen]]
     outputs = run(*leaves, EPS)[chosen]
-    found = torch.autograd.grad(outputs, leaves, d_outputs, allow_unused=True)
-    return [gradient for gradient in found if gradient is not None]
+    gradients = torch.autograd.grad(outputs, leaves, d_outputs, allow_unused=True)
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

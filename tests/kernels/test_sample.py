@@ -110,12 +110,12 @@ def test_a_top_k_beyond_the_vocabulary_keeps_all(generator):
     """2^19 and more do not fit the units that the search counts in."""
     logits = randn(generator, 4, 200, scale=2.0)
     temperature = temperatures(generator, 4, 1.0)
-    found = []
+    runs = []
     for top_k in (0, 200, 2**19, 2**20 + 20, 2**31 - 1):
         limits_of_rows = limits(4, [(top_k, 1.0), (top_k, 0.5)])
-        found.append(truncation_floor(logits, temperature, *limits_of_rows, 200))
-    for floors in found[1:]:
-        assert torch.equal(floors[1::2], found[0][1::2]), "with top-p"
+        runs.append(truncation_floor(logits, temperature, *limits_of_rows, 200))
+    for floors in runs[1:]:
+        assert torch.equal(floors[1::2], runs[0][1::2]), "with top-p"
         assert (logits >= floors[:, None])[::2].all(), "without"
 
 

@@ -13,7 +13,7 @@ import torch
 from damaged_directories import DAMAGES
 
 from nanorchestra.agent.load import load_rollout
-from nanorchestra.agent.loop import Limits
+from nanorchestra.agent.loop import AttemptLimits
 from nanorchestra.errors import UserError
 from nanorchestra.files import SUMS
 from nanorchestra.model import saving
@@ -48,7 +48,7 @@ def load(path):
     """As serve.py and evaluate.py load it."""
     sampling = read_sampling(path)
     context = read_config(path).max_position_embeddings
-    load_rollout(path, Limits(turn_tokens=context // 2, context_tokens=context), sampling, 1)
+    load_rollout(path, AttemptLimits(turn_tokens=context // 2, context_tokens=context), sampling, 1)
 
 
 def in_a_fork(function) -> str:
@@ -56,7 +56,7 @@ def in_a_fork(function) -> str:
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
-        said = "loaded"
+        outcome = "loaded"
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(SECONDS)
         pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -65,14 +65,14 @@ def in_a_fork(function) -> str:
         try:
             function()
         except UserError as error:
-            said = f"UserError {error}"
+            outcome = f"UserError {error}"
         except BaseException as error:
-            said = f"a traceback, {type(error).__name__}: {error}"
-        os.write(writing, said.encode()[:60_000])
+            outcome = f"a traceback, {type(error).__name__}: {error}"
+        os.write(writing, outcome.encode()[:60_000])
         os._exit(0)
     os.close(writing)
-    with open(reading, encoding="utf-8") as said:
-        text = said.read()
+    with open(reading, encoding="utf-8") as pipe:
+        text = pipe.read()
     _, status = os.waitpid(child, 0)
     return text or f"killed by signal {os.waitstatus_to_exitcode(status)}"
 
@@ -87,5 +87,5 @@ def test_a_damaged_directory_is_refused_in_one_line_that_names_it(name, whole, t
     path = tmp_path / "model"
     shutil.copytree(whole, path)
     DAMAGES[name](path)
-    said = in_a_fork(lambda: load(path))
-    assert said.startswith(f"UserError {path}") and "\n" not in said, said
+    outcome = in_a_fork(lambda: load(path))
+    assert outcome.startswith(f"UserError {path}") and "\n" not in outcome, outcome

@@ -184,12 +184,12 @@ def test_gradients_over_a_base_in_4_bits_are_those_over_its_widened_weights(
             generator = torch.Generator().manual_seed(len(name))
             module.zeros.random_(6, 11, generator=generator)
         wide.layers.get_submodule(name).weight.data = module.dequantise(torch.float32)
-    found = []
+    results = []
     for each in (base, wide):
         add_adapters(each, rank=3, alpha=6.0, seed=1)
         fill_adapters(each)
-        found.append(gradients(each, recompute))
-    (ours, gap), (theirs, their_gap) = found
+        results.append(gradients(each, recompute))
+    (ours, gap), (theirs, their_gap) = results
     assert ours.keys() == theirs.keys() and all(".lora_" in name for name in ours)
     assert gap == pytest.approx(their_gap, abs=1e-5) and len(ours) == 2 * 16
     for name, gradient in ours.items():

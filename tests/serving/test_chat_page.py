@@ -28,7 +28,7 @@ def test_a_conversation_shows_reasoning_calls_costs_and_the_answer(running, brow
     page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     problems, asked = [], []
     page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("console", lambda said: problems.append(said.text) if said.type == "error" else None)
+    page.on("console", lambda entry: problems.append(entry.text) if entry.type == "error" else None)
     page.on("request", lambda request: asked.append(request.url))
     page.goto(running.base)
     page.get_by_label("Message").fill("<b>please</b> !ask")

@@ -127,15 +127,15 @@ def test_logprobs_and_ids_are_those_of_the_engine(client, running, stream):
     prompt = chat.encode(running.engine.tokenizer, [{"role": "user", "content": "babble"}])
     if stream:
         chunks = list(ask(client, "babble", stream=True, extra_body=body, **settings))
-        told = chunks[0].prompt_token_ids
+        prompt_ids = chunks[0].prompt_token_ids
         parts = [choice for chunk in chunks for choice in chunk.choices]
         ids = [i for part in parts for i in part.token_ids]
         logprobs = [one for part in parts for one in part.logprobs.content]
     else:
         whole = ask(client, "babble", extra_body=body, **settings)
-        told, ids = whole.prompt_token_ids, whole.choices[0].token_ids
+        prompt_ids, ids = whole.prompt_token_ids, whole.choices[0].token_ids
         logprobs = whole.choices[0].logprobs.content
-    assert told == prompt and len(ids) == len(logprobs) == 8
+    assert prompt_ids == prompt and len(ids) == len(logprobs) == 8
     scores = running.engine.score([prompt + ids])[0][-8:]
     assert [one.logprob for one in logprobs] == pytest.approx(scores, abs=1e-4)
     for one in logprobs:

@@ -19,7 +19,7 @@ from scripted import call, execute
 
 import train
 from nanorchestra.agent.load import NANO, load_rollout
-from nanorchestra.agent.loop import Limits
+from nanorchestra.agent.loop import AttemptLimits
 from nanorchestra.config import TaskSection
 from nanorchestra.engine.sequence import SamplingParams
 from nanorchestra.errors import UserError
@@ -262,7 +262,7 @@ class Menu:
 @pytest.mark.slow
 @pytest.mark.skipif(not FRAMES.exists(), reason="the data beside the project are absent")
 def test_training_on_frames_asks_real_experts_and_a_real_judge(tmp_path, monkeypatch):
-    nano, alone = load_rollout(NANO, Limits(), {}, 1), threading.Lock()
+    nano, alone = load_rollout(NANO, AttemptLimits(), {}, 1), threading.Lock()
     judged = itertools.count()
     roles = {"answer": ("answer-1", "answer-2", "answer-3", "answer-4"), "search": ("search-1",)}
     roles |= {"enhance_reasoning": ("reasoner-1",)}

@@ -10,7 +10,7 @@ import pytest
 from scripted import ScriptedEngine, execute
 
 from data_gen import main
-from nanorchestra.agent.loop import Limits, Rollout
+from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.errors import UserError
 from nanorchestra.records import ToolCall
 from worlds.toolscale import preferences
@@ -98,7 +98,10 @@ def test_the_agent_loop_plays_a_world_with_a_user(world, nano_tokenizer):
         )
         turn = f"<tool_call>\n{made}\n</tool_call>" if made else lesson.content
         script.append(f"{thought}{turn}{end}")
-    engine, limits = ScriptedEngine(nano_tokenizer, [script]), Limits(40, context_tokens=10**6)
+    engine, limits = (
+        ScriptedEngine(nano_tokenizer, [script]),
+        AttemptLimits(40, context_tokens=10**6),
+    )
     (t,) = Rollout(engine, nano_tokenizer, lambda seed, budget: None, limits).run([env], [0])
     assert (t.status, t.outcome, t.answer) == ("answered", 1.0, lesson.content)
     assert len(t.turns) == len(script)

@@ -12,7 +12,7 @@ import pytest
 from openai_server import openai_server, said
 from scripted import ScriptedEngine, execute
 
-from nanorchestra.agent.loop import Limits, Rollout
+from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.config import TaskSection
 from nanorchestra.errors import UserError
 from nanorchestra.records import Preference, ToolCall
@@ -134,7 +134,7 @@ def play(env, tokenizer, golden=True):
     calls = [{"name": n, "arguments": a} for n, a in env.scorer.golden] if golden else []
     script = [f"<tool_call>\n{json.dumps(made)}\n</tool_call><|im_end|>" for made in calls]
     script += [f"{last_word(env)}<|im_end|>"] * 9
-    engine, limits = ScriptedEngine(tokenizer, [script]), Limits(40, context_tokens=10**6)
+    engine, limits = ScriptedEngine(tokenizer, [script]), AttemptLimits(40, context_tokens=10**6)
     (t,) = Rollout(engine, tokenizer, lambda seed, budget: None, limits).run([env], [0])
     assert not any(result.error for turn in t.turns for result in turn.results)
     return t.outcome

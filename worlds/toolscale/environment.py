@@ -69,7 +69,7 @@ class DomainEnvironment:
     nothing.
     """
 
-    verdict = ""
+    verdict, prompt = "", ()
 
     def __init__(self, world: World, task: Task, seed: int, models: Models = SIMULATED):
         tau2 = task.data["task"]

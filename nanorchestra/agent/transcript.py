@@ -1,4 +1,4 @@
-"""What was said in a conversation, so that the next attempt goes on from it. No torch."""
+"""The transcript of a conversation, which the next attempt continues. No torch."""
 
 import json
 from dataclasses import dataclass, field
@@ -12,11 +12,11 @@ from nanorchestra.records import Trajectory
 
 
 @dataclass
-class Conversation:
+class Transcript:
     """Questions and answers as messages, and all that followed the first question as ids.
 
-    An attempt continues the ids, so that the engine's cache serves what was said. Tools may change
-    in between: their descriptions stand before the ids.
+    An attempt continues the ids, so that the engine's prefix cache serves them. Tools may change in
+    between: their descriptions stand before the ids.
     """
 
     tokenizer: Tokenizer
@@ -24,12 +24,12 @@ class Conversation:
     ids: list[int] = field(default_factory=list)
 
     def lead(self, env: Any) -> None:
-        """Puts what was said before the message of `env`."""
-        (asked,) = env.messages
+        """Puts the transcript before the message of `env`."""
+        (question,) = env.messages
         if self.messages:
-            said = [*self._head(env), *self.ids]
-            env.prompt = said + chat.encode_reply(self.tokenizer, "user", [asked["content"]])
-        env.messages = [*self.messages, asked]
+            next_ids = chat.encode_reply(self.tokenizer, "user", [question["content"]])
+            env.prompt = [*self._head(env), *self.ids, *next_ids]
+        env.messages = [*self.messages, question]
 
     def keep(self, env: Any, attempt: Trajectory) -> None:
         """Adds the attempt at `env` that `lead` began, whether it has ended or was stopped."""
@@ -48,9 +48,9 @@ class Conversation:
 
     def load(self, path: str) -> None:
         """Reads what `save` wrote with the same tokenizer. UserError if it is not that."""
-        said = read_json(path)
+        saved = read_json(path)
         try:
-            messages, ids = said
+            messages, ids = saved
             chat.encode(self.tokenizer, messages)
             self.tokenizer.decode(ids)
         except (TypeError, ValueError, LookupError, AttributeError):

@@ -1,6 +1,6 @@
-"""A conversation with an orchestrator: what it may be about, and what can be typed.
+"""The terminal of an orchestrator: the questions that it takes, and the commands.
 
-It is about any question, with the tools of a catalogue, or about the miniature's.
+It takes any question, with the tools of a catalogue, or those of the miniature.
 """
 
 import itertools
@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
-from nanorchestra.agent.conversation import Conversation
 from nanorchestra.agent.environment import Tool, ToolEnvironment
 from nanorchestra.agent.load import NANO
 from nanorchestra.agent.loop import Rollout
 from nanorchestra.agent.nested import Orchestrator
+from nanorchestra.agent.transcript import Transcript
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import append_line, read_json_lines, read_toml
 from nanorchestra.model.tokenizer import Tokenizer
@@ -43,14 +43,15 @@ KEYS = "Ctrl-C stops an answer, /quit or Ctrl-D leaves; Tab completes, Alt-Enter
 WHY = {"token_limit": "the context is full; /reset begins anew"}
 
 
-class Offered:
-    """Tools for any question, in one conversation. Those in `off` are not on offer."""
+class OpenQuestions:
+    """Any question, with `tools`, in one conversation. The tools in `off` are not on offer."""
 
     title = "any question; seconds of tools are measured, prices are the catalogue's"
     examples = ["What is the 1000th prime number?", "Which of your tools is the cheapest?"]
 
     def __init__(self, tools: list[Tool]):
-        self.tools, self.off = tools, set()
+        self.tools = tools
+        self.off: set[str] = set()  # names
 
     def open(self, question: str, wish: str, vector: Json, seed: int) -> ToolEnvironment:
         """Returns an attempt under a preference, in words and as a vector. UserError."""
@@ -66,7 +67,7 @@ class Offered:
         return ToolEnvironment(Task("asked", question, preference, {}), tools)
 
 
-class Miniature(Offered):
+class MiniatureQuestions(OpenQuestions):
     """The miniature's questions, each a task of its own, and its simulated experts."""
 
     title = (
@@ -76,10 +77,12 @@ class Miniature(Offered):
     examples = EXAMPLES
 
     def __init__(self, sandbox: Sandbox):
-        self.sandbox, self.off, tools = sandbox, set(), {}
+        self.sandbox = sandbox
+        self.off = set()
+        by_name = {}
         for example in EXAMPLES:
-            tools |= self.open(example, "", {}, 0).by_name
-        self.tools = list(tools.values())
+            by_name |= self.open(example, "", {}, 0).by_name
+        self.tools = list(by_name.values())
 
     def open(self, question: str, wish: str, vector: Json, seed: int) -> ToolEnvironment:
         """Returns an attempt under a preference, which is put in this world's words.
@@ -91,24 +94,27 @@ class Miniature(Offered):
         return environment(task, seed, self.sandbox)
 
 
-def open_world(model: Path, catalogue: str | None, index: str | None, sandbox: Sandbox) -> Offered:
-    """Returns the world of a checkpoint: the miniature, if it was trained there.
+def questions_of(
+    model: Path, catalogue: str | None, index: str | None, sandbox: Sandbox
+) -> OpenQuestions:
+    """Returns the questions of a checkpoint: the miniature's, if it was trained there.
 
-    Tools of `catalogue` and search in `index` make another. Without a catalogue there is Python.
+    With tools of `catalogue`, or search in `index`, they are any. Without a catalogue there is
+    Python.
     """
     config = model.parent / "config.toml"
-    small = config.is_file() and read_toml(config)["task"]["world"] == "miniature"
-    if (small or model.resolve() == NANO) and not (catalogue or index):
-        return Miniature(sandbox)
+    trained_there = config.is_file() and read_toml(config)["task"]["world"] == "miniature"
+    if (trained_there or model.resolve() == NANO) and not (catalogue or index):
+        return MiniatureQuestions(sandbox)
     search = [LookupTool("search", SEARCH, open_index(index))] if index else []
     if catalogue:
-        return Offered(load_tools(catalogue, sandbox, more=search))
+        return OpenQuestions(load_tools(catalogue, sandbox, more=search))
     python = PythonTool("python", PYTHON, sandbox, 0.0, None, 60.0, SANDBOX_USD)
-    return Offered([python, *search])
+    return OpenQuestions([python, *search])
 
 
 @dataclass(eq=False)
-class Session:
+class Terminal:
     """Answers questions and commands. The method do_X is the command /X, its docstring the help.
 
     `about` is a line about the model. `status` is the exit status, 1 if a question had no answer.
@@ -117,20 +123,23 @@ class Session:
     """
 
     rollout: Rollout
-    world: Offered
+    world: OpenQuestions
     about: str
     seed: int
     stream: TextIO
     trace: Path | None = None
     as_json: bool = False
-    at_prompt = False
-    status = 0
 
     def __post_init__(self):
         self.console = Console(self.stream)
-        self.seeds, self.examples = itertools.count(self.seed), itertools.cycle(self.world.examples)
-        self.wishes, self.total, self.last = {"wish": "", "budget": ""}, Counter(), {}
-        self.do_reset("")
+        self.at_prompt = False
+        self.status = 0
+        self.seeds = itertools.count(self.seed)
+        self.examples = itertools.cycle(self.world.examples)
+        self.wishes = {"wish": "", "budget": ""}
+        self.total = Counter()
+        self.last: Json = {}
+        self.transcript = Transcript(self.rollout.tokenizer)
 
     def _open(self, question, wishes, seed) -> ToolEnvironment:
         words, vector = words_and_vector(" ".join(wishes.values()))
@@ -148,15 +157,18 @@ class Session:
     def ask(self, question: str) -> Trajectory:
         """Runs one attempt at a question, shows it with its cost and returns it.
 
-        Ctrl-C stops it; the conversation goes on from what was said by then.
+        Ctrl-C stops it; the conversation goes on from the ids that were sampled by then.
         """
-        console, seed, begun = self.console, next(self.seeds), time.monotonic()
+        console = self.console
+        seed = next(self.seeds)
+        start = time.monotonic()
         env = self._open(question, self.wishes, seed)
-        task, console.trajectory = env.task, None
+        task = env.task
+        console.trajectory = None
         if not self.at_prompt:
             console.say("task", env.messages[0]["content"])
         if not task.data:
-            self.talk.lead(env)
+            self.transcript.lead(env)
         try:
             self.rollout.run([env], [seed], on_event=console.on_event)
         except KeyboardInterrupt:
@@ -165,9 +177,10 @@ class Session:
             console.trajectory.status = "stopped"
         finally:
             console.rest()
-        t, seconds = console.trajectory, time.monotonic() - begun
+        t = console.trajectory
+        seconds = time.monotonic() - start
         if any(t.sampled) and not task.data:
-            self.talk.keep(env, t)
+            self.transcript.keep(env, t)
         if not t.answer:
             self.status = 1
             console.say("answer", f"none ({WHY.get(t.status, t.status)})")
@@ -175,7 +188,9 @@ class Session:
         if task.data and t.status == "answered":
             text += "\nright" if t.outcome else f"\nwrong, it is {task.data['answer']}"
         self.total.update(answers=1, tokens=sum(t.sampled), usd=t.cost_usd, seconds=seconds)
-        console.say("cost", text + TOTAL.format(**self.total) * (self.total["answers"] > 1))
+        if self.total["answers"] > 1:
+            text += TOTAL.format(**self.total)
+        console.say("cost", text)
         console.end()
         self.last = to_row(task, t)
         line = json.dumps(self.last)
@@ -206,12 +221,16 @@ class Session:
 
     def do_tools(self, text: str) -> None:
         """What may be called, and its price; NAME switches one off, or on again."""
-        off, names = self.world.off, [tool.name for tool in self.world.tools]
+        off = self.world.off
+        names = [tool.name for tool in self.world.tools]
         require(not text or text in names, f"/tools: no {text!r}; there are {', '.join(names)}")
-        off ^= {text}
+        if text in off:
+            off.remove(text)
+        elif text:
+            off.add(text)
         for tool in self.world.tools:
-            state = "off, " * (tool.name in off) + price(tool)
-            self.console.line(f"  {tool.name} ({state}): {tool.description}")
+            state = "off, " if tool.name in off else ""
+            self.console.line(f"  {tool.name} ({state}{price(tool)}): {tool.description}")
 
     def do_model(self, text: str) -> None:
         """The checkpoint, its device and sampling; the world and the tools."""
@@ -234,21 +253,22 @@ class Session:
         self.console.folded = not self.console.folded
 
     def do_reset(self, text: str) -> None:
-        """Forgets what was said."""
-        self.talk = Conversation(self.rollout.tokenizer)
+        """Forgets the conversation."""
+        self.transcript = Transcript(self.rollout.tokenizer)
 
     def do_save(self, file: str) -> None:
-        """FILE gets what was said."""
+        """Writes the conversation to FILE."""
         require(file, "/save: name the file")
         require(
-            self.talk.messages, "/save: nothing was said; questions of the miniature stand alone"
+            self.transcript.messages,
+            "/save: nothing was said; questions of the miniature stand alone",
         )
-        self.talk.save(file)
+        self.transcript.save(file)
 
     def do_load(self, file: str) -> None:
-        """FILE says how the conversation begins."""
+        """Goes on with the conversation in FILE."""
         require(file, "/load: name the file")
-        self.talk.load(file)
+        self.transcript.load(file)
 
     def do_help(self, text: str) -> None:
         """Examples and commands."""
@@ -266,15 +286,18 @@ def show_again(path: Path, tokenizer: Tokenizer) -> None:
             task, trajectory = from_row(row)
         except (KeyError, TypeError):
             raise UserError(f"{where}; --trace and training write them") from None
-        known = max(trajectory.ids, default=0) < tokenizer.vocab_size
-        require(known, f"{where} of this model: an id is beyond its tokenizer's vocabulary")
+        largest = max(trajectory.ids, default=0)
+        require(
+            largest < tokenizer.vocab_size,
+            f"{where} of this model: the id {largest} is beyond its tokenizer's vocabulary",
+        )
         console.say("task", f"{task.question} {task.preference.words}")
         replay(trajectory, tokenizer, console.on_event)
         console.rest()
         console.line(tree(row))
 
 
-COMMANDS = ["/" + name[3:] for name in vars(Session) if name.startswith("do_")]
+COMMANDS = ["/" + name[3:] for name in vars(Terminal) if name.startswith("do_")]
 
 
 def price(tool: Tool) -> str:
