@@ -39,26 +39,20 @@ import time
 from collections import Counter
 
 import torch
-from nanorchestra.agent.world import World
-from nanorchestra.training.advantages import group_advantages
-from nanorchestra.training.distributed import (
-    Ranks,
-    backward,
-    ending_together,
-    rollout_timeout_s,
-)
 from torch import Tensor
 from worlds.api_bill import api_bill
 from worlds.load import open_world
 
 from nanorchestra.agent.attempts import Player
 from nanorchestra.agent.loop import Rollout
+from nanorchestra.agent.world import World
 from nanorchestra.config import Config
 from nanorchestra.errors import INTERRUPTED, UserError, command
 from nanorchestra.model.lora import save_adapter
 from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.schemas import Json
 from nanorchestra.tools.sandbox import Sandbox
+from nanorchestra.training.advantages import group_advantages
 from nanorchestra.training.bill import Bill
 from nanorchestra.training.build import (
     build_engine,
@@ -69,6 +63,12 @@ from nanorchestra.training.build import (
     publish,
 )
 from nanorchestra.training.command import Stop, choose_run, parse, prepare_process
+from nanorchestra.training.distributed import (
+    Ranks,
+    backward,
+    ending_together,
+    rollout_timeout_s,
+)
 from nanorchestra.training.objectives import Objective, objective_of
 from nanorchestra.training.optimizers import scheduled
 from nanorchestra.training.overlap import in_background
@@ -106,7 +106,7 @@ MAX_LOG_RATIO = 20.0  # keeps exp finite; the bounds of every surrogate lie far 
 
 def train(run: TrainingRun, sandbox: Sandbox) -> bool:
     """Trains from where the run is to its end; returns False if it is asked to stop on the way."""
-    ranks, progress = run.ranks, run.progress
+    ranks = run.ranks
 
     # ---- Set-up: a world of tasks, the model in training, and an engine with a copy of its weights
 
@@ -127,6 +127,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
     rollout_ranks = ranks.new_group(rollout_timeout_s(config))
 
     attempts_ahead = run.start(trainer, engine)  # of the next step, if a checkpoint has them
+    progress = run.progress
     publish(config, model, engine, dtype)
 
     # ---- Warm start: supervised steps on demonstrations. A model that calls tools needs none.

@@ -119,7 +119,7 @@ def make_training(tmp_path, sandbox, monkeypatch, nano_model, nano_tokenizer):
 
     class Training(run_module.TrainingRun):
         def train(self):
-            """Trains to the end, or until it is asked to stop; returns whether it came to the end."""
+            """Trains until the end, or until it is asked to stop; returns whether it ended."""
             finished = program.train(self, sandbox)
             self.checkpoints.wait()
             return finished

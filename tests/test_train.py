@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 import pytest
-from nanorchestra.training.distributed import Ranks
 from run_rows import TIMINGS
 from worlds.api_bill import api_bill
 
@@ -27,6 +26,7 @@ from nanorchestra.report.run import Run
 from nanorchestra.settings import load_config
 from nanorchestra.training.bill import Bill
 from nanorchestra.training.command import Stop
+from nanorchestra.training.distributed import Ranks
 from nanorchestra.training.packing import samples_in
 from nanorchestra.training.rollout import play_on_ranks, require_most_worked
 from worlds.miniature.world import Miniature

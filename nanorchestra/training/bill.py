@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nanorchestra.errors import require
 from nanorchestra.tools.spending import Spending, read_spent
-from nanorchestra.training.ranks import Ranks
+from nanorchestra.training.distributed import Ranks
 
 
 @dataclass
@@ -32,10 +32,10 @@ class Bill:
         known = {}
         for file in sorted(folder.glob("rank-*.json")):
             known[file.name] = read_spent(file)
-        for others in ranks.gather(known):  # a node may have a directory of its own
+        for others in ranks.all_gather(known):  # a node may have a directory of its own
             known |= others
         bill = cls(Spending(file=folder / _name(ranks.rank)))
-        for name in known.keys() - {_name(rank) for rank in range(ranks.world)}:
+        for name in known.keys() - {_name(rank) for rank in range(ranks.world_size)}:
             usd, parts = known[name]
             bill.before_usd += usd
             bill.before.update(parts)
@@ -43,12 +43,12 @@ class Bill:
 
     def divide(self, ranks: Ranks) -> None:
         """Gives each rank an equal part of what the run has left. All ranks call it together."""
-        self.spending.divide(ranks.gather(self.spending.spent), self.before_usd)
+        self.spending.divide(ranks.all_gather(self.spending.spent), self.before_usd)
 
     def require_left(self, ranks: Ranks) -> None:
         """Raises UserError on every rank if a call was refused for the limit on one of them."""
         require(
-            not any(ranks.gather(self.spending.refused)),
+            not any(ranks.all_gather(self.spending.refused)),
             f"max_usd of the catalogue is {self.spending.most:g} US dollars, and what is left does "
             "not pay for the next call; raise it, and go on with --resume",
         )
@@ -56,7 +56,7 @@ class Bill:
     def total(self, ranks: Ranks) -> dict[str, float]:
         """Returns the US dollars that the run has spent by payee. All ranks call it together."""
         total = Counter(self.before)
-        for parts in ranks.gather(dict(self.spending.bill)):
+        for parts in ranks.all_gather(dict(self.spending.bill)):
             total.update(parts)
         return dict(sorted(total.items()))
 

@@ -11,11 +11,9 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +33,14 @@ from nanorchestra.files import (
 from nanorchestra.model.sharded import fill, first_row, is_first_copy, local
 from nanorchestra.model.tensor_files import DTYPES, open_tensors, write_tensors
 from nanorchestra.schemas import Json
-from nanorchestra.training.ranks import Ranks
+from nanorchestra.training.distributed import Ranks
 
 NOTES = "notes.json"
 KEPT = 2
 
 
 @dataclass(frozen=True)
-class Part:
+class WrittenPart:
     """What one rank has written: its file, and of each tensor in it the first of its rows."""
 
     file: str
@@ -55,14 +53,14 @@ class Checkpoints:
 
     def __init__(self, folder: Path, ranks: Ranks):
         self.folder, self.ranks = folder, ranks
-        self._saving: tuple[str, Future[None]] | None = None
-        self._beside = ranks.beside()  # for the thread that writes
+        self._saving: tuple[str, Future[str]] | None = None
+        self._writing_ranks = ranks.new_group()  # for the thread that writes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         if ranks.first:
             folder.mkdir(exist_ok=True)
             for unfinished in folder.glob(".*.part"):  # of a run that was killed
                 shutil.rmtree(unfinished)
-        ranks.gather(None)
+        ranks.barrier()
 
     def save(self, name: str, tensors: dict[str, Tensor], notes: Json) -> None:
         """Begins to save; the tensors may change once it returns. Waits for the save before it.
@@ -84,38 +82,45 @@ class Checkpoints:
         """Returns when the last save is on disk. UserError on every rank if it failed on one."""
         if self._saving is None:
             return
-        (name, saving), self._saving = self._saving, None
-        try:
-            self.ranks.together(saving.result)
-        except UserError as error:
-            raise UserError(
-                f"{self.folder / name}: the checkpoint cannot be written: {error}; "
-                "the ones before it are whole: free the space, then resume"
-            ) from None
+        name, saving = self._saving
+        self._saving = None
+        problem = saving.result()
+        require(
+            not problem,
+            f"{self.folder / name}: the checkpoint cannot be written: {problem}; "
+            "the ones before it are whole: free the space, then resume",
+        )
 
-    def _write(self, name, copies, rows, notes) -> None:
+    def _write(self, name, copies, rows, notes) -> str:
         """Writes this rank's file; when all are on disk, rank 0 makes a checkpoint of them.
 
-        UserError if a file cannot be written, on every rank, or if the checkpoint cannot be made.
+        Returns what went wrong, on every rank the same; "" if nothing did.
         """
         aside = self.folder / f".{name}.part"
-
-        def write() -> Part:
-            file = f"rank-{self.ranks.rank:05d}.safetensors"
-            with _told():
-                aside.mkdir(exist_ok=True)
-                digest = write_tensors(aside / file, copies)
-            copies.clear()  # their memory is free while other ranks still write
-            return Part(file, rows, digest)
-
         try:
-            parts = self._beside.gather(self._beside.together(write))
-            if self.ranks.first:
-                with _told():
+            part = problem = None
+            try:
+                part = self._write_part(aside, copies, rows)
+            except Exception as error:
+                problem = one_line(error)
+            copies.clear()  # their memory is free while other ranks still write
+            parts, problems = zip(*self._writing_ranks.all_gather((part, problem)), strict=True)
+            problem = next(filter(None, problems), "")
+            if not problem and self.ranks.first:
+                try:
                     self._publish(name, aside, parts, notes)
+                except Exception as error:
+                    problem = one_line(error)
+            return self._writing_ranks.broadcast(problem)
         finally:
             if self.ranks.first:
                 shutil.rmtree(aside, ignore_errors=True)
+
+    def _write_part(self, aside, copies, rows) -> WrittenPart:
+        file = f"rank-{self.ranks.rank:05d}.safetensors"
+        aside.mkdir(exist_ok=True)
+        digest = write_tensors(aside / file, copies)
+        return WrittenPart(file, rows, digest)
 
     def _publish(self, name, aside, parts, notes):
         """Adds notes and digests, renames the directory, and removes the oldest."""
@@ -135,15 +140,24 @@ class Checkpoints:
         A damaged one is named on stderr, with the damaged file and the checkpoint that is read
         instead. None if there is no checkpoint; UserError if none is whole.
         """
-        names = self.ranks.gather(self._names())[0]
+        names = self.ranks.broadcast(self._names())
         damages = []
         for name in reversed(names):
             path = self.folder / name
+            notes, problem = None, ""
             try:
-                written = self.ranks.together(partial(self._check, path))
-                notes = self.ranks.together(partial(_load, path, written, prepare))
+                written = self._check(path)
             except UserError as error:
-                damages.append(str(error))
+                problem = str(error)
+            problem = self._first_problem(problem)
+            if not problem:  # with every rank
+                try:
+                    notes = _load(path, written, prepare)
+                except UserError as error:
+                    problem = str(error)
+                problem = self._first_problem(problem)
+            if problem:
+                damages.append(problem)
                 continue
             for line in damages if self.ranks.first else []:
                 print(f"{line}; resuming from {path}, which is whole", file=sys.stderr)
@@ -154,6 +168,10 @@ class Checkpoints:
             f"{'; '.join(damages)}); remove the directory to start the run from its beginning",
         )
         return None
+
+    def _first_problem(self, problem: str) -> str:
+        """Returns the problem of the first rank that has one, on every rank; "" if none has."""
+        return next(filter(None, self.ranks.all_gather(problem)), "")
 
     def _check(self, path) -> Json:
         """Returns what notes.json holds if all files are those that were written, else UserError.
@@ -169,7 +187,7 @@ class Checkpoints:
         files = sorted(written["rows"])
         others = sorted((digests.keys() - {NOTES}) ^ set(files))
         require(not others, f"{path / SUMS}: names other files than {NOTES}, such as {others[:1]}")
-        check_sums(path, digests, files[self.ranks.rank :: self.ranks.world])
+        check_sums(path, digests, files[self.ranks.rank :: self.ranks.world_size])
         return written
 
     def _names(self) -> list[str]:
@@ -235,12 +253,7 @@ def _fill_from(file, name, begin, tensor, path) -> int:
     return rows.numel()
 
 
-@contextmanager
-def _told() -> Iterator[None]:
-    """Turns any error into a UserError of one line, of which the other ranks are told."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{type(error).__name__}: {error}".strip().splitlines()[0]) from error
+def one_line(error: Exception) -> str:
+    """Returns an error in one line: the text of a UserError, and the class of any other."""
+    text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    return text.strip().splitlines()[0]

@@ -103,10 +103,7 @@ class Ranks:
 
     def _join(self, backend: str) -> None:
         """Makes the process groups; the watch begins as soon as it can."""
-        if self.world_size == 1:
-            store = dist.HashStore()
-        else:
-            store = _meet(self.rank, self.world_size)
+        store = dist.HashStore() if self.world_size == 1 else _meet(self.rank, self.world_size)
         dist.init_process_group(
             backend,
             store=store,

@@ -328,8 +328,7 @@ class TrainingRun:
         for row in ahead["rows"] if ahead else []:
             check_row(row, f"{where}: ahead")
         try:
-            for name, value in notes["progress"].items():
-                setattr(self.progress, name, value)
+            self.progress = Progress(**notes["progress"])
             self._attempts_ahead = Attempts.from_notes(ahead) if ahead else None
             self.engine.weight_version = notes["weight_version"] - 1  # the next publishing adds 1
         except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -8,18 +8,18 @@ from types import SimpleNamespace
 import pytest
 
 from nanorchestra.errors import UserError
-from nanorchestra.records import ToolResult
+from nanorchestra.records import ToolResult, Trajectory
 from nanorchestra.tools.spending import Spending
 from nanorchestra.training.bill import Bill
-from nanorchestra.training.ranks import Ranks
-from nanorchestra.training.sampling import DividedRollout
+from nanorchestra.training.distributed import Ranks
+from nanorchestra.training.rollout import play_on_ranks
 
 
 def opened(folder, world, most):
     """The bills of all ranks of a start."""
     bills = []
     for rank in range(world):
-        ranks = SimpleNamespace(rank=rank, world=world, gather=lambda value: [value])
+        ranks = SimpleNamespace(rank=rank, world_size=world, all_gather=lambda value: [value])
         bills.append(Bill.open(folder, ranks))
         bills[-1].spending.bound(most)
     return bills
@@ -28,7 +28,7 @@ def opened(folder, world, most):
 def divide(bills):
     spent = [bill.spending.spent for bill in bills]
     for bill in bills:
-        bill.divide(SimpleNamespace(gather=lambda value: spent))
+        bill.divide(SimpleNamespace(all_gather=lambda value: spent))
 
 
 @pytest.mark.slow
@@ -79,12 +79,18 @@ def test_a_rollout_that_the_limit_cut_short_ends_the_run_with_one_line(tmp_path)
     def run(environments, seeds):
         for _ in environments:
             bill.spending.charge("strong", 0.2, lambda: ToolResult("", 0.2))
-        return list(seeds)
+        return [Trajectory("t", seed) for seed in seeds]
 
-    rollout = DividedRollout(SimpleNamespace(run=run), Ranks(), bill)
-    assert rollout.run(["a", "b"], [1, 2]) == [1, 2]
+    world = SimpleNamespace(task=lambda *place: "task", environment=lambda *start: "environment")
+
+    def play(seeds):
+        player = SimpleNamespace(run=run)
+        options = {"seeds": seeds, "environment_seeds": seeds, "ranks": Ranks(), "bill": bill}
+        return play_on_ranks(player, world, "train", seeds, **options)
+
+    assert [t.seed for t in play([1, 2]).trajectories] == [1, 2]
     with pytest.raises(UserError, match="raise it, and go on with --resume"):
-        rollout.run(["a"], [3])
+        play([3])
     assert bill.spending.spent == pytest.approx(0.4)
 
 

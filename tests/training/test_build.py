@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nanorchestra.training.distributed import Ranks
 from run_rows import steps_of
 
 from benchmarks.gpu_parts import Part, by_kernels
@@ -17,6 +16,7 @@ from nanorchestra.model.quantise import QuantisedLinear, linears, quantise_model
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.weights import copy_weights, load_model, named_hf_tensors
 from nanorchestra.training import build
+from nanorchestra.training.distributed import Ranks
 from nanorchestra.training.packing import Group, Sample
 from nanorchestra.training.trainer import Trainer
 from train import supervised_update

@@ -15,8 +15,8 @@ from kernel_check import DEVICE
 from nanorchestra.model import attention, ops
 from nanorchestra.model.attention import PackedAttention, Segment
 from nanorchestra.training import logprobs as head
+from nanorchestra.training.distributed import Ranks, shard_model
 from nanorchestra.training.packing import Sample, pack
-from nanorchestra.training.ranks import Ranks, shard_model
 
 
 def ids(count: int, start: int = 5) -> list[int]:

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_ranks import ONE, agree, first_half, make_groups, make_trainer, second_half
+from test_distributed import ONE, agree, first_half, make_groups, make_trainer, second_half
 
 from nanorchestra.errors import UserError
 from nanorchestra.files import sha256, write_sums
 from nanorchestra.training.checkpoint import Checkpoints
+from train import supervised_update
 
 
 def test_a_checkpoint_holds_what_was_and_training_goes_on_to_the_bit(tmp_path):
@@ -62,7 +63,7 @@ def three_checkpoints(folder):
     """
     trainer, checkpoints, states = make_trainer(ONE), Checkpoints(folder, ONE), {}
     for name in "abc":
-        trainer.supervised_step(make_groups(ord(name)), 1e-2)
+        supervised_update(trainer, make_groups(ord(name)), 1e-2)
         states[name] = {key: x.clone() for key, x in trainer.tensors().items()}
         checkpoints.save(name, trainer.tensors(), {"name": name})
     checkpoints.wait()
@@ -138,16 +139,16 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line(tmp_path):
 
 
 def test_notes_of_another_version_are_refused_in_one_line(make_training):
-    run = make_training("run")
-    run.save()
-    run.checkpoints.wait()
+    run = make_training("run", {"grpo.steps": 0})
+    assert run.train()
     (folder,) = run.checkpoints.folder.iterdir()
     written = json.loads((folder / "notes.json").read_text())
     written["notes"]["progress"]["colour"] = "red"
     (folder / "notes.json").write_text(json.dumps(written))
     write_sums(folder, {name: sha256(folder / name) for name in FILES[:2]})
+    again = make_training("run", resume=True)
     with pytest.raises(UserError, match="none of its 1 checkpoints .*colour") as refusal:
-        make_training("run", resume=True)
+        again.train()
     assert "\n" not in str(refusal.value)
 
 

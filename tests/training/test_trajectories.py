@@ -7,13 +7,13 @@ import json
 import types
 
 import pytest
-from nanorchestra.training.distributed import Ranks
 from run_rows import steps_of
 
 from nanorchestra.config import Config
 from nanorchestra.errors import UserError
 from nanorchestra.model.tokenizer import train_bpe
 from nanorchestra.records import Preference, Task, ToolCall, ToolResult, Trajectory, Turn
+from nanorchestra.training.distributed import Ranks
 from nanorchestra.training.packing import pack
 from nanorchestra.training.run import Progress, TrainingRun
 from nanorchestra.training.samples import as_group, mean_staleness, record_logprobs

@@ -9,9 +9,9 @@ from statistics import fmean
 
 import pytest
 import torch
+from nanorchestra.training.lessons import demonstration
 
 from nanorchestra.records import Preference, Task
-from nanorchestra.training.lessons import demonstration
 from worlds.evaluation import task_bounds
 from worlds.miniature.offers import describe, title
 from worlds.miniature.probe import permuted, with_ban, with_ratio

@@ -1,6 +1,7 @@
 """Many ranks train as one does, however the model is sharded and packed, and they end together.
 
-Run as a program, `test_ranks.py FILE`, this file is one rank that does the jobs in the JSON FILE.
+Run as a program, `test_distributed.py FILE`, this file is one rank that does the jobs in the JSON
+FILE.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import test_trainer
+import test_updates
 import torch
 from safetensors.torch import load_file
 
+from nanorchestra.config import Config
 from nanorchestra.errors import UserError
 from nanorchestra.model import saving
 from nanorchestra.model.lora import adapters, add_adapters, reset, save_adapter
@@ -27,12 +29,18 @@ from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.model.sharded import fill, whole
 from nanorchestra.model.weights import load_model, named_hf_tensors
-from nanorchestra.training import ranks as module
+from nanorchestra.training import distributed as module
 from nanorchestra.training.checkpoint import Checkpoints
+from nanorchestra.training.distributed import (
+    Ranks,
+    ending_together,
+    rollout_timeout_s,
+    shard_model,
+)
 from nanorchestra.training.objectives import Objective
 from nanorchestra.training.packing import Group
-from nanorchestra.training.ranks import Ranks, shard_model
 from nanorchestra.training.trainer import Trainer, TrainerSettings
+from train import policy_update, supervised_update
 
 VOCAB = 90
 SHAPE = {  # sizes that no number of ranks divides
@@ -50,7 +58,7 @@ ONE = Ranks()
 
 
 def make_groups(seed: int, count: int = 5) -> list[Group]:
-    return test_trainer.make_groups(seed, count, vocab=VOCAB - 6)
+    return test_updates.make_groups(seed, count, vocab=VOCAB - 6)
 
 
 def make_model(tied: bool = True, seed: int = 0) -> Qwen3:
@@ -101,29 +109,31 @@ def gradients(ranks: Ranks, kl: str = "", count: int = 5, **options) -> dict[str
         taken.update({name: whole(p.grad).clone() for name, p in trained.items()})
         return float("nan")  # no update
 
-    trainer._clip_gradients = take
+    trainer.clip_gradients = take
     objective = Objective(kl_coef=0.5, kl=kl) if kl else Objective()
     if kl:
         trainer.prepare("muon", True)
         with torch.no_grad():
             for p in trainer.model.parameters():
                 p.mul_(1.1)
-    metrics = trainer.policy_step(make_groups(1, count), 0.0, objective).metrics
-    for name in ("grad_norm", "flops"):  # not taken; a pack's shared ids are computed once in each
-        del metrics[name]
-    numbers = {f"metrics.{n}": torch.tensor(x, dtype=torch.float64) for n, x in metrics.items()}
+    update, _ = policy_update(trainer, make_groups(1, count), objective, 0.0)
+    # not taken; a pack's shared ids are computed once in each
+    for name in ("grad_norm", "skipped", "flops"):
+        del update[name]
+    numbers = {f"metrics.{n}": torch.tensor(x, dtype=torch.float64) for n, x in update.items()}
     return taken | numbers
 
 
 def losses(ranks: Ranks, steps: int = 8, **options) -> dict[str, torch.Tensor]:
     trainer = make_trainer(ranks, **options)
-    values = [trainer.supervised_step(make_groups(n), 3e-3)["loss"] for n in range(steps)]
+    values = [supervised_update(trainer, make_groups(n), 3e-3)["loss"] for n in range(steps)]
     for n in range(steps):
-        result = trainer.policy_step(make_groups(n), 1e-3, Objective())
-        values.append(result.metrics["loss"])
+        update, own = policy_update(trainer, make_groups(n), Objective(), 1e-3)
+        values.append(update["loss"])
+    logprobs = trainer.gather_samples(own)
     counts = [sample.count for group in make_groups(steps - 1) for sample in group.samples]
-    assert [len(logprobs) for logprobs in result.logprobs] == counts
-    return {"losses": torch.tensor(values), "logprobs": torch.tensor(sum(result.logprobs, []))}
+    assert [len(sample) for sample in logprobs] == counts
+    return {"losses": torch.tensor(values), "logprobs": torch.tensor(sum(logprobs, []))}
 
 
 def first_half(ranks: Ranks, folder: str) -> dict[str, torch.Tensor]:
@@ -132,7 +142,7 @@ def first_half(ranks: Ranks, folder: str) -> dict[str, torch.Tensor]:
     trainer.prepare("muon", True)
     checkpoints = Checkpoints(Path(folder), ranks)
     for step in range(6):
-        values.append(trainer.supervised_step(make_groups(step), 3e-3)["loss"])
+        values.append(supervised_update(trainer, make_groups(step), 3e-3)["loss"])
         if step == 2:
             checkpoints.save("three", trainer.tensors(), {"step": 3})
     checkpoints.wait()
@@ -144,7 +154,7 @@ def second_half(ranks: Ranks, folder: str) -> dict[str, torch.Tensor]:
     trainer = make_trainer(ranks, seed=5)  # other weights, which must not remain
     notes = Checkpoints(Path(folder), ranks).restore(lambda notes: trainer.prepare("muon", True))
     steps = range(notes["step"], 6)
-    values = [trainer.supervised_step(make_groups(step), 3e-3)["loss"] for step in steps]
+    values = [supervised_update(trainer, make_groups(step), 3e-3)["loss"] for step in steps]
     reference = {name: value.clone() for name, value in named_hf_tensors(trainer.reference)}
     return {"losses": torch.tensor(values)} | reference
 
@@ -164,42 +174,40 @@ def adapted(ranks: Ranks, source: str, target: str) -> dict[str, torch.Tensor]:
     model, _ = load_model(source, dtype=None, build=build)
     reset(model, 1)
     trainer = Trainer(model, vocab_limit=VOCAB - 6, ranks=ranks, optimizer="muon")
-    values = [trainer.supervised_step(make_groups(step), 3e-3)["loss"] for step in range(3)]
+    values = [supervised_update(trainer, make_groups(step), 3e-3)["loss"] for step in range(3)]
     trainer.prepare("adamw", True)
     for step in range(3):
-        result = trainer.policy_step(make_groups(step), 3e-3, Objective(kl_coef=0.5))
-        values.append(result.metrics["loss"])
+        update, _ = policy_update(trainer, make_groups(step), Objective(kl_coef=0.5), 3e-3)
+        values.append(update["loss"])
     save_adapter(model, Path(target), source, write=ranks.first)
     weights = {name: value.clone() for name, value in named_hf_tensors(model)}
     return {"losses": torch.tensor(values)} | weights
 
 
 def exchange(ranks: Ranks) -> dict[str, torch.Tensor]:
-    """What each rank says, shares of work, and a UserError that one rank has."""
-    shares = ranks.map(lambda mine: [(i, ranks.rank) for i in mine], range(7), 2)
-    assert shares == [(i, i // 4) for i in range(7)]  # pairs stay together
-    assert ranks.gather(ranks.rank) == list(range(ranks.world))
-
-    def refuse(gathers: int) -> None:
-        if ranks.rank == 1:
-            raise UserError("not here")
-        for _ in range(gathers):  # where the other ranks may be by then
-            ranks.gather(None)
-
-    for gathers in (0, 1):
-        with pytest.raises(UserError, match="not here"):
-            ranks.together(lambda gathers=gathers: refuse(gathers))
+    """What each rank has, also in two threads at a time."""
+    other = ranks.new_group(600.0)
+    assert ranks.all_gather(ranks.rank) == list(range(ranks.world_size))
+    assert ranks.broadcast(["of", ranks.rank]) == ["of", 0]
+    with ThreadPoolExecutor(1) as pool:
+        ahead = pool.submit(lambda: [other.all_gather(("b", i)) for i in range(50)])
+        here = [ranks.all_gather(("a", i)) for i in range(50)]
+        assert here == [[("a", i)] * ranks.world_size for i in range(50)]
+        assert ahead.result() == [[("b", i)] * ranks.world_size for i in range(50)]
+    ranks.barrier()
     return {}
 
 
 def end(ranks: Ranks, how: str) -> dict[str, torch.Tensor]:
     """Rank 1 fails, is killed or hangs; rank 0 waits for it in a collective."""
-    if ranks.rank == 1:
+    with ending_together(ranks, lambda: False):
+        if ranks.rank == 1:
+            if how == "fail":
+                raise UserError("out of luck")
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "hang": signal.SIGSTOP}[how])
         if how == "fail":
-            ranks.fail("out of luck")
-            time.sleep(60)
-        os.kill(os.getpid(), {"kill": signal.SIGKILL, "hang": signal.SIGSTOP}[how])
-    ranks.gather(None)
+            ranks.new_group()  # to which rank 1 never comes
+        ranks.barrier()
     return {}
 
 
@@ -209,7 +217,9 @@ def one_rank(file: str) -> None:
     module.BEAT, module.SILENCE = 0.2, job["silence"]
     ranks = Ranks.start("cpu", shard=job["shard"], sharded=True)
     flat = copy.copy(ranks)  # the same ranks without nodes
-    flat.mesh = torch.distributed.init_device_mesh("cpu", (ranks.world,), mesh_dim_names=("shard",))
+    flat.mesh = torch.distributed.init_device_mesh(
+        "cpu", (ranks.world_size,), mesh_dim_names=("shard",)
+    )
     for name, work, options in job["jobs"]:
         result = globals()[work](flat if name.startswith("flat") else ranks, **options)
         if ranks.first:
@@ -347,6 +357,33 @@ def test_four_ranks_and_two_nodes_with_a_replica_each_do_as_one_and_end_together
 @pytest.mark.slow
 def test_when_a_rank_hangs_the_others_end_and_say_so(tmp_path):
     run(tmp_path, 2, [], "hang", "a rank has died or hangs", silence=3)
+
+
+def test_a_rank_that_does_not_join_is_named_within_the_time_of_joining():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    code = (
+        "from nanorchestra.training import distributed; distributed.JOIN_S = 2.0\n"
+        "distributed.Ranks.start('cpu')"
+    )
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode != 0
+    assert "torchrun: rank 1 has not joined within 2 s" in done.stderr
+
+
+def test_ranks_wait_for_a_rollout_as_long_as_its_limits_allow():
+    """50 turns with experts of 600 s each, and every attempt played again twice."""
+    config = Config().replace({"rollout.turns": 50})
+    assert rollout_timeout_s(config) > 3 * 50 * (600 + 600)
 
 
 if __name__ == "__main__":
