@@ -184,19 +184,18 @@ class Ranks:
 def _meet(rank: int, world_size: int) -> dist.Store:
     """Returns the store of all ranks when they have come; UserError if one does not."""
     wait = timedelta(seconds=JOIN_S)
-    store, _, _ = next(dist.rendezvous("env://", timeout=wait))
-    # torchrun's store outlives a restart, with the keys of the attempt before
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-    store = dist.PrefixStore(f"attempt/{attempt}", store)
-    store.set(f"here/{rank}", "")
-    for other in range(world_size):
-        try:
-            store.wait([f"here/{other}"], wait)
-        except RuntimeError:
-            raise UserError(
-                f"torchrun: rank {other} has not joined within {JOIN_S:g} s; what it printed says "
-                "why"
-            ) from None
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=wait))
+        # torchrun's store outlives a restart, with the keys of the attempt before
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+        store = dist.PrefixStore(f"attempt/{attempt}", store)
+        store.set(f"here/{rank}", "")
+        store.wait([f"here/{other}" for other in range(world_size)], wait)
+    except RuntimeError as error:
+        raise UserError(
+            f"torchrun: not all {world_size} ranks have joined within {JOIN_S:g} s "
+            f"({str(error).splitlines()[0]}); what the others printed says why"
+        ) from None
     return store
 
 

@@ -359,7 +359,7 @@ def test_when_a_rank_hangs_the_others_end_and_say_so(tmp_path):
     run(tmp_path, 2, [], "hang", "a rank has died or hangs", silence=3)
 
 
-def test_a_rank_that_does_not_join_is_named_within_the_time_of_joining():
+def test_a_rank_that_never_joins_is_not_waited_for_long():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -377,7 +377,7 @@ def test_a_rank_that_does_not_join_is_named_within_the_time_of_joining():
         timeout=60,
     )
     assert done.returncode != 0
-    assert "torchrun: rank 1 has not joined within 2 s" in done.stderr
+    assert "torchrun: not all 2 ranks have joined within 2 s" in done.stderr
 
 
 def test_ranks_wait_for_a_rollout_as_long_as_its_limits_allow():
