@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from nanorchestra.files import read_toml
 from nanorchestra.records import Preference, Price, Trajectory
 
@@ -75,10 +77,10 @@ def task_reward(attempt: Trajectory, preference: Preference, bounds: Bounds) -> 
     A tool counts once however often it was called. A tool to avoid (p_t < 0) subtracts |p_t| if
     called.
     """
-    return min(1.0, max(0.0, sum(reward_parts(attempt, preference, bounds).values())))
+    return min(1.0, max(0.0, sum(_parts(attempt, preference, bounds).values())))
 
 
-def reward_parts(attempt: Trajectory, preference: Preference, bounds: Bounds) -> dict[str, float]:
+def _parts(attempt: Trajectory, preference: Preference, bounds: Bounds) -> dict[str, float]:
     """Returns what outcome, cost, latency and tools add to `task_reward`."""
     called = [weight for tool, weight in preference.tools.items() if attempt.calls.get(tool, 0)]
     parts = {
@@ -90,6 +92,15 @@ def reward_parts(attempt: Trajectory, preference: Preference, bounds: Bounds) ->
     favoured = sum(weight for weight in preference.tools.values() if weight > 0)
     most = preference.outcome + preference.cost + preference.latency + favoured
     return {name: attempt.outcome * part / most for name, part in parts.items()}
+
+
+def task_rewards(attempts, preference, bounds):
+    return np.array([task_reward(attempt, preference, bounds) for attempt in attempts])
+
+
+def reward_parts(attempts, preference, bounds):
+    rows = [_parts(attempt, preference, bounds) for attempt in attempts]
+    return {name: np.array([row[name] for row in rows]) for name in rows[0]}
 
 
 def preference_score(attempt: Trajectory, preference: Preference, bounds: Bounds) -> float:
