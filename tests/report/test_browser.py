@@ -40,9 +40,9 @@ def test_the_page_has_the_recorded_numbers_and_no_tag_in_its_data(tmp_path):
     found = browser(rows, lambda token: f"<{token}>")
     data = data_of(page(Run.create(tmp_path / "one", "a = 1"), "", {"browser": found}))["browser"]
     assert data["pieces"]["7"] == "<7>" and data["count"] == 1
-    said = {"question": "q", "wish": "p"}
+    texts = {"question": "q", "preference": "p"}
     assert data["groups"] == [
-        [said | {name: one[name] for name in TITLES["attempt"]} for one in rows]
+        [texts | {name: one[name] for name in TITLES["attempt"]} for one in rows]
     ]
 
 
