@@ -49,7 +49,7 @@ from nanorchestra.training.phases import train
 from nanorchestra.training.plan import plan
 from nanorchestra.training.ranks import Ranks
 from nanorchestra.training.run import TrainingRun
-from worlds.estimate import api_bill
+from worlds.api_bill import api_bill
 from worlds.mixture import Worlds
 
 

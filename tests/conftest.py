@@ -97,11 +97,11 @@ def make_training(tmp_path, sandbox, monkeypatch, nano_model, nano_tokenizer):
     from nanorchestra.training import phases
     from nanorchestra.training.ranks import Ranks
     from nanorchestra.training.run import TrainingRun
-    from worlds import evaluation
+    from worlds import metrics
     from worlds.mixture import Worlds
 
     save_checkpoint(nano_model, nano_tokenizer, tmp_path / "model", dtype=torch.float32)
-    score = evaluation.score
+    score = metrics.score
 
     def rewarded(task, trajectory):
         draw = random.Random(trajectory.seed)
@@ -109,7 +109,7 @@ def make_training(tmp_path, sandbox, monkeypatch, nano_model, nano_tokenizer):
         trajectory.reward, trajectory.outcome = draw.random(), float(draw.random() < 0.5)
         return trajectory
 
-    monkeypatch.setattr(evaluation, "score", rewarded)
+    monkeypatch.setattr(metrics, "score", rewarded)
     monkeypatch.setattr(phases, "write_report", lambda path: None)  # it takes seconds
     small = {
         "run.threads": 1,

@@ -17,17 +17,15 @@ from pathlib import Path
 
 from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.lessons import Lesson
-from nanorchestra.agent.loop import Rollout
 from nanorchestra.config import DRAWN, TaskSection
 from nanorchestra.errors import require
 from nanorchestra.records import Task, Trajectory, words_and_vector
-from nanorchestra.schemas import Json
 from nanorchestra.tools.models import ExpertTool
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
 from reward import POLICY, PRICES, group_rewards
 from tools import load_tools
-from worlds import evaluation, questions, routers
+from worlds import metrics, questions
 from worlds.miniature import world as miniature
 from worlds.miniature.induction import draft_induction
 from worlds.miniature.tables import HELD_OUT, TRAIN
@@ -84,8 +82,8 @@ class Worlds:
 
     price = PRICES[POLICY]
     initialise = staticmethod(draft_induction)
-    measure = staticmethod(evaluation.measure)
-    summarise = staticmethod(evaluation.summarise)
+    measure = staticmethod(metrics.measure)
+    summarise = staticmethod(metrics.summarise)
 
     def __init__(
         self,
@@ -164,26 +162,6 @@ class Worlds:
         if bounds == "task":
             return [member.reward for member in members]
         return group_rewards(members, task.preference)
-
-    def attempt(
-        self, rollout: Rollout, tasks: Sequence[Task], seeds: Sequence[int]
-    ) -> tuple[list[Trajectory], int]:
-        """Returns one scored attempt at each training task, and how many were repeated."""
-        return evaluation.attempt(rollout, tasks, seeds, self.environment)
-
-    def evaluate(self, rollout: Rollout, tasks: Sequence[Task]) -> list[Trajectory]:
-        """Returns one scored attempt at each held-out task."""
-        return evaluation.evaluate(rollout, tasks, self.seed, self.environment)
-
-    def routers(self, tasks: Sequence[Task]) -> dict[str, Json]:
-        """Returns the summary of each fixed router, which plays nothing but the miniature."""
-        if self.domains:
-            return {}
-        return {
-            name: evaluation.summarise(tasks, self.evaluate(router, tasks))
-            for name, router in routers.routers_of(self, self.seed).items()
-            if name != routers.TRAINED
-        }
 
 
 def _paid_as(tool, payee) -> ExpertTool | None:
