@@ -9,11 +9,10 @@ answers agree; in a conversation the first expert does every turn, and after an 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import permutations
-from typing import Any
 
 import numpy as np
 
@@ -49,30 +48,20 @@ STRENGTHS = ("small", *SPECIALISTS.values(), "medium", "large")  # from the weak
 
 def routers_of(world: World) -> dict[str, Router]:
     """Returns the routers of a world by name; none if its tasks offer no expert."""
-    task = world.task("held_out", 0)
     if world.name == MINIATURE:
-        return {
-            "strongest": Router(strongest, use_until_sure),
-            "cascade": Router(cascade, use_until_sure),
-            "blind": Router(blind, use_until_sure),
-            "informed": Router(informed, use_until_sure),
-            "perfect": Router(perfect, use_until_sure),
-        }
-    if not experts(task):
-        return {}
-    return {
-        "strongest": Router(most_expensive, ask_until_two_agree),
-        "cheapest": Router(cheapest, ask_until_two_agree),
-        "cascade": Router(from_the_cheapest_up, ask_until_two_agree),
-    }
+        names = list(TOOL_ORDERS)
+    elif experts(world.task("held_out", 0)):
+        names = list(EXPERT_ORDERS)
+    else:
+        names = []
+    return {name: Router(name) for name in names}
 
 
 @dataclass(frozen=True)
 class Router:
-    """Plays attempts as a policy does: play(order(task), env, seed) is one."""
+    """Plays attempts as a policy does. `name` is a key of TOOL_ORDERS or EXPERT_ORDERS."""
 
-    order: Callable[[Task], Sequence[Any]]
-    play: Callable[[Sequence[Any], Environment, int], Trajectory]
+    name: str
 
     def run(self, environments: Sequence[Environment], seeds: Sequence[int]) -> list[Trajectory]:
         """Returns one attempt in each environment."""
@@ -81,8 +70,13 @@ class Router:
         with ThreadPoolExecutor(PARALLEL) as pool:
             for env, seed in zip(environments, seeds, strict=True):
                 env.evidence.tokenizer = tokenizer  # counts what an expert of a role reads
-                attempts.append(pool.submit(self.play, self.order(env.task), env, seed))
+                attempts.append(pool.submit(self._play, env, seed))
         return [attempt.result() for attempt in attempts]
+
+    def _play(self, env: Environment, seed: int) -> Trajectory:
+        if env.task.world == MINIATURE:
+            return use_until_sure(TOOL_ORDERS[self.name](env.task), env, seed)
+        return ask_until_two_agree(EXPERT_ORDERS[self.name](env.task), env, seed)
 
 
 # The miniature: orders of the tools on offer.
@@ -104,7 +98,7 @@ def blind(task: Task) -> list[Offer]:
 
     It reads neither preference nor prices.
     """
-    bans = dict.fromkeys(task.preference.tools, -1.0)
+    bans = dict.fromkeys(task.preference.avoided, -1.0)
     return informed(replace(task, preference=Preference(task.preference.text, tools=bans)))
 
 
@@ -118,6 +112,15 @@ def perfect(task: Task) -> Sequence[Offer]:
     allowed = _allowed(task)
     plans = [plan for length in (1, 2, 3) for plan in permutations(allowed, length)]
     return plans[int(np.argmax(expected_rewards(task, plans)))]
+
+
+TOOL_ORDERS = {
+    "strongest": strongest,
+    "cascade": cascade,
+    "blind": blind,
+    "informed": informed,
+    "perfect": perfect,
+}
 
 
 def informed_order(task: Task) -> list[Offer]:
@@ -247,6 +250,13 @@ def cheapest(task: Task) -> list[OfferedExpert]:
 def most_expensive(task: Task) -> list[OfferedExpert]:
     """Returns the most expensive expert."""
     return from_the_cheapest_up(task)[-1:]
+
+
+EXPERT_ORDERS = {
+    "strongest": most_expensive,
+    "cheapest": cheapest,
+    "cascade": from_the_cheapest_up,
+}
 
 
 def _usd_per_million(expert: OfferedExpert) -> float:
