@@ -10,10 +10,11 @@ import pytest
 from nanorchestra.agent.attempts import play
 from nanorchestra.agent.load import NANO
 from nanorchestra.config import TaskSection
+from nanorchestra.records import ToolResult
 from worlds.load import open_world
-from worlds.metrics import score, summarise
-from worlds.miniature.offers import fits
-from worlds.routers import MINIATURE, routers_of, use_until_sure
+from worlds.metrics import interval, score, summarise
+from worlds.miniature.offers import fits, is_expert
+from worlds.routers import MINIATURE, expected_rewards, routers_of, use_until_sure
 
 
 @pytest.fixture
@@ -59,6 +60,30 @@ def test_an_attempt_is_billed_for_every_call(open_miniature):
         assert attempt.cost_usd == pytest.approx(sum(result.cost_usd for result in spent))
         assert attempt.latency_s == pytest.approx(sum(result.latency_s for result in spent))
         assert sum(attempt.calls.values()) == len(spent) > 0
+
+
+def test_an_attempt_ends_where_the_infrastructure_fails(open_miniature):
+    world = open_miniature(0)
+    env = world.environment(world.task("train", 0), 0)
+    for tool in env.by_name.values():
+        tool.call = lambda arguments: ToolResult("down", error=True, infrastructure=True)
+    attempt = use_until_sure(env.task.data["tools"], env)
+    assert (attempt.status, len(attempt.turns)) == ("infrastructure", 1)
+
+
+def test_the_expected_reward_of_a_plan_is_the_mean_over_many_attempts(open_miniature):
+    """A second tool is used if the first is unsure; its cost counts only then."""
+    world = open_miniature(0)
+    task = world.task("train", 21)  # a user who minds cost and time; small is cheap and slow
+    plan = [offer for offer in task.data["tools"] if is_expert(offer)][:2]
+    assert task.preference.name == "balanced" and [o["what"] for o in plan] == ["small", "medium"]
+    one, both = expected_rewards(task, [plan[:1], plan])
+    rewards = []
+    for seed in range(2000):
+        attempt = use_until_sure(plan, world.environment(task, seed))
+        rewards.append(score(task, attempt).reward)
+    _, low, high = interval(rewards)
+    assert one < low < both < high
 
 
 def test_what_each_router_knows_shows_in_its_reward(open_miniature):
