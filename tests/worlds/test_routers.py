@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from statistics import fmean
 
 import pytest
@@ -10,10 +11,10 @@ import pytest
 from nanorchestra.agent.attempts import play
 from nanorchestra.agent.load import NANO
 from nanorchestra.config import TaskSection
-from nanorchestra.records import ToolResult
+from nanorchestra.records import ToolResult, Trajectory
 from worlds.load import open_world
 from worlds.metrics import interval, score, summarise
-from worlds.miniature.offers import fits, is_expert
+from worlds.miniature.offers import expected_cost, fits, is_expert, skill
 from worlds.routers import MINIATURE, expected_rewards, routers_of, use_until_sure
 
 
@@ -84,6 +85,16 @@ def test_the_expected_reward_of_a_plan_is_the_mean_over_many_attempts(open_minia
         rewards.append(score(task, attempt).reward)
     _, low, high = interval(rewards)
     assert one < low < both < high
+
+    first, second = (skill(o["what"], task.data["subject"], task.data["difficulty"]) for o in plan)
+    paid = [expected_cost(offer, task.data["difficulty"]) for offer in plan]
+    waited = [float(offer["latency"]) for offer in plan]
+    once = Trajectory(task.id, 0, outcome=1.0, cost_usd=paid[0], latency_s=waited[0])
+    twice = replace(once, cost_usd=sum(paid), latency_s=sum(waited))
+    unsure = first.right * first.unsure_if_right + (1 - first.right) * first.unsure_if_wrong
+    by_hand = first.right * (1 - first.unsure_if_right) * score(task, once).reward
+    by_hand += unsure * second.right * score(task, twice).reward
+    assert both == pytest.approx(by_hand)
 
 
 def test_what_each_router_knows_shows_in_its_reward(open_miniature):
