@@ -87,13 +87,13 @@ def test_an_evaluation_that_was_killed_goes_on_to_the_same_record(home, monkeypa
     assert evaluate.main(command) == 0 and records("evaluation") == whole
     monkeypatch.setattr(evaluate, "play_block", None)  # nothing is left to play
     assert evaluate.main(command) == 0 and records("evaluation") == whole
-    found = read_json("runs/evaluation/summary.json")["worlds"]["miniature"]
-    assert [*found] == [f"mine/model{SHORT}", "informed", "perfect"]
-    assert found["perfect"]["tasks"] == 10 and len(found["perfect"]["pass_hat"]) == 2
-    low, high = found["perfect"]["intervals"]["accuracy"]
-    assert 0 < low < found["perfect"]["accuracy"] < high <= 1
-    mean, _, _, p = found["perfect"]["behind"]["reward"]
-    assert mean == pytest.approx(-found["perfect"]["reward"]) and p < 0.05
+    summaries = read_json("runs/evaluation/summary.json")["worlds"]["miniature"]
+    assert [*summaries] == [f"mine/model{SHORT}", "informed", "perfect"]
+    assert summaries["perfect"]["tasks"] == 10 and len(summaries["perfect"]["pass_hat"]) == 2
+    low, high = summaries["perfect"]["intervals"]["accuracy"]
+    assert 0 < low < summaries["perfect"]["accuracy"] < high <= 1
+    mean, _, _, p = summaries["perfect"]["behind"]["reward"]
+    assert mean == pytest.approx(-summaries["perfect"]["reward"]) and p < 0.05
     assert all(whole[f"{name}.png"] for name in ("frontier", "turns"))
 
 
@@ -171,10 +171,12 @@ def test_a_model_behind_an_endpoint_and_real_experts_run_once_and_are_repeated_f
     assert {n: one[n] for n in one if n != "report.html"} == {
         n: two[n] for n in two if n != "report.html"
     }
-    (found,) = read_json("runs/one/summary.json")["worlds"].values()
-    assert [scores["accuracy"] for scores in found.values()] == [1.0, 1.0]
-    boss = found[f"boss@{server.url}:input=1:output=2"]
-    assert boss["calls"] == {"strong": 1.0} and boss["cost_usd"] > found["strongest"]["cost_usd"]
+    (summaries,) = read_json("runs/one/summary.json")["worlds"].values()
+    assert [scores["accuracy"] for scores in summaries.values()] == [1.0, 1.0]
+    boss = summaries[f"boss@{server.url}:input=1:output=2"]
+    assert (
+        boss["calls"] == {"strong": 1.0} and boss["cost_usd"] > summaries["strongest"]["cost_usd"]
+    )
 
 
 @pytest.mark.parametrize("why", ["cap", "dead"])
@@ -197,12 +199,12 @@ def test_what_was_measured_is_kept_when_dollars_or_an_endpoint_end(home, why, ca
         assert ("--max-usd 2.2 is reached" if why == "cap" else "4 of 4 attempts failed") in err
         summary = read_json("runs/evaluation/summary.json")
         assert summary["partial"] in err and b"Partial" in records("evaluation")["report.html"]
-        (found,) = summary["worlds"].values()
-        assert [scores["tasks"] for scores in found.values()] == [8, 4]
+        (summaries,) = summary["worlds"].values()
+        assert [scores["tasks"] for scores in summaries.values()] == [8, 4]
         why = ""
         assert evaluate.main([*options, "--max-usd", "99"]) == 0
-        (found,) = read_json("runs/evaluation/summary.json")["worlds"].values()
-        assert [scores["tasks"] for scores in found.values()] == [8, 8]
+        (summaries,) = read_json("runs/evaluation/summary.json")["worlds"].values()
+        assert [scores["tasks"] for scores in summaries.values()] == [8, 8]
 
 
 def test_calls_that_fail_change_the_accuracy_by_their_own_tasks_alone(home):
@@ -218,14 +220,14 @@ def test_calls_that_fail_change_the_accuracy_by_their_own_tasks_alone(home):
         sure = last["role"] != "user"
         return said(last["content"]) if sure else said(None, [("strong", "{}")], "tool_calls")
 
-    found = {}
+    summaries = {}
     with openai_server() as server:
         server.answer = answer
         options = [*questions(home, server.url, rows=50), "--experts", "real", "--all"]
         options += ["--policy", f"boss@{server.url}", "strongest", "--parallel", "25"]
         for run in ("failing", "sound"):
             assert evaluate.main([*options, "--run", run]) == 0
-            (found[run],) = read_json(f"runs/{run}/summary.json")["worlds"].values()
+            (summaries[run],) = read_json(f"runs/{run}/summary.json")["worlds"].values()
             lost = {}
     outcomes = [
         {
@@ -236,8 +238,8 @@ def test_calls_that_fail_change_the_accuracy_by_their_own_tasks_alone(home):
     ]
     changed = {asked for asked in outcomes[0] if outcomes[0][asked] != outcomes[1][asked]}
     assert {re.findall(r"\d+", question)[0] for _, question in changed} == {"7", "31"}
-    for policy in found["sound"]:
-        failing, sound = found["failing"][policy], found["sound"][policy]
+    for policy in summaries["sound"]:
+        failing, sound = summaries["failing"][policy], summaries["sound"][policy]
         count = sum(policy == who for who, _ in changed)
         assert abs(failing["accuracy"] - sound["accuracy"]) <= count / 50 + 1e-9
         assert (failing["tasks"], failing["failed"]) == (50, count)
@@ -262,8 +264,8 @@ def test_attempts_that_an_endpoint_fails_are_left_out_counted_and_explained(home
     assert lost == 6 and sum(asked.values()) > 60
     says = f"the infrastructure failed {lost} of 40 attempts, which count nowhere; the first: Error"
     assert f"{says}: strong did not answer: not JSON: <html>502" in capsys.readouterr().out
-    (found,) = read_json("runs/evaluation/summary.json")["worlds"].values()
-    scores = found["strongest"]
+    (summaries,) = read_json("runs/evaluation/summary.json")["worlds"].values()
+    scores = summaries["strongest"]
     assert (scores["failed"], scores["attempts"], scores["accuracy"]) == (lost, 40, 1.0)
     rows = [
         row
@@ -287,16 +289,16 @@ def test_a_model_without_a_price_is_said_aloud_and_has_no_cost(home, capsys):
     assert "add :input=X:output=X, US dollars per million tokens" in err
     titles, *lines = (re.split(r"  +", line) for line in out.splitlines()[1:5])
     cells = {line[0]: dict(zip(titles, line, strict=True)) for line in lines}
-    cost = {name: found["cost/task, m$"] for name, found in cells.items()}
+    cost = {name: line["cost/task, m$"] for name, line in cells.items()}
     assert cost[boss] == "-" and cost[free].startswith("0.00") and cost[paid].startswith("2.00")
     assert cells[boss]["cost/right, m$"] == "-"
-    (found,) = read_json("runs/one/summary.json")["worlds"].values()
-    known = json.dumps(found[boss])
-    assert found[boss]["cost_usd"] is None and '"cost_usd": 0' not in known
-    assert "cost_usd" not in found[free]["behind"] and "latency_s" in found[free]["behind"]
-    (found,) = read_json("runs/two/summary.json")["worlds"].values()
-    assert "cost_usd" in found[paid]["behind"] and "cost_usd" not in found[boss]["behind"]
-    assert found[paid]["published"] is None  # its base has no price
+    (summaries,) = read_json("runs/one/summary.json")["worlds"].values()
+    known = json.dumps(summaries[boss])
+    assert summaries[boss]["cost_usd"] is None and '"cost_usd": 0' not in known
+    assert "cost_usd" not in summaries[free]["behind"] and "latency_s" in summaries[free]["behind"]
+    (summaries,) = read_json("runs/two/summary.json")["worlds"].values()
+    assert "cost_usd" in summaries[paid]["behind"] and "cost_usd" not in summaries[boss]["behind"]
+    assert summaries[paid]["published"] is None  # its base has no price
     capsys.readouterr()
     assert evaluate.main(["compare", "runs/two", "runs/one"]) == 0
     first, second = capsys.readouterr().out.splitlines()
@@ -334,8 +336,11 @@ def test_frames_runs_with_scripted_experts_over_http(home):
         options[1] = f"questions:{FRAMES}"
         options += ["--experts", "real", "--policy", "cheapest", "--tasks", "12"]
         assert evaluate.main(options) == 0
-    (found,) = read_json("runs/evaluation/summary.json")["worlds"].values()
-    assert found["cheapest"]["accuracy"] == 1.0 and found["cheapest"]["verdicts"]["exact"] > 0.9
+    (summaries,) = read_json("runs/evaluation/summary.json")["worlds"].values()
+    assert (
+        summaries["cheapest"]["accuracy"] == 1.0
+        and summaries["cheapest"]["verdicts"]["exact"] > 0.9
+    )
 
 
 def test_limits_are_those_of_the_models_run_or_generation_config(home):

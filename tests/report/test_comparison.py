@@ -32,7 +32,7 @@ def scores(reward):
 
 
 def attempt(policy, number, reward):
-    task = {"id": f"t{number}", "question": EVIL, "preference": {"text": f"wish {number}"}}
+    task = {"id": f"t{number}", "question": EVIL, "preference": {"text": f"preference {number}"}}
     row = {"policy": policy, "trial": 0, "reward": reward, "task": task, "turns": []}
     return row | {"cost_usd": 0.1, "status": "answered", "answer": EVIL}
 
@@ -56,18 +56,18 @@ def test_the_page_shows_where_the_first_two_differ_and_runs_nothing(tmp_path):
     assert len(re.findall("<script", page)) == 3 and not re.search(r"<(link|iframe|a)\b", page)
     data = data_of(page)
     shown = [pair[0]["preference"] for pair in data["pairs"]]
-    assert shown == [f"wish {n}" for n in (19, 18, 17, 16, 15, 0, 1, 2, 3, 4)]
+    assert shown == [f"preference {n}" for n in (19, 18, 17, 16, 15, 0, 1, 2, 3, 4)]
     for name in ("frontier", "turns"):
         assert (tmp_path / "one" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_policy_without_a_price_has_no_place_on_the_axis_of_cost():
-    found = {"free": scores(0.1) | {"cost_usd": None}, "paid": scores(0.2)}
-    drawn = plots.figure([plots.frontier(found)], "svg").decode()
+    policies = {"free": scores(0.1) | {"cost_usd": None}, "paid": scores(0.2)}
+    drawn = plots.figure([plots.frontier(policies)], "svg").decode()
     assert "paid" in drawn and "free" not in drawn
-    swept = plots.frontier({"free:turns=2": found["free"]}, turns=True)
+    swept = plots.frontier({"free:turns=2": policies["free"]}, turns=True)
     assert "free" in plots.figure([swept], "svg").decode()
-    plots.figure([plots.frontier({"free": found["free"]})], "svg")  # no point at all
+    plots.figure([plots.frontier({"free": policies["free"]})], "svg")  # no point at all
 
 
 @needs_node
@@ -90,8 +90,8 @@ def test_the_page_is_written_where_all_attempts_cost_the_same(tmp_path):
     for name, toward in (("above", 1.0), ("below", 0.0)):
         run, same = Run.create(tmp_path / name, "seed = 1"), scores(0.5)
         same["intervals"] |= {"cost_usd": [math.nextafter(same["cost_usd"], toward)] * 2}
-        found = {"a/model": same, "b/model:turns=2": same}
-        run.write_json("summary.json", {"partial": "", "worlds": {"w": found}})
+        policies = {"a/model": same, "b/model:turns=2": same}
+        run.write_json("summary.json", {"partial": "", "worlds": {"w": policies}})
         write_comparison(tmp_path / name)
         assert (tmp_path / name / "frontier.png").read_bytes().startswith(b"\x89PNG")
 
