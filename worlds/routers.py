@@ -41,19 +41,26 @@ from worlds.toolscale.environment import EXPERT, DomainEnvironment
 from worlds.world import World
 
 MINIATURE = "miniature"  # the world
+SEEN = 20  # tasks of a world that say which routers it has
 PARALLEL = 16  # attempts at a time
 TURNS = 40  # of a conversation at most
 STRENGTHS = ("small", *SPECIALISTS.values(), "medium", "large")  # from the weakest, by their names
 
 
 def routers_of(world: World) -> dict[str, Router]:
-    """Returns the routers of a world by name; none if its tasks offer no expert."""
+    """Returns the routers of a world by name; none if a task offers no expert.
+
+    A mixture has those that its worlds share, and plays each task as the task's world does.
+    """
+    tasks = [world.task("held_out", index) for index in range(SEEN)]
     if world.name == MINIATURE:
         names = list(TOOL_ORDERS)
-    elif experts(world.task("held_out", 0)):
+    elif not all(task.world == MINIATURE or experts(task) for task in tasks):
+        names = []
+    elif all(task.world == world.name for task in tasks):
         names = list(EXPERT_ORDERS)
     else:
-        names = []
+        names = [name for name in EXPERT_ORDERS if name in TOOL_ORDERS]
     return {name: Router(name) for name in names}
 
 

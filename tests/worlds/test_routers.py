@@ -135,6 +135,13 @@ def test_the_routers_of_any_world(tmp_path, sandbox):
     (attempt,) = routers_of(world)["strongest"].run([env], [0])
     assert attempt.turns[0].calls[0].name == "answer" and attempt.cost_usd > 0  # a published role
 
+    mixture = f"miniature=0.5, {file}=0.5"
+    world = open_world(TaskSection(mixture, str(catalogue), preference=""), 0, sandbox, None)
+    assert len({world.task("held_out", index).world for index in range(40)}) == 2
+    assert list(summaries := played(world, 40)) == ["strongest", "cascade"]
+    assert summaries["strongest"]["turns"] == 1 < summaries["cascade"]["turns"]
+
 
 def test_a_world_without_experts_has_no_routers(sandbox):
-    assert routers_of(open_world(TaskSection("domains"), 0, sandbox, None)) == {}
+    for name in ("domains", "miniature=0.5, domains=0.5"):
+        assert routers_of(open_world(TaskSection(name), 0, sandbox, None)) == {}
