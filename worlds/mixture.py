@@ -15,11 +15,13 @@ from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
+from nanorchestra.agent.attempts import Player, play
 from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.lessons import Lesson
 from nanorchestra.config import DRAWN, TaskSection
 from nanorchestra.errors import require
 from nanorchestra.records import Task, Trajectory, words_and_vector
+from nanorchestra.schemas import Json
 from nanorchestra.tools.models import ExpertTool
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
@@ -30,6 +32,7 @@ from worlds.miniature import world as miniature
 from worlds.miniature.induction import draft_induction
 from worlds.miniature.tables import HELD_OUT, TRAIN
 from worlds.miniature.teacher import teach, texts
+from worlds.routers import TOOL_ORDERS, Router
 from worlds.toolscale import dataset as toolscale
 from worlds.toolscale.small import small_world
 from worlds.wording import understood
@@ -162,6 +165,38 @@ class Worlds:
         if bounds == "task":
             return [member.reward for member in members]
         return group_rewards(members, task.preference)
+
+    def attempt(
+        self, rollout: Player, tasks: Sequence[Task], seeds: Sequence[int]
+    ) -> tuple[list[Trajectory], int]:
+        """Returns one scored attempt at each training task, and how many were repeated."""
+
+        def environment(i):
+            return self.environment(tasks[i], seeds[i])
+
+        attempts, repeated = play(rollout, environment, seeds)
+        pairs = zip(tasks, attempts, strict=True)
+        return [metrics.score(task, attempt) for task, attempt in pairs], repeated
+
+    def evaluate(self, rollout: Player, tasks: Sequence[Task]) -> list[Trajectory]:
+        """Returns one scored attempt at each held-out task."""
+
+        def environment(i):
+            return self.environment(tasks[i], self.seed)
+
+        seeds = [self.seed * 1_000_003 + i for i in range(len(tasks))]
+        attempts, _ = play(rollout, environment, seeds)
+        pairs = zip(tasks, attempts, strict=True)
+        return [metrics.score(task, attempt) for task, attempt in pairs]
+
+    def routers(self, tasks: Sequence[Task]) -> dict[str, Json]:
+        """Returns the summary of each fixed router, which plays nothing but the miniature."""
+        if self.domains:
+            return {}
+        return {
+            name: metrics.summarise(tasks, self.evaluate(Router(name), tasks))
+            for name in TOOL_ORDERS
+        }
 
 
 def _paid_as(tool, payee) -> ExpertTool | None:
