@@ -19,109 +19,203 @@ if __name__ == "__main__":  # first, because torch takes seconds to import
     end_on_interrupt("evaluate.py")
 
 import argparse
+import hashlib
 import json
 import math
 import os
 import subprocess
 from collections import defaultdict
-from contextlib import suppress
-from dataclasses import fields
-from functools import partial
-from itertools import count, product
 from pathlib import Path
 
 import tomli_w
 import torch
 from tqdm import tqdm
 
+from nanorchestra.agent.attempts import Player, play
 from nanorchestra.agent.load import NANO
 from nanorchestra.config import TaskSection
 from nanorchestra.errors import ArgumentParser, UserError, command, require
 from nanorchestra.files import read_json_lines, read_text, refuse_links, write_whole
-from nanorchestra.report.evaluation import attempts, write_evaluation
+from nanorchestra.records import Task, Trajectory
+from nanorchestra.report.comparison import recorded_attempts, write_comparison
 from nanorchestra.report.run import Run, label, table
 from nanorchestra.schemas import Json
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
 from nanorchestra.training.trajectories import from_row, to_row
-from worlds import evaluation
-from worlds.miniature.probe import probe
-from worlds.miniature.world import environment
-from worlds.mixture import Worlds
-from worlds.policies import parse
-from worlds.routers import TRAINED, routers_of
+from worlds import metrics
+from worlds.load import open_world
+from worlds.policies import Policy, parse
+from worlds.routers import routers_of
+from worlds.world import World
 
 RUNS = Path("runs")
 ROUTERS = "routers"  # all of a world, in --policy
 TRIAL = 7919  # between the seeds of two trials
+TASK = 1_000_003  # between the seeds of two evaluations' attempts
 FAILING = 4  # more than one attempt in so many that the infrastructure fails ends an evaluation
+FREE = ("run", "max_usd")  # options that do not change what is measured
 NO_PRICE = (
     "no price is known for this model: its tokens count as free in reward and preference, its cost "
     "is left out, and --max-usd does not bound it; add :input=X:output=X, US dollars per million "
     "tokens"
 )
-OPTIONS = (  # name, default, help
-    ("tasks", 480, "of each world at most"),
-    ("trials", 1, "attempts at each task"),
-    ("parallel", 128, "attempts at a time"),
-    ("seed", 0, "of tasks, sampling and simulations"),
-    ("max-usd", math.inf, "that endpoints may cost together"),
-    ("run", "evaluation", "name of the directory in runs/"),
-)
-SETTINGS = fields(TaskSection)[1:]  # options of the same name; the first one is the world
-EXPERTS = ("simulated", "real")
-NO_WISH = ""  # a benchmark is played as it is, unless wishes are wanted; training draws them
-FREE = ("run", "max_usd")  # options that do not change what is measured
 
 
-def _read(arguments):
+@command("evaluate.py")
+def main(arguments: list[str]) -> int:
+    """Runs the command and returns its exit status."""
+    if arguments[:1] == ["compare"]:
+        compare_runs(arguments[1:])
+        return 0
+    with Sandbox() as sandbox:
+        evaluate(read_options(arguments), sandbox)
+    return 0
+
+
+def read_options(arguments: list[str]) -> argparse.Namespace:
     """Returns the options. UserError."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = ArgumentParser(prog="evaluate.py", description=__doc__, formatter_class=formatter)
-    add, base = parser.add_argument, NANO.with_name("base")
-    policies = [os.path.relpath(NANO), os.path.relpath(base), ROUTERS]
-    add("--policy", nargs="+", default=policies, help="what to compare, ours first")
+    nano, base = os.path.relpath(NANO), os.path.relpath(NANO.with_name("base"))
+    add = parser.add_argument
+    add("--policy", nargs="+", default=[nano, base, ROUTERS], help="what to compare, ours first")
     add("--world", nargs="+", default=["miniature"], help="as task.world of train.py")
     add("--all", action="store_true", help="not every fifth task of a file, but all")
-    add("--probes", action="store_true", help="probe what the first policy reads: takes long")
-    for name, default, text in OPTIONS:
-        add(f"--{name}", type=type(default), default=default, help=f"{text} (default: {default})")
-    for field in SETTINGS:
-        kinds = EXPERTS if field.name == "experts" else None
-        default = NO_WISH if field.name == "preference" else field.default
-        text = f"{field.metadata['help']} (default: {default!r})"
-        add(f"--{field.name}", default=default, choices=kinds, help=text)
+    add("--tools", default="", help="catalogue of the tools for questions, as task.tools")
+    add("--experts", default="simulated", choices=("simulated", "real"), help="of the catalogue")
+    add("--judge", default="", help="expert of the catalogue that judges what no rule accepts")
+    add("--user", default="", help="expert of the catalogue that plays users; empty: a script")
+    add("--preference", default="", help="of tasks without one, as task.preference; empty: none")
+    add("--tasks", type=int, default=480, help="of each world at most (default: 480)")
+    add("--trials", type=int, default=1, help="attempts at each task (default: 1)")
+    add("--parallel", type=int, default=128, help="attempts at a time (default: 128)")
+    add("--seed", type=int, default=0, help="of tasks, sampling and simulations (default: 0)")
+    add("--max-usd", type=float, default=math.inf, help="that endpoints may cost together")
+    add("--run", default="evaluation", help="name of the directory in runs/ (default: evaluation)")
     options = parser.parse_args(arguments)
     least = min(options.tasks, options.trials, options.parallel)
     require(least > 0, f"--tasks, --trials and --parallel must be at least 1, not {least}")
     return options
 
 
-def _open_world(name, options, sandbox, spending):
-    """Returns a world, its tasks and its routers. UserError."""
-    given = {field.name: getattr(options, field.name) for field in SETTINGS}
-    worlds = Worlds(TaskSection(name, **given), options.seed, sandbox, spending)
-    splits = [world.splits for world in worlds.domains.values()]
-    routers = routers_of(worlds, options.seed)
-    for split in splits if options.all else ():
-        split["held_out"] = [*split["train"], *split["held_out"]]
-        routers.pop(TRAINED, None)
-    tasks = worlds.held_out(min([options.tasks, *(len(split["held_out"]) for split in splits)]))
-    return worlds, tasks, routers
+def evaluate(options: argparse.Namespace, sandbox: Sandbox) -> None:
+    """Plays each policy in each world, records the attempts and reports. UserError.
+
+    The attempts of a block run side by side and are recorded together in a file of their own. A
+    file that is there is read, so a resumed evaluation is the same as an unbroken one.
+    """
+    spending = Spending(options.max_usd, RUNS / "replies")
+    worlds = open_worlds(options, sandbox, spending)
+    tasks = {name: tasks_of(world, options) for name, world in worlds.items()}
+    routers = {name: routers_of(world) for name, world in worlds.items()}
+    policies = read_policies(options.policy, routers)
+    run = open_run(options, policies)
+
+    played: dict[str, dict[str, metrics.Pairs]] = defaultdict(dict)  # by world and policy
+    problem = ""
+    files = 0
+    try:
+        for world_name, world in worlds.items():
+            for policy in policies:
+                if policy.kind == "router" and policy.base not in routers[world_name]:
+                    continue
+                player = routers[world_name].get(policy.base)  # a model is loaded when needed
+                starts = range(0, len(tasks[world_name]), options.parallel)
+                blocks = [(trial, start) for trial in range(options.trials) for start in starts]
+                for trial, start in tqdm(blocks, desc=policy.text, unit="block"):
+                    file = run.path / f"{files:05}.jsonl"
+                    files += 1
+                    if not file.exists():
+                        player = player or policy.load(spending, options.parallel)
+                        block = tasks[world_name][start : start + options.parallel]
+                        seed = options.seed + TRIAL * trial
+                        spending.trial = trial
+                        attempts = play_block(player, policy, world, block, seed, start)
+                        check_block(policy, attempts, spending)
+                        record_block(file, policy, block, attempts, trial, spending)
+                    rows = [row for _, row in read_json_lines(file)]
+                    spending.spent = rows[-1]["spent_usd"]
+                    pairs = played[world_name].setdefault(policy.text, [])
+                    pairs += [from_row(row) for row in rows]
+    except UserError as error:
+        problem = f"{error}. {run.path} has what was measured; the same command goes on"
+
+    unpriced = [policy.text for policy in policies if not policy.priced]
+    summaries = {name: metrics.compare(pairs, unpriced) for name, pairs in played.items()}
+    run.write_json("summary.json", {"partial": problem, "worlds": summaries})
+    write_comparison(run.path)
+    show(summaries)
+    require(not problem, problem)
+    print(f"{run.path}: report.html and plots")
 
 
-def _open_run(options, policies):
+# What is compared, on what.
+
+
+def open_worlds(
+    options: argparse.Namespace, sandbox: Sandbox, spending: Spending
+) -> dict[str, World]:
+    """Returns the worlds by the text of --world. UserError."""
+    worlds = {}
+    for name in options.world:
+        settings = TaskSection(
+            world=name,
+            tools=options.tools,
+            experts=options.experts,
+            judge=options.judge,
+            user=options.user,
+            preference=options.preference,
+        )
+        worlds[name] = open_world(settings, options.seed, sandbox, spending)
+    return worlds
+
+
+def tasks_of(world: World, options: argparse.Namespace) -> list[Task]:
+    """Returns the tasks to play: held-out ones, or with --all every one."""
+    split = "all" if options.all else "held_out"
+    size = world.size(split)
+    count = options.tasks if size is None else min(options.tasks, size)
+    return [world.task(split, index) for index in range(count)]
+
+
+def read_policies(texts: list[str], routers: dict[str, dict]) -> list[Policy]:
+    """Returns the policies that --policy names, and says on stderr what they mean. UserError."""
+    known = []
+    for of_world in routers.values():
+        known += of_world
+    named = []
+    for text in texts:
+        named += known if text == ROUTERS else [text]
+    require(named, f"--policy {ROUTERS}: these worlds have none; name a checkpoint or MODEL@URL")
+    policies = [parse(text, dict.fromkeys(known)) for text in dict.fromkeys(named)]
+    for policy in policies:
+        if policy.kind != "router":
+            print(f"{policy.text}: {policy.settings}", file=sys.stderr)
+        if not policy.priced:
+            print(f"{policy.text}: {NO_PRICE}", file=sys.stderr)
+    return policies
+
+
+def open_run(options: argparse.Namespace, policies: list[Policy]) -> Run:
     """Makes the directory, or opens it to go on. UserError if it holds another evaluation."""
-    worlds = [world.removeprefix("questions:") for world in options.world]
-    names = [*options.tools.split(","), *worlds, *(policy.base for policy in policies)]
-    homes = [Path(name) for name in names if name]
-    files = [f for home in homes for f in sorted([home, *home.glob("*")]) if f.is_file()]
+    names = options.tools.split(",")
+    names += [world.removeprefix("questions:") for world in options.world]
+    names += [policy.base for policy in policies]
+    digests = []
+    for path in [Path(name) for name in names if name]:
+        for file in sorted([path, *path.glob("*")]):
+            if file.is_file():
+                with file.open("rb") as content:
+                    digests.append(f"{hashlib.file_digest(content, 'sha256').hexdigest()}  {file}")
+    describe = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty"]
+    code = subprocess.run(describe, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     text = tomli_w.dumps(
         {
             "options": {name: value for name, value in vars(options).items() if name not in FREE},
-            "limits": {policy.name: policy.settings for policy in policies},
-            "files": _lines("sha256sum", *files),
-            "code": _lines("git", "-C", Path(__file__).parent, "describe", "--always", "--dirty"),
+            "policies": {policy.text: policy.settings for policy in policies},
+            "files": digests,
+            "code": code.stdout.strip(),
             "versions": [sys.version, torch.__version__],
         }
     )
@@ -134,143 +228,122 @@ def _open_run(options, policies):
     return Run(path)
 
 
-def _lines(*command):
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    return done.stdout.splitlines()
+# One block of attempts.
 
 
-def _play(options, policies, run, spending, opened):
-    """Yields (world, policy, tasks and attempts) of each block. UserError if it has to stop.
+def play_block(
+    player: Player, policy: Policy, world: World, block: list[Task], seed: int, start: int
+) -> list[Trajectory]:
+    """Returns one scored attempt at each task, all in environments of the same seed.
 
-    What is recorded is not played again. The attempts of a block run side by side and are recorded
-    together, so that a resumed evaluation is the same as an unbroken one.
+    `start` is the number of the block's first task, so that each attempt has a seed of its own.
     """
-    files = (run.path / f"{number:05}.jsonl" for number in count())
-    for (world, (worlds, tasks, routers)), policy in product(opened.items(), policies):
-        if policy.router and policy.base not in routers:
-            continue
-        player, size = None, options.parallel
-        blocks = [*product(range(options.trials), range(0, len(tasks), size))]
-        for trial, start in tqdm(blocks, desc=policy.name, unit="block"):
-            file, block = next(files), tasks[start : start + size]
-            spending.trial, seed = trial, options.seed + TRIAL * trial
-            if not file.exists():
-                player = player or routers.get(policy.base) or policy.load(spending, size)
-                if engine := getattr(player, "engine", None):  # forgets what it has prefilled
-                    engine.reset_prefix_cache()
-                make = partial(policy.open, worlds)
-                tried = evaluation.evaluate(player, block, seed, make, start=start)
-                _check(policy.name, tried, spending)
-                spent = round(spending.spent, 9)  # in whatever order it was added up
-                more = {"policy": policy.name, "priced": policy.priced}
-                more |= {"trial": trial, "spent_usd": spent}
-                rows = (to_row(*pair) | more for pair in zip(block, tried, strict=True))
-                write_whole(file, "".join(json.dumps(row) + "\n" for row in rows))
-            rows = [row for _, row in read_json_lines(file)]
-            spending.spent = rows[-1]["spent_usd"]
-            yield world, policy.name, list(map(from_row, rows))
+    if engine := getattr(player, "engine", None):
+        engine.reset_prefix_cache()  # so that a block does not depend on those before
+
+    def environment(i):
+        return policy.environment(world, block[i], seed)
+
+    seeds = [seed * TASK + start + i for i in range(len(block))]
+    attempts, _ = play(player, environment, seeds)
+    return [metrics.score(task, attempt) for task, attempt in zip(block, attempts, strict=True)]
 
 
-def _check(name, tried, spending):
+def check_block(policy: Policy, attempts: list[Trajectory], spending: Spending) -> None:
     """Raises UserError if the dollars are spent, or an endpoint is gone, of a policy or expert."""
     require(not spending.refused, f"--max-usd {spending.most:g} is reached; give more to go on")
-    failed = [t.failure for t in tried if t.failure]
-    text = f"{name}: {len(failed)} of {len(tried)} attempts failed: {''.join(failed[:1])}"
-    require(len(failed) * FAILING <= len(tried), text)
+    failures = [attempt.failure for attempt in attempts if attempt.failure]
+    require(
+        len(failures) * FAILING <= len(attempts),
+        f"{policy.text}: {len(failures)} of {len(attempts)} attempts failed: "
+        f"{''.join(failures[:1])}",
+    )
 
 
-def _measure(options, sandbox):
-    """Plays, records and reports. UserError, also if it has to stop half-way."""
-    spending = Spending(options.max_usd, RUNS / "replies")
-    opened = {name: _open_world(name, options, sandbox, spending) for name in options.world}
-    known = [name for _, _, routers in opened.values() for name in routers]
-    texts = [t for text in options.policy for t in (known if text == ROUTERS else [text])]
-    policies = [parse(text, known) for text in dict.fromkeys(texts)]
-    for policy in policies:
-        if not policy.router:
-            print(f"{policy.name}: {policy.settings}", file=sys.stderr)
-        if not policy.priced:
-            print(f"{policy.name}: {NO_PRICE}", file=sys.stderr)
-    run, problem, played = _open_run(options, policies), "", {}
-    try:
-        for world, policy, pairs in _play(options, policies, run, spending, opened):
-            played.setdefault(world, {}).setdefault(policy, []).extend(pairs)
-    except UserError as error:
-        problem = f"{error}. {run.path} has what was measured; the same command goes on"
-    unpriced = [policy.name for policy in policies if not policy.priced]
-    summary = {world: evaluation.compare(found, unpriced) for world, found in played.items()}
-    probes = {}
-    if options.probes and not problem:
-        make = partial(environment, sandbox=sandbox)
-        player = policies[0].load(spending, options.parallel)
-        probes = probe(player, options.seed, options.tasks, make)
-    run.write_json("summary.json", {"partial": problem, "worlds": summary, "probes": probes})
-    write_evaluation(run.path)
-    show(summary, probes)
-    require(not problem, problem)
-    print(f"{run.path}: report.html and plots")
+def record_block(
+    file: Path,
+    policy: Policy,
+    block: list[Task],
+    attempts: list[Trajectory],
+    trial: int,
+    spending: Spending,
+) -> None:
+    """Writes the attempts as JSON Lines, the whole file at once."""
+    more = {
+        "policy": policy.text,
+        "priced": policy.priced,
+        "trial": trial,
+        "spent_usd": round(spending.spent, 9),  # in whatever order it was added up
+    }
+    lines = []
+    for task, attempt in zip(block, attempts, strict=True):
+        lines.append(json.dumps(to_row(task, attempt) | more) + "\n")
+    write_whole(file, "".join(lines))
 
 
-def show(worlds: Json, probes: Json) -> None:
-    """Prints the tables, what failed, by how much the first policy leads, and the probes."""
-    for world, found in worlds.items():
-        print(f"{world}\n{table(found)}")
-        for name, scores in found.items():
-            if scores["failed"]:
+# What is printed.
+
+
+def show(worlds: dict[str, Json]) -> None:
+    """Prints the tables, what failed, and by how much the first policy leads."""
+    for world, summaries in worlds.items():
+        print(f"{world}\n{table(summaries)}")
+        for name, summary in summaries.items():
+            if summary["failed"]:
                 print(
-                    f"{label(name)}: the infrastructure failed {scores['failed']} of "
-                    f"{scores['attempts']} attempts, which count nowhere; the first: "
-                    f"{' '.join(scores['failure'].split())}"
+                    f"{label(name)}: the infrastructure failed {summary['failed']} of "
+                    f"{summary['attempts']} attempts, which count nowhere; the first: "
+                    f"{' '.join(summary['failure'].split())}"
                 )
-        ours, *others = found
+        ours, *others = summaries
         for name in others:
-            print(f"{label(ours)} minus {label(name)}:", _text(found[name]["behind"]))
-    for name, found in (probes.pop("reward", {}) | probes).items():
-        print(f"{name}:", _text(found))
+            text = _differences_text(summaries[name]["behind"])
+            print(f"{label(ours)} minus {label(name)}: {text}")
 
 
-def _text(found):
-    """Means with their intervals and p, by name."""
-    if isinstance(found, dict):
-        return ", ".join(f"{name} {_text(value)}" for name, value in found.items())
-    mean, low, high, *p = found
-    return f"{mean:+.3g} [{low:+.3g}, {high:+.3g}]" + "".join(f" p={x:.2g}" for x in p)
+def compare_runs(arguments: list[str]) -> None:
+    """Prints by how much the policies of one evaluation lead those of another. UserError.
 
-
-def _compare(arguments):
-    """Prints by how much the policies of the first evaluation lead those of the second."""
+    Policies of the same name are paired, or else the first of each, on the tasks that are the same.
+    """
     parser = ArgumentParser(prog="evaluate.py compare")
     parser.add_argument("runs", nargs=2, type=Path)
-    ours, theirs, unpriced = defaultdict(list), defaultdict(list), set()
-    for path, found in zip(parser.parse_args(arguments).runs, (ours, theirs), strict=True):
-        with suppress(KeyError, TypeError):  # rows that are no attempts
-            for row in attempts(path):
-                pair = from_row(row)
-                found[row["policy"]].append(pair)
-                if not row.get("priced", True):
-                    unpriced.add(row["policy"])
-        require(found, f"{path}: holds no attempts; give two directories of evaluate.py")
-    same = {name: name for name in ours if name in theirs} or {[*ours][0]: [*theirs][0]}
-    for name, other in same.items():
-        known = {task.id: task for task, _ in ours[name]}
-        shared = [pair for pair in theirs[other] if known.get(pair[0].id) == pair[0]]
+    paths = parser.parse_args(arguments).runs
+    (ours, our_unpriced), (theirs, their_unpriced) = [_read_run(path) for path in paths]
+    paired = {name: name for name in ours if name in theirs}
+    if not paired:
+        paired = {next(iter(ours)): next(iter(theirs))}
+    for name, other in paired.items():
+        our_tasks = {task.id: task for task, _ in ours[name]}
+        shared = [pair for pair in theirs[other] if our_tasks.get(pair[0].id) == pair[0]]
         require(shared, f"{name}: the two evaluations have no task in common")
-        found = evaluation.differences(ours[name], shared)
-        if {name, other} & unpriced:
-            found.pop("cost_usd", None)
-        text = _text(found)
+        differences = metrics.differences(ours[name], shared)
+        if name in our_unpriced or other in their_unpriced:
+            differences.pop("cost_usd", None)
+        text = _differences_text(differences)
         print(f"{name} minus {other} on the {len(shared)} attempts at the same tasks: {text}")
 
 
-@command("evaluate.py")
-def main(arguments: list[str]) -> int:
-    """Runs the command and returns its exit status."""
-    if arguments[:1] == ["compare"]:
-        _compare(arguments[1:])
-        return 0
-    with Sandbox() as sandbox:
-        _measure(_read(arguments), sandbox)
-    return 0
+def _read_run(path: Path) -> tuple[dict[str, metrics.Pairs], set[str]]:
+    """Returns the recorded attempts by policy, and the policies without a price. UserError."""
+    played, unpriced = defaultdict(list), set()
+    try:
+        for row in recorded_attempts(path):
+            played[row["policy"]].append(from_row(row))
+            if not row["priced"]:
+                unpriced.add(row["policy"])
+    except (KeyError, TypeError):  # rows that are no attempts
+        played.clear()
+    require(played, f"{path}: holds no attempts; give two directories of evaluate.py")
+    return played, unpriced
+
+
+def _differences_text(differences: dict[str, metrics.Difference]) -> str:
+    """Returns means with their intervals and p, by name."""
+    parts = []
+    for name, (mean, low, high, p) in differences.items():
+        parts.append(f"{name} {mean:+.3g} [{low:+.3g}, {high:+.3g}] p={p:.2g}")
+    return ", ".join(parts)
 
 
 if __name__ == "__main__":

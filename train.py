@@ -40,8 +40,6 @@ from collections import Counter
 
 import torch
 from torch import Tensor
-from worlds.api_bill import api_bill
-from worlds.load import open_world
 
 from nanorchestra.agent.attempts import Player
 from nanorchestra.agent.loop import Rollout
@@ -99,6 +97,8 @@ from nanorchestra.training.trainer import StepMetrics, Trainer, merge_updates
 from nanorchestra.training.warm_start import Demonstrations
 from reward import POLICY, PRICES, group_rewards, task_rewards
 from worlds import metrics
+from worlds.api_bill import api_bill
+from worlds.load import open_world
 from worlds.routers import routers_of
 
 MAX_LOG_RATIO = 20.0  # keeps exp finite; the bounds of every surrogate lie far inside

@@ -202,6 +202,13 @@ class Preference:
         return cls.of(*words_and_vector(text), where, tools)
 
     @property
+    def name(self) -> str:
+        """The name of the preference in summaries: "right", "cheap", "fast" or "balanced"."""
+        if self.cost == self.latency:
+            return "balanced" if self.cost else "right"
+        return "cheap" if self.cost > self.latency else "fast"
+
+    @property
     def avoided(self) -> tuple[str, ...]:
         """The names of the tools to avoid."""
         return tuple(name for name, weight in self.tools.items() if weight < 0)
@@ -217,12 +224,21 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Task:
-    """One problem. `data` is JSON of the world's own: tools offered, gold answer, hidden facts."""
+    """One problem.
+
+    `bounds` are known before any attempt. `world` is the name of its world, `kind` that of its
+    question or domain. `offers` maps a name in the prompt (tool, alias) to what is behind it, for
+    summaries. `data` is JSON of the world's own: tools offered, gold answer, hidden facts.
+    """
 
     id: str
     question: str
-    preference: Preference
-    data: Json
+    preference: Preference = Preference()
+    bounds: Bounds = Bounds()
+    world: str = ""
+    kind: str = ""
+    offers: dict[str, str] = field(default_factory=dict)
+    data: Json = field(default_factory=dict)
 
 
 @dataclass

@@ -8,9 +8,7 @@ import re
 import threading
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,18 +21,16 @@ from nanorchestra.config import TaskSection
 from nanorchestra.errors import UserError
 from nanorchestra.files import read_json
 from nanorchestra.model.saving import save_checkpoint
-from nanorchestra.records import Preference, Task, ToolResult, Trajectory, Turn
+from nanorchestra.records import Preference, Trajectory
 from nanorchestra.report import plots
-from nanorchestra.report.evaluation import attempts
+from nanorchestra.report.comparison import recorded_attempts
 from nanorchestra.report.run import to_toml
 from nanorchestra.settings import load_config
 from nanorchestra.tools import http
 from nanorchestra.tools.spending import Spending
-from worlds import evaluation
-from worlds.evaluation import interval, p_value, pass_hat
-from worlds.miniature.world import World, environment
-from worlds.mixture import Worlds
-from worlds.policies import limits_of, parse
+from worlds import metrics
+from worlds.load import open_world
+from worlds.policies import checkpoint_settings, parse
 from worlds.routers import routers_of
 from worlds.toolscale.environment import HAND_OVER
 
@@ -89,21 +85,21 @@ def test_an_evaluation_that_was_killed_goes_on_to_the_same_record(home, monkeypa
     for name in ("00003.jsonl", "00004.jsonl", "00016.jsonl", "report.html"):
         Path("runs/evaluation", name).unlink()
     assert evaluate.main(command) == 0 and records("evaluation") == whole
-    monkeypatch.setattr(evaluation, "evaluate", None)  # nothing is left to play
+    monkeypatch.setattr(evaluate, "play_block", None)  # nothing is left to play
     assert evaluate.main(command) == 0 and records("evaluation") == whole
-    found = read_json("runs/evaluation/summary.json")["worlds"]["miniature"]
-    assert [*found] == [f"mine/model{SHORT}", "informed", "perfect"]
-    assert found["perfect"]["tasks"] == 10 and len(found["perfect"]["pass_hat"]) == 2
-    low, high = found["perfect"]["intervals"]["accuracy"]
-    assert 0 < low < found["perfect"]["accuracy"] < high <= 1
-    mean, _, _, p = found["perfect"]["behind"]["reward"]
-    assert mean == pytest.approx(-found["perfect"]["reward"]) and p < 0.05
+    summaries = read_json("runs/evaluation/summary.json")["worlds"]["miniature"]
+    assert [*summaries] == [f"mine/model{SHORT}", "informed", "perfect"]
+    assert summaries["perfect"]["tasks"] == 10 and len(summaries["perfect"]["pass_hat"]) == 2
+    low, high = summaries["perfect"]["intervals"]["accuracy"]
+    assert 0 < low < summaries["perfect"]["accuracy"] < high <= 1
+    mean, _, _, p = summaries["perfect"]["behind"]["reward"]
+    assert mean == pytest.approx(-summaries["perfect"]["reward"]) and p < 0.05
     assert all(whole[f"{name}.png"] for name in ("frontier", "turns"))
 
 
 def test_a_mistake_is_one_line_and_status_2(home, capsys, monkeypatch):
     monkeypatch.setattr(http.random, "uniform", lambda *_: 0.0)  # no wait between the tries
-    evaluate.main(["--policy", "random", "--tasks", "2"])
+    evaluate.main(["--policy", "blind", "--tasks", "2"])
     capsys.readouterr()
     (home / "empty.jsonl").touch()
     (home / "odd.jsonl").write_text('{"question": "Who?"}')
@@ -129,7 +125,7 @@ def test_a_mistake_is_one_line_and_status_2(home, capsys, monkeypatch):
         (["--policy", "m@nowhere"], "m@nowhere"),
         (["--policy", "m@https://a/v1:input=much"], "input=much"),
         (["--tasks", "many"], "many"),
-        (["--policy", "random", "--tasks", "3"], "another evaluation"),
+        (["--policy", "blind", "--tasks", "3"], "another evaluation"),
         (["compare", "runs/evaluation", "runs/none"], "runs/none"),
         (["compare", "runs/evaluation", "odd"], "odd: holds no attempts"),
         (["compare", "runs/evaluation"], "runs"),
@@ -141,7 +137,7 @@ def test_a_mistake_is_one_line_and_status_2(home, capsys, monkeypatch):
 
 
 def test_two_evaluations_are_compared_on_the_same_tasks_alone(home, capsys):
-    common = ["--policy", "cheapest", "--parallel", "9"]
+    common = ["--policy", "cascade", "--parallel", "9"]
     for name, more in (("a", "--tasks=9"), ("b", "--tasks=18"), ("c", "--seed=1")):
         assert (
             evaluate.main([*common, more, "--tasks=9" if name == "c" else more, "--run", name]) == 0
@@ -175,10 +171,12 @@ def test_a_model_behind_an_endpoint_and_real_experts_run_once_and_are_repeated_f
     assert {n: one[n] for n in one if n != "report.html"} == {
         n: two[n] for n in two if n != "report.html"
     }
-    (found,) = read_json("runs/one/summary.json")["worlds"].values()
-    assert [scores["accuracy"] for scores in found.values()] == [1.0, 1.0]
-    boss = found[f"boss@{server.url}:input=1:output=2"]
-    assert boss["calls"] == {"strong": 1.0} and boss["cost_usd"] > found["strongest"]["cost_usd"]
+    (summaries,) = read_json("runs/one/summary.json")["worlds"].values()
+    assert [scores["accuracy"] for scores in summaries.values()] == [1.0, 1.0]
+    boss = summaries[f"boss@{server.url}:input=1:output=2"]
+    assert (
+        boss["calls"] == {"strong": 1.0} and boss["cost_usd"] > summaries["strongest"]["cost_usd"]
+    )
 
 
 @pytest.mark.parametrize("why", ["cap", "dead"])
@@ -201,12 +199,12 @@ def test_what_was_measured_is_kept_when_dollars_or_an_endpoint_end(home, why, ca
         assert ("--max-usd 2.2 is reached" if why == "cap" else "4 of 4 attempts failed") in err
         summary = read_json("runs/evaluation/summary.json")
         assert summary["partial"] in err and b"Partial" in records("evaluation")["report.html"]
-        (found,) = summary["worlds"].values()
-        assert [scores["tasks"] for scores in found.values()] == [8, 4]
+        (summaries,) = summary["worlds"].values()
+        assert [scores["tasks"] for scores in summaries.values()] == [8, 4]
         why = ""
         assert evaluate.main([*options, "--max-usd", "99"]) == 0
-        (found,) = read_json("runs/evaluation/summary.json")["worlds"].values()
-        assert [scores["tasks"] for scores in found.values()] == [8, 8]
+        (summaries,) = read_json("runs/evaluation/summary.json")["worlds"].values()
+        assert [scores["tasks"] for scores in summaries.values()] == [8, 8]
 
 
 def test_calls_that_fail_change_the_accuracy_by_their_own_tasks_alone(home):
@@ -222,23 +220,26 @@ def test_calls_that_fail_change_the_accuracy_by_their_own_tasks_alone(home):
         sure = last["role"] != "user"
         return said(last["content"]) if sure else said(None, [("strong", "{}")], "tool_calls")
 
-    found = {}
+    summaries = {}
     with openai_server() as server:
         server.answer = answer
         options = [*questions(home, server.url, rows=50), "--experts", "real", "--all"]
         options += ["--policy", f"boss@{server.url}", "strongest", "--parallel", "25"]
         for run in ("failing", "sound"):
             assert evaluate.main([*options, "--run", run]) == 0
-            (found[run],) = read_json(f"runs/{run}/summary.json")["worlds"].values()
+            (summaries[run],) = read_json(f"runs/{run}/summary.json")["worlds"].values()
             lost = {}
     outcomes = [
-        {(row["policy"], row["task"]["question"]): row["outcome"] for row in attempts(path)}
+        {
+            (row["policy"], row["task"]["question"]): row["outcome"]
+            for row in recorded_attempts(path)
+        }
         for path in (Path("runs/failing"), Path("runs/sound"))
     ]
     changed = {asked for asked in outcomes[0] if outcomes[0][asked] != outcomes[1][asked]}
     assert {re.findall(r"\d+", question)[0] for _, question in changed} == {"7", "31"}
-    for policy in found["sound"]:
-        failing, sound = found["failing"][policy], found["sound"][policy]
+    for policy in summaries["sound"]:
+        failing, sound = summaries["failing"][policy], summaries["sound"][policy]
         count = sum(policy == who for who, _ in changed)
         assert abs(failing["accuracy"] - sound["accuracy"]) <= count / 50 + 1e-9
         assert (failing["tasks"], failing["failed"]) == (50, count)
@@ -263,10 +264,14 @@ def test_attempts_that_an_endpoint_fails_are_left_out_counted_and_explained(home
     assert lost == 6 and sum(asked.values()) > 60
     says = f"the infrastructure failed {lost} of 40 attempts, which count nowhere; the first: Error"
     assert f"{says}: strong did not answer: not JSON: <html>502" in capsys.readouterr().out
-    (found,) = read_json("runs/evaluation/summary.json")["worlds"].values()
-    scores = found["strongest"]
+    (summaries,) = read_json("runs/evaluation/summary.json")["worlds"].values()
+    scores = summaries["strongest"]
     assert (scores["failed"], scores["attempts"], scores["accuracy"]) == (lost, 40, 1.0)
-    rows = [row for row in attempts(Path("runs/evaluation")) if row["status"] == "infrastructure"]
+    rows = [
+        row
+        for row in recorded_attempts(Path("runs/evaluation"))
+        if row["status"] == "infrastructure"
+    ]
     assert len(rows) == lost and b"not JSON" in records("evaluation")["report.html"]
 
 
@@ -284,16 +289,16 @@ def test_a_model_without_a_price_is_said_aloud_and_has_no_cost(home, capsys):
     assert "add :input=X:output=X, US dollars per million tokens" in err
     titles, *lines = (re.split(r"  +", line) for line in out.splitlines()[1:5])
     cells = {line[0]: dict(zip(titles, line, strict=True)) for line in lines}
-    cost = {name: found["cost/task, m$"] for name, found in cells.items()}
+    cost = {name: line["cost/task, m$"] for name, line in cells.items()}
     assert cost[boss] == "-" and cost[free].startswith("0.00") and cost[paid].startswith("2.00")
     assert cells[boss]["cost/right, m$"] == "-"
-    (found,) = read_json("runs/one/summary.json")["worlds"].values()
-    known = json.dumps(found[boss])
-    assert found[boss]["cost_usd"] is None and '"cost_usd": 0' not in known
-    assert "cost_usd" not in found[free]["behind"] and "latency_s" in found[free]["behind"]
-    (found,) = read_json("runs/two/summary.json")["worlds"].values()
-    assert "cost_usd" in found[paid]["behind"] and "cost_usd" not in found[boss]["behind"]
-    assert found[paid]["published"] is None  # its base has no price
+    (summaries,) = read_json("runs/one/summary.json")["worlds"].values()
+    known = json.dumps(summaries[boss])
+    assert summaries[boss]["cost_usd"] is None and '"cost_usd": 0' not in known
+    assert "cost_usd" not in summaries[free]["behind"] and "latency_s" in summaries[free]["behind"]
+    (summaries,) = read_json("runs/two/summary.json")["worlds"].values()
+    assert "cost_usd" in summaries[paid]["behind"] and "cost_usd" not in summaries[boss]["behind"]
+    assert summaries[paid]["published"] is None  # its base has no price
     capsys.readouterr()
     assert evaluate.main(["compare", "runs/two", "runs/one"]) == 0
     first, second = capsys.readouterr().out.splitlines()
@@ -304,21 +309,22 @@ def test_a_model_without_a_price_is_said_aloud_and_has_no_cost(home, capsys):
         assert "input and output must both be US dollars" in capsys.readouterr().err
 
 
-def test_questions_are_asked_as_they_are_unless_wishes_are_wanted(home, sandbox):
-    """By default no task has a wish; with "drawn" most have; a text is that of every task."""
+def test_questions_are_asked_as_they_are_unless_preferences_are_wanted(home, sandbox):
+    """By default no task has a preference; "drawn" gives most one; a text is that of every task."""
     options = [*questions(home, "http://127.0.0.1:9/v1"), "--all", "--tasks", "40"]
-    found = {}
-    for wish in (None, "drawn", "Be quick. latency=1 usd=0.5"):
-        given = evaluate._read(options + ([] if wish is None else ["--preference", wish]))
-        worlds, tasks, _ = evaluate._open_world(given.world[0], given, sandbox, Spending())
-        found[wish] = [task.preference for task in tasks]
-        if wish is None:
+    preferences = {}
+    for text in (None, "drawn", "Be quick. latency=1 usd=0.5"):
+        given = evaluate.read_options(options + ([] if text is None else ["--preference", text]))
+        (world,) = evaluate.open_worlds(given, sandbox, Spending()).values()
+        tasks = evaluate.tasks_of(world, given)
+        preferences[text] = [task.preference for task in tasks]
+        if text is None:
             for task in tasks:
-                (message,) = worlds.environment(task, 0).messages
+                (message,) = world.environment(task, 0).messages
                 assert message["content"] == task.question
-    assert found.pop(None) == [Preference()] * 40
-    assert sum(bool(wish.text) for wish in found.pop("drawn")) > 30
-    assert found.popitem()[1] == [Preference("Be quick.", latency=1, usd=0.5)] * 40
+    assert preferences.pop(None) == [Preference()] * 40
+    assert sum(bool(preference.text) for preference in preferences.pop("drawn")) > 30
+    assert preferences.popitem()[1] == [Preference("Be quick.", latency=1, usd=0.5)] * 40
 
 
 @pytest.mark.skipif(not FRAMES.exists(), reason="../shared/data/frames.jsonl is not there")
@@ -330,18 +336,22 @@ def test_frames_runs_with_scripted_experts_over_http(home):
         options[1] = f"questions:{FRAMES}"
         options += ["--experts", "real", "--policy", "cheapest", "--tasks", "12"]
         assert evaluate.main(options) == 0
-    (found,) = read_json("runs/evaluation/summary.json")["worlds"].values()
-    assert found["cheapest"]["accuracy"] == 1.0 and found["cheapest"]["verdicts"]["exact"] > 0.9
+    (summaries,) = read_json("runs/evaluation/summary.json")["worlds"].values()
+    assert (
+        summaries["cheapest"]["accuracy"] == 1.0
+        and summaries["cheapest"]["verdicts"]["exact"] > 0.9
+    )
 
 
 def test_limits_are_those_of_the_models_run_or_generation_config(home):
-    assert limits_of(NANO)["turns"] == load_config("nano").rollout.turns
+    assert checkpoint_settings(NANO)["turns"] == load_config("nano").rollout.turns
     path = home / "mine" / "model"
     generation = json.loads((path / "generation_config.json").read_text())
     generation |= {"do_sample": True, "temperature": 0.6, "top_k": 20}
     (path / "generation_config.json").write_text(json.dumps(generation))
-    found = limits_of(path)
-    assert (found["temperature"], found["top_k"], found["context_tokens"]) == (0.6, 20, 2048)
+    settings = checkpoint_settings(path)
+    assert (settings["temperature"], settings["top_k"]) == (0.6, 20)
+    assert settings["context_tokens"] == 2048
     changes = {"rollout.turns": 7, "evaluation.temperature": 0.3, "rollout.context": "rebuild"}
     (home / "mine" / "config.toml").write_text(to_toml(load_config(None, changes)))
     policy = parse("mine/model:turns=3:basic", [])
@@ -351,82 +361,66 @@ def test_limits_are_those_of_the_models_run_or_generation_config(home):
 
 
 def test_a_policy_with_fewer_tools_can_call_no_others(home, sandbox):
-    worlds = Worlds(TaskSection("miniature"), 0, sandbox)
-    task = next(t for t in worlds.held_out(99) if "search" in {o["what"] for o in t.data["tools"]})
+    world = open_world(TaskSection("miniature"), 0, sandbox, None)
+    tasks = [world.task("held_out", index) for index in range(99)]
+    task = next(task for task in tasks if "search" in task.offers.values())
     kinds = {}
     for tools in ("all", "basic", "none"):
-        env = parse(f"mine/model:{tools}" if tools != "all" else "mine/model:usd=0.5", []).open(
-            worlds, task, 0
-        )
+        policy = parse(f"mine/model:{tools}" if tools != "all" else "mine/model:usd=0.5", [])
+        env = policy.environment(world, task, 0)
         kinds[tools] = set(env.kinds.values())
         offered = {tool["function"]["name"] for tool in env.tools}
-        assert offered | set(env.task.preference.never) == {o["name"] for o in task.data["tools"]}
+        assert offered | set(env.task.preference.never) == set(task.offers)
         assert env.task.preference.usd == (0.5 if tools == "all" else None)
     assert kinds["none"] == set() < kinds["basic"] < kinds["all"] and "expert" not in kinds["basic"]
-    domains = Worlds(TaskSection("domains"), 0, sandbox)
-    env = parse("mine/model:basic", []).open(domains, domains.held_out(1)[0], 0)
+    domains = open_world(TaskSection("domains"), 0, sandbox, None)
+    env = parse("mine/model:basic", []).environment(domains, domains.task("held_out", 0), 0)
     assert HAND_OVER not in env.messages[0]["content"] and "call_expert" not in str(env.tools)
 
 
 def test_a_limit_of_a_policy_never_loosens_that_of_the_user(home, sandbox):
-    """A task's limit of $0.0005 became the policy's of $1; routers kept to neither seconds."""
-    worlds = Worlds(TaskSection("miniature"), 0, sandbox)
-    routers = routers_of(worlds, 0)
-    strict = dict(usd=0.0005, seconds=9.0)
-    tasks = [replace(t, preference=replace(t.preference, **strict)) for t in worlds.held_out(40)]
-    for text in ("cheapest:usd=1", "strongest"):
-        policy = parse(text, routers)
-        make = partial(policy.open, worlds)
-        for t in evaluation.evaluate(routers[policy.base], tasks, 0, make):
-            assert t.cost_usd <= 0.0005 and t.latency_s <= 9.0, text
-    for wrong in ("nan", "-1", "inf"):
-        with pytest.raises(UserError, match="usd must be US dollars, 0 or more"):
-            parse(f"cheapest:usd={wrong}", routers)
-    with pytest.raises(UserError, match="turns, calls_per_turn must be 1 or more"):
-        parse("mine/model:turns=-5:calls_per_turn=0", routers)
+    """A task's limit of $0.0005 became the policy's of $1; $0 became none; seconds were ignored."""
+    world = open_world(TaskSection("miniature"), 0, sandbox, None)
+    routers = routers_of(world)
+    for usd, seconds in ((0.0005, 9.0), (0.0, 9.0)):
+        tasks = []
+        for index in range(40):
+            task = world.task("held_out", index)
+            strict = replace(task.preference, usd=usd, seconds=seconds)
+            tasks.append(replace(task, preference=strict))
+        for text in ("cascade:usd=1", "strongest"):
+            policy = parse(text, routers)
+            player = routers[policy.base]
+            for attempt in evaluate.play_block(player, policy, world, tasks, 0, 0):
+                assert attempt.cost_usd <= usd and attempt.latency_s <= seconds, text
 
 
-def test_the_routers_of_any_world(home, sandbox):
-    """The expensive expert is right more often, and the trained router finds whom to ask."""
-    pytest.importorskip("sklearn")
-    options = evaluate._read(questions(home, "http://127.0.0.1:9/v1", rows=200))
-    worlds, tasks, routers = evaluate._open_world(options.world[0], options, sandbox, Spending())
-    played = {}
-    for name, router in routers.items():
-        environments = [worlds.environment(task, 0) for task in tasks]
-        attempts = router.run(environments, range(len(tasks)))
-        played[name] = evaluation.summarise(tasks, attempts)
-    right = {name: scores["accuracy"] for name, scores in played.items()}
-    assert right["strongest"] > right["cheapest"] and right["regression"] >= right["cheapest"]
-    assert played["cascade"]["turns"] > 1 == played["random"]["turns"]
-    assert played["cheapest"]["calls"] == {"quick": 1.0}
-    options.tools += f",{NANO.with_name('toolorchestra.toml')}"
-    worlds, tasks, routers = evaluate._open_world(options.world[0], options, sandbox, Spending())
-    (attempt,) = routers["strongest"].run([worlds.environment(tasks[0], 0)], [0])
-    assert attempt.turns[0].calls[0].name == "answer" and attempt.cost_usd > 0  # a published role
+def test_a_number_out_of_its_range_is_refused(home):
+    for text, right in (
+        ("cascade:usd=nan", "usd must be US dollars, 0 or more"),
+        ("cascade:usd=-1", "usd must be US dollars, 0 or more"),
+        ("cascade:usd=inf", "usd must be US dollars, 0 or more"),
+        ("cascade:turns=3", "turns=3 must be basic, none, or a number of usd"),
+        ("mine/model:turns=-5:calls_per_turn=0", "turns, calls_per_turn must be 1 or more"),
+        ("mine/model:temperature=nan", "temperature must be 0 or more"),
+        ("mine/model:top_p=0", "top_p must be above 0, at most 1"),
+        ("mine/model:top_k=-1", "top_k must be 0 or more"),
+        ("mine/model:top_k=1.5", "top_k=1.5 must be"),
+    ):
+        with pytest.raises(UserError, match=right):
+            parse(text, ["cascade"])
 
 
-def test_intervals_tests_and_repeated_trials():
-    mean, low, high = interval([0.0] * 50 + [1.0] * 50)
-    assert (
-        low == pytest.approx(0.4, abs=0.03) and high == pytest.approx(0.6, abs=0.03) and mean == 0.5
-    )
-    assert p_value([0.0, 0.0]) == 1.0 and p_value([0.1] * 20) < 0.01 < p_value([1, -1, 1, -1, 1])
-    assert pass_hat([(4, 4), (2, 4), (0, 4)], 1) == 0.5
-    assert pass_hat([(4, 4), (2, 4), (0, 4)], 2) == pytest.approx((1 + 1 / 6) / 3)
-
-
-def test_the_reward_of_calls_leaves_out_what_the_policy_itself_costs():
-    """Calls of one turn run side by side: the longest is waited for, all are paid."""
-    data = {"bounds": [[0, 10], [0, 100]], "wish": "balanced", "kind": "k", "tools": []}
-    task = Task("t", "?", Preference("", 0.2, 0.4, 0.4), data)
-    turns = [Turn(0, 1, "stop", results=[ToolResult("a", 1.0, 10.0), ToolResult("b", 2.0, 30.0)])]
-    turns += [Turn(1, 2, "stop", results=[ToolResult("c", 1.0, 5.0)]), Turn(2, 3, "stop")]
-    attempt = Trajectory("t", 0, outcome=1.0, cost_usd=9.0, latency_s=90.0, turns=turns)
-    evaluation.score(task, attempt)
-    found = evaluation.summarise([task], [attempt])
-    assert found["reward"] == pytest.approx(0.2 + 0.4 * 0.1 + 0.4 * 0.1)
-    assert found["reward_of_calls"] == pytest.approx(0.2 + 0.4 * 0.6 + 0.4 * 0.65)
+def test_the_seeds_of_a_block_are_those_of_its_tasks(home, sandbox):
+    """Two blocks of a world are played as one would be."""
+    options = evaluate.read_options(["--tasks", "6"])
+    (world,) = evaluate.open_worlds(options, sandbox, Spending()).values()
+    tasks = evaluate.tasks_of(world, options)
+    router, policy = routers_of(world)["cascade"], parse("cascade", ["cascade"])
+    whole = evaluate.play_block(router, policy, world, tasks, 3, 0)
+    halves = evaluate.play_block(router, policy, world, tasks[:3], 3, 0)
+    halves += evaluate.play_block(router, policy, world, tasks[3:], 3, 3)
+    assert whole == halves and len({attempt.seed for attempt in whole}) == 6
 
 
 def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path, nano_model):
@@ -435,25 +429,28 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path, nano_model):
         load_rollout(tmp_path / "mute", AttemptLimits(), {}, 1)
 
 
-def test_infrastructure_failures_are_repeated_and_then_left_out_of_the_means():
-    tasks = World(0).tasks("held_out", 4)
-    make = partial(environment, sandbox=None)
-    failures = {task.id: count for task, count in zip(tasks, (0, 1, 9, 2), strict=True)}
+class FailingPlayer:
+    """Answers right, but the infrastructure fails the first `failures[i]` attempts at task i."""
 
-    def run(environments, seeds):
-        attempts = [
-            Trajectory(e.task.id, s, answer=e.task.data["answer"], outcome=1)
-            for e, s in zip(environments, seeds, strict=True)
-        ]
-        for attempt in attempts:
-            failures[attempt.task_id] -= 1
-            if failures[attempt.task_id] >= 0:
+    def __init__(self, failures):
+        self.failures = failures
+
+    def run(self, environments, seeds):
+        attempts = []
+        for env, seed in zip(environments, seeds, strict=True):
+            attempt = Trajectory(env.task.id, seed, answer=env.task.data["answer"], outcome=1.0)
+            if self.failures[env.task.id] > 0:
+                self.failures[env.task.id] -= 1
                 attempt.status, attempt.outcome = "infrastructure", 0.0
+            attempts.append(attempt)
         return attempts
 
-    attempts = evaluation.evaluate(SimpleNamespace(run=run), tasks, 0, make)
+
+def test_infrastructure_failures_are_repeated_and_then_left_out_of_the_means(home, sandbox):
+    world = open_world(TaskSection("miniature"), 0, sandbox, None)
+    tasks = [world.task("held_out", index) for index in range(4)]
+    player = FailingPlayer(dict(zip([task.id for task in tasks], (0, 1, 9, 2), strict=True)))
+    attempts = evaluate.play_block(player, parse("cascade", ["cascade"]), world, tasks, 0, 0)
     assert [a.status for a in attempts] == ["answered", "answered", "infrastructure", "answered"]
-    summary = evaluation.summarise(tasks, attempts)
+    summary = metrics.summarise(tasks, attempts)
     assert (summary["tasks"], summary["failed"], summary["accuracy"]) == (4, 1, 1.0)
-    with pytest.raises(UserError, match="all 1 attempts failed"):
-        evaluation.summarise(tasks[2:3], attempts[2:3])

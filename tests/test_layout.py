@@ -34,7 +34,7 @@ BELOW["tools"] = BELOW["reward"] = set(BELOW) - {"tools", "reward"}
 BELOW["worlds"] = BELOW["tools"] | {"tools", "reward"}
 BELOW |= {name: BELOW["worlds"] | {"worlds"} for name in COMMANDS}
 
-OPTIONAL = {"flash_attn", "sklearn", "tau2"}
+OPTIONAL = {"flash_attn", "tau2"}
 FRAMEWORKS = {"transformers", "vllm", "trl", "ray", "accelerate", "deepspeed", "openai", "peft"}
 TORCH_FREE = (
     "engine.scheduler",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -15,7 +14,6 @@ from pathlib import Path
 
 import pytest
 from run_rows import TIMINGS
-from worlds.api_bill import api_bill
 
 import train as program
 from nanorchestra.agent.load import NANO
@@ -362,20 +360,6 @@ def test_a_dry_run_over_a_base_in_4_bits_passes_and_two_ranks_are_refused(tmp_pa
     assert status == 0 and "finished" in out, out
     assert all(row["logprob_gap_max"] < 1e-4 for row in rows(run))
     assert (run / "adapter").is_dir() and (run / "model").is_dir()
-
-
-def test_a_probe_estimates_the_bill_of_the_calls(sandbox):
-    config = load_config("nano", {"model.path": str(NANO), "grpo.steps": 10})
-    lines = api_bill(config, 8, sandbox).splitlines()
-    assert "from a probe of 8 tasks (experts simulated" in lines[0]
-    assert "2,240 attempts (1,280 of training, 960 held out)" in lines[1]
-    one, low, high = (float(text) for text in re.findall(r"[\d.]+(?= an|,|])", lines[1])[:3])
-    total = float(re.search(r"\$([\d.]+) in all", lines[2])[1])
-    assert 0 < low < one < high < 0.02 and total == pytest.approx(2240 * one, rel=0.01)
-    with pytest.raises(UserError, match="--probe is 1; it must be 2 tasks or more"):
-        api_bill(config, 1, sandbox)
-    with pytest.raises(UserError, match="model.path is 'nowhere'; it must be a checkpoint"):
-        api_bill(config.replace({"model.path": "nowhere"}), 8, sandbox)
 
 
 def test_notes_of_a_checkpoint_with_wrong_types_are_one_line(make_training):

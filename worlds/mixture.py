@@ -15,9 +15,9 @@ from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
+from nanorchestra.agent.attempts import Player, play
 from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.lessons import Lesson
-from nanorchestra.agent.loop import Rollout
 from nanorchestra.config import DRAWN, TaskSection
 from nanorchestra.errors import require
 from nanorchestra.records import Task, Trajectory, words_and_vector
@@ -27,11 +27,12 @@ from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
 from reward import POLICY, PRICES, group_rewards
 from tools import load_tools
-from worlds import evaluation, questions, routers
+from worlds import metrics, questions
 from worlds.miniature import world as miniature
 from worlds.miniature.induction import draft_induction
 from worlds.miniature.tables import HELD_OUT, TRAIN
 from worlds.miniature.teacher import teach, texts
+from worlds.routers import TOOL_ORDERS, Router
 from worlds.toolscale import dataset as toolscale
 from worlds.toolscale.small import small_world
 from worlds.wording import understood
@@ -84,8 +85,8 @@ class Worlds:
 
     price = PRICES[POLICY]
     initialise = staticmethod(draft_induction)
-    measure = staticmethod(evaluation.measure)
-    summarise = staticmethod(evaluation.summarise)
+    measure = staticmethod(metrics.measure)
+    summarise = staticmethod(metrics.summarise)
 
     def __init__(
         self,
@@ -168,23 +169,35 @@ class Worlds:
         return [0.0 if m.status == "infrastructure" else next(rewards) for m in members]
 
     def attempt(
-        self, rollout: Rollout, tasks: Sequence[Task], seeds: Sequence[int]
+        self, rollout: Player, tasks: Sequence[Task], seeds: Sequence[int]
     ) -> tuple[list[Trajectory], int]:
         """Returns one scored attempt at each training task, and how many were repeated."""
-        return evaluation.attempt(rollout, tasks, seeds, self.environment)
 
-    def evaluate(self, rollout: Rollout, tasks: Sequence[Task]) -> list[Trajectory]:
+        def environment(i):
+            return self.environment(tasks[i], seeds[i])
+
+        attempts, repeated = play(rollout, environment, seeds)
+        pairs = zip(tasks, attempts, strict=True)
+        return [metrics.score(task, attempt) for task, attempt in pairs], repeated
+
+    def evaluate(self, rollout: Player, tasks: Sequence[Task]) -> list[Trajectory]:
         """Returns one scored attempt at each held-out task."""
-        return evaluation.evaluate(rollout, tasks, self.seed, self.environment)
+
+        def environment(i):
+            return self.environment(tasks[i], self.seed)
+
+        seeds = [self.seed * 1_000_003 + i for i in range(len(tasks))]
+        attempts, _ = play(rollout, environment, seeds)
+        pairs = zip(tasks, attempts, strict=True)
+        return [metrics.score(task, attempt) for task, attempt in pairs]
 
     def routers(self, tasks: Sequence[Task]) -> dict[str, Json]:
         """Returns the summary of each fixed router, which plays nothing but the miniature."""
         if self.domains:
             return {}
         return {
-            name: evaluation.summarise(tasks, self.evaluate(router, tasks))
-            for name, router in routers.routers_of(self, self.seed).items()
-            if name != routers.TRAINED
+            name: metrics.summarise(tasks, self.evaluate(Router(name), tasks))
+            for name in TOOL_ORDERS
         }
 
 

@@ -2,7 +2,7 @@
 
 A policy is written BASE[:CHANGE]...: a checkpoint's directory, MODEL@URL, or a router; a change is
 "basic" (tools without a language model), "none" (no tools), usd=X (the loop lets no task cost
-more), or one of its limits, like turns=10.
+more), or one of its settings, like turns=10.
 """
 
 import math
@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.load import NANO, load_rollout
@@ -24,119 +25,160 @@ from nanorchestra.settings import load_config
 from nanorchestra.tools.roles import ROLES
 from nanorchestra.tools.spending import Spending
 from reward import PRICES
-from worlds.mixture import Worlds
 from worlds.toolscale.environment import EXPERT, HAND_OVER
+from worlds.world import World
 
+TOOLS = ("basic", "none")  # changes that take tools away
 LIMITS = ("turns", "calls_per_turn", "turn_tokens", "context_tokens")
-PRICE = ("input", "output")  # US dollars per million tokens
 SAMPLING = ("temperature", "top_p", "top_k")
+PRICE = ("input", "output")  # US dollars per million tokens
+WHOLE = (*LIMITS, "top_k")  # numbers without a fraction
+CHANGES = {  # numbers that a change may set, by kind of policy
+    "router": ("usd",),
+    "checkpoint": ("usd", *LIMITS, *SAMPLING),
+    "endpoint": ("usd", *LIMITS, "temperature", *PRICE),
+}
 CONTEXT = 32768  # tokens of an endpoint
-TOOLS = ("all", "basic", "none")
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A policy as it was written.
+    """A policy as it was written, and what that means.
 
-    `settings` are its tools ("all", "basic" or "none"), its limits and sampling, and where they
-    come from; no limits for a router. Those of an endpoint have a price if one is known.
+    `settings` are `tools` ("all", "basic" or "none"), and `usd` if the policy has a limit. A
+    checkpoint and an endpoint also have LIMITS, sampling and `from`, where these come from; a
+    checkpoint has `context` as rollout.context, an endpoint its PRICE if one is known.
     """
 
-    name: str
+    text: str
     base: str
+    kind: Literal["router", "checkpoint", "endpoint"]
     settings: Json
-
-    @property
-    def router(self) -> bool:
-        """Whether it is a fixed router."""
-        return "turns" not in self.settings
 
     @property
     def priced(self) -> bool:
         """Whether it is known what its own tokens cost."""
-        return "://" not in self.base or "input" in self.settings
+        return self.kind != "endpoint" or "input" in self.settings
 
     def load(self, spending: Spending, running: int) -> Rollout:
-        """Returns what plays it, `running` attempts at a time; no router. UserError."""
-        given = self.settings
-        limits = AttemptLimits(**{name: given[name] for name in LIMITS})
-        if "://" in self.base:
-            price = Price(*(given.get(name, 0.0) for name in PRICE))
-            tokenizer, warmth = Tokenizer.from_dir(NANO), given["temperature"]
-            return EndpointRollout(self.base, price, tokenizer, limits, warmth, spending)
-        sampling = {name: given[name] for name in SAMPLING}
+        """Returns what plays a checkpoint or an endpoint, `running` attempts at a time. UserError.
+
+        `spending` bounds and counts what an endpoint costs.
+        """
+        limits = AttemptLimits(**{name: self.settings[name] for name in LIMITS})
+        if self.kind == "endpoint":
+            price = Price(self.settings.get("input", 0.0), self.settings.get("output", 0.0))
+            tokenizer, temperature = Tokenizer.from_dir(NANO), self.settings["temperature"]
+            return EndpointRollout(self.base, price, tokenizer, limits, temperature, spending)
+        sampling = {name: self.settings[name] for name in SAMPLING}
         rollout = load_rollout(Path(self.base), limits, sampling, running)
-        rollout.rebuild = given["context"] == "rebuild"
+        rollout.rebuild = self.settings["context"] == "rebuild"
         return rollout
 
-    def open(self, worlds: Worlds, task: Task, seed: int) -> Environment:
-        """Returns an attempt at a task, with the tools and the dollars of this policy."""
-        env = worlds.environment(task, seed)
+    def environment(self, world: World, task: Task, seed: int) -> Environment:
+        """Returns an attempt at a task of a world, with this policy's tools and limit of dollars.
+
+        The stricter of two limits holds, that of the policy and that of the user.
+        """
+        env = world.environment(task, seed)
         names = [tool["function"]["name"] for tool in env.tools]
-        basic = [name for name in names if name not in ROLES and env.kinds.get(name) != "expert"]
-        kept = {"all": names, "basic": basic, "none": []}[self.settings["tools"]]
-        env.tools = [tool for tool, name in zip(env.tools, names, strict=True) if name in kept]
-        env.kinds = {name: kind for name, kind in env.kinds.items() if name in kept}
-        if EXPERT not in kept:
-            env.messages[0]["content"] = env.messages[0]["content"].replace(HAND_OVER, "")
-        wish, usd = task.preference, self.settings["usd"]
-        never = [*wish.never, *(name for name in names if name not in kept)]
-        usd = min(filter(None, (usd, wish.usd)), default=None)  # the stricter of both
-        env.task = replace(task, preference=replace(wish, usd=usd, never=never))
+        if self.settings["tools"] == "none":
+            removed = names
+        elif self.settings["tools"] == "basic":
+            removed = [name for name in names if name in ROLES or env.kinds.get(name) == "expert"]
+        else:
+            removed = []
+        env.tools = [tool for tool in env.tools if tool["function"]["name"] not in removed]
+        env.kinds = {name: kind for name, kind in env.kinds.items() if name not in removed}
+        if EXPERT not in names or EXPERT in removed:
+            message = env.messages[0]
+            message["content"] = message["content"].replace(HAND_OVER, "")
+        limits = [self.settings.get("usd"), task.preference.usd]
+        limits = [usd for usd in limits if usd is not None]
+        preference = replace(
+            task.preference,
+            usd=min(limits, default=None),
+            never=[*task.preference.never, *removed],
+        )
+        env.task = replace(task, preference=preference)
         return env
 
 
 def parse(text: str, routers: Collection[str]) -> Policy:
     """Returns the policy that is written `text`; `routers` are known by name. UserError."""
     base, *changes = re.split(r":(?=basic\b|none\b|[a-z_]+=)", text)
-    settings = {"tools": "all", "usd": 0.0}
-    kinds = {}
-    if "://" in base:
-        settings |= _limits(CONTEXT) | {"temperature": 1.0, "from": "evaluate.py"}
-        settings |= zip(PRICE, PRICES.get(base.partition("@")[0], ()), strict=False)
-        kinds = dict.fromkeys(PRICE, float)
-    elif base not in routers:
+    settings = {"tools": "all"}
+    if base in routers:
+        kind = "router"
+    elif "://" in base:
+        kind = "endpoint"
+        settings |= endpoint_settings(base)
+    else:
+        kind = "checkpoint"
         known = f"a checkpoint's directory, MODEL@URL, or one of {', '.join(routers)}"
-        require(
-            (Path(base) / "config.json").is_file(), f"--policy {text}: {base} is none of {known}"
-        )
-        settings |= limits_of(Path(base))
-    kinds = {name: type(value) for name, value in settings.items()} | kinds
+        is_checkpoint = (Path(base) / "config.json").is_file()
+        require(is_checkpoint, f"--policy {text}: {base} is none of {known}")
+        settings |= checkpoint_settings(Path(base))
     for change in changes:
-        name, _, value = (change if "=" in change else f"tools={change}").partition("=")
-        numbers = [known for known in kinds if known not in ("tools", "context", "from")]
+        if change in TOOLS:
+            settings["tools"] = change
+            continue
+        name, _, value = change.partition("=")
         try:
-            if name not in numbers and (name != "tools" or value not in TOOLS):
-                raise ValueError(change)
-            settings[name] = kinds[name](value)
+            if name not in CHANGES[kind]:
+                raise ValueError(name)
+            settings[name] = int(value) if name in WHOLE else float(value)
         except ValueError:
-            right = f"basic, none, or a number of {', '.join(numbers)}"
+            right = f"basic, none, or a number of {', '.join(CHANGES[kind])}"
             raise UserError(f"--policy {text}: {change} must be {right}") from None
-    require(0 <= settings["usd"] < math.inf, f"--policy {text}: usd must be US dollars, 0 or more")
+    _check(settings, f"--policy {text}")
+    return Policy(text, base, kind, settings)
+
+
+def _check(settings, where) -> None:
+    """Raises UserError for a number out of its range, or half a price."""
+    usd, temperature = settings.get("usd", 0.0), settings.get("temperature", 0.0)
+    require(0 <= usd < math.inf, f"{where}: usd must be US dollars, 0 or more")
+    require(0 <= temperature < math.inf, f"{where}: temperature must be 0 or more")
+    require(0 < settings.get("top_p", 1.0) <= 1, f"{where}: top_p must be above 0, at most 1")
+    require(settings.get("top_k", 0) >= 0, f"{where}: top_k must be 0 or more")
     small = [name for name in LIMITS if settings.get(name, 1) < 1]
-    require(not small, f"--policy {text}: {', '.join(small)} must be 1 or more")
+    require(not small, f"{where}: {', '.join(small)} must be 1 or more")
     price = [settings[name] for name in PRICE if name in settings]
-    whole = len(price) != 1 and all(0 <= usd < math.inf for usd in price)
+    is_price = len(price) != 1 and all(0 <= usd < math.inf for usd in price)
     right = "input and output must both be US dollars per million tokens, 0 or more"
-    require(whole, f"--policy {text}: {right}")
-    return Policy(text, base, settings)
+    require(is_price, f"{where}: {right}")
 
 
-def limits_of(path: Path) -> Json:
+def endpoint_settings(base: str) -> Json:
+    """Returns limits, temperature and, if it is known, the price of MODEL@URL."""
+    settings = _default_limits(CONTEXT) | {"temperature": 1.0, "from": "evaluate.py"}
+    price = PRICES.get(base.partition("@")[0])
+    if price:
+        settings["input"], settings["output"] = price
+    return settings
+
+
+def checkpoint_settings(path: Path) -> Json:
     """Returns limits and sampling of a checkpoint.
 
     They are those of the run that trained it, or else its context and generation_config.json.
     """
     home = path.resolve().parent
-    own = "nano" if home == NANO.parent else home / "config.toml"
-    if own == "nano" or own.is_file():
-        config = load_config(own)
-        found = {name: getattr(config.rollout, name) for name in (*LIMITS, "context")}
-        warmth = config.evaluation.temperature
-        return found | {"temperature": warmth, "top_p": 1.0, "top_k": 0, "from": "its run"}
-    found = _limits(read_config(path).max_position_embeddings) | read_sampling(path)
-    return found | {"context": "append", "from": "generation_config.json"}
+    config_of_run = "nano" if home == NANO.parent else home / "config.toml"
+    if config_of_run != "nano" and not config_of_run.is_file():
+        settings = _default_limits(read_config(path).max_position_embeddings) | read_sampling(path)
+        return settings | {"context": "append", "from": "generation_config.json"}
+    config = load_config(config_of_run)
+    settings = {name: getattr(config.rollout, name) for name in (*LIMITS, "context")}
+    sampling = {"temperature": config.evaluation.temperature, "top_p": 1.0, "top_k": 0}
+    return settings | sampling | {"from": "its run"}
 
 
-def _limits(context):
-    return dict(zip(LIMITS, (50, 4, context // 2, context), strict=True))
+def _default_limits(context: int) -> Json:
+    return {
+        "turns": 50,
+        "calls_per_turn": 4,
+        "turn_tokens": context // 2,
+        "context_tokens": context,
+    }

@@ -23,7 +23,7 @@ from nanorchestra.agent.nested import Orchestrator
 from nanorchestra.config import DRAWN, TaskSection
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json_lines
-from nanorchestra.records import Preference, Task, words_and_vector
+from nanorchestra.records import Bounds, Preference, Task, words_and_vector
 from nanorchestra.schemas import SHAPES, Json, check, whole_characters
 from nanorchestra.tools.allowance import all_ban_names
 from nanorchestra.tools.models import ExpertTool
@@ -113,7 +113,20 @@ class QuestionWorld:
             "wish": preferences.kind_of(wish),
             "bounds": _bounds(offers),
         }
-        return Task(f"{row.id}/{split}-{index}", row.question, wish, data)
+        offered = {}
+        for offer in data["tools"]:
+            offered[offer["name"]] = offer["what"]
+            offered |= {alias: model["what"] for alias, model in offer["models"].items()}
+        return Task(
+            f"{row.id}/{split}-{index}",
+            row.question,
+            wish,
+            Bounds(*map(tuple, data["bounds"])),
+            self.name,
+            row.kind,
+            offered,
+            data,
+        )
 
     def environment(self, task: Task, seed: int) -> QuestionEnvironment:
         """Returns one attempt at a task; `seed` is that of the simulated experts."""

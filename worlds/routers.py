@@ -1,32 +1,30 @@
 """Fixed strategies that a trained policy must beat; `perfect` is the ceiling of the miniature.
 
-A router gives the order of the tools to use; they are used until one is sure. Routers play in the
-same environments as the policy and are scored and billed in the same way, but pay for no tokens of
-their own. Outside the miniature the strongest expert is the most expensive one, the cascade ends
-when two answers agree, and in a conversation the first expert does every turn, and after an error
-the next.
+Routers play in the same environments as the policy and are scored and billed in the same way, but
+pay for no tokens of their own. In the miniature a router is an order of the tools on offer, which
+are used until one is sure. In other worlds it is an order of the experts, which are asked until two
+answers agree; in a conversation the first expert does every turn, and after an error the next.
 """
 
+from __future__ import annotations
+
 import asyncio
-import importlib.util
-import random
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import dataclass, field, replace
 from itertools import permutations
-from typing import Any
+
+import numpy as np
 
 from nanorchestra.agent.environment import Environment, score_answer
 from nanorchestra.agent.limits import UserLimits
 from nanorchestra.agent.load import NANO
-from nanorchestra.errors import require
 from nanorchestra.model.tokenizer import Tokenizer
-from nanorchestra.records import Preference, Price, Task, ToolCall, Trajectory, Turn
+from nanorchestra.records import Preference, Price, Task, ToolCall, ToolResult, Trajectory, Turn
+from nanorchestra.schemas import Json
 from nanorchestra.tools.roles import final_answer
+from reward import task_rewards
 from tools import Skill
-from worlds.evaluation import finished, score
 from worlds.judge import normalise
 from worlds.miniature.offers import (
     Offer,
@@ -38,173 +36,98 @@ from worlds.miniature.offers import (
     read_result,
     skill,
 )
-from worlds.miniature.tables import PREFERENCES, SPECIALISTS
-from worlds.toolscale.environment import EXPERT
+from worlds.miniature.tables import SPECIALISTS
+from worlds.toolscale.environment import EXPERT, DomainEnvironment
+from worlds.world import World
 
-TRAINED, VOTE = "regression", "vote"
-UNSURE = 0.2  # what an answer counts in a vote that an expert is not sure of
-LESSONS = 2000  # training tasks at most that the trained router learns from, one expert each
-AT_ONCE = 16
-AVERAGE_WISH = [  # weights of outcome, cost and latency over all users
-    sum(share * weights[i] / sum(weights) for share, weights in PREFERENCES.values())
-    for i in range(3)
-]
+MINIATURE = "miniature"  # the world
+SEEN = 20  # tasks of a world that say which routers it has
+PARALLEL = 16  # attempts at a time
 TURNS = 40  # of a conversation at most
-STRENGTHS = ("small", *SPECIALISTS.values(), "medium", "large")
+STRENGTHS = ("small", *SPECIALISTS.values(), "medium", "large")  # from the weakest, by their names
 
 
-@dataclass
-class Router:
-    """Plays attempts, as a Rollout does, with the offers `order(task)`.
+def routers_of(world: World) -> dict[str, Router]:
+    """Returns the routers of a world by name; none if a task offers no expert.
 
-    With `votes`, users who mind neither cost nor latency get the answer that most tools gave, but
-    where a tool fits the question.
+    A mixture has those that its worlds share, and plays each task as the task's world does.
     """
+    tasks = [world.task("held_out", index) for index in range(SEEN)]
+    if world.name == MINIATURE:
+        names = list(TOOL_ORDERS)
+    elif not all(task.world == MINIATURE or experts(task) for task in tasks):
+        names = []
+    elif all(task.world == world.name for task in tasks):
+        names = list(EXPERT_ORDERS)
+    else:
+        names = [name for name in EXPERT_ORDERS if name in TOOL_ORDERS]
+    return {name: Router(name) for name in names}
 
-    order: Callable[[Task], Sequence[Offer]]
-    votes: bool = False
+
+@dataclass(frozen=True)
+class Router:
+    """Plays attempts as a policy does. `name` is a key of TOOL_ORDERS or EXPERT_ORDERS."""
+
+    name: str
 
     def run(self, environments: Sequence[Environment], seeds: Sequence[int]) -> list[Trajectory]:
-        """Returns one scored attempt in each environment."""
+        """Returns one attempt in each environment."""
         tokenizer = Tokenizer.from_dir(NANO)
-        for env in environments:
-            env.evidence.tokenizer = tokenizer  # counts what an expert of a published role reads
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            found = (self.order(env.task) for env in environments)
-            return list(pool.map(partial(play, votes=self.votes), found, environments, seeds))
+        attempts = []
+        with ThreadPoolExecutor(PARALLEL) as pool:
+            for env, seed in zip(environments, seeds, strict=True):
+                env.evidence.tokenizer = tokenizer  # counts what an expert of a role reads
+                attempts.append(pool.submit(self._play, env, seed))
+        return [attempt.result() for attempt in attempts]
+
+    def _play(self, env: Environment, seed: int) -> Trajectory:
+        if env.task.world == MINIATURE:
+            return use_until_sure(TOOL_ORDERS[self.name](env.task), env, seed)
+        return ask_until_two_agree(EXPERT_ORDERS[self.name](env.task), env, seed)
 
 
-def routers_of(worlds: Any, seed: int) -> dict[str, Router]:
-    """Returns the routers of worlds.mixture.Worlds by name; `seed` is that of random choices.
+# The miniature: orders of the tools on offer.
 
-    The trained one is among them if scikit-learn is installed. Without experts there are none.
+
+def strongest(task: Task) -> list[Offer]:
+    """Returns the expert that names suggest to be the strongest."""
+    return [max(cascade(task), key=_strength)]
+
+
+def cascade(task: Task) -> list[Offer]:
+    """Returns the experts from the cheapest up."""
+    offers = [offer for offer in task.data["tools"] if is_expert(offer)]
+    return sorted(offers, key=_price)
+
+
+def blind(task: Task) -> list[Offer]:
+    """Returns what `informed` would if the user wanted a right answer alone, and kept to the bans.
+
+    It reads neither preference nor prices.
     """
-    first, known = worlds.held_out(1)[0], {}
-    orders = plain_orders if worlds.domains else miniature_orders
-    if not offers(first):
-        return {}
-
-    def order(name, task):
-        if task.id not in known:
-            known[task.id] = orders(task, random.Random(f"router/{task.id}/{seed}"))
-        return known[task.id][name]
-
-    @cache
-    def best():
-        return _learn(worlds, seed)
-
-    found = {
-        name: Router(partial(order, name), name == VOTE) for name in orders(first, random.Random())
-    }
-    if importlib.util.find_spec("sklearn"):
-        found[TRAINED] = Router(lambda task: best()(task))
-    return found
+    bans = dict.fromkeys(task.preference.avoided, -1.0)
+    return informed(replace(task, preference=Preference(task.preference.text, tools=bans)))
 
 
-def _learn(worlds, seed):
-    """Returns the choice of the expert that is right most probably, by a logistic regression.
-
-    Each training task shows one random expert. The features are the expert, and its pairs with the
-    words of the question.
-    """
-    from sklearn.feature_extraction.text import CountVectorizer
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.pipeline import make_pipeline
-
-    most = [len(world.splits["train"]) for world in worlds.domains.values()]
-    tasks = worlds.tasks(min([LESSONS, *most]), 0)
-    drawn = {task.id: [random.Random(task.id).choice(offers(task))] for task in tasks}
-    environments = [worlds.environment(task, seed) for task in tasks]
-    tried = Router(lambda task: drawn[task.id]).run(environments, range(len(tasks)))
-    pairs = finished(zip(tasks, tried, strict=True))
-    texts = [_words(task, *drawn[task.id]) for task, _ in pairs]
-    model = make_pipeline(CountVectorizer(token_pattern=r"\S+"), LogisticRegression(max_iter=1000))
-    model.fit(["", "", *texts], [False, True, *(attempt.outcome == 1 for _, attempt in pairs)])
-
-    def best(task):
-        found = offers(task)
-        chances = model.predict_proba([_words(task, offer) for offer in found])[:, 1]
-        return [found[chances.argmax()]]
-
-    return best
+def informed(task: Task) -> list[Offer]:
+    """Returns the two tools with the highest expected reward of a single call."""
+    return informed_order(task)[:2]
 
 
-def play(
-    order: Sequence[Offer], env: Environment, seed: int = 0, votes: bool = False
-) -> Trajectory:
-    """Returns one scored attempt that uses tools in order until one is sure, or `votes` (Router).
-
-    A chain of records is followed to its end, as a conversation is; anything else is one call.
-    Offers of other worlds than the miniature state the `arguments` of their call.
-    """
-    task, said, talks, given = env.task, [], hasattr(env, "over"), Counter()
-    wish = task.preference
-    votes = votes and not (wish.cost or wish.latency or fits(order[0], task))
-    trajectory = Trajectory(task.id, seed)
-    limits = UserLimits(env, trajectory, Price(0.0, 0.0))
-    for offer in order:
-        row, name, known = None, offer["name"], offer.get("arguments")
-        while True:
-            call = call_for(task, offer, row) if known is None else ToolCall(name, known)
-            (result,) = asyncio.run(limits.execute([call], 1))
-            trajectory.turns.append(Turn(0, 0, "stop", [call], [result]))
-            trajectory.count_calls(trajectory.turns[-1])
-            if result.infrastructure:
-                trajectory.status = "infrastructure"
-                return score(task, trajectory)
-            if known is None:
-                reading = read_result(task, offer, result)
-            else:
-                said.append(normalise(final_answer(result.content)))
-                failed = result.error or talks and "Error: " in result.content
-                sure = env.over if talks else not failed and said.count(said[-1]) > 1
-                again = talks and not sure and len(said) < TURNS
-                again &= not failed or offer is order[-1]
-                reading = Reading("", result.content, sure, ("", 0) if again else None)
-            row = reading.next_row
-            if row is None:
-                break
-        given[reading.answer or ""] += 1 if reading.sure else UNSURE
-        trajectory.answer = max(given, key=given.get) if votes else reading.answer or ""
-        if reading.sure and not votes:
-            break
-    score_answer(env, trajectory)
-    return score(task, trajectory)
-
-
-def miniature_orders(task: Task, rng: random.Random) -> dict[str, Sequence[Offer]]:
-    """Returns the tools that each router uses, in order; docs/worlds.md describes the routers."""
-    usable, allowed = _usable(task)
-    by_price = sorted(filter(is_expert, usable), key=lambda offer: offer["price"])
-    shuffled = rng.sample(usable, len(usable))
+def perfect(task: Task) -> Sequence[Offer]:
+    """Returns the order of one to three tools with the highest expected reward."""
+    allowed = _allowed(task)
     plans = [plan for length in (1, 2, 3) for plan in permutations(allowed, length)]
-    by_wish = sorted(allowed, key=lambda offer: _rank(task, offer))
-    return {
-        "strongest": [max(by_price, key=_strength)],
-        "cheapest": by_price[:1],
-        "cascade": by_price,
-        "random": shuffled[:1],
-        "teacher": [offer for offer in shuffled if offer in allowed],
-        "sense": by_wish[:1],
-        "until_sure": by_wish,
-        VOTE: by_wish,
-        "no_wish": informed_order(_deaf(task, *AVERAGE_WISH))[:2],
-        "no_prices": informed_order(_deaf(task, 1.0, 0.0, 0.0))[:2],
-        "informed": informed_order(task)[:2],
-        "perfect": max(plans, key=lambda plan: _expected_reward(task, plan)),
-    }
+    return plans[int(np.argmax(expected_rewards(task, plans)))]
 
 
-def plain_orders(task: Task, rng: random.Random) -> dict[str, Sequence[Offer]]:
-    """Returns the experts that each router uses outside the miniature. UserError without any."""
-    found = sorted(offers(task), key=lambda offer: offer["price"])
-    require(found, f"task {task.id} offers no expert, which a router needs")
-    return {
-        "strongest": found[-1:],
-        "cheapest": found[:1],
-        "random": [rng.choice(found)],
-        "cascade": found,
-    }
+TOOL_ORDERS = {
+    "strongest": strongest,
+    "cascade": cascade,
+    "blind": blind,
+    "informed": informed,
+    "perfect": perfect,
+}
 
 
 def informed_order(task: Task) -> list[Offer]:
@@ -212,76 +135,204 @@ def informed_order(task: Task) -> list[Offer]:
 
     It looks up the hidden skills, which are the same in all tasks, so that a policy can learn them.
     """
-    _, allowed = _usable(task)
-    return sorted(allowed, key=lambda offer: -_expected_reward(task, [offer]))
+    allowed = _allowed(task)
+    rewards = expected_rewards(task, [[offer] for offer in allowed])
+    return [allowed[i] for i in np.argsort(-rewards, kind="stable")]
 
 
-def _usable(task):
-    """The tools that can answer, and those of them that the user did not forbid; all if none."""
+def expected_rewards(task: Task, plans: Sequence[Sequence[Offer]]) -> np.ndarray:
+    """Returns the expected reward of each plan, [plans].
+
+    The tools of a plan are used in order until one is sure. A wrong answer earns 0.
+    """
+    attempts = []  # that end with the right answer: one for each tool of each plan
+    chances = []  # of each of them
+    numbers = []  # of their plans
+    for number, plan in enumerate(plans):
+        reached = 1.0  # the chance that the plan comes to this tool
+        so_far = Trajectory(task.id, seed=0, outcome=1.0)
+        for offer in plan:
+            calls = len(task.data["tables"]) if offer["what"] == "records" else 1
+            so_far = replace(
+                so_far,
+                cost_usd=so_far.cost_usd + expected_cost(offer, task.data["difficulty"]) * calls,
+                latency_s=so_far.latency_s + offer["latency"] * calls,
+                calls=so_far.calls | {offer["name"]: calls},
+            )
+            known = Skill(1.0, 0.0, 0.0)
+            if is_expert(offer):
+                known = skill(offer["what"], task.data["subject"], task.data["difficulty"])
+            right_and_unsure = known.right * known.unsure_if_right
+            ends_right = known.right if offer is plan[-1] else known.right - right_and_unsure
+            attempts.append(so_far)
+            chances.append(reached * ends_right)
+            numbers.append(number)
+            reached *= right_and_unsure + (1 - known.right) * known.unsure_if_wrong
+    rewards = task_rewards(attempts, task.preference, task.bounds)
+    return np.bincount(numbers, weights=chances * rewards)
+
+
+def _allowed(task: Task) -> list[Offer]:
+    """Returns the tools that can answer and are not forbidden; all that can answer if none is."""
     usable = [offer for offer in task.data["tools"] if is_expert(offer) or fits(offer, task)]
     allowed = [offer for offer in usable if offer["name"] not in task.preference.avoided]
-    return usable, allowed or usable
+    return allowed or usable
 
 
-def _deaf(task, *weights):
-    """The task as one sees it who reads a ban, but whose wish has other weights."""
-    bans = dict.fromkeys(task.preference.tools, -sum(weights))
-    return replace(task, preference=Preference(task.preference.text, *weights, bans))
+def _strength(offer: Offer) -> int:
+    return STRENGTHS.index(offer["what"])
 
 
-def _rank(task, offer):
-    """Orders tools by what the prompt says: the fitting tool, then as the user's wish."""
-    tools, wish = task.data["tools"], task.data["wish"]
-    price = offer["price"] / max(tool["price"] for tool in tools)
-    latency = offer["latency"] / max(tool["latency"] for tool in tools)
-    specialist = offer["what"] == SPECIALISTS.get(task.data["subject"])
-    badness = {
-        "right": -len(STRENGTHS) if specialist else -_strength(offer),
-        "cheap": price,
-        "fast": latency,
-        "balanced": price + latency,
-    }
-    return not fits(offer, task), badness[wish]
+def _price(offer: Offer) -> int:
+    return offer["price"]
 
 
-def _strength(offer):
-    """The place of an expert among those that names suggest to be weaker."""
-    return STRENGTHS.index(offer["what"]) if is_expert(offer) else 0
+# The miniature: an attempt.
 
 
-def _expected_reward(task, plan):
-    """The expected reward of using tools in order until one is sure. A wrong answer earns 0."""
-    data, reached, expected = task.data, 1.0, 0.0
-    attempt = Trajectory(task.id, 0, outcome=1.0)
-    for offer in plan:
-        calls = len(data["tables"]) if offer["what"] == "records" else 1
-        attempt.cost_usd += expected_cost(offer, data["difficulty"]) * calls
-        attempt.latency_s += offer["latency"] * calls
-        attempt.calls[offer["name"]] = calls
-        known = Skill(1.0, 0.0, 0.0)
-        if is_expert(offer):
-            known = skill(offer["what"], data["subject"], data["difficulty"])
-        unsure = known.right * known.unsure_if_right
-        ends = known.right if offer is plan[-1] else known.right - unsure
-        expected += reached * ends * score(task, attempt).reward
-        reached *= unsure + (1 - known.right) * known.unsure_if_wrong
-    return expected
+def use_until_sure(order: Sequence[Offer], env: Environment, seed: int = 0) -> Trajectory:
+    """Returns an attempt that uses tools in order until one is sure."""
+    attempt = RouterAttempt(env, seed)
+    for offer in order:
+        reading = _use(offer, attempt)
+        if attempt.failed:
+            break
+        attempt.trajectory.answer = reading.answer or ""
+        if reading.sure:
+            break
+    return attempt.finish()
 
 
-def _words(task, offer):
-    return " ".join(f"{offer['what']}/{word}" for word in ("", *task.question.split()))
+def _use(offer: Offer, attempt: RouterAttempt) -> Reading:
+    """Calls a tool, and a chain of records to its end; returns what it says about the question."""
+    task, row = attempt.env.task, None
+    while True:
+        result = attempt.call(call_for(task, offer, row))
+        if result.infrastructure:
+            return Reading("failed")
+        reading = read_result(task, offer, result)
+        row = reading.next_row
+        if row is None:
+            return reading
 
 
-def offers(task: Task) -> list[Offer]:
+# Other worlds: the experts on offer, and orders of them.
+
+
+@dataclass(frozen=True)
+class OfferedExpert:
+    """An expert by the call that asks it, and its price, input and output together."""
+
+    tool: str
+    usd_per_million: float
+    arguments: Json = field(default_factory=dict)
+
+
+def experts(task: Task) -> list[OfferedExpert]:
     """Returns the experts that can answer, or in a conversation do a turn."""
-    found = [offer for offer in task.data["tools"] if "price" in offer and is_expert(offer)]
+    offered = []
     for expert in task.data.get("experts", ()):
-        call = {"name": EXPERT, "arguments": {"expert": expert["alias"]}}
-        found.append(call | {"what": expert["model"], "price": sum(expert["usd"])})
+        call = {"expert": expert["alias"]}
+        offered.append(OfferedExpert(EXPERT, sum(expert["usd"]), call))
     for tool in task.data["tools"]:
         for alias, model in tool.get("models", {}).items():
-            if tool["name"] in (alias, "answer"):
-                call = {"model": alias} if tool["name"] != alias else {}
-                price = {"what": model["what"], "price": sum(model["usd"])}
-                found.append({"name": tool["name"], "arguments": call} | price)
-    return found
+            price = sum(model["usd"])
+            if tool["name"] == alias:
+                offered.append(OfferedExpert(alias, price))
+            elif tool["name"] == "answer":  # the published role
+                offered.append(OfferedExpert("answer", price, {"model": alias}))
+    return offered
+
+
+def from_the_cheapest_up(task: Task) -> list[OfferedExpert]:
+    """Returns the experts from the cheapest up."""
+    return sorted(experts(task), key=_usd_per_million)
+
+
+def cheapest(task: Task) -> list[OfferedExpert]:
+    """Returns the cheapest expert."""
+    return from_the_cheapest_up(task)[:1]
+
+
+def most_expensive(task: Task) -> list[OfferedExpert]:
+    """Returns the most expensive expert."""
+    return from_the_cheapest_up(task)[-1:]
+
+
+EXPERT_ORDERS = {
+    "strongest": most_expensive,
+    "cheapest": cheapest,
+    "cascade": from_the_cheapest_up,
+}
+
+
+def _usd_per_million(expert: OfferedExpert) -> float:
+    return expert.usd_per_million
+
+
+# Other worlds: an attempt.
+
+
+def ask_until_two_agree(
+    order: Sequence[OfferedExpert], env: Environment, seed: int = 0
+) -> Trajectory:
+    """Returns an attempt that asks experts in order until two answers agree, or a conversation."""
+    attempt = RouterAttempt(env, seed)
+    if isinstance(env, DomainEnvironment):
+        _converse(order, attempt)
+        return attempt.finish()
+    answers = []
+    for expert in order:
+        result = attempt.call(ToolCall(expert.tool, expert.arguments))
+        if attempt.failed:
+            break
+        attempt.trajectory.answer = result.content
+        answers.append(normalise(final_answer(result.content)))
+        if answers.count(answers[-1]) > 1 and not result.error:
+            break
+    return attempt.finish()
+
+
+def _converse(order: Sequence[OfferedExpert], attempt: RouterAttempt) -> None:
+    """Lets each expert do turns until the conversation is over; all but the last until an error."""
+    for expert in order:
+        while True:
+            result = attempt.call(ToolCall(expert.tool, expert.arguments))
+            if attempt.failed:
+                return
+            attempt.trajectory.answer = result.content
+            if attempt.env.over or len(attempt.trajectory.turns) >= TURNS:
+                return
+            erred = result.error or "Error: " in result.content
+            if erred and expert is not order[-1]:
+                break
+
+
+class RouterAttempt:
+    """A router's attempt, one call a turn, within the user's hard limits."""
+
+    def __init__(self, env: Environment, seed: int):
+        self.env = env
+        self.trajectory = Trajectory(env.task.id, seed)
+        self._limits = UserLimits(env, self.trajectory, Price(0.0, 0.0))
+
+    @property
+    def failed(self) -> bool:
+        """Whether the infrastructure has failed the attempt."""
+        return self.trajectory.status == "infrastructure"
+
+    def call(self, call: ToolCall) -> ToolResult:
+        """Makes a call and records it as a turn."""
+        (result,) = asyncio.run(self._limits.execute([call], 1))
+        turn = Turn(0, 0, "stop", [call], [result])
+        self.trajectory.turns.append(turn)
+        self.trajectory.count_calls(turn)
+        if result.infrastructure:
+            self.trajectory.status = "infrastructure"
+        return result
+
+    def finish(self) -> Trajectory:
+        """Returns the trajectory with its outcome; a failed one has none."""
+        if not self.failed:
+            score_answer(self.env, self.trajectory)
+        return self.trajectory

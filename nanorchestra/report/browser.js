@@ -24,7 +24,7 @@ function drawBrowser(box, { groups, pieces, count }) {
     const group = groups[chosen.value], [row] = group;
     attempt = Math.min(attempt, group.length - 1);
     history.replaceState(null, "", "#" + encodeURIComponent([row.step, row.task_id, attempt, colours.value].join("|")));
-    about.textContent = `${row.question} ${row.wish ? "(" + row.wish + ")" : ""}`;
+    about.textContent = `${row.question} ${row.preference ? "(" + row.preference + ")" : ""}`;
     attempts.replaceChildren();
     const head = add(attempts, "tr");
     for (const title of HEADS) add(head, "th", title);

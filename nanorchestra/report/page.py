@@ -43,8 +43,8 @@ def write_report(run_path: str | Path) -> None:
     )
     learning, calls = plots.curves(grpo, "learning"), plots.curves(grpo, "tools")
     health = plots.curves(warm, "warm_start") + plots.curves(grpo, "health")
-    found = held_out_scores(summary)
-    frontier = [plots.frontier(dict(sorted(found.items())))]  # after, before, ...
+    held_out = held_out_scores(summary)
+    frontier = [plots.frontier(dict(sorted(held_out.items())))]  # after, before, ...
     drawn = {
         "frontier": images(frontier, width=8, height=4),
         "learning": images(learning),
@@ -60,7 +60,7 @@ def write_report(run_path: str | Path) -> None:
         "time": f"{seconds:,.0f} s ({seconds / 60:.1f} min)",
     }
     data = {
-        "run": {"facts": facts, "held_out": found, "live": not summary},
+        "run": {"facts": facts, "held_out": held_out, "live": not summary},
         "browser": browser(list(run.rows("trajectories", TAIL_BYTES)), _pieces(run)),
     }
     write_whole(run.path / "report.html", page(run, BODY.format(**drawn), data))
@@ -104,8 +104,9 @@ def browser(rows: list[Json], piece: Callable[[int], str]) -> Json:
     """
     groups = defaultdict(list)
     for row in rows:
-        said = {"question": row["task"]["question"], "wish": row["task"]["preference"]["text"]}
-        shown = said | {name: row[name] for name in TITLES["attempt"]}
+        task = row["task"]
+        shown = {"question": task["question"], "preference": task["preference"]["text"]}
+        shown |= {name: row[name] for name in TITLES["attempt"]}
         groups[row["phase"], row["step"], row["task_id"]].append(shown)
     every = -(-sum(len(row["ids"]) for row in rows) // SHOWN_IDS)
     shown = list(groups.values())[::-1][:: max(1, every)][::-1]

@@ -50,7 +50,7 @@ def curves(rows: Rows, name: str) -> list[Panel]:
     A panel of all the keys of one name is left out where rows have none, such as a bill.
     """
     values = [(row["step"], scalars(row)) for row in rows]
-    names = sorted({name for _, found in values for name in found})
+    names = sorted({name for _, numbers in values for name in numbers})
     panels = []
     for title, patterns, factor in TITLES["panels"][name]:
         keys = [key for pattern in patterns.split() for key in fnmatch.filter(names, pattern)]
@@ -69,7 +69,7 @@ def _curve(values, title, keys, factor):
         if not keys:
             return _empty(axis)
         for place, key in enumerate(keys):
-            points = [(step, factor * found[key]) for step, found in values if key in found]
+            points = [(step, factor * numbers[key]) for step, numbers in values if key in numbers]
             steps, heights = zip(*points, strict=True)
             axis.plot(steps, heights, color=f"C{place}", alpha=0.28, linewidth=0.9)
             named = key.rpartition("/")[2].replace("_", " ")
@@ -84,17 +84,17 @@ def _curve(values, title, keys, factor):
     return draw
 
 
-def frontier(found: dict[str, Json], world: str = "", turns: bool = False) -> Panel:
+def frontier(policies: dict[str, Json], world: str = "", turns: bool = False) -> Panel:
     """Return the panel of right answers against cost, or allowed turns, with 95% intervals.
 
     Scores by policy; the first two are drawn larger, in blue and grey.
     """
-    ours = [*found][:2]
+    ours = [*policies][:2]
 
     def draw(axis):
         axis.set_title(f"{world} right answers on held-out tasks, %".strip())
         axis.set_xlabel("turns allowed" if turns else "cost per task, m$ (thousandths of a dollar)")
-        known = [item for item in found.items() if turns or item[1]["cost_usd"] is not None]
+        known = [item for item in policies.items() if turns or item[1]["cost_usd"] is not None]
         if not known:
             return _empty(axis)
         best = []

@@ -147,8 +147,9 @@ def to_toml(config: Config) -> str:
 
 def held_out_scores(summary: Json) -> dict[str, Json]:
     """Return the held-out scores of a training run by name: before, after, then the routers."""
-    found = summary.get("held_out", {})
-    named = {name: found.get(name) for name in ("before", "after")} | found.get("routers", {})
+    held_out = summary.get("held_out", {})
+    sides = {name: held_out.get(name) for name in ("before", "after")}
+    named = sides | held_out.get("routers", {})
     return {name: scores for name, scores in named.items() if scores}
 
 
@@ -157,11 +158,11 @@ def label(name: str) -> str:
     return TITLES["names"].get(name, name)
 
 
-def table(found: dict[str, Json]) -> str:
+def table(policies: dict[str, Json]) -> str:
     """Return scores by name as aligned lines for a terminal, with units in the first line."""
     columns = TITLES["columns"]
     rows = [["on held-out tasks", *(title for title, *_ in columns.values())]]
-    for name, scores in found.items():
+    for name, scores in policies.items():
         rows.append([label(name), *(_cell(scores, key) for key in columns)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
@@ -183,13 +184,13 @@ def _cell(scores, key):
 
 def scalars(row: Json, prefix: str = "") -> dict[str, float]:
     """Return the numbers of a row; those of a dict inside it are named dict/name."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in row.items():
         if isinstance(value, dict):
-            found |= scalars(value, f"{prefix}{name}/")
+            numbers |= scalars(value, f"{prefix}{name}/")
         elif isinstance(value, int | float) and name != "step":
-            found[prefix + name] = float(value)
-    return found
+            numbers[prefix + name] = float(value)
+    return numbers
 
 
 def number(value: float) -> str:

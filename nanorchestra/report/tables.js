@@ -65,18 +65,18 @@ function heat(parent, note, rows) {
 }
 
 // A run: what was trained, and its held-out scores.
-function drawRun(parent, { facts, held_out: found, live }) {
+function drawRun(parent, { facts, held_out: sides, live }) {
   const list = add(parent, "dl");
   for (const [name, text] of Object.entries(facts)) {
     const item = add(list, "div");
     add(item, "dt", name);
     add(item, "dd", text);
   }
-  const named = Object.entries(found);
+  const named = Object.entries(sides);
   section(parent, "On held-out tasks", named.length ? titles.notes.scores : "No results yet.");
   if (named.length) scored(parent, named.map(([name, scores]) => [label(name), scores]), i => (named[i][0] === "after" ? "chosen" : ""));
   const parts = ["before", "after"].flatMap(side => ["by_preference", "by_kind"].flatMap(split =>
-    Object.entries((found[side] || {})[split] || {}).map(([name, scores]) => [`${name}, ${side}`, scores, side])));
+    Object.entries((sides[side] || {})[split] || {}).map(([name, scores]) => [`${name}, ${side}`, scores, side])));
   const splits = document.getElementById("splits");
   if (parts.length) scored(splits, parts, i => (parts[i][2] === "after" ? "chosen" : ""));
   else splits.replaceChildren();
@@ -87,16 +87,16 @@ function drawRun(parent, { facts, held_out: found, live }) {
 function drawSummary(parent, worlds) {
   if (summary.partial) add(parent, "p", `Partial: ${summary.partial}`, "partial");
   section(parent, "Summary", titles.notes.summary);
-  const names = [...new Set(worlds.flatMap(([, found]) => Object.keys(found)))];
+  const names = [...new Set(worlds.flatMap(([, policies]) => Object.keys(policies)))];
   const mean = (name, key) => {
-    const known = worlds.map(([, found]) => found[name]).filter(Boolean);
+    const known = worlds.map(([, policies]) => policies[name]).filter(Boolean);
     if (known.some(scores => absent(scores[key]))) return null;  // a model without a price
     return known.reduce((sum, scores) => sum + scores[key], 0) / known.length;
   };
   table(parent, ["", ...worlds.map(([world]) => `${world}, %`), "cost, cents", "latency, min"],
     names.map(name => [
       label(name),
-      ...worlds.map(([, found]) => (found[name] ? cell(found[name], "accuracy") : "-")),
+      ...worlds.map(([, policies]) => (policies[name] ? cell(policies[name], "accuracy") : "-")),
       digits(mean(name, "cost_usd"), 100),
       digits(mean(name, "latency_s") / 60),
     ]), first);
@@ -114,9 +114,9 @@ function drawWorld(parent, world, named) {
   for (const [name, { failed, failure }] of named)
     if (failed) add(parent, "p", `${label(name)}, the first that failed: ${failure}`, "note");
   heat(parent, titles.notes.calls, named.map(([name, { calls }]) => [label(name), calls]));
-  const wishes = named.map(([name, { by_preference: found }]) =>
-    [label(name), Object.fromEntries(Object.entries(found).map(([wish, { reward }]) => [wish, reward]))]);
-  heat(parent, titles.notes.wishes, wishes);
+  const rewards = named.map(([name, { by_preference: split }]) =>
+    [label(name), Object.fromEntries(Object.entries(split).map(([preference, { reward }]) => [preference, reward]))]);
+  heat(parent, titles.notes.preferences, rewards);
   if (named.length < 2) return;
   add(parent, "p", titles.notes.differences, "note");
   const measures = Object.entries(titles.differences);
@@ -136,7 +136,7 @@ function drawPairs(parent, pairs) {
   section(parent, "Instructive attempts", titles.notes.attempts);
   for (const pair of pairs) {
     const card = add(parent, "div", undefined, "pair");
-    add(card, "p", pair[0].wish);
+    add(card, "p", pair[0].preference);
     for (const side of pair) add(card, "pre", `${label(side.policy)}: reward ${side.reward.toFixed(3)}\n${side.tree}`);
   }
 }
@@ -145,6 +145,6 @@ if (data.run) drawRun(document.getElementById("run"), data.run);
 if (data.pairs) {
   const worlds = Object.entries(summary.worlds), box = document.getElementById("worlds");
   drawSummary(document.getElementById("summary"), worlds);
-  for (const [world, found] of worlds) drawWorld(box, world, Object.entries(found));
+  for (const [world, policies] of worlds) drawWorld(box, world, Object.entries(policies));
   if (data.pairs.length) drawPairs(document.getElementById("pairs"), data.pairs);
 }

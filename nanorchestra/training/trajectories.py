@@ -8,7 +8,7 @@ from typing import Any
 from nanorchestra.engine.stream import TurnStream
 from nanorchestra.errors import require
 from nanorchestra.model.tokenizer import Tokenizer
-from nanorchestra.records import Preference, Task, ToolCall, ToolResult, Trajectory, Turn
+from nanorchestra.records import Bounds, Preference, Task, ToolCall, ToolResult, Trajectory, Turn
 from nanorchestra.schemas import MOST_DEPTH, Json, check, levels
 
 
@@ -40,7 +40,10 @@ def check_row(row: Any, where: str) -> None:
 
 def from_row(row: Json) -> tuple[Task, Trajectory]:
     """Returns the arguments of the `to_row` that made `row`; ignores other keys."""
-    task = row["task"] | {"preference": Preference(**row["task"]["preference"])}
+    task = row["task"] | {
+        "preference": Preference(**row["task"]["preference"]),
+        "bounds": Bounds(**row["task"]["bounds"]),
+    }
     values = {field.name: row[field.name] for field in dataclasses.fields(Trajectory)}
     values["turns"] = []
     for turn in row["turns"]:

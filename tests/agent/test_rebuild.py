@@ -7,7 +7,6 @@ import random
 from pathlib import Path
 
 import pytest
-from nanorchestra.training.lessons import demonstration
 from openai_server import openai_server, said
 from scripted import EchoTool, play
 
@@ -16,6 +15,7 @@ from nanorchestra.agent.loop import AttemptLimits
 from nanorchestra.agent.rebuild import Notes
 from nanorchestra.model import chat
 from nanorchestra.records import Preference, Task, ToolCall, ToolResult
+from nanorchestra.training.warm_start import demonstration
 from tools import load_tools
 from worlds.miniature.teacher import teach
 from worlds.miniature.world import World, environment

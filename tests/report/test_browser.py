@@ -37,12 +37,12 @@ def data_of(page):
 
 def test_the_page_has_the_recorded_numbers_and_no_tag_in_its_data(tmp_path):
     rows = [row(), row(trainer_logprobs=[], logprobs=[None] * 8)]  # and by an endpoint
-    found = browser(rows, lambda token: f"<{token}>")
-    data = data_of(page(Run.create(tmp_path / "one", "a = 1"), "", {"browser": found}))["browser"]
+    shown = browser(rows, lambda token: f"<{token}>")
+    data = data_of(page(Run.create(tmp_path / "one", "a = 1"), "", {"browser": shown}))["browser"]
     assert data["pieces"]["7"] == "<7>" and data["count"] == 1
-    said = {"question": "q", "wish": "p"}
+    texts = {"question": "q", "preference": "p"}
     assert data["groups"] == [
-        [said | {name: one[name] for name in TITLES["attempt"]} for one in rows]
+        [texts | {name: one[name] for name in TITLES["attempt"]} for one in rows]
     ]
 
 
@@ -85,8 +85,8 @@ def drawn(page, code):
 @needs_node
 def test_the_script_draws_masks_ratios_and_advantages(tmp_path):
     rows = [row(), row(reward=0.75, trainer_logprobs=[], advantage=-6.0)]
-    found = {"browser": browser(rows, lambda token: f"<{token}>")}
-    seen = drawn(page(Run.create(tmp_path / "one", "a = 1"), "", found), REPORT)
+    shown = {"browser": browser(rows, lambda token: f"<{token}>")}
+    seen = drawn(page(Run.create(tmp_path / "one", "a = 1"), "", shown), REPORT)
     assert seen["table"][1][:6] == ["1", "0.250", "1", "2.000", "1.50", "2"]
     assert seen["table"][2][1] == "0.750"
     assert [entry[0] for entry in seen["mask"]] == [f"<{i}>" for i in range(8)]

@@ -4,8 +4,10 @@ import math
 import re
 
 import pytest
+from matplotlib.figure import Figure
 from test_browser import TEXTS, data_of, drawn, needs_node, row
 
+from nanorchestra.report import plots
 from nanorchestra.report.page import SCRIPTS, write_report
 from nanorchestra.report.run import Run
 
@@ -80,3 +82,19 @@ def test_the_report_loads_nothing_and_runs_nothing(run):
     assert "default-src 'none'" in page and len(re.findall("<script", page)) == len(scripts) == 3
     assert data_of(page)["browser"]["groups"][0][0]["question"] == evil
     assert [body for attributes, body in scripts if not attributes] == SCRIPTS
+
+
+def test_the_mismatch_of_sampler_and_trainer_and_the_reward_trained_on_are_curves():
+    """The panels name keys of a metrics row; a key that is not there gives an empty panel."""
+    shown = {"mismatch_kl": 2e-4, "ratio_mean": 1.0, "ratio_max": 1.3, "staleness": 0.5}
+    rows = [SCORES | shown | {"step": step, "reward_parts": {"cost": 0.1}} for step in (1, 2, 3)]
+    last = {}
+    for panel in plots.curves(rows, "health") + plots.curves(rows, "learning"):
+        axis = Figure().subplots()
+        panel(axis)
+        last[axis.get_title()] = [float(line.get_ydata()[-1]) for line in axis.lines[::2]]
+    assert last["KL(sampler || trainer), nats per token"] == [2e-4]
+    assert last["Probability, trainer / sampler"] == [1.0, 1.3]
+    assert last["Staleness of the sampled ids, updates"] == [0.5]
+    assert last["Reward that is trained on"] == [SCORES["reward"]]
+    assert last["Parts of the reward by the price list"] == [0.1]

@@ -94,8 +94,8 @@ def test_a_run_has_one_writer(run):
 def test_the_table_is_aligned_and_has_units():
     scores = {"reward": 0.5, "accuracy": 0.783, "cost_usd": 0.0021, "latency_s": 2.1}
     nothing_right = {"reward": 0.0, "accuracy": 0.0, "cost_usd": 0.25}
-    found = {"after": scores, "before": nothing_right, "routers": {"strongest": scores}}
-    lines = table(held_out_scores({"held_out": found})).splitlines()
+    held_out = {"after": scores, "before": nothing_right, "routers": {"strongest": scores}}
+    lines = table(held_out_scores({"held_out": held_out})).splitlines()
     assert len(lines) == 4 and len({len(line) for line in lines}) == 1
     assert "cost/task, m$" in lines[0] and "latency/task, s" in lines[0]
     assert re.match(r"before GRPO +0\.000 +0\.0 +250( +-){6}$", lines[1])

@@ -27,7 +27,7 @@ from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.objectives import group_advantages, objective_of
 from reward import group_rewards
 from tools import PythonTool, load_tools
-from worlds.routers import play as route
+from worlds.routers import OfferedExpert, ask_until_two_agree
 
 INFRASTRUCTURE = (
     EndpointError("no connection"),
@@ -142,8 +142,7 @@ def test_an_expert_that_is_down_costs_its_group_an_attempt_and_no_reward(
 
 def test_a_router_fails_with_its_expert(nano_tokenizer):
     env = echoing(DOWN)
-    env.task = replace(env.task, data={"bounds": [[0, 1], [0, 1]], "tools": []})
-    attempt = route([{"name": "echo", "arguments": {"text": "hi"}}], env)
+    attempt = ask_until_two_agree([OfferedExpert("echo", 1.0, {"text": "hi"})], env)
     assert (attempt.status, attempt.failure) == ("infrastructure", "Error: echo is down")
 
 

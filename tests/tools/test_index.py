@@ -7,13 +7,12 @@ import re
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from urllib.parse import quote
 
 import numpy as np
 import pytest
-from sklearn.feature_extraction.text import CountVectorizer
 
 from nanorchestra.errors import UserError
 from nanorchestra.tools import corpus as corpus_module
@@ -52,15 +51,19 @@ def test_edges_of_k_and_query():
 
 def test_scores_are_those_of_bm25_and_of_the_neighbouring_words():
     texts = [json.loads(line)["text"] for line in CORPUS.read_text(encoding="utf-8").splitlines()]
-    counter = CountVectorizer(token_pattern=f"({WORD})", stop_words=list(COMMON))
-    counts = counter.fit_transform(texts).toarray()  # [passages, words]
+    spoken = [[w for w in re.findall(WORD, text.lower()) if w not in COMMON] for text in texts]
+    vocabulary = {word: column for column, word in enumerate(sorted({*chain(*spoken)}))}
+    counts = np.zeros((len(texts), len(vocabulary)))  # [passages, words]
+    for row, words in enumerate(spoken):
+        for word in words:
+            counts[row, vocabulary[word]] += 1
     lengths, frequency = counts.sum(1, keepdims=True), (counts > 0).sum(0)
     rarity = np.log(1 + (len(texts) - frequency + 0.5) / (frequency + 0.5))
     weights = counts / (counts + 1.5 * (0.25 + 0.75 * lengths / lengths.mean())) * rarity
     index = Index([Passage(text) for text in texts])
     for query in ("gold", "Period of iron", "atomic number of tin", "gold gold iron"):
         words = words_of(query)
-        scores = weights[:, [counter.vocabulary_[word] for word in words]].sum(1)
+        scores = weights[:, [vocabulary[word] for word in words]].sum(1)
         wanted = []
         for row in np.argsort(-scores, kind="stable")[:10]:
             pairs = {*pairwise(words)}

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import replace
 from statistics import fmean
 
 import pytest
 import torch
-from nanorchestra.training.lessons import demonstration
 
 from nanorchestra.records import Preference, Task
-from worlds.evaluation import task_bounds
+from nanorchestra.training.warm_start import demonstration
 from worlds.miniature.offers import describe, title
-from worlds.miniature.probe import permuted, with_ban, with_ratio
-from worlds.miniature.tables import PHRASES, PREFERENCES, QUESTIONS, SKILLS
+from worlds.miniature.tables import PHRASES, PREFERENCES, QUESTIONS
 from worlds.miniature.teacher import consider, teach
 from worlds.miniature.world import World, environment
-from worlds.routers import informed_order
 
 
 @pytest.fixture(scope="module")
@@ -179,30 +175,3 @@ def test_demonstrations_mask_what_tools_said(nano_tokenizer, sandbox):
         given = nano_tokenizer.decode([i for i, own in zip(ids, sampled, strict=True) if not own])
         assert "tool_response" not in said and said.endswith("<|im_end|>")
         assert given.count("<tool_response>") == said.count("<tool_call>")
-
-
-def test_probes_change_one_thing(sandbox):
-    for task in World(0).tasks("held_out", 60):
-        other = permuted(task)
-        assert other.data["tools"] != task.data["tools"]
-        assert sorted(other.preference.avoided) != sorted(task.preference.avoided) or not (
-            task.preference.avoided
-        )
-        for name in other.preference.avoided:
-            (banned,) = (o for o in other.data["tools"] if o["name"] == name)
-            assert title(banned) in other.preference.text
-        banned = with_ban(task)
-        best = informed_order(replace(task, preference=replace(task.preference, tools={})))[0]
-        assert banned.preference.avoided == (best["name"],)
-        assert environment(banned, 0, sandbox).messages[0]["content"].count(title(best)) == 1
-    cases = (t for t in World(0).tasks("held_out", 60) if t.data["kind"] == "knowledge")
-    case = next(t for t in cases if sum(o["what"] in SKILLS for o in t.data["tools"]) > 2)
-    for ratio in (1 / 16, 1.1, 16):
-        tools = with_ratio(case, ratio).data["tools"]
-        low, high, *others = sorted(offer["price"] for offer in tools)
-        assert high / low == pytest.approx(max(ratio, 1 / ratio), rel=0.1)
-        assert others and set(others) == {99} and all(o["what"] in SKILLS for o in tools)
-        assert (
-            task_bounds(with_ratio(case, ratio)).cost_usd
-            == task_bounds(with_ratio(case, 2)).cost_usd
-        )

@@ -10,7 +10,7 @@ import pytest
 from nanorchestra.config import TaskSection
 from nanorchestra.errors import UserError
 from nanorchestra.records import Trajectory
-from worlds import evaluation, mixture
+from worlds import metrics, mixture
 from worlds.miniature.world import World
 from worlds.mixture import Worlds, open_world, parse_mixture, places
 
@@ -93,7 +93,7 @@ def test_measures_leave_out_what_the_infrastructure_failed():
         for outcome, status in statuses:
             made.append(Trajectory(task.id, 0, status=status, outcome=outcome))
             made[-1].calls = calls
-            evaluation.score(task, made[-1])
+            metrics.score(task, made[-1])
         return made
 
     right, wrong, failed = (1.0, "answered"), (0.0, "answered"), (0.0, "infrastructure")

@@ -12,7 +12,7 @@ from test_toolscale_rows import DATA, NOTES, domain, real
 
 import evaluate
 from nanorchestra.report import plots
-from nanorchestra.report.evaluation import attempts
+from nanorchestra.report.comparison import recorded_attempts
 from nanorchestra.tools.spending import Spending
 from worlds.toolscale.dataset import load_world
 from worlds.toolscale.environment import Models
@@ -60,7 +60,7 @@ def test_golden_calls_score_1_and_nothing_done_0(
         policies = [f"{model}@{server.url}{LIMITS}" for model in ("golden", "idle")]
         assert evaluate.main([*options, "--policy", *policies]) == 0
     outcomes, idle = {"golden": {}, "idle": {}}, {}
-    for row in attempts(Path("runs/evaluation")):
+    for row in recorded_attempts(Path("runs/evaluation")):
         outcomes[row["policy"].partition("@")[0]][row["task_id"]] = row["outcome"]
     for task in tasks:
         kind = {tool["name"]: tool["what"] for tool in task.data["tools"]}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from nanorchestra.training.lessons import demonstration
 
+from nanorchestra.training.warm_start import demonstration
 from worlds.toolscale import small
 from worlds.toolscale.dataset import teach
 from worlds.toolscale.plan import Planner

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanorchestra.agent.environment import ToolEnvironment
-from nanorchestra.records import Preference, Price, Task
+from nanorchestra.records import Bounds, Preference, Price, Task
 from nanorchestra.tools.sandbox import Sandbox
 from tools import LookupTool, PythonTool, RecordsTool, SimulatedExpert
 from worlds.miniature.draw import (
@@ -143,7 +143,16 @@ def make_task(
         "wish": wish,
         "bounds": bounds(tools, question.difficulty),
     }
-    return Task(name, text, preference, data)
+    return Task(
+        name,
+        text,
+        preference,
+        Bounds(*map(tuple, data["bounds"])),
+        "miniature",
+        question.kind,
+        {offer["name"]: offer["what"] for offer in tools},
+        data,
+    )
 
 
 def environment(task: Task, seed: int, sandbox: Sandbox) -> ToolEnvironment:

@@ -17,7 +17,7 @@ from nanorchestra.agent.loop import SECONDS_PER_TOKEN
 from nanorchestra.errors import require
 from nanorchestra.files import read_json, read_json_lines
 from nanorchestra.model import chat
-from nanorchestra.records import Preference, Price, Task, ToolCall
+from nanorchestra.records import Bounds, Preference, Price, Task, ToolCall
 from reward import POLICY, PRICES
 from worlds.toolscale import preferences
 from worlds.toolscale.environment import SIMULATED, DomainEnvironment, Models
@@ -86,7 +86,16 @@ class ToolScaleWorld:
             "bounds": _bounds(tau2, offered),
         }
         question = wishes(tau2)[0].opening
-        return Task(f"{tau2['id']}/{split}-{index}", question, preference, data)
+        return Task(
+            f"{tau2['id']}/{split}-{index}",
+            question,
+            preference,
+            Bounds(*data["bounds"]),
+            self.name,
+            tau2["domain"],
+            {tool["name"]: tool["what"] for tool in tools},
+            data,
+        )
 
     def environment(self, task: Task, seed: int) -> DomainEnvironment:
         """Returns one attempt at a task; `seed` is that of the simulated experts."""

@@ -56,7 +56,9 @@ def verify(world: World, task: Json) -> str | None:
         wrong = altered(world, [golden[place]], rng)
         if scorer.score(attempt([*golden[:place], *wrong, *golden[place + 1 :]], told)):
             return "solved with an argument altered"
-    played = Task(task["id"], wishes(task)[0].opening, Preference(), {"task": task, "experts": []})
+    played = Task(
+        task["id"], wishes(task)[0].opening, Preference(), data={"task": task, "experts": []}
+    )
     env = DomainEnvironment(world, played, 0)
     for _ in right_turns(env):
         pass

@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+from nanorchestra.agent.attempts import play
 from nanorchestra.agent.load import load_rollout
 from nanorchestra.agent.loop import AttemptLimits
 from nanorchestra.config import Config
@@ -10,8 +11,8 @@ from nanorchestra.errors import require
 from nanorchestra.records import Trajectory
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
-from worlds.evaluation import finished, interval
-from worlds.mixture import Worlds
+from worlds.load import open_world
+from worlds.metrics import finished, interval
 
 
 def api_bill(config: Config, count: int, sandbox: Sandbox) -> str:
@@ -28,24 +29,35 @@ def api_bill(config: Config, count: int, sandbox: Sandbox) -> str:
         f"--probe: model.path is {config.model.path!r}; it must be a checkpoint, which plays",
     )
     spending = Spending()
-    worlds = Worlds(config.task, config.run.seed, sandbox, spending)
+    world = open_world(config.task, config.run.seed, sandbox, spending)
     sampling = {"temperature": config.rollout.temperature}
     rollout = load_rollout(path, AttemptLimits.of(config.rollout), sampling, running=min(count, 64))
     rollout.rebuild = config.rollout.context == "rebuild"
-    tasks = worlds.tasks(count, 0)
+    tasks = [world.task("train", index) for index in range(count)]
     seeds = [config.run.seed * 1_000_003 + i for i in range(count)]
-    attempts, _ = worlds.attempt(rollout, tasks, seeds)
-    played = finished(zip(tasks, attempts, strict=True))
+
+    def environment(i):
+        return world.environment(tasks[i], seeds[i])
+
+    attempts, _ = play(rollout, environment, seeds)
+    played = [attempt for _, attempt in finished(zip(tasks, attempts, strict=True))]
+    failures = [attempt.failure for attempt in attempts if attempt.failure]
     require(
         len(played) > 1,
         f"--probe: {len(played)} of {count} attempts were finished; the first failure: "
-        f"{next((t.failure for t in attempts if t.failure), 'none')}",
+        f"{''.join(failures[:1]) or 'none'}",
     )
-    usd, low, high = interval([_calls_usd(t) for _, t in played])
+    usd, low, high = interval([_calls_usd(attempt) for attempt in played])
     grpo = config.grpo
     steps = grpo.steps
     if grpo.epochs:
-        steps = math.ceil(grpo.epochs * worlds.epoch() / grpo.prompts)
+        size = world.size("train")
+        require(
+            size is not None,
+            f"grpo.epochs is {grpo.epochs}, but task.world, {config.task.world!r}, has tasks "
+            "without end; set grpo.steps, and epochs to 0",
+        )
+        steps = math.ceil(grpo.epochs * size / grpo.prompts)
     training = steps * grpo.prompts * grpo.group_size
     evaluated = 2 * config.evaluation.tasks
     number = training + evaluated
@@ -63,6 +75,6 @@ def api_bill(config: Config, count: int, sandbox: Sandbox) -> str:
     return "\n".join(lines)
 
 
-def _calls_usd(t: Trajectory) -> float:
+def _calls_usd(attempt: Trajectory) -> float:
     """Returns the US dollars of an attempt's calls, without the policy's own tokens."""
-    return sum(result.cost_usd for turn in t.turns for result in turn.results)
+    return sum(result.cost_usd for turn in attempt.turns for result in turn.results)

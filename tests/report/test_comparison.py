@@ -9,7 +9,7 @@ import re
 from test_browser import TEXTS, data_of, drawn, needs_node
 
 from nanorchestra.report import plots
-from nanorchestra.report.evaluation import write_evaluation
+from nanorchestra.report.comparison import write_comparison
 from nanorchestra.report.run import Run
 
 EVIL = '<script>alert(1)</script><img src="http://evil.example/x.png">'
@@ -32,7 +32,7 @@ def scores(reward):
 
 
 def attempt(policy, number, reward):
-    task = {"id": f"t{number}", "question": EVIL, "preference": {"text": f"wish {number}"}}
+    task = {"id": f"t{number}", "question": EVIL, "preference": {"text": f"preference {number}"}}
     row = {"policy": policy, "trial": 0, "reward": reward, "task": task, "turns": []}
     return row | {"cost_usd": 0.1, "status": "answered", "answer": EVIL}
 
@@ -42,11 +42,11 @@ def written(path):
     run = Run.create(path, "seed = 1")
     names = ("a/model", "a/model:turns=2", "perfect")
     worlds = {"miniature": {name: scores(n / 4) for n, name in enumerate(names)}}
-    run.write_json("summary.json", {"partial": EVIL, "worlds": worlds, "probes": {}})
+    run.write_json("summary.json", {"partial": EVIL, "worlds": worlds})
     rows = [attempt("a/model", n, n / 20) for n in range(20)]
     rows += [attempt("a/model:turns=2", n, 0.5) for n in range(20)]
     (path / "00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write_evaluation(path)
+    write_comparison(path)
     return (path / "report.html").read_text()
 
 
@@ -55,19 +55,19 @@ def test_the_page_shows_where_the_first_two_differ_and_runs_nothing(tmp_path):
     assert EVIL not in page and "default-src 'none'" in page
     assert len(re.findall("<script", page)) == 3 and not re.search(r"<(link|iframe|a)\b", page)
     data = data_of(page)
-    shown = [pair[0]["wish"] for pair in data["pairs"]]
-    assert shown == [f"wish {n}" for n in (19, 18, 17, 16, 15, 0, 1, 2, 3, 4)]
+    shown = [pair[0]["preference"] for pair in data["pairs"]]
+    assert shown == [f"preference {n}" for n in (19, 18, 17, 16, 15, 0, 1, 2, 3, 4)]
     for name in ("frontier", "turns"):
         assert (tmp_path / "one" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_policy_without_a_price_has_no_place_on_the_axis_of_cost():
-    found = {"free": scores(0.1) | {"cost_usd": None}, "paid": scores(0.2)}
-    drawn = plots.figure([plots.frontier(found)], "svg").decode()
+    policies = {"free": scores(0.1) | {"cost_usd": None}, "paid": scores(0.2)}
+    drawn = plots.figure([plots.frontier(policies)], "svg").decode()
     assert "paid" in drawn and "free" not in drawn
-    swept = plots.frontier({"free:turns=2": found["free"]}, turns=True)
+    swept = plots.frontier({"free:turns=2": policies["free"]}, turns=True)
     assert "free" in plots.figure([swept], "svg").decode()
-    plots.figure([plots.frontier({"free": found["free"]})], "svg")  # no point at all
+    plots.figure([plots.frontier({"free": policies["free"]})], "svg")  # no point at all
 
 
 @needs_node
@@ -75,9 +75,9 @@ def test_failures_and_missing_prices_stand_in_the_tables(tmp_path):
     run = Run.create(tmp_path / "one", "seed = 1")
     failing = {"failed": 3, "failure": EVIL, "cost_usd": None, "cost_per_correct_usd": None}
     worlds = {"miniature": {"a/model": scores(0.2) | failing, "b/model": scores(0.4)}}
-    run.write_json("summary.json", {"partial": "", "worlds": worlds, "probes": {}})
+    run.write_json("summary.json", {"partial": "", "worlds": worlds})
     (tmp_path / "one" / "00000.jsonl").write_text("")
-    write_evaluation(tmp_path / "one")
+    write_comparison(tmp_path / "one")
     texts = drawn((tmp_path / "one" / "report.html").read_text(), TEXTS)
     assert f"a/model, the first that failed: {EVIL}" in texts
     page = " | ".join(map(str, texts))
@@ -90,9 +90,9 @@ def test_the_page_is_written_where_all_attempts_cost_the_same(tmp_path):
     for name, toward in (("above", 1.0), ("below", 0.0)):
         run, same = Run.create(tmp_path / name, "seed = 1"), scores(0.5)
         same["intervals"] |= {"cost_usd": [math.nextafter(same["cost_usd"], toward)] * 2}
-        found = {"a/model": same, "b/model:turns=2": same}
-        run.write_json("summary.json", {"partial": "", "worlds": {"w": found}, "probes": {}})
-        write_evaluation(tmp_path / name)
+        policies = {"a/model": same, "b/model:turns=2": same}
+        run.write_json("summary.json", {"partial": "", "worlds": {"w": policies}})
+        write_comparison(tmp_path / name)
         assert (tmp_path / name / "frontier.png").read_bytes().startswith(b"\x89PNG")
 
 

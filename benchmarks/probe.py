@@ -1,0 +1,211 @@
+"""Probes what a policy reads in the miniature: held-out tasks changed in one thing.
+
+    python benchmarks/probe.py assets/nano --tasks 320 [--seed 0] [--json FILE]
+
+Rewards on tasks with the aliases or the phrases of training, with permuted aliases and with the
+tools in reverse order stand beside the reward on the unchanged tasks. Three shares follow: of bans
+of the preferred tool that are kept, of difficulties that the first thought names, and of first
+choices that are the informed rule's where only the ratio of two prices changes. All have 95%
+intervals over tasks; differences are paired by task.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from nanorchestra.agent.attempts import play  # noqa: E402
+from nanorchestra.agent.loop import Rollout  # noqa: E402
+from nanorchestra.errors import ArgumentParser, command, require  # noqa: E402
+from nanorchestra.files import write_whole  # noqa: E402
+from nanorchestra.records import Bounds, Preference, Task, Trajectory  # noqa: E402
+from nanorchestra.tools.sandbox import Sandbox  # noqa: E402
+from nanorchestra.tools.spending import Spending  # noqa: E402
+from worlds.metrics import Interval, interval, score  # noqa: E402
+from worlds.miniature.offers import Offer, bounds, is_expert, title  # noqa: E402
+from worlds.miniature.tables import HELD_OUT, PHRASES, PREFERENCES, TRAIN  # noqa: E402
+from worlds.miniature.world import World, environment, forbid  # noqa: E402
+from worlds.policies import parse  # noqa: E402
+from worlds.routers import informed_order  # noqa: E402
+
+STEPS = (1.1, 1.25, 1.5, 2, 3, 5, 9, 16)
+RATIOS = (*(1 / step for step in reversed(STEPS)), *STEPS)  # of two prices
+MIDDLE_CENTS = 20  # geometric mean of the two prices of a ratio
+DEAREST_CENTS = 99  # price of the other experts on offer
+PARALLEL = 128  # attempts at a time
+
+
+@command("probe.py")
+def main(arguments: list[str]) -> int:
+    """Runs the command and returns its exit status."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = ArgumentParser(prog="probe.py", description=__doc__, formatter_class=formatter)
+    parser.add_argument("policy", help="as --policy of evaluate.py, but no router")
+    parser.add_argument("--tasks", type=int, default=320, help="held-out tasks (default: 320)")
+    parser.add_argument("--seed", type=int, default=0, help="of tasks and sampling (default: 0)")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    options = parser.parse_args(arguments)
+    require(options.tasks > 0, f"--tasks must be at least 1, not {options.tasks}")
+    rollout = parse(options.policy, routers=()).load(Spending(), PARALLEL)
+    with Sandbox() as sandbox:
+        results = probe(rollout, options.seed, options.tasks, sandbox)
+    for name, (mean, low, high) in results.items():
+        print(f"{name}: {mean:.3g} [{low:.3g}, {high:.3g}]")
+    if options.json:
+        write_whole(options.json, json.dumps(results, indent=2) + "\n")
+    return 0
+
+
+def probe(rollout: Rollout, seed: int, count: int, sandbox: Sandbox) -> dict[str, Interval]:
+    """Returns the probes of a policy on `count` held-out tasks each, by name."""
+    tasks = World(seed).tasks(HELD_OUT, count)
+    plain = attempts_at(tasks, rollout, seed, sandbox)
+    results = {"reward": interval([attempt.reward for attempt in plain])}
+
+    changes = {
+        "aliases of training": World(seed, names=TRAIN).tasks(HELD_OUT, count),
+        "phrases of training": World(seed, words=TRAIN).tasks(HELD_OUT, count),
+        "aliases permuted": [permuted(task) for task in tasks],
+        "tools in reverse order": [_with(task, task.data["tools"][::-1]) for task in tasks],
+    }
+    for name, changed in changes.items():
+        rewards = [attempt.reward for attempt in attempts_at(changed, rollout, seed, sandbox)]
+        gains = [ours - base.reward for ours, base in zip(rewards, plain, strict=True)]
+        results[f"reward, {name}"] = interval(rewards)
+        results[f"reward, {name}, difference"] = interval(gains)
+
+    cases = [pair for pair in zip(tasks, plain, strict=True) if pair[0].kind == "knowledge"]
+    banned = [with_ban(task) for task, _ in cases]
+    kept = []
+    for task, attempt in zip(banned, attempts_at(banned, rollout, seed, sandbox), strict=True):
+        used = any(attempt.calls.get(name) for name in task.preference.avoided)
+        kept.append(float(bool(attempt.calls) and not used))
+    results["bans of the preferred tool kept"] = interval(kept)
+
+    read = [float(_reads_difficulty(rollout, task, attempt)) for task, attempt in cases]
+    results["difficulty read right"] = interval(read)
+    return results | _price_ratios([task for task, _ in cases], rollout, seed, sandbox)
+
+
+def attempts_at(
+    tasks: Sequence[Task], rollout: Rollout, seed: int, sandbox: Sandbox
+) -> list[Trajectory]:
+    """Returns one scored attempt at each task, with the seeds of evaluate.py's."""
+
+    def open_environment(i):
+        return environment(tasks[i], seed, sandbox)
+
+    seeds = [seed * 1_000_003 + i for i in range(len(tasks))]
+    attempts, _ = play(rollout, open_environment, seeds)
+    return [score(task, attempt) for task, attempt in zip(tasks, attempts, strict=True)]
+
+
+def permuted(task: Task) -> Task:
+    """Returns the task with each alias moved to the next tool, in the preference's words too."""
+    tools = task.data["tools"]
+    names = [offer["name"] for offer in tools]
+    moved = []
+    for offer, name in zip(tools, names[1:] + names[:1], strict=True):
+        moved.append(offer | {"name": name})
+    text, weights = task.preference.text, {}
+    for old, new in zip(tools, moved, strict=True):
+        if old["name"] in task.preference.tools:
+            weights[new["name"]] = task.preference.tools[old["name"]]
+            text = text.replace(title(old), title(new))
+    preference = replace(task.preference, text=text, tools=weights)
+    return _with(replace(task, preference=preference), moved)
+
+
+def with_ban(task: Task) -> Task:
+    """Returns the task with a ban, of the tool that is best by the hidden skills, and no other."""
+    name = task.preference.name
+    rng = random.Random(f"ban/{task.id}")
+    plain = Preference(rng.choice(PHRASES[HELD_OUT][name]), *PREFERENCES[name][1])
+    best = informed_order(replace(task, preference=plain))[0]
+    return replace(task, preference=forbid(plain, best, rng, HELD_OUT))
+
+
+def with_ratio(task: Task, ratio: float) -> Task:
+    """Returns the task for a user who minds cost alone, with its experts alone on offer.
+
+    The prices of two of them, drawn at random, have the given ratio; the others are dear.
+    """
+    rng = random.Random(f"ratio/{task.id}")
+    preference = Preference(rng.choice(PHRASES[HELD_OUT]["cheap"]), *PREFERENCES["cheap"][1])
+    tools = [offer | {"price": DEAREST_CENTS} for offer in _experts(task)]
+    first, second = rng.sample(range(len(tools)), 2)
+    tools[first]["price"] = round(MIDDLE_CENTS * ratio**0.5)
+    tools[second]["price"] = round(MIDDLE_CENTS / ratio**0.5)
+    return _with(replace(task, preference=preference), tools)
+
+
+def _price_ratios(
+    cases: Sequence[Task], rollout: Rollout, seed: int, sandbox: Sandbox
+) -> dict[str, Interval]:
+    """Returns the share of first choices that are the informed rule's, for each ratio and in all.
+
+    Beside it stands the share of a rule that always takes the cheapest.
+    """
+    cases = [task for task in cases if len(_experts(task)) > 2]
+    by_ratio, all_hits, hits_of_cheapest = {}, [], []
+    for number, ratio in enumerate(RATIOS):
+        tasks = [with_ratio(task, ratio) for task in cases[number :: len(RATIOS)]]
+        hits = []
+        for task, attempt in zip(tasks, attempts_at(tasks, rollout, seed, sandbox), strict=True):
+            best = informed_order(task)[0]["name"]
+            cheapest = min(task.data["tools"], key=_price)["name"]
+            hits.append(float(first_call(attempt) == best))
+            hits_of_cheapest.append(float(cheapest == best))
+        by_ratio[f"first choice at a price ratio of {ratio:.3g}"] = interval(hits)
+        all_hits += hits
+    return {
+        "first choice as the informed rule's": interval(all_hits),
+        "the same, of always the cheapest": interval(hits_of_cheapest),
+        **by_ratio,
+    }
+
+
+def first_call(attempt: Trajectory) -> str:
+    """Returns the name that the first call of an attempt asks for, "" if it calls nothing."""
+    for turn in attempt.turns:
+        for call in turn.calls:
+            return call.name
+    return ""
+
+
+def _price(offer: Offer) -> int:
+    return offer["price"]
+
+
+def _experts(task: Task) -> list[Offer]:
+    return [offer for offer in task.data["tools"] if is_expert(offer)]
+
+
+def _reads_difficulty(rollout: Rollout, task: Task, attempt: Trajectory) -> bool:
+    """Whether the first thought names the difficulty and the subject."""
+    turn = attempt.turns[0]
+    thought = rollout.tokenizer.decode(attempt.ids[turn.start : turn.end])
+    return f"use for {task.data['difficulty']} {task.data['subject']} " in thought
+
+
+def _with(task: Task, tools: list[Offer]) -> Task:
+    """Returns the task with other tools, and the bounds that follow from them."""
+    cost_usd, latency_s = bounds(tools, task.data["difficulty"])
+    return replace(
+        task,
+        bounds=Bounds(tuple(cost_usd), tuple(latency_s)),
+        offers={offer["name"]: offer["what"] for offer in tools},
+        data=task.data | {"tools": tools},
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,154 @@
+"""Figures of recorded attempts: how sure they are, what they count, what they leave out."""
+
+from __future__ import annotations
+
+import json
+from statistics import stdev
+
+import pytest
+
+from nanorchestra.errors import UserError
+from nanorchestra.records import Bounds, Preference, Task, ToolCall, ToolResult, Trajectory, Turn
+from worlds.metrics import (
+    compare,
+    differences,
+    interval,
+    measure,
+    p_value,
+    pass_hat,
+    published_preference,
+    score,
+    summarise,
+)
+
+BOUNDS = Bounds((0.0, 10.0), (0.0, 100.0))
+PREFERENCE = Preference("Be quick.", 0.2, 0.4, 0.4, {"bad": -1.0})
+
+
+def make_task(number=0, preference=PREFERENCE, kind="sums"):
+    offers = {"a": "large", "b": "small", "bad": "large"}
+    return Task(f"t{number}", "?", preference, BOUNDS, "w", kind, offers)
+
+
+def make_attempt(task, outcome=1.0, cost_usd=1.0, latency_s=10.0, **fields):
+    attempt = Trajectory(task.id, 0, outcome=outcome, cost_usd=cost_usd, **fields)
+    attempt.latency_s = latency_s
+    return score(task, attempt)
+
+
+def failed(task):
+    return make_attempt(task, outcome=0.0, status="infrastructure")
+
+
+def test_intervals_tests_and_repeated_trials():
+    mean, low, high = interval([0.0] * 50 + [1.0] * 50)
+    assert low == pytest.approx(0.4, abs=0.03) and high == pytest.approx(0.6, abs=0.03)
+    assert mean == 0.5 and interval([0.3]).mean == 0.3
+    assert p_value([0.0, 0.0]) == 1.0 and p_value([0.1] * 20) < 0.01 < p_value([1, -1, 1, -1, 1])
+    assert pass_hat([(4, 4), (2, 4), (0, 4)], 1) == 0.5
+    assert pass_hat([(4, 4), (2, 4), (0, 4)], 2) == pytest.approx((1 + 1 / 6) / 3)
+
+
+def test_the_reward_of_calls_leaves_out_what_the_policy_itself_costs():
+    """Calls of one turn run side by side: the longest is waited for, all are paid."""
+    task = make_task()
+    turns = [Turn(0, 1, "stop", results=[ToolResult("a", 1.0, 10.0), ToolResult("b", 2.0, 30.0)])]
+    turns += [Turn(1, 2, "stop", results=[ToolResult("c", 1.0, 5.0)]), Turn(2, 3, "stop")]
+    attempt = make_attempt(task, cost_usd=9.0, latency_s=90.0, turns=turns)
+    means = summarise([task], [attempt])
+    assert means["reward"] == pytest.approx(0.2 + 0.4 * 0.1 + 0.4 * 0.1)
+    assert means["reward_of_calls"] == pytest.approx(0.2 + 0.4 * 0.6 + 0.4 * 0.65)
+    assert (attempt.cost_usd, attempt.latency_s) == (9.0, 90.0)
+
+
+def test_figures_read_the_recorded_reward_and_never_compute_it():
+    """A training step's reward is the group's, which no single attempt tells."""
+    tasks = [make_task(number) for number in (0, 0, 1, 1)]
+    attempts = [make_attempt(task) for task in tasks]
+    for attempt, reward in zip(attempts, (0.9, 0.1, 0.4, 0.6), strict=True):
+        attempt.reward = reward
+    row = measure(tasks, attempts, group_size=2)
+    assert row["reward"] == pytest.approx(0.5)
+    assert row["group_std"] == pytest.approx((stdev((0.9, 0.1)) + stdev((0.4, 0.6))) / 2)
+    assert sum(row["reward_parts"].values()) == pytest.approx(score(tasks[0], attempts[0]).reward)
+    assert summarise(tasks[1:], attempts[1:])["reward"] == pytest.approx(1.1 / 3)
+
+
+def test_no_mean_holds_what_the_infrastructure_failed():
+    tasks = [make_task(number) for number in (0, 0, 1, 1)]
+    attempts = [make_attempt(task) for task in tasks]
+    attempts[1] = failed(tasks[1])
+    row = measure(tasks, attempts, group_size=2)
+    assert row["accuracy"] == 1.0 and row["statuses"] == {"answered": 0.75, "infrastructure": 0.25}
+    assert row["group_std"] == 0.0
+    summary = summarise(tasks, attempts)
+    assert (summary["tasks"], summary["attempts"], summary["failed"]) == (2, 4, 1)
+    assert summary["accuracy"] == 1.0 and summary["failure"] == "no reason is recorded"
+    ours = list(zip(tasks, attempts, strict=True))
+    theirs = [(tasks[0], failed(tasks[0])), (tasks[2], make_attempt(tasks[2], outcome=0.0))]
+    assert differences(ours, theirs)["accuracy"][0] == 1.0  # on the task that both finished
+    assert differences(ours[:2], theirs[:1]) == {}
+    with pytest.raises(UserError, match="all 1 attempts failed"):
+        summarise(tasks[1:2], attempts[1:2])
+    assert measure(tasks[1:2], attempts[1:2], 2)["accuracy"] == 0.0  # there are no others
+
+
+def test_summaries_split_by_preference_and_kind_and_count_what_is_behind_a_name():
+    """Of calls that run side by side the slowest takes the time; refused ones count nowhere."""
+    cheap = make_task(0, Preference("Be cheap.", 0.5, 0.5, tools={"bad": -1.0}), kind="sums")
+    right = make_task(1, Preference("Be right."), kind="facts")
+    calls = [ToolCall("a", {}), ToolCall("bad", {}), ToolCall("b", {})]
+    results = [
+        ToolResult("", 0.5, 3.0),
+        ToolResult("", 0.25, 8.0),
+        ToolResult("", error=True, refused=True),
+    ]
+    used = make_attempt(cheap, 0.0, turns=[Turn(0, 1, "stop", calls, results)], verdict="judged")
+    used.calls = {"a": 1, "bad": 1}
+    summary = summarise([cheap, right], [used, make_attempt(right)])
+    assert {name: means["accuracy"] for name, means in summary["by_preference"].items()} == {
+        "cheap": 0.0,
+        "right": 1.0,
+    }
+    assert list(summary["by_kind"]) == ["facts", "sums"]
+    assert summary["avoided_rate"] == 1.0  # of the one task that forbids a tool
+    assert summary["calls"] == {"large": 1.0}
+    assert summary["costs_usd"] == {"large": 0.375, "policy": 0.625}
+    assert summary["seconds_by"] == {"large": 4.0, "policy": 6.0}
+    assert summary["verdicts"] == {"judged": 0.5}
+    assert json.loads(json.dumps(summary)) == summary | {
+        "intervals": {name: list(ends) for name, ends in summary["intervals"].items()}
+    }
+
+
+def test_policies_are_compared_with_the_first_and_costs_need_a_price():
+    tasks = [make_task(number) for number in range(30)]
+    played = {}
+    for name, cost_usd in (("ours", 1.0), ("base", 2.0), ("free", 0.5)):
+        played[name] = [(task, make_attempt(task, cost_usd=cost_usd)) for task in tasks]
+    summaries = compare(played)
+    behind = summaries["base"]["behind"]["cost_usd"]
+    assert behind.mean == behind.low == behind.high == -1.0 and behind.p < 0.01
+    assert summaries["ours"]["behind"]["reward"].mean == 0.0
+    for text in ("cost_usd", "published", "cost_per_correct_usd"):
+        assert summaries["free"][text] is not None
+    summaries = compare(played, unpriced=["free"])
+    for text in ("cost_usd", "published", "cost_per_correct_usd"):
+        assert summaries["free"][text] is None
+    assert "cost_usd" not in summaries["free"]["behind"] | summaries["free"]["intervals"]
+    assert summaries["free"]["by_kind"]["sums"]["cost_usd"] is None
+    assert "cost_usd" in summaries["base"]["behind"]
+    assert compare({"base": played["base"]})["base"]["published"] is not None  # its own base
+
+
+def test_the_published_preference_is_that_of_appendix_l():
+    """Cents and minutes: 2 cents and 3 minutes beside the base's 4 cents and 6 minutes."""
+    task = make_task(preference=Preference("", 0.5, 0.25, 0.125, {"a": 0.1}))
+    base = [(task, make_attempt(task, cost_usd=0.04, latency_s=360.0, calls={"a": 2}))]
+    ours = [(task, make_attempt(task, cost_usd=0.02, latency_s=180.0, calls={"a": 3}))]
+    assert published_preference(ours, base) == pytest.approx(
+        0.5 * 1 / 1 + 0.25 * 4 / 2 + 0.125 * 6 / 3 + 0.1 * 3 / 2
+    )
+    wrong = [(task, make_attempt(task, outcome=0.0))]
+    assert published_preference(wrong, base) == 0.0
+    assert published_preference([(task, failed(task))], base) is None

@@ -1,0 +1,349 @@
+"""Figures of recorded attempts: means, tallies, bootstrap intervals, paired tests, pass^k.
+
+A policy and a fixed router are measured alike. The reward of an attempt is read from its record;
+`score` alone sets it, after an attempt was played. Attempts that the infrastructure failed enter no
+figure but the counts of them.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from copy import copy
+from functools import lru_cache
+from statistics import fmean, stdev
+from typing import NamedTuple
+
+import numpy as np
+
+from nanorchestra.errors import require
+from nanorchestra.records import Task, Trajectory
+from nanorchestra.schemas import Json
+from reward import preference_score, reward_parts, task_rewards
+
+Pairs = Sequence[tuple[Task, Trajectory]]  # attempts, each with its task
+Figures = dict[str, float | None]  # by name; None: the attempt has no such figure
+FAILURE_CHARS = 200  # of what the infrastructure failed with
+COMPARED = ("reward", "reward_of_calls", "accuracy", "cost_usd", "latency_s")  # paired by task
+DRAWS = 2000  # resamples of a bootstrap, and sign flips of a test
+
+
+class Interval(NamedTuple):
+    """A mean over tasks and the ends of its 95% bootstrap interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+class Difference(NamedTuple):
+    """A mean paired difference, the ends of its 95% interval, and the p of a sign-flip test."""
+
+    mean: float
+    low: float
+    high: float
+    p: float
+
+
+def score(task: Task, attempt: Trajectory) -> Trajectory:
+    """Sets the attempt's reward to its absolute form (`task_rewards`), and returns the attempt."""
+    (reward,) = task_rewards([attempt], task.preference, task.bounds)
+    attempt.reward = float(reward)
+    return attempt
+
+
+def summarise(tasks: Sequence[Task], attempts: Sequence[Trajectory]) -> Json:
+    """Returns means per task: over all tasks, by preference, and by kind of question.
+
+    attempts[i] is one at tasks[i]; a task may have several. `pass_hat` is pass^1, pass^2, ...
+    `intervals` are 95% bootstrap intervals over tasks. `failed` counts the attempts that the
+    infrastructure failed, and `failure` says what the first one met. UserError if all failed.
+    """
+    pairs = finished(zip(tasks, attempts, strict=True))
+    require(
+        pairs,
+        f"held-out tasks: all {len(tasks)} attempts failed for reasons of the infrastructure; "
+        "see that the tools and endpoints answer",
+    )
+    rows = [_held_out_figures(task, attempt) for task, attempt in pairs]
+    means = _means(rows)
+    task_means = _means_by([task.id for task, _ in pairs], rows)
+
+    intervals = {}
+    for name, values in _columns(task_means.values()).items():
+        if len(values) > 1:
+            _, low, high = interval(values)
+            intervals[name] = (low, high)
+
+    attempts_at = Counter(task.id for task, _ in pairs)
+    successes = []
+    for task_id, row in task_means.items():
+        successes.append((round(row["accuracy"] * attempts_at[task_id]), attempts_at[task_id]))
+    most_attempts = max(attempts_at.values())
+
+    failures = [attempt.failure for attempt in attempts if attempt.failure]
+    return {
+        "tasks": len({task.id for task in tasks}),
+        "attempts": len(tasks),
+        "failed": len(tasks) - len(pairs),
+        "failure": failures[0][:FAILURE_CHARS] if failures else "",
+        **means,
+        "intervals": intervals,
+        "pass_hat": [pass_hat(successes, k) for k in range(1, most_attempts + 1)],
+        "cost_per_correct_usd": means["cost_usd"] / means["accuracy"]
+        if means["accuracy"]
+        else None,
+        "by_preference": _means_by([task.preference.name for task, _ in pairs], rows),
+        "by_kind": _means_by([task.kind for task, _ in pairs], rows),
+        **_tallies(pairs),
+    }
+
+
+def measure(tasks: Sequence[Task], attempts: Sequence[Trajectory], group_size: int) -> Json:
+    """Returns means over a training step's attempts, for its row of metrics.
+
+    Each `group_size` attempts in a row are a group. `reward` is what the advantages are made of,
+    `group_std` its mean spread within a group. `reward_parts` are those of the absolute form, in
+    which steps can be compared. If the infrastructure failed all attempts, the means are of these.
+    """
+    pairs = list(zip(tasks, attempts, strict=True))
+    pairs = finished(pairs) or pairs
+    figures = [_figures(task, attempt) for task, attempt in pairs]
+
+    parts = []
+    for task, attempt in pairs:
+        by_name = reward_parts([attempt], task.preference, task.bounds)
+        parts.append({name: float(values[0]) for name, values in by_name.items()})
+
+    spreads = []
+    for start in range(0, len(tasks), group_size):
+        group = attempts[start : start + group_size]
+        rewards = [attempt.reward for attempt in group if attempt.status != "infrastructure"]
+        if len(rewards) > 1:
+            spreads.append(stdev(rewards))
+
+    return {
+        **_means(figures),
+        "reward_parts": _means(parts),
+        "group_std": fmean(spreads) if spreads else 0.0,
+        "statuses": _shares(Counter(attempt.status for attempt in attempts), len(attempts)),
+        **_tallies(pairs),
+    }
+
+
+def compare(played: dict[str, Pairs], unpriced: Collection[str] = ()) -> dict[str, Json]:
+    """Returns the summary of each policy by its name, with `behind`: what the first one has more.
+
+    `published` is the paper's preference score; its base is the second policy. It is not known of
+    some policies, `unpriced`, what their own tokens cost: their costs are None, and a difference of
+    costs is left out.
+    """
+    names = list(played)
+    first = names[0]
+    base = names[1] if len(names) > 1 else first
+    summaries = {}
+    for name, pairs in played.items():
+        summary = summarise([task for task, _ in pairs], [attempt for _, attempt in pairs])
+        summary["behind"] = differences(played[first], pairs)
+        summary["published"] = published_preference(pairs, played[base])
+        if name in unpriced:
+            summary["cost_usd"] = summary["cost_per_correct_usd"] = None
+            summary["intervals"].pop("cost_usd", None)
+            for split in ("by_preference", "by_kind"):
+                for means in summary[split].values():
+                    means["cost_usd"] = None
+        if name in unpriced or first in unpriced:
+            summary["behind"].pop("cost_usd", None)
+        if name in unpriced or base in unpriced:
+            summary["published"] = None
+        summaries[name] = summary
+    return summaries
+
+
+def differences(ours: Pairs, theirs: Pairs) -> dict[str, Difference]:
+    """Returns what ours have more than theirs of each figure, over the tasks that both finished."""
+    our_means, their_means = _task_means(ours), _task_means(theirs)
+    shared = [task_id for task_id in our_means if task_id in their_means]
+    if not shared:
+        return {}
+    results = {}
+    for name in COMPARED:
+        values = [our_means[task_id][name] - their_means[task_id][name] for task_id in shared]
+        results[name] = Difference(*interval(values), p_value(values))
+    return results
+
+
+def published_preference(ours: Pairs, base: Pairs) -> float | None:
+    """Returns the score of the paper's appendix L, the mean over tasks that both finished.
+
+        R = M . P if the answer is right, else 0
+        M_k = m_k / max(1, m0_k) for outcome and tools, m0_k / max(1, m_k) for cost and latency
+
+    m0 is the base's first attempt. The paper leaves units open: here US cents and minutes. None if
+    there is no such task.
+    """
+    first_of_base = {}
+    for task, attempt in finished(base):
+        first_of_base.setdefault(task.id, attempt)
+    scores = []
+    for task, attempt in finished(ours):
+        if task.id not in first_of_base:
+            continue
+        other, preference = first_of_base[task.id], task.preference
+        score = preference.outcome * attempt.outcome / max(1, other.outcome)
+        score += preference.cost * 100 * other.cost_usd / max(1, 100 * attempt.cost_usd)
+        score += preference.latency * other.latency_s / 60 / max(1, attempt.latency_s / 60)
+        for name, weight in preference.tools.items():
+            score += weight * attempt.calls.get(name, 0) / max(1, other.calls.get(name, 0))
+        scores.append(score if attempt.outcome == 1 else 0.0)
+    return fmean(scores) if scores else None
+
+
+def finished(pairs: Iterable[tuple[Task, Trajectory]]) -> list[tuple[Task, Trajectory]]:
+    """Returns the attempts that the infrastructure did not fail, with their tasks."""
+    return [(task, attempt) for task, attempt in pairs if attempt.status != "infrastructure"]
+
+
+# How sure a figure is.
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """Returns the mean of one value per task and its 95% bootstrap interval (percentiles)."""
+    if len(values) < 2:
+        return Interval(fmean(values or [math.nan]), -math.inf, math.inf)
+    resampled = np.asarray(values, float)[_resamples(len(values))].mean(1)  # [DRAWS]
+    low, high = np.quantile(resampled, (0.025, 0.975))
+    return Interval(fmean(values), float(low), float(high))
+
+
+@lru_cache(maxsize=2)
+def _resamples(count: int) -> np.ndarray:
+    """Returns the tasks of each resample, [DRAWS, count]."""
+    return np.random.default_rng(0).integers(count, size=(DRAWS, count))
+
+
+def p_value(differences: Sequence[float]) -> float:
+    """Returns the p of a paired test: how often random signs give as large a mean difference."""
+    values = np.asarray(differences, float)
+    signs = np.random.default_rng(0).choice((-1.0, 1.0), size=(DRAWS, len(values)))
+    extreme = np.abs(signs @ values) >= abs(values.sum()) - 1e-9
+    return float((1 + extreme.sum()) / (1 + DRAWS))
+
+
+def pass_hat(successes: Sequence[tuple[int, int]], k: int) -> float:
+    """Returns pass^k: the probability that k attempts at a task are all right.
+
+    `successes` are (right attempts, attempts) by task; the estimate is that of tau-bench (Yao et
+    al. 2024, arXiv 2406.12045), the mean of C(right, k) / C(attempts, k).
+    """
+    return fmean(math.comb(c, k) / math.comb(n, k) for c, n in successes if n >= k)
+
+
+# The figures of one attempt, and means of them.
+
+
+def _figures(task: Task, attempt: Trajectory) -> Figures:
+    """Returns the figures of an attempt: accuracy in 0..1, cost in US dollars, latency in seconds.
+
+    `avoided_rate` is 1 if it used a tool to avoid, None if the task has none; `well_formed` 1 if no
+    call was malformed; `tokens` are those that the policy sampled.
+    """
+    avoided = None
+    if task.preference.avoided:
+        avoided = float(any(attempt.calls.get(name) for name in task.preference.avoided))
+    return {
+        "reward": attempt.reward,
+        "accuracy": attempt.outcome,
+        "cost_usd": attempt.cost_usd,
+        "latency_s": attempt.latency_s,
+        "preference": preference_score(attempt, task.preference, task.bounds),
+        "avoided_rate": avoided,
+        "well_formed": float(attempt.well_formed),
+        "turns": len(attempt.turns),
+        "tokens": sum(attempt.sampled),
+    }
+
+
+def _held_out_figures(task: Task, attempt: Trajectory) -> Figures:
+    """Returns the figures, and `reward_of_calls`: the score if the policy's own tokens were free.
+
+    A fixed router pays for no tokens, so this compares what the calls of both are worth.
+    """
+    calls_alone = copy(attempt)
+    calls_alone.cost_usd = calls_alone.latency_s = 0.0
+    for turn in attempt.turns:
+        if turn.results:
+            calls_alone.cost_usd += sum(result.cost_usd for result in turn.results)
+            calls_alone.latency_s += max(result.latency_s for result in turn.results)
+    figures = _figures(task, attempt)
+    return figures | {"reward_of_calls": score(task, calls_alone).reward}
+
+
+def _task_means(pairs: Pairs) -> dict[str, Figures]:
+    """Returns the means of the finished attempts at each task, by its id."""
+    pairs = finished(pairs)
+    rows = [_held_out_figures(task, attempt) for task, attempt in pairs]
+    return _means_by([task.id for task, _ in pairs], rows)
+
+
+def _means_by(names: Sequence[str], rows: Sequence[Figures]) -> dict[str, Figures]:
+    """Returns the means of the rows of each name; names[i] is that of rows[i]."""
+    groups = defaultdict(list)
+    for name, row in zip(names, rows, strict=True):
+        groups[name].append(row)
+    return {name: _means(group) for name, group in sorted(groups.items())}
+
+
+def _means(rows: Collection[Figures]) -> Figures:
+    """Returns the mean of each figure over the rows that have it, None if none has."""
+    return {name: fmean(values) if values else None for name, values in _columns(rows).items()}
+
+
+def _columns(rows: Collection[Figures]) -> dict[str, list[float]]:
+    """Returns the known values of each figure; all rows have the same names."""
+    columns = defaultdict(list)
+    for row in rows:
+        for name, value in row.items():
+            values = columns[name]
+            if value is not None:
+                values.append(value)
+    return columns
+
+
+def _tallies(pairs: Pairs) -> Json:
+    """Returns calls, US dollars and seconds per attempt by what is behind the name, and verdicts.
+
+    The policy's own tokens and seconds are those of "policy". Of calls that run side by side the
+    slowest counts.
+    """
+    calls, usd, seconds = Counter(), Counter(), Counter()
+    for task, attempt in pairs:
+        for name, count in attempt.calls.items():
+            calls[task.offers.get(name, "unknown")] += count
+        own_usd, own_seconds = attempt.cost_usd, attempt.latency_s
+        for turn in attempt.turns:
+            made = []
+            for call, result in zip(turn.calls, turn.results, strict=False):
+                if result.refused:
+                    continue
+                behind = task.offers.get(result.alias or call.name, "unknown")
+                usd[behind] += result.cost_usd
+                own_usd -= result.cost_usd
+                made.append((result.latency_s, behind))
+            if made:
+                slowest_s, behind = max(made)
+                seconds[behind] += slowest_s
+                own_seconds -= slowest_s
+        usd["policy"] += own_usd
+        seconds["policy"] += own_seconds
+    verdicts = Counter(attempt.verdict for _, attempt in pairs if attempt.verdict)
+    return {
+        "calls": _shares(calls, len(pairs)),
+        "costs_usd": _shares(usd, len(pairs)),
+        "seconds_by": _shares(seconds, len(pairs)),
+        "verdicts": _shares(verdicts, len(pairs)),
+    }
+
+
+def _shares(counts: Counter, total: int) -> dict[str, float]:
+    """Returns each count over the total, by name."""
+    return {name: count / total for name, count in sorted(counts.items())}
