@@ -33,6 +33,7 @@ from tqdm import tqdm
 
 from nanorchestra.agent.attempts import Player, play
 from nanorchestra.agent.load import NANO
+from nanorchestra.agent.world import World
 from nanorchestra.config import TaskSection
 from nanorchestra.errors import ArgumentParser, UserError, command, require
 from nanorchestra.files import read_json_lines, read_text, refuse_links, write_whole
@@ -47,7 +48,6 @@ from worlds import metrics
 from worlds.load import open_world
 from worlds.policies import Policy, parse
 from worlds.routers import routers_of
-from worlds.world import World
 
 RUNS = Path("runs")
 ROUTERS = "routers"  # all of a world, in --policy

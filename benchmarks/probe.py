@@ -32,7 +32,7 @@ from nanorchestra.tools.spending import Spending  # noqa: E402
 from worlds.metrics import Interval, interval, score  # noqa: E402
 from worlds.miniature.offers import Offer, bounds, is_expert, title  # noqa: E402
 from worlds.miniature.tables import HELD_OUT, PHRASES, PREFERENCES, TRAIN  # noqa: E402
-from worlds.miniature.world import World, environment, forbid  # noqa: E402
+from worlds.miniature.world import Miniature, forbid  # noqa: E402
 from worlds.policies import parse  # noqa: E402
 from worlds.routers import informed_order  # noqa: E402
 
@@ -66,13 +66,13 @@ def main(arguments: list[str]) -> int:
 
 def probe(rollout: Rollout, seed: int, count: int, sandbox: Sandbox) -> dict[str, Interval]:
     """Returns the probes of a policy on `count` held-out tasks each, by name."""
-    tasks = World(seed).tasks(HELD_OUT, count)
+    tasks = held_out(Miniature(seed, sandbox), count)
     plain = attempts_at(tasks, rollout, seed, sandbox)
     results = {"reward": interval([attempt.reward for attempt in plain])}
 
     changes = {
-        "aliases of training": World(seed, names=TRAIN).tasks(HELD_OUT, count),
-        "phrases of training": World(seed, words=TRAIN).tasks(HELD_OUT, count),
+        "aliases of training": held_out(Miniature(seed, sandbox, names=TRAIN), count),
+        "phrases of training": held_out(Miniature(seed, sandbox, words=TRAIN), count),
         "aliases permuted": [permuted(task) for task in tasks],
         "tools in reverse order": [_with(task, task.data["tools"][::-1]) for task in tasks],
     }
@@ -95,13 +95,18 @@ def probe(rollout: Rollout, seed: int, count: int, sandbox: Sandbox) -> dict[str
     return results | _price_ratios([task for task, _ in cases], rollout, seed, sandbox)
 
 
+def held_out(world: Miniature, count: int) -> list[Task]:
+    """Returns the first held-out tasks of a world."""
+    return [world.task(HELD_OUT, index) for index in range(count)]
+
+
 def attempts_at(
     tasks: Sequence[Task], rollout: Rollout, seed: int, sandbox: Sandbox
 ) -> list[Trajectory]:
     """Returns one scored attempt at each task, with the seeds of evaluate.py's."""
 
     def open_environment(i):
-        return environment(tasks[i], seed, sandbox)
+        return Miniature(seed, sandbox).environment(tasks[i], seed)
 
     seeds = [seed * 1_000_003 + i for i in range(len(tasks))]
     attempts, _ = play(rollout, open_environment, seeds)

@@ -49,10 +49,10 @@ def sandbox():
 @pytest.fixture(scope="session")
 def nano_tokenizer(sandbox):
     from nanorchestra.model.tokenizer import train_bpe
-    from worlds.miniature.teacher import texts
-    from worlds.miniature.world import World
+    from worlds.miniature.draft import texts
+    from worlds.miniature.world import Miniature
 
-    return train_bpe(texts(World(0), 60, sandbox), 700)
+    return train_bpe(texts(Miniature(0, sandbox), 60), 700)
 
 
 @pytest.fixture(scope="session")

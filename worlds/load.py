@@ -1,49 +1,109 @@
-"""Opens worlds. A stand-in until the World protocol is merged: delete this file then."""
+"""Opens the world that task.world names."""
 
-from nanorchestra.agent.environment import Environment
-from nanorchestra.config import TaskSection
-from nanorchestra.records import Task
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from nanorchestra.agent.world import World
+from nanorchestra.config import DRAWN, TaskSection
+from nanorchestra.errors import require
+from nanorchestra.records import words_and_vector
+from nanorchestra.tools.models import ExpertTool
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
-from worlds.mixture import Worlds
-from worlds.world import Split, World
+from tools import load_tools
+from worlds import questions
+from worlds.miniature.world import Miniature
+from worlds.mixture import Mixture
+from worlds.toolscale import dataset
+from worlds.toolscale.small import small_world
+from worlds.user_world import load_user_world
+from worlds.wording import understood
 
-
-class WorldsAdapter:
-    """worlds.mixture.Worlds as a World."""
-
-    def __init__(self, settings: TaskSection, seed: int, sandbox: Sandbox, spending: Spending):
-        self.name = settings.world
-        self.worlds = Worlds(settings, seed, sandbox, spending)
-
-    def size(self, split: Split) -> int | None:
-        """Returns how many different tasks a split has; None: without end."""
-        if not self.worlds.domains:
-            return None
-        names = ["train", "held_out"] if split == "all" else [split]
-        sizes = []
-        for world in self.worlds.domains.values():
-            sizes.append(sum(len(world.splits[name]) for name in names))
-        return min(sizes)
-
-    def task(self, split: Split, index: int) -> Task:
-        """Returns task `index` of a split, round and round."""
-        if split != "all":
-            return self.worlds.tasks(1, index, split)[0]
-        (world,) = self.worlds.domains.values()
-        held_out = world.splits["held_out"]
-        world.splits["held_out"] = [*world.splits["train"], *held_out]
-        task = world.task("held_out", index)
-        world.splits["held_out"] = held_out
-        return task
-
-    def environment(self, task: Task, seed: int) -> Environment:
-        """Returns the environment of one attempt."""
-        return self.worlds.environment(task, seed)
+DOMAINS = "domains"  # a few small databases, which need no files
 
 
 def open_world(
     settings: TaskSection, seed: int, sandbox: Sandbox, spending: Spending | None = None
 ) -> World:
-    """Returns the world that task.world names. UserError."""
-    return WorldsAdapter(settings, seed, sandbox, spending)
+    """Returns the world that task.world names, or the mixture of the worlds that it names.
+
+    `spending` bounds and counts what real experts cost. UserError.
+    """
+    shares = parse_mixture(settings.world)
+    worlds = {name: _open(name, settings, seed, sandbox, spending) for name in shares}
+    if len(worlds) == 1:
+        (world,) = worlds.values()
+        return world
+    return Mixture(settings.world, worlds, shares, seed)
+
+
+def parse_mixture(text: str) -> dict[str, float]:
+    """Returns the shares that task.world states, which add up to 1.
+
+    "miniature=0.99, data/=0.01" names worlds and weights; a weight that is missing is 1. UserError.
+    """
+    entries = [entry.partition("=") for entry in text.split(",")]
+    try:
+        weights = {name.strip(): float(weight or 1) for name, _, weight in entries}
+    except ValueError:
+        weights = {}
+    require(
+        len(weights) == len(entries)
+        and all(name and 0 < weight < math.inf for name, weight in weights.items()),
+        f"task.world is {text!r}; it must name each world once with a weight above 0, like "
+        "'miniature=0.9, data/=0.1'",
+    )
+    return {name: weight / sum(weights.values()) for name, weight in weights.items()}
+
+
+def _open(name, settings, seed, sandbox, spending) -> World:
+    """Returns one world. UserError."""
+    if name == Miniature.name:
+        return Miniature(seed, sandbox)
+    if name == DOMAINS:
+        return small_world(seed, name)
+    asks = name.startswith(questions.PREFIX)
+    require(
+        asks or Path(name).exists(),
+        f"task.world: there is no world {name!r}; it must be {Miniature.name}, {DOMAINS}, "
+        f"{questions.PREFIX}FILE, a directory of data_gen.py or tau2-bench, a .jsonl file of tau2 "
+        "tasks or ToolScale rows, or a .py file with an environment of your own",
+    )
+    if name.endswith(".py"):
+        return load_user_world(name, seed)
+    simulated = settings.experts == "simulated"
+    tools = []
+    if settings.tools:
+        tools = load_tools(settings.tools, sandbox, spending, simulated)
+    experts = {tool.name: tool for tool in tools if isinstance(tool, ExpertTool)}
+    named = (settings.user, settings.judge)
+    require(
+        {"", *experts} >= set(named),
+        f"task.user and task.judge are {named}; each must be an expert of the catalogue "
+        f"task.tools, {settings.tools!r}, or empty",
+    )
+    user = _paid_as("user", experts.get(settings.user))
+    judge = _paid_as("judge", experts.get(settings.judge))
+    offered = [tool for tool in tools if tool.name not in named]
+    if asks:
+        return questions.load_world(name, seed, settings, offered, judge)
+    models = None
+    if not simulated:
+        models = {
+            tool.expert.model: tool.expert for tool in offered if isinstance(tool, ExpertTool)
+        }
+    preference = None
+    if settings.preference != DRAWN:
+        text, vector = words_and_vector(settings.preference)
+        names = {*vector, *vector.get("never", ())}  # load_world knows whether they may be
+        preference = understood(text, vector, "task.preference", names, names)
+    return dataset.load_world(name, seed, dataset.Models(user, judge, models), preference)
+
+
+def _paid_as(payee: str, tool: ExpertTool | None) -> ExpertTool | None:
+    """Returns an expert whose bill is under the name of what it is asked for."""
+    if tool is None:
+        return None
+    experts = {name: replace(expert, payee=payee) for name, expert in tool.experts.items()}
+    return replace(tool, experts=experts)

@@ -16,6 +16,7 @@ from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.agent.policy import EndpointRollout
+from nanorchestra.agent.world import World
 from nanorchestra.errors import UserError, require
 from nanorchestra.model.hf_config import read_config, read_sampling
 from nanorchestra.model.tokenizer import Tokenizer
@@ -26,7 +27,6 @@ from nanorchestra.tools.roles import ROLES
 from nanorchestra.tools.spending import Spending
 from reward import PRICES
 from worlds.toolscale.environment import EXPERT, HAND_OVER
-from worlds.world import World
 
 TOOLS = ("basic", "none")  # changes that take tools away
 LIMITS = ("turns", "calls_per_turn", "turn_tokens", "context_tokens")

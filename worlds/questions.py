@@ -20,6 +20,7 @@ from pathlib import Path
 
 from nanorchestra.agent.environment import Tool, ToolEnvironment
 from nanorchestra.agent.nested import Orchestrator
+from nanorchestra.agent.world import Split
 from nanorchestra.config import DRAWN, TaskSection
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json_lines
@@ -50,14 +51,17 @@ READ = 1500  # tokens that an expert reads in a usual call, for the bounds of a 
 
 
 @dataclass(frozen=True)
-class Row:
-    """One question; `preference` None: the world's. `wish` are the row's words and its vector."""
+class QuestionRow:
+    """One question. `stated` is its preference as the row has it, a text and a vector.
+
+    `preference` is that in the names of the catalogue; None: the world's.
+    """
 
     id: str
     question: str
     answer: str
     kind: str
-    wish: tuple[str, Json] | None = None
+    stated: tuple[str, Json] | None = None
     preference: Preference | None = None
 
 
@@ -77,54 +81,62 @@ class QuestionEnvironment(ToolEnvironment):
 class QuestionWorld:
     """Rows by split ("train", "held_out"), and the catalogue's tools to answer them with.
 
-    `wish` is the preference of every row without one, None: drawn. `name` stands in every task's
-    data.
+    `preference` is that of every row without one, None: drawn.
     """
 
     name: str
-    splits: dict[str, list[Row]]
+    splits: dict[str, list[QuestionRow]]
     tools: Sequence[Tool]
     judge: ExpertTool | None
     seed: int
     simulated: bool
-    wish: Preference | None = None
+    preference: Preference | None = None
 
-    def task(self, split: str, index: int) -> Task:
+    def size(self, split: Split) -> int:
+        """Returns how many questions a split has."""
+        return len(self._rows(split))
+
+    def _rows(self, split) -> list[QuestionRow]:
+        if split == "all":
+            return [*self.splits["train"], *self.splits[HELD_OUT]]
+        return self.splits[split]
+
+    def task(self, split: Split, index: int) -> Task:
         """Returns task `index` of a split, whose rows are taken round and round."""
-        rows = self.splits[split]
+        rows = self._rows(split)
         row = rows[index % len(rows)]
+        if split == "all":
+            split = HELD_OUT
         draw = {"seed": f"{self.seed}/{split}/{index}/{row.id}", "varied": split != HELD_OUT}
         rng = random.Random(draw["seed"])
-        offers = catalogue.draw(self.tools, rng, draw["varied"])
-        wish = row.preference or self.wish
-        if wish is None:
-            named = [name for tool in offers for name in catalogue.experts_of(tool) or [tool.name]]
-            wish = preferences.draw(rng, named, split)
+        tools = catalogue.draw(self.tools, rng, draw["varied"])
+        preference = row.preference or self.preference
+        if preference is None:
+            names = [name for tool in tools for name in catalogue.experts_of(tool) or [tool.name]]
+            preference = preferences.draw(rng, names, split)
         else:
-            wish = self._renamed(wish, offers)
+            preference = self._renamed(preference, tools)
         wrong = {other.answer for other in rng.sample(rows, min(len(rows), MISTAKES))}
+        described = [catalogue.row(tool) for tool in tools]
+        offers = {}
+        for tool in described:
+            offers[tool["name"]] = tool["what"]
+            for alias, model in tool["models"].items():
+                offers[alias] = model["what"]
         data = {
-            "kind": row.kind,
-            "world": self.name,
             "answer": row.answer,
             "wrong": sorted(wrong - {row.answer}) or ["unknown"],
-            "tools": [catalogue.row(tool) for tool in offers],
+            "tools": described,
             "draw": draw,
-            "wish": preferences.kind_of(wish),
-            "bounds": _bounds(offers),
         }
-        offered = {}
-        for offer in data["tools"]:
-            offered[offer["name"]] = offer["what"]
-            offered |= {alias: model["what"] for alias, model in offer["models"].items()}
         return Task(
             f"{row.id}/{split}-{index}",
             row.question,
-            wish,
-            Bounds(*map(tuple, data["bounds"])),
+            preference,
+            _bounds(tools),
             self.name,
             row.kind,
-            offered,
+            offers,
             data,
         )
 
@@ -138,7 +150,7 @@ class QuestionWorld:
         env.judge = self.judge
         return env
 
-    def _renamed(self, wish: Preference, offers: Sequence[Tool]) -> Preference:
+    def _renamed(self, preference: Preference, offers: Sequence[Tool]) -> Preference:
         """Returns a preference over the tools on offer, under their aliases, in the words too.
 
         A model behind several roles has an alias in each; what is not on offer is left out. A ban
@@ -152,21 +164,25 @@ class QuestionWorld:
                 aliases[tool.name].append(tool.name)
         names = "|".join(map(re.escape, sorted(aliases, key=len, reverse=True)))
         pattern = rf"(?<![\w-])({names})(?![\w-])"
-        text = re.sub(pattern, lambda match: " or ".join(aliases[match[1]]), wish.text)
-        tools = {alias: weight for name, weight in wish.tools.items() for alias in aliases[name]}
+        text = re.sub(pattern, lambda match: " or ".join(aliases[match[1]]), preference.text)
+        tools = {
+            alias: weight for name, weight in preference.tools.items() for alias in aliases[name]
+        }
         # The tools of an orchestrator have the catalogue's names.
         nested = any(isinstance(tool, Orchestrator) for tool in offers)
-        kept = [ban for ban in wish.never if nested or ban not in catalogue.names_of(self.tools)]
-        never = [*catalogue.reached(wish.never, offers), *kept]
-        return replace(wish, text=text, tools=tools, never=list(dict.fromkeys(never)))
+        kept = [
+            ban for ban in preference.never if nested or ban not in catalogue.names_of(self.tools)
+        ]
+        never = [*catalogue.reached(preference.never, offers), *kept]
+        return replace(preference, text=text, tools=tools, never=list(dict.fromkeys(never)))
 
 
-def _bounds(offers):
+def _bounds(tools) -> Bounds:
     """Bounds of US dollars and seconds: from nothing to a call of each expert on offer."""
-    experts = [expert for tool in offers for expert in catalogue.experts_of(tool).values()]
+    experts = [expert for tool in tools for expert in catalogue.experts_of(tool).values()]
     usd = sum(expert.price.cost(READ, catalogue.WRITTEN) for expert in experts)
     seconds = sum(expert.latency_s for expert in experts)
-    return [[0.0, usd or 0.01], [0.0, seconds or catalogue.LATENCY_S]]
+    return Bounds((0.0, usd or 0.01), (0.0, seconds or catalogue.LATENCY_S))
 
 
 def load_world(
@@ -180,20 +196,20 @@ def load_world(
     file = Path(name.removeprefix(PREFIX))
     require(tools, f"task.world is {name!r}, which needs a catalogue of tools: task.tools")
     names, ban_names = catalogue.names_of(tools), all_ban_names(tools)
-    wish = None
+    preference = None
     if settings.preference != DRAWN:
-        words, vector = words_and_vector(settings.preference)
-        wish = understood(words, vector, "task.preference", names, ban_names)
+        text, vector = words_and_vector(settings.preference)
+        preference = understood(text, vector, "task.preference", names, ban_names)
     splits = {"train": [], HELD_OUT: []}
     weighed = {*SHAPES["preference"]["properties"], *names}
     strangers = Counter()
     for row in load_rows(file):
-        if row.wish is not None:
-            words, vector = row.wish
+        if row.stated is not None:
+            text, vector = row.stated
             strangers.update(vector.keys() - weighed)
             known = {name: weight for name, weight in vector.items() if name in weighed}
             where = f"{file}: question {row.id}"
-            row = replace(row, preference=understood(words, known, where, names, ban_names))
+            row = replace(row, preference=understood(text, known, where, names, ban_names))
         digest = hashlib.sha256(row.question.encode()).digest()
         splits["train" if int.from_bytes(digest[:4]) % EVERY else HELD_OUT].append(row)
     count = sum(map(len, splits.values()))
@@ -205,10 +221,10 @@ def load_world(
     for split, rows in splits.items():
         random.Random(f"{seed}/{split}").shuffle(rows)
     simulated = settings.experts == "simulated"
-    return QuestionWorld(name, splits, tools, judge, seed, simulated, wish)
+    return QuestionWorld(name, splits, tools, judge, seed, simulated, preference)
 
 
-def load_rows(file: Path) -> list[Row]:
+def load_rows(file: Path) -> list[QuestionRow]:
     """Returns the questions of a file; says on stderr how many rows are none, and why the first."""
     rows, problems = [], []
     for number, value in read_json_lines(file):
@@ -235,10 +251,10 @@ def _row(value, file, number):
     text, vector = known.get("preference", ""), known.get("vector", {})
     if vector or text:
         Preference.of(text, vector, where)  # checks it
-    return Row(
+    return QuestionRow(
         id=str(known.get("id", number)),
         question=whole_characters(known["question"]).strip(),
         answer=whole_characters(str(known["answer"])).strip(),
         kind=str(known.get("kind", file.stem)),
-        wish=(text, vector) if vector or text else None,
+        stated=(text, vector) if vector or text else None,
     )

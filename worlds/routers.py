@@ -19,6 +19,7 @@ import numpy as np
 from nanorchestra.agent.environment import Environment, score_answer
 from nanorchestra.agent.limits import UserLimits
 from nanorchestra.agent.load import NANO
+from nanorchestra.agent.world import World
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Preference, Price, Task, ToolCall, ToolResult, Trajectory, Turn
 from nanorchestra.schemas import Json
@@ -38,7 +39,6 @@ from worlds.miniature.offers import (
 )
 from worlds.miniature.tables import SPECIALISTS
 from worlds.toolscale.environment import EXPERT, DomainEnvironment
-from worlds.world import World
 
 MINIATURE = "miniature"  # the world
 SEEN = 20  # tasks of a world that say which routers it has

@@ -32,7 +32,7 @@ from nanorchestra.training.trajectories import check_row, from_row, replay, to_r
 from tools import SANDBOX_USD, LookupTool, PythonTool, load_tools
 from worlds.catalogue import names_of, reached
 from worlds.miniature.ask import EXAMPLES, as_task
-from worlds.miniature.world import environment
+from worlds.miniature.world import Miniature
 from worlds.wording import described, understood
 
 PYTHON = "Runs Python code and returns what it prints; numpy, sympy and pandas can be imported."
@@ -91,7 +91,7 @@ class MiniatureQuestions(OpenQuestions):
         """
         task = as_task(question, wish, vector)
         task.data["tools"] = [o for o in task.data["tools"] if o["name"] not in self.off]
-        return environment(task, seed, self.sandbox)
+        return Miniature(0, self.sandbox).environment(task, seed)
 
 
 def questions_of(

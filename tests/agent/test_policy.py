@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from miniature_tasks import environment, tasks_of
 from openai_server import openai_server, said
 from scripted import ANSWER, LIMITS, echoing, play
 
@@ -23,7 +24,6 @@ from nanorchestra.tools import http
 from nanorchestra.tools.spending import Spending
 from nanorchestra.training.trajectories import to_row
 from worlds.miniature.teacher import teach
-from worlds.miniature.world import World, environment
 
 KEY = "sk-secret/key"
 HI = ("echo", '{"text":"hi"}')
@@ -54,7 +54,7 @@ def test_a_recorded_attempt_is_the_conversation_that_the_endpoint_had(
     server, nano_tokenizer, sandbox
 ):
     """An expert solves the miniature's tasks as the teacher does; sampled is what it wrote."""
-    tasks = World(0).tasks("train", 8)
+    tasks = tasks_of("train", 8)
     lessons = {}
     for task in tasks:
         env = environment(task, 0, sandbox)

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+from miniature_tasks import environment, tasks_of
 from openai_server import openai_server, said
 from scripted import EchoTool, play
 
@@ -18,7 +19,6 @@ from nanorchestra.records import Preference, Task, ToolCall, ToolResult
 from nanorchestra.training.warm_start import demonstration
 from tools import load_tools
 from worlds.miniature.teacher import teach
-from worlds.miniature.world import World, environment
 
 EVIDENCE = {  # what the results of each tool add
     "find": lambda arguments, text: {"documents": [text]},
@@ -118,7 +118,7 @@ def test_budgets_are_kept_in_ids_whatever_the_text(nano_tokenizer):
 
 def test_the_teacher_shows_what_the_loop_will_compose(nano_tokenizer, sandbox):
     limits = AttemptLimits(context_tokens=1000, turn_tokens=200)
-    for task in World(0).tasks("train", 12):
+    for task in tasks_of("train", 12):
         env = environment(task, 0, sandbox)
         taught = demonstration(teach(env, 0), env, nano_tokenizer, 800)
         turns = [taught.ids[turn.start : turn.end] for turn in taught.turns]

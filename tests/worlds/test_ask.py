@@ -6,12 +6,12 @@ import json
 import re
 
 import pytest
+from miniature_tasks import environment
 
 from nanorchestra.errors import UserError
 from worlds.miniature.ask import EXAMPLES, LINE_UP, as_preference, as_task
 from worlds.miniature.offers import skill
 from worlds.miniature.tables import PREFERENCES
-from worlds.miniature.world import environment
 
 
 def test_questions_become_the_worlds_own():

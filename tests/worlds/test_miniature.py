@@ -8,35 +8,40 @@ from statistics import fmean
 
 import pytest
 import torch
+from miniature_tasks import environment, tasks_of
 
 from nanorchestra.records import Preference, Task
 from nanorchestra.training.warm_start import demonstration
 from worlds.miniature.offers import describe, title
 from worlds.miniature.tables import PHRASES, PREFERENCES, QUESTIONS
 from worlds.miniature.teacher import consider, teach
-from worlds.miniature.world import World, environment
+from worlds.miniature.world import Miniature
 
 
 @pytest.fixture(scope="module")
 def tasks():
-    return {split: World(0).tasks(split, 400) for split in ("train", "held_out")}
+    return {split: tasks_of(split, 400) for split in ("train", "held_out")}
 
 
-def weighted(wish, avoided=()):
-    return Preference("?", *PREFERENCES[wish][1], {name: -1.0 for name in avoided})
+def weighted(preference, avoided=()):
+    return Preference("?", *PREFERENCES[preference][1], {name: -1.0 for name in avoided})
 
 
 def test_a_task_is_a_function_of_seed_split_and_index(tasks):
-    assert World(0).task("train", 17) == tasks["train"][17] != World(4).task("train", 17)
+    assert (
+        Miniature(0, None).task("train", 17)
+        == tasks["train"][17]
+        != Miniature(4, None).task("train", 17)
+    )
 
 
 def test_train_and_held_out_share_no_number_fact_or_phrase(tasks):
     def numbers(split):
-        asked = [task.question for task in tasks[split] if task.data["kind"] != "lookup"]
+        asked = [task.question for task in tasks[split] if task.kind != "lookup"]
         return {n for question in asked for n in re.findall(r"\d\d+", question)}
 
     def facts(split):
-        return {task.data["solution"] for task in tasks[split] if task.data["kind"] == "lookup"}
+        return {task.data["solution"] for task in tasks[split] if task.kind == "lookup"}
 
     for drawn in (numbers, facts):
         assert drawn("held_out") and not drawn("train") & drawn("held_out")
@@ -48,9 +53,9 @@ def test_train_and_held_out_share_no_number_fact_or_phrase(tasks):
 def test_the_prompt_states_preference_and_tools(tasks, sandbox):
     for task in tasks["train"]:
         phrases, words = PHRASES["train"], task.preference.text
-        assert any(phrase in words for phrase in phrases[task.data["wish"]])
+        assert any(phrase in words for phrase in phrases[task.preference.name])
         weights = task.preference.outcome, task.preference.cost, task.preference.latency
-        assert PREFERENCES[task.data["wish"]][1] == weights
+        assert PREFERENCES[task.preference.name][1] == weights
         for avoided in task.preference.avoided:
             assert any(title(t) in words for t in task.data["tools"] if t["name"] == avoided)
     for task in tasks["held_out"][:100]:
@@ -72,17 +77,20 @@ def test_aliases_are_many_and_differ_between_splits(tasks):
         for split in tasks
     }
     assert not set(names["train"]) & set(names["held_out"])
-    for found in names.values():
-        assert len(set(found)) > 0.5 * len(found)
+    for aliases in names.values():
+        assert len(set(aliases)) > 0.5 * len(aliases)
 
 
 def test_the_same_task_in_other_words_or_names():
     plain, words, names = (
-        World(0, **options).task("held_out", 7)
+        Miniature(0, None, **options).task("held_out", 7)
         for options in ({}, {"words": "train"}, {"names": "train"})
     )
     assert words.question != plain.question and words.data == plain.data
-    assert names.data["answer"] == plain.data["answer"] and names.data["wish"] == plain.data["wish"]
+    assert (
+        names.data["answer"] == plain.data["answer"]
+        and names.preference.name == plain.preference.name
+    )
     for ours, theirs in zip(names.data["tools"], plain.data["tools"], strict=True):
         assert ours["name"] != theirs["name"] and ours | {"name": ""} == theirs | {"name": ""}
 
@@ -100,7 +108,7 @@ def features(answer):
 @pytest.mark.parametrize("split", ["train", "held_out"])
 def test_nothing_on_the_surface_tells_a_right_answer_from_a_wrong_one(split):
     rows, labels = [], []
-    for task in World(3).tasks(split, 3000):
+    for task in tasks_of(split, 3000, seed=3):
         wrong = random.Random(task.id).choice(task.data["wrong"])
         rows += [features(task.data["answer"]), features(wrong)]
         labels += [1.0, 0.0]
@@ -123,16 +131,16 @@ def test_nothing_on_the_surface_tells_a_right_answer_from_a_wrong_one(split):
 
 
 def test_the_teacher_chooses_whatever_the_user_wants(sandbox):
-    chosen = {wish: [] for wish in PREFERENCES}
-    for task in World(0).tasks("train", 1500):
-        if task.data["kind"] != "knowledge":
+    chosen = {preference: [] for preference in PREFERENCES}
+    for task in tasks_of("train", 1500):
+        if task.kind != "knowledge":
             continue
         lessons, tools = teach(environment(task, 1, sandbox), 1), task.data["tools"]
         assert all(turn.call.name not in task.preference.avoided for turn in lessons[:-1])
         experts = [offer for offer in tools if offer["what"] not in ("code", "search")]
         prices = sorted(offer["price"] for offer in experts)
         price = {t["name"]: t["price"] for t in tools}[lessons[0].call.name]
-        chosen[task.data["wish"]].append(sum(p < price for p in prices) / (len(prices) - 1 or 1))
+        chosen[task.preference.name].append(sum(p < price for p in prices) / (len(prices) - 1 or 1))
     assert all(0.4 < fmean(places) < 0.6 for places in chosen.values())
 
 
@@ -142,36 +150,38 @@ def test_a_thought_lists_what_the_prompt_says():
     large = {"name": "ze-fi", "what": "large", "price": 40, "latency": 90}
     small = {"name": "po-da", "what": "small", "price": 5, "latency": 9}
     tools = [medium, code, large, small]
-    data = {"kind": "knowledge", "subject": "law", "difficulty": "hard", "tools": tools}
-    for wish, asked, listed in (
+    data = {"subject": "law", "difficulty": "hard", "tools": tools}
+    for preference, asked, listed in (
         ("right", [], "medium, code, large"),
         ("balanced", ["ru-ni"], "60s 85c medium, 90s 40c large"),
         ("fast", [], "60s medium, 12s code, 90s large. lowest medium"),
         ("cheap", [], "85c medium, 90c code, 40c large. lowest large"),
         ("cheap", ["ka-lo", "ze-fi"], "90c code"),  # no expert is left
     ):
-        task = Task("t", "?", weighted(wish, ["po-da"]), data | {"wish": wish})
-        assert consider(task, asked) == f"{wish}. not small. {listed}. use for hard law"
-    chain = {"kind": "chain", "subject": "chain", "solution": ["order", 512], "wish": "right"}
-    task = Task("t", "?", weighted("right", ["po-da"]), data | chain)
+        task = Task("t", "?", weighted(preference, ["po-da"]), kind="knowledge", data=data)
+        assert consider(task, asked) == f"{preference}. not small. {listed}. use for hard law"
+    chain = data | {"subject": "chain", "solution": ["order", 512]}
+    task = Task("t", "?", weighted("right", ["po-da"]), kind="chain", data=chain)
     assert consider(task, ["ru-ni"]).endswith("medium, large. use for order chain")
 
 
 def test_first_lessons_offer_few_tools_and_keep_the_one_that_fits(sandbox):
     for count in (1, 2):
-        for task in World(0, lessons=True, most_tools=count).tasks("train", 100):
+        for index in range(100):
+            env, lessons = Miniature(0, sandbox).lesson(index, count)
+            task = env.task
             offered = [t["what"] for t in task.data["tools"]]
-            assert len(offered) == count and (task.data["kind"] != "chain" or "records" in offered)
-            last = teach(environment(task, 0, sandbox), 0)[-1]
-            assert last.content and last.thought.startswith(f"{task.data['wish']} ")
+            assert len(offered) == count and (task.kind != "chain" or "records" in offered)
+            last = lessons[-1]
+            assert last.content and last.thought.startswith(f"{task.preference.name} ")
 
 
 def test_demonstrations_mask_what_tools_said(nano_tokenizer, sandbox):
-    for task in World(0).tasks("train", 20):
+    for task in tasks_of("train", 20):
         env = environment(task, 0, sandbox)
         t = demonstration(teach(env, 0), env, nano_tokenizer)
         ids, sampled = (part[t.prompt_length :] for part in (t.ids, t.sampled))
-        said = nano_tokenizer.decode([i for i, own in zip(ids, sampled, strict=True) if own])
+        written = nano_tokenizer.decode([i for i, own in zip(ids, sampled, strict=True) if own])
         given = nano_tokenizer.decode([i for i, own in zip(ids, sampled, strict=True) if not own])
-        assert "tool_response" not in said and said.endswith("<|im_end|>")
-        assert given.count("<tool_response>") == said.count("<tool_call>")
+        assert "tool_response" not in written and written.endswith("<|im_end|>")
+        assert given.count("<tool_response>") == written.count("<tool_call>")

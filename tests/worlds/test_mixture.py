@@ -1,66 +1,87 @@
-"""A mixture of worlds: its shares, its order, its rewards, and one line for what is wrong."""
+"""A mixture of worlds: its shares, its order, and one line for what is wrong."""
 
 from __future__ import annotations
 
 import json
-from statistics import fmean
 
 import pytest
 
 from nanorchestra.config import TaskSection
 from nanorchestra.errors import UserError
-from nanorchestra.records import Trajectory
-from worlds import metrics, mixture
-from worlds.miniature.world import World
-from worlds.mixture import Worlds, open_world, parse_mixture, places
+from worlds.load import open_world, parse_mixture
+from worlds.miniature.world import Miniature
+from worlds.mixture import CARDS, Mixture
 
 
-class Domains:
-    def task(self, split, number):
-        return split, number
+class Numbers:
+    """A world whose tasks are their places."""
+
+    def __init__(self, name, end=None):
+        self.name, self.end = name, end
+
+    def size(self, split):
+        return self.end
+
+    def task(self, split, index):
+        return self.name, split, index
 
 
-@pytest.fixture
-def worlds(monkeypatch):
-    monkeypatch.setattr(mixture, "open_world", lambda *_: Domains())
-    return lambda text, seed=0: Worlds(TaskSection(text), seed, sandbox=None)
+def mixture(text, seed=0, **ends):
+    shares = parse_mixture(text)
+    worlds = {name: Numbers(name, ends.get(name)) for name in shares}
+    return Mixture(text, worlds, shares, seed), shares
 
 
-def test_any_run_of_places_holds_each_world_by_its_share_and_goes_through_its_tasks():
-    for text in ("a=0.99, b=0.01", "a=5, b=3, c=2", "a, b, c, d=0.1"):
-        shares = parse_mixture(text)
+@pytest.mark.parametrize("text", ["a=0.99, b=0.01", "a=5, b=3, c=2", "a, b, c", "a=1, b=1e-6"])
+def test_a_deck_holds_each_world_by_its_share_and_each_goes_through_its_tasks(text):
+    for seed in range(3):
+        mixed, shares = mixture(text, seed)
         assert sum(shares.values()) == pytest.approx(1)
-        for seed in range(3):
-            found = places(shares, seed, 6000)
-            names = [name for name, _ in found]
-            for name, share in shares.items():
-                numbers = [number for other, number in found if other == name]
-                assert numbers == list(range(len(numbers)))
-                for start in range(0, 6000 - 500, 137):
-                    assert abs(names[start : start + 500].count(name) - 500 * share) < 4
-        assert found != places(shares, 6, 6000)
+        drawn = [mixed.task("train", index) for index in range(3 * CARDS)]
+        for name, share in shares.items():
+            own = [task[2] for task in drawn if task[0] == name]
+            assert own == list(range(len(own))), "in order, none twice"
+            for start in range(0, 3 * CARDS, CARDS):
+                deck = [task for task in drawn[start : start + CARDS] if task[0] == name]
+                assert abs(len(deck) - share * CARDS) <= 1 and deck
+        again, _ = mixture(text, seed)
+        assert again.task("train", 2345) == drawn[2345], "without the places before it"
+        other, _ = mixture(text, seed + 7)
+        assert [other.task("train", index)[0] for index in range(3 * CARDS)] != [
+            name for name, *_ in drawn
+        ]
 
 
-def test_the_miniature_keeps_its_sequence_whatever_is_mixed_in(worlds):
-    mixed, alone = worlds("miniature=0.8, d=0.2", 3), worlds("miniature", 3)
-    tasks = [task for start in range(0, 96, 16) for task in mixed.tasks(16, start)]
-    ours = [task for task in tasks if not isinstance(task, tuple)]
-    assert ours == alone.tasks(len(ours), 0) and 75 <= len(ours) <= 78
+def test_a_mixture_is_a_shuffle_and_each_deck_is_another():
+    mixed, _ = mixture("a, b")
+    names = [mixed.task("train", index)[0] for index in range(2 * CARDS)]
+    assert names[:CARDS] != names[CARDS:]
+    changes = sum(here != there for here, there in zip(names[:-1], names[1:], strict=True))
+    assert 0.45 < changes / len(names) < 0.55, "neither sorted nor in turn"
 
 
-def test_lessons_and_held_out_tasks(worlds):
-    mixed = worlds("miniature=0.5, d=0.5")
-    few, every = (mixed.lesson_tasks(8, 0, most_tools) for most_tools in (1, 0))
-    assert [len(task.data["tools"]) for task in few] == [1] * 4
-    assert len(every) == 8 and sum(isinstance(task, tuple) for task in every) == 4
-    held_out = mixed.held_out(6)
-    assert [task for task in held_out if isinstance(task, tuple)] == [
-        ("held_out", n) for n in range(3)
-    ]
-    assert worlds("miniature").held_out(6) == World(0).tasks("held_out", 6)
-    assert worlds("d").tasks(6, 2) == [("train", number) for number in range(2, 8)]
-    both = [("held_out", number) for number in range(3)] * 2
-    assert sorted(worlds("d, e").held_out(6)) == sorted(both)
+def test_the_size_is_that_of_all_worlds_if_each_has_an_end():
+    assert mixture("a, b", a=3, b=4)[0].size("train") == 7
+    assert mixture("a, b", a=3)[0].size("train") is None
+
+
+def test_the_miniature_keeps_its_sequence_whatever_is_mixed_in(sandbox):
+    mixed = open_world(TaskSection("miniature=0.8, domains=0.2"), 3, sandbox)
+    alone = Miniature(3, sandbox)
+    tasks = [mixed.task("held_out", index) for index in range(40)]
+    ours = [task for task in tasks if task.world == "miniature"]
+    assert ours == [alone.task("held_out", index) for index in range(len(ours))]
+    assert 25 <= len(ours) < 40
+    for task in tasks[:10]:
+        assert mixed.environment(task, 0).task == task
+
+
+def test_first_lessons_are_the_miniatures_alone(sandbox):
+    mixed = open_world(TaskSection("miniature, domains"), 0, sandbox)
+    few = [mixed.lesson(index, 1) for index in range(16)]
+    every = [mixed.lesson(index) for index in range(16)]
+    assert {env.task.world for env, _ in filter(None, few)} == {"miniature"} and None in few
+    assert {env.task.world for env, _ in every} == {"miniature", "domains"}
 
 
 @pytest.mark.parametrize(
@@ -80,30 +101,4 @@ def test_a_world_that_is_missing_or_empty_is_named(tmp_path):
     (tmp_path / "bare.jsonl").write_text(json.dumps(task))
     for name in ("minature", tmp_path / "empty", tmp_path / "none.jsonl", tmp_path / "bare.jsonl"):
         with pytest.raises(UserError, match=str(name)):
-            open_world(str(name), 0, None, TaskSection())
-
-
-def test_measures_leave_out_what_the_infrastructure_failed():
-    worlds = Worlds(TaskSection(), 0, sandbox=None)
-    (task,) = worlds.tasks(1, 0)
-    calls = {task.data["tools"][0]["name"]: 1}
-
-    def attempts(*statuses):
-        made = []
-        for outcome, status in statuses:
-            made.append(Trajectory(task.id, 0, status=status, outcome=outcome))
-            made[-1].calls = calls
-            metrics.score(task, made[-1])
-        return made
-
-    right, wrong, failed = (1.0, "answered"), (0.0, "answered"), (0.0, "infrastructure")
-    made = attempts(right, wrong, failed, right, (1.0, "token_limit"), right)
-    row = worlds.measure([task] * 6, made, 3)
-    assert row["accuracy"] == 0.8 and sum(row["calls"].values()) == pytest.approx(1.0)
-    assert row["statuses"] == {"answered": 4 / 6, "infrastructure": 1 / 6, "token_limit": 1 / 6}
-    assert sum(row["reward_parts"].values()) == pytest.approx(row["reward"], abs=0.5)
-    assert row["reward"] == pytest.approx(fmean(t.reward for t in made if t is not made[2]))
-    none = worlds.measure([task] * 3, attempts(failed, failed, failed), 3)
-    assert none["accuracy"] == none["group_std"] == 0
-    assert worlds.training_rewards(task, made[:3], "task") == [t.reward for t in made[:3]]
-    assert worlds.training_rewards(task, made[:3], "group")[1:] == [0.0, 0.0]
+            open_world(TaskSection(str(name)), 0, None)

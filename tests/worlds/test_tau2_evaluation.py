@@ -82,5 +82,5 @@ def test_golden_calls_of_telecom_score_1_and_nothing_done_0(tmp_path):
     played = [task for split in world.splits.values() for task in split]
     assert len(played) == 20
     for task in played:
-        scorer = Scorer(world.worlds["telecom"].started(task["initial_state"]), task)
+        scorer = Scorer(world.domains["telecom"].started(task["initial_state"]), task)
         assert scorer.score(attempt(scorer.golden)) == 1 and scorer.score([]) == 0

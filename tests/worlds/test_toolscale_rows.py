@@ -529,4 +529,4 @@ def test_users_with_tools_of_their_own_act_and_assertions_hold(
         refused = answers[0] == forbidden
         assert ("Error: no tool named" if refused else "Result: true") in second
         assert "toggle_data" not in str(env.history)
-    assert world.worlds["phones"].tables["user"] == {"data": True, "locked": True, "abroad": False}
+    assert world.domains["phones"].tables["user"] == {"data": True, "locked": True, "abroad": False}

@@ -29,7 +29,7 @@ def tasks(world):
 
 
 def test_a_task_is_a_function_of_seed_split_and_number(world, tasks):
-    assert len(world.worlds) == 3 and tasks[7].data["world"] == "domains"
+    assert len(world.domains) == 3 and tasks[7].world == "domains"
     assert small_world(4).task("train", 7) == tasks[7]
     assert small_world(5).task("train", 7) != tasks[7]
     drawn = [task.data["task"] for task in tasks]
@@ -65,7 +65,7 @@ def test_demonstrations_are_right_in_a_share_that_is_stated(world, tasks):
 def test_tasks_are_proved_and_the_prompt_has_all_that_is_needed(world, tasks):
     denied = 0
     for task in tasks:
-        tau2, home = task.data["task"], world.worlds[task.data["kind"]]
+        tau2, home = task.data["task"], world.domains[task.kind]
         assert verify(home, tau2) is None
         golden = tau2["evaluation_criteria"]["actions"]
         told = all(mentions(task.question, value) for value in golden[0]["arguments"].values())
@@ -89,9 +89,7 @@ def test_what_is_offered_does_not_tell_which_branch_is_right(world, tasks):
         if not any(rule["check"] == "made" for rule in tau2["rules"]):
             continue
         conditions += 1
-        (parts,) = (
-            each for each in world.splits["train"].domains if each[0].domain == task.data["kind"]
-        )
+        (parts,) = (each for each in world.splits["train"].domains if each[0].domain == task.kind)
         planner = Planner(*parts, random.Random(tau2["id"]))
         act = planner.generate(2, planner.rng.randrange(len(planner.kinds)), known=True)
         spoken = {kind for wish in act.done for kind in (wish, *planner.kinds[wish].get("or", ()))}

@@ -1,4 +1,4 @@
-"""Turns typed questions and wishes into tasks of the miniature, in the world's own words.
+"""Turns typed questions and preferences into tasks of the miniature, in the world's own words.
 
 nano has learnt only these words. The codes and records that its experts and tools are said to know
 are made up from the question: the same question has the same answer every time.
@@ -25,7 +25,6 @@ from worlds.miniature.tables import (
     TRAIN,
 )
 from worlds.miniature.world import make_task
-from worlds.toolscale.preferences import kind_of
 from worlds.wording import WEIGHED, bans_in, weights_in
 
 _DATA = read_toml(Path(__file__).with_suffix(".toml"))
@@ -37,93 +36,92 @@ ROW = rf"({'|'.join(FIELDS)}) of ([a-z ]+) ([1-9]\d\d)"
 PATHS = {" of ".join(reversed(chain[:k])): chain[:k] for chain in CHAINS for k in (2, 3)}
 
 
-def as_task(question: str, wish: str, vector: Json) -> Task:
+def as_task(question: str, preference_text: str, vector: Json) -> Task:
     """Returns the task that a typed question is, with LINE_UP on offer.
 
     UserError if it is of none of the four kinds, or its numbers are longer or shorter than the
-    world's: nano has learnt to copy only those; or if the wish, words and a vector, is none.
+    world's: nano has learnt to copy only those; or if the preference, a text and a vector, is none.
     """
-    said = " ".join(question.casefold().split()).rstrip(" .?!")
-    said = re.sub("^(in )?(what is )?(the )?((value|code) of )?(the )?", "", said).replace(
+    plain = " ".join(question.casefold().split()).rstrip(" .?!")
+    plain = re.sub("^(in )?(what is )?(the )?((value|code) of )?(the )?", "", plain).replace(
         " of the ", " of "
     )
-    asked = _case(said) or _arithmetic(said) or _lookup(said) or _chain(said)
+    asked = _case(plain) or _arithmetic(plain) or _lookup(plain) or _chain(plain)
     examples = ", ".join(map(repr, EXAMPLES))
     require(asked, f"outside the miniature's world: {question[:60]!r}; ask like {examples}")
     records = asked.kind == "chain"  # as in the world: no records without tables
     tools = [t for t in LINE_UP if is_expert(t) or (t["what"] == "records") == records]
-    name, preference = as_preference(wish, vector, tools)
+    preference = as_preference(preference_text, vector, tools)
     text = QUESTIONS[TRAIN][asked.kind][0].format(**asked.values)
     wrong = draw_wrong(random.Random(text), asked, TRAIN)
-    return make_task(f"asked/{text}", text, asked, wrong, tools, name, preference)
+    return make_task(f"asked/{text}", text, asked, wrong, tools, preference)
 
 
-def as_preference(wish: str, vector: Json, offers: Collection[Offer]) -> tuple[str, Preference]:
-    """Returns the preference that words and a vector state, in this world's words, and its name.
+def as_preference(text: str, vector: Json, offers: Collection[Offer]) -> Preference:
+    """Returns the preference that words and a vector state, in this world's words.
 
     It is one of the four that nano has learnt, "balanced" and unsaid if none is stated. A tool may
     be named by its alias or by what it is ("large"). UserError for what nano has not learnt.
     """
     names = [offer["name"] for offer in LINE_UP]  # of which a task offers some
     bans = [*names, *(offer["what"] for offer in LINE_UP), *map(title, LINE_UP)]
-    given = Preference.of(wish, vector, "preference", names, bans)
+    given = Preference.of(text, vector, "preference", names, bans)
     favoured = [name for name, weight in given.tools.items() if weight > 0]
     require(
         not favoured,
         f"preference: {favoured} have weights above 0; nano has learnt to avoid tools, not to "
         "favour one",
     )
-    forbidden = [*given.never, *given.avoided, *bans_in(wish, bans)]
-    stated = weights_in(wish)
+    forbidden = [*given.never, *given.avoided, *bans_in(text, bans)]
+    stated = weights_in(text)
     if WEIGHED & {*vector}:
         stated = given.outcome, given.cost, given.latency
     require(
-        stated or forbidden or not wish,
-        f"preference: {wish!r} is not understood; say be cheap, be fast, be right, a balance, or "
+        stated or forbidden or not text,
+        f"preference: {text!r} is not understood; say be cheap, be fast, be right, a balance, or "
         f"do not use {names[0]}",
     )
-    name = kind_of(Preference("", *stated)) if stated else "balanced"
+    name = Preference("", *stated).name if stated else "balanced"
     weights = PREFERENCES[name][1]
     avoided = [
         offer for offer in offers if banned([offer["name"], offer["what"], title(offer)], forbidden)
     ]
-    said = PHRASES[TRAIN][name][:1] if stated else []
-    said += [PHRASES[TRAIN]["avoid"][0].format(title(offer)) for offer in avoided]
-    preference = Preference(
-        " ".join(said),
+    sentences = PHRASES[TRAIN][name][:1] if stated else []
+    sentences += [PHRASES[TRAIN]["avoid"][0].format(title(offer)) for offer in avoided]
+    return Preference(
+        " ".join(sentences),
         *weights,
         tools={offer["name"]: -sum(weights) for offer in avoided},
         never=[offer["name"] for offer in avoided],
         usd=given.usd,
         seconds=given.seconds,
     )
-    return name, preference
 
 
 def _made_up(what, low, high):
     return random.Random(f"made up/{what}").randint(low, high)
 
 
-def _case(said):
-    if match := re.fullmatch(CASE, said):
+def _case(plain):
+    if match := re.fullmatch(CASE, plain):
         difficulty, (subject, noun), n = match[1] or "easy", match[2].split(), match[3]
         return knowledge(subject, int(n), difficulty, _made_up(f"{subject} {noun} {n}", 10, 99))
 
 
-def _arithmetic(said):
-    if match := re.fullmatch(PRODUCT_OR_SUM, said):
+def _arithmetic(plain):
+    if match := re.fullmatch(PRODUCT_OR_SUM, plain):
         a, sign, b = filter(None, match.groups())
         return arithmetic(int(a), sign, int(b))
 
 
-def _lookup(said):
-    found = (lookup(fact) for fact in corpus()[0])
-    return next((question for question in found if question.solution == said), None)
+def _lookup(plain):
+    questions = (lookup(fact) for fact in corpus()[0])
+    return next((question for question in questions if question.solution == plain), None)
 
 
-def _chain(said):
+def _chain(plain):
     """Makes up the records on the path: the same row says the same in every question."""
-    match = re.fullmatch(ROW, said)
+    match = re.fullmatch(ROW, plain)
     if not match or match[2] not in PATHS:
         return None
     wanted, names, n = match[1], PATHS[match[2]], match[3]

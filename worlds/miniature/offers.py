@@ -13,7 +13,7 @@ from typing import Any
 
 from nanorchestra.agent.load import NANO
 from nanorchestra.files import read_json_lines
-from nanorchestra.records import Task, ToolCall, ToolResult
+from nanorchestra.records import Bounds, Task, ToolCall, ToolResult
 from nanorchestra.tools.index import Index, Passage
 from tools import Skill
 from worlds.miniature.tables import (
@@ -40,7 +40,7 @@ def is_expert(offer: Offer) -> bool:
 
 def fits(offer: Offer, task: Task) -> bool:
     """Returns true if the offer is the tool made for the task's kind of question."""
-    return offer["what"] == FITTING_TOOL.get(task.data["kind"])
+    return offer["what"] == FITTING_TOOL.get(task.kind)
 
 
 def skill(what: str, subject: str, difficulty: str) -> Skill:
@@ -54,13 +54,14 @@ def expected_cost(offer: Offer, difficulty: str) -> float:
     return offer["price"] / 100 * units
 
 
-def bounds(tools: Sequence[Offer], difficulty: str) -> list[list[float]]:
-    """Returns the bounds of a reward: (low, high) of cost in US dollars and latency in seconds.
+def bounds(tools: Sequence[Offer], difficulty: str) -> Bounds:
+    """Returns the bounds of a reward.
 
     The high ends are one call of the most expensive, and of the slowest, tool on offer.
     """
-    highest = max(expected_cost(offer, difficulty) for offer in tools)
-    return [[0.0, highest], [0.0, float(max(offer["latency"] for offer in tools))]]
+    highest_usd = max(expected_cost(offer, difficulty) for offer in tools)
+    slowest_s = float(max(offer["latency"] for offer in tools))
+    return Bounds((0.0, highest_usd), (0.0, slowest_s))
 
 
 def title(offer: Offer) -> str:

@@ -5,25 +5,20 @@ The warm start teaches the form of thoughts and calls and how to read; GRPO teac
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.lessons import Lesson
-from nanorchestra.model import chat
 from nanorchestra.records import Task
-from nanorchestra.tools.sandbox import Sandbox
 from worlds.miniature.offers import (
     Offer,
     call_for,
-    corpus,
     describe,
     fits,
     is_expert,
     read_result,
     title,
 )
-from worlds.miniature.tables import TRAIN
-from worlds.miniature.world import World, environment
 
 MAX_CALLS = 5
 LOWEST = {"cheap": "price", "fast": "latency"}  # what a thought compares, by preference
@@ -39,23 +34,23 @@ def teach(env: ToolEnvironment, seed: int) -> list[Lesson]:
     task = env.task
     rng = random.Random(f"teacher/{task.id}/{seed}")
     options = [o for o in allowed(task) if is_expert(o) or fits(o, task) or rng.random() < 0.2]
-    lessons, said, row, value, asked = [], [], None, "0", []
+    lessons, thoughts, row, value, asked = [], [], None, "0", []
     for _ in range(MAX_CALLS):
         if row is None:
             offer = options.pop(rng.randrange(len(options)))
-            said.append(f"{consider(task, asked)} {title(offer)}")
+            thoughts.append(f"{consider(task, asked)} {title(offer)}")
             asked.append(offer["name"])
         call = call_for(task, offer, row)
         result = env.by_name[offer["name"]].call(call.arguments)
-        lessons.append(Lesson(". ".join(said), call=call, result=result))
+        lessons.append(Lesson(". ".join(thoughts), call=call, result=result))
         reading = read_result(task, offer, result)
-        said, value, row = [reading.thought], reading.answer or value, reading.next_row
+        thoughts, value, row = [reading.thought], reading.answer or value, reading.next_row
         if row is None:  # whether the user wants another call depends on the preference
-            said = [f"{task.data['wish']} {reading.thought}"]
+            thoughts = [f"{task.preference.name} {reading.thought}"]
         accepts = ACCEPTS_SURE if reading.sure else ACCEPTS_UNSURE
         if row is None and (not options or reading.answer is not None and rng.random() < accepts):
             break
-    return [*lessons, Lesson(said[0], value)]
+    return [*lessons, Lesson(thoughts[0], value)]
 
 
 def consider(task: Task, asked: Sequence[str] = ()) -> str:
@@ -66,17 +61,19 @@ def consider(task: Task, asked: Sequence[str] = ()) -> str:
     one of the two alone; and the kind of question, after its difficulty or the table where a chain
     begins. The choice follows it without a word between.
     """
-    data, wish = task.data, task.data["wish"]
+    data, preference = task.data, task.preference.name
     about = data["subject"]
-    if data["kind"] == "knowledge":
+    if task.kind == "knowledge":
         about = f"{data['difficulty']} {about}"
-    elif data["kind"] == "chain":
+    elif task.kind == "chain":
         about = f"{data['solution'][0]} {about}"
     left = allowed(task, asked)
     bans = [f"not {o['what']}" for o in data["tools"] if o["name"] in task.preference.avoided]
-    parts = [wish, *bans, ", ".join(_entry(offer, wish) for offer in left)]
-    if wish in LOWEST and (experts := list(filter(is_expert, left))):
-        parts.append("lowest " + min(experts, key=lambda offer: offer[LOWEST[wish]])["what"])
+    parts = [preference, *bans, ", ".join(_entry(offer, preference) for offer in left)]
+    experts = [offer for offer in left if is_expert(offer)]
+    if preference in LOWEST and experts:
+        lowest = min(experts, key=lambda offer: offer[LOWEST[preference]])
+        parts.append("lowest " + lowest["what"])
     return ". ".join([*parts, f"use for {about}"])
 
 
@@ -86,24 +83,8 @@ def allowed(task: Task, asked: Sequence[str] = ()) -> list[Offer]:
     return [offer for offer in task.data["tools"] if offer["name"] not in out]
 
 
-def _entry(offer: Offer, wish: str) -> str:
+def _entry(offer: Offer, preference: str) -> str:
     """Kind and what matters of an offer to the user: "22c small" if cheap, "small" if right."""
     latency, price, kind, _ = describe(offer).split()
-    minded = {"right": [], "cheap": [price], "fast": [latency]}.get(wish, [latency, price])
+    minded = {"right": [], "cheap": [price], "fast": [latency]}.get(preference, [latency, price])
     return " ".join([*minded, kind])
-
-
-def texts(world: World, count: int, sandbox: Sandbox) -> Iterator[str]:
-    """Yields the corpus and `count` demonstrations as text, to train a tokenizer on."""
-    yield from (fact["text"] for fact in corpus()[0])
-    for task in world.tasks(TRAIN, count):
-        env = environment(task, 0, sandbox)
-        messages = list(env.messages)
-        for lesson in teach(env, 0):
-            message = {"role": "assistant", "content": lesson.content}
-            message["reasoning_content"] = lesson.thought
-            message["tool_calls"] = [vars(lesson.call)] if lesson.call else []
-            messages.append(message)
-            if lesson.result:
-                messages.append({"role": "tool", "content": lesson.result.content})
-        yield chat.render(messages, env.tools, add_generation_prompt=False)

@@ -9,12 +9,15 @@ alone.
 
 import random
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from nanorchestra.agent.environment import ToolEnvironment
-from nanorchestra.records import Bounds, Preference, Price, Task
+from nanorchestra.agent.lessons import Lesson
+from nanorchestra.agent.world import Split
+from nanorchestra.records import Preference, Price, Task
 from nanorchestra.tools.sandbox import Sandbox
 from tools import LookupTool, PythonTool, RecordsTool, SimulatedExpert
+from worlds.judge import grade
 from worlds.miniature.draw import (
     DRAW_QUESTION,
     Question,
@@ -34,6 +37,7 @@ from worlds.miniature.tables import (
     AVOID_SHARE,
     EXPERT_TOKENS,
     FITTING_TOOL,
+    HELD_OUT,
     KINDS,
     LATENCIES,
     LESSON_KINDS,
@@ -41,84 +45,107 @@ from worlds.miniature.tables import (
     PREFERENCES,
     PRICES,
     SPECIALISTS,
+    TRAIN,
 )
+from worlds.miniature.teacher import teach
 
 
 @dataclass(frozen=True)
-class World:
-    """The miniature's tasks.
+class Miniature:
+    """The world of the miniature. Its tasks have no end; it demonstrates them, too.
 
-    lessons: training tasks as demonstrations need them, with other shares of kinds.
-    most_tools: tools on offer at most, 0 for no limit.
     words, names: the split whose phrasings or aliases all tasks have, "" for that of the task; the
     tasks are otherwise the same.
     """
 
-    seed: int = 0
-    lessons: bool = False
-    most_tools: int = 0
+    seed: int
+    sandbox: Sandbox
     words: str = ""
     names: str = ""
+    name: ClassVar[str] = "miniature"
 
-    def tasks(self, split: str, count: int) -> list[Task]:
-        """Returns the first `count` tasks of a split, "train" or "held_out"."""
-        return [self.task(split, i) for i in range(count)]
+    def size(self, split: Split) -> None:
+        """Returns None: there are tasks without end."""
 
-    def task(self, split: str, index: int) -> Task:
-        """Returns one task."""
+    def task(self, split: Split, index: int) -> Task:
+        """Returns one task; "all" is "held_out"."""
+        return self._draw(TRAIN if split == TRAIN else HELD_OUT, index, KINDS)
+
+    def environment(self, task: Task, seed: int) -> ToolEnvironment:
+        """Returns one attempt at a task; `seed` decides what the simulated experts say."""
+        tools = [_tool(offer, task, seed, self.sandbox) for offer in task.data["tools"]]
+        gold = task.data["answer"]
+        return ToolEnvironment(
+            task, tools, grade=lambda answer: grade(task.question, gold, answer)[0]
+        )
+
+    def lesson(self, index: int, most_tools: int = 0) -> tuple[ToolEnvironment, list[Lesson]]:
+        """Returns an environment, and the turns of a teacher that has acted in it.
+
+        Lessons have other shares of kinds than tasks: copying is learnt slowly.
+        """
+        task = self._draw(TRAIN, index, LESSON_KINDS, most_tools)
+        env = self.environment(task, 0)
+        return env, teach(env, 0)
+
+    def _draw(self, split, index, kinds, most_tools=0) -> Task:
+        """Returns task `index`, with `most_tools` tools on offer at most (0: no limit)."""
         rng = random.Random(f"{self.seed}/{split}/{index}")
-        kinds = LESSON_KINDS if self.lessons else KINDS
         kind = rng.choices(list(kinds), list(kinds.values()))[0]
         difficulty = rng.choice(("easy", "hard"))
         question = DRAW_QUESTION[kind](rng, split, difficulty)
-        tools = self._offer(rng, kind)
+        tools = _draw_offers(rng, kind, most_tools)
         aliases = random.Random(f"{self.seed}/{split}/{index}/names")
         names = draw_names(aliases, len(tools), self.names or split)
         tools = [{"name": name} | offer for name, offer in zip(names, tools, strict=True)]
-        said, words = random.Random(f"{self.seed}/{split}/{index}/words"), self.words or split
-        wish = rng.choices(list(PREFERENCES), [share for share, _ in PREFERENCES.values()])[0]
-        preference = Preference(said.choice(PHRASES[words][wish]), *PREFERENCES[wish][1])
+        phrasing = random.Random(f"{self.seed}/{split}/{index}/words")
+        words = self.words or split
+        weighed = rng.choices(list(PREFERENCES), [share for share, _ in PREFERENCES.values()])[0]
+        preference = Preference(phrasing.choice(PHRASES[words][weighed]), *PREFERENCES[weighed][1])
         options = [offer for offer in tools if offer["what"] != "records"]
         if options[1:] and rng.random() < AVOID_SHARE:
-            preference = forbid(preference, rng.choice(options), said, words)
-        name, text = f"{split}-{self.seed}-{index}", question.phrased(said, words)
+            preference = forbid(preference, rng.choice(options), phrasing, words)
+        text = question.phrased(phrasing, words)
         wrong = draw_wrong(rng, question, split)
-        return make_task(name, text, question, wrong, tools, wish, preference)
-
-    def _offer(self, rng, kind) -> list[Offer]:
-        """Draws the tools on offer, still without their aliases.
-
-        Two to four experts; the tool that fits the question four times out of five (records
-        always), and one time in ten a tool that does not.
-        """
-        experts, fitting = ["large", "medium", "small"], FITTING_TOOL.get(kind)
-        if rng.random() < 0.3:
-            experts.remove(rng.choice(experts))
-        if rng.random() < 0.6:
-            experts.append(rng.choice(list(SPECIALISTS.values())))
-        tools = [t for t in ("code", "search") if rng.random() < (0.8 if t == fitting else 0.1)]
-        if fitting == "records":
-            tools.append("records")
-        offered = []
-        for what in experts + tools:
-            family = "expert" if what in experts else "tool"
-            offered.append({"what": what} | draw_terms(rng, PRICES[family], LATENCIES[family]))
-        if self.most_tools:  # the fitting tool first, then experts
-            offered.sort(key=lambda offer: offer["what"] != fitting)
-            offered = offered[: self.most_tools]
-        rng.shuffle(offered)
-        return offered
+        return make_task(f"{split}-{self.seed}-{index}", text, question, wrong, tools, preference)
 
 
-def forbid(wish: Preference, avoided: Offer, rng: random.Random, split: str) -> Preference:
+def _draw_offers(rng, kind, most_tools) -> list[Offer]:
+    """Draws the tools on offer, still without their aliases.
+
+    Two to four experts; the tool that fits the question four times out of five (records always),
+    and one time in ten a tool that does not.
+    """
+    experts, fitting = ["large", "medium", "small"], FITTING_TOOL.get(kind)
+    if rng.random() < 0.3:
+        experts.remove(rng.choice(experts))
+    if rng.random() < 0.6:
+        experts.append(rng.choice(list(SPECIALISTS.values())))
+    tools = [t for t in ("code", "search") if rng.random() < (0.8 if t == fitting else 0.1)]
+    if fitting == "records":
+        tools.append("records")
+    offered = []
+    for what in experts + tools:
+        family = "expert" if what in experts else "tool"
+        offered.append({"what": what} | draw_terms(rng, PRICES[family], LATENCIES[family]))
+    if most_tools:  # the fitting tool first, then experts
+        offered.sort(key=lambda offer: offer["what"] != fitting)
+        offered = offered[:most_tools]
+    rng.shuffle(offered)
+    return offered
+
+
+def forbid(preference: Preference, avoided: Offer, rng: random.Random, split: str) -> Preference:
     """Returns a preference that also forbids a tool, in words of the split and by its weight.
 
     The weight cancels the others, so that a right answer with its help earns nothing.
     """
-    ban, ban_first = rng.choice(PHRASES[split]["avoid"]).format(title(avoided)), rng.random() < 0.5
-    text = (f"{ban} {wish.text}" if ban_first else f"{wish.text} {ban}").strip()
-    weight = -(wish.outcome + wish.cost + wish.latency)
-    return replace(wish, text=text, tools=wish.tools | {avoided["name"]: weight})
+    ban = rng.choice(PHRASES[split]["avoid"]).format(title(avoided))
+    ban_first = rng.random() < 0.5
+    parts = [ban, preference.text] if ban_first else [preference.text, ban]
+    weight = -(preference.outcome + preference.cost + preference.latency)
+    tools = preference.tools | {avoided["name"]: weight}
+    return replace(preference, text=" ".join(parts).strip(), tools=tools)
 
 
 def make_task(
@@ -127,40 +154,27 @@ def make_task(
     question: Question,
     wrong: list[str],
     tools: list[Offer],
-    wish: str,
     preference: Preference,
 ) -> Task:
     """Returns the task of a question in the words `text`; experts err with the `wrong` answers."""
-    data = {
-        "kind": question.kind,
-        "subject": question.subject,
-        "difficulty": question.difficulty,
-        "answer": question.answer,
-        "wrong": wrong,
-        "tools": tools,
-        "tables": question.tables,
-        "solution": question.solution,
-        "wish": wish,
-        "bounds": bounds(tools, question.difficulty),
-    }
     return Task(
         name,
         text,
         preference,
-        Bounds(*map(tuple, data["bounds"])),
-        "miniature",
+        bounds(tools, question.difficulty),
+        Miniature.name,
         question.kind,
         {offer["name"]: offer["what"] for offer in tools},
-        data,
+        {
+            "subject": question.subject,
+            "difficulty": question.difficulty,
+            "answer": question.answer,
+            "wrong": wrong,
+            "tools": tools,
+            "tables": question.tables,
+            "solution": question.solution,
+        },
     )
-
-
-def environment(task: Task, seed: int, sandbox: Sandbox) -> ToolEnvironment:
-    """Returns one attempt at a task; `seed` decides what the simulated experts say."""
-    data = task.data
-    gold = normalise(data["answer"])
-    tools = [_tool(offer, task, seed, sandbox) for offer in data["tools"]]
-    return ToolEnvironment(task, tools, grade=lambda answer: float(normalise(answer) == gold))
 
 
 def _tool(offer: Offer, task: Task, seed: int, sandbox: Sandbox) -> Any:
@@ -183,8 +197,3 @@ def _tool(offer: Offer, task: Task, seed: int, sandbox: Sandbox) -> Any:
         latency_s=seconds,
         seed=f"{task.id}/{seed}",
     )
-
-
-def normalise(answer: str) -> str:
-    """Returns an answer without case, thousands separators, outer space and final full stop."""
-    return answer.strip().rstrip(".").replace(",", "").casefold()

@@ -8,15 +8,15 @@ tau2-bench; small.py makes tasks in memory. The world's
 import random
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from nanorchestra.agent.lessons import Lesson
-from nanorchestra.agent.loop import SECONDS_PER_TOKEN
+from nanorchestra.agent.limits import SECONDS_PER_TOKEN
+from nanorchestra.agent.world import Split
 from nanorchestra.errors import require
 from nanorchestra.files import read_json, read_json_lines
-from nanorchestra.model import chat
 from nanorchestra.records import Bounds, Preference, Price, Task, ToolCall
 from reward import POLICY, PRICES
 from worlds.toolscale import preferences
@@ -33,88 +33,97 @@ STEP_TOKENS = 4000, 400  # that an expert reads and writes for a step, for the b
 
 
 @dataclass(frozen=True)
-class ToolScaleWorld:
-    """tau2 tasks and their worlds.
+class DomainWorld:
+    """tau2 tasks and the domains that they are about.
 
-    `splits`: split -> tau2 tasks. A task without `experts` offers those of a catalogue. A task with
-    a `policy` of its own shows that instead of its world's. `name` stands in the data of every
-    task. With `models.experts` these alone are offered. `skill` is the share of the demonstrations
-    that are right. `wish` is the preference of every task without one, None: drawn.
+    `splits`: split -> tau2 tasks. `domains`: by name. A task without `experts` offers those of a
+    catalogue. A task with a `policy` of its own shows that instead of its domain's. With
+    `models.experts` these alone are offered. `skill` is the share of the demonstrations that are
+    right. `preference` is that of every task without one, None: drawn.
     """
 
-    splits: dict[str, list[Json]]
-    worlds: dict[str, World]
+    splits: dict[str, Sequence[Json]]
+    domains: dict[str, World]
     seed: int = 0
     name: str = ""
     models: Models = SIMULATED
     skill: float = 1.0
-    wish: Preference | None = None
+    preference: Preference | None = None
 
-    def task(self, split: str, index: int) -> Task:
-        """Returns task `index` of a split ("train", "held_out"), taken round and round."""
-        tau2 = self.splits[split][index % len(self.splits[split])]
+    def size(self, split: Split) -> int:
+        """Returns how many different tasks a split has."""
+        if split == "all":
+            return len(self.splits["train"]) + len(self.splits["held_out"])
+        return len(self.splits[split])
+
+    def task(self, split: Split, index: int) -> Task:
+        """Returns task `index` of a split, taken round and round."""
+        tau2 = self._tau2(split, index)
+        if split == "all":
+            split = "held_out"
         rng = random.Random(f"{self.seed}/{split}/{index}/{tau2['id']}")
-        offered = tau2.get("experts")
-        if offered is None:
-            offered = preferences.catalogue(rng, split)
+        experts = tau2.get("experts")
+        if experts is None:
+            experts = preferences.catalogue(rng, split)
         if self.models.experts is not None:
-            offered = [expert for expert in offered if expert["model"] in self.models.experts]
+            experts = [expert for expert in experts if expert["model"] in self.models.experts]
         if "preference" in tau2:
             words = tau2.get("wish", "")
             preference = Preference.of(words, tau2["preference"], tau2["id"])
-        elif self.wish is not None:
-            preference = self.wish
+        elif self.preference is not None:
+            preference = self.preference
         else:
-            preference = preferences.draw(rng, [expert["alias"] for expert in offered], split)
-        world = self.worlds[tau2["domain"]]
-        tools = [
-            {"name": name, "what": tool["kind"], "description": tool["function"]["description"]}
-            for name, tool in world.by_name.items()
-            if name in tau2["tools"]
-        ]
-        tools += [
-            {"name": each["alias"], "what": each["model"], "description": each["description"]}
-            for each in offered
-        ]
-        data = {
-            "kind": tau2["domain"],
-            "world": self.name,
-            "task": tau2,
-            "experts": offered,
-            "tools": tools,
-            "wish": preferences.kind_of(preference),
-            "bounds": _bounds(tau2, offered),
-        }
-        question = wishes(tau2)[0].opening
+            aliases = [expert["alias"] for expert in experts]
+            preference = preferences.draw(rng, aliases, split)
+        offers = {}
+        for name, tool in self.domains[tau2["domain"]].by_name.items():
+            if name in tau2["tools"]:
+                offers[name] = tool["kind"]
+        for expert in experts:
+            offers[expert["alias"]] = expert["model"]
         return Task(
             f"{tau2['id']}/{split}-{index}",
-            question,
+            wishes(tau2)[0].opening,
             preference,
-            Bounds(*data["bounds"]),
+            _bounds(tau2, experts),
             self.name,
             tau2["domain"],
-            {tool["name"]: tool["what"] for tool in tools},
-            data,
+            offers,
+            {"task": tau2, "experts": experts},
         )
+
+    def _tau2(self, split, index) -> Json:
+        index %= self.size(split)
+        if split != "all":
+            return self.splits[split][index]
+        train = self.splits["train"]
+        if index < len(train):
+            return train[index]
+        return self.splits["held_out"][index - len(train)]
 
     def environment(self, task: Task, seed: int) -> DomainEnvironment:
         """Returns one attempt at a task; `seed` is that of the simulated experts."""
-        world = self.worlds[task.data["kind"]].started(task.data["task"].get("initial_state"))
-        return DomainEnvironment(world, task, seed, self.models)
+        domain = self.domains[task.kind].started(task.data["task"].get("initial_state"))
+        return DomainEnvironment(domain, task, seed, self.models)
+
+    def lesson(self, index: int, most_tools: int = 0) -> tuple[DomainEnvironment, Iterator[Lesson]]:
+        """Returns an environment, and a teacher's turns in it. There is no limit of tools."""
+        env = self.environment(self.task("train", index), 0)
+        return env, teach(env, self.skill)
 
 
-def _bounds(tau2, offered) -> tuple:
+def _bounds(tau2, experts) -> Bounds:
     """Bounds in US dollars and seconds.
 
     From nothing to the most expensive, and the slowest, expert for every golden step and the last
     message; without experts, the policy.
     """
     steps = 1 + len(tau2["evaluation_criteria"]["actions"])
-    prices = [Price(*e["usd"]) for e in offered]
-    cost = max(price.cost(*STEP_TOKENS) for price in prices or [PRICES[POLICY]])
-    alone = STEP_TOKENS[1] * SECONDS_PER_TOKEN
-    latency = max((expert["latency_s"] for expert in offered), default=alone)
-    return (0.0, steps * cost), (0.0, steps * latency)
+    prices = [Price(*expert["usd"]) for expert in experts] or [PRICES[POLICY]]
+    usd = max(price.cost(*STEP_TOKENS) for price in prices)
+    alone_s = STEP_TOKENS[1] * SECONDS_PER_TOKEN
+    seconds = max((expert["latency_s"] for expert in experts), default=alone_s)
+    return Bounds((0.0, steps * usd), (0.0, steps * seconds))
 
 
 def teach(env: DomainEnvironment, skill: float = 1.0) -> Iterator[Lesson]:
@@ -137,24 +146,17 @@ def teach(env: DomainEnvironment, skill: float = 1.0) -> Iterator[Lesson]:
         yield Lesson("", *lesson)
 
 
-def texts(world: ToolScaleWorld, count: int) -> Iterator[str]:
-    """Yields the prompts of `count` train tasks, for a tokenizer to be trained on."""
-    for index in range(count):
-        env = world.environment(world.task("train", index), 0)
-        yield chat.render(env.messages, env.tools)
-
-
 def load_world(
     path: str | Path,
     seed: int = 0,
     models: Models = SIMULATED,
-    wish: Preference | None = None,
-) -> ToolScaleWorld:
+    preference: Preference | None = None,
+) -> DomainWorld:
     """Reads a directory that data_gen.py wrote, a .jsonl file of tasks, or a tau2 directory.
 
     A .jsonl file may also hold rows of ToolScale. The domains are in worlds/DOMAIN beside the
     tasks; a tau2 directory (tasks.json) is itself one. Tasks that cannot be scored here are left
-    out, with a line on stderr. `wish` is the preference of tasks without one, None: drawn. Raises
+    out, with a line on stderr. `preference` is that of tasks without one, None: drawn. Raises
     UserError if something is missing or damaged.
     """
     name, path = str(path), Path(path)  # task.world names it so, "data/" too
@@ -164,8 +166,8 @@ def load_world(
         file = path if path.suffix == ".jsonl" else path / "tasks.jsonl"
         home = file.parent / "worlds"
     tasks, kept, left_out = load_tasks(file), [], Counter()
-    if wish is not None:
-        _check_wish(wish, tasks)
+    if preference is not None:
+        _check_preference(preference, tasks)
     called = defaultdict(set)  # the tools that the tasks of a domain call
     for task in tasks:
         actions = task["evaluation_criteria"]["actions"]
@@ -182,18 +184,18 @@ def load_world(
             tool = world.by_name[action["name"]]
             action["arguments"] = restored(action["arguments"], tool["function"]["parameters"])
         kept.append(task)
-    said = ", ".join(f"{count} ({why})" for why, count in left_out.items())
-    said = f"of {len(tasks)} tasks {said or 'none'} are left out"
+    reasons = ", ".join(f"{count} ({why})" for why, count in left_out.items())
+    tally = f"of {len(tasks)} tasks {reasons or 'none'} are left out"
     splits = split(kept)
-    require(all(splits.values()), f"{file}: a domain needs at least {HELD_OUT} tasks; {said}")
+    require(all(splits.values()), f"{file}: a domain needs at least {HELD_OUT} tasks; {tally}")
     if left_out:
-        print(f"{file}: {said}", file=sys.stderr)
-    return ToolScaleWorld(splits, worlds, seed, name=name, models=models, wish=wish)
+        print(f"{file}: {tally}", file=sys.stderr)
+    return DomainWorld(splits, worlds, seed, name, models, preference=preference)
 
 
-def _check_wish(wish, tasks) -> None:
+def _check_preference(preference, tasks) -> None:
     """Raises UserError if a preference names tools that its tasks know by other names."""
-    named = [*wish.tools, *wish.never]
+    named = [*preference.tools, *preference.never]
     for task in tasks:
         require(
             "preference" in task or not named,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from worlds.toolscale.act import UnfitError
-from worlds.toolscale.dataset import ToolScaleWorld
+from worlds.toolscale.dataset import DomainWorld
 from worlds.toolscale.domains import BUILT_IN, build
 from worlds.toolscale.plan import Planner
 from worlds.toolscale.program import Json, parse_call, rules
@@ -59,7 +59,7 @@ class SmallTasks(Sequence):
                 return task
 
 
-def small_world(seed: int, name: str = "domains") -> ToolScaleWorld:
+def small_world(seed: int, name: str = "domains") -> DomainWorld:
     """Returns the tasks of three built-in domains that the seed chooses, TASKS in each split."""
     chosen = random.Random(f"small/{seed}").sample(BUILT_IN, DOMAINS)
     built = [build(domain, seed) for domain in chosen]
@@ -67,7 +67,7 @@ def small_world(seed: int, name: str = "domains") -> ToolScaleWorld:
         _shorten(words.data["wishes"])
     splits = {split: SmallTasks(f"{seed}-{split}", built) for split in ("train", "held_out")}
     worlds = {world.domain: world for world, _ in built}
-    return ToolScaleWorld(splits, worlds, seed, name, skill=SKILL)
+    return DomainWorld(splits, worlds, seed, name, skill=SKILL)
 
 
 def _shorten(wishes) -> None:

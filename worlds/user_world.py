@@ -1,0 +1,168 @@
+"""Environments of a user's own: a Python file with one class, whose methods are the tools.
+
+    class Countdown:
+        def reset(self, seed: int) -> str:            # the question, drawn from the seed alone
+        def add(self, a: int, b: int) -> int:         # a public method is a tool
+            '''Adds two numbers.'''
+        def reward(self, answer: str) -> float:       # optional: the outcome, 0 to 1
+
+docs/worlds.md has a complete one. An attempt has an instance of its own. `reset` may return a
+dictionary with "question", and "preference" (a line such as "Be cheap. cost=1") and "kind". Without
+`reward` the answer is compared with the attribute `answer`.
+"""
+
+import importlib.util
+import inspect
+import random
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from nanorchestra.agent.environment import ToolEnvironment
+from nanorchestra.agent.world import Split
+from nanorchestra.errors import UserError, require
+from nanorchestra.records import Preference, Task, words_and_vector
+from nanorchestra.tools.functions import FunctionTool, is_within, tool
+from worlds.judge import grade
+from worlds.wording import understood
+
+RESERVED = ("reset", "reward")  # methods that are no tools
+KEYS = {"question", "preference", "kind"}  # of a dictionary that reset returns
+
+
+@dataclass(frozen=True)
+class UserWorld:
+    """The tasks of a user's class, without end. `name` is the path of its file."""
+
+    name: str
+    kind: type
+    seed: int
+
+    def size(self, split: Split) -> None:
+        """Returns None: every seed is another task."""
+
+    def task(self, split: Split, index: int) -> Task:
+        """Returns the task of one seed; "all" is "held_out"."""
+        part = "train" if split == "train" else "held_out"
+        seed = random.Random(f"{self.seed}/{part}/{index}").getrandbits(32)
+        instance, stated = self._begun(seed)
+        tools = self._tools(instance)
+        names = [each.name for each in tools]
+        text, vector = words_and_vector(stated.get("preference", ""))
+        where = f"{self.name}: {self.kind.__name__}.reset: preference"
+        return Task(
+            f"{part}-{self.seed}-{index}",
+            stated["question"],
+            understood(text, vector, where, names, names) if text or vector else Preference(),
+            world=self.name,
+            kind=stated.get("kind", self.kind.__name__),
+            offers={name: name for name in names},
+            data={"seed": seed},
+        )
+
+    def environment(self, task: Task, seed: int) -> "UserEnvironment":
+        """Returns one attempt at a task; its instance has no use for `seed`."""
+        instance, _ = self._begun(task.data["seed"])
+        return UserEnvironment(task, self._tools(instance), instance, self.name)
+
+    def _begun(self, seed) -> tuple[Any, dict[str, str]]:
+        """Returns a new instance at a seed, and what its reset says. UserError."""
+        where = f"{self.name}: {self.kind.__name__}.reset"
+
+        def begin():
+            instance = self.kind()
+            return instance, instance.reset(seed)
+
+        instance, stated = _own(begin, where, self.name)
+        if isinstance(stated, str):
+            stated = {"question": stated}
+        right = f"the question, or a dictionary of {', '.join(sorted(KEYS))}, all of them text"
+        require(
+            isinstance(stated, dict)
+            and set(stated) <= KEYS
+            and all(isinstance(value, str) for value in stated.values())
+            and stated.get("question", "").strip(),
+            f"{where}: it returned {stated!r:.80}; it must return {right}",
+        )
+        return instance, stated
+
+    def _tools(self, instance) -> list[FunctionTool]:
+        """Returns the public methods of an instance as tools. UserError."""
+        tools = []
+        for name in vars(self.kind):
+            method = getattr(instance, name)
+            if name.startswith("_") or name in RESERVED or not inspect.ismethod(method):
+                continue
+            try:
+                tools.append(tool(method))
+            except UserError as error:
+                raise UserError(f"{self.name}: {error}") from None
+        return tools
+
+
+class UserEnvironment(ToolEnvironment):
+    """One attempt at a task of a user's class; `instance` is its state."""
+
+    def __init__(self, task: Task, tools: list[FunctionTool], instance: Any, file: str):
+        super().__init__(task, tools)
+        self.instance, self.file = instance, file
+
+    def score(self, answer: str) -> float:
+        """Returns what `reward` says of the answer. UserError for what is no outcome."""
+        instance, where = self.instance, f"{self.file}: {type(self.instance).__name__}"
+        if not hasattr(instance, "reward"):
+            right = "give the class a method reward(answer), or an attribute answer in reset"
+            require(hasattr(instance, "answer"), f"{where}: no reward and no answer; {right}")
+            return grade(self.task.question, str(instance.answer), answer)[0]
+        outcome = _own(lambda: instance.reward(answer), f"{where}.reward", self.file)
+        known = is_within(outcome, most=1.0) or isinstance(outcome, bool)
+        require(known, f"{where}.reward: it returned {outcome!r:.80}; it must be from 0 to 1")
+        return float(outcome)
+
+
+def load_user_world(name: str, seed: int) -> UserWorld:
+    """Returns the world of a Python file. UserError that names file, class and method."""
+    module = _own(lambda: _load(name), name, name)
+    kinds = []
+    for value in vars(module).values():
+        own = inspect.isclass(value) and value.__module__ == module.__name__
+        if own and callable(getattr(value, "reset", None)):
+            kinds.append(value)
+    names = [kind.__name__ for kind in kinds]
+    require(kinds, f"{name}: it has no class with a method reset(self, seed)")
+    require(len(kinds) == 1, f"{name}: {', '.join(names)} have a method reset; leave it to one")
+    world = UserWorld(name, kinds[0], seed)
+    world.task("train", 0)  # says now what is wrong with it
+    return world
+
+
+def _load(name) -> ModuleType:
+    """Imports a file, which may import its neighbours."""
+    path = Path(name).resolve()
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look it up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _own(call: Callable[[], Any], where: str, file: str) -> Any:
+    """Returns call(), code of the user's; UserError that names the line for what it raises."""
+    try:
+        return call()
+    except UserError:
+        raise
+    except Exception as error:
+        lines = [getattr(error, "lineno", None)]
+        for frame in traceback.extract_tb(error.__traceback__):
+            if Path(frame.filename).resolve() == Path(file).resolve():
+                lines.append(frame.lineno)
+        line = f", line {lines[-1]}" if lines[-1] else ""
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(f"{where}{line}: {text}") from None
