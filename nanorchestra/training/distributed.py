@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import pairwise
@@ -38,6 +38,7 @@ from nanorchestra.agent.attempts import RETRIES
 from nanorchestra.config import Config
 from nanorchestra.errors import INTERRUPTED, UserError, require
 from nanorchestra.model.qwen3 import Qwen3
+from nanorchestra.training.overlap import running
 
 JOIN_S = 120.0  # from the first rank to the last that joins
 COLLECTIVE_S = 1800.0  # of a collective whose ranks come to it at about the same time
@@ -244,17 +245,17 @@ class _Watch:
 
 
 @contextmanager
-def ending_together(ranks: Ranks, must_exit: Callable[[], bool]) -> Iterator[None]:
+def ending_together(ranks: Ranks) -> Iterator[None]:
     """Ends the process at once on an error, where an orderly end would wait forever.
 
-    That is with other ranks, which may wait in a collective, and where must_exit(), as beside a
-    rollout's thread. The other ranks are told why. A UserError is printed by rank 0, which has it
+    That is with other ranks, which may wait in a collective, and beside a rollout's thread. The
+    other ranks are told why. A UserError is printed by rank 0, which has it
     itself or hears of it.
     """
     try:
         yield
     except BaseException as error:
-        if ranks.world_size == 1 and not must_exit():
+        if ranks.world_size == 1 and not running():
             raise
         expected = isinstance(error, UserError | KeyboardInterrupt)
         reason = str(error).split("\n")[0] or type(error).__name__

@@ -21,15 +21,14 @@ from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.agent.policy import EndpointRollout
 from nanorchestra.config import TaskSection
-from nanorchestra.records import Preference, Price, Task, banned
+from nanorchestra.records import Price, Task, banned
 from nanorchestra.tools.allowance import all_ban_names
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.models import Endpoint, Expert, ExpertTool
 from nanorchestra.tools.roles import ROLES, RoleTool
 from nanorchestra.tools.spending import Spending
 from tools import PythonTool, RecordsTool
-from worlds.miniature.tables import TRAIN
-from worlds.mixture import Worlds
+from worlds.load import open_world
 from worlds.toolscale.dataset import load_world
 from worlds.toolscale.environment import Models
 
@@ -227,7 +226,7 @@ def play(nano_tokenizer, tmp_path_factory, monkeypatch):
             ]
             (folder / "tools.json").write_text(json.dumps({"tools": listed}))
             tools = str(folder / "tools.json")
-        worlds[kind] = Worlds(TaskSection(name, tools=tools), 0, Wasteful(rng))
+        worlds[kind] = open_world(TaskSection(name, tools=tools), 0, Wasteful(rng))
     domains = {
         "domain": load_world(folder / "made"),
         "domain of models": load_world(
@@ -237,7 +236,7 @@ def play(nano_tokenizer, tmp_path_factory, monkeypatch):
 
     def environment(kind, seed):
         if kind in worlds:
-            task = worlds[kind].tasks(1, seed % 50, TRAIN)[0]
+            task = worlds[kind].task("train", seed % 50)
             return worlds[kind].environment(task, seed)
         if kind in domains:
             return domains[kind].environment(domains[kind].task("train", seed % 8), seed)
@@ -247,7 +246,7 @@ def play(nano_tokenizer, tmp_path_factory, monkeypatch):
             "endpoint": plain,
             "nested": lambda: [*roles()[:2], orchestrator()],
         }
-        return ToolEnvironment(Task("t", "What is it?", Preference(), {}), tools[kind]())
+        return ToolEnvironment(Task("t", "What is it?"), tools[kind]())
 
     def attempt(kind, seed):
         rng.seed(f"{kind}/{seed}")

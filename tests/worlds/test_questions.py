@@ -28,7 +28,7 @@ from nanorchestra.records import Price, ToolCall
 from nanorchestra.tools.allowance import Allowance, most_usd
 from nanorchestra.training import run as running
 from worlds.catalogue import Simulation
-from worlds.mixture import Worlds
+from worlds.load import open_world
 from worlds.questions import load_rows
 
 FRAMES = Path(__file__).parents[3] / "shared" / "data" / "frames.jsonl"
@@ -65,14 +65,14 @@ def world(tmp_path, sandbox):
     def make(rows=ROWS, url="http://127.0.0.1:9/v1", **settings):
         file = lines(tmp_path / "rows.jsonl", rows)
         settings = {"judge": "judge", "tools": catalogue(tmp_path, url)} | settings
-        return Worlds(TaskSection(f"questions:{file}", **settings), 0, sandbox)
+        return open_world(TaskSection(f"questions:{file}", **settings), 0, sandbox)
 
     return make
 
 
 def test_a_task_offers_a_subset_under_aliases_and_prices_of_its_own(world):
     worlds = world()
-    tasks = worlds.tasks(40, 0)
+    tasks = [worlds.task("train", i) for i in range(40)]
     offers = [offer for task in tasks for offer in task.data["tools"]]
     experts = [offer for offer in offers if offer["models"]]
     assert {offer["what"] for offer in offers} == {"python", *MODELS} - {"judge"}
@@ -93,13 +93,18 @@ def test_a_task_offers_a_subset_under_aliases_and_prices_of_its_own(world):
         assert set(task.preference.tools) <= set(env.by_name)
         assert json.loads(json.dumps(task.data)) == task.data
     assert world().tasks(40, 0) == tasks and len({t.preference.text for t in tasks}) > 10
-    (listed,) = {json.dumps(task.data["tools"]) for task in worlds.held_out(9)}
+    (listed,) = {
+        json.dumps(task.data["tools"]) for task in [worlds.task("held_out", i) for i in range(9)]
+    }
     assert "$10.0" in listed and '"name": "strong"' in listed
 
 
 def test_no_question_is_both_trained_on_and_held_out(world):
     worlds = world([*ROWS, *ROWS])
-    train_on, held_out = worlds.tasks(200, 0), worlds.held_out(200)
+    train_on, held_out = (
+        [worlds.task("train", i) for i in range(200)],
+        [worlds.task("held_out", i) for i in range(200)],
+    )
     seen, kept = ({task.question for task in tasks} for tasks in (train_on, held_out))
     assert not seen & kept and len(seen | kept) == 60 and 4 < len(kept) < 22
 
@@ -107,7 +112,7 @@ def test_no_question_is_both_trained_on_and_held_out(world):
 def test_a_simulated_expert_is_paid_as_quoted_and_the_stronger_is_right_more_often(world):
     worlds = world()
     right = {name: [] for name in MODELS}
-    for task in worlds.tasks(200, 0):
+    for task in [worlds.task("train", i) for i in range(200)]:
         env = worlds.environment(task, 1)
         for offer in task.data["tools"]:
             for alias, model in offer["models"].items():
@@ -131,7 +136,7 @@ def test_a_published_role_has_some_of_its_experts_in_another_order(world, tmp_pa
     (tmp_path / "roles.json").write_text(json.dumps(made))
     settings = {"tools": str(tmp_path / "roles.json"), "judge": "", "preference": "never=strong"}
     worlds, orders = world(**settings), set()
-    for task in worlds.tasks(12, 0):
+    for task in [worlds.task("train", i) for i in range(12)]:
         env = worlds.environment(task, 0)
         env.evidence.tokenizer = nano_tokenizer
         for offer in task.data["tools"]:
@@ -149,7 +154,7 @@ def test_a_published_role_has_some_of_its_experts_in_another_order(world, tmp_pa
         ]
         assert task.preference.never == list(dict.fromkeys(hidden))
     assert len(orders) > 12
-    env = worlds.environment(worlds.held_out(1)[0], 0)
+    env = worlds.environment(worlds.task("held_out", 0), 0)
     assert all(tool["function"]["parameters"] == listed for tool in env.tools)
 
 
@@ -163,7 +168,7 @@ def test_a_search_with_nothing_behind_it_is_simulated_with_the_experts_or_refuse
     with pytest.raises(UserError, match="roles.json: search: nothing to search in; add a tool"):
         world(**settings, experts="real")
     worlds, right = world(**settings), []
-    for task in worlds.tasks(60, 0):
+    for task in [worlds.task("train", i) for i in range(60)]:
         env = worlds.environment(task, 0)
         env.evidence.tokenizer = nano_tokenizer
         call = ToolCall("search", {"model": next(iter(task.data["tools"][0]["models"]))})
@@ -185,7 +190,7 @@ def test_a_row_or_the_config_says_what_the_user_wants(world):
     for task in world(preference="Be frugal. cost=1 never=strong usd=0.02").tasks(20, 0):
         names = [o["name"] for o in task.data["tools"] if o["what"] == "strong"]
         assert task.preference.never == names
-        assert task.preference.usd == 0.02 and task.data["wish"] == "cheap"
+        assert task.preference.usd == 0.02 and task.preference.name == "cheap"
 
 
 def test_bans_and_simulation_reach_the_tools_of_an_orchestrator(world, tmp_path):
@@ -196,7 +201,7 @@ def test_bans_and_simulation_reach_the_tools_of_an_orchestrator(world, tmp_path)
     (tmp_path / "nested.json").write_text(json.dumps(made))
     worlds = world(tools=str(tmp_path / "nested.json"), judge="", preference="never=strong")
     met = 0
-    for task in worlds.tasks(30, 0):
+    for task in [worlds.task("train", i) for i in range(30)]:
         env = worlds.environment(task, 0)
         if boss := env.by_name.get("boss"):
             met += 1

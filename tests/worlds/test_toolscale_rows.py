@@ -18,7 +18,7 @@ from nanorchestra.errors import UserError
 from nanorchestra.records import Preference, ToolCall
 from nanorchestra.tools.allowance import Allowance
 from nanorchestra.tools.http import EndpointError
-from worlds.mixture import open_world
+from worlds.load import open_world
 from worlds.toolscale.dataset import load_world
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
@@ -169,7 +169,7 @@ def test_a_row_without_a_preference_has_that_of_the_setting(cinema):
     path = str(cinema(*map(row, range(5))))
 
     def wishes(preference):
-        world = open_world(path, 0, None, TaskSection(preference=preference))
+        world = open_world(TaskSection(path, preference=preference), 0, None)
         return [world.task("train", index).preference for index in range(4)]
 
     assert len({wish.text for wish in wishes("drawn")}) == 4
@@ -178,7 +178,7 @@ def test_a_row_without_a_preference_has_that_of_the_setting(cinema):
     with pytest.raises(UserError, match="task.preference names gpt-5; movie/0 offers experts") as e:
         wishes("never=gpt-5")
     assert "\n" not in str(e.value)
-    own = open_world(str(cinema(*map(trained, range(5)))), 0, None, TaskSection(preference="x=1"))
+    own = open_world(TaskSection(str(cinema(*map(trained, range(5)))), preference="x=1"), 0, None)
     assert own.task("train", 0).preference.tools == {"expert-1": 3, "expert-2": 0}
 
 
@@ -259,9 +259,9 @@ def test_the_user_and_the_judge_may_be_language_models(cinema, nano_tokenizer, c
     path = str(cinema(*(row(n, ["DB", "NL_ASSERTION"]) for n in range(5))))
     for settings, says in (({}, r"5 \(task.judge is needed\)"), ({"user": "me"}, "'me', ''")):
         with pytest.raises(UserError, match=says):
-            open_world(path, 0, None, TaskSection(**settings))
+            open_world(TaskSection(path, **settings), 0, None)
     server, settings = catalogue
-    world = open_world(path, 0, None, TaskSection(**settings, user="big", judge="big"))
+    world = open_world(TaskSection(path, **settings, user="big", judge="big"), 0, None)
     for verdict, outcome in (("So: [true, true]", 1), ("[true, false]", 0), ("yes, both", 0)):
         answers = iter(["Wait.", "Thanks. ###STOP###", verdict])
         server.bodies.clear()
@@ -286,7 +286,7 @@ def test_real_experts_do_a_turn_and_a_failing_one_does_nothing(cinema, catalogue
     server, settings = catalogue
     rows = (trained(n, model_mapping=behind, tool_pricing=prices) for n in range(5))
     path = str(cinema(*rows))
-    world = open_world(path, 0, None, TaskSection(**settings, experts="real"))
+    world = open_world(TaskSection(path, **settings, experts="real"), 0, None)
     env = environment(world, "movie____0")
     assert list(env.experts) == ["expert-1"]  # the catalogue has no other
     (_, golden) = env.scorer.golden[0]
@@ -505,7 +505,7 @@ def test_users_with_tools_of_their_own_act_and_assertions_hold(
     (home / "tasks.json").write_text(json.dumps(tasks))
     with pytest.raises(UserError, match=r"5 \(task.user is needed\)"):
         load_world(home)
-    world = open_world(str(home), 0, None, TaskSection(**settings, user="big"))
+    world = open_world(TaskSection(str(home), **settings, user="big"), 0, None)
     made = '<tool_call>{"name": "toggle_data", "arguments": {}}</tool_call>'
     forbidden = made.replace("toggle_data", "enable_roaming")
     for roams, answers, outcome in (
