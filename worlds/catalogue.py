@@ -17,9 +17,9 @@ from nanorchestra.tools.http import count_tokens
 from nanorchestra.tools.models import Endpoint, Expert, ExpertTool
 from nanorchestra.tools.roles import RoleTool
 from nanorchestra.tools.spending import Spending
+from worlds import preferences
 from worlds.miniature.draw import draw_names
 from worlds.miniature.tables import TRAIN
-from worlds.toolscale import preferences
 
 OFFERED = 0.7  # probability of a tool to be on offer in training
 LATENCY_S = 20.0  # of an expert whose entry states none

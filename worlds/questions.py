@@ -27,9 +27,8 @@ from nanorchestra.records import Preference, Task, words_and_vector
 from nanorchestra.schemas import SHAPES, Json, check, whole_characters
 from nanorchestra.tools.allowance import all_ban_names
 from nanorchestra.tools.models import ExpertTool
-from worlds import catalogue
+from worlds import catalogue, preferences
 from worlds.judge import grade
-from worlds.toolscale import preferences
 from worlds.wording import understood
 
 PREFIX = "questions:"

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from nanorchestra.records import Preference
 from nanorchestra.schemas import SHAPES, Json
-from worlds.toolscale import preferences
+from worlds import preferences
 
 Weights = tuple[float, float, float]  # of outcome, cost and latency
 WEIGHED = {"outcome", "accuracy", "cost", "latency"}  # entries of a vector that are Weights

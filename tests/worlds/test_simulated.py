@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 
-
 from worlds.miniature import world as miniature
 
 RESULTS = "0860b411ebdb709d"

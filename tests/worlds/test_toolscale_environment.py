@@ -13,7 +13,7 @@ from data_gen import main
 from nanorchestra.agent.loop import Limits, Rollout
 from nanorchestra.errors import UserError
 from nanorchestra.records import ToolCall
-from worlds.toolscale import preferences
+from worlds import preferences
 from worlds.toolscale.dataset import load_tasks, load_world, teach
 
 
@@ -65,7 +65,7 @@ def test_an_error_changes_nothing_and_unknown_or_unoffered_tools_are_refused(wor
     for bad in [ToolCall(*pair) for pair in wrong] + [ToolCall("calculate", {}, error="not JSON")]:
         result = execute(env, bad)
         assert result.error and result.content.startswith("Error: ")
-    assert env.tables == env.world.tables
+    assert env.tables == env.domain.tables
 
 
 def test_experts_of_full_skill_solve_and_of_none_do_not(world):

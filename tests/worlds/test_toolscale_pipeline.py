@@ -18,9 +18,9 @@ from openai_server import openai_server, said
 from data_gen import main
 from nanorchestra.errors import UserError
 from worlds.toolscale import author, pipeline
+from worlds.toolscale.blueprint import BUILT_IN, HOME, load_blueprint
 from worlds.toolscale.dataset import load_tasks
-from worlds.toolscale.domains import BUILT_IN, HOME, load_blueprint
-from worlds.toolscale.world import World
+from worlds.toolscale.domain import Domain
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = ["--tasks", "60", "--seed", "3", "--domains", "bank,university"]
@@ -136,7 +136,7 @@ def test_the_author_is_asked_again_with_what_was_wrong(tmp_path, monkeypatch, ca
     assert len(questions) == 6
     tasks = load_tasks(tmp_path / "tasks.jsonl")
     assert len(tasks) == 20 and {task["domain"] for task in tasks} == {"car_repair"}
-    World.load(tmp_path / "worlds" / "car_repair")
+    Domain.load(tmp_path / "worlds" / "car_repair")
 
 
 def paths(value, path=()):

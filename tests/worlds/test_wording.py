@@ -6,8 +6,8 @@ import pytest
 
 from nanorchestra.errors import UserError
 from nanorchestra.records import Preference
+from worlds import preferences
 from worlds.miniature.tables import PHRASES
-from worlds.toolscale import preferences
 from worlds.wording import bans_in, described, tool_words, understood, weights_in, words_for
 
 SAID = preferences.TABLES["phrases"]

@@ -25,7 +25,7 @@ from worlds.miniature.tables import (
     TRAIN,
 )
 from worlds.miniature.world import make_task
-from worlds.toolscale.preferences import kind_of
+from worlds.preferences import kind_of
 from worlds.wording import WEIGHED, bans_in, weights_in
 
 _DATA = read_toml(Path(__file__).with_suffix(".toml"))

@@ -13,14 +13,14 @@ from nanorchestra.tools.allowance import Allowance, RefusedError
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.models import Expert
 from nanorchestra.tools.threads import in_thread
-from worlds.toolscale import preferences
+from worlds import preferences
+from worlds.toolscale.domain import USER, Domain
 from worlds.toolscale.expert import turn
 from worlds.toolscale.model_user import ModelUser, parsed
 from worlds.toolscale.program import ToolError
 from worlds.toolscale.score import Scorer, judged
 from worlds.toolscale.user import ScriptedUser, ended, wishes
 from worlds.toolscale.words import expand
-from worlds.toolscale.world import USER, World
 
 EXPERT = "call_expert"
 STEP_TOKENS = 600  # that an expert writes for a turn at most
@@ -59,36 +59,36 @@ SIMULATED = Models()
 
 
 class DomainEnvironment:
-    """One attempt at a task of a world; `trace` is what will be scored.
+    """One attempt at a task of a domain; `trace` is what will be scored.
 
     `call_expert(expert)` hands the turn over: what the expert writes goes to the user, what it
     calls is done, and the policy reads what happened. `seed` is that of the simulated experts.
     The user and the judge are not billed.
 
-    Invariant: `tables` are the world's with all calls of the trace done; those that fail change
+    Invariant: `tables` are the domain's with all calls of the trace done; those that fail change
     nothing.
     """
 
     verdict = ""
 
-    def __init__(self, world: World, task: Task, seed: int, models: Models = SIMULATED):
+    def __init__(self, domain: Domain, task: Task, seed: int, models: Models = SIMULATED):
         tau2 = task.data["task"]
-        self.world, self.task, self.seed = world, task, seed
+        self.domain, self.task, self.seed = domain, task, seed
         self.experts = {expert["alias"]: expert for expert in task.data["experts"]}
-        self.models, self.scorer = models, Scorer(world, tau2)
-        own = [name for name, tool in world.by_name.items() if tool["kind"] == USER]
+        self.models, self.scorer = models, Scorer(domain, tau2)
+        own = [name for name, tool in domain.by_name.items() if tool["kind"] == USER]
         self.user = (
-            ModelUser(tau2, models.user, world.functions(own), partial(self._made, names=own))
+            ModelUser(tau2, models.user, domain.functions(own), partial(self._made, names=own))
             if models.user
-            else ScriptedUser(tau2, world)
+            else ScriptedUser(tau2, domain)
         )
-        self.tables, self.wishes = dict(world.tables), wishes(tau2)
+        self.tables, self.wishes = dict(domain.tables), wishes(tau2)
         self.trace = [("user", task.question)]
         self.over, self.evidence = False, Evidence(task.question)
-        self.tools = world.functions(tau2["tools"])
+        self.tools = domain.functions(tau2["tools"])
         self.offered = tau2["tools"]
         self.kinds = {EXPERT: "expert"}
-        system = ROLE.format(policy=tau2.get("policy") or world.policy)
+        system = ROLE.format(policy=tau2.get("policy") or domain.policy)
         self.history = [system, f"The user: {task.question}"]  # what an expert reads
         if self.experts:
             descriptions = (expert["description"] for expert in self.experts.values())
@@ -182,7 +182,7 @@ class DomainEnvironment:
             known = ", ".join(sorted(names))
             return refused(call.error or f"no tool named {call.name!r}; the tools are {known}")
         try:
-            value = self.world.call(self.tables, call.name, call.arguments)
+            value = self.domain.call(self.tables, call.name, call.arguments)
             if not isinstance(value, str):
                 value = json.dumps(value, ensure_ascii=False, default=_plain)
             result = ToolResult(value)

@@ -12,10 +12,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from nanorchestra.records import ToolCall, ToolResult
+from worlds.toolscale.domain import Domain
 from worlds.toolscale.program import ToolError
 from worlds.toolscale.score import Call, communicated, confirmed
 from worlds.toolscale.user import TEXTS, spoken
-from worlds.toolscale.world import World
 
 if TYPE_CHECKING:
     from worlds.toolscale.environment import DomainEnvironment
@@ -32,7 +32,7 @@ def next_turn(env: DomainEnvironment) -> tuple[str, Call | None]:
         if missing := _missing(env, arguments):
             return SAY["ask"].format(", ".join(missing)), None
         confirms = any(rule["check"] == "confirmed" for rule in scorer.rules)
-        asks = confirms and env.world.by_name[name]["kind"] == "write"
+        asks = confirms and env.domain.by_name[name]["kind"] == "write"
         if asks and not confirmed([*env.trace, ("call", *call, False)], [name], arguments):
             given = ", ".join(f"{key}: {value}" for key, value in arguments.items())
             return SAY["confirm"].format(name, given).replace("_", " "), None
@@ -75,16 +75,16 @@ def turn(env: DomainEnvironment, skill: float, rng: random.Random) -> tuple[str,
         return next_turn(env)
     writes = [place for place in _due(env) if place in env.scorer.effects]
     for place in writes * TRIES:
-        (call,) = altered(env.world, [env.scorer.golden[place]], rng)
+        (call,) = altered(env.domain, [env.scorer.golden[place]], rng)
         tables = dict(env.tables)
         with suppress(ToolError):
-            env.world.call(tables, *call)
+            env.domain.call(tables, *call)
         if tables != env.tables:
             return "", call
     return SAY["wait"], None
 
 
-def altered(world: World, calls: list[Call], rng: random.Random) -> list[Call]:
+def altered(domain: Domain, calls: list[Call], rng: random.Random) -> list[Call]:
     """Returns the calls with one argument altered; as they are if none has an argument."""
     places = [(at, name) for at, (_, arguments) in enumerate(calls) for name in arguments]
     if not places:
@@ -92,8 +92,8 @@ def altered(world: World, calls: list[Call], rng: random.Random) -> list[Call]:
     at, argument = rng.choice(places)
     name, arguments = calls[at]
     value = arguments[argument]
-    shape = world.by_name[name]["function"]["parameters"]["properties"].get(argument, {})
-    tables = world.tables.values() if isinstance(value, str) else ()
+    shape = domain.by_name[name]["function"]["parameters"]["properties"].get(argument, {})
+    tables = domain.tables.values() if isinstance(value, str) else ()
     choices = shape.get("enum") or next((rows for rows in tables if value in rows), ())
     if others := [choice for choice in choices if choice != value]:
         other = rng.choice(others)

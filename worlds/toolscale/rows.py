@@ -11,9 +11,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from nanorchestra.errors import require
-from worlds.toolscale.preferences import TABLES
+from worlds.preferences import TABLES
+from worlds.toolscale.domain import USER, Domain, check_shape
 from worlds.toolscale.program import Json, ToolError
-from worlds.toolscale.world import USER, World, check_shape
 
 DEFAULTS = {"actions": [], "communicate_info": [], "reward_basis": ["DB", "COMMUNICATE"]}
 PER_TOKEN = 1e-3  # the released rows have dollars per token where they say per million
@@ -93,15 +93,15 @@ def restored(value: Any, shape: Json) -> Any:
     return day[1] if day else value
 
 
-def unfit(world: World, task: Json, models: Any) -> str:
+def unfit(domain: Domain, task: Json, models: Any) -> str:
     """Returns why a task cannot be played by these Models and scored here; "" if it can."""
     criteria, state = task["evaluation_criteria"], task.get("initial_state") or {}
     actions, basis = criteria["actions"], criteria["reward_basis"]
     acts = actions + state.get("initialization_actions", [])
     data = state.get("initialization_data", {})
-    missing = {action["name"] for action in actions} - world.by_name.keys()
+    missing = {action["name"] for action in actions} - domain.by_name.keys()
     judged = "NL_ASSERTION" in basis and criteria.get("nl_assertions")
-    has_tools = any(tool["kind"] == USER for tool in world.tools)
+    has_tools = any(tool["kind"] == USER for tool in domain.tools)
     users = any("user" in act.values() for act in acts)
     reasons = {
         "user_data": data.get("user_data"),
@@ -115,7 +115,7 @@ def unfit(world: World, task: Json, models: Any) -> str:
     if why := next((reason for reason, holds in reasons.items() if holds), ""):
         return why
     try:
-        world.started(state)
+        domain.started(state)
     except ToolError as error:
         return f"initial_state: {error}"
     return ""

@@ -5,7 +5,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 
-from worlds.toolscale import preferences
+from worlds import preferences
 from worlds.toolscale.act import PHRASES, Act
 from worlds.toolscale.program import Json
 
@@ -21,7 +21,7 @@ def to_task(act: Act, name: str, level: int) -> Json:
     their actions and what is told) and `rules` (those that no tool enforces, with their checks; see
     score.py).
     """
-    world, data, rng = act.world, act.data, random.Random(f"{name}/task")
+    domain, data, rng = act.domain, act.data, random.Random(f"{name}/task")
     split = "held_out" if data.get("held_out") else "train"
     identify = data["identify"]
     known = rng.choice(identify["known"] if act.named else identify["id"])
@@ -38,14 +38,14 @@ def to_task(act: Act, name: str, level: int) -> Json:
     between = (zip(*ends, strict=True) for ends in itertools.pairwise(act.marks))
     return {
         "id": name,
-        "domain": world.domain,
+        "domain": domain.name,
         "split": split,
         "level": level,
         "description": {"purpose": ", ".join(kind for kind, _ in act.twists) or "plain"},
         "user_scenario": {
             "persona": None,
             "instructions": {
-                "domain": world.domain,
+                "domain": domain.name,
                 "reason_for_call": " ".join(act.reasons),
                 "known_info": act.render(known, {"me": act.me}),
                 "unknown_info": unknown or None,
@@ -57,7 +57,7 @@ def to_task(act: Act, name: str, level: int) -> Json:
             "communicate_info": list(dict.fromkeys(act.communicate)),
             "reward_basis": ["DB", "ACTION"] + ["COMMUNICATE"] * bool(act.communicate),
         },
-        "tools": list(world.by_name),
+        "tools": list(domain.by_name),
         "wishes": [
             wish | {"actions": [*range(*calls)], "told": act.communicate[slice(*told)]}
             for wish, (calls, told) in zip(act.wishes, between, strict=True)
@@ -68,7 +68,7 @@ def to_task(act: Act, name: str, level: int) -> Json:
 
 def _standing(act) -> list[Json]:
     """The domain's rules that every attempt must keep, with the tools that they are about."""
-    writes = [name for name, tool in act.world.by_name.items() if tool["kind"] == "write"]
+    writes = [name for name, tool in act.domain.by_name.items() if tool["kind"] == "write"]
     first = [act.data["identify"]["call"].split("(")[0]]
     usual = {"confirmed": {"tools": writes}, "before": {"first": first, "then": writes}}
     return [

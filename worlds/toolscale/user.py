@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nanorchestra.files import read_toml
+from worlds.toolscale.domain import Domain, communicated, leaves
 from worlds.toolscale.program import Json
-from worlds.toolscale.world import World, communicated, leaves
 
 STOP, TRANSFER = SIGNALS = ("###STOP###", "###TRANSFER###")  # tau2's, which end a conversation
 PATIENCE = 40  # messages that the scripted user answers
@@ -40,7 +40,7 @@ def first_person(text: str) -> str:
     return text
 
 
-class Wish(NamedTuple):
+class SpokenWish(NamedTuple):
     """A wish as the user says it.
 
     `actions` are the places of its golden actions, `told` is what the user wants to be told.
@@ -58,7 +58,7 @@ class Wish(NamedTuple):
         return self.first or self.say
 
 
-def wishes(task: Json) -> list[Wish]:
+def wishes(task: Json) -> list[SpokenWish]:
     """Returns the wishes of a task: [{"say", "actions", "told", "first"?}, ...] in `wishes`.
 
     Without the field, each sentence of the reason for the call may want any of the golden actions.
@@ -72,7 +72,7 @@ def wishes(task: Json) -> list[Wish]:
         every = {"actions": range(len(criteria["actions"])), "told": criteria["communicate_info"]}
         given = [{"say": say} | every for say in re.split(parting, wanted["reason_for_call"])]
     return [
-        Wish(
+        SpokenWish(
             first_person(w["say"]),
             (*w["actions"],),
             (*w["told"],),
@@ -95,9 +95,9 @@ class ScriptedUser:
     about it.
     """
 
-    def __init__(self, task: Json, world: World):
+    def __init__(self, task: Json, domain: Domain):
         parts = task["user_scenario"]["instructions"]
-        self.world, self.actions = world, task["evaluation_criteria"]["actions"]
+        self.domain, self.actions = domain, task["evaluation_criteria"]["actions"]
         self.wishes = wishes(task)
         self.known = first_person(parts.get("known_info") or "")
         self.unknown = first_person(parts.get("unknown_info") or "")
@@ -209,7 +209,7 @@ class ScriptedUser:
         if named and wanted and not named & wanted:
             return False
         own = self._names([value for each in actions for value in each["arguments"].values()])
-        for texts in self.world.columns.values():
+        for texts in self.domain.columns.values():
             others = [other for other in texts - own if other not in say] if own & texts else ()
             for part in (text, *proposed):
                 if _holds(part, others) and not _holds(part, own & texts):
@@ -223,7 +223,7 @@ class ScriptedUser:
     def _names(self, values) -> set[str]:
         """The texts among the values, and the names in the records that they lead to."""
         own = reached = {value for value in values if isinstance(value, str)}
-        tables = [rows for rows in self.world.tables.values() if isinstance(rows, dict)]
+        tables = [rows for rows in self.domain.tables.values() if isinstance(rows, dict)]
         for _ in range(2):  # a booking, and its train
             for rows in tables:
                 rows = [rows[key] for key in reached & rows.keys()]

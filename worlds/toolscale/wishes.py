@@ -17,7 +17,7 @@ from typing import Any
 
 from worlds.toolscale.act import PHRASES, Act, UnfitError, people, spoken
 from worlds.toolscale.program import Json, Tables, ToolError, evaluate, parse
-from worlds.toolscale.records import Draws, holds, key_of
+from worlds.toolscale.records import ColumnDraws, holds, key_of
 
 TRIES = 12  # draws of one thing, until it fits
 
@@ -52,7 +52,7 @@ class Wish:
                     self.tables[name] = table
             else:
                 names, today = PHRASES["names"], self.act.words.today
-                draws = Draws(names, today, self.act.rng, self.act.tables)
+                draws = ColumnDraws(names, today, self.act.rng, self.act.tables)
                 draws.row = self.scope
                 self.scope[name] = draws.value([kind, *values])
             needed = values[1] if kind in ("record", "among") and values[1:] else ""
@@ -127,7 +127,7 @@ class Wish:
         """Makes the calls in these tables. Returns if the tools let it."""
         with suppress(ToolError):
             for call in self.data.get("do", ()):
-                self.act.world.invoke(tables, *self.act.parse(call, self.scope))
+                self.act.domain.invoke(tables, *self.act.parse(call, self.scope))
             return True
         return False
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from nanorchestra.files import read_json
 from nanorchestra.records import Preference, Price
+from nanorchestra.schemas import Json
 from reward import PRICES
-from worlds.toolscale.program import Json
 
 TABLES = read_json(Path(__file__).with_suffix(".json"))
 OFFERED = 3  # experts of a task

@@ -11,11 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from worlds.toolscale.act import PHRASES, Act, UnfitError, people
+from worlds.toolscale.domain import Domain
 from worlds.toolscale.program import ToolError, evaluate
 from worlds.toolscale.records import holds, key_of
 from worlds.toolscale.wishes import TRIES, Wish
 from worlds.toolscale.words import Words
-from worlds.toolscale.world import World
 
 LEVELS = {1: (1, 0), 2: (2, 1), 3: (2, 2), 4: (3, 3), 5: (4, 4)}  # wishes, and twists
 TWISTS = {  # what a wish must have for a twist, and the twist's share
@@ -37,9 +37,9 @@ MOST_DRAWS = 400  # of callers and wishes, until all can be had
 
 @dataclass
 class Planner:
-    """Draws tasks for a world."""
+    """Draws tasks for a domain."""
 
-    world: World
+    domain: Domain
     words: Words
     rng: random.Random
 
@@ -60,7 +60,7 @@ class Planner:
         wishes, twists = LEVELS[level]
         if known:
             wishes = max(1, twists)
-        callers = list(self.world.tables[people(self.data)])
+        callers = list(self.domain.tables[people(self.data)])
         self.known, self.quiet = known, not known and self.rng.random() < NOTHING
         for attempt in range(MOST_DRAWS):
             if attempt % 20 == 0:
@@ -72,7 +72,7 @@ class Planner:
                 plan.sort(key=lambda twist: twist != "all")  # the hardest to have
                 truths = [not self.quiet and self.rng.random() < TRUE for _ in plan]
                 named = not known and self.rng.random() < NAMED
-            act = Act(self.world, self.words, self.rng.choice(callers), self.rng, named, known)
+            act = Act(self.domain, self.words, self.rng.choice(callers), self.rng, named, known)
             for number, (twist, truth) in enumerate(zip(plan, truths, strict=True)):
                 first = [*self.kinds][focus % len(self.kinds)] if not number else None
                 last = number == len(plan) - 1
