@@ -202,6 +202,13 @@ class Preference:
         return cls.of(*words_and_vector(text), where, tools)
 
     @property
+    def name(self) -> str:
+        """What the weights of cost and latency favour: "right", "cheap", "fast" or "balanced"."""
+        if self.cost == self.latency:
+            return "balanced" if self.cost else "right"
+        return "cheap" if self.cost > self.latency else "fast"
+
+    @property
     def avoided(self) -> tuple[str, ...]:
         """The names of the tools to avoid."""
         return tuple(name for name, weight in self.tools.items() if weight < 0)

@@ -109,7 +109,7 @@ class QuestionWorld:
             "wrong": sorted(wrong - {row.answer}) or ["unknown"],
             "tools": [catalogue.row(tool) for tool in offers],
             "draw": draw,
-            "wish": preferences.kind_of(wish),
+            "wish": wish.name,
             "bounds": _bounds(offers),
         }
         return Task(f"{row.id}/{split}-{index}", row.question, wish, data)
@@ -150,7 +150,7 @@ class QuestionWorld:
 def _bounds(offers):
     """Bounds of US dollars and seconds: from nothing to a call of each expert on offer."""
     experts = [expert for tool in offers for expert in catalogue.experts_of(tool).values()]
-    usd = sum(expert.price.cost(READ, catalogue.WRITTEN) for expert in experts)
+    usd = sum(expert.price.cost(READ, catalogue.REPLY_TOKENS) for expert in experts)
     seconds = sum(expert.latency_s for expert in experts)
     return [[0.0, usd or 0.01], [0.0, seconds or catalogue.LATENCY_S]]
 

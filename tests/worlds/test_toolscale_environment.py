@@ -15,6 +15,7 @@ from nanorchestra.errors import UserError
 from nanorchestra.records import ToolCall
 from worlds import preferences
 from worlds.toolscale.dataset import load_tasks, load_world, teach
+from worlds.toolscale.offers import draw_experts
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +116,7 @@ def test_words_say_what_is_preferred_and_splits_share_no_phrasing_expert_or_pric
     for split in ("train", "held_out"):
         said[split], offered[split] = set(), []
         for _ in range(300):
-            offered[split] += preferences.catalogue(rng, split)
+            offered[split] += draw_experts(rng, split)
             wish = preferences.draw(rng, ["expert-1", "expert-2", "expert-3"], split)
             sentences = wish.text.split(". ")
             changed = [getattr(wish, what) != usual for what, usual in preferences.DEFAULTS]

@@ -25,7 +25,6 @@ from worlds.miniature.tables import (
     TRAIN,
 )
 from worlds.miniature.world import make_task
-from worlds.preferences import kind_of
 from worlds.wording import WEIGHED, bans_in, weights_in
 
 _DATA = read_toml(Path(__file__).with_suffix(".toml"))
@@ -82,13 +81,13 @@ def as_preference(wish: str, vector: Json, offers: Collection[Offer]) -> tuple[s
         f"preference: {wish!r} is not understood; say be cheap, be fast, be right, a balance, or "
         f"do not use {names[0]}",
     )
-    name = kind_of(Preference("", *stated)) if stated else "balanced"
+    name = Preference("", *stated).name if stated else "balanced"
     weights = PREFERENCES[name][1]
     avoided = [
         offer for offer in offers if banned([offer["name"], offer["what"], title(offer)], forbidden)
     ]
     said = PHRASES[TRAIN][name][:1] if stated else []
-    said += [PHRASES[TRAIN]["avoid"][0].format(title(offer)) for offer in avoided]
+    said += [PHRASES[TRAIN]["avoid"][0].format(tool=title(offer)) for offer in avoided]
     preference = Preference(
         " ".join(said),
         *weights,

@@ -15,6 +15,7 @@ from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.records import Preference, Price, Task
 from nanorchestra.tools.sandbox import Sandbox
 from tools import LookupTool, PythonTool, RecordsTool, SimulatedExpert
+from worlds.judge import grade
 from worlds.miniature.draw import (
     DRAW_QUESTION,
     Question,
@@ -42,6 +43,7 @@ from worlds.miniature.tables import (
     PRICES,
     SPECIALISTS,
 )
+from worlds.preferences import sentence
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class World:
         tools = [{"name": name} | offer for name, offer in zip(names, tools, strict=True)]
         said, words = random.Random(f"{self.seed}/{split}/{index}/words"), self.words or split
         wish = rng.choices(list(PREFERENCES), [share for share, _ in PREFERENCES.values()])[0]
-        preference = Preference(said.choice(PHRASES[words][wish]), *PREFERENCES[wish][1])
+        preference = Preference(sentence(said, PHRASES[words][wish]), *PREFERENCES[wish][1])
         options = [offer for offer in tools if offer["what"] != "records"]
         if options[1:] and rng.random() < AVOID_SHARE:
             preference = forbid(preference, rng.choice(options), said, words)
@@ -115,7 +117,8 @@ def forbid(wish: Preference, avoided: Offer, rng: random.Random, split: str) -> 
 
     The weight cancels the others, so that a right answer with its help earns nothing.
     """
-    ban, ban_first = rng.choice(PHRASES[split]["avoid"]).format(title(avoided)), rng.random() < 0.5
+    ban = sentence(rng, PHRASES[split]["avoid"], title(avoided))
+    ban_first = rng.random() < 0.5
     text = (f"{ban} {wish.text}" if ban_first else f"{wish.text} {ban}").strip()
     weight = -(wish.outcome + wish.cost + wish.latency)
     return replace(wish, text=text, tools=wish.tools | {avoided["name"]: weight})
@@ -149,9 +152,12 @@ def make_task(
 def environment(task: Task, seed: int, sandbox: Sandbox) -> ToolEnvironment:
     """Returns one attempt at a task; `seed` decides what the simulated experts say."""
     data = task.data
-    gold = normalise(data["answer"])
     tools = [_tool(offer, task, seed, sandbox) for offer in data["tools"]]
-    return ToolEnvironment(task, tools, grade=lambda answer: float(normalise(answer) == gold))
+
+    def outcome(answer: str) -> float:
+        return grade(task.question, data["answer"], answer)[0]
+
+    return ToolEnvironment(task, tools, grade=outcome)
 
 
 def _tool(offer: Offer, task: Task, seed: int, sandbox: Sandbox) -> Any:
@@ -174,8 +180,3 @@ def _tool(offer: Offer, task: Task, seed: int, sandbox: Sandbox) -> Any:
         latency_s=seconds,
         seed=f"{task.id}/{seed}",
     )
-
-
-def normalise(answer: str) -> str:
-    """Returns an answer without case, thousands separators, outer space and final full stop."""
-    return answer.strip().rstrip(".").replace(",", "").casefold()

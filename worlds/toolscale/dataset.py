@@ -23,6 +23,7 @@ from worlds import preferences
 from worlds.toolscale.domain import USER, Domain, check_shape
 from worlds.toolscale.environment import SIMULATED, DomainEnvironment, Models
 from worlds.toolscale.expert import SAY, altered, right_turns
+from worlds.toolscale.offers import draw_experts
 from worlds.toolscale.program import Json
 from worlds.toolscale.rows import read_row, restored, unfit
 from worlds.toolscale.tasks import HELD_OUT, split
@@ -56,7 +57,7 @@ class ToolScaleWorld:
         rng = random.Random(f"{self.seed}/{split}/{index}/{tau2['id']}")
         offered = tau2.get("experts")
         if offered is None:
-            offered = preferences.catalogue(rng, split)
+            offered = draw_experts(rng, split)
         if self.models.experts is not None:
             offered = [expert for expert in offered if expert["model"] in self.models.experts]
         if "preference" in tau2:
@@ -82,7 +83,7 @@ class ToolScaleWorld:
             "task": tau2,
             "experts": offered,
             "tools": tools,
-            "wish": preferences.kind_of(preference),
+            "wish": preference.name,
             "bounds": _bounds(tau2, offered),
         }
         question = wishes(tau2)[0].opening

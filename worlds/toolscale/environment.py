@@ -12,18 +12,21 @@ from nanorchestra.records import ParsedTurn, Price, Task, ToolCall, ToolResult
 from nanorchestra.tools.allowance import Allowance, RefusedError
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.models import Expert
+from nanorchestra.tools.simulated import Simulation
 from nanorchestra.tools.threads import in_thread
-from worlds import preferences
 from worlds.toolscale.domain import USER, Domain
-from worlds.toolscale.expert import turn
+from worlds.toolscale.expert import next_turn, wrong_turn
 from worlds.toolscale.model_user import ModelUser, parsed
+from worlds.toolscale.offers import CALL_EXPERT
 from worlds.toolscale.program import ToolError
-from worlds.toolscale.score import Scorer, judged
+from worlds.toolscale.score import Call, Scorer, judged
 from worlds.toolscale.user import ScriptedUser, ended, wishes
 from worlds.toolscale.words import expand
 
 EXPERT = "call_expert"
 STEP_TOKENS = 600  # that an expert writes for a turn at most
+TURN_TOKENS = 300  # that a simulated expert writes for a usual turn
+CHARS_PER_TOKEN = 4  # of the history, which a simulated expert reads
 ROLE = (
     "You serve the user under the policy below. In each turn either write to the user or call a "
     "tool, never both.\n\n<policy>\n{policy}\n</policy>"
@@ -93,7 +96,7 @@ class DomainEnvironment:
         if self.experts:
             descriptions = (expert["description"] for expert in self.experts.values())
             words = {"names": list(self.experts), "descriptions": " ".join(descriptions)}
-            self.tools.append(tau2.get("asking") or expand(preferences.TABLES["tool"], words))
+            self.tools.append(tau2.get("asking") or expand(CALL_EXPERT, words))
             system += HAND_OVER
         if wish := task.preference.words:
             system += f"\n\nYour operator's wish: {wish}"
@@ -221,14 +224,29 @@ class DomainEnvironment:
 
     def _simulated(self, expert) -> tuple[ParsedTurn, ToolResult]:
         """A declared simulation of an expert, whose turns are right with probability `skill`."""
-        rng = random.Random(f"{self.task.id}/{self.seed}/{expert['alias']}/{len(self.history)}")
-        tokens = sum(map(len, self.history)) // 4, rng.randint(80, STEP_TOKENS)
-        content, made = turn(self, expert["skill"], rng)
-        calls = (ToolCall(*made),) if made else ()
-        seconds = expert["latency_s"] * rng.uniform(0.8, 1.2)
-        usd = Price(*expert["usd"]).cost(*tokens)
-        done = ToolResult("", usd, seconds, False, False, *tokens)
-        return ParsedTurn("", content, calls), done
+        simulation = Simulation(
+            expert["skill"], Price(*expert["usd"]), TURN_TOKENS, expert["latency_s"]
+        )
+        simulated = simulation.reply(
+            f"{self.task.id}/{self.seed}/{expert['alias']}/{len(self.history)}",
+            sum(map(len, self.history)) // CHARS_PER_TOKEN,
+            self._right_turn,
+            self._wrong_turn,
+            STEP_TOKENS,
+        )
+        return simulated.reply, simulated.result("")
+
+    def _right_turn(self, rng: random.Random) -> ParsedTurn:
+        return _parsed(*next_turn(self))
+
+    def _wrong_turn(self, rng: random.Random) -> ParsedTurn:
+        return _parsed(*wrong_turn(self, rng))
+
+
+def _parsed(content: str, call: Call | None) -> ParsedTurn:
+    """Returns the turn of an expert that writes to the user or makes a call."""
+    calls = (ToolCall(*call),) if call else ()
+    return ParsedTurn("", content, calls)
 
 
 def _plain(value) -> Any:

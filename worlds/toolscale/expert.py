@@ -66,13 +66,11 @@ def right_turns(
             yield words, None, None if env.over else ToolResult(answer)
 
 
-def turn(env: DomainEnvironment, skill: float, rng: random.Random) -> tuple[str, Call | None]:
-    """Returns the next turn of an agent that is right with probability `skill`.
+def wrong_turn(env: DomainEnvironment, rng: random.Random) -> tuple[str, Call | None]:
+    """Returns a wrong next turn: a message to the user, or a call.
 
-    Else it changes what nobody asked for, if it knows a write to do; or it wastes the turn.
+    It changes what nobody asked for, if there is a write to do; else it wastes the turn.
     """
-    if rng.random() < skill:
-        return next_turn(env)
     writes = [place for place in _due(env) if place in env.scorer.effects]
     for place in writes * TRIES:
         (call,) = altered(env.domain, [env.scorer.golden[place]], rng)

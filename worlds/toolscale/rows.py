@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from nanorchestra.errors import require
-from worlds.preferences import TABLES
 from worlds.toolscale.domain import USER, Domain, check_shape
+from worlds.toolscale.offers import EXPERTS, OTHERS
 from worlds.toolscale.program import Json, ToolError
 
 DEFAULTS = {"actions": [], "communicate_info": [], "reward_basis": ["DB", "COMMUNICATE"]}
@@ -50,7 +50,7 @@ def _offer(row, where) -> Json:
     """The tools, the experts and the preference of a training row."""
     functions = {f["name"]: f for f in (tool.get("function", tool) for tool in row["tools"])}
     asking, wish = functions.pop("call_expert", None), row["pref_vec"]
-    simulated = TABLES["experts"]["train"] | TABLES["experts"]["held_out"]
+    simulated = EXPERTS["train"] | EXPERTS["held_out"]
     experts = []
     for alias, model in row["model_mapping"].items():
         if asking and alias not in json.dumps(asking):
@@ -60,7 +60,7 @@ def _offer(row, where) -> Json:
         problem = f"{where}: tool_pricing has no input and output price of {model!r}"
         require(None not in usd, problem)
         usd = [n * 1e6 if n < PER_TOKEN else n for n in usd]
-        expert = simulated.get(model, TABLES["others"])
+        expert = simulated.get(model, OTHERS)
         experts.append(
             {
                 "alias": alias,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from worlds import preferences
 from worlds.toolscale.act import PHRASES, Act
+from worlds.toolscale.offers import draw_experts
 from worlds.toolscale.program import Json
 
 SHARES = {"styles": 0.8, "confirm": 0.15, "order": 0.15}  # of the tasks with such an instruction
@@ -97,7 +98,7 @@ def offer(task: Json, split: str, seed: int) -> None:
     paper's vector: from 0 to 1, with 0 for an expert to avoid and 0.5 for one that is not named.
     """
     rng = random.Random(f"{seed}/{task['id']}/offer")
-    experts = preferences.catalogue(rng, split)
+    experts = draw_experts(rng, split)
     names = [expert["alias"] for expert in experts]
     wish = preferences.draw(rng, names, split)
     weights = {"accuracy": wish.outcome, "cost": wish.cost, "latency": wish.latency}
