@@ -233,9 +233,9 @@ def open_world(
         return questions.load_world(name, seed, settings, offered, judge)
     models = {tool.expert.model: tool.expert for tool in offered if isinstance(tool, ExpertTool)}
     models = toolscale.Models(user, judge, None if simulated else models)
-    wish = None
+    preference = None
     if settings.preference != DRAWN:
         words, vector = words_and_vector(settings.preference)
         names = {*vector, *vector.get("never", ())}  # load_world knows whether they may be
-        wish = understood(words, vector, "task.preference", names, names)
-    return toolscale.load_world(name, seed, models, wish)
+        preference = understood(words, vector, "task.preference", names, names)
+    return toolscale.load_world(name, seed, models, preference)

@@ -50,13 +50,13 @@ READ = 1500  # tokens that an expert reads in a usual call, for the bounds of a 
 
 @dataclass(frozen=True)
 class Row:
-    """One question; `preference` None: the world's. `wish` are the row's words and its vector."""
+    """One question; `preference` None: the world's. `stated` are the row's words and its vector."""
 
     id: str
     question: str
     answer: str
     kind: str
-    wish: tuple[str, Json] | None = None
+    stated: tuple[str, Json] | None = None
     preference: Preference | None = None
 
 
@@ -76,7 +76,7 @@ class QuestionEnvironment(ToolEnvironment):
 class QuestionWorld:
     """Rows by split ("train", "held_out"), and the catalogue's tools to answer them with.
 
-    `wish` is the preference of every row without one, None: drawn. `name` stands in every task's
+    `preference` is that of every row without one, None: drawn. `name` stands in every task's
     data.
     """
 
@@ -86,7 +86,7 @@ class QuestionWorld:
     judge: ExpertTool | None
     seed: int
     simulated: bool
-    wish: Preference | None = None
+    preference: Preference | None = None
 
     def task(self, split: str, index: int) -> Task:
         """Returns task `index` of a split, whose rows are taken round and round."""
@@ -95,12 +95,12 @@ class QuestionWorld:
         draw = {"seed": f"{self.seed}/{split}/{index}/{row.id}", "varied": split != HELD_OUT}
         rng = random.Random(draw["seed"])
         offers = catalogue.draw(self.tools, rng, draw["varied"])
-        wish = row.preference or self.wish
-        if wish is None:
+        preference = row.preference or self.preference
+        if preference is None:
             named = [name for tool in offers for name in catalogue.experts_of(tool) or [tool.name]]
-            wish = preferences.draw(rng, named, split)
+            preference = preferences.draw(rng, named, split)
         else:
-            wish = self._renamed(wish, offers)
+            preference = self._renamed(preference, offers)
         wrong = {other.answer for other in rng.sample(rows, min(len(rows), MISTAKES))}
         data = {
             "kind": row.kind,
@@ -109,10 +109,10 @@ class QuestionWorld:
             "wrong": sorted(wrong - {row.answer}) or ["unknown"],
             "tools": [catalogue.row(tool) for tool in offers],
             "draw": draw,
-            "wish": wish.name,
+            "wish": preference.name,
             "bounds": _bounds(offers),
         }
-        return Task(f"{row.id}/{split}-{index}", row.question, wish, data)
+        return Task(f"{row.id}/{split}-{index}", row.question, preference, data)
 
     def environment(self, task: Task, seed: int) -> QuestionEnvironment:
         """Returns one attempt at a task; `seed` is that of the simulated experts."""
@@ -124,7 +124,7 @@ class QuestionWorld:
         env.judge = self.judge
         return env
 
-    def _renamed(self, wish: Preference, offers: Sequence[Tool]) -> Preference:
+    def _renamed(self, preference: Preference, offers: Sequence[Tool]) -> Preference:
         """Returns a preference over the tools on offer, under their aliases, in the words too.
 
         A model behind several roles has an alias in each; what is not on offer is left out. A ban
@@ -138,13 +138,17 @@ class QuestionWorld:
                 aliases[tool.name].append(tool.name)
         names = "|".join(map(re.escape, sorted(aliases, key=len, reverse=True)))
         pattern = rf"(?<![\w-])({names})(?![\w-])"
-        text = re.sub(pattern, lambda match: " or ".join(aliases[match[1]]), wish.text)
-        tools = {alias: weight for name, weight in wish.tools.items() for alias in aliases[name]}
+        text = re.sub(pattern, lambda match: " or ".join(aliases[match[1]]), preference.text)
+        tools = {
+            alias: weight for name, weight in preference.tools.items() for alias in aliases[name]
+        }
         # The tools of an orchestrator have the catalogue's names.
         nested = any(isinstance(tool, Orchestrator) for tool in offers)
-        kept = [ban for ban in wish.never if nested or ban not in catalogue.names_of(self.tools)]
-        never = [*catalogue.reached(wish.never, offers), *kept]
-        return replace(wish, text=text, tools=tools, never=list(dict.fromkeys(never)))
+        kept = [
+            ban for ban in preference.never if nested or ban not in catalogue.names_of(self.tools)
+        ]
+        never = [*catalogue.reached(preference.never, offers), *kept]
+        return replace(preference, text=text, tools=tools, never=list(dict.fromkeys(never)))
 
 
 def _bounds(offers):
@@ -166,16 +170,16 @@ def load_world(
     file = Path(name.removeprefix(PREFIX))
     require(tools, f"task.world is {name!r}, which needs a catalogue of tools: task.tools")
     names, ban_names = catalogue.names_of(tools), all_ban_names(tools)
-    wish = None
+    preference = None
     if settings.preference != DRAWN:
         words, vector = words_and_vector(settings.preference)
-        wish = understood(words, vector, "task.preference", names, ban_names)
+        preference = understood(words, vector, "task.preference", names, ban_names)
     splits = {"train": [], HELD_OUT: []}
     weighed = {*SHAPES["preference"]["properties"], *names}
     strangers = Counter()
     for row in load_rows(file):
-        if row.wish is not None:
-            words, vector = row.wish
+        if row.stated is not None:
+            words, vector = row.stated
             strangers.update(vector.keys() - weighed)
             known = {name: weight for name, weight in vector.items() if name in weighed}
             where = f"{file}: question {row.id}"
@@ -191,7 +195,7 @@ def load_world(
     for split, rows in splits.items():
         random.Random(f"{seed}/{split}").shuffle(rows)
     simulated = settings.experts == "simulated"
-    return QuestionWorld(name, splits, tools, judge, seed, simulated, wish)
+    return QuestionWorld(name, splits, tools, judge, seed, simulated, preference)
 
 
 def load_rows(file: Path) -> list[Row]:
@@ -226,5 +230,5 @@ def _row(value, file, number):
         question=whole_characters(known["question"]).strip(),
         answer=whole_characters(str(known["answer"])).strip(),
         kind=str(known.get("kind", file.stem)),
-        wish=(text, vector) if vector or text else None,
+        stated=(text, vector) if vector or text else None,
     )

@@ -52,10 +52,10 @@ class Offered:
     def __init__(self, tools: list[Tool]):
         self.tools, self.off = tools, set()
 
-    def open(self, question: str, wish: str, vector: Json, seed: int) -> ToolEnvironment:
+    def open(self, question: str, text: str, vector: Json, seed: int) -> ToolEnvironment:
         """Returns an attempt under a preference, in words and as a vector. UserError."""
         names, ban_names = names_of(self.tools), all_ban_names(self.tools)
-        preference = understood(wish, vector, "preference", names, ban_names)
+        preference = understood(text, vector, "preference", names, ban_names)
         never = [*preference.never, *reached(preference.never, self.tools)]
         preference = replace(preference, never=list(dict.fromkeys(never)))
         tools = [tool for tool in self.tools if tool.name not in self.off]
@@ -81,12 +81,12 @@ class Miniature(Offered):
             tools |= self.open(example, "", {}, 0).by_name
         self.tools = list(tools.values())
 
-    def open(self, question: str, wish: str, vector: Json, seed: int) -> ToolEnvironment:
+    def open(self, question: str, text: str, vector: Json, seed: int) -> ToolEnvironment:
         """Returns an attempt under a preference, which is put in this world's words.
 
         UserError outside this world.
         """
-        task = as_task(question, wish, vector)
+        task = as_task(question, text, vector)
         task.data["tools"] = [o for o in task.data["tools"] if o["name"] not in self.off]
         return environment(task, seed, self.sandbox)
 
@@ -129,11 +129,11 @@ class Session:
     def __post_init__(self):
         self.console = Console(self.stream)
         self.seeds, self.examples = itertools.count(self.seed), itertools.cycle(self.world.examples)
-        self.wishes, self.total, self.last = {"wish": "", "budget": ""}, Counter(), {}
+        self.stated, self.total, self.last = {"preference": "", "budget": ""}, Counter(), {}
         self.do_reset("")
 
-    def _open(self, question, wishes, seed) -> ToolEnvironment:
-        words, vector = words_and_vector(" ".join(wishes.values()))
+    def _open(self, question, stated, seed) -> ToolEnvironment:
+        words, vector = words_and_vector(" ".join(stated.values()))
         return self.world.open(question, words, vector, seed)
 
     def handle(self, line: str) -> None:
@@ -151,7 +151,7 @@ class Session:
         Ctrl-C stops it; the conversation goes on from what was said by then.
         """
         console, seed, begun = self.console, next(self.seeds), time.monotonic()
-        env = self._open(question, self.wishes, seed)
+        env = self._open(question, self.stated, seed)
         task, console.trajectory = env.task, None
         if not self.at_prompt:
             console.say("task", env.messages[0]["content"])
@@ -187,11 +187,11 @@ class Session:
             raise KeyboardInterrupt
         return t
 
-    def do_prefer(self, text: str, name: str = "wish") -> None:
+    def do_prefer(self, text: str, name: str = "preference") -> None:
         """TEXT says what matters: be cheap, avoid NAME; "off" clears it."""
-        wishes = self.wishes | ({name: "" if text == "off" else text} if text else {})
-        preference = self._open(self.world.examples[0], wishes, 0).task.preference
-        self.wishes = wishes
+        stated = self.stated | ({name: "" if text == "off" else text} if text else {})
+        preference = self._open(self.world.examples[0], stated, 0).task.preference
+        self.stated = stated
         self.console.line(f"added to a question: {preference.words or 'nothing'}")
         self.console.line(described(preference))
 

@@ -95,10 +95,11 @@ class Agent:
             for place in wish.actions if not later else ():  # a wish that says what it wants
                 name, arguments = golden[place]
                 self.act(name, alter(name, arguments) if place in effects else arguments)
-            for info in wish.told if not later else ():
+            for info in wish.communicate_info if not later else ():
                 self.tell(told(info))
             if self.env.user.at == at:
-                self.say(MADE if effects & {*wish.actions} else SORRY if not wish.told else MORE)
+                otherwise = MORE if wish.communicate_info else SORRY
+                self.say(MADE if effects & {*wish.actions} else otherwise)
             while self.env.user.at == at and not self.env.over:
                 self.say(MORE)
         return self.env.score("") if self.env.over else 0.0
@@ -129,7 +130,7 @@ def test_what_is_altered_left_out_or_untold_is_no_solution(batch):
         agent = Agent(domain, task, random.Random(0))
         if agent.env.scorer.effects:
             assert not run(alter=lambda name, arguments: {})
-        if agent.env.scorer.effects or agent.env.scorer.told:
+        if agent.env.scorer.effects or agent.env.scorer.communicate_info:
             while not agent.env.over:
                 agent.say(SORRY)
             assert not agent.env.score("")

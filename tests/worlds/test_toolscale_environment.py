@@ -41,7 +41,7 @@ def environments(world, count):
 
 def test_golden_play_scores_1_and_silence_0(world):
     for env in environments(world, 12):
-        assert env.score("") == (not env.scorer.effects and not env.scorer.told)
+        assert env.score("") == (not env.scorer.effects and not env.scorer.communicate_info)
         assert not any(lesson.call and lesson.result.error for lesson in teach(env))
         assert env.over and env.score("") == 1
 
@@ -84,7 +84,8 @@ def test_experts_of_full_skill_solve_and_of_none_do_not(world):
             assert env.score("") == skill
             for result in done:
                 assert result.alias == "expert-1" and not result.error
-                assert result.cost_usd > 0 and result.latency_s > 0 and result.output_tokens >= 80
+                assert result.cost_usd > 0 and result.latency_s > 0
+                assert 60 <= result.output_tokens <= 600
             assert call(env, "call_expert", expert="expert-9").error
             assert call(env, "call_expert", expert=[]).error
 

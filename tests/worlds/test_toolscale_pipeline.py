@@ -51,7 +51,7 @@ def test_the_bytes_do_not_depend_on_the_workers_and_figures_are_printed(made, tm
         assert all(0 <= weight <= 1 for weight in task["pref_vec"].values())
         assert all(len(expert["usd"]) == 2 for expert in task["experts"])
         for name in task["preference"].keys() & names:
-            assert name in task["wish"] and task["pref_vec"][name] != 0.5
+            assert name in task["preference_text"] and task["pref_vec"][name] != 0.5
     domains = [task["domain"] for task in tasks]
     assert domains == ["bank", "university"] * 30
     for path in made.rglob("*.*"):

@@ -62,7 +62,7 @@ def test_every_task_is_solved_by_its_golden_calls_and_not_without_them(batch):
     assert len(part["tasks"]) == 50
     for task in part["tasks"]:
         scorer = Scorer(domain, task)
-        calls, said = scorer.golden, scorer.told
+        calls, said = scorer.golden, scorer.communicate_info
         writes = [calls[place] for place in scorer.effects]
         assert scorer.score(attempt(calls, said)) == 1 and verify(domain, task) is None
         known = calls[:1] * (words(task)["unknown_info"] is not None)
@@ -101,7 +101,7 @@ def test_a_rule_that_no_tool_enforces_costs_who_breaks_it_the_task(drawn):
     broken = 0
     for domain, _, act, task in drawn:
         scorer = Scorer(domain, task)
-        steps = attempt(scorer.golden, scorer.told)
+        steps = attempt(scorer.golden, scorer.communicate_info)
         for rule in task["rules"]:
             assert rule["text"] in domain.policy
             if rule["check"] == "never":
@@ -262,7 +262,7 @@ def test_near_duplicates_share_a_signature_and_others_do_not(batch):
 def test_extra_reads_and_failed_calls_do_no_harm_and_an_extra_write_does(batch):
     domain, task = find(batch, lambda t: t["evaluation_criteria"]["communicate_info"])
     scorer = Scorer(domain, task)
-    calls, said = scorer.golden, scorer.told
+    calls, said = scorer.golden, scorer.communicate_info
     failed = [("call", calls[-1][0], {}, True)]
     harmless = [*attempt([("calculate", {"expression": "1 + 1"}), ("nothing", {})]), *failed]
     golden = attempt(calls, ["hello", *said])

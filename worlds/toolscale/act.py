@@ -58,7 +58,7 @@ class Act:
         self.mentioned: set[str] = set()  # keys of what the present sentence is about
         stories = words.data.get("stories", {})  # what joins the wishes
         self.story = rng.choice([*stories, *len(stories) * [""]] or [""]) if not known else ""
-        self.said: set[str] = set()  # the texts that were used, and the story once it is told
+        self.used_texts: set[str] = set()  # the texts that were used, and the story once it is told
         self.there = rng.choice(PHRASES["names"]["cities"])
         # Tables whose keys the user knows; one that is `listed` is read as a whole, keys and all.
         self.by_id = {
@@ -127,7 +127,7 @@ class Act:
 
         def fitting(records: list[Json], pattern: str, test: str, words: str) -> list[Any]:
             """Returns which of the records, or of their entries, the words fit."""
-            found = []
+            hits = []
             for record in records:
                 places = [
                     place
@@ -135,9 +135,10 @@ class Act:
                     if holds(test, scope | {"mine": records})
                     and self.render(pattern, scope) == words
                 ]
-                places = places if "in" in ref else [0][: len(places)]
-                found += [(key_of(record), place) for place in places]
-            return found
+                if "in" not in ref:  # which entry it is does not matter
+                    places = [0] if places else []
+                hits += [(key_of(record), place) for place in places]
+            return hits
 
         mine = {"it": it, "each": row} if "in" in ref else self.rng.choice(scopes(row))
         pools = [(self.rows(home, self.domain.tables), self.rows(home), "")]
@@ -149,7 +150,8 @@ class Act:
             if not holds(test, mine | {"mine": records}):
                 continue
             how = pattern, test, self.render(pattern, mine)
-            if len(found := fitting(records, *how)) == 1 and found == fitting(now, *how):
+            hits = fitting(records, *how)
+            if len(hits) == 1 and hits == fitting(now, *how):
                 words = how[-1]
                 for call in ref["find"] if not tail else ():
                     self.call(call, {"me": self.me} | mine)

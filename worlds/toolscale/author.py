@@ -45,8 +45,8 @@ def write_blueprint(domain: str, directory: Path, endpoint: str, model: str, see
         try:
             message, _ = server.complete({"model": model, "messages": messages})
             answer = message["content"]
-            found = re.search(r"\{.*\}", answer, re.DOTALL)
-            blueprint = json.loads(found[0] if found else "")
+            written = re.search(r"\{.*\}", answer, re.DOTALL)
+            blueprint = json.loads(written[0] if written else "")
             require(blueprint["domain"] == name, f"domain must be {name!r}")
             write_json(draft, blueprint)
             try_blueprint(str(draft), seed)

@@ -40,7 +40,7 @@ class ToolScaleWorld:
     `splits`: split -> tau2 tasks. A task without `experts` offers those of a catalogue. A task with
     a `policy` of its own shows that instead of its world's. `name` stands in the data of every
     task. With `models.experts` these alone are offered. `skill` is the share of the demonstrations
-    that are right. `wish` is the preference of every task without one, None: drawn.
+    that are right. `preference` is that of every task without one, None: drawn.
     """
 
     splits: dict[str, list[Json]]
@@ -49,7 +49,7 @@ class ToolScaleWorld:
     name: str = ""
     models: Models = SIMULATED
     skill: float = 1.0
-    wish: Preference | None = None
+    preference: Preference | None = None
 
     def task(self, split: str, index: int) -> Task:
         """Returns task `index` of a split ("train", "held_out"), taken round and round."""
@@ -61,10 +61,10 @@ class ToolScaleWorld:
         if self.models.experts is not None:
             offered = [expert for expert in offered if expert["model"] in self.models.experts]
         if "preference" in tau2:
-            words = tau2.get("wish", "")
+            words = tau2.get("preference_text", "")
             preference = Preference.of(words, tau2["preference"], tau2["id"])
-        elif self.wish is not None:
-            preference = self.wish
+        elif self.preference is not None:
+            preference = self.preference
         else:
             preference = preferences.draw(rng, [expert["alias"] for expert in offered], split)
         world = self.worlds[tau2["domain"]]
@@ -140,13 +140,13 @@ def load_world(
     path: str | Path,
     seed: int = 0,
     models: Models = SIMULATED,
-    wish: Preference | None = None,
+    preference: Preference | None = None,
 ) -> ToolScaleWorld:
     """Reads a directory that data_gen.py wrote, a .jsonl file of tasks, or a tau2 directory.
 
     A .jsonl file may also hold rows of ToolScale. The domains are in worlds/DOMAIN beside the
     tasks; a tau2 directory (tasks.json) is itself one. Tasks that cannot be scored here are left
-    out, with a line on stderr. `wish` is the preference of tasks without one, None: drawn. Raises
+    out, with a line on stderr. `preference` is that of tasks without one, None: drawn. Raises
     UserError if something is missing or damaged.
     """
     name, path = str(path), Path(path)  # task.world names it so, "data/" too
@@ -156,8 +156,8 @@ def load_world(
         file = path if path.suffix == ".jsonl" else path / "tasks.jsonl"
         home = file.parent / "worlds"
     tasks, kept, left_out = load_tasks(file), [], Counter()
-    if wish is not None:
-        _check_wish(wish, tasks)
+    if preference is not None:
+        _check_preference(preference, tasks)
     called = defaultdict(set)  # the tools that the tasks of a domain call
     for task in tasks:
         actions = task["evaluation_criteria"]["actions"]
@@ -174,18 +174,18 @@ def load_world(
             tool = world.by_name[action["name"]]
             action["arguments"] = restored(action["arguments"], tool["function"]["parameters"])
         kept.append(task)
-    said = ", ".join(f"{count} ({why})" for why, count in left_out.items())
-    said = f"of {len(tasks)} tasks {said or 'none'} are left out"
+    reasons = ", ".join(f"{count} ({why})" for why, count in left_out.items())
+    notice = f"of {len(tasks)} tasks {reasons or 'none'} are left out"
     splits = split(kept)
-    require(all(splits.values()), f"{file}: a domain needs at least {HELD_OUT} tasks; {said}")
+    require(all(splits.values()), f"{file}: a domain needs at least {HELD_OUT} tasks; {notice}")
     if left_out:
-        print(f"{file}: {said}", file=sys.stderr)
-    return ToolScaleWorld(splits, worlds, seed, name=name, models=models, wish=wish)
+        print(f"{file}: {notice}", file=sys.stderr)
+    return ToolScaleWorld(splits, worlds, seed, name=name, models=models, preference=preference)
 
 
-def _check_wish(wish, tasks) -> None:
+def _check_preference(preference, tasks) -> None:
     """Raises UserError if a preference names tools that its tasks know by other names."""
-    named = [*wish.tools, *wish.never]
+    named = [*preference.tools, *preference.never]
     for task in tasks:
         require(
             "preference" in task or not named,

@@ -43,11 +43,11 @@ class Domain:
     @cached_property
     def columns(self) -> dict[str, set[str]]:
         """The texts in the records in small letters, by the name of their field."""
-        found = {}
+        columns: dict[str, set[str]] = {}
         for field, text in leaves(self.tables):
             if isinstance(text, str):
-                found.setdefault(field, set()).add(text.casefold())
-        return found
+                columns.setdefault(field, set()).add(text.casefold())
+        return columns
 
     def call(self, tables: Tables, name: str, arguments: Any) -> Any:
         """Returns what the tool returns; may put new tables into `tables`. Raises ToolError."""

@@ -98,8 +98,8 @@ class DomainEnvironment:
             words = {"names": list(self.experts), "descriptions": " ".join(descriptions)}
             self.tools.append(tau2.get("asking") or expand(CALL_EXPERT, words))
             system += HAND_OVER
-        if wish := task.preference.words:
-            system += f"\n\nYour operator's wish: {wish}"
+        if task.preference.words:
+            system += f"\n\nYour operator's preference: {task.preference.words}"
         self.messages = [
             {"role": "system", "content": system},
             {"role": "user", "content": task.question},
@@ -212,11 +212,11 @@ class DomainEnvironment:
             text = made.content if made.refused else self.history[-1].replace("The agent", alias, 1)
         else:
             answer = await self.reply(turn.content)
-            said = f"The user: {answer.content}" if answer else "The user has ended the talk."
-            text = f"{alias} wrote to the user: {turn.content}\n{said}"
+            reaction = f"The user: {answer.content}" if answer else "The user has ended the talk."
+            text = f"{alias} wrote to the user: {turn.content}\n{reaction}"
         failed = result.infrastructure or answer is not None and answer.infrastructure
-        found = {} if result.error else {"attempts": [[alias, text]]}
-        return replace(result, content=text, infrastructure=failed, alias=alias, found=found)
+        evidence = {} if result.error else {"attempts": [[alias, text]]}
+        return replace(result, content=text, infrastructure=failed, alias=alias, found=evidence)
 
     def _turn(self) -> str:
         """What an expert is asked."""

@@ -15,7 +15,7 @@ from nanorchestra.records import ToolCall, ToolResult
 from worlds.toolscale.domain import Domain
 from worlds.toolscale.program import ToolError
 from worlds.toolscale.score import Call, communicated, confirmed
-from worlds.toolscale.user import TEXTS, spoken
+from worlds.toolscale.user import TEXTS, SpokenWish, spoken
 
 if TYPE_CHECKING:
     from worlds.toolscale.environment import DomainEnvironment
@@ -37,16 +37,28 @@ def next_turn(env: DomainEnvironment) -> tuple[str, Call | None]:
             given = ", ".join(f"{key}: {value}" for key, value in arguments.items())
             return SAY["confirm"].format(name, given).replace("_", " "), None
         return "", call
-    told = [wish for wish in env.wishes if spoken(wish.say, heard)]
-    if any(wish.first and wish not in told and spoken(wish.first, heard) for wish in env.wishes):
+    known = [wish for wish in env.wishes if spoken(wish.say, heard)]
+    unknown = [wish for wish in env.wishes if wish not in known]
+    if any(wish.first and spoken(wish.first, heard) for wish in unknown):
         return SAY["shall"], None
-    later = {info for wish in env.wishes if wish not in told for info in wish.told}
-    said = [step[1] for step in env.trace if step[0] == "agent"]
-    infos = dict.fromkeys(info for wish in told for info in wish.told if info not in later)
-    infos = [info for info in infos if not communicated(info, said)]
-    done = infos or any(wish.told or {*wish.actions} & {*scorer.effects} for wish in told[-1:])
-    told = infos and f" {', '.join(infos)}."
-    return SAY["done" if done else "refuse"].format(told or ""), None
+    infos = _infos(env, known, unknown)
+    sentence = f" {', '.join(infos)}." if infos else ""
+    achieved = bool(infos)
+    for wish in known[-1:]:
+        achieved |= bool(wish.communicate_info or {*wish.actions} & {*scorer.effects})
+    return SAY["done" if achieved else "refuse"].format(sentence), None
+
+
+def _infos(env: DomainEnvironment, known: list[SpokenWish], unknown: list[SpokenWish]) -> list[str]:
+    """Returns what is still to be communicated for the wishes known, and for no later one."""
+    later = {info for wish in unknown for info in wish.communicate_info}
+    messages = [step[1] for step in env.trace if step[0] == "agent"]
+    infos = []
+    for wish in known:
+        for info in wish.communicate_info:
+            if info not in later and info not in infos and not communicated(info, messages):
+                infos.append(info)
+    return infos
 
 
 def right_turns(

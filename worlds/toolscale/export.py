@@ -25,13 +25,13 @@ def register(directory: str | Path, domain: str) -> None:
     task = import_module("tau2.data_model.tasks").Task
     registry = import_module("tau2.registry").registry
 
-    def found(split: str | None = None) -> list[Any]:
+    def read(split: str | None = None) -> list[Any]:
         rows = tasks(Path(directory), domain)
         return [task.model_validate(row) for row in rows]
 
     name = f"toolscale_{domain}"  # tau2-bench has a telecom of its own
     registry.register_domain(lambda **_: environment(Path(directory), domain), name)
-    registry.register_tasks(found, name)
+    registry.register_tasks(read, name)
 
 
 def tasks(directory: Path, domain: str) -> list[Json]:

@@ -64,10 +64,10 @@ def claim(out: Path, settings: Json) -> None:
     require(not out.is_file(), f"--out {out}: is a file; give a directory")
     note = out / "settings.json"
     held = note.exists() or (out / "tasks.jsonl").exists()
-    found = read_json(note) if held else settings
+    present = read_json(note) if held else settings
     require(
-        found == settings,
-        f"--out {out}: holds tasks of another run ({json.dumps(found)}); give another --out",
+        present == settings,
+        f"--out {out}: holds tasks of another run ({json.dumps(present)}); give another --out",
     )
     (out / "parts").mkdir(parents=True, exist_ok=True)
     write_json(note, settings)

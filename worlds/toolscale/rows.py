@@ -36,11 +36,11 @@ def read_row(row: Json, where: str, domain: str = "") -> Json | None:
     parts = {"reason_for_call": parts} if isinstance(parts, str) else parts
     domain = domain or index.partition("____")[0] or parts.get("domain")
     wanted = (parts.get("reason_for_call"), parts.get("task_instructions"))
-    told = {"reason_for_call": " ".join(filter(None, wanted)), "task_instructions": None}
+    reason = {"reason_for_call": " ".join(filter(None, wanted)), "task_instructions": None}
     return {
         "id": index or f"{domain}/{task['id']}",
         "domain": domain,
-        "user_scenario": scenario | {"instructions": parts | told},
+        "user_scenario": scenario | {"instructions": parts | reason},
         "initial_state": {key: value for key, value in state.items() if value},
         "evaluation_criteria": DEFAULTS | {k: v for k, v in criteria.items() if v is not None},
     } | (_offer(row, where) if "model_mapping" in row else {})
@@ -49,7 +49,7 @@ def read_row(row: Json, where: str, domain: str = "") -> Json | None:
 def _offer(row, where) -> Json:
     """The tools, the experts and the preference of a training row."""
     functions = {f["name"]: f for f in (tool.get("function", tool) for tool in row["tools"])}
-    asking, wish = functions.pop("call_expert", None), row["pref_vec"]
+    asking, vector = functions.pop("call_expert", None), row["pref_vec"]
     simulated = EXPERTS["train"] | EXPERTS["held_out"]
     experts = []
     for alias, model in row["model_mapping"].items():
@@ -72,7 +72,7 @@ def _offer(row, where) -> Json:
             }
         )
     names = "accuracy", "cost", "latency", *(expert["alias"] for expert in experts)
-    weights = {name: wish.get(name, 0.0) for name in names}
+    weights = {name: vector.get(name, 0.0) for name in names}
     asking = asking and {"type": "function", "function": asking}
     return {"tools": [*functions], "experts": experts, "preference": weights, "asking": asking}
 

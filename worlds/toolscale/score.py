@@ -49,7 +49,8 @@ class Scorer:
     """Scores attempts at one task.
 
     `golden` are the task's calls, `gold` the tables after them, `effects` the places of those that
-    change a table or hand over; `told` is what the user wants to be told; `claims` are for a judge.
+    change a table or hand over; `communicate_info` is what the user wants to be told; `claims` are
+    for a judge.
     """
 
     def __init__(self, domain: Domain, task: Json):
@@ -60,7 +61,7 @@ class Scorer:
         self.handovers = [
             name for name, tool in domain.by_name.items() if tool["kind"] == "handover"
         ]
-        self.told, self.rules = criteria["communicate_info"], task.get("rules", ())
+        self.communicate_info, self.rules = criteria["communicate_info"], task.get("rules", ())
         self.claims = "NL_ASSERTION" in self.basis and criteria.get("nl_assertions") or ()
         self.gold, self.effects = self._after(self.golden)
 
@@ -78,7 +79,7 @@ class Scorer:
         parts = {
             "DB": lambda: self._reached(self._after(calls)[0]),
             "ACTION": lambda: self._acted(trace),
-            "COMMUNICATE": lambda: all(self._told(info, trace) for info in self.told),
+            "COMMUNICATE": lambda: self._informed(trace),
             "ENV_ASSERTION": lambda: self._holds(self._after(calls)[0]),
             "NL_ASSERTION": lambda: True,
         }
@@ -132,7 +133,10 @@ class Scorer:
             wanted = {key: value for key, value in wanted.items() if " " not in str(value)}
         return bool(done(trace, [name], wanted))
 
-    def _told(self, info, trace) -> bool:
+    def _informed(self, trace) -> bool:
+        return all(self._communicated(info, trace) for info in self.communicate_info)
+
+    def _communicated(self, info, trace) -> bool:
         """True if a message has the information, and few others that it might have been.
 
         These are numbers, or what else the field of the information holds in the tables. What the
@@ -146,11 +150,14 @@ class Scorer:
         for kind, text, *_ in trace:
             if kind == "call":
                 continue
-            found = numbers(text) if number else {r for r in rivals if communicated(r, [text])}
+            if number:
+                values = numbers(text)
+            else:
+                values = {rival for rival in rivals if communicated(rival, [text])}
             if kind == "user":
-                heard |= found
-            elif len(found - heard) <= most:
-                claimed |= found - heard
+                heard |= values
+            elif len(values - heard) <= most:
+                claimed |= values - heard
                 if len(claimed) <= 4 * most and communicated(info, [text]):
                     return True
         return False

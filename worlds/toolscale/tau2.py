@@ -120,13 +120,13 @@ def load_domain(directory: Path, called: Collection[str] = ()) -> Domain:
 
 def _problem(directory, error, called) -> str:
     """Returns in one line why the tools of a domain cannot be had, and what to do."""
-    found = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     kit = directory / "toolkit.py"
     if kit.is_file():
-        return f"{kit}: its class Toolkit must load, made with the value of db.json; found {found}"
+        return f"{kit}: its class Toolkit must load, made with the value of db.json; found {cause}"
     if not isinstance(error, ModuleNotFoundError):
         return (
-            f"{directory}: the package tau2 cannot open this domain ({found}); if it misses data, "
+            f"{directory}: the package tau2 cannot open this domain ({cause}); if it misses data, "
             "set TAU2_DATA_DIR=tau2-bench/data, or REPO_PATH=ToolOrchestra for the released domains"
         )
     module = error.name or ""

@@ -43,13 +43,13 @@ def first_person(text: str) -> str:
 class SpokenWish(NamedTuple):
     """A wish as the user says it.
 
-    `actions` are the places of its golden actions, `told` is what the user wants to be told.
-    `first` is what it asks for before it changes its mind, if it does so in the talk.
+    `actions` are the places of its golden actions, `communicate_info` is what the user wants to be
+    told. `first` is what it asks for before it changes its mind, if it does so in the talk.
     """
 
     say: str
     actions: tuple[int, ...]
-    told: tuple[str, ...]
+    communicate_info: tuple[str, ...]
     first: str = ""
 
     @property
@@ -161,8 +161,8 @@ class ScriptedUser:
     def _next(self, last) -> str:
         """Goes on to the next wish, unless only a part of what was asked for has just been told."""
         wish = self.wishes[self.at]
-        left = [info for info in wish.told if not communicated(info, self.heard)]
-        if left and any(communicated(info, self.heard[-1:]) for info in wish.told):
+        left = [info for info in wish.communicate_info if not communicated(info, self.heard)]
+        if left and any(communicated(info, self.heard[-1:]) for info in wish.communicate_info):
             return wish.say
         if self.at + 1 >= len(self.wishes):
             return f"{last} {STOP}"
@@ -180,15 +180,17 @@ class ScriptedUser:
 
     def _facts(self, asks) -> str:
         """The facts that the sentences ask for; "" if none."""
-        found = []
+        answers = []
         for sentence in asks:
             if not _fits("proposes", sentence) or _fits("open", sentence):
-                facts = [said for pattern, said in self.facts if re.search(pattern, sentence)]
+                facts = [fact for pattern, fact in self.facts if re.search(pattern, sentence)]
                 if not facts and _fits("identity", sentence):
                     return self.known
-                found += facts
-        said = (fact[:1].upper() + fact[1:].rstrip(".") + "." for fact in dict.fromkeys(found))
-        return " ".join(said)
+                answers += facts
+        sentences = []
+        for fact in dict.fromkeys(answers):
+            sentences.append(fact[:1].upper() + fact[1:].rstrip(".") + ".")
+        return " ".join(sentences)
 
     def _wants(self, text, proposed, pending) -> bool:
         """Returns whether the agent proposes what the user has asked for and is not done."""

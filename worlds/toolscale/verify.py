@@ -34,13 +34,13 @@ def task_text(task: Json) -> str:
 def verify(domain: Domain, task: Json) -> str | None:
     """Returns why the task is not fit, or None. Near duplicates are found by `signature`."""
     scorer, text = Scorer(domain, task), task_text(task)
-    golden, told = scorer.golden, scorer.told
+    golden, infos = scorer.golden, scorer.communicate_info
     try:
         arguments = list(_arguments(domain, golden))
     except ToolError:
         return "a golden call errs"
     kinds = {domain.by_name[name]["kind"] for name, _ in golden}
-    if scorer.score([]) and (told or kinds & {"write", "handover"}):
+    if scorer.score([]) and (infos or kinds & {"write", "handover"}):
         return "solved by doing nothing"
     for value, known in arguments:
         stands = mentions(text, value)
@@ -48,13 +48,13 @@ def verify(domain: Domain, task: Json) -> str | None:
             return "an identifier that a lookup reveals is in the text"
         if not stands and not known:
             return "an argument is not determined by the text"
-    if any(communicated(info, [text]) for info in told):
+    if any(communicated(info, [text]) for info in infos):
         return "the answer is in the text"
     rng = random.Random(task["id"])
     writes = [p for p in scorer.effects if domain.by_name[golden[p][0]]["kind"] == "write"]
     for place in writes[:1]:
         wrong = altered(domain, [golden[place]], rng)
-        if scorer.score(attempt([*golden[:place], *wrong, *golden[place + 1 :]], told)):
+        if scorer.score(attempt([*golden[:place], *wrong, *golden[place + 1 :]], infos)):
             return "solved with an argument altered"
     played = Task(task["id"], wishes(task)[0].opening, Preference(), {"task": task, "experts": []})
     env = DomainEnvironment(domain, played, 0)
