@@ -1,4 +1,4 @@
-"""Makes ToolScale worlds and tasks: `python data_gen.py --tasks 10000 --seed 1 --out data/`."""
+"""Makes ToolScale domains and tasks: `python data_gen.py --tasks 10000 --seed 1 --out data/`."""
 
 import sys
 
@@ -24,14 +24,14 @@ from pathlib import Path
 from nanorchestra.errors import ArgumentParser, UserError, command, require
 from nanorchestra.files import write_whole
 from worlds.toolscale.author import try_blueprint, write_blueprint
-from worlds.toolscale.domains import BUILT_IN, build
+from worlds.toolscale.blueprint import BUILT_IN, build
 from worlds.toolscale.pipeline import claim, make_all, make_batch, report, show
-from worlds.toolscale.plan import LEVELS
+from worlds.toolscale.planner import LEVELS
 
 DESCRIPTION = (
-    "Makes worlds (databases, tools, policies) and verified multi-step tool-calling tasks in them. "
-    "10,000 tasks of the built-in author take a minute and a half on two cores. A run that was "
-    "stopped goes on with the same command."
+    "Makes domains (databases, tools, policies), and verified multi-step tool-calling tasks in "
+    "them. 10,000 tasks of the built-in author take a minute and a half on two cores. A run that "
+    "was stopped goes on with the same command."
 )
 
 
@@ -40,7 +40,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = ArgumentParser(prog="data_gen.py", description=DESCRIPTION)
     add = parser.add_argument
     add("--tasks", type=int, default=1000, help="tasks over all domains (1000)")
-    add("--seed", type=int, default=0, help="of worlds and tasks (0)")
+    add("--seed", type=int, default=0, help="of domains and tasks (0)")
     add("--out", type=Path, help="where tasks.jsonl and worlds/ are written")
     add("--show", type=int, help="print N tasks to read, write nothing")
     add(
@@ -118,8 +118,8 @@ def generate(options: argparse.Namespace) -> int:
                 print(show(task))
         return 0
     for domain in domains:
-        world, _ = build(domain, seed)
-        world.save(out / "worlds" / world.domain)
+        built, _ = build(domain, seed)
+        built.save(out / "worlds" / built.name)
     pool = ProcessPoolExecutor(options.workers, initializer=begin_worker)
     try:
         tasks, rejected = make_all(wanted, make, out, seed, pool.map)

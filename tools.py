@@ -50,8 +50,9 @@ from nanorchestra.tools.models import Endpoint, Expert, ExpertTool
 from nanorchestra.tools.roles import ROLES, RoleTool
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.search import WebSearch
-from nanorchestra.tools.simulated import RecordsTool, SimulatedExpert, Skill
+from nanorchestra.tools.simulated import SimulatedExpert, Skill
 from nanorchestra.tools.spending import Spending
+from nanorchestra.tools.tables import RecordsTool
 from nanorchestra.tools.vectors import KINDS
 
 __all__ = ["RecordsTool", "SimulatedExpert", "Skill", "ToolResult", "load_tools", "tool"]

@@ -76,7 +76,7 @@ class TaskSection:
     )
     preference: str = setting(
         DRAWN,
-        "of rows without one: words, weights and limits (docs/questions.md); drawn: another wish "
+        "of rows without one: words, weights and limits (docs/questions.md); drawn: another "
         "for each task, from which obedience is learned; empty: none",
     )
 

@@ -6,7 +6,7 @@ price in the catalogue. No torch.
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from nanorchestra.agent.environment import Tool
@@ -16,25 +16,28 @@ from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.http import count_tokens
 from nanorchestra.tools.models import Endpoint, Expert, ExpertTool
 from nanorchestra.tools.roles import RoleTool
+from nanorchestra.tools.simulated import Simulation
 from nanorchestra.tools.spending import Spending
 from worlds.miniature.draw import draw_names
 from worlds.miniature.tables import TRAIN
-from worlds.toolscale import preferences
+from worlds.toolscale.offers import DESCRIPTIONS, SCHEDULES, scheduled
 
 OFFERED = 0.7  # probability of a tool to be on offer in training
 LATENCY_S = 20.0  # of an expert whose entry states none
-WRITTEN = 800  # tokens of an expert's usual reply
-FORMS = preferences.TABLES["descriptions"]
-FOUND = 0.7  # probability that the page of a simulated search has the answer
-REPLY = "```python\nprint({answer!r})\n```\n<query>{question}</query>\n<answer>{answer}</answer>"
+REPLY_TOKENS = 800  # of an expert's usual reply
+SEARCH_SKILL = 0.7  # probability that the page of a simulated search has the right answer
+ANSWER_FORM = "{answer}"
+# What a simulated expert of a published role replies: code, a query and an answer.
+ROLE_FORM = (
+    "```python\nprint({answer!r})\n```\n<query>{question}</query>\n<answer>{answer}</answer>"
+)
 
 
 def row(tool: Tool) -> Json:
     """Returns an offer as JSON, for a task's data; `usd` is per million tokens."""
-    models = {
-        alias: {"what": expert.name, "usd": list(expert.price)}
-        for alias, expert in experts_of(tool).items()
-    }
+    models = {}
+    for alias, expert in experts_of(tool).items():
+        models[alias] = {"what": expert.name, "usd": list(expert.price)}
     what = tool.expert.name if isinstance(tool, ExpertTool) else tool.name
     return {"name": tool.name, "description": tool.description, "what": what, "models": models}
 
@@ -46,22 +49,25 @@ def experts_of(tool: Tool) -> dict[str, Expert]:
 
 def names_of(tools: Sequence[Tool]) -> list[str]:
     """Returns the names that a preference may weigh: of tools, and of the models behind them."""
-    return [name for tool in tools for name in (tool.name, *experts_of(tool))]
+    names = []
+    for tool in tools:
+        names += [tool.name, *experts_of(tool)]
+    return names
 
 
 def reached(never: Sequence[str], tools: Sequence[Tool]) -> list[str]:
     """Returns the tools and the aliases on offer that bans reach, as the prompt names them."""
-    found = []
+    names = []
     for tool in tools:
-        experts = experts_of(tool)
         if not isinstance(tool, ExpertTool) and banned({tool.name, tool.kind}, never):
-            found.append(tool.name)
-        found += [
-            alias
-            for alias, expert in experts.items()
-            if banned({tool.kind, expert.name, *expert.ban_names}, never)
-        ]
-    return list(dict.fromkeys(found))
+            names.append(tool.name)
+        for alias, expert in experts_of(tool).items():
+            if banned({tool.kind, expert.name, *expert.ban_names}, never):
+                names.append(alias)
+    return list(dict.fromkeys(names))
+
+
+# --- what is on offer
 
 
 def draw(tools: Sequence[Tool], rng: random.Random, varied: bool) -> list[Tool]:
@@ -72,39 +78,77 @@ def draw(tools: Sequence[Tool], rng: random.Random, varied: bool) -> list[Tool]:
     of their own. Prices follow a schedule.
     """
     if not varied:
-        return [_offer(tool, {name: name for name in experts_of(tool)}) for tool in tools]
+        return [_offer(tool, _as_listed(tool), None, DESCRIPTIONS[0]) for tool in tools]
     chosen = [tool for tool in tools if isinstance(tool, RoleTool) or rng.random() < OFFERED]
-    chosen = chosen if any(map(experts_of, chosen)) else list(tools)
+    if not any(experts_of(tool) for tool in chosen):
+        chosen = list(tools)
     rng.shuffle(chosen)
-    schedule = rng.choice(preferences.TABLES["schedules"]["train"])
-    names, offers = iter(draw_names(rng, len(chosen), TRAIN)), []
+    schedule = rng.choice(SCHEDULES["train"])
+    aliases = iter(draw_names(rng, len(chosen), TRAIN))
+    offers = []
     for tool in chosen:
-        known = list(experts_of(tool))
-        count = rng.randint(1, len(known)) if isinstance(tool, RoleTool) else 0
-        shuffled = dict(zip(rng.sample(known, count), rng.sample(known, count), strict=True))
-        behind = shuffled or {next(names): name for name in known}
-        offers.append(_offer(tool, behind, schedule, rng.choice(FORMS)))
+        models = _shuffled(tool, rng) if isinstance(tool, RoleTool) else _renamed(tool, aliases)
+        offers.append(_offer(tool, models, schedule, rng.choice(DESCRIPTIONS)))
     return offers
 
 
-def _offer(tool, behind, schedule=None, form=FORMS[0]):
-    """Returns a tool as a task offers it: aliases for the experts `behind`, a schedule's prices."""
-    experts, name, words = {}, tool.name, tool.description
-    for alias, model in behind.items():
-        expert = tool.experts[model]
-        usd = preferences.scheduled(schedule, expert.model, expert.price)
-        seconds = expert.latency_s or LATENCY_S
-        experts[alias] = replace(expert, price=Price(*usd), latency_s=seconds)
-    if isinstance(tool, RoleTool):  # it states the prices itself
-        return replace(tool, experts=experts, given=tool.given if schedule is None else None)
-    for name in experts:  # one, or none
-        numbers = {"input": usd[0], "output": usd[1], "seconds": round(seconds)}
-        words = form.format(alias=name, skill=words.strip().rstrip("."), **numbers)
+def _as_listed(tool: Tool) -> dict[str, str]:
+    """Returns each model of a tool behind the alias that the catalogue gives it."""
+    return {name: name for name in experts_of(tool)}
+
+
+def _shuffled(role: RoleTool, rng: random.Random) -> dict[str, str]:
+    """Returns some of a role's models, each behind an alias of the role: alias -> model."""
+    names = list(role.experts)
+    count = rng.randint(1, len(names))
+    aliases = rng.sample(names, count)
+    models = rng.sample(names, count)
+    return dict(zip(aliases, models, strict=True))
+
+
+def _renamed(tool: Tool, aliases: Iterator[str]) -> dict[str, str]:
+    """Returns the model of a tool, if it has one, behind the next of the aliases."""
+    return {next(aliases): name for name in experts_of(tool)}
+
+
+def _offer(tool: Tool, models: dict[str, str], schedule: int | None, form: str) -> Tool:
+    """Returns a tool as a task offers it, with the prices of a schedule.
+
+    models: alias -> name in the catalogue, of each expert on offer.
+    form: the form of the description of an expert that is no role; a role states prices itself.
+    """
+    experts = {}
+    for alias, name in models.items():
+        expert = tool.experts[name]
+        price = Price(*scheduled(schedule, expert.model, expert.price))
+        experts[alias] = replace(expert, price=price, latency_s=expert.latency_s or LATENCY_S)
+    if isinstance(tool, RoleTool):
+        # The parameters that the catalogue gives have the aliases of its own order.
+        given = tool.given if schedule is None else None
+        return replace(tool, experts=experts, given=given)
+    if not experts:
+        return replace(tool, description=_priced(tool, tool.description))
+    ((alias, expert),) = experts.items()
+    description = form.format(
+        alias=alias,
+        skill=tool.description.strip().rstrip("."),
+        input=expert.price.input_per_million,
+        output=expert.price.output_per_million,
+        seconds=round(expert.latency_s),
+    )
+    return replace(tool, name=alias, description=_priced(tool, description), experts=experts)
+
+
+def _priced(tool: Tool, description: str) -> str:
+    """Returns a description that states what a call, or a second of it, costs."""
     for unit in ("call", "second"):
-        if usd := getattr(tool, f"usd_per_{unit}", 0.0):
-            words = f"{words} Price: ${usd:g} a {unit}."
-    changes = {"experts": experts} if experts else {}
-    return replace(tool, name=name, description=words, **changes)
+        usd = getattr(tool, f"usd_per_{unit}", 0.0)
+        if usd:
+            description = f"{description} Price: ${usd:g} a {unit}."
+    return description
+
+
+# --- simulations
 
 
 def simulated(tool: Tool, task: Task, seed: int) -> Tool:
@@ -114,20 +158,27 @@ def simulated(tool: Tool, task: Task, seed: int) -> Tool:
     """
     if isinstance(tool, Orchestrator):
         return replace(tool, tools=[simulated(inner, task, seed) for inner in tool.tools])
-    form, made = REPLY if isinstance(tool, RoleTool) else "{answer}", {}
+    if not experts_of(tool):
+        return tool
+    is_role = isinstance(tool, RoleTool)
+    experts = {}
     for name, expert in experts_of(tool).items():
-        usd = max(expert.price.output_per_million, 1e-9)
-        skill = min(0.97, max(0.3, 0.68 + 0.18 * math.log10(usd)))  # 0.86 at $10
-        settings = vars(expert) | {"spending": Spending(), "endpoint": Endpoint("")}
-        made[name] = Simulation(**settings, task=task, seed=seed, skill=skill, form=form)
-    changes = {"experts": made} if made else {}
-    if isinstance(tool, RoleTool) and tool.kind == "search" and not tool.helpers:
-        changes["helpers"] = [SimulatedSearch(task, seed)]
-    return replace(tool, **changes)
+        experts[name] = _simulated_model(expert, task, seed, ROLE_FORM if is_role else ANSWER_FORM)
+    if is_role and tool.kind == "search" and not tool.helpers:
+        return replace(tool, experts=experts, helpers=[SimulatedSearch(task, seed)])
+    return replace(tool, experts=experts)
+
+
+def _simulated_model(expert: Expert, task: Task, seed: int, form: str) -> "SimulatedModel":
+    """Returns the simulation of a language model, which nothing is paid for."""
+    settings = vars(expert) | {"spending": Spending(), "endpoint": Endpoint("")}
+    usd = max(expert.price.output_per_million, 1e-9)
+    skill = min(0.97, max(0.3, 0.68 + 0.18 * math.log10(usd)))  # 0.86 at $10 per million tokens
+    return SimulatedModel(**settings, task=task, seed=seed, skill=skill, form=form)
 
 
 @dataclass(frozen=True)
-class Simulation(Expert):
+class SimulatedModel(Expert):
     """A simulated language model: right with the probability `skill`, it replies in `form`.
 
     Within an attempt it repeats its answer; with another seed it may err differently. Its latency
@@ -140,23 +191,33 @@ class Simulation(Expert):
     form: str = ""
 
     def _ask(self, text: str, name: str) -> ToolResult:
-        data, rng = self.task.data, random.Random(f"{self.task.id}/{self.seed}/{name}")
-        answer = data["answer"] if rng.random() < self.skill else rng.choice(data["wrong"])
-        needed = round(WRITTEN * rng.uniform(0.2, 2))
-        seconds = self.latency_s * rng.uniform(0.7, 1.3)
-        tokens = count_tokens(text), min(self.max_tokens, needed)
-        said = self.form.format(answer=answer, question=self.task.question)
-        cut = needed > self.max_tokens
-        if cut:
-            said = f"Error: {name} gave no answer within {self.max_tokens} tokens"
-        return ToolResult(said, self.price.cost(*tokens), seconds, cut, False, *tokens, name)
+        simulated = Simulation(self.skill, self.price, REPLY_TOKENS, self.latency_s).reply(
+            f"{self.task.id}/{self.seed}/{name}",
+            count_tokens(text),
+            self._right,
+            self._wrong,
+            self.max_tokens,
+        )
+        if not simulated.complete:
+            problem = f"Error: {name} gave no answer within {self.max_tokens} tokens"
+            return simulated.result(problem, error=True, alias=name)
+        return simulated.result(simulated.reply, alias=name)
+
+    def _right(self, rng: random.Random) -> str:
+        return self._reply(self.task.data["answer"])
+
+    def _wrong(self, rng: random.Random) -> str:
+        return self._reply(rng.choice(self.task.data["wrong"]))
+
+    def _reply(self, answer: str) -> str:
+        return self.form.format(answer=answer, question=self.task.question)
 
 
 @dataclass
 class SimulatedSearch:
     """A search with nothing behind it, for a role without one: a page with an answer to the task.
 
-    The answer is right with the probability FOUND. A call costs what Tavily's search does.
+    The answer is right with the probability SEARCH_SKILL. A call costs what Tavily's search does.
     """
 
     task: Task
@@ -167,7 +228,8 @@ class SimulatedSearch:
 
     def call(self, arguments: Json) -> ToolResult:
         """Returns the page."""
-        data, rng = self.task.data, random.Random(f"{self.task.id}/{self.seed}/page")
-        answer = data["answer"] if rng.random() < FOUND else rng.choice(data["wrong"])
+        rng = random.Random(f"{self.task.id}/{self.seed}/page")
+        right = rng.random() < SEARCH_SKILL
+        answer = self.task.data["answer"] if right else rng.choice(self.task.data["wrong"])
         page = f"{self.task.question}\n{answer}"
         return ToolResult(page, self.usd_per_call, self.latency_s, found={"documents": [page]})

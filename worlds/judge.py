@@ -25,10 +25,15 @@ Reference answer: {gold}
 <answer>{answer}</answer>
 
 Compare them in a few words, then end with <correct>True</correct> or <correct>False</correct>."""
+MARKS = re.compile(r"</?(answer|correct)>", re.IGNORECASE)
 VERDICT = re.compile(r"<correct>\s*(true|false)\s*</correct>", re.IGNORECASE)
-LEAD = re.compile(r"^(?:the )?(?:final |correct )?answer(?: is)?\b[\s:]*", re.I)
+LEAD_IN = re.compile(r"^(?:the )?(?:final |correct )?answer(?: is)?\b[\s:]*", re.IGNORECASE)
+ARTICLE = re.compile(r"^(?:an?|the) (?=\S)")
+THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+QUOTES = "\"'*`“”‘’ "
 NUMBER = re.compile(r"[$€£]?([-+]?\d+(?:\.\d+)?(?:e[-+]?\d{1,4})?)")
-CHOICE = re.compile(r"\(?([a-z])(?:[).:].*|)", re.I | re.S)
+LETTER = re.compile(r"[a-z]")  # the reference answer of a multiple choice
+CHOICE = re.compile(r"\(?([a-z])(?:[).:].*|)", re.IGNORECASE | re.DOTALL)
 
 
 def grade(question: str, gold: str, answer: str, expert: Tool | None = None) -> tuple[float, str]:
@@ -38,23 +43,23 @@ def grade(question: str, gold: str, answer: str, expert: Tool | None = None) -> 
     the language model `expert`, "none" without one. Raises EndpointError if it does not answer.
     """
     answer = final_answer(answer)
-    words = len(answer.split())
-    if not 0 < words <= MOST_WORDS:
-        return 0.0, "long" if words else "empty"
-    said, right = normalise(answer), normalise(gold)
-    if said == right and said or answer == gold:
+    words = answer.split()
+    if not words:
+        return 0.0, "empty"
+    if len(words) > MOST_WORDS:
+        return 0.0, "long"
+    given, right = normalise(answer), normalise(gold)
+    if (given and given == right) or answer == gold:
         return 1.0, "exact"
-    if _number(right) is not None and _number(said) == _number(right):
+    number = _number(right)
+    if number is not None and _number(given) == number:
         return 1.0, "number"
-    if re.fullmatch("[a-z]", right) and (choice := CHOICE.fullmatch(said)):
+    choice = CHOICE.fullmatch(given)
+    if choice and LETTER.fullmatch(right):
         return float(choice[1] == right), "choice"
-    if not expert:
+    if expert is None:
         return 0.0, "none"
-    answer = re.sub(r"</?(answer|correct)>", "", answer, flags=re.I)
-    verdicts = VERDICT.findall(
-        ask(expert, PROMPT.format(question=question, gold=gold, answer=answer))
-    )
-    return (float(verdicts[-1].lower() == "true"), "model") if verdicts else (0.0, "unparsed")
+    return _judged(question, gold, answer, expert)
 
 
 def normalise(answer: str) -> str:
@@ -63,11 +68,24 @@ def normalise(answer: str) -> str:
     Signs that carry a meaning in mathematics stay.
     """
     text = " ".join(unicodedata.normalize("NFC", answer).casefold().split())
-    text = LEAD.sub("", text.strip("\"'*`“”‘’ ")).strip("\"'*`“”‘’ ").rstrip(".")
-    text = re.sub(r"^(?:an?|the) (?=\S)", "", text)
-    return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+    text = LEAD_IN.sub("", text.strip(QUOTES))
+    text = text.strip(QUOTES).rstrip(".")
+    text = ARTICLE.sub("", text)
+    return THOUSANDS.sub("", text)
 
 
-def _number(text):
-    found = NUMBER.fullmatch(text)
-    return found and Decimal(found[1])
+def _number(text: str) -> Decimal | None:
+    """Returns the number that a normalised answer is; None if it is none."""
+    match = NUMBER.fullmatch(text)
+    return Decimal(match[1]) if match else None
+
+
+def _judged(question: str, gold: str, answer: str, expert: Tool) -> tuple[float, str]:
+    """Returns the verdict of a language model: "model", or "unparsed" if it states none."""
+    # An answer must neither end its own quotation nor state a verdict.
+    quoted = MARKS.sub("", answer)
+    reply = ask(expert, PROMPT.format(question=question, gold=gold, answer=quoted))
+    verdicts = VERDICT.findall(reply)
+    if not verdicts:
+        return 0.0, "unparsed"
+    return float(verdicts[-1].lower() == "true"), "model"

@@ -28,9 +28,8 @@ from nanorchestra.records import Bounds, Preference, Task, words_and_vector
 from nanorchestra.schemas import SHAPES, Json, check, whole_characters
 from nanorchestra.tools.allowance import all_ban_names
 from nanorchestra.tools.models import ExpertTool
-from worlds import catalogue
+from worlds import catalogue, preferences
 from worlds.judge import grade
-from worlds.toolscale import preferences
 from worlds.wording import understood
 
 PREFIX = "questions:"
@@ -180,7 +179,7 @@ class QuestionWorld:
 def _bounds(tools) -> Bounds:
     """Bounds of US dollars and seconds: from nothing to a call of each expert on offer."""
     experts = [expert for tool in tools for expert in catalogue.experts_of(tool).values()]
-    usd = sum(expert.price.cost(READ, catalogue.WRITTEN) for expert in experts)
+    usd = sum(expert.price.cost(READ, catalogue.REPLY_TOKENS) for expert in experts)
     seconds = sum(expert.latency_s for expert in experts)
     return Bounds((0.0, usd or 0.01), (0.0, seconds or catalogue.LATENCY_S))
 

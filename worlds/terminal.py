@@ -53,10 +53,10 @@ class OpenQuestions:
         self.tools = tools
         self.off: set[str] = set()  # names
 
-    def open(self, question: str, wish: str, vector: Json, seed: int) -> ToolEnvironment:
+    def open(self, question: str, text: str, vector: Json, seed: int) -> ToolEnvironment:
         """Returns an attempt under a preference, in words and as a vector. UserError."""
         names, ban_names = names_of(self.tools), all_ban_names(self.tools)
-        preference = understood(wish, vector, "preference", names, ban_names)
+        preference = understood(text, vector, "preference", names, ban_names)
         never = [*preference.never, *reached(preference.never, self.tools)]
         preference = replace(preference, never=list(dict.fromkeys(never)))
         tools = [tool for tool in self.tools if tool.name not in self.off]
@@ -84,12 +84,12 @@ class MiniatureQuestions(OpenQuestions):
             by_name |= self.open(example, "", {}, 0).by_name
         self.tools = list(by_name.values())
 
-    def open(self, question: str, wish: str, vector: Json, seed: int) -> ToolEnvironment:
+    def open(self, question: str, text: str, vector: Json, seed: int) -> ToolEnvironment:
         """Returns an attempt under a preference, which is put in this world's words.
 
         UserError outside this world.
         """
-        task = as_task(question, wish, vector)
+        task = as_task(question, text, vector)
         task.data["tools"] = [o for o in task.data["tools"] if o["name"] not in self.off]
         return Miniature(0, self.sandbox).environment(task, seed)
 
@@ -136,13 +136,13 @@ class Terminal:
         self.status = 0
         self.seeds = itertools.count(self.seed)
         self.examples = itertools.cycle(self.world.examples)
-        self.wishes = {"wish": "", "budget": ""}
+        self.stated = {"preference": "", "budget": ""}
         self.total = Counter()
         self.last: Json = {}
         self.transcript = Transcript(self.rollout.tokenizer)
 
-    def _open(self, question, wishes, seed) -> ToolEnvironment:
-        words, vector = words_and_vector(" ".join(wishes.values()))
+    def _open(self, question, stated, seed) -> ToolEnvironment:
+        words, vector = words_and_vector(" ".join(stated.values()))
         return self.world.open(question, words, vector, seed)
 
     def handle(self, line: str) -> None:
@@ -162,7 +162,7 @@ class Terminal:
         console = self.console
         seed = next(self.seeds)
         start = time.monotonic()
-        env = self._open(question, self.wishes, seed)
+        env = self._open(question, self.stated, seed)
         task = env.task
         console.trajectory = None
         if not self.at_prompt:
@@ -202,11 +202,11 @@ class Terminal:
             raise KeyboardInterrupt
         return t
 
-    def do_prefer(self, text: str, name: str = "wish") -> None:
+    def do_prefer(self, text: str, name: str = "preference") -> None:
         """TEXT says what matters: be cheap, avoid NAME; "off" clears it."""
-        wishes = self.wishes | ({name: "" if text == "off" else text} if text else {})
-        preference = self._open(self.world.examples[0], wishes, 0).task.preference
-        self.wishes = wishes
+        stated = self.stated | ({name: "" if text == "off" else text} if text else {})
+        preference = self._open(self.world.examples[0], stated, 0).task.preference
+        self.stated = stated
         self.console.line(f"added to a question: {preference.words or 'nothing'}")
         self.console.line(described(preference))
 

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from nanorchestra.records import Preference
-from nanorchestra.schemas import SHAPES, Json
-from worlds.toolscale import preferences
+from nanorchestra.schemas import Json
+from worlds import preferences
 
 Weights = tuple[float, float, float]  # of outcome, cost and latency
 WEIGHED = {"outcome", "accuracy", "cost", "latency"}  # entries of a vector that are Weights
@@ -86,30 +86,35 @@ def weights_in(text: str) -> Weights | None:
 
     What is not mentioned has its usual weight: 1 for the outcome, 0 for cost and latency.
     """
-    read: dict[str, float] = {}
+    stated: dict[str, float] = {}
     for sentence in re.split(r"[.;!?]", _plain(text)):
         if re.search(BALANCE, sentence):
-            read |= {"cost": 0.5, "latency": 0.5}
+            stated |= {"cost": 0.5, "latency": 0.5}
             continue
         for clause in re.split(r"[,:]| but ", sentence):
             preferred = re.split(r" (?:over|rather than|instead of) ", clause)[0]
-            read |= _clause_weights(preferred)
-    if not read:
+            stated |= _clause_weights(preferred)
+    if not stated:
         return None
-    return read.get("outcome", 1.0), read.get("cost", 0.0), read.get("latency", 0.0)
+    return stated.get("outcome", 1.0), stated.get("cost", 0.0), stated.get("latency", 0.0)
 
 
-def _clause_weights(clause) -> dict[str, float]:
-    """Returns the weights that one clause states."""
+def _clause_weights(clause: str) -> dict[str, float]:
+    """Returns the weights that one clause states, by the name of what they weigh."""
     if re.search(LENIENT, clause):
         return {"outcome": 0.5}
-    found = {what for what, words in ABOUT.items() if re.search(rf"\b(?:{words})\b", clause)}
-    if "right away" in clause:
-        found.discard("outcome")
-    if re.search(WAIVED, clause):
-        found -= {"cost", "latency"}
+    waived = re.search(WAIVED, clause)
     weight = 0.5 if re.search(HALF, clause) else 1.0
-    return {what: 1.0 if what == "outcome" else weight for what in found}
+    weights = {}
+    for name, words in ABOUT.items():
+        if not re.search(rf"\b(?:{words})\b", clause):
+            continue
+        if name != "outcome":
+            if not waived:
+                weights[name] = weight
+        elif "right away" not in clause:  # which is about time
+            weights["outcome"] = 1.0
+    return weights
 
 
 def bans_in(text: str, names: Iterable[str]) -> list[str]:
@@ -117,46 +122,56 @@ def bans_in(text: str, names: Iterable[str]) -> list[str]:
 
     Words that only contain a name are no ban: "do not use large numbers", "there is no answer".
     """
-    said = re.sub(r"[`\"“”*]|(?<!\w)'|'(?!\w)", "", _plain(text))
-    known = {name: _pattern(name) for name in sorted(names, key=len, reverse=True)}
-    found = []
-    for weak, pattern in ((False, BAN), (True, WEAK_BAN)):
-        for start in pattern.finditer(said):
-            found += _listed(said, start.end(), known, weak)
-    for name, pattern in known.items():
-        if re.search(rf"(?<![\w-])(?:{pattern.pattern}){AFTER}", said):
-            found.append(name)
-    return list(dict.fromkeys(found))
+    plain = re.sub(r"[`\"“”*]|(?<!\w)'|'(?!\w)", "", _plain(text))
+    longest_first = sorted(names, key=len, reverse=True)
+    patterns = {name: _pattern(name) for name in longest_first}
+    bans = []
+    for start in BAN.finditer(plain):
+        bans += _listed(plain, start.end(), patterns, weak=False)
+    for start in WEAK_BAN.finditer(plain):
+        bans += _listed(plain, start.end(), patterns, weak=True)
+    for name, pattern in patterns.items():
+        if re.search(rf"(?<![\w-])(?:{pattern.pattern}){AFTER}", plain):
+            bans.append(name)
+    return list(dict.fromkeys(bans))
 
 
-def _pattern(name) -> re.Pattern:
+def _pattern(name: str) -> re.Pattern[str]:
     """Returns how a text may write a name: in any case, with spaces, hyphens or underscores."""
-    parts = re.split(r"[\s_-]+", name.casefold())
-    return re.compile(r"[\s_-]+".join(map(re.escape, parts)) + r"(?![\w-])")
+    parts = [re.escape(part) for part in re.split(r"[\s_-]+", name.casefold())]
+    return re.compile(r"[\s_-]+".join(parts) + r"(?![\w-])")
 
 
-def _listed(said, at, known, weak) -> list[str]:
+def _listed(text: str, at: int, patterns: dict[str, re.Pattern[str]], weak: bool) -> list[str]:
     """Returns the names that stand in a row at a place of a text: "A, B or the C tool".
 
     weak: after words like "no", which forbid an everyday word only where a noun follows it.
     """
-    found = []
+    listed: list[str] = []
     while True:
-        if article := ARTICLE.match(said, at):
+        if article := ARTICLE.match(text, at):
             at = article.end()
-        match = next(((n, m) for n, p in known.items() if (m := p.match(said, at))), None)
-        if match is None:
-            return found
-        name, place = match
-        noun = NOUN.match(said, place.end())
-        at = noun.end() if noun else place.end()
-        everyday = weak and not noun and not found and name.casefold() in EVERYDAY
-        if everyday or not END.match(said, at):
-            return found
-        found.append(name)
-        if not (more := MORE.match(said, at)):
-            return found
+        name, end = _name_at(text, at, patterns)
+        if name is None:
+            return listed
+        noun = NOUN.match(text, end)
+        at = noun.end() if noun else end
+        everyday = weak and not noun and not listed and name.casefold() in EVERYDAY
+        if everyday or not END.match(text, at):
+            return listed
+        listed.append(name)
+        more = MORE.match(text, at)
+        if not more:
+            return listed
         at = more.end()
+
+
+def _name_at(text: str, at: int, patterns: dict[str, re.Pattern[str]]) -> tuple[str | None, int]:
+    """Returns the first of the names that stands at a place of a text, and where it ends."""
+    for name, pattern in patterns.items():
+        if match := pattern.match(text, at):
+            return name, match.end()
+    return None, at
 
 
 def words_for(weights: Weights) -> str:
@@ -165,23 +180,24 @@ def words_for(weights: Weights) -> str:
     Weights count by their ratio to the largest, rounded to 0, 1/2 or 1.
     """
     largest = max(*weights, 1e-9)
-    said = []
-    for (what, usual), weight in zip(preferences.DEFAULTS, weights, strict=True):
+    sentences = []
+    for (name, default), weight in zip(preferences.DEFAULTS, weights, strict=True):
         rounded = math.floor(2 * weight / largest + 0.5) / 2
-        if what == "outcome" and rounded == 0.0:
+        if name == "outcome" and rounded == 0.0:
             rounded = 0.5  # the least that has words
-        if rounded != usual:
-            said.append(preferences.TABLES["phrases"][what][str(rounded)]["train"][0])
-    return " ".join(said)
+        if rounded != default:
+            sentences.append(preferences.PHRASES[name][str(rounded)]["train"][0])
+    return " ".join(sentences)
 
 
 def tool_words(tools: dict[str, float]) -> str:
     """Returns a sentence for the weight of each tool, one that policies were trained on."""
-    said = []
+    sentences = []
     for tool, weight in tools.items():
-        phrases = preferences.TABLES["phrases"]["tool"][str(math.copysign(1.0, weight))]
-        said.append(phrases["train"][0].format(tool=tool))
-    return " ".join(said)
+        sign = str(math.copysign(1.0, weight))
+        phrase = preferences.PHRASES["tool"][sign]["train"][0]
+        sentences.append(phrase.format(tool=tool))
+    return " ".join(sentences)
 
 
 def understood(
@@ -193,37 +209,35 @@ def understood(
     `where`, for any other.
     """
     preference = Preference.of(text, vector, where, names, ban_names)
-    own = SHAPES["preference"]["properties"]
-    weighed = WEIGHED & {*vector}
     stated = weights_in(text)
-    if weighed and stated is None:
-        weights = preference.outcome, preference.cost, preference.latency
-        preference = replace(preference, text=_joined(text, words_for(weights)))
-    elif stated and not weighed:
+    if WEIGHED & {*vector}:
+        if stated is None:
+            weights = preference.outcome, preference.cost, preference.latency
+            preference = replace(preference, text=_joined(text, words_for(weights)))
+    elif stated is not None:
         outcome, cost, latency = stated
         preference = replace(preference, outcome=outcome, cost=cost, latency=latency)
-    unsaid = {
-        name: weight
-        for name, weight in preference.tools.items()
-        if weight and name not in own and name not in text
-    }
-    preference = replace(preference, text=_joined(preference.text, tool_words(unsaid)))
+    unsaid = {}
+    for name, weight in preference.tools.items():
+        if weight and name not in text:
+            unsaid[name] = weight
     bans = [name for name in bans_in(text, ban_names) if name not in preference.never]
-    return replace(preference, never=[*preference.never, *bans])
+    return replace(
+        preference,
+        text=_joined(preference.text, tool_words(unsaid)),
+        never=[*preference.never, *bans],
+    )
 
 
 def described(preference: Preference) -> str:
     """Returns what a preference weighs and forbids, in a line."""
-    parts = [
-        f"{name} {weight:g}"
-        for name, weight in (
-            ("right answer", preference.outcome),
-            ("low cost", preference.cost),
-            ("short time", preference.latency),
-            *preference.tools.items(),
-        )
-        if weight
-    ]
+    weights = {
+        "right answer": preference.outcome,
+        "low cost": preference.cost,
+        "short time": preference.latency,
+    }
+    weights |= preference.tools
+    parts = [f"{name} {weight:g}" for name, weight in weights.items() if weight]
     lines = [f"weights: {', '.join(parts)}"]
     if preference.never:
         lines.append(f"never: {', '.join(preference.never)}")
@@ -234,9 +248,9 @@ def described(preference: Preference) -> str:
     return "; ".join(lines)
 
 
-def _plain(text):
+def _plain(text: str) -> str:
     return text.casefold().replace("’", "'")
 
 
-def _joined(*texts):
-    return " ".join(filter(None, texts))
+def _joined(*texts: str) -> str:
+    return " ".join(text for text in texts if text)

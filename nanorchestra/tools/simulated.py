@@ -1,38 +1,89 @@
-"""Tools without anything behind them: records of a task, and declared simulations of experts."""
+"""The simulator of experts: right with a given probability, paid in virtual money and time.
 
-import json
+Every simulated expert of the project replies by it. A world supplies what the right reply is, and
+what a wrong one is. Nothing is asked over a network.
+"""
+
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.schemas import Json, arguments_schema
 
-VARIATION = 0.15  # of the tokens and the seconds of a simulated answer, up and down
+Reply = TypeVar("Reply")
+Range = tuple[float, float]  # the least and the greatest factor, between which one is drawn
+VARIATION: Range = (0.85, 1.15)  # of the tokens and the seconds of a SimulatedExpert
 
 
-@dataclass
-class RecordsTool:
-    """Reads one row of a table by its id. `tables` is {table: {id as text: row}}."""
+@dataclass(frozen=True)
+class SimulatedReply(Generic[Reply]):
+    """One reply, what it costs in US dollars, and how long it takes in virtual seconds.
 
-    name: str
-    description: str
-    tables: dict[str, dict[str, Json]]
-    usd_per_call: float = 0.0
-    latency_s: float = 0.0
-    kind, blocking = "records", False
-    parameters = arguments_schema(table="string", id="integer")
+    `complete` is false if the reply needs more tokens than it may have.
+    """
 
-    def call(self, arguments: Json) -> ToolResult:
-        """Returns the row as JSON."""
-        table, key = arguments["table"], str(arguments["id"])
-        row = self.tables.get(table, {}).get(key)
-        if row is not None:
-            text = json.dumps(row)
-        elif table in self.tables:
-            text = f"Error: no {table} {key}"
-        else:
-            text = f"Error: no table {table}; there are {', '.join(self.tables)}"
-        return ToolResult(text, self.usd_per_call, self.latency_s, error=row is None)
+    reply: Reply
+    complete: bool
+    input_tokens: int
+    output_tokens: int
+    cost_usd: float
+    latency_s: float
+
+    def result(self, content: str, **fields: object) -> ToolResult:
+        """Returns the observation with this content, and further `fields` of ToolResult."""
+        return ToolResult(
+            content,
+            cost_usd=self.cost_usd,
+            latency_s=self.latency_s,
+            input_tokens=self.input_tokens,
+            output_tokens=self.output_tokens,
+            **fields,
+        )
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A simulated language model: how often it is right, and what a reply costs.
+
+    skill: the probability of the right reply.
+    output_tokens, latency_s: tokens and seconds of a usual reply; each is multiplied by a factor
+    drawn uniformly from its range.
+    """
+
+    skill: float
+    price: Price
+    output_tokens: int
+    latency_s: float
+    token_range: Range = (0.2, 2.0)
+    latency_range: Range = (0.7, 1.3)
+
+    def most_output_tokens(self) -> int:
+        """Returns the tokens of the longest reply."""
+        return round(self.output_tokens * self.token_range[1])
+
+    def reply(
+        self,
+        seed: str,
+        input_tokens: int,
+        right: Callable[[random.Random], Reply],
+        wrong: Callable[[random.Random], Reply],
+        max_tokens: int | None = None,
+    ) -> SimulatedReply[Reply]:
+        """Returns a reply, which is a function of the arguments.
+
+        `seed` names the task, the seed of the attempt, and the expert. `right(rng)` and
+        `wrong(rng)` draw a reply of their kind; one of them is called.
+        """
+        rng = random.Random(seed)
+        reply = right(rng) if rng.random() < self.skill else wrong(rng)
+        needed = round(self.output_tokens * rng.uniform(*self.token_range))
+        latency_s = self.latency_s * rng.uniform(*self.latency_range)
+        output_tokens = needed if max_tokens is None else min(needed, max_tokens)
+        cost_usd = self.price.cost(input_tokens, output_tokens)
+        complete = output_tokens == needed
+        return SimulatedReply(reply, complete, input_tokens, output_tokens, cost_usd, latency_s)
 
 
 @dataclass(frozen=True)
@@ -46,7 +97,7 @@ class Skill:
 
 @dataclass
 class SimulatedExpert:
-    """A simulated language model that answers the task's question, as its skill and seed decide.
+    """A simulated language model that answers the task's question, and says how sure it is.
 
     Within an attempt it repeats its answer; with another seed it may err differently.
     """
@@ -66,17 +117,27 @@ class SimulatedExpert:
 
     def most_usd(self, arguments: Json) -> float:
         """Returns the US dollars of the longest answer."""
-        return self.price.cost(self.input_tokens, round(self.output_tokens * (1 + VARIATION)))
+        return self.price.cost(self.input_tokens, self._simulation().most_output_tokens())
 
     def call(self, arguments: Json) -> ToolResult:
         """Returns "sure: ANSWER" or "unsure: ANSWER"."""
-        rng, skill = random.Random(f"{self.seed}/{self.name}"), self.skill
-        right = rng.random() < skill.right
-        unsure = rng.random() < (skill.unsure_if_right if right else skill.unsure_if_wrong)
-        answer = self.gold if right else rng.choice(self.wrong)
-        low, high = 1 - VARIATION, 1 + VARIATION
-        tokens = self.input_tokens, round(self.output_tokens * rng.uniform(low, high))
-        seconds = self.latency_s * rng.uniform(low, high)
-        text = f"{'unsure' if unsure else 'sure'}: {answer}"
-        usd, found = self.price.cost(*tokens), {"attempts": [[self.name, text]]}
-        return ToolResult(text, usd, seconds, False, False, *tokens, found=found)
+        seed = f"{self.seed}/{self.name}"
+        simulated = self._simulation().reply(seed, self.input_tokens, self._right, self._wrong)
+        return simulated.result(simulated.reply, found={"attempts": [[self.name, simulated.reply]]})
+
+    def _simulation(self) -> Simulation:
+        return Simulation(
+            self.skill.right, self.price, self.output_tokens, self.latency_s, VARIATION, VARIATION
+        )
+
+    def _right(self, rng: random.Random) -> str:
+        unsure = rng.random() < self.skill.unsure_if_right
+        return _with_confidence(self.gold, unsure)
+
+    def _wrong(self, rng: random.Random) -> str:
+        unsure = rng.random() < self.skill.unsure_if_wrong
+        return _with_confidence(rng.choice(self.wrong), unsure)
+
+
+def _with_confidence(answer: str, unsure: bool) -> str:
+    return f"unsure: {answer}" if unsure else f"sure: {answer}"

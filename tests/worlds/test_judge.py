@@ -28,6 +28,8 @@ class Model:
         ("Jens Kidman", "I think so.\n<answer>Jens Kidman</answer>", (1, "exact")),
         ("\\frac{1}{2}", "hence \\boxed{\\frac{1}{2}}", (1, "exact")),
         ("506000", "$506,000", (1, "number")),
+        ("1234", " 1,234.", (1, "exact")),
+        ("1234", "1,235", (0, "none")),
         ("0.50", "0.5", (1, "number")),
         ("12345678901234567890", "12345678901234567891", (0, "none")),
         ("-5", "5", (0, "none")),

@@ -27,7 +27,7 @@ from nanorchestra.model import chat
 from nanorchestra.records import Price, ToolCall
 from nanorchestra.tools.allowance import Allowance, most_usd
 from nanorchestra.training import run as running
-from worlds.catalogue import Simulation
+from worlds.catalogue import SimulatedModel
 from worlds.load import open_world
 from worlds.questions import load_rows
 
@@ -207,7 +207,7 @@ def test_bans_and_simulation_reach_the_tools_of_an_orchestrator(world, tmp_path)
             met += 1
             assert "strong" in task.preference.never
             inner = {tool.name: tool for tool in boss.tools}
-            assert all(isinstance(inner[name].expert, Simulation) for name in MODELS)
+            assert all(isinstance(inner[name].expert, SimulatedModel) for name in MODELS)
     assert met > 5
 
 

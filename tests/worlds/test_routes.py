@@ -11,7 +11,7 @@ import random
 import pytest
 
 from nanorchestra.records import Preference, Task, ToolCall
-from worlds.toolscale.domains import BUILT_IN, build
+from worlds.toolscale.blueprint import BUILT_IN, build
 from worlds.toolscale.environment import DomainEnvironment
 from worlds.toolscale.pipeline import make_batch
 from worlds.toolscale.user import wishes
@@ -37,11 +37,11 @@ MORE = ("Anything else?", "Is there something more that you need?")
 class Agent:
     """Goes a way of its own through a task, which `rng` chooses."""
 
-    def __init__(self, world, task, rng):
+    def __init__(self, domain, task, rng):
         opening = wishes(task)[0].opening
         data = {"task": task, "experts": []}
-        self.env = DomainEnvironment(world, Task(task["id"], opening, Preference(), data), 0)
-        self.world, self.task, self.rng = world, task, rng
+        self.env = DomainEnvironment(domain, Task(task["id"], opening, Preference(), data), 0)
+        self.domain, self.task, self.rng = domain, task, rng
         self.needed = {
             name for rule in task.get("rules", ()) for name in rule["args"].get("first", ())
         }
@@ -55,15 +55,15 @@ class Agent:
 
     def wander(self):
         """Makes calls that change nothing: reads again, reads that fail, a write that fails."""
-        reads = [tool for tool in self.world.tools if tool["kind"] == "read"]
+        reads = [tool for tool in self.domain.tools if tool["kind"] == "read"]
         for tool in self.rng.sample(reads, 2):
             shapes = tool["function"]["parameters"]["properties"]
             self.call(tool["function"]["name"], {name: "nothing" for name in shapes})
         self.call("calculate", {"expression": "(2 + 3) * 7"})
-        self.call(self.rng.choice(self.world.tools)["function"]["name"], {"nothing": 1})
+        self.call(self.rng.choice(self.domain.tools)["function"]["name"], {"nothing": 1})
 
     def act(self, name, arguments):
-        kind = self.world.by_name[name]["kind"]
+        kind = self.domain.by_name[name]["kind"]
         if kind == "read" and name not in self.needed and self.rng.random() < 0.7:
             return
         if kind == "write":
@@ -95,10 +95,11 @@ class Agent:
             for place in wish.actions if not later else ():  # a wish that says what it wants
                 name, arguments = golden[place]
                 self.act(name, alter(name, arguments) if place in effects else arguments)
-            for info in wish.told if not later else ():
+            for info in wish.communicate_info if not later else ():
                 self.tell(told(info))
             if self.env.user.at == at:
-                self.say(MADE if effects & {*wish.actions} else SORRY if not wish.told else MORE)
+                otherwise = MORE if wish.communicate_info else SORRY
+                self.say(MADE if effects & {*wish.actions} else otherwise)
             while self.env.user.at == at and not self.env.over:
                 self.say(MORE)
         return self.env.score("") if self.env.over else 0.0
@@ -111,25 +112,25 @@ def batch(request):
 
 
 def test_other_routes_to_the_same_end_are_solutions(batch):
-    world, tasks = batch
-    scores = [Agent(world, task, random.Random(task["id"])).run() for task in tasks]
+    domain, tasks = batch
+    scores = [Agent(domain, task, random.Random(task["id"])).run() for task in tasks]
     wrong = [task["id"] for task, score in zip(tasks, scores, strict=True) if not score]
     assert len(wrong) <= 0.02 * len(tasks), wrong
 
 
 def test_what_is_altered_left_out_or_untold_is_no_solution(batch):
-    world, tasks = batch
+    domain, tasks = batch
     for task in tasks[::2]:
 
         def run(**how):
-            return Agent(world, task, random.Random(task["id"])).run(**how)  # noqa: B023
+            return Agent(domain, task, random.Random(task["id"])).run(**how)  # noqa: B023
 
         if task["evaluation_criteria"]["communicate_info"]:
             assert not run(told=lambda info: " ".join(map(str, range(300))))
-        agent = Agent(world, task, random.Random(0))
+        agent = Agent(domain, task, random.Random(0))
         if agent.env.scorer.effects:
             assert not run(alter=lambda name, arguments: {})
-        if agent.env.scorer.effects or agent.env.scorer.told:
+        if agent.env.scorer.effects or agent.env.scorer.communicate_info:
             while not agent.env.over:
                 agent.say(SORRY)
             assert not agent.env.score("")

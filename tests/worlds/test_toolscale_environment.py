@@ -13,8 +13,9 @@ from data_gen import main
 from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.errors import UserError
 from nanorchestra.records import ToolCall
-from worlds.toolscale import preferences
+from worlds import preferences
 from worlds.toolscale.dataset import load_tasks, load_world, teach
+from worlds.toolscale.offers import draw_experts
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def environments(world, count):
 
 def test_golden_play_scores_1_and_silence_0(world):
     for env in environments(world, 12):
-        assert env.score("") == (not env.scorer.effects and not env.scorer.told)
+        assert env.score("") == (not env.scorer.effects and not env.scorer.communicate_info)
         assert not any(lesson.call and lesson.result.error for lesson in teach(env))
         assert env.over and env.score("") == 1
 
@@ -65,7 +66,7 @@ def test_an_error_changes_nothing_and_unknown_or_unoffered_tools_are_refused(wor
     for bad in [ToolCall(*pair) for pair in wrong] + [ToolCall("calculate", {}, error="not JSON")]:
         result = execute(env, bad)
         assert result.error and result.content.startswith("Error: ")
-    assert env.tables == env.world.tables
+    assert env.tables == env.domain.tables
 
 
 def test_experts_of_full_skill_solve_and_of_none_do_not(world):
@@ -83,7 +84,8 @@ def test_experts_of_full_skill_solve_and_of_none_do_not(world):
             assert env.score("") == skill
             for result in done:
                 assert result.alias == "expert-1" and not result.error
-                assert result.cost_usd > 0 and result.latency_s > 0 and result.output_tokens >= 80
+                assert result.cost_usd > 0 and result.latency_s > 0
+                assert 60 <= result.output_tokens <= 600
             assert call(env, "call_expert", expert="expert-9").error
             assert call(env, "call_expert", expert=[]).error
 
@@ -118,7 +120,7 @@ def test_words_say_what_is_preferred_and_splits_share_no_phrasing_expert_or_pric
     for split in ("train", "held_out"):
         said[split], offered[split] = set(), []
         for _ in range(300):
-            offered[split] += preferences.catalogue(rng, split)
+            offered[split] += draw_experts(rng, split)
             wish = preferences.draw(rng, ["expert-1", "expert-2", "expert-3"], split)
             sentences = wish.text.split(". ")
             changed = [getattr(wish, what) != usual for what, usual in preferences.DEFAULTS]

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from worlds.toolscale.domains import build
+from worlds.toolscale.blueprint import build
 from worlds.toolscale.export import environment, tasks
 from worlds.toolscale.pipeline import make_batch
 

@@ -18,9 +18,9 @@ from openai_server import openai_server, said
 from data_gen import main
 from nanorchestra.errors import UserError
 from worlds.toolscale import author, pipeline
+from worlds.toolscale.blueprint import BUILT_IN, HOME, load_blueprint
 from worlds.toolscale.dataset import load_tasks
-from worlds.toolscale.domains import BUILT_IN, HOME, load_blueprint
-from worlds.toolscale.world import World
+from worlds.toolscale.domain import Domain
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = ["--tasks", "60", "--seed", "3", "--domains", "bank,university"]
@@ -51,7 +51,7 @@ def test_the_bytes_do_not_depend_on_the_workers_and_figures_are_printed(made, tm
         assert all(0 <= weight <= 1 for weight in task["pref_vec"].values())
         assert all(len(expert["usd"]) == 2 for expert in task["experts"])
         for name in task["preference"].keys() & names:
-            assert name in task["wish"] and task["pref_vec"][name] != 0.5
+            assert name in task["preference_text"] and task["pref_vec"][name] != 0.5
     domains = [task["domain"] for task in tasks]
     assert domains == ["bank", "university"] * 30
     for path in made.rglob("*.*"):
@@ -136,7 +136,7 @@ def test_the_author_is_asked_again_with_what_was_wrong(tmp_path, monkeypatch, ca
     assert len(questions) == 6
     tasks = load_tasks(tmp_path / "tasks.jsonl")
     assert len(tasks) == 20 and {task["domain"] for task in tasks} == {"car_repair"}
-    World.load(tmp_path / "worlds" / "car_repair")
+    Domain.load(tmp_path / "worlds" / "car_repair")
 
 
 def paths(value, path=()):

@@ -126,7 +126,7 @@ def call(env, name, /, **arguments):
 
 
 def last_word(env):
-    return f"This is done. {', '.join(env.scorer.told)}"
+    return f"This is done. {', '.join(env.scorer.communicate_info)}"
 
 
 def play(env, tokenizer, golden=True):

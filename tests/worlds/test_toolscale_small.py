@@ -9,7 +9,7 @@ import pytest
 from nanorchestra.training.warm_start import demonstration
 from worlds.toolscale import small
 from worlds.toolscale.dataset import teach
-from worlds.toolscale.plan import Planner
+from worlds.toolscale.planner import Planner
 from worlds.toolscale.program import parse_call
 from worlds.toolscale.small import small_world
 from worlds.toolscale.verify import mentions, verify
@@ -89,7 +89,7 @@ def test_what_is_offered_does_not_tell_which_branch_is_right(world, tasks):
         if not any(rule["check"] == "made" for rule in tau2["rules"]):
             continue
         conditions += 1
-        (parts,) = (each for each in world.splits["train"].domains if each[0].domain == task.kind)
+        (parts,) = (each for each in world.splits["train"].domains if each[0].name == task.kind)
         planner = Planner(*parts, random.Random(tau2["id"]))
         act = planner.generate(2, planner.rng.randrange(len(planner.kinds)), known=True)
         spoken = {kind for wish in act.done for kind in (wish, *planner.kinds[wish].get("or", ()))}

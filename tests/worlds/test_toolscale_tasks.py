@@ -11,10 +11,10 @@ from contextlib import suppress
 import pytest
 
 from worlds.toolscale.act import Act, UnfitError
-from worlds.toolscale.domains import BUILT_IN, build
+from worlds.toolscale.blueprint import BUILT_IN, build
 from worlds.toolscale.expert import altered
 from worlds.toolscale.pipeline import make_batch
-from worlds.toolscale.plan import LEVELS, MOST_CALLS, Planner
+from worlds.toolscale.planner import LEVELS, MOST_CALLS, Planner
 from worlds.toolscale.program import rules
 from worlds.toolscale.score import Scorer, attempt, communicated
 from worlds.toolscale.tasks import to_task
@@ -33,23 +33,24 @@ def drawn():
     found = []
     for number, level in [(n, level) for n in range(4) for level in LEVELS]:
         for name in BUILT_IN:
-            world, w = build(name, 1)
-            act = Planner(world, w, random.Random(f"{name}{number}{level}")).generate(level, number)
-            found.append((world, level, act, to_task(act, f"{name}-{number}-{level}", level)))
+            domain, w = build(name, 1)
+            planner = Planner(domain, w, random.Random(f"{name}{number}{level}"))
+            act = planner.generate(level, number)
+            found.append((domain, level, act, to_task(act, f"{name}-{number}-{level}", level)))
     return found
 
 
 def find(batch, fits):
-    world, part = batch
-    return world, copy.deepcopy(next(task for task in part["tasks"] if fits(task)))
+    domain, part = batch
+    return domain, copy.deepcopy(next(task for task in part["tasks"] if fits(task)))
 
 
 def actions(task):
     return task["evaluation_criteria"]["actions"]
 
 
-def told_and_done(world, task):
-    return Scorer(world, task).effects and task["evaluation_criteria"]["communicate_info"]
+def told_and_done(domain, task):
+    return Scorer(domain, task).effects and task["evaluation_criteria"]["communicate_info"]
 
 
 def words(task):
@@ -57,19 +58,19 @@ def words(task):
 
 
 def test_every_task_is_solved_by_its_golden_calls_and_not_without_them(batch):
-    world, part = batch
+    domain, part = batch
     assert len(part["tasks"]) == 50
     for task in part["tasks"]:
-        scorer = Scorer(world, task)
-        calls, said = scorer.golden, scorer.told
+        scorer = Scorer(domain, task)
+        calls, said = scorer.golden, scorer.communicate_info
         writes = [calls[place] for place in scorer.effects]
-        assert scorer.score(attempt(calls, said)) == 1 and verify(world, task) is None
+        assert scorer.score(attempt(calls, said)) == 1 and verify(domain, task) is None
         known = calls[:1] * (words(task)["unknown_info"] is not None)
         assert scorer.score(attempt([*known, *writes], said)) == 1, "reads are free"
         assert scorer.score([]) == (not writes and not said)
         assert len(calls) <= MOST_CALLS
         for skipped in range(len(writes)):
-            wrong = altered(world, writes[skipped : skipped + 1], random.Random(0))
+            wrong = altered(domain, writes[skipped : skipped + 1], random.Random(0))
             for other in ([], wrong)[: 1 + (wrong[0][0] != "transfer_to_human_agents")]:
                 changed = [*known, *writes[:skipped], *other, *writes[skipped + 1 :]]
                 assert scorer.score(attempt(changed, said)) == 0
@@ -83,11 +84,11 @@ def test_every_task_is_solved_by_its_golden_calls_and_not_without_them(batch):
 
 def test_conditions_are_as_often_true_as_not_and_levels_are_hard_for_who_tries_everything(drawn):
     branches, naive, lengths, nothing = [], defaultdict(list), [], 0
-    for world, level, act, task in drawn:
+    for domain, level, act, task in drawn:
         branches += [truth for _, truth in act.twists]
         naive[level].append(act.naive == act.tables)
         lengths.append(len(words(task)["reason_for_call"].split()))
-        nothing += act.tables == world.tables
+        nothing += act.tables == domain.tables
     assert 0.3 < sum(branches) / len(branches) < 0.7
     assert sum(bool(act.twists) for _, _, act, _ in drawn) > len(drawn) / 2
     assert 0.1 < nothing / len(drawn) < 0.35
@@ -98,79 +99,79 @@ def test_conditions_are_as_often_true_as_not_and_levels_are_hard_for_who_tries_e
 
 def test_a_rule_that_no_tool_enforces_costs_who_breaks_it_the_task(drawn):
     broken = 0
-    for world, _, act, task in drawn:
-        scorer = Scorer(world, task)
-        steps = attempt(scorer.golden, scorer.told)
+    for domain, _, act, task in drawn:
+        scorer = Scorer(domain, task)
+        steps = attempt(scorer.golden, scorer.communicate_info)
         for rule in task["rules"]:
-            assert rule["text"] in world.policy
+            assert rule["text"] in domain.policy
             if rule["check"] == "never":
                 (name,), arguments = rule["args"]["tools"], rule["args"]["where"]
-                tables = dict(world.tables)
-                world.call(tables, name, arguments)  # the tool lets it be done
+                tables = dict(domain.tables)
+                domain.call(tables, name, arguments)  # the tool lets it be done
                 broken += 1
                 tried = attempt([(name, arguments)])
                 assert scorer.score(steps) == 1 and scorer.score(steps + tried) == 0
-        if act.tables != world.tables:
+        if act.tables != domain.tables:
             silent = [step for step in steps if step[0] == "call"]
             assert scorer.score(silent) == 0, "nothing was confirmed"
     assert broken > 20
     for name in BUILT_IN:
-        world, w = build(name, 1)
-        enforced = {rule for t in world.tools for rule in rules(t)}
+        domain, w = build(name, 1)
+        enforced = {rule for t in domain.tools for rule in rules(t)}
         assert len(w.data["rules"]) > (len(w.data["rules"]) + len(enforced)) / 3
 
 
 def test_what_is_offered_says_nothing_of_what_is_needed_and_the_policy_speaks_of_it(drawn):
-    for world, _, _, task in drawn:
-        assert task["tools"] == [*world.by_name]
-        assert {*re.findall(r"^- `(\w+)`", world.policy, re.M)} == {*world.by_name}
+    for domain, _, _, task in drawn:
+        assert task["tools"] == [*domain.by_name]
+        assert {*re.findall(r"^- `(\w+)`", domain.policy, re.M)} == {*domain.by_name}
 
 
 # --- verification: each reason, by a task that was sound until one thing was changed
 
 
 def test_each_reason_to_throw_a_task_away(batch):
-    world, task = find(batch, lambda t: told_and_done(batch[0], t))
-    given = actions(task)[Scorer(world, task).effects[0]]["arguments"]
+    domain, task = find(batch, lambda t: told_and_done(batch[0], t))
+    given = actions(task)[Scorer(domain, task).effects[0]]["arguments"]
     given |= {next(iter(given)): "unknown"}
-    assert verify(world, task) == "a golden call errs"
+    assert verify(domain, task) == "a golden call errs"
 
-    _, task = find(batch, lambda t: told_and_done(world, t))
+    _, task = find(batch, lambda t: told_and_done(domain, t))
     task["evaluation_criteria"] |= {"actions": [], "reward_basis": ["DB"]}
-    assert verify(world, task) == "solved by doing nothing"
+    assert verify(domain, task) == "solved by doing nothing"
 
     _, task = find(batch, lambda t: actions(t)[0]["name"] == "show_bookings")
     words(task)["known_info"] = "You are a customer."
-    assert verify(world, task) == "an argument is not determined by the text"
+    assert verify(domain, task) == "an argument is not determined by the text"
 
-    people = next(iter(world.tables.values()))
+    people = next(iter(domain.tables.values()))
     _, task = find(batch, lambda t: "first_name" in actions(t)[0]["arguments"] and actions(t)[1:])
     given = [value for action in actions(task)[1:] for value in action["arguments"].values()]
     person = next(value for value in given if isinstance(value, str) and value in people)
     words(task)["known_info"] += f" Your number is {person}."
-    assert verify(world, task) == "an identifier that a lookup reveals is in the text"
+    assert verify(domain, task) == "an identifier that a lookup reveals is in the text"
 
     _, task = find(batch, lambda t: t["evaluation_criteria"]["communicate_info"])
     told = task["evaluation_criteria"]["communicate_info"][0]
     words(task)["task_instructions"] += f" You think of {told}."
-    assert verify(world, task) == "the answer is in the text"
+    assert verify(domain, task) == "the answer is in the text"
 
-    _, task = find(batch, lambda t: told_and_done(world, t))
+    _, task = find(batch, lambda t: told_and_done(domain, t))
     task["evaluation_criteria"]["reward_basis"] = ["COMMUNICATE"]  # what is called does not matter
-    assert verify(world, task) == "solved with an argument altered"
+    assert verify(domain, task) == "solved with an argument altered"
 
 
 def test_what_the_user_says_fits_one_record_alone():
     """With a twin of every record, no words for one fit it alone."""
     for name in BUILT_IN:
-        world, w = build(name, 1)
-        double = copy.copy(world)
+        domain, w = build(name, 1)
+        double = copy.copy(domain)
         double.tables = {
             table: rows | {f"{key}9": row for key, row in rows.items()}
-            for table, rows in world.tables.items()
+            for table, rows in domain.tables.items()
         }
-        person = next(iter(world.tables[next(iter(w.data["tables"]))]))
-        for place, ok in ((world, True), (double, False)):
+        person = next(iter(domain.tables[next(iter(w.data["tables"]))]))
+        for place, ok in ((domain, True), (double, False)):
             act = Act(place, w, person, random.Random(3), named=False)
             act.by_id = dict.fromkeys(act.by_id, False)
             for table in (name for name, ref in w.data["refs"].items() if "own" in ref):
@@ -183,13 +184,13 @@ def test_what_the_user_says_fits_one_record_alone():
 
 
 def test_words_by_relation_are_said_of_the_record_for_which_their_test_holds():
-    world, w = build("railway", 1)
+    domain, w = build("railway", 1)
     w = copy.deepcopy(w)
     first = "your first trip | count(select(mine, date < it.date)) == 0"
     w.data["refs"]["bookings"] |= {"by": [first], "listed": True}
     right = 0
-    for person in world.tables["travellers"]:
-        act = Act(world, w, person, random.Random(0), named=False)
+    for person in domain.tables["travellers"]:
+        act = Act(domain, w, person, random.Random(0), named=False)
         act.by_id = dict.fromkeys(act.by_id, False)
         rows = act.rows("bookings")
         firsts = [row for row in rows if row["date"] == min(each["date"] for each in rows)]
@@ -202,43 +203,43 @@ def test_words_by_relation_are_said_of_the_record_for_which_their_test_holds():
 
 
 def test_a_wish_about_all_records_includes_none_that_another_wish_is_about():
-    world, w = build("ecommerce", 1)
+    domain, w = build("ecommerce", 1)
     done = refused = 0
     for seed in range(200):
         rng = random.Random(seed)
-        act = Act(world, w, rng.choice([*world.tables["customers"]]), rng, named=True)
+        act = Act(domain, w, rng.choice([*domain.tables["customers"]]), rng, named=True)
         orders = [row["order_id"] for row in act.rows("orders") if row["status"] == "pending"]
         try:
-            Planner(world, w, rng)._all(act, Wish(act, "cancel"), True)
+            Planner(domain, w, rng)._all(act, Wish(act, "cancel"), True)
         except UnfitError:
             continue
         done += 1
-        again = Act(world, w, act.me["customer_id"], random.Random(seed), named=True)
+        again = Act(domain, w, act.me["customer_id"], random.Random(seed), named=True)
         again.used.add(orders[0])
         with suppress(UnfitError):
             wish = Wish(again, "cancel")
             with pytest.raises(UnfitError, match="another wish"):
-                Planner(world, w, rng)._all(again, wish, True)
+                Planner(domain, w, rng)._all(again, wish, True)
             refused += 1
     assert done and refused
 
 
 def test_a_wish_sees_the_caller_as_earlier_wishes_left_the_record():
-    world, w = build("university", 1)
-    running = [row for row in world.tables["enrolments"].values() if row["state"] == "running"]
+    domain, w = build("university", 1)
+    running = [row for row in domain.tables["enrolments"].values() if row["state"] == "running"]
     me = running[0]["student_id"]
-    act = Act(world, w, me, random.Random(0), named=False)
+    act = Act(domain, w, me, random.Random(0), named=False)
     before = act.me["credits_now"]
     act.call("leave_course(it.enrolment_id)", {"it": running[0]})
     assert Wish(act, "paper").scope["me"]["credits_now"] < before
 
 
 def test_a_second_choice_sounds_otherwise_than_the_first():
-    world, w = build("clinic", 1)
-    for doctor in world.tables["doctors"].values():
+    domain, w = build("clinic", 1)
+    for doctor in domain.tables["doctors"].values():
         for slot in doctor["slots"]:
             slot |= {"date": "2026-03-02", "time": "10:00"}
-    planner = Planner(world, w, random.Random(0))
+    planner = Planner(domain, w, random.Random(0))
     drawn = [planner.generate(3) for _ in range(20)]
     assert not any(name == "prefer" for act in drawn for name, _ in act.twists)
 
@@ -259,28 +260,28 @@ def test_near_duplicates_share_a_signature_and_others_do_not(batch):
 
 
 def test_extra_reads_and_failed_calls_do_no_harm_and_an_extra_write_does(batch):
-    world, task = find(batch, lambda t: t["evaluation_criteria"]["communicate_info"])
-    scorer = Scorer(world, task)
-    calls, said = scorer.golden, scorer.told
+    domain, task = find(batch, lambda t: t["evaluation_criteria"]["communicate_info"])
+    scorer = Scorer(domain, task)
+    calls, said = scorer.golden, scorer.communicate_info
     failed = [("call", calls[-1][0], {}, True)]
     harmless = [*attempt([("calculate", {"expression": "1 + 1"}), ("nothing", {})]), *failed]
     golden = attempt(calls, ["hello", *said])
     assert scorer.score([*harmless, *golden, *harmless]) == 1
-    other = find(batch, lambda t: t["id"] != task["id"] and told_and_done(world, t))[1]
-    extra = [Scorer(world, other).golden[Scorer(world, other).effects[0]]]
+    other = find(batch, lambda t: t["id"] != task["id"] and told_and_done(domain, t))[1]
+    extra = [Scorer(domain, other).golden[Scorer(domain, other).effects[0]]]
     assert scorer.score([*golden, *attempt(extra)]) == 0
     scorer.basis = ["ACTION", "COMMUNICATE"]
     assert scorer.score([*golden, *attempt(extra)]) == 1
 
 
 def test_a_dump_of_numbers_or_of_all_values_tells_nothing(batch):
-    world, task = find(batch, lambda t: True)
+    domain, task = find(batch, lambda t: True)
     number = task["evaluation_criteria"] | {"communicate_info": ["37"], "actions": []}
-    tier = next(field for field, texts in world.columns.items() if 3 <= len(texts) <= 4)
-    word = task["evaluation_criteria"] | {"communicate_info": [min(world.columns[tier])]}
+    tier = next(field for field, texts in domain.columns.items() if 3 <= len(texts) <= 4)
+    word = task["evaluation_criteria"] | {"communicate_info": [min(domain.columns[tier])]}
 
     def told(criteria, *messages):
-        scorer = Scorer(world, task | {"evaluation_criteria": criteria, "rules": []})
+        scorer = Scorer(domain, task | {"evaluation_criteria": criteria, "rules": []})
         scorer.basis = ["COMMUNICATE"]
         return scorer.score(attempt([], messages)) == 1
 
@@ -288,8 +289,8 @@ def test_a_dump_of_numbers_or_of_all_values_tells_nothing(batch):
     assert told(number, *(f"Of these {n} is one." for n in range(5)), "It is 37.")
     assert not told(number, " ".join(map(str, range(100))))
     assert not told(number, *(" ".join(map(str, range(n, n + 5))) for n in range(0, 100, 5)))
-    assert told(word, f"It is {min(world.columns[tier])}.")
-    assert not told(word, " ".join(world.columns[tier]))
+    assert told(word, f"It is {min(domain.columns[tier])}.")
+    assert not told(word, " ".join(domain.columns[tier]))
 
 
 def test_what_is_communicated_and_mentioned():
@@ -305,11 +306,11 @@ def test_what_is_communicated_and_mentioned():
 
 
 def test_rules_that_no_tool_enforces_are_checked_on_the_trace(batch):
-    world, task = find(batch, lambda t: True)
+    domain, task = find(batch, lambda t: True)
 
     def kept(check, *trace, **args):
         rule = {"text": "", "check": check, "args": args}
-        scorer = Scorer(world, task | {"rules": [rule]})
+        scorer = Scorer(domain, task | {"rules": [rule]})
         scorer.basis = []
         return scorer.score(trace) == 1
 

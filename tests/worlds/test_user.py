@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from worlds.toolscale.domain import Domain
 from worlds.toolscale.user import PATIENCE, STOP, TRANSFER, ScriptedUser, ended
-from worlds.toolscale.world import World
 
 TURNS = json.loads(Path(__file__).with_name("agent_turns.json").read_text())
 CHANGE = "I want to change my booking for the Silver Arrow to 3 seats in second class."
@@ -45,7 +45,7 @@ def tool(name, **properties):
 
 
 @pytest.fixture(scope="module")
-def world():
+def domain():
     classes = {"type": "string", "enum": ["second", "first", "flex"]}
     tables = {
         "bookings": {f"R{n}": {"booking_id": f"R{n}", "train_id": "T1"} for n in range(10)},
@@ -53,15 +53,15 @@ def world():
         "trains": {key: {"train_id": key, "name": name} for key, name in TRAINS.items()},
     }
     tools = [tool("change_booking", travel_class=classes), tool("change_phone")]
-    return World("railway", tables, tools, "")
+    return Domain("railway", tables, tools, "")
 
 
-def replies(world, intent):
+def replies(domain, intent):
     """What a user at the place of the conversation where such a turn may stand answers to each."""
     at = 2 if intent == "end" else 0
     pending = () if intent == "end" else (1,) if intent == "done" else (0, 1)
     for turn in TURNS[intent]:
-        talk = ScriptedUser(TASK, world)
+        talk = ScriptedUser(TASK, domain)
         talk.at = at
         yield turn, talk.reply(turn, pending, False)
 
@@ -85,15 +85,15 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("intent", TURNS)
-def test_the_scripted_user_understands_turns_that_others_wrote(world, intent):
-    wrong = [(turn, said) for turn, said in replies(world, intent) if not RIGHT[intent](said)]
+def test_the_scripted_user_understands_turns_that_others_wrote(domain, intent):
+    wrong = [(turn, said) for turn, said in replies(domain, intent) if not RIGHT[intent](said)]
     share = len(wrong) / len(TURNS[intent])
     assert share <= 0.05, "\n".join(map(str, wrong))
 
 
-def test_a_talk_from_the_first_wish_to_the_end(world):
+def test_a_talk_from_the_first_wish_to_the_end(domain):
     talk, known = (
-        ScriptedUser(TASK, world),
+        ScriptedUser(TASK, domain),
         "I do not know my passenger number or any booking number.",
     )
     assert talk.wishes[0].say == CHANGE
@@ -108,13 +108,13 @@ def test_a_talk_from_the_first_wish_to_the_end(world):
         ("From 06:00 to 22:00.", (), f"Thank you. {STOP}"),
     ):
         assert talk.reply(said, pending, False) == answer
-    assert TRANSFER in ScriptedUser(TASK, world).reply("One moment.", (0, 1), handed=True)
-    talk = ScriptedUser(TASK, world)
+    assert TRANSFER in ScriptedUser(TASK, domain).reply("One moment.", (0, 1), handed=True)
+    talk = ScriptedUser(TASK, domain)
     patience = [ended(talk.reply("Who are you?", (), False)) for _ in range(PATIENCE + 1)]
     assert patience.index(True) == PATIENCE
 
 
-def test_a_user_changes_its_mind_once_the_agent_is_about_to_do_it(world):
+def test_a_user_changes_its_mind_once_the_agent_is_about_to_do_it(domain):
     wish = WISHES[0] | {"first": "You want to cancel R5."}
     for said, answer in (
         ("One moment.", "All right, I will wait."),
@@ -122,39 +122,39 @@ def test_a_user_changes_its_mind_once_the_agent_is_about_to_do_it(world):
         ("I have cancelled R5.", CHANGE),
         ("I am sorry, that cannot be cancelled.", CHANGE),
     ):
-        talk = ScriptedUser(TASK | {"wishes": [wish, WISHES[1]]}, world)
+        talk = ScriptedUser(TASK | {"wishes": [wish, WISHES[1]]}, domain)
         assert talk.wishes[0].opening == "I want to cancel R5."
         assert "Mei Rossi" in talk.reply("What is your name?", (0, 1), False)
         assert talk.reply(said, (0, 1), False) == answer
-    talk = ScriptedUser(TASK | {"wishes": [WISHES[1], wish]}, world)
+    talk = ScriptedUser(TASK | {"wishes": [WISHES[1], wish]}, domain)
     assert talk.reply("Done.", (0,), False) == "I want to cancel R5."
     assert talk.reply("Shall I cancel R5?", (0,), False) == CHANGE
     assert talk.reply("Shall I cancel R5?", (0,), False) == f"No. {CHANGE}"
 
 
-def test_a_limit_is_no_count_that_the_agent_must_repeat(world):
+def test_a_limit_is_no_count_that_the_agent_must_repeat(domain):
     limit = "If it takes more than 60 minutes, {}".format(WISHES[0]["say"])
     for say, asked, answer in (
         (limit, "It takes 90 minutes. Shall I change R5 to 3 seats in second class?", "Yes"),
         (limit, "Shall I change R5 to 4 seats in second class?", "No"),
         (f"{limit} At 60 minutes or less, no.", "It takes 90 minutes. Shall I change R5?", "Yes"),
     ):
-        talk = ScriptedUser(TASK | {"wishes": [WISHES[0] | {"say": say}]}, world)
+        talk = ScriptedUser(TASK | {"wishes": [WISHES[0] | {"say": say}]}, domain)
         assert talk.reply(asked, (0,), False).startswith(answer), asked
 
 
-def test_what_the_user_wants_if_a_rule_forbids_it_is_said_once(world):
+def test_what_the_user_wants_if_a_rule_forbids_it_is_said_once(domain):
     say = (
         "You want to change R5 to 3 seats. If that is not allowed, you want a person to look at it."
     )
     task = TASK | {"wishes": [{"say": say, "actions": [0], "told": []}, WISHES[1]]}
-    talk = ScriptedUser(task, world)
+    talk = ScriptedUser(task, domain)
     person = "If that is not allowed, I want a person to look at it."
     assert talk.reply("Sorry, that is not allowed.", (0, 1), False) == person
     assert (
         talk.reply("Would you like me to transfer you to a human agent?", (0, 1), False)
         == "Yes, please."
     )
-    talk = ScriptedUser(task, world)
+    talk = ScriptedUser(task, domain)
     talk.reply("I cannot do that.", (0, 1), False)
     assert talk.reply("I really can't.", (0, 1), False) == PHONE

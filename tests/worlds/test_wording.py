@@ -6,11 +6,11 @@ import pytest
 
 from nanorchestra.errors import UserError
 from nanorchestra.records import Preference
+from worlds import preferences
 from worlds.miniature.tables import PHRASES
-from worlds.toolscale import preferences
 from worlds.wording import bans_in, described, tool_words, understood, weights_in, words_for
 
-SAID = preferences.TABLES["phrases"]
+SAID = preferences.PHRASES
 NAMES = ["search", "gpt-5", "gpt-5-mini"]
 LABELS = [*NAMES, "code", "web search", "proprietary", "open", "expert", "OpenAI", "large"]
 
@@ -29,9 +29,9 @@ def test_every_phrase_that_policies_are_trained_on_is_understood():
             assert not bans_in(text.format(tool="gpt-5"), LABELS), text
         for name in ("right", "cheap", "fast", "balanced"):
             for text in filter(None, PHRASES[split][name]):
-                assert preferences.kind_of(Preference("", *weights_in(text))) == name, text
+                assert Preference("", *weights_in(text)).name == name, text
         for text in PHRASES[split]["avoid"]:
-            assert bans_in(text.format("large tool-ro"), ["large tool-ro", "large"]), text
+            assert bans_in(text.format(tool="large tool-ro"), ["large tool-ro", "large"]), text
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_words_of_ones_own(text, weights, bans):
 
 
 def test_weights_become_words_and_back():
-    for weights in preferences.TABLES["wishes"]:
+    for weights in preferences.WEIGHTS:
         text = words_for(tuple(weights))
         assert (weights_in(text) or (1.0, 0.0, 0.0)) == tuple(weights), text
     assert words_for((3.0, 0.0, 1.6)) == "Do not take too long."

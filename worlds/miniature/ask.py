@@ -87,7 +87,7 @@ def as_preference(text: str, vector: Json, offers: Collection[Offer]) -> Prefere
         offer for offer in offers if banned([offer["name"], offer["what"], title(offer)], forbidden)
     ]
     sentences = PHRASES[TRAIN][name][:1] if stated else []
-    sentences += [PHRASES[TRAIN]["avoid"][0].format(title(offer)) for offer in avoided]
+    sentences += [PHRASES[TRAIN]["avoid"][0].format(tool=title(offer)) for offer in avoided]
     return Preference(
         " ".join(sentences),
         *weights,

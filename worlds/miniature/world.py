@@ -48,6 +48,7 @@ from worlds.miniature.tables import (
     TRAIN,
 )
 from worlds.miniature.teacher import teach
+from worlds.preferences import sentence
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ class Miniature:
         phrasing = random.Random(f"{self.seed}/{split}/{index}/words")
         words = self.words or split
         weighed = rng.choices(list(PREFERENCES), [share for share, _ in PREFERENCES.values()])[0]
-        preference = Preference(phrasing.choice(PHRASES[words][weighed]), *PREFERENCES[weighed][1])
+        text = sentence(phrasing, PHRASES[words][weighed])
+        preference = Preference(text, *PREFERENCES[weighed][1])
         options = [offer for offer in tools if offer["what"] != "records"]
         if options[1:] and rng.random() < AVOID_SHARE:
             preference = forbid(preference, rng.choice(options), phrasing, words)
@@ -140,7 +142,7 @@ def forbid(preference: Preference, avoided: Offer, rng: random.Random, split: st
 
     The weight cancels the others, so that a right answer with its help earns nothing.
     """
-    ban = rng.choice(PHRASES[split]["avoid"]).format(title(avoided))
+    ban = sentence(rng, PHRASES[split]["avoid"], title(avoided))
     ban_first = rng.random() < 0.5
     parts = [ban, preference.text] if ban_first else [preference.text, ban]
     weight = -(preference.outcome + preference.cost + preference.latency)

@@ -1,4 +1,4 @@
-"""Acts wishes out in a world: the golden calls, what the user says, what must be communicated."""
+"""Acts wishes out in a domain: the golden calls, what the user says, what must be communicated."""
 
 import copy
 import itertools
@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from nanorchestra.files import read_json
+from worlds.toolscale.domain import Domain
 from worlds.toolscale.program import Json, Tables, evaluate, parse_call
 from worlds.toolscale.records import holds, key_of
 from worlds.toolscale.words import Words
-from worlds.toolscale.world import World
 
 PHRASES = read_json(Path(__file__).with_name("phrases.json"))
 
@@ -35,16 +35,16 @@ class Act:
 
     def __init__(
         self,
-        world: World,
+        domain: Domain,
         words: Words,
         me: str,
         rng: random.Random,
         named: bool,
         known: bool = False,
     ):
-        self.world, self.words, self.data, self.rng = world, words, words.data, rng
-        self.me = world.tables[people(words.data)][me]
-        self.tables, self.naive = dict(world.tables), dict(world.tables)
+        self.domain, self.words, self.data, self.rng = domain, words, words.data, rng
+        self.me = domain.tables[people(words.data)][me]
+        self.tables, self.naive = dict(domain.tables), dict(domain.tables)
         self.calls: list[tuple[str, Json]] = []  # name, arguments
         self.reasons: list[str] = []  # for the call: sentences, a text a wish
         self.wishes: list[Json] = []  # the same as the user says them: {"say", "first"?}
@@ -58,7 +58,7 @@ class Act:
         self.mentioned: set[str] = set()  # keys of what the present sentence is about
         stories = words.data.get("stories", {})  # what joins the wishes
         self.story = rng.choice([*stories, *len(stories) * [""]] or [""]) if not known else ""
-        self.said: set[str] = set()  # the texts that were used, and the story once it is told
+        self.used_texts: set[str] = set()  # the texts that were used, and the story once it is told
         self.there = rng.choice(PHRASES["names"]["cities"])
         # Tables whose keys the user knows; one that is `listed` is read as a whole, keys and all.
         self.by_id = {
@@ -84,8 +84,8 @@ class Act:
         A read that was made before is not made again.
         """
         made = name, arguments = self.parse(text, scope)
-        result = self.world.invoke(self.tables, name, arguments)
-        kind = self.world.by_name[name]["kind"]
+        result = self.domain.invoke(self.tables, name, arguments)
+        kind = self.domain.by_name[name]["kind"]
         if kind in ("write", "handover") or made not in self.calls:
             self.calls.append(made)
         return result
@@ -93,14 +93,14 @@ class Act:
     def parse(self, text: str, scope: Json) -> tuple[str, Json]:
         """Returns the name and the arguments of a call."""
         name, expressions = parse_call(text)
-        named = self.world.by_name[name]["function"]["parameters"]["properties"]
+        named = self.domain.by_name[name]["function"]["parameters"]["properties"]
         values = [evaluate(e, scope) for e in expressions]
         return name, dict(zip(named, values, strict=True))
 
     def rows(self, table: str, tables: Tables | None = None) -> list[Json]:
         """Returns the records of a table as they are now; only the user's own if they have one."""
         if table not in self.own:
-            own, rows = self.data["refs"].get(table, {}).get("own"), self.world.tables[table]
+            own, rows = self.data["refs"].get(table, {}).get("own"), self.domain.tables[table]
             me = key_of(self.me)
             self.own[table] = [k for k, row in rows.items() if own is None or row[own] == me]
         rows = (tables or self.tables)[table]
@@ -127,7 +127,7 @@ class Act:
 
         def fitting(records: list[Json], pattern: str, test: str, words: str) -> list[Any]:
             """Returns which of the records, or of their entries, the words fit."""
-            found = []
+            hits = []
             for record in records:
                 places = [
                     place
@@ -135,12 +135,13 @@ class Act:
                     if holds(test, scope | {"mine": records})
                     and self.render(pattern, scope) == words
                 ]
-                places = places if "in" in ref else [0][: len(places)]
-                found += [(key_of(record), place) for place in places]
-            return found
+                if "in" not in ref:  # which entry it is does not matter
+                    places = [0] if places else []
+                hits += [(key_of(record), place) for place in places]
+            return hits
 
         mine = {"it": it, "each": row} if "in" in ref else self.rng.choice(scopes(row))
-        pools = [(self.rows(home, self.world.tables), self.rows(home), "")]
+        pools = [(self.rows(home, self.domain.tables), self.rows(home), "")]
         pools += [([it], [it], ref["tail"])] if "in" in ref else []
         patterns = [each for each in ref["by"] if not plain or "{each" not in each]
         patterns = self.rng.sample(patterns, len(patterns))
@@ -149,7 +150,8 @@ class Act:
             if not holds(test, mine | {"mine": records}):
                 continue
             how = pattern, test, self.render(pattern, mine)
-            if len(found := fitting(records, *how)) == 1 and found == fitting(now, *how):
+            hits = fitting(records, *how)
+            if len(hits) == 1 and hits == fitting(now, *how):
                 words = how[-1]
                 for call in ref["find"] if not tail else ():
                     self.call(call, {"me": self.me} | mine)

@@ -2,7 +2,7 @@
 
 The model is shown the file of the railway and writes one for another domain: tables, tools, rules,
 wishes and phrases. The answer is checked; one that cannot be used is asked for again with what was
-wrong. From there on the world and its tasks are made and proved as those of the built-in domains.
+wrong. From there on the domain and its tasks are made and proved as those of the built-in domains.
 """
 
 import json
@@ -12,9 +12,9 @@ from pathlib import Path
 from nanorchestra.errors import UserError, require
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.models import Endpoint
-from worlds.toolscale.domains import build, load_blueprint
+from worlds.toolscale.blueprint import build, load_blueprint
+from worlds.toolscale.domain import write_json
 from worlds.toolscale.pipeline import make_batch
-from worlds.toolscale.world import write_json
 
 ATTEMPTS = 3
 PROMPT = """This JSON is the service desk of a railway as data: tables and how their fields are \
@@ -45,8 +45,8 @@ def write_blueprint(domain: str, directory: Path, endpoint: str, model: str, see
         try:
             message, _ = server.complete({"model": model, "messages": messages})
             answer = message["content"]
-            found = re.search(r"\{.*\}", answer, re.DOTALL)
-            blueprint = json.loads(found[0] if found else "")
+            written = re.search(r"\{.*\}", answer, re.DOTALL)
+            blueprint = json.loads(written[0] if written else "")
             require(blueprint["domain"] == name, f"domain must be {name!r}")
             write_json(draft, blueprint)
             try_blueprint(str(draft), seed)
@@ -66,7 +66,7 @@ def write_blueprint(domain: str, directory: Path, endpoint: str, model: str, see
 
 
 def try_blueprint(name: str, seed: int) -> None:
-    """Raises UserError unless a world and tasks can be made of the blueprint file `name`."""
+    """Raises UserError unless a domain and tasks can be made of the blueprint file `name`."""
     try:
         build(name, seed)
         require(make_batch(seed, (1, 5), name, 0)["tasks"], f"{name}: no task of it is fit")

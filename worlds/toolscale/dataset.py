@@ -19,15 +19,16 @@ from nanorchestra.errors import require
 from nanorchestra.files import read_json, read_json_lines
 from nanorchestra.records import Bounds, Preference, Price, Task, ToolCall
 from reward import POLICY, PRICES
-from worlds.toolscale import preferences
+from worlds import preferences
+from worlds.toolscale.domain import USER, Domain, check_shape
 from worlds.toolscale.environment import SIMULATED, DomainEnvironment, Models
 from worlds.toolscale.expert import SAY, altered, right_turns
+from worlds.toolscale.offers import draw_experts
 from worlds.toolscale.program import Json
 from worlds.toolscale.rows import read_row, restored, unfit
 from worlds.toolscale.tasks import HELD_OUT, split
 from worlds.toolscale.tau2 import load_domain
 from worlds.toolscale.user import ScriptedUser, wishes
-from worlds.toolscale.world import USER, World, check_shape
 
 STEP_TOKENS = 4000, 400  # that an expert reads and writes for a step, for the bounds of a reward
 
@@ -43,7 +44,7 @@ class DomainWorld:
     """
 
     splits: dict[str, Sequence[Json]]
-    domains: dict[str, World]
+    domains: dict[str, Domain]
     seed: int = 0
     name: str = ""
     models: Models = SIMULATED
@@ -64,11 +65,11 @@ class DomainWorld:
         rng = random.Random(f"{self.seed}/{split}/{index}/{tau2['id']}")
         experts = tau2.get("experts")
         if experts is None:
-            experts = preferences.catalogue(rng, split)
+            experts = draw_experts(rng, split)
         if self.models.experts is not None:
             experts = [expert for expert in experts if expert["model"] in self.models.experts]
         if "preference" in tau2:
-            words = tau2.get("wish", "")
+            words = tau2.get("preference_text", "")
             preference = Preference.of(words, tau2["preference"], tau2["id"])
         elif self.preference is not None:
             preference = self.preference
@@ -133,11 +134,11 @@ def teach(env: DomainEnvironment, skill: float = 1.0) -> Iterator[Lesson]:
     experts: the lessons show how the tools are used, not which expert to ask. The user is the
     scripted one, which comes to an end.
     """
-    env.user = ScriptedUser(env.task.data["task"], env.world)
+    env.user = ScriptedUser(env.task.data["task"], env.domain)
     rng = random.Random(f"{env.task.id}/teach")
     if rng.random() >= skill:
         first = [env.scorer.golden[place] for place in env.scorer.effects[:1]]
-        for name, arguments in altered(env.world, first, rng):
+        for name, arguments in altered(env.domain, first, rng):
             call = ToolCall(name, arguments)
             yield Lesson("", "", call, env.do(call))
         yield Lesson("", SAY["done"].format(""))

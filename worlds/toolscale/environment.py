@@ -12,18 +12,21 @@ from nanorchestra.records import ParsedTurn, Price, Task, ToolCall, ToolResult
 from nanorchestra.tools.allowance import Allowance, RefusedError
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.models import Expert
+from nanorchestra.tools.simulated import Simulation
 from nanorchestra.tools.threads import in_thread
-from worlds.toolscale import preferences
-from worlds.toolscale.expert import turn
+from worlds.toolscale.domain import USER, Domain
+from worlds.toolscale.expert import next_turn, wrong_turn
 from worlds.toolscale.model_user import ModelUser, parsed
+from worlds.toolscale.offers import CALL_EXPERT
 from worlds.toolscale.program import ToolError
-from worlds.toolscale.score import Scorer, judged
+from worlds.toolscale.score import Call, Scorer, judged
 from worlds.toolscale.user import ScriptedUser, ended, wishes
 from worlds.toolscale.words import expand
-from worlds.toolscale.world import USER, World
 
 EXPERT = "call_expert"
 STEP_TOKENS = 600  # that an expert writes for a turn at most
+TURN_TOKENS = 300  # that a simulated expert writes for a usual turn
+CHARS_PER_TOKEN = 4  # of the history, which a simulated expert reads
 ROLE = (
     "You serve the user under the policy below. In each turn either write to the user or call a "
     "tool, never both.\n\n<policy>\n{policy}\n</policy>"
@@ -59,44 +62,44 @@ SIMULATED = Models()
 
 
 class DomainEnvironment:
-    """One attempt at a task of a world; `trace` is what will be scored.
+    """One attempt at a task of a domain; `trace` is what will be scored.
 
     `call_expert(expert)` hands the turn over: what the expert writes goes to the user, what it
     calls is done, and the policy reads what happened. `seed` is that of the simulated experts.
     The user and the judge are not billed.
 
-    Invariant: `tables` are the world's with all calls of the trace done; those that fail change
+    Invariant: `tables` are the domain's with all calls of the trace done; those that fail change
     nothing.
     """
 
     verdict, prompt = "", ()
 
-    def __init__(self, world: World, task: Task, seed: int, models: Models = SIMULATED):
+    def __init__(self, domain: Domain, task: Task, seed: int, models: Models = SIMULATED):
         tau2 = task.data["task"]
-        self.world, self.task, self.seed = world, task, seed
+        self.domain, self.task, self.seed = domain, task, seed
         self.experts = {expert["alias"]: expert for expert in task.data["experts"]}
-        self.models, self.scorer = models, Scorer(world, tau2)
-        own = [name for name, tool in world.by_name.items() if tool["kind"] == USER]
+        self.models, self.scorer = models, Scorer(domain, tau2)
+        own = [name for name, tool in domain.by_name.items() if tool["kind"] == USER]
         self.user = (
-            ModelUser(tau2, models.user, world.functions(own), partial(self._made, names=own))
+            ModelUser(tau2, models.user, domain.functions(own), partial(self._made, names=own))
             if models.user
-            else ScriptedUser(tau2, world)
+            else ScriptedUser(tau2, domain)
         )
-        self.tables, self.wishes = dict(world.tables), wishes(tau2)
+        self.tables, self.wishes = dict(domain.tables), wishes(tau2)
         self.trace = [("user", task.question)]
         self.over, self.evidence = False, Evidence(task.question)
-        self.tools = world.functions(tau2["tools"])
+        self.tools = domain.functions(tau2["tools"])
         self.offered = tau2["tools"]
         self.kinds = {EXPERT: "expert"}
-        system = ROLE.format(policy=tau2.get("policy") or world.policy)
+        system = ROLE.format(policy=tau2.get("policy") or domain.policy)
         self.history = [system, f"The user: {task.question}"]  # what an expert reads
         if self.experts:
             descriptions = (expert["description"] for expert in self.experts.values())
             words = {"names": list(self.experts), "descriptions": " ".join(descriptions)}
-            self.tools.append(tau2.get("asking") or expand(preferences.TABLES["tool"], words))
+            self.tools.append(tau2.get("asking") or expand(CALL_EXPERT, words))
             system += HAND_OVER
-        if wish := task.preference.words:
-            system += f"\n\nYour operator's wish: {wish}"
+        if task.preference.words:
+            system += f"\n\nYour operator's preference: {task.preference.words}"
         self.messages = [
             {"role": "system", "content": system},
             {"role": "user", "content": task.question},
@@ -182,7 +185,7 @@ class DomainEnvironment:
             known = ", ".join(sorted(names))
             return refused(call.error or f"no tool named {call.name!r}; the tools are {known}")
         try:
-            value = self.world.call(self.tables, call.name, call.arguments)
+            value = self.domain.call(self.tables, call.name, call.arguments)
             if not isinstance(value, str):
                 value = json.dumps(value, ensure_ascii=False, default=_plain)
             result = ToolResult(value)
@@ -209,11 +212,11 @@ class DomainEnvironment:
             text = made.content if made.refused else self.history[-1].replace("The agent", alias, 1)
         else:
             answer = await self.reply(turn.content)
-            said = f"The user: {answer.content}" if answer else "The user has ended the talk."
-            text = f"{alias} wrote to the user: {turn.content}\n{said}"
+            reaction = f"The user: {answer.content}" if answer else "The user has ended the talk."
+            text = f"{alias} wrote to the user: {turn.content}\n{reaction}"
         failed = result.infrastructure or answer is not None and answer.infrastructure
-        found = {} if result.error else {"attempts": [[alias, text]]}
-        return replace(result, content=text, infrastructure=failed, alias=alias, found=found)
+        evidence = {} if result.error else {"attempts": [[alias, text]]}
+        return replace(result, content=text, infrastructure=failed, alias=alias, found=evidence)
 
     def _turn(self) -> str:
         """What an expert is asked."""
@@ -221,14 +224,29 @@ class DomainEnvironment:
 
     def _simulated(self, expert) -> tuple[ParsedTurn, ToolResult]:
         """A declared simulation of an expert, whose turns are right with probability `skill`."""
-        rng = random.Random(f"{self.task.id}/{self.seed}/{expert['alias']}/{len(self.history)}")
-        tokens = sum(map(len, self.history)) // 4, rng.randint(80, STEP_TOKENS)
-        content, made = turn(self, expert["skill"], rng)
-        calls = (ToolCall(*made),) if made else ()
-        seconds = expert["latency_s"] * rng.uniform(0.8, 1.2)
-        usd = Price(*expert["usd"]).cost(*tokens)
-        done = ToolResult("", usd, seconds, False, False, *tokens)
-        return ParsedTurn("", content, calls), done
+        simulation = Simulation(
+            expert["skill"], Price(*expert["usd"]), TURN_TOKENS, expert["latency_s"]
+        )
+        simulated = simulation.reply(
+            f"{self.task.id}/{self.seed}/{expert['alias']}/{len(self.history)}",
+            sum(map(len, self.history)) // CHARS_PER_TOKEN,
+            self._right_turn,
+            self._wrong_turn,
+            STEP_TOKENS,
+        )
+        return simulated.reply, simulated.result("")
+
+    def _right_turn(self, rng: random.Random) -> ParsedTurn:
+        return _parsed(*next_turn(self))
+
+    def _wrong_turn(self, rng: random.Random) -> ParsedTurn:
+        return _parsed(*wrong_turn(self, rng))
+
+
+def _parsed(content: str, call: Call | None) -> ParsedTurn:
+    """Returns the turn of an expert that writes to the user or makes a call."""
+    calls = (ToolCall(*call),) if call else ()
+    return ParsedTurn("", content, calls)
 
 
 def _plain(value) -> Any:

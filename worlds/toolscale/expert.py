@@ -12,10 +12,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from nanorchestra.records import ToolCall, ToolResult
+from worlds.toolscale.domain import Domain
 from worlds.toolscale.program import ToolError
 from worlds.toolscale.score import Call, communicated, confirmed
-from worlds.toolscale.user import TEXTS, spoken
-from worlds.toolscale.world import World
+from worlds.toolscale.user import TEXTS, SpokenWish, spoken
 
 if TYPE_CHECKING:
     from worlds.toolscale.environment import DomainEnvironment
@@ -32,21 +32,33 @@ def next_turn(env: DomainEnvironment) -> tuple[str, Call | None]:
         if missing := _missing(env, arguments):
             return SAY["ask"].format(", ".join(missing)), None
         confirms = any(rule["check"] == "confirmed" for rule in scorer.rules)
-        asks = confirms and env.world.by_name[name]["kind"] == "write"
+        asks = confirms and env.domain.by_name[name]["kind"] == "write"
         if asks and not confirmed([*env.trace, ("call", *call, False)], [name], arguments):
             given = ", ".join(f"{key}: {value}" for key, value in arguments.items())
             return SAY["confirm"].format(name, given).replace("_", " "), None
         return "", call
-    told = [wish for wish in env.wishes if spoken(wish.say, heard)]
-    if any(wish.first and wish not in told and spoken(wish.first, heard) for wish in env.wishes):
+    known = [wish for wish in env.wishes if spoken(wish.say, heard)]
+    unknown = [wish for wish in env.wishes if wish not in known]
+    if any(wish.first and spoken(wish.first, heard) for wish in unknown):
         return SAY["shall"], None
-    later = {info for wish in env.wishes if wish not in told for info in wish.told}
-    said = [step[1] for step in env.trace if step[0] == "agent"]
-    infos = dict.fromkeys(info for wish in told for info in wish.told if info not in later)
-    infos = [info for info in infos if not communicated(info, said)]
-    done = infos or any(wish.told or {*wish.actions} & {*scorer.effects} for wish in told[-1:])
-    told = infos and f" {', '.join(infos)}."
-    return SAY["done" if done else "refuse"].format(told or ""), None
+    infos = _infos(env, known, unknown)
+    sentence = f" {', '.join(infos)}." if infos else ""
+    achieved = bool(infos)
+    for wish in known[-1:]:
+        achieved |= bool(wish.communicate_info or {*wish.actions} & {*scorer.effects})
+    return SAY["done" if achieved else "refuse"].format(sentence), None
+
+
+def _infos(env: DomainEnvironment, known: list[SpokenWish], unknown: list[SpokenWish]) -> list[str]:
+    """Returns what is still to be communicated for the wishes known, and for no later one."""
+    later = {info for wish in unknown for info in wish.communicate_info}
+    messages = [step[1] for step in env.trace if step[0] == "agent"]
+    infos = []
+    for wish in known:
+        for info in wish.communicate_info:
+            if info not in later and info not in infos and not communicated(info, messages):
+                infos.append(info)
+    return infos
 
 
 def right_turns(
@@ -66,25 +78,23 @@ def right_turns(
             yield words, None, None if env.over else ToolResult(answer)
 
 
-def turn(env: DomainEnvironment, skill: float, rng: random.Random) -> tuple[str, Call | None]:
-    """Returns the next turn of an agent that is right with probability `skill`.
+def wrong_turn(env: DomainEnvironment, rng: random.Random) -> tuple[str, Call | None]:
+    """Returns a wrong next turn: a message to the user, or a call.
 
-    Else it changes what nobody asked for, if it knows a write to do; or it wastes the turn.
+    It changes what nobody asked for, if there is a write to do; else it wastes the turn.
     """
-    if rng.random() < skill:
-        return next_turn(env)
     writes = [place for place in _due(env) if place in env.scorer.effects]
     for place in writes * TRIES:
-        (call,) = altered(env.world, [env.scorer.golden[place]], rng)
+        (call,) = altered(env.domain, [env.scorer.golden[place]], rng)
         tables = dict(env.tables)
         with suppress(ToolError):
-            env.world.call(tables, *call)
+            env.domain.call(tables, *call)
         if tables != env.tables:
             return "", call
     return SAY["wait"], None
 
 
-def altered(world: World, calls: list[Call], rng: random.Random) -> list[Call]:
+def altered(domain: Domain, calls: list[Call], rng: random.Random) -> list[Call]:
     """Returns the calls with one argument altered; as they are if none has an argument."""
     places = [(at, name) for at, (_, arguments) in enumerate(calls) for name in arguments]
     if not places:
@@ -92,8 +102,8 @@ def altered(world: World, calls: list[Call], rng: random.Random) -> list[Call]:
     at, argument = rng.choice(places)
     name, arguments = calls[at]
     value = arguments[argument]
-    shape = world.by_name[name]["function"]["parameters"]["properties"].get(argument, {})
-    tables = world.tables.values() if isinstance(value, str) else ()
+    shape = domain.by_name[name]["function"]["parameters"]["properties"].get(argument, {})
+    tables = domain.tables.values() if isinstance(value, str) else ()
     choices = shape.get("enum") or next((rows for rows in tables if value in rows), ())
     if others := [choice for choice in choices if choice != value]:
         other = rng.choice(others)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from nanorchestra.files import read_json_lines
+from worlds.toolscale.domain import Domain
 from worlds.toolscale.program import Json, ToolError
-from worlds.toolscale.world import World
 
 TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "array": list}
 FIELDS = ("id", "user_scenario", "evaluation_criteria", "description")
@@ -25,13 +25,13 @@ def register(directory: str | Path, domain: str) -> None:
     task = import_module("tau2.data_model.tasks").Task
     registry = import_module("tau2.registry").registry
 
-    def found(split: str | None = None) -> list[Any]:
+    def read(split: str | None = None) -> list[Any]:
         rows = tasks(Path(directory), domain)
         return [task.model_validate(row) for row in rows]
 
     name = f"toolscale_{domain}"  # tau2-bench has a telecom of its own
     registry.register_domain(lambda **_: environment(Path(directory), domain), name)
-    registry.register_tasks(found, name)
+    registry.register_tasks(read, name)
 
 
 def tasks(directory: Path, domain: str) -> list[Json]:
@@ -45,25 +45,25 @@ def tasks(directory: Path, domain: str) -> list[Json]:
 def environment(directory: Path, domain: str) -> Any:
     """Returns tau2's environment of a domain: its tables, its tools and its policy."""
     made, kit = (import_module(f"tau2.environment.{name}") for name in ("environment", "toolkit"))
-    world = World.load(directory / "worlds" / domain)
+    loaded = Domain.load(directory / "worlds" / domain)
     kinds = {"write": kit.ToolType.WRITE, "read": kit.ToolType.READ}
     methods = {
-        name: kit.is_tool(kinds.get(tool["kind"], kit.ToolType.GENERIC))(_method(world, name))
-        for name, tool in world.by_name.items()
+        name: kit.is_tool(kinds.get(tool["kind"], kit.ToolType.GENERIC))(_method(loaded, name))
+        for name, tool in loaded.by_name.items()
     }
     tables = type("Tables", (made.DB,), {"__annotations__": {"tables": dict[str, dict]}})
-    tools = type("Tools", (kit.ToolKitBase,), methods)(tables(tables=world.tables))
-    return made.Environment(domain_name=domain, policy=world.policy, tools=tools)
+    tools = type("Tools", (kit.ToolKitBase,), methods)(tables(tables=loaded.tables))
+    return made.Environment(domain_name=domain, policy=loaded.policy, tools=tools)
 
 
-def _method(world, name) -> Callable[..., Any]:
+def _method(domain, name) -> Callable[..., Any]:
     """A tool as a method of a toolkit, whose `db.tables` it changes."""
-    function = world.by_name[name]["function"]
+    function = domain.by_name[name]["function"]
 
     def call(self: Any, **arguments: Any) -> Any:
         tables = dict(self.db.tables)
         try:
-            result = world.call(tables, name, arguments)
+            result = domain.call(tables, name, arguments)
         except ToolError as error:
             raise ValueError(str(error)) from None
         self.db.tables = tables

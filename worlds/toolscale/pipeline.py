@@ -19,37 +19,37 @@ from tqdm import tqdm
 from nanorchestra.errors import require
 from nanorchestra.files import read_json, write_whole
 from worlds.toolscale.act import UnfitError
-from worlds.toolscale.domains import build
-from worlds.toolscale.plan import Planner
+from worlds.toolscale.blueprint import build
+from worlds.toolscale.domain import write_json
+from worlds.toolscale.planner import Planner
 from worlds.toolscale.program import Json
 from worlds.toolscale.tasks import offer, split, to_task
 from worlds.toolscale.verify import DUPLICATE, signature, verify
-from worlds.toolscale.world import write_json
 
 BATCH = 50
 Make = Callable[[str, int], Json]  # (domain, number) -> batch
 
 
-def make_batch(seed: int, levels: Sequence[int], domain: str, number: int) -> Json:
-    """Makes batch `number` of a domain: BATCH tasks of levels in turn.
+def make_batch(seed: int, levels: Sequence[int], blueprint: str, number: int) -> Json:
+    """Makes batch `number` of a blueprint: BATCH tasks of levels in turn.
 
     It has fewer tasks if 40 times as many attempts give no more. Returns the tasks, and how many
     were thrown away for each reason.
     """
-    world, words = build(domain, seed)
+    domain, words = build(blueprint, seed)
     tasks = {}  # by signature
     rejected = Counter()
     for attempt in range(40 * BATCH):
         place = number * BATCH + len(tasks)
-        rng = random.Random(f"{seed}/{world.domain}/{number}/{attempt}")
+        rng = random.Random(f"{seed}/{domain.name}/{number}/{attempt}")
         level = levels[len(tasks) % len(levels)]
         try:
-            act = Planner(world, words, rng).generate(level, place)
+            act = Planner(domain, words, rng).generate(level, place)
         except UnfitError as error:
             rejected[str(error)] += 1
             break
-        task = to_task(act, f"{world.domain}-{seed}-{place}", level)
-        reason = verify(world, task) or (DUPLICATE if signature(task) in tasks else None)
+        task = to_task(act, f"{domain.name}-{seed}-{place}", level)
+        reason = verify(domain, task) or (DUPLICATE if signature(task) in tasks else None)
         if reason:
             rejected[reason] += 1
             continue
@@ -64,10 +64,10 @@ def claim(out: Path, settings: Json) -> None:
     require(not out.is_file(), f"--out {out}: is a file; give a directory")
     note = out / "settings.json"
     held = note.exists() or (out / "tasks.jsonl").exists()
-    found = read_json(note) if held else settings
+    present = read_json(note) if held else settings
     require(
-        found == settings,
-        f"--out {out}: holds tasks of another run ({json.dumps(found)}); give another --out",
+        present == settings,
+        f"--out {out}: holds tasks of another run ({json.dumps(present)}); give another --out",
     )
     (out / "parts").mkdir(parents=True, exist_ok=True)
     write_json(note, settings)

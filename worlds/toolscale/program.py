@@ -149,12 +149,12 @@ def _tree(text) -> ast.stmt:
 
 def rules(tool: Json) -> list[str]:
     """Returns what the tool's program demands, a sentence each: the third text of `require`."""
-    said = []
+    sentences = []
     for line in tool["program"]:
         match parse(line).value:
             case ast.Call(func=ast.Name(id="require"), args=[_, _, rule]):
-                said.append(rule.value)
-    return list(dict.fromkeys(said))
+                sentences.append(rule.value)
+    return list(dict.fromkeys(sentences))
 
 
 @dataclass
@@ -275,9 +275,9 @@ class _Call:
     def _rows(self, rows):
         """The records of a table or of a list."""
         is_table = isinstance(rows, ast.Name) and rows.id not in self._scope
-        found = list(self._tables[rows.id].values() if is_table else self._value(rows))
-        self._spend(len(found))
-        return found
+        records = list(self._tables[rows.id].values() if is_table else self._value(rows))
+        self._spend(len(records))
+        return records
 
     def _fitting(self, rows, where):
         """Those of the records that fit all comparisons."""
@@ -296,15 +296,15 @@ class _Call:
 
     def find(self, rows, *where):
         *where, error = where
-        found = self._fitting(self._rows(rows), where)
-        self._demand(len(found) == 1, error.value)
-        return found[0]
+        hits = self._fitting(self._rows(rows), where)
+        self._demand(len(hits) == 1, error.value)
+        return hits[0]
 
     def select(self, rows, *where, fields=None):
-        found = self._fitting(self._rows(rows), where)
+        hits = self._fitting(self._rows(rows), where)
         if fields is None:
-            return found
-        return self._made([{field.id: row[field.id] for field in fields.elts} for row in found])
+            return hits
+        return self._made([{field.id: row[field.id] for field in fields.elts} for row in hits])
 
     def change(self, rows, /, *where, **fields):
         rows = self._rows(rows)

@@ -27,7 +27,7 @@ def key_of(row: Json) -> Any:
 
 
 @dataclass
-class Draws:
+class ColumnDraws:
     """Draws values: each public method is a kind of draw that a domain's file may name.
 
     `row` is the record so far, `number` its place in the table, `rows` those before it.
@@ -145,4 +145,4 @@ class Draws:
         return None if how is None else self.value(how)
 
 
-KINDS = [kind for kind in vars(Draws) if kind[0] != "_" and kind not in ("fill", "value")]
+KINDS = [kind for kind in vars(ColumnDraws) if kind[0] != "_" and kind not in ("fill", "value")]

@@ -11,9 +11,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from nanorchestra.errors import require
-from worlds.toolscale.preferences import TABLES
+from worlds.toolscale.domain import USER, Domain, check_shape
+from worlds.toolscale.offers import EXPERTS, OTHERS
 from worlds.toolscale.program import Json, ToolError
-from worlds.toolscale.world import USER, World, check_shape
 
 DEFAULTS = {"actions": [], "communicate_info": [], "reward_basis": ["DB", "COMMUNICATE"]}
 PER_TOKEN = 1e-3  # the released rows have dollars per token where they say per million
@@ -36,11 +36,11 @@ def read_row(row: Json, where: str, domain: str = "") -> Json | None:
     parts = {"reason_for_call": parts} if isinstance(parts, str) else parts
     domain = domain or index.partition("____")[0] or parts.get("domain")
     wanted = (parts.get("reason_for_call"), parts.get("task_instructions"))
-    told = {"reason_for_call": " ".join(filter(None, wanted)), "task_instructions": None}
+    reason = {"reason_for_call": " ".join(filter(None, wanted)), "task_instructions": None}
     return {
         "id": index or f"{domain}/{task['id']}",
         "domain": domain,
-        "user_scenario": scenario | {"instructions": parts | told},
+        "user_scenario": scenario | {"instructions": parts | reason},
         "initial_state": {key: value for key, value in state.items() if value},
         "evaluation_criteria": DEFAULTS | {k: v for k, v in criteria.items() if v is not None},
     } | (_offer(row, where) if "model_mapping" in row else {})
@@ -49,8 +49,8 @@ def read_row(row: Json, where: str, domain: str = "") -> Json | None:
 def _offer(row, where) -> Json:
     """The tools, the experts and the preference of a training row."""
     functions = {f["name"]: f for f in (tool.get("function", tool) for tool in row["tools"])}
-    asking, wish = functions.pop("call_expert", None), row["pref_vec"]
-    simulated = TABLES["experts"]["train"] | TABLES["experts"]["held_out"]
+    asking, vector = functions.pop("call_expert", None), row["pref_vec"]
+    simulated = EXPERTS["train"] | EXPERTS["held_out"]
     experts = []
     for alias, model in row["model_mapping"].items():
         if asking and alias not in json.dumps(asking):
@@ -60,7 +60,7 @@ def _offer(row, where) -> Json:
         problem = f"{where}: tool_pricing has no input and output price of {model!r}"
         require(None not in usd, problem)
         usd = [n * 1e6 if n < PER_TOKEN else n for n in usd]
-        expert = simulated.get(model, TABLES["others"])
+        expert = simulated.get(model, OTHERS)
         experts.append(
             {
                 "alias": alias,
@@ -72,7 +72,7 @@ def _offer(row, where) -> Json:
             }
         )
     names = "accuracy", "cost", "latency", *(expert["alias"] for expert in experts)
-    weights = {name: wish.get(name, 0.0) for name in names}
+    weights = {name: vector.get(name, 0.0) for name in names}
     asking = asking and {"type": "function", "function": asking}
     return {"tools": [*functions], "experts": experts, "preference": weights, "asking": asking}
 
@@ -93,15 +93,15 @@ def restored(value: Any, shape: Json) -> Any:
     return day[1] if day else value
 
 
-def unfit(world: World, task: Json, models: Any) -> str:
+def unfit(domain: Domain, task: Json, models: Any) -> str:
     """Returns why a task cannot be played by these Models and scored here; "" if it can."""
     criteria, state = task["evaluation_criteria"], task.get("initial_state") or {}
     actions, basis = criteria["actions"], criteria["reward_basis"]
     acts = actions + state.get("initialization_actions", [])
     data = state.get("initialization_data", {})
-    missing = {action["name"] for action in actions} - world.by_name.keys()
+    missing = {action["name"] for action in actions} - domain.by_name.keys()
     judged = "NL_ASSERTION" in basis and criteria.get("nl_assertions")
-    has_tools = any(tool["kind"] == USER for tool in world.tools)
+    has_tools = any(tool["kind"] == USER for tool in domain.tools)
     users = any("user" in act.values() for act in acts)
     reasons = {
         "user_data": data.get("user_data"),
@@ -115,7 +115,7 @@ def unfit(world: World, task: Json, models: Any) -> str:
     if why := next((reason for reason, holds in reasons.items() if holds), ""):
         return why
     try:
-        world.started(state)
+        domain.started(state)
     except ToolError as error:
         return f"initial_state: {error}"
     return ""

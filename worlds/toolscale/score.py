@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanorchestra.agent.environment import Tool
+from worlds.toolscale.domain import Domain, communicated, numbers
 from worlds.toolscale.model_user import ask
 from worlds.toolscale.program import Json, Tables, ToolError
-from worlds.toolscale.world import World, communicated, numbers
 
 Call = tuple[str, Json]  # (name, arguments)
 Step = tuple[Any, ...]  # of a trace
@@ -49,18 +49,19 @@ class Scorer:
     """Scores attempts at one task.
 
     `golden` are the task's calls, `gold` the tables after them, `effects` the places of those that
-    change a table or hand over; `told` is what the user wants to be told; `claims` are for a judge.
+    change a table or hand over; `communicate_info` is what the user wants to be told; `claims` are
+    for a judge.
     """
 
-    def __init__(self, world: World, task: Json):
+    def __init__(self, domain: Domain, task: Json):
         criteria = task["evaluation_criteria"]
-        self.world, self.basis = world, criteria["reward_basis"]
+        self.domain, self.basis = domain, criteria["reward_basis"]
         self.actions, self.asserted = criteria["actions"], criteria.get("env_assertions") or ()
         self.golden = [(action["name"], action["arguments"]) for action in self.actions]
         self.handovers = [
-            name for name, tool in world.by_name.items() if tool["kind"] == "handover"
+            name for name, tool in domain.by_name.items() if tool["kind"] == "handover"
         ]
-        self.told, self.rules = criteria["communicate_info"], task.get("rules", ())
+        self.communicate_info, self.rules = criteria["communicate_info"], task.get("rules", ())
         self.claims = "NL_ASSERTION" in self.basis and criteria.get("nl_assertions") or ()
         self.gold, self.effects = self._after(self.golden)
 
@@ -78,7 +79,7 @@ class Scorer:
         parts = {
             "DB": lambda: self._reached(self._after(calls)[0]),
             "ACTION": lambda: self._acted(trace),
-            "COMMUNICATE": lambda: all(self._told(info, trace) for info in self.told),
+            "COMMUNICATE": lambda: self._informed(trace),
             "ENV_ASSERTION": lambda: self._holds(self._after(calls)[0]),
             "NL_ASSERTION": lambda: True,
         }
@@ -87,16 +88,16 @@ class Scorer:
 
     def _reached(self, tables) -> bool:
         """True if the tables are golden, but for the order in which new records got their keys."""
-        if tables == self.gold or not self.world.keyed:
+        if tables == self.gold or not self.domain.keyed:
             return tables == self.gold
-        start = self.world.tables
+        start = self.domain.tables
         return _unnamed(tables, start) == _unnamed(self.gold, start)
 
     def _holds(self, tables) -> bool:
         """True if each assertion returns what it should."""
         with contextlib.suppress(ToolError):
             return all(
-                self.world.invoke(dict(tables), each["func_name"], each["arguments"])
+                self.domain.invoke(dict(tables), each["func_name"], each["arguments"])
                 == each.get("assert_value", True)
                 for each in self.asserted
             )
@@ -104,11 +105,11 @@ class Scorer:
 
     def _after(self, calls) -> tuple[Tables, list[int]]:
         """The tables after the calls, and the places of those that had an effect."""
-        tables, places = dict(self.world.tables), []
+        tables, places = dict(self.domain.tables), []
         for place, (name, arguments) in enumerate(calls):
             before = dict(tables)
             with contextlib.suppress(ToolError):  # a call that fails changes nothing
-                self.world.call(tables, name, arguments)
+                self.domain.call(tables, name, arguments)
             if tables != before or name in self.handovers:
                 places.append(place)
         return tables, places
@@ -132,25 +133,31 @@ class Scorer:
             wanted = {key: value for key, value in wanted.items() if " " not in str(value)}
         return bool(done(trace, [name], wanted))
 
-    def _told(self, info, trace) -> bool:
+    def _informed(self, trace) -> bool:
+        return all(self._communicated(info, trace) for info in self.communicate_info)
+
+    def _communicated(self, info, trace) -> bool:
         """True if a message has the information, and few others that it might have been.
 
         These are numbers, or what else the field of the information holds in the tables. What the
         user has said does not count, and neither does a message with too many.
         """
         number = re.fullmatch(r"\$?[\d,]+(\.\d+)?", info.strip())
-        fields = () if number else self.world.columns.values()
+        fields = () if number else self.domain.columns.values()
         rivals = set().union(*(texts for texts in fields if info.casefold() in texts))
         most = SPARE if number else min(SPARE, 1 + len(rivals) // 2)
         heard, claimed = set(), set()
         for kind, text, *_ in trace:
             if kind == "call":
                 continue
-            found = numbers(text) if number else {r for r in rivals if communicated(r, [text])}
+            if number:
+                values = numbers(text)
+            else:
+                values = {rival for rival in rivals if communicated(rival, [text])}
             if kind == "user":
-                heard |= found
-            elif len(found - heard) <= most:
-                claimed |= found - heard
+                heard |= values
+            elif len(values - heard) <= most:
+                claimed |= values - heard
                 if len(claimed) <= 4 * most and communicated(info, [text]):
                     return True
         return False

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from worlds.toolscale.act import UnfitError
+from worlds.toolscale.blueprint import BUILT_IN, build
 from worlds.toolscale.dataset import DomainWorld
-from worlds.toolscale.domains import BUILT_IN, build
-from worlds.toolscale.plan import Planner
+from worlds.toolscale.domain import Domain
+from worlds.toolscale.planner import Planner
 from worlds.toolscale.program import Json, parse_call, rules
 from worlds.toolscale.tasks import to_task
 from worlds.toolscale.verify import mentions, task_text, verify
 from worlds.toolscale.words import Words
-from worlds.toolscale.world import World
 
 DOMAINS, LEVELS = 3, (1, 2)  # domains of a world, which its seed chooses, and levels in turn
 TASKS = 20_000  # of a split
@@ -40,7 +40,7 @@ class SmallTasks(Sequence):
     """
 
     name: str
-    domains: Sequence[tuple[World, Words]]
+    domains: Sequence[tuple[Domain, Words]]
 
     def __len__(self) -> int:
         return TASKS
@@ -50,7 +50,7 @@ class SmallTasks(Sequence):
         world, words = self.domains[which]
         level = LEVELS[place % len(LEVELS)]
         for draw in itertools.count():
-            name = f"{self.name}-{world.domain}-{number}-{draw}"
+            name = f"{self.name}-{world.name}-{number}-{draw}"
             try:
                 task = _small(Planner(world, words, random.Random(name)), level, name)
             except UnfitError:
@@ -66,8 +66,8 @@ def small_world(seed: int, name: str = "domains") -> DomainWorld:
     for _, words in built:
         _shorten(words.data["wishes"])
     splits = {split: SmallTasks(f"{seed}-{split}", built) for split in ("train", "held_out")}
-    worlds = {world.domain: world for world, _ in built}
-    return DomainWorld(splits, worlds, seed, name, skill=SKILL)
+    domains = {domain.name: domain for domain, _ in built}
+    return DomainWorld(splits, domains, seed, name, skill=SKILL)
 
 
 def _shorten(wishes) -> None:
@@ -82,7 +82,7 @@ def _shorten(wishes) -> None:
 
 def _small(planner, level, name) -> Json:
     """A task with fewer tools, a policy of its own, and a user who says at once who they are."""
-    rng, world, words = planner.rng, planner.world, planner.words
+    rng, world, words = planner.rng, planner.domain, planner.words
     act = planner.generate(level, rng.randrange(len(planner.kinds)), known=True)
     task, wishes, kinds = to_task(act, name, level), planner.kinds, {*act.done}
     criteria = task["evaluation_criteria"]

@@ -23,8 +23,8 @@ from nanorchestra.agent.environment import function_schema
 from nanorchestra.errors import UserError
 from nanorchestra.files import merge, read_json, read_text
 from nanorchestra.tools.functions import tool
+from worlds.toolscale.domain import USER, Domain
 from worlds.toolscale.program import Json, Tables, ToolError
-from worlds.toolscale.world import USER, World
 
 READS = ("read", "think", "generic")  # tau2's types of tools that change nothing
 BENCH = ("airline", "banking_knowledge", "mock", "retail", "telecom")  # tau2-bench's domains
@@ -33,8 +33,8 @@ KINDS = {"calculate": "calculate", "transfer_to_human_agents": "handover"}
 
 
 @dataclass
-class ToolkitWorld(World):
-    """A world whose tools are methods of toolkits: the agent's, and in some domains the user's.
+class ToolkitDomain(Domain):
+    """A domain whose tools are methods of toolkits: the agent's, and in some domains the user's.
 
     `environment` is like one of tau2-bench: `tools` and perhaps `user_tools`, whose `db` are the
     tables "db" and "user", and `sync_tools`, which keeps these in step. A call works on a copy,
@@ -78,13 +78,13 @@ def _tables(environment) -> Tables:
     return {"db": environment.tools.db} | ({"user": user.db} if user else {})
 
 
-def load_domain(directory: Path, called: Collection[str] = ()) -> World:
+def load_domain(directory: Path, called: Collection[str] = ()) -> Domain:
     """Reads a domain whose tools are programs, a toolkit, or in the package tau2.
 
     `called` are the names of the tools that its tasks call. UserError says what to do.
     """
     if (directory / "tools.json").is_file():
-        return World.load(directory)
+        return Domain.load(directory)
     source, users = directory / "toolkit.py", []
     given = source.is_file() or (directory / "db.json").is_file()
     if given:
@@ -115,18 +115,18 @@ def load_domain(directory: Path, called: Collection[str] = ()) -> World:
         kind = KINDS.get(name, "read" if reads else "write")  # unless it says so, it may write
         tools.append({"kind": kind, "function": function})
     tools += [{"kind": USER, "function": each.openai_schema["function"]} for each in users]
-    return ToolkitWorld(directory.name, _tables(environment), tools, policy, environment)
+    return ToolkitDomain(directory.name, _tables(environment), tools, policy, environment)
 
 
 def _problem(directory, error, called) -> str:
     """Returns in one line why the tools of a domain cannot be had, and what to do."""
-    found = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     kit = directory / "toolkit.py"
     if kit.is_file():
-        return f"{kit}: its class Toolkit must load, made with the value of db.json; found {found}"
+        return f"{kit}: its class Toolkit must load, made with the value of db.json; found {cause}"
     if not isinstance(error, ModuleNotFoundError):
         return (
-            f"{directory}: the package tau2 cannot open this domain ({found}); if it misses data, "
+            f"{directory}: the package tau2 cannot open this domain ({cause}); if it misses data, "
             "set TAU2_DATA_DIR=tau2-bench/data, or REPO_PATH=ToolOrchestra for the released domains"
         )
     module = error.name or ""

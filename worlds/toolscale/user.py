@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nanorchestra.files import read_toml
+from worlds.toolscale.domain import Domain, communicated, leaves
 from worlds.toolscale.program import Json
-from worlds.toolscale.world import World, communicated, leaves
 
 STOP, TRANSFER = SIGNALS = ("###STOP###", "###TRANSFER###")  # tau2's, which end a conversation
 PATIENCE = 40  # messages that the scripted user answers
@@ -40,16 +40,16 @@ def first_person(text: str) -> str:
     return text
 
 
-class Wish(NamedTuple):
+class SpokenWish(NamedTuple):
     """A wish as the user says it.
 
-    `actions` are the places of its golden actions, `told` is what the user wants to be told.
-    `first` is what it asks for before it changes its mind, if it does so in the talk.
+    `actions` are the places of its golden actions, `communicate_info` is what the user wants to be
+    told. `first` is what it asks for before it changes its mind, if it does so in the talk.
     """
 
     say: str
     actions: tuple[int, ...]
-    told: tuple[str, ...]
+    communicate_info: tuple[str, ...]
     first: str = ""
 
     @property
@@ -58,7 +58,7 @@ class Wish(NamedTuple):
         return self.first or self.say
 
 
-def wishes(task: Json) -> list[Wish]:
+def wishes(task: Json) -> list[SpokenWish]:
     """Returns the wishes of a task: [{"say", "actions", "told", "first"?}, ...] in `wishes`.
 
     Without the field, each sentence of the reason for the call may want any of the golden actions.
@@ -72,7 +72,7 @@ def wishes(task: Json) -> list[Wish]:
         every = {"actions": range(len(criteria["actions"])), "told": criteria["communicate_info"]}
         given = [{"say": say} | every for say in re.split(parting, wanted["reason_for_call"])]
     return [
-        Wish(
+        SpokenWish(
             first_person(w["say"]),
             (*w["actions"],),
             (*w["told"],),
@@ -95,9 +95,9 @@ class ScriptedUser:
     about it.
     """
 
-    def __init__(self, task: Json, world: World):
+    def __init__(self, task: Json, domain: Domain):
         parts = task["user_scenario"]["instructions"]
-        self.world, self.actions = world, task["evaluation_criteria"]["actions"]
+        self.domain, self.actions = domain, task["evaluation_criteria"]["actions"]
         self.wishes = wishes(task)
         self.known = first_person(parts.get("known_info") or "")
         self.unknown = first_person(parts.get("unknown_info") or "")
@@ -161,8 +161,8 @@ class ScriptedUser:
     def _next(self, last) -> str:
         """Goes on to the next wish, unless only a part of what was asked for has just been told."""
         wish = self.wishes[self.at]
-        left = [info for info in wish.told if not communicated(info, self.heard)]
-        if left and any(communicated(info, self.heard[-1:]) for info in wish.told):
+        left = [info for info in wish.communicate_info if not communicated(info, self.heard)]
+        if left and any(communicated(info, self.heard[-1:]) for info in wish.communicate_info):
             return wish.say
         if self.at + 1 >= len(self.wishes):
             return f"{last} {STOP}"
@@ -180,15 +180,17 @@ class ScriptedUser:
 
     def _facts(self, asks) -> str:
         """The facts that the sentences ask for; "" if none."""
-        found = []
+        answers = []
         for sentence in asks:
             if not _fits("proposes", sentence) or _fits("open", sentence):
-                facts = [said for pattern, said in self.facts if re.search(pattern, sentence)]
+                facts = [fact for pattern, fact in self.facts if re.search(pattern, sentence)]
                 if not facts and _fits("identity", sentence):
                     return self.known
-                found += facts
-        said = (fact[:1].upper() + fact[1:].rstrip(".") + "." for fact in dict.fromkeys(found))
-        return " ".join(said)
+                answers += facts
+        sentences = []
+        for fact in dict.fromkeys(answers):
+            sentences.append(fact[:1].upper() + fact[1:].rstrip(".") + ".")
+        return " ".join(sentences)
 
     def _wants(self, text, proposed, pending) -> bool:
         """Returns whether the agent proposes what the user has asked for and is not done."""
@@ -209,7 +211,7 @@ class ScriptedUser:
         if named and wanted and not named & wanted:
             return False
         own = self._names([value for each in actions for value in each["arguments"].values()])
-        for texts in self.world.columns.values():
+        for texts in self.domain.columns.values():
             others = [other for other in texts - own if other not in say] if own & texts else ()
             for part in (text, *proposed):
                 if _holds(part, others) and not _holds(part, own & texts):
@@ -223,7 +225,7 @@ class ScriptedUser:
     def _names(self, values) -> set[str]:
         """The texts among the values, and the names in the records that they lead to."""
         own = reached = {value for value in values if isinstance(value, str)}
-        tables = [rows for rows in self.world.tables.values() if isinstance(rows, dict)]
+        tables = [rows for rows in self.domain.tables.values() if isinstance(rows, dict)]
         for _ in range(2):  # a booking, and its train
             for rows in tables:
                 rows = [rows[key] for key in reached & rows.keys()]

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from nanorchestra.records import Preference, Task
+from worlds.toolscale.domain import Domain, leaves
 from worlds.toolscale.environment import DomainEnvironment
 from worlds.toolscale.expert import altered, right_turns
 from worlds.toolscale.program import Json, ToolError
 from worlds.toolscale.score import Scorer, attempt, communicated
 from worlds.toolscale.user import wishes
-from worlds.toolscale.world import World, leaves
 
 DUPLICATE = "near duplicate"
 
@@ -31,49 +31,49 @@ def task_text(task: Json) -> str:
     return " ".join(instructions[field] for field in fields)
 
 
-def verify(world: World, task: Json) -> str | None:
+def verify(domain: Domain, task: Json) -> str | None:
     """Returns why the task is not fit, or None. Near duplicates are found by `signature`."""
-    scorer, text = Scorer(world, task), task_text(task)
-    golden, told = scorer.golden, scorer.told
+    scorer, text = Scorer(domain, task), task_text(task)
+    golden, infos = scorer.golden, scorer.communicate_info
     try:
-        arguments = list(_arguments(world, golden))
+        arguments = list(_arguments(domain, golden))
     except ToolError:
         return "a golden call errs"
-    kinds = {world.by_name[name]["kind"] for name, _ in golden}
-    if scorer.score([]) and (told or kinds & {"write", "handover"}):
+    kinds = {domain.by_name[name]["kind"] for name, _ in golden}
+    if scorer.score([]) and (infos or kinds & {"write", "handover"}):
         return "solved by doing nothing"
     for value, known in arguments:
         stands = mentions(text, value)
-        if stands and known and any(value in rows for rows in world.tables.values()):
+        if stands and known and any(value in rows for rows in domain.tables.values()):
             return "an identifier that a lookup reveals is in the text"
         if not stands and not known:
             return "an argument is not determined by the text"
-    if any(communicated(info, [text]) for info in told):
+    if any(communicated(info, [text]) for info in infos):
         return "the answer is in the text"
     rng = random.Random(task["id"])
-    writes = [p for p in scorer.effects if world.by_name[golden[p][0]]["kind"] == "write"]
+    writes = [p for p in scorer.effects if domain.by_name[golden[p][0]]["kind"] == "write"]
     for place in writes[:1]:
-        wrong = altered(world, [golden[place]], rng)
-        if scorer.score(attempt([*golden[:place], *wrong, *golden[place + 1 :]], told)):
+        wrong = altered(domain, [golden[place]], rng)
+        if scorer.score(attempt([*golden[:place], *wrong, *golden[place + 1 :]], infos)):
             return "solved with an argument altered"
     played = Task(
         task["id"], wishes(task)[0].opening, Preference(), data={"task": task, "experts": []}
     )
-    env = DomainEnvironment(world, played, 0)
+    env = DomainEnvironment(domain, played, 0)
     for _ in right_turns(env):
         pass
     return None if env.score("") else "the scripted user does not let it be solved"
 
 
-def _arguments(world, calls) -> Iterator[tuple[Any, bool]]:
+def _arguments(domain, calls) -> Iterator[tuple[Any, bool]]:
     """Every new golden argument, and whether an earlier call has returned it."""
-    tables, returned, used = dict(world.tables), set(), set()
+    tables, returned, used = dict(domain.tables), set(), set()
     for name, arguments in calls:
         for value in arguments.values():
             if value not in used:
                 used.add(value)
                 yield value, value in returned
-        returned.update(leaf for _, leaf in leaves(world.invoke(tables, name, arguments)))
+        returned.update(leaf for _, leaf in leaves(domain.invoke(tables, name, arguments)))
 
 
 def mentions(text: str, value: str | float) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 from worlds.toolscale.act import PHRASES, Act, UnfitError, people, spoken
 from worlds.toolscale.program import Json, Tables, ToolError, evaluate, parse
-from worlds.toolscale.records import Draws, holds, key_of
+from worlds.toolscale.records import ColumnDraws, holds, key_of
 
 TRIES = 12  # draws of one thing, until it fits
 
@@ -52,7 +52,7 @@ class Wish:
                     self.tables[name] = table
             else:
                 names, today = PHRASES["names"], self.act.words.today
-                draws = Draws(names, today, self.act.rng, self.act.tables)
+                draws = ColumnDraws(names, today, self.act.rng, self.act.tables)
                 draws.row = self.scope
                 self.scope[name] = draws.value([kind, *values])
             needed = values[1] if kind in ("record", "among") and values[1:] else ""
@@ -96,17 +96,17 @@ class Wish:
         ways = re.sub(r" +(?=[ .,;:?!])", "", ways)  # after a way without words
         return self.act.render(ways, self.scope, self.tables)
 
-    def said(self, texts: list[str]) -> str:
+    def phrase(self, texts: list[str]) -> str:
         """Returns one of the texts in words: of the task's story, if one is, and none twice."""
         act = self.act
-        tag, fresh = f"[{act.story}] ", [text for text in texts if text not in act.said]
+        tag, fresh = f"[{act.story}] ", [text for text in texts if text not in act.used_texts]
         tagged = [text for text in fresh if text.startswith(tag)]
         if act.story and not tagged and "[" in str(texts)[2:] and act.rng.random() < 0.7:
             raise UnfitError("not of the story")
         text = self._pick(tagged or [text for text in fresh if text[0] != "["])
-        act.said.add(text)
+        act.used_texts.add(text)
         if tagged:
-            act.said.add(act.story)
+            act.used_texts.add(act.story)
         return self.words(text.removeprefix(tag))
 
     # --- deeds
@@ -127,20 +127,20 @@ class Wish:
         """Makes the calls in these tables. Returns if the tools let it."""
         with suppress(ToolError):
             for call in self.data.get("do", ()):
-                self.act.world.invoke(tables, *self.act.parse(call, self.scope))
+                self.act.domain.invoke(tables, *self.act.parse(call, self.scope))
             return True
         return False
 
     def tell(self) -> list[str]:
         """Returns the questions of the user, whose answers must be communicated."""
-        said = []
+        questions = []
         for texts, value in self.data.get("tell", ()):
             if texts and self.act.rng.random() < 0.5:
                 continue
-            said += [self.said(texts)] if texts else []
+            questions += [self.phrase(texts)] if texts else []
             answer = evaluate(value, self.scope)
             self.act.communicate.append(str(answer) if isinstance(answer, str) else spoken(answer))
-        return said
+        return questions
 
     def forbidden(self, rule: str) -> None:
         """Notes that a rule forbids the calls of the wish."""

@@ -12,11 +12,11 @@ import pytest
 
 from nanorchestra.errors import UserError
 from worlds.toolscale.act import Act, UnfitError
-from worlds.toolscale.domains import BUILT_IN, HOME, build, load_blueprint
-from worlds.toolscale.plan import Planner
+from worlds.toolscale.blueprint import BUILT_IN, HOME, build, load_blueprint
+from worlds.toolscale.domain import Domain
+from worlds.toolscale.planner import Planner
 from worlds.toolscale.program import ToolError, calculate, rules, run
 from worlds.toolscale.wishes import Wish
-from worlds.toolscale.world import World
 
 
 def library():
@@ -177,18 +177,18 @@ def test_the_calculator_agrees_with_python_and_refuses_the_rest():
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_domain_is_as_large_as_promised_and_sound(name):
     for seed in range(3):
-        world, w = build(name, seed)
-        kinds = [t["kind"] for t in world.tools]
-        assert len(world.tables) >= 3 and sum(map(len, world.tables.values())) >= 200
-        assert len(world.by_name) == len(world.tools) >= 12
+        domain, w = build(name, seed)
+        kinds = [t["kind"] for t in domain.tools]
+        assert len(domain.tables) >= 3 and sum(map(len, domain.tables.values())) >= 200
+        assert len(domain.by_name) == len(domain.tools) >= 12
         assert kinds.count("calculate") == kinds.count("handover") == 1
         assert kinds.count("read") >= 3 and kinds.count("write") >= 3
-        for t in world.tools:
-            assert t["function"]["name"] in world.policy
+        for t in domain.tools:
+            assert t["function"]["name"] in domain.policy
             for rule in rules(t):  # the policy says what the preconditions enforce
-                assert rule in world.policy
+                assert rule in domain.policy
         links = leaves = 0
-        for table, rows in world.tables.items():
+        for table, rows in domain.tables.items():
             drawn = w.data["tables"][table]
             for key, row in rows.items():
                 assert {*row} == {drawn["key"], *drawn.get("rows", [{}])[0], *drawn["fields"]}
@@ -197,20 +197,20 @@ def test_a_domain_is_as_large_as_promised_and_sound(name):
                 for field, how in drawn["fields"].items():
                     if isinstance(how, list) and how[0] in ("link", "owner"):
                         links += 1
-                        assert row[field] in world.tables[how[1]]
+                        assert row[field] in domain.tables[how[1]]
         assert links > 200 and leaves >= 15, "records are linked, and records within records"
 
 
 def test_every_wish_of_a_domain_can_be_had_plainly():
     for name in BUILT_IN:
-        world, w = build(name, 1)
-        people = [*next(iter(world.tables.values()))]
+        domain, w = build(name, 1)
+        people = [*next(iter(domain.tables.values()))]
         rng = random.Random(0)
         for kind in w.data["wishes"]:
             for _ in range(300):
-                act = Act(world, w, rng.choice(people), rng, named=True)
+                act = Act(domain, w, rng.choice(people), rng, named=True)
                 try:
-                    Planner(world, w, rng)._plain(act, Wish(act, kind), True)
+                    Planner(domain, w, rng)._plain(act, Wish(act, kind), True)
                     break
                 except (UnfitError, ToolError):
                     pass
@@ -223,16 +223,16 @@ def test_a_new_domain_is_one_file_and_a_bad_one_is_named(tmp_path):
     blueprint = railway | {"domain": "ferries", "business": "a ferry line"}
     path = tmp_path / "ferries.json"
     path.write_text(json.dumps(blueprint))
-    world, _ = build(str(path), 3)
-    assert world.domain == "ferries" and len(world.tools) >= 12
+    domain, _ = build(str(path), 3)
+    assert domain.name == "ferries" and len(domain.tools) >= 12
 
     def train(blueprint, draw):
         blueprint["tables"]["trains"]["fields"]["kind"] = draw
 
     changes = (
-        (lambda b: b["wishes"]["refund"].update(do=["refund(it.id)"]), "no world can be made"),
-        (lambda b: b["wishes"]["refund"].update(where="it.fare ="), "no world can be made"),
-        (lambda b: b["refs"]["bookings"]["by"].append("it | count("), "no world can be made"),
+        (lambda b: b["wishes"]["refund"].update(do=["refund(it.id)"]), "no domain can be made"),
+        (lambda b: b["wishes"]["refund"].update(where="it.fare ="), "no domain can be made"),
+        (lambda b: b["refs"]["bookings"]["by"].append("it | count("), "no domain can be made"),
         (lambda b: b["wishes"]["refund"].update(ask=[]), "'ask' was unexpected"),
         (lambda b: b.pop("tools"), "'tools' is a required property"),
         (lambda b: b["tables"]["trains"]["fields"].update(kind=["colour"]), "no kind of draw"),
@@ -242,7 +242,7 @@ def test_a_new_domain_is_one_file_and_a_bad_one_is_named(tmp_path):
         (lambda b: train(b, ["title", ["a", "b"]]), "no words are left"),
         (lambda b: train(b, ["digits", 10**9]), "digits: 1000000000 must be"),
         (lambda b: train(b, ["several", 1, 10**9, {}]), "several: 1000000000 must be"),
-        (lambda b: train(b, ["be", "1 / 0"]), "no world can be made"),
+        (lambda b: train(b, ["be", "1 / 0"]), "no domain can be made"),
         (lambda b: train(b, ["be", " * ".join(["9" * 200] * 2)]), "of more than 300 digits"),
         (lambda b: b["tools"]["show_train"].update(program=["x = open(name)"]), "no meaning here"),
     )
@@ -257,14 +257,14 @@ def test_a_new_domain_is_one_file_and_a_bad_one_is_named(tmp_path):
 
 
 def test_a_world_is_written_and_read_back_and_a_broken_one_refused(tmp_path):
-    world, _ = build("bank", 0)
-    world.save(tmp_path / "bank")
-    assert World.load(tmp_path / "bank") == world
+    domain, _ = build("bank", 0)
+    domain.save(tmp_path / "bank")
+    assert Domain.load(tmp_path / "bank") == domain
     db, tools = tmp_path / "bank" / "db.json", tmp_path / "bank" / "tools.json"
-    tools.write_text(json.dumps([world.tools[0] | {"program": ["exec('1')"]}]))
+    tools.write_text(json.dumps([domain.tools[0] | {"program": ["exec('1')"]}]))
     with pytest.raises(UserError, match=r"tools.json: .* is no step \(exec"):
-        World.load(tmp_path / "bank")
+        Domain.load(tmp_path / "bank")
     tools.unlink()
     db.write_text(db.read_text()[:-20])
     with pytest.raises(UserError, match="db.json: not JSON"):
-        World.load(tmp_path / "bank")
+        Domain.load(tmp_path / "bank")

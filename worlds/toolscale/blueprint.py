@@ -1,8 +1,8 @@
-"""Builds the world of a domain from its file and a seed: tools, policy and records.
+"""Builds a domain from its blueprint and a seed: tools, policy and records.
 
-A file (domains/railway.json, say) is the whole domain: tables, tools, rules, wishes and phrases.
-Nothing in Python knows one. words.py draws what the file leaves to the seed, program.py runs
-its programs.
+A blueprint (domains/railway.json, say) is the whole domain: tables, tools, rules, wishes and
+phrases. Nothing in Python knows one. words.py draws what the file leaves to the seed, program.py
+runs its programs.
 """
 
 import random
@@ -11,10 +11,10 @@ from pathlib import Path
 
 from nanorchestra.errors import UserError, require
 from worlds.toolscale.act import PHRASES, people
+from worlds.toolscale.domain import Domain, leaves, read_shape
 from worlds.toolscale.program import FAULTS, Json, ToolError, parse, parse_call, rules
-from worlds.toolscale.records import Draws
+from worlds.toolscale.records import ColumnDraws
 from worlds.toolscale.words import Words, draw_words, expand
-from worlds.toolscale.world import World, leaves, read_shape
 
 HOME = Path(__file__).parent / "domains"
 BUILT_IN = tuple(sorted(path.stem for path in HOME.glob("*.json")))
@@ -29,16 +29,16 @@ def load_blueprint(name: str) -> Json:
 
 
 @lru_cache(maxsize=32)
-def build(name: str, seed: int) -> tuple[World, Words]:
-    """Returns the world of a domain for a seed, and its words.
+def build(name: str, seed: int) -> tuple[Domain, Words]:
+    """Returns the domain of a blueprint and a seed, and its words.
 
-    Raises UserError for a file of which no world can be made.
+    Raises UserError for a file of which no domain can be made.
     """
     blueprint = load_blueprint(name)
     rng = random.Random(f"world/{blueprint['domain']}/{seed}")
     try:
         words = draw_words(blueprint, rng)
-        draws = Draws(PHRASES["names"], words.today, rng, {})
+        draws = ColumnDraws(PHRASES["names"], words.today, rng, {})
         for table, how in words.data["tables"].items():
             draws.fill(table, how)
         holder = words.data["tables"][people(words.data)]
@@ -47,8 +47,8 @@ def build(name: str, seed: int) -> tuple[World, Words]:
         _compile(words.data)
     except (*FAULTS, ToolError) as error:
         problem = f"{type(error).__name__}: {error}"
-        raise UserError(f"{name}: no world can be made ({problem})") from None
-    return World(blueprint["domain"], draws.tables, tools, _policy(words, tools)), words
+        raise UserError(f"{name}: no domain can be made ({problem})") from None
+    return Domain(blueprint["domain"], draws.tables, tools, _policy(words, tools)), words
 
 
 def _compile(data):
@@ -71,7 +71,7 @@ def _compile(data):
 
 
 def _tool(name, tool) -> Json:
-    """A tool of a world. A type of argument is "string: what it is", or a list of values."""
+    """A tool of a domain. A type of argument is "string: what it is", or a list of values."""
     properties: Json = {}
     for argument, kind in tool["arguments"].items():
         if isinstance(kind, list):

@@ -11,11 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from worlds.toolscale.act import PHRASES, Act, UnfitError, people
+from worlds.toolscale.domain import Domain
 from worlds.toolscale.program import ToolError, evaluate
 from worlds.toolscale.records import holds, key_of
 from worlds.toolscale.wishes import TRIES, Wish
 from worlds.toolscale.words import Words
-from worlds.toolscale.world import World
 
 LEVELS = {1: (1, 0), 2: (2, 1), 3: (2, 2), 4: (3, 3), 5: (4, 4)}  # wishes, and twists
 TWISTS = {  # what a wish must have for a twist, and the twist's share
@@ -37,9 +37,9 @@ MOST_DRAWS = 400  # of callers and wishes, until all can be had
 
 @dataclass
 class Planner:
-    """Draws tasks for a world."""
+    """Draws tasks for a domain."""
 
-    world: World
+    domain: Domain
     words: Words
     rng: random.Random
 
@@ -60,7 +60,7 @@ class Planner:
         wishes, twists = LEVELS[level]
         if known:
             wishes = max(1, twists)
-        callers = list(self.world.tables[people(self.data)])
+        callers = list(self.domain.tables[people(self.data)])
         self.known, self.quiet = known, not known and self.rng.random() < NOTHING
         for attempt in range(MOST_DRAWS):
             if attempt % 20 == 0:
@@ -72,20 +72,25 @@ class Planner:
                 plan.sort(key=lambda twist: twist != "all")  # the hardest to have
                 truths = [not self.quiet and self.rng.random() < TRUE for _ in plan]
                 named = not known and self.rng.random() < NAMED
-            act = Act(self.world, self.words, self.rng.choice(callers), self.rng, named, known)
+            act = Act(self.domain, self.words, self.rng.choice(callers), self.rng, named, known)
             for number, (twist, truth) in enumerate(zip(plan, truths, strict=True)):
                 first = [*self.kinds][focus % len(self.kinds)] if not number else None
                 last = number == len(plan) - 1
                 act = act and self._added(act, twist, truth, first, last)
             if act and len(act.calls) <= MOST_CALLS:
-                if act.story in act.said:
-                    told = self.rng.choice(self.data["stories"][act.story]["say"])
-                    told, opening = act.render(told, {"there": act.there}), act.wishes[0]
-                    act.reasons[0] = f"{told} {act.reasons[0]}"
-                    said = "first" if "first" in opening else "say"
-                    act.wishes[0] = opening | {said: f"{told} {opening[said]}"}
+                if act.story in act.used_texts:
+                    self._begin_with_story(act)
                 return act
         raise UnfitError("no wishes can be had")
+
+    def _begin_with_story(self, act) -> None:
+        """Puts what has happened to the user before its first wish."""
+        story = self.rng.choice(self.data["stories"][act.story]["say"])
+        story = act.render(story, {"there": act.there})
+        act.reasons[0] = f"{story} {act.reasons[0]}"
+        opening = act.wishes[0]
+        field = "first" if "first" in opening else "say"
+        act.wishes[0] = opening | {field: f"{story} {opening[field]}"}
 
     def _added(self, act, twist, truth, first, last) -> Act | None:
         """Returns the act with one wish more, or None if none can be had."""
@@ -113,7 +118,7 @@ class Planner:
 
     def _plain(self, act, wish, truth):
         self._fit(wish)
-        self._say(act, wish.said(wish.data["say"]), *self._done(act, wish))
+        self._say(act, wish.phrase(wish.data["say"]), *self._done(act, wish))
 
     def _if(self, act, wish, truth):
         fact = self.rng.choice(wish.data["facts"])
@@ -121,7 +126,7 @@ class Planner:
             wish.near(fact, truth)
         if holds(fact["test"], wish.scope) != truth or wish.broken():
             raise UnfitError("the fact is otherwise, or a rule forbids it")
-        self._either(act, wish, truth, "if", *wish.said(fact["say"]).split(" | "))
+        self._either(act, wish, truth, "if", *wish.phrase(fact["say"]).split(" | "))
 
     def _rule(self, act, wish, truth):
         broken = wish.broken()
@@ -131,11 +136,11 @@ class Planner:
             raise UnfitError("a tool forbids it too")
         for rule in broken:
             wish.forbidden(rule)
-        said = wish.said(wish.data["say"])
+        wanted = wish.phrase(wish.data["say"])
         end = self.rng.choice([*wish.data.get("no", ()), self.rng.choice(self.frames["no"])])
-        self._either(act, wish, truth, "rule", said, wish.words(end))
+        self._either(act, wish, truth, "rule", wanted, wish.words(end))
 
-    def _either(self, act, wish, truth, name, said, end):
+    def _either(self, act, wish, truth, name, wanted, end):
         """The wish if it holds; else what `end` says, or another wish."""
         act.twists.append((name, truth))
         other = None
@@ -154,7 +159,7 @@ class Planner:
             other.do()
         if not wish.attempt(act.naive) and other:
             other.attempt(act.naive)
-        self._say(act, said, end)
+        self._say(act, wanted, end)
 
     def _prefer(self, act, wish, truth):
         fact = self.rng.choice(wish.data["prefers"])
@@ -166,7 +171,7 @@ class Planner:
         second.draw(name, fact["test"])
         granted = wish if truth else second
         self._fit(granted)
-        wanted, otherwise = wish.said(wish.data["say"]), second.said(fact["else"])
+        wanted, otherwise = wish.phrase(wish.data["say"]), second.phrase(fact["else"])
         heard = re.findall(rf"\{{({name}[\w.]*)", str(fact["else"]))
         if all(evaluate(path, wish.scope) == evaluate(path, second.scope) for path in heard):
             raise UnfitError("the same again")
@@ -196,7 +201,7 @@ class Planner:
         act.by_id = act.by_id | {table: False}
         for call in act.data["refs"][table]["find"]:
             act.call(call, wish.scope)
-        self._say(act, wish.said(every["say"]))
+        self._say(act, wish.phrase(every["say"]))
         act.unknown.append(act.data["refs"][table]["unknown"])
         for row, good in zip(rows, allowed, strict=True):
             wish.scope["it"] = row
@@ -208,7 +213,7 @@ class Planner:
                 wish.forbidden(wish.broken()[0])
 
     def _mind(self, act, wish, truth):
-        before = wish.said(wish.data["to"])
+        before = wish.phrase(wish.data["to"])
         other, clause = self._other(act, wish)
         frames = self.frames["mind"]
         # One who knows every key changes its mind before the talk.
@@ -216,12 +221,12 @@ class Planner:
             [each for each in frames if not self.known or isinstance(each, str)]
         )
         wish.attempt(act.naive)
-        told = self._done(act, other)
+        questions = self._done(act, other)
         if isinstance(frame, str):
-            return self._say(act, frame.format(before, clause), *told)
+            return self._say(act, frame.format(before, clause), *questions)
         reason, first, then = (text.format(before, clause) for text in frame)
-        self._say(act, reason, *told)
-        act.wishes[-1] = {"first": first, "say": " ".join([then, *told])}
+        self._say(act, reason, *questions)
+        act.wishes[-1] = {"first": first, "say": " ".join([then, *questions])}
 
     # --- parts
 
@@ -235,7 +240,7 @@ class Planner:
         if other.scope["it"] not in other.mine():
             raise UnfitError("not of this record")
         self._fit(other)
-        return other, other.said(clauses[kind])
+        return other, other.phrase(clauses[kind])
 
     @staticmethod
     def _fit(wish):
@@ -251,15 +256,15 @@ class Planner:
         return wish.tell()
 
     def _say(self, act, *texts):
-        said = re.sub(
+        sentences = re.sub(
             r"(?:^|[.?] )[a-z]", lambda start: start[0].upper(), " ".join(filter(None, texts))
         )
         if act.reasons and self.rng.random() < 0.4:
             also = self.rng.choice((r"Y\1 also", r"Also, y\1", r"Then y\1"))
-            said = re.sub(r"^Y(ou|ou'd)(?= want| need| like| hope)", also, said)
+            sentences = re.sub(r"^Y(ou|ou'd)(?= want| need| like| hope)", also, sentences)
         if self.rng.random() < SLIPS:
-            slips = [slip for slip in PHRASES["slips"] if slip[0] in said]
-            said = said.replace(*self.rng.choice(slips or [("", "")]), 1)
+            slips = [slip for slip in PHRASES["slips"] if slip[0] in sentences]
+            sentences = sentences.replace(*self.rng.choice(slips or [("", "")]), 1)
         act.mentioned.clear()
-        act.reasons.append(said)
-        act.wishes.append({"say": said})
+        act.reasons.append(sentences)
+        act.wishes.append({"say": sentences})

@@ -1,4 +1,4 @@
-"""A world: the tables, the tools and the policy of one domain, and its directory.
+"""A domain: its tables, tools and policy, and the directory that holds them.
 
     DIR/db.json      {table: {key: record}}
     DIR/tools.json   [{"kind", "function", "program"}, ...] (see program.py)
@@ -26,10 +26,10 @@ SHAPES = read_json(Path(__file__).with_name("shapes.json"))
 
 
 @dataclass
-class World:
+class Domain:
     """The tables as every task of the domain finds them, and what can be done with them."""
 
-    domain: str
+    name: str
     tables: Tables
     tools: list[Json]
     policy: str
@@ -43,11 +43,11 @@ class World:
     @cached_property
     def columns(self) -> dict[str, set[str]]:
         """The texts in the records in small letters, by the name of their field."""
-        found = {}
+        columns: dict[str, set[str]] = {}
         for field, text in leaves(self.tables):
             if isinstance(text, str):
-                found.setdefault(field, set()).add(text.casefold())
-        return found
+                columns.setdefault(field, set()).add(text.casefold())
+        return columns
 
     def call(self, tables: Tables, name: str, arguments: Any) -> Any:
         """Returns what the tool returns; may put new tables into `tables`. Raises ToolError."""
@@ -64,7 +64,7 @@ class World:
         return run(self.by_name[name], arguments, tables)
 
     def started(self, state: Json | None) -> Self:
-        """Returns the world as a tau2 `initial_state` says. Raises ToolError if a call fails."""
+        """Returns the domain as a tau2 `initial_state` says. Raises ToolError if a call fails."""
         if not state:
             return self
         data = state.get("initialization_data", {}).get("agent_data") or {}

@@ -1,0 +1,52 @@
+"""One simulator of experts: a function of its seed, right as often as its skill, paid by price."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from nanorchestra.records import Price
+from nanorchestra.tools.simulated import Simulation
+from worlds.miniature import world as miniature
+
+REPLIES = "0860b411ebdb709d"
+
+
+def right(rng):
+    return "right"
+
+
+def wrong(rng):
+    return rng.choice(("wrong", "false"))
+
+
+def test_a_simulation_is_right_as_often_as_its_skill_and_costs_what_its_price_says():
+    simulation = Simulation(0.7, Price(1.0, 10.0), output_tokens=800, latency_s=10.0)
+    replies = [simulation.reply(f"task/{n}/large", 100, right, wrong) for n in range(600)]
+    assert replies[5] == simulation.reply("task/5/large", 100, right, wrong)
+    assert abs(sum(each.reply == "right" for each in replies) / 600 - 0.7) < 0.06
+    assert {each.reply for each in replies} == {"right", "wrong", "false"}
+    for each in replies:
+        assert each.complete and 160 <= each.output_tokens <= simulation.most_output_tokens()
+        assert each.cost_usd == pytest.approx((100 + 10 * each.output_tokens) / 1e6)
+        assert 7.0 <= each.latency_s <= 13.0
+        cut = simulation.reply(f"task/{replies.index(each)}/large", 100, right, wrong, 400)
+        assert (cut.reply, cut.latency_s) == (each.reply, each.latency_s)
+        assert cut.output_tokens == min(each.output_tokens, 400)
+        assert cut.complete == (each.output_tokens <= 400)
+
+
+def test_the_miniatures_experts_reply_to_the_last_bit_as_they_did(sandbox):
+    """The shipped model was trained on them: a hash over all experts of 40 tasks."""
+    digest = hashlib.sha256()
+    for index in range(40):
+        task = miniature.World(3).task("train" if index % 2 else "held_out", index)
+        environment = miniature.environment(task, 7 * index, sandbox)
+        for tool in environment.by_name.values():
+            if tool.kind == "expert":
+                result = tool.call({})
+                tokens = result.input_tokens, result.output_tokens
+                digest.update(repr((result.content, result.cost_usd, *tokens)).encode())
+                digest.update(repr((result.latency_s, tool.most_usd({}))).encode())
+    assert digest.hexdigest()[:16] == REPLIES
