@@ -40,15 +40,15 @@ class Evidence:
     tokenizer: Any = None
 
     def add(self, call: ToolCall, result: ToolResult) -> None:
-        """Adds what a call found; a result that names no findings is a document with its call.
+        """Adds the findings of a call; a result that names no findings is a document with its call.
 
         A document that is there already is not added again.
         """
-        found = result.found
-        if not found and result.content.strip():
+        findings = result.findings
+        if not findings and result.content.strip():
             arguments = json.dumps(call.arguments, ensure_ascii=False)
-            found = {"documents": [f"{call.name}({arguments}): {result.content}"]}
-        for name, items in found.items():
+            findings = {"documents": [f"{call.name}({arguments}): {result.content}"]}
+        for name, items in findings.items():
             known = getattr(self, name)
             known += [item for item in items if name != "documents" or item not in known]
 

@@ -170,4 +170,4 @@ class SimulatedSearch:
         data, rng = self.task.data, random.Random(f"{self.task.id}/{self.seed}/page")
         answer = data["answer"] if rng.random() < FOUND else rng.choice(data["wrong"])
         page = f"{self.task.question}\n{answer}"
-        return ToolResult(page, self.usd_per_call, self.latency_s, found={"documents": [page]})
+        return ToolResult(page, self.usd_per_call, self.latency_s, findings={"documents": [page]})

@@ -78,5 +78,11 @@ class SimulatedExpert:
         tokens = self.input_tokens, round(self.output_tokens * rng.uniform(low, high))
         seconds = self.latency_s * rng.uniform(low, high)
         text = f"{'unsure' if unsure else 'sure'}: {answer}"
-        usd, found = self.price.cost(*tokens), {"attempts": [[self.name, text]]}
-        return ToolResult(text, usd, seconds, False, False, *tokens, found=found)
+        return ToolResult(
+            text,
+            self.price.cost(*tokens),
+            seconds,
+            input_tokens=tokens[0],
+            output_tokens=tokens[1],
+            findings={"attempts": [[self.name, text]]},
+        )

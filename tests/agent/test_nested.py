@@ -21,13 +21,13 @@ def test_it_answers_a_task_with_its_own_tools_and_bills_them(nano_tokenizer, mon
     (tmp_path / "config.json").write_text("{}")
     loaded = []
 
-    def load(path, limits, sampling, running):
+    def load(path, limits, sampling, running, **options):
         loaded.append(path)
         engine = ScriptedEngine(nano_tokenizer, [[call(), ANSWER], [call(), call()]])
         return Rollout(engine, nano_tokenizer, lambda *_: None, limits, Price(1.0, 2.0))
 
     monkeypatch.setattr(nested, "load_rollout", load)
-    nested._loaded.cache_clear()
+    nested._load.cache_clear()
     deputy = nested.Orchestrator("deputy", "d", tmp_path, [EchoTool()], depth=2, turns=2)
     result = deputy.call({"task": "what?"})
     assert result.content == "42" and not result.error
@@ -35,9 +35,9 @@ def test_it_answers_a_task_with_its_own_tools_and_bills_them(nano_tokenizer, mon
     assert (inner["name"], inner["arguments"], inner["cost_usd"]) == ("echo", {"text": "hi"}, 0.25)
     assert 0.25 < result.cost_usd < 0.26 and result.latency_s > 2.0
     lost = deputy.call({"task": "again?"})
-    assert lost.content == "Error: deputy found no answer (turn_limit)" and lost.error
+    assert lost.content == "Error: deputy has no answer (turn_limit)" and lost.error
     assert lost.cost_usd > 0.5 and len(loaded) == 1
-    nested._loaded.cache_clear()
+    nested._load.cache_clear()
 
 
 def test_it_inherits_bans_and_a_share_of_the_dollars(nano_tokenizer, monkeypatch, tmp_path):
@@ -45,7 +45,7 @@ def test_it_inherits_bans_and_a_share_of_the_dollars(nano_tokenizer, monkeypatch
     (tmp_path / "config.json").write_text("{}")
     seen = []
 
-    def load(path, limits, sampling, running):
+    def load(path, limits, sampling, running, **options):
         engine = ScriptedEngine(nano_tokenizer, [[call(), ANSWER]] * 9)
         rollout = Rollout(engine, nano_tokenizer, lambda *_: None, limits, Price(1.0, 2.0))
         run = rollout.run
@@ -55,7 +55,7 @@ def test_it_inherits_bans_and_a_share_of_the_dollars(nano_tokenizer, monkeypatch
         return rollout
 
     monkeypatch.setattr(nested, "load_rollout", load)
-    nested._loaded.cache_clear()
+    nested._load.cache_clear()
     outer = echoing(nested.Orchestrator("deputy", "d", tmp_path, [Priced()], turns=3))
     asked = ToolCall("deputy", {"task": "what?"})
     wish = Preference("Be cheap.", cost=1.0, tools={"deputy": -1.0, "echo": 1.0}, never=["echo"])
@@ -73,4 +73,4 @@ def test_it_inherits_bans_and_a_share_of_the_dollars(nano_tokenizer, monkeypatch
     assert seen[1].task.preference.seconds == 60.0
     broke = outer.prepare(asked, Allowance(0.0, 0.0))
     assert asyncio.run(broke.run()).refused and len(seen) == 3
-    nested._loaded.cache_clear()
+    nested._load.cache_clear()

@@ -213,7 +213,7 @@ class DomainEnvironment:
             text = f"{alias} wrote to the user: {turn.content}\n{said}"
         failed = result.infrastructure or answer is not None and answer.infrastructure
         found = {} if result.error else {"attempts": [[alias, text]]}
-        return replace(result, content=text, infrastructure=failed, alias=alias, found=found)
+        return replace(result, content=text, infrastructure=failed, alias=alias, findings=found)
 
     def _turn(self) -> str:
         """What an expert is asked."""
