@@ -88,9 +88,10 @@ class PythonTool:
         seconds, latency_s = result.seconds, result.waited_s + result.seconds
         if self.latency_s is not None:
             seconds = latency_s = self.latency_s
+        usd = self.usd_per_call + self.usd_per_second * min(seconds, self.timeout_s)
         return ToolResult(
             text,
-            self.usd_per_call + self.usd_per_second * min(seconds, self.timeout_s),
+            0.0 if result.died else usd,
             latency_s,
             error=bool(error),
             infrastructure=result.died,

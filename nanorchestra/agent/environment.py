@@ -27,8 +27,9 @@ class Tool(Protocol):
 
     `kind` says what is behind the name ("code", "search", "expert", ...). A tool of kind "answer"
     gives the final answer: its first result that is no error ends the attempt. A `blocking` call
-    runs in a thread, so that it does not hold up other attempts. A tool with a field `evidence`
-    has the attempt's there.
+    runs in a thread, so that it does not hold up other attempts; it returns in bounded time, and
+    the seconds that it waits are part of its latency. A tool with a field `evidence` has the
+    attempt's there.
 
     What a call can cost is `usd_per_call`, plus `usd_per_second` for `timeout_s` seconds, or what
     the method `most_usd(arguments)` returns. A tool that costs money states it, since the user's

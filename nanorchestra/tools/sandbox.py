@@ -241,6 +241,7 @@ class _Worker:
         if process is not None:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
             for each in (self.control, *self.files):
                 each.close()
