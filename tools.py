@@ -28,6 +28,7 @@ if __name__ == "__main__":
 
 import math
 import re
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ from nanorchestra.schemas import Json, arguments_schema, check, schema_fault
 from nanorchestra.serving.connections import listen
 from nanorchestra.serving.retrieval import serve_index
 from nanorchestra.tools.corpus import build_index, open_index
+from nanorchestra.tools.failures import failed
 from nanorchestra.tools.functions import load_functions, tool
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.index import Index, RemoteIndex
@@ -63,7 +65,11 @@ LISTED = re.compile(r"([\w.-]+) \| \$+([\d.]+) \| \$+([\d.]+) \| ([\d.]+)s")  # 
 
 @dataclass
 class PythonTool:
-    """Runs code in the sandbox; a second costs `usd_per_second`. `latency_s` None: measured."""
+    """Runs code in the sandbox; a second of the run costs `usd_per_second`.
+
+    `latency_s` None: measured, the wait for a worker included. A world with a virtual clock states
+    it, and waits are not counted.
+    """
 
     name: str
     description: str
@@ -80,21 +86,32 @@ class PythonTool:
         result = self.sandbox.run(arguments["code"], timeout_s=self.timeout_s)
         error = f"Error: {result.error}" if result.error else ""
         text = "\n".join(filter(None, [result.stdout.strip(), error])) or "(no output)"
-        seconds = result.seconds if self.latency_s is None else self.latency_s
+        seconds, latency_s = result.seconds, result.waited_s + result.seconds
+        if self.latency_s is not None:
+            seconds = latency_s = self.latency_s
         usd = self.usd_per_call + self.usd_per_second * min(seconds, self.timeout_s)
-        found = {"code": [[arguments["code"], text]]}
-        return ToolResult(text, usd, seconds, bool(error), result.died, found=found)
+        return ToolResult(
+            text,
+            0.0 if result.died else usd,
+            latency_s,
+            error=bool(error),
+            infrastructure=result.died,
+            findings={"code": [[arguments["code"], text]]},
+        )
 
 
 @dataclass
 class LookupTool:
-    """Finds the passages of a corpus that fit a query best, and names their sources."""
+    """Finds the passages of a corpus that fit a query best, and names their sources.
+
+    `latency_s` None: measured. A world with a virtual clock states it.
+    """
 
     name: str
     description: str
     index: Index | RemoteIndex
     usd_per_call: float = 0.0
-    latency_s: float = 0.0
+    latency_s: float | None = None
     passages: int = 1
     result_words: int = RESULT_WORDS
     kind, parameters = "search", arguments_schema(query="string")
@@ -105,19 +122,29 @@ class LookupTool:
     def call(self, arguments: Json) -> ToolResult:
         """Returns the best passages, one a line, and [source] after those that have one.
 
-        A search server that does not answer is a failure of the infrastructure, and costs nothing.
+        An index that fails, on its device or at a search server, is a failure of the
+        infrastructure, and costs nothing.
         """
+        start = time.monotonic()
         try:
             hits = self.index.search(arguments["query"], k=self.passages)
         except EndpointError as error:
-            problem = f"Error: {self.name}: the search server does not answer: {error}"
             retries, seconds = error.spent
             return ToolResult(
-                problem, 0.0, seconds, error=True, infrastructure=True, retries=retries
+                f"Error: {self.name}: the search server does not answer: {error}",
+                latency_s=seconds,
+                error=True,
+                infrastructure=True,
+                retries=retries,
             )
-        found = [f"{hit.text} [{hit.source}]" if hit.source else hit.text for hit in hits]
-        text, found = "\n".join(found) or "nothing found", {"documents": found[::-1]}
-        return ToolResult(text, self.usd_per_call, self.latency_s, found=found)
+        except Exception as error:  # a device, a file: the query is text, whatever it says
+            seconds = time.monotonic() - start
+            return failed(self.name, error, seconds, infrastructure=True)
+        seconds = time.monotonic() - start if self.latency_s is None else self.latency_s
+        passages = [f"{hit.text} [{hit.source}]" if hit.source else hit.text for hit in hits]
+        text = "\n".join(passages) or "nothing found"
+        best_last = {"documents": passages[::-1]}
+        return ToolResult(text, self.usd_per_call, seconds, findings=best_last)
 
 
 def load_tools(
@@ -191,6 +218,7 @@ class Catalogue:
         for outer in offered:
             if isinstance(outer, Orchestrator):
                 outer.tools = [t for t in offered if not isinstance(t, Orchestrator)]
+                outer.load()
         return offered
 
     def _helpers(self, role, tools) -> list[Tool]:

@@ -44,7 +44,7 @@ class Evidence:
 
         A document that is there already is not added again.
         """
-        evidence = result.found
+        evidence = result.findings
         if not evidence and result.content.strip():
             arguments = json.dumps(call.arguments, ensure_ascii=False)
             evidence = {"documents": [f"{call.name}({arguments}): {result.content}"]}

@@ -65,7 +65,7 @@ class ToolResult:
     `infrastructure` marks a failure that the policy did not cause: the attempt leaves its group.
     `refused` marks a call that was not run and does not count as one. `alias` is the expert behind
     a tool that offers several, "" for other tools. `retries` counts
-    the requests that were repeated. `found` is what the call adds to the attempt's Evidence.
+    the requests that were repeated. `findings` is what the call adds to the attempt's Evidence.
     `parts` are the calls that this one made, as `part` writes them; their cost is in cost_usd.
     """
 
@@ -79,7 +79,7 @@ class ToolResult:
     alias: str = ""
     refused: bool = False
     retries: int = 0
-    found: dict[str, list[Any]] = field(default_factory=dict)
+    findings: dict[str, list[Any]] = field(default_factory=dict)
     parts: list[Json] = field(default_factory=list)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from openai_server import openai_server, said
 
+from nanorchestra.agent import nested
 from nanorchestra.agent.environment import function_schema
 from nanorchestra.errors import UserError
 from nanorchestra.evidence import Evidence
@@ -75,7 +76,8 @@ def test_a_good_catalogue_becomes_tools_that_work(load):
     code, search, expert = load(catalogue(function | settings, SEARCH | {"passages": 2}, EXPERT))
     result = code.call({"code": "print(1)\n1/0"})
     assert result.content == "1\nError: ZeroDivisionError: division by zero (line 2)"
-    assert result.error and result.cost_usd == 0.001 + 0.5 * result.latency_s > 0.001
+    # The wait for a worker takes time and costs nothing.
+    assert result.error and 0.001 < result.cost_usd <= 0.001 + 0.5 * result.latency_s
     assert code.call({"code": "x = 1"}).content == "(no output)" and code.timeout_s == 60
     found = search.call({"query": "gold has"}).content.split("\n")
     assert found[0].startswith("Gold") and len(found) == 2
@@ -206,7 +208,7 @@ def test_published_roles_read_the_evidence_and_return_what_was_found(load, serve
     reason, search, answer = (replace(tool, evidence=evidence) for tool in (reason, search, answer))
     server.answer = lambda body: said("```python\nprint(6*7)\n```", usage=(100, 50))
     result = reason.call({"model": "a-1"})
-    assert result.found == {"code": [["print(6*7)", "42"]]} and "42" in result.content
+    assert result.findings == {"code": [["print(6*7)", "42"]]} and "42" in result.content
     assert [part["name"] for part in result.parts] == ["expert", "python"]
     assert result.cost_usd == pytest.approx(0.0002, rel=0.1) and result.alias == "a-1"
     (message,) = server.bodies[-1]["messages"]
@@ -215,7 +217,7 @@ def test_published_roles_read_the_evidence_and_return_what_was_found(load, serve
     assert places == sorted(places)
     server.answer = lambda body: said("<query>atomic number of gold</query>")
     result = search.call({"model": "a-1"})
-    assert result.found["documents"][-1].startswith("Gold has") and result.cost_usd > 0.25
+    assert result.findings["documents"][-1].startswith("Gold has") and result.cost_usd > 0.25
     own, both = (r.experts["a-1"].most_usd(r.prompt(r.experts["a-1"])) for r in (reason, search))
     assert search.most_usd({"model": "a-1"}) == both + 0.25  # helpers are billed too
     assert reason.most_usd({"model": "a-1"}) == own + 60 * 0.0000083
@@ -293,11 +295,15 @@ def test_a_shipped_catalogue_has_the_experts_of_the_paper(name, sandbox, tmp_pat
         assert " | 0s" not in shown
 
 
-def test_an_orchestrator_can_be_an_expert_to_a_set_depth(load, tmp_path):
+def test_an_orchestrator_can_be_an_expert_to_a_set_depth(load, tmp_path, monkeypatch):
+    """It is loaded with the catalogue, once for each depth: before an engine takes the memory."""
+    loaded = []
+    monkeypatch.setattr(nested, "load_rollout", lambda *given, **options: loaded.append(options))
     (tmp_path / "config.json").write_text("{}")
     deputy = {"name": "deputy", "kind": "orchestrator", "description": "d", "model": "."}
     code, outer = load({"tools": [CODE, deputy | {"depth": 2}]})
-    assert outer.tools == [code] and outer.depth == 2
+    assert outer.tools == [code] and outer.depth == 2 and len(loaded) == 2
+    nested._load.cache_clear()
 
 
 MY_TOOLS = '''
@@ -391,7 +397,7 @@ def test_a_python_function_stands_behind_a_published_role(
     ):
         server.answer = lambda body, q=query: said(f"<query>{q}</query>", usage=(0, 0))
         result = search.call({"model": "a-1"})
-        assert result.found == {"documents": documents} and not result.error
+        assert result.findings == {"documents": documents} and not result.error
         assert result.cost_usd == pytest.approx(usd, abs=0.001)
     assert result.content == "half \ufffd"
     server.answer = lambda body: said("<query>nothing of this kind</query>")
@@ -400,7 +406,7 @@ def test_a_python_function_stands_behind_a_published_role(
     assert search.most_usd({"model": "a-1"}) == own + 0.25
     server.answer = lambda body: said("```python\nx\n```")
     result = reason.call({"model": "a-1"})
-    assert result.found == {"code": [["x", "ran x"]]} and "ran x" in result.content
+    assert result.findings == {"code": [["x", "ran x"]]} and "ran x" in result.content
 
 
 def test_a_role_with_nothing_behind_it_is_an_error_at_the_start(tmp_path, sandbox, load):

@@ -232,4 +232,4 @@ class SimulatedSearch:
         right = rng.random() < SEARCH_SKILL
         answer = self.task.data["answer"] if right else rng.choice(self.task.data["wrong"])
         page = f"{self.task.question}\n{answer}"
-        return ToolResult(page, self.usd_per_call, self.latency_s, found={"documents": [page]})
+        return ToolResult(page, self.usd_per_call, self.latency_s, findings={"documents": [page]})

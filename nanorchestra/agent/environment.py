@@ -13,13 +13,8 @@ from typing import Protocol
 from nanorchestra.evidence import Evidence
 from nanorchestra.records import RESULT_WORDS, Task, ToolCall, ToolResult, Trajectory
 from nanorchestra.schemas import Json, argument_error
-from nanorchestra.tools.allowance import (
-    Allowance,
-    RefusedError,
-    most_usd,
-    within,
-)
-from nanorchestra.tools.failures import failed
+from nanorchestra.tools.allowance import Allowance, RefusedError, most_usd, within
+from nanorchestra.tools.failures import failed, is_infrastructure
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.threads import in_thread
 
@@ -32,8 +27,9 @@ class Tool(Protocol):
 
     `kind` says what is behind the name ("code", "search", "expert", ...). A tool of kind "answer"
     gives the final answer: its first result that is no error ends the attempt. A `blocking` call
-    runs in a thread, so that it does not hold up other attempts. A tool with a field `evidence`
-    has the attempt's there.
+    runs in a thread, so that it does not hold up other attempts; it returns in bounded time, and
+    the seconds that it waits are part of its latency. A tool with a field `evidence` has the
+    attempt's there.
 
     What a call can cost is `usd_per_call`, plus `usd_per_second` for `timeout_s` seconds, or what
     the method `most_usd(arguments)` returns. A tool that costs money states it, since the user's
@@ -64,7 +60,7 @@ class PreparedCall:
 class Environment(Protocol):
     """One attempt at one task. `tools` are OpenAI function objects, `kinds` maps some to a kind.
 
-    `evidence` is what the attempt has found. `prompt` are the ids of messages and tools, empty if
+    `evidence` are the findings of the attempt. `prompt` are the ids of messages and tools, empty if
     they are not encoded yet. `verdict` is a word for how `score` judged the answer, "" if there is
     nothing to say.
     """
@@ -166,11 +162,14 @@ def refused_call(problem: str) -> PreparedCall:
 def score_answer(env: Environment, t: Trajectory) -> None:
     """Fills in the outcome of a trajectory's answer, and how it was judged; may wait for a judge.
 
-    A judge that does not answer is a failure of the infrastructure.
+    A judge that does not answer is a failure of the infrastructure, whatever its status: the
+    policy has not chosen it.
     """
     try:
         t.outcome = env.score(t.answer)
-    except EndpointError as error:
+    except Exception as error:
+        if not (isinstance(error, EndpointError) or is_infrastructure(error)):
+            raise
         t.status = "infrastructure"
         problem = f"Error: the judge did not answer ({error})"
         t.turns[-1].results[-1:] = [ToolResult(problem, error=True, infrastructure=True)]

@@ -82,7 +82,8 @@ class UserLimits:
     async def _run(self, call: ToolCall, prepared: PreparedCall, seconds: float) -> ToolResult:
         """Returns a call's result; without one after `seconds` it is given up, billed at its most.
 
-        The dollars of a result that comes too late are known. A call without a bound of dollars is
+        The dollars of a result that comes too late are known. One that the infrastructure failed
+        says so, however late. A call without a bound of dollars is
         waited for, so that its bill is known: an orchestrator keeps to the seconds itself.
         """
         late = f"Error: {call.name} was given up after {seconds:.1f} s, the user's limit"
@@ -92,8 +93,8 @@ class UserLimits:
                 result = await prepared.run()
         except TimeoutError:
             return ToolResult(late, prepared.most_usd, seconds, error=True)
-        if result.latency_s <= seconds:
-            return result
+        if result.latency_s <= seconds or result.infrastructure:
+            return replace(result, latency_s=min(result.latency_s, seconds))
         return replace(result, content=late, latency_s=seconds, error=True)
 
     def _left(self) -> tuple[float, float]:

@@ -72,7 +72,7 @@ class Console:
             self.live = Live(get_renderable=self._pending, console=self.screen, transient=True)
             self.live.start()
         else:
-            for call, result in zip(payload.calls, payload.results, strict=True):
+            for call, result in zip(payload.calls, payload.results, strict=False):
                 spent = bill(result.cost_usd, result.latency_s)
                 self.say(
                     "error" if result.error else "result",

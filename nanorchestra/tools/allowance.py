@@ -91,14 +91,14 @@ def ban_names(tool: Any, arguments: Json | None = None) -> set[str]:
     Without `arguments` those of every call. A tool whose models have names of their own has a
     method `ban_names`; any other has the values that its schema lets an argument choose from.
     """
-    found = {tool.name, tool.kind}
+    names = {tool.name, tool.kind}
     if hasattr(tool, "ban_names"):
-        return found | tool.ban_names(arguments)
+        return names | tool.ban_names(arguments)
     for name, schema in tool.parameters.get("properties", {}).items():
         choices = [choice for choice in schema.get("enum", ()) if isinstance(choice, str)]
         chosen = choices if arguments is None else [arguments.get(name)]
-        found |= {choice for choice in choices if choice in chosen}
-    return found
+        names |= {choice for choice in choices if choice in chosen}
+    return names
 
 
 def all_ban_names(tools: Iterable[Any]) -> list[str]:

@@ -21,7 +21,8 @@ from tqdm import tqdm
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json, read_json_lines, read_text, replace_directory, write_whole
 from nanorchestra.schemas import check, whole_characters
-from nanorchestra.tools.embed import Embedder, device_named
+from nanorchestra.tools.devices import device_named
+from nanorchestra.tools.embed import Embedder
 from nanorchestra.tools.index import Index, Passage, RemoteIndex, VectorIndex, word_index
 from nanorchestra.tools.vectors import CODES, VECTORS, Vectors, choose, describe, write_ivfpq
 

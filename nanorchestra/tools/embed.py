@@ -4,7 +4,6 @@ A text's vector is the normalised hidden state of its last token, <|endoftext|>.
 behind an instruction, a passage alone. Any Qwen3 backbone in Hugging Face layout loads.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -18,30 +17,10 @@ from nanorchestra.errors import require
 from nanorchestra.model.attention import PackedAttention, Segment
 from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.weights import load_model
+from nanorchestra.tools.devices import current, device_named
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 MAX_TOKENS = 8192  # of a text; what is beyond them is cut
-
-
-def device_named(name: str | None = None) -> torch.device:
-    """Returns the device of a name, "cpu" or "cuda:0"; None: this thread's GPU, else the CPU.
-
-    A GPU has its number from here on: another thread has another current GPU. UserError if the
-    device is not there.
-    """
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    matched = re.fullmatch(r"cpu|cuda(?::(\d+))?", name)
-    require(matched, f"--device {name}: it must be cpu or cuda:N")
-    if name == "cpu":
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    require(count, f"--device {name}: torch finds no GPU; it must be cpu")
-    number = torch.cuda.current_device() if matched[1] is None else int(matched[1])
-    require(
-        number < count, f"--device {name}: there are {count} GPUs; the last is cuda:{count - 1}"
-    )
-    return torch.device("cuda", number)
 
 
 class Embedder:
@@ -79,8 +58,7 @@ class Embedder:
         lengths = [len(row) for row in rows]
         ends = list(accumulate(lengths))
         segments = [Segment(end - n, n) for end, n in zip(ends, lengths, strict=True)]
-        # Kernels are launched on the thread's current GPU, which need not be the model's.
-        with torch.cuda.device(-1 if self.device.index is None else self.device.index):
+        with current(self.device):
             tokens = torch.tensor(sum(rows, []), device=self.device)  # [T]
             positions = torch.cat([torch.arange(n, device=self.device) for n in lengths])
             hidden = self._model(tokens, positions, PackedAttention(segments))  # [T, hidden]

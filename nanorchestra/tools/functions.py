@@ -49,6 +49,10 @@ MOST_GIVEN_UP = 64  # calls that were given up and may still run
 GIVEN_UP: list[Future] = []  # those calls; some may have ended since
 
 
+class GivenUpError(Exception):
+    """A call took too long, which its arguments may have caused: no failure of a network."""
+
+
 @dataclass
 class FunctionTool:
     """A Python function of the user's. A call ends after `timeout_s` seconds.
@@ -99,11 +103,11 @@ class FunctionTool:
             result = ToolResult(text, self.usd_per_call, seconds)
         else:
             result = ToolResult(_text(value), self.usd_per_call, seconds)
-        if result.error or result.found or self.kind == FUNCTION:
+        if result.error or result.findings or self.kind == FUNCTION:
             return result
         if self.kind == "code":
-            return replace(result, found={"code": [[arguments["code"], result.content]]})
-        return replace(result, found={"documents": documents[::-1]})  # the last one is the best
+            return replace(result, findings={"code": [[arguments["code"], result.content]]})
+        return replace(result, findings={"documents": documents[::-1]})  # the last one is the best
 
     def _checked(self, result, seconds) -> ToolResult:
         """Returns a result that the function made itself, with numbers that limits can count on.
@@ -131,7 +135,7 @@ def is_within(value: Any, least: float = 0.0, most: float = math.inf) -> bool:
 
 
 def within_seconds(seconds: float, call: Callable[[], Any]) -> Any:
-    """Returns `call()` from a daemon thread. TimeoutError after `seconds`; the thread is left.
+    """Returns `call()` from a daemon thread. GivenUpError after `seconds`; the thread is left.
 
     A thread cannot be ended, so EndpointError where MOST_GIVEN_UP calls that were left still run.
     """
@@ -142,12 +146,12 @@ def within_seconds(seconds: float, call: Callable[[], Any]) -> Any:
     wait([future], seconds)
     if not future.done():
         GIVEN_UP.append(future)
-        raise TimeoutError(f"it took more than {seconds:g} s")
+        raise GivenUpError(f"it took more than {seconds:g} s")
     return future.result()
 
 
 def _documents(value) -> list[str]:
-    """Returns what a search found as texts: the value, or its entries, without what is blank."""
+    """Returns what a search returned as texts: the value, or its entries, without blank ones."""
     entries = value if isinstance(value, (list, tuple)) else [value]
     texts = [_text(entry) for entry in entries if entry is not None]
     return [text for text in texts if text.strip()]
@@ -220,6 +224,6 @@ def load_functions(path: str | Path) -> list[FunctionTool]:
         line = (lines or [getattr(error, "lineno", 0)])[0]
         name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
         raise UserError(f"{path}, line {line}: {name}{error}".splitlines()[0]) from None
-    found = [value for value in module.values() if isinstance(value, FunctionTool)]
-    require(found, f"{path}: no function is decorated with @tool (from tools import tool)")
-    return found
+    tools = [value for value in module.values() if isinstance(value, FunctionTool)]
+    require(tools, f"{path}: no function is decorated with @tool (from tools import tool)")
+    return tools

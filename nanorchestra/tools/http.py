@@ -89,7 +89,7 @@ def post(
     headers |= {name: value for name, value in values.items() if value}
     sent = json.dumps(body)
     start = time.monotonic()
-    end = start + timeout_s
+    end, limit = start + timeout_s, f"{round(timeout_s, 3):g}"
     for attempt in range(ATTEMPTS):
         exchange = _Exchange(url, sent.encode(), headers, end)
         try:
@@ -98,7 +98,7 @@ def post(
             return reply, (attempt, time.monotonic() - start)
         except TimeoutError:
             exchange.stop()
-            error = EndpointError(f"no whole reply within {timeout_s:g} s", exchange.begun())
+            error = EndpointError(f"no whole reply within {limit} s", exchange.begun())
         except EndpointError as refused:
             error = refused
         wait = max(error.wait or 0.0, 2.0 ** (attempt + 1) * random.uniform(0.5, 1.0))
@@ -114,6 +114,11 @@ def post(
     if error.received is not None:
         error.tokens = count_tokens(sent), count_tokens(error.received)
     raise error
+
+
+def is_temporary(status: int) -> bool:
+    """Returns whether an HTTP status says that the same request may be accepted later."""
+    return status in RETRIED or status >= 500
 
 
 def secret(variable: str) -> str:
@@ -200,7 +205,7 @@ class _Exchange:
             whole = not reply.length  # None where the server has not said how long it is
         text = bytes(self.data).decode("utf-8", "replace")
         if self.status >= 400:
-            again = self.status in RETRIED or self.status >= 500
+            again = is_temporary(self.status)
             wait = _seconds(reply.getheader("Retry-After", "")) if again else None
             bad = self.status in BAD_REQUEST
             raise EndpointError(f"HTTP {self.status}: {text}", wait=wait, bad_request=bad)
@@ -312,8 +317,8 @@ def _read(text, schema, secrets) -> Json:
         raise EndpointError(f"not the reply that was asked for: {error}", begun) from None
     if isinstance(reply, dict) and (error := reply.get("error")):
         code = error.get("code") if isinstance(error, dict) else None
-        said = f"the endpoint says: {json.dumps(error)}"
-        raise EndpointError(said, bad_request=code in BAD_REQUEST)
+        problem = f"the endpoint says: {json.dumps(error)}"
+        raise EndpointError(problem, bad_request=code in BAD_REQUEST)
     if problem := schema_error(reply, schema):
         raise EndpointError(f"not the reply that was asked for: {problem}", begun)
     return reply

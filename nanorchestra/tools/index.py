@@ -30,7 +30,7 @@ CANDIDATES = 10  # passages by BM25 whose word pairs are compared with the query
 SIMILAR = 0.8  # ratio of difflib above which an unknown word is read as a known one
 CORRECTED = 16  # unknown words of a query that are read so: each is compared with thousands
 QUERY_CHARS = 8_000  # of a query; what is beyond them is cut
-TIMEOUT_S = 60.0  # of a question to a server, retries included
+TIMEOUT_S = 60.0  # of a question to a server, retries included; of waiting for a local index
 ADDRESS = re.compile(r"https?://[^\s/@?#]+/?")
 
 
@@ -71,12 +71,20 @@ class Index:
         return self.search_all([query], k)[0]
 
     def search_all(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
-        """Returns what `search` does, for each query; vectors of all are computed together."""
+        """Returns what `search` does, for each query; vectors of all are computed together.
+
+        TimeoutError if other threads search all the time.
+        """
         queries = [whole_characters(query[:QUERY_CHARS]) for query in queries]
-        with self._lock:  # one thread at a time has the model and FAISS
-            found = self._rank_all(queries, k)
+        if not self._lock.acquire(timeout=TIMEOUT_S):  # one thread has the model and FAISS
+            raise TimeoutError(f"other searches have held the index for {TIMEOUT_S:g} s")
+        try:
+            rankings = self._rank_all(queries, k)
+        finally:
+            self._lock.release()
         return [
-            [self.passages[row]._replace(score=score) for score, row in ranked] for ranked in found
+            [self.passages[row]._replace(score=score) for score, row in ranking]
+            for ranking in rankings
         ]
 
     def _rank_all(self, queries, k) -> list[list[tuple[float, int]]]:
@@ -95,13 +103,13 @@ class Index:
         if not words:
             return []
         scores = torch.from_numpy(self._words.get_scores(words))  # [passages]
-        pairs, found = set(pairwise(words)), []
+        pairs, ranking = set(pairwise(words)), []
         for row in scores.topk(min(max(k, CANDIDATES), len(scores))).indices.sort().values.tolist():
             there = pairs.intersection(pairwise(words_of(self.passages[row].text)))
             score = scores[row].item() * (1 + len(there) / max(1, len(pairs)))
             if score > 0:
-                found.append((score, row))
-        return sorted(found, key=lambda pair: -pair[0])[:k]
+                ranking.append((score, row))
+        return sorted(ranking, key=lambda pair: -pair[0])[:k]
 
 
 class VectorIndex(Index):
@@ -125,12 +133,12 @@ class VectorIndex(Index):
     def _rank_all(self, queries, k) -> list[list[tuple[float, int]]]:
         """Returns (cosine, row) of the nearest passages, best first; none for an empty query."""
         asked = [i for i, query in enumerate(queries) if query.strip()]
-        found = [[] for _ in queries]
+        rankings = [[] for _ in queries]
         if asked:
             vectors = self._embedder.queries([queries[i] for i in asked])
-            for i, ranked in zip(asked, self._vectors.search(vectors, k), strict=True):
-                found[i] = ranked
-        return found
+            for i, ranking in zip(asked, self._vectors.search(vectors, k), strict=True):
+                rankings[i] = ranking
+        return rankings
 
 
 class RemoteIndex:

@@ -9,12 +9,15 @@ import os
 import re
 import sys
 import threading
+import time
 from dataclasses import dataclass, field, replace
 
+from nanorchestra.errors import UserError
 from nanorchestra.evidence import Evidence
 from nanorchestra.records import RESULT_WORDS, Price, ToolResult
 from nanorchestra.schemas import SHAPES, Json, arguments_schema
 from nanorchestra.tools.allowance import Allowance, too_dear
+from nanorchestra.tools.failures import failed
 from nanorchestra.tools.http import EndpointError, count_tokens, post, secret
 from nanorchestra.tools.spending import Spending
 
@@ -29,8 +32,9 @@ class Endpoint:
     """An OpenAI-compatible server; `key_variable` "" if it needs no key.
 
     `headers` are sent with each request: the name of a header, and "$NAME" for the value of that
-    environment variable. A call waits until fewer than `concurrency` are open, then takes
-    `timeout_s` seconds at most. A copy with another `timeout_s` shares the open calls.
+    environment variable. `concurrency` calls are open at a time, and others wait; a call takes
+    `timeout_s` seconds at most, its wait included. A copy with another `timeout_s` shares the open
+    calls.
     """
 
     base_url: str
@@ -59,13 +63,24 @@ class Endpoint:
 
         `body` is the request's JSON (model, messages, ...). Content in parts is joined to text.
         Tokens, input and output, are estimated where the reply does not state them. Raises
-        EndpointError; its `spent`, as that of the message, is what `post` says.
+        EndpointError. Its `spent`, as that of the message, is what `post` says, and in the seconds
+        the wait for other calls.
         """
-        url, shape = f"{self.base_url.rstrip('/')}/chat/completions", SHAPES["completion"]
-        with self.free:
-            reply, spent = post(
-                url, body, shape, self.key_variable, self.timeout_s, self.header_variables
-            )
+        start = time.monotonic()
+        if not self.free.acquire(timeout=self.timeout_s):
+            problem = f"{self.concurrency} calls are open, and none ended in {self.timeout_s:g} s"
+            error = EndpointError(problem)
+            error.spent = 0, self.timeout_s
+            raise error
+        waited = time.monotonic() - start
+        try:
+            reply, (retries, seconds) = self._post(body, self.timeout_s - waited)
+        except EndpointError as error:
+            retries, seconds = error.spent
+            error.spent = retries, waited + seconds
+            raise
+        finally:
+            self.free.release()
         choice, usage = reply["choices"][0], reply.get("usage")
         usage = usage if isinstance(usage, dict) else {}
         tokens = (
@@ -75,9 +90,13 @@ class Endpoint:
         message = choice["message"] | {
             "content": _text(choice["message"].get("content")),
             "finish_reason": choice.get("finish_reason"),
-            "spent": spent,
+            "spent": (retries, waited + seconds),
         }
         return message, tokens
+
+    def _post(self, body, timeout_s) -> tuple[Json, tuple[int, float]]:
+        url, shape = f"{self.base_url.rstrip('/')}/chat/completions", SHAPES["completion"]
+        return post(url, body, shape, self.key_variable, timeout_s, self.header_variables)
 
 
 def _tokens(stated, part) -> int:
@@ -165,14 +184,20 @@ class Expert:
         return names - {""}
 
     def ask(self, text: str, name: str) -> ToolResult:
-        """Returns the reply to one message; the policy knows this expert as `name`."""
+        """Returns the reply to one message; the policy knows this expert as `name`.
+
+        What fails beside the endpoint, such as a disk that is full, is the infrastructure's fault.
+        """
         if os.environ.get("RANK", "0") == "0":
             for variable in {*self.endpoint.unset()} - TOLD:
                 TOLD.add(variable)
                 print(f"{self.model} needs {variable}, which is not set", file=sys.stderr)
         payee = self.payee or self.known_as or self.name
         most = self.most_usd(text)
-        return self.spending.charge(name, most, lambda: self._ask(text, name), payee)
+        try:
+            return self.spending.charge(name, most, lambda: self._ask(text, name), payee)
+        except UserError as error:
+            return failed(name, error)
 
     def _renamed(self, problem, name) -> str:
         """Returns what a server says with the name that the policy knows, not the model's.
@@ -194,17 +219,17 @@ class Expert:
         infrastructure = False  # an answer that is empty or refused is the model's own
         try:
             message, tokens = self.spending.complete(self.endpoint, body)
-            said, spent = message["content"].rpartition("</think>")[2], message["spent"]
-            problem = "" if said.strip() else _emptiness(message)
+            answer, spent = message["content"].rpartition("</think>")[2], message["spent"]
+            problem = "" if answer.strip() else _emptiness(message)
         except EndpointError as error:
             problem, tokens, spent = f"did not answer: {error}", error.tokens, error.spent
             infrastructure = not error.bad_request
         if problem:
-            said = f"Error: {name} {self._renamed(problem, name)}"
+            answer = f"Error: {name} {self._renamed(problem, name)}"
         retries, seconds = spent
         tokens = tuple(map(min, tokens, (most_tokens(text), self.max_tokens)))  # of what was asked
         return ToolResult(
-            said.strip(),
+            answer.strip(),
             self.price.cost(*tokens),
             seconds,
             error=bool(problem),
@@ -267,8 +292,8 @@ class ExpertTool:
     def call(self, arguments: Json) -> ToolResult:
         """Returns the expert's answer to the task."""
         result = self.expert.ask(self._task(arguments), self.name)
-        found = {} if result.error else {"attempts": [[self.name, result.content]]}
-        return replace(result, alias="", found=found)
+        findings = {} if result.error else {"attempts": [[self.name, result.content]]}
+        return replace(result, alias="", findings=findings)
 
     def _task(self, arguments) -> str:
         return arguments.get("task") or self.evidence.problem

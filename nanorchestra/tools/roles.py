@@ -13,12 +13,7 @@ from typing import Any
 from nanorchestra.evidence import Evidence, EvidenceBudget
 from nanorchestra.records import RESULT_WORDS, ToolResult, banned, part
 from nanorchestra.schemas import Json, arguments_schema
-from nanorchestra.tools.allowance import (
-    Allowance,
-    RefusedError,
-    ban_names,
-    most_usd,
-)
+from nanorchestra.tools.allowance import Allowance, RefusedError, ban_names, most_usd
 from nanorchestra.tools.failures import failed
 from nanorchestra.tools.models import Expert
 
@@ -119,7 +114,7 @@ class RoleTool:
         return expert.most_usd(self.prompt(expert)) + helping
 
     def call(self, arguments: Json) -> ToolResult:
-        """Returns code and its output, documents, or an answer; each also as `found`."""
+        """Returns code and its output, documents, or an answer; each also as findings."""
         alias = arguments["model"]
         expert = self.experts[alias]
         reply = expert.ask(self.prompt(expert), alias)
@@ -127,15 +122,15 @@ class RoleTool:
             return reply
         if self.kind == "answer":
             text = final_answer(reply.content)
-            return replace(reply, content=text, found={"attempts": [[alias, text]]})
+            return replace(reply, content=text, findings={"attempts": [[alias, text]]})
         return self._helped(reply)
 
     def _helped(self, reply) -> ToolResult:
         """Returns an expert's reply with what the helpers make of the code or query in it."""
         kind, _, mark = ROLES[self.name]
         what = "query" if kind == "search" else "code"
-        found = (text.strip() for text in re.findall(mark, reply.content, re.DOTALL))
-        long = [text for text in found if len(text) >= LEAST_CHARS[what]]
+        marked = (text.strip() for text in re.findall(mark, reply.content, re.DOTALL))
+        long = [text for text in marked if len(text) >= LEAST_CHARS[what]]
         written = {what: long[-1] if long else ""}
         calls = [("expert", {}, reply)]
         result = ToolResult(f"Error: {reply.alias} wrote no {what}", error=True)
@@ -147,18 +142,18 @@ class RoleTool:
                 result = failed(helper.name, error)
             calls.append((helper.name, written, result))
             down |= result.infrastructure
-            if kind == "code" or result.found.get("documents"):
+            if kind == "code" or result.findings.get("documents"):
                 down = result.infrastructure
                 break
         program = f"```python\n{written[what]}\n```\n\n```output\n{result.content}\n```"
         return replace(
             reply,
-            content=program if "code" in result.found else result.content,
+            content=program if "code" in result.findings else result.content,
             cost_usd=sum(result.cost_usd for _, _, result in calls),
             latency_s=sum(result.latency_s for _, _, result in calls),
             error=result.error,
             infrastructure=down,
-            found=result.found,
+            findings=result.findings,
             parts=[part(*call) for call in calls],
         )
 
@@ -175,6 +170,6 @@ class RoleTool:
 def final_answer(text: str) -> str:
     """Returns what is marked as the answer, by tags or by a box; else the whole text."""
     for mark in ANSWERS:
-        if found := re.findall(mark, text, re.DOTALL):
-            return found[-1].strip()
+        if answers := re.findall(mark, text, re.DOTALL):
+            return answers[-1].strip()
     return text.strip()

@@ -38,7 +38,8 @@ import subprocess
 import sys
 import sysconfig
 import time
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nanorchestra.errors import UserError
@@ -47,6 +48,8 @@ CHILD = Path(__file__).with_name("sandbox_child.py")
 LIBRARIES = json.loads(CHILD.with_name("sandbox.json").read_text())["libraries"]
 MAX_OUTPUT = 8192  # bytes
 MAX_ERROR = 500  # characters
+MOST_WORKERS = 16  # of a process
+WAIT_S = 300.0  # of a run, for a worker; of `close`, for the runs in progress
 START_S = 60.0  # for a worker to start and to import libraries
 GRACE_S = 2.0  # for a worker to report the end of a run; then it counts as stuck
 
@@ -55,25 +58,37 @@ GRACE_S = 2.0  # for a worker to report the end of a run; then it counts as stuc
 class SandboxResult:
     """The text that a run printed, its error in one line ("" if none), and its wall seconds.
 
-    `died`: the worker is gone or cannot be used, which is not the fault of the code.
+    `died`: there is no worker for the code, or it is gone, which is not the fault of the code.
+    `waited_s` are the seconds until a worker was free, which `seconds` leaves out.
     """
 
     stdout: str
     error: str
     seconds: float
     died: bool = False
+    waited_s: float = 0.0
+
+
+def workers_of_rank() -> int:
+    """Returns how many workers a process has: one a core of its share of the machine, 2 to 16.
+
+    The ranks of a machine (LOCAL_WORLD_SIZE) share its cores.
+    """
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return min(max(cores, 2), MOST_WORKERS)
 
 
 class Sandbox:
-    """A pool of `workers` confined processes; as many runs proceed at once, others wait.
+    """A pool of confined processes; as many runs proceed at once, others wait WAIT_S at most.
 
+    workers: how many processes, each started when it is first needed; None: `workers_of_rank`.
     Thread-safe. Raises UserError if this machine cannot confine a process.
     """
 
-    def __init__(self, workers: int = 2):
-        self._size = workers
+    def __init__(self, workers: int | None = None):
+        self._size = workers or workers_of_rank()
         self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()  # warm ones first
-        for _ in range(workers):
+        for _ in range(self._size):
             self._idle.put(_Worker())
         probe = self.run("1")
         if probe.stdout != "1\n":
@@ -85,15 +100,27 @@ class Sandbox:
 
     def run(self, code: str, timeout_s: float = 5.0) -> SandboxResult:
         """Runs `code` as a program of its own. What goes wrong is in the result."""
-        worker = self._idle.get()
+        start = time.perf_counter()
         try:
-            return worker.run(code, timeout_s)
+            worker = self._idle.get(timeout=WAIT_S)
+        except queue.Empty:
+            problem = f"no worker of the sandbox was free within {WAIT_S:g} s"
+            return SandboxResult("", problem, 0.0, died=True, waited_s=WAIT_S)
+        waited_s = time.perf_counter() - start
+        try:
+            return replace(worker.run(code, timeout_s), waited_s=waited_s)
         finally:
             self._idle.put(worker)
 
     def close(self) -> None:
-        """Waits for the runs in progress, then ends all workers; a later run starts one again."""
-        workers = [self._idle.get() for _ in range(self._size)]
+        """Waits for the runs in progress, then ends all workers; a later run starts one again.
+
+        After WAIT_S seconds it leaves a run alone. Its worker ends when this process does.
+        """
+        end, workers = time.monotonic() + WAIT_S, []
+        with suppress(queue.Empty):
+            while len(workers) < self._size:
+                workers.append(self._idle.get(timeout=max(end - time.monotonic(), 0.0)))
         for worker in workers:
             worker.stop()
             self._idle.put(worker)
@@ -160,13 +187,17 @@ class _Worker:
     def _ask(self, code: str, timeout_s: float) -> int | None:
         """Returns the exit status of the program, None if the worker ended it at its time-out.
 
-        Raises TimeoutError if the worker does not answer in time, ConnectionError if it died.
+        Raises TimeoutError if the worker does not answer in time, ConnectionError if it died,
+        another OSError if it does not come to run the program.
         """
         self._empty_files()
         os.pwrite(self.files[0].fileno(), code.encode("utf-8", "surrogatepass"), 0)
         libraries = [name for name in LIBRARIES if name in code]
         self.control.send(json.dumps({"timeout_s": timeout_s, "libraries": libraries}).encode())
-        self._receive(START_S)  # "ready"
+        try:
+            self._receive(START_S)  # "ready"
+        except TimeoutError:
+            raise OSError(f"it was not ready within {START_S:g} s") from None
         return json.loads(self._receive(timeout_s + GRACE_S))
 
     def _receive(self, seconds: float) -> bytes:
@@ -210,6 +241,7 @@ class _Worker:
         if process is not None:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
             for each in (self.control, *self.files):
                 each.close()

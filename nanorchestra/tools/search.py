@@ -75,8 +75,14 @@ class WebSearch:
         try:
             hits, seconds = self._ask("search", body | {"chunks_per_source": 3})
         except EndpointError as error:
-            problem, down = f"Error: {self.name}: {error}", not error.bad_request
-            return ToolResult(problem, error=True, infrastructure=down)
+            retries, seconds = error.spent
+            return ToolResult(
+                f"Error: {self.name}: {error}",
+                latency_s=seconds,
+                error=True,
+                infrastructure=not error.bad_request,
+                retries=retries,
+            )
         hits = hits[: self.pages]  # best first
         if not hits:
             return ToolResult("nothing found", self.usd_per_search, seconds)
@@ -85,7 +91,7 @@ class WebSearch:
         try:
             pages, more = self._ask("extract", body)
         except EndpointError as error:
-            pages, more = [], 0.0
+            pages, more = [], error.spent[1]
             note = f"\n\n(excerpts only; pages were not read: {error})"
         pages = pages[: len(hits)]  # a server that sends more than was asked for is not paid more
         texts = {page["url"]: page.get("raw_content") or "" for page in pages}
@@ -96,9 +102,10 @@ class WebSearch:
             score = hit.get("score") or 0.0
             head = f"{hit.get('title') or ''}\n{hit['url']} (score {score:.2f})"
             documents.append(f"{head}\n{text[:PAGE_CHARS]}")
-        usd, found = self.usd_per_search + self.usd_per_page * len(pages), documents[::-1]
+        usd = self.usd_per_search + self.usd_per_page * len(pages)
         content = "\n\n".join(documents) + note
-        return ToolResult(content, usd, seconds + more, found={"documents": found})
+        best_last = {"documents": documents[::-1]}
+        return ToolResult(content, usd, seconds + more, findings=best_last)
 
     def _ask(self, path, body) -> tuple[list[Json], float]:
         """Returns the results of a request and its seconds, from the cache if they are there."""

@@ -123,7 +123,9 @@ class SimulatedExpert:
         """Returns "sure: ANSWER" or "unsure: ANSWER"."""
         seed = f"{self.seed}/{self.name}"
         simulated = self._simulation().reply(seed, self.input_tokens, self._right, self._wrong)
-        return simulated.result(simulated.reply, found={"attempts": [[self.name, simulated.reply]]})
+        return simulated.result(
+            simulated.reply, findings={"attempts": [[self.name, simulated.reply]]}
+        )
 
     def _simulation(self) -> Simulation:
         return Simulation(

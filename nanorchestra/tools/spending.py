@@ -17,6 +17,7 @@ from typing import Any
 from nanorchestra.files import read_json, write_whole
 from nanorchestra.records import ToolResult
 from nanorchestra.schemas import Json, check
+from nanorchestra.tools.http import EndpointError
 
 
 class Spending:
@@ -96,17 +97,26 @@ class Spending:
         return result
 
     def complete(self, endpoint: Any, body: Json) -> Any:
-        """Returns what `endpoint.complete(body)` does, or has returned to the same request."""
+        """Returns what `endpoint.complete(body)` does, or has returned to the same request.
+
+        A request that is open already is waited for, `endpoint.timeout_s` seconds at most. A reply
+        that is stored keeps its own seconds. Raises EndpointError.
+        """
         if self.replies is None:
             return endpoint.complete(body)
         stored = reply_file(self.replies, [endpoint.base_url, self.trial, body])
-        with self._asking.setdefault(stored, threading.Lock()):
+        asking = self._asking.setdefault(stored, threading.Lock())
+        if not asking.acquire(timeout=endpoint.timeout_s):
+            raise EndpointError(f"the same request had no reply within {endpoint.timeout_s:g} s")
+        try:
             if stored.exists():
                 return read_json(stored)
             reply = endpoint.complete(body)
             self.replies.mkdir(parents=True, exist_ok=True)
             write_whole(stored, json.dumps(reply))
-        return reply
+            return reply
+        finally:
+            asking.release()
 
     def _keep(self) -> None:
         if self.file is not None:

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.schemas import Json
+from nanorchestra.tools.devices import current
 
 VECTORS, CODES = "vectors.f32", "ivfpq.faiss"
 KINDS = ("flat", "ivfpq")
@@ -90,8 +91,9 @@ def write_ivfpq(vectors: np.ndarray, settings: Json, path: Path) -> None:
 class Vectors:
     """The `count` vectors of a directory with their index, to search in.
 
-    Flat vectors are searched in fp16 on `device`, if it is a GPU and FAISS was built for GPUs. All
-    else is searched on the CPU. UserError if a file is missing or has not the size it must have.
+    Flat vectors are searched in fp16 on `device` alone, if it is a GPU and FAISS was built for
+    GPUs: each rank has its own. All else is searched on the CPU. UserError if a file is missing or
+    has not the size it must have.
     """
 
     def __init__(self, path: Path, settings: Json, count: int, device: torch.device):
@@ -107,6 +109,7 @@ class Vectors:
         )
         self._vectors = np.memmap(file, np.float32, "r", shape=(count, dimension))
         self._codes = self._on_gpu = None
+        self._device = device
         if settings["kind"] == "ivfpq":
             self._codes = self._open_codes(path / CODES)
         elif device.type == "cuda" and faiss.get_num_gpus():
@@ -123,11 +126,11 @@ class Vectors:
             index = faiss.read_index(str(file), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY)
         except RuntimeError:  # FAISS's message has many lines
             raise UserError(f"{file}: not a whole FAISS index; build the index again") from None
-        found, wanted = (index.ntotal, index.d), self._vectors.shape
+        count, dimension = self._vectors.shape
         require(
-            found == wanted,
-            f"{file}: it has {found[0]} vectors of dimension {found[1]}; the passages have "
-            f"{wanted[0]} of dimension {wanted[1]}; build the index again",
+            (index.ntotal, index.d) == (count, dimension),
+            f"{file}: it has {index.ntotal} vectors of dimension {index.d}; the passages have "
+            f"{count} of dimension {dimension}; build the index again",
         )
         return index
 
@@ -143,8 +146,9 @@ class Vectors:
         config = faiss.GpuIndexFlatConfig()
         config.device, config.useFloat16 = device.index, True
         self._resources = faiss.StandardGpuResources()  # FAISS needs it as long as the index
-        index = faiss.GpuIndexFlatIP(self._resources, dimension, config)
-        index.add(self._vectors)  # page by page
+        with current(device):
+            index = faiss.GpuIndexFlatIP(self._resources, dimension, config)
+            index.add(self._vectors)  # page by page
         return index
 
     def search(self, queries: np.ndarray, k: int) -> list[list[tuple[float, int]]]:
@@ -153,7 +157,8 @@ class Vectors:
         if self._codes is not None:
             return self._search_codes(queries, k)
         if self._on_gpu is not None:
-            scores, rows = self._on_gpu.search(queries, k)
+            with current(self._device):
+                scores, rows = self._on_gpu.search(queries, k)
         else:
             scores, rows = faiss.knn(queries, self._vectors, k, faiss.METRIC_INNER_PRODUCT)
         return [
@@ -165,10 +170,10 @@ class Vectors:
         candidates = min(max(k * RERANKED, FEWEST_RERANKED), len(self._vectors))
         nprobe = faiss.SearchParametersIVF(nprobe=self.settings["nprobe"])
         _, near = self._codes.search(queries, candidates, params=nprobe)
-        found = []
+        nearest = []
         for query, rows in zip(queries, near, strict=True):
             rows = np.sort(rows[rows >= 0])  # the lists may hold fewer; sorted, the file is read on
             scores = self._vectors[rows] @ query
             best = np.argsort(-scores, kind="stable")[:k]
-            found.append(list(zip(scores[best].tolist(), rows[best].tolist(), strict=True)))
-        return found
+            nearest.append(list(zip(scores[best].tolist(), rows[best].tolist(), strict=True)))
+        return nearest

@@ -34,8 +34,9 @@ def check_row(row: Any, where: str) -> None:
     for turn in row["turns"]:
         inside = turn.get("context", 0) <= turn["start"] <= turn["end"] <= len(ids)
         require(inside, f"{where}: a turn is not within the {len(ids)} ids")
-        answered = len(turn["results"]) in (0, len(turn["calls"]))
-        require(answered, f"{where}: a turn has other results than calls")
+        # A judge, a user or an engine that failed is the one result of a turn without calls.
+        fitting = (0, len(turn["calls"]) or 1)
+        require(len(turn["results"]) in fitting, f"{where}: a turn has other results than calls")
 
 
 def from_row(row: Json) -> tuple[Task, Trajectory]:

@@ -140,7 +140,11 @@ class Wasteful:
     def run(self, code, timeout_s):
         seconds = timeout_s * self.rng.uniform(0, 1.2)
         return SimpleNamespace(
-            stdout="1 " * self.rng.randint(0, 4000), error="", seconds=seconds, died=False
+            stdout="1 " * self.rng.randint(0, 4000),
+            error="",
+            seconds=seconds,
+            died=False,
+            waited_s=0.0,
         )
 
 

@@ -83,7 +83,7 @@ def test_a_server_finds_what_its_index_finds(tmp_path):
         (tool,) = load_tools(tmp_path / "t.json", None)
         result = tool.call({"query": "yellow gold"})
         assert result.content == "Gold is yellow. [gold.md]" and not result.error and tool.blocking
-        assert result.found == {"documents": ["Gold is yellow. [gold.md]"]}
+        assert result.findings == {"documents": ["Gold is yellow. [gold.md]"]}
         remote.search("iron " * 300_000)  # it is cut
         health = requests.get(f"{address}/health", timeout=5).json()
         assert (health["status"], health["passages"], health["waiting"]) == ("ok", 3, 0)

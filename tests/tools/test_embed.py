@@ -12,7 +12,8 @@ from transformers import Qwen3Model
 
 from nanorchestra.errors import UserError
 from nanorchestra.tools import embed
-from nanorchestra.tools.embed import Embedder, device_named
+from nanorchestra.tools.devices import device_named
+from nanorchestra.tools.embed import Embedder
 
 
 def test_vectors_are_those_of_transformers(checkpoint, nano_tokenizer, monkeypatch):

@@ -3,33 +3,84 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
+import socket
 import sys
 import threading
 import time
+import urllib.error
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import httpx
+import openai
 import pytest
 import requests
 import torch
 from openai_server import openai_server, said
 from scripted import ANSWER, EchoTool, call, echoing, execute, play
 
+from nanorchestra.errors import UserError
 from nanorchestra.evidence import Evidence
-from nanorchestra.records import ToolCall, ToolResult
+from nanorchestra.records import Preference, Price, ToolCall, ToolResult
+from nanorchestra.report.terminal import Console
 from nanorchestra.settings import load_config
 from nanorchestra.tools import functions, http
+from nanorchestra.tools import index as index_module
+from nanorchestra.tools import spending as spending_module
 from nanorchestra.tools.failures import is_infrastructure
 from nanorchestra.tools.functions import FunctionTool
 from nanorchestra.tools.http import EndpointError
+from nanorchestra.tools.index import Index, Passage
+from nanorchestra.tools.models import Endpoint, Expert
 from nanorchestra.tools.sandbox import Sandbox
+from nanorchestra.tools.search import WebSearch
+from nanorchestra.tools.spending import Spending
 from nanorchestra.training.objectives import group_advantages, objective_of
+from nanorchestra.training.trajectories import check_row, from_row, replay, to_row
 from reward import group_rewards
-from tools import PythonTool, load_tools
+from tools import LookupTool, PythonTool, load_tools
 from worlds.routers import OfferedExpert, ask_until_two_agree
 
+
+def replied(status):
+    """What requests, httpx, openai, aiohttp and urllib raise for a reply with an HTTP status."""
+    request = httpx.Request("GET", "http://x")
+    response = requests.Response()
+    response.status_code = status
+    theirs = httpx.Response(status, request=request)
+    plain = RuntimeError("aiohttp's ClientResponseError")
+    plain.status = status
+    return (
+        requests.HTTPError(str(status), response=response),
+        httpx.HTTPStatusError(str(status), request=request, response=theirs),
+        openai.APIStatusError(str(status), response=theirs, body=None),
+        plain,
+        urllib.error.HTTPError("http://x", status, "says no", {}, None),
+    )
+
+
+def wrapped(outer, inner):
+    outer.__cause__ = inner  # raise outer from inner
+    return outer
+
+
 INFRASTRUCTURE = (
+    *replied(429),
+    *replied(503),
+    requests.ReadTimeout("read timed out"),
+    httpx.ReadTimeout("read timed out"),
+    httpx.RemoteProtocolError("the server has closed the connection"),
+    openai.APIConnectionError(request=httpx.Request("GET", "http://x")),
+    urllib.error.URLError(ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")),
+    wrapped(RuntimeError("the weather service is down"), ConnectionResetError("reset")),
+    wrapped(ValueError("no forecast"), replied(500)[0]),
+    socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"),
+    TimeoutError("timed out"),
+    OSError(errno.EHOSTUNREACH, "No route to host"),
+    UserError("index/passages.jsonl: passage 3 is damaged; build the index again"),
+    RuntimeError("Expected all tensors to be on the same device, but got cuda:3 and cuda:0"),
     EndpointError("no connection"),
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
     RuntimeError("CUDA error: an illegal memory access was encountered"),
@@ -42,6 +93,11 @@ INFRASTRUCTURE = (
     OSError(errno.EMFILE, "Too many open files"),
 )
 ORDINARY = (
+    *replied(400),
+    *replied(404),
+    wrapped(ValueError("no such city"), KeyError("Atlantis")),
+    socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
+    UnicodeDecodeError("utf-8", b"x", 0, 1, "invalid start byte"),
     EndpointError("HTTP 400: too long", bad_request=True),
     ValueError("negative"),
     ZeroDivisionError("division by zero"),
@@ -215,3 +271,163 @@ def test_a_function_that_hangs_or_exits_ends_its_call_alone(monkeypatch):
     assert result.content == "Error: h: TimeoutError: the database is slow" and result.error
     result = FunctionTool("g", "", {}, lambda: sys.exit("no")).call({})
     assert result.content == "Error: g: SystemExit: no" and result.error
+
+
+def test_an_exception_that_was_raised_from_itself_is_judged(monkeypatch):
+    error = ValueError("round and round")
+    assert not is_infrastructure(wrapped(error, error))
+
+
+class Broken:
+    """An index whose device fails."""
+
+    blocking = True
+
+    def __init__(self, error):
+        self.error = error
+
+    def search(self, query, k):
+        raise self.error
+
+
+def test_an_index_that_fails_on_its_device_is_not_the_fault_of_a_query():
+    """It was an observation once, so that search was silently broken on all ranks but one."""
+    for error in (
+        ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)"),
+        RuntimeError("Error in faiss::gpu: StandardGpuResources: alloc fail"),
+        KeyError("whatever it is"),
+    ):
+        result = LookupTool("docs", "d", Broken(error), usd_per_call=1.0).call({"query": "gold"})
+        assert result.infrastructure and result.error and result.cost_usd == 0.0
+        assert f"Error: docs failed: {type(error).__name__}: {error}" == result.content
+
+
+def test_a_search_waits_for_others_only_so_long_and_says_how_long(monkeypatch):
+    monkeypatch.setattr(index_module, "TIMEOUT_S", 0.1)
+    index = Index([Passage("Gold is yellow.")])
+    tool = LookupTool("docs", "d", index)
+    assert "yellow" in tool.call({"query": "gold"}).content
+    with index._lock:
+        result = tool.call({"query": "gold"})
+    assert result.infrastructure and "other searches have held the index" in result.content
+    assert 0.1 <= result.latency_s < 1.0
+    index._lock.acquire()
+    threading.Timer(0.05, index._lock.release).start()
+    result = tool.call({"query": "gold"})
+    assert not result.error and 0.05 <= result.latency_s < 0.1, "the wait is part of it"
+    virtual = LookupTool("docs", "d", index, latency_s=7.0).call({"query": "gold"})
+    assert virtual.latency_s == 7.0
+
+
+def test_an_expert_waits_for_a_place_only_so_long_and_says_how_long():
+    """The wait came before the time-out, and was no part of the latency."""
+    with openai_server() as server:
+        busy = Endpoint(server.url, timeout_s=0.4, concurrency=1)
+        expert = Expert("m", busy, "m", Price(1, 1), Spending())
+
+        def ask_while_busy(seconds):
+            assert busy.free.acquire(timeout=1.0)
+            threading.Timer(seconds, busy.free.release).start()
+            return expert.ask("hi", "m")
+
+        waited = ask_while_busy(0.1)
+        assert waited.content == "42" and 0.1 <= waited.latency_s < 0.4
+        server.answer = lambda body: time.sleep(0.4) or said("42")
+        late = ask_while_busy(0.2)
+        assert late.infrastructure and "no whole reply" in late.content
+        assert 0.4 <= late.latency_s < 0.55, "the wait and the call together have the time-out"
+        with busy.free:
+            refused = expert.ask("hi", "m")
+    assert "1 calls are open, and none ended in 0.4 s" in refused.content
+    assert refused.infrastructure and refused.latency_s == 0.4 and len(server.bodies) == 2
+
+
+def test_a_reply_that_is_asked_for_already_is_waited_for_only_so_long(tmp_path):
+    with openai_server() as server:
+        server.answer = lambda body: time.sleep(0.4) or said("42")
+        spending = Spending(replies=tmp_path / "replies")
+        endpoint = Endpoint(server.url, timeout_s=2.0)
+        ask = Expert("m", endpoint, "m", Price(1, 1), spending).ask
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(ask, "hi", "m")
+            time.sleep(0.1)
+            hasty = Expert("m", replace(endpoint, timeout_s=0.1), "m", Price(1, 1), spending)
+            result = hasty.ask("hi", "m")
+            assert result.infrastructure and "had no reply within 0.1 s" in result.content
+            assert first.result().content == "42"
+        stored = ask("hi", "m")
+        assert stored.latency_s == first.result().latency_s and len(server.bodies) == 1
+
+
+def test_a_full_disk_is_not_the_fault_of_a_question_to_an_expert(tmp_path, monkeypatch):
+    def full(*_):
+        raise UserError("spent/0.json: cannot be written (No space left on device)")
+
+    monkeypatch.setattr(spending_module, "write_whole", full)
+    with openai_server() as server:
+        spending = Spending(file=tmp_path / "spent.json")
+        expert = Expert("m", Endpoint(server.url), "m", Price(1, 1), spending)
+        result = expert.ask("hi", "m")
+    assert result.infrastructure and "m failed: UserError: spent/0.json" in result.content
+
+
+def test_a_search_of_the_web_that_fails_says_how_long_it_took(tmp_path, monkeypatch):
+    monkeypatch.setenv("TAVILY_API_KEY", "none")
+    with openai_server() as server:
+        server.answer = lambda body: time.sleep(0.1) or b"<html>"
+        web = WebSearch("web", "d", str(tmp_path), base_url=server.url)
+        result = web.call({"query": "gold"})
+        assert result.infrastructure and 0.1 <= result.latency_s < 1.0
+        server.status = 400
+        assert not web.call({"query": "gold"}).infrastructure
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionError("reset"), EndpointError("HTTP 400", bad_request=True)]
+)
+def test_a_judge_that_fails_is_never_the_policys_fault_and_the_attempt_can_be_read_again(
+    nano_tokenizer, error
+):
+    """A judge has not been chosen by the policy. A reward function may ask a server, too."""
+    env = echoing()
+
+    def grade(answer):
+        raise error
+
+    env._grade = grade
+    (t,), _ = play(nano_tokenizer, [call(), ANSWER], envs=[env])
+    assert t.status == "infrastructure" and str(error) in t.failure and t.outcome == 0.0
+    row = json.loads(json.dumps(to_row(env.task, t)))
+    check_row(row, "row")
+    assert from_row(row)[1] == t
+    shown = io.StringIO()
+    replay(t, nano_tokenizer, Console(shown).on_event)
+
+
+def test_a_reward_that_is_broken_ends_the_run(nano_tokenizer):
+    env = echoing()
+
+    def grade(answer):
+        raise KeyError("a bug")
+
+    env._grade = grade
+    with pytest.raises(KeyError, match="a bug"):
+        play(nano_tokenizer, [ANSWER], envs=[env])
+
+
+def test_a_limit_of_the_user_is_not_a_failure_of_the_infrastructure(nano_tokenizer):
+    """A call that is refused, and one that is given up; one that failed says so, however late."""
+
+    def attempt(tool, **limits):
+        env = echoing(tool)
+        env.task = replace(env.task, preference=Preference(**limits))
+        (t,), _ = play(nano_tokenizer, [call(), ANSWER], envs=[env])
+        return t
+
+    refused = attempt(EchoTool(), never=["echo"])
+    assert refused.status == "answered" and refused.turns[0].results[0].refused
+    late = attempt(EchoTool(result=ToolResult("late", 0.0, 99.0)), seconds=9.0)
+    assert late.status != "infrastructure" and "was given up" in late.turns[0].results[0].content
+    down = replace(DOWN.result, latency_s=99.0)
+    failed = attempt(EchoTool(result=down), seconds=9.0)
+    assert failed.failure == "Error: echo is down" and failed.latency_s < 9.5

@@ -25,7 +25,7 @@ class Recorder:
 
     def call(self, arguments):
         Recorder.asked = arguments
-        return ToolResult("found", found={"documents": ["found"]})
+        return ToolResult("found", findings={"documents": ["found"]})
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import pytest
 from nanorchestra.errors import UserError
 from nanorchestra.tools import sandbox as sandbox_module
 from nanorchestra.tools.sandbox import Sandbox
+from tools import PythonTool
 
 
 @pytest.mark.parametrize(
@@ -289,14 +290,15 @@ def test_a_killed_worker_is_reported_and_replaced_and_a_closed_sandbox_leaves_no
 
 
 def test_a_stopped_worker_is_ended_and_replaced(monkeypatch):
-    """A deadline that the worker keeps alone would never come."""
+    """A deadline that the worker keeps alone would never come. Its program is not to blame."""
     monkeypatch.setattr(sandbox_module, "GRACE_S", 0.2)
     with Sandbox(workers=1) as one:
         process = one._idle.queue[0].process
         os.kill(process.pid, signal.SIGSTOP)
         monkeypatch.setattr(sandbox_module, "START_S", 0.2)
         result = one.run("1+1", timeout_s=0.1)
-        assert result.error == "timed out after 0.1 s" and result.seconds < 1.0
+        assert "it was not ready within 0.2 s" in result.error
+        assert result.died and result.seconds < 1.0
         assert process.returncode == -signal.SIGKILL
         monkeypatch.undo()
         assert one.run("1+1").stdout == "2\n"
@@ -410,3 +412,38 @@ def test_packages_beside_pythons_library_cannot_be_read(sandbox):
     listing = sandbox.run("import os; os.listdir('/usr/lib/python3/dist-packages')").error
     assert "PermissionError" in listing or "FileNotFoundError" in listing
     assert sandbox.run("import asyncio, sqlite3, zoneinfo, xml.dom, email.mime.text").error == ""
+
+
+def test_a_process_has_as_many_workers_as_its_share_of_the_cores(monkeypatch):
+    for cores, ranks, workers in ((2, 1, 2), (16, 1, 16), (16, 4, 4), (16, 8, 2), (192, 8, 16)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=cores: range(n))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        assert sandbox_module.workers_of_rank() == workers
+
+
+def test_a_run_waits_for_a_worker_only_so_long_and_says_how_long(monkeypatch):
+    """It waited without a bound, and without a trace in its seconds."""
+    monkeypatch.setattr(sandbox_module, "WAIT_S", 0.3)
+    with Sandbox(workers=1) as one:
+        python = PythonTool("python", "d", one, usd_per_call=1.0, usd_per_second=1.0)
+        busy = threading.Thread(target=one.run, args=("import time; time.sleep(0.6)",))
+        busy.start()
+        time.sleep(0.1)
+        refused = python.call({"code": "1+1"})
+        assert "no worker of the sandbox was free within 0.3 s" in refused.content
+        assert refused.infrastructure and refused.latency_s == 0.3 and refused.cost_usd == 0.0
+        monkeypatch.setattr(sandbox_module, "WAIT_S", 10.0)
+        waited = python.call({"code": "1+1"})
+        assert waited.content == "2" and 0.1 <= waited.latency_s < 5
+        assert 1.0 < waited.cost_usd < 1.0 + waited.latency_s / 2, "a wait is not billed"
+        virtual = PythonTool("python", "d", one, latency_s=7.0).call({"code": "1+1"})
+        assert virtual.latency_s == 7.0
+        busy.join()
+        monkeypatch.setattr(sandbox_module, "WAIT_S", 0.3)
+        busy = threading.Thread(target=one.run, args=("import time; time.sleep(1)",))
+        busy.start()
+        time.sleep(0.1)
+        start = time.monotonic()
+        one.close()
+        assert 0.25 < time.monotonic() - start < 0.8, "it leaves a run that does not end"
+        busy.join()

@@ -48,7 +48,7 @@ def test_pages_come_best_first_and_are_billed_and_asked_for_once(tavily, make, t
     best, other = result.content.split("\n\n")
     assert best.startswith("B\nhttp://b (score 0.90)\nThe tower is 330 m") and LONG in best
     assert other == "A\nhttp://a (score 0.40)\nexcerpt of a"
-    assert result.found == {"documents": [other, best]}
+    assert result.findings == {"documents": [other, best]}
     assert result.cost_usd == pytest.approx(0.01 + 0.002) and result.latency_s > 0
     asked, extracted = tavily.bodies
     assert len(asked["query"]) == 400 and extracted["urls"] == ["http://b", "http://a"]

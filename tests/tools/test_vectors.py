@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import faiss
@@ -126,11 +127,24 @@ def test_a_torn_or_foreign_file_is_one_line(built, tmp_path):
 def test_a_gpu_holds_flat_vectors_alone_and_only_if_they_fit(built, monkeypatch):
     path, vectors, settings = built
     flat, gpu, made = {"kind": "flat", "dimension": DIMENSION}, torch.device("cuda", 3), []
+    used, entered = [], []  # the GPU that is current where FAISS is at work
 
     class FakeIndex(faiss.IndexFlatIP):
         def __init__(self, resources, dimension, config):
             super().__init__(dimension)
             made.append(config)
+
+        def search(self, queries, k):
+            used.append(entered[-1])
+            return super().search(queries, k)
+
+    @contextmanager
+    def current(number):
+        entered.append(number)
+        yield
+        entered.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", current)
 
     monkeypatch.setattr(faiss, "get_num_gpus", lambda: 8)
     monkeypatch.setattr(faiss, "GpuIndexFlatConfig", SimpleNamespace, raising=False)
@@ -142,7 +156,7 @@ def test_a_gpu_holds_flat_vectors_alone_and_only_if_they_fit(built, monkeypatch)
     assert made == []
     on_gpu = Vectors(path, flat, FEWEST, gpu).search(vectors[:2], 5)
     assert rows(on_gpu) == rows(on_cpu)
-    assert [(config.device, config.useFloat16) for config in made] == [(3, True)]
+    assert [(config.device, config.useFloat16) for config in made] == [(3, True)] and used == [3]
     Vectors(path, settings, FEWEST, gpu)
     assert len(made) == 1, "codes are searched on the CPU"
     room[0] -= 1

@@ -174,7 +174,7 @@ def test_a_search_with_nothing_behind_it_is_simulated_with_the_experts_or_refuse
         call = ToolCall("search", {"model": next(iter(task.data["tools"][0]["models"]))})
         result = execute(env, call)
         question, answer = result.content.split("\n")
-        assert question == task.question and result.found["documents"] == [result.content]
+        assert question == task.question and result.findings["documents"] == [result.content]
         assert 0.01 < result.cost_usd <= most_usd(env.by_name["search"], call.arguments)
         right.append(answer == task.data["answer"])
     assert 0.5 < sum(right) / len(right) < 0.9

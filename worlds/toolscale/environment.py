@@ -216,7 +216,7 @@ class DomainEnvironment:
             text = f"{alias} wrote to the user: {turn.content}\n{reaction}"
         failed = result.infrastructure or answer is not None and answer.infrastructure
         evidence = {} if result.error else {"attempts": [[alias, text]]}
-        return replace(result, content=text, infrastructure=failed, alias=alias, found=evidence)
+        return replace(result, content=text, infrastructure=failed, alias=alias, findings=evidence)
 
     def _turn(self) -> str:
         """What an expert is asked."""

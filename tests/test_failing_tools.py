@@ -1,0 +1,191 @@
+"""A run on two ranks whose expert fails, whose second is slow and whose search is dead.
+
+Attempts that the infrastructure failed are sampled again, then left out of their groups. The run
+goes on, or, where more than half of a step fails, ends with one line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from openai_server import said
+from scripted import call
+
+from nanorchestra.agent.load import NANO
+
+ROOT = Path(__file__).parent.parent
+SLOW_S = 0.3
+SETTINGS = {
+    "run.threads": 1,
+    "model.path": NANO,
+    "rollout.temperature": 4.0,  # each turn of the menu is drawn
+    "rollout.turns": 3,
+    "rollout.turn_tokens": 64,
+    "task.experts": "real",
+    "task.preference": "",
+    "warm_start.steps": 0,
+    "grpo.prompts": 6,
+    "grpo.group_size": 4,
+    "grpo.min_std": 0,
+    "grpo.bounds": "task",
+    "evaluation.tasks": 8,
+    "evaluation.temperature": 4.0,
+}
+
+
+class Experts(ThreadingHTTPServer):
+    """Answers as the model that is asked: "failing" by HTTP 429, "slow" late, others at once.
+
+    "good-0", "good-2", ... are right. `asked` counts requests by model.
+    """
+
+    def __init__(self):
+        self.asked: dict[str, int] = {}
+        super().__init__(("127.0.0.1", 0), Expert)
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}/v1"
+
+
+class Expert(BaseHTTPRequestHandler):
+    def do_POST(self):  # noqa: N802
+        model = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["model"]
+        self.server.asked[model] = self.server.asked.get(model, 0) + 1
+        if model == "slow":
+            time.sleep(SLOW_S)
+        answer = "odd" if model[-1] in "13579" else "even"
+        text = f"<answer>{answer}</answer><query>a query of some words</query>"
+        reply = json.dumps({"error": "slow down"} if model == "failing" else said(text)).encode()
+        self.send_response(429 if model == "failing" else 200)
+        self.send_header("Content-Length", str(len(reply)))
+        self.end_headers()
+        self.wfile.write(reply)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@contextmanager
+def experts():
+    server = Experts()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def closed_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def write_world(folder, url, answering):
+    """Questions with a catalogue in which the experts `answering` have the role `answer`.
+
+    A good expert writes queries for a search whose server is gone. The menu has each turn once.
+    """
+    rows = [{"question": f"What is {n} plus {n}?", "answer": "even"} for n in range(60)]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    models = {
+        name: {"endpoint": "here", "model": name, "usd": [0.1, 0.1], "latency_s": 20}
+        for name in (*answering, "writer")
+    }
+    roles = {"answer": answering, "search": ["writer"]}
+    tools = [
+        {"name": name, "kind": "role", "description": "d", "models": models}
+        for name, models in roles.items()
+    ]
+    web = {"name": "web", "kind": "web", "description": "d", "cache": str(folder / "cache")}
+    tools.append(web | {"base_url": f"http://127.0.0.1:{closed_port()}", "timeout_s": 1.0})
+    here = {"base_url": url, "timeout_s": 1.0}  # too short to ask a second time
+    catalogue = {"endpoints": {"here": here}, "experts": models, "tools": tools}
+    (folder / "tools.json").write_text(json.dumps(catalogue))
+    turns = []
+    for role, models in roles.items():
+        for model in models:
+            thought = "abcdefghijklm"[len(turns)]  # at which the turns part, each as probable
+            turn = call(model, role).replace('"text"', '"model"')
+            turns.append(turn.replace("\nt\n", f"\n{thought}\n"))
+    (folder / "menu.json").write_text(json.dumps(turns))
+
+
+def train(folder, name, steps):
+    """Runs train.py on two ranks; returns its exit status and what it has printed."""
+    settings = SETTINGS | {
+        "run.root": folder,
+        "run.name": name,
+        "grpo.steps": steps,
+        "task.world": f"questions:{folder / 'questions.jsonl'}",
+        "task.tools": folder / "tools.json",
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += ["--master-addr=127.0.0.1", f"--master-port={closed_port()}"]
+    command += ["--max-restarts=0", "--monitor-interval=0.2", "tests/menu_policy.py"]
+    command += [str(word) for name, value in settings.items() for word in (f"--{name}", value)]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TAVILY_API_KEY": "none"}
+    env |= {"PYTHONPATH": str(ROOT), "MENU": str(folder / "menu.json")}
+    ended = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    return ended.returncode, ended.stdout
+
+
+def rows(folder, file):
+    return [json.loads(line) for line in (folder / file).read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_run_leaves_out_what_the_infrastructure_failed_and_goes_on(tmp_path):
+    with experts() as server:
+        write_world(tmp_path, server.url, ["failing", "slow", *(f"good-{n}" for n in range(6))])
+        status, printed = train(tmp_path, "run", steps=3)
+    assert status == 0 and "finished" in printed, printed
+    assert {"failing", "slow", "writer"} <= server.asked.keys()
+    steps = [row for row in rows(tmp_path / "run", "metrics.jsonl") if row["phase"] == "grpo"]
+    assert [row["step"] for row in steps] == [1, 2, 3] and any("loss" in row for row in steps)
+    assert sum(row["retried"] for row in steps) > 0
+    for row in steps:
+        left_out = row["filtered"].get("infrastructure", 0.0)
+        assert left_out == row["statuses"].get("infrastructure", 0.0) <= 0.5
+        # Each was played three times; others may have failed and then not.
+        assert row["retried"] >= 2 * left_out * 24
+    assert any("infrastructure" in row["filtered"] for row in steps)
+    for row in rows(tmp_path / "run", "trajectories.jsonl"):
+        failed = [
+            made for turn in row["turns"] for made in turn["results"] if made["infrastructure"]
+        ]
+        assert bool(failed) == (row["status"] == "infrastructure")
+        if failed:
+            assert row["advantage"] == row["reward"] == 0.0 and row["trainer_logprobs"] == []
+
+
+@pytest.mark.slow
+def test_a_run_of_whose_attempts_more_than_half_fail_ends_with_one_line(tmp_path):
+    with experts() as server:
+        write_world(tmp_path, server.url, ["failing", "good"])
+        status, printed = train(tmp_path, "run", steps=1)
+    assert status != 0 and "finished" not in printed
+    (line,) = (line for line in printed.splitlines() if "attempts failed" in line)
+    assert "of 24 attempts failed" in line and "infrastructure" in line
+    assert "Error: failing did not answer: HTTP 429" in line or "Error: web: no conn" in line
+    assert "UserError" not in printed  # the traceback is torchrun's own
