@@ -181,7 +181,7 @@ def test_commands(talk, nano_tokenizer):
     ):
         with pytest.raises(UserError, match=problem):
             session.handle(line)
-    assert session.wishes["budget"] == "usd=0.05 seconds=60", "a refused line changes nothing"
+    assert session.stated["budget"] == "usd=0.05 seconds=60", "a refused line changes nothing"
     session.handle("/budget off")
     session.handle("/prefer off")
     session.handle("/tools tool-ro-ta-vi")
