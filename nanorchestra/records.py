@@ -203,7 +203,7 @@ class Preference:
 
     @property
     def name(self) -> str:
-        """What the weights of cost and latency favour: "right", "cheap", "fast" or "balanced"."""
+        """The name of the preference in summaries: "right", "cheap", "fast" or "balanced"."""
         if self.cost == self.latency:
             return "balanced" if self.cost else "right"
         return "cheap" if self.cost > self.latency else "fast"

@@ -115,10 +115,10 @@ def written(directory, rows):
 
 def environment(world, name):
     """One attempt at the task of that id."""
-    (found,) = (
+    (place,) = (
         (s, i) for s in world.splits for i, t in enumerate(world.splits[s]) if t["id"] == name
     )
-    return world.environment(world.task(*found), 0)
+    return world.environment(world.task(*place), 0)
 
 
 def call(env, name, /, **arguments):
@@ -168,15 +168,15 @@ def test_a_row_without_a_preference_has_that_of_the_setting(cinema):
     """Training draws one for each task; an evaluation has none, or that of its user."""
     path = str(cinema(*map(row, range(5))))
 
-    def wishes(preference):
+    def drawn(preference):
         world = open_world(path, 0, None, TaskSection(preference=preference))
         return [world.task("train", index).preference for index in range(4)]
 
-    assert len({wish.text for wish in wishes("drawn")}) == 4
-    assert wishes("") == [Preference()] * 4
-    assert wishes("Be frugal. cost=1 usd=0.5") == [Preference("Be frugal.", cost=1, usd=0.5)] * 4
+    assert len({each.text for each in drawn("drawn")}) == 4
+    assert drawn("") == [Preference()] * 4
+    assert drawn("Be frugal. cost=1 usd=0.5") == [Preference("Be frugal.", cost=1, usd=0.5)] * 4
     with pytest.raises(UserError, match="task.preference names gpt-5; movie/0 offers experts") as e:
-        wishes("never=gpt-5")
+        drawn("never=gpt-5")
     assert "\n" not in str(e.value)
     own = open_world(str(cinema(*map(trained, range(5)))), 0, None, TaskSection(preference="x=1"))
     assert own.task("train", 0).preference.tools == {"expert-1": 3, "expert-2": 0}
@@ -204,9 +204,9 @@ def trained(number, **changes):
 def test_a_training_row_brings_its_experts_prices_and_preference(cinema):
     question = {"index": "stem____1", "category": "qa", "problem": "1 + 1?", "answer": "2"}
     env = environment(load_world(cinema(question, *map(trained, range(5)))), "movie____0")
-    wish = env.task.preference
-    assert (wish.outcome, wish.cost, wish.latency) == (3, 0.1, 0.1)
-    assert wish.tools == {"expert-1": 3, "expert-2": 0}
+    preference = env.task.preference
+    assert (preference.outcome, preference.cost, preference.latency) == (3, 0.1, 0.1)
+    assert preference.tools == {"expert-1": 3, "expert-2": 0}
     prices = [tuple(e["usd"]) for e in env.experts.values()]
     assert prices == [pytest.approx((1.25, 10)), (0.2, 0.3)]
     assert env.tools[-1]["function"] == trained(0)["tools"][0]["function"]
