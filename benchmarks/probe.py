@@ -203,10 +203,9 @@ def _reads_difficulty(rollout: Rollout, task: Task, attempt: Trajectory) -> bool
 
 def _with(task: Task, tools: list[Offer]) -> Task:
     """Returns the task with other tools, and the bounds that follow from them."""
-    cost_usd, latency_s = bounds(tools, task.data["difficulty"])
     return replace(
         task,
-        bounds=Bounds(tuple(cost_usd), tuple(latency_s)),
+        bounds=bounds(tools, task.data["difficulty"]),
         offers={offer["name"]: offer["what"] for offer in tools},
         data=task.data | {"tools": tools},
     )

@@ -120,9 +120,11 @@ def make_training(tmp_path, sandbox, monkeypatch, nano_model, nano_tokenizer):
     class Training(run_module.TrainingRun):
         def train(self):
             """Trains until the end, or until it is asked to stop; returns whether it ended."""
-            finished = program.train(self, sandbox)
-            self.checkpoints.wait()
-            return finished
+            try:
+                return program.train(self, sandbox)
+            finally:
+                self.checkpoints.wait()
+                self.folder.unlock()
 
     def make(name, settings=None, *, resume=False, steps=10**9):
         path = tmp_path / name

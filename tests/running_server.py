@@ -71,7 +71,7 @@ class Running:
         def environment(question, words, vector, seed):
             self.preferences.append((words, vector))
             preference = Preference.of(words, vector, "metadata", ["echo"])
-            task = Task("asked", question, preference, self.data)
+            task = Task("asked", question, preference, data=self.data)
             return ToolEnvironment(task, [tool or EchoTool()], lambda answer: 0.0)
 
         rollout = Rollout(engine, engine.tokenizer, None, AttemptLimits(8, 200, 400))

@@ -104,7 +104,7 @@ class EchoTool:
 
 def echoing(tool=None, number=0):
     """The environment of a question whose answer is 42."""
-    task = Task(f"t{number}", "question?", Preference("be cheap"), {})
+    task = Task(f"t{number}", "question?", Preference("be cheap"))
     return ToolEnvironment(task, [tool or EchoTool()], lambda answer: float(answer == "42"))
 
 

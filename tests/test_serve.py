@@ -188,7 +188,7 @@ def test_commands(talk, nano_tokenizer):
     ):
         with pytest.raises(UserError, match=problem):
             terminal.handle(line)
-    assert terminal.wishes["budget"] == "usd=0.05 seconds=60", "a refused line changes nothing"
+    assert terminal.stated["budget"] == "usd=0.05 seconds=60", "a refused line changes nothing"
     terminal.handle("/budget off")
     terminal.handle("/prefer off")
     terminal.handle("/tools tool-ro-ta-vi")

@@ -234,7 +234,7 @@ def experts(task: Task) -> list[OfferedExpert]:
     for expert in task.data.get("experts", ()):
         call = {"expert": expert["alias"]}
         offered.append(OfferedExpert(EXPERT, sum(expert["usd"]), call))
-    for tool in task.data["tools"]:
+    for tool in task.data.get("tools", ()):
         for alias, model in tool.get("models", {}).items():
             price = sum(model["usd"])
             if tool["name"] == alias:

@@ -64,7 +64,7 @@ class OpenQuestions:
             if isinstance(tool, Orchestrator):  # it has no tool that is switched off, either
                 inner = [each for each in tool.tools if each.name not in self.off]
                 tools[place] = replace(tool, tools=inner)
-        return ToolEnvironment(Task("asked", question, preference, {}), tools)
+        return ToolEnvironment(Task("asked", question, preference), tools)
 
 
 class MiniatureQuestions(OpenQuestions):

@@ -97,7 +97,7 @@ class Orchestrator:
             return failed(self.name, error, infrastructure=True)
 
     def _answer(self, text) -> ToolResult:
-        task = Task(self.name, text, self.preference(), data={})
+        task = Task(self.name, text, self.preference())
         inner = [replace(self, depth=self.depth - 1)] if self.depth > 1 else []
         env = ToolEnvironment(task, [*self.tools, *inner])
         rollout, free = _loaded(self.model, self.turns, self.depth, self.device)

@@ -75,6 +75,10 @@ class Run:
             message = f"{self.path}: another process is training this run; stop it first"
             raise UserError(message) from None
 
+    def unlock(self) -> None:
+        """Let another process go on with the run."""
+        self._lock.close()
+
     def append(self, name: str, row: Json) -> None:
         """Add one line to the log "metrics" or "trajectories"; numbers not finite become null.
 

@@ -140,6 +140,8 @@ class TrainingRun:
         """Waits for the last checkpoint, and says how the run can go on."""
         self.checkpoints.wait()
         self.watch.close()
+        if self.ranks.first:
+            self.folder.unlock()
         path = self.folder.path
         if finished:
             self.say(f"finished: {path} has report.html, summary.json and more")

@@ -13,7 +13,7 @@ import torch
 from scripted import ANSWER, EchoTool, ScriptedEngine, call, echoing, play
 
 from nanorchestra.agent import load, nested
-from nanorchestra.agent.loop import Limits, Rollout
+from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.errors import UserError
 from nanorchestra.records import Preference, Price, ToolCall, ToolResult
 from nanorchestra.tools.allowance import Allowance
@@ -102,7 +102,7 @@ def deputy(nano_tokenizer, monkeypatch, tmp_path):
 
 def scripted(tokenizer):
     engine = ScriptedEngine(tokenizer, [[call(), ANSWER]] * 9)
-    return Rollout(engine, tokenizer, lambda *_: None, Limits(), Price(1.0, 2.0))
+    return Rollout(engine, tokenizer, lambda *_: None, AttemptLimits(), Price(1.0, 2.0))
 
 
 def test_what_fails_inside_fails_the_attempt_of_its_caller(deputy, nano_tokenizer):
@@ -205,7 +205,7 @@ def test_the_pool_of_a_gpu_has_room_for_its_one_conversation(monkeypatch):
     )
     monkeypatch.setattr(load, "Engine", engine)
     monkeypatch.setattr(load, "pack", lambda model: None)
-    gpu, limits = torch.device("cuda", 3), Limits(context_tokens=1000)
+    gpu, limits = torch.device("cuda", 3), AttemptLimits(context_tokens=1000)
     for least_pool, pages in ((True, 64), (False, None)):
         with pytest.raises(StopError):
             load.load_rollout(load.NANO, limits, {}, 1, device=gpu, least_pool=least_pool)

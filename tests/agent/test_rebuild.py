@@ -30,7 +30,7 @@ EVIDENCE = {  # what the results of each tool add
 
 def notes_of(tokenizer, room=30_000):
     tools = [EchoTool(name) for name in EVIDENCE]
-    env = ToolEnvironment(Task("t", "Who?", Preference(), {}), tools, len)
+    env = ToolEnvironment(Task("t", "Who?"), tools, len)
     env.messages.insert(0, {"role": "system", "content": "Use tools."})
     return Notes(tokenizer, env, room)
 
@@ -194,7 +194,7 @@ def test_a_published_episode_meets_the_published_prompt_in_each_turn(
         (tmp_path / "here.json").write_text(json.dumps(extra))
         tools = load_tools(f"{PUBLISHED},{tmp_path / 'here.json'}", sandbox)
         env = ToolEnvironment(
-            Task("t", "How much?", Preference("Be cheap."), {}), tools, lambda a: float(a == "42")
+            Task("t", "How much?", Preference("Be cheap.")), tools, lambda a: float(a == "42")
         )
         script = [
             turn(("search", "search-1")),

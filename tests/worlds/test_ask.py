@@ -25,7 +25,7 @@ def test_questions_become_the_worlds_own():
         ("age of agent of customer of order 512", EXAMPLES[3], "chain", "hard", "78"),
     ):
         task = as_task(typed, "", {})
-        read = task.question, *(task.data[key] for key in ("kind", "difficulty", "answer"))
+        read = task.question, task.kind, task.data["difficulty"], task.data["answer"]
         assert read == (asked, kind, difficulty, answer)
 
 
@@ -63,8 +63,8 @@ def test_made_up_facts_agree_between_questions_and_experts_know_them(sandbox):
     assert shorter.data["tables"]["order"] == asked.data["tables"]["order"]
 
 
-def test_a_wish_stands_in_the_prompt_in_the_worlds_words():
-    for wish, name, text in (
+def test_a_preference_stands_in_the_prompt_in_the_worlds_words():
+    for stated, name, text in (
         ("", "balanced", ""),
         ("I want it right", "right", "Be right at any price."),
         ("be fast and avoid Tool-se-li", "fast", "Be fast. Do not use small tool-se-li."),
@@ -74,7 +74,7 @@ def test_a_wish_stands_in_the_prompt_in_the_worlds_words():
             "Do not use large tool-ro-ta-vi.",
         ),
     ):
-        read, preference = as_preference(wish, {}, LINE_UP)
-        assert (read, preference.text) == (name, text)
+        preference = as_preference(stated, {}, LINE_UP)
+        assert (preference.name, preference.text) == (name, text)
         weights = preference.outcome, preference.cost, preference.latency
         assert weights == PREFERENCES[name][1]

@@ -92,7 +92,9 @@ def test_a_task_offers_a_subset_under_aliases_and_prices_of_its_own(world):
         ]
         assert set(task.preference.tools) <= set(env.by_name)
         assert json.loads(json.dumps(task.data)) == task.data
-    assert world().tasks(40, 0) == tasks and len({t.preference.text for t in tasks}) > 10
+    again = world()
+    assert [again.task("train", i) for i in range(40)] == tasks
+    assert len({t.preference.text for t in tasks}) > 10
     (listed,) = {
         json.dumps(task.data["tools"]) for task in [worlds.task("held_out", i) for i in range(9)]
     }
@@ -182,12 +184,14 @@ def test_a_search_with_nothing_behind_it_is_simulated_with_the_experts_or_refuse
 
 def test_a_row_or_the_config_says_what_the_user_wants(world):
     row = {"preference": "No strong, please.", "pref_vec": {"strong": -1, "accuracy": 3, "x": 1}}
-    for task in world([row | ROWS[n] for n in range(40)]).tasks(20, 0):
+    own = world([row | ROWS[n] for n in range(40)])
+    for task in [own.task("train", i) for i in range(20)]:
         names = {offer["what"]: offer["name"] for offer in task.data["tools"]}
         alias = names.get("strong", "strong")
         assert task.preference.text == f"No {alias}, please." and task.preference.outcome == 3
         assert task.preference.tools == ({alias: -1.0} if "strong" in names else {})
-    for task in world(preference="Be frugal. cost=1 never=strong usd=0.02").tasks(20, 0):
+    frugal = world(preference="Be frugal. cost=1 never=strong usd=0.02")
+    for task in [frugal.task("train", i) for i in range(20)]:
         names = [o["name"] for o in task.data["tools"] if o["what"] == "strong"]
         assert task.preference.never == names
         assert task.preference.usd == 0.02 and task.preference.name == "cheap"

@@ -40,7 +40,7 @@ class Agent:
     def __init__(self, domain, task, rng):
         opening = wishes(task)[0].opening
         data = {"task": task, "experts": []}
-        self.env = DomainEnvironment(domain, Task(task["id"], opening, Preference(), data), 0)
+        self.env = DomainEnvironment(domain, Task(task["id"], opening, data=data), 0)
         self.domain, self.task, self.rng = domain, task, rng
         self.needed = {
             name for rule in task.get("rules", ()) for name in rule["args"].get("first", ())
@@ -79,7 +79,7 @@ class Agent:
             info = self.rng.choice(forms)
         self.say(TOLD, info)
 
-    def run(self, alter=lambda name, arguments: arguments, told=lambda info: info):
+    def run(self, alter=lambda name, arguments: arguments, wording=lambda info: info):
         """Returns the score."""
         golden, planned = self.env.scorer.golden, wishes(self.task)
         effects = set(self.env.scorer.effects)
@@ -96,7 +96,7 @@ class Agent:
                 name, arguments = golden[place]
                 self.act(name, alter(name, arguments) if place in effects else arguments)
             for info in wish.communicate_info if not later else ():
-                self.tell(told(info))
+                self.tell(wording(info))
             if self.env.user.at == at:
                 otherwise = MORE if wish.communicate_info else SORRY
                 self.say(MADE if effects & {*wish.actions} else otherwise)
@@ -126,7 +126,7 @@ def test_what_is_altered_left_out_or_untold_is_no_solution(batch):
             return Agent(domain, task, random.Random(task["id"])).run(**how)  # noqa: B023
 
         if task["evaluation_criteria"]["communicate_info"]:
-            assert not run(told=lambda info: " ".join(map(str, range(300))))
+            assert not run(wording=lambda info: " ".join(map(str, range(300))))
         agent = Agent(domain, task, random.Random(0))
         if agent.env.scorer.effects:
             assert not run(alter=lambda name, arguments: {})

@@ -41,8 +41,9 @@ def test_the_miniatures_experts_reply_to_the_last_bit_as_they_did(sandbox):
     """The shipped model was trained on them: a hash over all experts of 40 tasks."""
     digest = hashlib.sha256()
     for index in range(40):
-        task = miniature.World(3).task("train" if index % 2 else "held_out", index)
-        environment = miniature.environment(task, 7 * index, sandbox)
+        world = miniature.Miniature(3, sandbox)
+        task = world.task("train" if index % 2 else "held_out", index)
+        environment = world.environment(task, 7 * index)
         for tool in environment.by_name.values():
             if tool.kind == "expert":
                 result = tool.call({})

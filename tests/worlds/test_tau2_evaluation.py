@@ -11,9 +11,11 @@ from openai_server import openai_server, said
 from test_toolscale_rows import DATA, NOTES, domain, real
 
 import evaluate
+from nanorchestra.config import TaskSection
 from nanorchestra.report import plots
 from nanorchestra.report.comparison import recorded_attempts
 from nanorchestra.tools.spending import Spending
+from worlds.load import open_world
 from worlds.toolscale.dataset import load_world
 from worlds.toolscale.environment import Models
 from worlds.toolscale.score import Scorer, attempt
@@ -42,7 +44,9 @@ def test_golden_calls_score_1_and_nothing_done_0(
     if name == "mock":
         path = domain(tmp_path / name, path, NOTES)
     options = ["--world", str(path), "--all"]
-    _, tasks, _ = evaluate._open_world(str(path), evaluate._read(options), sandbox, Spending())
+    options_read = evaluate.read_options(options)
+    world = open_world(TaskSection(str(path), preference=""), 0, sandbox, Spending())
+    tasks = evaluate.tasks_of(world, options_read)
 
     def answer(body):
         criteria = tasks[body["seed"]].data["task"]["evaluation_criteria"]

@@ -116,19 +116,22 @@ def test_the_agent_loop_plays_a_world_with_a_user(world, nano_tokenizer):
 
 
 def test_words_say_what_is_preferred_and_splits_share_no_phrasing_expert_or_price():
-    rng, said, offered = random.Random(0), {}, {}
+    rng, wordings, offered = random.Random(0), {}, {}
     for split in ("train", "held_out"):
-        said[split], offered[split] = set(), []
+        wordings[split], offered[split] = set(), []
         for _ in range(300):
             offered[split] += draw_experts(rng, split)
-            wish = preferences.draw(rng, ["expert-1", "expert-2", "expert-3"], split)
-            sentences = wish.text.split(". ")
-            changed = [getattr(wish, what) != usual for what, usual in preferences.DEFAULTS]
-            least = sum(changed) + len(wish.tools)
-            assert least <= sum(map(bool, sentences)) <= least + 1  # being right may be said anyway
-            assert all(tool in wish.text for tool in wish.tools)
-            said[split].update(re.sub(r"expert-\d", "X", text).rstrip(".") for text in sentences)
-    assert not (said["train"] & said["held_out"]) - {""} and len(said["train"]) > 30
+            preference = preferences.draw(rng, ["expert-1", "expert-2", "expert-3"], split)
+            sentences = preference.text.split(". ")
+            changed = [getattr(preference, name) != usual for name, usual in preferences.DEFAULTS]
+            least = sum(changed) + len(preference.tools)
+            stated = sum(map(bool, sentences))
+            assert least <= stated <= least + 1  # being right may be stated anyway
+            assert all(tool in preference.text for tool in preference.tools)
+            wordings[split].update(
+                re.sub(r"expert-\d", "X", text).rstrip(".") for text in sentences
+            )
+    assert not (wordings["train"] & wordings["held_out"]) - {""} and len(wordings["train"]) > 30
     assert not {e["model"] for e in offered["train"]} & {e["model"] for e in offered["held_out"]}
     # Every model has stood behind every alias.
     assert len({(e["alias"], e["model"]) for e in offered["train"]}) == 18

@@ -68,8 +68,8 @@ def test_tasks_are_proved_and_the_prompt_has_all_that_is_needed(world, tasks):
         tau2, home = task.data["task"], world.domains[task.kind]
         assert verify(home, tau2) is None
         golden = tau2["evaluation_criteria"]["actions"]
-        told = all(mentions(task.question, value) for value in golden[0]["arguments"].values())
-        assert told or home.by_name[golden[0]["name"]]["kind"] in ("calculate", "handover")
+        mentioned = all(mentions(task.question, value) for value in golden[0]["arguments"].values())
+        assert mentioned or home.by_name[golden[0]["name"]]["kind"] in ("calculate", "handover")
         env = world.environment(task, 0)
         prompt = env.messages[0]["content"]
         assert {action["name"] for action in golden} <= set(env.offered)

@@ -30,14 +30,14 @@ def batch():
 @pytest.fixture(scope="module")
 def drawn():
     """[(world, level, act, task), ...]: a few of every domain and level."""
-    found = []
+    tasks = []
     for number, level in [(n, level) for n in range(4) for level in LEVELS]:
         for name in BUILT_IN:
             domain, w = build(name, 1)
             planner = Planner(domain, w, random.Random(f"{name}{number}{level}"))
             act = planner.generate(level, number)
-            found.append((domain, level, act, to_task(act, f"{name}-{number}-{level}", level)))
-    return found
+            tasks.append((domain, level, act, to_task(act, f"{name}-{number}-{level}", level)))
+    return tasks
 
 
 def find(batch, fits):
@@ -62,24 +62,24 @@ def test_every_task_is_solved_by_its_golden_calls_and_not_without_them(batch):
     assert len(part["tasks"]) == 50
     for task in part["tasks"]:
         scorer = Scorer(domain, task)
-        calls, said = scorer.golden, scorer.communicate_info
+        calls, infos = scorer.golden, scorer.communicate_info
         writes = [calls[place] for place in scorer.effects]
-        assert scorer.score(attempt(calls, said)) == 1 and verify(domain, task) is None
+        assert scorer.score(attempt(calls, infos)) == 1 and verify(domain, task) is None
         known = calls[:1] * (words(task)["unknown_info"] is not None)
-        assert scorer.score(attempt([*known, *writes], said)) == 1, "reads are free"
-        assert scorer.score([]) == (not writes and not said)
+        assert scorer.score(attempt([*known, *writes], infos)) == 1, "reads are free"
+        assert scorer.score([]) == (not writes and not infos)
         assert len(calls) <= MOST_CALLS
         for skipped in range(len(writes)):
             wrong = altered(domain, writes[skipped : skipped + 1], random.Random(0))
             for other in ([], wrong)[: 1 + (wrong[0][0] != "transfer_to_human_agents")]:
                 changed = [*known, *writes[:skipped], *other, *writes[skipped + 1 :]]
-                assert scorer.score(attempt(changed, said)) == 0
-        if said:
+                assert scorer.score(attempt(changed, infos)) == 0
+        if infos:
             assert scorer.score(attempt(calls)) == 0
         text = task_text(task)
         assert not any(mark in text for mark in ("{", "}", "<", "None", "  ", "..", " .", "_"))
-        said = [wish["say"] for wish in task["wishes"] if "first" not in wish]
-        assert all(each in words(task)["reason_for_call"] for each in said)
+        sentences = [wish["say"] for wish in task["wishes"] if "first" not in wish]
+        assert all(each in words(task)["reason_for_call"] for each in sentences)
 
 
 def test_conditions_are_as_often_true_as_not_and_levels_are_hard_for_who_tries_everything(drawn):
@@ -152,8 +152,8 @@ def test_each_reason_to_throw_a_task_away(batch):
     assert verify(domain, task) == "an identifier that a lookup reveals is in the text"
 
     _, task = find(batch, lambda t: t["evaluation_criteria"]["communicate_info"])
-    told = task["evaluation_criteria"]["communicate_info"][0]
-    words(task)["task_instructions"] += f" You think of {told}."
+    info = task["evaluation_criteria"]["communicate_info"][0]
+    words(task)["task_instructions"] += f" You think of {info}."
     assert verify(domain, task) == "the answer is in the text"
 
     _, task = find(batch, lambda t: told_and_done(domain, t))
@@ -175,12 +175,12 @@ def test_what_the_user_says_fits_one_record_alone():
             act = Act(place, w, person, random.Random(3), named=False)
             act.by_id = dict.fromkeys(act.by_id, False)
             for table in (name for name, ref in w.data["refs"].items() if "own" in ref):
-                said = []
+                references = []
                 for row in act.rows(table):
                     act.mentioned.clear()
                     with suppress(UnfitError):
-                        said.append(act.refer(table, row, row))
-                assert len(said) == len(set(said)) and (ok or not said)
+                        references.append(act.refer(table, row, row))
+                assert len(references) == len(set(references)) and (ok or not references)
 
 
 def test_words_by_relation_are_said_of_the_record_for_which_their_test_holds():
@@ -262,10 +262,10 @@ def test_near_duplicates_share_a_signature_and_others_do_not(batch):
 def test_extra_reads_and_failed_calls_do_no_harm_and_an_extra_write_does(batch):
     domain, task = find(batch, lambda t: t["evaluation_criteria"]["communicate_info"])
     scorer = Scorer(domain, task)
-    calls, said = scorer.golden, scorer.communicate_info
+    calls, infos = scorer.golden, scorer.communicate_info
     failed = [("call", calls[-1][0], {}, True)]
     harmless = [*attempt([("calculate", {"expression": "1 + 1"}), ("nothing", {})]), *failed]
-    golden = attempt(calls, ["hello", *said])
+    golden = attempt(calls, ["hello", *infos])
     assert scorer.score([*harmless, *golden, *harmless]) == 1
     other = find(batch, lambda t: t["id"] != task["id"] and told_and_done(domain, t))[1]
     extra = [Scorer(domain, other).golden[Scorer(domain, other).effects[0]]]
@@ -280,28 +280,28 @@ def test_a_dump_of_numbers_or_of_all_values_tells_nothing(batch):
     tier = next(field for field, texts in domain.columns.items() if 3 <= len(texts) <= 4)
     word = task["evaluation_criteria"] | {"communicate_info": [min(domain.columns[tier])]}
 
-    def told(criteria, *messages):
+    def informed(criteria, *messages):
         scorer = Scorer(domain, task | {"evaluation_criteria": criteria, "rules": []})
         scorer.basis = ["COMMUNICATE"]
         return scorer.score(attempt([], messages)) == 1
 
-    assert told(number, "You have 37 points, 5 more than in 2024, and pay $12.50.")
-    assert told(number, *(f"Of these {n} is one." for n in range(5)), "It is 37.")
-    assert not told(number, " ".join(map(str, range(100))))
-    assert not told(number, *(" ".join(map(str, range(n, n + 5))) for n in range(0, 100, 5)))
-    assert told(word, f"It is {min(domain.columns[tier])}.")
-    assert not told(word, " ".join(domain.columns[tier]))
+    assert informed(number, "You have 37 points, 5 more than in 2024, and pay $12.50.")
+    assert informed(number, *(f"Of these {n} is one." for n in range(5)), "It is 37.")
+    assert not informed(number, " ".join(map(str, range(100))))
+    assert not informed(number, *(" ".join(map(str, range(n, n + 5))) for n in range(0, 100, 5)))
+    assert informed(word, f"It is {min(domain.columns[tier])}.")
+    assert not informed(word, " ".join(domain.columns[tier]))
 
 
 def test_what_is_communicated_and_mentioned():
-    said = (
+    message = (
         "It costs 1,000 dollars, or 12.50 each, 5% less on 2026-03-15 at 15:30. You are GOLD now."
     )
     for info in ("1000", "$1,000.00", "12.5", "5", "Gold", "2026-03-15", "each"):
-        assert communicated(info, ["hello", said])
+        assert communicated(info, ["hello", message])
     for info in ("100", "10000", "2", "15", "3", "golden", "go", "26", "2026-03-1"):
-        assert not communicated(info, ["hello", said])
-    assert mentions(said, 12.5) and mentions("a side effect, please", "side_effect")
+        assert not communicated(info, ["hello", message])
+    assert mentions(message, 12.5) and mentions("a side effect, please", "side_effect")
     assert not mentions("train T155", 155) and not mentions("T1234", "T123")
 
 

@@ -68,25 +68,27 @@ def replies(domain, intent):
 
 KNOWN, ZIP = "I am Mei Rossi.", "My zip code is 12345."
 RIGHT = {
-    "name": lambda said: said == KNOWN,
-    "proof": lambda said: said == ZIP,
-    "both": lambda said: "Mei Rossi" in said and "12345" in said,
-    "unknown": lambda said: said.startswith("I do not know") and "12345" not in said,
-    "open": lambda said: said == CHANGE,
-    "yes": lambda said: said.startswith("Yes"),
-    "no": lambda said: said.startswith("No"),
-    "wait": lambda said: not said.startswith("Yes") and PHONE not in said and "Rossi" not in said,
-    "done": lambda said: said == PHONE,
-    "end": lambda said: STOP in said,
-    "refuse": lambda said: said == PHONE,
-    "over": lambda said: TRANSFER in said,
-    "kept": lambda said: not ended(said),
+    "name": lambda reply: reply == KNOWN,
+    "proof": lambda reply: reply == ZIP,
+    "both": lambda reply: "Mei Rossi" in reply and "12345" in reply,
+    "unknown": lambda reply: reply.startswith("I do not know") and "12345" not in reply,
+    "open": lambda reply: reply == CHANGE,
+    "yes": lambda reply: reply.startswith("Yes"),
+    "no": lambda reply: reply.startswith("No"),
+    "wait": lambda reply: (
+        not reply.startswith("Yes") and PHONE not in reply and "Rossi" not in reply
+    ),
+    "done": lambda reply: reply == PHONE,
+    "end": lambda reply: STOP in reply,
+    "refuse": lambda reply: reply == PHONE,
+    "over": lambda reply: TRANSFER in reply,
+    "kept": lambda reply: not ended(reply),
 }
 
 
 @pytest.mark.parametrize("intent", TURNS)
 def test_the_scripted_user_understands_turns_that_others_wrote(domain, intent):
-    wrong = [(turn, said) for turn, said in replies(domain, intent) if not RIGHT[intent](said)]
+    wrong = [(turn, reply) for turn, reply in replies(domain, intent) if not RIGHT[intent](reply)]
     share = len(wrong) / len(TURNS[intent])
     assert share <= 0.05, "\n".join(map(str, wrong))
 
@@ -97,7 +99,7 @@ def test_a_talk_from_the_first_wish_to_the_end(domain):
         "I do not know my passenger number or any booking number.",
     )
     assert talk.wishes[0].say == CHANGE
-    for said, pending, answer in (
+    for message, pending, answer in (
         ("What is your name and zip code?", (0, 1), f"{KNOWN} {ZIP}"),
         ("And your passenger number?", (0, 1), known),
         ("I will change R5 to 3 seats in second class. Do you confirm?", (0, 1), "Yes, please."),
@@ -107,7 +109,7 @@ def test_a_talk_from_the_first_wish_to_the_end(domain):
         ("Done.", (), HOURS),
         ("From 06:00 to 22:00.", (), f"Thank you. {STOP}"),
     ):
-        assert talk.reply(said, pending, False) == answer
+        assert talk.reply(message, pending, False) == answer
     assert TRANSFER in ScriptedUser(TASK, domain).reply("One moment.", (0, 1), handed=True)
     talk = ScriptedUser(TASK, domain)
     patience = [ended(talk.reply("Who are you?", (), False)) for _ in range(PATIENCE + 1)]
@@ -116,7 +118,7 @@ def test_a_talk_from_the_first_wish_to_the_end(domain):
 
 def test_a_user_changes_its_mind_once_the_agent_is_about_to_do_it(domain):
     wish = WISHES[0] | {"first": "You want to cancel R5."}
-    for said, answer in (
+    for message, answer in (
         ("One moment.", "All right, I will wait."),
         ("Shall I cancel R5?", CHANGE),
         ("I have cancelled R5.", CHANGE),
@@ -125,7 +127,7 @@ def test_a_user_changes_its_mind_once_the_agent_is_about_to_do_it(domain):
         talk = ScriptedUser(TASK | {"wishes": [wish, WISHES[1]]}, domain)
         assert talk.wishes[0].opening == "I want to cancel R5."
         assert "Mei Rossi" in talk.reply("What is your name?", (0, 1), False)
-        assert talk.reply(said, (0, 1), False) == answer
+        assert talk.reply(message, (0, 1), False) == answer
     talk = ScriptedUser(TASK | {"wishes": [WISHES[1], wish]}, domain)
     assert talk.reply("Done.", (0,), False) == "I want to cancel R5."
     assert talk.reply("Shall I cancel R5?", (0,), False) == CHANGE
