@@ -26,7 +26,7 @@ from nanorchestra.agent.attempts import play  # noqa: E402
 from nanorchestra.agent.loop import Rollout  # noqa: E402
 from nanorchestra.errors import ArgumentParser, command, require  # noqa: E402
 from nanorchestra.files import write_whole  # noqa: E402
-from nanorchestra.records import Bounds, Preference, Task, Trajectory  # noqa: E402
+from nanorchestra.records import Preference, Task, Trajectory  # noqa: E402
 from nanorchestra.tools.sandbox import Sandbox  # noqa: E402
 from nanorchestra.tools.spending import Spending  # noqa: E402
 from worlds.metrics import Interval, interval, score  # noqa: E402

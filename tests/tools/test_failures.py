@@ -37,7 +37,8 @@ from nanorchestra.tools.models import Endpoint, Expert
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.search import WebSearch
 from nanorchestra.tools.spending import Spending
-from nanorchestra.training.objectives import group_advantages, objective_of
+from nanorchestra.training.advantages import Advantage, group_advantages
+from nanorchestra.training.objectives import objective_of
 from nanorchestra.training.trajectories import check_row, from_row, replay, to_row
 from reward import group_rewards
 from tools import LookupTool, PythonTool, load_tools
@@ -188,12 +189,11 @@ def test_an_expert_that_is_down_costs_its_group_an_attempt_and_no_reward(
     assert (
         caused.status == "answered" and "HTTP 400: too long" in caused.turns[0].results[0].content
     )
-    rewards = [*group_rewards(group[:2], envs[0].task.preference), 0.0]
-    valid = [t.status != "infrastructure" for t in group]
+    rewards = [*group_rewards(group[:2], envs[0].task.preference), None]
     objective = objective_of(load_config("nano").grpo)
-    advantages, why = group_advantages(rewards, valid, [True] * 3, objective, 0.0)
-    assert why == [None, None, "infrastructure"] and advantages[0] > 0 > advantages[1]
-    assert advantages[2] == 0.0
+    right, wrong, failed = group_advantages(rewards, [True] * 3, objective, 0.0)
+    assert right.value > 0 > wrong.value and not (right.left_out or wrong.left_out)
+    assert failed == Advantage(0.0, "infrastructure")
 
 
 def test_a_router_fails_with_its_expert(nano_tokenizer):

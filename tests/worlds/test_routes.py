@@ -10,7 +10,7 @@ import random
 
 import pytest
 
-from nanorchestra.records import Preference, Task, ToolCall
+from nanorchestra.records import Task, ToolCall
 from worlds.toolscale.blueprint import BUILT_IN, build
 from worlds.toolscale.environment import DomainEnvironment
 from worlds.toolscale.pipeline import make_batch

@@ -67,7 +67,7 @@ def test_golden_calls_score_1_and_nothing_done_0(
     for row in recorded_attempts(Path("runs/evaluation")):
         outcomes[row["policy"].partition("@")[0]][row["task_id"]] = row["outcome"]
     for task in tasks:
-        kind = {tool["name"]: tool["what"] for tool in task.data["tools"]}
+        kind = task.offers
         criteria = task.data["task"]["evaluation_criteria"]
         handed = ["handover"] * ("ACTION" in (criteria.get("reward_basis") or ()))
         counted = {kind[action["name"]] for action in criteria["actions"]} & {"write", *handed}
