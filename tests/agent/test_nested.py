@@ -136,8 +136,10 @@ def test_it_waits_for_other_tasks_only_so_long(deputy, nano_tokenizer, monkeypat
     monkeypatch.setattr(nested, "WAIT_S", 0.05)
     busy = deputy(lambda **_: scripted(nano_tokenizer), EchoTool())
     _, free = nested._loaded(busy.model, busy.turns, busy.depth, busy.device)
+    start = time.monotonic()
     with free:
         result = busy.call({"task": "what?"})
+    assert time.monotonic() - start < 1.0
     assert result.infrastructure and "it worked on other tasks for 0.05 s" in result.content
     assert busy.call({"task": "what?"}).content == "42"
 
