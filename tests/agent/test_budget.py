@@ -61,8 +61,8 @@ class Greedy(Endpoint):
             error = EndpointError("the reply breaks off", "")
             error.tokens = tokens
             raise error
-        said = self.rng.choice(("<query>a long query</query>", "```python\n1\n```", "42", ""))
-        message = {"role": "assistant", "content": said, "finish_reason": "stop"}
+        answer = self.rng.choice(("<query>a long query</query>", "```python\n1\n```", "42", ""))
+        message = {"role": "assistant", "content": answer, "finish_reason": "stop"}
         return message | {"spent": (0, self.rng.random())}, tokens
 
 
@@ -118,8 +118,8 @@ class Babbler:
             call = json.dumps({"name": function["name"], "arguments": arguments})
             calls.append(f"<tool_call>\n{call}\n</tool_call>")
         thought = WORDS[: rng.choice((0, 5, 50, 700))]
-        said = "" if calls else rng.choice(("42", WORDS[:300]))
-        return f"<think>\n{thought}\n</think>\n\n{said}" + "\n".join(calls) + "<|im_end|>"
+        content = "" if calls else rng.choice(("42", WORDS[:300]))
+        return f"<think>\n{thought}\n</think>\n\n{content}" + "\n".join(calls) + "<|im_end|>"
 
 
 def endpoint_message(engine):

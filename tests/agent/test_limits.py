@@ -27,13 +27,13 @@ def limited(tokenizer, script, tool=None, limits=None, **wish):
     task = replace(env.task, preference=Preference(**wish))
     env = type(env)(task, list(env.by_name.values()), lambda answer: float(answer == "42"))
     (t,), engine = play(tokenizer, script, envs=[env], limits=limits or Limits())
-    said = [result.content for turn in t.turns for result in turn.results]
-    return t, said, engine, env.messages[0]["content"]
+    contents = [result.content for turn in t.turns for result in turn.results]
+    return t, contents, engine, env.messages[0]["content"]
 
 
 def test_a_forbidden_tool_is_not_called_and_a_refused_call_earns_no_weight(nano_tokenizer):
-    t, said, _, prompt = limited(nano_tokenizer, [call(), ANSWER], never=["echo"])
-    assert said == ["Error: the user forbids echo"] and "Never call echo." in prompt
+    t, contents, _, prompt = limited(nano_tokenizer, [call(), ANSWER], never=["echo"])
+    assert contents == ["Error: the user forbids echo"] and "Never call echo." in prompt
     assert t.calls == {} and t.cost_usd < 0.01 and t.outcome == 1
     chooser = Priced()
     choices = {"type": "string", "enum": ["orion", "vega"]}
@@ -43,29 +43,29 @@ def test_a_forbidden_tool_is_not_called_and_a_refused_call_earns_no_weight(nano_
     assert by_choice[1] == ["Error: the user forbids Orion", "vega"]
     wrong = call().replace("text", "words")
     for refused, says in ((call(name="nothing"), "no tool"), (wrong, "unexpected")):
-        t, said, _, _ = limited(nano_tokenizer, [refused, ANSWER])
-        assert says in said[0] and t.calls == {}
-    t, said, _, _ = limited(nano_tokenizer, [TWO, ANSWER], limits=Limits(calls_per_turn=1))
-    assert "at most 1 calls" in said[1] and t.calls == {"echo": 1}
+        t, contents, _, _ = limited(nano_tokenizer, [refused, ANSWER])
+        assert says in contents[0] and t.calls == {}
+    t, contents, _, _ = limited(nano_tokenizer, [TWO, ANSWER], limits=Limits(calls_per_turn=1))
+    assert "at most 1 calls" in contents[1] and t.calls == {"echo": 1}
 
 
 def test_no_call_begins_that_could_cost_more_than_the_user_allows(nano_tokenizer):
     for usd, calls in ((0.2, 0), (0.3, 1), (0.6, 2)):
-        t, said, _, prompt = limited(nano_tokenizer, [TWO, ANSWER], usd=usd)
+        t, contents, _, prompt = limited(nano_tokenizer, [TWO, ANSWER], usd=usd)
         assert t.calls.get("echo", 0) == calls and t.cost_usd <= usd and t.status == "answered"
-        refused = [text for text in said if "Error: refused echo: up to $0.25, $0" in text]
+        refused = [text for text in contents if "Error: refused echo: up to $0.25, $0" in text]
         assert len(refused) == 2 - calls
         assert f"Spend at most ${usd:g}." in prompt
     assert limited(nano_tokenizer, [call()] * 3, usd=1e-9)[0].status == "user_limit"
 
 
 def test_a_call_is_given_up_in_time_for_an_answer(nano_tokenizer):
-    t, said, _, prompt = limited(nano_tokenizer, [call(), ANSWER], seconds=2.0)  # 2 s, virtual
-    assert "was given up" in said[0] and t.latency_s <= 2 and t.status == "answered"
+    t, contents, _, prompt = limited(nano_tokenizer, [call(), ANSWER], seconds=2.0)  # 2 s, virtual
+    assert "was given up" in contents[0] and t.latency_s <= 2 and t.status == "answered"
     assert "Answer within 2 seconds." in prompt and t.cost_usd > 0.25  # its cost is known
     tool = Priced(blocking=True, seconds=1.5, result=ToolResult("late", 0.25, 0.0))
-    t, said, _, _ = limited(nano_tokenizer, [call(), ANSWER], tool, seconds=0.8)  # waited for
-    assert "was given up" in said[0] and 0.25 < t.cost_usd < 0.26 and t.calls == {"echo": 1}
+    t, contents, _, _ = limited(nano_tokenizer, [call(), ANSWER], tool, seconds=0.8)  # waited for
+    assert "was given up" in contents[0] and 0.25 < t.cost_usd < 0.26 and t.calls == {"echo": 1}
     _, _, engine, _ = limited(nano_tokenizer, [ANSWER], seconds=0.5)
     assert engine.params[0][1] == 50  # tokens of 10 ms
 
@@ -92,8 +92,8 @@ def test_what_is_stated_twice_holds_in_its_stricter_form():
     assert words == "Be quick."
     assert vector == {"never": ["a", "b", "c"], "usd": 0.5, "seconds": 9, "cost": 1}
     listed = 'latency=1 never=python,"web search",a-b usd=2 Be quick.'
-    found = {"latency": 1, "never": ["python", "web search", "a-b"], "usd": 2}
-    assert words_and_vector(listed) == ("Be quick.", found)
+    vector = {"latency": 1, "never": ["python", "web search", "a-b"], "usd": 2}
+    assert words_and_vector(listed) == ("Be quick.", vector)
     assert words_and_vector('never="a b"') == ("", {"never": ["a b"]})
 
 
@@ -105,8 +105,8 @@ def test_an_orchestrator_without_a_limit_of_dollars_is_waited_for(nano_tokenizer
             return math.inf
 
     tool = Endless(blocking=True, seconds=0.3, result=ToolResult("late", 0.25, 0.0))
-    t, said, _, _ = limited(nano_tokenizer, [TWO, ANSWER], tool, seconds=0.9)
-    assert t.calls == {"echo": 2} and 0.5 <= t.cost_usd < 0.51 and said == ["late", "late"]
+    t, contents, _, _ = limited(nano_tokenizer, [TWO, ANSWER], tool, seconds=0.9)
+    assert t.calls == {"echo": 2} and 0.5 <= t.cost_usd < 0.51 and contents == ["late", "late"]
     slow = Endless(blocking=True, seconds=0.5, result=ToolResult("late", 0.25, 0.5))
-    t, said, _, _ = limited(nano_tokenizer, [call(), ANSWER], slow, seconds=0.4)
-    assert "was given up" in said[0] and 0.25 <= t.cost_usd < 0.26
+    t, contents, _, _ = limited(nano_tokenizer, [call(), ANSWER], slow, seconds=0.4)
+    assert "was given up" in contents[0] and 0.25 <= t.cost_usd < 0.26

@@ -28,9 +28,9 @@ def test_vectors_are_those_of_transformers(checkpoint, nano_tokenizer, monkeypat
             return torch.nn.functional.normalize(theirs(ids).last_hidden_state[0, -1], dim=0)
 
     ours = Embedder(checkpoint)
-    found = ours.passages(texts)
-    assert found.dtype == np.float32 and found.shape == (5, ours.dimension)
-    np.testing.assert_allclose(found, torch.stack([vector(t) for t in texts]), atol=2e-6)
+    vectors = ours.passages(texts)
+    assert vectors.dtype == np.float32 and vectors.shape == (5, ours.dimension)
+    np.testing.assert_allclose(vectors, torch.stack([vector(t) for t in texts]), atol=2e-6)
     instructed = f"Instruct: {embed.INSTRUCTION}\nQuery:gold"
     np.testing.assert_allclose(ours.queries(["gold"])[0], vector(instructed), atol=2e-6)
 

@@ -238,10 +238,10 @@ def test_a_program_has_no_capability_and_leaves_no_core():
         worker = one._idle.queue[0].process.pid
         run.start()
         child = wait_for(lambda: child_of(worker))
-        found = wait_for(
+        status = wait_for(
             lambda: re.search(r"Seccomp:\t2", Path(f"/proc/{child}/status").read_text())
         )
-        rights = dict(line.split(":\t", 1) for line in found.string.splitlines())
+        rights = dict(line.split(":\t", 1) for line in status.string.splitlines())
         assert int(rights["CapPrm"], 16) == int(rights["CapEff"], 16) == 0
         assert rights["NoNewPrivs"] == "1"
         assert os.stat(f"/proc/{child}/stat").st_uid == 0  # not its user's, as of one without cores

@@ -42,18 +42,18 @@ def built(tmp_path_factory):
     return path, vectors, settings
 
 
-def rows(found):
-    return [[row for _, row in one] for one in found]
+def rows(nearest):
+    return [[row for _, row in one] for one in nearest]
 
 
 def test_flat_finds_what_scikit_learn_finds(built):
     path, vectors, _ = built
     queries = cloud(50, 2)
-    found = Vectors(path, choose(FEWEST, DIMENSION, "flat"), FEWEST, CPU).search(queries, 7)
+    nearest = Vectors(path, choose(FEWEST, DIMENSION, "flat"), FEWEST, CPU).search(queries, 7)
     wanted = NearestNeighbors(n_neighbors=7, metric="cosine", algorithm="brute").fit(vectors)
     distances, near = wanted.kneighbors(queries)
-    assert rows(found) == near.tolist()
-    scores = [[score for score, _ in one] for one in found]
+    assert rows(nearest) == near.tolist()
+    scores = [[score for score, _ in one] for one in nearest]
     np.testing.assert_allclose(scores, 1 - distances, atol=1e-5)
 
 
@@ -62,15 +62,15 @@ def test_ivfpq_finds_nearly_the_same_with_exact_scores_in_the_lists_that_it_visi
     queries, index = cloud(50, 2), Vectors(path, settings, FEWEST, CPU)
     exact = vectors @ queries.T  # [n, queries]
     wanted = np.argsort(-exact, axis=0)[:10].T
-    found = index.search(queries, 10)
-    recall = np.mean([len({*a} & {*b}) / 10 for a, b in zip(wanted, rows(found), strict=True)])
+    nearest = index.search(queries, 10)
+    recall = np.mean([len({*a} & {*b}) / 10 for a, b in zip(wanted, rows(nearest), strict=True)])
     assert recall > 0.95, recall
     # What numpy says of the lists: a vector lies in the nearest one, a query visits nprobe of them.
     codes = faiss.read_index(str(path / CODES))
     centroids = codes.quantizer.reconstruct_n(0, settings["nlist"])
     lists = np.argmax(vectors @ centroids.T, axis=1)
     visited = np.argsort(-(queries @ centroids.T), axis=1)[:, : settings["nprobe"]]
-    for i, one in enumerate(found):
+    for i, one in enumerate(nearest):
         scores = [score for score, _ in one]
         assert scores == sorted(scores, reverse=True) and len(one) == 10
         np.testing.assert_allclose(scores, [exact[row, i] for _, row in one], atol=1e-6)
