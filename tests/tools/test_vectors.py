@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import faiss
 import numpy as np
 import pytest
 import torch
+from four_gpus import FourGpus
 from sklearn.neighbors import NearestNeighbors
 
 from nanorchestra.errors import UserError
@@ -128,7 +128,7 @@ def test_a_torn_or_foreign_file_is_one_line(built, tmp_path):
 def test_a_gpu_holds_flat_vectors_alone_and_only_if_they_fit(built, monkeypatch):
     path, vectors, settings = built
     flat, gpu, made = {"kind": "flat", "dimension": DIMENSION}, torch.device("cuda", 3), []
-    used, entered = [], []  # the GPU that is current where FAISS is at work
+    used = []  # the GPU that is current where FAISS is at work
 
     class FakeIndex(faiss.IndexFlatIP):
         def __init__(self, resources, dimension, config):
@@ -136,16 +136,10 @@ def test_a_gpu_holds_flat_vectors_alone_and_only_if_they_fit(built, monkeypatch)
             made.append(config)
 
         def search(self, queries, k):
-            used.append(entered[-1])
+            used.append(torch.cuda.current_device())
             return super().search(queries, k)
 
-    @contextmanager
-    def current(number):
-        entered.append(number)
-        yield
-        entered.pop()
-
-    monkeypatch.setattr(torch.cuda, "device", current)
+    FourGpus().patch(monkeypatch)
 
     monkeypatch.setattr(faiss, "get_num_gpus", lambda: 8)
     monkeypatch.setattr(faiss, "GpuIndexFlatConfig", SimpleNamespace, raising=False)
