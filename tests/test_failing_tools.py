@@ -165,10 +165,10 @@ def test_a_run_leaves_out_what_the_infrastructure_failed_and_goes_on(tmp_path):
     assert [row["step"] for row in steps] == [1, 2, 3] and any("loss" in row for row in steps)
     assert sum(row["retried"] for row in steps) > 0
     for row in steps:
-        left_out = row["filtered"].get("infrastructure", 0.0)
-        assert left_out == row["statuses"].get("infrastructure", 0.0) <= 0.5
+        left_out = round(24 * row["filtered"].get("infrastructure", 0.0))
+        assert left_out == round(24 * row["statuses"].get("infrastructure", 0.0)) <= 12
         # Each was played three times; others may have failed and then not.
-        assert row["retried"] >= 2 * left_out * 24
+        assert row["retried"] >= 2 * left_out
     assert any("infrastructure" in row["filtered"] for row in steps)
     for row in rows(tmp_path / "run", "trajectories.jsonl"):
         failed = [
@@ -176,7 +176,7 @@ def test_a_run_leaves_out_what_the_infrastructure_failed_and_goes_on(tmp_path):
         ]
         assert bool(failed) == (row["status"] == "infrastructure")
         if failed:
-            assert row["advantage"] == row["reward"] == 0.0 and row["trainer_logprobs"] == []
+            assert row["advantage"] == 0.0 and not row.get("trainer_logprobs")
 
 
 @pytest.mark.slow

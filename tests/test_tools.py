@@ -79,8 +79,8 @@ def test_a_good_catalogue_becomes_tools_that_work(load):
     # The wait for a worker takes time and costs nothing.
     assert result.error and 0.001 < result.cost_usd <= 0.001 + 0.5 * result.latency_s
     assert code.call({"code": "x = 1"}).content == "(no output)" and code.timeout_s == 60
-    found = search.call({"query": "gold has"}).content.split("\n")
-    assert found[0].startswith("Gold") and len(found) == 2
+    passages = search.call({"query": "gold has"}).content.split("\n")
+    assert passages[0].startswith("Gold") and len(passages) == 2
     assert search.call({"query": "?"}).content == "nothing found"
     assert expert.expert.price == Price(1, 2) and expert.expert.max_tokens == 100
     schema = function_schema(search)["function"]
@@ -242,8 +242,8 @@ def test_the_published_file_loads_as_it_is(sandbox, tmp_path, monkeypatch, capsy
     (tmp_path / "corpus.jsonl").write_text('{"text": "Gold has 79."}')
     search = SEARCH | {"corpus": str(tmp_path / "corpus.jsonl")}
     (tmp_path / "mine.json").write_text(json.dumps([search]))
-    found = load_tools(f"{PUBLISHED},{tmp_path}/mine.json", sandbox)
-    tools = {tool.name: tool for tool in found}
+    offered = load_tools(f"{PUBLISHED},{tmp_path}/mine.json", sandbox)
+    tools = {tool.name: tool for tool in offered}
     assert list(tools) == ["enhance_reasoning", "answer", "search"]
     published = [entry["function"] for entry in json.loads(PUBLISHED.read_text())]
     assert [function_schema(tool)["function"] for tool in tools.values()] == published
@@ -357,10 +357,10 @@ from tools import ToolResult, tool
 @tool(kind="search", usd_per_call=0.25)
 def pages(query: str, count: int = 2) -> list[str]:
     "Finds pages, best first."
-    found = {"atomic number of gold": ["Gold has 79.", {"row": 2}], "blank": " "}.get(query, [])
+    pages = {"atomic number of gold": ["Gold has 79.", {"row": 2}], "blank": " "}.get(query, [])
     if query == "a half character":
         return "half \\ud800", ""
-    return ToolResult("one page", 0.125) if query == "the cached page" else found
+    return ToolResult("one page", 0.125) if query == "the cached page" else pages
 
 @tool(kind="code")
 def run(code: str) -> str:

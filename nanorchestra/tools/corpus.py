@@ -95,8 +95,8 @@ def build_index(
     manifest = out / MANIFEST
     require(not out.exists() or manifest.is_file(), f"{out}: --out must be new, or an index")
     files = [source] if source.is_file() else sorted(filter(Path.is_file, source.rglob("*")))
-    files = [f for f in files if not any(p[0] == "." for p in f.relative_to(source).parts)]
-    stats = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+    files = [file for file in files if not _is_hidden(file, source)]
+    stats = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     corpus = {"format": FORMAT, "files": stats}
     try:
         if not manifest.is_file() or read_json(manifest) != corpus:
@@ -153,6 +153,11 @@ def _open_vectors(passages, path, device, checkpoint) -> VectorIndex:
     embedder = Embedder(checkpoint or settings["checkpoint"], device_named(device))
     _check_embedder(embedder, passages[0].text, vectors.first, path)
     return VectorIndex(passages, vectors, embedder)
+
+
+def _is_hidden(file, source) -> bool:
+    """Returns whether a file of a corpus, or a directory above it there, begins with a dot."""
+    return any(name.startswith(".") for name in file.relative_to(source).parts)
 
 
 def _check_embedder(embedder, text, stored, path) -> None:

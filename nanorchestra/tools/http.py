@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
-from functools import cache
+from functools import cache, partial
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from types import MappingProxyType
 from typing import Any
@@ -93,7 +93,7 @@ def post(
     for attempt in range(ATTEMPTS):
         exchange = _Exchange(url, sent.encode(), headers, end)
         try:
-            reading = in_daemon(lambda e=exchange: _read(e.run(), schema, secrets))
+            reading = in_daemon(partial(_reply_of, exchange, schema, secrets))
             reply = reading.result(timeout=max(end - time.monotonic(), 0.0))
             return reply, (attempt, time.monotonic() - start)
         except TimeoutError:
@@ -217,6 +217,11 @@ class _Exchange:
         if not whole:
             raise EndpointError("the reply breaks off", text)
         return text
+
+
+def _reply_of(exchange, schema, secrets) -> Json:
+    """Returns the JSON of a reply, once it has come. EndpointError."""
+    return _read(exchange.run(), schema, secrets)
 
 
 def _connection(url, timeout_s) -> HTTPConnection:

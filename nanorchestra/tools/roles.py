@@ -132,7 +132,7 @@ class RoleTool:
         marked = (text.strip() for text in re.findall(mark, reply.content, re.DOTALL))
         long = [text for text in marked if len(text) >= LEAST_CHARS[what]]
         written = {what: long[-1] if long else ""}
-        calls = [("expert", {}, reply)]
+        results, parts = [reply], [part("expert", {}, reply)]
         result = ToolResult(f"Error: {reply.alias} wrote no {what}", error=True)
         down = False  # no search has found anything, and one of them could not be asked
         for helper in self.helpers if written[what] else ():
@@ -140,8 +140,9 @@ class RoleTool:
                 result = helper.call(written)
             except Exception as error:  # kept, since the expert is to be billed
                 result = failed(helper.name, error)
-            calls.append((helper.name, written, result))
-            down |= result.infrastructure
+            results.append(result)
+            parts.append(part(helper.name, written, result))
+            down = down or result.infrastructure
             if kind == "code" or result.findings.get("documents"):
                 down = result.infrastructure
                 break
@@ -149,12 +150,12 @@ class RoleTool:
         return replace(
             reply,
             content=program if "code" in result.findings else result.content,
-            cost_usd=sum(result.cost_usd for _, _, result in calls),
-            latency_s=sum(result.latency_s for _, _, result in calls),
+            cost_usd=sum(each.cost_usd for each in results),
+            latency_s=sum(each.latency_s for each in results),
             error=result.error,
             infrastructure=down,
             findings=result.findings,
-            parts=[part(*call) for call in calls],
+            parts=parts,
         )
 
     def prompt(self, expert: Expert) -> str:

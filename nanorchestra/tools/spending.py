@@ -63,8 +63,9 @@ class Spending:
         """Counts a call at its most; False if that is more than is left."""
         with self._lock:
             fits = self.spent + most_usd <= self.limit
-            self.refused |= not fits
-            if fits and most_usd:
+            if not fits:
+                self.refused = True
+            elif most_usd:
                 self.spent += most_usd
                 self._keep()
         return fits

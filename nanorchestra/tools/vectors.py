@@ -161,10 +161,10 @@ class Vectors:
                 scores, rows = self._on_gpu.search(queries, k)
         else:
             scores, rows = faiss.knn(queries, self._vectors, k, faiss.METRIC_INNER_PRODUCT)
-        return [
-            list(zip(*pair, strict=True))
-            for pair in zip(scores.tolist(), rows.tolist(), strict=True)
-        ]
+        nearest = []
+        for its_scores, its_rows in zip(scores.tolist(), rows.tolist(), strict=True):
+            nearest.append(list(zip(its_scores, its_rows, strict=True)))
+        return nearest
 
     def _search_codes(self, queries, k):
         candidates = min(max(k * RERANKED, FEWEST_RERANKED), len(self._vectors))

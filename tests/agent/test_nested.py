@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import pytest
 import torch
+from four_gpus import FourGpus
 from scripted import ANSWER, EchoTool, ScriptedEngine, call, echoing, play
 
 from nanorchestra.agent import load, nested
@@ -136,8 +135,10 @@ def test_it_waits_for_other_tasks_only_so_long(deputy, nano_tokenizer, monkeypat
     monkeypatch.setattr(nested, "WAIT_S", 0.05)
     busy = deputy(lambda **_: scripted(nano_tokenizer), EchoTool())
     _, free = nested._loaded(busy.model, busy.turns, busy.depth, busy.device)
+    start = time.monotonic()
     with free:
         result = busy.call({"task": "what?"})
+    assert time.monotonic() - start < 1.0
     assert result.infrastructure and "it worked on other tasks for 0.05 s" in result.content
     assert busy.call({"task": "what?"}).content == "42"
 
@@ -159,19 +160,9 @@ def test_it_works_on_the_gpu_of_its_rank_whichever_thread_calls_it(
     deputy, nano_tokenizer, monkeypatch
 ):
     """It was loaded onto the first GPU by every rank, with nine tenths of its memory."""
-    here, options, used = threading.local(), [], []
-
-    @contextmanager
-    def device(number):
-        before, here.number = getattr(here, "number", 0), number
-        yield
-        here.number = before
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(here, "number", 0))
-    monkeypatch.setattr(torch.cuda, "device", device)
-    here.number = 3  # of the rank's main thread; that of others is 0
+    gpus, options, used = FourGpus(), [], []
+    gpus.patch(monkeypatch)
+    gpus.current = 3  # of the rank's main thread; that of others is 0
 
     def load(**given):
         options.append(given | {"current": torch.cuda.current_device()})

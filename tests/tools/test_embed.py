@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import threading
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
 
+import faiss
 import numpy as np
 import pytest
 import torch
+from four_gpus import FourGpus
 from transformers import Qwen3Model
 
 from nanorchestra.errors import UserError
 from nanorchestra.tools import embed
+from nanorchestra.tools.corpus import build_index, open_index
 from nanorchestra.tools.devices import device_named
 from nanorchestra.tools.embed import Embedder
+from tools import LookupTool
 
 
 def test_vectors_are_those_of_transformers(checkpoint, nano_tokenizer, monkeypatch):
@@ -28,49 +31,69 @@ def test_vectors_are_those_of_transformers(checkpoint, nano_tokenizer, monkeypat
             return torch.nn.functional.normalize(theirs(ids).last_hidden_state[0, -1], dim=0)
 
     ours = Embedder(checkpoint)
-    found = ours.passages(texts)
-    assert found.dtype == np.float32 and found.shape == (5, ours.dimension)
-    np.testing.assert_allclose(found, torch.stack([vector(t) for t in texts]), atol=2e-6)
+    vectors = ours.passages(texts)
+    assert vectors.dtype == np.float32 and vectors.shape == (5, ours.dimension)
+    np.testing.assert_allclose(vectors, torch.stack([vector(t) for t in texts]), atol=2e-6)
     instructed = f"Instruct: {embed.INSTRUCTION}\nQuery:gold"
     np.testing.assert_allclose(ours.queries(["gold"])[0], vector(instructed), atol=2e-6)
 
 
-def test_an_embedder_stays_on_the_gpu_of_the_thread_that_made_it(checkpoint, monkeypatch):
-    """A rank above 0 makes it; a thread whose current GPU is 0 uses it."""
-    current = threading.local()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(current, "number", 0))
-    current.number = 3
-    loaded, entered = [], []
-    load = embed.load_model
+@pytest.fixture
+def gpus(monkeypatch):
+    """Four GPUs; what is loaded onto one, or made there, is on the CPU. `loaded` and `made` say it.
 
-    def on_the_cpu(checkpoint, device, dtype, build):
+    `used` are the GPUs that are current where a model computes.
+    """
+    gpus = FourGpus()
+    gpus.patch(monkeypatch)
+    gpus.loaded, gpus.made, gpus.used = loaded, made, used = [], [], []
+
+    def model_on_the_cpu(checkpoint, device, dtype, build, load=embed.load_model):
         loaded.append((device, dtype))
-        return load(checkpoint, "cpu", "float32", build=build)
+        model, tokenizer = load(checkpoint, "cpu", "float32", build=build)
+        model.register_forward_pre_hook(lambda *_: used.append(torch.cuda.current_device()))
+        return model, tokenizer
 
-    monkeypatch.setattr(embed, "load_model", on_the_cpu)
-    embedder = Embedder(checkpoint)
-    assert loaded == [("cuda:3", "bfloat16")]
-    assert embedder.device == torch.device("cuda", 3)
-    monkeypatch.setattr(
-        torch.cuda, "device", lambda number: entered.append(number) or nullcontext()
-    )
-    made, tensor, arange = [], torch.tensor, torch.arange
-
-    def fake(make):
-        def on_the_cpu(*values, device=None, **more):
+    def on_the_cpu(make):
+        def run(*values, device=None, **more):
             made.append(device)
             return make(*values, **more)
 
-        return on_the_cpu
+        return run
 
-    monkeypatch.setattr(torch, "tensor", fake(tensor))
-    monkeypatch.setattr(torch, "arange", fake(arange))
-    thread = threading.Thread(target=embedder.passages, args=(["a text"],))
-    thread.start()
-    thread.join()
-    assert entered == [3] and made and {device for device in made if device} == {embedder.device}
+    monkeypatch.setattr(embed, "load_model", model_on_the_cpu)
+    monkeypatch.setattr(torch, "tensor", on_the_cpu(torch.tensor))
+    monkeypatch.setattr(torch, "arange", on_the_cpu(torch.arange))
+    return gpus
+
+
+def test_an_embedder_stays_on_the_gpu_of_the_thread_that_made_it(checkpoint, gpus):
+    """A rank above 0 makes it; a thread whose current GPU is 0 uses it."""
+    gpus.current = 3
+    embedder, loaded, made, used = Embedder(checkpoint), gpus.loaded, gpus.made, gpus.used
+    assert loaded == [("cuda:3", "bfloat16")]
+    assert embedder.device == torch.device("cuda", 3)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(embedder.passages, ["a text"]).result()
+    assert used == [3] and {device for device in made if device} == {embedder.device}
+
+
+def test_a_tool_searches_on_the_gpu_of_its_rank_from_any_thread(
+    checkpoint, tmp_path, gpus, monkeypatch
+):
+    """Its calls run in threads whose current GPU is 0. Search failed so on seven of eight GPUs."""
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"text": "Gold has 79."}\n{"text": "Iron has 26."}\n')
+    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 0)
+    build_index(corpus, tmp_path / "index", str(checkpoint))
+    gpus.current = 3
+    tool = LookupTool("docs", "d", open_index(tmp_path / "index"))
+    used = gpus.used
+    used.clear()
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(tool.call, {"query": "gold"}).result()
+    assert result.content in ("Gold has 79.", "Iron has 26.") and not result.error
+    assert used == [3] and torch.cuda.current_device() == 3
 
 
 def test_a_device_that_is_not_there_is_one_line(monkeypatch):

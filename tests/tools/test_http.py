@@ -402,8 +402,8 @@ def test_json_from_outside_is_plain():
 
 def test_a_whole_reply_is_returned_with_what_it_took(server):
     server.answer = lambda body: {"text": body["text"] * 2}
-    found, (retries, seconds) = post(server.url, {"text": "ab"}, {}, "NO_KEY_AT_ALL", 5.0)
-    assert found == {"text": "abab"} and retries == 0 and 0 < seconds < 5
+    reply, (retries, seconds) = post(server.url, {"text": "ab"}, {}, "NO_KEY_AT_ALL", 5.0)
+    assert reply == {"text": "abab"} and retries == 0 and 0 < seconds < 5
     assert "Authorization" not in server.headers[-1]
 
 
@@ -417,12 +417,12 @@ def test_a_key_that_a_server_repeats_is_masked_however_it_is_written(server, mon
         for text in (written, within):
             server.status, body = 200, f'{{"text": "{text}", "{text}": ["a {text} b"]}}'
             server.answer = lambda _, body=body: body.encode()
-            found, _ = post(server.url, {}, {}, "", 5.0, {"X-Org": "ODD_KEY"})
-            assert len(found) == 2 and found["text"].strip('{}": key') == "..."
-            assert "a " in (said := str(found)) and "..." in said
-            assert not {key, hexed, plain, percent} & {*said.split("'")}
+            reply, _ = post(server.url, {}, {}, "", 5.0, {"X-Org": "ODD_KEY"})
+            assert len(reply) == 2 and reply["text"].strip('{}": key') == "..."
+            assert "a " in (shown := str(reply)) and "..." in shown
+            assert not {key, hexed, plain, percent} & {*shown.split("'")}
             server.status = 400
             with pytest.raises(http.EndpointError) as refused:
                 post(server.url, {}, {}, "", 5.0, {"X-Org": "ODD_KEY"})
-            assert "..." in (said := str(refused.value)) and "u0073" not in said.lower()
-            assert "Se" not in said and "Se" not in str(found)
+            assert "..." in (shown := str(refused.value)) and "u0073" not in shown.lower()
+            assert "Se" not in shown and "Se" not in str(reply)

@@ -69,10 +69,10 @@ def test_scores_are_those_of_bm25_and_of_the_neighbouring_words():
             pairs = {*pairwise(words)}
             there = pairs & {*pairwise(words_of(texts[row]))}
             wanted.append(scores[row] * (1 + len(there) / max(1, len(pairs))))
-        found = index.search(query, k=10)
+        hits = index.search(query, k=10)
         wanted = sorted((score for score in wanted if score > 0), reverse=True)
-        np.testing.assert_allclose([hit.score for hit in found], wanted, rtol=1e-5)
-        for hit in found[:3]:
+        np.testing.assert_allclose([hit.score for hit in hits], wanted, rtol=1e-5)
+        for hit in hits[:3]:
             assert {*re.findall(WORD, hit.text.lower())} & {*words}
 
 
@@ -104,8 +104,12 @@ def pages(tmp_path):
 def test_a_directory_is_indexed_once_and_again_when_it_changes(pages, tmp_path, capsys):
     out, missing = tmp_path / "index", tmp_path / "none"
     assert main(["index", str(pages), "--out", str(out)]) == 0
-    said = capsys.readouterr()
-    assert "image.png" in said.err and "UTF-8" in said.err and "indexed 4 passages" in said.out
+    printed = capsys.readouterr()
+    assert (
+        "image.png" in printed.err
+        and "UTF-8" in printed.err
+        and "indexed 4 passages" in printed.out
+    )
     index = open_index(out)
     assert index.search("gold")[0].source == "metals/gold.md"
     assert index.search("tin")[0] == ("Tin melts.", "http://tin", pytest.approx(1.4, abs=1))
@@ -127,8 +131,8 @@ def test_many_threads_search_one_saved_index(tmp_path):
     index = open_index(tmp_path / "index")
     queries = [f"element {i} period" for i in range(1, 100)] * 2
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda query: index.search(query, 2), queries))
-    assert found == [index.search(query, 2) for query in queries]
+        hits = list(pool.map(lambda query: index.search(query, 2), queries))
+    assert hits == [index.search(query, 2) for query in queries]
 
 
 def test_a_build_of_vectors_that_was_stopped_goes_on(checkpoint, pages, tmp_path, monkeypatch):
@@ -157,8 +161,8 @@ def test_a_build_of_vectors_that_was_stopped_goes_on(checkpoint, pages, tmp_path
     vectors = corpus_module.Embedder(checkpoint)
     query = vectors.queries(["gold"])[0]
     wanted = np.sort(vectors.passages([text for text, *_ in index.passages]) @ query)[::-1]
-    found = index.search("gold", k=10)
-    np.testing.assert_allclose([hit.score for hit in found], wanted, atol=1e-6)
+    hits = index.search("gold", k=10)
+    np.testing.assert_allclose([hit.score for hit in hits], wanted, atol=1e-6)
     assert index.search(" ") == [] and index.blocking and len(texts) == 2
     together = index.search_all(["gold", " ", "tin"], 2)
     alone = [index.search(query, 2) for query in ("gold", " ", "tin")]
@@ -187,15 +191,15 @@ def test_another_kind_of_index_is_built_from_the_same_vectors(
     monkeypatch.setattr(corpus_module, "Embedder", Words)
     monkeypatch.setattr(corpus_module, "BLOCK", 100)
     arguments = ["index", str(corpus), "--out", str(out), "--embed", str(checkpoint)]
-    found = {}
+    hits = {}
     for kind in ("flat", "ivfpq", "flat"):
         assert main([*arguments, "--kind", kind]) == 0
-        said = capsys.readouterr().out
-        assert f"{kind}: 400 vectors of 32 numbers, 0.00 GB" in said
+        printed = capsys.readouterr().out
+        assert f"{kind}: 400 vectors of 32 numbers, 0.00 GB" in printed
         settings = json.loads((out / "vectors" / "settings.json").read_text())
         assert settings["kind"] == kind and settings.get("nlist", 8) == 8
-        found[kind] = open_index(out, "cpu").search("395", k=3)
-        assert found[kind][0].text == "text 395" and found[kind][0].score > 0.999
+        hits[kind] = open_index(out, "cpu").search("395", k=3)
+        assert hits[kind][0].text == "text 395" and hits[kind][0].score > 0.999
         assert main(arguments) == 0 and "flat:" not in capsys.readouterr().out  # it is kept
         assert (out / "vectors" / "ivfpq.faiss").exists() == (kind == "ivfpq")
     assert embedded.pop("text 0") == 4  # the first of them is made again at each opening

@@ -14,10 +14,10 @@ from nanorchestra.tools.spending import Spending
 
 
 class Scripted(Expert):
-    said = ""
+    text = ""
 
     def _ask(self, text, name):
-        return ToolResult(Scripted.said)
+        return ToolResult(Scripted.text)
 
 
 class Recorder:
@@ -34,8 +34,8 @@ def ask(nano_tokenizer):
     expert = Scripted("e", Endpoint(""), "m", Price(0, 0), Spending())
     evidence = Evidence("question?", tokenizer=nano_tokenizer)
 
-    def run(name, said):
-        Scripted.said, Recorder.asked = said, {}
+    def run(name, text):
+        Scripted.text, Recorder.asked = text, {}
         RoleTool(name, "d", {"e": expert}, [Recorder()], evidence=evidence).call({"model": "e"})
         return next(iter(Recorder.asked.values()), None)
 
@@ -43,28 +43,28 @@ def ask(nano_tokenizer):
 
 
 def test_the_last_query_and_the_last_program_are_used(ask):
-    for said, query in (
+    for text, query in (
         ("<query>\n  atomic number of gold \n</query>", "atomic number of gold"),
         ("<query>the first query</query> no: <query>the second query", "the second query"),
         ("<query>the first query</query> no: <query> short   </query>", "the first query"),
         ("<query>short</query>", None),
         ("gold", None),
     ):
-        assert ask("search", said) == query
-    for said, code in (
+        assert ask("search", text) == query
+    for text, code in (
         ("```python\n\nprint(1)\n\n```", "print(1)"),
         ("```python\nprint(1)\n``` or ```python\nprint(2)", "print(2)"),
         ("```python\n``` nothing", None),
         ("print(1)", None),
     ):
-        assert ask("enhance_reasoning", said) == code
-    for said, answer in (
+        assert ask("enhance_reasoning", text) == code
+    for text, answer in (
         ("<answer>\n 42 </answer>", "42"),
         ("<answer>41</answer><answer>42", "42"),
         ("so \\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
         (" 42 ", "42"),
     ):
-        assert final_answer(said) == answer
+        assert final_answer(text) == answer
 
 
 def test_a_reply_of_any_length_is_read_in_linear_time(ask):

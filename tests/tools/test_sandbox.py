@@ -238,10 +238,10 @@ def test_a_program_has_no_capability_and_leaves_no_core():
         worker = one._idle.queue[0].process.pid
         run.start()
         child = wait_for(lambda: child_of(worker))
-        found = wait_for(
+        status = wait_for(
             lambda: re.search(r"Seccomp:\t2", Path(f"/proc/{child}/status").read_text())
         )
-        rights = dict(line.split(":\t", 1) for line in found.string.splitlines())
+        rights = dict(line.split(":\t", 1) for line in status.string.splitlines())
         assert int(rights["CapPrm"], 16) == int(rights["CapEff"], 16) == 0
         assert rights["NoNewPrivs"] == "1"
         assert os.stat(f"/proc/{child}/stat").st_uid == 0  # not its user's, as of one without cores
@@ -419,6 +419,11 @@ def test_a_process_has_as_many_workers_as_its_share_of_the_cores(monkeypatch):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=cores: range(n))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         assert sandbox_module.workers_of_rank() == workers
+    monkeypatch.setattr(sandbox_module, "workers_of_rank", lambda: 3)
+    with Sandbox() as three:
+        assert three._idle.qsize() == 3
+        started = [worker for worker in three._idle.queue if worker.process]
+        assert len(started) == 1, "a worker is started when it is first needed"
 
 
 def test_a_run_waits_for_a_worker_only_so_long_and_says_how_long(monkeypatch):

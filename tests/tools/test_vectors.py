@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import faiss
 import numpy as np
 import pytest
 import torch
+from four_gpus import FourGpus
 
 from nanorchestra.errors import UserError
 from nanorchestra.tools import vectors as module
@@ -41,18 +41,18 @@ def built(tmp_path_factory):
     return path, vectors, settings
 
 
-def rows(found):
-    return [[row for _, row in one] for one in found]
+def rows(nearest):
+    return [[row for _, row in one] for one in nearest]
 
 
 def test_flat_finds_the_nearest(built):
     path, vectors, _ = built
     queries = cloud(50, 2)
-    found = Vectors(path, choose(FEWEST, DIMENSION, "flat"), FEWEST, CPU).search(queries, 7)
+    nearest = Vectors(path, choose(FEWEST, DIMENSION, "flat"), FEWEST, CPU).search(queries, 7)
     cosines = queries.astype(float) @ vectors.astype(float).T  # [queries, n]
     near = np.argsort(-cosines, axis=1)[:, :7]
-    assert rows(found) == near.tolist()
-    scores = [[score for score, _ in one] for one in found]
+    assert rows(nearest) == near.tolist()
+    scores = [[score for score, _ in one] for one in nearest]
     np.testing.assert_allclose(scores, np.take_along_axis(cosines, near, 1), atol=1e-5)
 
 
@@ -61,15 +61,15 @@ def test_ivfpq_finds_nearly_the_same_with_exact_scores_in_the_lists_that_it_visi
     queries, index = cloud(50, 2), Vectors(path, settings, FEWEST, CPU)
     exact = vectors @ queries.T  # [n, queries]
     wanted = np.argsort(-exact, axis=0)[:10].T
-    found = index.search(queries, 10)
-    recall = np.mean([len({*a} & {*b}) / 10 for a, b in zip(wanted, rows(found), strict=True)])
+    nearest = index.search(queries, 10)
+    recall = np.mean([len({*a} & {*b}) / 10 for a, b in zip(wanted, rows(nearest), strict=True)])
     assert recall > 0.95, recall
     # What numpy says of the lists: a vector lies in the nearest one, a query visits nprobe of them.
     codes = faiss.read_index(str(path / CODES))
     centroids = codes.quantizer.reconstruct_n(0, settings["nlist"])
     lists = np.argmax(vectors @ centroids.T, axis=1)
     visited = np.argsort(-(queries @ centroids.T), axis=1)[:, : settings["nprobe"]]
-    for i, one in enumerate(found):
+    for i, one in enumerate(nearest):
         scores = [score for score, _ in one]
         assert scores == sorted(scores, reverse=True) and len(one) == 10
         np.testing.assert_allclose(scores, [exact[row, i] for _, row in one], atol=1e-6)
@@ -127,7 +127,7 @@ def test_a_torn_or_foreign_file_is_one_line(built, tmp_path):
 def test_a_gpu_holds_flat_vectors_alone_and_only_if_they_fit(built, monkeypatch):
     path, vectors, settings = built
     flat, gpu, made = {"kind": "flat", "dimension": DIMENSION}, torch.device("cuda", 3), []
-    used, entered = [], []  # the GPU that is current where FAISS is at work
+    used = []  # the GPU that is current where FAISS is at work
 
     class FakeIndex(faiss.IndexFlatIP):
         def __init__(self, resources, dimension, config):
@@ -135,16 +135,10 @@ def test_a_gpu_holds_flat_vectors_alone_and_only_if_they_fit(built, monkeypatch)
             made.append(config)
 
         def search(self, queries, k):
-            used.append(entered[-1])
+            used.append(torch.cuda.current_device())
             return super().search(queries, k)
 
-    @contextmanager
-    def current(number):
-        entered.append(number)
-        yield
-        entered.pop()
-
-    monkeypatch.setattr(torch.cuda, "device", current)
+    FourGpus().patch(monkeypatch)
 
     monkeypatch.setattr(faiss, "get_num_gpus", lambda: 8)
     monkeypatch.setattr(faiss, "GpuIndexFlatConfig", SimpleNamespace, raising=False)
