@@ -47,10 +47,6 @@ TORCH_FREE = (
 )
 
 
-# Names of two classes each; the list is to become empty.
-TWICE = {"Batch", "Draws", "Part", "Wish", "World"}
-
-
 def files(*outside):
     """The Python files that do not lie in the folders `outside`, by the name of their module."""
     listed = subprocess.run(
@@ -131,8 +127,7 @@ def test_no_two_classes_share_a_name():
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(f"{path}:{node.lineno}")
     for name, at in places.items():
-        if name not in TWICE:
-            assert len(at) == 1, f"class {name} is defined at {' and '.join(at)}"
+        assert len(at) == 1, f"class {name} is defined at {' and '.join(at)}"
 
 
 def test_the_logic_of_the_engine_and_the_loop_loads_without_torch():
