@@ -1,12 +1,9 @@
 """The ranks of a run: how they join, what they exchange, how they end, how they shard a model.
 
 `Ranks.start` reads the environment that torchrun sets. Without torchrun there is one rank, and
-every exchange is a no-op. Exchanges are collectives: all ranks call them in the same order.
-
-A rank that fails, dies or hangs would leave the others in a collective for hours. So each rank has
-a watch: a thread that exchanges a word with the others every BEAT seconds, and ends its process
-when one of them says that it fails, or says nothing for SILENCE seconds. torchrun can then start
-all of them again.
+every exchange is a no-op. Exchanges are collectives: all ranks call them in the same order. When a
+rank fails, dies or hangs, the others end within SILENCE_S seconds, so that torchrun can start all
+of them again.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,21 +37,24 @@ from nanorchestra.errors import INTERRUPTED, UserError, require
 from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.training.overlap import running
 
-JOIN_S = 120.0  # from the first rank to the last that joins
-COLLECTIVE_S = 1800.0  # of a collective whose ranks come to it at about the same time
-TURN_S = 1800.0  # of a turn: sampling, and its slowest call with the wait for a free connection
-BEAT = 2.0  # seconds between two exchanges of the watch
-SILENCE = 30.0  # seconds that the watch waits for a rank
-RUNNING, DONE = "", "done"  # what a rank says to the watch, unless why it fails
+JOIN_S = 60.0  # for all ranks to reach Ranks.start
+COLLECTIVE_S = 1800.0  # of an exchange, unless its group has a time-out of its own
+BEAT_S = 2.0  # between two exchanges of the watch
+SILENCE_S = 30.0  # that the watch waits for a rank
+MOST_BYTES = 1024  # of a reason that the watch exchanges
+RUNNING, DONE = "", "done"  # what a rank states to the watch, unless it states why it fails
+
+CALL_S = 600.0  # of the longest call, retries included: Endpoint.timeout_s, which http.post keeps
+LEAST_TOKENS_PER_S = 10.0  # that the engine samples for one attempt, with all others beside it
 T = TypeVar("T")
 
 
 class Ranks:
-    """This process among the ranks of a run. Rank 0, the `first`, writes the records and prints.
+    """This process among the ranks of a run. Rank 0 writes the records.
 
     `mesh` is None while parameters are plain tensors: one process in float32 on a CPU. Else it is a
     device mesh whose last dimension "shard" divides the weights. With a first dimension "replicate"
-    each group of ranks that shards has a whole copy (HSDP).
+    each group of ranks that shards has a whole copy (HSDP). `group` is of gloo, also beside NCCL.
     """
 
     def __init__(self, rank: int = 0, world_size: int = 1, device: torch.device | str = "cpu"):
@@ -62,8 +62,8 @@ class Ranks:
         self.world_size = world_size
         self.device = torch.device(device)
         self.mesh: DeviceMesh | None = None
-        self._group: dist.ProcessGroup | None = None  # of gloo, also beside NCCL
-        self._watch: _Watch | None = None
+        self.group: dist.ProcessGroup | None = None
+        self.watch: RankWatch | None = None
 
     @classmethod
     def start(cls, device: str = "cpu", *, shard: str = "all", sharded: bool = False) -> Ranks:
@@ -71,214 +71,248 @@ class Ranks:
 
         device: "cpu" (gloo) or "cuda" (NCCL, one GPU per rank). shard: "all" divides the weights by
         all ranks, "node" by those of a node, with a replica per node. sharded: makes a mesh for a
-        single rank too, for its mixed precision. UserError: fewer GPUs than ranks; unequal nodes;
-        a rank that does not join within JOIN_S seconds.
+        single rank too, for its mixed precision. UserError: a rank does not come within JOIN_S
+        seconds; fewer GPUs than ranks; unequal nodes.
         """
-        rank = int(os.environ.get("RANK", 0))
-        world_size = int(os.environ.get("WORLD_SIZE", 1))
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        place = device
-        if device == "cuda":
-            gpus = torch.cuda.device_count()
-            require(
-                local_rank < gpus,
-                f"torchrun: rank {rank} has no GPU; start at most {gpus} per node",
-            )
-            torch.cuda.set_device(local_rank)
-            place = f"cuda:{local_rank}"
-        ranks = cls(rank, world_size, place)
-        if world_size == 1 and not sharded:
+        ranks = cls(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
+        if ranks.world_size == 1 and not sharded:
+            ranks._choose_device(device)
             return ranks
-        require(
-            world_size % per_node == 0,
-            f"torchrun: {world_size} ranks on nodes of {per_node}; start equally many on every "
-            "node",
-        )
-        ranks._join("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-        shape, dimensions = (world_size,), ("shard",)
-        if shard == "node" and world_size > per_node:
-            shape, dimensions = (world_size // per_node, per_node), ("replicate", "shard")
-        ranks.mesh = dist.init_device_mesh(device, shape, mesh_dim_names=dimensions)
+        store = dist.HashStore()
+        if ranks.world_size > 1:
+            # First of all: what fails from here on ends the other ranks, too.
+            store = _meet(ranks.rank, ranks.world_size)
+            ranks.watch = RankWatch(store, ranks.rank, ranks.world_size)
+        with ending_together(ranks):
+            ranks._choose_device(device)
+            ranks._init_groups(store, shard)
         return ranks
 
-    def _join(self, backend: str) -> None:
-        """Makes the process groups; the watch begins as soon as it can."""
-        store = dist.HashStore() if self.world_size == 1 else _meet(self.rank, self.world_size)
+    def _choose_device(self, device):
+        """Takes this rank's GPU, if it trains on GPUs."""
+        self.device = torch.device(device)
+        if device != "cuda":
+            return
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        count = torch.cuda.device_count()
+        require(
+            local_rank < count,
+            f"torchrun: rank {self.rank} has no GPU; start at most {count} per node",
+        )
+        torch.cuda.set_device(local_rank)
+        self.device = torch.device(f"cuda:{local_rank}")
+
+    def _init_groups(self, store, shard):
+        """Makes the default process group, the group of the exchanges, and the mesh."""
+        size = self.world_size
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        require(
+            size % per_node == 0,
+            f"torchrun: {size} ranks on nodes of {per_node}; start equally many on every node",
+        )
+        kind = self.device.type
         dist.init_process_group(
-            backend,
+            "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
             store=store,
             rank=self.rank,
-            world_size=self.world_size,
+            world_size=size,
             timeout=timedelta(seconds=COLLECTIVE_S),
         )
-        if self.world_size > 1:
-            self._watch = _Watch(self.rank, self.world_size)
-            self._group = _gloo_group(COLLECTIVE_S)
+        self.group = self.new_group().group
+        shape, dimensions = (size,), ("shard",)
+        if shard == "node" and size > per_node:
+            shape, dimensions = (size // per_node, per_node), ("replicate", "shard")
+        self.mesh = dist.init_device_mesh(kind, shape, mesh_dim_names=dimensions)
 
     @property
     def first(self) -> bool:
         """Whether this rank writes and prints."""
         return self.rank == 0
 
-    # Exchanges, of anything that can be pickled.
-
-    def all_gather(self, value: T) -> list[T]:
-        """Returns the value of every rank, in the order of the ranks."""
-        if self.world_size == 1:
-            return [value]
-        values: list[T] = [value] * self.world_size
-        with self._explained():
-            dist.all_gather_object(values, value, group=self._group)
-        return values
-
-    def broadcast(self, value: T) -> T:
-        """Returns rank 0's value on every rank."""
-        if self.world_size == 1:
-            return value
-        values = [value]
-        with self._explained():
-            dist.broadcast_object_list(values, src=0, group=self._group)
-        return values[0]
-
-    def barrier(self) -> None:
-        """Returns when all ranks have come here."""
-        self.all_gather(None)
-
     def new_group(self, timeout_s: float | None = None) -> Ranks:
-        """Returns the same ranks with exchanges of their own, which do not cross others.
+        """Returns the same ranks for one more thread, or with another time-out.
 
-        Each thread that exchanges needs its own. timeout_s: seconds that a rank waits for the last
-        one, where that may be long. All ranks call it together.
+        Its exchanges do not cross those of this object. An exchange fails after `timeout_s`
+        seconds, by default COLLECTIVE_S. All ranks call it together.
         """
         other = copy.copy(self)
         if self.world_size > 1:
-            with self._explained():
-                other._group = _gloo_group(timeout_s or COLLECTIVE_S)
+            timeout = timedelta(seconds=timeout_s or COLLECTIVE_S)
+            other.group = dist.new_group(backend="gloo", timeout=timeout)
         return other
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Lets the watch say why an exchange has broken; it then ends this process."""
-        try:
-            yield
-        except RuntimeError:
-            if self._watch:
-                self._watch.wait(SILENCE)
-            raise
+    def barrier(self) -> None:
+        """Returns when all ranks have called it."""
+        self.all_gather(None)
 
-    # The end.
+    def broadcast(self, value: T) -> T:
+        """Returns rank 0's value (pickled)."""
+        if self.world_size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.group)
+        return values[0]
 
-    def fail(self, reason: str) -> None:
-        """Tells the other ranks that this one ends, and why; they end too."""
-        if self._watch:
-            self._watch.end(f"rank {self.rank}: {reason}")
+    def all_gather(self, value: T) -> list[T]:
+        """Returns every rank's value (pickled), in the order of ranks."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def fail(self, reason: str) -> bool:
+        """Tells the other ranks that this one ends, and why; they end too.
+
+        Returns whether this rank prints the reason: False if another rank has the same one and
+        prints it.
+        """
+        return self.watch is None or self.watch.fail(reason)
 
     def close(self) -> None:
         """Leaves the ranks at the end of a run that went well, when all have come to it."""
-        if self._watch:
-            self._watch.end(DONE)
+        if self.watch:
+            self.watch.state(DONE)
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _meet(rank: int, world_size: int) -> dist.Store:
-    """Returns the store of all ranks when they have come; UserError if one does not."""
-    wait = timedelta(seconds=JOIN_S)
+def _meet(rank, world_size) -> dist.Store:
+    """Returns the store of the run, when all ranks have reached it. UserError."""
+    timeout = timedelta(seconds=JOIN_S)
     try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=wait))
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
         # torchrun's store outlives a restart, with the keys of the attempt before
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-        store = dist.PrefixStore(f"attempt/{attempt}", store)
-        store.set(f"here/{rank}", "")
-        store.wait([f"here/{other}" for other in range(world_size)], wait)
-    except RuntimeError as error:
+        store = dist.PrefixStore(
+            f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store
+        )
+        store.set(f"joined/{rank}", "")
+        store.wait([f"joined/{other}" for other in range(world_size)], timeout)
+    except RuntimeError:
         raise UserError(
-            f"torchrun: not all {world_size} ranks have joined within {JOIN_S:g} s "
-            f"({str(error).splitlines()[0]}); what the others printed says why"
+            f"torchrun: not all {world_size} ranks have started within {JOIN_S:g} s; "
+            "one that has failed says why above"
         ) from None
     return store
 
 
-def _gloo_group(timeout_s: float) -> dist.ProcessGroup:
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+class RankWatch:
+    """A thread that exchanges the states of all ranks, and ends this process if the run is lost.
 
+    A state is RUNNING, DONE, or the reason why a rank fails. The time-out of other collectives, as
+    long as the longest rollout, would notice too late. The group is none of torch.distributed's
+    own, so that it is there before all others.
+    """
 
-class _Watch:
-    """A thread that ends this process when another rank has failed, died or hung."""
-
-    def __init__(self, rank: int, world_size: int):
-        self._rank = rank
-        self._words = [RUNNING] * world_size  # what each rank said last
-        self._word = RUNNING  # what this rank says next
-        self._group = _gloo_group(SILENCE)
-        self._thread = threading.Thread(target=self._listen, daemon=True)
+    def __init__(self, store: dist.Store, rank: int, world_size: int):
+        self.rank, self.states = rank, [RUNNING] * world_size
+        self._state, self._failing = RUNNING, threading.Event()
+        store = dist.PrefixStore("watch", store)
+        timeout = timedelta(seconds=SILENCE_S)
+        self._group = dist.ProcessGroupGloo(store, rank, world_size, timeout)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def end(self, word: str) -> None:
-        """Says DONE, or why this rank fails; returns when the others have heard it."""
-        self._word = word
+    def state(self, state: str) -> None:
+        """States how this rank is; returns when all ranks are done, or this one's failure is known.
+
+        If the run is lost, the thread ends the process.
+        """
+        self._state = state
+        if state != DONE:
+            self._failing.set()
         self._thread.join()
 
-    def wait(self, seconds: float) -> None:
-        """Waits for the watch to end this process."""
-        self._thread.join(seconds)
+    def fail(self, reason: str) -> bool:
+        """As Ranks.fail."""
+        self.state(reason)
+        time.sleep(BEAT_S)  # the exchange of slower ranks needs this process to its end
+        stated = self.states[self.rank] == reason
+        others = self.states[: self.rank] if stated else self.states
+        return reason not in others
 
-    def _listen(self) -> None:
-        while not all(word == DONE for word in self._words):
-            time.sleep(BEAT)
-            reason = ""
+    def wait(self) -> None:
+        """Gives the thread the time to end this process, if the run is lost."""
+        self._thread.join(SILENCE_S)
+
+    def _run(self):
+        while not all(state == DONE for state in self.states):
+            self._failing.wait(BEAT_S)
+            lost = ""
             try:
-                dist.all_gather_object(self._words, self._word, group=self._group)
+                self.states = self._exchange(self._state)
             except RuntimeError as error:
-                reason = f"a rank has died or hangs ({str(error).splitlines()[0]})"
-            if self._word not in (RUNNING, DONE):
+                lost = f"a rank has died or hangs ({str(error).splitlines()[0]})"
+            for rank, state in enumerate(self.states):
+                if state not in (RUNNING, DONE) and not lost:
+                    lost = f"rank {rank}: {state}"
+            if not lost:
+                continue
+            # An error that every rank has comes to this one a little later, and is printed once.
+            # The exchange of slower ranks needs this process to its end, too.
+            if self._failing.wait(BEAT_S):
                 return  # the main thread ends this rank
-            for word in self._words:
-                if word not in (RUNNING, DONE):
-                    reason = word
-            if reason:
-                # not sys.stderr, which torch swaps while it prints the main thread's traceback
-                print(f"rank {self._rank} ends: {reason}", file=sys.__stderr__, flush=True)
-                time.sleep(BEAT)  # the exchange of slower ranks needs this one to its end
-                os._exit(1)  # the main thread may wait in a collective that never ends
+            # not sys.stderr, which torch swaps while it prints the main thread's traceback
+            print(f"rank {self.rank} ends: {lost}", file=sys.__stderr__, flush=True)
+            os._exit(1)  # the main thread may wait in a collective that never ends
+
+    def _exchange(self, state) -> list[str]:
+        """Returns the state of every rank. RuntimeError if one does not answer."""
+        data = state.encode()[:MOST_BYTES].ljust(MOST_BYTES, b"\0")
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        parts = [torch.empty_like(mine) for _ in self.states]
+        self._group.allgather([parts], [mine]).wait()
+        return [bytes(part.numpy()).rstrip(b"\0").decode(errors="ignore") for part in parts]
 
 
 @contextmanager
 def ending_together(ranks: Ranks) -> Iterator[None]:
     """Ends the process at once on an error, where an orderly end would wait forever.
 
-    That is with other ranks, which may wait in a collective, and beside a rollout's thread. The
-    other ranks are told why. A UserError is printed by rank 0, which has it
-    itself or hears of it.
+    That is with other ranks, which may wait in a collective, or beside a rollout's thread. The
+    other ranks are told why, and end too. A reason that several ranks have is printed once.
     """
     try:
         yield
     except BaseException as error:
         if ranks.world_size == 1 and not running():
             raise
-        expected = isinstance(error, UserError | KeyboardInterrupt)
-        reason = str(error).split("\n")[0] or type(error).__name__
-        if not expected and "peer" not in reason:  # else another rank has gone, and says why
+        reason = (str(error).split("\n")[0] or type(error).__name__)[: MOST_BYTES // 4]
+        lost_peer = isinstance(error, RuntimeError) and "peer" in reason
+        if lost_peer and ranks.watch:
+            ranks.watch.wait()  # it knows which rank has failed, prints it and ends this process
+        known = isinstance(error, UserError | KeyboardInterrupt)
+        if not known and not lost_peer:
             traceback.print_exc()
-        if ranks.first or not expected:
+        if ranks.fail(reason):
             print(f"train.py: {reason}; go on with --resume", file=sys.stderr, flush=True)
-        ranks.fail(reason)
         sys.stdout.flush()
         if isinstance(error, UserError):
             os._exit(2)
-        os._exit(INTERRUPTED if expected else 1)
+        os._exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
 
 
 def rollout_timeout_s(config: Config) -> float:
-    """Returns the seconds that ranks wait for the slowest rollout: all turns at their slowest.
+    """Returns the seconds that a rank may need longer for its attempts than the others.
 
-    A rank that has died or hangs is noticed by the watch, long before.
+    Each turn samples `turn_tokens`, and its calls run side by side; after the last turn a judge is
+    asked. Attempts that fail are played again.
     """
-    return (1 + RETRIES) * config.rollout.turns * TURN_S
+    rollout = config.rollout
+    turn_s = CALL_S + rollout.turn_tokens / LEAST_TOKENS_PER_S
+    return COLLECTIVE_S + (1 + RETRIES) * (rollout.turns * turn_s + CALL_S)
 
 
-# Sharding.
+def backward(loss: Tensor, model: Qwen3, ranks: Ranks, *, last: bool) -> None:
+    """Adds to the gradients those of this rank's `loss`, a share of the sum over all ranks.
+
+    Replicas (HSDP) all-reduce once, after the `last` micro-batch.
+    """
+    if ranks.mesh is not None:
+        model.set_is_last_backward(last)
+        model.set_requires_all_reduce(last)
+        loss = loss * ranks.world_size  # FSDP averages over the ranks; the sum is meant
+    loss.backward()
 
 
 def shard_model(
@@ -315,15 +349,3 @@ def shard_model(
         layer.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([layer])
     return model
-
-
-def backward(loss: Tensor, model: Qwen3, ranks: Ranks, *, last: bool) -> None:
-    """Adds the gradients of a micro-batch's loss to the model's.
-
-    last: of the step's micro-batches; replicas (HSDP) all-reduce once, after it.
-    """
-    if ranks.mesh is not None:
-        model.set_is_last_backward(last)
-        model.set_requires_all_reduce(last)
-        loss = loss * ranks.world_size  # FSDP averages over the ranks; the sum is meant
-    loss.backward()

@@ -29,12 +29,12 @@ from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.model.sharded import fill, whole
 from nanorchestra.model.weights import load_model, named_hf_tensors
+from nanorchestra.tools.models import Endpoint
 from nanorchestra.training import distributed as module
 from nanorchestra.training.checkpoint import Checkpoints
 from nanorchestra.training.distributed import (
     Ranks,
     ending_together,
-    rollout_timeout_s,
     shard_model,
 )
 from nanorchestra.training.objectives import Objective
@@ -214,7 +214,7 @@ def end(ranks: Ranks, how: str) -> dict[str, torch.Tensor]:
 def one_rank(file: str) -> None:
     job = json.loads(Path(file).read_text())
     torch.set_num_threads(1)
-    module.BEAT, module.SILENCE = 0.2, job["silence"]
+    module.BEAT_S, module.SILENCE_S = 0.2, job["silence"]
     ranks = Ranks.start("cpu", shard=job["shard"], sharded=True)
     flat = copy.copy(ranks)  # the same ranks without nodes
     flat.mesh = torch.distributed.init_device_mesh(
@@ -359,31 +359,73 @@ def test_when_a_rank_hangs_the_others_end_and_say_so(tmp_path):
     run(tmp_path, 2, [], "hang", "a rank has died or hangs", silence=3)
 
 
-def test_a_rank_that_never_joins_is_not_waited_for_long():
+PROGRAM = """
+import os, sys
+from nanorchestra.errors import UserError, command
+from nanorchestra.tools.models import Endpoint
+from nanorchestra.tools.models import Endpoint
+from nanorchestra.training import distributed as module
+module.BEAT_S, module.JOIN_S = 0.2, float(sys.argv[2])
+rank, how = os.environ["RANK"], sys.argv[1]
+
+@command("train.py")
+def main(arguments):
+    if how == "before" and rank == "1":
+        raise UserError("no config")
+    if how == "device" and rank == "1":
+        def refuse(ranks, device): raise UserError("no GPU here")
+        module.Ranks._choose_device = refuse
+    ranks = module.Ranks.start("cpu")
+    with module.ending_together(ranks):
+        if how == "all" or rank == "1":
+            raise UserError("a bad path")
+        ranks.barrier()
+
+sys.exit(main([]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how, counts",
+    [
+        ("before", {"train.py: no config": 1, "not all 2 ranks have started within 3 s": 1}),
+        ("device", {"train.py: no GPU here": 1, "rank 0 ends: rank 1: no GPU here": 1}),
+        ("one", {"train.py: a bad path": 1, "rank 0 ends: rank 1: a bad path": 1}),
+        ("all", {"a bad path": 1}),
+    ],
+)
+def test_an_error_of_one_rank_ends_all_and_one_of_all_is_printed_once(tmp_path, how, counts):
+    (tmp_path / "program.py").write_text(PROGRAM)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    code = (
-        "from nanorchestra.training import distributed; distributed.JOIN_S = 2.0\n"
-        "distributed.Ranks.start('cpu')"
-    )
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "2"}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode != 0
-    assert "torchrun: not all 2 ranks have joined within 2 s" in done.stderr
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    common |= {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    seconds = "3" if how == "before" else "60"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "program.py"), how, seconds],
+            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        output = "".join(process.communicate(timeout=50)[1] for process in processes)
+        assert all(process.returncode for process in processes)
+        assert {text: output.count(text) for text in counts} == counts, output
+        assert "Traceback" not in output
+    finally:
+        for process in processes:
+            process.kill()
 
 
-def test_ranks_wait_for_a_rollout_as_long_as_its_limits_allow():
-    """50 turns with experts of 600 s each, and every attempt played again twice."""
-    config = Config().replace({"rollout.turns": 50})
-    assert rollout_timeout_s(config) > 3 * 50 * (600 + 600)
+def test_the_time_out_of_a_rollout_covers_every_turn_with_the_longest_call():
+    config = Config().replace({"rollout.turns": 50, "rollout.turn_tokens": 8000})
+    assert module.rollout_timeout_s(config) > 3 * 50 * (Endpoint("").timeout_s + 8000 / 10)
+    assert Endpoint("").timeout_s <= module.CALL_S
 
 
 if __name__ == "__main__":
