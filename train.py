@@ -135,7 +135,8 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
     if progress.phase == "warm_start":
         steps = config.warm_start.steps
         demonstrations = Demonstrations(config, world, tokenizer, run.say)
-        run.start_bar(steps)
+        if steps:
+            run.start_bar(steps)
         while progress.step < steps:
             started = time.monotonic()
             groups = demonstrations.groups(progress, ranks)

@@ -117,8 +117,8 @@ class TrainingRun:
             write_whole(self.folder.path / "config.toml", to_toml(self.config))
 
     def discard_if_unused(self) -> None:
-        """Removes the directory if the run's set-up has failed, so that its name is free again."""
-        if self._unused and self.ranks.first:
+        """Removes the directory if the set-up has failed on this rank; its name is free again."""
+        if self._unused:
             shutil.rmtree(self.folder.path, ignore_errors=True)
 
     def finish(self, results: Json) -> None:
@@ -166,7 +166,7 @@ class TrainingRun:
         return tqdm(total=total, initial=done, desc=label, unit=unit, disable=disable)
 
     def start_bar(self, steps: int) -> None:
-        """Shows the progress of the present phase."""
+        """Shows the progress of the present phase, which goes to `steps`."""
         self._bar = self.bar(steps, self.progress.phase.replace("_", " "), self.progress.step)
 
     # Records.
