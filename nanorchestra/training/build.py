@@ -37,7 +37,11 @@ def load_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Qwen3
     """
     seed, path = config.run.seed, config.model.path
     offload, in_4_bits = config.parallel.cpu_offload, config.lora.base == "int4"
-    require(path, "model.path is empty; it must be a Hugging Face directory")
+    require(
+        path,
+        "model.path is empty; it must be a Hugging Face directory (python -m "
+        "worlds.miniature.draft DIRECTORY writes an untrained one)",
+    )
     require(
         not in_4_bits or ranks.world_size == 1,
         f"lora.base is int4 on {ranks.world_size} processes; engine and trainer of one process "
