@@ -62,7 +62,8 @@ class TaskSection:
         "miniature",
         "miniature, domains (a few small databases), a directory of data_gen.py or tau2-bench, a "
         ".jsonl file of tau2 tasks or ToolScale rows, questions:FILE with a .jsonl file of "
-        "questions and answers, or a mixture: 'miniature=0.9, data/=0.1'",
+        "questions and answers, a .py file with an environment of your own, or a mixture: "
+        "'miniature=0.9, data/=0.1'",
     )
     tools: str = setting("", "catalogue of the tools for questions, a file as tools.py describes")
     experts: Literal["simulated", "real"] = setting(

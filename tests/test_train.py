@@ -129,6 +129,7 @@ def test_a_killed_run_ends_the_same_and_can_be_extended(tmp_path):
         (["--resume", "x", "--run.seed", "1"], "cannot change run.seed, only run.checkpoint_every"),
         (["--run.root", "/proc/nothing"], "/proc/nothing"),
         (["--model.path", ".", "--run.threads", "1"], "config.json"),
+        (["--config", "domains", "--run.threads", "1"], "draft runs/draft-domains --world domains"),
         (["--task.world", "nowhere", "--run.threads", "1"], "there is no world 'nowhere'"),
     ],
 )

@@ -91,16 +91,18 @@ class UserWorld:
         return instance, stated
 
     def _tools(self, instance) -> list[FunctionTool]:
-        """Returns the public methods of an instance as tools. UserError."""
+        """Returns the methods of an instance that are tools. UserError.
+
+        These are public and of the class itself; static, class and inherited ones are none.
+        """
         tools = []
-        for name in vars(self.kind):
-            method = getattr(instance, name)
-            if name.startswith("_") or name in RESERVED or not inspect.ismethod(method):
+        for name, value in vars(self.kind).items():
+            if name.startswith("_") or name in RESERVED or not inspect.isfunction(value):
                 continue
             try:
-                tools.append(tool(method))
+                tools.append(tool(getattr(instance, name)))
             except UserError as error:
-                raise UserError(f"{self.name}: {error}") from None
+                raise UserError(f"{self.name}: {self.kind.__name__}: {error}") from None
         return tools
 
 
@@ -143,11 +145,12 @@ def load_user_world(name: str, seed: int) -> UserWorld:
 def _load(name) -> ModuleType:
     """Imports a file, which may import its neighbours."""
     path = Path(name).resolve()
+    unique = f"user_world_{path.stem}"  # so that json.py replaces no module
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(unique, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses look it up there
+    sys.modules[unique] = module  # dataclasses look it up there
     spec.loader.exec_module(module)
     return module
 
@@ -158,7 +161,7 @@ def _own(call: Callable[[], Any], where: str, file: str) -> Any:
         return call()
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         lines = [getattr(error, "lineno", None)]
         for frame in traceback.extract_tb(error.__traceback__):
             if Path(frame.filename).resolve() == Path(file).resolve():

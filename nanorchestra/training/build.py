@@ -1,5 +1,7 @@
 """Builds the parts of a run from its config: model, tokenizer, trainer, engine and rollout."""
 
+from pathlib import Path
+
 import torch
 
 from kernels.flash_attn import choose_attention
@@ -38,9 +40,10 @@ def load_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Qwen3
     seed, path = config.run.seed, config.model.path
     offload, in_4_bits = config.parallel.cpu_offload, config.lora.base == "int4"
     require(
-        path,
-        "model.path is empty; it must be a Hugging Face directory (python -m "
-        "worlds.miniature.draft DIRECTORY writes an untrained one)",
+        path and Path(path).exists(),
+        f"model.path is {path!r}; it must be a Hugging Face directory (python -m "
+        f"worlds.miniature.draft {path or 'DIRECTORY'} --world domains writes an untrained one for "
+        "the world domains)",
     )
     require(
         not in_4_bits or ranks.world_size == 1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,20 @@ def test_the_example_of_the_page_plays_with_its_own_reward(example, nano_tokeniz
     assert attempt.status == "answered" and attempt.outcome == pytest.approx(0.7)
 
 
+def test_only_public_methods_of_the_class_itself_are_tools(tmp_path):
+    file = tmp_path / "json.py"  # replaces no module of the same name
+    file.write_text(
+        'class Base:\n    def inherited(self) -> int:\n        """Is none."""\n'
+        f"class A(Base):\n    limit = 7\n{RESET}{TOOL}"
+        "    def _helper(self):\n        pass\n"
+        "    @property\n    def broken(self):\n        return 1 / 0\n"
+        "    @staticmethod\n    def static() -> int:\n        return 1\n"
+        "    @classmethod\n    def of_class(cls) -> int:\n        return 1\n"
+    )
+    assert opened(file).task("train", 0).offers == {"ask": "ask"}
+    assert hasattr(sys.modules["json"], "dumps")
+
+
 def test_two_attempts_at_a_task_do_not_share_their_state(tmp_path):
     file = tmp_path / "counts.py"
     file.write_text(
@@ -92,6 +107,7 @@ BAD = {
     "two classes": (f"class A:\n{RESET}class B:\n{RESET}", "A, B have a method reset"),
     "a syntax error": ("class A\n", "line 1: SyntaxError"),
     "an import error": ("import nowhere\n", "line 1: ModuleNotFoundError"),
+    "a file that exits": ("import sys\nsys.exit(3)\n", "line 2: SystemExit: 3"),
     "reset raises": (
         "class A:\n    def reset(self, seed):\n        return 1 / 0\n",
         "A.reset, line 3: ZeroDivisionError",
@@ -102,11 +118,11 @@ BAD = {
     ),
     "a tool without docstring": (
         f"class A:\n{RESET}    def ask(self, what: str) -> str:\n        return what\n",
-        "function ask: it has no docstring",
+        "bad_world.py: A: function ask: it has no docstring",
     ),
     "a tool without hints": (
         f"class A:\n{RESET}    def ask(self, what):\n        '''Asks.'''\n",
-        "function ask: parameter what has no type hint",
+        "A: function ask: parameter what has no type hint",
     ),
     "a preference for no tool": (
         "class A:\n    def reset(self, seed):\n"
