@@ -31,6 +31,10 @@ class UserError(Exception):
     """The user gave something wrong. The message is one line: file, field, value, what is right."""
 
 
+class WorldError(UserError):
+    """A user's own environment is wrong, which ends a run: no failure of the infrastructure."""
+
+
 class NotFiniteError(UserError, FloatingPointError):
     """A model computed NaN or infinity."""
 

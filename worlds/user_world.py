@@ -24,7 +24,7 @@ from typing import Any
 
 from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.world import Split
-from nanorchestra.errors import UserError, require
+from nanorchestra.errors import UserError, WorldError, require
 from nanorchestra.records import Preference, Task, words_and_vector
 from nanorchestra.tools.functions import FunctionTool, is_within, tool
 from worlds.judge import grade
@@ -118,11 +118,13 @@ class UserEnvironment(ToolEnvironment):
         instance, where = self.instance, f"{self.file}: {type(self.instance).__name__}"
         if not hasattr(instance, "reward"):
             right = "give the class a method reward(answer), or an attribute answer in reset"
-            require(hasattr(instance, "answer"), f"{where}: no reward and no answer; {right}")
+            if not hasattr(instance, "answer"):
+                raise WorldError(f"{where}: no reward and no answer; {right}")
             return grade(self.task.question, str(instance.answer), answer)[0]
         outcome = _own(lambda: instance.reward(answer), f"{where}.reward", self.file)
-        known = is_within(outcome, most=1.0) or isinstance(outcome, bool)
-        require(known, f"{where}.reward: it returned {outcome!r:.80}; it must be from 0 to 1")
+        if not (is_within(outcome, most=1.0) or isinstance(outcome, bool)):
+            text = f"it returned {outcome!r:.80}; it must be from 0 to 1"
+            raise WorldError(f"{where}.reward: {text}")
         return float(outcome)
 
 
@@ -168,4 +170,4 @@ def _own(call: Callable[[], Any], where: str, file: str) -> Any:
                 lines.append(frame.lineno)
         line = f", line {lines[-1]}" if lines[-1] else ""
         text = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(f"{where}{line}: {text}") from None
+        raise WorldError(f"{where}{line}: {text}") from None

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from nanorchestra.errors import WorldError
 from nanorchestra.evidence import Evidence
 from nanorchestra.records import RESULT_WORDS, Task, ToolCall, ToolResult, Trajectory
 from nanorchestra.schemas import Json, argument_error
@@ -168,7 +169,8 @@ def score_answer(env: Environment, t: Trajectory) -> None:
     try:
         t.outcome = env.score(t.answer)
     except Exception as error:
-        if not (isinstance(error, EndpointError) or is_infrastructure(error)):
+        failed = isinstance(error, EndpointError) or is_infrastructure(error)
+        if isinstance(error, WorldError) or not failed:
             raise
         t.status = "infrastructure"
         problem = f"Error: the judge did not answer ({error})"

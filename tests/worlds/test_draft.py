@@ -5,6 +5,7 @@ from __future__ import annotations
 from nanorchestra.model.weights import load_model
 from worlds.miniature import draft as program
 from worlds.miniature.world import Miniature
+from worlds.toolscale.small import small_world
 
 
 def test_a_draft_loads_and_is_a_function_of_its_seed(tmp_path, sandbox, monkeypatch):
@@ -36,3 +37,11 @@ def test_what_cannot_be_drafted_is_one_line(tmp_path, capsys):
     assert program.main([str(tmp_path / "new"), "--world", str(file)]) == 2
     line = capsys.readouterr().err
     assert "nothing demonstrates its tasks" in line and not (tmp_path / "new").exists()
+
+
+def test_the_command_drafts_the_world_domains(tmp_path, monkeypatch):
+    monkeypatch.setattr(program, "LESSONS", 20)
+    assert program.main([str(tmp_path / "new"), "--world", "domains", "--seed", "1"]) == 0
+    _, tokenizer = load_model(tmp_path / "new")
+    task = small_world(1, "domains").task("train", 0)
+    assert tokenizer.decode(tokenizer.encode(task.question)) == task.question

@@ -192,17 +192,26 @@ def test_demonstrations_mask_what_tools_said(nano_tokenizer, sandbox):
 
 def test_tasks_and_lessons_are_those_that_the_shipped_model_was_trained_on(sandbox):
     """To the last bit: a hash, which changes with the world."""
-    world, rows = Miniature(0, sandbox), []
+    world, rows, rewards = Miniature(0, sandbox), [], []
     for split in ("train", "held_out"):
         for index in range(100):
             task = world.task(split, index)
-            rows.append([task.question, dataclasses.asdict(task.preference), task.data])
-            rows.append(dataclasses.asdict(task.bounds))
+            environment = world.environment(task, 0)
+            rows.append([environment.messages, environment.tools])
+            rewards.append([dataclasses.asdict(task.preference), dataclasses.asdict(task.bounds)])
+            rewards.append(task.data)
     for most_tools in (0, 1, 2):
         for index in range(30):
-            _, lessons = world.lesson(index, most_tools)
+            environment, lessons = world.lesson(index, most_tools)
+            rows.append([environment.messages, environment.tools])
             for lesson in lessons:
+                called = vars(lesson.call) if lesson.call else None
                 result = lesson.result.content if lesson.result else None
-                rows.append([lesson.thought, lesson.content, result])
-    digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
-    assert digest[:16] == "2529a215e3776790"
+                rows.append([lesson.thought, lesson.content, called, result])
+    assert digest(rows) == "04e5f279f9bd68e1"
+    assert digest(rewards) == "bfc4093bcbd07d2f"
+
+
+def digest(rows):
+    """16 hex digits of the SHA-256 of rows as JSON."""
+    return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]

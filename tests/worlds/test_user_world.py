@@ -161,6 +161,15 @@ def test_a_reward_that_is_none_ends_the_run_with_one_line(tmp_path, body, says):
         world.environment(world.task("train", 0), 0).score("42")
 
 
+def test_an_error_of_reward_ends_a_rollout(tmp_path, nano_tokenizer):
+    file = tmp_path / "raises.py"
+    file.write_text(f"class A:\n{RESET}    def reward(self, answer):\n        return 1 / 0\n")
+    world = opened(file)
+    environment = world.environment(world.task("train", 0), 0)
+    with pytest.raises(UserError, match="A.reward, line 5: ZeroDivisionError"):
+        play(nano_tokenizer, ["42"], envs=[environment])
+
+
 def test_a_step_of_grpo_learns_in_it(example, make_training):
     run = make_training("own", {"task.world": str(example), "grpo.steps": 1})
     assert run.train()
