@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
 
 from nanorchestra.training.warm_start import demonstration
 from worlds.toolscale import small
+from worlds.toolscale.blueprint import BUILT_IN, build
 from worlds.toolscale.dataset import teach
 from worlds.toolscale.planner import Planner
 from worlds.toolscale.program import parse_call
@@ -96,3 +98,10 @@ def test_what_is_offered_does_not_tell_which_branch_is_right(world, tasks):
         calls = (call for kind in spoken for call in planner.kinds[kind].get("do", ()))
         assert {parse_call(call)[0] for call in calls} <= set(tau2["tools"])
     assert conditions > 20
+
+
+def test_a_small_world_leaves_the_domains_of_its_seed_as_they_were():
+    before = {name: copy.deepcopy(build(name, 4)[1].data["wishes"]) for name in BUILT_IN}
+    small_world(4)
+    for name in BUILT_IN:
+        assert build(name, 4)[1].data["wishes"] == before[name]

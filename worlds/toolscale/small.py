@@ -7,6 +7,7 @@ never right: what depends on a record has to be looked up. Of each list of sente
 are used. Worlds, checks and scores are those of data_gen.py.
 """
 
+import copy
 import itertools
 import json
 import random
@@ -62,9 +63,12 @@ class SmallTasks(Sequence):
 def small_world(seed: int, name: str = "domains") -> DomainWorld:
     """Returns the tasks of three built-in domains that the seed chooses, TASKS in each split."""
     chosen = random.Random(f"small/{seed}").sample(BUILT_IN, DOMAINS)
-    built = [build(domain, seed) for domain in chosen]
-    for _, words in built:
+    built = []
+    for domain_name in chosen:
+        domain, words = build(domain_name, seed)
+        words = copy.deepcopy(words)  # `build` keeps what it returns
         _shorten(words.data["wishes"])
+        built.append((domain, words))
     splits = {split: SmallTasks(f"{seed}-{split}", built) for split in ("train", "held_out")}
     domains = {domain.name: domain for domain, _ in built}
     return DomainWorld(splits, domains, seed, name, skill=SKILL)
