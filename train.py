@@ -16,7 +16,7 @@
 - An attempt has many turns. The engine keeps the session's KV cache while tools run, and text is
   never tokenised twice: what was sampled is what is trained on, id by id.
 - Samples of a group are packed as a tree: what they begin with in common is computed once.
-- The loss is divided by a number of the whole step. So neither packing nor micro-batches nor the
+- The loss is divided by a number of the whole update. So neither packing nor micro-batches nor the
   number of ranks changes the gradient.
 - Each id has the log-probability under which it was drawn, and the version of the weights.
 - Any number of ranks runs this page: each plays its share of the attempts and computes its share
@@ -35,7 +35,6 @@ if __name__ == "__main__":
 
 import math
 import sys
-import time
 from collections import Counter
 
 import torch
@@ -67,7 +66,7 @@ from nanorchestra.training.distributed import (
     ending_together,
     rollout_timeout_s,
 )
-from nanorchestra.training.objectives import Objective, objective_of
+from nanorchestra.training.objectives import Objective, bounded_exp, objective_of
 from nanorchestra.training.optimizers import scheduled
 from nanorchestra.training.overlap import in_background
 from nanorchestra.training.packing import (
@@ -86,7 +85,7 @@ from nanorchestra.training.rollout import (
     play_on_ranks,
     require_most_worked,
 )
-from nanorchestra.training.run import TrainingRun
+from nanorchestra.training.run import Laps, TrainingRun
 from nanorchestra.training.samples import (
     as_group,
     gave_answer,
@@ -100,8 +99,6 @@ from worlds import metrics
 from worlds.api_bill import api_bill
 from worlds.load import open_world
 from worlds.routers import routers_of
-
-MAX_LOG_RATIO = 20.0  # keeps exp finite; the bounds of every surrogate lie far inside
 
 
 def train(run: TrainingRun, sandbox: Sandbox) -> bool:
@@ -138,25 +135,26 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
         if steps:
             run.start_bar(steps)
         while progress.step < steps:
-            started = time.monotonic()
+            laps = Laps()
             groups = demonstrations.groups(progress, ranks)
-            demonstrated = time.monotonic()
+            laps.end("demonstrations")
             learning_rate = demonstrations.learning_rate(progress.step)
             update = supervised_update(trainer, groups, learning_rate)
-            updated = time.monotonic()
+            laps.end("train")
 
             progress.step += 1
             demonstrations.advance(progress, update["loss"])
-            row = {"tokens_per_s": update["tokens"] / (updated - started)}
-            times = {"demonstrations": demonstrated - started, "train": updated - demonstrated}
-            run.record_step(row, update, times)
+            tokens_per_s = update["tokens"] / sum(laps.seconds.values())
+            run.record_step({"tokens_per_s": tokens_per_s}, update, laps.seconds)
             if run.checkpoint_or_stop(steps):
                 return False
 
+        # ---- The held-out tasks before GRPO; then GRPO's optimizer and reference
+
         publish(config, model, engine, dtype)
         progress.before = evaluate(run, world, held_out_player, rollout_ranks, bill, "before")
-        run.begin_grpo()  # with its optimizer; its reference are the weights of now
-        publish(config, model, engine, dtype)
+        run.begin_grpo()  # its reference are the weights of now; with LoRA, the base
+        publish(config, model, engine, dtype)  # as in a resumed run, no KV pages are cached
         run.save()
         if run.asked_to_stop():
             return False
@@ -166,7 +164,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
     run.start_bar(grpo.steps)
     while progress.step < grpo.steps:
         step = progress.step
-        started = time.monotonic()
+        laps = Laps()
 
         # Rollout: grpo.group_size attempts at each of grpo.prompts tasks. With rollout.staleness
         # the next step's are played during this step's update, by the weights before it.
@@ -177,7 +175,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
                 ranks.device, play_step, run, world, player, rollout_ranks, bill, step + 1
             )
         require_most_worked(attempts.trajectories, step)
-        played = time.monotonic()
+        laps.end("rollout")
 
         # Rewards and advantages, group by group.
         groups, trained, left_out = [], [], Counter()
@@ -221,8 +219,8 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
                 step, grpo.learning_rate, grpo.steps, grpo.warmup_steps, grpo.final_fraction
             )
             if grpo.mini_batch:  # the ratio of every update is to the policy before the first
-                before = trainer.score(groups, rollout.temperature)
-                for sample, old_logprobs in zip(samples_in(groups), before, strict=True):
+                scores = trainer.score(groups, rollout.temperature)
+                for sample, old_logprobs in zip(samples_in(groups), scores, strict=True):
                     sample.old_logprobs = old_logprobs
             for part in mini_batches(groups, grpo.mini_batch):
                 update, logprobs_of_part = policy_update(
@@ -238,14 +236,14 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
             record_logprobs(
                 trained, trainer.gather_samples(logprobs), objective.drop_invalid_format
             )
-        updated = time.monotonic()
+        laps.end("train")
 
         # Publish: the engine samples the next attempts from the new weights.
         attempts_ahead = playing.result() if playing else None
-        waited = time.monotonic()
+        laps.end("wait")
         played_version = engine.weight_version
         publish(config, model, engine, dtype)
-        published = time.monotonic()
+        laps.end("weights")
 
         # Record, and write a checkpoint if it is time.
         progress.step += 1
@@ -257,15 +255,9 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
             "staleness": mean_staleness(trained, played_version),
             "bill_usd": bill.total(ranks),
         }
-        times = {
-            "rollout": played - started,
-            "train": updated - played,
-            "wait": waited - updated,
-            "weights": published - waited,
-        }
         update = merge_updates(updates)
         run.record_first_group(attempts, skipped=update.get("skipped") == 1)
-        run.record_step(row, update, times)
+        run.record_step(row, update, laps.seconds)
         if run.checkpoint_or_stop(grpo.steps, attempts_ahead):
             return False
 
@@ -319,61 +311,58 @@ def policy_update(
     learning_rate: float,
     *,
     temperature: float = 1.0,
-    longest: int = 1,
+    longest: int | None = None,
 ) -> tuple[dict[str, float], dict[int, list[float]]]:
     """Makes one optimizer step on the samples of all ranks.
 
     All ranks call it with the same groups. temperature: the sampler's. longest: the most ids of a
-    sample, for Dr. GRPO's normaliser. Returns the metrics, and for this rank's samples, by their
-    index, the log-probabilities before the update.
+    sample, which Dr. GRPO's normaliser needs. Returns the metrics, and for this rank's samples, by
+    their index, the log-probabilities before the update.
 
-    Metrics are means over the ids in the loss: `entropy` in nats; the terms of `policy_loss`; and
-    of the mismatch between sampler and trainer `mismatch_kl` (log sampler - log trainer, which
-    estimates KL(sampler || trainer)), `logprob_gap` (its absolute value) and `ratio_mean` of
-    trainer / sampler. `logprob_gap_max` and `ratio_max` are the largest. `loss` is that of the
-    step, `grad_norm` is before clipping. `skipped` is 1 if loss or gradient were not finite;
-    weights and moments then stay as they were.
+    Metrics are means over the ids in the loss: `entropy` in nats, the terms of `policy_loss`, and
+    the mismatch between sampler and trainer (`StepMetrics.add_mismatch`). `loss` is that of the
+    update, `grad_norm` is before clipping. `skipped` is 1 if it is not finite; weights and moments
+    then stay as they were.
     """
     ranks = trainer.ranks
     samples = samples_in(groups)
-    ids = sum(sample.count for sample in samples)  # in the loss, on all ranks
-    normaliser = ids if objective.normaliser == "ids" else len(samples) * longest
+    count = sum(sample.count for sample in samples)  # ids in the loss, on all ranks
+    normaliser = count if objective.normaliser == "ids" else len(samples) * longest
 
-    metrics, logprobs, flops = StepMetrics(), [], 0.0
+    sums, logprobs = StepMetrics(), []
     micro_batches = trainer.micro_batches(groups)  # this rank's; every rank has equally many
     for batch in micro_batches:
         hidden = trainer.hidden(batch)  # [N, hidden], of the N ids in the loss
         trainer_logprobs, entropy = trainer.logprobs(hidden, batch, temperature)  # [N], [N]
-        kl = None
+        kl = None  # [N]
         if objective.kl_coef:
-            kl = trainer.kl_to_reference(
-                hidden, trainer_logprobs, batch, objective.kl, temperature
-            )  # [N]
+            kl = trainer.kl_to_reference(hidden, trainer_logprobs, batch, objective.kl, temperature)
         loss, terms = policy_loss(trainer_logprobs, entropy, kl, batch, objective, normaliser)
         backward(loss, trainer.model, ranks, last=batch is micro_batches[-1])
 
-        mismatch = batch.sampler_logprobs - trainer_logprobs.detach()  # [N]
-        metrics.add("loss", loss * ids)
-        metrics.add("entropy", entropy)
-        metrics.add("mismatch_kl", mismatch)
-        metrics.add("logprob_gap", mismatch.abs())
-        metrics.add("ratio_mean", bounded_exp(-mismatch))
-        metrics.add_largest("logprob_gap_max", mismatch.abs())
-        metrics.add_largest("ratio_max", bounded_exp(-mismatch))
+        sums.add("loss", loss * count)  # means are sums / count
+        sums.add("entropy", entropy)
         for name, values in terms.items():
-            metrics.add(name, values)
+            sums.add(name, values)
+        sums.add_mismatch(batch.sampler_logprobs, trainer_logprobs)
+        sums.flops += trainer.flops(batch, reference=kl is not None)
         logprobs.append(trainer_logprobs.detach())
-        flops += trainer.flops(batch, reference=kl is not None)
 
+    update = step_and_read(trainer, groups, learning_rate, sums, count)
+    return update, by_sample(micro_batches, torch.cat(logprobs).tolist())
+
+
+def step_and_read(
+    trainer: Trainer, groups: list[Group], learning_rate: float, sums: StepMetrics, count: int
+) -> dict[str, float]:
+    """Clips the gradients and steps the optimizers; returns the metrics of the update."""
     grad_norm = trainer.optimizer_step(learning_rate)
-    update = metrics.read(ranks, ids) | {
+    return sums.read(trainer.ranks, count) | {
         "grad_norm": grad_norm,
         "skipped": float(not math.isfinite(grad_norm)),
         "learning_rate": learning_rate,
-        "flops": sum(ranks.all_gather(flops)),
         "tokens": float(sum(group.tokens for group in groups)),
     }
-    return update, by_sample(micro_batches, torch.cat(logprobs).tolist())
 
 
 def policy_loss(
@@ -388,15 +377,15 @@ def policy_loss(
 
     trainer_logprobs, entropy and kl are fp32 [N], one entry per id in the loss. The loss is a
     scalar, with gradients into trainer_logprobs and kl; with N = 0 it is 0 and has a graph. Terms,
-    each [N]: `clip_fraction`, 1 where the clip stopped the gradient; `kl`; and with an importance
-    cap `importance`, the weight v.
+    each [N]: `clip_fraction`, 1 where the clip replaced the ratio (not the dual clip); `kl`; and
+    with an importance cap `importance`, the weight v.
     """
     advantages = batch.advantages
     if objective.min_entropy:  # an id counts where the policy chooses, not where it copies
         advantages = torch.where(entropy >= objective.min_entropy, advantages, 0.0)
 
     # pi_old, the policy before this step, by one of three:
-    if batch.old_logprobs is not None:  # several updates a step: the trainer before the first
+    if batch.old_logprobs is not None:  # grpo.mini_batch: the trainer before the first update
         old_logprobs = batch.old_logprobs
     elif objective.importance_cap:  # one update: the trainer of now. The ratio is 1, and the weight
         old_logprobs = trainer_logprobs.detach()  # v below corrects for the sampler
@@ -408,18 +397,19 @@ def policy_loss(
     if objective.surrogate == "cispo":  # MiniMax-M1, equations (4) and (5): bounds the weight only
         losses = -clipped_ratio.detach() * advantages * trainer_logprobs
         stopped = clipped_ratio != ratio
-    else:  # PPO (arXiv 1707.06347), equation (7); ToolOrchestra, equation (4)
+    elif objective.surrogate == "clip":  # PPO (1707.06347), equation (7); ToolOrchestra, (4)
         free, clipped = -advantages * ratio, -advantages * clipped_ratio
         losses = torch.maximum(free, clipped)
         stopped = clipped > free
         if objective.dual_clip:  # arXiv 1912.09729, equation (5): where A < 0, at most -A dual_clip
             beyond = (advantages < 0) & (ratio > objective.dual_clip)
             losses = torch.where(beyond, -advantages * objective.dual_clip, losses)
+    else:
+        raise ValueError(f"there is no surrogate {objective.surrogate!r}")
 
     terms = {"clip_fraction": stopped.double()}
-    if (
-        objective.importance_cap
-    ):  # truncated importance sampling (Ionides 2008): v = pi_old / pi_sampler
+    if objective.importance_cap:  # truncated importance sampling (Ionides 2008)
+        # v = pi_old / pi_sampler
         importance = bounded_exp(old_logprobs - batch.sampler_logprobs)
         terms["importance"] = importance.clamp(max=objective.importance_cap)
         losses = losses * terms["importance"]
@@ -427,11 +417,6 @@ def policy_loss(
         terms["kl"] = kl.detach()
         losses = losses + objective.kl_coef * kl
     return losses.sum() / normaliser, terms
-
-
-def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """Returns exp(log_ratio), finite also for log-ratios that no bound of an objective allows."""
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def supervised_update(
@@ -442,24 +427,17 @@ def supervised_update(
     `loss` is the mean negative log-likelihood of the ids in the loss, and `entropy` their mean
     entropy, both in nats. The others are those of `policy_update`.
     """
-    ranks = trainer.ranks
-    ids = sum(sample.count for sample in samples_in(groups))
-    metrics, flops = StepMetrics(), 0.0
+    count = sum(sample.count for sample in samples_in(groups))
+    sums = StepMetrics()
     micro_batches = trainer.micro_batches(groups)
     for batch in micro_batches:
         logprobs, entropy = trainer.logprobs(trainer.hidden(batch), batch)  # [N], [N]
-        backward(-logprobs.sum() / ids, trainer.model, ranks, last=batch is micro_batches[-1])
-        metrics.add("loss", -logprobs)
-        metrics.add("entropy", entropy)
-        flops += trainer.flops(batch)
-    grad_norm = trainer.optimizer_step(learning_rate)
-    return metrics.read(ranks, ids) | {
-        "grad_norm": grad_norm,
-        "skipped": float(not math.isfinite(grad_norm)),
-        "learning_rate": learning_rate,
-        "flops": sum(ranks.all_gather(flops)),
-        "tokens": float(sum(group.tokens for group in groups)),
-    }
+        loss = -logprobs.sum() / count
+        backward(loss, trainer.model, trainer.ranks, last=batch is micro_batches[-1])
+        sums.add("loss", -logprobs)
+        sums.add("entropy", entropy)
+        sums.flops += trainer.flops(batch)
+    return step_and_read(trainer, groups, learning_rate, sums, count)
 
 
 def evaluate(

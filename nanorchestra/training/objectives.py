@@ -5,14 +5,14 @@ The loss of every objective is the sum over the ids in the loss of all micro-bat
     loss = sum_i (v_i L_i + kl_coef kl_i) / normaliser
 
 train.py's `policy_loss` computes it. L is the surrogate, v = min(pi_old / pi_sampler, cap) if there
-is an importance cap (else 1). The normaliser is a number of the whole step, so losses and gradients
-of micro-batches and ranks add up.
+is an importance cap (else 1). The normaliser is a number of the whole update, so losses and
+gradients of micro-batches and ranks add up.
 
 | objective | advantage | L | normaliser | paper |
 |---|---|---|---|---|
 | grpo | (R - mean) / std | clip | ids (the paper: a mean by attempt) | arXiv 2402.03300 |
 | toolorchestra | as grpo, +0.1 from 1 on | clip, dual clip | ids | arXiv 2511.21689 |
-| dr_grpo | R - mean | clip | attempts x longest | arXiv 2503.20783 |
+| dr_grpo | R - mean | clip | samples x context_tokens | arXiv 2503.20783 |
 | cispo | as grpo | cispo | ids | arXiv 2506.13585 |
 
 The upper bound of the clip, 0.28, is that of ToolOrchestra's script, which has it from DAPO (arXiv
@@ -25,6 +25,8 @@ from typing import Literal
 from torch import Tensor
 
 from nanorchestra.config import GrpoSection
+
+MAX_LOG_RATIO = 20.0  # keeps exp finite; the bounds of every surrogate lie far inside
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,11 @@ def objective_of(settings: GrpoSection) -> Objective:
         kl_coef=settings.kl_coef,
         min_entropy=settings.min_entropy,
     )
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """Returns exp(log_ratio), finite also for log-ratios far outside the bounds of objectives."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def kl_estimate(trainer_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

@@ -51,6 +51,20 @@ class Progress:
     skipped: int = 0  # steps in a row that were not finite
 
 
+class Laps:
+    """Measures the parts of a step; `seconds` has them by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._start = time.monotonic()
+
+    def end(self, name: str) -> None:
+        """Ends a part, which began at the end of the part before."""
+        now = time.monotonic()
+        self.seconds[name] = now - self._start
+        self._start = now
+
+
 class TrainingRun:
     """A run on this rank: its directory, progress, records and checkpoints.
 

@@ -17,7 +17,7 @@ from nanorchestra.model.sharded import is_sharded
 from nanorchestra.training.costs import Costs, model_flops
 from nanorchestra.training.distributed import Ranks, shard_model
 from nanorchestra.training.logprobs import full_kl, token_logprobs
-from nanorchestra.training.objectives import kl_estimate
+from nanorchestra.training.objectives import bounded_exp, kl_estimate
 from nanorchestra.training.optimizers import Muon, build_optimizers
 from nanorchestra.training.packing import Group, MicroBatch, by_sample, divide, pack
 
@@ -247,6 +247,7 @@ class StepMetrics:
     """
 
     def __init__(self) -> None:
+        self.flops = 0.0  # of this rank
         self._sums: dict[str, Tensor] = {}
         self._largest: dict[str, Tensor] = {}
 
@@ -264,17 +265,35 @@ class StepMetrics:
             largest = torch.maximum(largest, self._largest[name])
         self._largest[name] = largest
 
+    @torch.no_grad()
+    def add_mismatch(self, sampler_logprobs: Tensor, trainer_logprobs: Tensor) -> None:
+        """Adds how sampler and trainer differ at the ids in the loss, both [N].
+
+        mismatch_kl      log sampler - log trainer, whose mean estimates KL(sampler || trainer)
+        logprob_gap      its size; logprob_gap_max, the largest
+        mismatch_ratio   trainer / sampler; mismatch_ratio_max, the largest
+        """
+        mismatch = sampler_logprobs - trainer_logprobs
+        ratio = bounded_exp(-mismatch)
+        self.add("mismatch_kl", mismatch)
+        self.add("logprob_gap", mismatch.abs())
+        self.add("mismatch_ratio", ratio)
+        self.add_largest("logprob_gap_max", mismatch.abs())
+        self.add_largest("mismatch_ratio_max", ratio)
+
     def read(self, ranks: Ranks, count: int) -> dict[str, float]:
         """Returns the sums over the micro-batches of all ranks, divided by `count`.
 
-        The largest values are as they are.
+        The largest values are as they are, FLOPs are a sum.
         """
         names = [*self._sums, *self._largest]
         values = torch.stack([*self._sums.values(), *self._largest.values()]).tolist()
-        every_rank = ranks.all_gather(dict(zip(names, values, strict=True)))
+        own = dict(zip(names, values, strict=True)) | {"flops": self.flops}
+        every_rank = ranks.all_gather(own)
         metrics = {name: sum(part[name] for part in every_rank) / count for name in self._sums}
         for name in self._largest:
             metrics[name] = max(part[name] for part in every_rank)
+        metrics["flops"] = sum(part["flops"] for part in every_rank)
         return metrics
 
 

@@ -86,7 +86,12 @@ def test_the_report_loads_nothing_and_runs_nothing(run):
 
 def test_the_mismatch_of_sampler_and_trainer_and_the_reward_trained_on_are_curves():
     """The panels name keys of a metrics row; a key that is not there gives an empty panel."""
-    shown = {"mismatch_kl": 2e-4, "ratio_mean": 1.0, "ratio_max": 1.3, "staleness": 0.5}
+    shown = {
+        "mismatch_kl": 2e-4,
+        "mismatch_ratio": 1.0,
+        "mismatch_ratio_max": 1.3,
+        "staleness": 0.5,
+    }
     rows = [SCORES | shown | {"step": step, "reward_parts": {"cost": 0.1}} for step in (1, 2, 3)]
     last = {}
     for panel in plots.curves(rows, "health") + plots.curves(rows, "learning"):

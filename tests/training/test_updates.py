@@ -177,8 +177,8 @@ def test_an_update_returns_the_log_probabilities_before_it_and_the_mismatch(nano
         "mismatch_kl": sum(gaps) / len(gaps),
         "logprob_gap": sum(sizes) / len(gaps),
         "logprob_gap_max": max(sizes),
-        "ratio_mean": sum(ratios) / len(gaps),
-        "ratio_max": max(ratios),
+        "mismatch_ratio": sum(ratios) / len(gaps),
+        "mismatch_ratio_max": max(ratios),
     }.items():
         assert update[name] == pytest.approx(value, rel=1e-4), name
 
