@@ -120,7 +120,7 @@ class GrpoSection:
     objective: Literal["grpo", "toolorchestra", "dr_grpo", "cispo"] = setting(
         "grpo",
         "advantage, loss and filters (docs/training.md); another one than the file's does not take "
-        "the file's kl_coef and min_std",
+        "the file's kl_coef, min_std and min_entropy",
     )
     bounds: Literal["group", "task"] = setting(
         "group", "extrema of the reward's parts: of the group (the paper), or of the price list"

@@ -23,7 +23,7 @@ SETTINGS = {  # field and type of each setting
     for field in dataclasses.fields(kind)
 }
 # Those that a file chooses for its objective, and those that may change when a run is resumed.
-OF_OBJECTIVE = ("grpo.kl_coef", "grpo.min_std")
+OF_OBJECTIVE = ("grpo.kl_coef", "grpo.min_std", "grpo.min_entropy")
 RESUMABLE = ("run.checkpoint_every", "grpo.steps")
 
 

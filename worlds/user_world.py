@@ -7,8 +7,9 @@
         def reward(self, answer: str) -> float:       # optional: the outcome, 0 to 1
 
 docs/worlds.md has a complete one. An attempt has an instance of its own. `reset` may return a
-dictionary with "question", and "preference" (a line such as "Be cheap. cost=1") and "kind". Without
-`reward` the answer is compared with the attribute `answer`.
+dictionary with "question", and "preference" (a line such as "Be cheap. cost=1"), "bounds" (the most
+US dollars and seconds of an attempt) and "kind". Without `reward` the answer is compared with the
+attribute `answer`.
 """
 
 import importlib.util
@@ -25,13 +26,14 @@ from typing import Any
 from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.world import Split
 from nanorchestra.errors import UserError, WorldError, require
-from nanorchestra.records import Preference, Task, words_and_vector
+from nanorchestra.records import Bounds, Preference, Task, words_and_vector
 from nanorchestra.tools.functions import FunctionTool, is_within, tool
 from worlds.judge import grade
 from worlds.wording import understood
 
 RESERVED = ("reset", "reward")  # methods that are no tools
-KEYS = {"question", "preference", "kind"}  # of a dictionary that reset returns
+KEYS = {"question", "preference", "kind"}  # of a dictionary that reset returns, all text,
+BOUNDS = "bounds"  # and the most US dollars and seconds of an attempt
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,25 @@ class UserWorld:
         names = [each.name for each in tools]
         text, vector = words_and_vector(stated.get("preference", ""))
         where = f"{self.name}: {self.kind.__name__}.reset: preference"
+        preference = Preference()
+        if text or vector:
+            preference = understood(text, vector, where, names, names)
+        usd, seconds = stated.get(BOUNDS, (0.0, 0.0))
+        bounds = Bounds((0.0, usd), (0.0, seconds))
+        require(
+            usd or not preference.cost,
+            f"{where} weighs cost; state the most that an attempt may cost: bounds: (usd, seconds)",
+        )
+        require(
+            seconds or not preference.latency,
+            f"{where} weighs latency; state the most that an attempt may last: bounds: (usd, "
+            "seconds)",
+        )
         return Task(
-            f"{part}-{self.seed}-{index}",
+            f"{Path(self.name).stem}-{part}-{self.seed}-{index}",
             stated["question"],
-            understood(text, vector, where, names, names) if text or vector else Preference(),
+            preference,
+            bounds=bounds,
             world=self.name,
             kind=stated.get("kind", self.kind.__name__),
             offers={name: name for name in names},
@@ -80,14 +97,11 @@ class UserWorld:
         instance, stated = _own(begin, where, self.name)
         if isinstance(stated, str):
             stated = {"question": stated}
-        right = f"the question, or a dictionary of {', '.join(sorted(KEYS))}, all of them text"
-        require(
-            isinstance(stated, dict)
-            and set(stated) <= KEYS
-            and all(isinstance(value, str) for value in stated.values())
-            and stated.get("question", "").strip(),
-            f"{where}: it returned {stated!r:.80}; it must return {right}",
+        right = (
+            f"the question, or a dictionary of {', '.join(sorted(KEYS))}, which are text, and "
+            f"{BOUNDS}, two numbers: US dollars and seconds"
         )
+        require(_is_stated(stated), f"{where}: it returned {stated!r:.80}; it must return {right}")
         return instance, stated
 
     def _tools(self, instance) -> list[FunctionTool]:
@@ -104,6 +118,21 @@ class UserWorld:
             except UserError as error:
                 raise UserError(f"{self.name}: {self.kind.__name__}: {error}") from None
         return tools
+
+
+def _is_stated(stated: Any) -> bool:
+    """Returns whether a dictionary is one that `reset` may return."""
+    if not isinstance(stated, dict) or not set(stated) <= KEYS | {BOUNDS}:
+        return False
+    texts = [value for name, value in stated.items() if name != BOUNDS]
+    bounds = stated.get(BOUNDS, (0.0, 0.0))
+    return (
+        all(isinstance(value, str) for value in texts)
+        and bool(stated.get("question", "").strip())
+        and isinstance(bounds, list | tuple)
+        and len(bounds) == 2
+        and all(is_within(value) for value in bounds)
+    )
 
 
 class UserEnvironment(ToolEnvironment):

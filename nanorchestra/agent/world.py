@@ -44,5 +44,8 @@ class Teacher(Protocol):
 
 
 def demonstrates(world: Any) -> bool:
-    """Returns whether a world is a Teacher, too."""
+    """Returns whether a world is a Teacher, too; of a mixture, whether one of its worlds is."""
+    mixed = getattr(world, "worlds", None)
+    if mixed is not None:
+        return any(demonstrates(part) for part in mixed.values())
     return hasattr(world, "lesson")

@@ -33,7 +33,7 @@ def test_advantages_are_those_of_the_papers(name, size):
     drawn = [rng.choice((0.0, 0.3, 1.0, 1.2)) + rng.random() / 10 for _ in range(size)]
     rewards = torch.tensor(drawn, dtype=torch.float64)
     expected = rewards - rewards.mean()
-    if name != "dr_grpo":
+    if OBJECTIVES[name].normalise_std:
         expected = expected / (rewards.std() + 1e-6)
     if name == "toolorchestra":
         expected = torch.where(expected >= 1, expected + 0.1, expected)

@@ -100,6 +100,8 @@ def paper(name, groups, changed):
                 weights = [math.exp(a - b) for a, b in zip(first, old, strict=True)]
                 terms = zip(weights, logprobs, strict=True)
                 total += sum(min(w, 5.0) * z * logprob for w, logprob in terms) / ids
+            else:
+                raise NotImplementedError(f"write the equation of {name} here")
     return -total
 
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from nanorchestra.agent.world import demonstrates
 from nanorchestra.config import TaskSection
 from nanorchestra.errors import UserError
 from worlds.load import open_world, parse_mixture
@@ -63,6 +64,11 @@ def test_a_mixture_is_a_shuffle_and_each_deck_is_another():
 def test_the_size_is_that_of_all_worlds_if_each_has_an_end():
     assert mixture("a, b", a=3, b=4)[0].size("train") == 7
     assert mixture("a, b", a=3)[0].size("train") is None
+
+
+def test_a_mixture_demonstrates_if_one_of_its_worlds_does(sandbox):
+    assert not demonstrates(mixture("a, b")[0])
+    assert demonstrates(open_world(TaskSection("miniature, domains"), 0, sandbox))
 
 
 def test_the_miniature_keeps_its_sequence_whatever_is_mixed_in(sandbox):

@@ -90,12 +90,13 @@ def test_a_preference_and_an_answer_may_be_stated(tmp_path):
         "class Stated:\n"
         "    def reset(self, seed):\n        self.answer = 'Paris'\n"
         "        return {'question': 'Capital?', 'preference': 'Be quick. latency=1 ask=-1',"
+        " 'bounds': (0, 30),"
         " 'kind': 'geo'}\n"
         "    def ask(self, what: str) -> str:\n        '''Asks.'''\n        return 'Paris'\n"
     )
     task = opened(file).task("train", 0)
     assert task.kind == "geo" and task.preference.latency == 1
-    assert task.preference.tools == {"ask": -1}
+    assert task.preference.tools == {"ask": -1} and task.bounds.latency_s == (0.0, 30)
     environment = opened(file).environment(task, 0)
     assert environment.score("paris.") == 1.0 and environment.score("London") == 0.0
 
@@ -123,6 +124,11 @@ BAD = {
     "a tool without hints": (
         f"class A:\n{RESET}    def ask(self, what):\n        '''Asks.'''\n",
         "A: function ask: parameter what has no type hint",
+    ),
+    "a preference without bounds": (
+        "class A:\n    def reset(self, seed):\n"
+        "        return {'question': 'What?', 'preference': 'Be quick.'}\n",
+        "A.reset: preference weighs latency; state the most that an attempt may last",
     ),
     "a preference for no tool": (
         "class A:\n    def reset(self, seed):\n"

@@ -51,7 +51,10 @@ def texts(world: World, count: int) -> Iterator[str]:
     """Yields the miniature's corpus and `count` demonstrations as text."""
     yield from (fact["text"] for fact in corpus()[0])
     for index in range(count):
-        env, turns = world.lesson(index)
+        lesson = world.lesson(index)
+        if lesson is None:
+            continue
+        env, turns = lesson
         messages = list(env.messages)
         for turn in turns:
             message = {"role": "assistant", "content": turn.content}
