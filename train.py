@@ -44,7 +44,7 @@ from nanorchestra.agent.attempts import Player
 from nanorchestra.agent.loop import Rollout
 from nanorchestra.agent.world import World
 from nanorchestra.config import Config
-from nanorchestra.errors import INTERRUPTED, UserError, command
+from nanorchestra.errors import INTERRUPTED, command
 from nanorchestra.model.lora import save_adapter
 from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.schemas import Json
@@ -123,6 +123,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
     # Ranks wait for the slowest rollout, which may take hours where tools are slow.
     rollout_ranks = ranks.new_group(rollout_timeout_s(config))
 
+    demonstrations = Demonstrations(config, world, tokenizer, run.say)
     attempts_ahead = run.start(trainer, engine)  # of the next step, if a checkpoint has them
     progress = run.progress
     publish(config, model, engine, dtype)
@@ -131,7 +132,6 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
 
     if progress.phase == "warm_start":
         steps = config.warm_start.steps
-        demonstrations = Demonstrations(config, world, tokenizer, run.say)
         if steps:
             run.start_bar(steps)
         while progress.step < steps:
@@ -168,7 +168,9 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
 
         # Rollout: grpo.group_size attempts at each of grpo.prompts tasks. With rollout.staleness
         # the next step's are played during this step's update, by the weights before it.
-        attempts = attempts_ahead or play_step(run, world, player, rollout_ranks, bill, step)
+        attempts = attempts_ahead
+        if attempts is None:
+            attempts = play_step(run, world, player, rollout_ranks, bill, step)
         playing = None
         if rollout.staleness and step + 1 < grpo.steps:
             playing = in_background(
@@ -233,15 +235,15 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
                 )
                 updates.append(update)
                 logprobs |= logprobs_of_part
-            record_logprobs(
-                trained, trainer.gather_samples(logprobs), objective.drop_invalid_format
-            )
+            if not grpo.mini_batch:
+                scores = trainer.gather_samples(logprobs)
+            record_logprobs(trained, scores, objective.drop_invalid_format)
         laps.end("train")
 
         # Publish: the engine samples the next attempts from the new weights.
         attempts_ahead = playing.result() if playing else None
         laps.end("wait")
-        played_version = engine.weight_version
+        last_version = engine.weight_version
         publish(config, model, engine, dtype)
         laps.end("weights")
 
@@ -252,7 +254,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
             "tokens_per_s": attempts.tokens_per_s,
             "filtered": {why: count / len(attempts.tasks) for why, count in left_out.items()},
             "retried": attempts.repeated,
-            "staleness": mean_staleness(trained, played_version),
+            "staleness": mean_staleness(trained, last_version),
             "bill_usd": bill.total(ranks),
         }
         update = merge_updates(updates)
@@ -321,8 +323,8 @@ def policy_update(
 
     Metrics are means over the ids in the loss: `entropy` in nats, the terms of `policy_loss`, and
     the mismatch between sampler and trainer (`StepMetrics.add_mismatch`). `loss` is that of the
-    update, `grad_norm` is before clipping. `skipped` is 1 if it is not finite; weights and moments
-    then stay as they were.
+    update, `grad_norm` is before clipping. `skipped` is 1 if one of both is not finite; weights and
+    moments then stay as they were.
     """
     ranks = trainer.ranks
     samples = samples_in(groups)
@@ -344,7 +346,8 @@ def policy_update(
         sums.add("entropy", entropy)
         for name, values in terms.items():
             sums.add(name, values)
-        sums.add_mismatch(batch.sampler_logprobs, trainer_logprobs)
+        before = trainer_logprobs if batch.old_logprobs is None else batch.old_logprobs
+        sums.add_mismatch(batch.sampler_logprobs, before)
         sums.flops += trainer.flops(batch, reference=kl is not None)
         logprobs.append(trainer_logprobs.detach())
 
@@ -504,8 +507,10 @@ def main(arguments: list[str]) -> int:
         run = TrainingRun(config, path, ranks, stop, resumed=resumed, dry_run=options.dry_run)
         try:
             finished = train(run, sandbox)
-        except UserError:
+        except Exception:
             run.discard_if_unused()  # frees the name for a corrected command
+            if ranks.world_size == 1:
+                run.checkpoints.wait()  # the process may end at once, beside a rollout
             raise
         run.close(finished)
         ranks.close()

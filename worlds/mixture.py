@@ -56,19 +56,20 @@ class Mixture:
         """Returns one attempt at a task, in the world that it is of."""
         return self.worlds[task.world].environment(task, seed)
 
-    def lesson(
-        self, index: int, most_tools: int = 0
-    ) -> tuple[Environment, Iterable[Lesson]] | None:
-        """Returns a lesson of the place's world; None if that demonstrates nothing.
+    def lesson(self, index: int, most_tools: int = 0) -> tuple[Environment, Iterable[Lesson]]:
+        """Returns a lesson of the place's world, or of the next place whose world demonstrates.
 
         With a limit of tools only the miniature's, if it is among the worlds: the long texts of a
         domain would dominate the loss while the model learns to copy.
         """
-        world, index = self.place(index)
-        skipped = most_tools and "miniature" in self.worlds and world.name != "miniature"
-        if skipped or not demonstrates(world):
-            return None
-        return world.lesson(index, most_tools)
+        taught = [name for name, world in self.worlds.items() if demonstrates(world)]
+        if most_tools and "miniature" in taught:
+            taught = ["miniature"]
+        for place in range(index, index + CARDS):
+            world, number = self.place(place)
+            if world.name in taught:
+                return world.lesson(number, most_tools)
+        raise ValueError(f"{self.name}: none of its worlds demonstrates")
 
 
 def _cards(shares: dict[str, float]) -> dict[str, int]:

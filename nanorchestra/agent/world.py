@@ -34,12 +34,10 @@ class World(Protocol):
 class Teacher(Protocol):
     """A world that also demonstrates its tasks, for a warm start."""
 
-    def lesson(
-        self, index: int, most_tools: int = 0
-    ) -> tuple[Environment, Iterable[Lesson]] | None:
+    def lesson(self, index: int, most_tools: int = 0) -> tuple[Environment, Iterable[Lesson]]:
         """Returns an environment, and a teacher's turns in it; they act as they are iterated over.
 
-        most_tools: tools on offer at most, 0 for no limit. None if this index has no such lesson.
+        most_tools: tools on offer at most, 0 for no limit.
         """
 
 

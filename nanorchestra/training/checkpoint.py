@@ -159,8 +159,11 @@ class Checkpoints:
             if problem:
                 damages.append(problem)
                 continue
-            for line in damages if self.ranks.first else []:
-                print(f"{line}; resuming from {path}, which is whole", file=sys.stderr)
+            if self.ranks.first:
+                for line in damages:
+                    print(f"{line}; resuming from {path}, which is whole", file=sys.stderr)
+                for later in names[names.index(name) + 1 :]:  # damaged; KEPT counts whole ones
+                    shutil.rmtree(self.folder / later)
             return notes
         require(
             not names,

@@ -104,7 +104,8 @@ class Stop:
         self.asked = False
         self._before = {}
         for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._ask)
+            if signal.getsignal(number) != signal.SIG_IGN:  # as a shell starts a job in background
+                self._before[number] = signal.signal(number, self._ask)
 
     def __enter__(self) -> Stop:
         return self
@@ -118,4 +119,7 @@ class Stop:
             raise KeyboardInterrupt
         if not self.asked:
             self.asked = True
-            tqdm.write("stopping after this step; Ctrl-C again: at once", file=sys.stderr)
+            text = "stopping after this step; Ctrl-C again: at once"
+            if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+                text += "; torchrun kills what has not ended after its --shutdown-timeout"
+            tqdm.write(text, file=sys.stderr)

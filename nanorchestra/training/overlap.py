@@ -23,12 +23,15 @@ def in_background(device: torch.device, function: Callable[..., R], *arguments: 
     The thread cannot be interrupted. A process that does not wait for `result()` must end by
     os._exit, because the interpreter waits for the thread at its end.
     """
+    computed = None
+    if device.type == "cuda":
+        computed = torch.cuda.current_stream(device).record_event()
 
     def run():
-        if device.type != "cuda":
+        if computed is None:
             return function(*arguments)
         stream = _stream(device)
-        stream.wait_stream(torch.cuda.default_stream(device))
+        stream.wait_event(computed)
         with torch.cuda.device(device), torch.cuda.stream(stream):
             value = function(*arguments)
         stream.synchronize()  # steps launched ahead still read the engine's weights

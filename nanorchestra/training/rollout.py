@@ -80,10 +80,10 @@ def play_on_ranks(
 
     trajectories, repeated = play(player, environment, [seeds[i] for i in mine])
     attempts = Attempts([], [], 0, 0.0)
-    for of_rank in ranks.all_gather((tasks, trajectories, repeated)):
-        attempts.tasks += of_rank[0]
-        attempts.trajectories += of_rank[1]
-        attempts.repeated += of_rank[2]
+    for part in ranks.all_gather(Attempts(tasks, trajectories, repeated, 0.0)):
+        attempts.tasks += part.tasks
+        attempts.trajectories += part.trajectories
+        attempts.repeated += part.repeated
     bill.require_left(ranks)
     attempts.seconds = time.monotonic() - started
     return attempts

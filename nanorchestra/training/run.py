@@ -90,6 +90,8 @@ class TrainingRun:
         if ranks.first:
             if not self.resumed:
                 if dry_run and (path / "config.toml").exists():
+                    self.folder.lock()  # UserError if it is under way, or a link
+                    self.folder.unlock()
                     shutil.rmtree(path)
                 Run.create(path, to_toml(config))
                 print(
@@ -214,7 +216,8 @@ class TrainingRun:
             }
             self.folder.append("metrics", whole)
             self._print_step(row, update)
-        progress.skipped = progress.skipped + 1 if update.get("skipped") == 1 else 0
+        if update:  # a step without an update neither counts nor ends the row
+            progress.skipped = progress.skipped + 1 if update["skipped"] == 1 else 0
         require(
             progress.skipped < SKIP_LIMIT,
             f"{progress.phase} step {progress.step}: the loss or its gradient is not finite, "
@@ -238,7 +241,8 @@ class TrainingRun:
             f"{row['tokens_per_s']:,.0f} tokens/s"
         )
         if not update:
-            line += f"  no update: no group has an advantage ({', '.join(row['filtered'])})"
+            reasons = ", ".join(row["filtered"]) or "nothing was sampled"
+            line += f"  no update: no group has an advantage ({reasons})"
         self.say(line)
 
     def record_first_group(self, attempts: Attempts, *, skipped: bool) -> None:

@@ -64,15 +64,9 @@ class Demonstrations:
         most_tools = progress.lesson_tools if progress.lesson_tools <= FEW_TOOLS else 0
         shown = []
         for index in indices[ranks.rank :: ranks.world_size]:
-            if lesson := self.world.lesson(index, most_tools):
-                environment, turns = lesson
-                shown.append((index, as_group([self._trajectory(environment, turns)])))
+            environment, turns = self.world.lesson(index, most_tools)
+            shown.append((index, as_group([self._trajectory(environment, turns)])))
         everyone = [pair for part in ranks.all_gather(shown) for pair in part]
-        require(
-            everyone,
-            f"task.world: none of the {count} places of warm-start step {progress.step + 1} has a "
-            "lesson; raise warm_start.prompts, or the share of the world that demonstrates",
-        )
         return [group for _, group in sorted(everyone, key=lambda pair: pair[0])]
 
     def _trajectory(self, environment, turns) -> Trajectory:

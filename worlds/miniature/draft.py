@@ -51,10 +51,7 @@ def texts(world: World, count: int) -> Iterator[str]:
     """Yields the miniature's corpus and `count` demonstrations as text."""
     yield from (fact["text"] for fact in corpus()[0])
     for index in range(count):
-        lesson = world.lesson(index)
-        if lesson is None:
-            continue
-        env, turns = lesson
+        env, turns = world.lesson(index)
         messages = list(env.messages)
         for turn in turns:
             message = {"role": "assistant", "content": turn.content}
