@@ -176,7 +176,6 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
             playing = in_background(
                 ranks.device, play_step, run, world, player, rollout_ranks, bill, step + 1
             )
-        require_most_worked(attempts.trajectories, step)
         laps.end("rollout")
 
         # Rewards and advantages, group by group.
@@ -288,12 +287,15 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
 def play_step(
     run: TrainingRun, world: World, player: Rollout, ranks: Ranks, bill: Bill, step: int
 ) -> Attempts:
-    """Plays the attempts of a step: a function of run.seed, the step and the engine's weights."""
+    """Plays the attempts of a step: a function of run.seed, the step and the engine's weights.
+
+    UserError if most of them failed for reasons of the infrastructure.
+    """
     grpo, warm_start = run.config.grpo, run.config.warm_start
     first = warm_start.steps * warm_start.prompts + step * grpo.prompts
     indices = [first + i // grpo.group_size for i in range(grpo.prompts * grpo.group_size)]
     seeds = attempt_seeds(run.config.run.seed, step, len(indices))
-    return play_on_ranks(
+    attempts = play_on_ranks(
         player,
         world,
         "train",
@@ -304,6 +306,9 @@ def play_step(
         bill=bill,
         together=grpo.group_size,
     )
+    # Here, so that no checkpoint keeps such attempts: a resumed run plays them again.
+    require_most_worked(attempts.trajectories, step)
+    return attempts
 
 
 def policy_update(

@@ -14,7 +14,9 @@ import torch
 from run_rows import steps_of
 
 import train as program
+from nanorchestra.errors import UserError
 from nanorchestra.model.weights import named_hf_tensors
+from nanorchestra.records import ToolResult
 from nanorchestra.training.overlap import in_background, running
 from nanorchestra.training.packing import samples_in
 
@@ -142,3 +144,25 @@ def test_a_process_ends_at_once_under_a_rollout():
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=200)
     assert done.returncode == 130
     assert done.stderr == "train.py: KeyboardInterrupt; go on with --resume\n"
+
+
+def test_attempts_ahead_that_mostly_failed_are_played_again_after_a_resume(
+    make_training, monkeypatch
+):
+    play = program.play_on_ranks
+
+    def failing(player, world, split, indices, **options):
+        attempts = play(player, world, split, indices, **options)
+        if split == "train" and indices[0] == 2 * len(set(indices)):  # those of the third step
+            for attempt in attempts.trajectories:
+                attempt.status = "infrastructure"
+                attempt.turns[-1].results = [ToolResult("down", error=True, infrastructure=True)]
+        return attempts
+
+    settings = STALE | {"run.checkpoint_every": 1}
+    run = make_training("down", settings)
+    monkeypatch.setattr(program, "play_on_ranks", failing)
+    with pytest.raises(UserError, match="step 3: 4 of 4 attempts failed"):
+        run.train()
+    monkeypatch.setattr(program, "play_on_ranks", play)
+    assert make_training("down", resume=True).train()
