@@ -328,7 +328,7 @@ def policy_update(
 
     Metrics are means over the ids in the loss: `entropy` in nats, the terms of `policy_loss`, and
     the mismatch between sampler and trainer (`StepMetrics.add_mismatch`). `loss` is that of the
-    update, `grad_norm` is before clipping. `skipped` is 1 if one of both is not finite; weights and
+    update, `grad_norm` is before clipping. `skipped` is 1 if one of them is not finite; weights and
     moments then stay as they were.
     """
     ranks = trainer.ranks
@@ -364,8 +364,9 @@ def step_and_read(
     trainer: Trainer, groups: list[Group], learning_rate: float, sums: StepMetrics, count: int
 ) -> dict[str, float]:
     """Clips the gradients and steps the optimizers; returns the metrics of the update."""
-    grad_norm = trainer.optimizer_step(learning_rate)
-    return sums.read(trainer.ranks, count) | {
+    update = sums.read(trainer.ranks, count)
+    grad_norm = trainer.optimizer_step(learning_rate, update["loss"])
+    return update | {
         "grad_norm": grad_norm,
         "skipped": float(not math.isfinite(grad_norm)),
         "learning_rate": learning_rate,

@@ -151,16 +151,16 @@ class Trainer:
             everywhere |= part
         return [everywhere[index] for index in sorted(everywhere)]
 
-    def optimizer_step(self, learning_rate: float) -> float:
+    def optimizer_step(self, learning_rate: float, loss: float) -> float:
         """Clips the gradients, updates the weights and clears the gradients.
 
-        Returns the norm of the gradient before it was clipped. If that is not finite, weights and
-        moments stay as they were.
+        Returns the norm of the gradient before it was clipped, NaN if the step's `loss` is not
+        finite. Without a finite norm weights and moments stay as they were.
         """
         if self.reference not in (None, self.model) and self.ranks.mesh is not None:
             for module in (self.reference, *self.reference.layers):
                 module.reshard()  # no backward has done it
-        norm = self.clip_gradients()
+        norm = self.clip_gradients() if math.isfinite(loss) else math.nan
         if math.isfinite(norm):
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:

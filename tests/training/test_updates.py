@@ -245,6 +245,10 @@ def test_a_loss_or_gradient_that_is_not_finite_changes_nothing(nano_model):
     trainer = Trainer(nano_model, vocab_limit=690)
     before = [p.clone() for p in nano_model.parameters()]
     assert policy_update(trainer, groups, Objective(), 1e-2)[0]["skipped"] == 1
+    groups = make_groups(5)
+    first = groups[0].samples[0]
+    first.sampler_logprobs[first.in_loss.index(True)] = float("nan")  # the gradient stays finite
+    assert policy_update(trainer, groups, Objective(), 1e-2)[0]["skipped"] == 1
     nano_model.norm.register_hook(lambda gradient: gradient * float("nan"))
     assert supervised_update(trainer, make_groups(5), 1e-2)["skipped"] == 1
     assert all(torch.equal(a, b) for a, b in zip(before, nano_model.parameters(), strict=True))
