@@ -497,7 +497,8 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments, __doc__)
     config, path, resumed = choose_run(options)
     if options.plan:
-        text, fits = plan(config, options.gpus or 1, options.memory, options.gpu or "h100")
+        gpus = 1 if options.gpus is None else options.gpus
+        text, fits = plan(config, gpus, options.memory, options.gpu or "h100")
         print(text)
         if options.probe is not None:
             with Sandbox() as sandbox:

@@ -47,6 +47,8 @@ SETTINGS = {
     "rollout.turns": 2,
     "rollout.turn_tokens": 64,
 }
+IMITATE = ["--model.path", str(NANO), "--run.threads", "1", "--warm_start.steps", "1"]
+IMITATE.append("--warm_start.trajectories")
 SMALL = [word for name, value in SETTINGS.items() for word in (f"--{name}", value)]
 
 
@@ -131,6 +133,8 @@ def test_a_killed_run_ends_the_same_and_can_be_extended(tmp_path):
         (["--model.path", ".", "--run.threads", "1"], "config.json"),
         (["--config", "domains", "--run.threads", "1"], "draft runs/draft-domains --world domains"),
         (["--task.world", "nowhere", "--run.threads", "1"], "there is no world 'nowhere'"),
+        ([*IMITATE, "nowhere"], "nowhere: holds no config.toml"),
+        (["--gpus", "0", "--plan"], "--gpus is 0; it must be 1 or more"),
     ],
 )
 def test_a_bad_argument_is_one_line_and_makes_nothing(
