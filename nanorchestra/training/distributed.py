@@ -277,7 +277,8 @@ def ending_together(ranks: Ranks) -> Iterator[None]:
     except BaseException as error:
         if ranks.world_size == 1 and not running():
             raise
-        reason = (str(error).split("\n")[0] or type(error).__name__)[: MOST_BYTES // 4]
+        line = str(error).split("\n")[0] or type(error).__name__
+        reason = line[: MOST_BYTES // 4]  # of at most 4 bytes a character
         lost_peer = isinstance(error, RuntimeError) and "peer" in reason
         if lost_peer and ranks.watch:
             ranks.watch.wait()  # it knows which rank has failed, prints it and ends this process
@@ -285,7 +286,7 @@ def ending_together(ranks: Ranks) -> Iterator[None]:
         if not known and not lost_peer:
             traceback.print_exc()
         if ranks.fail(reason):
-            print(f"train.py: {reason}; go on with --resume", file=sys.stderr, flush=True)
+            print(f"train.py: {line}; go on with --resume", file=sys.stderr, flush=True)
         sys.stdout.flush()
         if isinstance(error, UserError):
             os._exit(2)

@@ -130,20 +130,28 @@ def test_stopped_or_killed_and_resumed_it_ends_the_same(make_training, monkeypat
             assert torch.equal(ours, theirs)
 
 
-def test_a_process_ends_at_once_under_a_rollout():
+@pytest.mark.parametrize(
+    "error, status, line",
+    [
+        ("KeyboardInterrupt", 130, "KeyboardInterrupt"),
+        ("UserError('x' * 900)", 2, "x" * 900),
+    ],
+)
+def test_a_process_ends_at_once_under_a_rollout(error, status, line):
     """An orderly end of the interpreter would abort: the thread computes without its lock."""
     code = (
-        "import torch; from nanorchestra.training.distributed import Ranks, ending_together\n"
+        "import torch; from nanorchestra.errors import UserError\n"
+        "from nanorchestra.training.distributed import Ranks, ending_together\n"
         "from nanorchestra.training.overlap import in_background; x = torch.ones(400, 400)\n"
         "with ending_together(Ranks()):\n"
         "    in_background(x.device, lambda: [x @ x for _ in range(10**9)])\n"
-        "    raise KeyboardInterrupt"
+        f"    raise {error}"
     )
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 130
-    assert done.stderr == "train.py: KeyboardInterrupt; go on with --resume\n"
+    assert done.returncode == status
+    assert done.stderr == f"train.py: {line}; go on with --resume\n"
 
 
 def test_attempts_ahead_that_mostly_failed_are_played_again_after_a_resume(
