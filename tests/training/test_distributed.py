@@ -38,7 +38,7 @@ from nanorchestra.training.distributed import (
     shard_model,
 )
 from nanorchestra.training.objectives import Objective
-from nanorchestra.training.packing import Group
+from nanorchestra.training.packing import Group, mini_batches, samples_in
 from nanorchestra.training.trainer import Trainer, TrainerSettings
 from train import policy_update, supervised_update
 
@@ -134,6 +134,25 @@ def losses(ranks: Ranks, steps: int = 8, **options) -> dict[str, torch.Tensor]:
     counts = [sample.count for group in make_groups(steps - 1) for sample in group.samples]
     assert [len(sample) for sample in logprobs] == counts
     return {"losses": torch.tensor(values), "logprobs": torch.tensor(sum(logprobs, []))}
+
+
+def several_updates(ranks: Ranks, **options) -> dict[str, torch.Tensor]:
+    """A step of grpo.mini_batch with a reference: all log-probabilities first, then the updates."""
+    trainer = make_trainer(ranks, **options)
+    trainer.prepare("muon", True)
+    objective = Objective(kl_coef=0.5, importance_cap=2.0)
+    values = []
+    for step in range(2):
+        logprobs = {}
+        groups = make_groups(step)
+        for sample, old_logprobs in zip(samples_in(groups), trainer.score(groups), strict=True):
+            sample.old_logprobs = old_logprobs
+        for part in mini_batches(groups, 4):
+            update, own = policy_update(trainer, part, objective, 1e-3)
+            values += [update["loss"], update["kl"], update["clip_fraction"]]
+            logprobs |= own
+    gathered = sum(trainer.gather_samples(logprobs), [])
+    return {"losses": torch.tensor(values), "logprobs": torch.tensor(gathered)}
 
 
 def first_half(ranks: Ranks, folder: str) -> dict[str, torch.Tensor]:
@@ -309,6 +328,7 @@ def test_two_ranks_do_as_one_and_end_when_one_is_killed(tmp_path, monkeypatch):
     jobs += [
         ["muon", "losses", {}],
         ["adamw", "losses", {"optimizer": "adamw", "tied": False, "offload": True}],
+        ["several", "several_updates", {"budget": 40, "offload": True}],
         ["first", "first_half", {"folder": two}],
         ["second", "second_half", {"folder": two}],
         ["grown", "second_half", {"folder": one}],
@@ -327,6 +347,7 @@ def test_two_ranks_do_as_one_and_end_when_one_is_killed(tmp_path, monkeypatch):
         assert parts and not any(torch.equal(part, part.bfloat16().float()) for part in parts)
     agree(results["muon"], losses(ONE), 1e-4)
     agree(results["adamw"], losses(ONE, optimizer="adamw", tied=False), 1e-4)
+    agree(results["several"], several_updates(ONE), 1e-4)
     agree(results["second"], results["first"], 0.0)  # to the bit
     agree(second_half(ONE, two), results["first"], 1e-5)  # on another number of ranks: rounding
     agree(results["grown"], results["first"], 1e-5)
