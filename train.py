@@ -132,8 +132,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
 
     if progress.phase == "warm_start":
         steps = config.warm_start.steps
-        if steps:
-            run.start_bar(steps)
+        run.start_bar(steps)
         while progress.step < steps:
             laps = Laps()
             groups = demonstrations.groups(progress, ranks)
@@ -215,7 +214,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
         # Update: one optimizer step, or with grpo.mini_batch several.
         updates, logprobs = [], {}
         if groups:
-            number_samples(groups)
+            number_samples(groups)  # what the ranks compute is put together by these numbers
             learning_rate = scheduled(
                 step, grpo.learning_rate, grpo.steps, grpo.warmup_steps, grpo.final_fraction
             )
@@ -239,10 +238,11 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
             record_logprobs(trained, scores, objective.drop_invalid_format)
         laps.end("train")
 
-        # Publish: the engine samples the next attempts from the new weights.
+        # Publish: the engine samples the next attempts from the new weights. Without an update
+        # too, so that no KV pages are cached, as in a resumed run.
         attempts_ahead = playing.result() if playing else None
         laps.end("wait")
-        last_version = engine.weight_version
+        version_before = engine.weight_version  # of the weights that this step has updated
         publish(config, model, engine, dtype)
         laps.end("weights")
 
@@ -253,7 +253,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
             "tokens_per_s": attempts.tokens_per_s,
             "filtered": {why: count / len(attempts.tasks) for why, count in left_out.items()},
             "retried": attempts.repeated,
-            "staleness": mean_staleness(trained, last_version),
+            "staleness": mean_staleness(trained, version_before),
             "bill_usd": bill.total(ranks),
         }
         update = merge_updates(updates)

@@ -182,7 +182,9 @@ class TrainingRun:
         return tqdm(total=total, initial=done, desc=label, unit=unit, disable=disable)
 
     def start_bar(self, steps: int) -> None:
-        """Shows the progress of the present phase, which goes to `steps`."""
+        """Shows the progress of the present phase, which goes to `steps`, if any are left."""
+        if self.progress.step >= steps:
+            return
         self._bar = self.bar(steps, self.progress.phase.replace("_", " "), self.progress.step)
 
     # Records.
