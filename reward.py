@@ -12,8 +12,8 @@ The paper (arXiv 2511.21689, section 3) describes the attempts at one task by th
 The paper has the tools first; the order makes no difference. Its outcome is 0 or 1; here an
 environment may also give partial credit in between.
 
-`group_rewards` is that. `task_rewards` is the same projection with low and high known before any
-attempt, so that it can be compared across groups, steps and policies. Numbers are trusted: worlds
+`group_rewards` is that. `task_rewards` has low and high known before any attempt, so that it can be
+compared across groups, steps and policies; its docstring says what else differs. Numbers are trusted: worlds
 and tools produce them. So is the choice of attempts: the caller leaves out those that the
 infrastructure failed, which would move the extrema.
 """

@@ -117,20 +117,21 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
     trainer = build_trainer(config, model, tokenizer, ranks, dtype)
     engine = build_engine(config, model, tokenizer, ranks, dtype)
     player = build_rollout(config, engine, PRICES[POLICY], rollout.temperature)
-    temperature = config.evaluation.temperature
-    held_out_player = build_rollout(config, engine, PRICES[POLICY], temperature)
+    held_out_player = build_rollout(config, engine, PRICES[POLICY], config.evaluation.temperature)
     objective = objective_of(grpo)
     # Ranks wait for the slowest rollout, which may take hours where tools are slow.
     rollout_ranks = ranks.new_group(rollout_timeout_s(config))
 
     demonstrations = Demonstrations(config, world, tokenizer, run.say)
-    attempts_ahead = run.start(trainer, engine)  # of the next step, if a checkpoint has them
+    # A checkpoint may hold attempts of the next step, which were played ahead.
+    attempts_ahead = run.restore_or_begin(trainer, engine)
     progress = run.progress
     publish(config, model, engine, dtype)
 
-    # ---- Warm start: supervised steps on demonstrations. A model that calls tools needs none.
+    # ---- Before GRPO
 
     if progress.phase == "warm_start":
+        # Warm start: supervised steps on demonstrations. A model that calls tools needs none.
         steps = config.warm_start.steps
         run.start_bar(steps)
         while progress.step < steps:
@@ -148,12 +149,12 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
             if run.checkpoint_or_stop(steps):
                 return False
 
-        # ---- The held-out tasks before GRPO; then GRPO's optimizer and reference
-
+        # The held-out tasks before GRPO; then its optimizer, and its reference: the weights of now,
+        # or with LoRA the base.
         publish(config, model, engine, dtype)
         progress.before = evaluate(run, world, held_out_player, rollout_ranks, bill, "before")
-        run.begin_grpo()  # its reference are the weights of now; with LoRA, the base
-        publish(config, model, engine, dtype)  # as in a resumed run, no KV pages are cached
+        run.begin_grpo()
+        publish(config, model, engine, dtype)  # drops the KV pages, which a resumed run has not
         run.save()
         if run.asked_to_stop():
             return False
@@ -187,7 +188,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
             valid = [attempt for attempt in members if attempt.status != "infrastructure"]
             if grpo.bounds == "group":  # R(tau) = r_out(tau) Mn(tau) . P, ToolOrchestra section 3
                 rewards = group_rewards(valid, task.preference)
-            else:  # the same with extrema that are known before any attempt
+            else:  # in absolute form, comparable across steps: reward.task_rewards
                 rewards = task_rewards(valid, task.preference, task.bounds)
             for attempt, reward in zip(valid, rewards, strict=True):
                 attempt.reward = float(reward)
@@ -229,7 +230,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
                     objective,
                     learning_rate,
                     temperature=rollout.temperature,
-                    longest=rollout.context_tokens,
+                    context_tokens=rollout.context_tokens,
                 )
                 updates.append(update)
                 logprobs |= logprobs_of_part
@@ -292,7 +293,7 @@ def play_step(
     UserError if most of them failed for reasons of the infrastructure.
     """
     grpo, warm_start = run.config.grpo, run.config.warm_start
-    first = warm_start.steps * warm_start.prompts + step * grpo.prompts
+    first = warm_start.steps * warm_start.prompts + step * grpo.prompts  # after the warm start's
     indices = [first + i // grpo.group_size for i in range(grpo.prompts * grpo.group_size)]
     seeds = attempt_seeds(run.config.run.seed, step, len(indices))
     attempts = play_on_ranks(
@@ -318,12 +319,12 @@ def policy_update(
     learning_rate: float,
     *,
     temperature: float = 1.0,
-    longest: int | None = None,
+    context_tokens: int | None = None,
 ) -> tuple[dict[str, float], dict[int, list[float]]]:
     """Makes one optimizer step on the samples of all ranks.
 
-    All ranks call it with the same groups. temperature: the sampler's. longest: the most ids of a
-    sample, which Dr. GRPO's normaliser needs. Returns the metrics, and for this rank's samples, by
+    All ranks call it with the same groups. temperature: the sampler's. context_tokens: the most
+    ids of a sample, which Dr. GRPO divides by. Returns the metrics, and for this rank's samples, by
     their index, the log-probabilities before the update.
 
     Metrics are means over the ids in the loss: `entropy` in nats, the terms of `policy_loss`, and
@@ -334,7 +335,7 @@ def policy_update(
     ranks = trainer.ranks
     samples = samples_in(groups)
     count = sum(sample.count for sample in samples)  # ids in the loss, on all ranks
-    normaliser = count if objective.normaliser == "ids" else len(samples) * longest
+    normaliser = count if objective.normaliser == "ids" else len(samples) * context_tokens
 
     sums, logprobs = StepMetrics(), []
     micro_batches = trainer.micro_batches(groups)  # this rank's; every rank has equally many
@@ -386,8 +387,9 @@ def policy_loss(
 
     trainer_logprobs, entropy and kl are fp32 [N], one entry per id in the loss. The loss is a
     scalar, with gradients into trainer_logprobs and kl; with N = 0 it is 0 and has a graph. Terms,
-    each [N]: `clip_fraction`, 1 where the clip replaced the ratio (not the dual clip); `kl`; and
-    with an importance cap `importance`, the weight v.
+    each [N]: `clip_fraction`, 1 where the clip acts (with "clip" it stops the id's gradient, with
+    "cispo" it bounds its weight; the dual clip is not counted); `kl`; and with an importance cap
+    `importance`, the weight v.
     """
     advantages = batch.advantages
     if objective.min_entropy:  # an id counts where the policy chooses, not where it copies
@@ -398,25 +400,25 @@ def policy_loss(
         old_logprobs = batch.old_logprobs
     elif objective.importance_cap:  # one update: the trainer of now. The ratio is 1, and the weight
         old_logprobs = trainer_logprobs.detach()  # v below corrects for the sampler
-    else:  # one update: the sampler, whose rounding and staleness are then in the ratio
+    else:  # one update: the sampler, so the ratio is 1 but for rounding
         old_logprobs = batch.sampler_logprobs
 
     ratio = bounded_exp(trainer_logprobs - old_logprobs)  # r = pi / pi_old, [N]
     clipped_ratio = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
     if objective.surrogate == "cispo":  # MiniMax-M1, equations (4) and (5): bounds the weight only
         losses = -clipped_ratio.detach() * advantages * trainer_logprobs
-        stopped = clipped_ratio != ratio
+        clipped = (clipped_ratio != ratio) & (advantages != 0)
     elif objective.surrogate == "clip":  # PPO (1707.06347), equation (7); ToolOrchestra, (4)
-        free, clipped = -advantages * ratio, -advantages * clipped_ratio
-        losses = torch.maximum(free, clipped)
-        stopped = clipped > free
+        free, bounded = -advantages * ratio, -advantages * clipped_ratio
+        losses = torch.maximum(free, bounded)
+        clipped = bounded > free
         if objective.dual_clip:  # arXiv 1912.09729, equation (5): where A < 0, at most -A dual_clip
             beyond = (advantages < 0) & (ratio > objective.dual_clip)
             losses = torch.where(beyond, -advantages * objective.dual_clip, losses)
     else:
         raise ValueError(f"there is no surrogate {objective.surrogate!r}")
 
-    terms = {"clip_fraction": stopped.double()}
+    terms = {"clip_fraction": clipped.double()}
     if objective.importance_cap:  # truncated importance sampling (Ionides 2008)
         # v = pi_old / pi_sampler
         importance = bounded_exp(old_logprobs - batch.sampler_logprobs)

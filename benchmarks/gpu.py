@@ -4,9 +4,10 @@
     python benchmarks/gpu.py --only decode grpo   parts whose name contains one of these, again
     python benchmarks/gpu.py --rehearse           all parts in small on the CPU
 
-It needs PyTorch, Triton, NumPy, safetensors, tokenizers and tqdm, and no network. A part runs in a
-process of its own with a limit on its time, so that a fault of the driver or too little memory ends
-that part alone. It is started only if its limit fits in the minutes of the call (`--minutes`, 9 by
+It needs PyTorch, Triton, NumPy, safetensors, tokenizers and tqdm, and no network; the GRPO steps,
+which are train.py's own, need all of requirements.txt. A part runs in a process of its own with a
+limit on its time, so that a fault of the driver or too little memory ends that part alone. It is
+started only if its limit fits in the minutes of the call (`--minutes`, 9 by
 default), so a call ends in time.
 
 All results are in DIR/gpu-CARD.json (DIR is runs/ by default), written after every part. Another

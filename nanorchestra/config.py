@@ -27,7 +27,9 @@ class RunSection:
     root: str = setting("runs", "directory of all runs")
     seed: int = setting(0, "seed of everything that is drawn at random")
     device: Literal["auto", "cpu"] = setting("auto", "auto: a GPU if there is one")
-    threads: int = setting(0, "CPU threads of torch, 0: cores / ranks of this machine")
+    threads: int = setting(
+        0, "CPU threads of torch, whatever OMP_NUM_THREADS says; 0: cores / ranks of this machine"
+    )
     checkpoint_every: int = setting(10, "steps between checkpoints", least=1)
     attention: Literal["auto", "triton"] = setting(
         "auto", "GPU kernel of training, auto: flash-attn where it is installed and faster"

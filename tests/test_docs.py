@@ -123,6 +123,8 @@ def test_the_inputs_of_the_picture_are_those_of_the_engine():
 
 @pytest.mark.parametrize("page", ["README.md", "docs/engine.md", "docs/kernels.md"])
 def test_a_page_names_only_files_that_exist(page):
+    if not (ROOT / ".git").exists():
+        pytest.skip("an archive has no list of its files")
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     files = ["/" + name for name in listed.stdout.split()]
     text = (ROOT / page).read_text()

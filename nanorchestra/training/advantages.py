@@ -42,7 +42,7 @@ def group_advantages(
                       is not centred again, as published.
 
     The published cut at +-3 is missing. The largest z-score of n attempts is (n - 1) / sqrt(n), of
-    one that differs from n - 1 equal ones: 2.47 in groups of 8, above 3 only from 11 attempts on.
+    one that differs from n - 1 equal ones: 2.48 in groups of 8, above 3 only from 11 attempts on.
     """
     counted = [reward for reward in rewards if reward is not None]
     mean = fmean(counted) if counted else 0.0

@@ -131,7 +131,7 @@ class Checkpoints:
         shutil.rmtree(self.folder / name, ignore_errors=True)  # one that could not be read
         os.replace(aside, self.folder / name)
         sync(self.folder)
-        for old in self._names()[:-KEPT]:
+        for old in [old for old in self._names() if old <= name][:-KEPT]:  # later ones are damaged
             shutil.rmtree(self.folder / old)
 
     def restore(self, prepare: Callable[[Json], dict[str, Tensor]]) -> Json | None:
@@ -159,11 +159,8 @@ class Checkpoints:
             if problem:
                 damages.append(problem)
                 continue
-            if self.ranks.first:
-                for line in damages:
-                    print(f"{line}; resuming from {path}, which is whole", file=sys.stderr)
-                for later in names[names.index(name) + 1 :]:  # damaged; KEPT counts whole ones
-                    shutil.rmtree(self.folder / later)
+            for line in damages if self.ranks.first else []:
+                print(f"{line}; resuming from {path}, which is whole", file=sys.stderr)
             return notes
         require(
             not names,

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from nanorchestra.config import GrpoSection
 
-MAX_LOG_RATIO = 20.0  # keeps exp finite; the bounds of every surrogate lie far inside
+MAX_LOG_RATIO = 20.0  # keeps exp finite, where a surrogate has no bound of its own
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Objective:
     """Loss, normaliser, KL term, advantages and filters of one objective."""
 
     surrogate: Literal["clip", "cispo"] = "clip"
-    normaliser: Literal["ids", "constant"] = "ids"
+    normaliser: Literal["ids", "contexts"] = "ids"
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float = 0.0  # bounds the loss where the advantage is negative; 0: no bound
@@ -50,7 +50,7 @@ class Objective:
 OBJECTIVES = {
     "grpo": Objective(),
     "toolorchestra": Objective(dual_clip=10.0, drop_invalid_format=True, kl="k2", boost=0.1),
-    "dr_grpo": Objective(normaliser="constant", normalise_std=False, clip_high=0.2),
+    "dr_grpo": Objective(normaliser="contexts", normalise_std=False, clip_high=0.2),
     # No lower bound, as published; the upper one is that of ScaleRL (arXiv 2510.13786).
     "cispo": Objective("cispo", clip_low=1.0, clip_high=4.0),
 }
@@ -67,7 +67,7 @@ def objective_of(settings: GrpoSection) -> Objective:
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """Returns exp(log_ratio), finite also for log-ratios far outside the bounds of objectives."""
+    """Returns exp(log_ratio), finite also for log-ratios beyond +-20."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 

@@ -269,7 +269,7 @@ class TrainingRun:
 
     # Checkpoints.
 
-    def start(self, trainer: Trainer, engine: Engine) -> Attempts | None:
+    def restore_or_begin(self, trainer: Trainer, engine: Engine) -> Attempts | None:
         """Begins the run with these parts, or continues it at its newest whole checkpoint.
 
         Returns the attempts of the next step if they were played before the checkpoint. The number

@@ -8,14 +8,14 @@ from nanorchestra.training.packing import Group, Sample
 from nanorchestra.training.trajectories import contexts
 
 
-def ids_in_loss(attempt: Trajectory, well_formed_only: bool = False) -> list[bool]:
+def ids_in_loss(attempt: Trajectory, drop_invalid_format: bool = False) -> list[bool]:
     """Returns which ids enter the loss: sampled ones.
 
-    well_formed_only: those of turns that are well formed.
+    drop_invalid_format: without those of badly formed turns.
     """
     mask = list(attempt.sampled)
     for turn in attempt.turns:
-        if well_formed_only and not turn.well_formed:
+        if drop_invalid_format and not turn.well_formed:
             mask[turn.start : turn.end] = [False] * (turn.end - turn.start)
     return mask
 
@@ -23,10 +23,10 @@ def ids_in_loss(attempt: Trajectory, well_formed_only: bool = False) -> list[boo
 def gave_answer(attempt: Trajectory) -> bool:
     """Returns whether an attempt ended with an answer, and has a well-formed turn to learn from."""
     answered = attempt.status == "answered" and bool(attempt.answer)
-    return answered and any(ids_in_loss(attempt, well_formed_only=True))
+    return answered and any(ids_in_loss(attempt, drop_invalid_format=True))
 
 
-def as_group(attempts: Sequence[Trajectory], well_formed_only: bool = False) -> Group:
+def as_group(attempts: Sequence[Trajectory], drop_invalid_format: bool = False) -> Group:
     """Returns attempts at one task as a group of samples.
 
     Each context that has ids in the loss is a sample: one growing session, or with rebuilt prompts
@@ -35,7 +35,7 @@ def as_group(attempts: Sequence[Trajectory], well_formed_only: bool = False) -> 
     prompts = []
     samples = []
     for attempt in attempts:
-        mask = ids_in_loss(attempt, well_formed_only)
+        mask = ids_in_loss(attempt, drop_invalid_format)
         for begin, start, end in contexts(attempt):
             if any(mask[begin:end]):
                 ids, logprobs = attempt.ids[begin:end], attempt.logprobs[begin:end]
@@ -47,7 +47,7 @@ def as_group(attempts: Sequence[Trajectory], well_formed_only: bool = False) -> 
 def record_logprobs(
     attempts: Sequence[Trajectory],
     trainer_logprobs: Sequence[Sequence[float]],
-    well_formed_only: bool = False,
+    drop_invalid_format: bool = False,
 ) -> None:
     """Writes the trainer's log-probabilities on the attempts that the samples were made of.
 
@@ -56,7 +56,7 @@ def record_logprobs(
     """
     logprobs = iter([logprob for sample in trainer_logprobs for logprob in sample])
     for attempt in attempts:
-        mask = ids_in_loss(attempt, well_formed_only)
+        mask = ids_in_loss(attempt, drop_invalid_format)
         attempt.trainer_logprobs = []
         for sampled, in_loss in zip(attempt.sampled, mask, strict=True):
             if sampled:

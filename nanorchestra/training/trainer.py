@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from nanorchestra.model import lora
 from nanorchestra.model.quantise import QuantisedLinear, linears
@@ -83,7 +84,7 @@ class Trainer:
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """Returns the model's hidden states that predict the ids in the loss, [N, hidden]."""
-        return self.model(batch.tokens, batch.positions, batch.attention)[batch.source]
+        return _hidden(self.model, batch)
 
     def logprobs(
         self, hidden: Tensor, batch: MicroBatch, temperature: float = 1.0
@@ -116,8 +117,7 @@ class Trainer:
         kind: "full", exact over the vocabulary, or "k2", an estimate from the ids.
         """
         with torch.no_grad(), lora.disabled(self.reference):
-            ref_hidden = self.reference(batch.tokens, batch.positions, batch.attention)
-            ref_hidden = ref_hidden[batch.source]  # [N, hidden]
+            ref_hidden = _hidden(self.reference, batch)
         weight, ref_weight = self.model.output_weight, self.reference.output_weight
         if kind == "full":
             return full_kl(
@@ -238,6 +238,13 @@ class Trainer:
         frozen.to_empty(device=self.model.norm.device)
         frozen.load_state_dict(self.model.state_dict())
         return frozen
+
+
+def _hidden(model: Qwen3, batch: MicroBatch) -> Tensor:
+    hidden = model(batch.tokens, batch.positions, batch.attention)  # [T, hidden]
+    # The end of a shared prompt predicts an id of each sample. The backward of embedding adds their
+    # gradients in one order; that of hidden[source] on several threads in any order.
+    return F.embedding(batch.source, hidden)
 
 
 class StepMetrics:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,7 +47,27 @@ def make_groups(seed=0, groups=3, samples=3, vocab=600):
     return made
 
 
-def gradients(model, groups, objective=None, vocab_limit=690, longest=1, **settings):
+def test_the_gradient_of_hidden_states_has_the_same_bits_on_several_threads():
+    """One position may predict many ids, whose gradients are added: in one order."""
+    threads, generator = torch.get_num_threads(), torch.Generator().manual_seed(0)
+    states = torch.randn(6000, 128, generator=generator, requires_grad=True)
+    source = torch.randint(0, 100, (2500,), generator=generator)
+    trainer = SimpleNamespace(model=lambda *inputs: states)
+    batch = SimpleNamespace(tokens=None, positions=None, attention=None, source=source)
+    weights = torch.randn(2500, 128, generator=generator)
+    torch.set_num_threads(2)
+    try:
+        seen = set()
+        for _ in range(30):
+            states.grad = None
+            Trainer.hidden(trainer, batch).backward(weights)
+            seen.add(states.grad.numpy().tobytes())
+    finally:
+        torch.set_num_threads(threads)
+    assert len(seen) == 1
+
+
+def gradients(model, groups, objective=None, vocab_limit=690, context_tokens=1, **settings):
     """The gradients of one policy update by name, without its step."""
     trainer = Trainer(model, vocab_limit=vocab_limit, settings=TrainerSettings(**settings))
     taken = {}
@@ -56,7 +77,7 @@ def gradients(model, groups, objective=None, vocab_limit=690, longest=1, **setti
         return float("nan")  # no step
 
     trainer.clip_gradients = take
-    policy_update(trainer, groups, objective or Objective(), 0.0, longest=longest)
+    policy_update(trainer, groups, objective or Objective(), 0.0, context_tokens=context_tokens)
     return taken
 
 
@@ -127,8 +148,8 @@ SURROGATES = [
 @pytest.mark.parametrize("budget", [1, 60])
 def test_micro_batches_do_not_change_the_gradient(nano_model, objective, budget):
     groups = make_groups(1)
-    whole = gradients(nano_model, groups, objective, longest=40)
-    parts = gradients(nano_model, groups[::-1], objective, longest=40, token_budget=budget)
+    whole = gradients(nano_model, groups, objective, context_tokens=40)
+    parts = gradients(nano_model, groups[::-1], objective, context_tokens=40, token_budget=budget)
     near(parts, whole)
 
 

@@ -26,7 +26,7 @@ from nanorchestra.errors import UserError
 from nanorchestra.model import chat
 from nanorchestra.records import Price, ToolCall
 from nanorchestra.tools.allowance import Allowance, most_usd
-from nanorchestra.training import run as running
+from nanorchestra.training import build
 from worlds.catalogue import SimulatedModel
 from worlds.load import open_world
 from worlds.questions import load_rows
@@ -281,7 +281,7 @@ def test_training_on_frames_asks_real_experts_and_a_real_judge(tmp_path, monkeyp
         for alias in aliases
     ]
     guided = partial(SamplingParams, guide=Menu(nano.tokenizer, turns))
-    monkeypatch.setattr(running, "SamplingParams", guided)
+    monkeypatch.setattr(build, "SamplingParams", guided)
 
     def answer(body):
         if body["model"] == "judge":
