@@ -13,9 +13,9 @@ The paper has the tools first; the order makes no difference. Its outcome is 0 o
 environment may also give partial credit in between.
 
 `group_rewards` is that. `task_rewards` has low and high known before any attempt, so that it can be
-compared across groups, steps and policies; its docstring says what else differs. Numbers are trusted: worlds
-and tools produce them. So is the choice of attempts: the caller leaves out those that the
-infrastructure failed, which would move the extrema.
+compared across groups, steps and policies; its docstring says what else differs. Numbers are
+trusted: worlds and tools produce them. So is the choice of attempts: the caller leaves out those
+that the infrastructure failed, which would move the extrema.
 """
 
 from collections.abc import Sequence
